@@ -1,0 +1,141 @@
+"""Starts `vllm serve` with a KV policy and prints how to call it once it answers.
+
+Called by `make serve`, which passes its variables on. Standard library only.
+Process: any
+"""
+
+import argparse
+import os
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from setup_env import ROOT, VENV, choose_lock
+
+PACKAGED_MODEL = "reasoner/checkpoint"
+PACKAGED_NAME = "reasoner"
+CPU_KV_CACHE_BYTES = 512 * 1024**2
+MAX_MODEL_TOKENS = 4096
+POLL_SECONDS = 0.25
+
+HOW_TO_CALL = """
+Ready: {url}   model {name}, {policy}
+
+  curl {url}/chat/completions -H 'Content-Type: application/json' \\
+    -d '{{"model": "{name}", "messages": [{{"role": "user", "content": "{prompt}"}}]}}'
+
+  from openai import OpenAI
+  client = OpenAI(base_url="{url}", api_key="none")
+  answer = client.chat.completions.create(
+      model="{name}", messages=[{{"role": "user", "content": "{prompt}"}}])
+  print(answer.choices[0].message.content)
+
+Counters: curl -s {root}/metrics | grep kvpolicy_       Stop: Ctrl-C
+"""
+
+
+def build_command(options: argparse.Namespace, device: str) -> list[str]:
+    """Return the `vllm serve` command line.
+
+    Args:
+        options: the parsed command line of this script.
+        device: `cpu` or `cuda`.
+    """
+    command = [str(VENV / "bin" / "vllm"), "serve", options.model]
+    command += ["--host", options.host, "--port", str(options.port)]
+    command += ["--served-model-name", served_name(options.model)]
+    command += ["--max-model-len", str(MAX_MODEL_TOKENS)]
+    if options.policy not in ("", "none"):
+        command += ["--kv-policy", options.policy]
+        command += ["--kv-budget", str(options.budget)]
+        command += ["--kv-interval", str(options.interval)]
+    if options.model == PACKAGED_MODEL:
+        command += ["--dtype", "float32"]
+    if device == "cpu":
+        # Eager: compiling costs more seconds at start than a small model gains.
+        command += ["--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES)]
+        command += ["--enforce-eager"]
+    return command + options.extra
+
+
+def served_name(model: str) -> str:
+    """Return the name under which clients ask for `model`."""
+    return PACKAGED_NAME if model == PACKAGED_MODEL else model
+
+
+def wait_and_explain(options: argparse.Namespace, server_pid: int) -> None:
+    """Print how to call the server when it answers; give up when it is gone.
+
+    Args:
+        options: the parsed command line of this script.
+        server_pid: process id of the server, our parent.
+    """
+    host = "127.0.0.1" if options.host in ("0.0.0.0", "::") else options.host
+    root = f"http://{host}:{options.port}"
+    while os.getppid() == server_pid:
+        try:
+            urllib.request.urlopen(f"{root}/health", timeout=2)
+        except (urllib.error.URLError, OSError):
+            time.sleep(POLL_SECONDS)
+            continue
+        print(
+            HOW_TO_CALL.format(
+                root=root,
+                url=f"{root}/v1",
+                name=served_name(options.model),
+                policy=f"policy {options.policy}, budget {options.budget}",
+                prompt=example_prompt(options.model),
+            ),
+            flush=True,
+        )
+        return
+
+
+def example_prompt(model: str) -> str:
+    """Return a prompt that `model` was made for, as JSON-safe text."""
+    path = ROOT / Path(model) / "example_prompt.txt"
+    if path.is_file():
+        return path.read_text().strip().replace("\n", "\\n").replace('"', '\\"')
+    return "Hello"
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Return the options; what follows `--` goes to `vllm serve` as it is."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=PACKAGED_MODEL)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--policy", default="ams-tova")
+    parser.add_argument("--budget", default="128", help="tokens per KV head")
+    parser.add_argument("--interval", default="64", help="tokens between events")
+    parser.add_argument("extra", nargs="*")
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    """Replace this process by the server; returns only where it cannot start."""
+    options = parse(sys.argv[1:])
+    folder = ROOT / options.model
+    if options.model == PACKAGED_MODEL and not (folder / "config.json").is_file():
+        print(
+            f"No model in {PACKAGED_MODEL}: name one with MODEL=, or train it "
+            "(see reasoner/).",
+            file=sys.stderr,
+        )
+        return 1
+    command = build_command(options, choose_lock())
+    if folder.is_dir():
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    print("starting:", " ".join(command), flush=True)
+    server_pid = os.getpid()
+    if os.fork() == 0:
+        wait_and_explain(options, server_pid)
+        return 0
+    os.chdir(ROOT)
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""Cuts, merges and quotas by hand; tests/policies compares whole selections."""
+
+import pytest
+import torch
+
+from vllm_kvpolicy.kernels.segment_quota import (
+    MASS_UNIT,
+    max_segments,
+    num_thresholds,
+    round_robin,
+    segment_quota_ref,
+    share_by_mass,
+    to_fixed_point,
+)
+
+
+def segments_of(mass: list[float], step: float, low: int, high: int) -> list[list[int]]:
+    """Used segments of one row, from fixed-point and from float mass alike."""
+    row = torch.tensor([mass], dtype=torch.float64)
+    found = []
+    for form in (row, to_fixed_point(row)):
+        got = segment_quota_ref(
+            form,
+            torch.tensor([len(mass)]),
+            torch.zeros(1, len(mass), dtype=torch.bool),
+            torch.tensor([1]),
+            segment_mass=step,
+            min_segment=low,
+            max_segment=high,
+            min_quota=0,
+        )
+        pairs = got.segments[0].tolist()
+        found.append([pair for pair in pairs if pair[0] < pair[1]])
+    assert found[0] == found[1]
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("step", "count"),
+    [(0.1, 9), (0.02, 49), (0.007, 142), (0.3, 3), (0.6, 1), (0.95, 1), (0.25, 3)],
+)
+def test_thresholds_are_below_one(step: float, count: int) -> None:
+    assert num_thresholds(step) == count
+
+
+def test_crossing_token_opens_the_next_segment() -> None:
+    mass = [0.2, 0.2, 0.2, 0.2, 0.2]
+    assert segments_of(mass, 0.5, 1, 99) == [[0, 2], [2, 5]]
+    mass = [0.1, 0.4, 0.3, 0.2]  # reaches one half at index 1, exactly
+    assert segments_of(mass, 0.5, 1, 99) == [[0, 1], [1, 4]]
+
+
+def test_cut_at_the_first_token_moves_to_the_second() -> None:
+    assert segments_of([0.9, 0.05, 0.05], 0.5, 1, 99) == [[0, 1], [1, 3]]
+
+
+def test_several_thresholds_on_one_token_make_one_cut() -> None:
+    assert segments_of([0.05, 0.05, 0.85, 0.05], 0.1, 1, 99) == [
+        [0, 1],
+        [1, 2],
+        [2, 4],
+    ]
+
+
+def test_unreached_threshold_cuts_off_the_last_token() -> None:
+    row = torch.tensor([[MASS_UNIT // 4] * 3 + [0, 0]])  # rounding lost the rest
+    got = segment_quota_ref(
+        row,
+        torch.tensor([5]),
+        torch.zeros(1, 5, dtype=torch.bool),
+        torch.tensor([1]),
+        segment_mass=0.9,
+        min_segment=1,
+        max_segment=99,
+        min_quota=0,
+    )
+    assert got.segments[0, :2].tolist() == [[0, 4], [4, 5]]
+
+
+def test_split_from_the_left_and_merge_forward() -> None:
+    flat = [0.1] * 10
+    assert segments_of(flat, 0.95, 1, 4) == [[0, 4], [4, 8], [8, 9], [9, 10]]
+    assert segments_of(flat, 0.95, 3, 4) == [[0, 4], [4, 8], [8, 10]]
+    assert segments_of(flat, 0.95, 5, 5) == [[0, 5], [5, 10]]
+    # The last segment may stay short, a merged one may exceed the maximum.
+    assert segments_of([0.04] * 24 + [0.02] * 2, 0.95, 6, 8) == [
+        [0, 8],
+        [8, 16],
+        [16, 23],
+        [23, 26],
+    ]
+
+
+def test_one_token_row() -> None:
+    assert segments_of([1.0], 0.1, 16, 256) == [[0, 1]]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 15, 64, 200])
+@pytest.mark.parametrize("step", [0.02, 0.1, 0.6])
+@pytest.mark.parametrize(("low", "high"), [(1, 1), (1, 4), (3, 16), (16, 256)])
+def test_bound_holds(tokens: int, step: float, low: int, high: int) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    mass = torch.rand(8, tokens, generator=generator, dtype=torch.float64) ** 6
+    mass = to_fixed_point(mass / mass.sum(-1, keepdim=True))
+    lengths = torch.full((8,), tokens)
+    none = torch.zeros(8, tokens, dtype=torch.bool)
+    got = segment_quota_ref(
+        mass,
+        lengths,
+        none,
+        lengths // 2,
+        segment_mass=step,
+        min_segment=low,
+        max_segment=high,
+        min_quota=1,
+    )
+    assert got.segments.shape[1] == max_segments(tokens, step, low, high)
+    assert (got.segments[:, -1, 1] == tokens).all()
+    assert (got.quotas.sum(-1) == tokens // 2).all()
+    start, end = got.segments.unbind(-1)
+    position = torch.arange(tokens)
+    inside = (position >= start[..., None]) & (position < end[..., None])
+    assert torch.equal(inside.long().argmax(1), got.segment_of)
+
+
+def test_round_robin_equals_dealing() -> None:
+    generator = torch.Generator().manual_seed(0)
+    capacity = torch.randint(0, 9, (200, 7), generator=generator)
+    total = torch.randint(0, 70, (200, 1), generator=generator)
+    got = round_robin(capacity, total)
+    for r in range(200):
+        given, left = [0] * 7, min(int(total[r]), int(capacity[r].sum()))
+        while left:
+            for i in range(7):
+                if left and given[i] < capacity[r, i]:
+                    given[i], left = given[i] + 1, left - 1
+        assert got[r].tolist() == given
+
+
+def test_round_robin_of_large_numbers() -> None:
+    capacity = torch.tensor([[2**20, 3, 2**20]])
+    got = round_robin(capacity, torch.tensor([[2**20]]))
+    assert got.tolist() == [[524287, 3, 524286]]
+
+
+def test_shares_follow_mass_and_round_half_to_even() -> None:
+    capacity = torch.tensor([[50, 50, 50, 50]])
+    unit = MASS_UNIT // 8
+    mass = torch.tensor([[unit, 3 * unit, unit, 3 * unit]])
+    # 20 tokens: shares 2.5, 7.5, 2.5, 7.5 round to 2, 8, 2, 8.
+    got = share_by_mass(capacity, mass, torch.tensor([20]), 0)
+    assert got.tolist() == [[2, 8, 2, 8]]
+
+
+def test_saturated_segments_pass_on_evenly() -> None:
+    capacity = torch.tensor([[3, 40, 40]])
+    mass = torch.tensor([[MASS_UNIT, 0, 0]])
+    got = share_by_mass(capacity, mass, torch.tensor([20]), 1)
+    assert got.tolist() == [[3, 9, 8]]
+
+
+def test_floors_beyond_the_budget() -> None:
+    capacity = torch.tensor([[9, 9, 9, 0, 9]])
+    mass = torch.tensor([[5, 1, 7, 0, 1]])
+    for total, want in [
+        (10, [2, 2, 3, 0, 3]),
+        (4, [1, 1, 1, 0, 1]),
+        (3, [1, 0, 1, 0, 1]),
+        (1, [0, 0, 1, 0, 0]),
+        (0, [0, 0, 0, 0, 0]),
+    ]:
+        got = share_by_mass(capacity, mass, torch.tensor([total]), 3)
+        assert got.tolist() == [want]
+        got = share_by_mass(capacity, mass.double(), torch.tensor([total]), 3)
+        assert got.tolist() == [want]

@@ -1,0 +1,319 @@
+"""AMS as served: against loops over tokens, and properties that must always hold."""
+
+import dataclasses
+
+import brute_ams
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_kvpolicy.policies.ams import PRESETS, AMSConfig, choose, select
+
+DEFAULT = PRESETS["default"].config
+KINDS = ("random", "sinky", "zeros", "one_hot", "flat", "ties", "nan")
+
+
+def make_usage(kind: str, rows: int, tokens: int, seed: int) -> torch.Tensor:
+    """[rows, tokens] float32 of a kind that strains one part of the algorithm."""
+    generator = torch.Generator().manual_seed(seed)
+    base = torch.rand(rows, tokens, generator=generator) ** 4
+    hot = torch.randint(tokens, (rows, 1), generator=generator)
+    usage = {
+        "random": base,
+        "sinky": torch.where(torch.arange(tokens) < 2, 50.0, base),
+        "zeros": torch.zeros(rows, tokens),
+        "one_hot": torch.zeros(rows, tokens).scatter_(-1, hot, 1.0),
+        "flat": torch.ones(rows, tokens),
+        "ties": (base * 4).round() / 4,
+        "nan": base.masked_fill(base < 0.01, torch.nan),
+    }
+    return usage[kind]
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> AMSConfig:
+    low = draw(st.integers(1, 24))
+    return AMSConfig(
+        segment_mass=draw(st.sampled_from([0.007, 0.02, 0.1, 0.25, 0.3, 0.6, 0.95])),
+        min_segment=low,
+        max_segment=draw(st.integers(low, 64)),
+        min_quota=draw(st.integers(0, 6)),
+        sinks=draw(st.integers(0, 6)),
+        recent=draw(st.integers(0, 40)),
+        ema_decay=draw(st.sampled_from([0.0, 0.5, 0.9])),
+        ema_mix=draw(st.sampled_from([0.0, 0.7, 1.0])),
+    )
+
+
+@settings(max_examples=250, deadline=None, derandomize=True)
+@given(
+    config=configs(),
+    tokens=st.integers(1, 160),
+    share=st.floats(0, 1),
+    usage_kind=st.sampled_from(KINDS),
+    score_kind=st.sampled_from(KINDS),
+    has_credit=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_equals_loops_over_tokens(
+    config: AMSConfig,
+    tokens: int,
+    share: float,
+    usage_kind: str,
+    score_kind: str,
+    has_credit: bool,
+    seed: int,
+) -> None:
+    rows, budget = 4, max(1, round(share * tokens))
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(budget, tokens + 1, (rows,), generator=generator)
+    usage = make_usage(usage_kind, rows, tokens, seed)
+    score = make_usage(score_kind, rows, tokens, seed + 1)
+    valid = torch.arange(tokens) < lengths[:, None]
+    # A ragged must-keep set, as sinks plus a local area that differs by request.
+    must = (torch.rand(rows, tokens, generator=generator) < 0.2) & valid
+    must &= must.cumsum(-1) <= budget
+    credit = torch.rand(rows, tokens, generator=generator) if has_credit else None
+    if credit is not None:
+        credit = credit.masked_fill(~valid, 0.0)
+    got = choose(usage, score, must, lengths, budget, config, credit)
+    for r in range(rows):
+        n = int(lengths[r])
+        keep, segments, quotas, updated = brute_ams.brute_choose(
+            usage[r, :n].tolist(),
+            score[r, :n].tolist(),
+            set(must[r].nonzero().flatten().tolist()),
+            budget,
+            dataclasses.asdict(config),
+            None if credit is None else credit[r, :n].tolist(),
+        )
+        assert got.keep[r].nonzero().flatten().tolist() == keep
+        used = len(segments)
+        assert got.segments[r, :used].tolist() == segments
+        assert (got.segments[r, used:] == n).all()
+        assert got.quotas[r, :used].tolist() == quotas
+        assert (got.quotas[r, used:] == 0).all()
+        expected = torch.tensor(updated, dtype=torch.float64).float()
+        assert torch.equal(got.credit[r, :n], expected)
+        assert (got.credit[r, n:] == 0).all()
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    config=configs(),
+    tokens=st.integers(1, 300),
+    share=st.floats(0, 1),
+    usage_kind=st.sampled_from(KINDS),
+    score_kind=st.sampled_from(KINDS),
+    seed=st.integers(0, 10**6),
+    parity=st.booleans(),
+)
+def test_select_keeps_exactly_the_budget(
+    config: AMSConfig,
+    tokens: int,
+    share: float,
+    usage_kind: str,
+    score_kind: str,
+    seed: int,
+    parity: bool,
+) -> None:
+    # The authors' code has no rule for NaN usage.
+    if parity and usage_kind == "nan":
+        usage_kind = "random"
+    config = dataclasses.replace(config, parity=parity)
+    rows, budget = 3, max(1, round(share * tokens))
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(budget, tokens + 1, (rows,), generator=generator)
+    usage = make_usage(usage_kind, rows, tokens, seed)
+    score = make_usage(score_kind, rows, tokens, seed + 1)
+    got = select(usage, score, budget, config, lengths=lengths)
+    assert got.keep.shape == (rows, budget) and got.keep.dtype == torch.int64
+    assert (got.keep[:, 1:] > got.keep[:, :-1]).all()
+    assert (got.keep >= 0).all() and (got.keep < lengths[:, None]).all()
+    sinks = min(config.sinks, budget)
+    recent = min(config.recent, budget - sinks)
+    if parity:
+        recent = min(config.recent, budget)
+        sinks = min(config.sinks, budget - recent)
+    position = torch.arange(tokens)
+    must = (position < sinks) | (position >= lengths[:, None] - recent)
+    must &= position < lengths[:, None]
+    kept = torch.zeros(rows, tokens, dtype=torch.bool).scatter_(-1, got.keep, True)
+    assert (kept | ~must).all()
+    room = budget if parity else budget - must.sum(-1)
+    assert (got.quotas.sum(-1) == room).all()
+    size = got.segments[..., 1] - got.segments[..., 0]
+    assert (size.sum(-1) == lengths).all()
+    assert (got.segments[:, 1:, 0] == got.segments[:, :-1, 1]).all()
+    # No segment but the last is short; a split piece is never longer than that.
+    is_last = got.segments[..., 1] == lengths[:, None]
+    assert ((size >= config.min_segment) | is_last).all()
+    assert (size < config.min_segment + config.max_segment).all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_segment_gets_its_floor(seed: int) -> None:
+    config = dataclasses.replace(DEFAULT, min_quota=8)
+    usage = make_usage(KINDS[seed % 4], 6, 400, seed)
+    score = make_usage("random", 6, 400, seed + 100)
+    got = select(usage, score, 250, config)
+    for r in range(6):
+        kept = set(got.keep[r].tolist())
+        for start, end in got.segments[r].tolist():
+            held = len(kept & set(range(start, end)))
+            assert held >= min(config.min_quota, end - start)
+
+
+@pytest.mark.parametrize("parity", [False, True])
+def test_a_row_does_not_depend_on_its_batch(parity: bool) -> None:
+    config = dataclasses.replace(DEFAULT, parity=parity)
+    lengths = torch.tensor([200, 333, 256, 400, 201])
+    usage = make_usage("random", 5, 400, 1)
+    score = make_usage("ties", 5, 400, 2)
+    credit = make_usage("random", 5, 180, 3)
+    batch = select(usage, score, 160, config, credit, lengths)
+    for r in range(5):
+        n = int(lengths[r])
+        for width in (n, n + 7, 400):
+            width = min(width, 400)
+            alone = select(
+                usage[r : r + 1, :width],
+                score[r : r + 1, :width],
+                160,
+                config,
+                credit[r : r + 1],
+                lengths[r : r + 1],
+            )
+            assert torch.equal(alone.keep, batch.keep[r : r + 1])
+            if parity:
+                torch.testing.assert_close(alone.credit, batch.credit[r : r + 1])
+            else:
+                assert torch.equal(alone.credit, batch.credit[r : r + 1])
+            used = (alone.quotas > 0).sum()
+            assert (batch.quotas[r] > 0).sum() == used
+
+
+def test_padding_may_hold_anything() -> None:
+    lengths = torch.tensor([90, 120])
+    usage, score = make_usage("random", 2, 120, 1), make_usage("random", 2, 120, 2)
+    clean = select(usage, score, 60, DEFAULT, lengths=lengths)
+    usage[0, 90:], score[0, 90:] = torch.nan, torch.inf
+    dirty = select(usage, score, 60, DEFAULT, lengths=lengths)
+    assert torch.equal(clean.keep, dirty.keep)
+    assert torch.equal(clean.credit, dirty.credit)
+
+
+@pytest.mark.parametrize("parity", [False, True])
+def test_more_segments_than_budget(parity: bool) -> None:
+    config = AMSConfig(0.02, 1, 4, 3, 0, 0, 0.9, 0.9, parity)
+    usage = make_usage("random", 3, 200, 5)
+    got = select(usage, make_usage("random", 3, 200, 6), 10, config)
+    used = (got.segments[..., 0] < 200).sum(-1)
+    assert (used > 10).all()
+    assert (got.quotas.sum(-1) == 10).all() and (got.quotas <= 1).all()
+    size = got.segments[..., 1] - got.segments[..., 0]
+    mass = torch.nn.functional.pad(usage.double().cumsum(-1), (1, 0))
+    mass = mass.gather(-1, got.segments[..., 1]) - mass.gather(-1, got.segments[..., 0])
+    for r in range(3):
+        rich = mass[r][got.quotas[r] > 0].min()
+        assert rich > mass[r][(got.quotas[r] == 0) & (size[r] > 0)].max()
+
+
+@pytest.mark.parametrize("parity", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2, 17, 65])
+def test_nothing_to_drop(tokens: int, parity: bool) -> None:
+    config = dataclasses.replace(DEFAULT, parity=parity)
+    usage = make_usage("random", 2, tokens, 0)
+    got = select(usage, usage, tokens, config)
+    assert torch.equal(got.keep, torch.arange(tokens).expand(2, -1))
+
+
+def test_one_token_to_drop() -> None:
+    score = make_usage("random", 3, 65, 4)
+    lowest = [30, 4, 56]
+    score[torch.arange(3), lowest] = -1.0
+    score[:, [0, 3, 57, 64]] = -2.0  # must be kept all the same
+    config = AMSConfig(0.1, 4096, 4096, 0, 4, 8, 0.9, 0.9)
+    got = select(torch.ones(3, 65), score, 64, config)
+    for r in range(3):
+        assert set(range(65)) - set(got.keep[r].tolist()) == {lowest[r]}
+
+
+@pytest.mark.parametrize("parity", [False, True])
+def test_of_equal_scores_the_later_position_wins(parity: bool) -> None:
+    config = AMSConfig(0.95, 1, 4096, 0, 0, 0, 0.9, 0.9, parity)
+    usage = torch.zeros(1, 50)
+    usage[0, 49] = 1.0  # one cut, at the last token
+    got = select(usage, torch.zeros(1, 50), 20, config)
+    assert got.keep.tolist() == [list(range(30, 50))]
+
+
+def test_must_keep_beyond_the_budget() -> None:
+    usage = make_usage("random", 1, 50, 0)
+    config = dataclasses.replace(DEFAULT, sinks=4, recent=32)
+    paper = select(usage, usage, 16, config)
+    assert paper.keep.tolist() == [[0, 1, 2, 3, *range(38, 50)]]
+    config = dataclasses.replace(config, parity=True)
+    code = select(usage, usage, 16, config)
+    assert code.keep.tolist() == [list(range(34, 50))]
+
+
+def test_credit_is_mixed_into_the_mass_and_gathered() -> None:
+    config = dataclasses.replace(DEFAULT, ema_decay=0.5, ema_mix=0.5)
+    usage = make_usage("random", 2, 100, 0)
+    first = select(usage, usage, 60, config)
+    mass = usage.double() / usage.double().sum(-1, keepdim=True)
+    expected = (0.5 * mass).gather(-1, first.keep).float()
+    torch.testing.assert_close(first.credit, expected, rtol=1e-6, atol=1e-9)
+    longer = make_usage("random", 2, 90, 1)
+    second = select(longer, longer, 60, config, first.credit)
+    old = torch.nn.functional.pad(first.credit.double(), (0, 30))
+    mass = longer.double() / longer.double().sum(-1, keepdim=True)
+    expected = (0.5 * old + 0.5 * mass).gather(-1, second.keep).float()
+    torch.testing.assert_close(second.credit, expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("segment_mass", 0.0),
+        ("segment_mass", 1.0),
+        ("segment_mass", float("nan")),
+        ("min_segment", 0),
+        ("min_segment", 1.5),
+        ("max_segment", 15),
+        ("min_quota", -1),
+        ("sinks", -1),
+        ("recent", True),
+        ("ema_decay", 1.0),
+        ("ema_mix", 1.01),
+        ("parity", 1),
+    ],
+)
+def test_config_refuses(field: str, value: object) -> None:
+    with pytest.raises(
+        ValueError, match=f"{field}: got {value!r}, expected ".replace("(", r"\(")
+    ):
+        dataclasses.replace(DEFAULT, **{field: value})
+
+
+def test_select_refuses() -> None:
+    usage = torch.rand(2, 10)
+    with pytest.raises(ValueError, match="budget: expected 1..10 tokens, got 11"):
+        select(usage, usage, 11, DEFAULT)
+    with pytest.raises(ValueError, match="budget"):
+        select(usage, usage, 0, DEFAULT)
+    with pytest.raises(ValueError, match="usage and score"):
+        select(usage, usage[:, :9], 5, DEFAULT)
+    with pytest.raises(ValueError, match="credit"):
+        select(usage, usage, 5, DEFAULT, credit=torch.rand(2, 11))
+
+
+def test_presets() -> None:
+    default, paper, code = (PRESETS[name] for name in ("default", "paper", "code"))
+    assert default.config == AMSConfig(0.1, 16, 256, 1, 4, 32, 0.9, 0.9)
+    assert (default.window_tokens, default.pool_kernel) == (32, 5)
+    assert paper.config == default.config and paper.window_tokens == 128
+    assert code.config == AMSConfig(0.02, 32, 1024, 8, 4, 32, 0.8, 0.7)
+    assert code.window_tokens == 32

@@ -1,0 +1,4 @@
+"""Bounded, well-chosen KV caches for vLLM.
+
+Process: any
+"""

@@ -1,0 +1,56 @@
+"""vLLM's Triton attention with a policy.
+
+Importing this module puts it in place of TRITON_ATTN. Without a policy it behaves as
+the stock backend.
+Process: worker
+"""
+
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+    TritonAttentionMetadataBuilder,
+)
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from vllm_kvpolicy.attention.metadata import (
+    KVPolicyImplMixin,
+    KVPolicyMetadataBuilderMixin,
+)
+
+
+class KVPolicyTritonMetadataBuilder(
+    KVPolicyMetadataBuilderMixin, TritonAttentionMetadataBuilder
+):
+    """Stock Triton metadata over physical tables."""
+
+
+class KVPolicyTritonImpl(KVPolicyImplMixin, TritonAttentionImpl):
+    """Stock Triton attention that saves queries."""
+
+
+class KVPolicyTritonBackend(TritonAttentionBackend):
+    """TRITON_ATTN with a policy: stock kernels, block interiors head-major."""
+
+    keys_are_columns = False
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Return the one order in which a head's page is contiguous."""
+        return (KVCacheLayout.LBHNC,)
+
+    @staticmethod
+    def get_impl_cls() -> type[KVPolicyTritonImpl]:
+        """Return the implementation class."""
+        return KVPolicyTritonImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[KVPolicyTritonMetadataBuilder]:
+        """Return the metadata builder class."""
+        return KVPolicyTritonMetadataBuilder
+
+
+register_backend(
+    AttentionBackendEnum.TRITON_ATTN,
+    f"{KVPolicyTritonBackend.__module__}.{KVPolicyTritonBackend.__qualname__}",
+)

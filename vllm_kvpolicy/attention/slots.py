@@ -1,0 +1,122 @@
+"""Which token sits where: one slot per request that has had an event.
+
+Written by attention.compaction, read by the metadata builder each step.
+Process: worker
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from vllm_kvpolicy.protocol import CompactEvent
+
+
+class SlotTable:
+    """Superblocks of the global pool and the frontier, per slot, on the device.
+
+    The last slot belongs to nobody and says "no event yet", so that rows of such
+    requests, of padding and of capture batches need no branch.
+
+    Args:
+        num_slots: requests that may be live at once.
+        max_global_blocks: most superblocks of survivors of one request.
+        block_size: N, tokens per superblock.
+        device: where the tables live.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        max_global_blocks: int,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        self.block_size = block_size
+        self.device = device
+        self.null_slot = num_slots
+        size = num_slots + 1
+        self.global_blocks = torch.zeros(
+            (size, max_global_blocks), dtype=torch.int32, device=device
+        )
+        self.num_global = torch.zeros(size, dtype=torch.int32, device=device)
+        self.frontier_blocks = torch.zeros(size, dtype=torch.int32, device=device)
+        self.dropped_tokens_cpu = np.zeros(size, dtype=np.int32)
+        self.slot_of: dict[str, int] = {}
+        self._free = list(range(num_slots))
+
+    def __len__(self) -> int:
+        """Return how many requests have had an event."""
+        return len(self.slot_of)
+
+    def take(self, request_id: str) -> int:
+        """Return the request's slot, a fresh one at its first event."""
+        if request_id not in self.slot_of:
+            self.slot_of[request_id] = self._free.pop()
+        return self.slot_of[request_id]
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Forget requests that finished, were aborted or were preempted."""
+        for request_id in request_ids:
+            slot = self.slot_of.pop(request_id, None)
+            if slot is not None:
+                self._free.append(slot)
+
+    def rows(self, request_ids: Sequence[str], num_rows: int) -> np.ndarray:
+        """Return [num_rows] int64 slots of a batch; null slots where it is padded."""
+        rows = np.full(num_rows, self.null_slot, dtype=np.int64)
+        get, null = self.slot_of.get, self.null_slot
+        rows[: len(request_ids)] = [get(request_id, null) for request_id in request_ids]
+        return rows
+
+    def update(self, slots: Sequence[int], events: Sequence[CompactEvent]) -> None:
+        """Set the tables of the requests of these events."""
+        width = max(len(event.dest_blocks) for event in events)
+        blocks = [
+            event.dest_blocks + (0,) * (width - len(event.dest_blocks))
+            for event in events
+        ]
+        index = self.to_device(slots)
+        self.global_blocks[index, :width] = self.to_device(blocks).int()
+        self.num_global[index] = self.to_device([len(e.dest_blocks) for e in events]).int()
+        self.frontier_blocks[index] = self.to_device(
+            [event.frontier_blocks for event in events]
+        ).int()
+        for slot, event in zip(slots, events, strict=True):
+            dropped_blocks = event.frontier_blocks - len(event.dest_blocks)
+            self.dropped_tokens_cpu[slot] = dropped_blocks * self.block_size
+
+    def to_device(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
+        """Copy host integers to the device as int64 without waiting for it."""
+        host = torch.tensor(values, dtype=torch.int64)
+        if self.device.type == "cpu":
+            return host
+        return host.pin_memory().to(self.device, non_blocking=True)
+
+    def physical_tables(
+        self, rows: torch.Tensor, block_table: torch.Tensor, width: int
+    ) -> torch.Tensor:
+        """Put each row's global superblocks in front of its local ones.
+
+        Args:
+            rows: [R] int64, slots.
+            block_table: [R, P] int32, vLLM's rows, indexed by logical position // N.
+            width: columns to fill.
+
+        Returns:
+            [R, width] int32.
+        """
+        num_global = self.num_global[rows, None]
+        column = torch.arange(width, dtype=torch.int32, device=rows.device)
+        local = column - num_global + self.frontier_blocks[rows, None]
+        local = local.clamp(0, block_table.shape[1] - 1)
+        result = block_table.gather(1, local.long())
+        num_columns = min(width, self.global_blocks.shape[1])
+        head = self.global_blocks[rows, :num_columns]
+        is_global = column[:num_columns] < num_global
+        result[:, :num_columns] = torch.where(is_global, head, result[:, :num_columns])
+        return result
+
+    def dropped_tokens(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return [R] int32: logical minus physical length of each row."""
+        return (self.frontier_blocks[rows] - self.num_global[rows]) * self.block_size

@@ -1,0 +1,4 @@
+"""The two pools: which superblocks a request holds, and when it gives some back.
+
+Process: any
+"""

@@ -1,0 +1,57 @@
+"""Sizes of an engine with a policy, from its configuration: one formula for all.
+
+Used by the scheduler mixin, the worker and the start-up line.
+Process: any
+"""
+
+from typing import Any
+
+from vllm_kvpolicy.block_manager.events import worst_case_blocks
+from vllm_kvpolicy.block_manager.planner import PlannerLimits
+from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.policies.registry import parse
+
+
+def planner_limits(vllm_config: Any, config: KVPolicyConfig) -> PlannerLimits:
+    """Return window and event limits of an engine.
+
+    Window slots: a request needs one in the last W of every I steps, so a share of
+    2 W / I of all requests, at least 8, is enough for all but unlucky coincidences,
+    and those wait a step.
+    """
+    info = parse(config.policy)
+    max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+    window_tokens = info.window_tokens(config.options)
+    share = -(-2 * max_num_seqs * window_tokens // config.interval_tokens)
+    return PlannerLimits(
+        block_size=vllm_config.cache_config.block_size,
+        window_tokens=window_tokens,
+        window_slots=min(max_num_seqs, max(8, share)) if window_tokens else 0,
+        events_per_step=config.events_per_step,
+        keeps_all=info.keeps_all,
+    )
+
+
+def max_global_blocks(vllm_config: Any, config: KVPolicyConfig) -> int:
+    """Return the most superblocks of survivors that one request can have."""
+    block_size = vllm_config.cache_config.block_size
+    longest = vllm_config.model_config.max_model_len
+    if not (parse(config.policy).keeps_all or config.protects_prompt):
+        longest = min(longest, config.budget_tokens)
+    return -(-longest // block_size)
+
+
+def max_blocks_per_request(vllm_config: Any, config: KVPolicyConfig) -> int:
+    """Return the most superblocks that any one request may hold at once."""
+    block_size = vllm_config.cache_config.block_size
+    max_model_len = vllm_config.model_config.max_model_len
+    if parse(config.policy).keeps_all or config.protects_prompt:
+        return -(-max_model_len // block_size)
+    return worst_case_blocks(
+        max_model_len,
+        config.budget_tokens,
+        config.interval_tokens,
+        config.prefill_interval_tokens,
+        config.recent_tokens,
+        block_size,
+    )

@@ -1,0 +1,242 @@
+"""Plans events and query windows for every request of one engine; owns frontiers.
+
+Called by the scheduler mixin (clip, commands) and by the KV cache manager (take_due).
+Process: engine
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from vllm_kvpolicy.block_manager.events import EventPlan, Footprint
+from vllm_kvpolicy.protocol import CompactEvent, StepCommands, WindowCapture
+
+NO_SLOT = -1
+
+
+@dataclass(frozen=True)
+class PlannerLimits:
+    """Sizes that are fixed for the life of an engine.
+
+    Args:
+        block_size: N, tokens per superblock.
+        window_tokens: W, queries that the policy reads at an event; 0 for none.
+        window_slots: query windows that may be open at once.
+        events_per_step: events that one step may carry.
+        keeps_all: test policies that drop nothing.
+    """
+
+    block_size: int
+    window_tokens: int
+    window_slots: int
+    events_per_step: int
+    keeps_all: bool = False
+
+
+@dataclass
+class RequestState:
+    """What the engine knows of one request.
+
+    Args:
+        footprint: event positions and block geometry.
+        sinks: first tokens that are always kept.
+        computed: position at the last `clip`.
+        frontier_blocks: current F / N.
+        global_blocks: superblocks that hold survivors.
+        ordinal: events since the request (re)started.
+        window_slot: open query window, or NO_SLOT.
+        due: an event decided in this step, not yet taken by the manager.
+        fresh_slot: the window was opened in this step.
+    """
+
+    footprint: Footprint
+    sinks: int
+    computed: int = 0
+    frontier_blocks: int = 0
+    global_blocks: int = 0
+    ordinal: int = 0
+    window_slot: int = NO_SLOT
+    due: bool = False
+    fresh_slot: bool = False
+
+    @property
+    def dropped_tokens(self) -> int:
+        """Tokens per KV head that the events so far have dropped."""
+        block_size = self.footprint.block_size
+        return (self.frontier_blocks - self.global_blocks) * block_size
+
+
+@dataclass
+class Planner:
+    """Decides per step which requests have an event and how far each may compute.
+
+    Args:
+        limits: sizes fixed for the life of the engine.
+        states: requests by id, from arrival to finish.
+        num_global_blocks: superblocks that hold survivors, over all requests.
+    """
+
+    limits: PlannerLimits
+    states: dict[str, RequestState] = field(default_factory=dict)
+    num_global_blocks: int = 0
+    _free_slots: list[int] = field(default_factory=list)
+    _windows: dict[str, RequestState] = field(default_factory=dict)
+    _events: dict[str, CompactEvent] = field(default_factory=dict)
+    _due_count: int = 0
+
+    def __post_init__(self) -> None:
+        self._free_slots = list(range(self.limits.window_slots))
+
+    # -- life of a request ------------------------------------------------------
+
+    def add(self, request_id: str, plan: EventPlan, recent: int, sinks: int) -> None:
+        """Start planning for a request; it holds nothing yet."""
+        footprint = Footprint(
+            plan, recent, self.limits.block_size, self.limits.keeps_all
+        )
+        self.states[request_id] = RequestState(footprint, sinks)
+
+    def restart(self, request_id: str) -> None:
+        """Forget what a preempted request held; its event positions stay the same."""
+        state = self.states.get(request_id)
+        if state is None:
+            return
+        self._close_window(request_id, state)
+        self._events.pop(request_id, None)
+        self.num_global_blocks -= state.global_blocks
+        self.states[request_id] = RequestState(state.footprint, state.sinks)
+
+    def remove(self, request_id: str) -> None:
+        """Forget a finished or aborted request."""
+        self.restart(request_id)
+        self.states.pop(request_id, None)
+
+    # -- called while vLLM schedules ----------------------------------------------
+
+    def clip(self, request_id: str, computed: int, num_new: int) -> int:
+        """Return how many of `num_new` tokens the request may compute in this step.
+
+        Never past the next event. 0 means the request sits this step out, because the
+        step has its share of events or no query window is free.
+        """
+        state = self.states.get(request_id)
+        if state is None or num_new <= 0:
+            return num_new
+        state.computed, state.due = computed, False
+        events = state.footprint.events
+        target = events.next_event(computed)
+        if target == computed:
+            if self._due_count >= self.limits.events_per_step:
+                return 0
+            target = events.next_event(computed + 1)
+            state.due = True
+            self._due_count += 1
+        num_new = min(num_new, target - computed)
+        window_start = target - self.limits.window_tokens
+        if self.limits.window_tokens and computed + num_new > window_start:
+            has_window = state.window_slot != NO_SLOT
+            if not has_window and not self._open_window(request_id, state):
+                num_new = max(window_start - computed, 0)
+        return num_new
+
+    def take_due(self, request_id: str) -> RequestState | None:
+        """Return the request's state if it has an event in this step, once."""
+        state = self.states.get(request_id)
+        if state is None or not state.due:
+            return None
+        state.due = False
+        return state
+
+    def record(
+        self,
+        request_id: str,
+        source_blocks: tuple[int, ...],
+        dest_blocks: tuple[int, ...],
+        local_blocks: tuple[int, ...],
+    ) -> None:
+        """Note the event that the manager has just carried out on its block list."""
+        state = self.states[request_id]
+        position = state.computed
+        state.frontier_blocks = state.footprint.frontier_blocks(position)
+        self.num_global_blocks += len(dest_blocks) - state.global_blocks
+        state.global_blocks = len(dest_blocks)
+        self._events[request_id] = CompactEvent(
+            request_id=request_id,
+            ordinal=state.ordinal,
+            position=position,
+            frontier_blocks=state.frontier_blocks,
+            budget=state.footprint.events.budget,
+            sinks=state.sinks,
+            source_blocks=source_blocks,
+            dest_blocks=dest_blocks,
+            local_blocks=local_blocks,
+            window_slot=state.window_slot,
+        )
+        state.ordinal += 1
+
+    def finish_step(self, num_scheduled: Mapping[str, int]) -> StepCommands:
+        """Return the step's commands and get ready for the next step.
+
+        Args:
+            num_scheduled: tokens per request that vLLM really scheduled; events of
+                requests that were preempted after their event are already forgotten.
+        """
+        captures = []
+        for request_id, state in list(self._windows.items()):
+            num_tokens = num_scheduled.get(request_id, 0)
+            if num_tokens:
+                capture = self._capture(request_id, state, num_tokens)
+                if capture is not None:
+                    captures.append(capture)
+                elif request_id in self._events:
+                    self._close_window(request_id, state)
+            elif state.fresh_slot:
+                self._close_window(request_id, state)
+            state.fresh_slot = False
+        missing = self._events.keys() - num_scheduled.keys()
+        if missing:
+            raise RuntimeError(
+                f"requests {sorted(missing)} had an event in a step that does not run "
+                "them; their superblocks are lost"
+            )
+        commands = StepCommands(tuple(self._events.values()), tuple(captures))
+        self._events = {}
+        self._due_count = 0
+        return commands
+
+    def peak_blocks(self, request_id: str, num_tokens: int) -> int | None:
+        """Return the most superblocks the request holds up to `num_tokens` tokens."""
+        state = self.states.get(request_id)
+        return None if state is None else state.footprint.peak_blocks(num_tokens)
+
+    # -- query windows ------------------------------------------------------------
+
+    def _open_window(self, request_id: str, state: RequestState) -> bool:
+        if not self._free_slots:
+            return False
+        state.window_slot = self._free_slots.pop()
+        state.fresh_slot = True
+        self._windows[request_id] = state
+        return True
+
+    def _close_window(self, request_id: str, state: RequestState) -> None:
+        if state.window_slot != NO_SLOT:
+            self._free_slots.append(state.window_slot)
+            state.window_slot = NO_SLOT
+            del self._windows[request_id]
+
+    def _capture(
+        self, request_id: str, state: RequestState, num_tokens: int
+    ) -> WindowCapture | None:
+        target = state.footprint.events.next_event(state.computed + 1)
+        window_start = target - self.limits.window_tokens
+        first = max(state.computed, window_start)
+        count = state.computed + num_tokens - first
+        if count <= 0:
+            return None
+        return WindowCapture(
+            request_id=request_id,
+            window_slot=state.window_slot,
+            first_token=first - state.computed,
+            first_row=first - window_start,
+            num_tokens=count,
+        )

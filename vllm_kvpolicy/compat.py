@@ -1,0 +1,58 @@
+"""What depends on vLLM's version, platform and environment, in one place.
+
+Called by guards, patch and report. The only reader of vLLM's version.
+Process: any
+"""
+
+from importlib import metadata
+
+SUPPORTED_VLLM = "0.32"
+# Classes that vLLM picks by platform, and the ones that take their place.
+WORKER_CLASSES = {
+    "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_kvpolicy.worker_cpu.KVPolicyCPUWorker",
+    "vllm.v1.worker.gpu_worker.Worker": "vllm_kvpolicy.worker_gpu.KVPolicyGPUWorker",
+}
+# Keyed by `SchedulerConfig.async_scheduling`.
+SCHEDULER_CLASSES = {
+    False: "vllm_kvpolicy.scheduler.KVPolicyScheduler",
+    True: "vllm_kvpolicy.scheduler.KVPolicyAsyncScheduler",
+}
+# Names of vLLM's backends for which there is a subclass of ours.
+ATTENTION_BACKENDS = ("CPU_ATTN", "TRITON_ATTN")
+# Tokens per superblock: the default, and what a block size must be a multiple of. The
+# CPU kernel packs keys by 32; the Triton kernel wants 16.
+BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
+
+
+def vllm_version() -> str:
+    """Return the version of the vLLM that is imported."""
+    import vllm
+
+    return vllm.__version__
+
+
+def supports(version: str) -> bool:
+    """Tell whether this package was tested with vLLM `version`."""
+    return version.split("+")[0].split(".")[:2] == SUPPORTED_VLLM.split(".")
+
+
+def package_version(distribution: str) -> str:
+    """Return the version of an installed distribution, or "not installed"."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def platform_name() -> str:
+    """Return vLLM's name of the platform: "cpu", "cuda", "rocm", ..."""
+    from vllm.platforms import current_platform
+
+    return current_platform._enum.name.lower()
+
+
+def environment_flag(name: str) -> bool:
+    """Return one of vLLM's own switches, such as "VLLM_BATCH_INVARIANT"."""
+    from vllm import envs
+
+    return bool(getattr(envs, name))

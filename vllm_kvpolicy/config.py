@@ -1,0 +1,303 @@
+"""The one configuration object, from plain data and back.
+
+Built from flags, YAML, `additional_config` or keyword arguments by cli, patch and llm;
+rebuilt from `VllmConfig.additional_config["kv_policy"]` by scheduler and worker. Keys
+of the plain form are the flags without their prefix: `--kv-budget` is `budget`.
+Process: any
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from vllm_kvpolicy.policies.registry import names, parse, resolve_options
+
+CONFIG_KEY = "kv_policy"
+PER_REQUEST_OFF = "none"
+# Keys of `extra_args` that begin like ours and belong to vLLM.
+_VLLM_REQUEST_KEYS = ("kv_transfer_params", "kv_cache_report_mode", "kv_hints")
+
+
+@dataclass(frozen=True)
+class IntegerKey:
+    """One integer of the configuration; help texts and docs iterate these.
+
+    Args:
+        key: name in the plain form; the flag is `--kv-` plus this name.
+        field: attribute of KVPolicyConfig.
+        minimum: smallest valid value.
+        summary: what it counts, with its unit.
+        is_flag: has a flag of its own and may be given per request.
+    """
+
+    key: str
+    field: str
+    minimum: int
+    summary: str
+    is_flag: bool = True
+
+    def check(self, value: Any, label: str | None = None) -> int:
+        """Return `value` if it is a valid integer.
+
+        Raises:
+            ValueError: anything else, True and 64.0 included.
+        """
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        if is_integer and value >= self.minimum:
+            return value
+        raise ValueError(
+            f"{label or self.key}: got {value!r}, expected an integer >= {self.minimum}"
+        )
+
+
+INTEGER_KEYS = (
+    IntegerKey(
+        "budget",
+        "budget_tokens",
+        1,
+        "tokens that a KV head can attend right after an event: sinks, selected and "
+        "newest ones",
+    ),
+    IntegerKey("interval", "interval_tokens", 1, "tokens between two events"),
+    IntegerKey("recent", "recent_tokens", 0, "newest tokens that are always kept"),
+    IntegerKey("sinks", "sink_tokens", 0, "first tokens that are always kept"),
+    IntegerKey(
+        "prefill_interval",
+        "prefill_interval_tokens",
+        1,
+        "tokens between two events inside a prompt",
+        is_flag=False,
+    ),
+    IntegerKey(
+        "events_per_step",
+        "events_per_step",
+        1,
+        "events that one engine step may carry; others wait a step",
+        is_flag=False,
+    ),
+)
+FLAG_KEYS = tuple(key for key in INTEGER_KEYS if key.is_flag)
+VALID_KEYS = (
+    "policy",
+    *(key.key for key in INTEGER_KEYS),
+    "policy_config",
+    "protect_prompt",
+    "trace_dir",
+)
+
+
+@dataclass(frozen=True)
+class KVPolicyConfig:
+    """What a server was asked to keep. Tokens are counted per KV head.
+
+    Args:
+        policy: name in the grammar of policies.registry.
+        budget_tokens: K, held right after an event: sinks + selected + local.
+        interval_tokens: I, tokens between two events.
+        recent_tokens: R, newest tokens that are always kept.
+        sink_tokens: S, first tokens that are always kept.
+        prefill_interval_tokens: tokens between two events inside a prompt; a multiple
+            of the block size.
+        events_per_step: events that one engine step may carry.
+        protect_prompt: keep the prompt and let K count generated tokens only; None
+            leaves it to the policy.
+        options: every option of the policy, defaults and presets filled in.
+        trace_dir: folder in which workers record survivors, for tests; None for off.
+
+    Raises:
+        ValueError: a value is not valid, alone or beside the others.
+    """
+
+    policy: str
+    budget_tokens: int = 2048
+    interval_tokens: int = 512
+    recent_tokens: int = 32
+    sink_tokens: int = 4
+    prefill_interval_tokens: int = 4096
+    events_per_step: int = 8
+    protect_prompt: bool | None = None
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    trace_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        info = parse(self.policy)
+        for key in INTEGER_KEYS:
+            key.check(getattr(self, key.field))
+        _check_type("protect_prompt", self.protect_prompt, bool, "true or false")
+        _check_type("trace_dir", self.trace_dir, str, "a folder")
+        _check_type("policy_config", self.options, Mapping, "a mapping of options")
+        object.__setattr__(self, "options", resolve_options(info, self.options))
+        _check_budget(self, "budget", page_tokens=1)
+        window = info.window_tokens(self.options)
+        _check_window("interval", self.interval_tokens, self.policy, window)
+        _check_window(
+            "prefill_interval", self.prefill_interval_tokens, self.policy, window
+        )
+
+    @property
+    def protects_prompt(self) -> bool:
+        """Whether prompts are kept whole: the user's word, else the policy's."""
+        if self.protect_prompt is not None:
+            return self.protect_prompt
+        return parse(self.policy).protect_prompt
+
+    @classmethod
+    def from_dict(cls, values: Any) -> "KVPolicyConfig":
+        """Build a configuration from its plain form.
+
+        Args:
+            values: keys of `VALID_KEYS`; only `policy` is needed. None as a value
+                stands for the default.
+
+        Raises:
+            ValueError: not a mapping, an unknown key, no policy, or a bad value.
+        """
+        if not isinstance(values, Mapping):
+            raise ValueError(
+                f"{CONFIG_KEY}: got {values!r}, expected a mapping with keys "
+                f"{_listed(VALID_KEYS)}"
+            )
+        for key in values:
+            if key not in VALID_KEYS:
+                raise ValueError(
+                    f"{CONFIG_KEY}: got the unknown key {key!r}, expected one of "
+                    f"{_listed(VALID_KEYS)}"
+                )
+        given = {key: value for key, value in values.items() if value is not None}
+        if "policy" not in given:
+            raise ValueError(
+                f"policy: none given, expected one of {_listed(names())} beside "
+                f"{_listed(given) or 'no other key'}"
+            )
+        fields = {"policy_config": "options"}
+        fields |= {key.key: key.field for key in INTEGER_KEYS}
+        return cls(**{fields.get(key, key): value for key, value in given.items()})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plain form: JSON-able, and `from_dict` makes an equal object."""
+        values: dict[str, Any] = {"policy": self.policy}
+        values |= {key.key: getattr(self, key.field) for key in INTEGER_KEYS}
+        values["policy_config"] = dict(self.options)
+        values["protect_prompt"] = self.protect_prompt
+        values["trace_dir"] = self.trace_dir
+        return values
+
+    def validate_block_size(self, block_size: int) -> None:
+        """Check what depends on vLLM's block size.
+
+        Args:
+            block_size: N, tokens per superblock.
+
+        Raises:
+            ValueError: the budget has no room for a page beside the tokens that are
+                always kept, or prompts cannot be cut at whole superblocks.
+        """
+        _check_budget(self, "budget", block_size)
+        if self.prefill_interval_tokens % block_size:
+            raise ValueError(
+                f"prefill_interval: got {self.prefill_interval_tokens}, expected a "
+                f"multiple of the block size {block_size}"
+            )
+
+    def with_request(
+        self, extra_args: Mapping[str, Any] | None, block_size: int = 1
+    ) -> "KVPolicyConfig | None":
+        """Apply what one request asks for in `vllm_xargs`.
+
+        Known keys: `kv_policy` (`none`, or the server's own), `kv_budget`,
+        `kv_interval`, `kv_recent` and `kv_sinks`. Each number is at most the server's,
+        because the server sized its memory for those. Keys that do not begin with
+        `kv_` are not looked at.
+
+        Args:
+            extra_args: the request's `SamplingParams.extra_args`.
+            block_size: N, tokens per superblock.
+
+        Returns:
+            The request's configuration, or None where it asks for the full KV cache.
+
+        Raises:
+            ValueError: an unknown key that begins with `kv_`, or a bad value.
+        """
+        asked = _request_keys(extra_args)
+        policy = asked.pop("kv_policy", self.policy)
+        if policy == PER_REQUEST_OFF and not asked:
+            return None
+        if policy == PER_REQUEST_OFF:
+            raise ValueError(
+                f"{next(iter(asked))}: has no effect beside kv_policy 'none', expected "
+                "one or the other"
+            )
+        if policy != self.policy:
+            raise ValueError(
+                f"kv_policy: got {policy!r}, expected 'none' or the server's own "
+                f"{self.policy!r}"
+            )
+        changes = {}
+        for key in FLAG_KEYS:
+            label = f"kv_{key.key}"
+            if label in asked:
+                value, limit = asked[label], getattr(self, key.field)
+                changes[key.field] = key.check(value, label)
+                if value > limit:
+                    raise ValueError(
+                        f"{label}: got {value}, expected at most the server's {limit}"
+                    )
+        if not changes:
+            return self
+        try:
+            config = replace(self, **changes)
+            _check_budget(config, "budget", block_size)
+        except ValueError as error:
+            raise ValueError(f"kv_{error}") from None
+        return config
+
+
+def _request_keys(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the keys of a request that are ours.
+
+    Raises:
+        ValueError: a key begins like ours and is unknown.
+    """
+    known = ("kv_policy", *(f"kv_{key.key}" for key in FLAG_KEYS))
+    asked = {}
+    for key, value in (extra_args or {}).items():
+        if key in known:
+            asked[key] = value
+        elif key.startswith("kv_") and key not in _VLLM_REQUEST_KEYS:
+            raise ValueError(
+                f"vllm_xargs: got the unknown key {key!r}, expected one of "
+                f"{_listed(known)}"
+            )
+    return asked
+
+
+def _check_type(key: str, value: Any, kind: type, expected: str) -> None:
+    """Raise ValueError unless `value` is None or of type `kind`."""
+    if value is not None and not isinstance(value, kind):
+        raise ValueError(f"{key}: got {value!r}, expected {expected}")
+
+
+def _check_budget(config: KVPolicyConfig, label: str, page_tokens: int) -> None:
+    """Raise ValueError unless a page fits beside the tokens that are always kept."""
+    sinks, recent = config.sink_tokens, config.recent_tokens
+    least = sinks + recent + page_tokens
+    if config.budget_tokens < least:
+        page = f"one page of {page_tokens}" if page_tokens > 1 else "one page"
+        raise ValueError(
+            f"{label}: got {config.budget_tokens}, expected at least {least} tokens "
+            f"({sinks} sinks + {recent} recent + {page})"
+        )
+
+
+def _check_window(key: str, tokens: int, policy: str, window: int) -> None:
+    """Raise ValueError where a policy's query window is longer than an interval."""
+    if tokens < window:
+        raise ValueError(
+            f"{key}: got {tokens}, expected at least the {window} tokens of "
+            f"{policy!r}'s query window"
+        )
+
+
+def _listed(words: Iterable[str]) -> str:
+    return ", ".join(words)

@@ -1,0 +1,4 @@
+"""Operations on tensors, each with a PyTorch reference.
+
+Process: any
+"""

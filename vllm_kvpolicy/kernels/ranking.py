@@ -1,0 +1,129 @@
+"""One total order over tokens, and the few selections that every policy is made of.
+
+The order: higher score first; NaN counts as minus infinity; of equal scores the later
+position wins. All functions work on rows [R, T], never wait for the device, and their
+result for a row does not depend on other rows or on padding.
+Called by policies and by attention.runtime.
+Process: worker
+"""
+
+import torch
+
+
+def ranked_positions(score: torch.Tensor) -> torch.Tensor:
+    """List each row's positions from best to worst.
+
+    Args:
+        score: [R, T] floating point; NaN allowed.
+
+    Returns:
+        [R, T] int64, a permutation of 0..T-1 per row.
+    """
+    # Adding zero turns -0.0 into 0.0, which a radix sort would rank apart.
+    clean = torch.where(torch.isnan(score), -torch.inf, score) + 0.0
+    order = clean.flip(-1).sort(dim=-1, descending=True, stable=True).indices
+    return score.shape[-1] - 1 - order
+
+
+def ranks_within(score: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+    """Rank each token among the tokens of its own group.
+
+    Args:
+        score: [R, T] floating point; NaN allowed.
+        group: [R, T] int64, any values; equal values form a group within a row.
+
+    Returns:
+        [R, T] int64, 0 for the best token of a group.
+    """
+    order = ranked_positions(score)
+    grouped = group.gather(-1, order).sort(dim=-1, stable=True)
+    order = order.gather(-1, grouped.indices)
+    slot = torch.arange(score.shape[-1], device=score.device).expand_as(order)
+    is_first = grouped.values != grouped.values.roll(1, -1)
+    is_first[..., :1] = True
+    first_slot = (slot * is_first).cummax(-1).values
+    return torch.empty_like(order).scatter_(-1, order, slot - first_slot)
+
+
+def limit_must_keep(must_keep: torch.Tensor, budget: int) -> torch.Tensor:
+    """Shrink a must-keep set that exceeds the budget: recent tokens go before sinks.
+
+    Args:
+        must_keep: [R, T] bool; the leading run of True is taken for the sinks.
+        budget: tokens per row.
+
+    Returns:
+        [R, T] bool, at most `budget` True per row: sinks (oldest first), then the
+        newest of the rest. Equals `must_keep` where that already fits.
+    """
+    sinks = must_keep.long().cumprod(-1).bool()
+    sinks = sinks & (sinks.long().cumsum(-1) <= budget)
+    others = (must_keep & ~sinks).long()
+    newer_or_same = others.flip(-1).cumsum(-1).flip(-1)
+    room = budget - sinks.sum(-1, keepdim=True)
+    return sinks | (others.bool() & (newer_or_same <= room))
+
+
+def fill_next_best(
+    keep: torch.Tensor,
+    score: torch.Tensor,
+    valid: torch.Tensor,
+    target: torch.Tensor | int,
+) -> torch.Tensor:
+    """Add the best tokens that are not kept yet until a row keeps `target`.
+
+    Args:
+        keep: [R, T] bool, kept already; stays kept.
+        score: [R, T] floating point; NaN allowed.
+        valid: [R, T] bool, False on padding and on anything not to be chosen.
+        target: tokens per row, an int or [R] int64.
+
+    Returns:
+        [R, T] bool with `target` True per row: fewer where the row has fewer valid
+        tokens, more where `keep` holds more already.
+    """
+    if isinstance(target, torch.Tensor):
+        target = target.unsqueeze(-1)
+    order = ranked_positions(score)
+    is_candidate = (valid & ~keep).gather(-1, order)
+    missing = target - keep.sum(-1, keepdim=True)
+    is_added = is_candidate & (is_candidate.cumsum(-1) < missing)
+    return keep | torch.zeros_like(keep).scatter_(-1, order, is_added)
+
+
+def top_k_mask(
+    score: torch.Tensor,
+    must_keep: torch.Tensor,
+    valid: torch.Tensor,
+    budget: torch.Tensor | int,
+) -> torch.Tensor:
+    """Keep the must-keep tokens and the best of the others, `budget` in all.
+
+    Args:
+        score: [R, T] floating point; NaN allowed.
+        must_keep: [R, T] bool, at most `budget` True per row (see `limit_must_keep`).
+        valid: [R, T] bool, False on padding.
+        budget: tokens per row, an int or [R] int64, at most the row's valid tokens.
+
+    Returns:
+        [R, T] bool, exactly `budget` True per row.
+    """
+    return fill_next_best(must_keep & valid, score, valid, budget)
+
+
+def ascending_indices(mask: torch.Tensor, count: int) -> torch.Tensor:
+    """List the positions of a mask's True entries, oldest first.
+
+    Args:
+        mask: [R, T] bool.
+        count: entries to list per row; surplus True entries are left out.
+
+    Returns:
+        [R, count] int64, ascending; -1 on the right of rows with fewer True entries.
+    """
+    slot = mask.long().cumsum(-1) - 1
+    # Everything that is not listed lands in one extra column, cut off below.
+    slot = torch.where(mask & (slot < count), slot, count)
+    position = torch.arange(mask.shape[-1], device=mask.device).expand_as(slot)
+    listed = position.new_full((*mask.shape[:-1], count + 1), -1)
+    return listed.scatter_(-1, slot, position)[..., :count]

@@ -1,0 +1,247 @@
+"""Cuts a row of tokens into segments of equal mass and shares a budget among them.
+
+Called by policies.ams; the PyTorch reference of a later fused kernel.
+Process: worker
+
+Source: AMS (arXiv 2605.23200) section 3.2-3.3, appendix B; where paper and code differ,
+the cut, split, merge and round-robin rules are those of the code,
+https://github.com/EIT-NLP/AdaptiveMassSegment/blob/7eb32cd75600c55888f223dddd2827a81d4f6a80/kvpress/presses/adaptive_segment_head_press.py.
+Deviations: one segmentation per row (theirs is shared by the batch); a fixed-point
+cumulative mass, so that sums do not depend on their order; a closed form instead of a
+token-by-token round robin; quotas also exist where there are more segments than budget
+(theirs never returns); max_segment holds where there is no threshold, too.
+Axes: R rows, T tokens (right-padded), S segments (a bound known from the sizes alone).
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+MASS_UNIT = 2**28  # fixed-point mass of a whole row
+
+
+@dataclass(frozen=True)
+class SegmentQuotas:
+    """Segments of each row, and how many of its choosable tokens each may keep.
+
+    Args:
+        segments: [R, S, 2] int64, half-open (start, end), oldest first; unused ones
+            are (length, length).
+        quotas: [R, S] int64, tokens; 0 for unused segments.
+        segment_of: [R, T] int64, index of each token's segment; S on padding.
+    """
+
+    segments: torch.Tensor
+    quotas: torch.Tensor
+    segment_of: torch.Tensor
+
+
+def num_thresholds(segment_mass: float) -> int:
+    """Count the k >= 1 with k * segment_mass < 1, up to rounding of the product."""
+    count = int(1 / segment_mass)
+    return count - 1 if count * segment_mass > 1 - 1e-9 else count
+
+
+def max_segments(
+    num_tokens: int, segment_mass: float, min_segment: int, max_segment: int
+) -> int:
+    """Bound the segments of any row of `num_tokens` tokens (S)."""
+    by_cuts = num_thresholds(segment_mass) + 1 + num_tokens // max_segment
+    by_length = (num_tokens - 1) // min_segment + 1
+    return min(by_cuts, by_length)
+
+
+def segment_quota_ref(
+    mass: torch.Tensor,
+    lengths: torch.Tensor,
+    exempt: torch.Tensor,
+    total: torch.Tensor,
+    *,
+    segment_mass: float,
+    min_segment: int,
+    max_segment: int,
+    min_quota: int,
+) -> SegmentQuotas:
+    """Segment every row and share `total` tokens among its segments by mass.
+
+    Args:
+        mass: [R, T] int64 in units of 1 / MASS_UNIT (exact, for serving) or float64
+            summing to 1 (as the authors' code); non-negative, zero on padding.
+        lengths: [R] int64, tokens of the row, 1..T.
+        exempt: [R, T] bool, tokens that take no quota: they count for the length and
+            the cuts of a segment, not for its mass or its capacity.
+        total: [R] int64, tokens to share, 0..choosable tokens of the row.
+        segment_mass: mass between thresholds, in (0, 1).
+        min_segment: tokens; shorter segments absorb the next one.
+        max_segment: tokens; longer ones are cut into pieces of this length first.
+        min_quota: tokens for each segment, as far as it and the budget hold them.
+
+    Returns:
+        The segments; quotas add up to `total` in each row.
+    """
+    bound = max_segments(mass.shape[-1], segment_mass, min_segment, max_segment)
+    flags = _cut_flags(mass, lengths, segment_mass)
+    flags = _split_long(flags, max_segment)
+    starts, ends = _merge_short(flags, lengths, min_segment, bound)
+    open_count = _sum_between((~exempt).long(), starts, ends)
+    open_mass = _sum_between(mass.masked_fill(exempt, 0), starts, ends)
+    quotas = share_by_mass(open_count, open_mass, total, min_quota)
+    segments = torch.stack((starts, ends), dim=-1)
+    return SegmentQuotas(segments, quotas, _segment_of(starts, lengths, mass.shape[-1]))
+
+
+def to_fixed_point(mass: torch.Tensor) -> torch.Tensor:
+    """Round a mass that sums to 1 per row, [R, T] float64, to units, [R, T] int64."""
+    return (mass * MASS_UNIT).round().long()
+
+
+def _cut_flags(
+    mass: torch.Tensor, lengths: torch.Tensor, segment_mass: float
+) -> torch.Tensor:
+    """Flag [R, T] the tokens that open a segment: those that cross a threshold."""
+    count = num_thresholds(segment_mass)
+    unit = 1 if mass.is_floating_point() else MASS_UNIT
+    steps = torch.arange(1, count + 1, device=mass.device, dtype=torch.float64)
+    thresholds = steps * (segment_mass * unit)
+    if not mass.is_floating_point():
+        thresholds = thresholds.round().long()
+    crossed = torch.searchsorted(thresholds, mass.cumsum(-1), right=True)
+    position = torch.arange(mass.shape[-1], device=mass.device)
+    last = lengths[:, None] - 1
+    flags = crossed > crossed.roll(1, -1)
+    # Position 0 opens the first segment anyway; a cut that falls on it moves to 1, and
+    # a threshold that rounding keeps out of reach cuts off the last token.
+    flags |= (position == 1) & (crossed[:, :1] > 0)
+    flags |= (position == last) & (crossed < count)
+    flags &= position <= last
+    flags[:, 0] = True
+    return flags
+
+
+def _split_long(flags: torch.Tensor, max_segment: int) -> torch.Tensor:
+    """Cut segments longer than `max_segment` into pieces of that length, from the left.
+
+    The remainder stays a short last piece. Pieces beyond a row's length are harmless.
+    """
+    position = torch.arange(flags.shape[-1], device=flags.device)
+    start = torch.where(flags, position, 0).cummax(-1).values
+    return (position - start) % max_segment == 0
+
+
+def _merge_short(
+    flags: torch.Tensor, lengths: torch.Tensor, min_segment: int, bound: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Walk the flags, oldest first, skipping those closer than `min_segment`.
+
+    Returns:
+        starts and ends, [R, bound] int64 each.
+    """
+    num_tokens = flags.shape[-1]
+    position = torch.arange(num_tokens, device=flags.device)
+    end = lengths[:, None]
+    next_flag = torch.where(flags & (position < end), position, end)
+    next_flag = torch.cat((next_flag, end), dim=-1)
+    next_flag = next_flag.flip(-1).cummin(-1).values.flip(-1)
+    walk = [torch.zeros_like(end)]
+    for _ in range(bound):
+        walk.append(
+            next_flag.gather(-1, (walk[-1] + min_segment).clamp(max=num_tokens))
+        )
+    edges = torch.cat(walk, dim=-1)
+    return edges[:, :-1], edges[:, 1:]
+
+
+def _segment_of(
+    starts: torch.Tensor, lengths: torch.Tensor, num_tokens: int
+) -> torch.Tensor:
+    """Number each token's segment, [R, T] int64; S on padding."""
+    num_rows, bound = starts.shape
+    is_used = starts < lengths[:, None]
+    opens = starts.new_zeros((num_rows, num_tokens + 1))
+    opens.scatter_(-1, torch.where(is_used, starts, num_tokens), 1)
+    position = torch.arange(num_tokens, device=starts.device)
+    number = opens[:, :num_tokens].cumsum(-1) - 1
+    return torch.where(position < lengths[:, None], number, bound)
+
+
+def _sum_between(
+    values: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    """Sum `values` [R, T] over each half-open segment, [R, S]."""
+    running = torch.nn.functional.pad(values.cumsum(-1), (1, 0))
+    return running.gather(-1, ends) - running.gather(-1, starts)
+
+
+def share_by_mass(
+    capacity: torch.Tensor, mass: torch.Tensor, total: torch.Tensor, min_quota: int
+) -> torch.Tensor:
+    """Share `total` tokens among segments: a floor for each, the rest by mass.
+
+    Shares are rounded half to even; what rounding and full segments leave over, or what
+    rounding took too much, goes round robin from the oldest segment.
+
+    Args:
+        capacity: [R, S] int64, tokens that a segment can keep at most.
+        mass: [R, S] int64 (units) or float64.
+        total: [R] int64, at most the row's capacity.
+        min_quota: tokens.
+
+    Returns:
+        [R, S] int64, adding up to `total`.
+    """
+    total = total[:, None]
+    floor = capacity.clamp(max=min_quota)
+    surplus = floor.sum(-1, keepdim=True) - total
+    base = _shrink_floors(floor, mass, surplus.clamp(min=0))
+    whole = mass.sum(-1, keepdim=True)
+    whole = whole + 1e-12 if mass.is_floating_point() else whole.clamp(min=1)
+    # In fixed point the product is below 2^53: one exact product, one rounded quotient.
+    share = (-surplus).clamp(min=0).double() * mass.double() / whole.double()
+    quotas = torch.minimum(base + share.round().long(), capacity)
+    excess = quotas.sum(-1, keepdim=True) - total
+    quotas = quotas - round_robin(quotas - base, excess.clamp(min=0))
+    return quotas + round_robin(capacity - quotas, (-excess).clamp(min=0))
+
+
+def _shrink_floors(
+    floor: torch.Tensor, mass: torch.Tensor, surplus: torch.Tensor
+) -> torch.Tensor:
+    """Lower floors [R, S] that exceed the budget by `surplus` [R, 1] tokens.
+
+    First round robin down to one token each; then the segments of least mass (of equal
+    ones the older) lose their last token.
+    """
+    spare = (floor - 1).clamp(min=0)
+    left = (surplus - spare.sum(-1, keepdim=True)).clamp(min=0)
+    floor = floor - round_robin(spare, surplus)
+    highest = torch.finfo if mass.is_floating_point() else torch.iinfo
+    weight = mass.masked_fill(floor == 0, highest(mass.dtype).max)
+    order = weight.sort(dim=-1, stable=True).indices
+    slot = torch.arange(floor.shape[-1], device=floor.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(-1, order, slot)
+    return torch.where(rank < left, 0, floor)
+
+
+def round_robin(capacity: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """Deal out tokens one at a time from the first segment on, skipping full ones.
+
+    Closed form: every segment gets min(capacity, level) with the highest level that
+    `total` covers; the first segments still open get one more.
+
+    Args:
+        capacity: [R, S] int64, non-negative.
+        total: [R, 1] int64; what exceeds the row's capacity is not dealt.
+
+    Returns:
+        [R, S] int64.
+    """
+    level = torch.zeros_like(total)
+    # The level is found bit by bit, from one that no count of tokens reaches.
+    for bit in reversed(range(24)):
+        higher = level + 2**bit
+        dealt = torch.minimum(capacity, higher).sum(-1, keepdim=True)
+        level = torch.where(dealt <= total, higher, level)
+    given = torch.minimum(capacity, level)
+    is_open = capacity > level
+    left = total - given.sum(-1, keepdim=True)
+    return given + (is_open & (is_open.long().cumsum(-1) <= left)).long()

@@ -1,0 +1,155 @@
+"""Counters that cross processes: one small memory-mapped file per engine.
+
+Written by the scheduler mixin (engine) and the worker, read at scrape time by the API
+process. Each field has one writer and is one aligned 8-byte float, so no lock is needed.
+Process: any
+"""
+
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_kvpolicy.protocol import StepCommands
+
+
+@dataclass(frozen=True)
+class Series:
+    """One Prometheus series: `kvpolicy_<name>`."""
+
+    name: str
+    kind: str
+    help: str
+
+
+SERIES = (
+    Series("events", "counter", "Events: compactions of one request."),
+    Series("blocks_returned", "counter", "Superblocks given back to the scheduler."),
+    Series("tokens_kept", "counter", "Tokens per KV head kept, summed over events."),
+    Series("tokens_dropped", "counter", "Tokens per KV head dropped at events."),
+    Series("event_seconds", "counter", "Seconds that the worker spent in events."),
+    Series("local_blocks", "gauge", "Superblocks at and above the frontiers."),
+    Series("global_blocks", "gauge", "Superblocks that hold survivors."),
+    Series("keep_ratio", "gauge", "Tokens held / tokens computed, live requests."),
+)
+INDEX = {series.name: index for index, series in enumerate(SERIES)}
+SIZE_BYTES = 8 * len(SERIES)
+GAUGE_PERIOD_SECONDS = 0.25
+
+
+def counter_path(instance_id: str) -> Path:
+    """Return the counter file of an engine, named by vLLM's instance id."""
+    return Path(tempfile.gettempdir()) / f"vllm-kvpolicy-{instance_id}.counters"
+
+
+class CounterFile:
+    """A shared array of float64, one per series.
+
+    Args:
+        instance_id: `VllmConfig.instance_id`.
+        create: make a zeroed file if there is none; otherwise it must exist.
+
+    Raises:
+        FileNotFoundError: `create` is False and no engine has made the file.
+    """
+
+    def __init__(self, instance_id: str, create: bool) -> None:
+        self.path = counter_path(instance_id)
+        flags = os.O_RDWR | (os.O_CREAT if create else 0)
+        descriptor = os.open(self.path, flags, 0o600)
+        try:
+            if create and os.fstat(descriptor).st_size < SIZE_BYTES:
+                os.truncate(descriptor, SIZE_BYTES)
+            self._map = mmap.mmap(descriptor, SIZE_BYTES)
+        finally:
+            os.close(descriptor)
+        self._values = memoryview(self._map).cast("d")
+
+    def add(self, name: str, amount: float) -> None:
+        """Add to a counter."""
+        self._values[INDEX[name]] += amount
+
+    def set(self, name: str, value: float) -> None:
+        """Set a gauge."""
+        self._values[INDEX[name]] = value
+
+    def read(self) -> dict[str, float]:
+        """Return every series by name."""
+        return {series.name: self._values[INDEX[series.name]] for series in SERIES}
+
+    def remove(self) -> None:
+        """Delete the file; processes that have it mapped keep reading the old values."""
+        self.path.unlink(missing_ok=True)
+
+
+class EngineCounters:
+    """What the scheduler knows after each step."""
+
+    def __init__(self, file: CounterFile, block_size: int) -> None:
+        self.file = file
+        self.block_size = block_size
+        self._next_gauges = 0.0
+
+    def add_events(self, commands: StepCommands) -> None:
+        """Count the events of a step, as the workers were told of them."""
+        for event in commands.events:
+            local = event.position - event.frontier_blocks * self.block_size
+            kept = len(event.dest_blocks) * self.block_size + local
+            dropped_blocks = len(event.source_blocks) - len(event.dest_blocks)
+            self.file.add("events", 1)
+            self.file.add("blocks_returned", dropped_blocks)
+            self.file.add("tokens_kept", kept)
+            self.file.add("tokens_dropped", dropped_blocks * self.block_size)
+
+    def set_pools(self, pools: tuple[int, int]) -> None:
+        """Set how many (local, global) superblocks all requests hold."""
+        self.file.set("local_blocks", pools[0])
+        self.file.set("global_blocks", pools[1])
+
+    def gauges_due(self) -> bool:
+        """Return whether the gauges that need a walk over requests are old."""
+        now = time.monotonic()
+        if now < self._next_gauges:
+            return False
+        self._next_gauges = now + GAUGE_PERIOD_SECONDS
+        return True
+
+    def set_keep_ratio(self, held_and_computed: Iterable[tuple[int, int]]) -> None:
+        """Set the realised keep ratio from (held, computed) tokens per live request."""
+        held = computed = 0
+        for request_held, request_computed in held_and_computed:
+            held += request_held
+            computed += request_computed
+        self.file.set("keep_ratio", held / computed if computed else 1.0)
+
+
+class Collector:
+    """Prometheus collector over the counter file of one engine.
+
+    Registered with the registry that serves `/metrics`. Yields nothing until the engine
+    has made the file.
+    """
+
+    def __init__(self, instance_id: str, labels: dict[str, str]) -> None:
+        self.instance_id = instance_id
+        self.labels = labels
+
+    def collect(self) -> Iterator[Any]:
+        """Yield one metric family per series, as prometheus_client expects."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        families = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
+        try:
+            values = CounterFile(self.instance_id, create=False).read()
+        except FileNotFoundError:
+            return
+        for series in SERIES:
+            family = families[series.kind](
+                f"kvpolicy_{series.name}", series.help, labels=tuple(self.labels)
+            )
+            family.add_metric(tuple(self.labels.values()), values[series.name])
+            yield family

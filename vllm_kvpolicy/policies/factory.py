@@ -1,0 +1,39 @@
+"""Builds a policy object from its name and options.
+
+Called by the worker once at start-up.
+Process: worker
+"""
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from vllm_kvpolicy.policies.base import Policy
+from vllm_kvpolicy.policies.compose import ComposedPolicy
+from vllm_kvpolicy.policies.registry import parse, resolve_options
+
+
+def build(name: str, options: Mapping[str, Any] | None = None) -> Policy:
+    """Build the policy `name`.
+
+    Args:
+        name: see `registry.names`.
+        options: `--kv-policy-config` as the user gave it; None is empty.
+
+    Raises:
+        ValueError: an unknown name, an unknown option, or a value outside its range.
+    """
+    info = parse(name)
+    resolved = resolve_options(info, options or {})
+    if info.path is not None:
+        return _load(info.path).from_options(resolved)
+    return ComposedPolicy(
+        _load(info.scorer).from_options(resolved),
+        _load(info.allocator).from_options(resolved),
+    )
+
+
+def _load(path: str | None) -> Any:
+    """Import the class that "module:class" names."""
+    module, _, attribute = str(path).partition(":")
+    return getattr(import_module(module), attribute)

@@ -1,0 +1,181 @@
+"""Options of the policies: their types, ranges, defaults and presets.
+
+Called by policies.registry, which checks what users give, and by the classes that read
+them. A leaf like the registry: it imports only the standard library.
+Process: any
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Param:
+    """One key of `--kv-policy-config`.
+
+    Args:
+        name: the key.
+        kind: "int", "float", "bool" or "choice".
+        default: value where neither the user nor a preset gives one.
+        summary: one line, with the unit.
+        minimum: smallest valid number.
+        maximum: largest valid number, None if there is none.
+        open_end: `maximum` itself is not valid.
+        odd: only odd numbers are valid.
+        choices: valid values of a choice.
+        at_least: name of a key whose value this one must reach.
+    """
+
+    name: str
+    kind: str
+    default: Any
+    summary: str
+    minimum: float = 0
+    maximum: float | None = None
+    open_end: bool = False
+    odd: bool = False
+    choices: tuple[str, ...] = ()
+    at_least: str | None = None
+
+    @property
+    def valid_range(self) -> str:
+        """The valid values in words, for errors and docs."""
+        if self.kind == "bool":
+            return "true or false"
+        if self.kind == "choice":
+            return "one of " + ", ".join(self.choices)
+        noun = "an integer" if self.kind == "int" else "a number"
+        noun = "an odd integer" if self.odd else noun
+        if self.maximum is None:
+            words = f"{noun} >= {self.minimum:g}"
+        else:
+            end = ")" if self.open_end else "]"
+            words = f"{noun} in [{self.minimum:g}, {self.maximum:g}{end}"
+        return words if self.at_least is None else f"{words}, at least {self.at_least}"
+
+    def accepts(self, value: Any) -> bool:
+        """Tell whether `value` is valid by itself, `at_least` aside."""
+        if self.kind == "choice":
+            return isinstance(value, str) and value in self.choices
+        if self.kind == "bool":
+            return isinstance(value, bool)
+        numbers = int if self.kind == "int" else (int, float)
+        if isinstance(value, bool) or not isinstance(value, numbers):
+            return False
+        if not math.isfinite(value) or value < self.minimum:
+            return False
+        if self.odd and value % 2 == 0:
+            return False
+        if self.maximum is None:
+            return True
+        return value < self.maximum if self.open_end else value <= self.maximum
+
+
+AMS_PRESETS: dict[str, dict[str, Any]] = {
+    # Table 15 of the paper with the window of the authors' code: of the settings tried,
+    # the one whose segment counts come closest to the paper's Table 14.
+    "default": {
+        "segment_mass": 0.1,
+        "min_segment": 16,
+        "max_segment": 256,
+        "min_quota": 1,
+        "sinks": 4,
+        "recent": 32,
+        "ema_decay": 0.9,
+        "ema_mix": 0.9,
+        "parity": False,
+        "window": 32,
+        "pool_kernel": 5,
+        "suffix_pad": "max",
+    },
+}
+# Table 15 as it stands; the paper leaves the number of recent tokens open.
+AMS_PRESETS["paper"] = {**AMS_PRESETS["default"], "window": 128}
+# The defaults of the authors' evaluation registry.
+AMS_PRESETS["code"] = {
+    **AMS_PRESETS["default"],
+    "segment_mass": 0.02,
+    "min_segment": 32,
+    "max_segment": 1024,
+    "min_quota": 8,
+    "ema_decay": 0.8,
+    "ema_mix": 0.7,
+}
+
+WINDOW = Param(
+    "window", "int", 32, "queries in the attention window, tokens", 1, maximum=1024
+)
+POOL_KERNEL = Param(
+    "pool_kernel", "int", 5, "neighbours averaged over, tokens", 1, 255, odd=True
+)
+# Fields of AMSConfig that the server sets through --kv-sinks and --kv-recent.
+_MUST_KEEP_PARAMS = (
+    Param("sinks", "int", 4, "first tokens always kept"),
+    Param("recent", "int", 32, "newest tokens always kept"),
+)
+AMS_PARAMS = (
+    Param(
+        "preset",
+        "choice",
+        "default",
+        "values of the keys that are not given",
+        choices=tuple(AMS_PRESETS),
+    ),
+    Param("segment_mass", "float", 0.1, "mass between cuts", 0.001, 1.0, open_end=True),
+    Param("min_segment", "int", 16, "shorter segments are merged, tokens", 1),
+    Param(
+        "max_segment",
+        "int",
+        256,
+        "longer segments are split, tokens",
+        1,
+        at_least="min_segment",
+    ),
+    Param("min_quota", "int", 1, "tokens that each segment may keep"),
+    Param(
+        "ema_decay", "float", 0.9, "old credit left by an event", 0, 1, open_end=True
+    ),
+    Param("ema_mix", "float", 0.9, "share of the current mass", 0, 1),
+    WINDOW,
+    POOL_KERNEL,
+    Param(
+        "suffix_pad",
+        "choice",
+        "max",
+        "mass of each of the newest `window` tokens",
+        choices=("max", "mean", "none"),
+    ),
+    Param("parity", "bool", False, "follow the authors' code literally"),
+)
+_RANGES = {param.name: param for param in AMS_PARAMS + _MUST_KEEP_PARAMS}
+
+
+def check_ams_range(name: str, values: Options) -> None:
+    """Check one AMS parameter.
+
+    Args:
+        name: a key of `AMS_PARAMS`, or "sinks" or "recent".
+        values: all of them, for limits that depend on each other.
+
+    Raises:
+        ValueError: naming the parameter, its value and the valid range.
+    """
+    check(_RANGES[name], values)
+
+
+def check(param: Param, values: Options) -> None:
+    """Check the value that `values` holds for `param`.
+
+    Raises:
+        ValueError: naming the parameter, its value and the valid range.
+    """
+    value = values[param.name]
+    valid = param.accepts(value)
+    if valid and param.at_least is not None and param.at_least in values:
+        valid = value >= values[param.at_least]
+    if not valid:
+        raise ValueError(f"{param.name}: got {value!r}, expected {param.valid_range}")

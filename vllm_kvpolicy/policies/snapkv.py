@@ -1,0 +1,45 @@
+"""SnapKV: score_i = mean over group and window of softmax_i(q_w . k_i * scale), pooled.
+
+Called by policies.compose.
+Process: worker
+
+Source: SnapKV (arXiv 2404.14469) section 4.2;
+https://github.com/NVIDIA/kvpress/blob/main/kvpress/presses/snapkv_press.py.
+Deviations: window of 32 queries (kvpress 64), each at its own position; average pooling
+as in kvpress (the original takes a maximum); the newest W tokens get the row's highest
+score (kvpress takes the maximum over all heads and requests, in later versions plus 1).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from vllm_kvpolicy.kernels.window_usage import (
+    WindowUsage,
+    mean_over_group,
+    pooled_usage,
+)
+from vllm_kvpolicy.policies.base import EventInputs
+
+
+class SnapKVScorer:
+    """Scores a token by the window's attention, smoothed over its neighbours."""
+
+    needs_keys = True
+
+    def __init__(self, window_tokens: int = 32, pool_kernel: int = 5) -> None:
+        self.window_tokens = window_tokens
+        self.pool_kernel = pool_kernel
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> "SnapKVScorer":
+        """Build from options that `registry.resolve_options` has checked."""
+        return cls(options["window"], options["pool_kernel"])
+
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+        """Score [E, L, H, T] float32, zero on padding."""
+        if usage is None:
+            raise ValueError("usage: expected the window's attention, got None")
+        mean = mean_over_group(usage.mean, inputs.num_kv_heads)
+        return pooled_usage(mean, usage.lengths, usage.window, self.pool_kernel)

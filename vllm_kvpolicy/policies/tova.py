@@ -1,0 +1,55 @@
+"""TOVA: score_i = mean over all query heads of softmax_i(q_last . k_i * scale).
+
+Called by policies.compose.
+Process: worker
+
+Source: TOVA (arXiv 2401.06104) section 3.2, layer-wise variant;
+https://github.com/NVIDIA/kvpress/blob/main/kvpress/presses/tova_press.py.
+Deviations: the newest token gets the highest score of its row, so that it stays even
+if nothing is set to stay (as kvpress, which adds 1 to it in later versions); selection
+once per event instead of after every token.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from vllm_kvpolicy.kernels.window_usage import WindowUsage
+from vllm_kvpolicy.policies.base import EventInputs
+
+
+def cross_head_mean(per_query_head: torch.Tensor) -> torch.Tensor:
+    """Average over all query heads of a layer.
+
+    The only reduction across KV heads: tensor parallelism adds its collective here.
+
+    Args:
+        per_query_head: [E, L, Hq, T] float32.
+
+    Returns:
+        [E, L, 1, T] float32.
+    """
+    return per_query_head.mean(2, keepdim=True)
+
+
+class TovaScorer:
+    """Scores a token by the newest query's attention; the same for all KV heads."""
+
+    window_tokens = 1
+    needs_keys = True
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> "TovaScorer":
+        """Build; reads no option."""
+        return cls()
+
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+        """Score [E, L, H, T] float32, a view that repeats one row over the heads."""
+        if usage is None:
+            raise ValueError("usage: expected the window's attention, got None")
+        score = cross_head_mean(usage.last)
+        position = torch.arange(score.shape[-1], device=score.device)
+        is_last = position == inputs.lengths[:, None, None, None] - 1
+        score = torch.where(is_last, score.amax(-1, keepdim=True), score)
+        return score.expand(-1, -1, inputs.num_kv_heads, -1)

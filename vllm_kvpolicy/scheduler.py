@@ -1,0 +1,135 @@
+"""vLLM's schedulers with events: clip steps, attach each step's commands.
+
+Named by the finished VllmConfig; run by EngineCore in place of vLLM's classes.
+Process: engine
+"""
+
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from vllm_kvpolicy.block_manager.events import EventPlan
+from vllm_kvpolicy.block_manager.limits import planner_limits
+from vllm_kvpolicy.block_manager.manager import KVPolicyManager
+from vllm_kvpolicy.block_manager.planner import Planner
+from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.metrics import CounterFile, EngineCounters
+from vllm_kvpolicy.policies.registry import parse
+from vllm_kvpolicy.protocol import StepCommands
+
+logger = init_logger("vllm.kv_policy")
+
+
+class KVPolicySchedulerMixin:
+    """Adds events to a vLLM scheduler; every override calls the method it extends."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kv_policy = KVPolicyConfig.from_dict(
+            self.vllm_config.additional_config["kv_policy"]
+        )
+        policy = parse(self.kv_policy.policy)
+        (manager,) = self.kv_cache_manager.coordinator.single_type_managers
+        if not isinstance(manager, KVPolicyManager):
+            raise TypeError(
+                f"expected one KV cache group with a KVPolicyManager, got {manager!r}"
+            )
+        self.kv_policy_limits = planner_limits(self.vllm_config, self.kv_policy)
+        self.kv_policy_planner = Planner(self.kv_policy_limits)
+        self.kv_policy_manager = manager
+        manager.attach(self.kv_policy_planner, policy.placement)
+        self.kv_policy_counters = EngineCounters(
+            CounterFile(self.vllm_config.instance_id, create=True),
+            self.kv_policy_limits.block_size,
+        )
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request and plan its events."""
+        self._plan_request(request)
+        super().add_request(request)
+
+    def _plan_request(self, request: Request) -> None:
+        request_id, params = request.request_id, request.sampling_params
+        extra_args = params.extra_args if params is not None else None
+        try:
+            config = self.kv_policy.with_request(
+                extra_args, self.kv_policy_limits.block_size
+            )
+        except ValueError as error:
+            # The API process refuses such a request; one that reaches the engine by
+            # another door must not take the engine down.
+            logger.warning("request %s keeps the server's policy: %s", request_id, error)
+            config = self.kv_policy
+        if config is None or request_id in self.requests:
+            return
+        protected = request.num_prompt_tokens if config.protects_prompt else 0
+        plan = EventPlan(
+            prompt_len=request.num_prompt_tokens,
+            budget=config.budget_tokens + protected,
+            interval=config.interval_tokens,
+            prefill_interval=config.prefill_interval_tokens,
+        )
+        sinks = max(config.sink_tokens, protected)
+        self.kv_policy_planner.add(request_id, plan, config.recent_tokens, sinks)
+
+    def _reserve_prefill_lookahead(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        """Clip a step at the request's next event; vLLM asks for every request."""
+        num_new_tokens = super()._reserve_prefill_lookahead(
+            request, num_computed_tokens, num_new_tokens
+        )
+        return self.kv_policy_planner.clip(
+            request.request_id, num_computed_tokens, num_new_tokens
+        )
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        """Attach the step's commands to the output that the workers receive."""
+        commands = self.kv_policy_planner.finish_step(
+            scheduler_output.num_scheduled_tokens
+        )
+        scheduler_output.kv_policy = commands
+        super()._update_after_schedule(scheduler_output)
+        self._count(commands)
+
+    def _count(self, commands: StepCommands) -> None:
+        counters = self.kv_policy_counters
+        counters.add_events(commands)
+        counters.set_pools(self.kv_policy_manager.pool_counts())
+        if counters.gauges_due():
+            states = self.kv_policy_planner.states
+            counters.set_keep_ratio(
+                (
+                    request.num_computed_tokens - states[request_id].dropped_tokens,
+                    request.num_computed_tokens,
+                )
+                for request_id, request in self.requests.items()
+                if request_id in states
+            )
+
+    def shutdown(self) -> None:
+        """Stop; the counters end with the engine."""
+        super().shutdown()
+        self.kv_policy_counters.file.remove()
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        super()._preempt_request(request, *args, **kwargs)
+        self.kv_policy_planner.restart(request.request_id)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        result = super()._free_request(request, *args, **kwargs)
+        self.kv_policy_planner.remove(request.request_id)
+        self.kv_policy_counters.set_pools(self.kv_policy_manager.pool_counts())
+        return result
+
+
+class KVPolicyScheduler(KVPolicySchedulerMixin, Scheduler):
+    """Synchronous scheduling with events."""
+
+
+class KVPolicyAsyncScheduler(KVPolicySchedulerMixin, AsyncScheduler):
+    """Asynchronous scheduling with events; positions include tokens in flight."""

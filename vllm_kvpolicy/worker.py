@@ -1,0 +1,106 @@
+"""What a policy adds to vLLM's worker: five short overrides.
+
+Mixed into the platform's worker by worker_cpu and worker_gpu.
+Process: worker
+"""
+
+from dataclasses import fields
+from typing import Any
+
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention import selector
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from vllm_kvpolicy.attention.runtime import KVPolicyRuntime
+from vllm_kvpolicy.block_manager.limits import max_blocks_per_request
+from vllm_kvpolicy.block_manager.manager import KVPolicySpec
+from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.protocol import NO_COMMANDS
+
+
+class KVPolicyWorkerMixin:
+    """Runs events before each forward pass and tells vLLM the true footprint."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model with our attention backend and attach the runtime to it."""
+        # vLLM remembers the class it chose for an earlier engine of this process.
+        selector._cached_get_attn_backend.cache_clear()
+        super().load_model(*args, **kwargs)
+        config = KVPolicyConfig.from_dict(
+            self.vllm_config.additional_config["kv_policy"]
+        )
+        layers = get_layers_from_vllm_config(self.vllm_config, Attention)
+        strangers = sorted(
+            f"{name} ({layer.attn_backend.get_name()})"
+            for name, layer in layers.items()
+            if not hasattr(layer.attn_backend, "keys_are_columns")
+        )
+        if strangers or not layers:
+            raise ValueError(
+                "--kv-policy works with the attention backends CPU_ATTN and TRITON_ATTN; "
+                f"these layers use another: {', '.join(strangers) or 'no layers found'}"
+            )
+        self.kv_policy_config = config
+        self.kv_policy = KVPolicyRuntime(
+            self.vllm_config, config, list(layers.values()), self.device
+        )
+
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        """Return the model's specs with the compressed footprint in place of the full."""
+        limit = max_blocks_per_request(self.vllm_config, self.kv_policy_config)
+        return {
+            name: _bounded(name, spec, limit)
+            for name, spec in super().get_kv_cache_spec().items()
+        }
+
+    def determine_available_memory(self) -> int:
+        """Return the bytes for the KV cache, less what windows and slots take."""
+        return super().determine_available_memory() - self.kv_policy.side_bytes
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Make the KV cache and take hold of it."""
+        super().initialize_from_config(kv_cache_config)
+        self.kv_policy.bind(self.kv_policy.layers[0].attn_backend.keys_are_columns)
+        self._watch_rows()
+
+    def _watch_rows(self) -> None:
+        """Learn which request each row of a batch is, from either model runner.
+
+        The V1 runner keeps the list, in row order, when it builds metadata. The V2
+        runner hands its batch to `prepare_attn` just before; that one method of this
+        one instance is wrapped.
+        """
+        runner, runtime = self.model_runner, self.kv_policy
+        if not self.use_v2_model_runner:
+            runtime.batch_request_ids = lambda: runner.input_batch.req_ids
+            return
+        prepare_attn = runner.prepare_attn
+
+        def prepare_attn_and_note_rows(input_batch: Any) -> Any:
+            runtime.batch_request_ids = lambda: input_batch.req_ids
+            return prepare_attn(input_batch)
+
+        runner.prepare_attn = prepare_attn_and_note_rows
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Run the step's events, then the step."""
+        commands = getattr(scheduler_output, "kv_policy", NO_COMMANDS)
+        gone = scheduler_output.finished_req_ids | (
+            scheduler_output.preempted_req_ids or set()
+        )
+        self.kv_policy.begin_step(commands, gone)
+        try:
+            return super().execute_model(scheduler_output)
+        finally:
+            self.kv_policy.end_step()
+
+
+def _bounded(name: str, spec: Any, limit: int) -> KVPolicySpec:
+    if type(spec) is not FullAttentionSpec:
+        raise ValueError(
+            f"--kv-policy needs full attention in every layer; {name} has "
+            f"{type(spec).__name__}"
+        )
+    known = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    return KVPolicySpec(**known, max_blocks_per_request=limit)

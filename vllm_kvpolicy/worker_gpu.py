@@ -1,0 +1,13 @@
+"""vLLM's GPU worker with a policy; named by the finished VllmConfig.
+
+Process: worker
+"""
+
+from vllm.v1.worker.gpu_worker import Worker
+
+import vllm_kvpolicy.attention.backend_triton  # noqa: F401  registers the backend
+from vllm_kvpolicy.worker import KVPolicyWorkerMixin
+
+
+class KVPolicyGPUWorker(KVPolicyWorkerMixin, Worker):
+    """GPU worker that runs events."""
