@@ -5,12 +5,11 @@ on support and the tests are made from the same rows.
 Process: api
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_kvpolicy import compat
-from vllm_kvpolicy.config import KVPolicyConfig
 
 
 @dataclass(frozen=True)
@@ -21,11 +20,13 @@ class Refusal:
         name: the feature, as a reader of vLLM's documentation knows it.
         applies: tells from a finished VllmConfig whether the feature is on.
         change: what to do about it, an imperative.
+        by_machine: depends on the installation alone; `applies` ignores its argument.
     """
 
     name: str
     applies: Callable[[Any], bool]
     change: str
+    by_machine: bool = False
 
 
 def _layer_kinds(config: Any) -> set[str]:
@@ -64,11 +65,13 @@ REFUSALS = (
         "other vLLM versions",
         lambda config: not compat.supports(compat.vllm_version()),
         f"install vLLM {compat.SUPPORTED_VLLM}.x",
+        by_machine=True,
     ),
     Refusal(
         "platforms other than CPU and CUDA",
         lambda config: compat.platform_name() not in compat.BLOCK_TOKENS,
         "run on an x86 CPU or an NVIDIA GPU",
+        by_machine=True,
     ),
     Refusal(
         "a worker class of one's own",
@@ -98,7 +101,7 @@ REFUSALS = (
     Refusal(
         "other attention backends",
         lambda config: not _backends(config) <= set(compat.ATTENTION_BACKENDS),
-        f"leave out --attention-backend, or use {' or '.join(compat.ATTENTION_BACKENDS)}",
+        f"leave out --attention-backend ({', '.join(compat.ATTENTION_BACKENDS)} work)",
     ),
     Refusal(
         "tensor parallelism",
@@ -301,11 +304,13 @@ REFUSALS = (
         "batch-invariant mode",
         lambda config: compat.environment_flag("VLLM_BATCH_INVARIANT"),
         "unset VLLM_BATCH_INVARIANT",
+        by_machine=True,
     ),
     Refusal(
         "the Rust front end",
         lambda config: compat.environment_flag("VLLM_USE_RUST_FRONTEND"),
         "unset VLLM_USE_RUST_FRONTEND: it does not check requests",
+        by_machine=True,
     ),
 )
 
@@ -316,6 +321,4 @@ def refusals(vllm_config: Any) -> list[str]:
     Args:
         vllm_config: the finished VllmConfig, before or after our classes are in it.
     """
-    return [
-        f"{row.name}: {row.change}" for row in REFUSALS if row.applies(vllm_config)
-    ]
+    return [f"{row.name}: {row.change}" for row in REFUSALS if row.applies(vllm_config)]

@@ -1,10 +1,13 @@
-"""The entry point that vLLM calls in every process it starts.
+"""The entry point that vLLM calls in every process that it starts.
 
-Called by vLLM's plugin loader through the group `vllm.general_plugins`. Installing the
-package enables nothing: this only teaches vLLM the flags.
+Called by vLLM's plugin loader through the group `vllm.general_plugins`. Being installed
+enables nothing: this teaches vLLM the flags, and importing it loads nothing.
 Process: any
 """
 
 
 def register() -> None:
-    """Install the flag patches once per process; cheap and idempotent."""
+    """Install the wraps that read the flags; idempotent."""
+    from vllm_kvpolicy import patch
+
+    patch.install()

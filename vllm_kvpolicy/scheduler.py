@@ -13,10 +13,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from vllm_kvpolicy.block_manager.events import EventPlan
-from vllm_kvpolicy.block_manager.limits import planner_limits
+from vllm_kvpolicy.block_manager.limits import capacity_line, planner_limits
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager
 from vllm_kvpolicy.block_manager.planner import Planner
-from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.metrics import CounterFile, EngineCounters
 from vllm_kvpolicy.policies.registry import parse
 from vllm_kvpolicy.protocol import StepCommands
@@ -30,7 +30,7 @@ class KVPolicySchedulerMixin:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.kv_policy = KVPolicyConfig.from_dict(
-            self.vllm_config.additional_config["kv_policy"]
+            self.vllm_config.additional_config[CONFIG_KEY]
         )
         policy = parse(self.kv_policy.policy)
         (manager,) = self.kv_cache_manager.coordinator.single_type_managers
@@ -42,6 +42,8 @@ class KVPolicySchedulerMixin:
         self.kv_policy_planner = Planner(self.kv_policy_limits)
         self.kv_policy_manager = manager
         manager.attach(self.kv_policy_planner, policy.placement)
+        num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
+        logger.info(capacity_line(self.vllm_config, self.kv_policy, num_blocks))
         self.kv_policy_counters = EngineCounters(
             CounterFile(self.vllm_config.instance_id, create=True),
             self.kv_policy_limits.block_size,

@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_kvpolicy.attention.runtime import KVPolicyRuntime
 from vllm_kvpolicy.block_manager.limits import max_blocks_per_request
 from vllm_kvpolicy.block_manager.manager import KVPolicySpec
-from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.protocol import NO_COMMANDS
 
 
@@ -28,7 +28,7 @@ class KVPolicyWorkerMixin:
         selector._cached_get_attn_backend.cache_clear()
         super().load_model(*args, **kwargs)
         config = KVPolicyConfig.from_dict(
-            self.vllm_config.additional_config["kv_policy"]
+            self.vllm_config.additional_config[CONFIG_KEY]
         )
         layers = get_layers_from_vllm_config(self.vllm_config, Attention)
         strangers = sorted(

@@ -72,6 +72,10 @@ class Compactor:
     def _run_batch(self, events: Sequence[CompactEvent]) -> None:
         slots = [self.slots.take(event.request_id) for event in events]
         index = self.slots.to_device(slots)
+        if self.credit is not None:
+            pairs = zip(slots, events, strict=True)
+            fresh = [slot for slot, event in pairs if not event.ordinal]
+            self.credit.clear(self.slots.to_device(fresh))
         inputs, blocks = self._inputs(events, index)
         decision = self.policy.decide(inputs, events[0].budget)
         sources, is_survivor = self._survivors(events, inputs, decision)
@@ -116,10 +120,6 @@ class Compactor:
         windows = None
         if self.policy.window_tokens:
             windows = self.windows.read(to_device([e.window_slot for e in events]))
-        if self.credit is not None:
-            self.credit.clear(
-                to_device([s for s, e in zip(slots, events) if not e.ordinal])
-            )
         inputs = EventInputs(
             lengths=lengths,
             must_keep=(token < sinks[:, None]) | is_local,

@@ -134,16 +134,29 @@ def worst_case_blocks(
 ) -> int:
     """Return the superblocks that any request of up to `max_model_len` tokens may hold.
 
-    The maximum of `Footprint.peak_blocks` over all prompt lengths, bounded from above by
-    the longest stretch between two events on top of a full global area.
+    The maximum of `Footprint.peak_blocks` over all prompt lengths, at most one block
+    too high. The peak is reached before the first event, or at the end of a stretch
+    after an event that left x local tokens, x from R to R + N - 1.
     """
-    first = min(max_model_len, max(prefill_interval, budget + interval))
+    first_inside = (budget // prefill_interval + 1) * prefill_interval
+    first = max(first_inside, budget + interval)
     whole = -(-max_model_len // block_size)
-    if first == max_model_len:
+    if first >= max_model_len:
         return whole
-    longest_local = max(prefill_interval, interval) + recent + block_size - 1
-    later = -(-(budget - recent) // block_size) + -(-longest_local // block_size) + 1
-    return min(whole, max(-(-first // block_size), later))
+
+    def after_event(local: int, stretch: int) -> int:
+        return -(-(budget - local) // block_size) + -(-(local + stretch) // block_size)
+
+    # Events inside a prompt lie on whole blocks; the others lie anywhere.
+    inside = after_event(
+        -(-recent // block_size) * block_size,
+        min(prefill_interval, max_model_len - first_inside),
+    )
+    stretch = min(interval, max_model_len - min(first_inside, budget + interval))
+    decode = max(
+        after_event(local, stretch) for local in range(recent, recent + block_size)
+    )
+    return min(whole, max(-(-first // block_size), inside, decode))
 
 
 def positions_up_to(plan: EventPlan, num_tokens: int) -> list[int]:

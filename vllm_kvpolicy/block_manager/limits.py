@@ -6,7 +6,11 @@ Process: any
 
 from typing import Any
 
-from vllm_kvpolicy.block_manager.events import worst_case_blocks
+from vllm_kvpolicy.block_manager.events import (
+    EventPlan,
+    Footprint,
+    worst_case_blocks,
+)
 from vllm_kvpolicy.block_manager.planner import PlannerLimits
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies.registry import parse
@@ -54,4 +58,31 @@ def max_blocks_per_request(vllm_config: Any, config: KVPolicyConfig) -> int:
         config.prefill_interval_tokens,
         config.recent_tokens,
         block_size,
+    )
+
+
+def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> str:
+    """Return the start-up line: policy, budget, and what the pool holds with them.
+
+    Args:
+        vllm_config: the engine's configuration.
+        config: the engine's policy.
+        num_blocks: superblocks of the pool, vLLM's null block included.
+    """
+    block_size = vllm_config.cache_config.block_size
+    max_model_len = vllm_config.model_config.max_model_len
+    events = EventPlan(
+        1, config.budget_tokens, config.interval_tokens, config.prefill_interval_tokens
+    )
+    answer = Footprint(
+        events, config.recent_tokens, block_size, parse(config.policy).keeps_all
+    )
+    held = answer.peak_blocks(max_model_len)
+    whole = -(-max_model_len // block_size)
+    return (
+        f"KV policy {config.policy}: budget {config.budget_tokens} tokens per KV head, "
+        f"event every {config.interval_tokens}; a request that writes {max_model_len} "
+        f"tokens holds at most {held} superblocks instead of {whole}, so the pool of "
+        f"{num_blocks - 1} holds {(num_blocks - 1) // held} of them instead of "
+        f"{(num_blocks - 1) // whole}"
     )

@@ -40,6 +40,7 @@ class RequestState:
         footprint: event positions and block geometry.
         sinks: first tokens that are always kept.
         computed: position at the last `clip`.
+        target: the next event position, at or after `computed`.
         frontier_blocks: current F / N.
         global_blocks: superblocks that hold survivors.
         ordinal: events since the request (re)started.
@@ -51,6 +52,7 @@ class RequestState:
     footprint: Footprint
     sinks: int
     computed: int = 0
+    target: int = -1
     frontier_blocks: int = 0
     global_blocks: int = 0
     ordinal: int = 0
@@ -123,7 +125,9 @@ class Planner:
             return num_new
         state.computed, state.due = computed, False
         events = state.footprint.events
-        target = events.next_event(computed)
+        if state.target < computed:
+            state.target = events.next_event(computed)
+        target = state.target
         if target == computed:
             if self._due_count >= self.limits.events_per_step:
                 return 0

@@ -87,7 +87,7 @@ def fill_next_best(
     order = ranked_positions(score)
     is_candidate = (valid & ~keep).gather(-1, order)
     missing = target - keep.sum(-1, keepdim=True)
-    is_added = is_candidate & (is_candidate.cumsum(-1) < missing)
+    is_added = is_candidate & (is_candidate.cumsum(-1) <= missing)
     return keep | torch.zeros_like(keep).scatter_(-1, order, is_added)
 
 

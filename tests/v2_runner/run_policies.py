@@ -1,0 +1,174 @@
+"""Runs a few policies on one of vLLM's model runners, on a machine without a GPU.
+
+Called as a program by test_v2_runner, because `v2` changes the process for good:
+Triton's interpreter stands in for a GPU, and vLLM is told to use Triton attention on
+the CPU platform. float32 only, tiny models only.
+Process: any
+
+Usage: python run_policies.py v1|v2 MODEL_DIR TRACE_DIR OUTPUT.json
+"""
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ON_V2 = sys.argv[1] == "v2"
+os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1")
+if ON_V2:
+    os.environ.update(TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1")
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+from triton import backends  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.backends.driver import DriverBase  # noqa: E402
+
+BLOCK_SIZE = 32
+NUM_TOKENS = 22
+PROMPT_LENGTHS = (60, 70, 90)
+ENGINE = {
+    "dtype": "float32",
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "block_size": BLOCK_SIZE,
+    "enforce_eager": True,
+    "enable_prefix_caching": False,
+    "max_num_batched_tokens": 48,
+    "kv_cache_memory_bytes": 8 << 20,
+    "seed": 0,
+}
+KV_POLICY = {
+    "budget": 48,
+    "interval": 16,
+    "recent": 8,
+    "prefill_interval": 64,
+}
+
+
+class InterpreterDriver(DriverBase):
+    """Answers what vLLM asks of a Triton driver; nothing is compiled or launched."""
+
+    def __init__(self) -> None:
+        """Skip the base class, which looks for a compiler."""
+
+    @classmethod
+    def is_active(cls) -> bool:
+        """Say that this driver may be used."""
+        return True
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        """Return the type as it is; no launcher is built."""
+        return ty
+
+    def get_current_target(self) -> GPUTarget:
+        """Return a target that is no GPU."""
+        return GPUTarget("cpu", 0, 0)
+
+    def get_current_device(self) -> int:
+        """Return the only device."""
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        """Return the only stream."""
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        """Return where the tensors are."""
+        return torch.device("cpu")
+
+    def get_benchmarker(self) -> Any:
+        """Return a benchmarker for which all configurations are equal."""
+        return lambda *args, **kwargs: [1.0, 1.0, 1.0]
+
+
+def install(attention_backend: str) -> None:
+    """Make this process look like one with a GPU that runs Triton.
+
+    Args:
+        attention_backend: dotted path of the attention backend class to use.
+    """
+    backends.backends["cpu"] = SimpleNamespace(compiler=None, driver=InterpreterDriver)
+    triton.runtime.driver.set_active(InterpreterDriver())
+    properties = SimpleNamespace(
+        multi_processor_count=8, name="interpreter", major=9, minor=0
+    )
+    torch.cuda.get_device_capability = lambda *args, **kwargs: (9, 0)
+    torch.cuda.get_device_properties = lambda *args, **kwargs: properties
+    from vllm.platforms import current_platform
+
+    type(current_platform).get_attn_backend_cls = classmethod(
+        lambda cls, *args, **kwargs: attention_backend
+    )
+
+
+def count_builds() -> dict[str, int]:
+    """Count how often our metadata builder really replaces the tables."""
+    from vllm_kvpolicy.attention.metadata import KVPolicyMetadataBuilderMixin
+
+    counts = {"builds": 0, "physical": 0}
+    build = KVPolicyMetadataBuilderMixin.build
+
+    def counting(self: Any, prefix: int, metadata: Any, *args: Any, **kw: Any) -> Any:
+        counts["builds"] += 1
+        if self.kv_policy is not None:
+            counts["physical"] += self.kv_policy.physical(metadata) is not metadata
+        return build(self, prefix, metadata, *args, **kw)
+
+    KVPolicyMetadataBuilderMixin.build = counting
+    return counts
+
+
+def generate(model: str, policy: dict[str, Any] | None) -> tuple[list[list[int]], int]:
+    """Return greedy tokens of the fixed prompts and the number of events."""
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    options = dict(ENGINE)
+    if policy is not None:
+        options["additional_config"] = {"kv_policy": policy}
+    rng = random.Random(1)
+    prompts = [[rng.randrange(5, 60) for _ in range(n)] for n in PROMPT_LENGTHS]
+    llm = LLM(model, **options)
+    outputs = llm.generate(
+        [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts],
+        SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True),
+        use_tqdm=False,
+    )
+    core = llm.llm_engine.engine_core.engine_core
+    events = 0
+    if policy is not None:
+        events = int(core.scheduler.kv_policy_counters.file.read()["events"])
+    core.shutdown()
+    return [list(output.outputs[0].token_ids) for output in outputs], events
+
+
+def main(model: str, trace_dir: str, output: str) -> None:
+    """Run stock, identity, infinite budget and a real policy; write what came out."""
+    if ON_V2:
+        install("vllm_kvpolicy.attention.backend_triton.KVPolicyTritonBackend")
+    result: dict[str, Any] = {}
+    result["stock"], _ = generate(model, None)
+    counts = count_builds()
+    cases = {
+        "identity": {**KV_POLICY, "policy": "identity"},
+        "infinite": {**KV_POLICY, "policy": "streaming", "budget": 128},
+        "ams-tova": {
+            **KV_POLICY,
+            "policy": "ams-tova",
+            "policy_config": {"window": 8},
+            "trace_dir": trace_dir,
+        },
+    }
+    for name, policy in cases.items():
+        before = dict(counts)
+        tokens, events = generate(model, policy)
+        ran = {key: counts[key] - before[key] for key in counts}
+        result[name] = {"tokens": tokens, "events": events, **ran}
+    Path(output).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[2:])

@@ -1,0 +1,75 @@
+"""The V2 model runner under Triton's interpreter: hooks, tables and events fit it.
+
+What a GPU runs by default, with our metadata builder over Triton attention.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+PROGRAM = Path(__file__).with_name("run_policies.py")
+MIN_EVENTS = 3
+
+
+def run(runner: str, model: Path, folder: Path) -> dict[str, Any]:
+    """Run the program and return what it wrote, with the traces of `ams-tova`."""
+    output, traces = folder / f"{runner}.json", folder / runner
+    command = [sys.executable, str(PROGRAM), runner, str(model), str(traces), str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-4000:]
+    result = json.loads(output.read_text())
+    result["traces"] = [dict(np.load(path)) for path in sorted(traces.glob("*.npz"))]
+    return result
+
+
+@pytest.fixture(scope="module")
+def v2(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the V2 runner did."""
+    return run("v2", tiny_model, tmp_path_factory.mktemp("v2"))
+
+
+@pytest.fixture(scope="module")
+def v1(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the V1 runner did with the CPU kernels."""
+    return run("v1", tiny_model, tmp_path_factory.mktemp("v1"))
+
+
+def test_identity_is_stock_token_for_token(v2: dict[str, Any]) -> None:
+    """Tokens move between pages and superblocks, and nobody notices."""
+    assert v2["identity"]["events"] >= MIN_EVENTS
+    assert v2["identity"]["physical"] > 0, "our builder never replaced a table"
+    assert v2["identity"]["tokens"] == v2["stock"]
+
+
+def test_infinite_budget_is_stock_token_for_token(v2: dict[str, Any]) -> None:
+    """Our builder runs and leaves the metadata alone."""
+    assert v2["infinite"]["builds"] > 0
+    assert (v2["infinite"]["events"], v2["infinite"]["physical"]) == (0, 0)
+    assert v2["infinite"]["tokens"] == v2["stock"]
+
+
+def test_policy_keeps_what_it_keeps_on_the_v1_runner(
+    v1: dict[str, Any], v2: dict[str, Any]
+) -> None:
+    """Query windows and survivors do not depend on runner and attention kernel."""
+    assert v2["ams-tova"]["events"] == v1["ams-tova"]["events"] >= MIN_EVENTS
+    assert v2["ams-tova"]["physical"] > 0
+    assert len(v1["traces"]) == len(v2["traces"]) == v2["ams-tova"]["events"]
+
+    def by_event(trace: dict[str, Any]) -> tuple[str, int]:
+        return str(trace["request_id"]).split("-")[0], int(trace["position"])
+
+    for one, other in zip(
+        sorted(v1["traces"], key=by_event),
+        sorted(v2["traces"], key=by_event),
+        strict=True,
+    ):
+        assert by_event(one) == by_event(other)
+        np.testing.assert_array_equal(one["selected"], other["selected"])
+        np.testing.assert_array_equal(one["survivors"], other["survivors"])
+    assert v2["ams-tova"]["tokens"] == v1["ams-tova"]["tokens"]

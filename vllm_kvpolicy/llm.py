@@ -1,0 +1,56 @@
+"""`LLM(model, kv_policy=...)`: vLLM's offline class with the flags as keywords.
+
+Called by users, through `vllm_kvpolicy.LLM`.
+Process: api
+"""
+
+from typing import Any
+
+import vllm
+
+from vllm_kvpolicy import cli
+
+
+class LLM(vllm.LLM):
+    """vLLM's `LLM` that also takes the policy.
+
+    Args:
+        model: folder or name, as for vLLM's `LLM`.
+        kv_policy: name of the policy; None is stock vLLM.
+        kv_budget: K, tokens per KV head right after an event.
+        kv_interval: tokens between events.
+        kv_recent: newest tokens that are always kept.
+        kv_sinks: first tokens that are always kept.
+        kv_policy_config: options of the policy.
+        additional_config: vLLM's own; values given here as keywords win over it.
+        kwargs: everything else that vLLM's `LLM` takes.
+
+    Raises:
+        ValueError: a value is not valid, or something is refused beside a policy.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        kv_policy: str | None = None,
+        kv_budget: int | None = None,
+        kv_interval: int | None = None,
+        kv_recent: int | None = None,
+        kv_sinks: int | None = None,
+        kv_policy_config: dict[str, Any] | None = None,
+        additional_config: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        given = cli.given_values(
+            {
+                "kv_policy": kv_policy,
+                "kv_budget": kv_budget,
+                "kv_interval": kv_interval,
+                "kv_recent": kv_recent,
+                "kv_sinks": kv_sinks,
+                "kv_policy_config": kv_policy_config,
+            }
+        )
+        merged = cli.merge(additional_config or {}, given)
+        super().__init__(model, additional_config=merged, **kwargs)

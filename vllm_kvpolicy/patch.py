@@ -1,0 +1,305 @@
+"""The only assignments onto vLLM's objects, as one table.
+
+`install()` is called by plugin in every process and teaches vLLM's argument parser the
+flags. What a policy needs beyond that is put in place when an engine is configured
+with one. Everything else hooks into vLLM by names that vLLM itself resolves.
+Process: api
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+from uuid import uuid4
+
+from vllm.exceptions import VLLMValidationError
+from vllm.logger import init_logger
+
+from vllm_kvpolicy import cli, compat
+from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
+from vllm_kvpolicy.guards import refusals
+from vllm_kvpolicy.metrics import Collector
+from vllm_kvpolicy.request_guards import check_request, server_config
+
+logger = init_logger("vllm.kv_policy")
+
+# The name that all processes of a server know its counters by, beside CONFIG_KEY.
+ENGINE_KEY = "kv_policy_engine"
+
+
+class KVPolicyRequestError(VLLMValidationError, ValueError):
+    """A request that the policy refuses: HTTP 400, and ValueError for `LLM` users."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One function of vLLM that is wrapped.
+
+    Args:
+        target: "module:attribute.path".
+        parameters: the names that its signature must have.
+        always: wrapped in every process, not only with a policy.
+        why: what vLLM has no hook for.
+        remove_when: what would make the wrap unnecessary.
+    """
+
+    target: str
+    parameters: tuple[str, ...]
+    always: bool
+    why: str
+    remove_when: str
+
+    def resolve(self) -> tuple[Any, str]:
+        """Import the owner and return it with the name of the attribute.
+
+        Raises:
+            ImportError, AttributeError: vLLM no longer has it.
+        """
+        module, _, path = self.target.partition(":")
+        owner = import_module(module)
+        *parents, name = path.split(".")
+        for parent in parents:
+            owner = getattr(owner, parent)
+        inspect.getattr_static(owner, name)
+        return owner, name
+
+
+ADD_CLI_ARGS = Patch(
+    "vllm.engine.arg_utils:EngineArgs.add_cli_args",
+    ("parser",),
+    True,
+    "plugins cannot add flags",
+    "vLLM calls plugins with the parser",
+)
+FROM_CLI_ARGS = Patch(
+    "vllm.engine.arg_utils:EngineArgs.from_cli_args",
+    ("args",),
+    True,
+    "only fields of EngineArgs are read from the command line",
+    "vLLM calls plugins with the parsed command line",
+)
+CREATE_ENGINE_CONFIG = Patch(
+    "vllm.engine.arg_utils:EngineArgs.create_engine_config",
+    ("self", "usage_context", "headless"),
+    True,
+    "the last place where arguments can change and the first with a whole VllmConfig",
+    "vLLM calls plugins with the VllmConfig",
+)
+PROCESS_INPUTS = Patch(
+    "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
+    (
+        "self",
+        "request_id",
+        "prompt",
+        "params",
+        "supported_tasks",
+        "arrival_time",
+        "lora_request",
+        "tokenization_kwargs",
+        "trace_headers",
+        "priority",
+        "data_parallel_rank",
+        "resumable",
+        "session_id",
+        "kv_hints",
+    ),
+    False,
+    "vllm_xargs are not validated by anyone before they reach the engine",
+    "vLLM validates vllm_xargs with a hook of the scheduler class or of a plugin",
+)
+PROMETHEUS_REGISTRY = Patch(
+    "vllm.entrypoints.serve.instrumentator.metrics:get_prometheus_registry",
+    (),
+    False,
+    "the registry behind /metrics is made anew where several API servers run",
+    "vLLM lets plugins register collectors",
+)
+OFFLINE_PATCHES = (ADD_CLI_ARGS, FROM_CLI_ARGS, CREATE_ENGINE_CONFIG, PROCESS_INPUTS)
+PATCHES = (*OFFLINE_PATCHES, PROMETHEUS_REGISTRY)
+
+
+def install() -> None:
+    """Wrap what the flags need; calling it again changes nothing."""
+    _wrap(ADD_CLI_ARGS, _with_flags)
+    _wrap(FROM_CLI_ARGS, _with_given_values)
+    _wrap(CREATE_ENGINE_CONFIG, _with_policy)
+
+
+def signature_problems(patches: tuple[Patch, ...] = PATCHES) -> list[str]:
+    """Return a sentence for each function that vLLM has changed or dropped."""
+    problems = []
+    for patch in patches:
+        try:
+            owner, name = patch.resolve()
+        except (ImportError, AttributeError):
+            problems.append(f"vLLM has no {patch.target}: {_version_advice()}")
+            continue
+        found = tuple(inspect.signature(getattr(owner, name)).parameters)
+        if found != patch.parameters:
+            problems.append(
+                f"{patch.target} takes {', '.join(found)}, expected "
+                f"{', '.join(patch.parameters)}: {_version_advice()}"
+            )
+    return problems
+
+
+def _version_advice() -> str:
+    return f"install vLLM {compat.SUPPORTED_VLLM}.x"
+
+
+def _wrap(patch: Patch, make: Callable[[Callable], Callable]) -> None:
+    """Put a wrapper in the place of a function, once.
+
+    Args:
+        patch: what to wrap.
+        make: returns the wrapper of the function that it is given; for a class method
+            both take the class first.
+    """
+    owner, name = patch.resolve()
+    raw = inspect.getattr_static(owner, name)
+    is_descriptor = isinstance(raw, staticmethod | classmethod)
+    function = raw.__func__ if is_descriptor else raw
+    if getattr(function, "kv_policy_patch", None) is patch:
+        return
+    wrapper = make(function)
+    wrapper.__wrapped__ = function
+    wrapper.__doc__, wrapper.__name__ = function.__doc__, function.__name__
+    wrapper.kv_policy_patch = patch
+    setattr(owner, name, type(raw)(wrapper) if is_descriptor else wrapper)
+
+
+def _with_flags(original: Callable) -> Callable:
+    def add_cli_args(parser: Any) -> Any:
+        parser = original(parser)
+        cli.add_arguments(parser)
+        return parser
+
+    return add_cli_args
+
+
+def _with_given_values(original: Callable) -> Callable:
+    def from_cli_args(cls: type, args: Any) -> Any:
+        engine_args = original(cls, args)
+        given = cli.given_values(vars(args))
+        merged = cli.merge(engine_args.additional_config, given)
+        if isinstance(merged, dict) and CONFIG_KEY in merged:
+            # API servers are started with the same `args`, each makes its own
+            # VllmConfig; this is what they and the engine have in common.
+            merged = {ENGINE_KEY: uuid4().hex, **merged}
+            engine_args.additional_config = merged
+            args.additional_config = merged
+        return engine_args
+
+    return from_cli_args
+
+
+def _with_policy(original: Callable) -> Callable:
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        additional = self.additional_config
+        values = additional.get(CONFIG_KEY) if isinstance(additional, dict) else None
+        if values is None:
+            return original(self, *args, **kwargs)
+        config = KVPolicyConfig.from_dict(values)
+        _prepare_arguments(self, config)
+        vllm_config = original(self, *args, **kwargs)
+        serves_http = _serves_http(args, kwargs)
+        needed = PATCHES if serves_http else OFFLINE_PATCHES
+        _finish_config(vllm_config, config, signature_problems(needed))
+        _wrap(PROCESS_INPUTS, _with_request_check)
+        if serves_http:
+            collector = Collector(vllm_config.instance_id, _labels(vllm_config))
+            _wrap(PROMETHEUS_REGISTRY, lambda make: _with_collector(make, collector))
+        return vllm_config
+
+    return create_engine_config
+
+
+def _prepare_arguments(engine_args: Any, config: KVPolicyConfig) -> None:
+    """Choose what the user left open and a policy depends on.
+
+    Args:
+        engine_args: EngineArgs; changed.
+        config: the parsed policy.
+    """
+    if engine_args.enable_prefix_caching is None:
+        logger.info("--kv-policy %s: prefix caching is off", config.policy)
+        engine_args.enable_prefix_caching = False
+    platform = compat.platform_name()
+    if engine_args.block_size is None:
+        engine_args.block_size = compat.BLOCK_TOKENS.get(platform)
+    chosen = (engine_args.attention_backend, engine_args.attention_config.backend)
+    if platform == "cuda" and chosen == (None, None):
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        engine_args.attention_backend = AttentionBackendEnum.TRITON_ATTN
+
+
+def _finish_config(
+    vllm_config: Any, config: KVPolicyConfig, problems: list[str]
+) -> None:
+    """Refuse what is not supported, then name our classes.
+
+    Args:
+        vllm_config: VllmConfig; changed.
+        config: the parsed policy.
+        problems: reasons known already.
+
+    Raises:
+        ValueError: with every reason at once.
+    """
+    reasons = problems + refusals(vllm_config)
+    if reasons:
+        lines = "".join(f"\n  - {reason}" for reason in reasons)
+        raise ValueError(
+            f"--kv-policy {config.policy} is not supported together with:{lines}"
+        )
+    config.validate_block_size(vllm_config.cache_config.block_size)
+    parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+    parallel.worker_cls = compat.WORKER_CLASSES[parallel.worker_cls]
+    is_async = bool(scheduler.async_scheduling)
+    scheduler.scheduler_cls = compat.SCHEDULER_CLASSES[is_async]
+    additional = dict(vllm_config.additional_config)
+    # Not left in the config: vLLM's compile cache is keyed by it.
+    engine = additional.pop(ENGINE_KEY, None) or uuid4().hex
+    vllm_config.additional_config = {**additional, CONFIG_KEY: config.to_dict()}
+    vllm_config.instance_id = engine
+
+
+def _serves_http(args: tuple, kwargs: dict) -> bool:
+    """Tell from the arguments of create_engine_config whether it is for a server."""
+    from vllm.usage.usage_lib import UsageContext
+
+    context = args[0] if args else kwargs.get("usage_context")
+    return context is UsageContext.OPENAI_API_SERVER
+
+
+def _labels(vllm_config: Any) -> dict[str, str]:
+    """Return the labels that vLLM puts on its own series."""
+    name = vllm_config.model_config.served_model_name
+    name = name[0] if isinstance(name, list) else name
+    return {"model_name": str(name), "engine": "0"}
+
+
+def _with_request_check(original: Callable) -> Callable:
+    def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = original(self, *args, **kwargs)
+        server = server_config(self.vllm_config)
+        if server is not None:
+            try:
+                check_request(request, self.vllm_config, server)
+            except ValueError as error:
+                raise KVPolicyRequestError(str(error)) from None
+        return request
+
+    return process_inputs
+
+
+def _with_collector(original: Callable, collector: Collector) -> Callable:
+    def get_prometheus_registry() -> Any:
+        registry = original()
+        if collector not in registry._collector_to_names:
+            registry.register(collector)
+        return registry
+
+    return get_prometheus_registry
