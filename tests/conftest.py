@@ -15,3 +15,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny_model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("tiny_model"))
+
+
+@pytest.fixture(scope="session")
+def policy_config(tiny_model: Path):
+    """A finished VllmConfig of the tiny model with `--kv-policy ams-tova`."""
+    from engine_configs import engine_args
+
+    policy = {"policy": "ams-tova", "budget": 128, "interval": 64}
+    additional = {"kv_policy": policy}
+    return engine_args(tiny_model, additional_config=additional).create_engine_config()

@@ -1,6 +1,6 @@
 """What depends on vLLM's version, platform and environment, in one place.
 
-Called by guards, patch and report. The only reader of vLLM's version.
+Called by guards, patch, report and worker. The only reader of vLLM's version.
 Process: any
 """
 
@@ -56,3 +56,14 @@ def environment_flag(name: str) -> bool:
     from vllm import envs
 
     return bool(getattr(envs, name))
+
+
+def forget_chosen_backends() -> None:
+    """Make vLLM look up attention backends again.
+
+    It remembers the class that it chose for an earlier engine of this process, which
+    may have had no policy.
+    """
+    from vllm.v1.attention import selector
+
+    selector._cached_get_attn_backend.cache_clear()

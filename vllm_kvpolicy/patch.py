@@ -7,7 +7,8 @@ Process: api
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -20,7 +21,7 @@ from vllm_kvpolicy import cli, compat
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.guards import refusals
 from vllm_kvpolicy.metrics import Collector
-from vllm_kvpolicy.request_guards import check_request, server_config
+from vllm_kvpolicy.request_guards import check_params, check_request, server_config
 
 logger = init_logger("vllm.kv_policy")
 
@@ -108,15 +109,37 @@ PROCESS_INPUTS = Patch(
     "vllm_xargs are not validated by anyone before they reach the engine",
     "vLLM validates vllm_xargs with a hook of the scheduler class or of a plugin",
 )
-PROMETHEUS_REGISTRY = Patch(
-    "vllm.entrypoints.serve.instrumentator.metrics:get_prometheus_registry",
-    (),
+GENERATE = Patch(
+    "vllm.v1.engine.async_llm:AsyncLLM.generate",
+    (
+        "self",
+        "prompt",
+        "sampling_params",
+        "request_id",
+        "prompt_text",
+        "lora_request",
+        "tokenization_kwargs",
+        "trace_headers",
+        "priority",
+        "data_parallel_rank",
+        "session_id",
+        "kv_hints",
+        "reasoning_ended",
+        "reasoning_parser_kwargs",
+    ),
     False,
-    "the registry behind /metrics is made anew where several API servers run",
+    "a streamed answer has its status before its request is prepared",
+    "as for process_inputs",
+)
+ATTACH_METRICS = Patch(
+    "vllm.entrypoints.serve.instrumentator.metrics:attach_router",
+    ("app",),
+    False,
+    "where several API servers run, /metrics reads only what processes of vLLM wrote",
     "vLLM lets plugins register collectors",
 )
 OFFLINE_PATCHES = (ADD_CLI_ARGS, FROM_CLI_ARGS, CREATE_ENGINE_CONFIG, PROCESS_INPUTS)
-PATCHES = (*OFFLINE_PATCHES, PROMETHEUS_REGISTRY)
+PATCHES = (*OFFLINE_PATCHES, GENERATE, ATTACH_METRICS)
 
 
 def install() -> None:
@@ -209,7 +232,8 @@ def _with_policy(original: Callable) -> Callable:
         _wrap(PROCESS_INPUTS, _with_request_check)
         if serves_http:
             collector = Collector(vllm_config.instance_id, _labels(vllm_config))
-            _wrap(PROMETHEUS_REGISTRY, lambda make: _with_collector(make, collector))
+            _wrap(ATTACH_METRICS, lambda attach: _with_collector(attach, collector))
+            _wrap(GENERATE, _with_early_check)
         return vllm_config
 
     return create_engine_config
@@ -284,22 +308,53 @@ def _labels(vllm_config: Any) -> dict[str, str]:
 def _with_request_check(original: Callable) -> Callable:
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         request = original(self, *args, **kwargs)
-        server = server_config(self.vllm_config)
-        if server is not None:
-            try:
+        with _client_errors():
+            server = server_config(self.vllm_config)
+            if server is not None:
                 check_request(request, self.vllm_config, server)
-            except ValueError as error:
-                raise KVPolicyRequestError(str(error)) from None
         return request
 
     return process_inputs
 
 
-def _with_collector(original: Callable, collector: Collector) -> Callable:
-    def get_prometheus_registry() -> Any:
-        registry = original()
-        if collector not in registry._collector_to_names:
-            registry.register(collector)
-        return registry
+def _with_early_check(original: Callable) -> Callable:
+    def generate(
+        self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any
+    ):
+        with _client_errors():
+            server = server_config(self.vllm_config)
+            if server is not None:
+                known = isinstance(prompt, dict) and prompt.get("prompt_token_ids")
+                length = len(known or ())
+                check_params(sampling_params, length, self.vllm_config, server)
+        return original(self, prompt, sampling_params, *args, **kwargs)
 
-    return get_prometheus_registry
+    return generate
+
+
+@contextmanager
+def _client_errors() -> Iterator[None]:
+    """Turn ValueError into the error that vLLM answers with HTTP 400."""
+    try:
+        yield
+    except ValueError as error:
+        raise KVPolicyRequestError(str(error)) from None
+
+
+def _with_collector(original: Callable, collector: Collector) -> Callable:
+    def attach_router(app: Any) -> None:
+        from prometheus_client import generate_latest
+        from starlette.routing import Route
+
+        original(app)
+        owner, _ = ATTACH_METRICS.resolve()
+        registry = owner.get_prometheus_registry()
+        registry.register(collector)
+
+        def metrics(request: Any) -> Any:
+            return owner.PrometheusResponse(generate_latest(registry))
+
+        # Before vLLM's own route, which would make a registry without the collector.
+        app.routes.insert(0, Route("/metrics", metrics))
+
+    return attach_router

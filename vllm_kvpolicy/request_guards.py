@@ -25,7 +25,7 @@ def server_config(vllm_config: Any) -> KVPolicyConfig | None:
 
 
 def check_request(request: Any, vllm_config: Any, server: KVPolicyConfig) -> None:
-    """Raise ValueError where the engine could not honour a request.
+    """Raise ValueError where the engine could not honour a prepared request.
 
     Args:
         request: vLLM's EngineCoreRequest.
@@ -33,37 +33,47 @@ def check_request(request: Any, vllm_config: Any, server: KVPolicyConfig) -> Non
         server: the engine's policy.
 
     Raises:
-        ValueError: a bad `kv_*` key, a resumable session, or a full KV cache that is
-            larger than the pool.
+        ValueError: a resumable session, or what `check_params` refuses.
     """
     if request.resumable:
         raise ValueError(
             f"resumable: got a streaming-input session, which --kv-policy "
             f"{server.policy} does not support, expected each turn as its own request"
         )
-    params = request.sampling_params
-    if params is None:
-        return
-    block_size = vllm_config.cache_config.block_size
-    if server.with_request(params.extra_args, block_size) is None:
-        _check_fits_whole(request, vllm_config)
+    if request.sampling_params is not None:
+        prompt_tokens = len(request.prompt_token_ids or ())
+        check_params(request.sampling_params, prompt_tokens, vllm_config, server)
 
 
-def _check_fits_whole(request: Any, vllm_config: Any) -> None:
-    """Raise ValueError where a request without a policy can outgrow the pool.
+def check_params(
+    params: Any, prompt_tokens: int, vllm_config: Any, server: KVPolicyConfig
+) -> None:
+    """Raise ValueError where the engine could not honour what a request asks for.
 
     Stock vLLM guarantees at start-up that one request of max_model_len fits. With a
-    policy the pool may be smaller; such a request would wait or restart for ever.
+    policy the pool may be smaller; a request that switches the policy off and outgrows
+    the pool would wait or restart for ever.
+
+    Args:
+        params: vLLM's SamplingParams.
+        prompt_tokens: length of the prompt, 0 where it is not known yet.
+        vllm_config: of the engine that the request goes to.
+        server: the engine's policy.
+
+    Raises:
+        ValueError: a bad `kv_*` key, or a full KV cache larger than the pool.
     """
-    num_blocks = vllm_config.cache_config.num_gpu_blocks
-    if num_blocks is None:
+    cache_config = vllm_config.cache_config
+    block_size, num_blocks = cache_config.block_size, cache_config.num_gpu_blocks
+    is_bounded = server.with_request(params.extra_args, block_size) is not None
+    if is_bounded or num_blocks is None:
         return
     longest = vllm_config.model_config.max_model_len
-    wanted = len(request.prompt_token_ids or ()) + request.sampling_params.max_tokens
+    wanted = min(prompt_tokens + (params.max_tokens or longest), longest)
     # One block is vLLM's null block.
-    capacity = (num_blocks - 1) * vllm_config.cache_config.block_size
-    if min(wanted, longest) > capacity:
+    capacity = (num_blocks - 1) * block_size
+    if wanted > capacity:
         raise ValueError(
-            f"kv_policy: got 'none' for up to {min(wanted, longest)} tokens, expected "
-            f"at most the {capacity} tokens that the pool holds"
+            f"kv_policy: got 'none' for up to {wanted} tokens, expected at most the "
+            f"{capacity} tokens that the pool holds"
         )

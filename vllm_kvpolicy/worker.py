@@ -4,14 +4,15 @@ Mixed into the platform's worker by worker_cpu and worker_gpu.
 Process: worker
 """
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.attention import selector
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from vllm_kvpolicy import compat
 from vllm_kvpolicy.attention.runtime import KVPolicyRuntime
 from vllm_kvpolicy.block_manager.limits import max_blocks_per_request
 from vllm_kvpolicy.block_manager.manager import KVPolicySpec
@@ -24,23 +25,16 @@ class KVPolicyWorkerMixin:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model with our attention backend and attach the runtime to it."""
-        # vLLM remembers the class it chose for an earlier engine of this process.
-        selector._cached_get_attn_backend.cache_clear()
+        compat.forget_chosen_backends()
         super().load_model(*args, **kwargs)
         config = KVPolicyConfig.from_dict(
             self.vllm_config.additional_config[CONFIG_KEY]
         )
         layers = get_layers_from_vllm_config(self.vllm_config, Attention)
-        strangers = sorted(
-            f"{name} ({layer.attn_backend.get_name()})"
-            for name, layer in layers.items()
-            if not hasattr(layer.attn_backend, "keys_are_columns")
-        )
-        if strangers or not layers:
-            raise ValueError(
-                "--kv-policy works with the attention backends CPU_ATTN and TRITON_ATTN; "
-                f"these layers use another: {', '.join(strangers) or 'no layers found'}"
-            )
+        reasons = layer_refusals(layers)
+        if reasons:
+            lines = "".join(f"\n  - {reason}" for reason in reasons)
+            raise ValueError(f"--kv-policy {config.policy} cannot run here:{lines}")
         self.kv_policy_config = config
         self.kv_policy = KVPolicyRuntime(
             self.vllm_config, config, list(layers.values()), self.device
@@ -94,6 +88,41 @@ class KVPolicyWorkerMixin:
             return super().execute_model(scheduler_output)
         finally:
             self.kv_policy.end_step()
+
+
+def layer_refusals(layers: Mapping[str, Any]) -> list[str]:
+    """Return why these attention layers cannot run with a policy, one line a reason.
+
+    What only a loaded model tells; everything else is refused earlier, by guards.
+
+    Args:
+        layers: vLLM's attention layers by name.
+    """
+    if not layers:
+        return ["no attention layers were found in the model"]
+    checks = {
+        "another attention backend than CPU_ATTN or TRITON_ATTN": lambda layer: (
+            not hasattr(layer.attn_backend, "keys_are_columns")
+        ),
+        "ALiBi, which measures distances that events change": lambda layer: (
+            getattr(layer.impl, "alibi_slopes", None) is not None
+        ),
+        "a cap on attention logits, which scores do not know": lambda layer: bool(
+            getattr(layer.impl, "logits_soft_cap", None)
+        ),
+        "learned attention sinks, which scores do not know": lambda layer: (
+            getattr(layer.impl, "sinks", None) is not None
+        ),
+        "keys and values of another layer": lambda layer: (
+            getattr(layer, "kv_sharing_target_layer_name", None) is not None
+        ),
+    }
+    return [
+        f"{name} has {reason}"
+        for reason, applies in checks.items()
+        for name, layer in layers.items()
+        if applies(layer)
+    ]
 
 
 def _bounded(name: str, spec: Any, limit: int) -> KVPolicySpec:

@@ -159,6 +159,14 @@ def test_saturated_segments_pass_on_evenly() -> None:
     assert got.tolist() == [[3, 9, 8]]
 
 
+def test_rounding_excess_is_taken_above_the_floor() -> None:
+    capacity = torch.tensor([[50, 50, 50]])
+    mass = torch.tensor([[0, 1, 1]])
+    # 6 tokens: floors 1, 1, 1; shares 0, 1.5, 1.5 round to 0, 2, 2: one too many.
+    got = share_by_mass(capacity, mass, torch.tensor([6]), 1)
+    assert got.tolist() == [[1, 2, 3]]
+
+
 def test_floors_beyond_the_budget() -> None:
     capacity = torch.tensor([[9, 9, 9, 0, 9]])
     mass = torch.tensor([[5, 1, 7, 0, 1]])

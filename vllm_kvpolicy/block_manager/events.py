@@ -135,8 +135,9 @@ def worst_case_blocks(
     """Return the superblocks that any request of up to `max_model_len` tokens may hold.
 
     The maximum of `Footprint.peak_blocks` over all prompt lengths, at most one block
-    too high. The peak is reached before the first event, or at the end of a stretch
-    after an event that left x local tokens, x from R to R + N - 1.
+    too high, and enough for requests that ask for smaller numbers. The peak is reached
+    before the first event, or at the end of a stretch after an event that left x local
+    tokens, x from R to R + N - 1.
     """
     first_inside = (budget // prefill_interval + 1) * prefill_interval
     first = max(first_inside, budget + interval)
@@ -152,9 +153,8 @@ def worst_case_blocks(
         -(-recent // block_size) * block_size,
         min(prefill_interval, max_model_len - first_inside),
     )
-    stretch = min(interval, max_model_len - min(first_inside, budget + interval))
     decode = max(
-        after_event(local, stretch) for local in range(recent, recent + block_size)
+        after_event(local, interval) for local in range(recent, recent + block_size)
     )
     return min(whole, max(-(-first // block_size), inside, decode))
 

@@ -1,0 +1,179 @@
+"""Owns the streaming client of /v1/completions and the arrival time of every token.
+
+Called by serving. Prompts are token ids, outputs have a forced length, decoding is
+greedy.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+SAMPLE_SECONDS = 0.5
+LINE_BYTES = 2**20
+DATA_PREFIX = b"data:"
+DONE = b"[DONE]"
+
+
+class LoadError(Exception):
+    """A request that failed, or did not give what it was forced to give."""
+
+
+@dataclass
+class Completion:
+    """What one request gave.
+
+    Attributes:
+        started: time at which it was sent, in seconds of `time.perf_counter`.
+        token_ids: its output.
+        arrivals: time at which each token arrived; tokens of one chunk share theirs.
+        finish_reason: `length` for a forced output.
+    """
+
+    started: float
+    token_ids: list[int] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+def parse_event(line: bytes) -> dict[str, Any] | None:
+    """Return the JSON object of one line of a server-sent event stream.
+
+    Args:
+        line: with or without its line end.
+
+    Returns:
+        None for blank lines, comments, other fields and the end mark.
+
+    Raises:
+        LoadError: the server reports an error in the stream.
+    """
+    line = line.strip()
+    if not line.startswith(DATA_PREFIX):
+        return None
+    data = line.removeprefix(DATA_PREFIX).strip()
+    if data == DONE:
+        return None
+    event = json.loads(data)
+    if "error" in event:
+        raise LoadError(f"the stream carries an error: {event['error']}")
+    return event
+
+
+async def complete(
+    session: aiohttp.ClientSession,
+    prompt: Sequence[int],
+    output_tokens: int,
+    extra: dict[str, Any] | None = None,
+) -> Completion:
+    """Send one request and read its stream to the end.
+
+    Args:
+        session: with the server's root as base.
+        prompt: token ids.
+        output_tokens: forced length of the output.
+        extra: `vllm_xargs` of the request.
+
+    Raises:
+        LoadError: an HTTP error, or an output of another length.
+    """
+    body = {
+        "model": "model",
+        "prompt": list(prompt),
+        "stream": True,
+        "temperature": 0,
+        "max_tokens": output_tokens,
+        "min_tokens": output_tokens,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **({"vllm_xargs": extra} if extra else {}),
+    }
+    result = Completion(started=time.perf_counter())
+    async with session.post("/v1/completions", json=body) as response:
+        if response.status != 200:
+            raise LoadError(f"HTTP {response.status}: {await response.text()}")
+        async for line in response.content:
+            arrival = time.perf_counter()
+            event = parse_event(line)
+            for choice in event["choices"] if event else ():
+                tokens = choice.get("token_ids") or []
+                result.token_ids += tokens
+                result.arrivals += [arrival] * len(tokens)
+                result.finish_reason = choice["finish_reason"] or result.finish_reason
+    if (len(result.token_ids), result.finish_reason) != (output_tokens, "length"):
+        raise LoadError(
+            f"forced {output_tokens} tokens, got {len(result.token_ids)} and the "
+            f"finish reason {result.finish_reason!r}"
+        )
+    return result
+
+
+async def run_together(
+    url: str,
+    prompts: Sequence[Sequence[int]],
+    output_tokens: int,
+    sample: Callable[[], dict[str, float]],
+) -> tuple[list[Completion], list[dict[str, float]]]:
+    """Send all requests at once and wait for the last token.
+
+    Args:
+        url: root of the server.
+        prompts: token ids of each request.
+        output_tokens: forced length of each output.
+        sample: reads the server's metrics; called in a thread every SAMPLE_SECONDS.
+
+    Returns:
+        Completions in the order of the prompts, and the samples.
+    """
+    async with open_session(url) as session:
+        samples: list[dict[str, float]] = []
+        sampler = asyncio.create_task(_keep_sampling(sample, samples))
+        try:
+            requests = (complete(session, prompt, output_tokens) for prompt in prompts)
+            completions = await asyncio.gather(*requests)
+        finally:
+            sampler.cancel()
+            ended = await asyncio.gather(sampler, return_exceptions=True)
+    if not isinstance(ended[0], asyncio.CancelledError):
+        raise LoadError(f"sampling the metrics failed: {ended[0]!r}")
+    return list(completions), samples
+
+
+async def run_one_by_one(
+    url: str,
+    prompts: Sequence[Sequence[int]],
+    output_tokens: int,
+    extra: dict[str, Any] | None = None,
+) -> list[list[int]]:
+    """Send requests one after the other; see `complete` for the arguments.
+
+    Returns:
+        The output of each request, as token ids.
+    """
+    async with open_session(url) as session:
+        return [
+            (await complete(session, prompt, output_tokens, extra)).token_ids
+            for prompt in prompts
+        ]
+
+
+def open_session(url: str) -> aiohttp.ClientSession:
+    """Return a client session without limits on connections or time."""
+    return aiohttp.ClientSession(
+        url,
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=None),
+        read_bufsize=LINE_BYTES,
+    )
+
+
+async def _keep_sampling(
+    sample: Callable[[], dict[str, float]], samples: list[dict[str, float]]
+) -> None:
+    while True:
+        await asyncio.sleep(SAMPLE_SECONDS)
+        samples.append(await asyncio.to_thread(sample))

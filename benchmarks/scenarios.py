@@ -1,0 +1,168 @@
+"""Owns the serving scenarios: what is sent, and which servers meet it.
+
+Called by serving. `pressure` asks what a policy gains where stock runs out of memory;
+`neutral` asks what it costs where it has nothing to do.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.server import EngineSettings
+from benchmarks.workload import (
+    NULL_BLOCKS,
+    Workload,
+    block_bytes,
+    draw_lengths,
+    ordinary_token_ids,
+    pool_blocks,
+)
+
+STOCK = "stock"
+DEFAULT = "default"
+AMPLE = "ample"
+"""Names of the servers without a policy: stock at the policies' block size without
+prefix caching; vLLM's defaults; stock with room for everything, for verification."""
+AMPLE_SHARE = 2.0
+SHORTEST_PROMPT_TOKENS, LONGEST_PROMPT_TOKENS = 40, 300
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One comparison; lengths are in tokens.
+
+    Attributes:
+        name: `pressure` or `neutral`.
+        policies: names for `--kv-policy`; each is a server of that name.
+        pairs: timed rounds.
+        requests: sent at once, in each round.
+        output_tokens: forced length of each output.
+        budget: `--kv-budget`; None for one that is never reached.
+        interval: `--kv-interval`.
+        pool_share: usable blocks / blocks that stock needs for all at full length.
+        block_size: tokens per block, policies and stock.
+        max_model_len: of all servers.
+        max_num_seqs: of all servers.
+        seed: of lengths and contents.
+        count_windows: take the memory of a policy's query windows off its pool, as a
+            server without `--num-gpu-blocks-override` does; otherwise all pools have
+            the same number of blocks and the windows come on top.
+    """
+
+    name: str
+    policies: tuple[str, ...]
+    pairs: int
+    requests: int
+    output_tokens: int
+    budget: int | None
+    interval: int = 64
+    pool_share: float = AMPLE_SHARE
+    block_size: int = 32
+    max_model_len: int = 2048
+    max_num_seqs: int = 16
+    seed: int = 0
+    count_windows: bool = False
+
+    @property
+    def is_pressed(self) -> bool:
+        """Whether the pool is too small for all requests at full length."""
+        return self.pool_share < 1
+
+    def workload(self, model: Path) -> Workload:
+        """Return the requests.
+
+        Args:
+            model: folder of the model.
+
+        Raises:
+            ValueError: a request is longer than `max_model_len`.
+        """
+        lengths = draw_lengths(
+            self.requests, SHORTEST_PROMPT_TOKENS, LONGEST_PROMPT_TOKENS, self.seed
+        )
+        longest = max(lengths) + self.output_tokens
+        if longest > self.max_model_len:
+            raise ValueError(
+                f"max_model_len: got {self.max_model_len}, expected at least {longest} "
+                "for the longest request"
+            )
+        return Workload(
+            token_ids=ordinary_token_ids(model),
+            prompt_tokens=tuple(lengths),
+            output_tokens=self.output_tokens,
+            seed=self.seed,
+        )
+
+    def pool(self, workload: Workload, share: float) -> int:
+        """Return the blocks of a pool, vLLM's null block included.
+
+        Raises:
+            ValueError: stock could not start, because the pool does not hold one
+                request of `max_model_len`.
+        """
+        blocks = pool_blocks(
+            workload.prompt_tokens, self.output_tokens, self.block_size, share
+        )
+        longest = -(-self.max_model_len // self.block_size)
+        if blocks - NULL_BLOCKS < longest:
+            raise ValueError(
+                f"max_model_len: {self.max_model_len} tokens take {longest} blocks, "
+                f"the pool has {blocks - NULL_BLOCKS}; expected a smaller one"
+            )
+        return blocks
+
+    def servers(self, model: Path, workload: Workload) -> dict[str, list[str]]:
+        """Return server name -> arguments of `vllm serve`; policies come first."""
+        blocks = self.pool(workload, self.pool_share)
+        common = self._settings(model, blocks).arguments()
+        same_blocks = self._block_arguments(blocks)
+        ours = same_blocks[:2] if self.count_windows else same_blocks
+        budget = self.max_model_len if self.budget is None else self.budget
+        servers = {}
+        for policy in self.policies:
+            words = ["--kv-policy", policy, "--kv-budget", str(budget)]
+            words += ["--kv-interval", str(self.interval)]
+            servers[policy] = [*common, *ours, *words]
+        servers[STOCK] = [*common, *same_blocks, "--no-enable-prefix-caching"]
+        # As many bytes, cut into blocks of vLLM's own choice.
+        servers[DEFAULT] = common
+        return servers
+
+    def ample_server(self, model: Path, workload: Workload) -> list[str]:
+        """Return the arguments of stock with room for everything."""
+        blocks = self.pool(workload, AMPLE_SHARE)
+        common = self._settings(model, blocks).arguments()
+        return [*common, *self._block_arguments(blocks), "--no-enable-prefix-caching"]
+
+    def _settings(self, model: Path, blocks: int) -> EngineSettings:
+        return EngineSettings(
+            model=str(model),
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            kv_cache_bytes=blocks * block_bytes(model, self.block_size),
+            seed=self.seed,
+        )
+
+    def _block_arguments(self, blocks: int) -> list[str]:
+        words = ["--block-size", str(self.block_size)]
+        return [*words, "--num-gpu-blocks-override", str(blocks)]
+
+
+SCENARIOS = {
+    "pressure": Scenario(
+        name="pressure",
+        policies=("streaming", "ams-tova"),
+        pairs=3,
+        requests=8,
+        output_tokens=1000,
+        budget=128,
+        pool_share=0.5,
+    ),
+    "neutral": Scenario(
+        name="neutral",
+        policies=("ams-tova",),
+        pairs=9,
+        requests=8,
+        output_tokens=200,
+        budget=None,
+    ),
+}

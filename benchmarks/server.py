@@ -1,0 +1,212 @@
+"""Owns `vllm serve` processes: starts them, waits for them, reads /metrics, stops them.
+
+Called by serving and accuracy. Every server logs to a file of its own; when one dies,
+the error carries the end of that file.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+HOST = "127.0.0.1"
+START_SECONDS = 300.0
+STOP_SECONDS = 30.0
+POLL_SECONDS = 0.25
+LOG_TAIL_LINES = 30
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+SKIPPED_SUFFIXES = ("_bucket", "_created")
+CACHE_INFO = "vllm:cache_config_info"
+
+
+class ServerError(Exception):
+    """A server that did not start, or died."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What all servers of a comparison have in common.
+
+    Attributes:
+        model: folder of the model.
+        max_model_len: longest request, in tokens, prompt and output together.
+        max_num_seqs: most requests in one engine step.
+        kv_cache_bytes: memory for the KV cache.
+        seed: of vLLM.
+    """
+
+    model: str
+    max_model_len: int
+    max_num_seqs: int
+    kv_cache_bytes: int
+    seed: int = 0
+
+    def arguments(self) -> list[str]:
+        """Return the arguments of `vllm serve`, the model first."""
+        return [
+            self.model,
+            *("--served-model-name", "model"),
+            *("--dtype", "float32"),
+            "--enforce-eager",
+            *("--max-model-len", str(self.max_model_len)),
+            *("--max-num-seqs", str(self.max_num_seqs)),
+            *("--kv-cache-memory-bytes", str(self.kv_cache_bytes)),
+            *("--seed", str(self.seed)),
+        ]
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server.
+
+    Attributes:
+        name: of the server in tables.
+        arguments: what follows `vllm serve`, port excluded.
+        url: root of its HTTP interface.
+        log: file with its standard output and error.
+        process: the process, leader of its own process group.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    url: str
+    log: Path
+    process: subprocess.Popen
+
+    def metrics(self) -> dict[str, float]:
+        """Return every sample of /metrics, summed over labels."""
+        return parse_metrics(self._get("/metrics"))
+
+    def cache_info(self) -> dict[str, str]:
+        """Return vLLM's cache configuration, such as `num_gpu_blocks`, as text."""
+        for family in text_string_to_metric_families(self._get("/metrics")):
+            for sample in family.samples:
+                if sample.name == CACHE_INFO:
+                    return sample.labels
+        raise ServerError(f"{self.name}: /metrics has no {CACHE_INFO}")
+
+    def is_healthy(self) -> bool:
+        """Return whether the server answers; raise ServerError if it is gone."""
+        if self.process.poll() is not None:
+            raise ServerError(
+                f"{self.name}: exited with status {self.process.returncode}; the log "
+                f"ends with\n{tail(self.log)}"
+            )
+        try:
+            self._get("/health")
+        except (urllib.error.URLError, OSError):
+            return False
+        return True
+
+    def wait_until_healthy(self, seconds: float = START_SECONDS) -> None:
+        """Return once the server answers.
+
+        Raises:
+            ServerError: it is gone, or silent for `seconds`.
+        """
+        deadline = time.monotonic() + seconds
+        while not self.is_healthy():
+            if time.monotonic() > deadline:
+                raise ServerError(
+                    f"{self.name}: no answer after {seconds:.0f} s; the log ends with\n"
+                    f"{tail(self.log)}"
+                )
+            time.sleep(POLL_SECONDS)
+
+    def stop(self) -> None:
+        """End the process group, politely first."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self.process.pid, number)
+                self.process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                continue
+            except ProcessLookupError:
+                self.process.wait()
+                return
+
+    def _get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=10) as response:
+            return response.read().decode()
+
+
+def start(name: str, arguments: Sequence[str], log_folder: Path) -> Server:
+    """Start a server without waiting for it.
+
+    Args:
+        name: of the server and of its log file.
+        arguments: what follows `vllm serve`.
+        log_folder: where the log goes; must exist.
+    """
+    port = free_port()
+    executable = Path(sys.executable).with_name("vllm")
+    command = [str(executable), "serve", *arguments, "--host", HOST, "--port"]
+    log = log_folder / f"{name}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, str(port)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **ENVIRONMENT},
+            start_new_session=True,
+        )
+    return Server(name, tuple(arguments), f"http://{HOST}:{port}", log, process)
+
+
+@contextmanager
+def running(
+    arguments: dict[str, list[str]], log_folder: Path
+) -> Iterator[dict[str, Server]]:
+    """Keep several servers alive, started together, all stopped at the end.
+
+    Args:
+        arguments: server name -> what follows `vllm serve`.
+        log_folder: where the logs go; must exist.
+
+    Yields:
+        Server name -> server, all healthy.
+    """
+    with ExitStack() as stack:
+        servers = {}
+        for name, words in arguments.items():
+            servers[name] = start(name, words, log_folder)
+            stack.callback(servers[name].stop)
+        for server in servers.values():
+            server.wait_until_healthy()
+        yield servers
+
+
+def free_port() -> int:
+    """Return a TCP port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind((HOST, 0))
+        return listener.getsockname()[1]
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """Return samples of Prometheus text by name, summed over labels.
+
+    Buckets and creation times are left out; counters keep their `_total`, histograms
+    give `_count` and `_sum`.
+    """
+    values: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if not sample.name.endswith(SKIPPED_SUFFIXES):
+                values[sample.name] = values.get(sample.name, 0.0) + sample.value
+    return values
+
+
+def tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
+    """Return the last lines of a log file."""
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])

@@ -1,0 +1,101 @@
+"""Owns the arithmetic of a comparison: latencies, medians, paired ratios, intervals.
+
+Called by serving. Pure functions; everything random is seeded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.load import Completion
+
+RESAMPLES = 10_000
+CONFIDENCE = 0.95
+MILLISECONDS = 1000.0
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The median of paired ratios with its bootstrap interval.
+
+    Attributes:
+        median: of the ratios.
+        low: lower end of the interval.
+        high: upper end.
+        ratios: one per pair.
+    """
+
+    median: float
+    low: float
+    high: float
+    ratios: tuple[float, ...]
+
+
+def latencies(completions: Sequence[Completion]) -> dict[str, float]:
+    """Return throughput and latencies of requests that ran together.
+
+    Args:
+        completions: non-empty, each with at least 2 tokens.
+
+    Returns:
+        `output_tok_s`: all output tokens / seconds from the first request sent to the
+        last token. `ttft_ms`: time to first token, median over requests. `tpot_ms`:
+        time per further token, median over requests. `itl_p50_ms`, `itl_p99_ms`: gaps
+        between tokens, over all requests; 0 inside a chunk. `wall_s`: the seconds.
+    """
+    wall = max(c.arrivals[-1] for c in completions)
+    wall -= min(c.started for c in completions)
+    first = [c.arrivals[0] - c.started for c in completions]
+    gaps = np.concatenate([np.diff(c.arrivals) for c in completions])
+    further = [np.mean(np.diff(c.arrivals)) for c in completions]
+    tokens = sum(len(c.token_ids) for c in completions)
+    return {
+        "output_tok_s": tokens / wall,
+        "ttft_ms": MILLISECONDS * float(np.median(first)),
+        "tpot_ms": MILLISECONDS * float(np.median(further)),
+        "itl_p50_ms": MILLISECONDS * percentile(gaps, 50),
+        "itl_p99_ms": MILLISECONDS * percentile(gaps, 99),
+        "wall_s": wall,
+    }
+
+
+def percentile(values: Sequence[float] | np.ndarray, percent: float) -> float:
+    """Return a percentile, interpolated linearly between neighbours."""
+    return float(np.percentile(values, percent))
+
+
+def paired_ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Return ours / theirs, pair by pair.
+
+    Raises:
+        ValueError: no pairs, or unequal numbers of values.
+    """
+    if not ours or len(ours) != len(theirs):
+        raise ValueError(
+            f"ratios: got {len(ours)} and {len(theirs)} values, expected equally many"
+        )
+    return [a / b if b else float("nan") for a, b in zip(ours, theirs, strict=True)]
+
+
+def median_ratio(
+    ours: Sequence[float], theirs: Sequence[float], seed: int = 0
+) -> Ratio:
+    """Return the median of paired ratios with its percentile bootstrap interval.
+
+    Args:
+        ours: one value per pair.
+        theirs: the value of the same pair that ours is divided by.
+        seed: of the resampling.
+    """
+    ratios = paired_ratios(ours, theirs)
+    rng = np.random.default_rng(seed)
+    picks = rng.integers(len(ratios), size=(RESAMPLES, len(ratios)))
+    medians = np.median(np.asarray(ratios)[picks], axis=1)
+    outside = 100 * (1 - CONFIDENCE) / 2
+    return Ratio(
+        median=float(np.median(ratios)),
+        low=percentile(medians, outside),
+        high=percentile(medians, 100 - outside),
+        ratios=tuple(ratios),
+    )

@@ -1,0 +1,104 @@
+"""Owns the requests of a serving comparison and the size of the pool they meet.
+
+Called by serving. Everything is drawn from a seed. Prompt lengths are the same in every
+round, prompt contents are not, so that a prefix cache finds nothing of earlier rounds.
+"""
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+FLOAT32_BYTES = 4
+NULL_BLOCKS = 1
+"""Blocks of a pool that vLLM keeps for itself."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests that are sent at once.
+
+    Attributes:
+        token_ids: what prompts are drawn from.
+        prompt_tokens: length of each prompt.
+        output_tokens: forced length of each output.
+        seed: of the contents.
+    """
+
+    token_ids: tuple[int, ...]
+    prompt_tokens: tuple[int, ...]
+    output_tokens: int
+    seed: int
+
+    def prompts(self, round_number: int) -> list[list[int]]:
+        """Return the prompts of a round, as token ids."""
+        rng = random.Random(f"{self.seed}/prompts/{round_number}")
+        return [rng.choices(self.token_ids, k=tokens) for tokens in self.prompt_tokens]
+
+
+def draw_lengths(requests: int, shortest: int, longest: int, seed: int) -> list[int]:
+    """Return prompt lengths in tokens, uniform from `shortest` to `longest`."""
+    rng = random.Random(f"{seed}/lengths")
+    return [rng.randint(shortest, longest) for _ in range(requests)]
+
+
+def blocks_needed(
+    prompt_tokens: Sequence[int], output_tokens: int, block_size: int
+) -> int:
+    """Return the blocks that stock vLLM holds when all requests are at full length.
+
+    The last output token is never fed back, so it has no place in the KV cache.
+
+    Args:
+        prompt_tokens: length of each prompt.
+        output_tokens: length of each output.
+        block_size: tokens per block.
+    """
+    return sum(-(-(p + output_tokens - 1) // block_size) for p in prompt_tokens)
+
+
+def pool_blocks(
+    prompt_tokens: Sequence[int], output_tokens: int, block_size: int, share: float
+) -> int:
+    """Return the size of a pool that holds a share of all requests at full length.
+
+    Args:
+        prompt_tokens: length of each prompt.
+        output_tokens: length of each output.
+        block_size: tokens per block.
+        share: usable blocks / `blocks_needed`; the product is rounded down.
+
+    Returns:
+        Blocks, vLLM's null block included.
+    """
+    needed = blocks_needed(prompt_tokens, output_tokens, block_size)
+    return int(needed * share) + NULL_BLOCKS
+
+
+def block_bytes(model: Path, block_size: int) -> int:
+    """Return the bytes of one float32 block over all layers and KV heads.
+
+    Args:
+        model: folder with a `config.json` of the Llama or Qwen3 kind.
+        block_size: tokens per block.
+    """
+    config = json.loads((model / "config.json").read_text())
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    values = 2 * config["num_hidden_layers"] * kv_heads * head_dim * block_size
+    return values * FLOAT32_BYTES
+
+
+def ordinary_token_ids(model: Path) -> tuple[int, ...]:
+    """Return the ids of a model's vocabulary without special and added tokens.
+
+    Args:
+        model: folder with a `tokenizer.json`.
+    """
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    added = tokenizer.get_added_tokens_decoder()
+    return tuple(sorted(set(tokenizer.get_vocab().values()) - set(added)))

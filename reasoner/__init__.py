@@ -1,0 +1,1 @@
+"""Owns a small reasoning model for vLLM: problems, tokenizer, training, evaluation."""

@@ -1,0 +1,75 @@
+"""Owns the model's shape and how a checkpoint directory is written.
+
+The model is a ``Qwen3ForCausalLM``, so transformers and vLLM load it natively.
+Called by the training script.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+from reasoner.tokenizer import BOS, EOS, PAD, save_tokenizer, vocabulary
+
+CONTEXT_TOKENS = 8192
+"""Longest context the configuration allows, in tokens; training stays below it."""
+
+
+def model_config() -> Qwen3Config:
+    """Returns the configuration: 4 layers, 4 query heads, 2 KV heads of 32."""
+    vocab = vocabulary()
+    return Qwen3Config(
+        vocab_size=-(-len(vocab) // 32) * 32,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=CONTEXT_TOKENS,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+        tie_word_embeddings=True,
+        bos_token_id=vocab[BOS],
+        eos_token_id=vocab[EOS],
+        pad_token_id=vocab[PAD],
+        use_cache=True,
+        dtype="float32",
+    )
+
+
+def new_model(seed: int) -> Qwen3ForCausalLM:
+    """Returns a model with random float32 weights that depend only on the seed."""
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(model_config()).float()
+
+
+def export_checkpoint(model: Qwen3ForCausalLM, directory: Path, note: dict) -> None:
+    """Replaces a checkpoint directory by one rename, so that readers see whole ones.
+
+    Args:
+        model: float32 weights.
+        directory: target; what it held before is deleted.
+        note: figures of the run, written beside the weights as ``training.json``.
+    """
+    vocab = vocabulary()
+    fresh = directory.with_name(directory.name + ".new")
+    stale = directory.with_name(directory.name + ".old")
+    for path in (fresh, stale):
+        shutil.rmtree(path, ignore_errors=True)
+    model.generation_config = GenerationConfig(
+        bos_token_id=vocab[BOS],
+        eos_token_id=vocab[EOS],
+        pad_token_id=vocab[PAD],
+        do_sample=False,
+    )
+    model.save_pretrained(fresh)
+    save_tokenizer(fresh)
+    (fresh / "model.safetensors").chmod(0o644)
+    (fresh / "training.json").write_text(json.dumps(note, indent=2) + "\n")
+    if directory.exists():
+        os.replace(directory, stale)
+    os.replace(fresh, directory)
+    shutil.rmtree(stale, ignore_errors=True)

@@ -1,0 +1,388 @@
+"""The shape of the package as rules over its syntax trees.
+
+Called by test_architecture, on the package and on seeded violations. A rule takes
+`{dotted module name: source}` and returns sentences; names leave out the package.
+Process: any
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+
+PACKAGE = "vllm_kvpolicy"
+Sources = dict[str, str]
+# A module may import from rows above its own in this list, and from its own folder.
+ROWS = (
+    {
+        "config",
+        "protocol",
+        "policies.registry",
+        "policies.params",
+        "block_manager.events",
+    },
+    {"compat", "metrics"},
+    {"block_manager.*", "kernels.*"},
+    {"policies.*"},
+    {"attention.*"},
+    {"scheduler", "worker", "worker_cpu", "worker_gpu"},
+    {"cli", "guards", "llm", "patch", "plugin", "report", "request_guards"},
+)
+ENTRY_ROW = 6
+ENTRY_MAY_IMPORT = (0, 1, ENTRY_ROW)
+# Who must not import whom, beyond the rows; row 0 is open to all.
+STRANGERS = (
+    ("scheduler", "worker"),
+    ("worker", "scheduler"),
+    ("scheduler", "attention"),
+    ("scheduler", "policies"),
+    ("policies", "block_manager"),
+    ("block_manager", "policies"),
+    ("block_manager", "kernels"),
+)
+# Imports inside functions: only where loading late is the point.
+LATE_IMPORTS = ("__init__", "plugin", "report")
+HOT_FOLDERS = ("attention.", "policies.", "kernels.")
+HOST_SYNC = re.compile(
+    r"\.(item|tolist|cpu|nonzero)\(|torch\.(unique|nonzero)\(|\.synchronize\("
+)
+PROCESS_LINE = re.compile(r"^Process: (any|api|engine|worker)$", re.MULTILINE)
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_KERNEL_LINES = 120
+
+
+def row_of(module: str) -> int | None:
+    """Return the row of a module, the most specific entry first."""
+    for index, row in enumerate(ROWS):
+        if module in row:
+            return index
+    for index, row in enumerate(ROWS):
+        if any(entry.endswith(".*") and module.startswith(entry[:-1]) for entry in row):
+            return index
+    return None
+
+
+def imports_of(source: str, modules: Sources) -> Iterator[tuple[ast.AST, str]]:
+    """Yield (statement, module) for each import of a module of the package."""
+    for node in ast.walk(ast.parse(source)):
+        names = []
+        if isinstance(node, ast.ImportFrom) and _is_ours(node.module):
+            base = (node.module or "").removeprefix(PACKAGE).lstrip(".")
+            names = [f"{base}.{alias.name}".lstrip(".") for alias in node.names]
+            names = [name if name in modules else base for name in names]
+        elif isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names if _is_ours(alias.name)]
+            names = [name.removeprefix(PACKAGE).lstrip(".") for name in found]
+        for name in names:
+            if name in modules:
+                yield node, name
+
+
+def _is_ours(module: str | None) -> bool:
+    return (module or "").split(".")[0] == PACKAGE
+
+
+def _folder(module: str) -> str:
+    return module.rpartition(".")[0]
+
+
+def _is_init(module: str) -> bool:
+    return module.rpartition(".")[2] == "__init__"
+
+
+def every_module_has_a_row(modules: Sources) -> list[str]:
+    """New files are placed on purpose."""
+    return [
+        f"{module}: in no row of tests/architecture_rules.py"
+        for module in modules
+        if not _is_init(module) and row_of(module) is None
+    ]
+
+
+def imports_go_up_the_rows(modules: Sources) -> list[str]:
+    """No import of a row below or beside, but within a folder."""
+    found = []
+    for module, source in modules.items():
+        own = row_of(module)
+        if own is None:
+            continue
+        for node, target in imports_of(source, modules):
+            other = row_of(target)
+            same_folder = _folder(module) and _folder(module) == _folder(target)
+            if own == ENTRY_ROW:
+                allowed = other in ENTRY_MAY_IMPORT
+            else:
+                beside = own == other and (same_folder or own in (0, 5))
+                allowed = other is not None and (other < own or beside)
+            if not allowed:
+                found.append(
+                    f"{module}:{node.lineno}: row {own} imports {target}, row {other}"
+                )
+    return found
+
+
+def strangers_do_not_meet(modules: Sources) -> list[str]:
+    """Engine and worker files, policies and blocks do not know each other."""
+
+    def within(module: str, area: str) -> bool:
+        return module == area or module.startswith((f"{area}.", f"{area}_"))
+
+    return [
+        f"{module}:{node.lineno}: imports {target}"
+        for module, source in modules.items()
+        for node, target in imports_of(source, modules)
+        for importer, imported in STRANGERS
+        if within(module, importer) and within(target, imported)
+        if row_of(target) != 0
+    ]
+
+
+def leaves_use_the_standard_library(modules: Sources) -> list[str]:
+    """Row 0 and the `__init__` files load without torch and vLLM."""
+    found = []
+    known = {*sys.stdlib_module_names, PACKAGE}
+    for module, source in modules.items():
+        if row_of(module) != 0 and not _is_init(module):
+            continue
+        for node in ast.walk(ast.parse(source)):
+            names = []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            found += [
+                f"{module}:{node.lineno}: imports {name}"
+                for name in names
+                if name.split(".")[0] not in known
+                or (_is_init(module) and _is_ours(name))
+            ]
+    return found
+
+
+def no_import_cycles(modules: Sources) -> list[str]:
+    """No module imports itself through others."""
+    graph = {
+        module: {target for _, target in imports_of(source, modules)}
+        for module, source in modules.items()
+    }
+    found: list[str] = []
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> None:
+        if module in path:
+            found.append(" -> ".join([*path[path.index(module) :], module]))
+        elif module not in done:
+            for target in sorted(graph[module]):
+                visit(target, [*path, module])
+            done.add(module)
+
+    for module in sorted(graph):
+        visit(module, [])
+    return found
+
+
+def imports_stand_at_the_top(modules: Sources) -> list[str]:
+    """Imports of the package within functions hide the shape."""
+    found = []
+    for module, source in modules.items():
+        if module in LATE_IMPORTS:
+            continue
+        top = set(ast.parse(source).body)
+        lines = {node.lineno for node in top}
+        found += [
+            f"{module}:{node.lineno}: imports {target} late"
+            for node, target in imports_of(source, modules)
+            if node.lineno not in lines
+        ]
+    return found
+
+
+def docstrings_name_the_process(modules: Sources) -> list[str]:
+    """Every module says where it runs."""
+    return [
+        f"{module}: its docstring has no line `Process: any|api|engine|worker`"
+        for module, source in modules.items()
+        if not PROCESS_LINE.search(ast.get_docstring(ast.parse(source)) or "")
+    ]
+
+
+def files_and_functions_are_small(modules: Sources) -> list[str]:
+    """Long files and functions are cut before they grow."""
+    found = []
+    for module, source in modules.items():
+        lines = len(source.splitlines())
+        if lines > MAX_FILE_LINES:
+            found.append(f"{module}: {lines} lines")
+        for node in ast.walk(ast.parse(source)):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            is_kernel = any("jit" in ast.unparse(item) for item in node.decorator_list)
+            limit = MAX_KERNEL_LINES if is_kernel else MAX_FUNCTION_LINES
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > limit:
+                found.append(f"{module}:{node.lineno}: {node.name} has {lines} lines")
+    return found
+
+
+def no_environment_variables(modules: Sources) -> list[str]:
+    """Behaviour comes from the configuration alone; vLLM's switches from compat."""
+    found = []
+    for module, source in modules.items():
+        for node in ast.walk(ast.parse(source)):
+            named = isinstance(node, ast.Attribute) and node.attr
+            names = [named] if named else []
+            if isinstance(node, ast.ImportFrom) and node.module in ("os", "vllm"):
+                names = [alias.name for alias in node.names]
+            banned = {"environ", "getenv"} | (set() if module == "compat" else {"envs"})
+            found += [
+                f"{module}:{node.lineno}: reads the environment ({name})"
+                for name in names
+                if name in banned
+            ]
+    return found
+
+
+def only_compat_reads_versions(modules: Sources) -> list[str]:
+    """What depends on a version stands in one file."""
+    return [
+        f"{module}:{node.lineno}: reads {ast.unparse(node)}"
+        for module, source in modules.items()
+        if module != "compat"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and node.attr == "__version__"
+    ]
+
+
+def only_patch_assigns_onto_vllm(modules: Sources) -> list[str]:
+    """Objects of vLLM are changed in one file."""
+    found = []
+    for module, source in modules.items():
+        if module == "patch":
+            continue
+        tree = ast.parse(source)
+        foreign = _names_of_vllm(tree)
+        for node in ast.walk(tree):
+            targets: list[ast.expr] = []
+            if isinstance(node, ast.Assign):
+                targets = node.targets
+            elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+                targets = [node.target]
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+                targets = [ast.Attribute(node.args[0], "?", ast.Load())]
+            found += [
+                f"{module}:{node.lineno}: changes {ast.unparse(target)}"
+                for target in targets
+                if isinstance(target, ast.Attribute) and _head(target) in foreign
+            ]
+    return found
+
+
+def _names_of_vllm(tree: ast.AST) -> set[str]:
+    """Return the names that a module has from vLLM, aliases included."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            if (node.module or "").split(".")[0] == "vllm":
+                names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "vllm":
+                    names.add((alias.asname or alias.name).split(".")[0])
+    for node in ast.walk(tree):
+        is_alias = isinstance(node, ast.Assign) and isinstance(
+            node.value, ast.Name | ast.Attribute
+        )
+        if is_alias and _head(node.value) in names:
+            names |= {item.id for item in node.targets if isinstance(item, ast.Name)}
+    return names
+
+
+def _head(node: ast.AST) -> str | None:
+    """Return the first name of `a.b[c].d()`."""
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def hot_modules_do_not_sync(modules: Sources) -> list[str]:
+    """A line that waits for the device says why: `sync-ok: reason`."""
+    return [
+        f"{module}:{number}: {line.strip()}"
+        for module, source in modules.items()
+        if module.startswith(HOT_FOLDERS)
+        for number, line in enumerate(source.splitlines(), 1)
+        if HOST_SYNC.search(line.split("#")[0]) and "sync-ok:" not in line
+    ]
+
+
+PACKAGE_RULES = (
+    every_module_has_a_row,
+    imports_go_up_the_rows,
+    strangers_do_not_meet,
+    leaves_use_the_standard_library,
+    no_import_cycles,
+    imports_stand_at_the_top,
+    docstrings_name_the_process,
+    files_and_functions_are_small,
+    no_environment_variables,
+    only_compat_reads_versions,
+    only_patch_assigns_onto_vllm,
+    hot_modules_do_not_sync,
+)
+
+
+def tests_can_fail(sources: Sources) -> list[str]:
+    """Every test asserts, and none returns early, which would count as a pass."""
+    found = []
+    for module, source in sources.items():
+        tree = ast.parse(source)
+        asserting = _asserting_helpers(tree)
+        for node in ast.walk(tree):
+            is_test = isinstance(
+                node, ast.FunctionDef | ast.AsyncFunctionDef
+            ) and node.name.startswith("test_")
+            if not is_test:
+                continue
+            if not _asserts(node, asserting):
+                found.append(f"{module}:{node.lineno}: {node.name} asserts nothing")
+            returns = [
+                item for item in _own_nodes(node) if isinstance(item, ast.Return)
+            ]
+            found += [
+                f"{module}:{item.lineno}: {node.name} returns early; use pytest.skip"
+                for item in returns
+            ]
+    return found
+
+
+def _asserting_helpers(tree: ast.AST) -> set[str]:
+    """Return the functions of a file that assert themselves."""
+    return {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("test_")
+        if _asserts(node, set())
+    }
+
+
+def _asserts(node: ast.AST, helpers: set[str]) -> bool:
+    for item in ast.walk(node):
+        if isinstance(item, ast.Assert):
+            return True
+        if isinstance(item, ast.Call):
+            name = ast.unparse(item.func).rpartition(".")[2]
+            if name in ("raises", "fail") or name.startswith(("assert_", "check_")):
+                return True
+            if name in helpers:
+                return True
+    return False
+
+
+def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a function without those of functions inside it."""
+    for child in ast.iter_child_nodes(function):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        yield child
+        yield from _own_nodes(child)

@@ -1,0 +1,107 @@
+"""Speaks just enough of vLLM's HTTP interface for the benchmark's client.
+
+Called by the tests of benchmarks. Every request gets the tokens 7, 8, 9...; metrics
+count like vLLM's own.
+"""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from aiohttp import web
+
+METRICS = """\
+# TYPE vllm:iteration_tokens_total histogram
+vllm:iteration_tokens_total_bucket{{engine="0",le="1.0"}} {steps}
+vllm:iteration_tokens_total_count{{engine="0"}} {steps}
+vllm:iteration_tokens_total_sum{{engine="0"}} {tokens}
+# TYPE vllm:request_success counter
+vllm:request_success_total{{engine="0",finished_reason="stop"}} 0.0
+vllm:request_success_total{{engine="0",finished_reason="length"}} {finished}
+# TYPE vllm:num_preemptions counter
+vllm:num_preemptions_total{{engine="0"}} 0.0
+vllm:num_preemptions_created{{engine="0"}} 1.7e+09
+# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{{block_size="32",num_gpu_blocks="20"}} 1.0
+# TYPE kvpolicy_events counter
+kvpolicy_events_total{{engine="0"}} {finished}
+# TYPE kvpolicy_blocks_returned counter
+kvpolicy_blocks_returned_total{{engine="0"}} {finished}
+# TYPE kvpolicy_tokens_kept counter
+kvpolicy_tokens_kept_total{{engine="0"}} {kept}
+# TYPE kvpolicy_tokens_dropped counter
+kvpolicy_tokens_dropped_total{{engine="0"}} {finished}
+"""
+
+
+class FakeServer:
+    """Counts what it answers.
+
+    Args:
+        first_token: of every output; the others follow by one.
+        missing_tokens: how many fewer than asked for it sends.
+    """
+
+    def __init__(self, first_token: int = 7, missing_tokens: int = 0) -> None:
+        self.first_token = first_token
+        self.missing_tokens = missing_tokens
+        self.tokens = 0
+        self.finished = 0
+        self.bodies: list[dict] = []
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        """Stream one output, one token per chunk, then the end mark."""
+        body = await request.json()
+        self.bodies.append(body)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        count = body["max_tokens"] - self.missing_tokens
+        for number in range(count):
+            choice = {
+                "token_ids": [self.first_token + number],
+                "finish_reason": "length" if number + 1 == count else None,
+            }
+            event = json.dumps({"choices": [choice]})
+            await response.write(f"data: {event}\n\n".encode())
+            await asyncio.sleep(0)
+        self.tokens += count
+        self.finished += 1
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """Return Prometheus text."""
+        text = METRICS.format(
+            steps=self.tokens,
+            tokens=self.tokens,
+            finished=self.finished,
+            kept=3 * self.finished,
+        )
+        return web.Response(text=text)
+
+
+@contextmanager
+def serve(fake: FakeServer) -> Iterator[str]:
+    """Run a fake server in a thread and yield its root URL."""
+    loop = asyncio.new_event_loop()
+    application = web.Application()
+    application.router.add_post("/v1/completions", fake.complete)
+    application.router.add_get("/metrics", fake.metrics)
+    runner = web.AppRunner(application)
+
+    async def start() -> str:
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        yield asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+    finally:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()

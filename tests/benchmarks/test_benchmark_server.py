@@ -1,0 +1,103 @@
+"""Tests of server processes: metrics text, command lines, start and stop."""
+
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.server import (
+    EngineSettings,
+    Server,
+    ServerError,
+    parse_metrics,
+    running,
+)
+
+METRICS = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="model"} 3.0
+# TYPE vllm:request_success counter
+vllm:request_success_total{engine="0",finished_reason="stop"} 2.0
+vllm:request_success_total{engine="0",finished_reason="length"} 5.0
+vllm:request_success_created{engine="0",finished_reason="stop"} 1.7e+09
+# TYPE vllm:iteration_tokens_total histogram
+vllm:iteration_tokens_total_bucket{engine="0",le="1.0"} 10.0
+vllm:iteration_tokens_total_bucket{engine="0",le="+Inf"} 12.0
+vllm:iteration_tokens_total_count{engine="0"} 12.0
+vllm:iteration_tokens_total_sum{engine="0"} 90.0
+"""
+
+
+def test_parse_metrics_sums_over_labels_and_skips_buckets():
+    assert parse_metrics(METRICS) == {
+        "vllm:num_requests_running": 3.0,
+        "vllm:request_success_total": 7.0,
+        "vllm:iteration_tokens_total_count": 12.0,
+        "vllm:iteration_tokens_total_sum": 90.0,
+    }
+
+
+def test_settings_are_explicit():
+    words = EngineSettings("folder", 2048, 16, 1000, seed=7).arguments()
+    assert words[0] == "folder"
+    for flag, value in {
+        "--dtype": "float32",
+        "--max-model-len": "2048",
+        "--max-num-seqs": "16",
+        "--kv-cache-memory-bytes": "1000",
+        "--seed": "7",
+    }.items():
+        assert words[words.index(flag) + 1] == value
+    assert "--enforce-eager" in words
+
+
+def put_vllm(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Put a Python script in the place of `vllm`."""
+    path = folder / "vllm"
+    path.write_text(f"#!{sys.executable}\n{script}")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+
+
+HEALTHY = """
+import os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"offline_hub %s\\n" % os.environ["HF_HUB_OFFLINE"].encode())
+print(sys.argv[1:], flush=True)
+port = int(sys.argv[sys.argv.index("--port") + 1])
+HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def test_servers_run_together_and_are_stopped(tmp_path, monkeypatch):
+    put_vllm(tmp_path, monkeypatch, HEALTHY)
+    with running({"one": ["a"], "two": ["b", "--flag"]}, tmp_path) as servers:
+        assert list(servers) == ["one", "two"]
+        assert servers["one"].url != servers["two"].url
+        assert all(server.is_healthy() for server in servers.values())
+        assert servers["one"].metrics() == {"offline_hub": 1.0}
+    assert all(server.process.poll() is not None for server in servers.values())
+    assert "['serve', 'b', '--flag'" in servers["two"].log.read_text()
+
+
+def test_a_dead_server_is_reported_with_its_log(tmp_path, monkeypatch):
+    put_vllm(tmp_path, monkeypatch, "raise SystemExit('the pool is too small')")
+    message = "one: exited with status 1; the log ends with\nthe pool is too small"
+    with pytest.raises(ServerError, match=message), running({"one": []}, tmp_path):
+        pass
+
+
+def test_a_silent_server_is_reported(tmp_path, monkeypatch):
+    put_vllm(tmp_path, monkeypatch, "import time; time.sleep(60)")
+    monkeypatch.setattr(Server.wait_until_healthy, "__defaults__", (0.1,))
+    with (
+        pytest.raises(ServerError, match="one: no answer after 0 s"),
+        running({"one": []}, tmp_path),
+    ):
+        pass

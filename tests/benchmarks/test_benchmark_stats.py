@@ -1,0 +1,83 @@
+"""Tests of the arithmetic: percentiles, latencies, paired ratios, bootstrap, Wilson."""
+
+import numpy as np
+import pytest
+
+from benchmarks.load import Completion
+from benchmarks.stats import latencies, median_ratio, paired_ratios, percentile
+from reasoner.evaluate import wilson
+
+
+@pytest.mark.parametrize("percent", [0, 2.5, 50, 99, 100])
+@pytest.mark.parametrize("count", [1, 2, 7, 100])
+def test_percentile_interpolates_between_neighbours(percent, count):
+    values = np.random.default_rng(count).normal(size=count)
+    place = percent / 100 * (count - 1)
+    below = int(place)
+    ordered = np.sort(values)
+    above = ordered[min(below + 1, count - 1)]
+    expected = ordered[below] + (place - below) * (above - ordered[below])
+    assert percentile(values, percent) == pytest.approx(expected)
+    assert percentile(list(values), percent) == np.percentile(values, percent)
+
+
+def test_latencies_of_two_requests():
+    first = Completion(10.0, [1, 2, 3], [10.5, 10.6, 10.8])
+    second = Completion(10.1, [4, 5, 6], [11.1, 11.1, 12.0])
+    found = latencies([first, second])
+    assert found["wall_s"] == pytest.approx(2.0)
+    assert found["output_tok_s"] == pytest.approx(3.0)
+    assert found["ttft_ms"] == pytest.approx((500 + 1000) / 2)
+    assert found["tpot_ms"] == pytest.approx((150 + 450) / 2)
+    gaps = [100, 200, 0, 900]
+    assert found["itl_p50_ms"] == pytest.approx(np.median(gaps))
+    assert found["itl_p99_ms"] == pytest.approx(np.percentile(gaps, 99))
+
+
+def test_ratios_are_paired():
+    assert paired_ratios([2, 9], [1, 3]) == [2, 3]
+    assert np.isnan(paired_ratios([1], [0])[0])
+
+
+@pytest.mark.parametrize("ours, theirs", [([], []), ([1], [1, 2]), ([1, 2], [1])])
+def test_ratios_refuse_what_is_not_paired(ours, theirs):
+    with pytest.raises(ValueError, match="expected equally many"):
+        paired_ratios(ours, theirs)
+
+
+def test_bootstrap_is_seeded_and_contains_the_median():
+    rng = np.random.default_rng(0)
+    theirs = rng.uniform(90, 110, size=15)
+    ours = theirs * rng.uniform(0.9, 1.1, size=15)
+    found = median_ratio(list(ours), list(theirs), seed=3)
+    assert found == median_ratio(list(ours), list(theirs), seed=3)
+    assert found.median == pytest.approx(np.median(ours / theirs))
+    assert min(found.ratios) <= found.low < found.median < found.high
+    assert found.high <= max(found.ratios)
+
+
+def test_bootstrap_agrees_with_order_statistics():
+    # The median of n = 9 draws lies at or below the k-th value with a binomial
+    # probability; the 2.5 % point is the third value for n = 9.
+    ratios = [float(value) for value in range(1, 10)]
+    found = median_ratio(ratios, [1.0] * 9)
+    assert (found.low, found.median, found.high) == (3.0, 5.0, 7.0)
+
+
+def test_bootstrap_of_equal_ratios_is_a_point():
+    found = median_ratio([3.0, 6.0], [1.0, 2.0])
+    assert (found.low, found.median, found.high) == (3.0, 3.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    "correct, tried, low, high",
+    [
+        # Newcombe 1998, table I, method 3.
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ],
+)
+def test_wilson_gives_published_values(correct, tried, low, high):
+    assert wilson(correct, tried) == pytest.approx((low, high), abs=1e-4)

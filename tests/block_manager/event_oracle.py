@@ -1,0 +1,100 @@
+"""The event rule and the block count, one token at a time.
+
+Written from the words of the design, (i) to (iii), and from the layout of the two
+pools; shares nothing with the closed forms that it checks.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request: prompt length P, budget K, interval I, prefill interval, R, N."""
+
+    prompt_len: int
+    budget: int
+    interval: int
+    prefill_interval: int
+    recent: int = 0
+    block_size: int = 16
+
+
+def walk_events(case: Case, last: int) -> list[int]:
+    """Return the event positions <= `last`, counting the tokens that are held."""
+    positions = []
+    held = 0
+    for position in range(1, last + 1):
+        held += 1
+        if position < case.prompt_len:
+            on_grid = position % case.prefill_interval == 0
+            has_event = on_grid and held > case.budget
+        else:
+            # The prompt's end, and every position after it.
+            has_event = held >= case.budget + case.interval
+        if has_event:
+            positions.append(position)
+            held = case.budget
+    return positions
+
+
+class Holder:
+    """A request that holds superblocks, by number, and gives them back at events."""
+
+    def __init__(self, case: Case, keeps_all: bool = False) -> None:
+        self.case = case
+        self.keeps_all = keeps_all
+        self.num_global = 0
+        self.local: list[int] = []
+        self.frontier = 0
+        self.peak = 0
+
+    def event(self, position: int) -> None:
+        """Move the frontier up; survivors need room for K less the local tokens."""
+        size = self.case.block_size
+        frontier = (position - self.case.recent) // size * size
+        owned = self.num_global
+        owned += sum(block * size < frontier for block in self.local)
+        self.local = [block for block in self.local if block * size >= frontier]
+        wanted = self.case.budget - (position - frontier)
+        needed = owned if self.keeps_all else 0
+        while needed * size < wanted and not self.keeps_all:
+            needed += 1
+        assert needed <= owned, "an event would need more than it has"
+        self.num_global, self.frontier = needed, frontier
+
+    def compute(self, start: int, end: int) -> None:
+        """Allocate for the tokens start..end-1 of one step."""
+        for position in range(start, end):
+            block = position // self.case.block_size
+            if block not in self.local[-1:]:
+                self.local.append(block)
+        self.peak = max(self.peak, self.num_global + len(self.local))
+
+
+def walk_peak(
+    case: Case, num_tokens: int, chunks: Iterable[int], keeps_all: bool = False
+) -> int:
+    """Return the most superblocks held on the way to `num_tokens`.
+
+    Args:
+        case: the request.
+        num_tokens: tokens computed at the end.
+        chunks: sizes of the steps; each is cut at the next event.
+        keeps_all: events drop nothing.
+    """
+    events = walk_events(case, num_tokens)
+    pending = set(events)
+    holder = Holder(case, keeps_all)
+    position = 0
+    for chunk in chunks:
+        if position >= num_tokens:
+            break
+        if position in pending:
+            holder.event(position)
+        following = next((p for p in events if p > position), num_tokens)
+        end = min(position + chunk, following, num_tokens)
+        holder.compute(position, end)
+        position = end
+    assert position >= num_tokens, "not enough chunks"
+    return holder.peak

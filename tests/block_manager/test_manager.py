@@ -1,0 +1,291 @@
+"""The KV cache manager on vLLM's own block pool: what an event frees and keeps.
+
+Owns the tests of ownership, refusals and admission; no model, no scheduler.
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from vllm_kvpolicy.block_manager.events import EventPlan, Footprint, positions_up_to
+from vllm_kvpolicy.block_manager.manager import (
+    KVPolicyManager,
+    KVPolicySpec,
+    is_private,
+)
+from vllm_kvpolicy.block_manager.planner import Planner, PlannerLimits
+from vllm_kvpolicy.protocol import CompactEvent
+
+N, RECENT = 16, 4
+PLAN = EventPlan(prompt_len=10, budget=64, interval=40, prefill_interval=4096)
+FIRST = 104  # K + I: F = 96, 8 local tokens, 6 owned blocks, 4 needed for 56 tokens
+SPEC = KVPolicySpec(
+    block_size=N,
+    num_kv_heads=2,
+    head_size=32,
+    dtype=torch.float32,
+    max_blocks_per_request=9,
+)
+
+
+class Engine:
+    """Planner, manager and pool, driven as vLLM's `allocate_slots` does.
+
+    Args:
+        num_blocks: of the pool, without the null block.
+        placement: where survivors go.
+        keeps_all: events drop nothing.
+    """
+
+    def __init__(
+        self, num_blocks: int, placement: str = "in_place", keeps_all: bool = False
+    ) -> None:
+        self.pool = BlockPool(num_blocks + 1, enable_caching=False, hash_block_size=N)
+        self.planner = Planner(PlannerLimits(N, 0, 0, 99, keeps_all))
+        self.manager = KVPolicyManager(
+            SPEC,
+            block_pool=self.pool,
+            enable_caching=False,
+            kv_cache_group_id=0,
+            scheduler_block_size=N,
+        )
+        self.manager.attach(self.planner, placement)
+
+    @property
+    def free(self) -> int:
+        return self.pool.get_num_free_blocks()
+
+    def ids(self, name: str) -> list[int]:
+        return [block.block_id for block in self.manager.req_to_blocks[name]]
+
+    def add(self, name: str, plan: EventPlan = PLAN) -> None:
+        self.planner.add(name, plan, RECENT, sinks=2)
+
+    def wanted(self, name: str, start: int, end: int, cap: bool = False) -> int:
+        return self.manager.get_num_blocks_to_allocate(
+            name, end, (), start, start, end, apply_admission_cap=cap
+        )
+
+    def compute(self, name: str, start: int, wanted: int) -> int:
+        """Schedule one request for one step; return the position it reaches."""
+        end = start + self.planner.clip(name, start, wanted)
+        self.manager.remove_skipped_blocks(name, start)
+        assert self.wanted(name, start, end) <= self.free
+        self.manager.allocate_new_blocks(name, end, end)
+        return end
+
+    def event(self, name: str, end: int) -> CompactEvent:
+        (event,) = self.planner.finish_step({name: end}).events
+        return event
+
+    def finish(self, name: str) -> None:
+        self.manager.free(name)
+        self.planner.remove(name)
+
+    def advance(self, name: str, last: int, chunk: int = 1000) -> list[CompactEvent]:
+        """Compute tokens 0..last-1 in chunks; return the events on the way."""
+        position, events = 0, []
+        while position < last:
+            position = self.compute(name, position, min(chunk, last - position))
+            events += self.planner.finish_step({name: 1}).events
+        return events
+
+
+def test_an_event_frees_before_the_request_allocates():
+    engine = Engine(num_blocks=7)
+    engine.add("a")
+    assert engine.compute("a", 0, 1000) == FIRST
+    engine.planner.finish_step({"a": FIRST})
+    before = engine.ids("a")
+    assert engine.free == 0
+    assert engine.compute("a", FIRST, 20) == 124
+    event = engine.event("a", 20)
+    # 6 blocks below the frontier become 4, and one new block is taken.
+    assert engine.free == 2 - 1
+    assert event.source_blocks == tuple(before[:6])
+    assert event.dest_blocks == tuple(before[:4])
+    assert event.local_blocks == (before[6],)
+    assert engine.ids("a")[:7] == [*before[:4], 0, 0, before[6]]
+    assert engine.manager.blocks_returned == 2
+
+
+def test_the_next_event_starts_from_survivors_and_later_blocks():
+    engine = Engine(num_blocks=20)
+    engine.add("a")
+    first, second = engine.advance("a", FIRST + 41)
+    assert (first.position, second.position) == (FIRST, FIRST + 40)
+    assert second.source_blocks[:4] == first.dest_blocks
+    # F = 128 needs 48 of the 64 tokens: 3 blocks out of 4 survivors and 2 local.
+    assert len(second.source_blocks) == 6 and len(second.dest_blocks) == 3
+    assert second.source_blocks[4] == first.local_blocks[0]
+    assert second.frontier_blocks == 8
+
+
+@pytest.mark.parametrize("placement", ["in_place", "shuffled", "exchanged"])
+@pytest.mark.parametrize("keeps_all", [False, True])
+def test_ownership_is_local_plus_global_at_every_step(placement, keeps_all):
+    rng = random.Random(1)
+    for _ in range(12):
+        engine = Engine(200, placement, keeps_all)
+        plan = EventPlan(
+            rng.randint(1, 300), rng.randint(24, 200), rng.randint(1, 80), 32
+        )
+        engine.add("a", plan)
+        footprint = Footprint(plan, RECENT, N, keeps_all)
+        position, seen, peak = 0, [], 0
+        while position < 900:
+            position = engine.compute("a", position, rng.choice((1, 99)))
+            seen += engine.planner.finish_step({"a": 1}).events
+            state, ids = engine.planner.states["a"], engine.ids("a")
+            held = [block for block in ids if block]
+            local = len(ids) - state.frontier_blocks
+            assert len(held) == len(set(held)) == state.global_blocks + local
+            assert engine.free == 200 - len(held), position
+            gap = ids[state.global_blocks : state.frontier_blocks]
+            assert not any(gap), "between the two pools there are only null blocks"
+            assert engine.manager.pool_counts() == (local, state.global_blocks)
+            peak = max(peak, len(held))
+        assert [event.position for event in seen] == positions_up_to(plan, position)
+        assert peak == footprint.peak_blocks(position)
+        engine.finish("a")
+        assert engine.free == 200
+        assert engine.planner.num_global_blocks == 0
+
+
+def test_exchanged_works_when_the_pool_is_empty():
+    engine = Engine(7, "exchanged")
+    engine.add("a")
+    engine.compute("a", 0, 1000)
+    engine.planner.finish_step({"a": FIRST})
+    assert engine.free == 0
+    engine.compute("a", FIRST, 1)
+    event = engine.event("a", 1)
+    assert set(event.dest_blocks) <= set(event.source_blocks)
+    assert len(event.dest_blocks) == 4 and engine.free == 2
+
+
+def test_exchanged_takes_blocks_that_an_earlier_event_of_the_step_freed():
+    engine = Engine(14, "exchanged")
+    for name in "ab":
+        engine.add(name)
+        engine.compute(name, 0, 1000)
+    engine.planner.finish_step({"a": FIRST, "b": FIRST})
+    assert engine.free == 0
+    for name in "ab":
+        engine.compute(name, FIRST, 1)
+    first, second = engine.planner.finish_step({"a": 1, "b": 1}).events
+    assert first.request_id == "a"
+    freed = set(first.source_blocks) - set(first.dest_blocks)
+    assert freed and freed == set(second.dest_blocks) - set(second.source_blocks)
+
+
+def test_without_an_event_nothing_is_freed():
+    engine = Engine(20)
+    engine.add("a")
+    engine.compute("a", 0, FIRST - 1)
+    before = engine.ids("a")
+    for _ in range(3):
+        engine.manager.remove_skipped_blocks("a", 0)
+        engine.manager.remove_skipped_blocks("a", 10**6)
+    assert engine.ids("a") == before and engine.free == 20 - 7
+
+
+def test_a_request_without_a_policy_keeps_every_block():
+    engine = Engine(40)
+    assert engine.compute("plain", 0, 600) == 600
+    engine.manager.remove_skipped_blocks("plain", 600)
+    assert len(set(engine.ids("plain"))) == 38 and engine.free == 2
+    assert engine.wanted("plain", 600, 640, cap=True) == 2
+    engine.manager.free("plain")
+    assert engine.free == 40
+
+
+@pytest.mark.parametrize("damage", ["shared", "cached"])
+def test_a_block_that_is_not_private_is_refused(damage):
+    engine = Engine(20)
+    engine.add("a")
+    engine.compute("a", 0, 1000)
+    engine.planner.finish_step({"a": FIRST})
+    block = engine.manager.req_to_blocks["a"][2]
+    if damage == "shared":
+        engine.pool.touch([block])
+    else:
+        block._block_hash = b"a hash"
+    message = rf"request a: superblocks \[{block.block_id}\] are shared or cached"
+    with pytest.raises(RuntimeError, match=message):
+        engine.compute("a", FIRST, 1)
+
+
+def test_is_private():
+    block = KVCacheBlock(3)
+    assert not is_private(block), "nobody holds it"
+    block.ref_cnt = 1
+    assert is_private(block)
+    block.is_null = True
+    assert not is_private(block)
+
+
+def test_admission_asks_for_the_peak_of_that_request():
+    engine = Engine(40)
+    engine.add("bounded")
+    engine.add("roomy", replace(PLAN, budget=2048))
+    whole = -(-600 // N)
+    peak = Footprint(PLAN, RECENT, N).peak_blocks(600)
+    assert peak == 7 < whole
+    assert engine.wanted("bounded", 0, 600, cap=True) == peak
+    assert engine.wanted("roomy", 0, 600, cap=True) == whole
+    assert engine.wanted("bounded", 0, 600) == whole, "a step asks for what it writes"
+    assert engine.wanted("bounded", 0, 20, cap=True) == 2
+
+
+def test_admission_counts_what_is_already_held():
+    engine = Engine(40)
+    engine.add("a")
+    engine.advance("a", 306)  # the event at 304 leaves 3 + 1 blocks
+    state = engine.planner.states["a"]
+    held = 40 - engine.free
+    assert held == len(engine.ids("a")) - state.frontier_blocks + state.global_blocks
+    assert held == 5
+    assert engine.wanted("a", 306, 600, cap=True) == 7 - held
+
+
+def test_what_admission_promises_is_enough_for_the_whole_request():
+    rng = random.Random(2)
+    for _ in range(60):
+        plan = EventPlan(
+            rng.randint(1, 400), rng.randint(24, 150), rng.randint(1, 90), 48
+        )
+        last = rng.randint(plan.prompt_len, 700)
+        engine = Engine(60)
+        engine.add("a", plan)
+        engine = Engine(engine.wanted("a", 0, last, cap=True))
+        engine.add("a", plan)
+        engine.advance("a", last, chunk=rng.choice((1, 30, 1000)))
+        engine.finish("a")
+
+
+def test_spec_states_the_compressed_footprint():
+    assert SPEC.page_size_bytes == 2 * 2 * 32 * 4 * N
+    assert SPEC.max_memory_usage_bytes(None) == 9 * SPEC.page_size_bytes
+    assert not SPEC.prefix_cacheable
+
+
+def test_spec_merges_only_with_its_equal():
+    assert KVPolicySpec.merge([SPEC, replace(SPEC)]) == SPEC
+    with pytest.raises(ValueError, match="one attention geometry in all layers"):
+        KVPolicySpec.merge([SPEC, replace(SPEC, head_size=64)])
+
+
+def test_registration_leaves_vllm_its_own_specs():
+    stock = FullAttentionSpec(
+        block_size=N, num_kv_heads=2, head_size=32, dtype=torch.float32
+    )
+    assert KVCacheSpecRegistry.get_manager_class(SPEC) is KVPolicyManager
+    assert KVCacheSpecRegistry.get_manager_class(stock) is FullAttentionManager

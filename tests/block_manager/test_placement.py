@@ -1,0 +1,100 @@
+"""Where survivors go: counts, order, repeatability and empty pools.
+
+Owns the tests of block_manager.placement, on plain integers.
+"""
+
+import random
+
+import pytest
+
+from vllm_kvpolicy.block_manager.placement import (
+    PLACEMENTS,
+    event_seed,
+    exchanged,
+    in_place,
+    shuffled,
+)
+
+OWNED = list(range(100, 120))
+
+
+class Pool:
+    """Hands out fresh numbers until it is empty and remembers what was asked."""
+
+    def __init__(self, num_free: int) -> None:
+        self.free = list(range(num_free))
+        self.asked: list[int] = []
+
+    def take(self, count: int) -> list[int]:
+        self.asked.append(count)
+        taken, self.free = self.free[:count], self.free[count:]
+        return taken
+
+
+def test_in_place_keeps_the_oldest_in_order_and_takes_nothing():
+    pool = Pool(5)
+    assert in_place(OWNED, 7, pool.take, seed=1) == OWNED[:7]
+    assert pool.asked == []
+
+
+def test_shuffled_keeps_own_blocks_out_of_order_and_takes_nothing():
+    pool = Pool(5)
+    blocks = shuffled(OWNED, 12, pool.take, seed=1)
+    assert set(blocks) <= set(OWNED) and len(set(blocks)) == 12
+    assert blocks != sorted(blocks)
+    assert pool.asked == []
+
+
+def test_exchanged_trades_half_for_free_blocks():
+    pool = Pool(50)
+    blocks = exchanged(OWNED, 12, pool.take, seed=1)
+    fresh = [block for block in blocks if block < 100]
+    assert len(set(blocks)) == 12 and len(fresh) == 6
+    assert pool.asked == [6]
+    assert blocks != sorted(blocks)
+
+
+def test_exchanged_takes_what_there_is():
+    blocks = exchanged(OWNED, 12, Pool(2).take, seed=1)
+    assert sorted(block for block in blocks if block < 100) == [0, 1]
+    assert len(set(blocks)) == 12
+
+
+def test_exchanged_with_an_empty_pool_is_shuffled():
+    for seed in range(20):
+        rng = random.Random(seed)
+        blocks = exchanged(OWNED, 12, Pool(0).take, seed)
+        assert set(blocks) <= set(OWNED) and len(set(blocks)) == 12
+        kept = rng.sample(OWNED, 12)
+        assert set(blocks) == set(kept), "the draw must not depend on the empty pool"
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_every_placement_returns_the_count_of_distinct_blocks(name):
+    rng = random.Random(2)
+    for _ in range(500):
+        owned = rng.sample(range(1000, 9000), rng.randint(1, 40))
+        count = rng.randint(0, len(owned))
+        pool = Pool(rng.randint(0, 30))
+        before = set(pool.free)
+        blocks = PLACEMENTS[name](owned, count, pool.take, seed=rng.randrange(2**40))
+        assert len(blocks) == len(set(blocks)) == count
+        taken = before - set(pool.free)
+        assert taken <= set(blocks) <= set(owned) | taken, "a taken block is lost"
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_a_replay_chooses_alike_and_leaves_its_arguments_alone(name):
+    owned = list(OWNED)
+    first = PLACEMENTS[name](owned, 9, Pool(30).take, seed=7)
+    again = PLACEMENTS[name](owned, 9, Pool(30).take, seed=7)
+    assert first == again
+    assert owned == OWNED
+    assert first is not owned
+
+
+def test_seeds_differ_between_events_and_repeat():
+    seeds = {event_seed(ordinal, p) for ordinal in range(50) for p in range(0, 5000, 7)}
+    assert len(seeds) == 50 * len(range(0, 5000, 7))
+    assert event_seed(3, 4096) == event_seed(3, 4096)
+    assert 0 <= event_seed(2**20, 2**31) < 2**63

@@ -1,0 +1,197 @@
+"""The planner by itself: clipping, events, sitting out, restarting.
+
+Owns the tests of block_manager.planner that need no block pool; query windows are in
+test_planner_windows.
+"""
+
+import pytest
+
+from vllm_kvpolicy.block_manager.events import EventPlan, positions_up_to
+from vllm_kvpolicy.block_manager.planner import NO_SLOT, Planner, PlannerLimits
+from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands
+
+PLAN = EventPlan(prompt_len=10, budget=40, interval=20, prefill_interval=4096)
+FIRST = 60  # K + I
+
+
+def make_planner(events_per_step: int = 8, num_requests: int = 1) -> Planner:
+    """Return a planner without windows and requests a, b, c... of PLAN."""
+    planner = Planner(PlannerLimits(16, 0, 0, events_per_step))
+    for name in "abcdefgh"[:num_requests]:
+        planner.add(name, PLAN, recent=4, sinks=2)
+    return planner
+
+
+def carry_out(planner: Planner, name: str, dest: int = 2) -> None:
+    """Do the manager's part of an event with invented superblocks."""
+    assert planner.take_due(name) is not None
+    planner.record(name, (1, 2, 3), tuple(range(1, dest + 1)), (4,))
+
+
+def test_steps_end_at_the_next_event():
+    planner = make_planner()
+    assert planner.clip("a", 0, 10) == 10
+    assert planner.clip("a", 0, 1000) == FIRST
+    assert planner.clip("a", 59, 7) == 1
+    assert planner.clip("a", 60, 7) == 7
+    assert planner.clip("a", 60, 700) == 20
+    assert planner.clip("a", 61, 700) == 19
+
+
+@pytest.mark.parametrize("num_new", [0, -3])
+def test_nothing_to_compute_stays_nothing_and_is_no_event(num_new):
+    planner = make_planner()
+    assert planner.clip("a", FIRST, num_new) == num_new
+    assert planner.take_due("a") is None
+    assert planner.clip("b", 0, num_new) == num_new
+
+
+def test_a_request_without_a_policy_is_left_alone():
+    planner = make_planner()
+    assert planner.clip("stranger", FIRST, 5000) == 5000
+    assert planner.take_due("stranger") is None
+    assert planner.peak_blocks("stranger", 100) is None
+    planner.restart("stranger")
+    planner.remove("stranger")
+    assert planner.finish_step({"stranger": 5000}) == NO_COMMANDS
+
+
+def test_an_event_is_taken_once_and_only_at_its_position():
+    planner = make_planner()
+    positions = []
+    for computed in range(101):
+        planner.clip("a", computed, 1)
+        state = planner.take_due("a")
+        if state is not None:
+            positions.append(state.computed)
+        assert planner.take_due("a") is None
+    assert positions == [60, 80, 100]
+
+
+def test_a_request_that_was_not_scheduled_is_asked_again():
+    planner = make_planner(events_per_step=1)
+    assert planner.clip("a", FIRST, 3) == 3
+    # vLLM could not schedule it and preempted nobody; nothing was freed.
+    assert planner.finish_step({}) == NO_COMMANDS
+    assert planner.clip("a", FIRST, 3) == 3
+    carry_out(planner, "a")
+    (event,) = planner.finish_step({"a": 3}).events
+    assert (event.position, event.ordinal) == (FIRST, 0)
+
+
+def test_the_message_says_what_happened():
+    planner = make_planner()
+    planner.clip("a", FIRST, 1)
+    assert planner.take_due("a") is not None
+    planner.record("a", (5, 6, 7), (7, 5), (9, 8))
+    commands = planner.finish_step({"a": 1})
+    (event,) = commands.events
+    assert event.request_id == "a"
+    assert event.position == FIRST
+    assert event.frontier_blocks == (FIRST - 4) // 16 == 3
+    assert (event.budget, event.sinks) == (40, 2)
+    assert event.source_blocks == (5, 6, 7)
+    assert event.dest_blocks == (7, 5)
+    assert event.local_blocks == (9, 8)
+    assert event.window_slot == NO_SLOT
+    state = planner.states["a"]
+    assert (state.frontier_blocks, state.global_blocks) == (3, 2)
+    assert state.dropped_tokens == 16
+    assert planner.finish_step({"a": 1}) == NO_COMMANDS, "an event travels once"
+
+
+def test_the_surplus_of_events_sits_out_and_comes_next():
+    planner = make_planner(events_per_step=2, num_requests=5)
+    at = dict.fromkeys("abcde", FIRST)
+    seen = []
+    for _ in range(3):
+        scheduled = {name: planner.clip(name, at[name], 1) for name in at}
+        scheduled = {name: count for name, count in scheduled.items() if count}
+        for name in scheduled:
+            if at[name] == FIRST:
+                carry_out(planner, name)
+        commands = planner.finish_step(scheduled)
+        assert all(event.position == FIRST for event in commands.events)
+        seen.append([event.request_id for event in commands.events])
+        for name, count in scheduled.items():
+            at[name] += count
+    assert seen == [["a", "b"], ["c", "d"], ["e"]]
+
+
+def test_only_events_count_towards_the_limit():
+    planner = make_planner(events_per_step=1, num_requests=4)
+    assert [planner.clip(name, 20, 9) for name in "abc"] == [9, 9, 9]
+    assert planner.clip("d", FIRST, 9) == 9
+
+
+def test_an_event_of_a_request_that_does_not_run_is_an_error():
+    planner = make_planner(num_requests=2)
+    for name in "ab":
+        planner.clip(name, FIRST, 1)
+        carry_out(planner, name)
+    with pytest.raises(RuntimeError, match=r"\['b'\].*superblocks are lost"):
+        planner.finish_step({"a": 1})
+
+
+def test_preemption_after_the_event_forgets_it_and_keeps_the_order_of_the_rest():
+    planner = make_planner(num_requests=3)
+    for name in "abc":
+        planner.clip(name, FIRST, 1)
+        carry_out(planner, name)
+    assert planner.num_global_blocks == 6
+    planner.restart("b")
+    assert planner.num_global_blocks == 4
+    commands = planner.finish_step({"a": 1, "c": 1})
+    assert [event.request_id for event in commands.events] == ["a", "c"]
+
+
+def test_a_restarted_request_has_the_same_events_again():
+    planner = make_planner()
+    for incarnation in range(2):
+        computed, seen = 0, []
+        while computed < 200:
+            count = planner.clip("a", computed, 11)
+            if planner.states["a"].due:
+                carry_out(planner, "a", dest=1 + incarnation)
+            for event in planner.finish_step({"a": count}).events:
+                assert event.ordinal == len(seen)
+                seen.append(event.position)
+            computed += count
+        assert seen == positions_up_to(PLAN, 200)
+        assert planner.num_global_blocks == 1 + incarnation
+        planner.restart("a")
+        assert planner.num_global_blocks == 0
+        assert planner.states["a"].ordinal == 0
+
+
+def test_global_blocks_follow_every_event():
+    planner = make_planner(num_requests=2)
+    for position, dest, expected in ((60, 3, 3), (80, 1, 1), (100, 2, 2)):
+        planner.clip("a", position, 1)
+        carry_out(planner, "a", dest)
+        planner.finish_step({"a": 1})
+        assert planner.num_global_blocks == expected
+    planner.clip("b", 60, 1)
+    carry_out(planner, "b", 3)
+    planner.finish_step({"b": 1})
+    assert planner.num_global_blocks == 5
+    planner.remove("a")
+    assert planner.num_global_blocks == 3 and set(planner.states) == {"b"}
+
+
+def test_peak_blocks_is_the_footprint_of_that_request():
+    planner = make_planner()
+    planner.add("big", EventPlan(10, 400, 20, 4096), recent=4, sinks=2)
+    assert planner.peak_blocks("a", 30) == 2
+    assert planner.peak_blocks("a", 1000) < planner.peak_blocks("big", 1000)
+    state = planner.states["big"]
+    assert planner.peak_blocks("big", 1000) == state.footprint.peak_blocks(1000)
+
+
+def test_two_planners_do_not_meet():
+    one, other = make_planner(), make_planner()
+    one.clip("a", FIRST, 1)
+    carry_out(one, "a")
+    assert other.finish_step({}) == StepCommands((), ())
+    assert other.num_global_blocks == 0
+    assert one.num_global_blocks == 2

@@ -1,0 +1,31 @@
+"""Settings of all engine tests: engines inside this process, one thread.
+
+The tiny model is faster with one thread than with two, and a busy machine does not
+slow it down. Set before torch starts its threads.
+Process: any
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Let torch and the CPU kernels use one thread."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def oracle_runs(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory):
+    """Runs that the oracles judge, each made once."""
+    from scenarios import OracleRuns
+
+    return OracleRuns(tiny_model, tmp_path_factory.mktemp("oracle"))

@@ -1,0 +1,334 @@
+"""Starts engines and drives them step by step: the one place that knows how.
+
+Called by all engine tests. Engines run in this process, so that a test can read their
+scheduler, their worker and their trace.
+Process: any
+"""
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+BLOCK = 32
+POLICIES = ("streaming", "tova", "snapkv", "ams-tova", "ams-snapkv")
+MOVERS = ("identity", "holes")
+TOP_LOGPROBS = 20
+FIRST_TOKEN, LAST_TOKEN = 3, 98  # the tiny model's characters
+
+Prompt = list[int]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request and when it comes.
+
+    Args:
+        name: unique within a run.
+        prompt: token ids.
+        max_tokens: tokens to generate; the end token is ignored.
+        arrives: engine step before which the request is added.
+        aborted: number of generated tokens after which it is aborted, None for never.
+        extra_args: the request's own knobs.
+        prompt_logprobs: ask for log-probabilities of the prompt too.
+    """
+
+    name: str
+    prompt: Prompt
+    max_tokens: int
+    arrives: int = 0
+    aborted: int | None = None
+    extra_args: dict[str, Any] | None = None
+    prompt_logprobs: bool = False
+
+
+@dataclass(frozen=True)
+class Record:
+    """One event as the worker recorded it; see `attention.trace.Tracer`."""
+
+    position: int
+    ordinal: int
+    budget: int
+    frontier: int
+    selected: np.ndarray
+    survivors: np.ndarray
+    moved: float
+
+
+@dataclass
+class Result:
+    """What one request gave.
+
+    Args:
+        job: the request.
+        tokens: generated token ids.
+        logprobs: per generated token, token id to log-probability.
+        prompt_logprobs: the same for prompt tokens after the first, empty if not asked.
+        passes: the request's events, one list for each time it was (re)computed.
+    """
+
+    job: Job
+    tokens: Prompt
+    logprobs: list[dict[int, float]]
+    prompt_logprobs: list[dict[int, float]]
+    passes: list[list[Record]] = field(default_factory=list)
+
+    @property
+    def all_tokens(self) -> Prompt:
+        """Prompt and generated tokens."""
+        return self.job.prompt + self.tokens
+
+    @property
+    def events(self) -> list[Record]:
+        """Events by ordinal, each from the last time it happened."""
+        latest = {event.ordinal: event for events in self.passes for event in events}
+        return [latest[ordinal] for ordinal in sorted(latest)]
+
+
+@dataclass
+class Run:
+    """What one run of an engine gave.
+
+    Args:
+        results: finished requests by name.
+        steps: engine steps.
+        preemptions: requests that lost their blocks, counted each time.
+    """
+
+    results: dict[str, Result]
+    steps: int
+    preemptions: int
+
+    @property
+    def tokens(self) -> dict[str, Prompt]:
+        """Generated tokens by name."""
+        return {name: result.tokens for name, result in self.results.items()}
+
+
+def make_prompt(seed: int, length: int) -> Prompt:
+    """Return a reproducible random prompt."""
+    rng = random.Random(seed)
+    return [rng.randint(FIRST_TOKEN, LAST_TOKEN) for _ in range(length)]
+
+
+def make_jobs(
+    lengths: Iterable[int], max_tokens: int, seed: int = 0, **fields: Any
+) -> list[Job]:
+    """Return one job per prompt length; `fields` are further fields of Job."""
+    return [
+        Job(f"r{index}", make_prompt(seed * 1000 + index, length), max_tokens, **fields)
+        for index, length in enumerate(lengths)
+    ]
+
+
+class Engine:
+    """A vLLM engine in this process, with or without a policy.
+
+    Args:
+        model: model folder.
+        policy: the plain form of the policy's configuration, None for stock vLLM.
+        trace: record events in this folder.
+        num_blocks: superblocks in the pool, vLLM's null block included.
+        **changes: further arguments of vLLM's LLM.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        policy: dict[str, Any] | None = None,
+        trace: Path | None = None,
+        num_blocks: int = 400,
+        **changes: Any,
+    ) -> None:
+        from vllm import LLM
+
+        if policy is not None and trace is not None:
+            policy = {**policy, "trace_dir": str(trace)}
+        arguments: dict[str, Any] = {
+            "dtype": "float32",
+            "max_model_len": 2048,
+            "max_num_seqs": 16,
+            "block_size": BLOCK,
+            "enforce_eager": True,
+            "enable_prefix_caching": False,
+            "kv_cache_memory_bytes": 64 * 2**20,
+            "num_gpu_blocks_override": num_blocks,
+            "logprobs_mode": "raw_logprobs",
+            "additional_config": {} if policy is None else {"kv_policy": policy},
+        }
+        self.llm = LLM(str(model), **{**arguments, **changes})
+        self.trace = trace
+        self._records_read: set[Path] = set()
+        self._preemptions = 0
+        self._count_preemptions()
+
+    # -- inside the engine --------------------------------------------------------
+
+    @property
+    def core(self) -> Any:
+        """vLLM's EngineCore."""
+        return self.llm.llm_engine.engine_core.engine_core
+
+    @property
+    def scheduler(self) -> Any:
+        """The scheduler."""
+        return self.core.scheduler
+
+    @property
+    def worker(self) -> Any:
+        """The worker."""
+        return self.core.model_executor.driver_worker.worker
+
+    @property
+    def runtime(self) -> Any:
+        """The worker's half of the policy."""
+        return self.worker.kv_policy
+
+    @property
+    def num_free(self) -> int:
+        """Free superblocks in the pool."""
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    @property
+    def num_usable(self) -> int:
+        """Superblocks that requests can have: all but vLLM's null block."""
+        return self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
+
+    def counters(self) -> dict[str, float]:
+        """Return the engine's own counters."""
+        return self.scheduler.kv_policy_counters.file.read()
+
+    def _count_preemptions(self) -> None:
+        preempt = self.scheduler._preempt_request
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._preemptions += 1
+            return preempt(*args, **kwargs)
+
+        self.scheduler._preempt_request = counted
+
+    def close(self) -> None:
+        """Shut the engine down; the counters file goes with it."""
+        self.llm.llm_engine.engine_core.shutdown()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- running ------------------------------------------------------------------
+
+    def run(
+        self, jobs: Iterable[Job], on_step: Callable[["Engine"], None] | None = None
+    ) -> Run:
+        """Run jobs to their end.
+
+        Args:
+            jobs: in order of arrival where they arrive in the same step.
+            on_step: called after each engine step.
+        """
+        session = Session(self, list(jobs))
+        while session.step():
+            if on_step is not None:
+                on_step(self)
+        return session.finish()
+
+    def _new_records(self) -> dict[str, list[list[Record]]]:
+        """Return events recorded since the last call, per request, per (re)compute."""
+        passes: dict[str, list[list[Record]]] = {}
+        if self.trace is None:
+            return passes
+        for path in sorted(set(self.trace.glob("*.npz")) - self._records_read):
+            self._records_read.add(path)
+            with np.load(path) as file:
+                values = {name: file[name] for name in file.files}
+            request_id = str(values.pop("request_id"))
+            scalars = ("position", "ordinal", "budget", "frontier")
+            values |= {name: int(values[name]) for name in scalars}
+            record = Record(**{**values, "moved": float(values["moved"])})
+            lists = passes.setdefault(request_id, [])
+            if record.ordinal == 0:
+                lists.append([])
+            lists[-1].append(record)
+        return passes
+
+
+class Session:
+    """Jobs under way in one engine; several engines can be stepped in turn."""
+
+    def __init__(self, engine: Engine, jobs: list[Job]) -> None:
+        self.engine = engine
+        self.waiting = sorted(jobs, key=lambda job: job.arrives)
+        self.jobs: dict[str, Job] = {}
+        self.outputs: dict[str, Any] = {}
+        self.steps = 0
+        self._preemptions_before = engine._preemptions
+
+    def step(self) -> bool:
+        """Add what arrives, step the engine; False when there is nothing left."""
+        llm_engine = self.engine.llm.llm_engine
+        while self.waiting and self.waiting[0].arrives <= self.steps:
+            self._add(self.waiting.pop(0))
+        if not self.waiting and not llm_engine.has_unfinished_requests():
+            return False
+        self.steps += 1
+        for output in llm_engine.step():
+            self.outputs[output.request_id] = output
+            job = self.jobs_by_name[output.request_id]
+            num_tokens = len(output.outputs[0].token_ids)
+            if job.aborted is not None and num_tokens >= job.aborted:
+                llm_engine.abort_request([job.name])
+        return True
+
+    @property
+    def jobs_by_name(self) -> dict[str, Job]:
+        """Jobs that have been added."""
+        return {job.name: job for job in self.jobs.values()}
+
+    def _add(self, job: Job) -> None:
+        from vllm import SamplingParams, TokensPrompt
+
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=job.max_tokens,
+            ignore_eos=True,
+            logprobs=TOP_LOGPROBS,
+            prompt_logprobs=TOP_LOGPROBS if job.prompt_logprobs else None,
+            detokenize=False,
+            extra_args=job.extra_args,
+        )
+        request_id = self.engine.llm.llm_engine.add_request(
+            job.name, TokensPrompt(prompt_token_ids=job.prompt), params
+        )
+        self.jobs[request_id] = job
+
+    def finish(self) -> Run:
+        """Return what the jobs gave."""
+        passes = self.engine._new_records()
+        results = {
+            job.name: _result(job, self.outputs[job.name], passes.get(request_id, []))
+            for request_id, job in self.jobs.items()
+            if job.name in self.outputs
+        }
+        preemptions = self.engine._preemptions - self._preemptions_before
+        return Run(results, self.steps, preemptions)
+
+
+def _result(job: Job, output: Any, passes: list[list[Record]]) -> Result:
+    completion = output.outputs[0]
+    prompt_logprobs = (output.prompt_logprobs or [])[1:]
+    return Result(
+        job=job,
+        tokens=list(completion.token_ids),
+        logprobs=[_plain(entry) for entry in completion.logprobs],
+        prompt_logprobs=[_plain(entry) for entry in prompt_logprobs],
+        passes=passes,
+    )
+
+
+def _plain(entry: dict[int, Any]) -> dict[int, float]:
+    return {token: logprob.logprob for token, logprob in entry.items()}

@@ -1,0 +1,139 @@
+"""Moving tokens is free of error: `identity` and `holes` give stock vLLM's tokens."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+from helpers import MOVERS, POLICIES, Engine, Job, Run, make_jobs
+
+HERE = Path(__file__).parent
+VALUES = {"budget": 128, "interval": 64, "prefill_interval": 256}
+LOGPROB_TOLERANCE = 1e-3
+MIN_MOVED = 0.5
+
+
+def plain_jobs() -> list[Job]:
+    return make_jobs((40, 90, 150, 300, 600), 260, seed=5)
+
+
+def jobs_with_aborts() -> list[Job]:
+    """Twelve requests that come one after another; every third is aborted."""
+    jobs = make_jobs([30 + 37 * i % 290 for i in range(12)], 220, seed=6)
+    return [
+        replace(job, arrives=20 * i, aborted=(35 + 30 * i) % 200 if i % 3 == 1 else None)
+        for i, job in enumerate(jobs)
+    ]
+
+
+CASES = {
+    "plain": (plain_jobs, {}, 25),
+    "chunked prefill": (plain_jobs, {"max_num_batched_tokens": 96}, 25),
+    "preemption": (plain_jobs, {"num_blocks": 48, "max_model_len": 896}, 25),
+    "aborts": (jobs_with_aborts, {"num_blocks": 64}, 20),
+}
+
+
+class Runs:
+    """Runs of stock vLLM and of the movers, each made once."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self.model, self.folder = model, folder
+        self.get = cache(self._run)
+
+    def _run(self, policy: str | None, case: str) -> tuple[Run, dict[str, float]]:
+        make, changes, _ = CASES[case]
+        values = policy and {"policy": policy, **VALUES}
+        trace = self.folder / str(policy) / case if policy else None
+        with Engine(self.model, values or None, trace, **changes) as engine:
+            run = engine.run(make())
+            assert engine.num_free == engine.num_usable
+            return run, engine.counters() if policy else {}
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_model: Path, tmp_path_factory) -> Runs:
+    return Runs(tiny_model, tmp_path_factory.mktemp("identity"))
+
+
+def assert_same_output(run: Run, stock: Run) -> None:
+    """Same tokens; log-probabilities of the chosen ones within the tolerance."""
+    assert run.results.keys() == stock.results.keys()
+    for name, result in run.results.items():
+        expected = stock.results[name]
+        # Aborts fall on whole steps, so lengths agree too.
+        assert result.tokens == expected.tokens, name
+        for token, ours, theirs in zip(
+            result.tokens, result.logprobs, expected.logprobs, strict=True
+        ):
+            assert abs(ours[token] - theirs[token]) < LOGPROB_TOLERANCE
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("policy", MOVERS)
+def test_tokens_are_those_of_stock(runs: Runs, policy: str, case: str) -> None:
+    run, counters = runs.get(policy, case)
+    stock, _ = runs.get(None, case)
+    assert_same_output(run, stock)
+    assert counters["events"] >= CASES[case][2]
+    assert counters["tokens_dropped"] == 0
+
+
+@pytest.mark.parametrize("policy", MOVERS)
+def test_the_tiny_pool_preempts(runs: Runs, policy: str) -> None:
+    assert runs.get(policy, "preemption")[0].preemptions > 0
+    assert runs.get(None, "preemption")[0].preemptions > 0
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("policy", MOVERS)
+def test_most_tokens_moved(runs: Runs, policy: str, case: str) -> None:
+    """A mover that moves little would prove little."""
+    results = runs.get(policy, case)[0].results.values()
+    moved = [
+        event.moved for result in results for events in result.passes for event in events
+    ]
+    assert sum(moved) / len(moved) >= MIN_MOVED
+
+
+@pytest.mark.parametrize("policy", MOVERS)
+def test_heads_are_shuffled_apart(runs: Runs, policy: str) -> None:
+    """Different (layer, head) pairs hold the same tokens in different places."""
+    results = runs.get(policy, "plain")[0].results.values()
+    for event in [event for result in results for event in result.events]:
+        survivors = event.survivors.reshape(-1, event.survivors.shape[-1])
+        assert all(sorted(row) == list(range(event.frontier)) for row in survivors)
+        assert len({tuple(row) for row in survivors}) == len(survivors)
+
+
+@pytest.mark.parametrize("policy", POLICIES + MOVERS)
+def test_a_budget_that_never_binds_is_stock(
+    runs: Runs, tiny_model: Path, policy: str
+) -> None:
+    values = {"policy": policy, "budget": 2048, "interval": 64}
+    with Engine(tiny_model, values) as engine:
+        run = engine.run(plain_jobs())
+        counters = engine.counters()
+    stock, _ = runs.get(None, "plain")
+    assert_same_output(run, stock)
+    assert counters["events"] == 0
+    assert run.steps == stock.steps
+
+
+def test_several_processes(runs: Runs, tiny_model: Path, tmp_path: Path) -> None:
+    """API process, engine and worker apart: everything travels in messages."""
+    out = tmp_path / "out.json"
+    command = [sys.executable, str(HERE / "run_multiprocess.py"), str(tiny_model)]
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    done = subprocess.run(
+        [*command, str(out)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(out.read_text())
+    assert found["processes"] >= 2
+    assert found["tokens"] == runs.get(None, "plain")[0].tokens
+    assert found["events"] >= CASES["plain"][2]

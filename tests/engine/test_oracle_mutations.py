@@ -1,0 +1,156 @@
+"""The oracles can fail: each of three mistakes in the worker makes them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import Engine, Result, make_jobs
+from oracle_replay import Mismatch, check_replay
+from oracle_selection import Report, check_selection
+from reference_decoder import ReferenceDecoder
+
+from vllm_kvpolicy.attention.compaction import Compactor
+from vllm_kvpolicy.attention.slots import SlotTable
+from vllm_kvpolicy.attention.windows import QueryWindows
+from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.policies.compose import ComposedPolicy
+
+VALUES = {"budget": 110, "interval": 56, "prefill_interval": 256}
+LENGTHS = (70, 150, 300)
+Checks = tuple[bool, bool]
+
+
+@pytest.fixture(scope="module", params=["tova", "ams-snapkv"])
+def engine(tiny_model: Path, tmp_path_factory, request) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("mutations")
+    values = {"policy": request.param, **VALUES}
+    with Engine(tiny_model, values, folder) as engine:
+        engine.values = values
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def decoder(tiny_model: Path) -> ReferenceDecoder:
+    return ReferenceDecoder(tiny_model)
+
+
+def run(engine: Engine) -> list[Result]:
+    jobs = make_jobs(LENGTHS, 150, seed=3)
+    return list(engine.run(jobs).results.values())
+
+
+def oracles_agree(engine: Engine, decoder: ReferenceDecoder) -> Checks:
+    """Return whether the selection and the replay oracle find nothing wrong."""
+    results = run(engine)
+    assert sum(len(result.events) for result in results) >= 5
+    config = KVPolicyConfig.from_dict(engine.values)
+
+    def selection(result: Result) -> bool:
+        try:
+            check_selection(decoder, result, config, 32, Report())
+        except Mismatch:
+            return False
+        return True
+
+    def replay(result: Result) -> bool:
+        try:
+            check_replay(decoder, result)
+        except Mismatch:
+            return False
+        return True
+
+    return all(map(selection, results)), all(map(replay, results))
+
+
+def test_both_oracles_agree_without_a_mutation(engine, decoder) -> None:
+    assert oracles_agree(engine, decoder) == (True, True)
+
+
+def test_window_shifted_by_one(engine, decoder, monkeypatch) -> None:
+    """Queries one token too old: other survivors, which the replay then replays."""
+    read = QueryWindows.read
+
+    def shifted(self: QueryWindows, slots: torch.Tensor) -> torch.Tensor:
+        return read(self, slots).roll(1, dims=3)
+
+    capture = QueryWindows.capture
+
+    def capture_older(self: QueryWindows, layer: int, query: torch.Tensor) -> None:
+        if self._tokens is not None:
+            self._tokens = (self._tokens - (layer == 0)).clamp_min(0)
+        capture(self, layer, query)
+
+    one_query = engine.values["policy"] == "tova"
+    if one_query:  # a window of one cannot be shifted inside itself
+        monkeypatch.setattr(QueryWindows, "capture", capture_older)
+    else:
+        monkeypatch.setattr(QueryWindows, "read", shifted)
+    selection, _ = oracles_agree(engine, decoder)
+    assert not selection
+
+
+def test_two_requests_rows_swapped(engine, decoder, monkeypatch) -> None:
+    """Two requests read each other's global pages and lengths."""
+    rows = SlotTable.rows
+
+    def swapped(self: SlotTable, request_ids, num_rows: int) -> np.ndarray:
+        result = rows(self, request_ids, num_rows)
+        have_slots = np.flatnonzero(result != self.null_slot)
+        # Same lengths, so that nothing but the contents is wrong.
+        if len(have_slots) >= 2:
+            first, second = result[have_slots[:2]]
+            if self.dropped_tokens_cpu[first] == self.dropped_tokens_cpu[second]:
+                result[have_slots[:2]] = second, first
+        return result
+
+    monkeypatch.setattr(SlotTable, "rows", swapped)
+    _, replay = oracles_agree(engine, decoder)
+    assert not replay
+
+
+def test_two_requests_tables_swapped_at_the_event(engine, decoder, monkeypatch) -> None:
+    """Two requests' windows are mixed up: the selection is made for the other one."""
+    read = QueryWindows.read
+
+    def swapped(self: QueryWindows, slots: torch.Tensor) -> torch.Tensor:
+        other = (slots + 1) % (self.rows.shape[1] // self.window_tokens)
+        return read(self, other)
+
+    monkeypatch.setattr(QueryWindows, "read", swapped)
+    selection, _ = oracles_agree(engine, decoder)
+    assert not selection
+
+
+def test_one_head_dropped_when_moving(engine, decoder, monkeypatch) -> None:
+    """The last head's pages receive the tokens that the first head should keep."""
+    move = Compactor._move
+
+    def wrong(self: Compactor, events, blocks, placed: torch.Tensor) -> None:
+        placed = placed.clone()
+        placed[:, :, -1] = placed[:, :, 0].flip(-1)[..., : placed.shape[-1]]
+        placed[:, :, -1] = placed[:, :, -1].clamp_max(placed.min() + 20)
+        move(self, events, blocks, placed)
+
+    monkeypatch.setattr(Compactor, "_move", wrong)
+    _, replay = oracles_agree(engine, decoder)
+    assert not replay
+
+
+def test_one_head_dropped_when_deciding(engine, decoder, monkeypatch) -> None:
+    """The last head keeps its newest tokens, whatever their score."""
+    decide = ComposedPolicy.decide
+
+    def wrong(self: ComposedPolicy, inputs, budget: int):
+        decision = decide(self, inputs, budget)
+        end = inputs.lengths[:, None]
+        token = torch.arange(decision.keep.shape[-1])
+        newest = (token < end) & (token >= end - budget)
+        decision.keep[:, :, -1] = newest[:, None]
+        return decision
+
+    monkeypatch.setattr(ComposedPolicy, "decide", wrong)
+    selection, replay = oracles_agree(engine, decoder)
+    assert not selection
+    assert replay  # the server did keep what it recorded

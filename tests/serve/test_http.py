@@ -1,0 +1,182 @@
+"""A real `vllm serve` with a policy: chat, metrics, knobs of one request, hang-ups."""
+
+import asyncio
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+
+BUDGET, INTERVAL, BLOCK = 96, 48, 32
+START_SECONDS = 420
+SETTINGS = f"""
+kv-policy: ams-tova
+kv-budget: {BUDGET}
+kv-interval: {INTERVAL}
+dtype: float32
+max-model-len: 1024
+max-num-seqs: 16
+kv-cache-memory-bytes: 8388608
+enforce-eager: true
+served-model-name: tiny
+host: 127.0.0.1
+"""
+
+pytestmark = pytest.mark.serve
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def wait_until_ready(process, url, log):
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            break
+        try:
+            if httpx.get(f"{url}/health", timeout=2).status_code == 200:
+                return
+        except httpx.HTTPError:
+            time.sleep(0.3)
+    pytest.fail(f"no server:\n{log.read_text()[-4000:]}")
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1-api-server", "2-api-servers"])
+def server(request, tiny_model, tmp_path_factory):
+    """URL of a server that reads its flags from a YAML file."""
+    folder = tmp_path_factory.mktemp("serve")
+    settings, log, port = folder / "serve.yaml", folder / "log", free_port()
+    settings.write_text(SETTINGS)
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+    command += [str(tiny_model), "--config", str(settings), "--port", str(port)]
+    command += ["--api-server-count", str(request.param)]
+    environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    environment |= {"HF_HUB_OFFLINE": "1", "TMPDIR": str(folder)}
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env=environment
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until_ready(process, url, log)
+        yield url
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def complete(url, **fields):
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 8, "temperature": 0}
+    return httpx.post(f"{url}/v1/completions", json=body | fields, timeout=120)
+
+
+def metric(url, name):
+    text = httpx.get(f"{url}/metrics", timeout=30).text
+    found = re.findall(rf"^{name}\{{[^}}]*\}} (\S+)$", text, re.MULTILINE)
+    assert found, f"{name} is not on /metrics"
+    return sum(map(float, found))
+
+
+def wait_for_metric(url, name, value):
+    deadline = time.monotonic() + 30
+    while metric(url, name) != value and time.monotonic() < deadline:
+        time.sleep(0.3)
+    assert metric(url, name) == value
+
+
+def test_one_long_answer_makes_events_and_returns_blocks(server):
+    before = metric(server, "kvpolicy_events_total")
+    returned = metric(server, "kvpolicy_blocks_returned_total")
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "count"}],
+        "max_tokens": 500,
+        "ignore_eos": True,
+    }
+    answer = httpx.post(f"{server}/v1/chat/completions", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    held = answer.json()["usage"]["total_tokens"]
+    # From budget + interval on, every interval; the last token is not computed.
+    events = (held - 1 - BUDGET - INTERVAL - 1) // INTERVAL + 1
+    # Any API server may answer, and each must know the same.
+    for _ in range(6):
+        assert metric(server, "kvpolicy_events_total") - before == events
+    assert metric(server, "kvpolicy_blocks_returned_total") - returned >= events
+    wait_for_metric(server, "vllm:kv_cache_usage_perc", 0)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({"kv_budget": "many"}, ["kv_budget: got 'many'", "integer"]),
+        ({"kv_budget": BUDGET + 1}, [f"at most the server's {BUDGET}"]),
+        ({"kv_budget": 60}, ["kv_budget: got 60", "at least 68"]),
+        ({"kv_policy": "tova"}, ["'none'", "'ams-tova'"]),
+        ({"kv_bugdet": 64}, ["'kv_bugdet'", "kv_budget"]),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_knobs_are_client_errors(server, knobs, words, stream):
+    answer = complete(server, vllm_xargs=knobs, stream=stream)
+    assert answer.status_code == 400, answer.text
+    message = answer.json()["error"]["message"]
+    assert [word for word in words if word not in message] == []
+
+
+@pytest.mark.parametrize(
+    "knobs", [{"kv_budget": 72}, {"kv_policy": "none"}, {"kv_policy": "ams-tova"}]
+)
+def test_good_knobs_are_served(server, knobs):
+    assert complete(server, vllm_xargs=knobs).status_code == 200
+
+
+def test_a_request_without_a_policy_has_no_events(server):
+    before = metric(server, "kvpolicy_events_total")
+    fields = {"max_tokens": 400, "ignore_eos": True}
+    answer = complete(server, vllm_xargs={"kv_policy": "none"}, **fields)
+    assert answer.json()["usage"]["completion_tokens"] == 400
+    assert metric(server, "kvpolicy_events_total") == before
+
+
+async def stream_and_hang_up(client, url, seed, limit):
+    """Read a random part of a stream; return whether it was read to its end."""
+    rng = random.Random(seed)
+    body = {"model": "tiny", "prompt": "x" * rng.randint(1, 200), "stream": True}
+    body |= {"max_tokens": rng.randint(1, 240), "ignore_eos": True}
+    stop_after = rng.randint(0, 300)
+    async with limit, client.stream("POST", f"{url}/v1/completions", json=body) as got:
+        assert got.status_code == 200
+        count = 0
+        async for _ in got.aiter_lines():
+            count += 1
+            if count > stop_after:
+                return False
+    return True
+
+
+def test_disconnects_leave_the_engine_alive_and_the_pool_full(server):
+    async def run():
+        limit = asyncio.Semaphore(24)
+        async with httpx.AsyncClient(timeout=300) as client:
+            jobs = [stream_and_hang_up(client, server, i, limit) for i in range(200)]
+            return await asyncio.gather(*jobs)
+
+    before = metric(server, "kvpolicy_events_total")
+    ended = asyncio.run(run())
+    assert 20 < sum(ended) < 180, "both ends of a stream are wanted"
+    wait_for_metric(server, "vllm:num_requests_running", 0)
+    wait_for_metric(server, "vllm:kv_cache_usage_perc", 0)
+    assert metric(server, "kvpolicy_events_total") > before
+    assert complete(server).status_code == 200

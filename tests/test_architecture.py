@@ -1,0 +1,145 @@
+"""The package keeps its shape, and every rule that says so can fail."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import architecture_rules as rules
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MAX_CHECKOUT_BYTES = 25 * 1024**2
+DOC = '"""Owns something.\n\nProcess: any\n"""\n'
+# Rule -> a package that breaks it.
+VIOLATIONS = {
+    "every_module_has_a_row": {"novelty": DOC},
+    "imports_go_up_the_rows": {
+        "config": DOC + "from vllm_kvpolicy import compat",
+        "compat": DOC,
+    },
+    "strangers_do_not_meet": {
+        "scheduler": DOC + "from vllm_kvpolicy.worker import Mixin",
+        "worker": DOC,
+    },
+    "leaves_use_the_standard_library": {"config": DOC + "def f():\n    import torch"},
+    "no_import_cycles": {
+        "kernels.a": DOC + "import vllm_kvpolicy.kernels.b",
+        "kernels.b": DOC + "from vllm_kvpolicy.kernels import a",
+    },
+    "imports_stand_at_the_top": {
+        "worker": DOC + "def f():\n    from vllm_kvpolicy import compat",
+        "compat": DOC,
+    },
+    "docstrings_name_the_process": {"config": '"""Process: kitchen."""'},
+    "files_and_functions_are_small": {
+        "config": DOC + "def f():\n" + "    x = 1\n" * 60
+    },
+    "no_environment_variables": {"config": DOC + "import os\nX = os.environ['X']"},
+    "only_compat_reads_versions": {"worker": DOC + "import vllm\nX = vllm.__version__"},
+    "only_patch_assigns_onto_vllm": {
+        "worker": DOC + "import vllm.a as b\nc = b.Worker\nc.run = print"
+    },
+    "hot_modules_do_not_sync": {"kernels.a": DOC + "x = y.item()"},
+}
+MORE_VIOLATIONS = [
+    (
+        rules.imports_go_up_the_rows,
+        {"cli": "import vllm_kvpolicy.worker", "worker": ""},
+    ),
+    (
+        rules.strangers_do_not_meet,
+        {
+            "policies.a": "from vllm_kvpolicy.block_manager.planner import P",
+            "block_manager.planner": "",
+        },
+    ),
+    (rules.leaves_use_the_standard_library, {"policies.__init__": "import torch"}),
+    (rules.files_and_functions_are_small, {"config": "x = 1\n" * 401}),
+    (rules.no_environment_variables, {"guards": "from vllm import envs"}),
+    (
+        rules.only_patch_assigns_onto_vllm,
+        {"cli": "from vllm import LLM\nsetattr(LLM, 'chat', None)"},
+    ),
+]
+BAD_TESTS = {
+    "asserts nothing": "def test_a():\n    print(1)",
+    "returns early": "def test_a():\n    if x:\n        return\n    assert x",
+}
+# Absolute paths of a machine, written so that this file does not match itself.
+MACHINE_PATH = re.compile(r"(?<![\w.}])/(?:home|root|work|Users|mnt)/\w")
+
+
+def package_sources():
+    folder = ROOT / rules.PACKAGE
+    return {
+        ".".join(path.relative_to(folder).with_suffix("").parts): path.read_text()
+        for path in sorted(folder.rglob("*.py"))
+    }
+
+
+def tracked_files():
+    """Return the files that git tracks, or would after `git add`."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if answer.returncode:
+        pytest.skip("not a git checkout")
+    names = answer.stdout.split("\0")
+    return [ROOT / name for name in names if name and (ROOT / name).is_file()]
+
+
+@pytest.mark.parametrize("rule", rules.PACKAGE_RULES, ids=lambda rule: rule.__name__)
+def test_the_package_keeps(rule):
+    assert rule(package_sources()) == []
+
+
+@pytest.mark.parametrize("rule", rules.PACKAGE_RULES, ids=lambda rule: rule.__name__)
+def test_a_violation_is_found_by(rule):
+    assert rule(VIOLATIONS[rule.__name__]) != []
+
+
+@pytest.mark.parametrize(
+    ("rule", "sources"),
+    MORE_VIOLATIONS,
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_other_violations_are_found_by(rule, sources):
+    assert rule(sources) != []
+
+
+def test_every_test_can_fail():
+    folder = ROOT / "tests"
+    sources = {
+        str(path.relative_to(folder)): path.read_text()
+        for path in folder.rglob("test_*.py")
+    }
+    assert rules.tests_can_fail(sources) == []
+
+
+@pytest.mark.parametrize("message", BAD_TESTS)
+def test_a_test_that_cannot_fail_is_found(message):
+    (found,) = rules.tests_can_fail({"test_x": BAD_TESTS[message]})
+    assert message in found
+
+
+def test_files_name_no_path_of_a_machine():
+    found = []
+    for path in tracked_files():
+        try:
+            lines = path.read_text().splitlines()
+        except UnicodeDecodeError:
+            continue
+        found += [
+            f"{path.relative_to(ROOT)}:{number}: {line.strip()[:80]}"
+            for number, line in enumerate(lines, 1)
+            if MACHINE_PATH.search(line)
+        ]
+    assert found == []
+
+
+def test_machine_paths_are_recognised():
+    assert MACHINE_PATH.search("see " + "/ho" + "me/me/x")
+    assert not MACHINE_PATH.search("${ROOT}" + "/work" + "/x")
+
+
+def test_the_checkout_is_small():
+    assert sum(path.stat().st_size for path in tracked_files()) < MAX_CHECKOUT_BYTES

@@ -1,0 +1,86 @@
+"""From a command line to the plain form, and how it merges with what is there."""
+
+import argparse
+
+import pytest
+
+from vllm_kvpolicy import cli
+from vllm_kvpolicy.config import KVPolicyConfig
+
+ALL_FLAGS = [
+    *("--kv-policy", "ams-tova"),
+    *("--kv-budget", "128"),
+    *("--kv-interval", "64"),
+    *("--kv-recent", "16"),
+    *("--kv-sinks", "2"),
+    *("--kv-policy-config", '{"preset": "code"}'),
+]
+
+
+def parse(*words):
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    return parser.parse_args(list(words))
+
+
+def test_every_flag_reaches_the_configuration():
+    given = cli.given_values(vars(parse(*ALL_FLAGS)))
+    config = KVPolicyConfig.from_dict(given)
+    assert config.policy == "ams-tova"
+    assert (config.budget_tokens, config.interval_tokens) == (128, 64)
+    assert (config.recent_tokens, config.sink_tokens) == (16, 2)
+    assert config.options["segment_mass"] == 0.02  # of the preset `code`
+
+
+def test_nothing_given_is_nothing():
+    assert cli.given_values(vars(parse())) == {}
+
+
+def test_zero_is_given():
+    assert cli.given_values(vars(parse("--kv-sinks", "0"))) == {"sinks": 0}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--kv-policy", "best"), "kv_policy: got 'best', expected one of streaming"),
+        (("--kv-budget", "many"), "kv_budget: got 'many', expected an integer >= 1"),
+        (("--kv-budget", "12.5"), "kv_budget: got '12.5', expected an integer >= 1"),
+        (("--kv-interval", "0"), "kv_interval: got 0, expected an integer >= 1"),
+        (("--kv-sinks", "-1"), "kv_sinks: got -1, expected an integer >= 0"),
+        (("--kv-policy-config", "[1]"), "kv_policy_config: got '[1]', expected a JSON"),
+        (("--kv-policy-config", "{"), "kv_policy_config: got '{', expected a JSON"),
+    ],
+)
+def test_bad_flags_are_refused_while_parsing(words, message, capsys):
+    with pytest.raises(SystemExit):
+        parse(*words)
+    assert message in capsys.readouterr().err
+
+
+def test_help_names_every_flag_policy_and_default(capsys):
+    with pytest.raises(SystemExit):
+        parse("--help")
+    text = capsys.readouterr().out
+    for word in (*ALL_FLAGS[::2], "ams-snapkv", "(default: 2048)", "KVPolicy"):
+        assert word in text, word
+
+
+def test_flags_win_over_additional_config_and_keep_the_rest():
+    before = {"other": 1, "kv_policy": {"policy": "tova", "budget": 256}}
+    merged = cli.merge(before, {"budget": 128})
+    assert merged == {"other": 1, "kv_policy": {"policy": "tova", "budget": 128}}
+    assert before["kv_policy"]["budget"] == 256
+
+
+def test_without_flags_additional_config_is_the_same_object():
+    before = {"other": 1}
+    assert cli.merge(before, {}) is before
+
+
+@pytest.mark.parametrize("before", [{"kv_policy": "tova"}, object()])
+def test_additional_config_must_be_able_to_hold_values(before):
+    with pytest.raises(
+        ValueError, match=r"additional_config: got .*expected a mapping"
+    ):
+        cli.merge(before, {"policy": "tova"})

@@ -1,0 +1,184 @@
+"""Every valid key, every bad value, and what one request may change."""
+
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from vllm_kvpolicy.config import INTEGER_KEYS, VALID_KEYS, KVPolicyConfig
+
+BASE = {"policy": "tova", "budget": 128, "interval": 64}
+AMS = {**BASE, "policy": "ams-tova"}
+
+
+def config(**values):
+    return KVPolicyConfig.from_dict({**BASE, **values})
+
+
+def test_defaults_are_those_of_the_design():
+    found = KVPolicyConfig.from_dict({"policy": "tova"})
+    assert (found.budget_tokens, found.interval_tokens) == (2048, 512)
+    assert (found.recent_tokens, found.sink_tokens) == (32, 4)
+    assert found.prefill_interval_tokens == 4096
+    assert not found.protects_prompt
+    assert found.options == {}
+
+
+def test_plain_form_survives_json_and_pickle():
+    built = KVPolicyConfig.from_dict(
+        {**AMS, "policy_config": {"preset": "code"}, "protect_prompt": True}
+    )
+    plain = json.loads(json.dumps(built.to_dict()))
+    assert tuple(sorted(plain)) == tuple(sorted(VALID_KEYS))
+    assert KVPolicyConfig.from_dict(plain) == built
+    assert pickle.loads(pickle.dumps(built)) == built
+    assert hash(KVPolicyConfig.from_dict(plain)) == hash(built)
+
+
+def test_explicit_options_win_over_the_preset():
+    options = KVPolicyConfig.from_dict(
+        {
+            **AMS,
+            "interval": 128,
+            "policy_config": {"preset": "paper", "min_segment": 8},
+        }
+    ).options
+    assert options["min_segment"] == 8
+    assert options["window"] == 128  # the preset's own
+
+
+def test_none_stands_for_the_default():
+    assert config(recent=None).recent_tokens == 32
+
+
+def test_options_are_copied():
+    options = {"preset": "code"}
+    built = KVPolicyConfig.from_dict({**AMS, "policy_config": options})
+    options["preset"] = "nonsense"
+    assert built.options["preset"] == "code"
+
+
+@pytest.mark.parametrize("key", INTEGER_KEYS, ids=lambda key: key.key)
+@pytest.mark.parametrize("value", ["many", "64", 64.0, True, [64], -1])
+def test_wrong_numbers_are_refused_by_name(key, value):
+    with pytest.raises(ValueError) as error:
+        config(**{key.key: value})
+    assert str(error.value) == (
+        f"{key.key}: got {value!r}, expected an integer >= {key.minimum}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"policy": "best"}, ["'best'", "ams-tova", "streaming"]),
+        ({"policy": 3}, ["3", "ams-tova"]),
+        ({"policy": None}, ["policy: none given", "ams-tova", "budget"]),
+        ({"bugdet": 3}, ["'bugdet'", *VALID_KEYS]),
+        ({"budget_tokens": 64}, ["'budget_tokens'", "budget"]),
+        ({"interval": 0}, ["interval: got 0", ">= 1"]),
+        ({"budget": 36}, ["budget: got 36", "at least 37", "4 sinks", "32 recent"]),
+        ({"budget": 128, "sinks": 97}, ["budget: got 128", "at least 130"]),
+        ({"protect_prompt": 1}, ["protect_prompt: got 1", "true or false"]),
+        ({"trace_dir": 7}, ["trace_dir: got 7", "folder"]),
+        ({"policy_config": "x"}, ["policy_config: got 'x'", "mapping"]),
+        ({"policy_config": {"min_segment": 8}}, ["'min_segment'", "'tova'"]),
+        ({"policy": "ams-tova", "interval": 31}, ["interval: got 31", "32"]),
+        (
+            {"policy": "snapkv", "policy_config": {"window": 65}},
+            ["interval: got 64", "65"],
+        ),
+        ({"policy": "snapkv", "prefill_interval": 8}, ["prefill_interval: got 8"]),
+    ],
+)
+def test_bad_values_name_key_value_and_valid_ones(values, words):
+    with pytest.raises(ValueError) as error:
+        config(**values)
+    message = str(error.value)
+    assert "\n" not in message
+    assert [word for word in words if word not in message] == []
+
+
+@pytest.mark.parametrize("values", ["tova", None, 3, ["tova"]])
+def test_only_mappings_are_read(values):
+    with pytest.raises(ValueError, match="expected a mapping with keys policy"):
+        KVPolicyConfig.from_dict(values)
+
+
+def test_block_size_decides_the_smallest_budget():
+    smallest = config(budget=68)
+    smallest.validate_block_size(32)
+    with pytest.raises(ValueError, match=r"budget: got 67, expected at least 68"):
+        config(budget=67).validate_block_size(32)
+
+
+def test_prompts_are_cut_at_whole_superblocks():
+    with pytest.raises(ValueError, match=r"prefill_interval: got 100.* of .*size 32"):
+        config(prefill_interval=100).validate_block_size(32)
+
+
+@pytest.mark.parametrize("extra_args", [None, {}, {"kv_policy": "tova"}, {"top_x": 1}])
+def test_requests_that_ask_for_nothing_keep_the_servers_policy(extra_args):
+    server = config()
+    assert server.with_request(extra_args, 32) is server
+
+
+def test_requests_may_ask_for_less():
+    request = config().with_request(
+        {"kv_budget": 96, "kv_interval": 32, "kv_recent": 16, "kv_sinks": 0}, 32
+    )
+    assert (request.budget_tokens, request.interval_tokens) == (96, 32)
+    assert (request.recent_tokens, request.sink_tokens) == (16, 0)
+    assert request.policy == "tova"
+
+
+def test_requests_may_switch_the_policy_off():
+    assert config().with_request({"kv_policy": "none"}, 32) is None
+
+
+def test_keys_of_vllm_are_left_alone():
+    server = config()
+    assert server.with_request({"kv_transfer_params": {"a": 1}}, 32) is server
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "words"),
+    [
+        ({"kv_budget": 129}, ["kv_budget: got 129", "at most the server's 128"]),
+        ({"kv_interval": 65}, ["kv_interval: got 65", "server's 64"]),
+        ({"kv_recent": 33}, ["kv_recent: got 33", "server's 32"]),
+        ({"kv_sinks": 5}, ["kv_sinks: got 5", "server's 4"]),
+        ({"kv_budget": 67}, ["kv_budget: got 67", "at least 68", "one page of 32"]),
+        ({"kv_budget": 20}, ["kv_budget: got 20", "at least"]),
+        ({"kv_budget": "many"}, ["kv_budget: got 'many'", "integer"]),
+        ({"kv_budget": "96"}, ["kv_budget: got '96'", "integer"]),
+        ({"kv_interval": 0}, ["kv_interval: got 0", ">= 1"]),
+        ({"kv_sinks": 1.0}, ["kv_sinks: got 1.0", "integer"]),
+        ({"kv_policy": "snapkv"}, ["kv_policy: got 'snapkv'", "'none'", "'tova'"]),
+        ({"kv_policy": 1}, ["kv_policy: got 1", "'tova'"]),
+        ({"kv_policy": "none", "kv_budget": 96}, ["kv_budget", "no effect"]),
+        ({"kv_bugdet": 96}, ["'kv_bugdet'", "kv_budget", "kv_policy"]),
+    ],
+)
+def test_bad_requests_name_key_value_and_valid_ones(extra_args, words):
+    with pytest.raises(ValueError) as error:
+        config().with_request(extra_args, 32)
+    assert [word for word in words if word not in str(error.value)] == []
+
+
+def test_a_request_cannot_undercut_the_query_window():
+    with pytest.raises(ValueError, match=r"^kv_interval: got 16, expected at least"):
+        KVPolicyConfig.from_dict(AMS).with_request({"kv_interval": 16}, 32)
+
+
+def test_the_leaf_loads_without_torch_and_vllm():
+    code = (
+        "import sys, vllm_kvpolicy.config; "
+        "print([m for m in ('torch', 'vllm', 'numpy') if m in sys.modules])"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True
+    )
+    assert answer.stdout.strip() == "[]", answer.stderr
