@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import hashlib
 import json
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ FULL = "full"
 CONCURRENCY = 16
 BLOCK_TOKENS = 32
 PROGRESS_EVERY = 50
+EVENTS = "kvpolicy_events_total"
 KEY_FIELDS = ("policy", "budget", "family", "lines", "seed")
 DEFAULT_TASKS = (("recall", 60), ("copy", 40), ("hot", 40), ("sub", 30))
 
@@ -169,8 +169,9 @@ def read_lines(path: Path, settings: Line) -> list[Line]:
 def summarise(lines: Sequence[Line]) -> list[Line]:
     """Return one row per policy, budget and family; families pooled under `all`."""
     groups: dict[tuple, list[Line]] = {}
-    for line in lines:
-        for family in (f"{line['family']}:{line['lines']}", "all"):
+    for is_pooled in (False, True):
+        for line in lines:
+            family = "all" if is_pooled else f"{line['family']}:{line['lines']}"
             groups.setdefault((line["policy"], line["budget"], family), []).append(line)
     rows = []
     for (policy, budget, family), members in groups.items():
@@ -215,14 +216,20 @@ def format_summary(rows: Sequence[Line]) -> str:
     return table(header, cells)
 
 
-def run(args: argparse.Namespace, lines: list[Line], log_folder: Path) -> None:
+def run(
+    args: argparse.Namespace, lines: list[Line], log_folder: Path
+) -> dict[str, float]:
     """Ask every server what the output file does not have yet.
 
     Args:
         args: the parsed command line.
         lines: of the output file; new ones are added, here and in the file.
         log_folder: where the servers' logs go.
+
+    Returns:
+        Server -> events that it counted; 0 means that its budget was never reached.
     """
+    events: dict[str, float] = {}
     budgets = dict.fromkeys(args.policies, args.budgets) | {FULL: [None]}
     setups = [Setup(p, budget) for p in args.policies for budget in budgets[p]]
     done = {key_of(line) for line in lines}
@@ -249,6 +256,10 @@ def run(args: argparse.Namespace, lines: list[Line], log_folder: Path) -> None:
 
             url = servers[setup.label].url
             asyncio.run(ask_all(url, wanted, args.max_tokens, write))
+            if setup.budget is not None:
+                events[setup.label] = servers[setup.label].metrics()[EVENTS]
+                log(f"{setup.label}: {events[setup.label]:.0f} events")
+    return events
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -291,7 +302,7 @@ def main(argv: list[str] | None = None) -> None:
     log_folder = args.logs or Path(tempfile.mkdtemp(prefix="kvpolicy-accuracy-"))
     log_folder.mkdir(parents=True, exist_ok=True)
     log(f"logs in {log_folder}")
-    run(args, lines, log_folder)
+    record["events_in_this_run"] = run(args, lines, log_folder)
     record |= {"settings": settings, "summary": summarise(lines)}
     print(format_summary(record["summary"]))
     args.out.with_suffix(".summary.json").write_text(
@@ -300,4 +311,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

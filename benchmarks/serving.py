@@ -32,6 +32,7 @@ from benchmarks.workload import Workload
 
 PACKAGED_MODEL = Path("reasoner/checkpoint")
 WARM_UP_ROUND = 0
+RUNNING = "vllm:num_requests_running"
 SETTLE_SECONDS = 30.0
 COUNTERS = {
     "preemptions": "vllm:num_preemptions_total",
@@ -66,7 +67,8 @@ TABLE_COLUMNS = {
 }
 """Column -> how its median over the rounds is printed."""
 
-Row = dict[str, float | None]
+Row = dict[str, Any]
+"""Column -> number, or None where a server has no such figure."""
 
 
 def measure(server: Server, workload: Workload, round_number: int) -> Row:
@@ -110,7 +112,7 @@ def figures(
         events; `least_held_ratio`: smallest sampled tokens held / tokens computed.
     """
 
-    def growth(series: str) -> float | None:
+    def growth(series: str) -> Any:
         return after[series] - before.get(series, 0.0) if series in after else None
 
     row: Row = dict(latencies(completions))
@@ -121,12 +123,14 @@ def figures(
     kept, dropped = row["tokens_kept"], row["tokens_dropped"]
     row["kept_ratio"] = kept / (kept + dropped) if kept else None
     sampled = {
-        "peak_running": (max, "vllm:num_requests_running"),
+        "peak_running": (max, RUNNING),
         "peak_kv_usage": (max, "vllm:kv_cache_usage_perc"),
         "least_held_ratio": (min, "kvpolicy_keep_ratio"),
     }
+    # /metrics and tokens come from one event loop; where it lags, gauges do too.
+    current = [sample for sample in samples if sample.get(RUNNING)]
     for column, (choose, series) in sampled.items():
-        values = [sample[series] for sample in samples if series in sample]
+        values = [sample[series] for sample in current if series in sample]
         row[column] = choose(values) if values else None
     return row
 

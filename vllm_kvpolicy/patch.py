@@ -185,7 +185,7 @@ def _wrap(patch: Patch, make: Callable[[Callable], Callable]) -> None:
     function = raw.__func__ if is_descriptor else raw
     if getattr(function, "kv_policy_patch", None) is patch:
         return
-    wrapper = make(function)
+    wrapper: Any = make(function)
     wrapper.__wrapped__ = function
     wrapper.__doc__, wrapper.__name__ = function.__doc__, function.__name__
     wrapper.kv_policy_patch = patch

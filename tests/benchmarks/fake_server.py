@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from aiohttp import web
 
+MAX_TOKENS = 1000
 METRICS = """\
 # TYPE vllm:iteration_tokens_total histogram
 vllm:iteration_tokens_total_bucket{{engine="0",le="1.0"}} {steps}
@@ -37,7 +38,7 @@ kvpolicy_tokens_dropped_total{{engine="0"}} {finished}
 
 
 class FakeServer:
-    """Counts what it answers.
+    """Counts what it answers; more than MAX_TOKENS are an HTTP 400.
 
     Args:
         first_token: of every output; the others follow by one.
@@ -55,6 +56,8 @@ class FakeServer:
         """Stream one output, one token per chunk, then the end mark."""
         body = await request.json()
         self.bodies.append(body)
+        if body["max_tokens"] > MAX_TOKENS:
+            raise web.HTTPBadRequest(text="too many tokens")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         count = body["max_tokens"] - self.missing_tokens

@@ -1,6 +1,8 @@
 """Tests of the accuracy run without servers: setups, resumption, summary."""
 
 import json
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,22 +39,18 @@ def run(monkeypatch, arguments: list[str], answered: list) -> None:
         answered: gets (server, key fields) of every problem that is asked.
     """
 
-    class Running:
-        def __init__(self, arguments, log_folder):
-            self.name = next(iter(arguments))
-
-        def __enter__(self):
-            return {self.name: type("Server", (), {"url": self.name})}
-
-        def __exit__(self, *_):
-            return False
+    @contextmanager
+    def running(arguments, log_folder):
+        (name,) = arguments
+        metrics = {"kvpolicy_events_total": 9.0}
+        yield {name: SimpleNamespace(url=name, metrics=lambda: metrics)}
 
     async def ask_all(url, wanted, max_tokens, write):
         for key, _ in wanted:
             answered.append((url, *key.values()))
             write(line(True, 0) | key)
 
-    monkeypatch.setattr(accuracy, "running", Running)
+    monkeypatch.setattr(accuracy, "running", running)
     monkeypatch.setattr(accuracy, "ask_all", ask_all)
     accuracy.main(arguments)
 
@@ -75,6 +73,7 @@ def test_a_second_run_asks_only_what_is_missing(monkeypatch, tiny_model, tmp_pat
     assert len(out.read_text().splitlines()) == 1 + 12 + 4
     summary = json.loads(out.with_suffix(".summary.json").read_text())
     assert summary["provenance"]["command"].startswith("python -m benchmarks.accuracy")
+    assert summary["events_in_this_run"] == {"tova-96": 9.0, "tova-128": 9.0}
     assert sum(row["problems"] for row in summary["summary"]) == 2 * 16
 
 
@@ -99,7 +98,7 @@ def test_summary_counts_families_and_all():
     lines = [line(seed < 15, seed) for seed in range(20)]
     lines += [line(True, seed, family="sub", output_tokens=50) for seed in range(20)]
     rows = {row["family"]: row for row in accuracy.summarise(lines)}
-    assert set(rows) == {"copy:10", "sub:10", "all"}
+    assert list(rows) == ["copy:10", "sub:10", "all"]
     assert rows["copy:10"]["correct"] == 15 and rows["copy:10"]["capped"] == 0.25
     assert rows["all"]["problems"] == 40 and rows["all"]["accuracy"] == 35 / 40
     assert rows["all"]["mean_output_tokens"] == 75

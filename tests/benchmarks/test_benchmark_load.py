@@ -4,7 +4,7 @@ import asyncio
 import time
 
 import pytest
-from fake_server import FakeServer, serve
+from fake_server import MAX_TOKENS, FakeServer, serve
 
 from benchmarks import load
 from benchmarks.load import LoadError, parse_event, run_one_by_one, run_together
@@ -64,8 +64,9 @@ def test_a_short_output_is_an_error():
 
 
 def test_an_http_error_is_an_error():
-    with serve(FakeServer()) as url, pytest.raises(LoadError, match="HTTP 404"):
-        asyncio.run(run_one_by_one(f"{url}/nowhere", [[1]], 5))
+    message = "HTTP 400: too many tokens"
+    with serve(FakeServer()) as url, pytest.raises(LoadError, match=message):
+        asyncio.run(run_one_by_one(url, [[1]], MAX_TOKENS + 1))
 
 
 def test_samples_are_taken_while_requests_run(monkeypatch):

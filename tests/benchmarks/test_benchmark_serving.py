@@ -65,7 +65,7 @@ def test_figures_are_growth_in_the_round():
     samples = [
         {"vllm:num_requests_running": 2.0, "kvpolicy_keep_ratio": 0.5},
         {"vllm:num_requests_running": 8.0, "kvpolicy_keep_ratio": 0.2},
-        {"vllm:num_requests_running": 1.0, "kvpolicy_keep_ratio": 1.0},
+        {"vllm:num_requests_running": 0.0, "kvpolicy_keep_ratio": 0.1},
     ]
     row = serving.figures(completions, samples, before, after)
     assert row["output_tok_s"] == 2.0
@@ -75,10 +75,12 @@ def test_figures_are_growth_in_the_round():
     assert row["kept_ratio"] is None
     assert (row["peak_running"], row["least_held_ratio"]) == (8.0, 0.2)
     assert row["peak_kv_usage"] is None
+    idle = [{"vllm:num_requests_running": 0.0}]
+    assert serving.figures(completions, idle, before, after)["peak_running"] is None
 
 
 def test_report_shows_every_column_and_both_baselines():
-    full = {column: 2.0 for column in serving.TABLE_COLUMNS}
+    full = dict.fromkeys(serving.TABLE_COLUMNS, 2.0)
     rows = {
         "ams-tova": [full, full],
         "stock": [dict.fromkeys(full, 1.0)] * 2,

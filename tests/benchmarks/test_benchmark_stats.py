@@ -1,5 +1,7 @@
 """Tests of the arithmetic: percentiles, latencies, paired ratios, bootstrap, Wilson."""
 
+from math import comb
+
 import numpy as np
 import pytest
 
@@ -56,12 +58,16 @@ def test_bootstrap_is_seeded_and_contains_the_median():
     assert found.high <= max(found.ratios)
 
 
-def test_bootstrap_agrees_with_order_statistics():
-    # The median of n = 9 draws lies at or below the k-th value with a binomial
-    # probability; the 2.5 % point is the third value for n = 9.
-    ratios = [float(value) for value in range(1, 10)]
-    found = median_ratio(ratios, [1.0] * 9)
-    assert (found.low, found.median, found.high) == (3.0, 5.0, 7.0)
+def test_bootstrap_agrees_with_the_binomial():
+    # The median of 9 draws from 1..9 is at most k if 5 or more of them are, each with
+    # probability k / 9: 0.2 % for k = 1, 3.1 % for k = 2.
+    def at_most(k: int) -> float:
+        p = k / 9
+        return sum(comb(9, n) * p**n * (1 - p) ** (9 - n) for n in range(5, 10))
+
+    assert at_most(1) < 0.025 < at_most(2)
+    found = median_ratio([float(value) for value in range(1, 10)], [1.0] * 9)
+    assert (found.low, found.median, found.high) == (2.0, 5.0, 8.0)
 
 
 def test_bootstrap_of_equal_ratios_is_a_point():

@@ -17,6 +17,7 @@ BLOCK = 32
 POLICIES = ("streaming", "tova", "snapkv", "ams-tova", "ams-snapkv")
 MOVERS = ("identity", "holes")
 TOP_LOGPROBS = 20
+MAX_STEPS = 5000
 FIRST_TOKEN, LAST_TOKEN = 3, 98  # the tiny model's characters
 
 Prompt = list[int]
@@ -276,6 +277,8 @@ class Session:
         if not self.waiting and not llm_engine.has_unfinished_requests():
             return False
         self.steps += 1
+        if self.steps > MAX_STEPS:
+            raise RuntimeError(f"still running after {MAX_STEPS} steps")
         for output in llm_engine.step():
             self.outputs[output.request_id] = output
             job = self.jobs_by_name[output.request_id]

@@ -1,178 +1,30 @@
 """Drives the real schedulers with random traffic and a worker made of integers.
 
-Owns scenarios, traffic, the queue between scheduler and worker (one deep, or two deep
-as with asynchronous scheduling) and the block accounting after every `schedule()`.
+Owns the traffic, the queue between scheduler and worker (one deep, or two deep as with
+asynchronous scheduling) and the block accounting after every `schedule()`.
 """
 
-import copy
-import itertools
 import pickle
 import random
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
+from simulator_engine import Scenario, make_scheduler
 from simulator_tables import TableCheck
 from simulator_worker import Asked, StorageWorker, check
-from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvpolicy.block_manager.events import EventPlan, Footprint
-from vllm_kvpolicy.block_manager.limits import (
-    max_blocks_per_request,
-    max_global_blocks,
-)
-from vllm_kvpolicy.block_manager.manager import KVPolicySpec
-from vllm_kvpolicy.block_manager.planner import Planner
+from vllm_kvpolicy.block_manager.limits import max_global_blocks
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.scheduler import KVPolicyAsyncScheduler, KVPolicyScheduler
 
 TOKEN, STOP_TOKEN = 5, 7
 MAX_IDLE_STEPS = 6
-_instances = itertools.count()
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """One engine and its traffic.
-
-    Args:
-        policy: plain form of the policy's configuration.
-        depth: outputs in flight; 2 uses the asynchronous scheduler.
-        block_size: N.
-        spare: size of the pool beyond what one request needs, as a share of that.
-        max_num_seqs, max_batched, long_prefill: vLLM's limits on a step.
-        priorities: vLLM's priority scheduling in place of first come, first served.
-        window_slots: query windows, None for what the engine would take.
-        longest: max_model_len.
-        arrivals: chance of a new request before a step.
-        aborts: chance of an abort before a step and before an update.
-        stops: chance that a sampled token ends its request.
-        seed: of everything random.
-    """
-
-    policy: dict[str, Any]
-    depth: int
-    block_size: int
-    spare: float
-    max_num_seqs: int
-    max_batched: int
-    long_prefill: int
-    priorities: bool
-    window_slots: int | None
-    longest: int
-    arrivals: float
-    aborts: float
-    stops: float
-    seed: int
-
-
-def random_scenario(policy: str, depth: int, seed: int) -> Scenario:
-    """Draw an engine that the configuration accepts, tight more often than not."""
-    rng = random.Random(f"{policy} {depth} {seed}")
-    block_size = rng.choice((16, 32))
-    recent, sinks = rng.randrange(0, 48), rng.randrange(0, 9)
-    least = sinks + recent + block_size
-    long_window = policy.startswith("ams")
-    values = {
-        "policy": policy,
-        "budget": least + rng.choice((0, 1, rng.randrange(300), 7 * block_size)),
-        "interval": rng.choice((32, 33, 64, 100, 200)[:: 1 if long_window else -1]),
-        "recent": recent,
-        "sinks": sinks,
-        "prefill_interval": block_size * rng.choice((2, 3, 8, 20)),
-        "events_per_step": rng.choice((1, 1, 2, 8)),
-    }
-    if not long_window and rng.random() < 0.3:
-        values["interval"] = rng.randint(1, 31)
-    if policy == "streaming" and rng.random() < 0.25:
-        values["protect_prompt"] = True
-    return Scenario(
-        policy=values,
-        depth=depth,
-        block_size=block_size,
-        spare=rng.choice((0.0, 0.1, 0.5, 1.5)),
-        max_num_seqs=rng.choice((2, 4, 8, 8)),
-        max_batched=rng.choice((16, 64, 300, 1024)),
-        long_prefill=rng.choice((0, 0, 48)),
-        priorities=rng.random() < 0.25,
-        window_slots=rng.choice((None, 1, 2)),
-        longest=rng.choice((400, 1200, 3600)),
-        arrivals=rng.choice((0.05, 0.2, 0.5)),
-        aborts=rng.choice((0.0, 0.01, 0.05)),
-        stops=rng.choice((0.001, 0.01)),
-        seed=rng.randrange(2**32),
-    )
-
-
-class AcceptEverything:
-    """Stands in for the StructuredOutputManager; no request has a grammar."""
-
-    def accept_tokens(self, request: Request, token_ids: list[int]) -> bool:
-        """Accept."""
-        return True
-
-
-def make_scheduler(scenario: Scenario, model: ModelConfig) -> Scheduler:
-    """Build the real scheduler with as small a pool as the scenario asks for."""
-    model = copy.copy(model)
-    model.max_model_len = scenario.longest
-    scheduler_config = SchedulerConfig(
-        max_num_seqs=scenario.max_num_seqs,
-        max_num_batched_tokens=scenario.max_batched,
-        max_model_len=model.max_model_len,
-        long_prefill_token_threshold=scenario.long_prefill,
-        policy="priority" if scenario.priorities else "fcfs",
-        enable_chunked_prefill=True,
-        is_encoder_decoder=False,
-    )
-    config = VllmConfig(
-        model_config=model,
-        scheduler_config=scheduler_config,
-        cache_config=CacheConfig(
-            block_size=scenario.block_size, enable_prefix_caching=False
-        ),
-        additional_config={"kv_policy": scenario.policy},
-    )
-    config.instance_id = f"simulation-{id(config)}-{next(_instances)}"
-    policy = KVPolicyConfig.from_dict(scenario.policy)
-    policy.validate_block_size(scenario.block_size)
-    limit = max_blocks_per_request(config, policy)
-    spec = KVPolicySpec(
-        block_size=scenario.block_size,
-        num_kv_heads=2,
-        head_size=32,
-        dtype=torch.float32,
-        max_blocks_per_request=limit,
-    )
-    usable = int(limit * (1 + scenario.spare))
-    config.cache_config.num_gpu_blocks = usable + 1
-    cls = KVPolicyAsyncScheduler if scenario.depth > 1 else KVPolicyScheduler
-    scheduler = cls(
-        vllm_config=config,
-        kv_cache_config=KVCacheConfig(
-            num_blocks=usable + 1,
-            kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
-        ),
-        structured_output_manager=AcceptEverything(),
-        block_size=scenario.block_size,
-    )
-    if scenario.window_slots is not None:
-        limits = scheduler.kv_policy_limits
-        slots = min(limits.window_slots, scenario.window_slots)
-        scheduler.kv_policy_limits = replace(limits, window_slots=slots)
-        scheduler.kv_policy_planner = Planner(scheduler.kv_policy_limits)
-        manager = scheduler.kv_policy_manager
-        manager.attach(scheduler.kv_policy_planner, manager.placement_name)
-    return scheduler
 
 
 class Simulation:
@@ -234,12 +86,17 @@ class Simulation:
         return self.scheduler.kv_cache_manager.block_pool
 
     def run(self, num_steps: int) -> Counter[str]:
-        """Take at least this many steps of traffic, then let the engine drain."""
+        """Take this many steps of traffic, then let the engine drain.
+
+        Half of the engines abort first what is still waiting.
+        """
         try:
             while self.totals["steps"] < num_steps:
                 self._arrive()
                 self._abort()
                 self._turn()
+            if self.rng.random() < 0.5:
+                self._abort_waiting()
             while self.scheduler.has_requests() or self.queue:
                 self._turn()
                 check(self.totals["steps"] < 20 * num_steps + 20_000, "does not drain")
@@ -260,9 +117,9 @@ class Simulation:
         if len(self.scheduler.waiting) > 12 or rng.random() > self.scenario.arrivals:
             return
         prompt_len = rng.randint(1, 100 if rng.random() < 0.7 else longest - 1)
-        max_tokens = rng.choice((rng.randint(1, 60), rng.randint(300, 700)))
+        max_tokens = rng.choice((rng.randint(1, 60), rng.randint(200, 500)))
         extra_args = self._wishes(min(prompt_len + max_tokens, longest))
-        for _ in range(rng.choice((1, 1, 1, 1, 6))):
+        for _ in range(rng.choice((1, 1, 1, 5))):
             self._add(prompt_len, max_tokens, extra_args)
 
     def _add(self, prompt_len: int, max_tokens: int, extra_args: Any) -> None:
@@ -325,6 +182,11 @@ class Simulation:
             victim = self.rng.choice(list(self.scheduler.requests))
             self.totals["aborts"] += 1
             self.scheduler.finish_requests(victim, RequestStatus.FINISHED_ABORTED)
+
+    def _abort_waiting(self) -> None:
+        waiting = [request.request_id for request in self.scheduler.waiting]
+        self.totals["aborts"] += len(waiting)
+        self.scheduler.finish_requests(waiting, RequestStatus.FINISHED_ABORTED)
 
     # -- the engine's loop --------------------------------------------------------
 

