@@ -144,10 +144,12 @@ AttentionInterface.register("reasoner_training", training_attention)
 
 
 def spread_positions(ids: torch.Tensor, seed: int) -> torch.Tensor:
-    """Draws position ids with a few gaps between lines.
+    """Draws position ids with a few gaps between lines of the trace.
 
     Short problems then show the model the distances of long ones. Half of the rows
-    have no gap; in the others, about four lines start up to 1,300 positions later.
+    have no gap; in the others, a gap follows the prompt and about three lines, up to
+    ``MAX_POSITION`` in all. The prompt has none: where the next line is, the model
+    learns from the tokens just before it.
 
     Args:
         ids: [B, T] int64 token ids.
@@ -158,9 +160,11 @@ def spread_positions(ids: torch.Tensor, seed: int) -> torch.Tensor:
     """
     draw = torch.Generator().manual_seed(seed)
     rows, tokens = ids.shape
-    ends = (ids == vocabulary()[";"]) | (ids == vocabulary()[ASSISTANT])
-    chosen = torch.rand(rows, tokens, generator=draw) * ends.sum(1, True) < 4
-    shares = torch.rand(rows, tokens, generator=draw) * (ends & chosen)
+    vocab = vocabulary()
+    prompt_end = ids == vocab[ASSISTANT]
+    ends = ((ids == vocab[";"]) | (ids == vocab["?"])) & prompt_end.cumsum(1).bool()
+    chosen = torch.rand(rows, tokens, generator=draw) * ends.sum(1, True) < 3
+    shares = torch.rand(rows, tokens, generator=draw) * (ends & chosen | prompt_end)
     shares /= shares.sum(1, True).clamp_min(1e-6)
     total = torch.rand(rows, 1, generator=draw) * max(0, MAX_POSITION - tokens)
     total *= torch.rand(rows, 1, generator=draw) < 0.5

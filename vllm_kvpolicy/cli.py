@@ -7,6 +7,7 @@ Process: api
 import argparse
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from vllm_kvpolicy.config import CONFIG_KEY, FLAG_KEYS, IntegerKey, KVPolicyConfig
@@ -108,10 +109,9 @@ def _policy_name(text: str) -> str:
 
 def _integer(key: IntegerKey) -> Callable[[str], int]:
     def convert(text: str) -> int:
-        try:
+        value: Any = text
+        with suppress(ValueError):  # the check names what is no number
             value = int(text)
-        except ValueError:
-            value = text  # let the check name it
         try:
             return key.check(value, f"kv_{key.key}")
         except ValueError as error:

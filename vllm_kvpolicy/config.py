@@ -233,7 +233,7 @@ class KVPolicyConfig:
                 f"kv_policy: got {policy!r}, expected 'none' or the server's own "
                 f"{self.policy!r}"
             )
-        changes = {}
+        changes: dict[str, Any] = {}
         for key in FLAG_KEYS:
             label = f"kv_{key.key}"
             if label in asked:

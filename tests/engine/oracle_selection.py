@@ -143,7 +143,9 @@ class Selector:
         num_older = len(row.held) - self.window
         older = np.zeros(num_older + 2 * (POOL // 2))
         older[POOL // 2 : POOL // 2 + num_older] = row.mean.mean(0)[:num_older]
-        smooth = [older[start : start + POOL].sum() / POOL for start in range(num_older)]
+        smooth = [
+            older[start : start + POOL].sum() / POOL for start in range(num_older)
+        ]
         return np.r_[smooth, np.full(self.window, max(smooth))]
 
     def choose(
@@ -270,7 +272,9 @@ def compare_row(
         gap = cut_gap(score, expected, got)
         line = f"{where}: {name} differ, gap {gap:.2e}"
         if gap >= GAP:
-            raise Mismatch(f"{line}: expected {row.held[expected]}, got {row.held[got]}")
+            raise Mismatch(
+                f"{line}: expected {row.held[expected]}, got {row.held[got]}"
+            )
         report.near_ties.append(line)
         break
     return holds

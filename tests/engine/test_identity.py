@@ -12,7 +12,7 @@ import pytest
 from helpers import MOVERS, POLICIES, Engine, Job, Run, make_jobs
 
 HERE = Path(__file__).parent
-VALUES = {"budget": 128, "interval": 64, "prefill_interval": 256}
+VALUES = {"budget": 128, "interval": 40, "prefill_interval": 256}
 LOGPROB_TOLERANCE = 1e-3
 MIN_MOVED = 0.5
 
@@ -25,7 +25,9 @@ def jobs_with_aborts() -> list[Job]:
     """Twelve requests that come one after another; every third is aborted."""
     jobs = make_jobs([30 + 37 * i % 290 for i in range(12)], 220, seed=6)
     return [
-        replace(job, arrives=20 * i, aborted=(35 + 30 * i) % 200 if i % 3 == 1 else None)
+        replace(
+            job, arrives=20 * i, aborted=(35 + 30 * i) % 200 if i % 3 == 1 else None
+        )
         for i, job in enumerate(jobs)
     ]
 
@@ -34,7 +36,7 @@ CASES = {
     "plain": (plain_jobs, {}, 25),
     "chunked prefill": (plain_jobs, {"max_num_batched_tokens": 96}, 25),
     "preemption": (plain_jobs, {"num_blocks": 48, "max_model_len": 896}, 25),
-    "aborts": (jobs_with_aborts, {"num_blocks": 64}, 20),
+    "aborts": (jobs_with_aborts, {"num_blocks": 64, "max_model_len": 1024}, 25),
 }
 
 
@@ -95,7 +97,10 @@ def test_most_tokens_moved(runs: Runs, policy: str, case: str) -> None:
     """A mover that moves little would prove little."""
     results = runs.get(policy, case)[0].results.values()
     moved = [
-        event.moved for result in results for events in result.passes for event in events
+        event.moved
+        for result in results
+        for events in result.passes
+        for event in events
     ]
     assert sum(moved) / len(moved) >= MIN_MOVED
 

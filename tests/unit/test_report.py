@@ -4,8 +4,10 @@ import sys
 from pathlib import Path
 
 from vllm_kvpolicy import compat, report
+from vllm_kvpolicy.config import FLAG_KEYS, KVPolicyConfig
 from vllm_kvpolicy.guards import REFUSALS
-from vllm_kvpolicy.policies.registry import names
+from vllm_kvpolicy.metrics import SERIES
+from vllm_kvpolicy.policies.registry import names, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,3 +35,15 @@ def test_the_support_page_is_up_to_date(monkeypatch):
     assert (ROOT / "docs" / "support.md").read_text() == text, "run `make docs`"
     for row in REFUSALS:
         assert f"| {row.name} | {row.change} |" in text
+
+
+def test_the_readme_names_every_policy_flag_and_series():
+    text = (ROOT / "README.md").read_text()
+    policies = [name for name in names() if not parse(name).is_test]
+    flags = [f"--kv-{key.key}" for key in FLAG_KEYS]
+    series = [f"kvpolicy_{entry.name}" for entry in SERIES]
+    for word in (*policies, *flags, "--kv-policy-config", *series):
+        assert f"`{word}" in text, word
+    for key in FLAG_KEYS:
+        default = getattr(KVPolicyConfig, key.field)
+        assert f"| `--kv-{key.key}` | {default} |" in text

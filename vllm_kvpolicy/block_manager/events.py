@@ -4,7 +4,7 @@ The one source for scheduler, window capture, admission, start-up line and oracl
 Process: any
 
 Words: p position (tokens computed before the step), K budget, I interval, R recent,
-N tokens per superblock, F frontier. All lengths are in tokens unless a name says blocks.
+N tokens per superblock, F frontier. Lengths are in tokens unless a name says blocks.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ def event_positions(
     (i) Inside the prompt: multiples of `prefill_interval` at which more than `budget`
     tokens are held. (ii) The prompt's end, if at least `budget + interval` are held
     there. (iii) From then on the first position at which `budget + interval` are held,
-    then every `interval`. An event at p runs before the token at position p is computed.
+    then every `interval`. An event at p runs before the token at p is computed.
 
     Args:
         prompt_len: tokens in the prompt, >= 1.

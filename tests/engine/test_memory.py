@@ -1,0 +1,121 @@
+"""Memory really returns: the pool during events, at the end, and what users are told."""
+
+from pathlib import Path
+
+import pytest
+from helpers import BLOCK, Engine, make_jobs
+
+from vllm_kvpolicy.block_manager.events import EventPlan, Footprint
+
+VALUES = {"policy": "ams-tova", "budget": 110, "interval": 56, "prefill_interval": 256}
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("memory")
+    with Engine(tiny_model, VALUES, folder, max_num_batched_tokens=96) as engine:
+        yield engine
+
+
+def pages(num_tokens: int) -> int:
+    return -(-num_tokens // BLOCK)
+
+
+def held_per_step(engine: Engine, length: int, max_tokens: int):
+    """Run one request; return (events so far, blocks held, usage) per step, and it."""
+    seen = []
+    events_before = engine.counters()["events"]
+
+    def note(engine: Engine) -> None:
+        manager = engine.scheduler.kv_cache_manager
+        events = int(engine.counters()["events"] - events_before)
+        seen.append((events, engine.num_usable - engine.num_free, manager.usage))
+
+    run = engine.run(make_jobs((length,), max_tokens, seed=12), note)
+    return seen[:-1], run.results["r0"]  # after the last step nothing is held
+
+
+@pytest.mark.parametrize("length", [40, 300, 600])
+def test_blocks_held_are_global_plus_local(engine: Engine, length: int) -> None:
+    seen, result = held_per_step(engine, length, 250)
+    assert max(events for events, _, _ in seen) == len(result.events) >= 2
+    for events, held, usage in seen:
+        end = result.events[events].position if events < len(result.events) else None
+        event = result.events[events - 1] if events else None
+        num_global = event.survivors.shape[-1] // BLOCK if event else 0
+        frontier = event.frontier if event else 0
+        position = end if end is not None else len(result.all_tokens) - 1
+        assert num_global < held <= num_global + pages(position - frontier)
+        assert usage == pytest.approx(held / engine.num_usable)
+
+
+def test_the_free_count_grows_at_the_event(engine: Engine) -> None:
+    """At most one block is taken in a decode step, two or more come back."""
+    seen, result = held_per_step(engine, 70, 300)
+    growth = {
+        events: held - before
+        for (earlier, before, _), (events, held, _) in zip(seen, seen[1:], strict=False)
+        if events > earlier
+    }
+    assert len(growth) == len(result.events) >= 4
+    assert all(change <= -1 for change in growth.values())
+    assert min(growth.values()) <= -2
+
+
+def test_the_footprint_bound_is_what_a_request_really_holds(engine: Engine) -> None:
+    """Admission's bound is reached, never passed."""
+    for length, max_tokens in ((40, 300), (300, 200), (700, 100)):
+        seen, _ = held_per_step(engine, length, max_tokens)
+        footprint = Footprint(EventPlan(length, 110, 56, 256), 32, BLOCK)
+        bound = footprint.peak_blocks(length + max_tokens - 1)
+        assert max(held for _, held, _ in seen) == bound
+
+
+def test_the_pool_is_full_after_the_last_request(engine: Engine) -> None:
+    jobs = make_jobs((50, 120, 260, 400, 33), 180, seed=13)
+    low = engine.num_usable
+
+    def note(engine: Engine) -> None:
+        nonlocal low
+        low = min(low, engine.num_free)
+
+    engine.run(jobs, note)
+    counters = engine.counters()
+    assert low < engine.num_usable
+    assert engine.num_free == engine.num_usable
+    assert (counters["local_blocks"], counters["global_blocks"]) == (0, 0)
+    assert not engine.scheduler.kv_policy_planner.states
+    assert len(engine.runtime.slots) == 0
+
+
+def test_counters_agree_with_the_trace(engine: Engine) -> None:
+    before = engine.counters()
+    run = engine.run(make_jobs((90, 200, 310), 200, seed=14))
+    after = engine.counters()
+    events = [event for result in run.results.values() for event in result.events]
+    kept = [
+        event.survivors.shape[-1] + event.position - event.frontier for event in events
+    ]
+    assert after["events"] - before["events"] == len(events)
+    assert after["tokens_kept"] - before["tokens_kept"] == sum(kept)
+    dropped = after["tokens_dropped"] - before["tokens_dropped"]
+    assert dropped == BLOCK * (after["blocks_returned"] - before["blocks_returned"]) > 0
+
+
+def test_capacity_uses_the_compressed_footprint(engine: Engine) -> None:
+    """What vLLM prints as "maximum concurrency" counts bounded requests."""
+    from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
+
+    scheduler = engine.scheduler
+    concurrency = get_max_concurrency_for_kv_cache_config(
+        scheduler.vllm_config, scheduler.kv_cache_config
+    )
+    (group,) = scheduler.kv_cache_config.kv_cache_groups
+    bound = group.kv_cache_spec.max_blocks_per_request
+    longest = scheduler.vllm_config.model_config.max_model_len
+    worst = max(
+        Footprint(EventPlan(length, 110, 56, 256), 32, BLOCK).peak_blocks(longest - 1)
+        for length in range(1, longest, 7)
+    )
+    assert worst <= bound < pages(longest)
+    assert concurrency == pytest.approx((engine.num_usable + 1) / bound)

@@ -1,0 +1,124 @@
+"""Per-request knobs, protected prompts, and several engines in one process."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import BLOCK, Engine, Session, make_jobs
+from oracle_replay import check_replay
+from oracle_selection import Report, check_selection
+from reference_decoder import ReferenceDecoder
+
+from vllm_kvpolicy.config import KVPolicyConfig
+
+VALUES = {"policy": "snapkv", "budget": 128, "interval": 64, "prefill_interval": 256}
+LENGTHS = (60, 200, 350)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path, tmp_path_factory) -> Iterator[Engine]:
+    with Engine(tiny_model, VALUES, tmp_path_factory.mktemp("requests")) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def decoder(tiny_model: Path) -> ReferenceDecoder:
+    return ReferenceDecoder(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def stock_tokens(tiny_model: Path) -> dict[str, list[int]]:
+    with Engine(tiny_model) as engine:
+        return engine.run(make_jobs(LENGTHS, 200, seed=20)).tokens
+
+
+def test_policy_none_is_stock(engine: Engine, stock_tokens) -> None:
+    """One request of three opts out; it alone has stock vLLM's tokens."""
+    jobs = make_jobs(LENGTHS, 200, seed=20)
+    jobs[1] = replace(jobs[1], extra_args={"kv_policy": "none"})
+    run = engine.run(jobs)
+    assert run.tokens["r1"] == stock_tokens["r1"]
+    assert run.tokens["r2"] != stock_tokens["r2"]
+    assert not run.results["r1"].events
+    assert run.results["r0"].events
+    assert run.results["r2"].events
+
+
+def test_a_smaller_budget_bounds_that_request(engine: Engine, decoder) -> None:
+    """Budgets, intervals, recent and sinks of their own, side by side."""
+    asked = (
+        {"kv_budget": 80},
+        {"kv_budget": 96, "kv_interval": 40, "kv_recent": 20, "kv_sinks": 2},
+        None,
+    )
+    jobs = make_jobs(LENGTHS, 200, seed=21)
+    jobs = [
+        replace(job, extra_args=extra) for job, extra in zip(jobs, asked, strict=True)
+    ]
+    results = engine.run(jobs).results
+    for result, budget in zip(results.values(), (80, 96, 128), strict=True):
+        assert result.events
+        for event in result.events:
+            local = event.position - event.frontier
+            num_held = event.survivors.shape[-1] + local
+            assert budget <= num_held < budget + BLOCK
+            assert event.selected.shape[-1] == event.budget == budget
+        config = KVPolicyConfig.from_dict(VALUES).with_request(result.job.extra_args)
+        check_selection(decoder, result, config, BLOCK, Report())
+        check_replay(decoder, result)
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "ams-tova"])
+def test_a_protected_prompt_stays(
+    tiny_model: Path, tmp_path: Path, decoder, policy: str
+) -> None:
+    values = {**VALUES, "policy": policy, "protect_prompt": True, "budget": 96}
+    with Engine(tiny_model, values, tmp_path) as engine:
+        results = engine.run(make_jobs((50, 130, 310), 260, seed=22)).results
+    for result in results.values():
+        assert len(result.events) >= 2
+        prompt = np.arange(len(result.job.prompt))
+        for event in result.events:
+            assert event.budget == 96 + len(prompt)
+            globals_ = event.survivors.reshape(-1, event.survivors.shape[-1])
+            for row in globals_:
+                held = np.r_[row, np.arange(event.frontier, event.position)]
+                assert np.isin(prompt, held).all()
+        config = KVPolicyConfig.from_dict(values)
+        check_selection(decoder, result, config, BLOCK, Report())
+        check_replay(decoder, result)
+
+
+def test_engines_in_one_process_do_not_meet(tiny_model: Path, tmp_path: Path) -> None:
+    """Two policies and stock vLLM, stepped in turn, give what each gives alone."""
+    policies = (
+        None,
+        {**VALUES, "policy": "tova", "budget": 96},
+        {**VALUES, "policy": "ams-snapkv", "interval": 48},
+    )
+    engines = [
+        Engine(tiny_model, values, tmp_path / str(index) if values else None)
+        for index, values in enumerate(policies)
+    ]
+    try:
+        jobs = make_jobs(LENGTHS, 200, seed=23)
+        alone = [engine.run(jobs).results for engine in engines]
+        sessions = [Session(engine, jobs) for engine in engines]
+        while any([session.step() for session in sessions]):
+            pass
+        together = [session.finish().results for session in sessions]
+    finally:
+        for engine in engines:
+            engine.close()
+    for first, second in zip(alone, together, strict=True):
+        for name, result in first.items():
+            assert result.tokens == second[name].tokens
+            pairs = zip(result.events, second[name].events, strict=True)
+            assert all(np.array_equal(a.survivors, b.survivors) for a, b in pairs)
+    assert not alone[0]["r2"].events
+    assert alone[1]["r2"].events
+    assert alone[2]["r2"].events
+    tokens = [results["r2"].tokens for results in alone]
+    assert len({tuple(row) for row in tokens}) == 3

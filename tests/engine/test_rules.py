@@ -1,0 +1,137 @@
+"""A request's survivors depend on that request alone, before and after a preemption."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import POLICIES, Engine, Job, Result, Run, make_jobs
+from oracle_selection import Report, check_selection
+from reference_decoder import ReferenceDecoder
+
+from vllm_kvpolicy.config import KVPolicyConfig
+
+VALUES = {"budget": 110, "interval": 56, "prefill_interval": 256}
+LENGTHS = (60, 130, 300, 420, 90, 210)
+MAX_SHARE = 1e-3
+
+
+def rows_that_differ(first: Result, second: Result) -> tuple[int, int]:
+    """Compare two runs of one request; return differing rows and all rows."""
+    assert first.tokens == second.tokens
+    assert len(first.events) == len(second.events) > 0
+    differ = total = 0
+    for ours, theirs in zip(first.events, second.events, strict=True):
+        assert (ours.position, ours.frontier) == (theirs.position, theirs.frontier)
+        for name in ("selected", "survivors"):
+            unequal = getattr(ours, name) != getattr(theirs, name)
+            differ += int(unequal.any(-1).sum())
+            total += unequal[..., 0].size
+    return differ, total
+
+
+class Comparison:
+    """One set of requests, run in several ways on engines of one policy."""
+
+    def __init__(self, policy: str, model: Path, folder: Path) -> None:
+        self.values = {"policy": policy, **VALUES}
+        self.jobs = make_jobs(LENGTHS, 130, seed=8)
+        with Engine(model, self.values, folder / "whole") as engine:
+            self.alone = Run({}, 0, 0)
+            for job in self.jobs:
+                self.alone.results |= engine.run([job]).results
+            self.together = engine.run(self.jobs)
+            self.reversed = engine.run(staggered(self.jobs[::-1]))
+            assert engine.num_free == engine.num_usable
+        with Engine(
+            model, self.values, folder / "chunks", max_num_batched_tokens=72
+        ) as engine:
+            self.chunked = engine.run(staggered(self.jobs))
+        self.decoder = ReferenceDecoder(model)
+
+    def check_near_ties(self, run: Run) -> None:
+        """Check a run that differs: only where the reference's gap is below 1e-5."""
+        config, report = KVPolicyConfig.from_dict(self.values), Report()
+        for result in run.results.values():
+            check_selection(self.decoder, result, config, 32, report)
+
+
+def staggered(jobs: list[Job]) -> list[Job]:
+    """Let a job arrive every 17 steps."""
+    return [replace(job, arrives=17 * index) for index, job in enumerate(jobs)]
+
+
+@pytest.fixture(scope="module", params=POLICIES)
+def comparison(request, tiny_model: Path, tmp_path_factory) -> Comparison:
+    folder = tmp_path_factory.mktemp(request.param)
+    return Comparison(request.param, tiny_model, folder)
+
+
+@pytest.mark.parametrize("way", ["together", "reversed", "chunked"])
+def test_survivors_depend_on_the_request_alone(comparison, way: str) -> None:
+    run = getattr(comparison, way)
+    differ = total = 0
+    for name, result in run.results.items():
+        counts = rows_that_differ(comparison.alone.results[name], result)
+        differ, total = differ + counts[0], total + counts[1]
+    comparison.check_near_ties(run)
+    assert total >= 60
+    assert differ <= MAX_SHARE * total
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_survivors_are_the_same_after_a_preemption(oracle_runs, policy: str) -> None:
+    """Every event that a preempted request had, it has again, with the same outcome."""
+    results = oracle_runs.get(policy, "tight").run.results.values()
+    repeated = differ = 0
+    for result in results:
+        for events in result.passes[:-1]:
+            for before in events:
+                after = result.events[before.ordinal]
+                assert before.position == after.position
+                for name in ("selected", "survivors"):
+                    unequal = getattr(before, name) != getattr(after, name)
+                    differ += int(unequal.any(-1).sum())
+                repeated += 1
+    assert repeated > 0
+    assert differ == 0
+
+
+@pytest.fixture(scope="module")
+def reused(tiny_model: Path, tmp_path_factory) -> Iterator[Engine]:
+    """An engine that has seen many requests."""
+    values = {"policy": "ams-snapkv", **VALUES}
+    folder = tmp_path_factory.mktemp("reused")
+    with Engine(tiny_model, values, folder, max_num_seqs=4) as engine:
+        old = make_jobs((70, 200, 310, 90, 160, 280), 190, seed=9)
+        old[1], old[4] = replace(old[1], aborted=80), replace(old[4], aborted=120)
+        engine.run(old)
+        assert len(engine.runtime.slots) == 0
+        yield engine
+
+
+def test_a_reused_slot_starts_clean(reused: Engine, tiny_model, tmp_path) -> None:
+    """Credit, windows and tables of earlier requests leave no trace."""
+    jobs = make_jobs((180, 75, 330, 120), 160, seed=10)
+    after = reused.run(jobs)
+    values = {"policy": "ams-snapkv", **VALUES}
+    with Engine(tiny_model, values, tmp_path, max_num_seqs=4) as fresh:
+        before = fresh.run(jobs)
+    assert after.tokens == before.tokens
+    for name, result in after.results.items():
+        expected = before.results[name]
+        assert rows_that_differ(expected, result)[0] == 0
+        for ours, theirs in zip(result.logprobs, expected.logprobs, strict=True):
+            assert np.allclose(list(ours.values()), list(theirs.values()), atol=1e-4)
+
+
+def test_credit_of_a_finished_request_is_not_read(reused: Engine) -> None:
+    """Poison in free slots does no harm."""
+    jobs = make_jobs((180, 75), 160, seed=11)
+    clean = reused.run(jobs)
+    reused.runtime.credit.values.fill_(1e30)
+    reused.runtime.windows.rows.fill_(1e30)
+    poisoned = reused.run(jobs)
+    for name, result in poisoned.results.items():
+        assert rows_that_differ(clean.results[name], result)[0] == 0
