@@ -1,7 +1,7 @@
 """Counters that cross processes: one small memory-mapped file per engine.
 
 Written by the scheduler mixin (engine) and the worker, read at scrape time by the API
-process. Each field has one writer and is one aligned 8-byte float, so no lock is needed.
+process. Each field has one writer and is one aligned 8-byte float, so there is no lock.
 Process: any
 """
 
@@ -82,7 +82,7 @@ class CounterFile:
         return {series.name: self._values[INDEX[series.name]] for series in SERIES}
 
     def remove(self) -> None:
-        """Delete the file; processes that have it mapped keep reading the old values."""
+        """Delete the file; who has it mapped keeps reading the old values."""
         self.path.unlink(missing_ok=True)
 
 

@@ -64,7 +64,9 @@ class KVPolicySchedulerMixin:
         except ValueError as error:
             # The API process refuses such a request; one that reaches the engine by
             # another door must not take the engine down.
-            logger.warning("request %s keeps the server's policy: %s", request_id, error)
+            logger.warning(
+                "request %s keeps the server's policy: %s", request_id, error
+            )
             config = self.kv_policy
         if config is None or request_id in self.requests:
             return

@@ -41,7 +41,7 @@ class KVPolicyWorkerMixin:
         )
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
-        """Return the model's specs with the compressed footprint in place of the full."""
+        """Return the model's specs with the compressed footprint."""
         limit = max_blocks_per_request(self.vllm_config, self.kv_policy_config)
         return {
             name: _bounded(name, spec, limit)

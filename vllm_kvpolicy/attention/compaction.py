@@ -85,9 +85,10 @@ class Compactor:
         )
         self._move(events, blocks, placed)
         if self.credit is not None:
-            survivors = ascending_indices(
-                is_survivor.flatten(0, 2), sources.shape[-1] + self._max_local(events)
-            ).view(*sources.shape[:3], -1)
+            assert decision.credit is not None, "a policy with credit returned none"
+            num_tokens = sources.shape[-1] + max(map(self._local_tokens, events))
+            survivors = ascending_indices(is_survivor.flatten(0, 2), num_tokens)
+            survivors = survivors.view(*sources.shape[:3], num_tokens)
             kept = decision.credit.gather(-1, survivors.clamp_min(0))
             self.credit.write(index, torch.where(survivors < 0, 0.0, kept))
         if self.tracer is not None:
@@ -96,9 +97,6 @@ class Compactor:
 
     def _local_tokens(self, event: CompactEvent) -> int:
         return event.position - event.frontier_blocks * self.pages.block_size
-
-    def _max_local(self, events: Sequence[CompactEvent]) -> int:
-        return max(self._local_tokens(event) for event in events)
 
     def _inputs(
         self, events: Sequence[CompactEvent], slots: torch.Tensor
@@ -162,7 +160,7 @@ class Compactor:
             valid.reshape(-1, shape[-1]),
             target[:, None].expand(-1, shape[1] * shape[2]).flatten(),
         )
-        # Local tokens are the newest and all survive, so the first C are the global ones.
+        # Local tokens are the newest and all survive: the first C are global.
         sources = ascending_indices(is_survivor, num_global)
         return sources.view(*shape[:3], num_global), is_survivor.view(shape)
 
@@ -172,7 +170,7 @@ class Compactor:
         blocks: torch.Tensor,
         placed: torch.Tensor,
     ) -> None:
-        """Copy survivors [E, L, H, C] to the destination superblocks, layer by layer."""
+        """Copy survivors [E, L, H, C] to their destinations, layer by layer."""
         block_size = self.pages.block_size
         offset = torch.arange(block_size, device=blocks.device)
         dest = self.slots.to_device([event.dest_blocks for event in events])

@@ -75,7 +75,7 @@ class KVPolicyRuntime:
                 torch.float32,
                 device,
             )
-        self.compactor: Compactor | None = None
+        self.compactor: Compactor
         self.counters = CounterFile(vllm_config.instance_id, create=True)
         self.batch_request_ids: Callable[[], Sequence[str]] = tuple
         self._commands: StepCommands | None = None

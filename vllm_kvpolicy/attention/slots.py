@@ -78,7 +78,9 @@ class SlotTable:
         ]
         index = self.to_device(slots)
         self.global_blocks[index, :width] = self.to_device(blocks).int()
-        self.num_global[index] = self.to_device([len(e.dest_blocks) for e in events]).int()
+        self.num_global[index] = self.to_device(
+            [len(e.dest_blocks) for e in events]
+        ).int()
         self.frontier_blocks[index] = self.to_device(
             [event.frontier_blocks for event in events]
         ).int()
@@ -86,7 +88,9 @@ class SlotTable:
             dropped_blocks = event.frontier_blocks - len(event.dest_blocks)
             self.dropped_tokens_cpu[slot] = dropped_blocks * self.block_size
 
-    def to_device(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
+    def to_device(
+        self, values: Sequence[int] | Sequence[Sequence[int]]
+    ) -> torch.Tensor:
         """Copy host integers to the device as int64 without waiting for it."""
         host = torch.tensor(values, dtype=torch.int64)
         if self.device.type == "cpu":
