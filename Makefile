@@ -15,6 +15,9 @@ ARGS ?=
 .DEFAULT_GOAL := setup
 
 setup:
+	@command -v $(PYTHON) >/dev/null || { \
+		echo "set-up failed: no $(PYTHON) on PATH, install Python >= 3.11" >&2; \
+		exit 1; }
 	@$(PYTHON) scripts/setup_env.py
 
 serve: setup

@@ -22,7 +22,7 @@ ARGUMENTS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the argument group; every default is None, which means "not given"."""
+    """Add the argument group; what is not given leaves no attribute."""
     group = parser.add_argument_group(
         title="KVPolicy",
         description="Keep a bounded part of every request's KV cache and give the "
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-policy",
         metavar="NAME",
         type=_policy_name,
-        default=None,
+        default=argparse.SUPPRESS,
         help=f"What to keep; one of {', '.join(names())}. Off unless given.",
     )
     for key in FLAG_KEYS:
@@ -42,14 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             f"--kv-{key.key}",
             metavar="TOKENS",
             type=_integer(key),
-            default=None,
+            default=argparse.SUPPRESS,
             help=f"{key.summary[0].upper()}{key.summary[1:]} (default: {default}).",
         )
     group.add_argument(
         "--kv-policy-config",
         metavar="JSON",
         type=_json_object,
-        default=None,
+        default=argparse.SUPPRESS,
         help='Options of the policy, such as \'{"preset": "paper"}\'; they win over a '
         "preset.",
     )

@@ -265,10 +265,13 @@ def test_what_admission_promises_is_enough_for_the_whole_request():
         last = rng.randint(plan.prompt_len, 700)
         engine = Engine(60)
         engine.add("a", plan)
-        engine = Engine(engine.wanted("a", 0, last, cap=True))
+        promised = engine.wanted("a", 0, last, cap=True)
+        engine = Engine(promised)
         engine.add("a", plan)
         engine.advance("a", last, chunk=rng.choice((1, 30, 1000)))
+        assert engine.free >= 0
         engine.finish("a")
+        assert engine.free == promised
 
 
 def test_spec_states_the_compressed_footprint():

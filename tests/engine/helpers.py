@@ -125,6 +125,32 @@ def make_jobs(
     ]
 
 
+def engine_arguments(
+    model: Path,
+    policy: dict[str, Any] | None = None,
+    trace: Path | None = None,
+    num_blocks: int = 400,
+    **changes: Any,
+) -> dict[str, Any]:
+    """Return the arguments of vLLM's LLM; see `Engine`."""
+    if policy is not None and trace is not None:
+        policy = {**policy, "trace_dir": str(trace)}
+    arguments: dict[str, Any] = {
+        "model": str(model),
+        "dtype": "float32",
+        "max_model_len": 2048,
+        "max_num_seqs": 16,
+        "block_size": BLOCK,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "kv_cache_memory_bytes": 64 * 2**20,
+        "num_gpu_blocks_override": num_blocks,
+        "logprobs_mode": "raw_logprobs",
+        "additional_config": {} if policy is None else {"kv_policy": policy},
+    }
+    return {**arguments, **changes}
+
+
 class Engine:
     """A vLLM engine in this process, with or without a policy.
 
@@ -146,23 +172,9 @@ class Engine:
     ) -> None:
         from vllm import LLM
 
-        if policy is not None and trace is not None:
-            policy = {**policy, "trace_dir": str(trace)}
-        arguments: dict[str, Any] = {
-            "dtype": "float32",
-            "max_model_len": 2048,
-            "max_num_seqs": 16,
-            "block_size": BLOCK,
-            "enforce_eager": True,
-            "enable_prefix_caching": False,
-            "kv_cache_memory_bytes": 64 * 2**20,
-            "num_gpu_blocks_override": num_blocks,
-            "logprobs_mode": "raw_logprobs",
-            "additional_config": {} if policy is None else {"kv_policy": policy},
-        }
-        self.llm = LLM(str(model), **{**arguments, **changes})
+        self.llm = LLM(**engine_arguments(model, policy, trace, num_blocks, **changes))
         self.trace = trace
-        self._records_read: set[Path] = set()
+        self._read: set[Path] = set()
         self._preemptions = 0
         self._count_preemptions()
 
@@ -211,8 +223,17 @@ class Engine:
 
         self.scheduler._preempt_request = counted
 
+    def tell_worker_of_the_last_finish(self) -> None:
+        """Run the empty step in which vLLM passes on which requests finished."""
+        if self.scheduler.has_requests():
+            self.core.step_fn()
+
     def close(self) -> None:
-        """Shut the engine down; the counters file goes with it."""
+        """Shut the engine down; the counters file goes with it.
+
+        vLLM takes down what all engines of a process share: the last engine to be
+        used must be the first to be closed.
+        """
         self.llm.llm_engine.engine_core.shutdown()
 
     def __enter__(self) -> "Engine":
@@ -239,23 +260,30 @@ class Engine:
         return session.finish()
 
     def _new_records(self) -> dict[str, list[list[Record]]]:
-        """Return events recorded since the last call, per request, per (re)compute."""
-        passes: dict[str, list[list[Record]]] = {}
-        if self.trace is None:
-            return passes
-        for path in sorted(set(self.trace.glob("*.npz")) - self._records_read):
-            self._records_read.add(path)
-            with np.load(path) as file:
-                values = {name: file[name] for name in file.files}
-            request_id = str(values.pop("request_id"))
-            scalars = ("position", "ordinal", "budget", "frontier")
-            values |= {name: int(values[name]) for name in scalars}
-            record = Record(**{**values, "moved": float(values["moved"])})
-            lists = passes.setdefault(request_id, [])
-            if record.ordinal == 0:
-                lists.append([])
-            lists[-1].append(record)
-        return passes
+        return {} if self.trace is None else read_records(self.trace, self._read)
+
+
+def read_records(trace: Path, read: set[Path]) -> dict[str, list[list[Record]]]:
+    """Return a folder's events: per vLLM request id, one list per (re)compute.
+
+    Args:
+        trace: where an engine recorded its events.
+        read: files to leave out; those that are read are added.
+    """
+    passes: dict[str, list[list[Record]]] = {}
+    for path in sorted(set(trace.glob("*.npz")) - read):
+        read.add(path)
+        with np.load(path) as file:
+            values = {name: file[name] for name in file.files}
+        request_id = str(values.pop("request_id"))
+        scalars = ("position", "ordinal", "budget", "frontier")
+        values |= {name: int(values[name]) for name in scalars}
+        record = Record(**{**values, "moved": float(values["moved"])})
+        lists = passes.setdefault(request_id, [])
+        if record.ordinal == 0:
+            lists.append([])
+        lists[-1].append(record)
+    return passes
 
 
 class Session:
@@ -275,6 +303,7 @@ class Session:
         while self.waiting and self.waiting[0].arrives <= self.steps:
             self._add(self.waiting.pop(0))
         if not self.waiting and not llm_engine.has_unfinished_requests():
+            self.engine.tell_worker_of_the_last_finish()
             return False
         self.steps += 1
         if self.steps > MAX_STEPS:

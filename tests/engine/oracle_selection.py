@@ -177,7 +177,7 @@ class Selector:
         return choice.keep[0].numpy()
 
     def keep_credit(self, layer: int, head: int, indices: np.ndarray) -> None:
-        """Carry the credit of the tokens that the server kept over to the next event."""
+        """Carry the credit of the tokens that the server kept to the next event."""
         if (layer, head) in self.credit:
             self.credit[layer, head] = self.credit[layer, head][indices]
 

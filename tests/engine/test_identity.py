@@ -1,9 +1,5 @@
 """Moving tokens is free of error: `identity` and `holes` give stock vLLM's tokens."""
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -11,7 +7,6 @@ from pathlib import Path
 import pytest
 from helpers import MOVERS, POLICIES, Engine, Job, Run, make_jobs
 
-HERE = Path(__file__).parent
 VALUES = {"budget": 128, "interval": 40, "prefill_interval": 256}
 LOGPROB_TOLERANCE = 1e-3
 MIN_MOVED = 0.5
@@ -127,18 +122,3 @@ def test_a_budget_that_never_binds_is_stock(
     assert_same_output(run, stock)
     assert counters["events"] == 0
     assert run.steps == stock.steps
-
-
-def test_several_processes(runs: Runs, tiny_model: Path, tmp_path: Path) -> None:
-    """API process, engine and worker apart: everything travels in messages."""
-    out = tmp_path / "out.json"
-    command = [sys.executable, str(HERE / "run_multiprocess.py"), str(tiny_model)]
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    done = subprocess.run(
-        [*command, str(out)], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(out.read_text())
-    assert found["processes"] >= 2
-    assert found["tokens"] == runs.get(None, "plain")[0].tokens
-    assert found["events"] >= CASES["plain"][2]

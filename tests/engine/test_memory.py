@@ -1,4 +1,4 @@
-"""Memory really returns: the pool during events, at the end, and what users are told."""
+"""Memory really returns: the pool at events and at the end, and what users read."""
 
 from pathlib import Path
 

@@ -18,12 +18,6 @@ LENGTHS = (60, 200, 350)
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_model: Path, tmp_path_factory) -> Iterator[Engine]:
-    with Engine(tiny_model, VALUES, tmp_path_factory.mktemp("requests")) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
 def decoder(tiny_model: Path) -> ReferenceDecoder:
     return ReferenceDecoder(tiny_model)
 
@@ -32,6 +26,12 @@ def decoder(tiny_model: Path) -> ReferenceDecoder:
 def stock_tokens(tiny_model: Path) -> dict[str, list[int]]:
     with Engine(tiny_model) as engine:
         return engine.run(make_jobs(LENGTHS, 200, seed=20)).tokens
+
+
+@pytest.fixture(scope="module")
+def engine(stock_tokens, tiny_model: Path, tmp_path_factory) -> Iterator[Engine]:
+    with Engine(tiny_model, VALUES, tmp_path_factory.mktemp("requests")) as engine:
+        yield engine
 
 
 def test_policy_none_is_stock(engine: Engine, stock_tokens) -> None:
@@ -106,7 +106,7 @@ def test_engines_in_one_process_do_not_meet(tiny_model: Path, tmp_path: Path) ->
         jobs = make_jobs(LENGTHS, 200, seed=23)
         alone = [engine.run(jobs).results for engine in engines]
         sessions = [Session(engine, jobs) for engine in engines]
-        while any([session.step() for session in sessions]):
+        while sum(session.step() for session in sessions):
             pass
         together = [session.finish().results for session in sessions]
     finally:

@@ -1,12 +1,12 @@
 """A request's survivors depend on that request alone, before and after a preemption."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers import POLICIES, Engine, Job, Result, Run, make_jobs
+from oracle_replay import check_replay
 from oracle_selection import Report, check_selection
 from reference_decoder import ReferenceDecoder
 
@@ -98,40 +98,56 @@ def test_survivors_are_the_same_after_a_preemption(oracle_runs, policy: str) -> 
     assert differ == 0
 
 
+@pytest.mark.parametrize("limits", [{"events_per_step": 2}, {"interval": 200}])
+def test_crowded_events_wait_and_do_not_move(
+    tiny_model: Path, tmp_path: Path, limits: dict[str, int]
+) -> None:
+    """Twelve requests want an event in the same step: too many, or too few windows."""
+    values = {"policy": "snapkv", **VALUES, **limits}
+    jobs = make_jobs([100] * 12, 330, seed=15)
+    with Engine(tiny_model, values, tmp_path) as engine:
+        slots = engine.runtime.limits.window_slots
+        run = engine.run(jobs)
+    assert limits.get("events_per_step", slots) < len(jobs)
+    assert run.steps > jobs[0].max_tokens
+    decoder, report = ReferenceDecoder(tiny_model), Report()
+    for result in run.results.values():
+        check_replay(decoder, result)
+        config = KVPolicyConfig.from_dict(values)
+        check_selection(decoder, result, config, 32, report)
+    assert report.decisions >= 48
+    assert not report.near_ties
+
+
+REUSE = {"policy": "ams-snapkv", **VALUES}
+
+
 @pytest.fixture(scope="module")
-def reused(tiny_model: Path, tmp_path_factory) -> Iterator[Engine]:
-    """An engine that has seen many requests."""
-    values = {"policy": "ams-snapkv", **VALUES}
-    folder = tmp_path_factory.mktemp("reused")
-    with Engine(tiny_model, values, folder, max_num_seqs=4) as engine:
-        old = make_jobs((70, 200, 310, 90, 160, 280), 190, seed=9)
-        old[1], old[4] = replace(old[1], aborted=80), replace(old[4], aborted=120)
+def fresh(tiny_model: Path, tmp_path_factory) -> Run:
+    """What four requests give on an engine that has seen no other."""
+    folder = tmp_path_factory.mktemp("fresh")
+    with Engine(tiny_model, REUSE, folder, max_num_seqs=4) as engine:
+        return engine.run(make_jobs((180, 75, 330, 120), 160, seed=10))
+
+
+@pytest.mark.parametrize("poison", [False, True])
+def test_a_reused_slot_starts_clean(
+    fresh: Run, tiny_model: Path, tmp_path: Path, poison: bool
+) -> None:
+    """Credit, windows and tables of earlier requests leave no trace, even if absurd."""
+    old = make_jobs((70, 200, 310, 90, 160, 280), 190, seed=9)
+    old[1], old[4] = replace(old[1], aborted=80), replace(old[4], aborted=120)
+    with Engine(tiny_model, REUSE, tmp_path, max_num_seqs=4) as engine:
         engine.run(old)
         assert len(engine.runtime.slots) == 0
-        yield engine
-
-
-def test_a_reused_slot_starts_clean(reused: Engine, tiny_model, tmp_path) -> None:
-    """Credit, windows and tables of earlier requests leave no trace."""
-    jobs = make_jobs((180, 75, 330, 120), 160, seed=10)
-    after = reused.run(jobs)
-    values = {"policy": "ams-snapkv", **VALUES}
-    with Engine(tiny_model, values, tmp_path, max_num_seqs=4) as fresh:
-        before = fresh.run(jobs)
-    assert after.tokens == before.tokens
+        if poison:
+            engine.runtime.credit.values.fill_(1e30)
+            engine.runtime.windows.rows.fill_(1e30)
+            engine.runtime.slots.global_blocks[:-1] = 1
+        after = engine.run(make_jobs((180, 75, 330, 120), 160, seed=10))
+    assert after.tokens == fresh.tokens
     for name, result in after.results.items():
-        expected = before.results[name]
+        expected = fresh.results[name]
         assert rows_that_differ(expected, result)[0] == 0
         for ours, theirs in zip(result.logprobs, expected.logprobs, strict=True):
             assert np.allclose(list(ours.values()), list(theirs.values()), atol=1e-4)
-
-
-def test_credit_of_a_finished_request_is_not_read(reused: Engine) -> None:
-    """Poison in free slots does no harm."""
-    jobs = make_jobs((180, 75), 160, seed=11)
-    clean = reused.run(jobs)
-    reused.runtime.credit.values.fill_(1e30)
-    reused.runtime.windows.rows.fill_(1e30)
-    poisoned = reused.run(jobs)
-    for name, result in poisoned.results.items():
-        assert rows_that_differ(clean.results[name], result)[0] == 0

@@ -19,7 +19,14 @@ MIN_EVENTS = 3
 def run(runner: str, model: Path, folder: Path) -> dict[str, Any]:
     """Run the program and return what it wrote, with the traces of `ams-tova`."""
     output, traces = folder / f"{runner}.json", folder / runner
-    command = [sys.executable, str(PROGRAM), runner, str(model), str(traces), str(output)]
+    command = [
+        sys.executable,
+        str(PROGRAM),
+        runner,
+        str(model),
+        str(traces),
+        str(output),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     result = json.loads(output.read_text())
