@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from vllm.config import get_layers_from_vllm_config
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -18,6 +19,8 @@ from vllm_kvpolicy.block_manager.limits import max_blocks_per_request
 from vllm_kvpolicy.block_manager.manager import KVPolicySpec
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.protocol import NO_COMMANDS
+
+logger = init_logger("vllm.kv_policy")
 
 
 class KVPolicyWorkerMixin:
@@ -49,8 +52,27 @@ class KVPolicyWorkerMixin:
         }
 
     def determine_available_memory(self) -> int:
-        """Return the bytes for the KV cache, less what windows and slots take."""
-        return super().determine_available_memory() - self.kv_policy.side_bytes
+        """Return the bytes for the KV cache, less what windows and slots take.
+
+        Raises:
+            ValueError: they take all of it.
+        """
+        available, taken = (
+            super().determine_available_memory(),
+            self.kv_policy.side_bytes,
+        )
+        logger.info(
+            "KV policy: %.1f MiB of %.1f MiB for query windows and tables",
+            taken / 2**20,
+            available / 2**20,
+        )
+        if taken >= available:
+            raise ValueError(
+                f"--kv-policy {self.kv_policy_config.policy} needs {taken} bytes for query "
+                f"windows and tables, which leaves nothing of the {available} bytes for "
+                "the KV cache: lower --max-num-seqs or give more memory"
+            )
+        return available - taken
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Make the KV cache and take hold of it."""
