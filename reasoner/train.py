@@ -186,8 +186,8 @@ def loss_and_share(
         seed: seed of the position ids.
 
     Returns:
-        Weighted mean cross entropy in nats, and the share of completion tokens to which the
-        model gives the highest probability.
+        Weighted mean cross entropy in nats, and the share of completion tokens to which
+        the model gives the highest probability.
     """
     targets = ids[:, prompt_tokens:]
     with torch.autocast("cpu", torch.bfloat16):

@@ -68,9 +68,9 @@ class KVPolicyWorkerMixin:
         )
         if taken >= available:
             raise ValueError(
-                f"--kv-policy {self.kv_policy_config.policy} needs {taken} bytes for query "
-                f"windows and tables, which leaves nothing of the {available} bytes for "
-                "the KV cache: lower --max-num-seqs or give more memory"
+                f"query windows and tables of --kv-policy need {taken} bytes and the "
+                f"KV cache gets only {available - taken} of {available}: lower "
+                "--max-num-seqs or give more memory"
             )
         return available - taken
 
