@@ -30,7 +30,7 @@ def model_config() -> Qwen3Config:
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=CONTEXT_TOKENS,
-        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         tie_word_embeddings=True,
         bos_token_id=vocab[BOS],
         eos_token_id=vocab[EOS],
@@ -43,7 +43,38 @@ def model_config() -> Qwen3Config:
 def new_model(seed: int) -> Qwen3ForCausalLM:
     """Returns a model with random float32 weights that depend only on the seed."""
     torch.manual_seed(seed)
-    return Qwen3ForCausalLM(model_config()).float()
+    model = Qwen3ForCausalLM(model_config()).float()
+    add_offset_heads(model)
+    return model
+
+
+@torch.no_grad()
+def add_offset_heads(model: Qwen3ForCausalLM) -> None:
+    """Lets the first KV head start as two heads that look 1 and 2 tokens back.
+
+    Look-ups need such heads, and with normalised queries and keys they form slowly.
+    One embedding dimension gets the same value for all tokens; queries and keys of
+    that head read it into the rotary pairs of highest frequency, the query turned
+    ahead by the offset. Everything stays trainable.
+
+    Args:
+        model: freshly initialised, mutated.
+    """
+    config = model.config
+    size, pairs = config.head_dim, 3
+    model.model.embed_tokens.weight[:, 0] = 0.1
+    attention = model.model.layers[0].self_attn
+    base = config.rope_parameters["rope_theta"]
+    for pair in range(pairs):
+        low, high = pair, pair + size // 2
+        frequency = base ** (-2 * pair / size)
+        attention.k_proj.weight[low, 0] = 0.5
+        for head, offset in ((0, 1), (1, 2)):
+            angle = torch.tensor(-frequency * offset)
+            attention.q_proj.weight[head * size + low, 0] = 0.5 * angle.cos()
+            attention.q_proj.weight[head * size + high, 0] = 0.5 * angle.sin()
+        for norm in (attention.q_norm, attention.k_norm):
+            norm.weight[[low, high]] = 2.0
 
 
 def export_checkpoint(model: Qwen3ForCausalLM, directory: Path, note: dict) -> None:

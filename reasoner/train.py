@@ -381,7 +381,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--first-tokens", type=int, default=3072, help="per step")
     parser.add_argument("--step-tokens", type=int, default=6144, help="per step")
     parser.add_argument("--grow-steps", type=int, default=3000)
-    parser.add_argument("--target", type=float, default=0.9, help="to grow sizes at")
+    parser.add_argument("--target", type=float, default=0.97, help="to grow sizes at")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2, help="one core each")
     parser.add_argument("--report", type=int, default=50, help="steps")

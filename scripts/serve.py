@@ -46,13 +46,13 @@ def build_command(options: argparse.Namespace, device: str) -> list[str]:
     command = [str(VENV / "bin" / "vllm"), "serve", options.model]
     command += ["--host", options.host, "--port", str(options.port)]
     command += ["--served-model-name", served_name(options.model)]
-    command += ["--max-model-len", str(MAX_MODEL_TOKENS)]
     if options.policy not in ("", "none"):
         command += ["--kv-policy", options.policy]
         command += ["--kv-budget", str(options.budget)]
         command += ["--kv-interval", str(options.interval)]
     if options.model == PACKAGED_MODEL:
         command += ["--dtype", "float32"]
+        command += ["--max-model-len", str(MAX_MODEL_TOKENS)]
     if device == "cpu":
         # Eager: compiling costs more seconds at start than a small model gains.
         command += ["--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES)]

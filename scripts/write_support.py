@@ -54,7 +54,8 @@ def _numbers() -> list[str]:
     for key in INTEGER_KEYS:
         name = f"--kv-{key.key}" if key.is_flag else key.key
         default = getattr(KVPolicyConfig, key.field)
-        lines.append(f"| `{name}` | {default} | {key.minimum} | {key.summary} |")
+        shown = "auto" if default is None else default
+        lines.append(f"| `{name}` | {shown} | {key.minimum} | {key.summary} |")
     return [*lines, ""]
 
 

@@ -72,7 +72,8 @@ INTEGER_KEYS = (
         "events_per_step",
         "events_per_step",
         1,
-        "events that one engine step may carry; others wait a step",
+        "events that one engine step may carry, others wait; by default twice what the "
+        "largest batch needs on average, at least 8",
         is_flag=False,
     ),
 )
@@ -98,7 +99,8 @@ class KVPolicyConfig:
         sink_tokens: S, first tokens that are always kept.
         prefill_interval_tokens: tokens between two events inside a prompt; a multiple
             of the block size.
-        events_per_step: events that one engine step may carry.
+        events_per_step: events that one engine step may carry; None for twice what
+            the largest batch needs on average.
         protect_prompt: keep the prompt and let K count generated tokens only; None
             leaves it to the policy.
         options: every option of the policy, defaults and presets filled in.
@@ -114,7 +116,7 @@ class KVPolicyConfig:
     recent_tokens: int = 32
     sink_tokens: int = 4
     prefill_interval_tokens: int = 4096
-    events_per_step: int = 8
+    events_per_step: int | None = None
     protect_prompt: bool | None = None
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     trace_dir: str | None = None
@@ -122,7 +124,9 @@ class KVPolicyConfig:
     def __post_init__(self) -> None:
         info = parse(self.policy)
         for key in INTEGER_KEYS:
-            key.check(getattr(self, key.field))
+            value = getattr(self, key.field)
+            if value is not None or key.field != "events_per_step":
+                key.check(value)
         _check_type("protect_prompt", self.protect_prompt, bool, "true or false")
         _check_type("trace_dir", self.trace_dir, str, "a folder")
         _check_type("policy_config", self.options, Mapping, "a mapping of options")
@@ -251,6 +255,12 @@ class KVPolicyConfig:
         except ValueError as error:
             raise ValueError(f"kv_{error}") from None
         return config
+
+
+def has_policy(vllm_config: Any) -> bool:
+    """Return whether an engine runs with a policy, from its VllmConfig."""
+    additional = vllm_config.additional_config
+    return isinstance(additional, dict) and additional.get(CONFIG_KEY) is not None
 
 
 def _request_keys(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:

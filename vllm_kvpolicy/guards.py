@@ -315,6 +315,12 @@ REFUSALS = (
 )
 
 
+def machine_refusals() -> list[str]:
+    """Return what keeps any policy from running on this installation."""
+    rows = [row for row in REFUSALS if row.by_machine and row.applies(None)]
+    return [f"{row.name}: {row.change}" for row in rows]
+
+
 def refusals(vllm_config: Any) -> list[str]:
     """Return every reason why a policy cannot run, each with what to change.
 

@@ -9,12 +9,13 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from vllm_kvpolicy.protocol import StepCommands
+from vllm_kvpolicy.protocol import CompactEvent
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,11 @@ class Series:
 
 
 SERIES = (
-    Series("events", "counter", "Events: compactions of one request."),
+    Series("events", "counter", "Events carried out: compactions of one request."),
     Series("blocks_returned", "counter", "Superblocks given back to the scheduler."),
     Series("tokens_kept", "counter", "Tokens per KV head kept, summed over events."),
     Series("tokens_dropped", "counter", "Tokens per KV head dropped at events."),
-    Series("event_seconds", "counter", "Seconds that the worker spent in events."),
+    Series("event_seconds", "counter", "Host seconds of the worker in events."),
     Series("local_blocks", "gauge", "Superblocks at and above the frontiers."),
     Series("global_blocks", "gauge", "Superblocks that hold survivors."),
     Series("keep_ratio", "gauge", "Tokens held / tokens computed, live requests."),
@@ -87,35 +88,29 @@ class CounterFile:
 
 
 class EngineCounters:
-    """What the scheduler knows after each step."""
+    """What only the scheduler knows: superblocks, and tokens of live requests."""
 
-    def __init__(self, file: CounterFile, block_size: int) -> None:
+    def __init__(self, file: CounterFile) -> None:
         self.file = file
-        self.block_size = block_size
-        self._next_gauges = 0.0
+        self._next_ratio = 0.0
 
-    def add_events(self, commands: StepCommands) -> None:
-        """Count the events of a step, as the workers were told of them."""
-        for event in commands.events:
-            local = event.position - event.frontier_blocks * self.block_size
-            kept = len(event.dest_blocks) * self.block_size + local
-            dropped_blocks = len(event.source_blocks) - len(event.dest_blocks)
-            self.file.add("events", 1)
-            self.file.add("blocks_returned", dropped_blocks)
-            self.file.add("tokens_kept", kept)
-            self.file.add("tokens_dropped", dropped_blocks * self.block_size)
+    def set_pools(self, pools: tuple[int, int], blocks_returned: int) -> None:
+        """Set the superblocks of all requests.
 
-    def set_pools(self, pools: tuple[int, int]) -> None:
-        """Set how many (local, global) superblocks all requests hold."""
+        Args:
+            pools: (local, global) superblocks held now.
+            blocks_returned: superblocks given back since the start.
+        """
         self.file.set("local_blocks", pools[0])
         self.file.set("global_blocks", pools[1])
+        self.file.set("blocks_returned", blocks_returned)
 
-    def gauges_due(self) -> bool:
-        """Return whether the gauges that need a walk over requests are old."""
+    def ratio_due(self) -> bool:
+        """Return whether the keep ratio, which needs a walk over requests, is old."""
         now = time.monotonic()
-        if now < self._next_gauges:
+        if now < self._next_ratio:
             return False
-        self._next_gauges = now + GAUGE_PERIOD_SECONDS
+        self._next_ratio = now + GAUGE_PERIOD_SECONDS
         return True
 
     def set_keep_ratio(self, held_and_computed: Iterable[tuple[int, int]]) -> None:
@@ -125,6 +120,38 @@ class EngineCounters:
             held += request_held
             computed += request_computed
         self.file.set("keep_ratio", held / computed if computed else 1.0)
+
+
+class WorkerCounters:
+    """What the worker did; it counts the events that it has carried out.
+
+    The scheduler makes the file after the worker has started, so it is opened late.
+    """
+
+    def __init__(self, instance_id: str, block_size: int) -> None:
+        self.instance_id = instance_id
+        self.block_size = block_size
+
+    @cached_property
+    def file(self) -> CounterFile:
+        """The engine's counter file."""
+        return CounterFile(self.instance_id, create=False)
+
+    def add_events(self, events: Sequence[CompactEvent], seconds: float) -> None:
+        """Count a step's events.
+
+        Args:
+            events: what was carried out.
+            seconds: host time; on a GPU the work itself may still be under way.
+        """
+        for event in events:
+            local = event.position - event.frontier_blocks * self.block_size
+            dropped_blocks = len(event.source_blocks) - len(event.dest_blocks)
+            kept = len(event.dest_blocks) * self.block_size + local
+            self.file.add("tokens_kept", kept)
+            self.file.add("tokens_dropped", dropped_blocks * self.block_size)
+        self.file.add("events", len(events))
+        self.file.add("event_seconds", seconds)
 
 
 class Collector:

@@ -18,8 +18,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 
 from vllm_kvpolicy import cli, compat
-from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
-from vllm_kvpolicy.guards import refusals
+from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig, has_policy
+from vllm_kvpolicy.guards import machine_refusals, refusals
 from vllm_kvpolicy.metrics import Collector
 from vllm_kvpolicy.request_guards import check_params, check_request, server_config
 
@@ -224,15 +224,16 @@ def _with_policy(original: Callable) -> Callable:
         if values is None:
             return original(self, *args, **kwargs)
         config = KVPolicyConfig.from_dict(values)
-        _prepare_arguments(self, config)
-        vllm_config = original(self, *args, **kwargs)
         serves_http = _serves_http(args, kwargs)
         needed = PATCHES if serves_http else OFFLINE_PATCHES
-        _finish_config(vllm_config, config, signature_problems(needed))
+        # Other refusals read a VllmConfig that only a known version is sure to have.
+        _refuse(config, machine_refusals() + signature_problems(needed))
+        _prepare_arguments(self, config)
+        vllm_config = original(self, *args, **kwargs)
+        _finish_config(vllm_config, config)
         _wrap(PROCESS_INPUTS, _with_request_check)
         if serves_http:
-            collector = Collector(vllm_config.instance_id, _labels(vllm_config))
-            _wrap(ATTACH_METRICS, lambda attach: _with_collector(attach, collector))
+            _wrap(ATTACH_METRICS, _with_counters)
             _wrap(GENERATE, _with_early_check)
         return vllm_config
 
@@ -247,7 +248,6 @@ def _prepare_arguments(engine_args: Any, config: KVPolicyConfig) -> None:
         config: the parsed policy.
     """
     if engine_args.enable_prefix_caching is None:
-        logger.info("--kv-policy %s: prefix caching is off", config.policy)
         engine_args.enable_prefix_caching = False
     platform = compat.platform_name()
     if engine_args.block_size is None:
@@ -257,27 +257,34 @@ def _prepare_arguments(engine_args: Any, config: KVPolicyConfig) -> None:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
         engine_args.attention_backend = AttentionBackendEnum.TRITON_ATTN
+    logger.info(
+        "--kv-policy %s: prefix caching is off, block size %s, attention backend %s",
+        config.policy,
+        engine_args.block_size,
+        engine_args.attention_backend or "as the platform chooses",
+    )
 
 
-def _finish_config(
-    vllm_config: Any, config: KVPolicyConfig, problems: list[str]
-) -> None:
-    """Refuse what is not supported, then name our classes.
-
-    Args:
-        vllm_config: VllmConfig; changed.
-        config: the parsed policy.
-        problems: reasons known already.
-
-    Raises:
-        ValueError: with every reason at once.
-    """
-    reasons = problems + refusals(vllm_config)
+def _refuse(config: KVPolicyConfig, reasons: list[str]) -> None:
+    """Raise ValueError with every reason at once, if there is any."""
     if reasons:
         lines = "".join(f"\n  - {reason}" for reason in reasons)
         raise ValueError(
             f"--kv-policy {config.policy} is not supported together with:{lines}"
         )
+
+
+def _finish_config(vllm_config: Any, config: KVPolicyConfig) -> None:
+    """Refuse what is not supported, then name our classes.
+
+    Args:
+        vllm_config: VllmConfig; changed.
+        config: the parsed policy.
+
+    Raises:
+        ValueError: with every reason at once.
+    """
+    _refuse(config, refusals(vllm_config))
     config.validate_block_size(vllm_config.cache_config.block_size)
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     parallel.worker_cls = compat.WORKER_CLASSES[parallel.worker_cls]
@@ -341,20 +348,26 @@ def _client_errors() -> Iterator[None]:
         raise KVPolicyRequestError(str(error)) from None
 
 
-def _with_collector(original: Callable, collector: Collector) -> Callable:
+def _with_counters(original: Callable) -> Callable:
     def attach_router(app: Any) -> None:
-        from prometheus_client import generate_latest
+        from prometheus_client import CollectorRegistry, generate_latest
         from starlette.routing import Route
 
         original(app)
         owner, _ = ATTACH_METRICS.resolve()
         registry = owner.get_prometheus_registry()
-        registry.register(collector)
 
         def metrics(request: Any) -> Any:
-            return owner.PrometheusResponse(generate_latest(registry))
+            text = generate_latest(registry)
+            vllm_config = getattr(request.app.state, "vllm_config", None)
+            if vllm_config is not None and has_policy(vllm_config):
+                counters = CollectorRegistry()
+                labels = _labels(vllm_config)
+                counters.register(Collector(vllm_config.instance_id, labels))
+                text += generate_latest(counters)
+            return owner.PrometheusResponse(text)
 
-        # Before vLLM's own route, which would make a registry without the collector.
+        # Before vLLM's own route, which does not know the engine's counters.
         app.routes.insert(0, Route("/metrics", metrics))
 
     return attach_router

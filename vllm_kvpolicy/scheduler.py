@@ -19,7 +19,6 @@ from vllm_kvpolicy.block_manager.planner import Planner
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.metrics import CounterFile, EngineCounters
 from vllm_kvpolicy.policies.registry import parse
-from vllm_kvpolicy.protocol import StepCommands
 
 logger = init_logger("vllm.kv_policy")
 
@@ -33,10 +32,11 @@ class KVPolicySchedulerMixin:
             self.vllm_config.additional_config[CONFIG_KEY]
         )
         policy = parse(self.kv_policy.policy)
-        (manager,) = self.kv_cache_manager.coordinator.single_type_managers
-        if not isinstance(manager, KVPolicyManager):
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        manager = managers[0]
+        if len(managers) != 1 or not isinstance(manager, KVPolicyManager):
             raise TypeError(
-                f"expected one KV cache group with a KVPolicyManager, got {manager!r}"
+                f"expected one KV cache group with a KVPolicyManager, got {managers}"
             )
         self.kv_policy_limits = planner_limits(self.vllm_config, self.kv_policy)
         self.kv_policy_planner = Planner(self.kv_policy_limits)
@@ -45,8 +45,7 @@ class KVPolicySchedulerMixin:
         num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
         logger.info(capacity_line(self.vllm_config, self.kv_policy, num_blocks))
         self.kv_policy_counters = EngineCounters(
-            CounterFile(self.vllm_config.instance_id, create=True),
-            self.kv_policy_limits.block_size,
+            CounterFile(self.vllm_config.instance_id, create=True)
         )
 
     def add_request(self, request: Request) -> None:
@@ -98,14 +97,13 @@ class KVPolicySchedulerMixin:
         )
         scheduler_output.kv_policy = commands
         super()._update_after_schedule(scheduler_output)
-        self._count(commands)
+        self._count()
 
-    def _count(self, commands: StepCommands) -> None:
-        counters = self.kv_policy_counters
-        counters.add_events(commands)
-        counters.set_pools(self.kv_policy_manager.pool_counts())
-        if counters.gauges_due():
-            states = self.kv_policy_planner.states
+    def _count(self) -> None:
+        counters, manager = self.kv_policy_counters, self.kv_policy_manager
+        counters.set_pools(manager.pool_counts(), manager.blocks_returned)
+        states = self.kv_policy_planner.states
+        if counters.ratio_due() or not states:
             counters.set_keep_ratio(
                 (
                     request.num_computed_tokens - states[request_id].dropped_tokens,
@@ -127,7 +125,7 @@ class KVPolicySchedulerMixin:
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         result = super()._free_request(request, *args, **kwargs)
         self.kv_policy_planner.remove(request.request_id)
-        self.kv_policy_counters.set_pools(self.kv_policy_manager.pool_counts())
+        self._count()
         return result
 
 

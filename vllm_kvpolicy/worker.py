@@ -18,13 +18,15 @@ from vllm_kvpolicy.attention.runtime import KVPolicyRuntime
 from vllm_kvpolicy.block_manager.limits import max_blocks_per_request
 from vllm_kvpolicy.block_manager.manager import KVPolicySpec
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
-from vllm_kvpolicy.protocol import NO_COMMANDS
+from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands
 
 logger = init_logger("vllm.kv_policy")
 
 
 class KVPolicyWorkerMixin:
     """Runs events before each forward pass and tells vLLM the true footprint."""
+
+    _has_scheduler = False
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model with our attention backend and attach the runtime to it."""
@@ -57,10 +59,12 @@ class KVPolicyWorkerMixin:
         Raises:
             ValueError: they take all of it.
         """
-        available, taken = (
-            super().determine_available_memory(),
-            self.kv_policy.side_bytes,
-        )
+        available = super().determine_available_memory()
+        is_explicit = self.cache_config.kv_cache_memory_bytes is not None
+        if not is_explicit and self.device.type != "cpu":
+            # vLLM has measured what is in use on the device, this included.
+            return available
+        taken = self.kv_policy.side_bytes
         logger.info(
             "KV policy: %.1f MiB of %.1f MiB for query windows and tables",
             taken / 2**20,
@@ -99,9 +103,22 @@ class KVPolicyWorkerMixin:
 
         runner.prepare_attn = prepare_attn_and_note_rows
 
+    def _commands_of(self, scheduler_output: Any) -> StepCommands:
+        """Return the step's commands; vLLM's own warm-up steps have none.
+
+        Raises:
+            RuntimeError: a step without commands after one with: the scheduler's
+                messages are lost, and blocks are freed that nobody compacted.
+        """
+        commands = getattr(scheduler_output, "kv_policy", None)
+        if commands is None and self._has_scheduler:
+            raise RuntimeError("a step came without the KV policy's commands")
+        self._has_scheduler |= commands is not None
+        return commands or NO_COMMANDS
+
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run the step's events, then the step."""
-        commands = getattr(scheduler_output, "kv_policy", NO_COMMANDS)
+        commands = self._commands_of(scheduler_output)
         gone = scheduler_output.finished_req_ids | (
             scheduler_output.preempted_req_ids or set()
         )
@@ -138,13 +155,25 @@ def layer_refusals(layers: Mapping[str, Any]) -> list[str]:
         "keys and values of another layer": lambda layer: (
             getattr(layer, "kv_sharing_target_layer_name", None) is not None
         ),
+        "a quantised KV cache": lambda layer: layer.kv_cache_dtype != "auto",
+        "another softmax scale or number of heads than the first layer": lambda layer: (
+            _geometry(layer) != _geometry(first)
+        ),
+    }
+    first = next(iter(layers.values()))
+    concerned = {
+        reason: [name for name, layer in layers.items() if applies(layer)]
+        for reason, applies in checks.items()
     }
     return [
-        f"{name} has {reason}"
-        for reason, applies in checks.items()
-        for name, layer in layers.items()
-        if applies(layer)
+        f"{names[0]} has {reason}" + f" ({len(names)} layers)" * (len(names) > 1)
+        for reason, names in concerned.items()
+        if names
     ]
+
+
+def _geometry(layer: Any) -> tuple[float, int, int]:
+    return layer.impl.scale, layer.num_heads, layer.num_kv_heads
 
 
 def _bounded(name: str, spec: Any, limit: int) -> KVPolicySpec:

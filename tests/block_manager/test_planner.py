@@ -195,3 +195,28 @@ def test_two_planners_do_not_meet():
     assert other.finish_step({}) == StepCommands((), ())
     assert other.num_global_blocks == 0
     assert one.num_global_blocks == 2
+
+
+def test_the_order_of_visits_starves_nobody():
+    """More events than a step carries, and always the same requests come first."""
+    num_requests, interval, num_steps = 64, 4, 400
+    limits = PlannerLimits(
+        block_size=16, window_tokens=0, window_slots=0, events_per_step=2
+    )
+    planner = Planner(limits)
+    computed = {f"r{number}": 0 for number in range(num_requests)}
+    for request_id in computed:
+        planner.add(request_id, EventPlan(1, 64, interval, 64), 8, 4)
+    for _ in range(num_steps):
+        scheduled = {}
+        for request_id, position in computed.items():
+            if num_new := planner.clip(request_id, position, 1):
+                scheduled[request_id] = num_new
+                if planner.take_due(request_id):
+                    planner.record(request_id, (1,), (1,), (2,))
+        planner.finish_step(scheduled)
+        for request_id, num_new in scheduled.items():
+            computed[request_id] += num_new
+    slowest, fastest = min(computed.values()), max(computed.values())
+    assert slowest > 68, "the last request never had its first event"
+    assert fastest - slowest <= 2 * interval

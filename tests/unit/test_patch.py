@@ -12,7 +12,7 @@ from vllm.plugins import load_general_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_kvpolicy import patch, plugin
-from vllm_kvpolicy.metrics import Collector, CounterFile
+from vllm_kvpolicy.metrics import CounterFile
 
 load_general_plugins()
 
@@ -151,7 +151,7 @@ def test_asynchronous_scheduling_and_cuda_have_their_own_classes():
     with pytest.MonkeyPatch.context() as context:
         context.setattr(patch, "refusals", lambda config: [])
         parsed = patch.KVPolicyConfig.from_dict(POLICY)
-        patch._finish_config(config, parsed, [])
+        patch._finish_config(config, parsed)
     worker = config.parallel_config.worker_cls
     assert worker == "vllm_kvpolicy.worker_gpu.KVPolicyGPUWorker"
     scheduler = config.scheduler_config.scheduler_cls
@@ -257,22 +257,53 @@ def test_a_streamed_request_is_checked_before_it_streams(policy_config):
 
 
 @pytest.mark.parametrize("several_processes", [False, True])
-def test_metrics_have_our_series(several_processes, tmp_path, monkeypatch):
+def test_metrics_have_the_series_of_their_own_engine(
+    several_processes, tmp_path, monkeypatch
+):
     from fastapi import FastAPI
     from starlette.testclient import TestClient
     from vllm.entrypoints.serve.instrumentator import metrics
 
     if several_processes:
         monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    counters = CounterFile(f"test-{several_processes}", create=True)
-    counters.add("events", 3)
-    collector = Collector(counters.path.stem.removeprefix("vllm-kvpolicy-"), {"e": "0"})
-    app = FastAPI()
+
+    def scrape(instance_id, additional):
+        app = FastAPI()
+        app.state.vllm_config = SimpleNamespace(
+            instance_id=instance_id,
+            additional_config=additional,
+            model_config=SimpleNamespace(served_model_name=instance_id),
+        )
+        patch._with_counters(lambda app: None)(app)
+        return TestClient(app).get("/metrics").text
+
+    assert metrics.PrometheusResponse.media_type.startswith("text/plain")
+    files = {name: CounterFile(name, create=True) for name in ("first", "second")}
     try:
-        patch._with_collector(metrics.attach_router, collector)(app)
-        text = TestClient(app).get("/metrics").text
+        for number, file in enumerate(files.values()):
+            file.add("events", 3 + number)
+        texts = {name: scrape(name, {"kv_policy": POLICY}) for name in files}
+        stock = scrape("first", {})
     finally:
-        counters.remove()
-        if not several_processes:
-            metrics.get_prometheus_registry().unregister(collector)
-    assert 'kvpolicy_events_total{e="0"} 3.0' in text
+        for file in files.values():
+            file.remove()
+    for number, name in enumerate(files):
+        series = (
+            f'kvpolicy_events_total{{engine="0",model_name="{name}"}} {3 + number}.0'
+        )
+        assert series in texts[name]
+        assert texts[name].count("kvpolicy_events_total{") == 1
+    assert "kvpolicy" not in stock
+
+
+def test_an_unknown_version_is_refused_before_anything_is_read(tiny_model, monkeypatch):
+    monkeypatch.setattr(patch.compat, "vllm_version", lambda: "0.31.0")
+
+    def not_reached(*args):
+        raise AttributeError("an attribute that only 0.32 has")
+
+    monkeypatch.setattr(patch, "refusals", not_reached)
+    monkeypatch.setattr(patch, "_prepare_arguments", not_reached)
+    args = engine_args(tiny_model, additional_config={"kv_policy": POLICY})
+    with pytest.raises(ValueError, match=r"install vLLM 0\.32\.x"):
+        args.create_engine_config()

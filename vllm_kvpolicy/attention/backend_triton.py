@@ -1,7 +1,7 @@
 """vLLM's Triton attention with a policy.
 
-Importing this module puts it in place of TRITON_ATTN. Without a policy it behaves as
-the stock backend.
+Importing this module puts it in place of TRITON_ATTN. An engine without a policy in
+the same process gets stock kernels and metadata, over the cache layout named here.
 Process: worker
 """
 

@@ -1,10 +1,14 @@
 """Builders that hand the stock builder physical tables and lengths.
 
-Mixed into a stock metadata builder by attention.backend.
+Mixed into stock metadata builders by attention.backend_cpu and backend_triton.
 Process: worker
 """
 
 from typing import Any
+
+from vllm.v1.attention.backend import AttentionCGSupport
+
+from vllm_kvpolicy.config import has_policy
 
 
 class KVPolicyMetadataBuilderMixin:
@@ -20,6 +24,19 @@ class KVPolicyMetadataBuilderMixin:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layers = vllm_config.compilation_config.static_forward_context
         self.kv_policy = getattr(layers[layer_names[0]], "kv_policy", None)
+
+    @classmethod
+    def get_cudagraph_support(
+        cls, vllm_config: Any, kv_cache_spec: Any
+    ) -> AttentionCGSupport:
+        """Keep attention out of CUDA graphs: a replay would read the logical tables.
+
+        A full graph reads the tensors of its capture, and `physical` makes new ones;
+        nor would a replay save queries. vLLM then captures the pieces in between.
+        """
+        if has_policy(vllm_config):
+            return AttentionCGSupport.NEVER
+        return super().get_cudagraph_support(vllm_config, kv_cache_spec)
 
     def build(
         self,

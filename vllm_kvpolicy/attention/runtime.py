@@ -15,12 +15,13 @@ import torch
 from vllm_kvpolicy.attention.compaction import Compactor
 from vllm_kvpolicy.attention.pages import HeadPages, check_layout
 from vllm_kvpolicy.attention.slots import SlotTable
+from vllm_kvpolicy.attention.staging import to_device
 from vllm_kvpolicy.attention.survivors import SurvivorMemory
 from vllm_kvpolicy.attention.trace import Tracer
 from vllm_kvpolicy.attention.windows import QueryWindows
 from vllm_kvpolicy.block_manager.limits import max_global_blocks, planner_limits
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.metrics import CounterFile
+from vllm_kvpolicy.metrics import WorkerCounters
 from vllm_kvpolicy.policies.factory import build
 from vllm_kvpolicy.protocol import StepCommands
 
@@ -76,7 +77,7 @@ class KVPolicyRuntime:
                 device,
             )
         self.compactor: Compactor
-        self.counters = CounterFile(vllm_config.instance_id, create=True)
+        self.counters = WorkerCounters(vllm_config.instance_id, block_size)
         self.batch_request_ids: Callable[[], Sequence[str]] = tuple
         self._commands: StepCommands | None = None
         for index, layer in enumerate(self.layers):
@@ -121,7 +122,7 @@ class KVPolicyRuntime:
         if commands.events:
             started = time.perf_counter()
             self.compactor.run(commands.events)
-            self.counters.add("event_seconds", time.perf_counter() - started)
+            self.counters.add_events(commands.events, time.perf_counter() - started)
         self._commands = commands
 
     def end_step(self) -> None:
@@ -147,7 +148,7 @@ class KVPolicyRuntime:
         if not len(self.slots):
             return metadata
         rows_host = self.slots.rows(request_ids, metadata.num_reqs)
-        rows = torch.from_numpy(rows_host).to(self.slots.device, non_blocking=True)
+        rows = to_device(rows_host, self.slots.device)
         upper = metadata.seq_lens_cpu_upper_bound.numpy()
         upper = upper - self.slots.dropped_tokens_cpu[rows_host]
         max_seq_len = int(upper.max())

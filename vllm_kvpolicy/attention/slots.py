@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
+from vllm_kvpolicy.attention.staging import to_device
 from vllm_kvpolicy.protocol import CompactEvent
 
 
@@ -91,11 +92,8 @@ class SlotTable:
     def to_device(
         self, values: Sequence[int] | Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        """Copy host integers to the device as int64 without waiting for it."""
-        host = torch.tensor(values, dtype=torch.int64)
-        if self.device.type == "cpu":
-            return host
-        return host.pin_memory().to(self.device, non_blocking=True)
+        """Copy host integers to the tables' device as int64, without waiting."""
+        return to_device(values, self.device)
 
     def physical_tables(
         self, rows: torch.Tensor, block_table: torch.Tensor, width: int

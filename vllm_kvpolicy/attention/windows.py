@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from vllm_kvpolicy.attention.staging import to_device
 from vllm_kvpolicy.protocol import WindowCapture
 
 
@@ -65,8 +66,8 @@ class QueryWindows:
             targets.append(np.arange(target, target + capture.num_tokens))
         if tokens:
             device = self.rows.device
-            self._tokens = torch.from_numpy(np.concatenate(tokens)).to(device)
-            self._targets = torch.from_numpy(np.concatenate(targets)).to(device)
+            self._tokens = to_device(np.concatenate(tokens), device)
+            self._targets = to_device(np.concatenate(targets), device)
 
     def forget_plan(self) -> None:
         """Capture nothing until the next `plan`."""

@@ -19,19 +19,20 @@ from vllm_kvpolicy.policies.registry import parse
 def planner_limits(vllm_config: Any, config: KVPolicyConfig) -> PlannerLimits:
     """Return window and event limits of an engine.
 
-    Window slots: a request needs one in the last W of every I steps, so a share of
-    2 W / I of all requests, at least 8, is enough for all but unlucky coincidences,
-    and those wait a step.
+    A request needs a window slot in the last W of every I steps, and has one event in
+    I steps. Twice these shares of the largest batch, at least 8, are enough for all but
+    unlucky coincidences, and those wait a step.
     """
     info = parse(config.policy)
     max_num_seqs = vllm_config.scheduler_config.max_num_seqs
     window_tokens = info.window_tokens(config.options)
-    share = -(-2 * max_num_seqs * window_tokens // config.interval_tokens)
+    slots_share = -(-2 * max_num_seqs * window_tokens // config.interval_tokens)
+    events_share = -(-2 * max_num_seqs // config.interval_tokens)
     return PlannerLimits(
         block_size=vllm_config.cache_config.block_size,
         window_tokens=window_tokens,
-        window_slots=min(max_num_seqs, max(8, share)) if window_tokens else 0,
-        events_per_step=config.events_per_step,
+        window_slots=min(max_num_seqs, max(8, slots_share)) if window_tokens else 0,
+        events_per_step=config.events_per_step or max(8, events_share),
         keeps_all=info.keeps_all,
     )
 

@@ -6,6 +6,7 @@ Process: engine
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 from vllm_kvpolicy.block_manager.events import EventPlan, Footprint
 from vllm_kvpolicy.protocol import CompactEvent, StepCommands, WindowCapture
@@ -83,7 +84,11 @@ class Planner:
     _free_slots: list[int] = field(default_factory=list)
     _windows: dict[str, RequestState] = field(default_factory=dict)
     _events: dict[str, CompactEvent] = field(default_factory=dict)
-    _due_count: int = 0
+    _num_due: int = 0
+    # Requests whose event waits for a step with room, longest first, and those of them
+    # that the next step has room for.
+    _late: dict[str, None] = field(default_factory=dict)
+    _invited: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         self._free_slots = list(range(self.limits.window_slots))
@@ -104,6 +109,7 @@ class Planner:
             return
         self._close_window(request_id, state)
         self._events.pop(request_id, None)
+        self._late.pop(request_id, None)
         self.num_global_blocks -= state.global_blocks
         self.states[request_id] = RequestState(state.footprint, state.sinks)
 
@@ -129,11 +135,10 @@ class Planner:
             state.target = events.next_event(computed)
         target = state.target
         if target == computed:
-            if self._due_count >= self.limits.events_per_step:
+            if not self._has_room_for(request_id):
                 return 0
             target = events.next_event(computed + 1)
             state.due = True
-            self._due_count += 1
         num_new = min(num_new, target - computed)
         window_start = target - self.limits.window_tokens
         if self.limits.window_tokens and computed + num_new > window_start:
@@ -203,14 +208,31 @@ class Planner:
                 "them; their superblocks are lost"
             )
         commands = StepCommands(tuple(self._events.values()), tuple(captures))
+        for request_id in self._events:
+            self._late.pop(request_id, None)
+        self._invited = frozenset(islice(self._late, self.limits.events_per_step))
         self._events = {}
-        self._due_count = 0
+        self._num_due = 0
         return commands
 
     def peak_blocks(self, request_id: str, num_tokens: int) -> int | None:
         """Return the most superblocks the request holds up to `num_tokens` tokens."""
         state = self.states.get(request_id)
         return None if state is None else state.footprint.peak_blocks(num_tokens)
+
+    def _has_room_for(self, request_id: str) -> bool:
+        """Return whether this step may carry the request's event.
+
+        Requests that have waited longest are invited; others get what those leave, so
+        that the order in which vLLM visits requests starves nobody.
+        """
+        if request_id in self._invited:
+            return True
+        if self._num_due + len(self._invited) >= self.limits.events_per_step:
+            self._late[request_id] = None
+            return False
+        self._num_due += 1
+        return True
 
     # -- query windows ------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Move kept tokens to their places, head by head.
 
-Called by attention.compaction, once per layer with all events of a step.
+Called by attention.compaction, for keys and values of each layer with a batch
+of events.
 Process: worker
 """
 

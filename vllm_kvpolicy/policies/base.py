@@ -1,6 +1,6 @@
 """The contract between the worker and a policy: what an event sees and what it decides.
 
-Called by attention.runtime, once per group of events that share a budget.
+Called by attention.compaction, once per group of events that share a budget.
 Process: worker
 
 Axes used everywhere: E events (one request each), L layers, H KV heads, G query heads

@@ -1,6 +1,6 @@
 """A policy made of a scorer and an allocator.
 
-Called by policies.factory, which builds it, and by attention.runtime, which uses it.
+Called by policies.factory, which builds it, and by attention.compaction, which uses it.
 Process: worker
 """
 

@@ -1,6 +1,6 @@
 """Test policies that drop nothing: `identity` and `holes` only move tokens.
 
-Called by attention.runtime in tests. Output must stay that of stock vLLM, token for
+Called by attention.compaction in tests. Output must stay that of stock vLLM, token for
 token, although nearly every token changes its place.
 Process: worker
 

@@ -1,0 +1,87 @@
+"""What the worker refuses, and what it believes, before a model runs."""
+
+from types import SimpleNamespace
+
+import pytest
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.registry import (
+    _ATTN_OVERRIDES,
+    AttentionBackendEnum,
+)
+
+from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands
+from vllm_kvpolicy.worker import KVPolicyWorkerMixin, layer_refusals
+
+
+def layer(**changes):
+    """An attention layer that is fine but for `changes`."""
+    backend = SimpleNamespace(keys_are_columns=False)
+    impl = SimpleNamespace(
+        alibi_slopes=None, logits_soft_cap=0, sinks=None, scale=changes.pop("scale", 1)
+    )
+    for name in ("alibi_slopes", "logits_soft_cap", "sinks"):
+        setattr(impl, name, changes.pop(name, getattr(impl, name)))
+    values = {
+        "attn_backend": backend,
+        "impl": impl,
+        "kv_sharing_target_layer_name": None,
+        "kv_cache_dtype": "auto",
+        "num_heads": 4,
+        "num_kv_heads": 2,
+    }
+    return SimpleNamespace(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"attn_backend": SimpleNamespace()}, "another attention backend"),
+        ({"alibi_slopes": [0.5]}, "ALiBi"),
+        ({"logits_soft_cap": 30.0}, "a cap on attention logits"),
+        ({"sinks": [0.1]}, "learned attention sinks"),
+        ({"kv_sharing_target_layer_name": "a"}, "keys and values of another layer"),
+        ({"kv_cache_dtype": "fp8"}, "a quantised KV cache"),
+        ({"scale": 0.5}, "another softmax scale"),
+        ({"num_heads": 8}, "another softmax scale or number of heads"),
+    ],
+)
+def test_a_layer_that_scores_would_get_wrong_is_refused(changes, reason):
+    layers = {"a": layer(), "b": layer(**changes), "c": layer(**changes)}
+    (found,) = layer_refusals(layers)
+    assert found.startswith(f"b has {reason}") and found.endswith("(2 layers)")
+
+
+def test_plain_layers_are_fine_and_none_are_not():
+    assert layer_refusals({"a": layer(), "b": layer()}) == []
+    assert layer_refusals({}) == ["no attention layers were found in the model"]
+
+
+def test_lost_commands_stop_the_worker():
+    worker = KVPolicyWorkerMixin()
+    warm_up, step = SimpleNamespace(), SimpleNamespace(kv_policy=StepCommands((), ()))
+    assert worker._commands_of(warm_up) == NO_COMMANDS
+    assert worker._commands_of(step) == step.kv_policy
+    with pytest.raises(RuntimeError, match="without the KV policy's commands"):
+        worker._commands_of(warm_up)
+
+
+def test_full_cuda_graphs_are_for_engines_without_a_policy():
+    """A replay would read the tables of its capture; see the builder's docstring."""
+    before = dict(_ATTN_OVERRIDES)
+    try:
+        from vllm_kvpolicy.attention import backend_triton
+
+        chosen = AttentionBackendEnum.TRITON_ATTN.get_class()
+        assert chosen is backend_triton.KVPolicyTritonBackend
+        builder = chosen.get_builder_cls()
+        stock = builder.__mro__[2]
+        for additional, expected in (
+            ({"kv_policy": {"policy": "tova"}}, AttentionCGSupport.NEVER),
+            ({}, stock._cudagraph_support),
+        ):
+            config = SimpleNamespace(additional_config=additional)
+            assert builder.get_cudagraph_support(config, None) is expected
+        assert stock._cudagraph_support is not AttentionCGSupport.NEVER
+    finally:
+        _ATTN_OVERRIDES.clear()
+        _ATTN_OVERRIDES.update(before)
