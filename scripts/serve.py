@@ -46,7 +46,7 @@ def build_command(options: argparse.Namespace, device: str) -> list[str]:
     command = [str(VENV / "bin" / "vllm"), "serve", options.model]
     command += ["--host", options.host, "--port", str(options.port)]
     command += ["--served-model-name", served_name(options.model)]
-    if options.policy not in ("", "none"):
+    if has_policy(options):
         command += ["--kv-policy", options.policy]
         command += ["--kv-budget", str(options.budget)]
         command += ["--kv-interval", str(options.interval)]
@@ -58,6 +58,11 @@ def build_command(options: argparse.Namespace, device: str) -> list[str]:
         command += ["--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES)]
         command += ["--enforce-eager"]
     return command + options.extra
+
+
+def has_policy(options: argparse.Namespace) -> bool:
+    """Say whether the server gets a policy; `POLICY=none` is stock vLLM."""
+    return options.policy not in ("", "none")
 
 
 def served_name(model: str) -> str:
@@ -85,7 +90,11 @@ def wait_and_explain(options: argparse.Namespace, server_pid: int) -> None:
                 root=root,
                 url=f"{root}/v1",
                 name=served_name(options.model),
-                policy=f"policy {options.policy}, budget {options.budget}",
+                policy=(
+                    f"policy {options.policy}, budget {options.budget}"
+                    if has_policy(options)
+                    else "no policy"
+                ),
                 prompt=example_prompt(options.model),
             ),
             flush=True,

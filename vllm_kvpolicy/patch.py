@@ -40,14 +40,12 @@ class Patch:
     Args:
         target: "module:attribute.path".
         parameters: the names that its signature must have.
-        always: wrapped in every process, not only with a policy.
         why: what vLLM has no hook for.
         remove_when: what would make the wrap unnecessary.
     """
 
     target: str
     parameters: tuple[str, ...]
-    always: bool
     why: str
     remove_when: str
 
@@ -69,21 +67,18 @@ class Patch:
 ADD_CLI_ARGS = Patch(
     "vllm.engine.arg_utils:EngineArgs.add_cli_args",
     ("parser",),
-    True,
     "plugins cannot add flags",
     "vLLM calls plugins with the parser",
 )
 FROM_CLI_ARGS = Patch(
     "vllm.engine.arg_utils:EngineArgs.from_cli_args",
     ("args",),
-    True,
     "only fields of EngineArgs are read from the command line",
     "vLLM calls plugins with the parsed command line",
 )
 CREATE_ENGINE_CONFIG = Patch(
     "vllm.engine.arg_utils:EngineArgs.create_engine_config",
     ("self", "usage_context", "headless"),
-    True,
     "the last place where arguments can change and the first with a whole VllmConfig",
     "vLLM calls plugins with the VllmConfig",
 )
@@ -105,7 +100,6 @@ PROCESS_INPUTS = Patch(
         "session_id",
         "kv_hints",
     ),
-    False,
     "vllm_xargs are not validated by anyone before they reach the engine",
     "vLLM validates vllm_xargs with a hook of the scheduler class or of a plugin",
 )
@@ -127,14 +121,12 @@ GENERATE = Patch(
         "reasoning_ended",
         "reasoning_parser_kwargs",
     ),
-    False,
     "a streamed answer has its status before its request is prepared",
     "as for process_inputs",
 )
 ATTACH_METRICS = Patch(
     "vllm.entrypoints.serve.instrumentator.metrics:attach_router",
     ("app",),
-    False,
     "where several API servers run, /metrics reads only what processes of vLLM wrote",
     "vLLM lets plugins register collectors",
 )

@@ -81,9 +81,8 @@ def test_keeps_the_budget_and_the_must_keep_set(name: str) -> None:
 def test_declares_what_the_registry_says(name: str) -> None:
     policy, info = factory.build(name), registry.parse(name)
     assert policy.window_tokens == info.window_tokens({})
-    assert policy.needs_keys == info.needs_keys
     assert policy.has_credit == info.has_credit
-    assert info.needs_queries == (policy.window_tokens > 0)
+    assert policy.needs_keys == (policy.window_tokens > 0)
     assert info.summary and info.source
 
 

@@ -93,11 +93,12 @@ AMS_PRESETS: dict[str, dict[str, Any]] = {
         "suffix_pad": "max",
     },
 }
+_DEFAULT = AMS_PRESETS["default"]
 # Table 15 as it stands; the paper leaves the number of recent tokens open.
-AMS_PRESETS["paper"] = {**AMS_PRESETS["default"], "window": 128}
+AMS_PRESETS["paper"] = {**_DEFAULT, "window": 128}
 # The defaults of the authors' evaluation registry.
 AMS_PRESETS["code"] = {
-    **AMS_PRESETS["default"],
+    **_DEFAULT,
     "segment_mass": 0.02,
     "min_segment": 32,
     "max_segment": 1024,
@@ -107,15 +108,26 @@ AMS_PRESETS["code"] = {
 }
 
 WINDOW = Param(
-    "window", "int", 32, "queries in the attention window, tokens", 1, maximum=1024
+    "window",
+    "int",
+    _DEFAULT["window"],
+    "queries in the attention window, tokens",
+    1,
+    maximum=1024,
 )
 POOL_KERNEL = Param(
-    "pool_kernel", "int", 5, "neighbours averaged over, tokens", 1, 255, odd=True
+    "pool_kernel",
+    "int",
+    _DEFAULT["pool_kernel"],
+    "neighbours averaged over, tokens",
+    1,
+    255,
+    odd=True,
 )
 # Fields of AMSConfig that the server sets through --kv-sinks and --kv-recent.
 _MUST_KEEP_PARAMS = (
-    Param("sinks", "int", 4, "first tokens always kept"),
-    Param("recent", "int", 32, "newest tokens always kept"),
+    Param("sinks", "int", _DEFAULT["sinks"], "first tokens always kept"),
+    Param("recent", "int", _DEFAULT["recent"], "newest tokens always kept"),
 )
 AMS_PARAMS = (
     Param(
@@ -125,31 +137,53 @@ AMS_PARAMS = (
         "values of the keys that are not given",
         choices=tuple(AMS_PRESETS),
     ),
-    Param("segment_mass", "float", 0.1, "mass between cuts", 0.001, 1.0, open_end=True),
-    Param("min_segment", "int", 16, "shorter segments are merged, tokens", 1),
+    Param(
+        "segment_mass",
+        "float",
+        _DEFAULT["segment_mass"],
+        "mass between cuts",
+        0.001,
+        1.0,
+        open_end=True,
+    ),
+    Param(
+        "min_segment",
+        "int",
+        _DEFAULT["min_segment"],
+        "shorter segments are merged, tokens",
+        1,
+    ),
     Param(
         "max_segment",
         "int",
-        256,
+        _DEFAULT["max_segment"],
         "longer segments are split, tokens",
         1,
         at_least="min_segment",
     ),
-    Param("min_quota", "int", 1, "tokens that each segment may keep"),
     Param(
-        "ema_decay", "float", 0.9, "old credit left by an event", 0, 1, open_end=True
+        "min_quota", "int", _DEFAULT["min_quota"], "tokens that each segment may keep"
     ),
-    Param("ema_mix", "float", 0.9, "share of the current mass", 0, 1),
+    Param(
+        "ema_decay",
+        "float",
+        _DEFAULT["ema_decay"],
+        "old credit left by an event",
+        0,
+        1,
+        open_end=True,
+    ),
+    Param("ema_mix", "float", _DEFAULT["ema_mix"], "share of the current mass", 0, 1),
     WINDOW,
     POOL_KERNEL,
     Param(
         "suffix_pad",
         "choice",
-        "max",
+        _DEFAULT["suffix_pad"],
         "mass of each of the newest `window` tokens",
         choices=("max", "mean", "none"),
     ),
-    Param("parity", "bool", False, "follow the authors' code literally"),
+    Param("parity", "bool", _DEFAULT["parity"], "follow the authors' code literally"),
 )
 _RANGES = {param.name: param for param in AMS_PARAMS + _MUST_KEEP_PARAMS}
 

@@ -146,16 +146,6 @@ class PolicyInfo:
         """Whether an event drops nothing; only test policies do that."""
         return self.is_test
 
-    @property
-    def needs_queries(self) -> bool:
-        """Whether query windows have to be captured."""
-        return self.default_window_tokens > 0
-
-    @property
-    def needs_keys(self) -> bool:
-        """Whether an event has to gather the cached keys."""
-        return self.default_window_tokens > 0
-
     def window_tokens(self, options: Options) -> int:
         """Queries captured before an event, given resolved options."""
         return options.get("window", self.default_window_tokens)

@@ -7,7 +7,9 @@ Source: TOVA (arXiv 2401.06104) section 3.2, layer-wise variant;
 https://github.com/NVIDIA/kvpress/blob/main/kvpress/presses/tova_press.py.
 Deviations: the newest token gets the highest score of its row, so that it stays even
 if nothing is set to stay (as kvpress, which adds 1 to it in later versions); selection
-once per event instead of after every token.
+once per event instead of after every token. The mean goes by cache index, as kvpress'
+does: under an allocator that lets the heads of a layer keep different tokens (ams), one
+index names different tokens in different heads.
 """
 
 from collections.abc import Mapping
