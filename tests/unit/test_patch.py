@@ -43,9 +43,9 @@ def test_the_table_holds_against_this_vllm():
 
 def test_a_changed_signature_is_found():
     changed = patch.Patch(
-        "vllm.engine.arg_utils:EngineArgs.add_cli_args", ("x",), True, "", ""
+        "vllm.engine.arg_utils:EngineArgs.add_cli_args", ("x",), "", ""
     )
-    gone = patch.Patch("vllm.engine.arg_utils:EngineArgs.nothing", (), True, "", "")
+    gone = patch.Patch("vllm.engine.arg_utils:EngineArgs.nothing", (), "", "")
     problems = patch.signature_problems((changed, gone))
     assert "takes parser, expected x" in problems[0]
     assert "vLLM has no vllm.engine.arg_utils:EngineArgs.nothing" in problems[1]
