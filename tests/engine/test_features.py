@@ -130,13 +130,6 @@ def test_answers_of_one_request(tiny_model: Path, policy: str) -> None:
         assert not engine.scheduler.kv_policy_planner.states
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=RuntimeError,
-    reason="KNOWN BUG, ends the engine: vLLM's CPU runner rewinds a seeded request's "
-    "generator when a step computes only part of its prompt or of what it computes "
-    "again, and CPU generators cannot rewind. Events cut both into parts.",
-)
 @pytest.mark.parametrize("length, reset_step", [(150, None), (60, 150)])
 def test_a_seed_survives_cut_steps(
     tiny_model: Path, length: int, reset_step: int | None
