@@ -9,10 +9,9 @@ continues an interrupted run from its last saved state.
 """
 
 import argparse
-import math
 import random
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -20,75 +19,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AttentionInterface, Qwen3ForCausalLM
 
+from reasoner.curriculum import LARGEST, Progress, pick_size
 from reasoner.model import export_checkpoint, new_model
 from reasoner.problems import generate
 from reasoner.tokenizer import ASSISTANT, EOS, chat_prompt, encode, vocabulary
-
-FIRST_TRAINING_SEED = 1 << 40
-"""Training problems use this seed and later ones, evaluation uses earlier ones."""
 
 END_TOKENS, END_WEIGHT = 8, 5.0
 """The last question and the answer count more: few tokens that decide everything."""
 MAX_POSITION = 1300
 """Positions that gaps between lines may reach in training."""
-LARGEST = {"recall": 170, "copy": 115, "hot": 115, "sub": 80}
-"""Final size of each family, in lines."""
-WEIGHTS = {"recall": 0.4, "copy": 0.45, "hot": 0.05, "sub": 0.1}
-"""Share of steps that each family gets."""
-
-
-@dataclass
-class Ladder:
-    """How far the curriculum has come in one family.
-
-    Attributes:
-        lines: present largest size.
-        right: moving average of the share of completion tokens that the model
-            predicts at the top sizes.
-        tried: steps at the top sizes since the size last grew.
-    """
-
-    lines: int = 4
-    right: float = 0.0
-    tried: int = 0
-
-    def record(self, lines: int, share: float, largest: int, target: float) -> None:
-        """Takes the result of one step and grows the size when it is solved."""
-        if lines < 0.8 * self.lines:
-            return
-        self.tried += 1
-        self.right += (share - self.right) / min(self.tried, 4)
-        if self.tried >= 6 and self.right >= target and self.lines < largest:
-            self.lines = min(largest, 2 * self.lines)
-            self.right, self.tried = 0.0, 0
-
-
-@dataclass
-class Progress:
-    """Everything about a run that is not a tensor; saved with the weights."""
-
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    next_seed: int = FIRST_TRAINING_SEED
-    ladders: dict[str, Ladder] = field(
-        default_factory=lambda: {name: Ladder() for name in LARGEST}
-    )
-
-    @classmethod
-    def from_dict(cls, saved: dict) -> "Progress":
-        """Reads what ``dataclasses.asdict`` wrote."""
-        ladders = {name: Ladder(**row) for name, row in saved["ladders"].items()}
-        return cls(**{**saved, "ladders": ladders})
-
-
-def pick_size(rng: random.Random, progress: Progress) -> tuple[str, int]:
-    """Draws the family and the size of the next batch, half of them near the top."""
-    family = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
-    top = progress.ladders[family].lines
-    if rng.random() < 0.5:
-        return family, rng.randint(math.ceil(0.8 * top), top)
-    return family, round(math.exp(rng.uniform(math.log(3), math.log(top))))
 
 
 def make_batch(
@@ -373,8 +312,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--run", type=Path, required=True, help="folder of the state")
     parser.add_argument("--export", type=Path, help="checkpoint folder to replace")
-    parser.add_argument("--steps", type=int, default=6000)
-    parser.add_argument("--decay", type=int, default=1200, help="steps of decay")
+    parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument("--decay", type=int, default=900, help="steps of decay")
     parser.add_argument("--warmup", type=int, default=100, help="steps")
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--muon-lr", type=float, default=6e-3, help="0: AdamW only")

@@ -24,9 +24,9 @@ class KVPolicyCPUWorker(KVPolicyWorkerMixin, CPUWorker):
         generators cannot do: the engine would end. Events cut prompts and
         recomputations into such steps. A generator that is not used needs no rewinding.
         """
-        if self.use_v2_model_runner:
-            return super().sample_tokens(grammar_output)
         runner = self.model_runner
+        if self.use_v2_model_runner or not runner.input_batch.generators:
+            return super().sample_tokens(grammar_output)
         generators = runner.input_batch.generators
         is_partial = runner.discard_request_mask.np[: runner.input_batch.num_reqs]
         rows = [int(row) for row in np.flatnonzero(is_partial) if row in generators]

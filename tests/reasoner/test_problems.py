@@ -5,6 +5,13 @@ import re
 
 import pytest
 
+from reasoner.curriculum import (
+    FIRST_TRAINING_SEED,
+    LARGEST,
+    Ladder,
+    Progress,
+    pick_size,
+)
 from reasoner.evaluate import CacheRule, wilson
 from reasoner.problems import (
     FAMILIES,
@@ -15,14 +22,7 @@ from reasoner.problems import (
     is_correct,
 )
 from reasoner.tokenizer import EOS, UNK, chat_prompt, encode, vocabulary
-from reasoner.train import (
-    FIRST_TRAINING_SEED,
-    LARGEST,
-    Ladder,
-    Progress,
-    make_batch,
-    pick_size,
-)
+from reasoner.train import make_batch, spread_positions
 
 SIZES = (1, 2, 3, 5, 8, 20, 75)
 
@@ -157,6 +157,18 @@ def test_sizes_stay_within_the_curriculum():
     assert {family for family, _ in drawn} == set(LARGEST)
     assert max(lines for family, lines in drawn if family == "sub") == 20
     assert max(lines for family, lines in drawn if family == "copy") == 4
+
+
+def test_spread_positions_ascend_and_leave_the_prompt_alone():
+    ids, prompt_tokens = make_batch("copy", 12, 4000, FIRST_TRAINING_SEED)
+    positions = spread_positions(ids, seed=1)
+    steps = positions.diff(dim=1)
+    assert steps.min() == 1
+    assert (steps[:, : prompt_tokens - 2] == 1).all()
+    assert positions.max() <= 1300
+    gapped = (steps > 1).any(1).float().mean()
+    assert 0.2 < gapped < 0.6
+    assert steps.max() > 100
 
 
 def test_streaming_mask_keeps_sinks_and_recent_tokens():

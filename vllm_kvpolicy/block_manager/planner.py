@@ -9,7 +9,12 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from vllm_kvpolicy.block_manager.events import EventPlan, Footprint
-from vllm_kvpolicy.protocol import CompactEvent, StepCommands, WindowCapture
+from vllm_kvpolicy.protocol import (
+    NO_COMMANDS,
+    CompactEvent,
+    StepCommands,
+    WindowCapture,
+)
 
 NO_SLOT = -1
 
@@ -189,6 +194,9 @@ class Planner:
             num_scheduled: tokens per request that vLLM really scheduled; events of
                 requests that were preempted after their event are already forgotten.
         """
+        if not (self._windows or self._events or self._late):
+            self._invited, self._num_due = frozenset(), 0
+            return NO_COMMANDS
         captures = []
         for request_id, state in list(self._windows.items()):
             num_tokens = num_scheduled.get(request_id, 0)
