@@ -65,6 +65,26 @@ def has_policy(options: argparse.Namespace) -> bool:
     return options.policy not in ("", "none")
 
 
+def check_policy(options: argparse.Namespace, device: str) -> None:
+    """Refuse bad numbers at once, not after vLLM's imports.
+
+    Args:
+        options: the parsed command line of this script.
+        device: `cpu` or `cuda`.
+
+    Raises:
+        ValueError: naming the key, the value and what is valid.
+    """
+    from vllm_kvpolicy.compat import BLOCK_TOKENS
+    from vllm_kvpolicy.config import KVPolicyConfig
+
+    numbers = {"budget": options.budget, "interval": options.interval}
+    values = {key: int(v) if v.isdigit() else v for key, v in numbers.items()}
+    config = KVPolicyConfig.from_dict({"policy": options.policy, **values})
+    if not any(word.startswith("--block-size") for word in options.extra):
+        config.validate_block_size(BLOCK_TOKENS[device])
+
+
 def served_name(model: str) -> str:
     """Return the name under which clients ask for `model`."""
     return PACKAGED_NAME if model == PACKAGED_MODEL else model
@@ -134,7 +154,14 @@ def main() -> int:
             file=sys.stderr,
         )
         return 1
-    command = build_command(options, choose_lock())
+    device = choose_lock()
+    if has_policy(options):
+        try:
+            check_policy(options, device)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 1
+    command = build_command(options, device)
     if folder.is_dir():
         os.environ["HF_HUB_OFFLINE"] = "1"
     print("starting:", " ".join(command), flush=True)

@@ -17,7 +17,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "support.md"
 
 def render() -> str:
     """Return the whole page."""
-    return "\n".join([*_head(), *_policies(), *_numbers(), *_refusals()]) + "\n"
+    sections = _head(), _policies(), _options(), _numbers(), _refusals()
+    return "\n".join(line for section in sections for line in section) + "\n"
 
 
 def _head() -> list[str]:
@@ -38,6 +39,29 @@ def _policies() -> list[str]:
     for name in names():
         info = parse(name)
         lines.append(f"| `{name}` | {info.summary} | {info.source} |")
+    return [*lines, ""]
+
+
+def _options() -> list[str]:
+    """Return the options of each policy, with the values of each preset."""
+    lines = [
+        "## Options",
+        "",
+        "Keys of `--kv-policy-config`. A policy's query window may not be longer than "
+        "the interval.",
+        "",
+        "| key | default | policies | meaning |",
+        "|---|---|---|---|",
+    ]
+    infos = [parse(name) for name in names()]
+    params = {param.name: param for info in infos for param in info.params}
+    for key, param in params.items():
+        users = ", ".join(f"`{info.name}`" for info in infos if param in info.params)
+        lines.append(f"| `{key}` | {param.default} | {users} | {param.summary} |")
+    presets = {name: values for info in infos for name, values in info.presets.items()}
+    for name, values in presets.items():
+        shown = ", ".join(f"{k} {v}" for k, v in values.items() if k in params)
+        lines += ["", f"Preset `{name}`: {shown}."]
     return [*lines, ""]
 
 

@@ -93,6 +93,7 @@ class EngineCounters:
     def __init__(self, file: CounterFile) -> None:
         self.file = file
         self._next_ratio = 0.0
+        self.set_keep_ratio(())
 
     def set_pools(self, pools: tuple[int, int], blocks_returned: int) -> None:
         """Set the superblocks of all requests.
