@@ -3,8 +3,9 @@
     python -m benchmarks.accuracy --policies full streaming tova snapkv ams-tova \
         --budgets 96 128 192 --tasks recall:60 copy:40 --n 200 --out accuracy.jsonl
 
-One server per policy and budget, one after the other; `full` is vLLM without a policy
-and has no budget. The output file has a first line with the settings and one line per
+One server per budget and tier (heads of equal or of own lengths), one after the other;
+requests name their policies. `full` is vLLM without a policy and has no budget. The
+output file has a first line with the settings and one line per
 problem. Run again with the same settings, it goes on where the file ends. A summary
 goes to standard output and to OUT.summary.json.
 """
@@ -16,6 +17,7 @@ import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from benchmarks.workload import block_bytes
 from reasoner.evaluate import parse_task, wilson
 from reasoner.problems import Problem, generate, is_correct
 from reasoner.tokenizer import encode
+from vllm_kvpolicy.policies.registry import parse
 
 FULL = "full"
 CONCURRENCY = 16
@@ -43,15 +46,17 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Setup:
-    """One server: a policy with its budget in tokens, None for FULL."""
+    """One server: its policies with their budget in tokens, None for FULL."""
 
-    policy: str
+    policies: tuple[str, ...]
     budget: int | None
 
     @property
     def label(self) -> str:
-        """Name of the server in tables and of its log."""
-        return self.policy if self.budget is None else f"{self.policy}-{self.budget}"
+        """Name of the server in its log."""
+        if self.budget is None:
+            return FULL
+        return f"{self.policies[0]}-and-{len(self.policies) - 1}-more-{self.budget}"
 
     def arguments(self, args: argparse.Namespace) -> list[str]:
         """Return what follows `vllm serve`: every request has room at full length."""
@@ -66,9 +71,29 @@ class Setup:
         words += ["--num-gpu-blocks-override", str(blocks)]
         words += ["--no-enable-prefix-caching"]
         if self.budget is not None:
-            words += ["--kv-policy", self.policy, "--kv-budget", str(self.budget)]
+            first, *others = self.policies
+            config = self.config(args) | {"allow": others}
+            words += ["--kv-policy", first, "--kv-budget", str(self.budget)]
             words += ["--kv-interval", str(args.interval)]
+            words += ["--kv-policy-config", json.dumps(config)]
         return words
+
+    def config(self, args: argparse.Namespace) -> Line:
+        """Return those of the given options that a policy of this server knows."""
+        known = {param.name for name in self.policies for param in parse(name).params}
+        return {key: v for key, v in args.policy_config.items() if key in known}
+
+
+def setups_of(policies: Sequence[str], budgets: Sequence[int]) -> list[Setup]:
+    """Return the servers of a run: FULL, then one per budget and tier."""
+    tiers: dict[bool, list[str]] = {}
+    for name in policies:
+        if name != FULL:
+            tiers.setdefault(parse(name).ragged, []).append(name)
+    full = [Setup((FULL,), None)] if FULL in policies else []
+    return full + [
+        Setup(tuple(names), budget) for budget in budgets for names in tiers.values()
+    ]
 
 
 def output_limit(problem: Problem) -> int:
@@ -77,9 +102,18 @@ def output_limit(problem: Problem) -> int:
 
 
 async def ask(
-    session: aiohttp.ClientSession, problem: Problem, max_tokens: int
+    session: aiohttp.ClientSession,
+    problem: Problem,
+    max_tokens: int,
+    policy: str | None,
 ) -> Line:
     """Send one problem, greedily decoded, and judge the answer.
+
+    Args:
+        session: on the server.
+        problem: what to ask.
+        max_tokens: of the answer.
+        policy: to name in the request, None for a server that has none.
 
     Returns:
         The part of an output line that depends on the answer.
@@ -93,6 +127,8 @@ async def ask(
         "temperature": 0,
         "max_tokens": max_tokens,
     }
+    if policy is not None:
+        body["vllm_xargs"] = {"kv_policy": policy}
     async with session.post("/v1/chat/completions", json=body) as response:
         if response.status != 200:
             raise LoadError(f"HTTP {response.status}: {await response.text()}")
@@ -128,7 +164,8 @@ async def ask_all(
     async def one(key: Line, problem: Problem) -> None:
         async with places:
             limit = max_tokens or output_limit(problem)
-            write(key | await ask(session, problem, limit))
+            policy = None if key["budget"] is None else key["policy"]
+            write(key | await ask(session, problem, limit, policy))
 
     async with open_session(url) as session, asyncio.TaskGroup() as group:
         for key, problem in wanted:
@@ -230,17 +267,15 @@ def run(
         Server -> events that it counted; 0 means that its budget was never reached.
     """
     events: dict[str, float] = {}
-    budgets = dict.fromkeys(args.policies, args.budgets) | {FULL: [None]}
-    setups = [Setup(p, budget) for p in args.policies for budget in budgets[p]]
     done = {key_of(line) for line in lines}
-    for setup in setups:
+    seeds = range(args.seed, args.seed + args.n)
+    for setup in setups_of(args.policies, args.budgets):
         wanted = []
-        for family, size in args.tasks:
-            for seed in range(args.seed, args.seed + args.n):
-                key = (setup.policy, setup.budget, family, size, seed)
-                if key not in done:
-                    problem = generate(family, size, seed)
-                    wanted.append((dict(zip(KEY_FIELDS, key, strict=True)), problem))
+        for policy, (family, size), seed in product(setup.policies, args.tasks, seeds):
+            key = (policy, setup.budget, family, size, seed)
+            if key not in done:
+                problem = generate(family, size, seed)
+                wanted.append((dict(zip(KEY_FIELDS, key, strict=True)), problem))
         log(f"{setup.label}: {len(wanted)} problems to ask")
         if not wanted:
             continue
@@ -268,6 +303,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=PACKAGED_MODEL, help="a folder")
     parser.add_argument("--policies", nargs="+", required=True, metavar="NAME")
     parser.add_argument("--budgets", nargs="+", type=int, default=[128], help="tokens")
+    parser.add_argument(
+        "--policy-config",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="options; each server gets those that its policies know",
+    )
     parser.add_argument("--interval", type=int, default=64, help="tokens")
     parser.add_argument(
         "--tasks",
@@ -294,6 +336,7 @@ def main(argv: list[str] | None = None) -> None:
     settings = {
         "model_sha256": hashlib.sha256(weights).hexdigest(),
         "interval": args.interval,
+        "policy_config": args.policy_config,
         "max_tokens": args.max_tokens,
         "max_model_len": args.max_model_len,
     }

@@ -1,6 +1,7 @@
 """Owns the serving scenarios: what is sent, and which servers meet it.
 
-Called by serving. `pressure` asks what a policy gains where stock runs out of memory;
+Called by serving. `pressure` asks what a policy gains where stock runs out of memory,
+`ragged` what heads of different lengths cost beside equal ones at the same budget;
 `neutral` asks what it costs where it has nothing to do.
 """
 
@@ -31,7 +32,7 @@ class Scenario:
     """One comparison; lengths are in tokens.
 
     Attributes:
-        name: `pressure` or `neutral`.
+        name: `pressure`, `ragged` or `neutral`.
         policies: names for `--kv-policy`; each is a server of that name.
         pairs: timed rounds.
         requests: sent at once, in each round.
@@ -46,6 +47,7 @@ class Scenario:
         count_windows: take the memory of a policy's query windows off its pool, as a
             server without `--num-gpu-blocks-override` does; otherwise all pools have
             the same number of blocks and the windows come on top.
+        baselines: servers that every other policy is compared with.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Scenario:
     max_num_seqs: int = 16
     seed: int = 0
     count_windows: bool = False
+    baselines: tuple[str, ...] = (STOCK, DEFAULT)
 
     @property
     def is_pressed(self) -> bool:
@@ -123,8 +126,9 @@ class Scenario:
             words += ["--kv-interval", str(self.interval)]
             servers[policy] = [*common, *ours, *words]
         servers[STOCK] = [*common, *same_blocks, "--no-enable-prefix-caching"]
-        # As many bytes, cut into blocks of vLLM's own choice.
-        servers[DEFAULT] = common
+        if DEFAULT in self.baselines:
+            # As many bytes, cut into blocks of vLLM's own choice.
+            servers[DEFAULT] = common
         return servers
 
     def ample_server(self, model: Path, workload: Workload) -> list[str]:
@@ -156,6 +160,16 @@ SCENARIOS = {
         output_tokens=1000,
         budget=128,
         pool_share=0.5,
+    ),
+    "ragged": Scenario(
+        name="ragged",
+        policies=("snapkv", "adakv-snapkv", "hard-snapkv"),
+        pairs=9,
+        requests=8,
+        output_tokens=1000,
+        budget=128,
+        pool_share=0.5,
+        baselines=("snapkv", STOCK),
     ),
     "neutral": Scenario(
         name="neutral",

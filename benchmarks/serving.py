@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks import provenance
 from benchmarks.load import Completion, run_together
-from benchmarks.scenarios import AMPLE, DEFAULT, SCENARIOS, STOCK, Scenario
+from benchmarks.scenarios import AMPLE, SCENARIOS, Scenario
 from benchmarks.server import Server, running
 from benchmarks.stats import MILLISECONDS, Ratio, latencies, median_ratio
 from benchmarks.verify import verify
@@ -185,9 +185,12 @@ def summarise(rows: Sequence[Row]) -> Row:
 
 
 def ratios_to(
-    rows: Mapping[str, Sequence[Row]], policies: Sequence[str], seed: int
+    rows: Mapping[str, Sequence[Row]],
+    policies: Sequence[str],
+    baselines: Sequence[str],
+    seed: int,
 ) -> dict[str, dict[str, Ratio]]:
-    """Return `policy / baseline` -> column -> ratio, for both baselines."""
+    """Return `policy / baseline` -> column -> ratio, for all baselines."""
     return {
         f"{policy} / {baseline}": {
             column: median_ratio(
@@ -198,7 +201,8 @@ def ratios_to(
             for column in RATIO_COLUMNS
         }
         for policy in policies
-        for baseline in (STOCK, DEFAULT)
+        for baseline in baselines
+        if policy != baseline
     }
 
 
@@ -265,7 +269,7 @@ def run(scenario: Scenario, model: Path, log_folder: Path) -> dict[str, Any]:
         caches = {name: server.cache_info() for name, server in servers.items()}
         rows = compare(servers, workload, scenario.pairs)
     summaries = {name: summarise(of_server) for name, of_server in rows.items()}
-    ratios = ratios_to(rows, scenario.policies, scenario.seed)
+    ratios = ratios_to(rows, scenario.policies, scenario.baselines, scenario.seed)
     print(report(summaries, ratios))
     return record | {
         "scenario": asdict(scenario),

@@ -7,9 +7,15 @@ Process: any
 from pathlib import Path
 
 from vllm_kvpolicy.compat import ATTENTION_BACKENDS, BLOCK_TOKENS, SUPPORTED_VLLM
-from vllm_kvpolicy.config import INTEGER_KEYS, KVPolicyConfig
+from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.config_keys import INTEGER_KEYS
 from vllm_kvpolicy.guards import REFUSALS
-from vllm_kvpolicy.policies.registry import names, parse
+from vllm_kvpolicy.policies.catalogue import (
+    ALLOCATORS,
+    SCORERS,
+    TEST_POLICIES,
+    Word,
+)
 from vllm_kvpolicy.request_guards import REQUEST_REFUSALS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "support.md"
@@ -35,30 +41,66 @@ def _head() -> list[str]:
 
 
 def _policies() -> list[str]:
-    lines = ["## Policies", "", "| name | keeps | source |", "|---|---|---|"]
-    for name in names():
-        info = parse(name)
-        lines.append(f"| `{name}` | {info.summary} | {info.source} |")
-    return [*lines, ""]
+    """Return the words of the grammar and which pairs of them are refused."""
+    lines = [
+        "## Policies",
+        "",
+        "A policy is `SCORER` or `ALLOCATOR-SCORER`.",
+        "",
+        "| scorer | keeps | queries read | prompt | source |",
+        "|---|---|---|---|---|",
+    ]
+    for name, word in SCORERS.items():
+        prompt = "protected" if word.protect_prompt else ""
+        window = word.window_tokens or ""
+        cells = (f"`{name}`", word.summary, window, prompt, word.source)
+        lines.append(_row(*cells))
+    lines += ["", "| allocator | keeps | heads | source |", "|---|---|---|---|"]
+    for name, word in ALLOCATORS.items():
+        heads = "own lengths" if word.ragged else "equal lengths"
+        label = f"`{name}`" if name else "none"
+        lines.append(_row(label, word.summary, heads, word.source))
+    lines += ["", "Pairs that make no sense are refused:", ""]
+    lines += ["| pairs | because |", "|---|---|"]
+    for name, word in ALLOCATORS.items():
+        for reason in dict.fromkeys(word.refuses.values()):
+            pairs = [key for key, why in word.refuses.items() if why == reason]
+            shown = ", ".join(f"`{name}-{scorer}`" for scorer in pairs)
+            lines.append(_row(shown, reason))
+    tests = ", ".join(f"`{name}` ({word.summary})" for name, word in _tests())
+    return [*lines, "", f"Test policies, which drop nothing: {tests}.", ""]
+
+
+def _tests() -> list[tuple[str, Word]]:
+    return list(TEST_POLICIES.items())
+
+
+def _row(*cells: object) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def _options() -> list[str]:
-    """Return the options of each policy, with the values of each preset."""
+    """Return the options of each word, with the values of each preset."""
     lines = [
         "## Options",
         "",
-        "Keys of `--kv-policy-config`. A policy's query window may not be longer than "
-        "the interval.",
+        "Keys of `--kv-policy-config`; each policy reads those of its words. A policy's "
+        "query window may not be longer than the interval. Two keys are about the "
+        "server: `allow`, a list of further policies that requests may choose by "
+        "`kv_policy` in `vllm_xargs`, and `trace`, a folder in which workers record "
+        "what events keep.",
         "",
-        "| key | default | policies | meaning |",
-        "|---|---|---|---|",
+        "| key | default | words | valid | meaning |",
+        "|---|---|---|---|---|",
     ]
-    infos = [parse(name) for name in names()]
-    params = {param.name: param for info in infos for param in info.params}
+    words = {**SCORERS, **ALLOCATORS, **TEST_POLICIES}
+    params = {param.name: param for word in words.values() for param in word.params}
     for key, param in params.items():
-        users = ", ".join(f"`{info.name}`" for info in infos if param in info.params)
-        lines.append(f"| `{key}` | {param.default} | {users} | {param.summary} |")
-    presets = {name: values for info in infos for name, values in info.presets.items()}
+        users = ", ".join(f"`{n}`" for n, word in words.items() if param in word.params)
+        default = "" if param.default is None else param.default
+        cells = (f"`{key}`", default, users, param.valid_range, param.summary)
+        lines.append(_row(*cells))
+    presets = {n: values for w in words.values() for n, values in w.presets.items()}
     for name, values in presets.items():
         shown = ", ".join(f"{k} {v}" for k, v in values.items() if k in params)
         lines += ["", f"Preset `{name}`: {shown}."]

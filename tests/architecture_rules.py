@@ -16,16 +16,27 @@ Sources = dict[str, str]
 ROWS = (
     {
         "config",
+        "config_keys",
         "protocol",
         "policies.registry",
         "policies.params",
+        "policies.catalogue",
+        "policies.allocator_params",
+        "policies.scorer_params",
         "block_manager.events",
     },
     {"compat", "metrics"},
     {"block_manager.*", "kernels.*"},
     {"policies.*"},
     {"attention.*"},
-    {"scheduler", "worker", "worker_cpu", "worker_gpu"},
+    {
+        "scheduler",
+        "worker",
+        "worker_cpu",
+        "worker_gpu",
+        "calibrate",
+        "query_statistics",
+    },
     {"cli", "guards", "llm", "patch", "plugin", "report", "request_guards"},
 )
 ENTRY_ROW = 6

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from vllm_kvpolicy.config import CONFIG_KEY, FLAG_KEYS, IntegerKey, KVPolicyConfig
-from vllm_kvpolicy.policies.registry import names, parse
+from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
+from vllm_kvpolicy.config_keys import FLAG_KEYS, IntegerKey
+from vllm_kvpolicy.policies.registry import grammar, parse
 
 # Attribute of the parsed command line -> key of the plain form.
 ARGUMENTS = {
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         type=_policy_name,
         default=argparse.SUPPRESS,
-        help=f"What to keep; one of {', '.join(names())}. Off unless given.",
+        help=f"What to keep: {grammar()}. Off unless given.",
     )
     for key in FLAG_KEYS:
         default = getattr(KVPolicyConfig, key.field)
@@ -51,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_json_object,
         default=argparse.SUPPRESS,
         help='Options of the policy, such as \'{"preset": "paper"}\'; they win over a '
-        "preset.",
+        'preset. {"allow": [NAME, ...]} lets requests choose among further policies; '
+        '{"trace": FOLDER} records what events keep.',
     )
 
 

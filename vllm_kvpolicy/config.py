@@ -10,81 +10,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vllm_kvpolicy.policies.registry import names, parse, resolve_options
+from vllm_kvpolicy.block_manager.events import EventPlan, Footprint
+from vllm_kvpolicy.config_keys import (
+    FLAG_KEYS,
+    INTEGER_KEYS,
+    SERVER_OPTIONS,
+    VALID_KEYS,
+)
+from vllm_kvpolicy.policies.registry import grammar, parse, resolve_options
 
 CONFIG_KEY = "kv_policy"
 PER_REQUEST_OFF = "none"
 # Keys of `extra_args` that begin like ours and belong to vLLM.
 _VLLM_REQUEST_KEYS = ("kv_transfer_params", "kv_cache_report_mode", "kv_hints")
-
-
-@dataclass(frozen=True)
-class IntegerKey:
-    """One integer of the configuration; help texts and docs iterate these.
-
-    Args:
-        key: name in the plain form; the flag is `--kv-` plus this name.
-        field: attribute of KVPolicyConfig.
-        minimum: smallest valid value.
-        summary: what it counts, with its unit.
-        is_flag: has a flag of its own and may be given per request.
-    """
-
-    key: str
-    field: str
-    minimum: int
-    summary: str
-    is_flag: bool = True
-
-    def check(self, value: Any, label: str | None = None) -> int:
-        """Return `value` if it is a valid integer.
-
-        Raises:
-            ValueError: anything else, True and 64.0 included.
-        """
-        is_integer = isinstance(value, int) and not isinstance(value, bool)
-        if is_integer and value >= self.minimum:
-            return value
-        raise ValueError(
-            f"{label or self.key}: got {value!r}, expected an integer >= {self.minimum}"
-        )
-
-
-INTEGER_KEYS = (
-    IntegerKey(
-        "budget",
-        "budget_tokens",
-        1,
-        "tokens that a KV head can attend right after an event: sinks, selected and "
-        "newest ones",
-    ),
-    IntegerKey("interval", "interval_tokens", 1, "tokens between two events"),
-    IntegerKey("recent", "recent_tokens", 0, "newest tokens that are always kept"),
-    IntegerKey("sinks", "sink_tokens", 0, "first tokens that are always kept"),
-    IntegerKey(
-        "prefill_interval",
-        "prefill_interval_tokens",
-        1,
-        "tokens between two events inside a prompt",
-        is_flag=False,
-    ),
-    IntegerKey(
-        "events_per_step",
-        "events_per_step",
-        1,
-        "events that one engine step may carry, others wait; by default twice what the "
-        "largest batch needs on average, at least 8",
-        is_flag=False,
-    ),
-)
-FLAG_KEYS = tuple(key for key in INTEGER_KEYS if key.is_flag)
-VALID_KEYS = (
-    "policy",
-    *(key.key for key in INTEGER_KEYS),
-    "policy_config",
-    "protect_prompt",
-    "trace_dir",
-)
 
 
 @dataclass(frozen=True)
@@ -103,8 +41,10 @@ class KVPolicyConfig:
             the largest batch needs on average.
         protect_prompt: keep the prompt and let K count generated tokens only; None
             leaves it to the policy.
-        options: every option of the policy, defaults and presets filled in.
-        trace_dir: folder in which workers record survivors, for tests; None for off.
+        allow: further policies that a request may ask for by name.
+        options: options of the policies as the user gave them; each policy reads those
+            that it knows.
+        trace_dir: folder in which workers record survivors; None for off.
 
     Raises:
         ValueError: a value is not valid, alone or beside the others.
@@ -118,11 +58,12 @@ class KVPolicyConfig:
     prefill_interval_tokens: int = 4096
     events_per_step: int | None = None
     protect_prompt: bool | None = None
+    allow: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     trace_dir: str | None = None
 
     def __post_init__(self) -> None:
-        info = parse(self.policy)
+        parse(self.policy)
         for key in INTEGER_KEYS:
             value = getattr(self, key.field)
             if value is not None or key.field != "events_per_step":
@@ -130,13 +71,50 @@ class KVPolicyConfig:
         _check_type("protect_prompt", self.protect_prompt, bool, "true or false")
         _check_type("trace_dir", self.trace_dir, str, "a folder")
         _check_type("policy_config", self.options, Mapping, "a mapping of options")
-        object.__setattr__(self, "options", resolve_options(info, self.options))
+        object.__setattr__(self, "options", dict(self.options))
+        object.__setattr__(self, "allow", _checked_names(self.policy, self.allow))
+        _check_known(self.options, self.policies)
         _check_budget(self, "budget", page_tokens=1)
-        window = info.window_tokens(self.options)
-        _check_window("interval", self.interval_tokens, self.policy, window)
-        _check_window(
-            "prefill_interval", self.prefill_interval_tokens, self.policy, window
-        )
+        for name in self.policies:
+            window = self.window_tokens(name)
+            _check_window("interval", self.interval_tokens, name, window)
+            _check_window(
+                "prefill_interval", self.prefill_interval_tokens, name, window
+            )
+
+    @property
+    def may_protect_prompt(self) -> bool:
+        """Whether any of `policies` keeps prompts whole."""
+        return any(replace(self, policy=name).protects_prompt for name in self.policies)
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Every policy that a request may have: the server's own, then `allow`."""
+        return (self.policy, *(name for name in self.allow if name != self.policy))
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether heads may hold different numbers of tokens under any policy."""
+        return any(parse(n).is_ragged(self.options_of(n)) for n in self.policies)
+
+    def options_of(self, policy: str | None = None) -> dict[str, Any]:
+        """Return all options of one of `policies`, defaults and presets filled in.
+
+        Args:
+            policy: its name, by default the server's own.
+
+        Raises:
+            ValueError: a value outside its range, or none where one is required.
+        """
+        info = parse(policy or self.policy)
+        known = {param.name for param in info.params}
+        given = {key: value for key, value in self.options.items() if key in known}
+        return resolve_options(info, given)
+
+    def window_tokens(self, policy: str | None = None) -> int:
+        """Return the queries that one of `policies` reads, by default the server's."""
+        name = policy or self.policy
+        return parse(name).window_tokens(self.options_of(name))
 
     @property
     def protects_prompt(self) -> bool:
@@ -144,6 +122,24 @@ class KVPolicyConfig:
         if self.protect_prompt is not None:
             return self.protect_prompt
         return parse(self.policy).protect_prompt
+
+    def footprint(self, prompt_tokens: int, block_size: int) -> Footprint:
+        """Return when a request has events and what it holds between them.
+
+        Args:
+            prompt_tokens: length of its prompt; where prompts are protected, the
+                budget counts generated tokens on top of it.
+            block_size: N, tokens per superblock.
+        """
+        protected = prompt_tokens if self.protects_prompt else 0
+        events = EventPlan(
+            prompt_len=prompt_tokens,
+            budget=self.budget_tokens + protected,
+            interval=self.interval_tokens,
+            prefill_interval=self.prefill_interval_tokens,
+        )
+        keeps_all = parse(self.policy).keeps_all
+        return Footprint(events, self.recent_tokens, block_size, keeps_all)
 
     @classmethod
     def from_dict(cls, values: Any) -> "KVPolicyConfig":
@@ -168,9 +164,10 @@ class KVPolicyConfig:
                     f"{_listed(VALID_KEYS)}"
                 )
         given = {key: value for key, value in values.items() if value is not None}
+        given = _with_server_options(given)
         if "policy" not in given:
             raise ValueError(
-                f"policy: none given, expected one of {_listed(names())} beside "
+                f"policy: none given, expected {grammar()}, beside "
                 f"{_listed(given) or 'no other key'}"
             )
         fields = {"policy_config": "options"}
@@ -182,6 +179,7 @@ class KVPolicyConfig:
         values: dict[str, Any] = {"policy": self.policy}
         values |= {key.key: getattr(self, key.field) for key in INTEGER_KEYS}
         values["policy_config"] = dict(self.options)
+        values["allow"] = list(self.allow)
         values["protect_prompt"] = self.protect_prompt
         values["trace_dir"] = self.trace_dir
         return values
@@ -208,7 +206,7 @@ class KVPolicyConfig:
     ) -> "KVPolicyConfig | None":
         """Apply what one request asks for in `vllm_xargs`.
 
-        Known keys: `kv_policy` (`none`, or the server's own), `kv_budget`,
+        Known keys: `kv_policy` (`none`, or one of `policies`), `kv_budget`,
         `kv_interval`, `kv_recent` and `kv_sinks`. Each number is at most the server's,
         because the server sized its memory for those. Keys that do not begin with
         `kv_` are not looked at.
@@ -232,12 +230,12 @@ class KVPolicyConfig:
                 f"{next(iter(asked))}: has no effect beside kv_policy 'none', expected "
                 "one or the other"
             )
-        if policy != self.policy:
+        if policy not in self.policies:
             raise ValueError(
-                f"kv_policy: got {policy!r}, expected 'none' or the server's own "
-                f"{self.policy!r}"
+                f"kv_policy: got {policy!r}, expected 'none' or one that the server "
+                f"allows: {_listed(map(repr, self.policies))}"
             )
-        changes: dict[str, Any] = {}
+        changes: dict[str, Any] = {} if policy == self.policy else {"policy": policy}
         for key in FLAG_KEYS:
             label = f"kv_{key.key}"
             if label in asked:
@@ -286,6 +284,58 @@ def _check_type(key: str, value: Any, kind: type, expected: str) -> None:
     """Raise ValueError unless `value` is None or of type `kind`."""
     if value is not None and not isinstance(value, kind):
         raise ValueError(f"{key}: got {value!r}, expected {expected}")
+
+
+def _checked_names(policy: str, allow: Any) -> tuple[str, ...]:
+    """Return the names in `allow`.
+
+    Raises:
+        ValueError: not a list of policies, or a test policy among several.
+    """
+    if isinstance(allow, str) or not isinstance(allow, Iterable):
+        raise ValueError(f"allow: got {allow!r}, expected a list of policies")
+    allowed = tuple(allow)
+    for name in allowed:
+        parse(name)
+    tests = [name for name in (policy, *allowed) if parse(name).is_test]
+    if allowed and tests:
+        raise ValueError(
+            f"allow: got the test policy {tests[0]!r} among others, expected it alone"
+        )
+    return allowed
+
+
+def _check_known(options: Mapping[str, Any], policies: Iterable[str]) -> None:
+    """Raise ValueError where no policy knows an option."""
+    params = {param.name for name in policies for param in parse(name).params}
+    for key in options:
+        if key not in params:
+            raise ValueError(
+                f"kv_policy_config: got {key!r}, expected keys of "
+                f"{_listed(map(repr, policies))} ({_listed(params) or 'none'}), or "
+                f"{_listed(SERVER_OPTIONS)}"
+            )
+
+
+def _with_server_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Move what `policy_config` says about the server itself to keys of its own.
+
+    Raises:
+        ValueError: a key is given in both places.
+    """
+    options = values.get("policy_config")
+    if not isinstance(options, Mapping):
+        return dict(values)
+    moved = dict(values)
+    for option, key in SERVER_OPTIONS.items():
+        if option in options and moved.get(key):
+            raise ValueError(f"{key}: given twice, also as {option} of policy_config")
+        if option in options:
+            moved[key] = options[option]
+    moved["policy_config"] = {
+        key: value for key, value in options.items() if key not in SERVER_OPTIONS
+    }
+    return moved
 
 
 def _check_budget(config: KVPolicyConfig, label: str, page_tokens: int) -> None:

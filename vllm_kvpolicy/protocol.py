@@ -14,11 +14,16 @@ class CompactEvent:
 
     Args:
         request_id: vLLM's request id.
+        serial: number of the event among all of the engine's.
+        policy: name of the request's policy.
         ordinal: 0 for the request's first event, counting again after a preemption.
         position: p, tokens computed before this step.
         frontier_blocks: the new F / N; tokens at and above F are local.
         budget: K in tokens, protected prompt included.
         sinks: first tokens that are always kept, protected prompt included.
+        prompt_tokens: length of the prompt.
+        num_global: leading entries of `source_blocks` that hold survivors of the last
+            event; the others were local until now.
         source_blocks: superblocks of all tokens below F, in time order.
         dest_blocks: superblocks that hold the survivors afterwards, in time order;
             may share blocks with `source_blocks` or not.
@@ -27,15 +32,28 @@ class CompactEvent:
     """
 
     request_id: str
+    serial: int
+    policy: str
     ordinal: int
     position: int
     frontier_blocks: int
     budget: int
     sinks: int
+    prompt_tokens: int
+    num_global: int
     source_blocks: tuple[int, ...]
     dest_blocks: tuple[int, ...]
     local_blocks: tuple[int, ...]
     window_slot: int
+
+    @property
+    def leaving_blocks(self) -> tuple[int, ...]:
+        """Superblocks that were local until this event."""
+        return self.source_blocks[self.num_global :]
+
+    def local_tokens(self, block_size: int) -> int:
+        """Return the tokens at and above F, given N."""
+        return self.position - self.frontier_blocks * block_size
 
 
 @dataclass(frozen=True)
@@ -67,6 +85,21 @@ class StepCommands:
 
     events: tuple[CompactEvent, ...]
     captures: tuple[WindowCapture, ...]
+
+
+@dataclass(frozen=True)
+class UsedBlocks:
+    """A worker's answer to an event whose policy need not fill its destinations.
+
+    Args:
+        request_id: vLLM's request id.
+        serial: of the event.
+        num_blocks: leading destination superblocks that hold survivors.
+    """
+
+    request_id: str
+    serial: int
+    num_blocks: int
 
 
 NO_COMMANDS = StepCommands(events=(), captures=())

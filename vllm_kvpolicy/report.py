@@ -66,7 +66,7 @@ def _policies() -> list[tuple[str, ...]]:
     lines: list[tuple[str, ...]] = [("name", "query window", "keeps")]
     for name in names():
         info = parse(name)
-        window = f"{info.default_window_tokens} tokens"
+        window = f"{info.window_tokens({})} tokens"
         lines.append((name, window, info.summary))
     return lines
 

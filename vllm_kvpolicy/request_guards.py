@@ -6,13 +6,13 @@ Process: api
 
 from typing import Any
 
-from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
+from vllm_kvpolicy.config import CONFIG_KEY, PER_REQUEST_OFF, KVPolicyConfig
 
 # What is refused per request and what to change; the documentation lists it.
 REQUEST_REFUSALS = {
     "resumable sessions (streaming input)": "send each turn as a request of its own",
-    "`kv_policy: none` for a request that the pool cannot hold whole": (
-        "lower max_tokens, or leave the policy on"
+    "requests that the pool cannot hold at their longest": (
+        "lower max_tokens or kv_budget, or leave the policy on"
     ),
 }
 
@@ -51,8 +51,8 @@ def check_params(
     """Raise ValueError where the engine could not honour what a request asks for.
 
     Stock vLLM guarantees at start-up that one request of max_model_len fits. With a
-    policy the pool may be smaller; a request that switches the policy off and outgrows
-    the pool would wait or restart for ever.
+    policy the pool may be smaller; a request that outgrows it, because it switches the
+    policy off or because its prompt is protected, would wait or restart for ever.
 
     Args:
         params: vLLM's SamplingParams.
@@ -61,19 +61,24 @@ def check_params(
         server: the engine's policy.
 
     Raises:
-        ValueError: a bad `kv_*` key, or a full KV cache larger than the pool.
+        ValueError: a bad `kv_*` key, or a cache larger than the pool.
     """
     cache_config = vllm_config.cache_config
     block_size, num_blocks = cache_config.block_size, cache_config.num_gpu_blocks
-    is_bounded = server.with_request(params.extra_args, block_size) is not None
-    if is_bounded or num_blocks is None:
+    config = server.with_request(params.extra_args, block_size)
+    if num_blocks is None:
         return
     longest = vllm_config.model_config.max_model_len
-    wanted = min(prompt_tokens + (params.max_tokens or longest), longest)
+    tokens = min(prompt_tokens + (params.max_tokens or longest), longest)
+    wanted = -(-tokens // block_size)
+    if config is not None:
+        footprint = config.footprint(max(prompt_tokens, 1), block_size)
+        wanted = footprint.peak_blocks(tokens)
     # One block is vLLM's null block.
-    capacity = (num_blocks - 1) * block_size
-    if wanted > capacity:
+    if wanted > num_blocks - 1:
+        name = PER_REQUEST_OFF if config is None else config.policy
         raise ValueError(
-            f"kv_policy: got 'none' for up to {wanted} tokens, expected at most the "
-            f"{capacity} tokens that the pool holds"
+            f"kv_policy: with {name!r} this request holds up to {wanted} superblocks "
+            f"of {block_size} tokens on its way to {tokens} tokens, expected at most "
+            f"the {num_blocks - 1} that the pool has"
         )

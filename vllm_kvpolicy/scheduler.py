@@ -12,10 +12,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from vllm_kvpolicy.block_manager.events import EventPlan
 from vllm_kvpolicy.block_manager.limits import capacity_line, planner_limits
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager
-from vllm_kvpolicy.block_manager.planner import Planner
+from vllm_kvpolicy.block_manager.planner import Asked, Planner
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.metrics import CounterFile, EngineCounters
 from vllm_kvpolicy.policies.registry import parse
@@ -69,15 +68,15 @@ class KVPolicySchedulerMixin:
             config = self.kv_policy
         if config is None or request_id in self.requests:
             return
-        protected = request.num_prompt_tokens if config.protects_prompt else 0
-        plan = EventPlan(
-            prompt_len=request.num_prompt_tokens,
-            budget=config.budget_tokens + protected,
-            interval=config.interval_tokens,
-            prefill_interval=config.prefill_interval_tokens,
+        prompt_tokens = request.num_prompt_tokens
+        protected = prompt_tokens if config.protects_prompt else 0
+        asked = Asked(
+            policy=config.policy,
+            footprint=config.footprint(prompt_tokens, self.kv_policy_limits.block_size),
+            sinks=max(config.sink_tokens, protected),
+            window_tokens=config.window_tokens(),
         )
-        sinks = max(config.sink_tokens, protected)
-        self.kv_policy_planner.add(request_id, plan, config.recent_tokens, sinks)
+        self.kv_policy_planner.add(request_id, asked)
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
@@ -98,6 +97,14 @@ class KVPolicySchedulerMixin:
         scheduler_output.kv_policy = commands
         super()._update_after_schedule(scheduler_output)
         self._count()
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: Any
+    ) -> Any:
+        """Take the step's results, the workers' answers to events first."""
+        for used in getattr(model_runner_output, "kv_policy", ()):
+            self.kv_policy_manager.give_back_surplus(used)
+        return super().update_from_output(scheduler_output, model_runner_output)
 
     def _count(self) -> None:
         counters, manager = self.kv_policy_counters, self.kv_policy_manager

@@ -5,6 +5,7 @@ Process: worker
 """
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import fields
 from typing import Any
 
@@ -36,13 +37,17 @@ class KVPolicyWorkerMixin:
             self.vllm_config.additional_config[CONFIG_KEY]
         )
         layers = get_layers_from_vllm_config(self.vllm_config, Attention)
-        reasons = layer_refusals(layers)
+        reasons = layer_refusals(layers, config.is_ragged)
         if reasons:
             lines = "".join(f"\n  - {reason}" for reason in reasons)
             raise ValueError(f"--kv-policy {config.policy} cannot run here:{lines}")
         self.kv_policy_config = config
         self.kv_policy = KVPolicyRuntime(
-            self.vllm_config, config, list(layers.values()), self.device
+            self.vllm_config,
+            config,
+            self.model_runner.get_model(),
+            list(layers.values()),
+            self.device,
         )
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
@@ -128,20 +133,33 @@ class KVPolicyWorkerMixin:
         finally:
             self.kv_policy.end_step()
 
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """Sample, and let the scheduler hear what events left of their blocks."""
+        output = super().sample_tokens(*args, **kwargs)
+        answers = self.kv_policy.take_answers()
+        if answers:
+            output = copy(output)
+            output.kv_policy = answers
+        return output
 
-def layer_refusals(layers: Mapping[str, Any]) -> list[str]:
+
+def layer_refusals(layers: Mapping[str, Any], ragged: bool = False) -> list[str]:
     """Return why these attention layers cannot run with a policy, one line a reason.
 
     What only a loaded model tells; everything else is refused earlier, by guards.
 
     Args:
         layers: vLLM's attention layers by name.
+        ragged: heads may hold different numbers of tokens.
     """
     if not layers:
         return ["no attention layers were found in the model"]
     checks = {
         "another attention backend than CPU_ATTN or TRITON_ATTN": lambda layer: (
             not hasattr(layer.attn_backend, "keys_are_columns")
+        ),
+        "an attention backend that cannot give heads different lengths": lambda layer: (
+            ragged and not getattr(layer.attn_backend, "folds_heads", False)
         ),
         "ALiBi, which measures distances that events change": lambda layer: (
             getattr(layer.impl, "alibi_slopes", None) is not None

@@ -17,7 +17,7 @@ from fake_server import FakeServer, serve
 
 from benchmarks import provenance, serving
 from benchmarks.load import Completion
-from benchmarks.scenarios import SCENARIOS
+from benchmarks.scenarios import DEFAULT, SCENARIOS, STOCK
 from benchmarks.server import Server
 from benchmarks.verify import VerificationError, verify
 from benchmarks.workload import Workload
@@ -87,7 +87,7 @@ def test_report_shows_every_column_and_both_baselines():
         "default": [full | {"events": None}, full | {"events": None}],
     }
     summaries = {name: serving.summarise(of_server) for name, of_server in rows.items()}
-    ratios = serving.ratios_to(rows, ["ams-tova"], seed=0)
+    ratios = serving.ratios_to(rows, ["ams-tova"], (STOCK, DEFAULT), seed=0)
     text = serving.report(summaries, ratios)
     for column in (*serving.TABLE_COLUMNS, *serving.RATIO_COLUMNS):
         assert column in text

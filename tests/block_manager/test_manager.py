@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from requests_asked import asked
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -48,7 +49,8 @@ class Engine:
         self, num_blocks: int, placement: str = "in_place", keeps_all: bool = False
     ) -> None:
         self.pool = BlockPool(num_blocks + 1, enable_caching=False, hash_block_size=N)
-        self.planner = Planner(PlannerLimits(N, 0, 0, 99, keeps_all))
+        self.planner = Planner(PlannerLimits(N, 0, 0, 99))
+        self.keeps_all = keeps_all
         self.manager = KVPolicyManager(
             SPEC,
             block_pool=self.pool,
@@ -66,7 +68,7 @@ class Engine:
         return [block.block_id for block in self.manager.req_to_blocks[name]]
 
     def add(self, name: str, plan: EventPlan = PLAN) -> None:
-        self.planner.add(name, plan, RECENT, sinks=2)
+        self.planner.add(name, asked(self.planner, plan, RECENT, 2, self.keeps_all))
 
     def wanted(self, name: str, start: int, end: int, cap: bool = False) -> int:
         return self.manager.get_num_blocks_to_allocate(

@@ -5,6 +5,7 @@ test_planner_windows.
 """
 
 import pytest
+from requests_asked import asked
 
 from vllm_kvpolicy.block_manager.events import EventPlan, positions_up_to
 from vllm_kvpolicy.block_manager.planner import NO_SLOT, Planner, PlannerLimits
@@ -18,7 +19,7 @@ def make_planner(events_per_step: int = 8, num_requests: int = 1) -> Planner:
     """Return a planner without windows and requests a, b, c... of PLAN."""
     planner = Planner(PlannerLimits(16, 0, 0, events_per_step))
     for name in "abcdefgh"[:num_requests]:
-        planner.add(name, PLAN, recent=4, sinks=2)
+        planner.add(name, asked(planner, PLAN, 4, 2))
     return planner
 
 
@@ -181,7 +182,10 @@ def test_global_blocks_follow_every_event():
 
 def test_peak_blocks_is_the_footprint_of_that_request():
     planner = make_planner()
-    planner.add("big", EventPlan(10, 400, 20, 4096), recent=4, sinks=2)
+    planner.add(
+        "big",
+        asked(planner, EventPlan(10, 400, 20, 4096), 4, 2),
+    )
     assert planner.peak_blocks("a", 30) == 2
     assert planner.peak_blocks("a", 1000) < planner.peak_blocks("big", 1000)
     state = planner.states["big"]
@@ -206,7 +210,10 @@ def test_the_order_of_visits_starves_nobody():
     planner = Planner(limits)
     computed = {f"r{number}": 0 for number in range(num_requests)}
     for request_id in computed:
-        planner.add(request_id, EventPlan(1, 64, interval, 64), 8, 4)
+        planner.add(
+            request_id,
+            asked(planner, EventPlan(1, 64, interval, 64), 8, 4),
+        )
     for _ in range(num_steps):
         scheduled = {}
         for request_id, position in computed.items():

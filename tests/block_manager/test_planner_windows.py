@@ -5,6 +5,8 @@ Owns the tests of the window pool, by hand and under many random operations.
 
 import random
 
+from requests_asked import asked
+
 from vllm_kvpolicy.block_manager.events import EventPlan
 from vllm_kvpolicy.block_manager.planner import NO_SLOT, Planner, PlannerLimits
 
@@ -18,7 +20,7 @@ def make_planner(window_slots: int, names: str = "ab", **changes: int) -> Planne
     limits = {"events_per_step": 8, "block_size": 16, "window_tokens": W} | changes
     planner = Planner(PlannerLimits(window_slots=window_slots, **limits))
     for name in names:
-        planner.add(name, PLAN, recent=4, sinks=2)
+        planner.add(name, asked(planner, PLAN, 4, 2))
     return planner
 
 
@@ -135,7 +137,7 @@ def test_preemption_and_end_give_slots_back_and_they_are_used_again():
     assert num_open(planner) == 1
     planner.remove("b")
     assert num_open(planner) == 0
-    planner.add("c", PLAN, recent=4, sinks=2)
+    planner.add("c", asked(planner, PLAN, 4, 2))
     _, commands = step(planner, a=(50, 5), c=(51, 5))
     assert {capture.window_slot for capture in commands.captures} == {0, 1}
 
@@ -174,7 +176,10 @@ class Traffic:
             grid = 16 * rng.randint(1, 4)
             plan = EventPlan(rng.randint(1, 90), rng.randint(20, 50), interval, grid)
             self.computed[f"r{self.born}"] = 0
-            planner.add(f"r{self.born}", plan, recent=rng.randrange(4), sinks=0)
+            planner.add(
+                f"r{self.born}",
+                asked(planner, plan, rng.randrange(4), 0),
+            )
             self.born += 1
         counts = {}
         for name in rng.sample(list(self.computed), len(self.computed)):

@@ -50,13 +50,29 @@ class Job:
 class Record:
     """One event as the worker recorded it; see `attention.trace.Tracer`."""
 
+    policy: str
     position: int
     ordinal: int
     budget: int
+    prompt: int
+    sinks: int
     frontier: int
+    held: np.ndarray
     selected: np.ndarray
     survivors: np.ndarray
     moved: float
+
+    def survivors_of(self, layer: int, head: int) -> np.ndarray:
+        """Return the positions in a head's global pool, ascending."""
+        return _ascending(self.survivors[layer, head])
+
+    def selected_of(self, layer: int, head: int) -> np.ndarray:
+        """Return the positions that the policy chose for a head, ascending."""
+        return _ascending(self.selected[layer, head])
+
+
+def _ascending(padded: np.ndarray) -> np.ndarray:
+    return np.sort(padded[padded >= 0])
 
 
 @dataclass
@@ -276,9 +292,9 @@ def read_records(trace: Path, read: set[Path]) -> dict[str, list[list[Record]]]:
         with np.load(path) as file:
             values = {name: file[name] for name in file.files}
         request_id = str(values.pop("request_id"))
-        scalars = ("position", "ordinal", "budget", "frontier")
-        values |= {name: int(values[name]) for name in scalars}
-        record = Record(**{**values, "moved": float(values["moved"])})
+        for name, value in values.items():
+            values[name] = value.item() if value.ndim == 0 else value
+        record = Record(**values)
         lists = passes.setdefault(request_id, [])
         if record.ordinal == 0:
             lists.append([])

@@ -30,8 +30,9 @@ def visibility(decoder: ReferenceDecoder, result: Any) -> torch.Tensor:
     visible = visible.repeat(decoder.num_layers, decoder.num_heads, 1, 1)
     for event in result.events:
         survivors = torch.tensor(event.survivors, dtype=torch.int64)
-        kept = torch.zeros(*survivors.shape[:2], event.frontier, dtype=torch.bool)
-        kept.scatter_(-1, survivors, True)
+        survivors = torch.where(survivors < 0, event.frontier, survivors)
+        kept = torch.zeros(*survivors.shape[:2], event.frontier + 1, dtype=torch.bool)
+        kept = kept.scatter(-1, survivors, True)[..., :-1]
         visible[:, :, event.position :, : event.frontier] = kept[:, :, None]
     return visible
 

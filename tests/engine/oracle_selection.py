@@ -90,7 +90,7 @@ class Selector:
     @property
     def window(self) -> int:
         """Queries that the policy looks at."""
-        return self.config.options.get("window", 1)
+        return self.config.window_tokens() or 1
 
     def rows(self, seen: Activations, event: Any, previous: Any) -> list[list[Row]]:
         """Measure the window's attention of every (layer, KV head)."""
@@ -100,7 +100,7 @@ class Selector:
             for head in range(self.decoder.num_heads):
                 held = np.arange(event.position)
                 if previous is not None:
-                    old = np.sort(previous.survivors[layer, head])
+                    old = previous.survivors_of(layer, head)
                     held = np.r_[old, np.arange(previous.frontier, event.position)]
                 heads.append(self._measure(seen, layer, head, held, event.position))
             layers.append(heads)
@@ -158,7 +158,7 @@ class Selector:
             is_kept = np.zeros(len(score), dtype=bool)
             is_kept[:num_sinks] = is_kept[len(score) - local :] = True
             return fill(is_kept, score, event.budget)
-        preset = AMSPreset.from_options(self.config.options)
+        preset = AMSPreset.from_options(self.config.options_of())
         usage = self.pooled(row)
         old = self.credit.get((layer, head))
         choice = select(
@@ -255,8 +255,8 @@ def compare_row(
     report: Report,
 ) -> np.ndarray:
     """Compare one head's selection and survivors; return the indices it holds."""
-    selected = np.searchsorted(row.held, event.selected[layer, head])
-    survivors = np.sort(event.survivors[layer, head])
+    selected = np.searchsorted(row.held, event.selected_of(layer, head))
+    survivors = event.survivors_of(layer, head)
     local = np.arange(event.frontier, event.position)
     holds = np.searchsorted(row.held, np.r_[survivors, local])
     is_kept = np.zeros(len(score), dtype=bool)

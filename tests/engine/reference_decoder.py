@@ -23,11 +23,15 @@ class Activations:
         logits: [T, V] float32.
         queries: [L, Hq, T, D] float32, post-RoPE.
         keys: [L, H, T, D] float32, post-RoPE.
+        values: [L, H, T, D] float32.
+        hidden: [L, T, C] float32, residual stream behind each layer.
     """
 
     logits: torch.Tensor
     queries: torch.Tensor
     keys: torch.Tensor
+    values: torch.Tensor
+    hidden: torch.Tensor
 
 
 class ReferenceDecoder:
@@ -65,20 +69,23 @@ class ReferenceDecoder:
             causal = torch.ones(size, size, dtype=torch.bool).tril()
             visible = causal.expand(self.num_layers, self.num_heads, size, size)
         hidden = self.weights["model.embed_tokens.weight"][torch.tensor(tokens)]
-        queries, keys = [], []
+        queries, keys, values, behind = [], [], [], []
         for layer in range(self.num_layers):
-            attended, query, key = self._attention(layer, hidden, visible[layer])
+            attended, query, key, value = self._attention(layer, hidden, visible[layer])
             hidden = hidden + attended
             hidden = hidden + self._mlp(layer, hidden)
             queries.append(query)
             keys.append(key)
+            values.append(value)
+            behind.append(hidden)
         hidden = self._norm(hidden, "model.norm.weight")
         logits = hidden @ self.weights["lm_head.weight"].T
-        return Activations(logits, torch.stack(queries), torch.stack(keys))
+        stacked = map(torch.stack, (queries, keys, values, behind))
+        return Activations(logits, *stacked)
 
     def _attention(
         self, layer: int, hidden: torch.Tensor, visible: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         prefix = f"model.layers.{layer}."
         normed = self._norm(hidden, prefix + "input_layernorm.weight")
         prefix += "self_attn."
@@ -92,7 +99,7 @@ class ReferenceDecoder:
         probs = scores.masked_fill(~mask, -torch.inf).softmax(-1)
         out = probs @ value.repeat_interleave(group, 0)
         out = out.transpose(0, 1).flatten(1) @ self.weights[prefix + "o_proj.weight"].T
-        return out, query, key
+        return out, query, key, value
 
     def _heads(
         self, hidden: torch.Tensor, weight: str, norm: str | None

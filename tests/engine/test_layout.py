@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import Engine, make_jobs
 
-from vllm_kvpolicy.attention.pages import HeadPages, check_layout, split_pages
+from vllm_kvpolicy.attention.pages import PagePool, check_layout
 
 NUM_BLOCKS, NUM_HEADS, HEAD_DIM = 5, 2, 64
 CASES = [
@@ -41,15 +41,17 @@ def test_every_slot_is_read_where_it_was_written(layer: SimpleNamespace) -> None
     slots = torch.randperm(NUM_BLOCKS * cache.shape[2])
     sample = torch.randn(2, len(slots), NUM_HEADS, HEAD_DIM).to(cache.dtype)
     layer.impl.do_kv_cache_update(layer, sample[0], sample[1], cache, slots)
-    for pages, written in zip(split_pages(cache, True), sample, strict=True):
-        block, offset = slots // cache.shape[2], slots % cache.shape[2]
-        assert torch.equal(pages[block, :, offset], written)
+    pool = PagePool([cache], True)
+    own = pool.own_pages((slots // cache.shape[2])[None])[0, 0].T
+    parts = (pool.keys[0], pool.values[0])
+    for pages, written in zip(parts, sample, strict=True):
+        assert torch.equal(pages[own, (slots % cache.shape[2])[:, None]], written)
         assert pages.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("layer", CASES, indirect=True, ids=str)
 def test_the_check_tells_orders_apart(layer: SimpleNamespace) -> None:
-    right, wrong = (HeadPages([layer.kv_cache], order) for order in (True, False))
+    right, wrong = (PagePool([layer.kv_cache], order) for order in (True, False))
     check_layout(layer, right, 0)
     assert not layer.kv_cache.any()
     with pytest.raises(RuntimeError, match="order that this release does not know"):
@@ -71,7 +73,7 @@ def test_amx_machines_use_the_known_order(
         tiny_model, values, tmp_path, dtype="bfloat16", block_size=block_size
     ) as engine:
         assert {layer.isa for layer in engine.runtime.layers} == {"vec"}
-        assert engine.runtime.compactor.pages.keys[0].dtype is torch.bfloat16
+        assert engine.runtime.compactor.pool.keys[0].dtype is torch.bfloat16
         engine.run(make_jobs((100, 300), 200, seed=30))
         counters = engine.counters()
     assert counters["events"] >= 4

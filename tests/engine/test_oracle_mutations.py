@@ -117,10 +117,11 @@ def test_one_head_dropped_when_moving(engine, decoder, monkeypatch) -> None:
     """The last head's pages receive the tokens that the first head keeps."""
     move = Compactor._move
 
-    def wrong(self: Compactor, events, blocks, placed: torch.Tensor) -> None:
-        placed = placed.clone()
-        placed[:, :, -1] = placed[:, :, 0]
-        move(self, events, blocks, placed)
+    def wrong(self, events, held, lists, placed: torch.Tensor, is_ordered) -> None:
+        num_heads, size = held.pages.shape[1], held.max_tokens
+        heads = placed.unflatten(1, (num_heads, -1)).clone()
+        heads[:, -1] = heads[:, 0] + (num_heads - 1) * size
+        move(self, events, held, lists, heads.flatten(1), is_ordered)
 
     monkeypatch.setattr(Compactor, "_move", wrong)
     _, replay = oracles_agree(engine, decoder)
@@ -133,10 +134,10 @@ def test_one_head_dropped_when_deciding(engine, decoder, monkeypatch) -> None:
 
     def wrong(self: ComposedPolicy, inputs, budget: int):
         decision = decide(self, inputs, budget)
-        end = inputs.lengths[:, None]
+        end = inputs.lengths[..., None]
         token = torch.arange(decision.keep.shape[-1])
         newest = (token < end) & (token >= end - budget)
-        decision.keep[:, :, -1] = newest[:, None]
+        decision.keep[:, :, -1] = newest[:, :, -1]
         return decision
 
     monkeypatch.setattr(ComposedPolicy, "decide", wrong)

@@ -141,7 +141,8 @@ def test_a_reused_slot_starts_clean(
         engine.run(old)
         assert len(engine.runtime.slots) == 0
         if poison:
-            engine.runtime.credit.values.fill_(1e30)
+            engine.runtime.memory["ams_credit"].survivors.fill_(1e30)
+            engine.runtime.memory["ams_credit"].local.fill_(1e30)
             engine.runtime.windows.rows.fill_(1e30)
             engine.runtime.slots.global_blocks[:-1] = 1
         after = engine.run(make_jobs((180, 75, 330, 120), 160, seed=10))

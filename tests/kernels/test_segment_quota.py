@@ -7,6 +7,7 @@ from vllm_kvpolicy.kernels.segment_quota import (
     MASS_UNIT,
     max_segments,
     num_thresholds,
+    pick_by_quota,
     round_robin,
     segment_quota_ref,
     share_by_mass,
@@ -37,7 +38,16 @@ def segments_of(mass: list[float], step: float, low: int, high: int) -> list[lis
 
 @pytest.mark.parametrize(
     ("step", "count"),
-    [(0.1, 9), (0.02, 49), (0.007, 142), (0.3, 3), (0.6, 1), (0.95, 1), (0.25, 3)],
+    [
+        (0.1, 9),
+        (0.02, 49),
+        (0.007, 142),
+        (0.3, 3),
+        (0.6, 1),
+        (0.95, 1),
+        (0.25, 3),
+        (1.0, 0),
+    ],
 )
 def test_thresholds_are_below_one(step: float, count: int) -> None:
     assert num_thresholds(step) == count
@@ -121,6 +131,37 @@ def test_bound_holds(tokens: int, step: float, low: int, high: int) -> None:
     position = torch.arange(tokens)
     inside = (position >= start[..., None]) & (position < end[..., None])
     assert torch.equal(inside.long().argmax(1), got.segment_of)
+
+
+def test_without_thresholds_segments_are_pieces_of_the_maximum() -> None:
+    flat = [0.1] * 10
+    assert segments_of(flat, 1.0, 1, 4) == [[0, 4], [4, 8], [8, 10]]
+    assert segments_of([0.9] + [0.1 / 9] * 9, 1.0, 1, 99) == [[0, 10]]
+
+
+def test_even_shares_are_blind_to_mass() -> None:
+    got = segment_quota_ref(
+        torch.tensor([[MASS_UNIT, 0, 0, 0, 0, 0, 0]]),
+        torch.tensor([7]),
+        torch.tensor([[False, True, True, False, False, False, False]]),
+        torch.tensor([4]),
+        segment_mass=1.0,
+        min_segment=1,
+        max_segment=3,
+        min_quota=9,
+        by_mass=False,
+    )
+    # Open tokens: 1, 3, 1. One each, then the only segment that has more.
+    assert got.quotas.tolist() == [[1, 2, 1]]
+
+
+def test_picks_the_best_of_each_group() -> None:
+    score = torch.tensor([[5.0, 9.0, 7.0, 7.0, 1.0, float("nan")]])
+    group = torch.tensor([[0, 0, 1, 1, 2, 1]])
+    got = pick_by_quota(score, group, torch.tensor([[1, 2]]))
+    assert got.tolist() == [[False, True, True, True, False, False]]
+    one = pick_by_quota(score, group, torch.tensor([[0, 1]]))
+    assert one.tolist() == [[False, False, False, True, False, False]]
 
 
 def test_round_robin_equals_dealing() -> None:

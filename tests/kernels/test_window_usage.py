@@ -1,5 +1,6 @@
 """Window attention against a softmax written as loops, and the authors' usage."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,8 @@ from vllm_kvpolicy.kernels.window_usage import (
 GOLDEN = Path(__file__).parents[1] / "golden"
 EVENTS, LAYERS, HEADS, GROUP, SIZE, WINDOW, TOKENS = 3, 2, 2, 3, 16, 8, 40
 SCALE = SIZE**-0.5
+# Tokens held per (event, layer, head).
+LENGTHS = (((40, 33), (27, 40)), ((31, 31), (31, 31)), ((20, 40), (17, 25)))
 
 
 def make_inputs(
@@ -27,21 +30,29 @@ def make_inputs(
     queries = (2 * torch.randn(shape, generator=generator)).to(dtype)
     shape = (EVENTS, LAYERS, HEADS, TOKENS, SIZE)
     keys = (2 * torch.randn(shape, generator=generator)).to(dtype)
-    return queries, keys, torch.tensor([40, 31, 20])
+    return queries, keys, torch.tensor(LENGTHS)
 
 
 def naive_probs(queries: torch.Tensor, keys: torch.Tensor, length: int) -> torch.Tensor:
-    """[Hq, W, length] float64 of one (event, layer)."""
-    probs = torch.zeros(HEADS * GROUP, WINDOW, length, dtype=torch.float64)
-    for head in range(HEADS * GROUP):
+    """Probabilities [G, W, length] float64 of one KV head with its query heads."""
+    probs = torch.zeros(GROUP, WINDOW, length, dtype=torch.float64)
+    for g in range(GROUP):
         for w in range(WINDOW):
             index = length - WINDOW + w
             if index < 0:
                 continue
-            seen = keys[head // GROUP, : index + 1].double()
-            logits = seen @ queries[head, w].double() * SCALE
-            probs[head, w, : index + 1] = torch.softmax(logits, 0)
+            logits = keys[: index + 1].double() @ queries[g, w].double() * SCALE
+            probs[g, w, : index + 1] = torch.softmax(logits, 0)
     return probs
+
+
+def rows(lengths: torch.Tensor) -> Iterator[tuple[int, int, int, slice, int]]:
+    """Yield event, layer, KV head, its query heads and its length."""
+    for e, layers in enumerate(lengths.tolist()):
+        for layer, heads in enumerate(layers):
+            for head, length in enumerate(heads):
+                group = slice(head * GROUP, (head + 1) * GROUP)
+                yield e, layer, head, group, length
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -49,44 +60,43 @@ def test_equals_naive_softmax(dtype: torch.dtype) -> None:
     queries, keys, lengths = make_inputs(dtype)
     got = window_usage_ref(queries, keys, lengths, SCALE)
     assert got.mean.dtype == got.last.dtype == torch.float32
-    for e in range(EVENTS):
-        n = int(lengths[e])
-        for layer in range(LAYERS):
-            probs = naive_probs(queries[e, layer], keys[e, layer], n)
-            tolerance = {"rtol": 1e-5, "atol": 1e-7}
-            np.testing.assert_allclose(
-                got.mean[e, layer, :, :n], probs.mean(1), **tolerance
-            )
-            np.testing.assert_allclose(
-                got.last[e, layer, :, :n], probs[:, -1], **tolerance
-            )
-        assert (got.mean[e, ..., n:] == 0).all() and (got.last[e, ..., n:] == 0).all()
+    for e, layer, head, group, n in rows(lengths):
+        probs = naive_probs(queries[e, layer, group], keys[e, layer, head], n)
+        mean, last = got.mean[e, layer, group], got.last[e, layer, group]
+        tolerance = {"rtol": 1e-5, "atol": 1e-7}
+        np.testing.assert_allclose(mean[:, :n], probs.mean(1), **tolerance)
+        np.testing.assert_allclose(last[:, :n], probs[:, -1], **tolerance)
+        assert (mean[:, n:] == 0).all() and (last[:, n:] == 0).all()
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, WINDOW, WINDOW + 1])
-def test_short_requests_shorten_the_window(length: int) -> None:
+def test_short_rows_shorten_the_window(length: int) -> None:
     queries, keys, lengths = make_inputs(torch.float32)
-    lengths[1] = length
-    queries[1, :, :, : max(0, WINDOW - length)] = torch.nan
+    lengths[1, :, 1] = length
+    queries[1, :, GROUP:, : max(0, WINDOW - length)] = torch.nan
     got = window_usage_ref(queries, keys, lengths, SCALE)
     used = min(WINDOW, max(length - 1, 1))
-    assert got.window.tolist() == [WINDOW, used, WINDOW]
-    probs = naive_probs(queries[1, 0].nan_to_num(), keys[1, 0], length)
+    assert got.window[1].tolist() == [[WINDOW, used]] * LAYERS
+    assert (got.window[::2] == WINDOW).all()
+    probs = naive_probs(queries[1, 0, GROUP:].nan_to_num(), keys[1, 0, 1], length)
     want = probs[:, WINDOW - used :].mean(1)
-    np.testing.assert_allclose(got.mean[1, 0, :, :length], want, rtol=1e-5, atol=1e-7)
-    pooled = pooled_usage(got.mean, got.lengths, got.window)
-    assert torch.isfinite(pooled).all()
+    np.testing.assert_allclose(
+        got.mean[1, 0, GROUP:, :length], want, rtol=1e-5, atol=1e-7
+    )
+    mean = mean_over_group(got.mean, HEADS)
+    assert torch.isfinite(pooled_usage(mean, got.lengths, got.window)).all()
 
 
 def test_padding_may_hold_anything_and_changes_nothing() -> None:
     queries, keys, lengths = make_inputs(torch.float32)
     want = window_usage_ref(queries, keys, lengths, SCALE)
-    keys[1, :, :, 31:] = torch.nan
-    keys[2, :, :, 20:] = torch.inf
-    got = window_usage_ref(queries, keys, lengths, SCALE)
-    assert torch.equal(got.mean, want.mean) and torch.equal(got.last, want.last)
+    padding = torch.arange(TOKENS) >= lengths[..., None]
+    for fill in (torch.nan, torch.inf):
+        filled = keys.masked_fill(padding[..., None], fill)
+        got = window_usage_ref(queries, filled, lengths, SCALE)
+        assert torch.equal(got.mean, want.mean) and torch.equal(got.last, want.last)
     for e in range(EVENTS):
-        n = int(lengths[e])
+        n = int(lengths[e].max())
         alone = window_usage_ref(
             queries[e : e + 1], keys[e : e + 1, ..., :n, :], lengths[e : e + 1], SCALE
         )
@@ -130,7 +140,8 @@ def test_pooling_equals_the_authors(case: int) -> None:
         want = data[f"u{case:02d}_u"]
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-6)):
         mean = mean_over_group(attn.to(dtype).mean(1)[None, None], p["Hk"])
-        lengths, window = torch.tensor([p["T"]]), torch.tensor([p["W"]])
+        lengths = torch.full((1, 1, p["Hk"]), p["T"])
+        window = torch.full((1, 1, p["Hk"]), p["W"])
         got = pooled_usage(mean, lengths, window, p["pool_kernel"], "global")
         np.testing.assert_allclose(got[0, 0], want, rtol=tolerance, atol=tolerance)
 
@@ -145,7 +156,10 @@ def test_usage_from_keys_and_queries_equals_the_authors(
         queries = torch.from_numpy(data[f"{layer}_T257_q"])[None, None]
         want = data[f"{layer}_T257_ams_usage_w{window}"]
     usage = window_usage_ref(
-        queries[..., -window:, :], keys, torch.tensor([257]), keys.shape[-1] ** -0.5
+        queries[..., -window:, :],
+        keys,
+        torch.full(keys.shape[:3], 257),
+        keys.shape[-1] ** -0.5,
     )
     mean = mean_over_group(usage.mean, keys.shape[2])
     got = pooled_usage(mean, usage.lengths, usage.window, 5, "global")
@@ -153,22 +167,19 @@ def test_usage_from_keys_and_queries_equals_the_authors(
 
 
 def test_pads_are_per_request_and_head() -> None:
-    mean = torch.rand(2, 2, 3, 30, generator=torch.Generator().manual_seed(0))
-    lengths, window = torch.tensor([30, 22]), torch.tensor([8, 8])
+    mean = torch.rand(2, 2, 2, 30, generator=torch.Generator().manual_seed(0))
+    lengths = torch.tensor([[[30, 22], [30, 30]], [[22, 22], [17, 9]]])
+    window = torch.full_like(lengths, 8)
     by_mode = {
         mode: pooled_usage(mean, lengths, window, 3, mode)
         for mode in ("max", "mean", "none")
     }
-    for e, n in enumerate((30, 22)):
-        older = torch.nn.functional.avg_pool1d(
-            mean[e, ..., : n - 8], 3, stride=1, padding=1
-        )
+    for e, layer, head, _, n in rows(lengths):
+        row = mean[e, layer, head, None, : n - 8]
+        older = torch.nn.functional.avg_pool1d(row, 3, stride=1, padding=1)[0]
+        values = {"max": older.max(), "mean": older.mean(), "none": torch.zeros(())}
         for mode, got in by_mode.items():
-            torch.testing.assert_close(got[e, ..., : n - 8], older)
-            value = {"max": older.amax(-1), "mean": older.mean(-1)}.get(
-                mode, torch.zeros(2, 3)
-            )
-            torch.testing.assert_close(
-                got[e, ..., n - 8 : n], value[..., None].expand(-1, -1, 8)
-            )
-            assert (got[e, ..., n:] == 0).all()
+            pooled = got[e, layer, head]
+            torch.testing.assert_close(pooled[: n - 8], older)
+            torch.testing.assert_close(pooled[n - 8 : n], values[mode].expand(8))
+            assert (pooled[n:] == 0).all()

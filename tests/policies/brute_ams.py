@@ -120,16 +120,21 @@ def brute_choose(
 ) -> tuple[list[int], list[list[int]], list[int], list[float]]:
     """Keep list, segments, quotas and updated credit of one row."""
     mass, updated = fixed_mass(usage, credit, config["ema_decay"], config["ema_mix"])
-    cut = segments(
-        mass, config["segment_mass"], config["min_segment"], config["max_segment"]
-    )
+    if config["segments"] == "fixed":
+        block = config["fixed_segment"]
+        starts = range(0, len(mass), block)
+        cut = [[start, min(start + block, len(mass))] for start in starts]
+    else:
+        cut = segments(
+            mass, config["segment_mass"], config["min_segment"], config["max_segment"]
+        )
     free = [[i for i in range(s, e) if i not in must] for s, e in cut]
-    quotas = share(
-        [len(part) for part in free],
-        [sum(mass[i] for i in part) for part in free],
-        budget - len(must),
-        config["min_quota"],
-    )
+    capacity, room = [len(part) for part in free], budget - len(must)
+    if config["quotas"] == "uniform":
+        quotas = deal(capacity, room)
+    else:
+        weights = [sum(mass[i] for i in part) for part in free]
+        quotas = share(capacity, weights, room, config["min_quota"])
     keep = set(must)
     for part, quota in zip(free, quotas, strict=True):
         keep.update(best(part, score, quota))

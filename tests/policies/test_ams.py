@@ -43,6 +43,9 @@ def configs(draw: st.DrawFn) -> AMSConfig:
         recent=draw(st.integers(0, 40)),
         ema_decay=draw(st.sampled_from([0.0, 0.5, 0.9])),
         ema_mix=draw(st.sampled_from([0.0, 0.7, 1.0])),
+        quotas=draw(st.sampled_from(["mass", "mass", "uniform"])),
+        segments=draw(st.sampled_from(["mass", "mass", "fixed"])),
+        fixed_segment=draw(st.integers(1, 64)),
     )
 
 
@@ -148,8 +151,11 @@ def test_select_keeps_exactly_the_budget(
     assert (got.segments[:, 1:, 0] == got.segments[:, :-1, 1]).all()
     # No segment but the last is short; a split piece is never longer than that.
     is_last = got.segments[..., 1] == lengths[:, None]
-    assert ((size >= config.min_segment) | is_last).all()
-    assert (size < config.min_segment + config.max_segment).all()
+    if config.segments == "fixed":
+        assert ((size == config.fixed_segment) | is_last).all()
+    else:
+        assert ((size >= config.min_segment) | is_last).all()
+        assert (size < config.min_segment + config.max_segment).all()
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -274,6 +280,41 @@ def test_credit_is_mixed_into_the_mass_and_gathered() -> None:
     torch.testing.assert_close(second.credit, expected, rtol=1e-6, atol=1e-9)
 
 
+def test_without_the_average_credit_changes_nothing() -> None:
+    config = dataclasses.replace(DEFAULT, ema_mix=1.0)
+    usage, score = make_usage("random", 3, 200, 0), make_usage("random", 3, 200, 1)
+    credit = make_usage("sinky", 3, 200, 2)
+    alone = select(usage, score, 120, config)
+    assert torch.equal(select(usage, score, 120, config, credit).keep, alone.keep)
+    mixed = select(usage, score, 120, dataclasses.replace(config, ema_mix=0.5), credit)
+    assert not torch.equal(mixed.keep, alone.keep)
+
+
+def test_uniform_quotas_differ_by_one_at_most_but_for_full_segments() -> None:
+    config = dataclasses.replace(DEFAULT, quotas="uniform", sinks=0, recent=0)
+    usage, score = make_usage("sinky", 3, 400, 0), make_usage("random", 3, 400, 1)
+    got = select(usage, score, 250, config)
+    size = got.segments[..., 1] - got.segments[..., 0]
+    for r in range(3):
+        is_full = got.quotas[r] == size[r]
+        open_quotas = got.quotas[r][~is_full]
+        assert open_quotas.max() - open_quotas.min() <= 1
+        assert (got.quotas[r][is_full] <= open_quotas.max()).all()
+    # The mass still cuts, and by mass the shares are others.
+    by_mass = select(usage, score, 250, dataclasses.replace(config, quotas="mass"))
+    assert torch.equal(by_mass.segments, got.segments)
+    assert not torch.equal(by_mass.quotas, got.quotas)
+
+
+def test_fixed_segments() -> None:
+    config = dataclasses.replace(DEFAULT, segments="fixed")
+    lengths = torch.tensor([300, 256])
+    usage, score = make_usage("random", 2, 300, 0), make_usage("random", 2, 300, 1)
+    got = select(usage, score, 100, config, lengths=lengths)
+    assert got.segments[0].tolist() == [[0, 128], [128, 256], [256, 300]]
+    assert got.segments[1].tolist() == [[0, 128], [128, 256], [256, 256]]
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -288,6 +329,9 @@ def test_credit_is_mixed_into_the_mass_and_gathered() -> None:
         ("recent", True),
         ("ema_decay", 1.0),
         ("ema_mix", 1.01),
+        ("quotas", "equal"),
+        ("segments", None),
+        ("fixed_segment", 0),
         ("parity", 1),
     ],
 )

@@ -4,33 +4,25 @@ Fake tensors have shapes but no data: whatever reads a value on the host, or let
 decide a shape, raises.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from event_inputs import EVENTS, HEADS, LAYERS, SHORTEST, TOKENS, make_inputs
+from scorer_cases import VARIANTS, case_id
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
 )
 
-from vllm_kvpolicy.kernels.ranking import ascending_indices, fill_next_best
-from vllm_kvpolicy.policies import factory, registry
+from vllm_kvpolicy.kernels.ranking import fill_next_best
+from vllm_kvpolicy.policies import registry
 from vllm_kvpolicy.policies.ams import PRESETS, select
-from vllm_kvpolicy.policies.base import EventInputs
+from vllm_kvpolicy.policies.base import Policy
 
-EVENTS, LAYERS, HEADS, GROUP, SIZE, TOKENS, BUDGET = 2, 2, 2, 2, 8, 80, 50
-
-
-def fake_inputs() -> EventInputs:
-    return EventInputs(
-        lengths=torch.full((EVENTS,), TOKENS),
-        must_keep=torch.zeros(EVENTS, TOKENS, dtype=torch.bool),
-        keys=torch.zeros(EVENTS, LAYERS, HEADS, TOKENS, SIZE),
-        queries=torch.zeros(EVENTS, LAYERS, HEADS * GROUP, 32, SIZE),
-        credit=torch.zeros(EVENTS, LAYERS, HEADS, TOKENS),
-        scale=1.0,
-        num_layers=LAYERS,
-        num_kv_heads=HEADS,
-    )
+BUDGET = SHORTEST
 
 
 def test_fake_tensors_notice() -> None:
@@ -42,19 +34,27 @@ def test_fake_tensors_notice() -> None:
             mask.nonzero()
 
 
-@pytest.mark.parametrize("name", registry.names())
-def test_decide_and_arrange(name: str) -> None:
-    policy = factory.build(name)
-    with FakeTensorMode():
-        inputs = fake_inputs()
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*((name, {}) for name in registry.names()), *VARIANTS],
+    ids=case_id,
+)
+def test_decide_and_arrange(
+    name: str, options: dict[str, Any], build: Callable[..., Policy]
+) -> None:
+    policy = build(name, options)
+    # Calibrations are real tensors, on the device since start-up.
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        inputs = make_inputs(policy.needs)
         got = policy.decide(inputs, BUDGET)
-        assert got.keep.shape == (EVENTS, LAYERS, HEADS, TOKENS)
-        rows, score = got.keep.flatten(0, 2), got.score.flatten(0, 2)
-        fuller = fill_next_best(rows, score, torch.ones_like(rows), BUDGET + 3)
-        sources = ascending_indices(fuller, BUDGET + 3)
-        sources = sources.view(EVENTS, LAYERS, HEADS, -1)
-        placed = policy.arrange(sources, torch.zeros(EVENTS, dtype=torch.int64))
-        assert placed.shape == (EVENTS, LAYERS, HEADS, BUDGET + 3)
+        assert got.keep.shape == got.score.shape == (EVENTS, LAYERS, HEADS, TOKENS)
+        assert set(got.memory) == set(policy.needs.memory)
+        fuller = fill_next_best(got.keep, got.score, inputs.valid, BUDGET + 3)
+        assert fuller.shape == got.keep.shape
+        entries = torch.zeros(EVENTS, 40, dtype=torch.int64)
+        seeds = torch.zeros(EVENTS, dtype=torch.int64)
+        assert policy.arrange(entries, entries, seeds).shape == entries.shape
+        assert policy.arrange_pages(entries, seeds).shape == entries.shape
 
 
 @pytest.mark.parametrize("preset", list(PRESETS))

@@ -2,37 +2,78 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
 
 import pytest
 
 from vllm_kvpolicy.policies import factory, registry
 from vllm_kvpolicy.policies.ams import AMSAllocator
+from vllm_kvpolicy.policies.base import Policy
+from vllm_kvpolicy.policies.catalogue import ALLOCATORS, SCORERS, TEST_POLICIES
 from vllm_kvpolicy.policies.snapkv import SnapKVScorer
 
-NAMES = [
-    "streaming", "tova", "snapkv", "ams-tova", "ams-snapkv", "identity", "holes",
-]  # fmt: skip
+WORDS = {
+    "scorers": "streaming tova snapkv h2o expected keydiff knorm lagkv rpc rkv "
+    "triattention qfilter epikv random",
+    "allocators": "ams adakv pyramid chunk hard strat",
+    "tests": "identity holes",
+}
+
+
+def test_words() -> None:
+    assert list(SCORERS) == WORDS["scorers"].split()
+    assert list(ALLOCATORS) == ["", *WORDS["allocators"].split()]
+    assert list(TEST_POLICIES) == WORDS["tests"].split()
 
 
 def test_names() -> None:
-    assert registry.names() == NAMES
+    names = registry.names()
+    assert names[: len(SCORERS)] == list(SCORERS)
+    assert names[-2:] == list(TEST_POLICIES)
+    assert len(set(names)) == len(names)
+    refused = sum(len(word.refuses) for word in ALLOCATORS.values())
+    assert len(names) == len(SCORERS) * len(ALLOCATORS) - refused + 2
+    assert {"ams-tova", "hard-snapkv", "adakv-keydiff", "pyramid-rpc"} < set(names)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_name_parses_and_builds(name: str) -> None:
+@pytest.mark.parametrize("name", registry.names())
+def test_every_name_parses_and_builds(name: str, build: Callable[..., Policy]) -> None:
     info = registry.parse(name)
     assert info.name == name
-    assert info.is_test == (name in ("identity", "holes"))
-    assert not info.protect_prompt
-    policy = factory.build(name, {})
+    assert info.is_test == info.keeps_all == (name in TEST_POLICIES)
+    assert info.protect_prompt == name.endswith(("rpc", "epikv"))
+    policy = build(name)
     assert callable(policy.decide) and callable(policy.arrange)
+
+
+@pytest.mark.parametrize("word", {**SCORERS, **ALLOCATORS, **TEST_POLICIES}.values())
+def test_every_word_names_its_class_and_knows_its_options(word: Any) -> None:
+    module, _, attribute = word.path.partition(":")
+    assert getattr(import_module(module), attribute).from_options
+    names = [param.name for param in word.params]
+    assert len(set(names)) == len(names)
+    assert word.window_key is None or word.window_key in names
+    for param in word.params:
+        assert param.required or param.accepts(param.default), param.name
+        if param.name == word.window_key:
+            assert param.default == word.window_tokens
+    assert set(word.refuses) <= set(SCORERS)
+
+
+def test_words_that_share_an_option_agree_on_it() -> None:
+    by_name: dict[str, Any] = {}
+    for word in [*SCORERS.values(), *ALLOCATORS.values()]:
+        for param in word.params:
+            assert by_name.setdefault(param.name, param) == param
 
 
 @pytest.mark.parametrize(
     "name",
     [
         "", "-", "-tova", "ams", "ams-", "tova-ams", "ams-ams-tova", "AMS-TOVA",
-        " tova", "none", "h2o", "quest", "wgkv+tova", "tova+quest", "adakv-tova",
+        " tova", "none", "H2O", "quest", "wgkv+tova", "tova+quest", "ams-adakv-tova",
         "ams-identity", "ams_tova", None, 3,
     ],
 )  # fmt: skip
@@ -43,9 +84,17 @@ def test_unknown_names(name: object) -> None:
     assert repr(name) in text and "ams-snapkv" in text and "\n" not in text
 
 
-def test_refused_combination_gives_its_reason() -> None:
-    with pytest.raises(ValueError, match="'ams-streaming' is refused because recency"):
-        registry.parse("ams-streaming")
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        (f"{allocator}-{scorer}", reason)
+        for allocator, word in ALLOCATORS.items()
+        for scorer, reason in word.refuses.items()
+    ],
+)
+def test_refused_combinations_give_their_reason(name: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"'{name}' is refused because {reason}"):
+        registry.parse(name)
 
 
 def test_registry_imports_neither_torch_nor_vllm() -> None:
@@ -83,10 +132,15 @@ def test_window_follows_options() -> None:
         ("snapkv", {"window": 64}, 64),
         ("ams-tova", {"preset": "paper"}, 128),
         ("ams-snapkv", {"preset": "paper", "window": 48}, 48),
+        ("h2o", {"window": 16}, 16),
+        ("rpc", {"rpc_window": 16}, 16),
+        ("expected", {}, 128),
+        ("ams-expected", {"expected_window": 20}, 32),
+        ("ams-rkv", {"rkv_window": 40}, 40),
     ]:
         info = registry.parse(name)
         assert info.window_tokens(registry.resolve_options(info, options)) == want
-        assert factory.build(name, options).window_tokens == want
+        assert factory.build(name, options).needs.window_tokens == want
 
 
 def test_options_reach_the_parts() -> None:
@@ -121,6 +175,13 @@ def test_options_reach_the_parts() -> None:
         ("ams-tova", {"parity": 1}, "true or false"),
         ("ams-tova", {"ema_mix": float("nan")}, "ema_mix: got nan"),
         ("ams-tova", {"ema_decay": None}, "ema_decay: got None"),
+        ("lagkv", {"lag": 1}, "lag: got 1, expected an integer >= 2"),
+        ("rpc", {"window": 16}, "(rpc_window, rpc_kernel)"),
+        ("rpc", {"rpc_kernel": 6}, "an odd integer in [1, 255]"),
+        ("expected", {"n_future": 0}, "n_future: got 0"),
+        ("expected", {"epsilon": -1}, "a number >= 0"),
+        ("random", {"seed": 2**32}, "seed: got 4294967296"),
+        ("triattention", {}, "calibration: got None"),
     ],
 )
 def test_bad_options(name: str, options: dict[str, object], text: str) -> None:

@@ -1,111 +1,296 @@
-"""Scorers against kvpress's numbers, and against softmaxes written as loops."""
+"""Scorers against their formulas written as loops, on heads of different lengths."""
 
-from pathlib import Path
+import math
+from collections.abc import Iterator
+from dataclasses import replace
 
+import event_inputs
 import numpy as np
 import pytest
 import torch
 
 from vllm_kvpolicy.kernels.window_usage import window_usage_ref
 from vllm_kvpolicy.policies.base import EventInputs
+from vllm_kvpolicy.policies.expected import ExpectedAttentionScorer
+from vllm_kvpolicy.policies.h2o import H2OScorer
+from vllm_kvpolicy.policies.keydiff import KeyDiffScorer
+from vllm_kvpolicy.policies.knorm import KnormScorer
+from vllm_kvpolicy.policies.lagkv import LagKVScorer
+from vllm_kvpolicy.policies.random import RandomScorer
+from vllm_kvpolicy.policies.rpc import RPCScorer
+from vllm_kvpolicy.policies.scorer import BaseScorer
 from vllm_kvpolicy.policies.snapkv import SnapKVScorer
 from vllm_kvpolicy.policies.streaming import StreamingScorer
 from vllm_kvpolicy.policies.tova import TovaScorer, cross_head_mean
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "scorers_kvpress.npz"
+HEADS, GROUP, SIZE = event_inputs.HEADS, event_inputs.GROUP, event_inputs.SIZE
+SCALE = SIZE**-0.5
+# Short rows make loops fast; one is shorter than the windows used here.
+LENGTHS = (((40, 31), (25, 40)), ((33, 4), (33, 33)))
+WIDTH = 40
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-7}
 
 
-def event(
-    keys: torch.Tensor, queries: torch.Tensor, lengths: torch.Tensor
-) -> EventInputs:
-    """An event over keys [E, L, H, T, D] and queries [E, L, Hq, W, D]."""
-    num_events, num_layers, num_heads, num_tokens, size = keys.shape
-    return EventInputs(
-        lengths=lengths,
-        must_keep=torch.zeros(num_events, num_tokens, dtype=torch.bool),
-        keys=keys,
-        queries=queries,
-        credit=None,
-        scale=size**-0.5,
-        num_layers=num_layers,
-        num_kv_heads=num_heads,
+def make_inputs(scorer: BaseScorer, sinks: int = 3) -> EventInputs:
+    return event_inputs.make_inputs(
+        scorer.needs, lengths=LENGTHS, local=(6, 2), width=WIDTH, sinks=sinks
     )
 
 
-def score(scorer: TovaScorer | SnapKVScorer, inputs: EventInputs) -> torch.Tensor:
-    queries = inputs.queries[..., -scorer.window_tokens :, :]
-    usage = window_usage_ref(queries, inputs.keys, inputs.lengths, inputs.scale)
-    return scorer.score(inputs, usage)
+def score(scorer: BaseScorer, inputs: EventInputs) -> torch.Tensor:
+    usage = None
+    if scorer.needs.usage:
+        usage = window_usage_ref(
+            inputs.given("queries"), inputs.given("keys"), inputs.lengths, SCALE
+        )
+    got = scorer.score(inputs, usage)
+    assert got.shape == inputs.must_keep.shape and got.dtype == torch.float32
+    return got
 
 
-@pytest.mark.parametrize("layer", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("tokens", [96, 257])
-@pytest.mark.parametrize("name", ["tova", "snapkv_w32", "snapkv_w64"])
-def test_equals_kvpress(layer: str, tokens: int, name: str) -> None:
-    with np.load(GOLDEN) as data:
-        prefix = f"{layer}_T{tokens}_"
-        keys = torch.from_numpy(data[prefix + "k"])[None, None]
-        queries = torch.from_numpy(data[prefix + "q"])[None, None]
-        want = data[f"{prefix}score_{name}"]
-    window = 1 if name == "tova" else int(name[-2:])
-    scorer = TovaScorer() if name == "tova" else SnapKVScorer(window)
-    got = score(scorer, event(keys, queries, torch.tensor([tokens])))[0, 0]
-    older = slice(0, tokens - window)
-    np.testing.assert_allclose(got[:, older], want[:, older], rtol=2e-4, atol=1e-6)
-    # kvpress protects the newest with the maximum over all heads plus 1, we per head.
-    highest = got[:, older].amax(-1, keepdim=True)
-    if name != "tova":
-        assert (got[:, tokens - window :] == highest).all()
-    assert (got[:, -1:] >= highest).all()
+def rows(inputs: EventInputs) -> Iterator[tuple[int, int, int, int]]:
+    """Yield event, layer, KV head and its length."""
+    for e, layers in enumerate(inputs.lengths.tolist()):
+        for layer, heads in enumerate(layers):
+            for head, length in enumerate(heads):
+                yield e, layer, head, length
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    weight = np.exp(logits - logits.max())
+    return weight / weight.sum()
+
+
+def window_probs(inputs: EventInputs, e: int, layer: int, head: int) -> np.ndarray:
+    """Causal attention [G, W, length] of the queries of one KV head."""
+    n = int(inputs.lengths[e, layer, head])
+    keys = inputs.keys[e, layer, head, :n].double().numpy()
+    queries = inputs.queries[e, layer, head * GROUP : (head + 1) * GROUP]
+    window = queries.shape[1]
+    used = min(window, max(n - 1, 1))
+    probs = np.zeros((GROUP, used, n))
+    for g in range(GROUP):
+        for w in range(used):
+            seen = n - used + w + 1
+            query = queries[g, window - used + w].double().numpy()
+            probs[g, w, :seen] = softmax(keys[:seen] @ query * SCALE)
+    return probs
+
+
+def pooled(row: np.ndarray, kernel: int) -> np.ndarray:
+    half = kernel // 2
+    padded = np.pad(row, half)
+    return np.array([padded[i : i + kernel].sum() / kernel for i in range(len(row))])
 
 
 def test_tova_is_one_row_for_all_heads() -> None:
-    generator = torch.Generator().manual_seed(0)
-    keys = torch.randn(2, 3, 2, 50, 8, generator=generator)
-    queries = torch.randn(2, 3, 8, 4, 8, generator=generator)
-    lengths = torch.tensor([50, 37])
-    got = score(TovaScorer(), event(keys, queries, lengths))
-    for e, n in enumerate((50, 37)):
-        for layer in range(3):
-            row = torch.zeros(n, dtype=torch.float64)
-            for head in range(8):
-                logits = keys[e, layer, head // 4, :n] @ queries[e, layer, head, -1]
-                row += torch.softmax(logits.double() * 8**-0.5, 0) / 8
-            row[-1] = row.max()
-            for head in range(2):
+    scorer = TovaScorer()
+    inputs = make_inputs(scorer)
+    got = score(scorer, inputs)
+    for e in range(2):
+        for layer in range(2):
+            want = np.zeros(WIDTH)
+            for head in range(HEADS):
+                last = window_probs(inputs, e, layer, head)[:, -1].sum(0)
+                want[: len(last)] += last / (HEADS * GROUP)
+            for head in range(HEADS):
+                n = int(inputs.lengths[e, layer, head])
+                expected = want[:n].copy()
+                expected[-1] = want.max()
                 np.testing.assert_allclose(
-                    got[e, layer, head, :n], row, rtol=1e-5, atol=1e-7
+                    got[e, layer, head, :n], expected, **TOLERANCE
                 )
 
 
-def test_snapkv_equals_loops() -> None:
-    generator = torch.Generator().manual_seed(1)
-    keys = torch.randn(2, 1, 2, 40, 8, generator=generator)
-    queries = torch.randn(2, 1, 4, 6, 8, generator=generator)
-    lengths = torch.tensor([40, 23])
-    got = score(SnapKVScorer(6, 3), event(keys, queries, lengths))
-    for e, n in enumerate((40, 23)):
-        for head in range(2):
-            mean = [0.0] * n
-            for q in (2 * head, 2 * head + 1):
-                for w in range(6):
-                    seen = n - 6 + w + 1
-                    logits = keys[e, 0, head, :seen] @ queries[e, 0, q, w]
-                    probs = torch.softmax(logits.double() * 8**-0.5, 0).tolist()
-                    mean = [
-                        m + p / 12
-                        for m, p in zip(mean, probs + [0.0] * (n - seen), strict=True)
-                    ]
-            older = mean[: n - 6]
-            pooled = [sum(older[max(0, i - 1) : i + 2]) / 3 for i in range(len(older))]
-            row = pooled + [max(pooled)] * 6
-            np.testing.assert_allclose(got[e, 0, head, :n], row, rtol=1e-5, atol=1e-7)
+@pytest.mark.parametrize(("window", "kernel"), [(6, 3), (9, 5)])
+def test_snapkv(window: int, kernel: int) -> None:
+    scorer = SnapKVScorer(window, kernel)
+    inputs = make_inputs(scorer)
+    got = score(scorer, inputs)
+    for e, layer, head, n in rows(inputs):
+        probs = window_probs(inputs, e, layer, head)
+        older = pooled(probs.mean((0, 1))[: n - probs.shape[1]], kernel)
+        want = [*older, *[older.max()] * probs.shape[1]]
+        np.testing.assert_allclose(got[e, layer, head, :n], want, **TOLERANCE)
+
+
+def test_h2o_adds_to_what_tokens_had() -> None:
+    scorer = H2OScorer(6)
+    inputs = make_inputs(scorer)
+    got = score(scorer, inputs)
+    for e, layer, head, n in rows(inputs):
+        want = inputs.memory["h2o"][e, layer, head, :n].double().numpy()
+        want = want + window_probs(inputs, e, layer, head).sum((0, 1))
+        np.testing.assert_allclose(got[e, layer, head, :n], want, **TOLERANCE)
+    assert scorer.remember(got)["h2o"] is got
+
+
+@pytest.mark.parametrize(("window", "kernel"), [(6, 3), (9, 7)])
+@pytest.mark.parametrize("sinks", [0, 3])
+def test_rpc(window: int, kernel: int, sinks: int) -> None:
+    scorer = RPCScorer(window, kernel)
+    inputs = make_inputs(scorer, sinks)
+    got = score(scorer, inputs)
+    received = np.zeros((*inputs.keys.shape[:2], WIDTH))
+    for e, layer, head, n in rows(inputs):
+        used = min(window, max(n - 1, 1))
+        older = slice(leading(inputs, e, layer, head), n - used)
+        keys = inputs.keys[e, layer, head, older].double().numpy()
+        for g in range(GROUP if len(keys) else 0):
+            for w in range(window - used, window):
+                query = inputs.queries[e, layer, head * GROUP + g, w].double().numpy()
+                received[e, layer, older] += softmax(keys @ query * SCALE)
+    for e, layer, head, n in rows(inputs):
+        used = min(window, max(n - 1, 1))
+        older = slice(leading(inputs, e, layer, head), n - used)
+        mean = pooled(received[e, layer, older] / (HEADS * GROUP), kernel)
+        row = got[e, layer, head]
+        np.testing.assert_allclose(row[older], mean, **TOLERANCE)
+        if len(mean):
+            assert (row[: older.start] == row[older].max()).all()
+            assert (row[older.stop : n] == row[older].max()).all()
+
+
+def leading(inputs: EventInputs, e: int, layer: int, head: int) -> int:
+    must = inputs.must_keep[e, layer, head].tolist()
+    return must.index(False) if False in must else len(must)
+
+
+@pytest.mark.parametrize("covariance", [True, False])
+@pytest.mark.parametrize("value_norm", [True, False])
+def test_expected_attention(covariance: bool, value_norm: bool) -> None:
+    scorer = ExpectedAttentionScorer(7, 20, covariance, value_norm, 0.05)
+    inputs = make_inputs(scorer)
+    got = score(scorer, inputs)
+    frequency = np.array([1e4 ** (-2 * i / SIZE) for i in range(SIZE // 2)])
+
+    def rotation(position: int) -> np.ndarray:
+        """RoPE as a matrix [D, D]."""
+        matrix = np.zeros((SIZE, SIZE))
+        for i, angle in enumerate(position * frequency):
+            j = i + SIZE // 2
+            matrix[i, i] = matrix[j, j] = math.cos(angle)
+            matrix[j, i], matrix[i, j] = math.sin(angle), -math.sin(angle)
+        return matrix
+
+    for e, layer, head, n in rows(inputs):
+        end, first = int(inputs.end[e]), leading(inputs, e, layer, head)
+        if first == n:
+            continue
+        future = sum(rotation(end + j) for j in range(20)) / 20
+        keys = inputs.keys[e, layer, head, first:n].double().numpy()
+        probs = np.zeros(n - first)
+        for g in range(GROUP):
+            rotated = inputs.queries[e, layer, head * GROUP + g].double().numpy()
+            queries = np.stack([rotation(end - 7 + w).T @ rotated[w] for w in range(7)])
+            mean = future @ queries.mean(0)
+            spread = future @ np.cov(queries.T, bias=True) @ future.T
+            logits = keys @ mean * SCALE
+            if covariance:
+                logits = logits + SCALE**2 / 2 * ((keys @ spread) * keys).sum(-1)
+            probs += softmax(logits) / GROUP
+        if value_norm:
+            values = inputs.values[e, layer, head, first:n].double().numpy()
+            probs = (probs + 0.05) * np.linalg.norm(values, axis=-1)
+        row = got[e, layer, head, :n]
+        np.testing.assert_allclose(row[first:], probs, **TOLERANCE)
+        assert (row[:first] == row[first:].max()).all()
+
+
+def test_expected_attention_ignores_queries_before_the_first_token() -> None:
+    scorer = ExpectedAttentionScorer(7, 20)
+    inputs = make_inputs(scorer)
+    inputs.end[0] = 4
+    inputs.queries[0, :, :, :3] = torch.nan
+    short = score(scorer, inputs)
+    assert torch.isfinite(short[inputs.valid]).all()
+    four = ExpectedAttentionScorer(4, 20)
+    torch.testing.assert_close(short[:1], score_newest(four, inputs)[:1])
+
+
+def score_newest(scorer: BaseScorer, inputs: EventInputs) -> torch.Tensor:
+    """Score with more queries given than asked for."""
+    assert inputs.queries.shape[-2] > scorer.needs.window_tokens
+    return scorer.score(inputs, None)
+
+
+@pytest.mark.parametrize("cross", [True, False])
+def test_lagkv(cross: bool) -> None:
+    lag = 5
+    scorer = LagKVScorer(lag, cross)
+    inputs = make_inputs(scorer)
+    got = score(scorer, inputs)
+
+    def spread(states: np.ndarray) -> np.ndarray:
+        """[blocks - 1, lag] of states [blocks, lag, D]."""
+        out = []
+        for block, following in zip(states, states[1:], strict=False):
+            low, high = following.min(0), following.max(0)
+            std = ((block - low) / (high - low)).std(-1, ddof=1)
+            out.append(softmax(std))
+        return np.array(out)
+
+    for e, layer, head, n in rows(inputs):
+        first = leading(inputs, e, layer, head)
+        blocks = (n - first) // lag
+        want = np.ones(n)
+        if blocks >= 2:
+            cut = slice(first, first + blocks * lag)
+            total = 0
+            for states in (inputs.keys, inputs.values):
+                part = states[e, layer, head, cut].double().numpy()
+                total = total + spread(part.reshape(blocks, lag, SIZE)) / 2
+            if not cross:
+                total = total.argsort(-1).argsort(-1) / lag
+            want[first : first + total.size] = total.flatten()
+        elif n > first:
+            want[first:] = np.arange(n - first) / (n - first)
+        np.testing.assert_allclose(got[e, layer, head, :n], want, **TOLERANCE)
+
+
+def test_lagkv_channels_that_do_not_vary_say_nothing() -> None:
+    scorer = LagKVScorer(5, cross=True)
+    inputs = make_inputs(scorer)
+    inputs.values[..., 3] = 1.0
+    got = score(scorer, inputs)[inputs.valid]
+    assert torch.isfinite(got).all()
+    inputs.values[..., 3] = 2.0
+    assert torch.equal(score(scorer, inputs)[inputs.valid], got)
+
+
+def test_keydiff_and_knorm() -> None:
+    inputs = make_inputs(KeyDiffScorer())
+    cosine, length = score(KeyDiffScorer(), inputs), score(KnormScorer(), inputs)
+    for e, layer, head, n in rows(inputs):
+        keys = inputs.keys[e, layer, head, :n].double().numpy()
+        norm = np.linalg.norm(keys, axis=-1)
+        mean = (keys / norm[:, None]).mean(0)
+        want = -(keys @ mean) / norm / np.linalg.norm(mean)
+        np.testing.assert_allclose(
+            cosine[e, layer, head, :n], want, rtol=1e-5, atol=1e-6
+        )
+        np.testing.assert_allclose(length[e, layer, head, :n], -norm, rtol=1e-6)
+
+
+def test_random_draws_for_each_token_event_and_seed() -> None:
+    inputs = make_inputs(RandomScorer())
+    got = score(RandomScorer(), inputs)
+    assert (got >= 0).all() and (got < 1).all()
+    assert len(got.unique()) > 0.99 * got.numel()
+    assert abs(float(got.mean()) - 0.5) < 0.05
+    assert torch.equal(score(RandomScorer(), inputs), got)
+    other = score(RandomScorer(1), inputs)
+    assert (other == got).float().mean() < 0.01
+    inputs.end[0] += 1
+    later = score(RandomScorer(), inputs)
+    assert (later[0] == got[0]).float().mean() < 0.01
+    assert torch.equal(later[1], got[1])
 
 
 def test_streaming_prefers_the_newest() -> None:
-    keys = torch.zeros(2, 3, 4, 30, 8)
-    got = StreamingScorer().score(event(keys, None, torch.tensor([30, 20])), None)
-    assert got.shape == (2, 3, 4, 30)
+    inputs = make_inputs(StreamingScorer())
+    got = score(StreamingScorer(), inputs)
+    assert got.shape == inputs.must_keep.shape
     assert (got[..., 1:] > got[..., :-1]).all()
 
 
@@ -116,8 +301,23 @@ def test_cross_head_mean_keeps_the_axis() -> None:
     torch.testing.assert_close(got[:, :, 0], rows.sum(2) / 8)
 
 
-@pytest.mark.parametrize("scorer", [TovaScorer(), SnapKVScorer()])
-def test_missing_usage_is_an_error(scorer: TovaScorer | SnapKVScorer) -> None:
-    inputs = event(torch.zeros(1, 1, 1, 4, 2), None, torch.tensor([4]))
+@pytest.mark.parametrize("scorer", [TovaScorer(), SnapKVScorer(), H2OScorer()])
+def test_missing_usage_is_an_error(scorer: BaseScorer) -> None:
     with pytest.raises(ValueError, match="usage: expected"):
-        scorer.score(inputs, None)
+        scorer.score(make_inputs(scorer), None)
+
+
+@pytest.mark.parametrize(
+    ("scorer", "field"),
+    [
+        (KeyDiffScorer(), "keys"),
+        (KnormScorer(), "keys"),
+        (LagKVScorer(), "values"),
+        (RPCScorer(), "queries"),
+        (ExpectedAttentionScorer(), "rope"),
+    ],
+)
+def test_missing_inputs_are_errors(scorer: BaseScorer, field: str) -> None:
+    without = replace(make_inputs(scorer), **{field: None})
+    with pytest.raises(ValueError, match=f"{field}: this policy reads it"):
+        scorer.score(without, None)

@@ -29,7 +29,7 @@ def test_every_flag_reaches_the_configuration():
     assert config.policy == "ams-tova"
     assert (config.budget_tokens, config.interval_tokens) == (128, 64)
     assert (config.recent_tokens, config.sink_tokens) == (16, 2)
-    assert config.options["segment_mass"] == 0.02  # of the preset `code`
+    assert config.options_of()["segment_mass"] == 0.02  # of the preset `code`
 
 
 def test_nothing_given_is_nothing():
@@ -43,7 +43,7 @@ def test_zero_is_given():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--kv-policy", "best"), "kv_policy: got 'best', expected one of streaming"),
+        (("--kv-policy", "best"), "kv_policy: got 'best', expected SCORER or"),
         (("--kv-budget", "many"), "kv_budget: got 'many', expected an integer >= 1"),
         (("--kv-budget", "12.5"), "kv_budget: got '12.5', expected an integer >= 1"),
         (("--kv-interval", "0"), "kv_interval: got 0, expected an integer >= 1"),
@@ -62,7 +62,7 @@ def test_help_names_every_flag_policy_and_default(capsys):
     with pytest.raises(SystemExit):
         parse("--help")
     text = capsys.readouterr().out
-    for word in (*ALL_FLAGS[::2], "ams-snapkv", "(default: 2048)", "KVPolicy"):
+    for word in (*ALL_FLAGS[::2], "ams", "h2o", "(default: 2048)", "KVPolicy"):
         assert word in text, word
 
 

@@ -185,8 +185,17 @@ def test_good_requests_pass(small_pool, server):
 
 def test_a_full_cache_larger_than_the_pool_is_refused(small_pool, server):
     too_long = request(prompt_tokens=57, max_tokens=200, kv_policy="none")
-    with pytest.raises(ValueError, match=r"257 tokens, expected at most the 256"):
+    with pytest.raises(ValueError, match=r"up to 9 superblocks .* at most the 8 "):
         check_request(too_long, small_pool, server)
+
+
+def test_a_protected_prompt_larger_than_the_pool_is_refused(small_pool):
+    server = KVPolicyConfig(
+        "tova", 128, 64, prefill_interval_tokens=64, protect_prompt=True
+    )
+    assert check_request(request(100, max_tokens=20), small_pool, server) is None
+    with pytest.raises(ValueError, match=r"'tova' .* 10 superblocks .* the 8 "):
+        check_request(request(200, max_tokens=120), small_pool, server)
 
 
 def test_bad_knobs_and_resumable_sessions_are_refused(small_pool, server):

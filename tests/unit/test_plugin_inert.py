@@ -58,16 +58,21 @@ print("SNAPSHOT" + json.dumps({
 # What the entry point may import: rows 0, 1 and 6, nothing that a policy runs on.
 ENTRY_MODULES = {
     "block_manager",
+    "block_manager.events",
     "cli",
     "compat",
     "config",
+    "config_keys",
     "guards",
     "metrics",
     "patch",
     "plugin",
     "policies",
+    "policies.allocator_params",
+    "policies.catalogue",
     "policies.params",
     "policies.registry",
+    "policies.scorer_params",
     "protocol",
     "request_guards",
 }

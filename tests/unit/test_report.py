@@ -4,10 +4,11 @@ import sys
 from pathlib import Path
 
 from vllm_kvpolicy import compat, report
-from vllm_kvpolicy.config import FLAG_KEYS, KVPolicyConfig
+from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.config_keys import FLAG_KEYS
 from vllm_kvpolicy.guards import REFUSALS
 from vllm_kvpolicy.metrics import SERIES
-from vllm_kvpolicy.policies.registry import names, parse
+from vllm_kvpolicy.policies.catalogue import ALLOCATORS, SCORERS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -15,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_report_names_versions_platform_and_policies(capsys):
     status = report.main()
     text = capsys.readouterr().out
-    for word in ("vllm-kvpolicy  0.1.0", "torch", "platform", "32 tokens", *names()):
+    for word in ("vllm-kvpolicy  0.1.0", "torch", "platform", "32 tokens", "snapkv"):
         assert word in text, word
     assert text.split("Refusals for this machine")[1].split()[1] == "none"
     assert status == 0
@@ -39,10 +40,10 @@ def test_the_support_page_is_up_to_date(monkeypatch):
 
 def test_the_readme_names_every_policy_flag_and_series():
     text = (ROOT / "README.md").read_text()
-    policies = [name for name in names() if not parse(name).is_test]
+    words = [*filter(None, ALLOCATORS), *SCORERS]
     flags = [f"--kv-{key.key}" for key in FLAG_KEYS]
     series = [f"kvpolicy_{entry.name}" for entry in SERIES]
-    for word in (*policies, *flags, "--kv-policy-config", *series):
+    for word in (*words, *flags, "--kv-policy-config", *series):
         assert f"`{word}" in text, word
     for key in FLAG_KEYS:
         default = getattr(KVPolicyConfig, key.field)

@@ -5,15 +5,20 @@ platform ignores a chosen backend. Without a policy it behaves as the stock back
 Process: worker
 """
 
+from dataclasses import replace
 from typing import Any
 
+from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from vllm_kvpolicy import compat
+from vllm_kvpolicy.attention.folding import FoldedBatch
 from vllm_kvpolicy.attention.metadata import (
     KVPolicyImplMixin,
     KVPolicyMetadataBuilderMixin,
@@ -37,6 +42,35 @@ class KVPolicyCPUMetadataBuilder(
             self.isa = "vec"
             self._set_isa_to_layers(layer_names)
 
+    def folded_layer(
+        self, built: CPUAttentionMetadata, folded: FoldedBatch, layer: int
+    ) -> CPUAttentionMetadata:
+        """Return stock metadata of one layer over the folded batch."""
+        lengths = folded.lengths[layer]
+        schedule = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=len(lengths),
+            num_heads=self.num_heads // self.num_kv_heads,
+            num_kv_heads=1,
+            head_dim=self.head_dim,
+            seq_lens=lengths,
+            dtype=self.dtype,
+            query_start_loc=folded.query_start,
+            causal=True,
+            sliding_window_size=self.window_size,
+            isa=self.isa,
+            enable_kv_split=compat.environment_flag("VLLM_CPU_ATTN_SPLIT_KV"),
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
+        return replace(
+            built,
+            num_actual_tokens=folded.num_tokens * self.num_kv_heads,
+            query_start_loc=folded.query_start,
+            max_seq_len=folded.max_length,
+            seq_lens=lengths,
+            block_table=folded.tables[layer],
+            scheduler_metadata=schedule,
+        )
+
 
 class KVPolicyCPUImpl(KVPolicyImplMixin, CPUAttentionBackendImpl):
     """Stock CPU attention that saves queries."""
@@ -46,6 +80,7 @@ class KVPolicyCPUBackend(CPUAttentionBackend):
     """CPU_ATTN with a policy; cache layout and kernels are the stock ones."""
 
     keys_are_columns = True
+    folds_heads = True
 
     @staticmethod
     def get_impl_cls() -> type[KVPolicyCPUImpl]:

@@ -4,180 +4,245 @@ Called by attention.runtime before the step's forward pass, on the same stream.
 Process: worker
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from vllm_kvpolicy.attention.pages import HeadPages
+from vllm_kvpolicy.attention.layouts import Held, Layout, move_slots
+from vllm_kvpolicy.attention.pages import PagePool
 from vllm_kvpolicy.attention.slots import SlotTable
+from vllm_kvpolicy.attention.staging import to_host
 from vllm_kvpolicy.attention.survivors import SurvivorMemory
 from vllm_kvpolicy.attention.trace import Tracer
 from vllm_kvpolicy.attention.windows import QueryWindows
 from vllm_kvpolicy.block_manager.placement import event_seed
+from vllm_kvpolicy.kernels.assign_pages import PageLists
 from vllm_kvpolicy.kernels.compact_pages import compact_pages_ref
-from vllm_kvpolicy.kernels.ranking import ascending_indices, fill_next_best
+from vllm_kvpolicy.kernels.ranking import ascending_indices, resize
 from vllm_kvpolicy.policies.base import Decision, EventInputs, Policy
-from vllm_kvpolicy.protocol import CompactEvent
+from vllm_kvpolicy.policies.rope import Rope
+from vllm_kvpolicy.protocol import CompactEvent, UsedBlocks
+
+POSITIONS = "positions"  # name under which true positions are remembered
 
 
+@dataclass(frozen=True)
 class Compactor:
     """Carries out events on the pages of one KV cache group.
 
     Args:
-        policy: decides which tokens survive.
-        pages: the group's keys and values.
+        policies: by name, each decides which tokens survive.
+        pool: the group's keys and values.
+        layout: where held tokens lie.
         slots: updated after each event.
-        windows: queries that the policy asked for.
-        credit: memory of the policy's credit, None if it keeps none.
+        windows: queries that policies asked for.
+        memory: by name, what policies remember of survivors, true positions included.
+        rope: the model's rotary embedding, None where no policy asks for it.
         tracer: records survivors with true positions, None unless asked for.
         scale: softmax scale of the model's attention.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        pages: HeadPages,
-        slots: SlotTable,
-        windows: QueryWindows,
-        credit: SurvivorMemory | None,
-        tracer: Tracer | None,
-        scale: float,
-    ) -> None:
-        self.policy = policy
-        self.pages = pages
-        self.slots = slots
-        self.windows = windows
-        self.credit = credit
-        self.tracer = tracer
-        self.scale = scale
+    policies: Mapping[str, Policy]
+    pool: PagePool
+    layout: Layout
+    slots: SlotTable
+    windows: QueryWindows
+    memory: Mapping[str, SurvivorMemory]
+    rope: Rope | None
+    tracer: Tracer | None
+    scale: float
 
-    def run(self, events: Sequence[CompactEvent]) -> None:
+    def run(self, events: Sequence[CompactEvent]) -> list[UsedBlocks]:
         """Carry out a step's events.
 
-        Events are batched where budget and number of destination blocks agree. All
-        decisions and sources of a batch are read before its first write. Batches keep
-        the order of the message, in which a block is freed before it is taken.
+        Returns:
+            How many superblocks the survivors take, where the policy may leave some of
+            the destinations empty.
+
+        Events are batched where policy, budget and number of destination blocks agree.
+        All decisions and sources of a batch are read before its first write. Batches
+        keep the order of the message, in which a block is freed before it is taken.
         """
         batches: list[list[CompactEvent]] = []
         for event in events:
-            shape = (event.budget, len(event.dest_blocks))
-            last = batches[-1][0] if batches else None
-            if last and (last.budget, len(last.dest_blocks)) == shape:
+            if batches and _kind(batches[-1][0]) == _kind(event):
                 batches[-1].append(event)
             else:
                 batches.append([event])
-        for batch in batches:
-            self._run_batch(batch)
+        return [used for batch in batches for used in self._run_batch(batch)]
 
-    def _run_batch(self, events: Sequence[CompactEvent]) -> None:
-        slots = [self.slots.take(event.request_id) for event in events]
+    def _run_batch(self, events: Sequence[CompactEvent]) -> list[UsedBlocks]:
+        slots = self._take_slots(events)
         index = self.slots.to_device(slots)
-        if self.credit is not None:
-            pairs = zip(slots, events, strict=True)
-            fresh = [slot for slot, event in pairs if not event.ordinal]
-            self.credit.clear(self.slots.to_device(fresh))
-        inputs, blocks = self._inputs(events, index)
-        decision = self.policy.decide(inputs, events[0].budget)
-        sources, is_survivor = self._survivors(events, inputs, decision)
-        placed = self.policy.arrange(
-            sources,
-            self.slots.to_device([event_seed(e.ordinal, e.position) for e in events]),
-        )
-        self._move(events, blocks, placed)
-        if self.credit is not None:
-            assert decision.credit is not None, "a policy with credit returned none"
-            num_tokens = sources.shape[-1] + max(map(self._local_tokens, events))
-            survivors = ascending_indices(is_survivor.flatten(0, 2), num_tokens)
-            survivors = survivors.view(*sources.shape[:3], num_tokens)
-            kept = decision.credit.gather(-1, survivors.clamp_min(0))
-            self.credit.write(index, torch.where(survivors < 0, 0.0, kept))
+        held = self.layout.held(events, slots, index)
+        inputs = self._inputs(events, index, held)
+        policy = self.policies[events[0].policy]
+        decision = policy.decide(inputs, events[0].budget)
+        lists, sources = self._survivors(events, held, inputs, decision)
+        seeds = [event_seed(event.ordinal, event.position) for event in events]
+        seed = self.slots.to_device(seeds)
+        lists = replace(lists, pages=policy.arrange_pages(lists.pages, seed))
+        heads = sources.div(held.max_tokens, rounding_mode="floor")
+        placed = policy.arrange(sources, heads, seed)
+        self._move(events, held, lists, placed, is_ordered=placed is sources)
+        self._remember(index, held, inputs, decision, placed)
         if self.tracer is not None:
-            self.tracer.record(events, slots, decision.keep, placed, inputs.lengths)
+            self.tracer.record(events, slots, held, lists, decision, placed)
+        self.layout.update(slots, index, lists)
         self.slots.update(slots, events)
+        if not policy.dynamic:
+            return []
+        num_heads = held.pages.shape[1]
+        used = to_host(-(-lists.first[:, -1] // num_heads))
+        return [
+            UsedBlocks(event.request_id, event.serial, int(count))
+            for event, count in zip(events, used, strict=True)
+        ]
 
-    def _local_tokens(self, event: CompactEvent) -> int:
-        return event.position - event.frontier_blocks * self.pages.block_size
+    def _take_slots(self, events: Sequence[CompactEvent]) -> list[int]:
+        """Return the events' slots; first events find theirs empty."""
+        slots = [self.slots.take(event.request_id) for event in events]
+        pairs = zip(slots, events, strict=True)
+        fresh = [slot for slot, event in pairs if not event.ordinal]
+        if fresh:
+            index = self.slots.to_device(fresh)
+            self.layout.clear(fresh, index)
+            for memory in self.memory.values():
+                memory.clear(index)
+        return slots
 
     def _inputs(
-        self, events: Sequence[CompactEvent], slots: torch.Tensor
-    ) -> tuple[EventInputs, torch.Tensor]:
-        """Return what the policy sees and the superblocks [E, P] of all held tokens."""
-        block_size, to_device = self.pages.block_size, self.slots.to_device
-        rows = [event.source_blocks + event.local_blocks for event in events]
-        width = max(map(len, rows))
-        blocks = to_device([row + (0,) * (width - len(row)) for row in rows])
-        num_global = to_device([len(e.source_blocks) * block_size for e in events])
-        lengths_host = [
-            len(event.source_blocks) * block_size + self._local_tokens(event)
-            for event in events
-        ]
-        num_tokens, lengths = max(lengths_host), to_device(lengths_host)
-        sinks = to_device([event.sinks for event in events])
-        token = torch.arange(num_tokens, device=blocks.device)
-        is_local = (token >= num_global[:, None]) & (token < lengths[:, None])
+        self, events: Sequence[CompactEvent], slots: torch.Tensor, held: Held
+    ) -> EventInputs:
+        """Return what the policy of these events sees."""
+        needs = self.policies[events[0].policy].needs
+        block_size, to_device = self.pool.block_size, self.slots.to_device
+        num_global = held.num_pages * block_size
+        lengths = num_global + held.num_local[:, None]
+        token = torch.arange(held.max_tokens, device=slots.device)
+        sinks = to_device([event.sinks for event in events])[:, None, None]
+        is_local = (token >= num_global[..., None]) & (token < lengths[..., None])
+        end = to_device([event.position for event in events])
+        shape = (len(events), self.pool.num_layers, self.pool.num_heads)
+        pages = held.pages.view(*shape, -1)
         windows = None
-        if self.policy.window_tokens:
+        if needs.window_tokens:
             windows = self.windows.read(to_device([e.window_slot for e in events]))
-        inputs = EventInputs(
-            lengths=lengths,
-            must_keep=(token < sinks[:, None]) | is_local,
-            keys=self._keys(blocks, num_tokens),
-            queries=windows,
-            credit=self.credit.read(slots, num_tokens) if self.credit else None,
+        first = self.layout.first(slots) * block_size
+        recalled = {
+            name: self.memory[name].read(slots, first, held.max_tokens)
+            for name in needs.memory
+        }
+        positions = None
+        if needs.positions:
+            old = self.memory[POSITIONS].read(slots, first, held.max_tokens)
+            positions = self._positions(old, lengths, end, token).view(*shape, -1)
+        return EventInputs(
+            lengths=lengths.view(shape),
+            must_keep=((token < sinks) | is_local).view(*shape, -1),
+            end=end,
             scale=self.scale,
-            num_layers=len(self.pages.keys),
-            num_kv_heads=self.pages.num_heads,
+            keys=self._gather(self.pool.keys, pages, held, needs.keys),
+            values=self._gather(self.pool.values, pages, held, needs.values),
+            queries=windows,
+            positions=positions,
+            rope=self.rope,
+            memory={name: value.view(*shape, -1) for name, value in recalled.items()},
         )
-        return inputs, blocks
 
-    def _keys(self, blocks: torch.Tensor, num_tokens: int) -> torch.Tensor | None:
-        if not self.policy.needs_keys:
-            return None
-        return self.pages.gather_keys(blocks, num_tokens)
+    def _gather(
+        self,
+        parts: Sequence[torch.Tensor],
+        pages: torch.Tensor,
+        held: Held,
+        asked: bool,
+    ) -> torch.Tensor | None:
+        return self.pool.gather(parts, pages, held.max_tokens) if asked else None
+
+    @staticmethod
+    def _positions(
+        remembered: torch.Tensor,
+        lengths: torch.Tensor,
+        end: torch.Tensor,
+        token: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return [E, n, T] int64 true positions; `remembered` holds them plus one.
+
+        Tokens since the last event are consecutive up to `end`.
+        """
+        recent = end[:, None, None] - lengths[..., None] + token
+        return torch.where(remembered > 0, remembered.long() - 1, recent)
 
     def _survivors(
         self,
         events: Sequence[CompactEvent],
+        held: Held,
         inputs: EventInputs,
         decision: Decision,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Fill the survivors up to whole pages with the next-best tokens.
+    ) -> tuple[PageLists, torch.Tensor]:
+        """Round the choice to whole pages: fill heads up with their next-best tokens.
 
         Returns:
-            sources: [E, L, H, C] int64 token indices for the global pool, ascending,
-            and a mask [E, L, H, T] of all survivors, local tokens included.
+            The page lists after the event, and [E, M] int64 head * T + token of the
+            survivors in their order, ascending; -1 behind the last.
         """
-        block_size, shape = self.pages.block_size, decision.keep.shape
-        num_global = len(events[0].dest_blocks) * block_size
-        token = torch.arange(shape[-1], device=decision.keep.device)
-        valid = (token < inputs.lengths[:, None])[:, None, None].expand(shape)
-        target = self.slots.to_device(
-            [num_global + self._local_tokens(event) for event in events]
+        block_size = self.pool.block_size
+        shape = (*held.num_pages.shape, held.max_tokens)
+        token = torch.arange(held.max_tokens, device=held.pages.device)
+        is_global = token < (held.num_pages * block_size)[..., None]
+        keep = decision.keep.reshape(shape) & is_global
+        dynamic = self.policies[events[0].policy].dynamic
+        quota = self.layout.quota(events, held, keep.sum(-1), dynamic)
+        survives = resize(
+            keep.flatten(0, 1),
+            decision.score.reshape(shape).flatten(0, 1),
+            (inputs.must_keep.view(shape) & is_global).flatten(0, 1),
+            is_global.flatten(0, 1),
+            (quota * block_size).flatten(),
         )
-        is_survivor = fill_next_best(
-            decision.keep.reshape(-1, shape[-1]),
-            decision.score.reshape(-1, shape[-1]),
-            valid.reshape(-1, shape[-1]),
-            target[:, None].expand(-1, shape[1] * shape[2]).flatten(),
-        )
-        # Local tokens are the newest and all survive: the first C are global.
-        sources = ascending_indices(is_survivor, num_global)
-        return sources.view(*shape[:3], num_global), is_survivor.view(shape)
+        lists = self.layout.place(events, held, quota)
+        num_survivors = lists.pages.shape[-1] * block_size
+        survives = survives.view(len(events), -1)
+        return lists, ascending_indices(survives, num_survivors)
 
     def _move(
         self,
         events: Sequence[CompactEvent],
-        blocks: torch.Tensor,
+        held: Held,
+        lists: PageLists,
+        placed: torch.Tensor,
+        is_ordered: bool,
+    ) -> None:
+        """Copy survivors [E, M] to their pages."""
+        block_size, groups = self.pool.block_size, self.pool.num_groups
+        moves = list(move_slots(held, lists, placed, block_size))
+        if not is_ordered:
+            moves.append(torch.zeros_like(placed, dtype=torch.bool))
+        elif lists.unmoved is not None:
+            moves.append(lists.unmoved.repeat_interleave(block_size, dim=-1))
+        for group in range(groups):
+            rows = [row.unflatten(1, (groups, -1))[:, group].flatten() for row in moves]
+            for pages in (self.pool.keys[group], self.pool.values[group]):
+                compact_pages_ref(pages, *rows)
+
+    def _remember(
+        self,
+        slots: torch.Tensor,
+        held: Held,
+        inputs: EventInputs,
+        decision: Decision,
         placed: torch.Tensor,
     ) -> None:
-        """Copy survivors [E, L, H, C] to their destinations, layer by layer."""
-        block_size = self.pages.block_size
-        offset = torch.arange(block_size, device=blocks.device)
-        dest = self.slots.to_device([event.dest_blocks for event in events])
-        dest_slots = (dest[:, :, None] * block_size + offset).flatten(1)
-        block_of = blocks[:, None, None].expand(*placed.shape[:3], -1)
-        source_slots = block_of.gather(-1, placed // block_size) * block_size
-        source_slots += placed % block_size
-        for layer in range(placed.shape[1]):
-            for pages in (self.pages.keys[layer], self.pages.values[layer]):
-                compact_pages_ref(pages, source_slots[:, layer], dest_slots)
+        """Keep what the policy wants to find again, and true positions."""
+        values = dict(decision.memory)
+        if inputs.positions is not None:
+            values[POSITIONS] = inputs.positions.float() + 1
+        for name, value in values.items():
+            self.memory[name].write(
+                slots, value.flatten(1, 2), placed, held, self.pool.block_size
+            )
+
+
+def _kind(event: CompactEvent) -> tuple[str, int, int]:
+    return event.policy, event.budget, len(event.dest_blocks)

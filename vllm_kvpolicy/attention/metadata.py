@@ -1,4 +1,4 @@
-"""Builders that hand the stock builder physical tables and lengths.
+"""Stock builders and implementations over physical tables and lengths.
 
 Mixed into stock metadata builders by attention.backend_cpu and backend_triton.
 Process: worker
@@ -6,8 +6,14 @@ Process: worker
 
 from typing import Any
 
+import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 
+from vllm_kvpolicy.attention.folding import (
+    FoldedBatch,
+    fold_queries,
+    unfold_output,
+)
 from vllm_kvpolicy.config import has_policy
 
 
@@ -46,19 +52,71 @@ class KVPolicyMetadataBuilderMixin:
         **kwargs: Any,
     ) -> Any:
         """Build the stock metadata of this step; see the stock builder."""
-        if self.kv_policy is not None:
-            common_attn_metadata = self.kv_policy.physical(common_attn_metadata)
-        return super().build(
-            common_prefix_len, common_attn_metadata, fast_build, **kwargs
+        runtime = self.kv_policy
+        if runtime is None:
+            return super().build(
+                common_prefix_len, common_attn_metadata, fast_build, **kwargs
+            )
+        runtime.plan_captures(common_attn_metadata)
+        built = super().build(
+            common_prefix_len,
+            runtime.physical(common_attn_metadata),
+            fast_build,
+            **kwargs,
+        )
+        folded = runtime.folded(common_attn_metadata)
+        if folded is not None:
+            layers = range(len(folded.tables))
+            built.kv_policy = [self.folded_layer(built, folded, n) for n in layers]
+        return built
+
+    def folded_layer(self, built: Any, folded: FoldedBatch, layer: int) -> Any:
+        """Return stock metadata of one layer over the folded batch.
+
+        Args:
+            built: the stock metadata of the step.
+            folded: page tables per head.
+            layer: index of the layer in model order.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot attend to heads of different lengths"
         )
 
 
 class KVPolicyImplMixin:
-    """Saves the queries of requests that are about to have an event."""
+    """Saves the queries of requests near an event; attends per head where asked."""
 
-    def forward(self, layer: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Run stock attention on the physical tables; see the stock implementation."""
         runtime = getattr(layer, "kv_policy", None)
+        attend = super().forward
+        layers = getattr(attn_metadata, "kv_policy", None)
         if runtime is not None:
             runtime.windows.capture(layer.kv_policy_index, query)
-        return super().forward(layer, query, *args, **kwargs)
+        if runtime is None or layers is None:
+            kept = (query, key, value, kv_cache, attn_metadata, output)
+            return attend(layer, *kept, *args, **kwargs)
+        index, num_heads = layer.kv_policy_index, self.num_kv_heads
+        num_tokens = attn_metadata.num_actual_tokens
+        # One token per request: rows (request, KV head) are a view of the batch.
+        by_request = num_tokens * num_heads == len(layers[index].seq_lens)
+        folded = fold_queries(query[:num_tokens], num_heads, by_request)
+        result = torch.empty_like(folded)
+        if by_request:
+            result = fold_queries(output[:num_tokens], num_heads, by_request)
+        pages = runtime.pool.pages_of(index)
+        attend(layer, folded, key, value, pages, layers[index], result, *args, **kwargs)
+        if not by_request:
+            output[:num_tokens] = unfold_output(result, num_heads)
+        return output

@@ -7,13 +7,20 @@ Process: worker
 
 import time
 from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import numpy as np
 import torch
+from vllm.logger import init_logger
 
-from vllm_kvpolicy.attention.compaction import Compactor
-from vllm_kvpolicy.attention.pages import HeadPages, check_layout
+from vllm_kvpolicy.attention.compaction import POSITIONS, Compactor
+from vllm_kvpolicy.attention.folding import FoldedBatch, Folder
+from vllm_kvpolicy.attention.head_tables import HeadTables
+from vllm_kvpolicy.attention.layouts import EqualLayout, Layout, RaggedLayout
+from vllm_kvpolicy.attention.pages import PagePool, check_layout
+from vllm_kvpolicy.attention.rotary import model_rope
 from vllm_kvpolicy.attention.slots import SlotTable
 from vllm_kvpolicy.attention.staging import to_device
 from vllm_kvpolicy.attention.survivors import SurvivorMemory
@@ -22,18 +29,22 @@ from vllm_kvpolicy.attention.windows import QueryWindows
 from vllm_kvpolicy.block_manager.limits import max_global_blocks, planner_limits
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.metrics import WorkerCounters
+from vllm_kvpolicy.policies.base import Needs
 from vllm_kvpolicy.policies.factory import build
-from vllm_kvpolicy.protocol import StepCommands
+from vllm_kvpolicy.protocol import StepCommands, UsedBlocks
+
+logger = init_logger("vllm.kv_policy")
 
 
 class KVPolicyRuntime:
-    """Slots, windows and compactor of one worker.
+    """Slots, tables, windows and compactor of one worker.
 
     Args:
         vllm_config: the engine's configuration.
-        config: the engine's policy.
-        layers: the model's attention layers in model order; each learns its index and
-            this object.
+        config: the engine's policies.
+        model: the loaded model.
+        layers: its attention layers in model order; each learns its index and this
+            object.
         device: where the model runs.
 
     Attributes:
@@ -45,17 +56,24 @@ class KVPolicyRuntime:
         self,
         vllm_config: Any,
         config: KVPolicyConfig,
+        model: torch.nn.Module,
         layers: Sequence[Any],
         device: torch.device,
     ) -> None:
         self.config = config
         self.layers = list(layers)
-        self.policy = build(config.policy, config.options)
+        self.policies = {
+            name: build(name, config.options_of(name)) for name in config.policies
+        }
+        self.needs: Needs = reduce(or_, (p.needs for p in self.policies.values()))
+        first = self.layers[0]
+        self.rope = model_rope(model, first.head_size) if self.needs.rope else None
         self.limits = planner_limits(vllm_config, config)
         block_size = self.limits.block_size
         num_slots = vllm_config.scheduler_config.max_num_seqs
         num_global = max_global_blocks(vllm_config, config)
-        first = self.layers[0]
+        num_heads = len(self.layers) * first.num_kv_heads
+        self.max_global_blocks = num_global
         self.slots = SlotTable(num_slots, num_global, block_size, device)
         self.windows = QueryWindows(
             num_slots=self.limits.window_slots,
@@ -66,20 +84,24 @@ class KVPolicyRuntime:
             dtype=vllm_config.model_config.dtype,
             device=device,
         )
-        self.credit = None
-        if self.policy.has_credit:
-            self.credit = SurvivorMemory(
-                num_slots,
-                len(self.layers),
-                first.num_kv_heads,
-                (num_global + 1) * block_size + config.recent_tokens,
-                torch.float32,
-                device,
+        remembered = self.needs.memory + (POSITIONS,) * self.needs.positions
+        self.memory = {
+            name: SurvivorMemory(
+                num_slots=num_slots,
+                num_heads=num_heads,
+                max_global_tokens=num_global * num_heads * block_size,
+                max_local_tokens=config.recent_tokens + block_size - 1,
+                device=device,
             )
+            for name in remembered
+        }
+        self.folder: Folder | None = None
+        self.pool: PagePool
         self.compactor: Compactor
         self.counters = WorkerCounters(vllm_config.instance_id, block_size)
         self.batch_request_ids: Callable[[], Sequence[str]] = tuple
         self._commands: StepCommands | None = None
+        self._answers: list[UsedBlocks] = []
         for index, layer in enumerate(self.layers):
             layer.kv_policy = self
             layer.kv_policy_index = index
@@ -87,29 +109,62 @@ class KVPolicyRuntime:
     @property
     def side_bytes(self) -> int:
         """Bytes of device memory that this object holds beside vLLM's KV cache."""
-        tensors = [self.windows.rows, self.slots.global_blocks]
-        if self.credit is not None:
-            tensors.append(self.credit.values)
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        memory = sum(memory.nbytes for memory in self.memory.values())
+        tables = 0
+        if self.config.is_ragged:
+            heads = len(self.layers) * self.layers[0].num_kv_heads
+            tables = (
+                4
+                * len(self.slots.global_blocks)
+                * (self.max_global_blocks * heads + heads + 1)
+            )
+        return (
+            self.windows.rows.nbytes + self.slots.global_blocks.nbytes + memory + tables
+        )
 
     def bind(self, keys_are_columns: bool) -> None:
         """Take hold of the KV caches, once vLLM has made them.
 
         Args:
-            keys_are_columns: see `attention.pages.split_pages`.
+            keys_are_columns: see `attention.pages.PagePool`.
         """
-        pages = HeadPages([layer.kv_cache for layer in self.layers], keys_are_columns)
-        check_layout(self.layers[0], pages, 0)
+        self.pool = PagePool(
+            [layer.kv_cache for layer in self.layers], keys_are_columns
+        )
+        for index, layer in enumerate(self.layers):
+            check_layout(layer, self.pool, index)
         trace_dir = self.config.trace_dir
         self.compactor = Compactor(
-            policy=self.policy,
-            pages=pages,
+            policies=self.policies,
+            pool=self.pool,
+            layout=self._layout(),
             slots=self.slots,
             windows=self.windows,
-            credit=self.credit,
-            tracer=Tracer(trace_dir, self.slots) if trace_dir else None,
+            memory=self.memory,
+            rope=self.rope,
+            tracer=Tracer(trace_dir, self.limits.block_size) if trace_dir else None,
             scale=self.layers[0].impl.scale,
         )
+
+    def _layout(self) -> Layout:
+        if not self.config.is_ragged:
+            return EqualLayout(self.slots, self.pool)
+        block = torch.zeros(1, 1, dtype=torch.int64, device=self.slots.device)
+        if not self.pool.spans_layers:
+            logger.warning(
+                "KV policy: layers lie in allocations of their own, so pages cannot "
+                "change layers; a request holds the maximum over layers of what its "
+                "heads need"
+            )
+        tables = HeadTables(
+            num_slots=self.slots.null_slot,
+            max_global_blocks=self.max_global_blocks,
+            own_page=self.pool.own_pages(block).flatten(),
+            stride=self.pool.num_heads,
+            device=self.slots.device,
+        )
+        self.folder = Folder(self.slots, tables, len(self.layers))
+        return RaggedLayout(self.slots, self.pool, tables)
 
     def begin_step(self, commands: StepCommands, gone: Sequence[str]) -> None:
         """Run the step's events; the forward pass may follow.
@@ -119,34 +174,59 @@ class KVPolicyRuntime:
             gone: requests that finished or were preempted before this step.
         """
         self.slots.drop(gone)
+        if self.folder is not None and (gone or commands.events):
+            self.folder.forget()
         if commands.events:
             started = time.perf_counter()
-            self.compactor.run(commands.events)
+            self._answers += self.compactor.run(commands.events)
             self.counters.add_events(commands.events, time.perf_counter() - started)
         self._commands = commands
+
+    def take_answers(self) -> tuple[UsedBlocks, ...]:
+        """Return what the scheduler has to hear about events, once."""
+        answers, self._answers = tuple(self._answers), []
+        return answers
 
     def end_step(self) -> None:
         """Forget the step; metadata built outside a step is stock."""
         self._commands = None
         self.windows.forget_plan()
 
-    def physical(self, metadata: Any) -> Any:
-        """Return the attention metadata with physical tables and lengths.
-
-        Positions, slot mapping and query layout stay logical. Without a step, or
-        before any request has had an event, the metadata is returned as it is.
+    def plan_captures(self, metadata: Any) -> None:
+        """Note which queries of this step's forward pass are to be saved.
 
         Args:
             metadata: vLLM's CommonAttentionMetadata of this KV cache group.
         """
-        if self._commands is None:
+        if self._commands is not None and self._commands.captures:
+            query_start = metadata.query_start_loc_cpu.numpy()
+            self.windows.plan(
+                self._commands.captures, self.batch_request_ids(), query_start
+            )
+
+    def folded(self, metadata: Any) -> FoldedBatch | None:
+        """Return the step's page tables per head, None where the stock ones do.
+
+        Those do on a server whose heads hold equally many tokens, outside a step, and
+        before any request has had an event.
+        """
+        if self.folder is None or self._commands is None or not len(self.slots):
+            return None
+        return self.folder.fold(metadata, self.batch_request_ids())
+
+    def physical(self, metadata: Any) -> Any:
+        """Return the attention metadata with physical tables and lengths.
+
+        Positions, slot mapping and query layout stay logical. Without a step, before
+        any request has had an event, and where heads have tables of their own, the
+        metadata is returned as it is.
+
+        Args:
+            metadata: vLLM's CommonAttentionMetadata of this KV cache group.
+        """
+        if self.folder is not None or self._commands is None or not len(self.slots):
             return metadata
         request_ids = self.batch_request_ids()
-        if self._commands.captures:
-            query_start = metadata.query_start_loc_cpu.numpy()
-            self.windows.plan(self._commands.captures, request_ids, query_start)
-        if not len(self.slots):
-            return metadata
         rows_host = self.slots.rows(request_ids, metadata.num_reqs)
         rows = to_device(rows_host, self.slots.device)
         upper = metadata.seq_lens_cpu_upper_bound.numpy()

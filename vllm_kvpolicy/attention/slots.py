@@ -43,6 +43,7 @@ class SlotTable:
         self.num_global = torch.zeros(size, dtype=torch.int32, device=device)
         self.frontier_blocks = torch.zeros(size, dtype=torch.int32, device=device)
         self.dropped_tokens_cpu = np.zeros(size, dtype=np.int32)
+        self.frontier_blocks_cpu = np.zeros(size, dtype=np.int32)
         self.slot_of: dict[str, int] = {}
         self._free = list(range(num_slots))
 
@@ -88,6 +89,7 @@ class SlotTable:
         for slot, event in zip(slots, events, strict=True):
             dropped_blocks = event.frontier_blocks - len(event.dest_blocks)
             self.dropped_tokens_cpu[slot] = dropped_blocks * self.block_size
+            self.frontier_blocks_cpu[slot] = event.frontier_blocks
 
     def to_device(
         self, values: Sequence[int] | Sequence[Sequence[int]]

@@ -26,3 +26,12 @@ def to_device(
     if device.type == "cpu":
         return host
     return host.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(values: torch.Tensor) -> np.ndarray:
+    """Read a few integers back; waits for the device where there is one.
+
+    Args:
+        values: integers, any shape.
+    """
+    return values.cpu().numpy()  # sync-ok: once per event, for heads of own lengths

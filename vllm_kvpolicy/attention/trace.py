@@ -1,101 +1,127 @@
 """Records each event's survivors as true positions, for oracles and diagnostics.
 
-Off unless `trace_dir` is set. One .npz file per event; waits for the device.
+Off unless a folder is named. One .npz file per event; waits for the device.
 Called by attention.compaction.
 Process: worker
 """
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_kvpolicy.attention.slots import SlotTable
+from vllm_kvpolicy.attention.layouts import Held, move_slots
+from vllm_kvpolicy.kernels.assign_pages import PageLists
+from vllm_kvpolicy.policies.base import Decision
 from vllm_kvpolicy.protocol import CompactEvent
+
+Rows = list[np.ndarray]  # one array of positions per head
 
 
 class Tracer:
     """Follows true positions of survivors and writes them down.
 
     A record holds, all positions being logical and counted from 0:
-        position, ordinal, frontier, budget: integers of the event;
-        selected: [L, H, K] int32, what the policy chose, before pages are filled up
-            (padded with -1 where a policy keeps more or fewer);
+        request_id, policy: of the request;
+        position, ordinal, frontier, budget, prompt, sinks: integers of the event;
+        held: [L, H, T] int32, what was held before, oldest first as the policy saw it;
+        selected: [L, H, K] int32, what the policy chose, before pages are filled up;
         survivors: [L, H, C] int32, what the global pool holds, in physical order;
         moved: fraction of (head, token) pairs in the pool that changed their place.
+    Rows of heads that hold less end in -1.
 
     Args:
         directory: where the records go; made if missing.
-        slots: the slot table before the event.
+        block_size: N, tokens per page.
+        max_bytes: once the records hold this much, no more are written.
     """
 
-    def __init__(self, directory: str, slots: SlotTable) -> None:
+    def __init__(self, directory: str, block_size: int, max_bytes: int = 2**30) -> None:
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
-        self.slots = slots
-        self._positions: dict[int, np.ndarray] = {}
+        self.block_size = block_size
+        self.bytes_left = max_bytes
+        self._positions: dict[int, Rows] = {}
         self._count = 0
 
     def record(
         self,
         events: Sequence[CompactEvent],
         slots: Sequence[int],
-        keep: torch.Tensor,
+        held: Held,
+        lists: PageLists,
+        decision: Decision,
         placed: torch.Tensor,
-        lengths: torch.Tensor,
     ) -> None:
-        """Write one record per event; call before the slot table is updated.
+        """Write one record per event; call before the tables are updated.
 
         Args:
             events: a batch of events.
             slots: their slots.
-            keep: [E, L, H, T] bool, the policy's choice.
-            placed: [E, L, H, C] int64, token index that each destination receives.
-            lengths: [E] int64, tokens held before the event.
+            held: what the requests hold.
+            lists: their pages after the event.
+            decision: the policy's choice.
+            placed: [E, M] int64, head * T + token that each destination receives.
         """
-        held_counts = lengths.tolist()  # sync-ok: tracing only
+        source, dest = move_slots(held, lists, placed, self.block_size)
+        moved = _host((source != dest).double().mean(-1))
+        pages, starts = _host(held.num_pages), _host(lists.first) * self.block_size
+        keep, order = _host(decision.keep.flatten(1, 2)), _host(placed)
         for row, (event, slot) in enumerate(zip(events, slots, strict=True)):
-            before = self._before(event, slot, held_counts[row], placed.shape[1:3])
-            index = placed[row].cpu().numpy()  # sync-ok: tracing only
-            chosen = keep[row].cpu().numpy()[..., : held_counts[row]]  # sync-ok: trace
-            survivors = np.take_along_axis(before, index, axis=-1)
+            before = self._before(event, slot, pages[row])
+            chosen = [
+                np.sort(tokens[mask[: len(tokens)]])
+                for tokens, mask in zip(before, keep[row], strict=True)
+            ]
+            token = order[row] % held.max_tokens
+            heads = zip(before, starts[row][:-1], starts[row][1:], strict=True)
+            survivors = [tokens[token[start:end]] for tokens, start, end in heads]
             self._positions[slot] = survivors
-            np.savez(
-                self.directory / f"{self._count:06d}.npz",
+            shape = decision.keep.shape[1:3]
+            self._write(
                 request_id=event.request_id,
+                policy=event.policy,
                 position=event.position,
                 ordinal=event.ordinal,
                 budget=event.budget,
-                frontier=event.frontier_blocks * self.slots.block_size,
-                selected=_true_positions(chosen, before),
-                survivors=survivors,
-                moved=self._moved(event, index),
+                prompt=event.prompt_tokens,
+                sinks=event.sinks,
+                frontier=event.frontier_blocks * self.block_size,
+                held=_padded(before, shape),
+                selected=_padded(chosen, shape),
+                survivors=_padded(survivors, shape),
+                moved=moved[row],
             )
-            self._count += 1
 
-    def _before(
-        self, event: CompactEvent, slot: int, num_held: int, heads: Sequence[int]
-    ) -> np.ndarray:
-        """Return [L, H, T] true positions of the held tokens, in physical order."""
-        old = self._positions[slot] if event.ordinal else np.zeros((*heads, 0), int)
-        num_old = old.shape[-1]
-        newer = np.arange(event.position - (num_held - num_old), event.position)
-        newer = np.broadcast_to(newer, (*heads, len(newer)))
-        return np.concatenate([old, newer], axis=-1).astype(np.int32)
+    def _before(self, event: CompactEvent, slot: int, num_pages: np.ndarray) -> Rows:
+        """Return the positions that each head holds, in physical order."""
+        num_local = event.local_tokens(self.block_size)
+        old: Rows = [np.empty(0, np.int32)] * len(num_pages)
+        if event.ordinal:
+            old = self._positions[slot]
+        rows = []
+        for kept, pages in zip(old, num_pages, strict=True):
+            count = int(pages) * self.block_size + num_local - len(kept)
+            newer = np.arange(event.position - count, event.position)
+            rows.append(np.concatenate([kept, newer]).astype(np.int32))
+        return rows
 
-    def _moved(self, event: CompactEvent, index: np.ndarray) -> float:
-        """Return the share of destination slots whose token came from elsewhere."""
-        block_size = self.slots.block_size
-        source = np.asarray(event.source_blocks)[index // block_size]
-        here = np.repeat(np.asarray(event.dest_blocks), block_size)
-        offset = np.arange(len(here)) % block_size
-        return float(np.mean((source != here) | (index % block_size != offset)))
+    def _write(self, **fields: Any) -> None:
+        size = sum(np.asarray(value).nbytes for value in fields.values())
+        if size <= self.bytes_left:
+            np.savez(self.directory / f"{self._count:06d}.npz", **fields)
+        self.bytes_left -= size
+        self._count += 1
 
 
-def _true_positions(chosen: np.ndarray, before: np.ndarray) -> np.ndarray:
-    """Return [L, H, K] sorted positions of a [L, H, T] mask, padded with -1."""
-    width = int(chosen.sum(-1).max())
-    last = np.iinfo(np.int32).max
-    positions = np.sort(np.where(chosen, before, last), axis=-1)[..., :width]
-    return np.where(positions == last, -1, positions)
+def _host(values: torch.Tensor) -> np.ndarray:
+    return values.cpu().numpy()  # sync-ok: tracing only
+
+
+def _padded(rows: Rows, shape: Sequence[int]) -> np.ndarray:
+    """Return [L, H, longest] int32, rows padded with -1."""
+    width = max(map(len, rows))
+    padded = [np.pad(row, (0, width - len(row)), constant_values=-1) for row in rows]
+    return np.stack(padded).astype(np.int32).reshape(*shape, width)

@@ -6,11 +6,7 @@ Process: any
 
 from typing import Any
 
-from vllm_kvpolicy.block_manager.events import (
-    EventPlan,
-    Footprint,
-    worst_case_blocks,
-)
+from vllm_kvpolicy.block_manager.events import worst_case_blocks
 from vllm_kvpolicy.block_manager.planner import PlannerLimits
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies.registry import parse
@@ -23,9 +19,8 @@ def planner_limits(vllm_config: Any, config: KVPolicyConfig) -> PlannerLimits:
     I steps. Twice these shares of the largest batch, at least 8, are enough for all but
     unlucky coincidences, and those wait a step.
     """
-    info = parse(config.policy)
     max_num_seqs = vllm_config.scheduler_config.max_num_seqs
-    window_tokens = info.window_tokens(config.options)
+    window_tokens = max(map(config.window_tokens, config.policies))
     slots_share = -(-2 * max_num_seqs * window_tokens // config.interval_tokens)
     events_share = -(-2 * max_num_seqs // config.interval_tokens)
     return PlannerLimits(
@@ -33,7 +28,6 @@ def planner_limits(vllm_config: Any, config: KVPolicyConfig) -> PlannerLimits:
         window_tokens=window_tokens,
         window_slots=min(max_num_seqs, max(8, slots_share)) if window_tokens else 0,
         events_per_step=config.events_per_step or max(8, events_share),
-        keeps_all=info.keeps_all,
     )
 
 
@@ -41,7 +35,7 @@ def max_global_blocks(vllm_config: Any, config: KVPolicyConfig) -> int:
     """Return the most superblocks of survivors that one request can have."""
     block_size = vllm_config.cache_config.block_size
     longest = vllm_config.model_config.max_model_len
-    if not (parse(config.policy).keeps_all or config.protects_prompt):
+    if not (parse(config.policy).keeps_all or config.may_protect_prompt):
         longest = min(longest, config.budget_tokens)
     return -(-longest // block_size)
 
@@ -50,7 +44,7 @@ def max_blocks_per_request(vllm_config: Any, config: KVPolicyConfig) -> int:
     """Return the most superblocks that any one request may hold at once."""
     block_size = vllm_config.cache_config.block_size
     max_model_len = vllm_config.model_config.max_model_len
-    if parse(config.policy).keeps_all or config.protects_prompt:
+    if parse(config.policy).keeps_all or config.may_protect_prompt:
         return -(-max_model_len // block_size)
     return worst_case_blocks(
         max_model_len,
@@ -72,12 +66,7 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
     """
     block_size = vllm_config.cache_config.block_size
     max_model_len = vllm_config.model_config.max_model_len
-    events = EventPlan(
-        1, config.budget_tokens, config.interval_tokens, config.prefill_interval_tokens
-    )
-    answer = Footprint(
-        events, config.recent_tokens, block_size, parse(config.policy).keeps_all
-    )
+    answer = config.footprint(1, block_size)
     held = answer.peak_blocks(max_model_len)
     whole = -(-max_model_len // block_size)
     return (

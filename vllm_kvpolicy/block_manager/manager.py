@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_kvpolicy.block_manager.placement import PLACEMENTS, event_seed
 from vllm_kvpolicy.block_manager.planner import Planner
+from vllm_kvpolicy.protocol import UsedBlocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +109,20 @@ class KVPolicyManager(FullAttentionManager):
             dest_blocks=tuple(block.block_id for block in dest),
             local_blocks=tuple(block.block_id for block in blocks[frontier:]),
         )
+
+    def give_back_surplus(self, used: UsedBlocks) -> None:
+        """Free the destinations that an event turned out not to need.
+
+        Safe while later steps are under way: those read the worker's page lists, in
+        which these superblocks do not occur.
+        """
+        surplus = self.planner.surplus(used)
+        if surplus is None:
+            return
+        first, last = surplus
+        blocks = self.req_to_blocks[used.request_id]
+        self._give_back(blocks[first:last], ())
+        blocks[first:last] = [self._null_block] * (last - first)
 
     def get_num_blocks_to_allocate(
         self,

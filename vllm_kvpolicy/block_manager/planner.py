@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
-from vllm_kvpolicy.block_manager.events import EventPlan, Footprint
+from vllm_kvpolicy.block_manager.events import Footprint
 from vllm_kvpolicy.protocol import (
     NO_COMMANDS,
     CompactEvent,
     StepCommands,
+    UsedBlocks,
     WindowCapture,
 )
 
@@ -25,17 +26,32 @@ class PlannerLimits:
 
     Args:
         block_size: N, tokens per superblock.
-        window_tokens: W, queries that the policy reads at an event; 0 for none.
+        window_tokens: W, rows of a query window: the most that any policy reads.
         window_slots: query windows that may be open at once.
         events_per_step: events that one step may carry.
-        keeps_all: test policies that drop nothing.
     """
 
     block_size: int
     window_tokens: int
     window_slots: int
     events_per_step: int
-    keeps_all: bool = False
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a request's events look like.
+
+    Args:
+        policy: name of its policy.
+        footprint: when they happen and what the request holds between them.
+        sinks: first tokens that are always kept.
+        window_tokens: queries that its policy reads; 0 for none.
+    """
+
+    policy: str
+    footprint: Footprint
+    sinks: int
+    window_tokens: int = 0
 
 
 @dataclass
@@ -43,8 +59,7 @@ class RequestState:
     """What the engine knows of one request.
 
     Args:
-        footprint: event positions and block geometry.
-        sinks: first tokens that are always kept.
+        asked: what its events look like.
         computed: position at the last `clip`.
         target: the next event position, at or after `computed`.
         frontier_blocks: current F / N.
@@ -53,10 +68,10 @@ class RequestState:
         window_slot: open query window, or NO_SLOT.
         due: an event decided in this step, not yet taken by the manager.
         fresh_slot: the window was opened in this step.
+        serial: number of the last event, -1 before the first.
     """
 
-    footprint: Footprint
-    sinks: int
+    asked: Asked
     computed: int = 0
     target: int = -1
     frontier_blocks: int = 0
@@ -65,6 +80,12 @@ class RequestState:
     window_slot: int = NO_SLOT
     due: bool = False
     fresh_slot: bool = False
+    serial: int = -1
+
+    @property
+    def footprint(self) -> Footprint:
+        """When the request has events and what it holds between them."""
+        return self.asked.footprint
 
     @property
     def dropped_tokens(self) -> int:
@@ -90,6 +111,7 @@ class Planner:
     _windows: dict[str, RequestState] = field(default_factory=dict)
     _events: dict[str, CompactEvent] = field(default_factory=dict)
     _num_due: int = 0
+    _num_events: int = 0
     # Requests whose event waits for a step with room, longest first, and those of them
     # that the next step has room for.
     _late: dict[str, None] = field(default_factory=dict)
@@ -100,12 +122,9 @@ class Planner:
 
     # -- life of a request ------------------------------------------------------
 
-    def add(self, request_id: str, plan: EventPlan, recent: int, sinks: int) -> None:
+    def add(self, request_id: str, asked: Asked) -> None:
         """Start planning for a request; it holds nothing yet."""
-        footprint = Footprint(
-            plan, recent, self.limits.block_size, self.limits.keeps_all
-        )
-        self.states[request_id] = RequestState(footprint, sinks)
+        self.states[request_id] = RequestState(asked)
 
     def restart(self, request_id: str) -> None:
         """Forget what a preempted request held; its event positions stay the same."""
@@ -116,7 +135,7 @@ class Planner:
         self._events.pop(request_id, None)
         self._late.pop(request_id, None)
         self.num_global_blocks -= state.global_blocks
-        self.states[request_id] = RequestState(state.footprint, state.sinks)
+        self.states[request_id] = RequestState(state.asked)
 
     def remove(self, request_id: str) -> None:
         """Forget a finished or aborted request."""
@@ -145,8 +164,9 @@ class Planner:
             target = events.next_event(computed + 1)
             state.due = True
         num_new = min(num_new, target - computed)
-        window_start = target - self.limits.window_tokens
-        if self.limits.window_tokens and computed + num_new > window_start:
+        window_tokens = state.asked.window_tokens
+        window_start = target - window_tokens
+        if window_tokens and computed + num_new > window_start:
             has_window = state.window_slot != NO_SLOT
             if not has_window and not self._open_window(request_id, state):
                 num_new = max(window_start - computed, 0)
@@ -171,21 +191,49 @@ class Planner:
         state = self.states[request_id]
         position = state.computed
         state.frontier_blocks = state.footprint.frontier_blocks(position)
-        self.num_global_blocks += len(dest_blocks) - state.global_blocks
+        num_global = state.global_blocks
+        self.num_global_blocks += len(dest_blocks) - num_global
         state.global_blocks = len(dest_blocks)
+        state.serial = self._num_events
+        self._num_events += 1
         self._events[request_id] = CompactEvent(
             request_id=request_id,
+            serial=state.serial,
+            policy=state.asked.policy,
             ordinal=state.ordinal,
             position=position,
             frontier_blocks=state.frontier_blocks,
             budget=state.footprint.events.budget,
-            sinks=state.sinks,
+            sinks=state.asked.sinks,
+            prompt_tokens=state.footprint.events.prompt_len,
+            num_global=num_global,
             source_blocks=source_blocks,
             dest_blocks=dest_blocks,
             local_blocks=local_blocks,
             window_slot=state.window_slot,
         )
         state.ordinal += 1
+
+    def surplus(self, used: UsedBlocks) -> tuple[int, int] | None:
+        """Return which of a request's superblocks an event turned out not to need.
+
+        Args:
+            used: the worker's answer, maybe late: the request may have finished,
+                started again, or had another event since.
+
+        Returns:
+            First and last + 1 entry of its block list, None where there is nothing to
+            give back. The request no longer counts them as its own.
+        """
+        state = self.states.get(used.request_id)
+        if state is None or state.serial != used.serial:
+            return None
+        first, last = used.num_blocks, state.global_blocks
+        if first >= last:
+            return None
+        self.num_global_blocks -= last - first
+        state.global_blocks = first
+        return first, last
 
     def finish_step(self, num_scheduled: Mapping[str, int]) -> StepCommands:
         """Return the step's commands and get ready for the next step.
@@ -262,7 +310,7 @@ class Planner:
         self, request_id: str, state: RequestState, num_tokens: int
     ) -> WindowCapture | None:
         target = state.footprint.events.next_event(state.computed + 1)
-        window_start = target - self.limits.window_tokens
+        window_start = target - state.asked.window_tokens
         first = max(state.computed, window_start)
         count = state.computed + num_tokens - first
         if count <= 0:
@@ -271,6 +319,6 @@ class Planner:
             request_id=request_id,
             window_slot=state.window_slot,
             first_token=first - state.computed,
-            first_row=first - window_start,
+            first_row=first - target + self.limits.window_tokens,
             num_tokens=count,
         )

@@ -1,33 +1,65 @@
-"""Move kept tokens to their places, head by head.
+"""Move kept tokens to their places.
 
-Called by attention.compaction, for keys and values of each layer with a batch
-of events.
+Called by attention.compaction with a batch of events, for keys and for values.
 Process: worker
+
+Source: this project. Deviations: none.
 """
 
 import torch
+
+CHUNK_TOKENS = 2**16
 
 
 def compact_pages_ref(
     pages: torch.Tensor,
     source_slots: torch.Tensor,
     dest_slots: torch.Tensor,
+    in_place: torch.Tensor | None = None,
 ) -> None:
-    """Copy tokens within one layer's pages; every source is read before any write.
+    """Copy tokens between pages; nothing is overwritten before it is read.
 
-    Sources and destinations may overlap in any way and destinations may be disjoint
-    from sources; a faster kernel may need an order (survivors ascending, destination at
-    or before the source), this reference does not.
+    Tokens that stay on their head's own page in the same place of its list are copied
+    in place, chunk by chunk: a head's survivors ascend, so each destination is at or
+    before its source. Only tokens that change pages pass through scratch memory.
 
     Args:
-        pages: [B, H, N, D] model dtype, any strides, mutated: keys or values.
-        source_slots: [E, H, C] int64, superblock * N + offset of each survivor.
-        dest_slots: [E, C] int64, superblock * N + offset; no slot twice.
+        pages: [P, N, D] model dtype, any strides, mutated: keys or values.
+        source_slots: [M] int64, page * N + offset of each survivor, ascending within
+            each head.
+        dest_slots: [M] int64, page * N + offset; no slot twice, but for survivors that
+            do not exist, which move slot 0 of vLLM's unused null block onto itself.
+        in_place: [M] bool; None where it holds for all.
 
     Exact: moves are bitwise.
     """
-    block_size = pages.shape[2]
-    head = torch.arange(pages.shape[1], device=pages.device)[:, None]
-    dest = dest_slots[:, None]
-    moved = pages[source_slots // block_size, head, source_slots % block_size]
-    pages[dest // block_size, head, dest % block_size] = moved
+    if in_place is None:
+        _copy_in_place(pages, source_slots, dest_slots)
+        return
+    # A device kernel copies changed pages one by one instead of sizing a scratch.
+    changed = (~in_place).nonzero().flatten()  # sync-ok: heads of own lengths only
+    scratch = _read(pages, source_slots[changed])
+    _copy_in_place(
+        pages,
+        torch.where(in_place, source_slots, 0),
+        torch.where(in_place, dest_slots, 0),
+    )
+    _write(pages, dest_slots[changed], scratch)
+
+
+def _copy_in_place(
+    pages: torch.Tensor, source_slots: torch.Tensor, dest_slots: torch.Tensor
+) -> None:
+    for start in range(0, len(source_slots), CHUNK_TOKENS):
+        chunk = slice(start, start + CHUNK_TOKENS)
+        _write(pages, dest_slots[chunk], _read(pages, source_slots[chunk]))
+
+
+def _read(pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    block_size = pages.shape[1]
+    return pages[slots // block_size, slots % block_size]
+
+
+def _write(pages: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+    block_size = pages.shape[1]
+    pages[slots // block_size, slots % block_size] = tokens

@@ -45,15 +45,32 @@ def ranks_within(score: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(order).scatter_(-1, order, slot - first_slot)
 
 
+def rank_by(first: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
+    """Rank tokens by `first`, and by score where that is equal.
+
+    Args:
+        first: [..., T] int64, higher is better.
+        score: [..., T] floating point; NaN allowed.
+
+    Returns:
+        [..., T] int64, 0 for the best token of a row.
+    """
+    order = ranked_positions(score)
+    by_first = first.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    order = order.gather(-1, by_first.indices)
+    rank = torch.arange(score.shape[-1], device=score.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, rank)
+
+
 def limit_must_keep(must_keep: torch.Tensor, budget: int) -> torch.Tensor:
     """Shrink a must-keep set that exceeds the budget: recent tokens go before sinks.
 
     Args:
-        must_keep: [R, T] bool; the leading run of True is taken for the sinks.
+        must_keep: [..., T] bool; the leading run of True is taken for the sinks.
         budget: tokens per row.
 
     Returns:
-        [R, T] bool, at most `budget` True per row: sinks (oldest first), then the
+        [..., T] bool, at most `budget` True per row: sinks (oldest first), then the
         newest of the rest. Equals `must_keep` where that already fits.
     """
     sinks = must_keep.long().cumprod(-1).bool()
@@ -109,6 +126,32 @@ def top_k_mask(
         [R, T] bool, exactly `budget` True per row.
     """
     return fill_next_best(must_keep & valid, score, valid, budget)
+
+
+def resize(
+    keep: torch.Tensor,
+    score: torch.Tensor,
+    must_keep: torch.Tensor,
+    valid: torch.Tensor,
+    target: torch.Tensor | int,
+) -> torch.Tensor:
+    """Fill up or trim a selection: must-keep tokens first, then kept ones, then others.
+
+    Args:
+        keep: [..., T] bool, the selection.
+        score: [..., T] floating point, ranks tokens of the same class; NaN allowed.
+        must_keep: [..., T] bool.
+        valid: [..., T] bool, False on padding.
+        target: tokens per row, an int or [...] int64.
+
+    Returns:
+        [..., T] bool with `target` True per row, fewer where fewer are valid.
+    """
+    if isinstance(target, torch.Tensor):
+        target = target.unsqueeze(-1)
+    grade = torch.where(must_keep, 2, keep.long())
+    rank = rank_by(torch.where(valid, grade, -1), score)
+    return valid & (rank < target)
 
 
 def ascending_indices(mask: torch.Tensor, count: int) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Cuts a row of tokens into segments of equal mass and shares a budget among them.
 
-Called by policies.ams; the PyTorch reference of a later fused kernel.
+Called by policies.ams and policies.strat; the PyTorch reference of a later fused
+kernel.
 Process: worker
 
 Source: AMS (arXiv 2605.23200) section 3.2-3.3, appendix B; where paper and code differ,
@@ -16,6 +17,8 @@ Axes: R rows, T tokens (right-padded), S segments (a bound known from the sizes 
 from dataclasses import dataclass
 
 import torch
+
+from vllm_kvpolicy.kernels.ranking import ranks_within
 
 MASS_UNIT = 2**28  # fixed-point mass of a whole row
 
@@ -61,8 +64,9 @@ def segment_quota_ref(
     min_segment: int,
     max_segment: int,
     min_quota: int,
+    by_mass: bool = True,
 ) -> SegmentQuotas:
-    """Segment every row and share `total` tokens among its segments by mass.
+    """Segment every row and share `total` tokens among its segments.
 
     Args:
         mass: [R, T] int64 in units of 1 / MASS_UNIT (exact, for serving) or float64
@@ -71,10 +75,11 @@ def segment_quota_ref(
         exempt: [R, T] bool, tokens that take no quota: they count for the length and
             the cuts of a segment, not for its mass or its capacity.
         total: [R] int64, tokens to share, 0..choosable tokens of the row.
-        segment_mass: mass between thresholds, in (0, 1).
+        segment_mass: mass between thresholds, above 0; 1 for no thresholds.
         min_segment: tokens; shorter segments absorb the next one.
         max_segment: tokens; longer ones are cut into pieces of this length first.
         min_quota: tokens for each segment, as far as it and the budget hold them.
+        by_mass: share by mass; otherwise evenly, whatever `min_quota`.
 
     Returns:
         The segments; quotas add up to `total` in each row.
@@ -84,10 +89,30 @@ def segment_quota_ref(
     flags = _split_long(flags, max_segment)
     starts, ends = _merge_short(flags, lengths, min_segment, bound)
     open_count = _sum_between((~exempt).long(), starts, ends)
-    open_mass = _sum_between(mass.masked_fill(exempt, 0), starts, ends)
-    quotas = share_by_mass(open_count, open_mass, total, min_quota)
+    if by_mass:
+        open_mass = _sum_between(mass.masked_fill(exempt, 0), starts, ends)
+        quotas = share_by_mass(open_count, open_mass, total, min_quota)
+    else:
+        quotas = round_robin(open_count, total[:, None])
     segments = torch.stack((starts, ends), dim=-1)
     return SegmentQuotas(segments, quotas, _segment_of(starts, lengths, mass.shape[-1]))
+
+
+def pick_by_quota(
+    score: torch.Tensor, group: torch.Tensor, quotas: torch.Tensor
+) -> torch.Tensor:
+    """Mark the best tokens of each group, as many as its quota.
+
+    Args:
+        score: [R, T] floating point; NaN allowed.
+        group: [R, T] int64, 0..S; S for tokens that are not to be picked.
+        quotas: [R, S] int64, tokens.
+
+    Returns:
+        [R, T] bool.
+    """
+    quota = torch.nn.functional.pad(quotas, (0, 1)).gather(-1, group)
+    return ranks_within(score, group) < quota
 
 
 def to_fixed_point(mass: torch.Tensor) -> torch.Tensor:

@@ -29,8 +29,8 @@ class WindowUsage:
     Args:
         mean: [E, L, Hq, T] float32, mean over the window of each key's probability.
         last: [E, L, Hq, T] float32, probabilities of the newest query alone.
-        lengths: [E] int64, tokens held.
-        window: [E] int64, queries that were averaged, see `effective_window`.
+        lengths: [E, L, H] int64, tokens held.
+        window: [E, L, H] int64, queries averaged, see `effective_window`.
     """
 
     mean: torch.Tensor
@@ -45,11 +45,11 @@ def effective_window(lengths: torch.Tensor, window_tokens: int) -> torch.Tensor:
     At least one key stays older than the window, and at least one query stays in it.
 
     Args:
-        lengths: [E] int64, tokens held.
+        lengths: [E, L, H] int64, tokens held.
         window_tokens: W, queries captured.
 
     Returns:
-        [E] int64, between 1 and W.
+        [E, L, H] int64, between 1 and W.
     """
     return (lengths - 1).clamp(1, max(window_tokens, 1))
 
@@ -66,7 +66,7 @@ def window_usage_ref(
             before a short request's first token are ignored.
         keys: [E, L, H, T, D] model dtype, post-RoPE, right-padded; padding is ignored
             whatever it holds.
-        lengths: [E] int64, tokens held, 1..T.
+        lengths: [E, L, H] int64, tokens held, 1..T.
         scale: softmax scale.
 
     Returns:
@@ -85,25 +85,23 @@ def window_usage_ref(
         )
     used = effective_window(lengths, window)
     query_step = torch.arange(window, device=keys.device)
-    position = torch.arange(num_tokens, device=keys.device)
-    query_index = lengths[:, None] - window + query_step  # [E, W]
-    visible = position <= query_index[..., None]  # [E, W, T]
-    in_window = query_step >= window - used[:, None]  # [E, W]
+    # Per (event, layer) pair: the newest key a query sees, and whether it counts.
+    newest = (lengths[..., None] - window + query_step).flatten(0, 1)  # [n, H, W]
+    in_window = (query_step >= window - used[..., None]).flatten(0, 1)
 
     pairs = num_events * num_layers
-    event = torch.arange(pairs, device=keys.device) // num_layers
     queries, keys = queries.flatten(0, 1), keys.flatten(0, 1)
     mean = keys.new_empty((pairs, num_q_heads, num_tokens), dtype=torch.float32)
     last = torch.empty_like(mean)
     step = max(1, CHUNK_BYTES // (4 * num_q_heads * window * num_tokens))
     for start in range(0, pairs, step):
         chunk = slice(start, start + step)
-        which = event[chunk]
         probs = _window_probs(
-            queries[chunk], keys[chunk], visible[which], in_window[which], scale
+            queries[chunk], keys[chunk], newest[chunk], in_window[chunk], scale
         )
-        last[chunk] = probs[:, :, -1]
-        mean[chunk] = probs.sum(2) / used[which, None, None]
+        last[chunk] = probs[:, :, :, -1].flatten(1, 2)
+        count = used.flatten(0, 1)[chunk, :, None, None]
+        mean[chunk] = (probs.sum(3) / count).flatten(1, 2)
     shape = (num_events, num_layers, num_q_heads, num_tokens)
     return WindowUsage(mean.view(shape), last.view(shape), lengths, used)
 
@@ -111,20 +109,31 @@ def window_usage_ref(
 def _window_probs(
     queries: torch.Tensor,
     keys: torch.Tensor,
-    visible: torch.Tensor,
+    newest: torch.Tensor,
     in_window: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Probabilities [n, Hq, W, T] float32 of n (event, layer) pairs, 0 where unused."""
+    """Probabilities [n, H, G, W, T] float32 of n (event, layer) pairs, 0 where unused.
+
+    Args:
+        queries: [n, Hq, W, D].
+        keys: [n, H, T, D].
+        newest: [n, H, W] int64, index of the newest key that a query sees.
+        in_window: [n, H, W] bool.
+        scale: softmax scale.
+    """
     num, num_heads, num_tokens, size = keys.shape
+    window = queries.shape[2]
     grouped = queries.float().reshape(num, num_heads, -1, size)
     logits = torch.matmul(grouped, keys.float().transpose(-1, -2)) * scale
-    logits = logits.view(num, queries.shape[1], queries.shape[2], num_tokens)
-    logits = logits.masked_fill(~visible[:, None], -torch.inf)
+    logits = logits.view(num, num_heads, -1, window, num_tokens)
+    position = torch.arange(num_tokens, device=keys.device)
+    hidden = position > newest[:, :, None, :, None]
+    logits = logits.masked_fill(hidden, -torch.inf)
     weight = torch.exp(logits - logits.amax(-1, keepdim=True))
     total = weight.sum(-1, keepdim=True, dtype=torch.float64)
     # A row without a visible key is NaN here, and outside the window.
-    return (weight / total.float()).masked_fill(~in_window[:, None, :, None], 0.0)
+    return (weight / total.float()).masked_fill(~in_window[:, :, None, :, None], 0.0)
 
 
 def mean_over_group(per_query_head: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
@@ -151,8 +160,8 @@ def pooled_usage(
 
     Args:
         usage: [E, L, H, T] floating point, mean probability of each key.
-        lengths: [E] int64, tokens held.
-        window: [E] int64, newest entries whose measured usage is not used.
+        lengths: [E, L, H] int64, tokens held.
+        window: [E, L, H] int64, newest entries whose measured usage is not used.
         pool_kernel: odd; average over that many neighbours among the older keys, where
             neighbours outside count as zero. 1 does not pool.
         suffix_pad: what the newest entries hold, per (request, head): the "max" or
@@ -173,9 +182,9 @@ def pooled_usage(
     if pool_kernel < 1 or pool_kernel % 2 == 0:
         raise ValueError(f"pool_kernel: expected an odd number >= 1, got {pool_kernel}")
     position = torch.arange(usage.shape[-1], device=usage.device)
-    num_older = (lengths - window)[:, None, None, None]
-    is_older = position < num_older  # [E, 1, 1, T]
-    is_newest = ~is_older & (position < lengths[:, None, None, None])
+    num_older = (lengths - window)[..., None]
+    is_older = position < num_older  # [E, L, H, T]
+    is_newest = ~is_older & (position < lengths[..., None])
     older = torch.where(is_older, usage, 0.0)
     if pool_kernel > 1:
         flat = older.flatten(0, 1)

@@ -1,4 +1,18 @@
 """Which tokens a KV head keeps: scorers, allocators and the policies they form.
 
+`score` gives what a scorer ranks by for plain tensors, see `policies.scoring`.
 Process: any
 """
+
+from typing import Any
+
+__all__ = ["score"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `score`, and torch with it, when it is first asked for."""
+    from importlib import import_module
+
+    if name != "score":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return import_module(f"{__name__}.scoring").score

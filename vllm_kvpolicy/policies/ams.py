@@ -9,7 +9,8 @@ Deviations, unless `parity` asks for the code's own rules: must-keep tokens firs
 quotas on what is left of the budget, as the paper says (the code shares out the whole
 budget, then drops the lowest scores below any floor); sinks before recent tokens when
 both do not fit, as the paper says; sums in fixed point; one mass per row, not averaged
-over requests; exactly K tokens (the code keeps K or K + 1).
+over requests; exactly K tokens (the code keeps K or K + 1). Of the ablations, `quotas`
+is "uniform" here (the code's own leaves quotas as they are at a first event).
 Axes: R rows, one per (request, layer, KV head); T tokens (right-padded); K budget.
 """
 
@@ -22,18 +23,22 @@ import torch
 from vllm_kvpolicy.kernels.ranking import (
     ascending_indices,
     limit_must_keep,
-    ranks_within,
     top_k_mask,
 )
-from vllm_kvpolicy.kernels.segment_quota import segment_quota_ref, to_fixed_point
+from vllm_kvpolicy.kernels.segment_quota import (
+    pick_by_quota,
+    segment_quota_ref,
+    to_fixed_point,
+)
 from vllm_kvpolicy.kernels.window_usage import (
     WindowUsage,
     mean_over_group,
     pooled_usage,
 )
-from vllm_kvpolicy.policies.base import Decision, EventInputs
+from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
 from vllm_kvpolicy.policies.params import AMS_PRESETS, check_ams_range
 
+CREDIT = "ams_credit"  # name of the moving average in a policy's memory
 MASS_EPS = 1e-12  # keeps a row without any attention a distribution
 
 
@@ -49,7 +54,12 @@ class AMSConfig:
         sinks: first tokens of a row that `select` always keeps.
         recent: newest tokens of a row that `select` always keeps.
         ema_decay: share of the old credit that survives an event, 0 to 1 exclusive.
-        ema_mix: share of the current mass, the rest being credit, 0 to 1.
+        ema_mix: share of the current mass, the rest being credit, 0 to 1. 1 takes the
+            moving average out (ablation).
+        quotas: what segments share the budget by, "mass" or "uniform" (ablation: all
+            equally, so that the mass only cuts).
+        segments: "mass", or "fixed" (ablation: blocks of `fixed_segment` tokens).
+        fixed_segment: tokens per block, at least 1.
         parity: follow the authors' code literally, in float64, to compare with it.
 
     Raises:
@@ -65,6 +75,18 @@ class AMSConfig:
     ema_decay: float
     ema_mix: float
     parity: bool = False
+    quotas: str = "mass"
+    segments: str = "mass"
+    fixed_segment: int = 128
+
+    @property
+    def cuts(self) -> dict[str, Any]:
+        """Segmentation for `segment_quota_ref`; blocks are pieces of one segment."""
+        if self.segments == "fixed":
+            length = self.fixed_segment
+            return {"segment_mass": 1.0, "min_segment": 1, "max_segment": length}
+        names = ("segment_mass", "min_segment", "max_segment")
+        return {name: getattr(self, name) for name in names}
 
     def __post_init__(self) -> None:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -210,15 +232,12 @@ def choose(
         lengths,
         exempt,
         torch.zeros_like(lengths) + room,
-        segment_mass=config.segment_mass,
-        min_segment=config.min_segment,
-        max_segment=config.max_segment,
         min_quota=config.min_quota,
+        by_mass=config.quotas == "mass",
+        **config.cuts,
     )
-    num_segments = shared.quotas.shape[-1]
-    group = shared.segment_of.masked_fill(exempt, num_segments)
-    quota = torch.nn.functional.pad(shared.quotas, (0, 1)).gather(-1, group)
-    picked = ranks_within(score, group) < quota
+    group = shared.segment_of.masked_fill(exempt, shared.quotas.shape[-1])
+    picked = pick_by_quota(score, group, shared.quotas)
     if config.parity:
         keep = top_k_mask(score, must_keep, picked | must_keep, budget)
     else:
@@ -321,12 +340,14 @@ def _check_rows(
 class AMSAllocator:
     """AMS over any scorer; mass comes from the window, choice from the score."""
 
-    needs_keys = True
-    has_credit = True
-
     def __init__(self, preset: AMSPreset) -> None:
         self.preset = preset
-        self.window_tokens = preset.window_tokens
+        self.needs = Needs(
+            window_tokens=preset.window_tokens,
+            usage=True,
+            keys=True,
+            memory=(CREDIT,),
+        )
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "AMSAllocator":
@@ -345,21 +366,22 @@ class AMSAllocator:
             raise ValueError("usage: expected the window's attention, got None")
         shape = score.shape
         mass = pooled_usage(
-            mean_over_group(usage.mean, inputs.num_kv_heads),
+            mean_over_group(usage.mean, shape[2]),
             usage.lengths,
             usage.window,
             self.preset.pool_kernel,
             self.preset.suffix_pad,
         )
-        must_keep = limit_must_keep(inputs.must_keep, budget)[:, None, None]
+        must_keep = limit_must_keep(inputs.must_keep, budget)
+        credit = inputs.memory.get(CREDIT)
         choice = choose(
             mass.flatten(0, 2),
             score.reshape(-1, shape[-1]),
-            must_keep.expand(shape).flatten(0, 2),
-            inputs.lengths[:, None, None].expand(shape[:-1]).flatten(),
+            must_keep.flatten(0, 2),
+            inputs.lengths.flatten(),
             budget,
             self.preset.config,
-            None if inputs.credit is None else inputs.credit.flatten(0, 2),
+            None if credit is None else credit.flatten(0, 2),
         )
-        credit = choice.credit.float().view(shape)
-        return Decision(choice.keep.view(shape), score, credit)
+        memory = {CREDIT: choice.credit.float().view(shape)}
+        return Decision(choice.keep.view(shape), score, memory)

@@ -1,50 +1,127 @@
 """The contract between the worker and a policy: what an event sees and what it decides.
 
-Called by attention.compaction, once per group of events that share a budget.
+Called by attention.compaction, once per group of events that share policy and budget.
 Process: worker
 
 Axes used everywhere: E events (one request each), L layers, H KV heads, G query heads
-per KV head (Hq = H * G), T tokens held (right-padded), D head size, W window queries,
-K budget in tokens per KV head, C survivors to place, R = E * L * H rows.
+per KV head (Hq = H * G), T tokens held (right-padded, per head), D head size, W window
+queries, K budget in tokens per KV head, C survivors to place, R = E * L * H rows.
+Tokens are in time order, oldest first. Heads may hold different tokens, and under a
+ragged policy different numbers of them; the local tokens are the newest of every head.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
+from vllm_kvpolicy.policies.rope import Rope
+from vllm_kvpolicy.policies.signals import TokenSignal
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a policy reads at an event beside lengths and the must-keep set.
+
+    Args:
+        window_tokens: W, newest queries; 0 for none.
+        usage: the window's attention to the keys, measured once for all who read it.
+        keys: cached post-RoPE keys.
+        values: cached values.
+        positions: true positions of the held tokens.
+        rope: the model's rotary frequencies.
+        token_scores: scores that tokens got when they were computed.
+        signals: what is measured at every token while it is computed.
+        memory: names of the float32 values that it keeps per survivor from event to
+            event.
+    """
+
+    window_tokens: int = 0
+    usage: bool = False
+    keys: bool = False
+    values: bool = False
+    positions: bool = False
+    rope: bool = False
+    token_scores: bool = False
+    signals: tuple[TokenSignal, ...] = ()
+    memory: tuple[str, ...] = ()
+
+    def __or__(self, other: "Needs") -> "Needs":
+        """Return what is needed by either."""
+        return Needs(
+            window_tokens=max(self.window_tokens, other.window_tokens),
+            usage=self.usage or other.usage,
+            keys=self.keys or other.keys,
+            values=self.values or other.values,
+            positions=self.positions or other.positions,
+            rope=self.rope or other.rope,
+            token_scores=self.token_scores or other.token_scores,
+            signals=tuple(dict.fromkeys(self.signals + other.signals)),
+            memory=tuple(dict.fromkeys(self.memory + other.memory)),
+        )
 
 
 @dataclass(frozen=True)
 class EventInputs:
-    """Everything a policy may read at an event. Tokens are in time order, oldest first.
+    """Everything a policy may read at an event.
 
     Args:
-        lengths: [E] int64, tokens held before the event, per request.
-        must_keep: [E, T] bool, sinks and local tokens; False on padding. A leading run
-            of True counts as sinks if a policy has to tell them from recent tokens.
-        keys: [E, L, H, T, D] model dtype, cached post-RoPE keys; None unless the
-            policy declares `needs_keys`. Values on padding are unspecified.
-        queries: [E, L, Hq, W, D] model dtype, the newest W post-RoPE queries, each at
-            its own position, newest last; None where `window_tokens` is 0.
-        credit: [E, L, H, T] float32, what the policy returned at the request's last
-            event, gathered along with the survivors and zero for newer tokens; zero
-            everywhere at a request's first event; None unless the policy declares
-            `has_credit`.
+        lengths: [E, L, H] int64, tokens held before the event.
+        must_keep: [E, L, H, T] bool, sinks and local tokens; False on padding. A
+            leading run of True counts as sinks if a policy has to tell them from
+            recent tokens.
+        end: [E] int64, tokens computed before the event: the newest held token has
+            position `end - 1`.
         scale: softmax scale of the model's attention.
-        num_layers: L; policies that read neither keys nor queries need it.
-        num_kv_heads: H, on this rank.
+        keys: [E, L, H, T, D] model dtype, cached post-RoPE keys, or None unless asked
+            for, like all that follows. Values on padding are unspecified.
+        values: [E, L, H, T, D] model dtype, cached values.
+        queries: [E, L, Hq, W, D] model dtype, the newest W post-RoPE queries, each at
+            its own position, newest last.
+        positions: [E, L, H, T] int64, true positions.
+        rope: the model's rotary embedding.
+        token_scores: [E, L, H, T] float32, see `Needs`.
+        signals: by signal, [E, P] float32 by position, also of tokens dropped since;
+            P is at least the largest `end`, entries from a request's own `end` on are
+            unspecified.
+        prompt_lengths: [E] int64, tokens of the prompt; given along with signals.
+        memory: by name, [E, L, H, T] float32: what the policy returned at the
+            request's last event, gathered along with the survivors; zero for newer
+            tokens and everywhere at a first event.
     """
 
     lengths: torch.Tensor
     must_keep: torch.Tensor
-    keys: torch.Tensor | None
-    queries: torch.Tensor | None
-    credit: torch.Tensor | None
+    end: torch.Tensor
     scale: float
-    num_layers: int
-    num_kv_heads: int
+    keys: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    queries: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    rope: Rope | None = None
+    token_scores: torch.Tensor | None = None
+    signals: Mapping[TokenSignal, torch.Tensor] | None = None
+    prompt_lengths: torch.Tensor | None = None
+    memory: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def valid(self) -> torch.Tensor:
+        """[E, L, H, T] bool, False on padding."""
+        token = torch.arange(self.must_keep.shape[-1], device=self.must_keep.device)
+        return token < self.lengths[..., None]
+
+    def given(self, name: str) -> Any:
+        """Return an optional field.
+
+        Raises:
+            ValueError: it was not given.
+        """
+        value = getattr(self, name)
+        if value is None:
+            raise ValueError(f"{name}: this policy reads it, got None")
+        return value
 
 
 @dataclass(frozen=True)
@@ -52,41 +129,58 @@ class Decision:
     """What a policy decided, per (event, layer, KV head).
 
     Args:
-        keep: [E, L, H, T] bool, exactly `budget` True per row, must-keep tokens
-            included, padding excluded. The policies that only move tokens (`identity`,
-            `holes`) keep every valid token instead.
+        keep: [E, L, H, T] bool, must-keep tokens included, padding excluded. Exactly
+            `budget` True per row; under a ragged policy `budget` per row on average
+            over the layers and heads of each event. The policies that only move tokens
+            (`identity`, `holes`) keep every valid token instead.
         score: [E, L, H, T] float32, higher is kept sooner; ranks the tokens that fill
             up a partly used page. Unspecified on padding.
-        credit: [E, L, H, T] float32, before the survivors are gathered, or None.
+        memory: by name, [E, L, H, T] float32 before the survivors are gathered.
     """
 
     keep: torch.Tensor
     score: torch.Tensor
-    credit: torch.Tensor | None = None
+    memory: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Policy(Protocol):
-    """A policy for heads of equal length: score, allocate and select in one call."""
+    """Scores, allocates and selects in one call.
 
-    window_tokens: int
-    needs_keys: bool
-    has_credit: bool
+    Attributes:
+        needs: what `decide` reads.
+        dynamic: the choice may be smaller than the budget.
+    """
+
+    needs: Needs
+    dynamic: bool
 
     def decide(self, inputs: EventInputs, budget: int) -> Decision:
         """Choose `budget` tokens per row; pure, no host sync, no state."""
         ...
 
-    def arrange(self, sources: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
-        """Choose which survivor goes to which destination slot.
+    def arrange(
+        self, sources: torch.Tensor, heads: torch.Tensor, seeds: torch.Tensor
+    ) -> torch.Tensor:
+        """Choose which survivor goes to which place of its head's list.
 
         Args:
-            sources: [E, L, H, C] int64, survivors' token indices, ascending; negative
+            sources: [E, M] int64, survivors, head by head and oldest first; negative
                 entries are padding on the right.
+            heads: [E, M] int64, the head that each belongs to, ascending.
             seeds: [E] int64, one per event, a pure function of the request.
 
         Returns:
-            [E, L, H, C] int64, `sources` itself for every policy but those that test
-            the moving of tokens.
+            [E, M] int64, `sources` itself for every policy but those that test the
+            moving of tokens.
+        """
+        ...
+
+    def arrange_pages(self, pages: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+        """Choose which page [E, C] serves which place of the heads' lists.
+
+        Returns:
+            [E, C] int64, `pages` itself for every policy but those that test the
+            moving of tokens.
         """
         ...
 
@@ -94,8 +188,11 @@ class Policy(Protocol):
 class Scorer(Protocol):
     """Says how important each token is; knows nothing about budgets."""
 
-    window_tokens: int
-    needs_keys: bool
+    needs: Needs
+
+    def remember(self, score: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """Return what `needs.memory` names, [E, L, H, T] float32 each."""
+        ...
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score every token.
@@ -112,11 +209,9 @@ class Scorer(Protocol):
 
 
 class Allocator(Protocol):
-    """Says how the budget is spent over a head's tokens, given their scores."""
+    """Says how the budget is spent over layers, heads and regions, given scores."""
 
-    window_tokens: int
-    needs_keys: bool
-    has_credit: bool
+    needs: Needs
 
     def choose(
         self,

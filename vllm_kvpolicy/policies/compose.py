@@ -4,6 +4,8 @@ Called by policies.factory, which builds it, and by attention.compaction, which 
 Process: worker
 """
 
+from dataclasses import replace
+
 import torch
 
 from vllm_kvpolicy.kernels.window_usage import WindowUsage, window_usage_ref
@@ -21,9 +23,8 @@ class ComposedPolicy:
     def __init__(self, scorer: Scorer, allocator: Allocator) -> None:
         self.scorer = scorer
         self.allocator = allocator
-        self.window_tokens = max(scorer.window_tokens, allocator.window_tokens)
-        self.needs_keys = scorer.needs_keys or allocator.needs_keys
-        self.has_credit = allocator.has_credit
+        self.needs = scorer.needs | allocator.needs
+        self.dynamic = getattr(allocator, "dynamic", False)
 
     def decide(self, inputs: EventInputs, budget: int) -> Decision:
         """Choose `budget` tokens per row.
@@ -41,20 +42,25 @@ class ComposedPolicy:
             raise ValueError(f"budget: expected 1..{num_tokens} tokens, got {budget}")
         usage = self._usage(inputs)
         score = self.scorer.score(inputs, usage)
-        return self.allocator.choose(score, inputs, usage, budget)
+        decision = self.allocator.choose(score, inputs, usage, budget)
+        remembered = self.scorer.remember(score)
+        return replace(decision, memory={**decision.memory, **remembered})
 
-    def arrange(self, sources: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
-        """Keep survivors in time order: `sources` [E, L, H, C] int64 as they are."""
+    def arrange(
+        self, sources: torch.Tensor, heads: torch.Tensor, seeds: torch.Tensor
+    ) -> torch.Tensor:
+        """Keep survivors in time order: `sources` [E, M] int64 as they are."""
         return sources
 
+    def arrange_pages(self, pages: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+        """Leave `pages` [E, C] int64 where they are."""
+        return pages
+
     def _usage(self, inputs: EventInputs) -> WindowUsage | None:
-        """Attention of the newest `window_tokens` queries, None if none are asked."""
-        if self.window_tokens == 0:
+        """Attention of the newest `window_tokens` queries, None if nobody reads it."""
+        if not self.needs.usage:
             return None
-        if inputs.queries is None or inputs.keys is None:
-            raise ValueError(
-                f"queries and keys: expected a window of {self.window_tokens} queries "
-                "and the cached keys, got None"
-            )
-        queries = inputs.queries[:, :, :, -self.window_tokens :]
-        return window_usage_ref(queries, inputs.keys, inputs.lengths, inputs.scale)
+        queries = inputs.given("queries")[:, :, :, -self.needs.window_tokens :]
+        return window_usage_ref(
+            queries, inputs.given("keys"), inputs.lengths, inputs.scale
+        )

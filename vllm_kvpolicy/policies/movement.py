@@ -12,57 +12,53 @@ from typing import Any
 
 import torch
 
-from vllm_kvpolicy.policies.base import Decision, EventInputs
+from vllm_kvpolicy.kernels.mixing import mix
+from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
 
 
 class MovementPolicy:
-    """Keeps every token and shuffles the survivors of each (event, layer, head)."""
+    """Keeps every token and shuffles the survivors of each head.
 
-    window_tokens = 0
-    needs_keys = False
-    has_credit = False
+    Args:
+        ragged: shuffle the pages of all layers and heads among them, too.
+    """
+
+    needs = Needs()
+    dynamic = False
+
+    def __init__(self, ragged: bool = False) -> None:
+        self.ragged = ragged
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "MovementPolicy":
-        """Build; reads no option."""
-        return cls()
+        """Build from options that `registry.resolve_options` has checked."""
+        return cls(options["ragged"])
 
     def decide(self, inputs: EventInputs, budget: int) -> Decision:
         """Keep all valid tokens, whatever the budget; newer ones score higher."""
-        num_events, num_tokens = inputs.must_keep.shape
-        position = torch.arange(num_tokens, device=inputs.must_keep.device)
-        valid = position < inputs.lengths[:, None]
-        shape = (num_events, inputs.num_layers, inputs.num_kv_heads, num_tokens)
-        keep = valid[:, None, None].expand(shape)
-        return Decision(keep, position.float().expand(shape))
+        keep = inputs.valid
+        position = torch.arange(keep.shape[-1], device=keep.device)
+        return Decision(keep, position.float().expand(keep.shape))
 
-    def arrange(self, sources: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
-        """Shuffle each row; a function of (seed, layer, head, row) alone.
+    def arrange(
+        self, sources: torch.Tensor, heads: torch.Tensor, seeds: torch.Tensor
+    ) -> torch.Tensor:
+        """Shuffle [E, M] within each head; a function of (seed, head, entry) alone."""
+        draw = self._draw(sources, seeds)
+        # Draws are below 2^32: heads stay in their order, and what is no survivor
+        # (a negative source) stays behind them.
+        behind = heads.amax(-1, keepdim=True) + 1
+        key = torch.where(sources < 0, behind, heads) * 2**32 + draw
+        return sources.gather(-1, key.argsort(dim=-1, stable=True))
 
-        Args:
-            sources: [E, L, H, C] int64; negative entries are padding on the right.
-            seeds: [E] int64.
+    def arrange_pages(self, pages: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+        """Shuffle [E, C] pages among all heads and layers if `ragged`."""
+        if not self.ragged:
+            return pages
+        draw = self._draw(pages, mix(seeds))
+        return pages.gather(-1, draw.argsort(dim=-1, stable=True))
 
-        Returns:
-            [E, L, H, C] int64: the same entries, shuffled, padding still on the right.
-        """
-        num_layers, num_heads, num_entries = sources.shape[1:]
-        layer = torch.arange(num_layers, device=sources.device)[:, None, None]
-        head = torch.arange(num_heads, device=sources.device)[:, None]
-        entry = torch.arange(num_entries, device=sources.device)
-        draw = _mix(_mix(_mix(_mix(seeds)[:, None, None, None] ^ layer) ^ head) ^ entry)
-        # Draws are below 2^32: padding sorts behind, in its own order.
-        draw = torch.where(sources < 0, 2**32 + entry, draw)
-        return sources.gather(-1, draw.argsort(dim=-1, stable=True))
-
-
-def _mix(values: torch.Tensor) -> torch.Tensor:
-    """Hash int64 to 0..2^32-1: xor-shift and multiply, a bijection on 32-bit values.
-
-    Source of the constants: https://nullprogram.com/blog/2018/07/31/ (lowbias32).
-    """
-    mask = 2**32 - 1
-    values = (values ^ (values >> 32)) & mask
-    values = ((values ^ (values >> 16)) * 0x7FEB352D) & mask
-    values = ((values ^ (values >> 15)) * 0x846CA68B) & mask
-    return values ^ (values >> 16)
+    @staticmethod
+    def _draw(entries: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+        entry = torch.arange(entries.shape[-1], device=entries.device)
+        return mix(mix(seeds)[:, None] ^ entry)

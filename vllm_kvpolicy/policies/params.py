@@ -19,7 +19,7 @@ class Param:
 
     Args:
         name: the key.
-        kind: "int", "float", "bool" or "choice".
+        kind: "int", "float", "bool", "choice" or "path".
         default: value where neither the user nor a preset gives one.
         summary: one line, with the unit.
         minimum: smallest valid number.
@@ -28,6 +28,7 @@ class Param:
         odd: only odd numbers are valid.
         choices: valid values of a choice.
         at_least: name of a key whose value this one must reach.
+        required: None is not valid; otherwise a path may be left out.
     """
 
     name: str
@@ -40,12 +41,15 @@ class Param:
     odd: bool = False
     choices: tuple[str, ...] = ()
     at_least: str | None = None
+    required: bool = False
 
     @property
     def valid_range(self) -> str:
         """The valid values in words, for errors and docs."""
         if self.kind == "bool":
             return "true or false"
+        if self.kind == "path":
+            return f"a file: {self.summary}"
         if self.kind == "choice":
             return "one of " + ", ".join(self.choices)
         noun = "an integer" if self.kind == "int" else "a number"
@@ -63,6 +67,9 @@ class Param:
             return isinstance(value, str) and value in self.choices
         if self.kind == "bool":
             return isinstance(value, bool)
+        if self.kind == "path":
+            is_left_out = value is None and not self.required
+            return is_left_out or (isinstance(value, str) and bool(value))
         numbers = int if self.kind == "int" else (int, float)
         if isinstance(value, bool) or not isinstance(value, numbers):
             return False
@@ -87,6 +94,9 @@ AMS_PRESETS: dict[str, dict[str, Any]] = {
         "recent": 32,
         "ema_decay": 0.9,
         "ema_mix": 0.9,
+        "quotas": "mass",
+        "segments": "mass",
+        "fixed_segment": 128,
         "parity": False,
         "window": 32,
         "pool_kernel": 5,
@@ -123,6 +133,9 @@ POOL_KERNEL = Param(
     1,
     255,
     odd=True,
+)
+RAGGED = Param(
+    "ragged", "bool", False, "pages of all heads and layers change places too"
 )
 # Fields of AMSConfig that the server sets through --kv-sinks and --kv-recent.
 _MUST_KEEP_PARAMS = (
@@ -173,7 +186,35 @@ AMS_PARAMS = (
         1,
         open_end=True,
     ),
-    Param("ema_mix", "float", _DEFAULT["ema_mix"], "share of the current mass", 0, 1),
+    Param(
+        "ema_mix",
+        "float",
+        _DEFAULT["ema_mix"],
+        "share of the current mass; 1 for no average over events",
+        0,
+        1,
+    ),
+    Param(
+        "quotas",
+        "choice",
+        _DEFAULT["quotas"],
+        "segments share the budget by mass, or equally",
+        choices=("mass", "uniform"),
+    ),
+    Param(
+        "segments",
+        "choice",
+        _DEFAULT["segments"],
+        "cut by mass, or into blocks of `fixed_segment`",
+        choices=("mass", "fixed"),
+    ),
+    Param(
+        "fixed_segment",
+        "int",
+        _DEFAULT["fixed_segment"],
+        "block length without cuts by mass, tokens",
+        1,
+    ),
     WINDOW,
     POOL_KERNEL,
     Param(

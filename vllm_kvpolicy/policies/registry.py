@@ -12,99 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_kvpolicy.policies.params import (
-    AMS_PARAMS,
-    AMS_PRESETS,
-    POOL_KERNEL,
-    WINDOW,
-    Options,
-    Param,
-    check,
-)
-
-
-@dataclass(frozen=True)
-class Word:
-    """A scorer or an allocator: one word of the grammar.
-
-    Args:
-        path: "module:class" of its implementation.
-        summary: half a line for help texts.
-        source: where the method is published.
-        window_tokens: queries it reads unless an option says otherwise.
-        has_credit: keeps float32 state per token from event to event.
-        params: options it reads.
-        presets: option values by preset name.
-        refuses: words it is not combined with, and why.
-        placement: where survivors go; a name in block_manager.placement.
-    """
-
-    path: str
-    summary: str
-    source: str
-    window_tokens: int = 0
-    has_credit: bool = False
-    params: tuple[Param, ...] = ()
-    presets: Mapping[str, Options] = field(default_factory=dict)
-    refuses: Mapping[str, str] = field(default_factory=dict)
-    placement: str = "in_place"
-
-
-SCORERS = {
-    "streaming": Word(
-        "vllm_kvpolicy.policies.streaming:StreamingScorer",
-        "sinks and the newest tokens",
-        "StreamingLLM, arXiv 2309.17453",
-    ),
-    "tova": Word(
-        "vllm_kvpolicy.policies.tova:TovaScorer",
-        "attention of the newest query, mean over all heads",
-        "TOVA, arXiv 2401.06104",
-        window_tokens=1,
-    ),
-    "snapkv": Word(
-        "vllm_kvpolicy.policies.snapkv:SnapKVScorer",
-        "pooled attention of the newest queries",
-        "SnapKV, arXiv 2404.14469",
-        window_tokens=32,
-        params=(WINDOW, POOL_KERNEL),
-    ),
-}
-# The empty word is the allocator of a name without one.
-ALLOCATORS = {
-    "": Word(
-        "vllm_kvpolicy.policies.uniform:UniformTopK",
-        "best tokens of each head",
-        "kvpress 0.4.0, ScorerPress",
-    ),
-    "ams": Word(
-        "vllm_kvpolicy.policies.ams:AMSAllocator",
-        "segments of equal attention mass, each with its quota",
-        "AMS, arXiv 2605.23200",
-        window_tokens=32,
-        has_credit=True,
-        params=AMS_PARAMS,
-        presets=AMS_PRESETS,
-        refuses={
-            "streaming": "recency keeps the newest end of every segment, which says "
-            "nothing about importance"
-        },
-    ),
-}
-TEST_POLICIES = {
-    "identity": Word(
-        "vllm_kvpolicy.policies.movement:MovementPolicy",
-        "keeps everything, shuffles tokens at each event",
-        "test policy of this project",
-        placement="shuffled",
-    ),
-    "holes": Word(
-        "vllm_kvpolicy.policies.movement:MovementPolicy",
-        "keeps everything, gives back and takes again freed pages",
-        "test policy of this project",
-        placement="exchanged",
-    ),
-}
+from vllm_kvpolicy.policies.catalogue import ALLOCATORS, SCORERS, TEST_POLICIES, Word
+from vllm_kvpolicy.policies.params import Options, Param, check
 
 
 @dataclass(frozen=True)
@@ -118,8 +27,7 @@ class PolicyInfo:
         allocator: "module:class", None unless composed.
         summary: one line.
         source: where its parts are published.
-        default_window_tokens: see `window_tokens`.
-        has_credit: keeps float32 state per token from event to event.
+        windows: per part, queries it reads and the option that overrides them.
         protect_prompt: prompt tokens are kept unless the user says otherwise.
         is_test: outside the grammar, drops nothing.
         placement: where survivors go; a name in block_manager.placement.
@@ -133,8 +41,8 @@ class PolicyInfo:
     allocator: str | None
     summary: str
     source: str
-    default_window_tokens: int = 0
-    has_credit: bool = False
+    windows: tuple[tuple[str | None, int], ...] = ()
+    ragged: bool = False
     protect_prompt: bool = False
     is_test: bool = False
     placement: str = "in_place"
@@ -148,7 +56,12 @@ class PolicyInfo:
 
     def window_tokens(self, options: Options) -> int:
         """Queries captured before an event, given resolved options."""
-        return options.get("window", self.default_window_tokens)
+        sizes = (options.get(key or "", default) for key, default in self.windows)
+        return max(sizes, default=0)
+
+    def is_ragged(self, options: Options) -> bool:
+        """Whether heads may hold different numbers of tokens."""
+        return self.ragged or bool(options.get("ragged", False))
 
 
 def names() -> list[str]:
@@ -160,6 +73,20 @@ def names() -> list[str]:
         if scorer not in word.refuses
     ]
     return evictions + list(TEST_POLICIES)
+
+
+def grammar() -> str:
+    """Say in one sentence which names are valid."""
+    allocators = ", ".join(filter(None, ALLOCATORS))
+    refused = [
+        f"{allocator}-{scorer}"
+        for allocator, word in ALLOCATORS.items()
+        for scorer in word.refuses
+    ]
+    return (
+        f"SCORER or ALLOCATOR-SCORER; scorers {', '.join(SCORERS)}; allocators "
+        f"{allocators}; not {', '.join(refused)}; for tests {', '.join(TEST_POLICIES)}"
+    )
 
 
 def parse(name: str) -> PolicyInfo:
@@ -179,20 +106,16 @@ def parse(name: str) -> PolicyInfo:
             word.source,
             is_test=True,
             placement=word.placement,
+            params=word.params,
         )
     allocator, _, scorer = str(name).rpartition("-")
     # A leading dash is no name, though the empty word is an allocator.
     known = allocator in ALLOCATORS and scorer in SCORERS
     if not known or str(name).startswith("-"):
-        raise ValueError(
-            f"kv_policy: got {name!r}, expected one of {', '.join(names())}"
-        )
+        raise ValueError(f"kv_policy: got {name!r}, expected {grammar()}")
     if scorer in ALLOCATORS[allocator].refuses:
         reason = ALLOCATORS[allocator].refuses[scorer]
-        raise ValueError(
-            f"kv_policy: {name!r} is refused because {reason}; expected one of "
-            f"{', '.join(names())}"
-        )
+        raise ValueError(f"kv_policy: got {name!r}, refused because {reason}")
     return _compose(name, ALLOCATORS[allocator], SCORERS[scorer])
 
 
@@ -206,8 +129,11 @@ def _compose(name: str, allocator: Word, scorer: Word) -> PolicyInfo:
         allocator=allocator.path,
         summary=f"{scorer.summary}; {allocator.summary}",
         source=f"{scorer.source}; {allocator.source}",
-        default_window_tokens=max(scorer.window_tokens, allocator.window_tokens),
-        has_credit=allocator.has_credit,
+        windows=tuple(
+            (word.window_key, word.window_tokens) for word in (scorer, allocator)
+        ),
+        ragged=allocator.ragged,
+        protect_prompt=scorer.protect_prompt or allocator.protect_prompt,
         params=tuple(params.values()),
         presets={**scorer.presets, **allocator.presets},
     )

@@ -20,16 +20,15 @@ from vllm_kvpolicy.kernels.window_usage import (
     mean_over_group,
     pooled_usage,
 )
-from vllm_kvpolicy.policies.base import EventInputs
+from vllm_kvpolicy.policies.base import EventInputs, Needs
+from vllm_kvpolicy.policies.scorer import BaseScorer
 
 
-class SnapKVScorer:
+class SnapKVScorer(BaseScorer):
     """Scores a token by the window's attention, smoothed over its neighbours."""
 
-    needs_keys = True
-
     def __init__(self, window_tokens: int = 32, pool_kernel: int = 5) -> None:
-        self.window_tokens = window_tokens
+        self.needs = Needs(window_tokens=window_tokens, usage=True, keys=True)
         self.pool_kernel = pool_kernel
 
     @classmethod
@@ -41,5 +40,5 @@ class SnapKVScorer:
         """Score [E, L, H, T] float32, zero on padding."""
         if usage is None:
             raise ValueError("usage: expected the window's attention, got None")
-        mean = mean_over_group(usage.mean, inputs.num_kv_heads)
+        mean = mean_over_group(usage.mean, inputs.lengths.shape[2])
         return pooled_usage(mean, usage.lengths, usage.window, self.pool_kernel)

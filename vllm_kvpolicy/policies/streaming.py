@@ -9,32 +9,18 @@ Deviations: keys keep the position they were written at (theirs are re-rotated t
 place in the cache); the sinks are part of the must-keep set that all policies share.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs
+from vllm_kvpolicy.policies.scorer import BaseScorer
 
 
-class StreamingScorer:
+class StreamingScorer(BaseScorer):
     """Scores a token by its place in time."""
-
-    window_tokens = 0
-    needs_keys = False
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "StreamingScorer":
-        """Build; reads no option."""
-        return cls()
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score [E, L, H, T] float32: the token's index (exact below 2^24)."""
-        num_events, num_tokens = inputs.must_keep.shape
-        index = torch.arange(
-            num_tokens, device=inputs.must_keep.device, dtype=torch.float32
-        )
-        return index.expand(
-            num_events, inputs.num_layers, inputs.num_kv_heads, num_tokens
-        )
+        shape = inputs.must_keep.shape
+        index = torch.arange(shape[-1], device=inputs.lengths.device)
+        return index.float().expand(shape)

@@ -12,13 +12,11 @@ does: under an allocator that lets the heads of a layer keep different tokens (a
 index names different tokens in different heads.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
-from vllm_kvpolicy.policies.base import EventInputs
+from vllm_kvpolicy.policies.base import EventInputs, Needs
+from vllm_kvpolicy.policies.scorer import BaseScorer
 
 
 def cross_head_mean(per_query_head: torch.Tensor) -> torch.Tensor:
@@ -35,23 +33,16 @@ def cross_head_mean(per_query_head: torch.Tensor) -> torch.Tensor:
     return per_query_head.mean(2, keepdim=True)
 
 
-class TovaScorer:
+class TovaScorer(BaseScorer):
     """Scores a token by the newest query's attention; the same for all KV heads."""
 
-    window_tokens = 1
-    needs_keys = True
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "TovaScorer":
-        """Build; reads no option."""
-        return cls()
+    needs = Needs(window_tokens=1, usage=True, keys=True)
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
-        """Score [E, L, H, T] float32, a view that repeats one row over the heads."""
+        """Score [E, L, H, T] float32; heads differ only in where they end."""
         if usage is None:
             raise ValueError("usage: expected the window's attention, got None")
         score = cross_head_mean(usage.last)
         position = torch.arange(score.shape[-1], device=score.device)
-        is_last = position == inputs.lengths[:, None, None, None] - 1
-        score = torch.where(is_last, score.amax(-1, keepdim=True), score)
-        return score.expand(-1, -1, inputs.num_kv_heads, -1)
+        is_last = position == inputs.lengths[..., None] - 1
+        return torch.where(is_last, score.amax(-1, keepdim=True), score)

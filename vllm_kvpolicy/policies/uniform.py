@@ -15,15 +15,13 @@ import torch
 
 from vllm_kvpolicy.kernels.ranking import limit_must_keep, top_k_mask
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
-from vllm_kvpolicy.policies.base import Decision, EventInputs
+from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
 
 
 class UniformTopK:
     """Keeps the must-keep tokens and the highest scores of each head."""
 
-    window_tokens = 0
-    needs_keys = False
-    has_credit = False
+    needs = Needs()
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "UniformTopK":
@@ -38,8 +36,5 @@ class UniformTopK:
         budget: int,
     ) -> Decision:
         """Pick `budget` tokens per row of `score` [E, L, H, T], must-keep first."""
-        position = torch.arange(score.shape[-1], device=score.device)
-        valid = (position < inputs.lengths[:, None])[:, None, None].expand(score.shape)
-        must_keep = limit_must_keep(inputs.must_keep, budget)[:, None, None]
-        must_keep = must_keep.expand(score.shape)
-        return Decision(top_k_mask(score, must_keep, valid, budget), score)
+        must_keep = limit_must_keep(inputs.must_keep, budget)
+        return Decision(top_k_mask(score, must_keep, inputs.valid, budget), score)

@@ -1,0 +1,91 @@
+"""Every policy of the catalogue on one server: what it selects, and what it answers.
+
+Requests choose their policies by name; chunked prompts, events inside prompts and
+preemptions included. See oracle_plumbing and oracle_replay.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers import Engine, Job, make_prompt
+from oracle_plumbing import check_plumbing
+from oracle_replay import check_replay
+from oracle_selection import Report
+from reference_decoder import ReferenceDecoder
+
+from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.policies.registry import names, parse
+
+BASE = {
+    "budget": 150,
+    "interval": 130,
+    "prefill_interval": 256,
+    "recent": 40,
+    "sinks": 5,
+}
+ENGINE = {"max_num_batched_tokens": 128, "num_blocks": 60, "max_model_len": 832}
+OPTIONS: dict[str, object] = {"expected_window": 48}
+ALL = [
+    name
+    for name in names()
+    if not parse(name).is_test
+    and not any(word in name for word in ("epikv", "triattention", "qfilter"))
+]
+
+
+def jobs_for(policies: list[str]) -> list[Job]:
+    return [
+        Job(
+            name,
+            make_prompt(7000 + number, (37, 180, 300, 430)[number % 4]),
+            290,
+            extra_args={"kv_policy": name},
+            prompt_logprobs=True,
+        )
+        for number, name in enumerate(policies)
+    ]
+
+
+@pytest.fixture(scope="module")
+def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory):
+    values = {"policy": ALL[0], **BASE, "policy_config": {**OPTIONS, "allow": ALL}}
+    trace = tmp_path_factory.mktemp("plumbing")
+    with Engine(tiny_model, values, trace, **ENGINE) as engine:
+        yield engine.run(jobs_for(ALL)), KVPolicyConfig.from_dict(values)
+
+
+@pytest.fixture(scope="module")
+def decoder(tiny_model: Path) -> ReferenceDecoder:
+    return ReferenceDecoder(tiny_model)
+
+
+def test_the_run_strains_the_engine(run) -> None:
+    results = run[0].results
+    assert run[0].preemptions > 0
+    assert all(len(result.events) >= 1 for result in results.values())
+    held = [e.survivors for r in results.values() for e in r.events]
+    assert any((rows < 0).any() for rows in held)  # heads of different lengths
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_answers_follow_from_the_survivors(
+    run, decoder: ReferenceDecoder, name: str
+) -> None:
+    check_replay(decoder, run[0].results[name])
+
+
+# The model's keys all have one length: knorm sees ties only.
+@pytest.mark.parametrize("name", [name for name in ALL if "knorm" not in name])
+def test_selection_is_the_policys(run, decoder: ReferenceDecoder, name: str) -> None:
+    outcome, config = run
+    result = outcome.results[name]
+    config = config.with_request(result.job.extra_args, 32)
+    assert config is not None
+    if config.protects_prompt:
+        prompt = len(result.job.prompt)
+        config = replace(config, budget_tokens=config.budget_tokens + prompt)
+    report = Report()
+    check_plumbing(decoder, result, config, config.options_of(), 32, report)
+    report.check()
+    assert report.decisions > 0

@@ -1,0 +1,149 @@
+"""Nuclei and retained mass, against softmaxes written as loops in float64."""
+
+import math
+
+import pytest
+import torch
+
+from vllm_kvpolicy.kernels import chunks
+from vllm_kvpolicy.kernels.nucleus import (
+    nucleus_counts_ref,
+    nucleus_mask,
+    nucleus_votes_ref,
+    retained_mass_ref,
+    window_mean,
+)
+
+EVENTS, LAYERS, HEADS, GROUP, WINDOW, TOKENS, SIZE = 2, 3, 2, 4, 6, 50, 8
+SCALE = 0.9
+LENGTHS = [[[50, 37], [44, 50], [20, 50]], [[5, 50], [1, 2], [3, 4]]]
+
+
+def window(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
+    """Queries, keys with NaN on padding, ragged lengths, scale."""
+    generator = torch.Generator().manual_seed(seed)
+    queries = torch.randn(
+        EVENTS, LAYERS, HEADS * GROUP, WINDOW, SIZE, generator=generator
+    )
+    keys = torch.randn(EVENTS, LAYERS, HEADS, TOKENS, SIZE, generator=generator)
+    lengths = torch.tensor(LENGTHS)
+    padding = torch.arange(TOKENS) >= lengths[..., None]
+    return queries, keys.masked_fill(padding[..., None], math.nan), lengths, SCALE
+
+
+def raw_rows(
+    queries: torch.Tensor, keys: torch.Tensor, length: int, head: int
+) -> list[list[float] | None]:
+    """Raw attention of one (event, layer, head): probabilities per row of the window.
+
+    None for rows outside the window of a short request.
+    """
+    rows: list[list[float] | None] = []
+    for w in range(WINDOW):
+        newest = length - WINDOW + w
+        if w < WINDOW - min(max(length - 1, 1), WINDOW):
+            rows.append(None)
+            continue
+        group = queries[head * GROUP : (head + 1) * GROUP, w].double()
+        logits = (group @ keys[head, : newest + 1].double().T).amax(0) * SCALE
+        rows.append(torch.softmax(logits, 0).tolist())
+    return rows
+
+
+def nucleus_of(probs: list[float], mass: float) -> list[int]:
+    """The fewest largest probabilities that reach the mass."""
+    best = sorted(range(len(probs)), key=lambda i: -probs[i])
+    total = 0.0
+    for count, i in enumerate(best, 1):
+        total += probs[i]
+        if total >= mass:
+            return best[:count]
+    return best
+
+
+@pytest.mark.parametrize("mass", [0.05, 0.6, 0.9, 0.999])
+def test_counts_and_votes(mass: float) -> None:
+    queries, keys, lengths, scale = window()
+    counts = nucleus_counts_ref(queries, keys, lengths, scale, mass)
+    votes = nucleus_votes_ref(queries, keys, lengths, scale, mass)
+    assert counts.shape == (EVENTS, LAYERS, HEADS, WINDOW)
+    assert votes.shape == (EVENTS, LAYERS, HEADS, TOKENS)
+    for e in range(EVENTS):
+        for layer in range(LAYERS):
+            for head in range(HEADS):
+                length = LENGTHS[e][layer][head]
+                rows = raw_rows(queries[e, layer], keys[e, layer], length, head)
+                nuclei = [nucleus_of(row, mass) if row else [] for row in rows]
+                at = (e, layer, head)
+                assert counts[at].tolist() == [len(nucleus) for nucleus in nuclei]
+                want = [sum(i in nucleus for nucleus in nuclei) for i in range(TOKENS)]
+                assert votes[at].tolist() == want
+
+
+def test_mass_one_is_every_visible_token() -> None:
+    queries, keys, lengths, _ = window()
+    counts = nucleus_counts_ref(queries, keys, lengths, 40.0, 1.0)
+    newest = lengths[..., None] - WINDOW + torch.arange(WINDOW)
+    want = (newest + 1).clamp(min=0)
+    assert torch.equal(counts[..., -1], lengths)
+    in_window = counts > 0
+    assert torch.equal(counts[in_window], want[in_window])
+
+
+def test_results_do_not_depend_on_chunks_or_padding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    queries, keys, lengths, scale = window()
+    counts = nucleus_counts_ref(queries, keys, lengths, scale, 0.9)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1)
+    assert torch.equal(nucleus_counts_ref(queries, keys, lengths, scale, 0.9), counts)
+    wider = torch.nn.functional.pad(keys, (0, 0, 0, 13), value=math.inf)
+    assert torch.equal(nucleus_counts_ref(queries, wider, lengths, scale, 0.9), counts)
+
+
+def test_sums_are_exact() -> None:
+    # Ten equal weights: 0.3 of the mass is three tokens, in floating point four.
+    logits = torch.zeros(1, 10)
+    for tenths in range(1, 11):
+        marked = nucleus_mask(logits, tenths / 10)[0].nonzero().flatten().tolist()
+        assert marked == list(range(10 - tenths, 10))
+
+
+def test_hidden_rows_have_no_nucleus() -> None:
+    logits = torch.tensor([[-math.inf] * 4, [0.0, -math.inf, 1.0, -math.inf]])
+    assert nucleus_mask(logits, 1.0).tolist() == [
+        [False] * 4,
+        [True, False, True, False],
+    ]
+
+
+def test_retained_mass_and_lse_deficit() -> None:
+    queries, keys, lengths, scale = window(1)
+    generator = torch.Generator().manual_seed(2)
+    keep = torch.rand(EVENTS, LAYERS, HEADS, TOKENS, generator=generator) < 0.5
+    keep[..., 0] = True
+    got = retained_mass_ref(queries, keys, lengths, scale, keep)
+    deficit = window_mean(-got.log(), lengths)
+    for e in range(EVENTS):
+        for layer in range(LAYERS):
+            for head in range(HEADS):
+                at, length = (e, layer, head), LENGTHS[e][layer][head]
+                rows = raw_rows(queries[e, layer], keys[e, layer], length, head)
+                kept = keep[at].tolist()
+                want = [
+                    sum(p for p, k in zip(row, kept, strict=False) if k) if row else 1.0
+                    for row in rows
+                ]
+                torch.testing.assert_close(
+                    got[at], torch.tensor(want), rtol=1e-5, atol=1e-8
+                )
+                drops = [-math.log(m) for m, r in zip(want, rows, strict=True) if r]
+                mean = torch.tensor(sum(drops) / len(drops))
+                torch.testing.assert_close(deficit[at], mean, rtol=1e-5, atol=1e-6)
+
+
+def test_nothing_lost_if_all_is_kept() -> None:
+    queries, keys, lengths, scale = window()
+    keep = torch.arange(TOKENS) < lengths[..., None]
+    got = retained_mass_ref(queries, keys, lengths, scale, keep)
+    assert (got == 1).all()

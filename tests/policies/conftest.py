@@ -1,0 +1,34 @@
+"""Builds any policy of the registry, with a random calibration file where it asks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from calibration_files import options_for
+from event_inputs import GROUP, HEADS, LAYERS, SIZE
+
+from vllm_kvpolicy.policies import factory
+from vllm_kvpolicy.policies.base import Policy
+
+
+@pytest.fixture(scope="session")
+def scorer_options(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., dict[str, Any]]:
+    """Options without which a policy is not built, for events of `event_inputs`."""
+
+    def options(name: str, num_layers: int = LAYERS) -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp("calibration")
+        return options_for(name, folder, num_layers, HEADS, GROUP, SIZE)
+
+    return options
+
+
+@pytest.fixture(scope="session")
+def build(scorer_options: Callable[..., dict[str, Any]]) -> Callable[..., Policy]:
+    """`factory.build` that needs no options."""
+
+    def build_policy(name: str, options: dict[str, Any] | None = None) -> Policy:
+        return factory.build(name, {**scorer_options(name), **(options or {})})
+
+    return build_policy

@@ -1,0 +1,115 @@
+"""Random events for tests of policies: ragged, padded, with whatever `Needs` names.
+
+Rows hold 4 sinks, then tokens with gaps between their positions, then a local area
+without gaps. Padding is NaN where it may hold anything. No value decides a shape, so
+the builders also run on fake tensors.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from vllm_kvpolicy.policies.base import EventInputs, Needs
+from vllm_kvpolicy.policies.rope import Rope
+
+EVENTS, LAYERS, HEADS, GROUP, SIZE, TOKENS = 3, 2, 2, 2, 8, 160
+SINKS = 4
+# Tokens held per (event, layer, head), and local tokens per event.
+LENGTHS = (((160, 121), (97, 160)), ((131, 131), (131, 131)), ((90, 112), (156, 99)))
+LOCAL = (32, 47, 39)
+SHORTEST = 90
+# Fields with a token axis behind event, layer and head.
+BY_TOKEN = ("must_keep", "keys", "values", "positions", "token_scores", "memory")
+
+
+def make_inputs(
+    needs: Needs,
+    *,
+    lengths: object = LENGTHS,
+    local: object = LOCAL,
+    width: int = TOKENS,
+    window: int | None = None,
+    sinks: int = SINKS,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> EventInputs:
+    """Build events that hold what `needs` asks for, and nothing else.
+
+    Args:
+        needs: fields to fill; None stays in the others.
+        lengths: [E, L, H] nested integers, at most `width`.
+        local: [E] integers, newest tokens that must stay.
+        width: T, tokens after padding.
+        window: queries to give, if not as many as `needs` asks for.
+        sinks: leading tokens that must stay.
+        seed: of the random numbers.
+        dtype: of keys, values and queries.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    held = torch.tensor(lengths)
+    events, layers, heads = held.shape
+    rows = (events, layers, heads, width)
+    index = torch.arange(width)
+    is_local = index >= held[..., None] - torch.tensor(local)[:, None, None, None]
+    valid = index < held[..., None]
+    end = 3 * width + 50 * torch.arange(events)
+    if window is None:
+        window = needs.window_tokens
+    queries = draw(events, layers, heads * GROUP, window, SIZE).to(dtype)
+    keys, values = (
+        draw(*rows, SIZE).masked_fill(~valid[..., None], torch.nan).to(dtype)
+        for _ in range(2)
+    )
+    marks = torch.rand(rows, generator=generator)
+    signals = {name: draw(events, 4 * width + 50 * events) for name in needs.signals}
+    return EventInputs(
+        lengths=held,
+        must_keep=((index < sinks) | is_local) & valid,
+        end=end,
+        scale=SIZE**-0.5,
+        keys=keys if needs.keys else None,
+        values=values if needs.values else None,
+        queries=queries if window else None,
+        positions=_positions(marks, is_local, valid, end) if needs.positions else None,
+        rope=Rope.from_theta(1e4, SIZE) if needs.rope else None,
+        token_scores=marks.masked_fill(~valid, torch.nan)
+        if needs.token_scores
+        else None,
+        signals=signals if needs.signals else None,
+        prompt_lengths=end // 3 if needs.signals else None,
+        memory={name: marks.masked_fill(~valid, 0.0) for name in needs.memory},
+    )
+
+
+def _positions(
+    gaps: torch.Tensor, is_local: torch.Tensor, valid: torch.Tensor, end: torch.Tensor
+) -> torch.Tensor:
+    """True positions [E, L, H, T]: steps of 1 to 3 back from the newest token."""
+    step = torch.where(is_local, 1, (gaps * 3).long() + 1).masked_fill(~valid, 0)
+    newer_or_same = step.flip(-1).cumsum(-1).flip(-1)
+    position = end[:, None, None, None] - newer_or_same
+    index = torch.arange(gaps.shape[-1])
+    return torch.where(index < SINKS, index, position)
+
+
+def one_event(inputs: EventInputs, event: int, width: int) -> EventInputs:
+    """Return event `event` alone, padded to `width` tokens."""
+
+    def pick(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: pick(item) for name, item in value.items()}
+        return value[event : event + 1] if isinstance(value, torch.Tensor) else value
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: cut(item) for name, item in value.items()}
+        return value[:, :, :, :width] if isinstance(value, torch.Tensor) else value
+
+    picked = {item.name: pick(getattr(inputs, item.name)) for item in fields(inputs)}
+    return EventInputs(**picked | {name: cut(picked[name]) for name in BY_TOKEN})

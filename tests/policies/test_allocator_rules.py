@@ -1,0 +1,169 @@
+"""Each allocator's own rule, against loops over tokens."""
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from brute_ams import best, deal
+from event_inputs import EVENTS, HEADS, LAYERS, LENGTHS, make_inputs
+
+from vllm_kvpolicy.policies.adakv import AdaKVAllocator
+from vllm_kvpolicy.policies.base import EventInputs, Needs
+from vllm_kvpolicy.policies.chunk import ChunkAllocator
+from vllm_kvpolicy.policies.pyramid import PyramidAllocator
+from vllm_kvpolicy.policies.strat import StratifiedAllocator
+
+BUDGET = 70
+KINDS = ("random", "ties", "special")
+SPECIAL = torch.tensor([math.nan, math.inf, -math.inf, 0.0, 1.0])
+
+
+def case(kind: str) -> tuple[torch.Tensor, EventInputs]:
+    inputs = make_inputs(Needs())
+    generator = torch.Generator().manual_seed(0)
+    score = torch.rand(inputs.must_keep.shape, generator=generator)
+    if kind == "ties":
+        score = (score * 4).round()
+    if kind == "special":
+        score = SPECIAL[(score * len(SPECIAL)).long()]
+    return score, inputs
+
+
+def row(
+    score: torch.Tensor, inputs: EventInputs, *at: int
+) -> tuple[list[float], set[int], list[int]]:
+    """Scores, must-keep tokens and other tokens of one (event, layer, head)."""
+    must = set(inputs.must_keep[at].nonzero().flatten().tolist())
+    others = [i for i in range(int(inputs.lengths[at])) if i not in must]
+    return score[at].tolist(), must, others
+
+
+def kept(keep: torch.Tensor, *at: int) -> set[int]:
+    return set(keep[at].nonzero().flatten().tolist())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("floor", [0.0, 0.2, 0.7, 1.0])
+def test_adakv(kind: str, floor: float) -> None:
+    score, inputs = case(kind)
+    got = AdaKVAllocator(floor).choose(score, inputs, None, BUDGET).keep
+    for e in range(EVENTS):
+        for layer in range(LAYERS):
+            keep, open_tokens = [], []
+            for head in range(HEADS):
+                values, must, others = row(score, inputs, e, layer, head)
+                own = min(int(floor * BUDGET), BUDGET - len(must))
+                keep.append(must | set(best(others, values, own)))
+                open_tokens += [
+                    (-math.inf if math.isnan(values[i]) else values[i], i, head)
+                    for i in others
+                    if i not in keep[head]
+                ]
+            left = HEADS * BUDGET - sum(map(len, keep))
+            for _, i, head in sorted(open_tokens, reverse=True)[:left]:
+                keep[head].add(i)
+            for head in range(HEADS):
+                assert kept(got, e, layer, head) == keep[head]
+
+
+def test_adakv_with_the_whole_budget_protected_is_uniform() -> None:
+    score, inputs = case("random")
+    got = AdaKVAllocator(1.0).choose(score, inputs, None, BUDGET).keep
+    assert (got.sum(-1) == BUDGET).all()
+    shared = AdaKVAllocator(0.2).choose(score, inputs, None, BUDGET).keep
+    assert (shared.sum(-1) != BUDGET).any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [1, 7, 20, 500])
+def test_chunk(kind: str, length: int) -> None:
+    score, inputs = case(kind)
+    got = ChunkAllocator(length).choose(score, inputs, None, BUDGET).keep
+    for e in range(EVENTS):
+        for layer in range(LAYERS):
+            chunks: dict[int, list[float]] = {}
+            for head in range(HEADS):
+                values = score[e, layer, head].tolist()
+                for i in range(LENGTHS[e][layer][head]):
+                    value = -math.inf if math.isnan(values[i]) else values[i]
+                    chunks.setdefault(i // length, []).append(value)
+            means = [sum(part) / len(part) for _, part in sorted(chunks.items())]
+            order = best(list(range(len(means))), means, len(means))
+            for head in range(HEADS):
+                values, must, others = row(score, inputs, e, layer, head)
+                keep = set(must)
+                for chunk in order:
+                    members = [i for i in others if i // length == chunk]
+                    keep.update(best(members, values, BUDGET - len(keep)))
+                assert kept(got, e, layer, head) == keep
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("block", [1, 16, 50, 500])
+def test_strat(kind: str, block: int) -> None:
+    score, inputs = case(kind)
+    got = StratifiedAllocator(block).choose(score, inputs, None, BUDGET).keep
+    for at in product(range(EVENTS), range(LAYERS), range(HEADS)):
+        values, must, others = row(score, inputs, *at)
+        blocks = [
+            [i for i in others if i // block == b] for b in range(max(others) + 1)
+        ]
+        quotas = deal([len(part) for part in blocks], BUDGET - len(must))
+        keep = set(must)
+        for part, quota in zip(blocks, quotas, strict=True):
+            keep.update(best(part, values, quota))
+        assert kept(got, *at) == keep
+
+
+@pytest.mark.parametrize("layers", [1, 2, 5, 28, 36])
+@pytest.mark.parametrize("budget", [1, 17, 256, 2047, 2048])
+@pytest.mark.parametrize("headroom", [0, 128, 512, 10**6])
+def test_pyramid_plan(layers: int, budget: int, headroom: int) -> None:
+    plan = PyramidAllocator(20.0, headroom).plan(layers, budget).tolist()
+    assert sum(plan) == layers * budget
+    assert plan == sorted(plan, reverse=True)
+    highest = min(2 * budget - budget / 20, budget + headroom)
+    if layers > 1:
+        assert abs(plan[0] - highest) < 1 and abs(plan[-1] + highest - 2 * budget) < 1
+        step = (2 * highest - 2 * budget) / (layers - 1)
+        for layer, tokens in enumerate(plan):
+            assert abs(tokens - (highest - layer * step)) < 1
+
+
+def equal_heads(length: int, local: int) -> EventInputs:
+    lengths = [[[length] * 3] * 4] * 2
+    return make_inputs(Needs(), lengths=lengths, local=[local, local], width=length)
+
+
+@pytest.mark.parametrize("length", [120, 150])
+def test_pyramid_is_the_same_at_every_event(length: int) -> None:
+    allocator = PyramidAllocator(20.0, 40)
+    inputs = equal_heads(length, 6)
+    score = torch.rand(inputs.must_keep.shape)
+    keep = allocator.choose(score, inputs, None, 80).keep
+    plan = allocator.plan(4, 80)
+    assert plan.tolist() == [120, 93, 67, 40]
+    assert (keep.sum(-1) == plan[:, None]).all()
+    for layer, tokens in enumerate(plan.tolist()):
+        values, must, others = row(score, inputs, 0, layer, 2)
+        want = must | set(best(others, values, tokens - len(must)))
+        assert kept(keep, 0, layer, 2) == want
+
+
+def test_pyramid_makes_room_for_must_keep_tokens() -> None:
+    inputs = equal_heads(150, 42)
+    score = torch.rand(inputs.must_keep.shape)
+    keep = PyramidAllocator(20.0, 40).choose(score, inputs, None, 80).keep
+    # 6 tokens more than planned for the last layer: 2 less for each of the others.
+    assert (keep.sum(-1) == torch.tensor([118, 91, 65, 46])[:, None]).all()
+
+
+def test_pyramid_spends_what_a_short_layer_cannot() -> None:
+    inputs = equal_heads(100, 6)
+    score = torch.rand(inputs.must_keep.shape)
+    keep = PyramidAllocator(20.0, 40).choose(score, inputs, None, 80).keep
+    count = keep.sum(-1)
+    assert (count.sum((1, 2)) == 4 * 3 * 80).all()
+    assert (count[:, 0] == 100).all()
+    assert (count[:, 1:] > torch.tensor([92, 66, 39])[:, None]).all()

@@ -1,0 +1,176 @@
+"""Hard-KV's sizes and selections, against nuclei counted in loops over tokens."""
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from brute_ams import best
+from event_inputs import EVENTS, GROUP, HEADS, LAYERS, TOKENS, make_inputs
+
+from vllm_kvpolicy.policies.base import EventInputs
+from vllm_kvpolicy.policies.hard import HardAllocator, scale_to
+
+WINDOW, BUDGET, SHARP = 8, 70, 3.0
+ROWS = list(product(range(EVENTS), range(LAYERS), range(HEADS)))
+
+
+def case(**changes: Any) -> tuple[torch.Tensor, EventInputs]:
+    """Scores, and an event whose heads attend more or less sharply."""
+    inputs = make_inputs(HardAllocator(WINDOW).needs, **changes)
+    sharpness = torch.linspace(0.3, SHARP, LAYERS * HEADS).view(LAYERS, HEADS, 1, 1)
+    score = torch.rand(
+        inputs.must_keep.shape, generator=torch.Generator().manual_seed(1)
+    )
+    return score, replace(inputs, keys=inputs.keys * sharpness)
+
+
+def nuclei(inputs: EventInputs, at: tuple[int, int, int], mass: float) -> list[list]:
+    """Tokens of each row's nucleus by raw attention, best first."""
+    e, layer, head = at
+    length, found = int(inputs.lengths[at]), []
+    for w in range(WINDOW):
+        group = inputs.queries[e, layer, head * GROUP : (head + 1) * GROUP, w].double()
+        keys = inputs.keys[at][: length - WINDOW + w + 1].double()
+        probs = torch.softmax((group @ keys.T).amax(0) * inputs.scale, 0)
+        best_first = probs.sort(descending=True)
+        total, row = 0.0, []
+        for prob, i in zip(*map(torch.Tensor.tolist, best_first), strict=True):
+            if total < mass:
+                total, row = total + prob, [*row, i]
+        found.append(row)
+    return found
+
+
+def must_of(inputs: EventInputs, at: tuple[int, int, int]) -> set[int]:
+    return set(inputs.must_keep[at].nonzero().flatten().tolist())
+
+
+def kept(keep: torch.Tensor, at: tuple[int, int, int]) -> set[int]:
+    return set(keep[at].nonzero().flatten().tolist())
+
+
+def test_unbounded_heads_keep_their_candidates() -> None:
+    # A budget that sizes never reach, and no lower bound: sizes stay as counted.
+    score, inputs = case()
+    allocator = HardAllocator(WINDOW, 0.6, 0.0, 9.0, dynamic=True)
+    got = allocator.choose(score, inputs, None, TOKENS).keep
+    sizes = set()
+    for at in ROWS:
+        longest = max(len(rows) for rows in nuclei(inputs, at, 0.6))
+        values = score[at].tolist()
+        first = best(list(range(int(inputs.lengths[at]))), values, longest)
+        assert kept(got, at) == set(first) | must_of(inputs, at)
+        sizes.add(len(kept(got, at)))
+    assert len(sizes) > 6
+
+
+def test_by_their_own_attention_heads_keep_what_got_a_vote() -> None:
+    score, inputs = case()
+    allocator = HardAllocator(WINDOW, 0.6, 0.0, 9.0, order="attention", dynamic=True)
+    got = allocator.choose(score, inputs, None, TOKENS)
+    for at in ROWS:
+        rows = nuclei(inputs, at, 0.6)
+        assert kept(got.keep, at) == set().union(*rows) | must_of(inputs, at)
+        votes = [sum(i in row for row in rows) for i in range(TOKENS)]
+        both = list(zip(votes, score[at].tolist(), strict=True))
+        held = range(int(inputs.lengths[at]))
+        by_votes = sorted(held, key=both.__getitem__)
+        assert by_votes == sorted(held, key=got.score[at].tolist().__getitem__)
+
+
+def test_under_a_cap_votes_decide_before_scores() -> None:
+    score, inputs = case()
+    allocator = HardAllocator(WINDOW, 0.9, 0.25, 1.0, order="attention")
+    got = allocator.choose(score, inputs, None, 60)
+    assert (got.keep.sum(-1) == 60).all()
+    for at in ROWS:
+        must = must_of(inputs, at)
+        others = [i for i in range(int(inputs.lengths[at])) if i not in must]
+        first = best(others, got.score[at].tolist(), 60 - len(must))
+        assert kept(got.keep, at) == must | set(first)
+
+
+@pytest.mark.parametrize("scope", ["model", "layer"])
+def test_fixed_total_and_bounds(scope: str) -> None:
+    score, inputs = case()
+    allocator = HardAllocator(WINDOW, 0.9, 0.8, 1.5, scope=scope)
+    count = allocator.choose(score, inputs, None, BUDGET).keep.sum(-1)
+    per_layer = count.sum(-1)
+    assert (per_layer.sum(-1) == LAYERS * HEADS * BUDGET).all()
+    assert (per_layer == HEADS * BUDGET).all() == (scope == "layer")
+    low = (0.8 * BUDGET) - 1
+    assert (count > low).all() and (count <= 1.5 * BUDGET).all()
+    # Sharper heads come later.
+    assert (count[:, 0, 0] > count[:, 1, 1]).all()
+
+
+def test_mass_one_and_an_ample_budget_keep_all() -> None:
+    score, inputs = case()
+    for order in ("method", "attention"):
+        allocator = HardAllocator(WINDOW, 1.0, 0.25, 4.0, order, dynamic=True)
+        got = allocator.choose(score, inputs, None, TOKENS).keep
+        assert torch.equal(got, inputs.valid)
+
+
+def test_dynamic_spends_no_more_than_the_budget() -> None:
+    score, inputs = case()
+    dynamic = HardAllocator(WINDOW, 0.9, 0.0, 9.0, dynamic=True)
+    fixed = HardAllocator(WINDOW, 0.9, 0.0, 9.0)
+    free = dynamic.choose(score, inputs, None, TOKENS).keep.sum((1, 2, 3))
+    for budget in (55, 80, 130, 150):
+        bound = budget * LAYERS * HEADS
+        got = dynamic.choose(score, inputs, None, budget).keep
+        assert torch.equal(got.sum((1, 2, 3)), free.clamp(max=bound))
+        same = fixed.choose(score, inputs, None, budget).keep
+        for e in range(EVENTS):
+            if free[e] >= bound:
+                assert torch.equal(got[e], same[e])
+
+
+def scaled(sizes: list[int], total: int, low: int, high: int) -> list[int]:
+    row = torch.tensor([sizes])
+    bounds = torch.full_like(row, low), torch.full_like(row, high)
+    return scale_to(torch.tensor([total]), row, *bounds)[0].tolist()
+
+
+def test_sizes_scale_with_the_total() -> None:
+    assert scaled([10, 30, 60], 100, 0, 999) == [10, 30, 60]
+    assert scaled([10, 30, 60], 50, 0, 999) == [5, 15, 30]
+    assert scaled([10, 30, 60], 1000, 0, 999) == [100, 300, 600]
+    # 3.5, 3.5, 3: the first of equal remainders rounds up.
+    assert scaled([7, 7, 6], 10, 0, 999) == [4, 3, 3]
+    # 1.4, 2.8, 2.8: largest remainders.
+    assert scaled([10, 20, 20], 7, 0, 999) == [1, 3, 3]
+
+
+def test_bounds_pass_the_rest_on_evenly() -> None:
+    assert scaled([10, 30, 60], 50, 8, 999) == [8, 14, 28]
+    assert scaled([10, 30, 60], 200, 0, 90) == [35, 75, 90]
+    assert scaled([20, 20, 60], 50, 20, 60) == [20, 20, 20]
+    assert scaled([20, 20, 60], 300, 20, 60) == [60, 60, 60]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_scaled_sizes_add_up(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    floors = torch.randint(0, 20, (4, 16), generator=generator)
+    caps = floors + torch.randint(0, 2000, (4, 16), generator=generator)
+    sizes = torch.randint(0, 2000, (4, 16), generator=generator).clamp(floors, caps)
+    low, high = floors.sum(-1), caps.sum(-1)
+    share = torch.rand(4, generator=generator)
+    total = (low + share * (high - low)).long()
+    got = scale_to(total, sizes, floors, caps)
+    assert torch.equal(got.sum(-1), total)
+    assert ((got >= floors) & (got <= caps)).all()
+    # A larger head never ends up smaller, unless a bound of its own says so.
+    inside = (got > floors) & (got < caps)
+    for g in range(4):
+        pairs = sorted(
+            (int(s), int(n))
+            for s, n, free in zip(sizes[g], got[g], inside[g], strict=True)
+            if free
+        )
+        for (_, less), (_, more) in zip(pairs, pairs[1:], strict=False):
+            assert less <= more + 1

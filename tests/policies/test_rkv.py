@@ -1,0 +1,73 @@
+"""R-KV as plain loops over a ragged batch, down to requests shorter than the window."""
+
+from dataclasses import replace
+from itertools import product
+
+import event_inputs as events
+import pytest
+import torch
+
+from vllm_kvpolicy.policies.base import EventInputs
+from vllm_kvpolicy.policies.rkv import RKVScorer
+
+SHORT = (((9, 8), (7, 2)), ((8, 3), (9, 6)), ((4, 9), (5, 2)))
+
+
+def by_loops(
+    scorer: RKVScorer, inputs: EventInputs, row: tuple[int, int, int]
+) -> list[float]:
+    """Score one row in float64."""
+    event, layer, head = row
+    length = int(inputs.lengths[row])
+    window = min(scorer.needs.window_tokens, length - 1)
+    older = length - window
+    keys = inputs.keys[row][:length].double()
+    group = slice(head * events.GROUP, (head + 1) * events.GROUP)
+    queries = inputs.queries[event, layer, group, -window:].double()
+    logits = (queries @ keys[:older].T * inputs.scale).amax(0)
+    attention = logits.softmax(-1).mean(0).tolist()
+
+    cosine = torch.nn.functional.normalize(keys, dim=-1)
+    cosine = (cosine @ cosine.T).fill_diagonal_(0).tolist()
+    for line in cosine:
+        similar = [j for j, c in enumerate(line) if c > scorer.threshold]
+        line[max(similar, default=0)] = 0
+    similar = torch.tensor(cosine).mean(0).softmax(0).tolist()
+
+    reach, weight = scorer.pool_kernel // 2, scorer.attention_weight
+    score = [
+        weight * max(attention[max(0, i - reach) : i + reach + 1])
+        - (1 - weight) * similar[i]
+        for i in range(older)
+    ]
+    return score + [max(score)] * window
+
+
+@pytest.mark.parametrize("lengths", [events.LENGTHS, SHORT])
+@pytest.mark.parametrize(
+    "scorer", [RKVScorer(), RKVScorer(16, 3, 0.4, 0.1), RKVScorer(1, 1, 1.0, 0.9)]
+)
+def test_equals_loops(scorer: RKVScorer, lengths: tuple) -> None:
+    inputs = events.make_inputs(scorer.needs, lengths=lengths)
+    got = scorer.score(inputs, None)
+    assert got.dtype == torch.float32
+    for row in product(*map(range, inputs.lengths.shape)):
+        want = by_loops(scorer, inputs, row)
+        torch.testing.assert_close(
+            got[row][: len(want)].double(), torch.tensor(want).double()
+        )
+
+
+def test_only_the_newest_queries_count() -> None:
+    scorer = RKVScorer()
+    inputs = events.make_inputs(scorer.needs, window=20)
+    few = replace(inputs, queries=inputs.queries[..., -8:, :])
+    assert torch.equal(
+        *(scorer.score(some, None).nan_to_num() for some in (inputs, few))
+    )
+
+
+def test_a_request_of_one_token_has_a_score() -> None:
+    scorer = RKVScorer()
+    inputs = events.make_inputs(scorer.needs, lengths=(((1, 1),),), local=(1,))
+    assert not scorer.score(inputs, None)[..., 0].isnan().any()

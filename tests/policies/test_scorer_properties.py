@@ -1,0 +1,140 @@
+"""What holds for every scorer of the catalogue, on ragged and padded events."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from event_inputs import (
+    EVENTS,
+    HEADS,
+    LENGTHS,
+    SHORTEST,
+    TOKENS,
+    make_inputs,
+    one_event,
+)
+from scorer_cases import CASES, READ_ALL_HEADS, case_id
+
+from vllm_kvpolicy.kernels.window_usage import window_usage_ref
+from vllm_kvpolicy.policies.base import EventInputs, Policy, Scorer
+
+Build = Callable[..., Policy]
+Options = dict[str, Any]
+FIELDS = ("keys", "values", "queries")
+# Of the same sums a matrix product may order its own by shape.
+TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}
+every_scorer = pytest.mark.parametrize(("name", "options"), CASES, ids=case_id)
+
+
+def score(scorer: Scorer, inputs: EventInputs) -> torch.Tensor:
+    """Score, NaN on padding."""
+    usage = None
+    if scorer.needs.usage:
+        usage = window_usage_ref(
+            inputs.given("queries"), inputs.given("keys"), inputs.lengths, inputs.scale
+        )
+    got = scorer.score(inputs, usage)
+    assert got.shape == inputs.must_keep.shape and got.dtype == torch.float32
+    return got.masked_fill(~inputs.valid, torch.nan)
+
+
+def check_same(got: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(got, want, equal_nan=True, **TOLERANCE)
+
+
+@every_scorer
+def test_scores_are_finite_whatever_padding_holds(
+    name: str, options: Options, build: Build
+) -> None:
+    scorer = build(name, options).scorer
+    inputs = make_inputs(scorer.needs)
+    got = score(scorer, inputs)
+    assert torch.isfinite(got[inputs.valid]).all()
+    for fill in (3.0, torch.inf):
+        padding = ~inputs.valid[..., None]
+        filled = {
+            field: getattr(inputs, field).masked_fill(padding, fill)
+            for field in FIELDS[:2]
+            if getattr(inputs, field) is not None
+        }
+        assert torch.equal(
+            score(scorer, replace(inputs, **filled))[inputs.valid], got[inputs.valid]
+        )
+
+
+@every_scorer
+@pytest.mark.parametrize("event", range(EVENTS))
+def test_an_event_is_scored_alone(
+    name: str, options: Options, event: int, build: Build
+) -> None:
+    scorer = build(name, options).scorer
+    inputs = make_inputs(scorer.needs)
+    batch = score(scorer, inputs)
+    longest = max(max(heads) for heads in LENGTHS[event])
+    for width in {longest, min(longest + 5, TOKENS), TOKENS}:
+        alone = score(scorer, one_event(inputs, event, width))
+        check_same(alone[0], batch[event, ..., :width])
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [case for case in CASES if case not in READ_ALL_HEADS],
+    ids=case_id,
+)
+def test_a_head_is_scored_alone(name: str, options: Options, build: Build) -> None:
+    """What a head gets does not depend on how much the others hold, or what."""
+    scorer = build(name, options).scorer
+    inputs = make_inputs(scorer.needs)
+    want = score(scorer, inputs)
+    for head in range(HEADS):
+        others = torch.arange(HEADS) != head
+        lengths = torch.where(others, 70, inputs.lengths)
+        must_keep = inputs.must_keep & (torch.arange(TOKENS) < lengths[..., None])
+        changed = {
+            field: getattr(inputs, field).masked_fill(others[:, None, None], torch.nan)
+            for field in FIELDS[:2]
+            if getattr(inputs, field) is not None
+        }
+        got = score(
+            scorer, replace(inputs, lengths=lengths, must_keep=must_keep, **changed)
+        )
+        check_same(got[:, :, head], want[:, :, head])
+
+
+@every_scorer
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+def test_broken_numbers_break_no_other_event(
+    name: str, options: Options, broken: float, build: Build
+) -> None:
+    policy = build(name, options)
+    inputs = make_inputs(policy.needs)
+    read = [field for field in FIELDS if getattr(inputs, field) is not None]
+    if not read:
+        pytest.skip("reads no keys, values or queries")
+    want = policy.decide(inputs, SHORTEST).keep
+    for field in read:
+        changed = getattr(inputs, field).clone()
+        changed[0, :, :, 10:12, 0] = broken
+        keep = policy.decide(replace(inputs, **{field: changed}), SHORTEST).keep
+        assert (keep.sum(-1) == SHORTEST).all()
+        assert (keep | ~inputs.must_keep).all() and not (keep & ~inputs.valid).any()
+        assert torch.equal(keep[1:], want[1:])
+
+
+@every_scorer
+def test_works_in_bfloat16(name: str, options: Options, build: Build) -> None:
+    scorer = build(name, options).scorer
+    inputs = make_inputs(scorer.needs, dtype=torch.bfloat16)
+    assert torch.isfinite(score(scorer, inputs)[inputs.valid]).all()
+
+
+@every_scorer
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_short_requests(name: str, options: Options, length: int, build: Build) -> None:
+    scorer = build(name, options).scorer
+    inputs = make_inputs(
+        scorer.needs, lengths=[[[length] * 2] * 2], local=[1], width=8, sinks=0
+    )
+    assert torch.isfinite(score(scorer, inputs)[inputs.valid]).all()

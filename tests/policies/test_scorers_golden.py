@@ -1,0 +1,162 @@
+"""Scorers against the scores that kvpress computed, see tests/golden/README.md."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_kvpolicy.kernels.window_usage import window_usage_ref
+from vllm_kvpolicy.policies.base import EventInputs
+from vllm_kvpolicy.policies.expected import ExpectedAttentionScorer
+from vllm_kvpolicy.policies.keydiff import KeyDiffScorer
+from vllm_kvpolicy.policies.knorm import KnormScorer
+from vllm_kvpolicy.policies.lagkv import LagKVScorer
+from vllm_kvpolicy.policies.rope import Rope
+from vllm_kvpolicy.policies.scorer import BaseScorer
+from vllm_kvpolicy.policies.snapkv import SnapKVScorer
+from vllm_kvpolicy.policies.streaming import StreamingScorer
+from vllm_kvpolicy.policies.tova import TovaScorer
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "scorers_kvpress.npz"
+SINKS = 4
+# What kvpress gives all tokens, where no position is protected or all are scored.
+WHOLE_ROW = {
+    "keydiff": KeyDiffScorer(),
+    "knorm": KnormScorer(),
+    "lagkv_lag128": LagKVScorer(),
+    "lagkv_lag32": LagKVScorer(32),
+    "lagkv_lag32_cross": LagKVScorer(32, cross=True),
+}
+# kvpress' variants of Expected Attention as options.
+EXPECTED = {
+    "expected": {},
+    "expected_nocov": {"covariance": False},
+    "expected_novnorm": {"value_norm": False},
+    "expected_kvpress_default": {"epsilon": 0.0},
+}
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, np.ndarray]:
+    with np.load(GOLDEN, allow_pickle=False) as data:
+        return dict(data)
+
+
+@pytest.fixture(
+    params=[
+        f"{layer}_T{tokens}_"
+        for layer in ("llama", "qwen2", "qwen3")
+        for tokens in (96, 257)
+    ]
+)
+def prefix(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def event(
+    data: dict[str, np.ndarray],
+    prefix: str,
+    queries: torch.Tensor | None = None,
+    end: int | None = None,
+) -> EventInputs:
+    """All tokens of one layer; the first 4 are sinks."""
+    keys = torch.from_numpy(data[prefix + "k"])[None, None]
+    values = torch.from_numpy(data[prefix + "v"])[None, None]
+    rows = keys.shape[:-1]
+    theta = float(data.get(prefix + "rope_theta", 1e4))
+    return EventInputs(
+        lengths=torch.full(rows[:3], rows[3]),
+        must_keep=(torch.arange(rows[3]) < SINKS).expand(rows),
+        end=torch.tensor([end or rows[3]]),
+        scale=keys.shape[-1] ** -0.5,
+        keys=keys,
+        values=values,
+        queries=None if queries is None else queries[None, None],
+        rope=Rope.from_theta(theta, keys.shape[-1]),
+    )
+
+
+def score(scorer: BaseScorer, inputs: EventInputs) -> np.ndarray:
+    usage = None
+    if scorer.needs.usage:
+        window = inputs.given("queries")[..., -scorer.needs.window_tokens :, :]
+        usage = window_usage_ref(
+            window, inputs.given("keys"), inputs.lengths, inputs.scale
+        )
+    return scorer.score(inputs, usage)[0, 0].numpy()
+
+
+def check_close(got: np.ndarray, want: np.ndarray) -> None:
+    highest = max(1.0, float(np.abs(want).max()))
+    np.testing.assert_allclose(got, want, rtol=2e-4, atol=1e-6 * highest)
+
+
+@pytest.mark.parametrize("name", WHOLE_ROW)
+def test_scores_without_queries(
+    golden: dict[str, np.ndarray], prefix: str, name: str
+) -> None:
+    got = score(WHOLE_ROW[name], event(golden, prefix))
+    check_close(got, golden[f"{prefix}score_{name}"])
+
+
+@pytest.mark.parametrize("case", [0, 1])
+def test_lagkv_over_several_blocks(golden: dict[str, np.ndarray], case: int) -> None:
+    inputs = event(golden, f"lagkvx{case}_")
+    ranked = score(LagKVScorer(), inputs)
+    np.testing.assert_array_equal(ranked, golden[f"lagkvx{case}_score"])
+    check_close(score(LagKVScorer(cross=True), inputs), golden[f"lagkvx{case}_cross"])
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_expected_attention(
+    golden: dict[str, np.ndarray], prefix: str, name: str
+) -> None:
+    # kvpress takes all queries but the first four, and knows the position right.
+    queries = torch.from_numpy(golden[prefix + "q"])
+    scorer = ExpectedAttentionScorer(queries.shape[1] - 4, **EXPECTED[name])
+    got = score(scorer, event(golden, prefix, queries))
+    check_close(got[:, SINKS:], golden[f"{prefix}score_{name}"][:, SINKS:])
+    highest = got[:, SINKS:].max(-1, keepdims=True)
+    assert (got[:, :SINKS] == highest).all()
+
+
+def test_expected_attention_from_a_buffer(
+    golden: dict[str, np.ndarray], prefix: str
+) -> None:
+    # From 48 buffered queries kvpress takes the last 44, and believes the next position
+    # to be 48. So they are given as they would stand before that position.
+    before = torch.from_numpy(golden[prefix + "q_prerope"])[:, -44:]
+    rope = event(golden, prefix).given("rope")
+    queries = rope.unrotate(before, -torch.arange(4, 48))
+    got = score(ExpectedAttentionScorer(44), event(golden, prefix, queries, end=48))
+    want = golden[f"{prefix}score_expected_buf48"]
+    check_close(got[:, SINKS:], want[:, SINKS:])
+
+
+@pytest.mark.parametrize("window", [1, 32, 64])
+def test_window_attention(
+    golden: dict[str, np.ndarray], prefix: str, window: int
+) -> None:
+    name = "tova" if window == 1 else f"snapkv_w{window}"
+    scorer = TovaScorer() if window == 1 else SnapKVScorer(window)
+    got = score(scorer, event(golden, prefix, torch.from_numpy(golden[prefix + "q"])))
+    check_close(got[:, :-window], golden[f"{prefix}score_{name}"][:, :-window])
+    # kvpress protects the newest with the maximum over all heads plus 1, we per head.
+    highest = got[:, :-window].max(-1, keepdims=True)
+    if window > 1:
+        assert (got[:, -window:] == highest).all()
+    assert (got[:, -1:] >= highest).all()
+
+
+@pytest.mark.parametrize("dropped", [50, 75])
+def test_streaming_keeps_the_same_tokens(
+    golden: dict[str, np.ndarray], prefix: str, dropped: int
+) -> None:
+    inputs = event(golden, prefix)
+    got = score(StreamingScorer(), inputs)
+    got = np.where(inputs.must_keep[0, 0].numpy(), np.inf, got)
+    want = golden[f"{prefix}score_streaming_r{dropped}"] == 1
+    for row, kept in zip(got, want, strict=True):
+        best = np.sort(np.argsort(row)[::-1][: kept.sum()])
+        np.testing.assert_array_equal(best, np.flatnonzero(kept))

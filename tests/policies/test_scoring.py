@@ -1,0 +1,224 @@
+"""`vllm_kvpolicy.policies.score`: every scorer of the catalogue on plain tensors."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import event_inputs
+import pytest
+import torch
+
+from vllm_kvpolicy.kernels.window_usage import window_usage_ref
+from vllm_kvpolicy.policies import factory, score
+from vllm_kvpolicy.policies.base import EventInputs
+from vllm_kvpolicy.policies.catalogue import SCORERS
+from vllm_kvpolicy.policies.epikv import scores_from_hidden
+from vllm_kvpolicy.policies.rope import Rope
+
+HEADS, GROUP, SIZE = event_inputs.HEADS, event_inputs.GROUP, event_inputs.SIZE
+TOKENS, WINDOW, THETA = 60, 20, 5e4
+Options = Callable[..., dict[str, Any]]
+
+
+def tensors(seed: int = 0) -> dict[str, Any]:
+    """The positional arguments of `score` behind the name; sinks, a gap, then a run."""
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.where(torch.arange(TOKENS) < 6, 0, 700)
+    return {
+        "k": torch.randn(HEADS, TOKENS, SIZE, generator=generator),
+        "v": torch.randn(HEADS, TOKENS, SIZE, generator=generator),
+        "q": torch.randn(HEADS * GROUP, WINDOW, SIZE, generator=generator),
+        "positions": torch.arange(TOKENS) + start,
+        "rope_theta": THETA,
+    }
+
+
+def required(name: str, scorer_options: Options) -> dict[str, Any]:
+    """Parameters without which a scorer refuses."""
+    generator = torch.Generator().manual_seed(1)
+    more = {
+        "h2o": {"state": torch.rand(HEADS, TOKENS, generator=generator)},
+        "epikv": {"hidden": torch.randn(32, 41, 16, generator=generator)},
+    }
+    return {**scorer_options(name, num_layers=1), **more.get(name, {})}
+
+
+@pytest.mark.parametrize("name", SCORERS)
+def test_every_scorer_scores(name: str, scorer_options: Options) -> None:
+    params = required(name, scorer_options)
+    got = score(name, **tensors(), **params)
+    assert got.shape == (HEADS, TOKENS) and got.dtype == torch.float32
+    assert got.is_contiguous() and torch.isfinite(got).all()
+    again = {**tensors(), "positions": tensors()["positions"].int()}
+    assert torch.equal(score(name, **again, **params), got)
+    in_half = {
+        key: value.bfloat16() if key in ("k", "v", "q") else value
+        for key, value in tensors().items()
+    }
+    assert torch.isfinite(score(name, **in_half, **params)).all()
+
+
+@pytest.mark.parametrize("name", [name for name in SCORERS if name != "epikv"])
+def test_equals_the_scorer_at_an_event(name: str, scorer_options: Options) -> None:
+    params, given = required(name, scorer_options), tensors()
+    word = SCORERS[name]
+    options = scorer_options(name, num_layers=1)
+    if word.window_key is not None:
+        options[word.window_key] = WINDOW
+    scorer = factory.build(name, options).scorer
+    rows = (1, 1, HEADS, TOKENS)
+    inputs = EventInputs(
+        lengths=torch.full(rows[:3], TOKENS),
+        must_keep=(torch.arange(TOKENS) < 3).expand(rows),
+        end=torch.tensor([760]),
+        scale=SIZE**-0.5,
+        keys=given["k"][None, None],
+        values=given["v"][None, None],
+        queries=given["q"][None, None],
+        positions=given["positions"].expand(rows),
+        rope=Rope.from_theta(THETA, SIZE),
+        memory={"h2o": params["state"][None, None]} if name == "h2o" else {},
+    )
+    usage = None
+    if scorer.needs.usage:
+        queries = inputs.queries[..., -scorer.needs.window_tokens :, :]
+        usage = window_usage_ref(queries, inputs.keys, inputs.lengths, inputs.scale)
+    want = scorer.score(inputs, usage)[0, 0]
+    assert torch.equal(score(name, **given, **params, sinks=3), want)
+
+
+def test_epikv_scores_the_tokens_after_the_prompt() -> None:
+    hidden = torch.randn(32, 41, 16, generator=torch.Generator().manual_seed(1))
+    got = score("epikv", **tensors(), hidden=hidden)
+    want = scores_from_hidden(hidden)  # of 40 tokens, the newest that are held
+    assert torch.equal(got[:, -40:], want.expand(HEADS, -1))
+
+
+@pytest.mark.parametrize("name", ["snapkv", "h2o", "expected", "rkv", "rpc"])
+def test_window_is_what_is_given_or_less(name: str, scorer_options: Options) -> None:
+    params, given = required(name, scorer_options), tensors()
+    got = score(name, **given, **params, window=8)
+    assert not torch.equal(got, score(name, **given, **params))
+    given["q"] = given["q"][:, -8:]
+    assert torch.equal(score(name, **given, **params), got)
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("snapkv", {"kernel": 3}),
+        ("rpc", {"kernel": 3}),
+        ("rpc", {"sinks": 10}),
+        ("rkv", {"kernel": 3}),
+        ("lagkv", {"lag": 8}),
+        ("lagkv", {"lag": 8, "cross": True}),
+        ("lagkv", {"lag": 8, "sinks": 0}),
+        ("expected", {"sinks": 0}),
+        ("expected", {"n_future": 3}),
+        ("expected", {"covariance": False}),
+        ("expected", {"value_norm": False}),
+        ("expected", {"epsilon": 0}),
+        ("random", {"seed": 1}),
+    ],
+)
+def test_parameters_arrive(name: str, params: dict[str, Any]) -> None:
+    plain = {key: value for key, value in params.items() if key == "lag"}
+    if plain == params:
+        plain = {}
+    got = score(name, **tensors(), **params)
+    assert not torch.equal(got, score(name, **tensors(), **plain))
+
+
+def test_state_runs_on() -> None:
+    first = score("h2o", **tensors(), state=torch.zeros(HEADS, TOKENS))
+    torch.testing.assert_close(first.sum(-1), torch.full((HEADS,), 20.0 * GROUP))
+    second = score("h2o", **tensors(), state=first)
+    torch.testing.assert_close(second, 2 * first)
+
+
+def test_scores_depend_on_where_queries_turn_to() -> None:
+    given = tensors()
+    at_1e4 = score("expected", **{**given, "rope_theta": 1e4})
+    assert not torch.equal(score("expected", **given), at_1e4)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "text"),
+    [
+        ("ams-tova", {}, "name: got 'ams-tova', expected one of streaming, tova"),
+        (None, {}, "name: got None"),
+        ("snapkv", {"lag": 3}, "lag: no parameter of 'snapkv', expected one of window, "
+         "kernel, sinks"),
+        ("tova", {"window": 4}, "window: no parameter of 'tova'"),
+        ("keydiff", {"state": None}, "state: no parameter of 'keydiff'"),
+        ("h2o", {}, "state: 'h2o' reads it, got None"),
+        ("epikv", {}, "hidden: 'epikv' reads it, got None"),
+        ("triattention", {}, "calibration: got None"),
+        ("snapkv", {"window": 21}, "q: got 20 queries, expected the window of 21"),
+        ("expected", {"window": 0}, "window: got 0"),
+        ("lagkv", {"lag": 1}, "lag: got 1, expected an integer >= 2"),
+        ("lagkv", {"sinks": -1}, "sinks: got -1, expected an integer >= 0"),
+    ],
+)  # fmt: skip
+def test_refusals(name: Any, params: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError) as error:
+        score(name, **tensors(), **params)
+    assert text in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["tova", "snapkv", "h2o", "expected", "rkv", "rpc"])
+def test_a_scorer_of_queries_refuses_none(name: str, scorer_options: Options) -> None:
+    given = tensors()
+    given["q"] = given["q"][:, :0]
+    with pytest.raises(ValueError, match="q: got 0 queries, expected the window of"):
+        score(name, **given, **required(name, scorer_options))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"k": torch.zeros(HEADS, TOKENS)},
+        {"v": torch.zeros(HEADS, TOKENS - 1, SIZE)},
+        {"q": torch.zeros(HEADS + 1, WINDOW, SIZE)},
+        {"q": torch.zeros(HEADS, TOKENS + 1, SIZE)},
+        {"q": torch.zeros(HEADS, WINDOW, SIZE + 1)},
+        {"positions": torch.arange(TOKENS + 1)},
+        {"k": torch.zeros(HEADS, 0, SIZE), "v": torch.zeros(HEADS, 0, SIZE)},
+    ],
+)
+def test_shapes_that_do_not_fit(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="k, v, q and positions: expected"):
+        score("keydiff", **{**tensors(), **wrong})
+
+
+def test_state_and_hidden_of_other_shapes_are_refused() -> None:
+    with pytest.raises(ValueError, match="state: expected"):
+        score("h2o", **tensors(), state=torch.zeros(HEADS, TOKENS - 1))
+    with pytest.raises(ValueError, match="hidden: expected"):
+        score("epikv", **tensors(), hidden=torch.zeros(32, 761, 4))
+
+
+def test_a_calibration_of_another_model_is_refused(scorer_options: Options) -> None:
+    for name in ("triattention", "qfilter"):
+        with pytest.raises(ValueError, match="num_layers"):
+            score(name, **tensors(), **scorer_options(name, num_layers=2))
+
+
+def test_queries_with_gaps_are_refused_where_they_are_turned() -> None:
+    given = tensors()
+    given["positions"] = 2 * given["positions"]
+    with pytest.raises(ValueError, match="positions: expected no gap"):
+        score("expected", **given)
+    assert torch.isfinite(score("snapkv", **given)).all()
+
+
+def test_the_package_loads_no_torch_until_it_is_asked_for() -> None:
+    code = (
+        "import sys; from vllm_kvpolicy import policies;"
+        "assert 'torch' not in sys.modules;"
+        "assert callable(policies.score) and 'torch' in sys.modules;"
+        "assert not hasattr(policies, 'scores')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

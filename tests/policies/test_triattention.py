@@ -1,0 +1,82 @@
+"""TriAttention as its definition: keys turned back, scored at each distance."""
+
+from dataclasses import replace
+
+import event_inputs as events
+import pytest
+import torch
+from calibration_files import make_calibration
+
+from vllm_kvpolicy.policies.base import EventInputs, Needs
+from vllm_kvpolicy.policies.rope import Rope
+from vllm_kvpolicy.policies.triattention import TriAttentionScorer, standardised
+
+DISTANCES = [2**n for n in range(17)]
+
+
+def scorer(aggregate: str = "max") -> TriAttentionScorer:
+    sizes = (events.LAYERS, events.HEADS, events.GROUP, events.SIZE)
+    made = make_calibration("triattention", *sizes)
+    return TriAttentionScorer(made, aggregate)
+
+
+def make_inputs(scaling: float = 1.0) -> EventInputs:
+    inputs = events.make_inputs(Needs(keys=True, positions=True, rope=True))
+    rope = Rope(inputs.rope.inv_freq, scaling)
+    return replace(inputs, rope=rope, keys=inputs.keys * scaling)
+
+
+def by_definition(made: TriAttentionScorer, inputs: EventInputs) -> torch.Tensor:
+    """Scores [E, L, Hq, T] in float64."""
+    stored = made.calibration.tensors
+    query = torch.complex(stored["query_real"], stored["query_imag"])
+    query = query.to(torch.complex128)[:, :, None]  # [L, Hq, 1, F]
+    plain = inputs.rope.unrotate(inputs.keys, inputs.positions)
+    plain = plain.double().repeat_interleave(events.GROUP, 2)
+    key = torch.complex(*plain.chunk(2, -1))
+    position = inputs.positions.repeat_interleave(events.GROUP, 2)
+    phase = (query * key.conj()).angle()
+    score = torch.zeros_like(position, dtype=torch.float64)
+    for distance in DISTANCES:
+        ahead = inputs.end[:, None, None, None] + distance - position
+        wave = torch.cos(ahead[..., None] * inputs.rope.inv_freq + phase)
+        score += (query.abs() * key.abs() * wave).sum(-1) / len(DISTANCES)
+    spread = stored["query_abs"][:, :, None] - query.abs()
+    return inputs.rope.scaling**2 * (score + (spread * key.abs()).sum(-1))
+
+
+@pytest.mark.parametrize("scaling", [1.0, 1.4])
+def test_equals_the_definition(scaling: float) -> None:
+    made, inputs = scorer(), make_inputs(scaling)
+    got = made.per_query_head(inputs)
+    want = by_definition(made, inputs)
+    valid = inputs.valid.repeat_interleave(events.GROUP, 2)
+    assert got.dtype == torch.float32
+    assert (got - want)[valid].abs().max() < 2e-4 < want[valid].std() / 100
+
+
+@pytest.mark.parametrize("aggregate", ["max", "mean"])
+def test_groups_are_compared_by_z_scores(aggregate: str) -> None:
+    made, inputs = scorer(aggregate), make_inputs()
+    got = made.score(inputs, None)
+    per_head = made.per_query_head(inputs).double()
+    counted = inputs.valid & (torch.arange(events.TOKENS) >= events.SINKS)
+    for e in range(events.EVENTS):
+        for layer in range(events.LAYERS):
+            for head in range(events.HEADS):
+                used = counted[e, layer, head]
+                rows = per_head[e, layer].unflatten(0, (events.HEADS, -1))[head]
+                mean = rows[:, used].mean(-1, keepdim=True)
+                z = (rows - mean) / rows[:, used].std(-1, correction=0, keepdim=True)
+                want = z.amax(0) if aggregate == "max" else z.mean(0)
+                valid = inputs.valid[e, layer, head]
+                torch.testing.assert_close(
+                    got[e, layer, head][valid], want[valid].float()
+                )
+
+
+def test_equal_scores_and_rows_of_sinks_stay_finite() -> None:
+    score = torch.full((2, 6), 3.0)
+    counted = torch.tensor([[True] * 6, [False] * 6])
+    got = standardised(score, counted)
+    assert (got[0] == 0).all() and got.isfinite().all()

@@ -1,0 +1,177 @@
+"""How far the outputs of chosen decoder layers move from token to token.
+
+Forward hooks on the loaded model's decoder layers call a custom op that reads and
+writes buffers at fixed addresses, so that torch.compile traces them as any other op
+and a captured graph replays them. Owned by attention.signals.
+Process: worker
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from vllm_kvpolicy.kernels.token_signals import hidden_change
+
+FROM_BATCH = -1  # the token before stands just before in the batch
+
+
+class HiddenSteps:
+    """Measures ||h(t) - h(t - 1)|| of some layers for the tokens of each step.
+
+    What a request's last token left is kept per slot for its next step, so that chunks
+    of a prompt do not matter.
+
+    Args:
+        layers: decoder layers to measure, ascending.
+        num_slots: requests that may be live at once; one more slot is for padding.
+        step_tokens: most tokens of a step.
+        hidden_size: d, width of the residual stream.
+        dtype: the model's dtype.
+        device: where the model runs.
+
+    Attributes:
+        changes: one [step_tokens] float32 per layer, filled by the forward pass.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[int],
+        num_slots: int,
+        step_tokens: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.layers = tuple(layers)
+        self.null_slot = num_slots
+        # Tensors of their own: compiled graphs must not be given views of one buffer.
+        self.changes = [torch.zeros(step_tokens, device=device) for _ in layers]
+        self._left = [
+            torch.zeros(num_slots + 1, hidden_size, dtype=dtype, device=device)
+            for _ in layers
+        ]
+        tokens = torch.zeros(step_tokens, dtype=torch.int64, device=device)
+        self._before = torch.full_like(tokens, FROM_BATCH)
+        self._after = torch.full_like(tokens, num_slots)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory."""
+        tensors = [*self.changes, *self._left, self._before, self._after]
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def attach(self, model: nn.Module, num_layers: int) -> None:
+        """Hook the layers; before the model is compiled or captured.
+
+        Args:
+            model: vLLM's model.
+            num_layers: decoder layers of the model.
+
+        Raises:
+            ValueError: its decoder layers cannot be found.
+        """
+        layers = decoder_layers(model, num_layers)
+        for row, index in enumerate(self.layers):
+            layers[index].register_forward_hook(self._hook(row))
+
+    def _hook(self, row: int) -> Callable[..., None]:
+        left, change = self._left[row], self.changes[row]
+
+        def note(_module: nn.Module, _args: Any, output: Any) -> None:
+            hidden, residual = output if isinstance(output, tuple) else (output, None)
+            torch.ops.vllm_kvpolicy.note_hidden_step(
+                hidden, residual, self._before, self._after, left, change
+            )
+
+        return note
+
+    def plan(
+        self, slot: torch.Tensor, is_first: torch.Tensor, is_last: torch.Tensor
+    ) -> None:
+        """Say which tokens of the coming forward pass belong together.
+
+        Args:
+            slot: [T] int64, the slot of each token's request.
+            is_first: [T] bool, first of its request in this step.
+            is_last: [T] bool, last of its request in this step.
+        """
+        num_tokens = len(slot)
+        self._before[:num_tokens] = torch.where(is_first, slot, FROM_BATCH)
+        self._after[:num_tokens] = torch.where(is_last, slot, self.null_slot)
+
+    def forget_plan(self) -> None:
+        """Leave the slots alone until the next `plan`."""
+        self._after.fill_(self.null_slot)
+
+
+def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
+    """Find a model's decoder layers: the one list of `num_layers` called "layers".
+
+    Raises:
+        ValueError: there is none, or more than one.
+    """
+    found = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and name.rpartition(".")[2] == "layers"
+        and len(module) == num_layers
+    ]
+    if len(found) != 1:
+        raise ValueError(
+            f"{type(model).__name__}: expected one list of {num_layers} decoder layers "
+            f"called 'layers', found {len(found)}; this policy reads hidden states, "
+            "choose another one"
+        )
+    return found[0]
+
+
+def _note_hidden_step(
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+    before: torch.Tensor,
+    after: torch.Tensor,
+    left: torch.Tensor,
+    change: torch.Tensor,
+) -> None:
+    """Measure one layer's output against that of each token before.
+
+    Args:
+        hidden: [T, d] model dtype, what the layer adds last, or all of its output.
+        residual: [T, d] model dtype, what it adds to, or None.
+        before: [>= T] int64, slot of the token before, or FROM_BATCH.
+        after: [>= T] int64, slot that takes this token's output.
+        left: [slots, d] model dtype, read, then written.
+        change: [>= T] float32, written.
+    """
+    num_tokens = len(hidden)
+    output = hidden if residual is None else hidden + residual
+    before = before[:num_tokens]
+    stored = left[before.clamp_min(0)]
+    previous = torch.where((before < 0)[:, None], output.roll(1, 0), stored)
+    change[:num_tokens] = hidden_change(output, previous)
+    left[after[:num_tokens]] = output
+
+
+def _note_hidden_step_fake(
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+    before: torch.Tensor,
+    after: torch.Tensor,
+    left: torch.Tensor,
+    change: torch.Tensor,
+) -> None:
+    """Have no result: what is written is among the arguments."""
+
+
+_LIBRARY = torch.library.Library("vllm_kvpolicy", "FRAGMENT")
+direct_register_custom_op(
+    "note_hidden_step",
+    _note_hidden_step,
+    mutates_args=["left", "change"],
+    fake_impl=_note_hidden_step_fake,
+    target_lib=_LIBRARY,
+)

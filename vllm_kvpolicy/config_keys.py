@@ -1,0 +1,80 @@
+"""Keys of the plain form of a configuration, and the integers among them.
+
+Read by config, cli and the documentation.
+Process: any
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class IntegerKey:
+    """One integer of the configuration; help texts and docs iterate these.
+
+    Args:
+        key: name in the plain form; the flag is `--kv-` plus this name.
+        field: attribute of KVPolicyConfig.
+        minimum: smallest valid value.
+        summary: what it counts, with its unit.
+        is_flag: has a flag of its own and may be given per request.
+    """
+
+    key: str
+    field: str
+    minimum: int
+    summary: str
+    is_flag: bool = True
+
+    def check(self, value: Any, label: str | None = None) -> int:
+        """Return `value` if it is a valid integer.
+
+        Raises:
+            ValueError: anything else, True and 64.0 included.
+        """
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        if is_integer and value >= self.minimum:
+            return value
+        raise ValueError(
+            f"{label or self.key}: got {value!r}, expected an integer >= {self.minimum}"
+        )
+
+
+INTEGER_KEYS = (
+    IntegerKey(
+        "budget",
+        "budget_tokens",
+        1,
+        "tokens that a KV head can attend right after an event: sinks, selected and "
+        "newest ones",
+    ),
+    IntegerKey("interval", "interval_tokens", 1, "tokens between two events"),
+    IntegerKey("recent", "recent_tokens", 0, "newest tokens that are always kept"),
+    IntegerKey("sinks", "sink_tokens", 0, "first tokens that are always kept"),
+    IntegerKey(
+        "prefill_interval",
+        "prefill_interval_tokens",
+        1,
+        "tokens between two events inside a prompt",
+        is_flag=False,
+    ),
+    IntegerKey(
+        "events_per_step",
+        "events_per_step",
+        1,
+        "events that one engine step may carry, others wait; by default twice what the "
+        "largest batch needs on average, at least 8",
+        is_flag=False,
+    ),
+)
+FLAG_KEYS = tuple(key for key in INTEGER_KEYS if key.is_flag)
+VALID_KEYS = (
+    "policy",
+    *(key.key for key in INTEGER_KEYS),
+    "policy_config",
+    "allow",
+    "protect_prompt",
+    "trace_dir",
+)
+# Keys of `--kv-policy-config` about the server -> keys of the plain form.
+SERVER_OPTIONS = {"allow": "allow", "trace": "trace_dir"}

@@ -1,0 +1,18 @@
+"""A hash of integers, for choices that look random and are a function of their inputs.
+
+Called by policies that shuffle or draw.
+Process: worker
+
+Source: https://nullprogram.com/blog/2018/07/31/ (lowbias32).
+"""
+
+import torch
+
+
+def mix(values: torch.Tensor) -> torch.Tensor:
+    """Hash int64 to 0..2^32-1: xor-shift and multiply, a bijection on 32-bit values."""
+    mask = 2**32 - 1
+    values = (values ^ (values >> 32)) & mask
+    values = ((values ^ (values >> 16)) * 0x7FEB352D) & mask
+    values = ((values ^ (values >> 15)) * 0x846CA68B) & mask
+    return values ^ (values >> 16)

@@ -1,0 +1,199 @@
+"""How many keys hold most of a query's attention, and how much of it survivors hold.
+
+All of it is raw attention per KV head: the logit of a key is the largest of the group's
+query heads, a row is one of the newest W queries, and the softmax goes over every token
+that the query sees, must-keep tokens included.
+Called by policies.hard; the PyTorch reference of a later fused kernel.
+Process: worker
+
+Source: Hard-KV, Problem 1 (top-p), Cautious Update (votes) and appendix G (LSE);
+https://github.com/SuDIS-ZJU/HARDInfer.
+Deviations: weights in fixed point, 2^-32 of the row's largest and at least that, so
+that sums depend neither on their order nor on padding and mass 1 is every token; no row
+sees a later key (in the authors' code early rows see the whole window).
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from vllm_kvpolicy.kernels.chunks import map_pairs
+from vllm_kvpolicy.kernels.ranking import ranked_positions
+from vllm_kvpolicy.kernels.window_usage import effective_window
+
+WEIGHT_UNIT = 2**32  # fixed-point weight of a row's largest logit
+
+
+def nucleus_mask(logits: torch.Tensor, mass: float) -> torch.Tensor:
+    """Mark the fewest largest logits that hold `mass` of their row's softmax.
+
+    Args:
+        logits: [..., T] floating point; minus infinity is left out.
+        mass: p, above 0, at most 1.
+
+    Returns:
+        [..., T] bool; of equal logits the later ones are marked first.
+    """
+    order = ranked_positions(logits)
+    weight = _weights(logits).gather(-1, order)
+    running = weight.cumsum(-1)
+    inside = running - weight < running[..., -1:].double() * mass
+    return torch.zeros_like(inside).scatter_(-1, order, inside)
+
+
+def nucleus_counts_ref(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    mass: float,
+) -> torch.Tensor:
+    """Count the keys in the nucleus of each row of the window.
+
+    Args:
+        queries: [E, L, Hq, W, D] model dtype, post-RoPE, newest last.
+        keys: [E, L, H, T, D] model dtype, post-RoPE; padding may hold anything.
+        lengths: [E, L, H] int64, tokens held, 1..T.
+        scale: softmax scale.
+        mass: p, above 0, at most 1.
+
+    Returns:
+        [E, L, H, W] int64 tokens; 0 for rows outside a short request's window.
+    """
+
+    def counts(logits: torch.Tensor) -> torch.Tensor:
+        return nucleus_mask(logits, mass).sum(-1)
+
+    return _map_logits(counts, scale, queries, keys, lengths)
+
+
+def nucleus_votes_ref(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    mass: float,
+) -> torch.Tensor:
+    """Count the rows of the window whose nucleus holds a key.
+
+    Args: as for `nucleus_counts_ref`.
+
+    Returns:
+        [E, L, H, T] int64, at most W; 0 on padding.
+    """
+
+    def votes(logits: torch.Tensor) -> torch.Tensor:
+        return nucleus_mask(logits, mass).sum(-2)
+
+    return _map_logits(votes, scale, queries, keys, lengths)
+
+
+def retained_mass_ref(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    keep: torch.Tensor,
+) -> torch.Tensor:
+    """Measure the share of each row's attention that survivors hold.
+
+    Its logarithm is what a row's LSE changes by when the other tokens go.
+
+    Args:
+        queries, keys, lengths, scale: as for `nucleus_counts_ref`.
+        keep: [E, L, H, T] bool, survivors.
+
+    Returns:
+        [E, L, H, W] float32, 0 to 1; 1 for rows outside a short request's window.
+    """
+
+    def retained(logits: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        weight = _weights(logits)
+        whole = weight.sum(-1)
+        kept = weight.masked_fill(~keep[:, :, None], 0).sum(-1)
+        share = kept.double() / whole.clamp(min=1)
+        return torch.where(whole > 0, share, 1.0).float()
+
+    return _map_logits(retained, scale, queries, keys, lengths, keep)
+
+
+def window_mean(rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Average over the rows of the window that count.
+
+    Of `nucleus_counts_ref` that is a head's mean nucleus, of minus the logarithm of
+    `retained_mass_ref` its LSE deficit.
+
+    Args:
+        rows: [E, L, H, W], 0 for rows outside a short request's window.
+        lengths: [E, L, H] int64, tokens held.
+
+    Returns:
+        [E, L, H] float32.
+    """
+    used = effective_window(lengths, rows.shape[-1])
+    return (rows.sum(-1, dtype=torch.float64) / used).float()
+
+
+def _weights(logits: torch.Tensor) -> torch.Tensor:
+    """Return exp(logit - highest) of [..., T] in fixed point, int64, 0 where hidden."""
+    shown = logits > -torch.inf
+    # A row that shows nothing has no finite maximum.
+    highest = logits.amax(-1, keepdim=True).clamp(min=torch.finfo(logits.dtype).min)
+    weight = (torch.exp(logits - highest) * WEIGHT_UNIT).round().long()
+    return torch.where(shown, weight.clamp(min=1), 0)
+
+
+def _map_logits(
+    function: Callable[..., torch.Tensor],
+    scale: float,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    lengths: torch.Tensor,
+    *others: torch.Tensor,
+) -> torch.Tensor:
+    """Apply `function` to the logits [n, H, W, T] of some (event, layer) pairs a time.
+
+    Args:
+        function: also takes the pairs' `others`, [n, ...] each.
+        scale, queries, keys, lengths: as for `nucleus_counts_ref`.
+        others: [E, L, ...] each.
+    """
+    num_heads, num_tokens = keys.shape[2:4]
+    num_q_heads, window = queries.shape[2:4]
+
+    def of_chunk(
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        lengths: torch.Tensor,
+        *others: torch.Tensor,
+    ) -> torch.Tensor:
+        return function(_logits(scale, queries, keys, lengths), *others)
+
+    # float32 logits of all query heads; four int64 rows per KV head.
+    pair_bytes = window * num_tokens * (4 * num_q_heads + 32 * num_heads)
+    return map_pairs(of_chunk, pair_bytes, queries, keys, lengths, *others)
+
+
+def _logits(
+    scale: float, queries: torch.Tensor, keys: torch.Tensor, lengths: torch.Tensor
+) -> torch.Tensor:
+    """Return the largest logit of each group, [n, H, W, T] float32.
+
+    Minus infinity where a row does not see a key, or is outside the window.
+
+    Args:
+        scale: softmax scale.
+        queries: [n, Hq, W, D].
+        keys: [n, H, T, D].
+        lengths: [n, H] int64.
+    """
+    window, length = queries.shape[2], lengths[..., None]
+    rows = queries.float().unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
+    logits = torch.matmul(rows, keys.float().transpose(-1, -2)) * scale
+    highest = logits.unflatten(2, (-1, window)).amax(2)
+    step = torch.arange(window, device=keys.device)
+    newest = length - window + step
+    outside = step < window - effective_window(length, window)
+    token = torch.arange(keys.shape[2], device=keys.device)
+    hidden = (token > newest[..., None]) | outside[..., None]
+    return highest.masked_fill(hidden, -torch.inf)

@@ -1,0 +1,57 @@
+"""Whole pages per KV head from token counts: largest remainder, total met exactly.
+
+The same number of tokens is added to every head, or taken from every head, until the
+pages they fill add up to the total; what a floor or a cap keeps a head from giving or
+taking falls to the others. Where the counts fill the total up to rounding, that is the
+rule of largest remainders.
+Called by the ragged allocators (with pages of one token) and by attention.layouts; the
+PyTorch reference of a later kernel.
+Process: worker
+
+Source: this project; remainders as in Hamilton's method of apportionment. Deviations:
+a common shift in place of Hamilton's common factor, so that a larger total never takes
+a page from any head.
+"""
+
+import torch
+
+# Counts, and caps in tokens, are below 2^35: shifts span less than 2^36.
+SHIFT_BITS = 36
+
+
+def page_quota_ref(
+    tokens: torch.Tensor,
+    floors: torch.Tensor,
+    caps: torch.Tensor,
+    total: torch.Tensor,
+    block_size: int,
+) -> torch.Tensor:
+    """Share `total` pages among the n heads of each group.
+
+    Args:
+        tokens: [G, n] int64, tokens that each head asks for, below 2^35.
+        floors: [G, n] int64 pages, at least 0.
+        caps: [G, n] int64 pages, at least `floors`; in tokens below 2^35.
+        total: [G] int64 pages.
+        block_size: N, tokens per page.
+
+    Returns:
+        [G, n] int64 pages between floors and caps. They add up to `total`, or to the
+        nearest sum that floors and caps allow. Of equal claims to the last pages the
+        lower index wins.
+    """
+
+    def pages(shift: torch.Tensor) -> torch.Tensor:
+        return ((tokens + shift) // block_size).clamp(floors, caps)
+
+    total = total[:, None]
+    # The largest shift that the total covers, bit by bit from one that none fills.
+    shift = -tokens.amax(-1, keepdim=True)
+    for bit in reversed(range(SHIFT_BITS)):
+        higher = shift + 2**bit
+        covered = pages(higher).sum(-1, keepdim=True) <= total
+        shift = torch.where(covered, higher, shift)
+    quota = pages(shift)
+    claims = pages(shift + 1) - quota  # 0 or 1: the next page of the next token
+    left = total - quota.sum(-1, keepdim=True)
+    return quota + claims * (claims.cumsum(-1) <= left)

@@ -1,0 +1,158 @@
+"""Calibration files: what scorers know of a model's queries before they see any.
+
+Written by calibrate, read by policies.triattention and policies.qfilter.
+Process: any
+
+A safetensors file with the fields of `Calibration` as text in its header; nothing in it
+can run.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+FORMAT = "vllm-kvpolicy calibration 1"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Statistics of a model's queries.
+
+    Args:
+        kind: "triattention" or "qfilter".
+        model: name of the model, as it was given.
+        num_layers: L, attention layers.
+        num_heads: Hq, query heads per layer.
+        num_kv_heads: H, KV heads per layer.
+        head_dim: D, channels per head.
+        rope_theta: base of the rotary embedding.
+        num_tokens: tokens that the statistics were made from.
+        tensors: float32 by name, see `shapes`.
+        path: where it was read from, for errors.
+    """
+
+    kind: str
+    model: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float
+    num_tokens: int
+    tensors: Mapping[str, torch.Tensor]
+    path: str | Path = ""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors.
+
+        "triattention": `query_real` and `query_imag` [L, Hq, D/2], mean pre-RoPE query
+        with channels f and f + D/2 as one complex number; `query_abs`, the mean of its
+        absolute value. "qfilter": `filters` [L, H, D], see `policies.qfilter`.
+        """
+        if self.kind == "qfilter":
+            return {"filters": (self.num_layers, self.num_kv_heads, self.head_dim)}
+        pairs = (self.num_layers, self.num_heads, self.head_dim // 2)
+        return dict.fromkeys(("query_real", "query_imag", "query_abs"), pairs)
+
+    def check_model(
+        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
+        """Check that the model has the shape of the one that this was made from.
+
+        Raises:
+            ValueError: naming the file, the field, and both values.
+        """
+        _expect(self.path, "num_layers", self.num_layers, num_layers)
+        _expect(self.path, "num_heads", self.num_heads, num_heads)
+        _expect(self.path, "num_kv_heads", self.num_kv_heads, num_kv_heads)
+        _expect(self.path, "head_dim", self.head_dim, head_dim)
+
+
+# Fields that the header holds, and what turns their text into a value.
+HEADER: dict[str, Any] = {
+    item.name: item.type
+    for item in fields(Calibration)
+    if item.type in (str, int, float)
+}
+
+
+def save(path: str | Path, calibration: Calibration) -> None:
+    """Write a calibration file, over one that is there already."""
+    header = {name: str(getattr(calibration, name)) for name in HEADER}
+    save_file(dict(calibration.tensors), path, {"format": FORMAT, **header})
+
+
+def load(path: str | Path, kind: str) -> Calibration:
+    """Read a calibration file.
+
+    Args:
+        path: the file.
+        kind: what it has to hold.
+
+    Raises:
+        ValueError: naming the file, the key, and what was found and expected there.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"calibration {path}: got {error}, expected a safetensors file"
+        ) from None
+    _expect(path, "format", header.get("format"), FORMAT)
+    _expect(path, "kind", header.get("kind"), kind)
+    values = {name: _parsed(path, name, header.get(name)) for name in HEADER}
+    calibration = Calibration(**values, tensors=tensors, path=path)
+    _expect(path, "tensors", sorted(tensors), sorted(calibration.shapes))
+    for name, shape in calibration.shapes.items():
+        found = tensors[name]
+        _expect(path, f"shape of {name}", list(found.shape), list(shape))
+        _expect(path, f"dtype of {name}", found.dtype, torch.float32)
+        _expect(path, f"{name} is finite", bool(found.isfinite().all()), True)
+    return calibration
+
+
+def _expect(path: str | Path, key: str, found: Any, expected: Any) -> None:
+    """Raise ValueError unless the value of `key` in a file is the one expected."""
+    if found != expected:
+        raise ValueError(
+            f"calibration {path}: {key}: got {found!r}, expected {expected!r}"
+        )
+
+
+def _parsed(path: str | Path, name: str, text: str | None) -> Any:
+    """Return the value of a header field."""
+    try:
+        return HEADER[name](text)
+    except (TypeError, ValueError):
+        _expect(path, name, text, HEADER[name].__name__)
+
+
+def rank_slice(tensor: torch.Tensor, axis: int, rank: int, size: int) -> torch.Tensor:
+    """Take the heads of one tensor-parallel rank.
+
+    Args:
+        tensor: any tensor with heads on `axis`, query heads or KV heads.
+        axis: where the heads are.
+        rank: 0..size - 1.
+        size: ranks. With fewer heads than ranks, neighbours share a head.
+
+    Returns:
+        A view with max(1, heads / size) heads.
+
+    Raises:
+        ValueError: neither of heads and ranks divides the other.
+    """
+    heads = tensor.shape[axis]
+    if heads % size and size % heads:
+        raise ValueError(
+            f"heads: got {heads}, expected a multiple or divisor of {size}"
+        )
+    return tensor.narrow(axis, rank * heads // size, max(1, heads // size))

@@ -1,0 +1,248 @@
+"""The catalogue: one row per scorer, allocator and test policy.
+
+Read by policies.registry; help texts, the documentation, refusals and tests follow from
+these rows. A leaf like the registry: it imports only the standard library.
+Process: any
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from vllm_kvpolicy.policies.allocator_params import (
+    ADAKV_PARAMS,
+    CHUNK_PARAMS,
+    HARD_PARAMS,
+    PYRAMID_PARAMS,
+    STRAT_PARAMS,
+)
+from vllm_kvpolicy.policies.params import (
+    AMS_PARAMS,
+    AMS_PRESETS,
+    POOL_KERNEL,
+    RAGGED,
+    WINDOW,
+    Options,
+    Param,
+)
+from vllm_kvpolicy.policies.scorer_params import (
+    CALIBRATION,
+    EPIKV_PARAMS,
+    EXPECTED_PARAMS,
+    LAGKV_PARAMS,
+    RKV_PARAMS,
+    RPC_PARAMS,
+    SEED,
+    TRI_AGGREGATE,
+)
+
+
+@dataclass(frozen=True)
+class Word:
+    """A scorer or an allocator: one word of the grammar.
+
+    Args:
+        path: "module:class" of its implementation.
+        summary: half a line for help texts.
+        source: where the method is published.
+        window_tokens: queries it reads unless an option says otherwise.
+        window_key: the option that says otherwise, None if none does.
+        ragged: heads end up with different numbers of tokens.
+        protect_prompt: prompt tokens are kept unless the user says otherwise.
+        params: options it reads.
+        presets: option values by preset name.
+        refuses: words it is not combined with, and why.
+        placement: where survivors go; a name in block_manager.placement.
+    """
+
+    path: str
+    summary: str
+    source: str
+    window_tokens: int = 0
+    window_key: str | None = None
+    ragged: bool = False
+    protect_prompt: bool = False
+    params: tuple[Param, ...] = ()
+    presets: Mapping[str, Options] = field(default_factory=dict)
+    refuses: Mapping[str, str] = field(default_factory=dict)
+    placement: str = "in_place"
+
+
+SCORERS = {
+    "streaming": Word(
+        "vllm_kvpolicy.policies.streaming:StreamingScorer",
+        "sinks and the newest tokens",
+        "StreamingLLM, arXiv 2309.17453",
+    ),
+    "tova": Word(
+        "vllm_kvpolicy.policies.tova:TovaScorer",
+        "attention of the newest query, mean over all heads",
+        "TOVA, arXiv 2401.06104",
+        window_tokens=1,
+    ),
+    "snapkv": Word(
+        "vllm_kvpolicy.policies.snapkv:SnapKVScorer",
+        "pooled attention of the newest queries",
+        "SnapKV, arXiv 2404.14469",
+        window_tokens=32,
+        window_key="window",
+        params=(WINDOW, POOL_KERNEL),
+    ),
+    "h2o": Word(
+        "vllm_kvpolicy.policies.h2o:H2OScorer",
+        "attention received so far, summed over the windows",
+        "H2O, arXiv 2306.14048",
+        window_tokens=32,
+        window_key="window",
+        params=(WINDOW,),
+    ),
+    "expected": Word(
+        "vllm_kvpolicy.policies.expected:ExpectedAttentionScorer",
+        "attention expected from future queries, times the value's length",
+        "Expected Attention, arXiv 2510.00636",
+        window_tokens=128,
+        window_key="expected_window",
+        params=EXPECTED_PARAMS,
+    ),
+    "keydiff": Word(
+        "vllm_kvpolicy.policies.keydiff:KeyDiffScorer",
+        "keys least like the mean key",
+        "KeyDiff, arXiv 2504.15364",
+    ),
+    "knorm": Word(
+        "vllm_kvpolicy.policies.knorm:KnormScorer",
+        "shortest keys",
+        "L2 norm, arXiv 2406.11430",
+    ),
+    "lagkv": Word(
+        "vllm_kvpolicy.policies.lagkv:LagKVScorer",
+        "keys and values that spread most, seen from the next block",
+        "LagKV, arXiv 2504.04704",
+        params=LAGKV_PARAMS,
+    ),
+    "rpc": Word(
+        "vllm_kvpolicy.policies.rpc:RPCScorer",
+        "pooled attention of the newest queries to older tokens, mean over all heads",
+        "Reasoning Path Compression, arXiv 2505.13866",
+        window_tokens=32,
+        window_key="rpc_window",
+        protect_prompt=True,
+        params=RPC_PARAMS,
+    ),
+    "rkv": Word(
+        "vllm_kvpolicy.policies.rkv:RKVScorer",
+        "attention of the newest queries, less likeness to other keys",
+        "R-KV, arXiv 2505.24133",
+        window_tokens=8,
+        window_key="rkv_window",
+        params=RKV_PARAMS,
+    ),
+    "triattention": Word(
+        "vllm_kvpolicy.policies.triattention:TriAttentionScorer",
+        "attention expected from the mean query at positions to come",
+        "TriAttention, arXiv 2604.04921",
+        params=(CALIBRATION, TRI_AGGREGATE),
+    ),
+    "qfilter": Word(
+        "vllm_kvpolicy.policies.qfilter:QFilterScorer",
+        "keys along the direction of typical queries",
+        "Q-Filters, arXiv 2503.02812",
+        params=(CALIBRATION,),
+    ),
+    "epikv": Word(
+        "vllm_kvpolicy.policies.epikv:EpiKVScorer",
+        "steps of the hidden state when the token was computed",
+        "EpiKV, arXiv 2606.26472",
+        protect_prompt=True,
+        params=EPIKV_PARAMS,
+    ),
+    "random": Word(
+        "vllm_kvpolicy.policies.random:RandomScorer",
+        "drawn at random, a control",
+        "control of this project",
+        params=(SEED,),
+    ),
+}
+
+_RECENCY = "recency says nothing about importance inside a region or a head"
+_ALIKE = "its scores are the same for all KV heads, which share the budget by them"
+_SPREAD = "its scores spread alike in all KV heads, which share the budget by them"
+# The empty word is the allocator of a name without one.
+ALLOCATORS = {
+    "": Word(
+        "vllm_kvpolicy.policies.uniform:UniformTopK",
+        "best tokens of each head",
+        "kvpress 0.4.0, ScorerPress",
+    ),
+    "ams": Word(
+        "vllm_kvpolicy.policies.ams:AMSAllocator",
+        "segments of equal attention mass, each with its quota",
+        "AMS, arXiv 2605.23200",
+        window_tokens=32,
+        window_key="window",
+        params=AMS_PARAMS,
+        presets=AMS_PRESETS,
+        refuses={"streaming": _RECENCY},
+    ),
+    "adakv": Word(
+        "vllm_kvpolicy.policies.adakv:AdaKVAllocator",
+        "best tokens of each layer, whichever heads they belong to",
+        "Ada-KV, arXiv 2407.11550",
+        ragged=True,
+        params=ADAKV_PARAMS,
+        refuses={
+            "streaming": _ALIKE,
+            "tova": _ALIKE,
+            "rpc": _ALIKE,
+            "epikv": _ALIKE,
+            "lagkv": _SPREAD,
+            "random": _SPREAD,
+        },
+    ),
+    "pyramid": Word(
+        "vllm_kvpolicy.policies.pyramid:PyramidAllocator",
+        "budgets that fall with depth",
+        "PyramidKV, arXiv 2406.02069",
+        ragged=True,
+        params=PYRAMID_PARAMS,
+    ),
+    "chunk": Word(
+        "vllm_kvpolicy.policies.chunk:ChunkAllocator",
+        "best chunks of neighbours, the same in all heads of a layer",
+        "ChunkKV, arXiv 2502.00299",
+        params=CHUNK_PARAMS,
+        refuses={"streaming": _RECENCY},
+    ),
+    "hard": Word(
+        "vllm_kvpolicy.policies.hard:HardAllocator",
+        "heads sized by how many keys hold most of their attention",
+        "Hard-KV",
+        window_tokens=32,
+        window_key="window",
+        ragged=True,
+        params=HARD_PARAMS,
+        refuses={"streaming": _RECENCY},
+    ),
+    "strat": Word(
+        "vllm_kvpolicy.policies.strat:StratifiedAllocator",
+        "blocks of equal length with equal quotas, a control",
+        "control of this project",
+        params=STRAT_PARAMS,
+        refuses={"streaming": _RECENCY},
+    ),
+}
+TEST_POLICIES = {
+    "identity": Word(
+        "vllm_kvpolicy.policies.movement:MovementPolicy",
+        "keeps everything, shuffles tokens at each event",
+        "test policy of this project",
+        params=(RAGGED,),
+        placement="shuffled",
+    ),
+    "holes": Word(
+        "vllm_kvpolicy.policies.movement:MovementPolicy",
+        "keeps everything, gives back and takes again freed pages",
+        "test policy of this project",
+        params=(RAGGED,),
+        placement="exchanged",
+    ),
+}

@@ -1,0 +1,152 @@
+"""Hard-KV: a head keeps as many tokens as hold mass p of its raw attention.
+
+K_w = min{k : the k largest of softmax(z_w) add up to p}, z_wi = max over group of
+q_w . k_i * scale, for each query w of the window; v_i = number of w that have token i
+among the first K_w. A head's size is the number of tokens with v_i >= 1 or to be kept
+anyway, clamped to lower * K .. upper * K; sizes are then scaled to a mean of K over the
+heads that share a budget, between the same bounds. Heads keep their best by v, then
+score.
+Called by policies.compose.
+Process: worker
+
+Source: Hard-KV, Problem 1, Constraint 1 and Cautious Update, as the paper has them; its
+code, https://github.com/SuDIS-ZJU/HARDInfer, keeps equally many in all heads.
+Deviations: no temperatures: a top-p set of the calibrated distribution is the first K_w
+in the method's order, so sizes come from raw attention and the order from the scorer
+(see policies.calibrated_temperature). One order for all rows makes the union as long as
+the largest K_w and votes fall with rank; with `order` "attention" each row has its own.
+W is 32, not 128. K is a mean over heads, not a cap on each: `upper` 4 is how far the
+widest head exceeds the mean in the paper's profile of head sizes, `lower` the inverse
+(AdaKV protects 0.2).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from vllm_kvpolicy.kernels.nucleus import nucleus_counts_ref, nucleus_votes_ref
+from vllm_kvpolicy.kernels.page_quota import page_quota_ref
+from vllm_kvpolicy.kernels.ranking import limit_must_keep, rank_by, top_k_mask
+from vllm_kvpolicy.kernels.window_usage import WindowUsage
+from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
+
+SHARE_UNIT = 16  # shares of the total are exact to 1/16 token
+
+
+class HardAllocator:
+    """Sizes each head by its attention; options are those of `HARD_PARAMS`.
+
+    Args:
+        window_tokens: W.
+        mass: p.
+        lower: least size of a head, in budgets.
+        upper: largest size of a head, in budgets.
+        order: "method" or "attention".
+        scope: "model" or "layer", the heads that share a budget.
+        dynamic: sizes are scaled down only: the budget is a bound, not a target.
+    """
+
+    def __init__(
+        self,
+        window_tokens: int = 32,
+        mass: float = 0.9,
+        lower: float = 0.25,
+        upper: float = 4.0,
+        order: str = "method",
+        scope: str = "model",
+        dynamic: bool = False,
+    ) -> None:
+        self.needs = Needs(window_tokens=window_tokens, keys=True)
+        self.mass = mass
+        self.lower = lower
+        self.upper = upper
+        self.order = order
+        self.scope = scope
+        self.dynamic = dynamic
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> "HardAllocator":
+        """Build from options that `registry.resolve_options` has checked."""
+        return cls(
+            options["window"],
+            options["hard_p"],
+            options["hard_lower"],
+            options["hard_upper"],
+            options["hard_order"],
+            options["hard_scope"],
+            options["hard_mode"] == "dynamic",
+        )
+
+    def choose(
+        self,
+        score: torch.Tensor,
+        inputs: EventInputs,
+        usage: WindowUsage | None,
+        budget: int,
+    ) -> Decision:
+        """Pick L * H * `budget` tokens per event of `score` [E, L, H, T].
+
+        Fewer where upper bounds or held tokens do not reach that, or if `dynamic`.
+        """
+        must_keep = limit_must_keep(inputs.must_keep, budget)
+        order, candidates = self._candidates(score, inputs)
+        floors = must_keep.sum(-1).clamp(min=int(self.lower * budget))
+        floors = torch.minimum(floors, inputs.lengths)
+        caps = inputs.lengths.clamp(max=int(self.upper * budget))
+        sizes = (candidates | must_keep).sum(-1).clamp(floors, caps)
+        quota = self._scale(sizes, floors, caps, budget)
+        return Decision(top_k_mask(order, must_keep, inputs.valid, quota), order)
+
+    def _candidates(
+        self, score: torch.Tensor, inputs: EventInputs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the order of the tokens and those with a vote, [E, L, H, T] both."""
+        queries = inputs.given("queries")[..., -self.needs.window_tokens :, :]
+        window = (queries, inputs.given("keys"), inputs.lengths, inputs.scale)
+        if self.order == "attention":
+            votes = nucleus_votes_ref(*window, self.mass)
+            return -rank_by(votes, score).float(), votes > 0  # exact below 2^24
+        longest = nucleus_counts_ref(*window, self.mass).amax(-1)
+        nobody = torch.zeros_like(inputs.must_keep)
+        return score, top_k_mask(score, nobody, inputs.valid, longest)
+
+    def _scale(
+        self,
+        sizes: torch.Tensor,
+        floors: torch.Tensor,
+        caps: torch.Tensor,
+        budget: int,
+    ) -> torch.Tensor:
+        """Scale the heads' sizes to a mean of `budget`, all [E, L, H] int64 tokens."""
+        whole_model = self.scope == "model"
+        groups = [
+            part.flatten(1) if whole_model else part.flatten(0, 1)
+            for part in (sizes, floors, caps)
+        ]
+        total = torch.full_like(groups[0][:, 0], groups[0].shape[-1] * budget)
+        if self.dynamic:
+            total = torch.minimum(total, groups[0].sum(-1))
+        return scale_to(total, *groups).view_as(sizes)
+
+
+def scale_to(
+    total: torch.Tensor, sizes: torch.Tensor, floors: torch.Tensor, caps: torch.Tensor
+) -> torch.Tensor:
+    """Scale the sizes of each group's n heads until they add up to `total`.
+
+    What floors and caps keep a head from giving or taking falls to the others evenly.
+
+    Args:
+        total: [G] int64 tokens.
+        sizes: [G, n] int64 tokens, between floors and caps.
+        floors: [G, n] int64 tokens.
+        caps: [G, n] int64 tokens.
+
+    Returns:
+        [G, n] int64 tokens between floors and caps that add up to `total`, or to the
+        nearest sum that these allow; by largest remainder.
+    """
+    whole = sizes.sum(-1, keepdim=True).clamp(min=1)
+    share = sizes * (total[:, None] * SHARE_UNIT) // whole
+    return page_quota_ref(share, floors, caps, total, SHARE_UNIT)

@@ -1,0 +1,26 @@
+"""Knorm: score_i = -|k_i|, the length of the cached key.
+
+Called by policies.compose.
+Process: worker
+
+Source: L2 norm-based KV cache compression (arXiv 2406.11430) section 3;
+https://github.com/NVIDIA/kvpress/blob/main/kvpress/presses/knorm_press.py.
+Deviations: computed in float32; all layers take part (the paper spares the first two).
+"""
+
+import torch
+
+from vllm_kvpolicy.kernels.window_usage import WindowUsage
+from vllm_kvpolicy.policies.base import EventInputs, Needs
+from vllm_kvpolicy.policies.scorer import BaseScorer
+
+
+class KnormScorer(BaseScorer):
+    """Scores a token higher the shorter its key."""
+
+    needs = Needs(keys=True)
+
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+        """Score [E, L, H, T] float32, never positive."""
+        keys = inputs.given("keys")
+        return -torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32)

@@ -1,0 +1,190 @@
+"""Scores of plain tensors: what a scorer ranks tokens by, without an engine.
+
+Called by users, as `vllm_kvpolicy.policies.score`.
+Process: any
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from vllm_kvpolicy.policies.base import EventInputs, Needs
+from vllm_kvpolicy.policies.catalogue import SCORERS, Word
+from vllm_kvpolicy.policies.epikv import signals_from_hidden
+from vllm_kvpolicy.policies.factory import build
+from vllm_kvpolicy.policies.params import Param, check
+from vllm_kvpolicy.policies.rope import Rope
+
+SINKS = Param("sinks", "int", 4, "leading tokens that some scorers leave out")
+
+
+def score(
+    name: str,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q: torch.Tensor,
+    positions: torch.Tensor,
+    rope_theta: float,
+    **params: Any,
+) -> torch.Tensor:
+    """Score the tokens that one layer holds, whatever must stay by other rules.
+
+    Args:
+        name: a scorer, a key of `policies.catalogue.SCORERS`.
+        k: [Hk, T, D] floating point, cached post-RoPE keys, oldest first.
+        v: [Hk, T, D] floating point, cached values.
+        q: [Hq, W, D] floating point, the newest W post-RoPE queries, newest last; query
+            w stands at `positions[T - W + w]`. W may be 0 for scorers without queries.
+        positions: [T] integers, ascending.
+        rope_theta: base of the rotary embedding.
+        **params: the scorer's options, named as in `--kv-policy-config`, but `window`
+            and `kernel` for its queries and its pooling. The window is all queries
+            given unless `window` says less. A `calibration` is of one layer. `sinks`:
+            leading tokens (default 4) that expected, lagkv and triattention leave out,
+            and rpc as its prompt. `state` [Hk, T], for h2o: what it returned last, zero
+            for newer tokens. `hidden` [N, S + 1, d], for epikv: outputs of all N
+            decoder layers at the prompt's last token and at all S tokens after it.
+
+    Returns:
+        [Hk, T] float32, higher is kept sooner.
+
+    Raises:
+        ValueError: an unknown name or parameter, a value outside its range, a missing
+            tensor, or shapes that do not fit together.
+    """
+    if name not in SCORERS:
+        raise ValueError(f"name: got {name!r}, expected one of {', '.join(SCORERS)}")
+    _check_shapes(k, v, q, positions)
+    positions, (num_heads, _, size) = positions.long(), k.shape
+    keys = _option_keys(SCORERS[name])
+    options = {keys[key]: value for key, value in params.items() if key in keys}
+    if "window" in keys and q.shape[1]:
+        options.setdefault(keys["window"], q.shape[1])
+    policy: Any = build(name, options)
+    policy.scorer.check_model(1, len(q), num_heads, size)
+    _check_params(name, params, (*keys, SINKS.name), _tensors_of(policy.needs))
+    _check_queries(policy.needs, q, positions)
+    rope = Rope.from_theta(rope_theta, size)
+    inputs = EventInputs(
+        **_rows(k, v, params.get(SINKS.name, SINKS.default)),
+        **_history(policy.needs, k, positions, params),
+        scale=size**-0.5,
+        queries=q[None, None],
+        positions=positions.expand(1, 1, num_heads, -1),
+        rope=Rope(rope.inv_freq.to(k.device)),
+    )
+    return policy.decide(inputs, budget=1).score[0, 0].contiguous()
+
+
+def _option_keys(word: Word) -> dict[str, str]:
+    """Map the parameters of `score` to keys of `--kv-policy-config`."""
+    keys = {}
+    for param in word.params:
+        is_window = param.name == word.window_key
+        is_kernel = param.name.endswith("_kernel")
+        name = "window" if is_window else "kernel" if is_kernel else param.name
+        keys[name] = param.name
+    return keys
+
+
+def _tensors_of(needs: Needs) -> tuple[str, ...]:
+    """Name the parameters that hold tensors which `needs` asks for."""
+    asked = {"state": needs.memory, "hidden": needs.signals}
+    return tuple(name for name, what in asked.items() if what)
+
+
+def _rows(k: torch.Tensor, v: torch.Tensor, sinks: int) -> dict[str, Any]:
+    """Fields of an event with one layer, all of whose heads hold all tokens."""
+    check(SINKS, {SINKS.name: sinks})
+    rows = (1, 1, *k.shape[:2])
+    token = torch.arange(rows[3], device=k.device)
+    return {
+        "lengths": torch.full(rows[:3], rows[3], device=k.device),
+        "must_keep": (token < sinks).expand(rows),
+        "keys": k[None, None],
+        "values": v[None, None],
+    }
+
+
+def _history(
+    needs: Needs, k: torch.Tensor, positions: torch.Tensor, params: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Fields about the time up to an event and what it left behind."""
+    fields: dict[str, Any] = {"end": positions[-1:] + 1}
+    if needs.memory:
+        state = params["state"]
+        _expect("state", state, "[Hk, T]", state.shape == k.shape[:2])
+        fields["memory"] = dict.fromkeys(needs.memory, state[None, None])
+    if needs.signals:
+        hidden = params["hidden"]
+        # Reads a position on the host: this function serves no engine.
+        end = int(positions[-1]) + 1
+        fits = hidden.ndim == 3 and 0 < hidden.shape[1] <= end
+        _expect("hidden", hidden, f"[N, S + 1 <= {end}, d]", fits)
+        before = end - hidden.shape[1]
+        measured = signals_from_hidden(needs.signals, hidden)
+        fields["signals"] = {
+            signal: F.pad(row, (before, 0)) for signal, row in measured.items()
+        }
+        fields["prompt_lengths"] = torch.full_like(positions[:1], before + 1)
+    return fields
+
+
+def _expect(name: str, tensor: torch.Tensor, shape: str, fits: bool) -> None:
+    if not fits:
+        raise ValueError(f"{name}: expected {shape}, got {list(tensor.shape)}")
+
+
+def _check_params(
+    name: str,
+    params: Mapping[str, Any],
+    optional: tuple[str, ...],
+    required: tuple[str, ...],
+) -> None:
+    """Raise ValueError for a parameter that is not known or not there."""
+    for key in params:
+        if key not in optional + required:
+            raise ValueError(
+                f"{key}: no parameter of {name!r}, expected one of "
+                f"{', '.join(optional + required)}"
+            )
+    for key in required:
+        if params.get(key) is None:
+            raise ValueError(f"{key}: {name!r} reads it, got None")
+
+
+def _check_queries(needs: Needs, q: torch.Tensor, positions: torch.Tensor) -> None:
+    """Raise ValueError if the window is not there, or has gaps that RoPE would see."""
+    window = needs.window_tokens
+    if q.shape[1] < window:
+        raise ValueError(
+            f"q: got {q.shape[1]} queries, expected the window of {window} or more"
+        )
+    if needs.rope and window and (positions[-window:].diff() != 1).any():
+        raise ValueError(
+            f"positions: expected no gap between the newest {window}, at which the "
+            "queries stand"
+        )
+
+
+def _check_shapes(
+    k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, positions: torch.Tensor
+) -> None:
+    """Raise ValueError for shapes that do not fit together."""
+    fits = (
+        k.ndim == v.ndim == q.ndim == 3
+        and k.numel() > 0
+        and k.shape[:2] == v.shape[:2]
+        and q.shape[0] % k.shape[0] == 0
+        and q.shape[1] <= k.shape[1]
+        and q.shape[2] == k.shape[2]
+        and positions.shape == k.shape[1:2]
+    )
+    if not fits:
+        raise ValueError(
+            "k, v, q and positions: expected [Hk, T, D], [Hk, T, D], [Hk * G, W <= T, "
+            f"D] and [T], got {list(k.shape)}, {list(v.shape)}, {list(q.shape)} and "
+            f"{list(positions.shape)}"
+        )
