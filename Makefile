@@ -1,6 +1,7 @@
 # Two commands do everything on a machine that has only Python >= 3.11 and make:
 #   make serve    builds .venv, serves the packaged model, prints how to call it
-#   make test     builds .venv, runs every test
+#   make test     builds .venv, runs the tests
+# make test-all also serves every policy of the catalogue, one server each.
 PYTHON ?= python3
 PORT ?= 8000
 HOST ?= 127.0.0.1
@@ -11,7 +12,7 @@ MODEL ?= reasoner/checkpoint
 # More arguments for `vllm serve` and for pytest.
 ARGS ?=
 
-.PHONY: serve test lint format docs setup clean
+.PHONY: serve test test-all lint format docs setup clean
 .DEFAULT_GOAL := setup
 
 setup:
@@ -27,6 +28,9 @@ serve: setup
 
 test: setup
 	@.venv/bin/python -m pytest $(ARGS)
+
+test-all: setup
+	@.venv/bin/python -m pytest --every-name $(ARGS)
 
 lint: setup
 	@.venv/bin/ruff check .

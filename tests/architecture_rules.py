@@ -25,7 +25,7 @@ ROWS = (
         "policies.scorer_params",
         "block_manager.events",
     },
-    {"compat", "metrics"},
+    {"compat", "metrics", "trace_files", "epikv_files"},
     {"block_manager.*", "kernels.*"},
     {"policies.*"},
     {"attention.*"},
@@ -36,8 +36,23 @@ ROWS = (
         "worker_gpu",
         "calibrate",
         "query_statistics",
+        "epikv_calibrate",
+        "epikv_collect",
+        "epikv_labels",
     },
-    {"cli", "guards", "llm", "patch", "plugin", "report", "request_guards"},
+    {
+        "cli",
+        "diagnostics",
+        "figures",
+        "guards",
+        "llm",
+        "measures",
+        "patch",
+        "plot",
+        "plugin",
+        "report",
+        "request_guards",
+    },
 )
 ENTRY_ROW = 6
 ENTRY_MAY_IMPORT = (0, 1, ENTRY_ROW)

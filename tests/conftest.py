@@ -13,6 +13,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option of `make test-all`."""
+    parser.addoption(
+        "--every-name",
+        action="store_true",
+        help="serve every policy of the catalogue, one server each: about an hour",
+    )
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen3 folder: 2 layers, 4 query heads, 2 KV heads, head size 32."""

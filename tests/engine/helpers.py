@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from vllm_kvpolicy.trace_files import EventRecord, read_event
+
 BLOCK = 32
 POLICIES = ("streaming", "tova", "snapkv", "ams-tova", "ams-snapkv")
 MOVERS = ("identity", "holes")
@@ -46,21 +48,8 @@ class Job:
     prompt_logprobs: bool = False
 
 
-@dataclass(frozen=True)
-class Record:
-    """One event as the worker recorded it; see `attention.trace.Tracer`."""
-
-    policy: str
-    position: int
-    ordinal: int
-    budget: int
-    prompt: int
-    sinks: int
-    frontier: int
-    held: np.ndarray
-    selected: np.ndarray
-    survivors: np.ndarray
-    moved: float
+class Record(EventRecord):
+    """One event as the worker recorded it, as oracles read it."""
 
     def survivors_of(self, layer: int, head: int) -> np.ndarray:
         """Return the positions in a head's global pool, ascending."""
@@ -289,13 +278,8 @@ def read_records(trace: Path, read: set[Path]) -> dict[str, list[list[Record]]]:
     passes: dict[str, list[list[Record]]] = {}
     for path in sorted(set(trace.glob("*.npz")) - read):
         read.add(path)
-        with np.load(path) as file:
-            values = {name: file[name] for name in file.files}
-        request_id = str(values.pop("request_id"))
-        for name, value in values.items():
-            values[name] = value.item() if value.ndim == 0 else value
-        record = Record(**values)
-        lists = passes.setdefault(request_id, [])
+        record = Record(**vars(read_event(path)))
+        lists = passes.setdefault(record.request_id, [])
         if record.ordinal == 0:
             lists.append([])
         lists[-1].append(record)

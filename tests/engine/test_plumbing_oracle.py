@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from calibration_files import options_for
 from helpers import Engine, Job, make_prompt
 from oracle_plumbing import check_plumbing
 from oracle_replay import check_replay
@@ -25,13 +26,7 @@ BASE = {
     "sinks": 5,
 }
 ENGINE = {"max_num_batched_tokens": 128, "num_blocks": 60, "max_model_len": 832}
-OPTIONS: dict[str, object] = {"expected_window": 48}
-ALL = [
-    name
-    for name in names()
-    if not parse(name).is_test
-    and not any(word in name for word in ("epikv", "triattention", "qfilter"))
-]
+ALL = [name for name in names() if not parse(name).is_test and "epikv" not in name]
 
 
 def jobs_for(policies: list[str]) -> list[Job]:
@@ -49,8 +44,11 @@ def jobs_for(policies: list[str]) -> list[Job]:
 
 @pytest.fixture(scope="module")
 def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory):
-    values = {"policy": ALL[0], **BASE, "policy_config": {**OPTIONS, "allow": ALL}}
-    trace = tmp_path_factory.mktemp("plumbing")
+    trace = tmp_path_factory.mktemp("trace")
+    options = {"expected_window": 48, "allow": ALL}
+    for scorer in ("triattention", "qfilter"):
+        options |= options_for(scorer, trace, 2, 2, 2, 32)
+    values = {"policy": ALL[0], **BASE, "policy_config": options}
     with Engine(tiny_model, values, trace, **ENGINE) as engine:
         yield engine.run(jobs_for(ALL)), KVPolicyConfig.from_dict(values)
 

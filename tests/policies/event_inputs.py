@@ -6,7 +6,7 @@ the builders also run on fake tensors.
 """
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -113,3 +113,17 @@ def one_event(inputs: EventInputs, event: int, width: int) -> EventInputs:
 
     picked = {item.name: pick(getattr(inputs, item.name)) for item in fields(inputs)}
     return EventInputs(**picked | {name: cut(picked[name]) for name in BY_TOKEN})
+
+
+def on_device(inputs: EventInputs, device: str) -> EventInputs:
+    """Return the same event with all its tensors on `device`."""
+
+    def move(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: move(item) for name, item in value.items()}
+        if isinstance(value, Rope):
+            return replace(value, inv_freq=value.inv_freq.to(device))
+        return value.to(device) if isinstance(value, torch.Tensor) else value
+
+    moved = {item.name: move(getattr(inputs, item.name)) for item in fields(inputs)}
+    return EventInputs(**moved)

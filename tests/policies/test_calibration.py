@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from vllm_kvpolicy.policies import factory, registry
 from vllm_kvpolicy.policies.calibration import Calibration, load, rank_slice, save
+from vllm_kvpolicy.policies.params import Param, check
 
 KINDS = ("triattention", "qfilter")
 SHAPE = {"num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
@@ -121,11 +122,19 @@ def test_a_header_without_a_field(tmp_path: Path) -> None:
 @pytest.mark.parametrize("allocator", ["", "ams-"])
 def test_a_policy_without_its_file(kind: str, allocator: str) -> None:
     info = registry.parse(allocator + kind)
-    for options in ({}, {"calibration": None}, {"calibration": ""}):
+    key = f"{kind}_calibration"
+    for options in ({}, {key: None}, {key: ""}):
         with pytest.raises(ValueError) as error:
             registry.resolve_options(info, options)
-        assert str(error.value).startswith("calibration: got ")
+        assert str(error.value).startswith(f"{key}: got ")
         assert "python -m vllm_kvpolicy.calibrate" in str(error.value)
+
+
+def test_other_files_may_be_left_out() -> None:
+    param = Param("words", "path", None, "words to look for")
+    check(param, {"words": None})
+    with pytest.raises(ValueError, match="words: got 3, expected a file: words to"):
+        check(param, {"words": 3})
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -133,7 +142,7 @@ def test_a_policy_without_its_file(kind: str, allocator: str) -> None:
 def test_a_model_of_another_shape(tmp_path: Path, kind: str, name: str) -> None:
     path = tmp_path / "file"
     save(path, calibration(kind))
-    scorer = factory.build(kind, {"calibration": str(path)}).scorer
+    scorer = factory.build(kind, {f"{kind}_calibration": str(path)}).scorer
     scorer.check_model(**SHAPE)
     with pytest.raises(ValueError) as error:
         scorer.check_model(**{**SHAPE, name: 32})

@@ -1,7 +1,7 @@
 """Nothing on the way of an event may wait for the device or depend on its data.
 
-Fake tensors have shapes but no data: whatever reads a value on the host, or lets values
-decide a shape, raises.
+Fake tensors have shapes but no data: whatever reads a value on the host, lets values
+decide a shape, or makes a tensor on another device raises.
 """
 
 from collections.abc import Callable
@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from event_inputs import EVENTS, HEADS, LAYERS, SHORTEST, TOKENS, make_inputs
+from event_inputs import EVENTS, HEADS, LAYERS, SHORTEST, TOKENS, make_inputs, on_device
 from scorer_cases import VARIANTS, case_id
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensorDeviceMismatchError,
     FakeTensorMode,
 )
 
@@ -23,6 +24,7 @@ from vllm_kvpolicy.policies.ams import PRESETS, select
 from vllm_kvpolicy.policies.base import Policy
 
 BUDGET = SHORTEST
+DEVICE = "meta"  # no CPU: tensors that policies make must be on it, too
 
 
 def test_fake_tensors_notice() -> None:
@@ -32,6 +34,11 @@ def test_fake_tensors_notice() -> None:
             mask.sum().item()
         with pytest.raises(DynamicOutputShapeException):
             mask.nonzero()
+        elsewhere = torch.zeros(4, device=DEVICE)
+        with pytest.raises(FakeTensorDeviceMismatchError):
+            torch.where(mask, 1.0, elsewhere)
+        with pytest.raises(RuntimeError):
+            elsewhere.sum().item()
 
 
 @pytest.mark.parametrize(
@@ -43,16 +50,16 @@ def test_decide_and_arrange(
     name: str, options: dict[str, Any], build: Callable[..., Policy]
 ) -> None:
     policy = build(name, options)
-    # Calibrations are real tensors, on the device since start-up.
+    # Calibrations are real tensors, which move to the device.
     with FakeTensorMode(allow_non_fake_inputs=True):
-        inputs = make_inputs(policy.needs)
+        inputs = on_device(make_inputs(policy.needs), DEVICE)
         got = policy.decide(inputs, BUDGET)
         assert got.keep.shape == got.score.shape == (EVENTS, LAYERS, HEADS, TOKENS)
         assert set(got.memory) == set(policy.needs.memory)
         fuller = fill_next_best(got.keep, got.score, inputs.valid, BUDGET + 3)
         assert fuller.shape == got.keep.shape
-        entries = torch.zeros(EVENTS, 40, dtype=torch.int64)
-        seeds = torch.zeros(EVENTS, dtype=torch.int64)
+        entries = torch.zeros(EVENTS, 40, dtype=torch.int64, device=DEVICE)
+        seeds = torch.zeros(EVENTS, dtype=torch.int64, device=DEVICE)
         assert policy.arrange(entries, entries, seeds).shape == entries.shape
         assert policy.arrange_pages(entries, seeds).shape == entries.shape
 

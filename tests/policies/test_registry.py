@@ -1,5 +1,6 @@
 """The grammar of policy names and their options."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -81,7 +82,14 @@ def test_unknown_names(name: object) -> None:
     with pytest.raises(ValueError) as error:
         registry.parse(name)
     text = str(error.value)
-    assert repr(name) in text and "ams-snapkv" in text and "\n" not in text
+    assert text == f"kv_policy: got {name!r}, expected {registry.grammar()}"
+
+
+def test_grammar_names_every_word_and_every_refusal() -> None:
+    text = registry.grammar()
+    words = set(re.findall(r"[\w-]+", text))
+    assert {*SCORERS, *ALLOCATORS, *TEST_POLICIES} - {""} < words
+    assert "adakv-tova" in text and "ams-tova" not in text and "\n" not in text
 
 
 @pytest.mark.parametrize(
@@ -93,7 +101,7 @@ def test_unknown_names(name: object) -> None:
     ],
 )
 def test_refused_combinations_give_their_reason(name: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=f"'{name}' is refused because {reason}"):
+    with pytest.raises(ValueError, match=f"got '{name}', refused because {reason}"):
         registry.parse(name)
 
 

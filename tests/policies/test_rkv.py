@@ -7,6 +7,7 @@ import event_inputs as events
 import pytest
 import torch
 
+from vllm_kvpolicy.policies import factory
 from vllm_kvpolicy.policies.base import EventInputs
 from vllm_kvpolicy.policies.rkv import RKVScorer
 
@@ -49,6 +50,7 @@ def by_loops(
 )
 def test_equals_loops(scorer: RKVScorer, lengths: tuple) -> None:
     inputs = events.make_inputs(scorer.needs, lengths=lengths)
+    inputs.keys[:, :, :, 1] = 0.0  # like no other key, nor itself
     got = scorer.score(inputs, None)
     assert got.dtype == torch.float32
     for row in product(*map(range, inputs.lengths.shape)):
@@ -71,3 +73,10 @@ def test_a_request_of_one_token_has_a_score() -> None:
     scorer = RKVScorer()
     inputs = events.make_inputs(scorer.needs, lengths=(((1, 1),),), local=(1,))
     assert not scorer.score(inputs, None)[..., 0].isnan().any()
+
+
+def test_options_reach_the_scorer() -> None:
+    options = {"rkv_window": 9, "rkv_kernel": 5, "rkv_lambda": 0.2}
+    scorer = factory.build("rkv", {**options, "rkv_threshold": 0.3}).scorer
+    assert vars(scorer) == vars(RKVScorer(9, 5, 0.2, 0.3))
+    assert vars(factory.build("rkv").scorer) == vars(RKVScorer())

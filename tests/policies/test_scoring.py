@@ -41,7 +41,15 @@ def required(name: str, scorer_options: Options) -> dict[str, Any]:
         "h2o": {"state": torch.rand(HEADS, TOKENS, generator=generator)},
         "epikv": {"hidden": torch.randn(32, 41, 16, generator=generator)},
     }
-    return {**scorer_options(name, num_layers=1), **more.get(name, {})}
+    return {**as_given(scorer_options(name, num_layers=1)), **more.get(name, {})}
+
+
+def as_given(options: dict[str, Any]) -> dict[str, Any]:
+    """Name a calibration file as `score` does, whichever scorer it is for."""
+    return {
+        "calibration" if key.endswith("_calibration") else key: value
+        for key, value in options.items()
+    }
 
 
 @pytest.mark.parametrize("name", SCORERS)
@@ -202,7 +210,7 @@ def test_state_and_hidden_of_other_shapes_are_refused() -> None:
 def test_a_calibration_of_another_model_is_refused(scorer_options: Options) -> None:
     for name in ("triattention", "qfilter"):
         with pytest.raises(ValueError, match="num_layers"):
-            score(name, **tensors(), **scorer_options(name, num_layers=2))
+            score(name, **tensors(), **as_given(scorer_options(name, num_layers=2)))
 
 
 def test_queries_with_gaps_are_refused_where_they_are_turned() -> None:

@@ -1,12 +1,14 @@
 """TriAttention as its definition: keys turned back, scored at each distance."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import event_inputs as events
 import pytest
 import torch
-from calibration_files import make_calibration
+from calibration_files import make_calibration, options_for
 
+from vllm_kvpolicy.policies import factory
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.rope import Rope
 from vllm_kvpolicy.policies.triattention import TriAttentionScorer, standardised
@@ -80,3 +82,15 @@ def test_equal_scores_and_rows_of_sinks_stay_finite() -> None:
     counted = torch.tensor([[True] * 6, [False] * 6])
     got = standardised(score, counted)
     assert (got[0] == 0).all() and got.isfinite().all()
+
+
+@pytest.mark.parametrize("aggregate", ["max", "mean"])
+def test_options_reach_the_scorer(tmp_path: Path, aggregate: str) -> None:
+    sizes = (events.LAYERS, events.HEADS, events.GROUP, events.SIZE)
+    options = options_for("triattention", tmp_path, *sizes)
+    built = factory.build("triattention", {**options, "tri_aggregate": aggregate})
+    inputs = make_inputs()
+    want = scorer(aggregate).score(inputs, None)
+    assert torch.equal(
+        *(s.nan_to_num() for s in (built.scorer.score(inputs, None), want))
+    )

@@ -1,20 +1,15 @@
 """A real `vllm serve` with a policy: chat, metrics, knobs of one request, hang-ups."""
 
 import asyncio
-import os
 import random
 import re
-import signal
-import socket
-import subprocess
-import sys
 import time
 
 import httpx
 import pytest
+from servers import serving
 
 BUDGET, INTERVAL, BLOCK = 96, 48, 32
-START_SECONDS = 420
 SETTINGS = f"""
 kv-policy: ams-tova
 kv-budget: {BUDGET}
@@ -25,56 +20,21 @@ max-num-seqs: 16
 kv-cache-memory-bytes: 8388608
 enforce-eager: true
 served-model-name: tiny
-host: 127.0.0.1
+kv-policy-config: '{{"allow": ["streaming", "chunk-keydiff"]}}'
 """
 
 pytestmark = pytest.mark.serve
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def wait_until_ready(process, url, log):
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            break
-        try:
-            if httpx.get(f"{url}/health", timeout=2).status_code == 200:
-                return
-        except httpx.HTTPError:
-            time.sleep(0.3)
-    pytest.fail(f"no server:\n{log.read_text()[-4000:]}")
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1-api-server", "2-api-servers"])
 def server(request, tiny_model, tmp_path_factory):
     """URL of a server that reads its flags from a YAML file."""
     folder = tmp_path_factory.mktemp("serve")
-    settings, log, port = folder / "serve.yaml", folder / "log", free_port()
+    settings = folder / "serve.yaml"
     settings.write_text(SETTINGS)
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
-    command += [str(tiny_model), "--config", str(settings), "--port", str(port)]
-    command += ["--api-server-count", str(request.param)]
-    environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    environment |= {"HF_HUB_OFFLINE": "1", "TMPDIR": str(folder)}
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=output, env=environment
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        wait_until_ready(process, url, log)
+    arguments = ["--config", str(settings), "--api-server-count", str(request.param)]
+    with serving(tiny_model, arguments, folder) as url:
         yield url
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
 
 
 def complete(url, **fields):
@@ -123,7 +83,8 @@ def test_one_long_answer_makes_events_and_returns_blocks(server):
         ({"kv_budget": "many"}, ["kv_budget: got 'many'", "integer"]),
         ({"kv_budget": BUDGET + 1}, [f"at most the server's {BUDGET}"]),
         ({"kv_budget": 60}, ["kv_budget: got 60", "at least 68"]),
-        ({"kv_policy": "tova"}, ["'none'", "'ams-tova'"]),
+        ({"kv_policy": "tova"}, ["'none'", "'ams-tova'", "'chunk-keydiff'"]),
+        ({"kv_policy": ["streaming"]}, ["kv_policy: got ['streaming']"]),
         ({"kv_bugdet": 64}, ["'kv_bugdet'", "kv_budget"]),
     ],
 )
@@ -136,7 +97,7 @@ def test_bad_knobs_are_client_errors(server, knobs, words, stream):
 
 
 @pytest.mark.parametrize(
-    "knobs", [{"kv_budget": 72}, {"kv_policy": "none"}, {"kv_policy": "ams-tova"}]
+    "knobs", [{"kv_budget": 72}, {"kv_policy": "none"}, {"kv_policy": "chunk-keydiff"}]
 )
 def test_good_knobs_are_served(server, knobs):
     assert complete(server, vllm_xargs=knobs).status_code == 200

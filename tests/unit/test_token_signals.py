@@ -170,6 +170,30 @@ def test_compiled_code_measures_too() -> None:
     check(run, model, sequences)
 
 
+def test_compiled_code_from_a_file_measures_too(tmp_path, monkeypatch) -> None:
+    """vLLM keeps compiled code on disk; buffers must be those of the new process."""
+    monkeypatch.setattr(torch._dynamo.config, "enable_aot_compile", True)
+    torch.manual_seed(0)
+    model, path = Model(), tmp_path / "compiled"
+    Run(model)
+    tokens = torch.arange(20)
+    torch._dynamo.mark_dynamic(tokens, 0)
+    compiled = torch.compile(Model.forward, fullgraph=True, backend="inductor")
+    with torch.no_grad():
+        compiled.aot_compile(((model, tokens), {})).save_compiled_function(str(path))
+    with path.open("rb") as file:
+        loaded = torch.compiler.load_compiled_function(
+            file, f_globals=Model.forward.__globals__
+        )
+    loaded.disable_guard_check()
+    other = Model()
+    run = Run(other, lambda tokens: loaded(other, tokens))
+    sequences = {"a": list(range(40)), "b": list(range(90, 130))}
+    for _ in range(4):
+        run.step(sequences, {"a": 10, "b": 5})
+    check(run, other, sequences)
+
+
 def test_a_forward_pass_without_a_plan_changes_nothing() -> None:
     """vLLM's own warm-up runs have no plan; neither has a step that was collected."""
     model = Model()

@@ -82,7 +82,10 @@ class Compactor:
         lists, sources = self._survivors(events, held, inputs, decision)
         seeds = [event_seed(event.ordinal, event.position) for event in events]
         seed = self.slots.to_device(seeds)
-        lists = replace(lists, pages=policy.arrange_pages(lists.pages, seed))
+        groups = self.pool.num_groups
+        pages = lists.pages.unflatten(1, (groups, -1)).flatten(0, 1)
+        pages = policy.arrange_pages(pages, seed.repeat_interleave(groups))
+        lists = replace(lists, pages=pages.view_as(lists.pages))
         heads = sources.div(held.max_tokens, rounding_mode="floor")
         placed = policy.arrange(sources, heads, seed)
         self._move(events, held, lists, placed, is_ordered=placed is sources)

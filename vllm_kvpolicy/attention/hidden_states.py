@@ -6,7 +6,7 @@ and a captured graph replays them. Owned by attention.signals.
 Process: worker
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,41 @@ from vllm_kvpolicy.kernels.token_signals import hidden_change
 FROM_BATCH = -1  # the token before stands just before in the batch
 
 
+class HiddenStep(nn.Module):
+    """Measures ||h(t) - h(t - 1)|| of one decoder layer.
+
+    A submodule of that layer: compiled code that vLLM saves and loads again finds a
+    module's buffers by their names, but loses tensors that a hook closes over.
+
+    Args:
+        before: [step_tokens] int64, slot of the token before, or FROM_BATCH.
+        after: [step_tokens] int64, slot that takes a token's output.
+        left: [slots, d] model dtype, the output at each request's last token.
+        change: [step_tokens] float32, what is measured.
+    """
+
+    def __init__(
+        self,
+        before: torch.Tensor,
+        after: torch.Tensor,
+        left: torch.Tensor,
+        change: torch.Tensor,
+    ) -> None:
+        super().__init__()
+        self.register_buffer("before", before, persistent=False)
+        self.register_buffer("after", after, persistent=False)
+        self.register_buffer("left", left, persistent=False)
+        self.register_buffer("change", change, persistent=False)
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Measure one forward pass of the layer; see `_note_hidden_step`."""
+        torch.ops.vllm_kvpolicy.note_hidden_step(
+            hidden, residual, self.before, self.after, self.left, self.change
+        )
+
+
 class HiddenSteps:
-    """Measures ||h(t) - h(t - 1)|| of some layers for the tokens of each step.
+    """Measures some layers for the tokens of each step.
 
     What a request's last token left is kept per slot for its next step, so that chunks
     of a prompt do not matter.
@@ -47,21 +80,23 @@ class HiddenSteps:
     ) -> None:
         self.layers = tuple(layers)
         self.null_slot = num_slots
-        # Tensors of their own: compiled graphs must not be given views of one buffer.
-        self.changes = [torch.zeros(step_tokens, device=device) for _ in layers]
-        self._left = [
-            torch.zeros(num_slots + 1, hidden_size, dtype=dtype, device=device)
-            for _ in layers
-        ]
         tokens = torch.zeros(step_tokens, dtype=torch.int64, device=device)
         self._before = torch.full_like(tokens, FROM_BATCH)
         self._after = torch.full_like(tokens, num_slots)
+        left = torch.zeros(num_slots + 1, hidden_size, dtype=dtype, device=device)
+        change = torch.zeros(step_tokens, device=device)
+        # Copies, not views: compiled graphs must not be given parts of one buffer.
+        self._steps = [
+            HiddenStep(self._before, self._after, left.clone(), change.clone())
+            for _ in layers
+        ]
+        self.changes = [step.change for step in self._steps]
 
     @property
     def nbytes(self) -> int:
         """Bytes of device memory."""
-        tensors = [*self.changes, *self._left, self._before, self._after]
-        return sum(tensor.nbytes for tensor in tensors)
+        own = sum(step.left.nbytes + step.change.nbytes for step in self._steps)
+        return own + self._before.nbytes + self._after.nbytes
 
     def attach(self, model: nn.Module, num_layers: int) -> None:
         """Hook the layers; before the model is compiled or captured.
@@ -73,20 +108,10 @@ class HiddenSteps:
         Raises:
             ValueError: its decoder layers cannot be found.
         """
-        layers = decoder_layers(model, num_layers)
-        for row, index in enumerate(self.layers):
-            layers[index].register_forward_hook(self._hook(row))
-
-    def _hook(self, row: int) -> Callable[..., None]:
-        left, change = self._left[row], self.changes[row]
-
-        def note(_module: nn.Module, _args: Any, output: Any) -> None:
-            hidden, residual = output if isinstance(output, tuple) else (output, None)
-            torch.ops.vllm_kvpolicy.note_hidden_step(
-                hidden, residual, self._before, self._after, left, change
-            )
-
-        return note
+        found = decoder_layers(model, num_layers)
+        for index, step in zip(self.layers, self._steps, strict=True):
+            found[index].add_module("kv_policy_step", step)
+            found[index].register_forward_hook(_note_output)
 
     def plan(
         self, slot: torch.Tensor, is_first: torch.Tensor, is_last: torch.Tensor
@@ -105,6 +130,12 @@ class HiddenSteps:
     def forget_plan(self) -> None:
         """Leave the slots alone until the next `plan`."""
         self._after.fill_(self.null_slot)
+
+
+def _note_output(layer: nn.Module, _args: Any, output: Any) -> None:
+    """Hand a layer's output to its `HiddenStep`; a forward hook."""
+    hidden, residual = output if isinstance(output, tuple) else (output, None)
+    layer.kv_policy_step(hidden, residual)
 
 
 def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:

@@ -67,6 +67,9 @@ class KVPolicyRuntime:
         }
         self.needs: Needs = reduce(or_, (p.needs for p in self.policies.values()))
         first = self.layers[0]
+        shape = first.num_heads, first.num_kv_heads, first.head_size
+        for policy in self.policies.values():
+            policy.check_model(len(self.layers), *shape)
         self.rope = model_rope(model, first.head_size) if self.needs.rope else None
         self.limits = planner_limits(vllm_config, config)
         block_size = self.limits.block_size

@@ -23,7 +23,7 @@ class TokenSignals:
     """One float32 per (request, signal, position).
 
     Args:
-        signals: what to measure.
+        signals: what to measure; without any, all methods do nothing.
         num_layers: L, decoder layers of the model.
         num_slots: requests that may be live at once.
         max_model_len: longest request, in tokens.
@@ -69,6 +69,41 @@ class TokenSignals:
         # Slot and position of each token of the step.
         self._plan: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    @classmethod
+    def of_engine(
+        cls,
+        signals: Sequence[TokenSignal],
+        model: nn.Module,
+        num_layers: int,
+        vllm_config: Any,
+        device: torch.device,
+    ) -> "TokenSignals":
+        """Size the tables for an engine and attach to its model.
+
+        Args:
+            signals: what to measure.
+            model: the loaded model, not yet compiled or captured.
+            num_layers: L, decoder layers of the model.
+            vllm_config: the engine's configuration.
+            device: where the model runs.
+
+        Raises:
+            ValueError: the layers cannot be found.
+        """
+        scheduler, model_config = vllm_config.scheduler_config, vllm_config.model_config
+        table = cls(
+            signals,
+            num_layers=num_layers,
+            num_slots=scheduler.max_num_seqs,
+            max_model_len=model_config.max_model_len,
+            step_tokens=scheduler.max_num_batched_tokens,
+            hidden_size=model_config.get_hidden_size(),
+            dtype=model_config.dtype,
+            device=device,
+        )
+        table.attach(model)
+        return table
+
     @property
     def nbytes(self) -> int:
         """Bytes of device memory."""
@@ -95,6 +130,8 @@ class TokenSignals:
             request_ids: requests of the batch in row order.
             metadata: vLLM's CommonAttentionMetadata with logical lengths.
         """
+        if not self.signals:
+            return
         num_rows, num_tokens = metadata.num_reqs, metadata.num_actual_tokens
         slots = to_device(self._slots.take(request_ids, num_rows), self.device)
         start = metadata.query_start_loc[: num_rows + 1]

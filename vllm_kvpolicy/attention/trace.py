@@ -16,21 +16,13 @@ from vllm_kvpolicy.attention.layouts import Held, move_slots
 from vllm_kvpolicy.kernels.assign_pages import PageLists
 from vllm_kvpolicy.policies.base import Decision
 from vllm_kvpolicy.protocol import CompactEvent
+from vllm_kvpolicy.trace_files import EventRecord, to_arrays
 
 Rows = list[np.ndarray]  # one array of positions per head
 
 
 class Tracer:
-    """Follows true positions of survivors and writes them down.
-
-    A record holds, all positions being logical and counted from 0:
-        request_id, policy: of the request;
-        position, ordinal, frontier, budget, prompt, sinks: integers of the event;
-        held: [L, H, T] int32, what was held before, oldest first as the policy saw it;
-        selected: [L, H, K] int32, what the policy chose, before pages are filled up;
-        survivors: [L, H, C] int32, what the global pool holds, in physical order;
-        moved: fraction of (head, token) pairs in the pool that changed their place.
-    Rows of heads that hold less end in -1.
+    """Follows true positions of survivors and writes them down; see `EventRecord`.
 
     Args:
         directory: where the records go; made if missing.
@@ -69,6 +61,7 @@ class Tracer:
         moved = _host((source != dest).double().mean(-1))
         pages, starts = _host(held.num_pages), _host(lists.first) * self.block_size
         keep, order = _host(decision.keep.flatten(1, 2)), _host(placed)
+        notes = {name: _small(value) for name, value in decision.notes.items()}
         for row, (event, slot) in enumerate(zip(events, slots, strict=True)):
             before = self._before(event, slot, pages[row])
             chosen = [
@@ -81,18 +74,22 @@ class Tracer:
             self._positions[slot] = survivors
             shape = decision.keep.shape[1:3]
             self._write(
-                request_id=event.request_id,
-                policy=event.policy,
-                position=event.position,
-                ordinal=event.ordinal,
-                budget=event.budget,
-                prompt=event.prompt_tokens,
-                sinks=event.sinks,
-                frontier=event.frontier_blocks * self.block_size,
-                held=_padded(before, shape),
-                selected=_padded(chosen, shape),
-                survivors=_padded(survivors, shape),
-                moved=moved[row],
+                EventRecord(
+                    request_id=event.request_id,
+                    policy=event.policy,
+                    position=event.position,
+                    ordinal=event.ordinal,
+                    frontier=event.frontier_blocks * self.block_size,
+                    budget=event.budget,
+                    prompt=event.prompt_tokens,
+                    sinks=event.sinks,
+                    block_size=self.block_size,
+                    held=_padded(before, shape),
+                    selected=_padded(chosen, shape),
+                    survivors=_padded(survivors, shape),
+                    moved=moved[row],
+                    notes={name: value[row] for name, value in notes.items()},
+                )
             )
 
     def _before(self, event: CompactEvent, slot: int, num_pages: np.ndarray) -> Rows:
@@ -108,16 +105,23 @@ class Tracer:
             rows.append(np.concatenate([kept, newer]).astype(np.int32))
         return rows
 
-    def _write(self, **fields: Any) -> None:
-        size = sum(np.asarray(value).nbytes for value in fields.values())
+    def _write(self, record: EventRecord) -> None:
+        arrays: dict[str, Any] = to_arrays(record)
+        size = sum(array.nbytes for array in arrays.values())
         if size <= self.bytes_left:
-            np.savez(self.directory / f"{self._count:06d}.npz", **fields)
+            np.savez(self.directory / f"{self._count:06d}.npz", **arrays)
         self.bytes_left -= size
         self._count += 1
 
 
 def _host(values: torch.Tensor) -> np.ndarray:
     return values.cpu().numpy()  # sync-ok: tracing only
+
+
+def _small(values: torch.Tensor) -> np.ndarray:
+    """Return float32 or int32, whichever fits the kind."""
+    is_float = values.is_floating_point()
+    return _host(values.to(torch.float32 if is_float else torch.int32))
 
 
 def _padded(rows: Rows, shape: Sequence[int]) -> np.ndarray:

@@ -98,11 +98,12 @@ class KVPolicyManager(FullAttentionManager):
                 f"request {request_id}: superblocks {shared} are shared or cached and "
                 "cannot be compacted; prefix caching must be off"
             )
-        count = state.footprint.global_blocks(state.computed)
+        # An event that left surplus behind may have fewer than this one may fill.
+        count = min(state.footprint.global_blocks(state.computed), len(owned))
         seed = event_seed(state.ordinal, state.computed)
         dest = PLACEMENTS[self.placement_name](owned, count, self._take, seed)
         self._give_back(owned, dest)
-        blocks[:frontier] = dest + [self._null_block] * (frontier - count)
+        blocks[:frontier] = dest + [self._null_block] * (frontier - len(dest))
         self.planner.record(
             request_id,
             source_blocks=tuple(block.block_id for block in owned),

@@ -73,7 +73,7 @@ def assign_pages_ref(
     listed = arena.new_zeros(num_groups, num_cells + 1)
     listed = listed.scatter(1, target, cells.clamp_min(0).flatten(1))[:, :num_cells]
 
-    entry = torch.arange(num_cells, device=held.device).expand(num_groups, -1)
+    entry = torch.arange(num_cells, device=held.device).repeat(num_groups, 1)
     owner = torch.searchsorted(first[:, 1:].contiguous(), entry, right=True)
     owner = owner.clamp_max(num_heads - 1)
     index = entry - first.gather(1, owner)

@@ -153,12 +153,14 @@ class AMSChoice:
         segments: [R, S, 2] int64.
         quotas: [R, S] int64.
         credit: [R, T], zero on padding.
+        mass: [R, T] float64, adds up to 1, zero on padding.
     """
 
     keep: torch.Tensor
     segments: torch.Tensor
     quotas: torch.Tensor
     credit: torch.Tensor
+    mass: torch.Tensor
 
 
 def select(
@@ -242,7 +244,7 @@ def choose(
         keep = top_k_mask(score, must_keep, picked | must_keep, budget)
     else:
         keep = picked | must_keep
-    return AMSChoice(keep, shared.segments, shared.quotas, credit)
+    return AMSChoice(keep, shared.segments, shared.quotas, credit, mass)
 
 
 def mass_with_credit(
@@ -384,4 +386,8 @@ class AMSAllocator:
             None if credit is None else credit.flatten(0, 2),
         )
         memory = {CREDIT: choice.credit.float().view(shape)}
-        return Decision(choice.keep.view(shape), score, memory)
+        notes = {
+            name: getattr(choice, name).unflatten(0, shape[:3])
+            for name in ("mass", "segments", "quotas")
+        }
+        return Decision(choice.keep.view(shape), score, memory, notes)

@@ -136,11 +136,13 @@ class Decision:
         score: [E, L, H, T] float32, higher is kept sooner; ranks the tokens that fill
             up a partly used page. Unspecified on padding.
         memory: by name, [E, L, H, T] float32 before the survivors are gathered.
+        notes: by name, [E, L, H, ...], what led to the decision; only traces read it.
     """
 
     keep: torch.Tensor
     score: torch.Tensor
     memory: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    notes: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Policy(Protocol):
@@ -153,6 +155,12 @@ class Policy(Protocol):
 
     needs: Needs
     dynamic: bool
+
+    def check_model(
+        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
+        """Raise ValueError if the policy was calibrated for another model."""
+        ...
 
     def decide(self, inputs: EventInputs, budget: int) -> Decision:
         """Choose `budget` tokens per row; pure, no host sync, no state."""
@@ -189,6 +197,12 @@ class Scorer(Protocol):
     """Says how important each token is; knows nothing about budgets."""
 
     needs: Needs
+
+    def check_model(
+        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
+        """Raise ValueError if it was calibrated for a model of another shape."""
+        ...
 
     def remember(self, score: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """Return what `needs.memory` names, [E, L, H, T] float32 each."""

@@ -25,14 +25,15 @@ from vllm_kvpolicy.policies.params import (
     Param,
 )
 from vllm_kvpolicy.policies.scorer_params import (
-    CALIBRATION,
     EPIKV_PARAMS,
     EXPECTED_PARAMS,
     LAGKV_PARAMS,
+    QFILTER_CALIBRATION,
     RKV_PARAMS,
     RPC_PARAMS,
     SEED,
     TRI_AGGREGATE,
+    TRIATTENTION_CALIBRATION,
 )
 
 
@@ -140,13 +141,13 @@ SCORERS = {
         "vllm_kvpolicy.policies.triattention:TriAttentionScorer",
         "attention expected from the mean query at positions to come",
         "TriAttention, arXiv 2604.04921",
-        params=(CALIBRATION, TRI_AGGREGATE),
+        params=(TRIATTENTION_CALIBRATION, TRI_AGGREGATE),
     ),
     "qfilter": Word(
         "vllm_kvpolicy.policies.qfilter:QFilterScorer",
         "keys along the direction of typical queries",
         "Q-Filters, arXiv 2503.02812",
-        params=(CALIBRATION,),
+        params=(QFILTER_CALIBRATION,),
     ),
     "epikv": Word(
         "vllm_kvpolicy.policies.epikv:EpiKVScorer",

@@ -24,13 +24,22 @@ class ComposedPolicy:
         self.scorer = scorer
         self.allocator = allocator
         self.needs = scorer.needs | allocator.needs
+        readers = [part.needs for part in (scorer, allocator) if part.needs.usage]
+        self.usage_window = max((needs.window_tokens for needs in readers), default=0)
         self.dynamic = getattr(allocator, "dynamic", False)
+
+    def check_model(
+        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
+        """Check at start-up that the policy can serve the model; see `Scorer`."""
+        self.scorer.check_model(num_layers, num_heads, num_kv_heads, head_dim)
 
     def decide(self, inputs: EventInputs, budget: int) -> Decision:
         """Choose `budget` tokens per row.
 
         Args:
-            inputs: the events; every request holds at least `budget` tokens.
+            inputs: the events; every request holds at least `budget` tokens per head
+                on average, unless the policy is dynamic.
             budget: K, tokens per KV head, must-keep tokens included.
 
         Raises:
@@ -38,7 +47,7 @@ class ComposedPolicy:
                 that no request can hold.
         """
         num_tokens = inputs.must_keep.shape[-1]
-        if not 1 <= budget <= num_tokens:
+        if not 1 <= budget <= num_tokens and not (self.dynamic and budget > 0):
             raise ValueError(f"budget: expected 1..{num_tokens} tokens, got {budget}")
         usage = self._usage(inputs)
         score = self.scorer.score(inputs, usage)
@@ -57,10 +66,13 @@ class ComposedPolicy:
         return pages
 
     def _usage(self, inputs: EventInputs) -> WindowUsage | None:
-        """Attention of the newest `window_tokens` queries, None if nobody reads it."""
+        """Attention of the newest queries, None if no part reads it.
+
+        As many as the parts that read it ask for, however many others do.
+        """
         if not self.needs.usage:
             return None
-        queries = inputs.given("queries")[:, :, :, -self.needs.window_tokens :]
+        queries = inputs.given("queries")[:, :, :, -self.usage_window :]
         return window_usage_ref(
             queries, inputs.given("keys"), inputs.lengths, inputs.scale
         )

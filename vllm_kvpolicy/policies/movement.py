@@ -34,6 +34,11 @@ class MovementPolicy:
         """Build from options that `registry.resolve_options` has checked."""
         return cls(options["ragged"])
 
+    def check_model(
+        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
+        """Serve any model."""
+
     def decide(self, inputs: EventInputs, budget: int) -> Decision:
         """Keep all valid tokens, whatever the budget; newer ones score higher."""
         keep = inputs.valid

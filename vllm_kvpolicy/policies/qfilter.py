@@ -36,7 +36,7 @@ class QFilterScorer(BaseScorer):
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "QFilterScorer":
         """Build from options that `registry.resolve_options` has checked."""
-        return cls(load(options["calibration"], "qfilter"))
+        return cls(load(options["qfilter_calibration"], "qfilter"))
 
     def check_model(
         self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int

@@ -45,13 +45,20 @@ RKV_PARAMS = (
     Param("rkv_lambda", "float", 0.07, "weight of attention, not of redundancy", 0, 1),
     Param("rkv_threshold", "float", 0.5, "cosine above which keys are similar", 0, 1),
 )
-CALIBRATION = Param(
-    "calibration",
-    "path",
-    None,
-    "statistics of the model's queries, made by `python -m vllm_kvpolicy.calibrate`",
-    required=True,
-)
+
+
+def _calibration(scorer: str) -> Param:
+    return Param(
+        f"{scorer}_calibration",
+        "path",
+        None,
+        "the model's query statistics, made by `python -m vllm_kvpolicy.calibrate`",
+        required=True,
+    )
+
+
+TRIATTENTION_CALIBRATION = _calibration("triattention")
+QFILTER_CALIBRATION = _calibration("qfilter")
 TRI_AGGREGATE = Param(
     "tri_aggregate",
     "choice",

@@ -39,9 +39,10 @@ def score(
             w stands at `positions[T - W + w]`. W may be 0 for scorers without queries.
         positions: [T] integers, ascending.
         rope_theta: base of the rotary embedding.
-        **params: the scorer's options, named as in `--kv-policy-config`, but `window`
-            and `kernel` for its queries and its pooling. The window is all queries
-            given unless `window` says less. A `calibration` is of one layer. `sinks`:
+        **params: the scorer's options, named as in `--kv-policy-config`, but `window`,
+            `kernel` and `calibration` for its queries, its pooling and its file. The
+            window is all queries given unless `window` says less. A calibration is of
+            one layer. `sinks`:
             leading tokens (default 4) that expected, lagkv and triattention leave out,
             and rpc as its prompt. `state` [Hk, T], for h2o: what it returned last, zero
             for newer tokens. `hidden` [N, S + 1, d], for epikv: outputs of all N
@@ -82,9 +83,9 @@ def _option_keys(word: Word) -> dict[str, str]:
     """Map the parameters of `score` to keys of `--kv-policy-config`."""
     keys = {}
     for param in word.params:
-        is_window = param.name == word.window_key
-        is_kernel = param.name.endswith("_kernel")
-        name = "window" if is_window else "kernel" if is_kernel else param.name
+        name = "window" if param.name == word.window_key else param.name
+        for short in ("kernel", "calibration"):
+            name = short if name.endswith(f"_{short}") else name
         keys[name] = param.name
     return keys
 

@@ -62,7 +62,7 @@ class TriAttentionScorer(BaseScorer):
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "TriAttentionScorer":
         """Build from options that `registry.resolve_options` has checked."""
-        calibration = load(options["calibration"], "triattention")
+        calibration = load(options["triattention_calibration"], "triattention")
         return cls(calibration, options["tri_aggregate"])
 
     def check_model(

@@ -1,4 +1,4 @@
-"""Calibrations of no model, for tests that need one of the right shape.
+"""Calibrations of random numbers, for tests that need one of the right shape.
 
 Called by tests of scorers that are calibrated.
 Process: any
@@ -48,10 +48,10 @@ def options_for(
         group: query heads per KV head.
         size: channels per head.
     """
-    params = {param.name for param in registry.parse(name).params}
-    if "calibration" not in params:
-        return {}
     kind = name.rpartition("-")[2]
+    key = f"{kind}_calibration"
+    if key not in {param.name for param in registry.parse(name).params}:
+        return {}
     path = folder / f"{kind}.safetensors"
     save(path, make_calibration(kind, num_layers, num_kv_heads, group, size))
-    return {"calibration": str(path)}
+    return {key: str(path)}

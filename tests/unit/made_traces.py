@@ -1,0 +1,102 @@
+"""Traces that nobody served: events with survivors as a test wants them.
+
+Process: any
+"""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_kvpolicy.trace_files import EventRecord, to_arrays
+
+Choose = Callable[[np.ndarray], np.ndarray]
+
+
+def make_event(**changes: Any) -> EventRecord:
+    """Return an event of one head that holds positions 0 to 9, 6 to 9 local.
+
+    It keeps 0, 3 and the local ones, and was to keep 0 and the local ones.
+    """
+    fields: dict[str, Any] = {
+        "request_id": "r0",
+        "policy": "snapkv",
+        "position": 10,
+        "ordinal": 0,
+        "frontier": 6,
+        "budget": 5,
+        "prompt": 8,
+        "sinks": 1,
+        "block_size": 2,
+        "held": rows(range(10)),
+        "selected": rows([0, 6, 7, 8, 9]),
+        "survivors": rows([0, 3]),
+        "moved": 0.5,
+    }
+    return EventRecord(**fields | changes)
+
+
+def rows(*heads: Iterable[int]) -> np.ndarray:
+    """Return [1, H, T] int32 rows of one layer, padded with -1."""
+    lists = [list(head) for head in heads]
+    width = max(map(len, lists))
+    padded = [row + [-1] * (width - len(row)) for row in lists]
+    return np.array([padded], np.int32)
+
+
+def run_request(
+    choose: Choose,
+    *,
+    policy: str = "snapkv",
+    budget: int = 64,
+    events: int = 4,
+    shape: tuple[int, int] = (2, 2),
+    sinks: int = 4,
+) -> list[EventRecord]:
+    """Return the events of a request that has one each time it holds two budgets.
+
+    Args:
+        choose: takes the positions that a head holds, returns those that it keeps.
+        policy: name of the policy.
+        budget: K, and tokens between events; heads keep no local tokens.
+        events: how many.
+        shape: L and H.
+        sinks: first tokens, left out of what may be dropped.
+    """
+    num_layers, num_heads = shape
+    kept = np.empty((*shape, 0), np.int32)
+    records = []
+    for ordinal in range(events):
+        position = budget * (ordinal + 2)
+        newer = np.arange(position - 2 * budget + kept.shape[-1], position)
+        newer = np.broadcast_to(newer, (*shape, len(newer)))
+        held = np.concatenate([kept, newer], axis=-1).astype(np.int32)
+        chosen = [np.sort(choose(row)) for row in held.reshape(-1, held.shape[-1])]
+        kept = np.array(chosen, np.int32).reshape(num_layers, num_heads, -1)
+        records.append(
+            make_event(
+                request_id=f"{policy}-0",
+                policy=policy,
+                position=position,
+                ordinal=ordinal,
+                frontier=position,
+                budget=budget,
+                prompt=2 * budget,
+                sinks=sinks,
+                block_size=16,
+                held=held,
+                selected=kept,
+                survivors=kept,
+            )
+        )
+    return records
+
+
+def write_trace(folder: Path, records: Iterable[EventRecord]) -> Path:
+    """Write records as the worker does and return the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, record in enumerate(records):
+        arrays: dict[str, Any] = to_arrays(record)
+        np.savez(folder / f"{number:06d}.npz", **arrays)
+    return folder

@@ -1,0 +1,103 @@
+"""The files of a trace: one .npz per event, numbered as the events happened.
+
+Written by attention.trace, read by diagnostics and plot.
+Process: any
+"""
+
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+NOTE = "note_"  # prefix of the notes' names within a file
+
+
+@dataclass(frozen=True)
+class EventRecord:
+    """One event; positions are logical, counted from 0; rows of heads end in -1.
+
+    Args:
+        request_id: vLLM's request id.
+        policy: name of the request's policy.
+        position: tokens computed before the event.
+        ordinal: 0 for the request's first event, counting again after a preemption.
+        frontier: tokens at and above it are local: kept, and not in the global pool.
+        budget: K, tokens per KV head.
+        prompt: tokens of the prompt.
+        sinks: first tokens that are always kept, protected prompt included.
+        block_size: N, tokens per page.
+        held: [L, H, T] int32, what was held before, oldest first as the policy saw it.
+        selected: [L, H, K] int32, what the policy chose, before pages are filled up.
+        survivors: [L, H, C] int32, what the global pool holds, in physical order.
+        moved: fraction of (head, token) pairs in the pool that changed their place.
+        notes: by name, [L, H, ...], float32 or int32, what more is known:
+            mass, segments, quotas: see `policies.ams`; of `held`, [L, H, T], half-open
+            ranges of it, [L, H, S, 2], and tokens, [L, H, S];
+            retained_mass, lse_drop, density_60, density_90: see `attention.notes`.
+    """
+
+    request_id: str
+    policy: str
+    position: int
+    ordinal: int
+    frontier: int
+    budget: int
+    prompt: int
+    sinks: int
+    block_size: int
+    held: np.ndarray
+    selected: np.ndarray
+    survivors: np.ndarray
+    moved: float
+    notes: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+def to_arrays(record: EventRecord) -> dict[str, np.ndarray]:
+    """Return what the file of a record holds, by name."""
+    values: dict[str, Any] = dict(vars(record))
+    notes = values.pop("notes")
+    values |= {NOTE + name: value for name, value in notes.items()}
+    return {name: np.asarray(value) for name, value in values.items()}
+
+
+def read_event(path: Path) -> EventRecord:
+    """Read one file.
+
+    Raises:
+        ValueError: it cannot be read, or does not hold the fields of a record.
+    """
+    try:
+        with np.load(path) as file:
+            arrays = {name: file[name] for name in file.files}
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+        raise ValueError(f"trace: cannot read {str(path)!r}: {error}") from None
+    notes = {
+        name.removeprefix(NOTE): arrays.pop(name)
+        for name in list(arrays)
+        if name.startswith(NOTE)
+    }
+    expected = {item.name for item in fields(EventRecord)} - {"notes"}
+    if arrays.keys() != expected:
+        raise ValueError(
+            f"trace: {str(path)!r} is no event of this release, its fields differ in "
+            f"{sorted(arrays.keys() ^ expected)}"
+        )
+    values: dict[str, Any] = {
+        name: value if value.ndim else value.item() for name, value in arrays.items()
+    }
+    return EventRecord(**values, notes=notes)
+
+
+def read_trace(folder: Path) -> Iterator[EventRecord]:
+    """Yield the events of a folder in the order in which they happened.
+
+    Raises:
+        ValueError: there are none, or a file is no event.
+    """
+    paths = sorted(folder.glob("*.npz"))
+    if not paths:
+        raise ValueError(f"trace: no events in {str(folder)!r}")
+    yield from map(read_event, paths)
