@@ -85,8 +85,8 @@ def _options() -> list[str]:
         "## Options",
         "",
         "Keys of `--kv-policy-config`; each policy reads those of its words. The query "
-        "window of a policy may not be longer than the interval. Two keys are about the "
-        "server: `allow`, a list of further policies that requests may choose by "
+        "window of a policy may not be longer than the interval. Two keys are about "
+        "the server: `allow`, a list of further policies that requests may choose by "
         "`kv_policy` in `vllm_xargs`, and `trace`, a folder in which workers record "
         "what events keep.",
         "",

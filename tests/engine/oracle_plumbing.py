@@ -22,6 +22,7 @@ from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies.base import Decision, EventInputs, Policy
 from vllm_kvpolicy.policies.factory import build
 from vllm_kvpolicy.policies.rope import Rope
+from vllm_kvpolicy.policies.signals import TokenSignal
 
 GAP = 1e-5
 
@@ -82,7 +83,18 @@ class Reference:
             positions=at[None],
             rope=Rope.from_theta(self.decoder.theta, size),
             memory=memory,
+            signals={each: self._signal(each) for each in self.policy.needs.signals},
+            prompt_lengths=torch.tensor([event.prompt]),
         )
+
+    def _signal(self, signal: TokenSignal) -> torch.Tensor:
+        """Return what every token of the request showed, [1, positions]."""
+        layers = list(signal.layers(self.decoder.num_layers))
+        if signal.kind == "hidden":
+            steps = self.seen.hidden[layers].diff(dim=1).norm(dim=-1)
+            return torch.nn.functional.pad(steps.mean(0), (1, 0))[None]
+        dense = self.seen.keys if signal.kind == "key" else self.seen.values
+        return dense[layers].var(-1, unbiased=True).mean((0, 1))[None]
 
 
 def check_plumbing(

@@ -26,7 +26,7 @@ BASE = {
     "sinks": 5,
 }
 ENGINE = {"max_num_batched_tokens": 128, "num_blocks": 60, "max_model_len": 832}
-ALL = [name for name in names() if not parse(name).is_test and "epikv" not in name]
+ALL = [name for name in names() if not parse(name).is_test]
 
 
 def jobs_for(policies: list[str]) -> list[Job]:

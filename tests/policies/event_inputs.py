@@ -21,7 +21,7 @@ LENGTHS = (((160, 121), (97, 160)), ((131, 131), (131, 131)), ((90, 112), (156, 
 LOCAL = (32, 47, 39)
 SHORTEST = 90
 # Fields with a token axis behind event, layer and head.
-BY_TOKEN = ("must_keep", "keys", "values", "positions", "token_scores", "memory")
+BY_TOKEN = ("must_keep", "keys", "values", "positions", "memory")
 
 
 def make_inputs(
@@ -78,9 +78,6 @@ def make_inputs(
         queries=queries if window else None,
         positions=_positions(marks, is_local, valid, end) if needs.positions else None,
         rope=Rope.from_theta(1e4, SIZE) if needs.rope else None,
-        token_scores=marks.masked_fill(~valid, torch.nan)
-        if needs.token_scores
-        else None,
         signals=signals if needs.signals else None,
         prompt_lengths=end // 3 if needs.signals else None,
         memory={name: marks.masked_fill(~valid, 0.0) for name in needs.memory},

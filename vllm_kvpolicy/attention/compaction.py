@@ -10,7 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm_kvpolicy.attention.layouts import Held, Layout, move_slots
+from vllm_kvpolicy.attention.merging import merge_dropped
+from vllm_kvpolicy.attention.notes import with_attention
 from vllm_kvpolicy.attention.pages import PagePool
+from vllm_kvpolicy.attention.signals import TokenSignals
 from vllm_kvpolicy.attention.slots import SlotTable
 from vllm_kvpolicy.attention.staging import to_host
 from vllm_kvpolicy.attention.survivors import SurvivorMemory
@@ -20,8 +23,9 @@ from vllm_kvpolicy.block_manager.placement import event_seed
 from vllm_kvpolicy.kernels.assign_pages import PageLists
 from vllm_kvpolicy.kernels.compact_pages import compact_pages_ref
 from vllm_kvpolicy.kernels.ranking import ascending_indices, resize
-from vllm_kvpolicy.policies.base import Decision, EventInputs, Policy
+from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs, Policy
 from vllm_kvpolicy.policies.rope import Rope
+from vllm_kvpolicy.policies.signals import TokenSignal
 from vllm_kvpolicy.protocol import CompactEvent, UsedBlocks
 
 POSITIONS = "positions"  # name under which true positions are remembered
@@ -38,6 +42,7 @@ class Compactor:
         slots: updated after each event.
         windows: queries that policies asked for.
         memory: by name, what policies remember of survivors, true positions included.
+        signals: what tokens showed when they were computed.
         rope: the model's rotary embedding, None where no policy asks for it.
         tracer: records survivors with true positions, None unless asked for.
         scale: softmax scale of the model's attention.
@@ -49,6 +54,7 @@ class Compactor:
     slots: SlotTable
     windows: QueryWindows
     memory: Mapping[str, SurvivorMemory]
+    signals: TokenSignals
     rope: Rope | None
     tracer: Tracer | None
     scale: float
@@ -89,8 +95,11 @@ class Compactor:
         heads = sources.div(held.max_tokens, rounding_mode="floor")
         placed = policy.arrange(sources, heads, seed)
         self._move(events, held, lists, placed, is_ordered=placed is sources)
+        if decision.merge is not None:
+            merge_dropped(self.pool, held, lists, placed, inputs, decision.merge)
         self._remember(index, held, inputs, decision, placed)
         if self.tracer is not None:
+            decision = with_attention(decision, policy.needs, inputs)
             self.tracer.record(events, slots, held, lists, decision, placed)
         self.layout.update(slots, index, lists)
         self.slots.update(slots, events)
@@ -151,8 +160,18 @@ class Compactor:
             queries=windows,
             positions=positions,
             rope=self.rope,
+            signals=self._signals(events, needs),
+            prompt_lengths=to_device([event.prompt_tokens for event in events]),
             memory={name: value.view(*shape, -1) for name, value in recalled.items()},
         )
+
+    def _signals(
+        self, events: Sequence[CompactEvent], needs: Needs
+    ) -> dict[TokenSignal, torch.Tensor] | None:
+        if not needs.signals:
+            return None
+        request_ids = [event.request_id for event in events]
+        return self.signals.read(request_ids, max(event.position for event in events))
 
     def _gather(
         self,

@@ -50,6 +50,11 @@ class HeadTables:
         )
         self.longest = np.zeros(size, dtype=np.int64)
 
+    @staticmethod
+    def nbytes(num_slots: int, max_global_blocks: int, num_heads: int) -> int:
+        """Return the bytes of the tables on the device, int32 all of them."""
+        return 4 * num_slots * (max_global_blocks * num_heads + num_heads + 1)
+
     def clear(self, slots: Sequence[int], index: torch.Tensor) -> None:
         """Empty the lists of slots that a new request takes over."""
         self.first[index] = 0

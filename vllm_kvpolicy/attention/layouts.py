@@ -222,6 +222,7 @@ class RaggedLayout:
             held.num_pages.reshape(shape),
             total,
             block_size,
+            most=held.max_tokens,
         )
         return quota.view(keep.shape)
 

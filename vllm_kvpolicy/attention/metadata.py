@@ -57,7 +57,7 @@ class KVPolicyMetadataBuilderMixin:
             return super().build(
                 common_prefix_len, common_attn_metadata, fast_build, **kwargs
             )
-        runtime.plan_captures(common_attn_metadata)
+        runtime.plan_measurements(common_attn_metadata)
         built = super().build(
             common_prefix_len,
             runtime.physical(common_attn_metadata),
@@ -103,7 +103,7 @@ class KVPolicyImplMixin:
         attend = super().forward
         layers = getattr(attn_metadata, "kv_policy", None)
         if runtime is not None:
-            runtime.windows.capture(layer.kv_policy_index, query)
+            runtime.observe(layer.kv_policy_index, query, key, value)
         if runtime is None or layers is None:
             kept = (query, key, value, kv_cache, attn_metadata, output)
             return attend(layer, *kept, *args, **kwargs)

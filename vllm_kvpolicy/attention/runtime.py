@@ -21,6 +21,7 @@ from vllm_kvpolicy.attention.head_tables import HeadTables
 from vllm_kvpolicy.attention.layouts import EqualLayout, Layout, RaggedLayout
 from vllm_kvpolicy.attention.pages import PagePool, check_layout
 from vllm_kvpolicy.attention.rotary import model_rope
+from vllm_kvpolicy.attention.signals import TokenSignals
 from vllm_kvpolicy.attention.slots import SlotTable
 from vllm_kvpolicy.attention.staging import to_device
 from vllm_kvpolicy.attention.survivors import SurvivorMemory
@@ -98,6 +99,9 @@ class KVPolicyRuntime:
             )
             for name in remembered
         }
+        self.signals = TokenSignals.of_engine(
+            self.needs.signals, model, len(self.layers), vllm_config, device
+        )
         self.folder: Folder | None = None
         self.pool: PagePool
         self.compactor: Compactor
@@ -112,18 +116,13 @@ class KVPolicyRuntime:
     @property
     def side_bytes(self) -> int:
         """Bytes of device memory that this object holds beside vLLM's KV cache."""
-        memory = sum(memory.nbytes for memory in self.memory.values())
-        tables = 0
+        held = [self.windows.rows, self.slots.global_blocks, self.signals]
+        total = sum(each.nbytes for each in (*held, *self.memory.values()))
         if self.config.is_ragged:
             heads = len(self.layers) * self.layers[0].num_kv_heads
-            tables = (
-                4
-                * len(self.slots.global_blocks)
-                * (self.max_global_blocks * heads + heads + 1)
-            )
-        return (
-            self.windows.rows.nbytes + self.slots.global_blocks.nbytes + memory + tables
-        )
+            num_slots = len(self.slots.global_blocks)
+            total += HeadTables.nbytes(num_slots, self.max_global_blocks, heads)
+        return total
 
     def bind(self, keys_are_columns: bool) -> None:
         """Take hold of the KV caches, once vLLM has made them.
@@ -144,6 +143,7 @@ class KVPolicyRuntime:
             slots=self.slots,
             windows=self.windows,
             memory=self.memory,
+            signals=self.signals,
             rope=self.rope,
             tracer=Tracer(trace_dir, self.limits.block_size) if trace_dir else None,
             scale=self.layers[0].impl.scale,
@@ -177,6 +177,7 @@ class KVPolicyRuntime:
             gone: requests that finished or were preempted before this step.
         """
         self.slots.drop(gone)
+        self.signals.drop(gone)
         if self.folder is not None and (gone or commands.events):
             self.folder.forget()
         if commands.events:
@@ -191,21 +192,41 @@ class KVPolicyRuntime:
         return answers
 
     def end_step(self) -> None:
-        """Forget the step; metadata built outside a step is stock."""
+        """Collect what the step measured and forget it.
+
+        Metadata built outside a step is stock.
+        """
+        self.signals.collect()
         self._commands = None
         self.windows.forget_plan()
 
-    def plan_captures(self, metadata: Any) -> None:
-        """Note which queries of this step's forward pass are to be saved.
+    def plan_measurements(self, metadata: Any) -> None:
+        """Note what to save of this step's forward pass: queries and signals.
 
         Args:
             metadata: vLLM's CommonAttentionMetadata of this KV cache group.
         """
-        if self._commands is not None and self._commands.captures:
+        if self._commands is None:
+            return
+        request_ids = self.batch_request_ids()
+        self.signals.plan(request_ids, metadata)
+        if self._commands.captures:
             query_start = metadata.query_start_loc_cpu.numpy()
-            self.windows.plan(
-                self._commands.captures, self.batch_request_ids(), query_start
-            )
+            self.windows.plan(self._commands.captures, request_ids, query_start)
+
+    def observe(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Save what was noted; called by the attention of each layer.
+
+        Args:
+            layer: index of the layer in model order.
+            query: [T, Hq, D] model dtype, post-RoPE.
+            key: [T, H, D] model dtype, post-RoPE.
+            value: [T, H, D] model dtype.
+        """
+        self.windows.capture(layer, query)
+        self.signals.observe(layer, key, value)
 
     def folded(self, metadata: Any) -> FoldedBatch | None:
         """Return the step's page tables per head, None where the stock ones do.

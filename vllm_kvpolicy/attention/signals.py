@@ -141,8 +141,7 @@ class TokenSignals:
         slot = torch.where(is_real, slots[row], self._slots.null_slot)
         to_end = start[row + 1] - token
         position = torch.where(is_real, metadata.seq_lens[row] - to_end, 0)
-        is_first, is_last = is_real & (token == start[row]), is_real & (to_end == 1)
-        self._hidden.plan(slot, is_first, is_last)
+        self._hidden.plan(slot, token == start[row], is_real & (to_end == 1))
         self._plan = slot, position
 
     def observe(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -186,6 +185,8 @@ class TokenSignals:
 
         What lies behind a request's last computed token is unspecified.
         """
+        if not self.signals:
+            return {}
         slots = self._slots.take(request_ids, len(request_ids))
         rows = self._table[to_device(slots, self.device), :, :num_positions]
         return dict(zip(self.signals, rows.unbind(1), strict=True))

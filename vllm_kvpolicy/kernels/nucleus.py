@@ -36,8 +36,7 @@ def nucleus_mask(logits: torch.Tensor, mass: float) -> torch.Tensor:
     """
     order = ranked_positions(logits)
     weight = _weights(logits).gather(-1, order)
-    running = weight.cumsum(-1)
-    inside = running - weight < running[..., -1:].double() * mass
+    inside = _inside(weight, mass)
     return torch.zeros_like(inside).scatter_(-1, order, inside)
 
 
@@ -62,7 +61,8 @@ def nucleus_counts_ref(
     """
 
     def counts(logits: torch.Tensor) -> torch.Tensor:
-        return nucleus_mask(logits, mass).sum(-1)
+        weight = _weights(logits).sort(dim=-1, descending=True).values
+        return _inside(weight, mass).sum(-1)
 
     return _map_logits(counts, scale, queries, keys, lengths)
 
@@ -132,6 +132,12 @@ def window_mean(rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """
     used = effective_window(lengths, rows.shape[-1])
     return (rows.sum(-1, dtype=torch.float64) / used).float()
+
+
+def _inside(weight: torch.Tensor, mass: float) -> torch.Tensor:
+    """Mark the first of [..., T] falling weights that hold `mass` of their sum."""
+    running = weight.cumsum(-1)
+    return running - weight < running[..., -1:].double() * mass
 
 
 def _weights(logits: torch.Tensor) -> torch.Tensor:

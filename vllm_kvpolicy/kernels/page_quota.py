@@ -15,8 +15,7 @@ a page from any head.
 
 import torch
 
-# Counts, and caps in tokens, are below 2^35: shifts span less than 2^36.
-SHIFT_BITS = 36
+MOST_TOKENS = 2**35
 
 
 def page_quota_ref(
@@ -25,15 +24,17 @@ def page_quota_ref(
     caps: torch.Tensor,
     total: torch.Tensor,
     block_size: int,
+    most: int = MOST_TOKENS,
 ) -> torch.Tensor:
     """Share `total` pages among the n heads of each group.
 
     Args:
-        tokens: [G, n] int64, tokens that each head asks for, below 2^35.
+        tokens: [G, n] int64, tokens that each head asks for, at most `most`.
         floors: [G, n] int64 pages, at least 0.
-        caps: [G, n] int64 pages, at least `floors`; in tokens below 2^35.
+        caps: [G, n] int64 pages, at least `floors`; in tokens at most `most`.
         total: [G] int64 pages.
         block_size: N, tokens per page.
+        most: a bound that saves passes where it is low.
 
     Returns:
         [G, n] int64 pages between floors and caps. They add up to `total`, or to the
@@ -47,7 +48,7 @@ def page_quota_ref(
     total = total[:, None]
     # The largest shift that the total covers, bit by bit from one that none fills.
     shift = -tokens.amax(-1, keepdim=True)
-    for bit in reversed(range(SHIFT_BITS)):
+    for bit in reversed(range((2 * most).bit_length())):
         higher = shift + 2**bit
         covered = pages(higher).sum(-1, keepdim=True) <= total
         shift = torch.where(covered, higher, shift)

@@ -54,4 +54,5 @@ HARD_PARAMS = (
         "heads that share a budget: those of all layers, or of one",
         choices=("model", "layer"),
     ),
+    Param("hard_merge", "bool", False, "merge dropped tokens into survivors"),
 )

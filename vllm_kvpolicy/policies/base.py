@@ -32,7 +32,6 @@ class Needs:
         values: cached values.
         positions: true positions of the held tokens.
         rope: the model's rotary frequencies.
-        token_scores: scores that tokens got when they were computed.
         signals: what is measured at every token while it is computed.
         memory: names of the float32 values that it keeps per survivor from event to
             event.
@@ -44,7 +43,6 @@ class Needs:
     values: bool = False
     positions: bool = False
     rope: bool = False
-    token_scores: bool = False
     signals: tuple[TokenSignal, ...] = ()
     memory: tuple[str, ...] = ()
 
@@ -57,7 +55,6 @@ class Needs:
             values=self.values or other.values,
             positions=self.positions or other.positions,
             rope=self.rope or other.rope,
-            token_scores=self.token_scores or other.token_scores,
             signals=tuple(dict.fromkeys(self.signals + other.signals)),
             memory=tuple(dict.fromkeys(self.memory + other.memory)),
         )
@@ -82,7 +79,6 @@ class EventInputs:
             its own position, newest last.
         positions: [E, L, H, T] int64, true positions.
         rope: the model's rotary embedding.
-        token_scores: [E, L, H, T] float32, see `Needs`.
         signals: by signal, [E, P] float32 by position, also of tokens dropped since;
             P is at least the largest `end`, entries from a request's own `end` on are
             unspecified.
@@ -101,7 +97,6 @@ class EventInputs:
     queries: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     rope: Rope | None = None
-    token_scores: torch.Tensor | None = None
     signals: Mapping[TokenSignal, torch.Tensor] | None = None
     prompt_lengths: torch.Tensor | None = None
     memory: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -125,6 +120,21 @@ class EventInputs:
 
 
 @dataclass(frozen=True)
+class Merge:
+    """Dropped tokens that are merged into survivors of their head.
+
+    Args:
+        partner: [E, L, H, T] int64, the token of the same head that each survivor
+            takes in, no token twice; -1 for none. Neither is a must-keep token.
+        weight: [E, L, H, T] float32, a survivor's share of its merged key and value, 0
+            to 1; the rest is its partner's.
+    """
+
+    partner: torch.Tensor
+    weight: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Decision:
     """What a policy decided, per (event, layer, KV head).
 
@@ -137,12 +147,14 @@ class Decision:
             up a partly used page. Unspecified on padding.
         memory: by name, [E, L, H, T] float32 before the survivors are gathered.
         notes: by name, [E, L, H, ...], what led to the decision; only traces read it.
+        merge: what survivors take in, None for nothing; needs keys and values.
     """
 
     keep: torch.Tensor
     score: torch.Tensor
     memory: Mapping[str, torch.Tensor] = field(default_factory=dict)
     notes: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    merge: Merge | None = None
 
 
 class Policy(Protocol):

@@ -5,7 +5,7 @@ q_w . k_i * scale, for each query w of the window; v_i = number of w that have t
 among the first K_w. A head's size is the number of tokens with v_i >= 1 or to be kept
 anyway, clamped to lower * K .. upper * K; sizes are then scaled to a mean of K over the
 heads that share a budget, between the same bounds. Heads keep their best by v, then
-score.
+score; with `merge` those take in what they replace, see policies.merging.
 Called by policies.compose.
 Process: worker
 
@@ -30,6 +30,7 @@ from vllm_kvpolicy.kernels.page_quota import page_quota_ref
 from vllm_kvpolicy.kernels.ranking import limit_must_keep, rank_by, top_k_mask
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
+from vllm_kvpolicy.policies.merging import choose_merge
 
 SHARE_UNIT = 16  # shares of the total are exact to 1/16 token
 
@@ -45,6 +46,7 @@ class HardAllocator:
         order: "method" or "attention".
         scope: "model" or "layer", the heads that share a budget.
         dynamic: sizes are scaled down only: the budget is a bound, not a target.
+        merge: survivors take dropped tokens in.
     """
 
     def __init__(
@@ -56,14 +58,16 @@ class HardAllocator:
         order: str = "method",
         scope: str = "model",
         dynamic: bool = False,
+        merge: bool = False,
     ) -> None:
-        self.needs = Needs(window_tokens=window_tokens, keys=True)
+        self.needs = Needs(window_tokens=window_tokens, keys=True, values=merge)
         self.mass = mass
         self.lower = lower
         self.upper = upper
         self.order = order
         self.scope = scope
         self.dynamic = dynamic
+        self.merge = merge
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "HardAllocator":
@@ -76,6 +80,7 @@ class HardAllocator:
             options["hard_order"],
             options["hard_scope"],
             options["hard_mode"] == "dynamic",
+            options["hard_merge"],
         )
 
     def choose(
@@ -95,8 +100,12 @@ class HardAllocator:
         floors = torch.minimum(floors, inputs.lengths)
         caps = inputs.lengths.clamp(max=int(self.upper * budget))
         sizes = (candidates | must_keep).sum(-1).clamp(floors, caps)
-        quota = self._scale(sizes, floors, caps, budget)
-        return Decision(top_k_mask(order, must_keep, inputs.valid, quota), order)
+        quota = self._scale(sizes, floors, caps, budget, score.shape[-1])
+        keep = top_k_mask(order, must_keep, inputs.valid, quota)
+        if not self.merge:
+            return Decision(keep, order)
+        merge = choose_merge(keep, order, inputs, self.needs.window_tokens)
+        return Decision(keep, order, merge=merge)
 
     def _candidates(
         self, score: torch.Tensor, inputs: EventInputs
@@ -117,21 +126,27 @@ class HardAllocator:
         floors: torch.Tensor,
         caps: torch.Tensor,
         budget: int,
+        num_tokens: int,
     ) -> torch.Tensor:
         """Scale the heads' sizes to a mean of `budget`, all [E, L, H] int64 tokens."""
         whole_model = self.scope == "model"
-        groups = [
+        size, floor, cap = (
             part.flatten(1) if whole_model else part.flatten(0, 1)
             for part in (sizes, floors, caps)
-        ]
-        total = torch.full_like(groups[0][:, 0], groups[0].shape[-1] * budget)
+        )
+        total = torch.full_like(size[:, 0], size.shape[-1] * budget)
         if self.dynamic:
-            total = torch.minimum(total, groups[0].sum(-1))
-        return scale_to(total, *groups).view_as(sizes)
+            total = torch.minimum(total, size.sum(-1))
+        most = max(size.shape[-1] * budget, num_tokens)
+        return scale_to(total, size, floor, cap, most).view_as(sizes)
 
 
 def scale_to(
-    total: torch.Tensor, sizes: torch.Tensor, floors: torch.Tensor, caps: torch.Tensor
+    total: torch.Tensor,
+    sizes: torch.Tensor,
+    floors: torch.Tensor,
+    caps: torch.Tensor,
+    most: int = 2**31,
 ) -> torch.Tensor:
     """Scale the sizes of each group's n heads until they add up to `total`.
 
@@ -142,6 +157,7 @@ def scale_to(
         sizes: [G, n] int64 tokens, between floors and caps.
         floors: [G, n] int64 tokens.
         caps: [G, n] int64 tokens.
+        most: no total, size or cap is above it.
 
     Returns:
         [G, n] int64 tokens between floors and caps that add up to `total`, or to the
@@ -149,4 +165,4 @@ def scale_to(
     """
     whole = sizes.sum(-1, keepdim=True).clamp(min=1)
     share = sizes * (total[:, None] * SHARE_UNIT) // whole
-    return page_quota_ref(share, floors, caps, total, SHARE_UNIT)
+    return page_quota_ref(share, floors, caps, total, SHARE_UNIT, SHARE_UNIT * most)
