@@ -56,7 +56,8 @@ class Setup:
         """Name of the server in its log."""
         if self.budget is None:
             return FULL
-        return f"{self.policies[0]}-and-{len(self.policies) - 1}-more-{self.budget}"
+        others = f"-and-{len(self.policies) - 1}-more" if self.policies[1:] else ""
+        return f"{self.policies[0]}{others}-{self.budget}"
 
     def arguments(self, args: argparse.Namespace) -> list[str]:
         """Return what follows `vllm serve`: every request has room at full length."""
@@ -76,6 +77,9 @@ class Setup:
             words += ["--kv-policy", first, "--kv-budget", str(self.budget)]
             words += ["--kv-interval", str(args.interval)]
             words += ["--kv-policy-config", json.dumps(config)]
+            if args.evict_prompts:
+                additional = {"kv_policy": {"protect_prompt": False}}
+                words += ["--additional-config", json.dumps(additional)]
         return words
 
     def config(self, args: argparse.Namespace) -> Line:
@@ -310,6 +314,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="JSON",
         help="options; each server gets those that its policies know",
     )
+    parser.add_argument(
+        "--evict-prompts",
+        action="store_true",
+        help="no policy protects the prompt, so that all hold the same",
+    )
     parser.add_argument("--interval", type=int, default=64, help="tokens")
     parser.add_argument(
         "--tasks",
@@ -337,6 +346,7 @@ def main(argv: list[str] | None = None) -> None:
         "model_sha256": hashlib.sha256(weights).hexdigest(),
         "interval": args.interval,
         "policy_config": args.policy_config,
+        "evict_prompts": args.evict_prompts,
         "max_tokens": args.max_tokens,
         "max_model_len": args.max_model_len,
     }

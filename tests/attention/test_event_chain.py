@@ -39,9 +39,10 @@ def test_every_head_holds_its_own_tokens(name: str) -> None:
     assert totals["events"] > 120 and totals["crowded steps"] > 25
     assert totals["finished"] > 20 and totals["preempted"] > 5
     assert (totals["uneven events"] > 60) == is_ragged
-    assert (totals["events without survivors of a head"] > 0) == is_ragged
-    gives_back = dynamic and changes.get("one_allocation", True)
-    assert (totals["given back"] > 50) == gives_back
+    crosses_layers = is_ragged and changes.get("one_allocation", True)
+    if crosses_layers:
+        assert totals["events without survivors of a head"] > 10
+    assert (totals["given back"] > 50) == (dynamic and crosses_layers)
 
 
 @pytest.mark.parametrize("placement", ["shuffled", "exchanged"])

@@ -109,14 +109,28 @@ def test_summary_counts_families_and_all():
 
 def test_setups(tiny_model):
     args = accuracy.parse_args(["--policies", "full", "--model", str(tiny_model)])
-    stock = Setup(FULL, None).arguments(args)
-    ours = Setup("tova", 128).arguments(args)
+    args.policy_config = {"expected_window": 48, "hard_p": 0.8}
+    stock = Setup((FULL,), None).arguments(args)
+    ours = Setup(("tova", "expected"), 128).arguments(args)
     assert ours[: len(stock)] == stock
+    config = {"expected_window": 48, "allow": ["expected"]}
     assert ours[len(stock) :] == [
         *("--kv-policy", "tova"),
         *("--kv-budget", "128"),
         *("--kv-interval", "64"),
+        *("--kv-policy-config", json.dumps(config)),
     ]
+
+
+def test_one_server_per_budget_and_tier():
+    policies = ["full", "tova", "adakv-snapkv", "keydiff", "hard-tova"]
+    setups = accuracy.setups_of(policies, [96, 128])
+    equal, ragged = ("tova", "keydiff"), ("adakv-snapkv", "hard-tova")
+    assert setups == [
+        Setup((FULL,), None),
+        *(Setup(names, size) for size in (96, 128) for names in (equal, ragged)),
+    ]
+    assert setups[1].label == "tova-and-1-more-96"
 
 
 def test_a_worked_answer_fits_the_limit():
