@@ -105,6 +105,24 @@ def output_limit(problem: Problem) -> int:
     return len(encode(problem.completion)) * 5 // 4 + 32
 
 
+async def post(session: aiohttp.ClientSession, body: Line) -> Line:
+    """Send a request, again where the server had closed the idle connection.
+
+    Raises:
+        LoadError: anything but an HTTP 200.
+    """
+    for is_last in (False, False, True):
+        try:
+            async with session.post("/v1/chat/completions", json=body) as response:
+                if response.status != 200:
+                    raise LoadError(f"HTTP {response.status}: {await response.text()}")
+                return await response.json()
+        except aiohttp.ServerDisconnectedError:
+            if is_last:
+                raise
+    raise AssertionError("unreachable")
+
+
 async def ask(
     session: aiohttp.ClientSession,
     problem: Problem,
@@ -133,10 +151,7 @@ async def ask(
     }
     if policy is not None:
         body["vllm_xargs"] = {"kv_policy": policy}
-    async with session.post("/v1/chat/completions", json=body) as response:
-        if response.status != 200:
-            raise LoadError(f"HTTP {response.status}: {await response.text()}")
-        answer = await response.json()
+    answer = await post(session, body)
     choice = answer["choices"][0]
     text = choice["message"]["content"] or ""
     return {

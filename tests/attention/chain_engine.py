@@ -303,6 +303,7 @@ class Chain:
         assert len(owned) + num_free == self.setup.num_blocks - 1, "blocks are lost"
         nobodys = sorted(set(range(self.setup.num_blocks)) - set(owned))
         for cache in self.caches:
+            assert (cache[0] == POISON).all(), "something wrote to the null block"
             cache[nobodys] = POISON
 
     def _check_batch(self, counts: Mapping[str, int]) -> None:

@@ -236,7 +236,7 @@ def test_attention_over_the_merged_cache_is_the_closed_form(layout: str) -> None
         tokens = [*left, *(other for other, _ in pairs.values())]
         whole = attend(query, events.before[row, head][:, tokens], torch.tensor(0.0))
         biased = attend(query, held, torch.tensor(entropies).double())
-        torch.testing.assert_close(biased, whole, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(biased, whole, **close)
         wanted = (events.merge(row, head).partner >= 0).sum()
         num_refilled += int(wanted) - len(pairs)
         num_pairs += len(pairs)

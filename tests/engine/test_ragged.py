@@ -120,3 +120,25 @@ def test_layers_in_allocations_of_their_own(
         for event in result.events:
             per_layer = (event.survivors >= 0).sum((1, 2))
             assert len(set(per_layer.tolist())) == 1
+
+
+def test_merging_dropped_tokens_changes_answers_and_nothing_else(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Merged survivors are no text any more: replay does not hold, memory does."""
+    runs = {}
+    for merge in (False, True):
+        options = {"hard_p": 0.5, "hard_merge": merge}
+        values = {**FIXED, "policy_config": options}
+        with Engine(tiny_model, values, tmp_path / str(merge)) as engine:
+            runs[merge] = engine.run(jobs())
+            assert engine.num_free == engine.num_usable
+    plain, merged = runs[False], runs[True]
+    assert plain.tokens != merged.tokens
+    first = [(plain.results[name], merged.results[name]) for name in plain.results]
+    for without, with_merge in first:
+        ours, theirs = with_merge.events[0], without.events[0]
+        assert ours.survivors.tolist() == theirs.survivors.tolist()
+        length = ours.position + 1 - len(without.job.prompt)
+        if length > 0:
+            assert with_merge.tokens[:length] == without.tokens[:length]

@@ -170,6 +170,7 @@ def test_inputs_stay_as_they_are(name: str) -> None:
     [
         ("hard", {"hard_order": "attention", "hard_scope": "layer"}),
         ("hard", {"hard_mode": "dynamic"}),
+        ("hard", {"hard_merge": True}),
         ("ams", {"segments": "fixed"}),
         ("ams", {"quotas": "uniform"}),
     ],

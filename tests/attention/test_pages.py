@@ -1,0 +1,120 @@
+"""Page ids and views of a cache, in one allocation and apart, against indexing."""
+
+import pytest
+import torch
+
+from vllm_kvpolicy.attention.pages import PagePool
+
+LAYERS, BLOCKS, HEADS, SIZE, DIM = 3, 5, 2, 4, 6
+LAYOUTS = ["one", "apart"]
+ORDERS = [False, True]
+
+
+def make_caches(layout: str, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Return [B, H, N, 2D] per layer, every number different."""
+    shape = (LAYERS, BLOCKS, HEADS, SIZE, 2 * DIM)
+    whole = torch.arange(LAYERS * BLOCKS * HEADS * SIZE * 2 * DIM).view(shape)
+    whole = whole.to(dtype)
+    return [layer if layout == "one" else layer.clone() for layer in whole]
+
+
+def expected(page: torch.Tensor, columns: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values [N, D] of one page [N, 2D], as the kernels lay it out."""
+    if not columns:
+        return page[:, :DIM], page[:, DIM:]
+    numbers = page.flatten()
+    keys, values = numbers[: SIZE * DIM], numbers[SIZE * DIM :]
+    return keys.view(DIM, SIZE).T, values.view(SIZE, DIM)
+
+
+@pytest.mark.parametrize("columns", ORDERS, ids=["rows", "columns"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_id_names_the_stock_page(layout: str, columns: bool) -> None:
+    caches = make_caches(layout)
+    pool = PagePool(caches, columns)
+    blocks = torch.tensor([[3, 0, 4], [1, 2, 2]])
+    ids = pool.own_pages(blocks)
+    assert ids.shape == (2, LAYERS, HEADS, 3)
+    for event, layer, head, place in torch.cartesian_prod(
+        *(torch.arange(size) for size in ids.shape)
+    ).tolist():
+        page = int(ids[event, layer, head, place])
+        stock = caches[layer][blocks[event, place], head]
+        keys, values = expected(stock, columns)
+        assert torch.equal(pool.keys[layer][page], keys)
+        assert torch.equal(pool.values[layer][page], values)
+        assert torch.equal(pool.pages_of(layer)[page, 0], stock)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ids_are_unique_where_pages_may_meet(layout: str) -> None:
+    pool = PagePool(make_caches(layout), False)
+    ids = pool.own_pages(torch.arange(BLOCKS)[None])[0]
+    is_one = layout == "one"
+    assert pool.spans_layers == is_one
+    assert pool.num_groups == (1 if is_one else LAYERS)
+    groups = ids.reshape(pool.num_groups, -1)
+    for group in groups:
+        assert sorted(group.tolist()) == list(range(groups.shape[-1]))
+
+
+def test_in_one_allocation_all_layers_read_any_page() -> None:
+    caches = make_caches("one")
+    pool = PagePool(caches, False)
+    page = int(pool.own_pages(torch.tensor([[2]]))[0, 2, 1, 0])
+    for layer in range(LAYERS):
+        assert torch.equal(pool.keys[layer][page], caches[2][2, 1, :, :DIM])
+
+
+@pytest.mark.parametrize("columns", ORDERS, ids=["rows", "columns"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("num_tokens", [8, 7, 5, 1])
+def test_gather_lines_tokens_up(layout: str, columns: bool, num_tokens: int) -> None:
+    caches = make_caches(layout)
+    pool = PagePool(caches, columns)
+    generator = torch.Generator().manual_seed(1)
+    # Any page of the same allocation, not only the head's own.
+    most = BLOCKS * HEADS * (LAYERS if pool.spans_layers else 1)
+    pages = torch.randint(most, (2, LAYERS, HEADS, 2), generator=generator)
+    for part, parts in enumerate((pool.keys, pool.values)):
+        found = pool.gather(parts, pages, num_tokens)
+        assert found.shape == (2, LAYERS, HEADS, num_tokens, DIM)
+        for event, layer, head in torch.cartesian_prod(
+            torch.arange(2), torch.arange(LAYERS), torch.arange(HEADS)
+        ).tolist():
+            rows = []
+            for page in pages[event, layer, head].tolist():
+                where, stock = divmod(page, BLOCKS * HEADS)
+                where = where if pool.spans_layers else layer
+                block, own = divmod(stock, HEADS)
+                rows.append(expected(caches[where][block, own], columns)[part])
+            want = torch.cat(rows)[:num_tokens]
+            assert torch.equal(found[event, layer, head], want)
+
+
+def test_views_write_to_the_cache() -> None:
+    caches = make_caches("one", torch.bfloat16)
+    pool = PagePool(caches, True)
+    page = int(pool.own_pages(torch.tensor([[4]]))[0, 1, 0, 0])
+    pool.keys[0][page, 3] = -torch.arange(DIM, dtype=torch.bfloat16)
+    keys, _ = expected(caches[1][4, 0], True)
+    assert keys[3].tolist() == [-0.0, -1, -2, -3, -4, -5]
+
+
+@pytest.mark.parametrize("damage", ["order", "distance", "start"])
+def test_layers_that_do_not_follow_each_other_lie_apart(damage: str) -> None:
+    shape = (2 * LAYERS, BLOCKS, HEADS, SIZE, 2 * DIM)
+    layers = list(torch.zeros(shape))
+    chosen = {
+        "order": layers[1::-1],
+        "distance": layers[::2],
+        "start": [layers[1], layers[3]],
+    }[damage]
+    assert not PagePool(chosen, False).spans_layers
+    assert PagePool(layers[2:4], False).spans_layers
+
+
+def test_token_major_caches_are_refused() -> None:
+    cache = torch.zeros(BLOCKS, SIZE, HEADS, 2 * DIM).transpose(1, 2)
+    with pytest.raises(ValueError, match="head-major"):
+        PagePool([cache], False)
