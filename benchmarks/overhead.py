@@ -1,9 +1,11 @@
-"""Times a policy that never has an event against stock vLLM, both in this process.
+"""Times a policy against stock vLLM or another policy, both in this process.
 
-No HTTP, no other process: what is left is the policy's own work per step. Engines take
-turns on the same requests; outputs must be equal before anything is reported.
+No HTTP, no other process: what is left is the policy's own work. Engines take turns on
+the same requests. Without a budget the policy never has an event, and outputs must be
+equal before anything is reported.
 
     python -m benchmarks.overhead [--model DIR] [--policy ams-tova] [--pairs 25]
+    python -m benchmarks.overhead --policy adakv-snapkv --beside snapkv --budget 128
 """
 
 import argparse
@@ -25,13 +27,13 @@ ENVIRONMENT = {
 }
 
 
-def make_engine(model: str, policy: str | None) -> Any:
-    """Return an engine; with a policy its budget is never reached."""
+def make_engine(model: str, policy: str | None, budget: int) -> Any:
+    """Return an engine, stock without a policy."""
     from vllm import LLM
 
     extra: dict[str, Any] = {}
     if policy is not None:
-        values = {"policy": policy, "budget": MAX_MODEL_TOKENS, "interval": 64}
+        values = {"policy": policy, "budget": budget, "interval": 64}
         extra["additional_config"] = {"kv_policy": values}
     return LLM(
         model,
@@ -47,7 +49,9 @@ def make_engine(model: str, policy: str | None) -> Any:
     )
 
 
-def run_round(engine: Any, number: int) -> tuple[float, float, list]:
+def run_round(
+    engine: Any, number: int, output_tokens: int
+) -> tuple[float, float, list]:
     """Return wall seconds, CPU seconds and tokens of one round of requests."""
     from vllm import SamplingParams, TokensPrompt
 
@@ -57,7 +61,7 @@ def run_round(engine: Any, number: int) -> tuple[float, float, list]:
         TokensPrompt(prompt_token_ids=[rng.randrange(10, 100) for _ in range(length)])
         for length in lengths
     ]
-    params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
     wall, cpu = time.perf_counter(), time.process_time()
     outputs = engine.generate(prompts, params, use_tqdm=False)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
@@ -65,31 +69,39 @@ def run_round(engine: Any, number: int) -> tuple[float, float, list]:
 
 
 def main() -> None:
-    """Print throughput ratios policy / stock with bootstrap intervals."""
+    """Print throughput ratios with bootstrap intervals."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="reasoner/checkpoint")
     parser.add_argument("--policy", default="ams-tova")
+    parser.add_argument("--beside", metavar="NAME", help="policy; default: stock")
+    parser.add_argument("--budget", type=int, default=MAX_MODEL_TOKENS, help="tokens")
+    parser.add_argument("--output-tokens", type=int, default=OUTPUT_TOKENS)
     parser.add_argument("--pairs", type=int, default=25)
     options = parser.parse_args()
     os.environ.update(ENVIRONMENT)
+    base = options.beside or "stock"
     engines = {
-        "stock": make_engine(options.model, None),
-        "policy": make_engine(options.model, options.policy),
+        base: make_engine(options.model, options.beside, options.budget),
+        options.policy: make_engine(options.model, options.policy, options.budget),
     }
+    binds = options.budget < MAX_MODEL_TOKENS
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
     for number in range(-1, options.pairs):
         order = list(engines) if number % 2 else list(reversed(engines))
-        rounds = {name: run_round(engines[name], number) for name in order}
-        if rounds["stock"][2] != rounds["policy"][2]:
+        rounds = {
+            name: run_round(engines[name], number, options.output_tokens)
+            for name in order
+        }
+        if not binds and rounds[base][2] != rounds[options.policy][2]:
             raise RuntimeError(f"round {number}: the policy changed the tokens")
         if number >= 0:  # the first round warms up
             for name, (wall, cpu, _) in rounds.items():
                 times[name].append((wall, cpu))
     for column, kind in enumerate(("wall", "CPU")):
-        stock, policy = ([pair[column] for pair in times[name]] for name in engines)
-        ratio = median_ratio(stock, policy)
+        before, after = ([pair[column] for pair in times[name]] for name in engines)
+        ratio = median_ratio(before, after)
         print(
-            f"{options.policy} / stock, tokens per {kind} second, {options.pairs} "
+            f"{options.policy} / {base}, tokens per {kind} second, {options.pairs} "
             f"pairs: {ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
         )
 

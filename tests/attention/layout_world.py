@@ -106,7 +106,7 @@ class LayoutWorld:
             position=request.frontier * SIZE + rng.randint(0, SIZE),
             frontier_blocks=request.frontier,
             budget=0,
-            sinks=rng.choice((0, 1, SIZE, SIZE + 1)),
+            sinks=min(rng.choice((0, 1, SIZE, SIZE + 1)), num_dest * SIZE),
             prompt_tokens=1,
             num_global=len(request.global_blocks),
             source_blocks=tuple(source),
@@ -128,9 +128,9 @@ class LayoutWorld:
         ]
 
     def take(self, events: list[CompactEvent]) -> tuple[list[int], torch.Tensor]:
-        """Return the events' slots, on host and device; first events find them empty."""
+        """Return the events' slots, on host and device, empty at first events."""
         slots = [self.slots.take(event.request_id) for event in events]
-        if not self.ordinal - 1:
+        if events[0].ordinal == 0:
             self.layout.clear(slots, torch.tensor(slots))
         return slots, torch.tensor(slots)
 

@@ -1,0 +1,165 @@
+"""KV heads folded into the batch, against loops over requests and heads."""
+
+from random import Random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_kvpolicy.attention.folding import (
+    FoldedBatch,
+    Folder,
+    fold_queries,
+    unfold_output,
+)
+from vllm_kvpolicy.attention.head_tables import HeadTables
+from vllm_kvpolicy.attention.slots import SlotTable
+
+LAYERS, HEADS, SIZE, BLOCKS = 2, 3, 4, 90
+NUM_HEADS = LAYERS * HEADS
+SLOTS, MOST_BLOCKS, ROW = 4, 5, 12
+CPU = torch.device("cpu")
+OWN = torch.tensor([layer * BLOCKS * HEADS + h for layer in (0, 1) for h in range(3)])
+
+
+class Batch:
+    """Requests with random page lists, frontiers and lengths; "none" had no event."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = Random(seed)
+        self.slots = SlotTable(SLOTS, MOST_BLOCKS, SIZE, CPU)
+        self.tables = HeadTables(SLOTS, MOST_BLOCKS, OWN, HEADS, CPU)
+        self.folder = Folder(self.slots, self.tables, LAYERS)
+        self.lists: dict[str, list[list[int]]] = {"none": [[]] * NUM_HEADS}
+        self.frontier = {"none": 0}
+        for name in "abc":
+            self.event(name, self.rng.randint(0, 6))
+        self.names = self.rng.sample([*"abc", "none"], 4)
+        self.rows = {
+            name: [self.rng.randrange(1, BLOCKS) for _ in range(ROW)]
+            for name in self.names
+        }
+        self.ends = {
+            name: max(1, self.frontier[name] * SIZE) + self.rng.randint(0, 9)
+            for name in self.names
+        }
+
+    def event(self, name: str, frontier: int) -> None:
+        """Give a request new page lists and a new frontier."""
+        sizes = [self.rng.randint(0, MOST_BLOCKS) for _ in range(NUM_HEADS)]
+        lists = [[self.rng.randrange(1, 500) for _ in range(size)] for size in sizes]
+        flat = [page for pages in lists for page in pages] or [0]
+        slot = self.slots.take(name)
+        first = torch.tensor([[0, *sizes]]).cumsum(-1)
+        index = torch.tensor([slot])
+        self.tables.update([slot], index, first, torch.tensor([flat]))
+        self.slots.frontier_blocks[slot] = frontier
+        self.slots.frontier_blocks_cpu[slot] = frontier
+        self.lists[name], self.frontier[name] = lists, frontier
+        self.folder.forget()
+
+    def fold(self, counts: list[int], padding: int = 0) -> FoldedBatch:
+        """Fold a step in which requests compute `counts` tokens each."""
+        ends = [self.ends[name] for name in self.names] + [0] * padding
+        rows = [self.rows[name] for name in self.names] + [[0] * ROW] * padding
+        starts = np.cumsum([0, *counts, *[0] * padding])
+        common = SimpleNamespace(
+            num_reqs=len(ends),
+            num_actual_tokens=sum(counts),
+            seq_lens=torch.tensor(ends, dtype=torch.int32),
+            seq_lens_cpu_upper_bound=torch.tensor(ends, dtype=torch.int32),
+            query_start_loc=torch.from_numpy(starts).int(),
+            block_table_tensor=torch.tensor(rows, dtype=torch.int32),
+        )
+        return self.folder.fold(common, self.names)
+
+    def check(self, folded: FoldedBatch, counts: list[int], padding: int = 0) -> None:
+        """Compare every row that the kernel will see."""
+        num_rows = len(self.names) + padding
+        starts = folded.query_start.tolist()
+        assert folded.tables.shape[:2] == (LAYERS, num_rows * HEADS)
+        assert folded.num_tokens == sum(counts)
+        assert len(starts) == num_rows * HEADS + 1
+        assert starts[-1] == folded.num_tokens * HEADS
+        for request, name in enumerate(self.names):
+            blocks = self.rows[name][self.frontier[name] : -(-self.ends[name] // SIZE)]
+            first_token = sum(counts[:request])
+            for layer, head in np.ndindex(LAYERS, HEADS):
+                which = layer * HEADS + head
+                row = request * HEADS + head
+                start = row
+                if not folded.by_request:
+                    row = head * num_rows + request
+                    start = head * folded.num_tokens + first_token
+                pages = self.lists[name][which]
+                dropped = self.frontier[name] - len(pages)
+                length = self.ends[name] - dropped * SIZE
+                assert folded.lengths[layer, row] == length <= folded.max_length
+                want = pages + [int(OWN[which]) + HEADS * block for block in blocks]
+                assert folded.tables[layer, row, : len(want)].tolist() == want
+                assert starts[row] == start
+                assert starts[row + 1] - start == counts[request]
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("counts", [[1, 1, 1, 1], [1, 5, 2, 1], [7, 1, 1, 1]], ids=str)
+def test_rows_equal_loops(counts: list[int], seed: int) -> None:
+    batch = Batch(seed)
+    folded = batch.fold(counts)
+    assert folded.by_request == (max(counts) == 1)
+    batch.check(folded, counts)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_padded_rows_read_nothing(seed: int) -> None:
+    batch = Batch(seed)
+    counts = [1, 3, 2, 1]
+    folded = batch.fold(counts, padding=2)
+    batch.check(folded, counts, padding=2)
+    lengths = folded.lengths.unflatten(1, (HEADS, -1))
+    assert not lengths[..., -2:].any()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_tables_are_up_to_date_at_every_step(seed: int) -> None:
+    """Tables of earlier steps are used again: as rows grow, change and have events."""
+    batch = Batch(seed)
+    rng, ones, kept = batch.rng, [1] * 4, 0
+    for _ in range(60):
+        before = batch.folder._built
+        for name in batch.names:
+            batch.ends[name] = min(batch.ends[name] + 1, ROW * SIZE)
+        draw = rng.random()
+        if draw < 0.1:
+            name = rng.choice("abc")
+            batch.event(name, batch.ends[name] // SIZE - rng.randint(0, 1))
+        elif draw < 0.2:
+            rng.shuffle(batch.names)
+        counts = rng.choice((ones, ones, [1, 2, 1, 1]))
+        batch.check(batch.fold(counts), counts)
+        kept += batch.folder._built is before
+    assert kept > 20
+
+
+@pytest.mark.parametrize("by_request", [True, False])
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_query_heads_stand_with_their_kv_head(
+    num_tokens: int, by_request: bool
+) -> None:
+    group, dim = 2, 4
+    query = torch.randn(num_tokens, HEADS * group, dim)
+    folded = fold_queries(query, HEADS, by_request)
+    assert folded.shape == (num_tokens * HEADS, group, dim)
+    for token, head in np.ndindex(num_tokens, HEADS * group):
+        kv_head, member = divmod(head, group)
+        row = kv_head * num_tokens + token
+        if by_request:
+            row = token * HEADS + kv_head
+        assert torch.equal(folded[row, member], query[token, head])
+
+
+def test_unfolding_undoes_folding() -> None:
+    query = torch.randn(7, 6, 4)
+    assert torch.equal(unfold_output(fold_queries(query, 3, False), 3), query)
+    assert torch.equal(fold_queries(query, 3, True).view(query.shape), query)
