@@ -75,11 +75,16 @@ def check_policy(options: argparse.Namespace, device: str) -> None:
     Raises:
         ValueError: naming the key, the value and what is valid.
     """
+    from vllm_kvpolicy.cli import add_arguments, given_values
     from vllm_kvpolicy.compat import BLOCK_TOKENS
     from vllm_kvpolicy.config import KVPolicyConfig
 
     numbers = {"budget": options.budget, "interval": options.interval}
     values = {key: int(v) if v.isdigit() else v for key, v in numbers.items()}
+    parser = argparse.ArgumentParser(prog="make serve", allow_abbrev=False)
+    add_arguments(parser)
+    extra, _ = parser.parse_known_args(options.extra)
+    values |= given_values(vars(extra))
     config = KVPolicyConfig.from_dict({"policy": options.policy, **values})
     if not any(word.startswith("--block-size") for word in options.extra):
         config.validate_block_size(BLOCK_TOKENS[device])

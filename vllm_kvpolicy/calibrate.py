@@ -187,14 +187,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--tokens", type=int, default=32768, help="tokens to read (default: 32768)"
     )
     parser.add_argument("--output", required=True, type=Path, help="file to write")
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=argparse.SUPPRESS,
+        help="share of the memory that vLLM may take; less beside another server",
+    )
     given = parser.parse_args(arguments)
+    memory = {
+        key: value
+        for key, value in vars(given).items()
+        if key == "gpu_memory_utilization"
+    }
     try:
         tokens = read_tokens(given.model, given.text, given.tokens)
     except ValueError as error:
         parser.error(str(error))
     if not given.output.parent.is_dir():
         parser.error(f"output: {str(given.output.parent)!r} is no folder")
-    save(given.output, calibrate(given.kind, given.model, tokens))
+    save(given.output, calibrate(given.kind, given.model, tokens, **memory))
 
 
 if __name__ == "__main__":

@@ -296,7 +296,10 @@ def _checked_names(policy: str, allow: Any) -> tuple[str, ...]:
         raise ValueError(f"allow: got {allow!r}, expected a list of policies")
     allowed = tuple(allow)
     for name in allowed:
-        parse(name)
+        try:
+            parse(name)
+        except ValueError as error:
+            raise ValueError(str(error).replace("kv_policy:", "allow:", 1)) from None
     tests = [name for name in (policy, *allowed) if parse(name).is_test]
     if allowed and tests:
         raise ValueError(

@@ -18,7 +18,7 @@ from vllm_kvpolicy.attention.slots import SlotTable
 
 LAYERS, HEADS, SIZE, BLOCKS = 2, 3, 4, 90
 NUM_HEADS = LAYERS * HEADS
-SLOTS, MOST_BLOCKS, ROW = 4, 5, 12
+SLOTS, MOST_BLOCKS, ROW = 4, 5, 60
 CPU = torch.device("cpu")
 OWN = torch.tensor([layer * BLOCKS * HEADS + h for layer in (0, 1) for h in range(3)])
 
@@ -62,7 +62,7 @@ class Batch:
     def fold(self, counts: list[int], padding: int = 0) -> FoldedBatch:
         """Fold a step in which requests compute `counts` tokens each."""
         ends = [self.ends[name] for name in self.names] + [0] * padding
-        rows = [self.rows[name] for name in self.names] + [[0] * ROW] * padding
+        rows = [self._table_row(name) for name in self.names] + [[0] * ROW] * padding
         starts = np.cumsum([0, *counts, *[0] * padding])
         common = SimpleNamespace(
             num_reqs=len(ends),
@@ -73,6 +73,12 @@ class Batch:
             block_table_tensor=torch.tensor(rows, dtype=torch.int32),
         )
         return self.folder.fold(common, self.names)
+
+    def _table_row(self, name: str) -> list[int]:
+        """Return a row of vLLM's block table: stale ids behind the last block."""
+        count = -(-self.ends[name] // SIZE)
+        stale = [self.rng.randrange(BLOCKS) for _ in range(ROW - count)]
+        return self.rows[name][:count] + stale
 
     def check(self, folded: FoldedBatch, counts: list[int], padding: int = 0) -> None:
         """Compare every row that the kernel will see."""
@@ -129,7 +135,8 @@ def test_tables_are_up_to_date_at_every_step(seed: int) -> None:
     for _ in range(60):
         before = batch.folder._built
         for name in batch.names:
-            batch.ends[name] = min(batch.ends[name] + 1, ROW * SIZE)
+            grown = batch.ends[name] + rng.choice((1, 1, 1, 1, 30))
+            batch.ends[name] = grown if grown <= ROW * SIZE else batch.ends[name]
         draw = rng.random()
         if draw < 0.1:
             name = rng.choice("abc")

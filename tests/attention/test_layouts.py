@@ -130,6 +130,17 @@ def test_equal_heads_keep_their_own_pages_of_the_destinations() -> None:
                 assert pages == [world.own(block, head) for block in event.dest_blocks]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_that_takes_a_slot_over_starts_empty(kind: str) -> None:
+    world = LayoutWorld(kind, 1)
+    events, *_ = run_round(world, True)
+    slots = [world.slots.slot_of[event.request_id] for event in events]
+    assert world.layout.first(torch.tensor(slots)).any()
+    world.layout.clear(slots[:1], torch.tensor(slots[:1]))
+    first = world.layout.first(torch.tensor(slots))
+    assert not first[0].any() and first[1:].any(-1).all()
+
+
 def random_keep(world: LayoutWorld, held: Held) -> torch.Tensor:
     """Return [E, n] tokens below the frontier that a policy might choose."""
     draws = [

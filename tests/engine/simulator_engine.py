@@ -61,6 +61,20 @@ class Scenario:
     seed: int
 
 
+# Policies whose heads differ in length, by the names that the tests use: shorter
+# windows than the default, so that intervals may be shorter than a superblock.
+RAGGED: dict[str, dict[str, Any]] = {
+    "adakv-snapkv": {"policy_config": {"window": 5}},
+    "hard-tova": {
+        "policy_config": {
+            "window": 3,
+            "hard_mode": "dynamic",
+            "allow": ["hard-tova", "adakv-knorm", "tova"],
+        }
+    },
+}
+
+
 def random_scenario(policy: str, depth: int, seed: int) -> Scenario:
     """Draw an engine that the configuration accepts, tight more often than not."""
     rng = random.Random(f"{policy} {depth} {seed}")
@@ -76,9 +90,13 @@ def random_scenario(policy: str, depth: int, seed: int) -> Scenario:
         "sinks": sinks,
         "prefill_interval": block_size * rng.choice((2, 3, 8, 20)),
         "events_per_step": (8, 1, 3)[seed % 3],
+        **RAGGED.get(policy, {}),
     }
-    if not long_window and rng.random() < 0.3:
-        values["interval"] = rng.randint(1, 31)
+    if policy in RAGGED and rng.random() < 0.4:
+        values["interval"] = rng.randint(5, block_size)
+        values["budget"] += 3 * block_size
+    elif not long_window and rng.random() < 0.3:
+        values["interval"] = rng.randint(5 if policy in RAGGED else 1, 31)
     if policy == "streaming" and rng.random() < 0.25:
         values["protect_prompt"] = True
     return Scenario(

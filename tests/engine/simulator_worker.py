@@ -1,6 +1,6 @@
 """A worker without a model: storage that remembers which token lies in every slot.
 
-Owns the physical side of the scheduler simulation. Each slot of each head holds
+Owns the physical side of the scheduler simulation. Each slot of each page holds
 `incarnation * 2**20 + position`; a request gets a new incarnation number each time it
 starts from nothing, so tokens of another request, or of the same one before its
 preemption, are strangers. Any disagreement raises SimulationFailure.
@@ -8,66 +8,30 @@ preemption, are strangers. Any disagreement raises SimulationFailure.
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from simulator_pages import (
+    EMPTY,
+    NUM_HEADS,
+    Asked,
+    Incarnation,
+    Lists,
+    check,
+    draw_pages,
+    draw_quota,
+    draw_survivors,
+    own_pages,
+    slots_of,
+)
 
-from vllm_kvpolicy.block_manager.events import EventPlan, positions_up_to
-from vllm_kvpolicy.protocol import CompactEvent, StepCommands, WindowCapture
-
-NUM_HEADS = 4  # 2 layers x 2 KV heads, each with survivors of its own
-STRIDE = 2**20
-EMPTY = -1
-
-
-class SimulationFailure(AssertionError):
-    """The scheduler, its messages and the storage do not agree."""
-
-
-def check(condition: Any, *context: Any) -> None:
-    """Raise SimulationFailure with the context unless the condition holds."""
-    if not condition:
-        raise SimulationFailure(" ".join(str(item) for item in context))
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a request asked for; `plan` is None where it wants the full KV cache."""
-
-    prompt_len: int
-    plan: EventPlan | None
-    recent: int
-    sinks: int
-
-
-@dataclass
-class Incarnation:
-    """A request from its first token to its end or preemption."""
-
-    asked: Asked
-    number: int
-    row: np.ndarray
-    resumed: bool = False
-    row_length: int = 0
-    computed: int = 0
-    frontier_blocks: int = 0
-    global_slots: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    survivors: np.ndarray = field(
-        default_factory=lambda: np.empty((NUM_HEADS, 0), np.int64)
-    )
-    positions: list[int] = field(default_factory=list)
-
-    @property
-    def first_code(self) -> int:
-        """Return the code of the token at position 0."""
-        return self.number * STRIDE
-
-    def extend(self, block_ids: Iterable[int]) -> None:
-        """Append superblocks to the row, as vLLM's V1 runner does."""
-        for block_id in block_ids:
-            self.row[self.row_length] = block_id
-            self.row_length += 1
+from vllm_kvpolicy.block_manager.events import positions_up_to
+from vllm_kvpolicy.protocol import (
+    CompactEvent,
+    StepCommands,
+    UsedBlocks,
+    WindowCapture,
+)
 
 
 class StorageWorker:
@@ -78,7 +42,6 @@ class StorageWorker:
         block_size: N.
         max_row: most entries of a block table row.
         window_slots, window_tokens: of the query window pool.
-        keeps_all: events permute and drop nothing.
         rng: draws survivors.
     """
 
@@ -89,22 +52,21 @@ class StorageWorker:
         max_row: int,
         window_slots: int,
         window_tokens: int,
-        keeps_all: bool,
         rng: np.random.Generator,
     ) -> None:
         self.block_size = block_size
         self.max_row = max_row
-        self.keeps_all = keeps_all
         self.rng = rng
-        self.tokens = np.full((NUM_HEADS, num_blocks * block_size), EMPTY, np.int64)
+        self.tokens = np.full(num_blocks * NUM_HEADS * block_size, EMPTY, np.int64)
         self.windows = np.full((window_slots, window_tokens), EMPTY, np.int64)
         self.live: dict[str, Incarnation] = {}
         self.known: dict[str, int] = {}
         self.num_incarnations = 0
         self.totals: Counter[str] = Counter()
-        self.offsets = np.arange(block_size)
 
-    def execute(self, output: Any, commands: StepCommands, asked: dict[str, Asked]):
+    def execute(
+        self, output: Any, commands: StepCommands, asked: dict[str, Asked]
+    ) -> tuple[list[str], list[UsedBlocks]]:
         """Run one step as vLLM's worker does.
 
         Args:
@@ -113,12 +75,11 @@ class StorageWorker:
             asked: by request id; read for requests that start.
 
         Returns:
-            Ids of the requests that sample a token in this step.
+            Ids of the requests that sample a token in this step, and answers to events.
         """
         self.drop(output.finished_req_ids, forget=True)
         self.drop(output.preempted_req_ids or (), forget=False)
-        for event in commands.events:
-            self._run_event(event)
+        answers = [used for event in commands.events for used in self._run_event(event)]
         self._update_rows(output, asked)
         scheduled = output.num_scheduled_tokens
         for request_id, count in scheduled.items():
@@ -126,7 +87,8 @@ class StorageWorker:
         for capture in commands.captures:
             self._capture(capture, scheduled)
         self._check_positions(commands, scheduled)
-        return [rid for rid, count in scheduled.items() if self._attend(rid, count)]
+        sampling = [rid for rid, count in scheduled.items() if self._attend(rid, count)]
+        return sampling, answers
 
     # -- life of a request ------------------------------------------------------
 
@@ -142,8 +104,8 @@ class StorageWorker:
             expected = positions_up_to(plan, state.computed) if plan else []
             check(state.positions == expected, "events", request_id, state.positions)
             local = state.row[state.frontier_blocks : state.row_length]
-            self.tokens[:, state.global_slots] = EMPTY
-            self.tokens[:, self._slots(local)] = EMPTY
+            for pages in (np.concatenate(state.pages), own_pages(local)):
+                self.tokens[slots_of(pages, self.block_size)] = EMPTY
 
     def _update_rows(self, output: Any, asked: dict[str, Asked]) -> None:
         for new in output.scheduled_new_reqs:
@@ -169,13 +131,9 @@ class StorageWorker:
         state.extend(block_ids)
         self.live[request_id] = state
 
-    def _slots(self, block_ids: Any) -> np.ndarray:
-        blocks = np.asarray(block_ids, dtype=np.int64)
-        return (blocks[:, None] * self.block_size + self.offsets).ravel()
-
     # -- events -----------------------------------------------------------------
 
-    def _run_event(self, event: CompactEvent) -> None:
+    def _run_event(self, event: CompactEvent) -> list[UsedBlocks]:
         """Check an event against the rules, then choose and move survivors."""
         name, size = event.request_id, self.block_size
         state = self.live[name]
@@ -185,67 +143,100 @@ class StorageWorker:
         check(event.ordinal == len(state.positions), name, "ordinal", event)
         expected = (position - asked.recent) // size * size
         check(frontier == expected, name, "wrong frontier", event)
+        check(event.policy == asked.policy, name, "policy", event)
         check(event.sinks == asked.sinks, name, "sinks", event)
         check(event.budget == asked.plan.budget, name, "budget", event)
-        kept = len(event.dest_blocks) * size + position - frontier
-        if self.keeps_all:
-            check(kept == position, name, "keeps", kept, event)
-        else:
-            budget = asked.plan.budget
-            check(budget <= kept < budget + size, name, "keeps", kept, event)
-        check(0 not in event.dest_blocks + event.local_blocks, name, "null", event)
-        check(len(set(event.dest_blocks)) == len(event.dest_blocks), name, event)
-        source = self._slots(event.source_blocks)
+        self._check_blocks(state, event)
         newly = np.arange(state.frontier_blocks * size, frontier)
-        held = self._codes(state, newly)
-        check(np.array_equal(self.tokens[:, source], held), name, "sources", event)
-        local = self._slots(event.local_blocks)[: position - frontier]
-        codes = state.first_code + np.arange(frontier, position)
-        check((self.tokens[:, local] == codes).all(), name, "local", event)
+        leaving = own_pages(event.leaving_blocks)
+        pages = [
+            np.concatenate([old, new])
+            for old, new in zip(state.pages, leaving, strict=True)
+        ]
+        held = state.held(newly)
+        self._check_tokens(state, pages, held, name, "sources", event)
+        local = own_pages(event.local_blocks)
+        above = [np.arange(frontier, position)] * NUM_HEADS
+        self._check_tokens(state, list(local), above, name, "local", event)
         self._check_window(event, state)
-        self._move(state, event, source, held)
+        self._move(state, event, pages, held)
         state.frontier_blocks = event.frontier_blocks
         state.positions.append(position)
         self.totals["events"] += 1
         self.totals["replayed events"] += state.resumed
         self.totals["events inside prompts"] += position < asked.prompt_len
+        if not asked.is_dynamic:
+            return []
+        return [UsedBlocks(name, event.serial, state.num_used)]
 
-    def _codes(self, state: Incarnation, local: np.ndarray) -> np.ndarray:
-        """Return [heads, tokens]: what survivors and these local tokens should be."""
-        tail = np.broadcast_to(local, (NUM_HEADS, len(local)))
-        return state.first_code + np.concatenate([state.survivors, tail], axis=1)
+    def _check_blocks(self, state: Incarnation, event: CompactEvent) -> None:
+        """Check how many superblocks an event has, and that they are the right ones."""
+        name, size, asked = event.request_id, self.block_size, state.asked
+        num_local = event.position - event.frontier_blocks * size
+        kept = len(event.dest_blocks) * size + num_local
+        budget = asked.plan.budget
+        if asked.keeps_all:
+            check(kept == event.position, name, "keeps", kept, event)
+        elif asked.is_dynamic and len(event.dest_blocks) == len(event.source_blocks):
+            check(kept < budget + size, name, "keeps", kept, event)
+        else:
+            check(budget <= kept < budget + size, name, "keeps", kept, event)
+        check(0 not in event.dest_blocks + event.local_blocks, name, "null", event)
+        check(len(set(event.dest_blocks)) == len(event.dest_blocks), name, event)
+        # The scheduler may or may not have heard what the last event left over.
+        known = event.num_global
+        check(known in (len(state.dest_blocks), state.num_used), name, "trimmed", event)
+        old = tuple(state.row[state.frontier_blocks : event.frontier_blocks].tolist())
+        sources = state.dest_blocks[:known] + old
+        check(event.source_blocks == sources, name, "sources", event, sources)
+
+    def _check_tokens(
+        self, state: Incarnation, pages: Lists, positions: Lists, *context: Any
+    ) -> None:
+        """Check that page lists hold these positions, one list behind the other."""
+        slots = [
+            slots_of(own, self.block_size)[: len(tokens)]
+            for own, tokens in zip(pages, positions, strict=True)
+        ]
+        found = self.tokens[np.concatenate(slots)]
+        expected = state.first_code + np.concatenate(positions)
+        if not np.array_equal(found, expected):
+            wrong = np.flatnonzero(found != expected)
+            pairs = [(int(found[w]), int(expected[w])) for w in wrong[:4]]
+            check(False, *context, f"{len(wrong)} slots hold strangers", pairs)
 
     def _move(
-        self, state: Incarnation, event: CompactEvent, source: np.ndarray, held: Any
+        self, state: Incarnation, event: CompactEvent, pages: Lists, held: Lists
     ) -> None:
         """Draw survivors that contain the sinks and write them to the destinations."""
-        count = len(event.dest_blocks) * self.block_size
-        check(count <= held.shape[1], event.request_id, "grows", event)
-        if self.keeps_all:
-            chosen = self.rng.permuted(held, axis=1)
-        else:
-            lottery = self.rng.random(held.shape)
-            lottery[held < state.first_code + event.sinks] = 2.0
-            order = np.argpartition(lottery, -count, axis=1)[:, -count:]
-            chosen = np.take_along_axis(held, np.sort(order, axis=1), axis=1)
-        sinks = (chosen < state.first_code + event.sinks).sum(axis=1)
-        check((sinks == event.sinks).all(), event.request_id, "sinks lost", event)
-        dest = self._slots(event.dest_blocks)
-        self.tokens[:, source] = EMPTY  # the freed part is anybody's from here on
-        self.tokens[:, dest] = chosen
-        state.global_slots = dest
-        state.survivors = chosen - state.first_code
+        asked, size, dest = state.asked, self.block_size, event.dest_blocks
+        counts = [len(own) for own in pages]
+        check(len(dest) <= len(event.source_blocks), event.request_id, "grows", event)
+        quota = draw_quota(asked, counts, len(dest), size, self.rng)
+        chosen = draw_survivors(asked, held, quota, size, self.rng)
+        for tokens in chosen:
+            sinks = (tokens < asked.sinks).sum()
+            check(sinks == asked.sinks, event.request_id, "sinks lost", event)
+        # What is freed is anybody's from here on.
+        self.tokens[slots_of(own_pages(event.source_blocks), size)] = EMPTY
+        state.pages = draw_pages(asked, dest, quota, self.rng)
+        slots = slots_of(np.concatenate(state.pages), size)
+        self.tokens[slots] = state.first_code + np.concatenate(chosen)
+        state.survivors = chosen
+        state.dest_blocks, state.num_used = dest, -(-sum(quota) // NUM_HEADS)
+        self.totals["uneven events"] += len(set(quota)) > 1
+        self.totals["events with surplus"] += state.num_used < len(dest)
 
     # -- windows ----------------------------------------------------------------
 
     def _check_window(self, event: CompactEvent, state: Incarnation) -> None:
-        width = self.windows.shape[1]
+        width = state.asked.window
         if not width:
             check(event.window_slot == -1, event.request_id, "window", event)
             return
         check(0 <= event.window_slot < len(self.windows), "window slot", event)
         expected = state.first_code + np.arange(event.position - width, event.position)
-        rows = self.windows[event.window_slot]
+        rows = self.windows[event.window_slot][-width:]
         check(np.array_equal(rows, expected), "window", event, rows - expected)
 
     def _capture(self, capture: WindowCapture, scheduled: dict[str, int]) -> None:
@@ -270,26 +261,21 @@ class StorageWorker:
         position = np.arange(state.computed, end)
         blocks = state.row[position // size]
         check(blocks.all(), request_id, "writes to the null block at", position)
-        slots = blocks * size + position % size
-        self.tokens[:, slots] = state.first_code + position
+        slots = own_pages(blocks) * size + position % size
+        self.tokens[slots] = state.first_code + position
 
     def _attend(self, request_id: str, count: int) -> bool:
         """Check every slot that attention reads; return whether a token is sampled."""
         state, size = self.live[request_id], self.block_size
         end, first = state.computed + count, state.frontier_blocks * size
         local_blocks = state.row[state.frontier_blocks : -(-end // size)]
-        local = self._slots(local_blocks)[: end - first]
-        slots = np.concatenate([state.global_slots, local])
-        expected = self._codes(state, np.arange(first, end))
-        found = self.tokens[:, slots]
-        if not np.array_equal(found, expected):
-            wrong = np.argwhere(found != expected)[:4]
-            check(
-                False,
-                f"{request_id}: {len(wrong)}+ slots hold strangers, (head, index):",
-                wrong.tolist(),
-                [(found[tuple(w)], expected[tuple(w)]) for w in wrong],
-            )
+        pages = [
+            np.concatenate([old, new])
+            for old, new in zip(state.pages, own_pages(local_blocks), strict=True)
+        ]
+        self._check_tokens(
+            state, pages, state.held(np.arange(first, end)), request_id, "attends"
+        )
         check(0 not in local_blocks, request_id, "attends the null block")
         state.computed = end
         if end < self.known[request_id]:

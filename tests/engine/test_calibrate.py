@@ -51,7 +51,9 @@ def made(
     monkeypatch.setattr(calibrate, "PASSAGE_TOKENS", PASSAGE)
     monkeypatch.setattr(calibrate, "QueryReader", Remembered)
     tokens = calibrate.read_tokens(str(model), text, TOKENS)
-    result = calibrate.calibrate(kind, str(model), tokens, dtype="float32")
+    result = calibrate.calibrate(
+        kind, str(model), tokens, dtype="float32", gpu_memory_utilization=0.2
+    )
     assert len(readers) == 1 and not readers[0].rope._forward_pre_hooks
     return result
 

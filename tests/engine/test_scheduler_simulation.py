@@ -12,18 +12,19 @@ from typing import Any
 
 import pytest
 from simulator import Simulation
-from simulator_engine import Scenario, random_scenario
-from simulator_worker import SimulationFailure, StorageWorker
+from simulator_engine import RAGGED, Scenario, random_scenario
+from simulator_pages import SimulationFailure
+from simulator_worker import StorageWorker
 from vllm.config import ModelConfig
 
 from vllm_kvpolicy.block_manager.events import Footprint
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager
 from vllm_kvpolicy.block_manager.planner import Planner
-from vllm_kvpolicy.protocol import StepCommands
+from vllm_kvpolicy.protocol import StepCommands, UsedBlocks
 from vllm_kvpolicy.scheduler import KVPolicySchedulerMixin
 
-POLICIES = ("streaming", "tova", "ams-tova", "identity", "holes")
-# 5 policies x 2 depths; raise it for a longer search.
+POLICIES = ("streaming", "tova", "ams-tova", "identity", "holes", *RAGGED)
+# 7 policies x 2 depths; raise it for a longer search.
 MIN_STEPS = int(os.environ.get("KVPOLICY_SIMULATION_STEPS", "12000"))
 STEPS_PER_ENGINE = 600
 
@@ -61,6 +62,17 @@ def test_random_engines(policy: str, depth: int, model: ModelConfig):
         "sit-outs": 1,
         "crowded steps": 5,
     }
+    if RAGGED.get(policy):
+        at_least |= {"uneven events": 300}
+    if policy == "hard-tova":
+        at_least |= {
+            "events with surplus": 250,
+            "superblocks trimmed": 300,
+            "answers in time": 200,
+            "answers after another event": 10,
+            "answers after a preemption": 2,
+            "answers after the end": 3,
+        }
     missed = [key for key, least in at_least.items() if totals[key] < least]
     assert not missed, f"too little happened: {missed} in {dict(totals)}"
 
@@ -97,8 +109,21 @@ MOVING = replace(
     longest=600,
 )
 
+# Heads of their own lengths that leave surplus behind, and events so close that one may
+# find fewer superblocks than it may fill.
+SHRINKING = replace(
+    TIGHT,
+    policy=TIGHT.policy
+    | {"budget": 160, "interval": 12, "recent": 9}
+    | {"policy": "hard-tova", **RAGGED["hard-tova"]},
+    longest=900,
+    spare=0.55,
+)
 
-@pytest.mark.parametrize("scenario", [TIGHT, MOVING], ids=["ams-tova", "holes"])
+
+@pytest.mark.parametrize(
+    "scenario", [TIGHT, MOVING, SHRINKING], ids=["ams-tova", "holes", "hard-tova"]
+)
 def test_the_engines_of_the_mutations_pass_without_one(scenario, model):
     totals = Simulation(scenario, model).run(800)
     assert totals["events"] > 70 and totals["preemptions"] > 10, totals
@@ -122,7 +147,7 @@ def free_one_more(manager: KVPolicyManager, owned: Any, dest: Any) -> None:
 
 def test_notices_a_block_freed_too_many(model, monkeypatch):
     monkeypatch.setattr(KVPolicyManager, "_give_back", free_one_more)
-    expect_failure(model, "superblocks taken")
+    expect_failure(model, "superblocks taken|owned twice")
 
 
 def test_notices_a_block_that_is_freed_while_it_is_read(model, monkeypatch):
@@ -177,6 +202,69 @@ def test_notices_a_window_slot_that_is_never_given_back(model, monkeypatch):
 
     monkeypatch.setattr(Planner, "_close_window", forget)
     expect_failure(model, "stalled")
+
+
+def answers_changed(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    """Let the planner hear something else than workers answered."""
+    stock = Planner.surplus
+
+    def changed(self: Planner, used: UsedBlocks) -> Any:
+        return stock(self, change(self, used))
+
+    monkeypatch.setattr(Planner, "surplus", changed)
+
+
+def test_notices_surplus_that_is_trimmed_too_far(model, monkeypatch):
+    answers_changed(
+        monkeypatch,
+        lambda planner, used: replace(used, num_blocks=max(used.num_blocks - 1, 0)),
+    )
+    expect_failure(model, "trimmed|strangers", SHRINKING)
+
+
+def believe_any_serial(planner: Planner, used: UsedBlocks) -> UsedBlocks:
+    """Take an answer for one about the last event, of whichever life."""
+    state = planner.states.get(used.request_id)
+    return replace(used, serial=state.serial) if state else used
+
+
+def test_notices_answers_to_events_long_gone(model, monkeypatch):
+    answers_changed(monkeypatch, believe_any_serial)
+    expect_failure(model, "trimmed|strangers", SHRINKING)
+
+
+def test_notices_surplus_that_stays_in_the_list(model, monkeypatch):
+    def keep(self: KVPolicyManager, used: UsedBlocks) -> None:
+        surplus = self.planner.surplus(used)
+        if surplus is not None:
+            blocks = self.req_to_blocks[used.request_id]
+            self._give_back(blocks[slice(*surplus)], ())
+
+    monkeypatch.setattr(KVPolicyManager, "give_back_surplus", keep)
+    expect_failure(model, "holds|owned twice", SHRINKING)
+
+
+def free_used_ones(self: KVPolicyManager, used: UsedBlocks) -> None:
+    """Free as many superblocks as are left over, but the first ones."""
+    surplus = self.planner.surplus(used)
+    if surplus is not None:
+        first, last = surplus
+        blocks = self.req_to_blocks[used.request_id]
+        self._give_back(blocks[: last - first], ())
+        blocks[:last] = blocks[last - first : last] + [self._null_block] * (
+            last - first
+        )
+
+
+def test_notices_the_wrong_superblocks_given_back(model, monkeypatch):
+    monkeypatch.setattr(KVPolicyManager, "give_back_surplus", free_used_ones)
+    expect_failure(model, "sources|strangers", SHRINKING)
+
+
+def test_answers_that_never_come_do_no_harm(model, monkeypatch):
+    monkeypatch.setattr(KVPolicyManager, "give_back_surplus", lambda self, used: None)
+    totals = Simulation(SHRINKING, model).run(800)
+    assert totals["superblocks trimmed"] == 0 and totals["events with surplus"] > 70
 
 
 def reverse_destinations(commands: StepCommands) -> StepCommands:

@@ -139,7 +139,7 @@ def _falling(weight: torch.Tensor) -> torch.Tensor:
 
     On the CPU by NumPy, whose sort of short rows is vectorised and 20 times as fast.
     """
-    if weight.device.type != "cpu":
+    if weight.device.type != "cpu" or type(weight) is not torch.Tensor:
         return weight.sort(dim=-1, descending=True).values
     return torch.from_numpy(np.sort(weight.numpy(), axis=-1)).flip(-1)
 

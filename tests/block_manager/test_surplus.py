@@ -1,0 +1,228 @@
+"""What an event turned out not to need: given back once, and only while it is so.
+
+Owns the tests of `surplus` and `give_back_surplus`, answers that come late included.
+"""
+
+import random
+
+import pytest
+from pool_engine import FIRST, PLAN, RECENT, Engine, N
+
+from vllm_kvpolicy.block_manager.events import EventPlan, Footprint
+from vllm_kvpolicy.protocol import CompactEvent, UsedBlocks
+
+BLOCKS = 40
+SECOND = FIRST + PLAN.interval
+
+
+def answer(event: CompactEvent, num_blocks: int) -> UsedBlocks:
+    return UsedBlocks(event.request_id, event.serial, num_blocks)
+
+
+def after_first_event(name: str = "a") -> tuple[Engine, CompactEvent]:
+    """Return an engine whose request has had one event: 4 destinations, 1 local block.
+
+    One more block was taken for the step's token.
+    """
+    engine = Engine(BLOCKS)
+    engine.add(name)
+    (event,) = engine.advance(name, FIRST + 1)
+    assert len(event.dest_blocks) == 4 and engine.free == BLOCKS - 5
+    return engine, event
+
+
+def held(engine: Engine, name: str = "a") -> list[int]:
+    return [block for block in engine.ids(name) if block]
+
+
+def test_the_last_destinations_are_freed_and_local_blocks_stay():
+    engine, event = after_first_event()
+    before = engine.ids("a")
+    returned = engine.manager.blocks_returned
+    engine.manager.give_back_surplus(answer(event, 1))
+    dest = event.dest_blocks
+    assert engine.ids("a") == [dest[0], 0, 0, 0, 0, 0, *before[6:]]
+    assert engine.free == BLOCKS - 2
+    assert engine.manager.blocks_returned == returned + 3
+    assert engine.manager.pool_counts() == (1, 1)
+    assert engine.planner.states["a"].dropped_tokens == 5 * N
+    taken = [block.block_id for block in engine.pool.get_new_blocks(engine.free)]
+    assert set(dest[1:]) <= set(taken) and not set(taken) & set(held(engine))
+
+
+def test_survivors_may_need_nothing_at_all():
+    engine, event = after_first_event()
+    engine.manager.give_back_surplus(answer(event, 0))
+    assert engine.ids("a")[:6] == [0] * 6 and engine.free == BLOCKS - 1
+    assert engine.manager.pool_counts() == (1, 0)
+
+
+@pytest.mark.parametrize("num_blocks", [4, 5, 99])
+def test_there_may_be_nothing_to_give_back(num_blocks):
+    engine, event = after_first_event()
+    before = engine.ids("a")
+    assert engine.planner.surplus(answer(event, num_blocks)) is None
+    engine.manager.give_back_surplus(answer(event, num_blocks))
+    assert engine.ids("a") == before and engine.free == BLOCKS - 5
+
+
+def test_an_answer_counts_once():
+    engine, event = after_first_event()
+    engine.manager.give_back_surplus(answer(event, 2))
+    before = engine.ids("a"), engine.free, engine.manager.blocks_returned
+    engine.manager.give_back_surplus(answer(event, 2))
+    assert before == (engine.ids("a"), engine.free, engine.manager.blocks_returned)
+
+
+def test_a_later_event_makes_the_answer_stale():
+    engine, event = after_first_event()
+    end = engine.compute("a", FIRST + 1, 1000)
+    engine.planner.finish_step({"a": 1})
+    assert engine.compute("a", end, 1) == SECOND + 1
+    (second,) = engine.planner.finish_step({"a": 1}).events
+    before = engine.ids("a"), engine.free
+    engine.manager.give_back_surplus(answer(event, 1))
+    assert before == (engine.ids("a"), engine.free)
+    engine.manager.give_back_surplus(answer(second, 1))
+    assert len(held(engine)) == 1 + len(second.local_blocks) + 1
+
+
+def test_a_restart_makes_the_answer_stale():
+    engine, event = after_first_event()
+    engine.manager.free("a")
+    engine.planner.restart("a")
+    engine.manager.give_back_surplus(answer(event, 1))
+    assert engine.free == BLOCKS
+    (again,) = engine.advance("a", FIRST + 1)
+    assert again.ordinal == event.ordinal == 0
+    before = engine.ids("a")
+    engine.manager.give_back_surplus(answer(event, 1))
+    assert engine.ids("a") == before, "the event of another life"
+    engine.manager.give_back_surplus(answer(again, 1))
+    assert len(held(engine)) == 2
+
+
+def test_the_end_makes_the_answer_stale_and_so_does_a_new_request_of_that_name():
+    engine, event = after_first_event()
+    engine.finish("a")
+    engine.manager.give_back_surplus(answer(event, 1))
+    assert engine.free == BLOCKS and "a" not in engine.manager.req_to_blocks
+    engine.add("a")
+    engine.advance("a", FIRST + 1)
+    before = engine.ids("a")
+    engine.manager.give_back_surplus(answer(event, 1))
+    assert engine.ids("a") == before
+
+
+def test_requests_without_events_have_nothing_to_give_back():
+    engine = Engine(BLOCKS)
+    engine.add("a")
+    engine.compute("a", 0, 50)
+    for name in ("a", "stranger"):
+        for serial in (-1, 0):
+            used = UsedBlocks(name, serial, 0)
+            assert engine.planner.surplus(used) is None
+            engine.manager.give_back_surplus(used)
+    assert engine.free == BLOCKS - 4
+
+
+def test_serials_number_the_events_of_the_engine():
+    engine = Engine(100)
+    serials = []
+    for name in "ab":
+        engine.add(name)
+        serials += [event.serial for event in engine.advance(name, 300)]
+    engine.manager.free("b")
+    engine.planner.restart("b")
+    serials += [event.serial for event in engine.advance("b", 300)]
+    assert len(serials) > 9 and serials == list(range(len(serials)))
+
+
+def test_the_next_event_starts_from_what_was_left():
+    engine, event = after_first_event()
+    engine.manager.give_back_surplus(answer(event, 1))
+    end = engine.compute("a", FIRST + 1, 1000)
+    engine.planner.finish_step({"a": 1})
+    before = engine.ids("a")
+    engine.compute("a", end, 1)
+    (second,) = engine.planner.finish_step({"a": 1}).events
+    assert second.num_global == 1
+    assert second.source_blocks == (event.dest_blocks[0], *before[6:8])
+    assert second.leaving_blocks == tuple(before[6:8])
+    assert second.local_blocks == tuple(before[8:])
+
+
+def test_an_event_may_find_fewer_blocks_than_it_may_fill():
+    """An interval that frees less than a block: local blocks keep their places."""
+    engine = Engine(BLOCKS)
+    plan = EventPlan(prompt_len=10, budget=64, interval=8, prefill_interval=4096)
+    engine.add("a", plan)
+    position, few = 0, 0
+    while position < 300:
+        before = engine.ids("a")
+        after = engine.compute("a", position, 1000)
+        for event in engine.planner.finish_step({"a": 1}).events:
+            frontier = (position - RECENT) // N
+            assert event.dest_blocks == event.source_blocks[:4]
+            assert event.local_blocks == tuple(before[frontier:])
+            few += len(event.dest_blocks) < 4
+            engine.manager.give_back_surplus(answer(event, 1))
+        ids = engine.ids("a")
+        assert len(ids) == -(-after // N), "one entry per logical block"
+        assert ids[: len(before)][-1:] == before[-1:]
+        position = after
+    assert few > 20
+
+
+def test_admission_and_bounds_count_what_is_really_held():
+    engine, event = after_first_event()
+    footprint = Footprint(PLAN, RECENT, N)
+    peak = footprint.peak_blocks(600)
+    assert engine.wanted("a", FIRST + 1, 600, cap=True) == peak - 5
+    engine.manager.give_back_surplus(answer(event, 1))
+    assert engine.wanted("a", FIRST + 1, 600, cap=True) == peak - 2
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_ownership_under_answers_that_come_late_or_never(seed):
+    rng = random.Random(seed)
+    engine = Engine(120)
+    plans = {
+        name: EventPlan(
+            rng.randint(1, 200), rng.randint(24, 120), rng.randint(1, 60), 32
+        )
+        for name in "abc"
+    }
+    positions = dict.fromkeys(plans, 0)
+    for name, plan in plans.items():
+        engine.add(name, plan)
+    late: list[tuple[int, UsedBlocks]] = []
+    given_back = stale = 0
+    for step in range(250):
+        events = []
+        for name in positions:
+            positions[name] = engine.compute(name, positions[name], rng.choice((1, 30)))
+            events += engine.planner.finish_step({name: 1}).events
+        for event in events:
+            used = answer(event, rng.randint(0, len(event.dest_blocks)))
+            late.append((step + rng.choice((0, 1, 2, 9, 999)), used))
+        if rng.random() < 0.04:
+            name = rng.choice(list(positions))
+            engine.manager.free(name)
+            engine.planner.restart(name)
+            positions[name] = 0
+        for due, used in [item for item in late if item[0] <= step]:
+            late.remove((due, used))
+            before = engine.free
+            engine.manager.give_back_surplus(used)
+            given_back += engine.free - before
+            stale += engine.free == before
+        owned = [block for name in positions for block in held(engine, name)]
+        assert len(owned) == len(set(owned)) == 120 - engine.free
+        for name, position in positions.items():
+            footprint = Footprint(plans[name], RECENT, N)
+            assert len(held(engine, name)) <= footprint.peak_blocks(position)
+    for name in positions:
+        engine.finish(name)
+    assert engine.free == 120 and engine.planner.num_global_blocks == 0
+    assert given_back > 50 and stale > 20, (given_back, stale)
