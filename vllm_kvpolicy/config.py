@@ -75,17 +75,14 @@ class KVPolicyConfig:
         object.__setattr__(self, "allow", _checked_names(self.policy, self.allow))
         _check_known(self.options, self.policies)
         _check_budget(self, "budget", page_tokens=1)
-        for name in self.policies:
-            window = self.window_tokens(name)
-            _check_window("interval", self.interval_tokens, name, window)
-            _check_window(
-                "prefill_interval", self.prefill_interval_tokens, name, window
-            )
+        self._check_windows(self.policy)
 
     @property
     def may_protect_prompt(self) -> bool:
         """Whether any of `policies` keeps prompts whole."""
-        return any(replace(self, policy=name).protects_prompt for name in self.policies)
+        if self.protect_prompt is not None:
+            return self.protect_prompt
+        return any(parse(name).protect_prompt for name in self.policies)
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -115,6 +112,12 @@ class KVPolicyConfig:
         """Return the queries that one of `policies` reads, by default the server's."""
         name = policy or self.policy
         return parse(name).window_tokens(self.options_of(name))
+
+    def _check_windows(self, policy: str) -> None:
+        """Raise ValueError where a policy's query window is longer than an interval."""
+        window = self.window_tokens(policy)
+        _check_window("interval", self.interval_tokens, policy, window)
+        _check_window("prefill_interval", self.prefill_interval_tokens, policy, window)
 
     @property
     def protects_prompt(self) -> bool:
@@ -185,7 +188,7 @@ class KVPolicyConfig:
         return values
 
     def validate_block_size(self, block_size: int) -> None:
-        """Check what depends on vLLM's block size.
+        """Check what depends on vLLM's block size, and the policies of `allow`.
 
         Args:
             block_size: N, tokens per superblock.
@@ -195,6 +198,8 @@ class KVPolicyConfig:
                 always kept, or prompts cannot be cut at whole superblocks.
         """
         _check_budget(self, "budget", block_size)
+        for name in self.policies:
+            self._check_windows(name)
         if self.prefill_interval_tokens % block_size:
             raise ValueError(
                 f"prefill_interval: got {self.prefill_interval_tokens}, expected a "
@@ -235,7 +240,9 @@ class KVPolicyConfig:
                 f"kv_policy: got {policy!r}, expected 'none' or one that the server "
                 f"allows: {_listed(map(repr, self.policies))}"
             )
-        changes: dict[str, Any] = {} if policy == self.policy else {"policy": policy}
+        changes: dict[str, Any] = {}
+        if policy != self.policy:
+            changes = {"policy": policy, "allow": self.policies}
         for key in FLAG_KEYS:
             label = f"kv_{key.key}"
             if label in asked:

@@ -158,7 +158,8 @@ def layer_refusals(layers: Mapping[str, Any], ragged: bool = False) -> list[str]
         "another attention backend than CPU_ATTN or TRITON_ATTN": lambda layer: (
             not hasattr(layer.attn_backend, "keys_are_columns")
         ),
-        "an attention backend that cannot give heads different lengths": lambda layer: (
+        "a backend on which heads cannot have lengths of their own (leave out adakv, "
+        "pyramid and hard, or serve on CPU)": lambda layer: (
             ragged and not getattr(layer.attn_backend, "folds_heads", False)
         ),
         "ALiBi, which measures distances that events change": lambda layer: (

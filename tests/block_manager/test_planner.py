@@ -94,6 +94,8 @@ def test_the_message_says_what_happened():
     assert event.source_blocks == (5, 6, 7)
     assert event.dest_blocks == (7, 5)
     assert event.local_blocks == (9, 8)
+    assert (event.policy, event.prompt_tokens, event.serial) == ("tova", 10, 0)
+    assert event.num_global == 0 and event.leaving_blocks == event.source_blocks
     assert event.window_slot == NO_SLOT
     state = planner.states["a"]
     assert (state.frontier_blocks, state.global_blocks) == (3, 2)

@@ -83,7 +83,7 @@ def test_sizes_that_follow_the_text_give_more_back(
         check_replay(decoder, result)
 
 
-def test_late_answers_hold_under_preemption(
+def test_answers_hold_under_preemption(
     tiny_model: Path, tmp_path: Path, decoder: ReferenceDecoder
 ) -> None:
     pool = {"num_blocks": 29, "max_model_len": 896, "max_num_batched_tokens": 96}
@@ -142,3 +142,17 @@ def test_merging_dropped_tokens_changes_answers_and_nothing_else(
         length = ours.position + 1 - len(without.job.prompt)
         if length > 0:
             assert with_merge.tokens[:length] == without.tokens[:length]
+
+
+def test_an_event_that_wants_nothing_keeps_a_page(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Without sinks, and with events closer together than a superblock is long."""
+    options = {"window": 8, "hard_p": 0.01, "hard_mode": "dynamic"}
+    values = {**VALUES, "policy": "hard-snapkv", "policy_config": options}
+    extra = {"kv_sinks": 0, "kv_interval": 8}
+    asked = [replace(job, extra_args=extra) for job in jobs()]
+    with Engine(tiny_model, values, tmp_path) as engine:
+        run = engine.run(asked)
+        assert engine.num_free == engine.num_usable
+    assert sum(len(result.events) for result in run.results.values()) > 20

@@ -183,3 +183,23 @@ def test_the_leaf_loads_without_torch_and_vllm():
         [sys.executable, "-c", code], capture_output=True, text=True
     )
     assert answer.stdout.strip() == "[]", answer.stderr
+
+
+def test_a_request_for_an_allowed_policy_keeps_the_servers_options():
+    server = config(
+        policy="ams-tova",
+        policy_config={"segment_mass": 0.2, "allow": ["tova", "epikv", "expected"]},
+    )
+    assert server.may_protect_prompt
+    asked = server.with_request({"kv_policy": "tova"})
+    assert asked is not None
+    assert (asked.policy, asked.window_tokens()) == ("tova", 1)
+    assert asked.options_of("ams-tova")["segment_mass"] == 0.2
+    # Its own window counts, not that of others.
+    assert asked.with_request({"kv_interval": 8}).interval_tokens == 8
+
+
+def test_windows_of_allowed_policies_are_checked_at_start():
+    server = config(policy_config={"allow": ["expected"]})
+    with pytest.raises(ValueError, match="interval: got 64, .* 128 tokens"):
+        server.validate_block_size(32)

@@ -215,7 +215,9 @@ class RaggedLayout:
         floors = floor[:, None].expand(keep.shape).reshape(shape)
         total = (num_dest * per_group).repeat_interleave(self.num_groups)
         if may_shrink and self.num_groups == 1:
-            total = torch.minimum(total, (-(-keep // block_size)).sum(-1))
+            # One page at least, so that an event always has a destination.
+            wanted = (-(-keep // block_size)).sum(-1).clamp(min=1)
+            total = torch.minimum(total, wanted)
         quota = page_quota_ref(
             keep.reshape(shape),
             torch.minimum(floors, held.num_pages.reshape(shape)),

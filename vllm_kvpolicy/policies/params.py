@@ -8,7 +8,6 @@ Process: any
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 Options = Mapping[str, Any]
@@ -70,7 +69,7 @@ class Param:
             return isinstance(value, bool)
         if self.kind == "path":
             is_left_out = value is None and not self.required
-            return is_left_out or (isinstance(value, str) and Path(value).is_file())
+            return is_left_out or (isinstance(value, str) and bool(value))
         numbers = int if self.kind == "int" else (int, float)
         if isinstance(value, bool) or not isinstance(value, numbers):
             return False
