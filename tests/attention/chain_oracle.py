@@ -77,7 +77,8 @@ def _quota(
         heads = range(first, first + width)
         total = num_dest * width
         if rules.is_dynamic and rules.num_groups == 1:
-            total = min(total, sum(-(-counts[head] // size) for head in heads))
+            wanted = sum(-(-counts[head] // size) for head in heads)
+            total = min(total, max(wanted, 1))
         while sum(quota[head] for head in heads) < total:
             open_heads = [head for head in heads if quota[head] < held[head]]
             best = max(open_heads, key=lambda h: (counts[h] - quota[h] * size, -h))

@@ -80,8 +80,7 @@ class ScriptedPolicy:
             return [budget] * len(least)
         total = min(budget * len(least), sum(most))
         if self.dynamic:
-            fewest = sum(least) + 1
-            total = rng.choice((fewest, rng.randint(fewest, total)))
+            total = rng.choice((sum(least), rng.randint(sum(least), total)))
         sizes = list(least)
         weights = [rng.random() ** 3 for _ in least]
         while sum(sizes) < total:

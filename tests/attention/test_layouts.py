@@ -174,8 +174,19 @@ def test_ragged_quotas_fill_the_destinations(
         for first in range(0, NUM_HEADS, width):
             total = len(event.dest_blocks) * width
             if may_shrink and world.num_groups == 1:
-                total = max(min(total, asked), sum(floors))
+                total = max(min(total, max(asked, 1)), sum(floors))
             assert sum(pages[first : first + width]) == total
+
+
+def test_an_event_that_wants_nothing_keeps_a_page() -> None:
+    world = LayoutWorld("ragged", 2)
+    run_round(world, True)
+    events = [replace(event, sinks=0) for event in world.events()]
+    slots, index = world.take(events)
+    held = world.layout.held(events, slots, index)
+    nothing = torch.zeros_like(held.num_pages)
+    quota = world.layout.quota(events, held, nothing, True)
+    assert quota.sum(-1).tolist() == [1] * len(events)
 
 
 @pytest.mark.parametrize("kind", KINDS)

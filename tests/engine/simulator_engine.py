@@ -69,7 +69,7 @@ RAGGED: dict[str, dict[str, Any]] = {
         "policy_config": {
             "window": 3,
             "hard_mode": "dynamic",
-            "allow": ["hard-tova", "adakv-knorm", "tova"],
+            "allow": ["adakv-knorm", "tova"],
         }
     },
 }

@@ -127,7 +127,7 @@ def draw_quota(
     block_size: int,
     rng: np.random.Generator,
 ) -> list[int]:
-    """Return pages per head after an event, sinks covered.
+    """Return pages per head after an event, sinks covered, one page at least.
 
     Args:
         asked: what the request asked for.
@@ -142,7 +142,7 @@ def draw_quota(
     quota = [min(sinks, pages) for pages in held]
     total = min(num_dest * NUM_HEADS, sum(held))
     if asked.is_dynamic:
-        total = int(rng.integers(sum(quota), total + 1))
+        total = int(rng.integers(max(sum(quota), 1), total + 1))
     weights = rng.random(NUM_HEADS) ** 3
     while sum(quota) < total:
         is_open = [own < most for own, most in zip(quota, held, strict=True)]
