@@ -13,6 +13,7 @@ from vllm_kvpolicy.kernels.nucleus import (
     retained_mass_ref,
     window_mean,
 )
+from vllm_kvpolicy.kernels.window_usage import window_usage_ref
 
 EVENTS, LAYERS, HEADS, GROUP, WINDOW, TOKENS, SIZE = 2, 3, 2, 4, 6, 50, 8
 SCALE = 0.9
@@ -67,6 +68,8 @@ def test_counts_and_votes(mass: float) -> None:
     counts = nucleus_counts_ref(queries, keys, lengths, scale, mass)
     votes = nucleus_votes_ref(queries, keys, lengths, scale, mass)
     assert counts.shape == (EVENTS, LAYERS, HEADS, WINDOW)
+    usage = window_usage_ref(queries, keys, lengths, scale, mass)
+    assert usage.nucleus is not None and torch.equal(usage.nucleus, counts)
     assert votes.shape == (EVENTS, LAYERS, HEADS, TOKENS)
     for e in range(EVENTS):
         for layer in range(LAYERS):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_kvpolicy.kernels import window_usage
+from vllm_kvpolicy.kernels import chunks
 from vllm_kvpolicy.kernels.window_usage import (
     WindowUsage,
     mean_over_group,
@@ -109,11 +109,11 @@ def test_padding_may_hold_anything_and_changes_nothing() -> None:
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     queries, keys, lengths = make_inputs(torch.float32)
     want = window_usage_ref(queries, keys, lengths, SCALE)
-    one_pair = 4 * HEADS * GROUP * WINDOW * TOKENS
-    monkeypatch.setattr(window_usage, "CHUNK_BYTES", 4 * one_pair)
-    got = window_usage_ref(queries, keys, lengths, SCALE)
-    np.testing.assert_allclose(got.mean, want.mean, rtol=2e-6, atol=1e-9)
-    np.testing.assert_allclose(got.last, want.last, rtol=2e-6, atol=1e-9)
+    for chunk_bytes in (1, 100_000):
+        monkeypatch.setattr(chunks, "CHUNK_BYTES", chunk_bytes)
+        got = window_usage_ref(queries, keys, lengths, SCALE)
+        np.testing.assert_allclose(got.mean, want.mean, rtol=2e-6, atol=1e-9)
+        np.testing.assert_allclose(got.last, want.last, rtol=2e-6, atol=1e-9)
 
 
 def test_refuses_shapes_that_do_not_fit() -> None:

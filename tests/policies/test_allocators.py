@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vllm_kvpolicy.kernels.ranking import limit_must_keep
-from vllm_kvpolicy.kernels.window_usage import window_usage_ref
 from vllm_kvpolicy.policies.base import Allocator, Decision, EventInputs
 from vllm_kvpolicy.policies.catalogue import ALLOCATORS
+from vllm_kvpolicy.policies.compose import measure_usage
 
 NAMES = list(ALLOCATORS)
 EQUAL = [name for name in NAMES if not ALLOCATORS[name].ragged]
@@ -52,11 +52,7 @@ def make_score(kind: str, shape: torch.Size, seed: int = 0) -> torch.Tensor:
 def choose(
     allocator: Allocator, score: torch.Tensor, inputs: EventInputs, budget: int
 ) -> Decision:
-    usage = None
-    if allocator.needs.usage:
-        usage = window_usage_ref(
-            inputs.queries, inputs.keys, inputs.lengths, inputs.scale
-        )
+    usage = measure_usage(allocator.needs, inputs)
     return allocator.choose(score, inputs, usage, budget)
 
 

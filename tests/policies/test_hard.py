@@ -9,7 +9,8 @@ import torch
 from brute_ams import best
 from event_inputs import EVENTS, GROUP, HEADS, LAYERS, TOKENS, make_inputs
 
-from vllm_kvpolicy.policies.base import EventInputs
+from vllm_kvpolicy.policies.base import Decision, EventInputs
+from vllm_kvpolicy.policies.compose import measure_usage
 from vllm_kvpolicy.policies.hard import HardAllocator, scale_to
 
 WINDOW, BUDGET, SHARP = 8, 70, 3.0
@@ -24,6 +25,13 @@ def case(**changes: Any) -> tuple[torch.Tensor, EventInputs]:
         inputs.must_keep.shape, generator=torch.Generator().manual_seed(1)
     )
     return score, replace(inputs, keys=inputs.keys * sharpness)
+
+
+def choose(
+    allocator: HardAllocator, score: torch.Tensor, inputs: EventInputs, budget: int
+) -> Decision:
+    usage = measure_usage(allocator.needs, inputs)
+    return allocator.choose(score, inputs, usage, budget)
 
 
 def nuclei(inputs: EventInputs, at: tuple[int, int, int], mass: float) -> list[list]:
@@ -55,7 +63,7 @@ def test_unbounded_heads_keep_their_candidates() -> None:
     # A budget that sizes never reach, and no lower bound: sizes stay as counted.
     score, inputs = case()
     allocator = HardAllocator(WINDOW, 0.6, 0.0, 9.0, dynamic=True)
-    got = allocator.choose(score, inputs, None, TOKENS).keep
+    got = choose(allocator, score, inputs, TOKENS).keep
     sizes = set()
     for at in ROWS:
         longest = max(len(rows) for rows in nuclei(inputs, at, 0.6))
@@ -69,7 +77,7 @@ def test_unbounded_heads_keep_their_candidates() -> None:
 def test_by_their_own_attention_heads_keep_what_got_a_vote() -> None:
     score, inputs = case()
     allocator = HardAllocator(WINDOW, 0.6, 0.0, 9.0, order="attention", dynamic=True)
-    got = allocator.choose(score, inputs, None, TOKENS)
+    got = choose(allocator, score, inputs, TOKENS)
     for at in ROWS:
         rows = nuclei(inputs, at, 0.6)
         assert kept(got.keep, at) == set().union(*rows) | must_of(inputs, at)
@@ -83,7 +91,7 @@ def test_by_their_own_attention_heads_keep_what_got_a_vote() -> None:
 def test_under_a_cap_votes_decide_before_scores() -> None:
     score, inputs = case()
     allocator = HardAllocator(WINDOW, 0.9, 0.25, 1.0, order="attention")
-    got = allocator.choose(score, inputs, None, 60)
+    got = choose(allocator, score, inputs, 60)
     assert (got.keep.sum(-1) == 60).all()
     for at in ROWS:
         must = must_of(inputs, at)
@@ -96,7 +104,7 @@ def test_under_a_cap_votes_decide_before_scores() -> None:
 def test_fixed_total_and_bounds(scope: str) -> None:
     score, inputs = case()
     allocator = HardAllocator(WINDOW, 0.9, 0.8, 1.5, scope=scope)
-    count = allocator.choose(score, inputs, None, BUDGET).keep.sum(-1)
+    count = choose(allocator, score, inputs, BUDGET).keep.sum(-1)
     per_layer = count.sum(-1)
     assert (per_layer.sum(-1) == LAYERS * HEADS * BUDGET).all()
     assert (per_layer == HEADS * BUDGET).all() == (scope == "layer")
@@ -110,7 +118,7 @@ def test_mass_one_and_an_ample_budget_keep_all() -> None:
     score, inputs = case()
     for order in ("method", "attention"):
         allocator = HardAllocator(WINDOW, 1.0, 0.25, 4.0, order, dynamic=True)
-        got = allocator.choose(score, inputs, None, TOKENS).keep
+        got = choose(allocator, score, inputs, TOKENS).keep
         assert torch.equal(got, inputs.valid)
 
 
@@ -118,12 +126,12 @@ def test_dynamic_spends_no_more_than_the_budget() -> None:
     score, inputs = case()
     dynamic = HardAllocator(WINDOW, 0.9, 0.0, 9.0, dynamic=True)
     fixed = HardAllocator(WINDOW, 0.9, 0.0, 9.0)
-    free = dynamic.choose(score, inputs, None, TOKENS).keep.sum((1, 2, 3))
+    free = choose(dynamic, score, inputs, TOKENS).keep.sum((1, 2, 3))
     for budget in (55, 80, 130, 150):
         bound = budget * LAYERS * HEADS
-        got = dynamic.choose(score, inputs, None, budget).keep
+        got = choose(dynamic, score, inputs, budget).keep
         assert torch.equal(got.sum((1, 2, 3)), free.clamp(max=bound))
-        same = fixed.choose(score, inputs, None, budget).keep
+        same = choose(fixed, score, inputs, budget).keep
         for e in range(EVENTS):
             if free[e] >= bound:
                 assert torch.equal(got[e], same[e])

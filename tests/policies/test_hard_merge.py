@@ -18,6 +18,7 @@ from event_inputs import (
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from vllm_kvpolicy.kernels.window_usage import window_usage_ref
 from vllm_kvpolicy.policies import factory
 from vllm_kvpolicy.policies.base import Decision, EventInputs
 from vllm_kvpolicy.policies.merging import choose_merge, pair_up
@@ -124,7 +125,9 @@ def test_tokens_that_must_stay_are_in_no_pair() -> None:
     inputs, got = decide()
     # A budget below them leaves some out of the choice, and they stay all the same.
     keep = got.keep & (torch.arange(TOKENS) % 3 > 0)
-    merge = choose_merge(keep, got.score, inputs, WINDOW)
+    window = (inputs.queries, inputs.keys, inputs.lengths, inputs.scale)
+    usage = window_usage_ref(*window).mean
+    merge = choose_merge(keep, got.score, inputs, usage)
     is_paired = merge.partner >= 0
     assert (inputs.must_keep & ~keep & inputs.valid).any() and is_paired.any()
     assert not (is_paired & (inputs.must_keep | ~keep)).any()

@@ -17,8 +17,8 @@ from event_inputs import (
 )
 from scorer_cases import CASES, READ_ALL_HEADS, case_id
 
-from vllm_kvpolicy.kernels.window_usage import window_usage_ref
 from vllm_kvpolicy.policies.base import EventInputs, Policy, Scorer
+from vllm_kvpolicy.policies.compose import measure_usage
 
 Build = Callable[..., Policy]
 Options = dict[str, Any]
@@ -30,11 +30,7 @@ every_scorer = pytest.mark.parametrize(("name", "options"), CASES, ids=case_id)
 
 def score(scorer: Scorer, inputs: EventInputs) -> torch.Tensor:
     """Score, NaN on padding."""
-    usage = None
-    if scorer.needs.usage:
-        usage = window_usage_ref(
-            inputs.given("queries"), inputs.given("keys"), inputs.lengths, inputs.scale
-        )
+    usage = measure_usage(scorer.needs, inputs)
     got = scorer.score(inputs, usage)
     assert got.shape == inputs.must_keep.shape and got.dtype == torch.float32
     return got.masked_fill(~inputs.valid, torch.nan)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_kvpolicy.kernels.window_usage import window_usage_ref
 from vllm_kvpolicy.policies.base import EventInputs
+from vllm_kvpolicy.policies.compose import measure_usage
 from vllm_kvpolicy.policies.expected import ExpectedAttentionScorer
 from vllm_kvpolicy.policies.h2o import H2OScorer
 from vllm_kvpolicy.policies.keydiff import KeyDiffScorer
@@ -38,11 +38,7 @@ def make_inputs(scorer: BaseScorer, sinks: int = 3) -> EventInputs:
 
 
 def score(scorer: BaseScorer, inputs: EventInputs) -> torch.Tensor:
-    usage = None
-    if scorer.needs.usage:
-        usage = window_usage_ref(
-            inputs.given("queries"), inputs.given("keys"), inputs.lengths, SCALE
-        )
+    usage = measure_usage(scorer.needs, inputs)
     got = scorer.score(inputs, usage)
     assert got.shape == inputs.must_keep.shape and got.dtype == torch.float32
     return got

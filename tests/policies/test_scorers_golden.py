@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_kvpolicy.kernels.window_usage import window_usage_ref
 from vllm_kvpolicy.policies.base import EventInputs
+from vllm_kvpolicy.policies.compose import measure_usage
 from vllm_kvpolicy.policies.expected import ExpectedAttentionScorer
 from vllm_kvpolicy.policies.keydiff import KeyDiffScorer
 from vllm_kvpolicy.policies.knorm import KnormScorer
@@ -78,12 +78,7 @@ def event(
 
 
 def score(scorer: BaseScorer, inputs: EventInputs) -> np.ndarray:
-    usage = None
-    if scorer.needs.usage:
-        window = inputs.given("queries")[..., -scorer.needs.window_tokens :, :]
-        usage = window_usage_ref(
-            window, inputs.given("keys"), inputs.lengths, inputs.scale
-        )
+    usage = measure_usage(scorer.needs, inputs)
     return scorer.score(inputs, usage)[0, 0].numpy()
 
 

@@ -9,10 +9,10 @@ import event_inputs
 import pytest
 import torch
 
-from vllm_kvpolicy.kernels.window_usage import window_usage_ref
 from vllm_kvpolicy.policies import factory, score
 from vllm_kvpolicy.policies.base import EventInputs
 from vllm_kvpolicy.policies.catalogue import SCORERS
+from vllm_kvpolicy.policies.compose import measure_usage
 from vllm_kvpolicy.policies.epikv import scores_from_hidden
 from vllm_kvpolicy.policies.rope import Rope
 
@@ -88,10 +88,7 @@ def test_equals_the_scorer_at_an_event(name: str, scorer_options: Options) -> No
         rope=Rope.from_theta(THETA, SIZE),
         memory={"h2o": params["state"][None, None]} if name == "h2o" else {},
     )
-    usage = None
-    if scorer.needs.usage:
-        queries = inputs.queries[..., -scorer.needs.window_tokens :, :]
-        usage = window_usage_ref(queries, inputs.keys, inputs.lengths, inputs.scale)
+    usage = measure_usage(scorer.needs, inputs)
     want = scorer.score(inputs, usage)[0, 0]
     assert torch.equal(score(name, **given, **params, sinks=3), want)
 

@@ -24,10 +24,20 @@ def map_pairs(
     Returns:
         [E, L, ...], the results put together.
     """
+    return map_pairs_to_many(lambda *part: (function(*part),), pair_bytes, *tensors)[0]
+
+
+def map_pairs_to_many(
+    function: Callable[..., tuple[torch.Tensor, ...]],
+    pair_bytes: int,
+    *tensors: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Like `map_pairs` where `function` returns several [n, ...] tensors."""
     flat = [tensor.flatten(0, 1) for tensor in tensors]
     step = max(1, CHUNK_BYTES // pair_bytes)
-    chunks = (
+    chunks = [
         function(*(tensor[start : start + step] for tensor in flat))
         for start in range(0, len(flat[0]), step)
-    )
-    return torch.cat(list(chunks)).unflatten(0, tensors[0].shape[:2])
+    ]
+    whole = chunks[0] if len(chunks) == 1 else map(torch.cat, zip(*chunks, strict=True))
+    return tuple(part.unflatten(0, tensors[0].shape[:2]) for part in whole)

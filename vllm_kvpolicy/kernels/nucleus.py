@@ -3,7 +3,8 @@
 All of it is raw attention per KV head: the logit of a key is the largest of the group's
 query heads, a row is one of the newest W queries, and the softmax goes over every token
 that the query sees, must-keep tokens included.
-Called by policies.hard; the PyTorch reference of a later fused kernel.
+Called by kernels.window_usage, policies.hard and attention.notes; the PyTorch reference
+of a later fused kernel.
 Process: worker
 
 Source: Hard-KV, Problem 1 (top-p), Cautious Update (votes) and appendix G (LSE);
@@ -14,13 +15,14 @@ sees a later key (in the authors' code early rows see the whole window).
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
 
 from vllm_kvpolicy.kernels.chunks import map_pairs
 from vllm_kvpolicy.kernels.ranking import ranked_positions
-from vllm_kvpolicy.kernels.window_usage import effective_window
+from vllm_kvpolicy.kernels.window_logits import effective_window, window_logits
 
 WEIGHT_UNIT = 2**32  # fixed-point weight of a row's largest logit
 
@@ -39,6 +41,22 @@ def nucleus_mask(logits: torch.Tensor, mass: float) -> torch.Tensor:
     weight = _weights(logits).gather(-1, order)
     inside = _inside(weight, mass)
     return torch.zeros_like(inside).scatter_(-1, order, inside)
+
+
+def nucleus_counts(logits: torch.Tensor, mass: float) -> torch.Tensor:
+    """Count the fewest largest logits that hold `mass` of their row's softmax.
+
+    Args:
+        logits: [..., T] floating point; minus infinity is left out.
+        mass: p, above 0, at most 1.
+
+    Returns:
+        [...] int64 tokens; 0 where every logit is left out.
+    """
+    running = _weights(_rising(logits)).cumsum(-1)
+    total = running[..., -1:]
+    # A key is inside while what the larger ones hold falls short of the mass.
+    return (total - running < total.double() * mass).sum(-1)
 
 
 def nucleus_counts_ref(
@@ -61,10 +79,8 @@ def nucleus_counts_ref(
         [E, L, H, W] int64 tokens; 0 for rows outside a short request's window.
     """
 
-    def counts(logits: torch.Tensor) -> torch.Tensor:
-        return _inside(_falling(_weights(logits)), mass).sum(-1)
-
-    return _map_logits(counts, scale, queries, keys, lengths)
+    function = partial(nucleus_counts, mass=mass)
+    return _map_logits(function, scale, queries, keys, lengths)
 
 
 def nucleus_votes_ref(
@@ -134,14 +150,14 @@ def window_mean(rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     return (rows.sum(-1, dtype=torch.float64) / used).float()
 
 
-def _falling(weight: torch.Tensor) -> torch.Tensor:
-    """Sort [..., T] integers from the largest on.
+def _rising(logits: torch.Tensor) -> torch.Tensor:
+    """Sort [..., T] floating point, the largest last.
 
     On the CPU by NumPy, whose sort of short rows is vectorised and 20 times as fast.
     """
-    if weight.device.type != "cpu" or type(weight) is not torch.Tensor:
-        return weight.sort(dim=-1, descending=True).values
-    return torch.from_numpy(np.sort(weight.numpy(), axis=-1)).flip(-1)
+    if logits.device.type != "cpu" or type(logits) is not torch.Tensor:
+        return logits.sort(dim=-1).values
+    return torch.from_numpy(np.sort(logits.numpy(), axis=-1))
 
 
 def _inside(weight: torch.Tensor, mass: float) -> torch.Tensor:
@@ -152,11 +168,10 @@ def _inside(weight: torch.Tensor, mass: float) -> torch.Tensor:
 
 def _weights(logits: torch.Tensor) -> torch.Tensor:
     """Return exp(logit - highest) of [..., T] in fixed point, int64, 0 where hidden."""
-    shown = logits > -torch.inf
     # A row that shows nothing has no finite maximum.
     highest = logits.amax(-1, keepdim=True).clamp(min=torch.finfo(logits.dtype).min)
-    weight = (torch.exp(logits - highest) * WEIGHT_UNIT).round().long()
-    return torch.where(shown, weight.clamp(min=1), 0)
+    weight = torch.exp(logits - highest).mul_(WEIGHT_UNIT).round_().clamp_(min=1)
+    return weight.masked_fill_(logits == -torch.inf, 0).long()
 
 
 def _map_logits(
@@ -183,33 +198,9 @@ def _map_logits(
         lengths: torch.Tensor,
         *others: torch.Tensor,
     ) -> torch.Tensor:
-        return function(_logits(scale, queries, keys, lengths), *others)
+        logits = window_logits(queries, keys, lengths, scale)
+        return function(logits.amax(2), *others)
 
     # float32 logits of all query heads; four int64 rows per KV head.
     pair_bytes = window * num_tokens * (4 * num_q_heads + 32 * num_heads)
     return map_pairs(of_chunk, pair_bytes, queries, keys, lengths, *others)
-
-
-def _logits(
-    scale: float, queries: torch.Tensor, keys: torch.Tensor, lengths: torch.Tensor
-) -> torch.Tensor:
-    """Return the largest logit of each group, [n, H, W, T] float32.
-
-    Minus infinity where a row does not see a key, or is outside the window.
-
-    Args:
-        scale: softmax scale.
-        queries: [n, Hq, W, D].
-        keys: [n, H, T, D].
-        lengths: [n, H] int64.
-    """
-    window, length = queries.shape[2], lengths[..., None]
-    rows = queries.float().unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
-    logits = torch.matmul(rows, keys.float().transpose(-1, -2)) * scale
-    highest = logits.unflatten(2, (-1, window)).amax(2)
-    step = torch.arange(window, device=keys.device)
-    newest = length - window + step
-    outside = step < window - effective_window(length, window)
-    token = torch.arange(keys.shape[2], device=keys.device)
-    hidden = (token > newest[..., None]) | outside[..., None]
-    return highest.masked_fill(hidden, -torch.inf)

@@ -16,6 +16,7 @@ a page from any head.
 import torch
 
 MOST_TOKENS = 2**35
+BASE = 16  # shifts tried at once, a power of two
 
 
 def page_quota_ref(
@@ -43,16 +44,21 @@ def page_quota_ref(
     """
 
     def pages(shift: torch.Tensor) -> torch.Tensor:
-        return ((tokens + shift) // block_size).clamp(floors, caps)
+        return ((tokens[:, None] + shift[..., None]) // block_size).clamp(
+            floors[:, None], caps[:, None]
+        )
 
     total = total[:, None]
-    # The largest shift that the total covers, bit by bit from one that none fills.
+    # The largest shift that the total covers, digit by digit from one that none fills.
     shift = -tokens.amax(-1, keepdim=True)
-    for bit in reversed(range((2 * most).bit_length())):
-        higher = shift + 2**bit
-        covered = pages(higher).sum(-1, keepdim=True) <= total
-        shift = torch.where(covered, higher, shift)
-    quota = pages(shift)
-    claims = pages(shift + 1) - quota  # 0 or 1: the next page of the next token
+    digit = torch.arange(BASE, device=tokens.device)
+    places = range(0, (2 * most).bit_length(), BASE.bit_length() - 1)
+    for place in reversed(places):
+        higher = shift + digit * 2**place  # [G, BASE], from the last on not covered
+        covered = pages(higher).sum(-1) <= total
+        fits = (covered.sum(-1, keepdim=True) - 1).clamp(min=0)
+        shift = shift + fits * 2**place
+    quota, more = pages(shift + digit[:2]).unbind(1)
+    claims = more - quota  # 0 or 1: the next page of the next token
     left = total - quota.sum(-1, keepdim=True)
     return quota + claims * (claims.cumsum(-1) <= left)

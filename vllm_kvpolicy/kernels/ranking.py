@@ -99,9 +99,23 @@ def fill_next_best(
         [R, T] bool with `target` True per row: fewer where the row has fewer valid
         tokens, more where `keep` holds more already.
     """
+    return fill_in_order(keep, ranked_positions(score), valid, target)
+
+
+def fill_in_order(
+    keep: torch.Tensor,
+    order: torch.Tensor,
+    valid: torch.Tensor,
+    target: torch.Tensor | int,
+) -> torch.Tensor:
+    """Do as `fill_next_best` for tokens that are ranked already.
+
+    Args:
+        keep, valid, target: as there.
+        order: [R, T] int64, positions from best to worst.
+    """
     if isinstance(target, torch.Tensor):
         target = target.unsqueeze(-1)
-    order = ranked_positions(score)
     is_candidate = (valid & ~keep).gather(-1, order)
     missing = target - keep.sum(-1, keepdim=True)
     is_added = is_candidate & (is_candidate.cumsum(-1) <= missing)

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-# Bound on one chunk of attention probabilities; a chunk is some (event, layer) pairs.
-CHUNK_BYTES = 256 * 2**20
+from vllm_kvpolicy.kernels.chunks import map_pairs_to_many
+from vllm_kvpolicy.kernels.nucleus import nucleus_counts
+from vllm_kvpolicy.kernels.window_logits import effective_window, window_logits
 
 SUFFIX_PADS = ("max", "mean", "none", "global")
 
@@ -31,31 +32,23 @@ class WindowUsage:
         last: [E, L, Hq, T] float32, probabilities of the newest query alone.
         lengths: [E, L, H] int64, tokens held.
         window: [E, L, H] int64, queries averaged, see `effective_window`.
+        nucleus: [E, L, H, W] int64, tokens that hold the mass that was asked for, see
+            `kernels.nucleus`; None unless asked for.
     """
 
     mean: torch.Tensor
     last: torch.Tensor
     lengths: torch.Tensor
     window: torch.Tensor
-
-
-def effective_window(lengths: torch.Tensor, window_tokens: int) -> torch.Tensor:
-    """Shorten the window of requests that hold no more than `window_tokens` tokens.
-
-    At least one key stays older than the window, and at least one query stays in it.
-
-    Args:
-        lengths: [E, L, H] int64, tokens held.
-        window_tokens: W, queries captured.
-
-    Returns:
-        [E, L, H] int64, between 1 and W.
-    """
-    return (lengths - 1).clamp(1, max(window_tokens, 1))
+    nucleus: torch.Tensor | None = None
 
 
 def window_usage_ref(
-    queries: torch.Tensor, keys: torch.Tensor, lengths: torch.Tensor, scale: float
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    mass: float | None = None,
 ) -> WindowUsage:
     """Causal softmax of the newest queries over the cached keys, reduced over them.
 
@@ -68,6 +61,7 @@ def window_usage_ref(
             whatever it holds.
         lengths: [E, L, H] int64, tokens held, 1..T.
         scale: softmax scale.
+        mass: p of the nuclei, above 0, at most 1; None for no nuclei.
 
     Returns:
         Usage per query head, in float32; sums over keys are carried in float64, so
@@ -76,64 +70,45 @@ def window_usage_ref(
     Raises:
         ValueError: shapes that do not fit together.
     """
-    num_events, num_layers, num_q_heads, window, _ = queries.shape
+    num_q_heads, window = queries.shape[2:4]
     num_heads, num_tokens = keys.shape[2:4]
     if keys.shape[:2] != queries.shape[:2] or num_q_heads % num_heads or not window:
         raise ValueError(
             "queries: expected [E, L, H * G, W >= 1, D] for keys [E, L, H, T, D] = "
             f"{list(keys.shape)}, got {list(queries.shape)}"
         )
+
+    def of_chunk(
+        queries: torch.Tensor, keys: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        logits = window_logits(queries, keys, lengths, scale)
+        counts = () if mass is None else (nucleus_counts(logits.amax(2), mass),)
+        # A row without a visible key has no finite maximum; all its weights are 0.
+        highest = logits.amax(-1, keepdim=True)
+        highest.clamp_(min=torch.finfo(logits.dtype).min)
+        probs = logits.sub_(highest).exp_()
+        total = probs.sum(-1, keepdim=True, dtype=torch.float64)
+        probs.div_(total.clamp_(min=1).float())
+        count = effective_window(lengths, window)[..., None, None]
+        mean = (probs.sum(3) / count).flatten(1, 2)
+        return mean, probs[:, :, :, -1].flatten(1, 2), *counts
+
+    # float32 logits of all query heads; four int64 rows per KV head.
+    pair_bytes = window * num_tokens * (8 * num_q_heads + 32 * num_heads)
+    parts = map_pairs_to_many(of_chunk, pair_bytes, queries, keys, lengths)
     used = effective_window(lengths, window)
-    query_step = torch.arange(window, device=keys.device)
-    # Per (event, layer) pair: the newest key a query sees, and whether it counts.
-    newest = (lengths[..., None] - window + query_step).flatten(0, 1)  # [n, H, W]
-    in_window = (query_step >= window - used[..., None]).flatten(0, 1)
-
-    pairs = num_events * num_layers
-    queries, keys = queries.flatten(0, 1), keys.flatten(0, 1)
-    mean = keys.new_empty((pairs, num_q_heads, num_tokens), dtype=torch.float32)
-    last = torch.empty_like(mean)
-    step = max(1, CHUNK_BYTES // (4 * num_q_heads * window * num_tokens))
-    for start in range(0, pairs, step):
-        chunk = slice(start, start + step)
-        probs = _window_probs(
-            queries[chunk], keys[chunk], newest[chunk], in_window[chunk], scale
-        )
-        last[chunk] = probs[:, :, :, -1].flatten(1, 2)
-        count = used.flatten(0, 1)[chunk, :, None, None]
-        mean[chunk] = (probs.sum(3) / count).flatten(1, 2)
-    shape = (num_events, num_layers, num_q_heads, num_tokens)
-    return WindowUsage(mean.view(shape), last.view(shape), lengths, used)
+    return WindowUsage(parts[0], parts[1], lengths, used, *parts[2:])
 
 
-def _window_probs(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    newest: torch.Tensor,
-    in_window: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    """Probabilities [n, H, G, W, T] float32 of n (event, layer) pairs, 0 where unused.
+def measured(usage: WindowUsage | None) -> WindowUsage:
+    """Return the usage that a policy declared it reads.
 
-    Args:
-        queries: [n, Hq, W, D].
-        keys: [n, H, T, D].
-        newest: [n, H, W] int64, index of the newest key that a query sees.
-        in_window: [n, H, W] bool.
-        scale: softmax scale.
+    Raises:
+        ValueError: it was not measured.
     """
-    num, num_heads, num_tokens, size = keys.shape
-    window = queries.shape[2]
-    grouped = queries.float().reshape(num, num_heads, -1, size)
-    logits = torch.matmul(grouped, keys.float().transpose(-1, -2)) * scale
-    logits = logits.view(num, num_heads, -1, window, num_tokens)
-    position = torch.arange(num_tokens, device=keys.device)
-    hidden = position > newest[:, :, None, :, None]
-    logits = logits.masked_fill(hidden, -torch.inf)
-    weight = torch.exp(logits - logits.amax(-1, keepdim=True))
-    total = weight.sum(-1, keepdim=True, dtype=torch.float64)
-    # A row without a visible key is NaN here, and outside the window.
-    return (weight / total.float()).masked_fill(~in_window[:, :, None, :, None], 0.0)
+    if usage is None:
+        raise ValueError("usage: expected the window's attention, got None")
+    return usage
 
 
 def mean_over_group(per_query_head: torch.Tensor, num_kv_heads: int) -> torch.Tensor:

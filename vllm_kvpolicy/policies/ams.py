@@ -33,6 +33,7 @@ from vllm_kvpolicy.kernels.segment_quota import (
 from vllm_kvpolicy.kernels.window_usage import (
     WindowUsage,
     mean_over_group,
+    measured,
     pooled_usage,
 )
 from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
@@ -364,8 +365,7 @@ class AMSAllocator:
         budget: int,
     ) -> Decision:
         """Pick `budget` tokens per row of `score` [E, L, H, T], must-keep first."""
-        if usage is None:
-            raise ValueError("usage: expected the window's attention, got None")
+        usage = measured(usage)
         shape = score.shape
         mass = pooled_usage(
             mean_over_group(usage.mean, shape[2]),

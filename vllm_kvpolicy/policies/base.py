@@ -28,6 +28,7 @@ class Needs:
     Args:
         window_tokens: W, newest queries; 0 for none.
         usage: the window's attention to the keys, measured once for all who read it.
+        mass: of the nuclei, measured along with the usage; 0 for none.
         keys: cached post-RoPE keys.
         values: cached values.
         positions: true positions of the held tokens.
@@ -39,6 +40,7 @@ class Needs:
 
     window_tokens: int = 0
     usage: bool = False
+    mass: float = 0.0
     keys: bool = False
     values: bool = False
     positions: bool = False
@@ -51,6 +53,7 @@ class Needs:
         return Needs(
             window_tokens=max(self.window_tokens, other.window_tokens),
             usage=self.usage or other.usage,
+            mass=max(self.mass, other.mass),
             keys=self.keys or other.keys,
             values=self.values or other.values,
             positions=self.positions or other.positions,

@@ -5,11 +5,18 @@ Process: worker
 """
 
 from dataclasses import replace
+from functools import reduce
 
 import torch
 
 from vllm_kvpolicy.kernels.window_usage import WindowUsage, window_usage_ref
-from vllm_kvpolicy.policies.base import Allocator, Decision, EventInputs, Scorer
+from vllm_kvpolicy.policies.base import (
+    Allocator,
+    Decision,
+    EventInputs,
+    Needs,
+    Scorer,
+)
 
 
 class ComposedPolicy:
@@ -24,8 +31,9 @@ class ComposedPolicy:
         self.scorer = scorer
         self.allocator = allocator
         self.needs = scorer.needs | allocator.needs
+        # As many queries as those who read the usage ask for, however many others do.
         readers = [part.needs for part in (scorer, allocator) if part.needs.usage]
-        self.usage_window = max((needs.window_tokens for needs in readers), default=0)
+        self.usage_needs = reduce(Needs.__or__, readers, Needs())
         self.dynamic = getattr(allocator, "dynamic", False)
 
     def check_model(
@@ -49,7 +57,7 @@ class ComposedPolicy:
         num_tokens = inputs.must_keep.shape[-1]
         if not 1 <= budget <= num_tokens and not (self.dynamic and budget > 0):
             raise ValueError(f"budget: expected 1..{num_tokens} tokens, got {budget}")
-        usage = self._usage(inputs)
+        usage = measure_usage(self.usage_needs, inputs)
         score = self.scorer.score(inputs, usage)
         decision = self.allocator.choose(score, inputs, usage, budget)
         remembered = self.scorer.remember(score)
@@ -65,14 +73,22 @@ class ComposedPolicy:
         """Leave `pages` [E, C] int64 where they are."""
         return pages
 
-    def _usage(self, inputs: EventInputs) -> WindowUsage | None:
-        """Attention of the newest queries, None if no part reads it.
 
-        As many as the parts that read it ask for, however many others do.
-        """
-        if not self.needs.usage:
-            return None
-        queries = inputs.given("queries")[:, :, :, -self.usage_window :]
-        return window_usage_ref(
-            queries, inputs.given("keys"), inputs.lengths, inputs.scale
-        )
+def measure_usage(needs: Needs, inputs: EventInputs) -> WindowUsage | None:
+    """Measure the attention of the newest `needs.window_tokens` queries.
+
+    Returns:
+        None if `needs` asks for no usage.
+
+    Raises:
+        ValueError: keys or queries missing.
+    """
+    if not needs.usage:
+        return None
+    return window_usage_ref(
+        inputs.given("queries")[:, :, :, -needs.window_tokens :],
+        inputs.given("keys"),
+        inputs.lengths,
+        inputs.scale,
+        needs.mass or None,
+    )

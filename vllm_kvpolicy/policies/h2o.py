@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from vllm_kvpolicy.kernels.window_usage import WindowUsage
+from vllm_kvpolicy.kernels.window_usage import WindowUsage, measured
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.scorer import BaseScorer
 
@@ -39,8 +39,7 @@ class H2OScorer(BaseScorer):
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score [E, L, H, T] float32; what a token got from queries, never less."""
-        if usage is None:
-            raise ValueError("usage: expected the window's attention, got None")
+        usage = measured(usage)
         num_heads = inputs.lengths.shape[2]
         mean = usage.mean.unflatten(2, (num_heads, -1)).sum(3)
         return inputs.memory[RECEIVED] + mean * usage.window[..., None]

@@ -25,10 +25,15 @@ from typing import Any
 
 import torch
 
-from vllm_kvpolicy.kernels.nucleus import nucleus_counts_ref, nucleus_votes_ref
+from vllm_kvpolicy.kernels.nucleus import nucleus_votes_ref
 from vllm_kvpolicy.kernels.page_quota import page_quota_ref
-from vllm_kvpolicy.kernels.ranking import limit_must_keep, rank_by, top_k_mask
-from vllm_kvpolicy.kernels.window_usage import WindowUsage
+from vllm_kvpolicy.kernels.ranking import (
+    fill_in_order,
+    limit_must_keep,
+    rank_by,
+    ranked_positions,
+)
+from vllm_kvpolicy.kernels.window_usage import WindowUsage, measured
 from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
 from vllm_kvpolicy.policies.merging import choose_merge
 
@@ -60,7 +65,14 @@ class HardAllocator:
         dynamic: bool = False,
         merge: bool = False,
     ) -> None:
-        self.needs = Needs(window_tokens=window_tokens, keys=True, values=merge)
+        own_order = order == "attention"  # each row's nucleus in its own order
+        self.needs = Needs(
+            window_tokens=window_tokens,
+            usage=merge or not own_order,
+            mass=0.0 if own_order else mass,
+            keys=True,
+            values=merge,
+        )
         self.mass = mass
         self.lower = lower
         self.upper = upper
@@ -95,30 +107,38 @@ class HardAllocator:
         Fewer where upper bounds or held tokens do not reach that, or if `dynamic`.
         """
         must_keep = limit_must_keep(inputs.must_keep, budget)
-        order, candidates = self._candidates(score, inputs)
+        score, order, candidates = self._rank(score, inputs, usage)
         floors = must_keep.sum(-1).clamp(min=int(self.lower * budget))
         floors = torch.minimum(floors, inputs.lengths)
         caps = inputs.lengths.clamp(max=int(self.upper * budget))
         sizes = (candidates | must_keep).sum(-1).clamp(floors, caps)
         quota = self._scale(sizes, floors, caps, budget, score.shape[-1])
-        keep = top_k_mask(order, must_keep, inputs.valid, quota)
+        keep = fill_in_order(must_keep, order, inputs.valid, quota)
         if not self.merge:
-            return Decision(keep, order)
-        merge = choose_merge(keep, order, inputs, self.needs.window_tokens)
-        return Decision(keep, order, merge=merge)
+            return Decision(keep, score)
+        merge = choose_merge(keep, score, inputs, measured(usage).mean)
+        return Decision(keep, score, merge=merge)
 
-    def _candidates(
-        self, score: torch.Tensor, inputs: EventInputs
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the order of the tokens and those with a vote, [E, L, H, T] both."""
-        queries = inputs.given("queries")[..., -self.needs.window_tokens :, :]
-        window = (queries, inputs.given("keys"), inputs.lengths, inputs.scale)
+    def _rank(
+        self, score: torch.Tensor, inputs: EventInputs, usage: WindowUsage | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return score, positions from best to worst and who has a vote."""
         if self.order == "attention":
+            queries = inputs.given("queries")[..., -self.needs.window_tokens :, :]
+            window = (queries, inputs.given("keys"), inputs.lengths, inputs.scale)
             votes = nucleus_votes_ref(*window, self.mass)
-            return -rank_by(votes, score).float(), votes > 0  # exact below 2^24
-        longest = nucleus_counts_ref(*window, self.mass).amax(-1)
-        nobody = torch.zeros_like(inputs.must_keep)
-        return score, top_k_mask(score, nobody, inputs.valid, longest)
+            score = -rank_by(votes, score).float()  # exact below 2^24
+            return score, ranked_positions(score), votes > 0
+        order, nobody = ranked_positions(score), torch.zeros_like(inputs.must_keep)
+        longest = self._longest(usage)
+        return score, order, fill_in_order(nobody, order, inputs.valid, longest)
+
+    def _longest(self, usage: WindowUsage | None) -> torch.Tensor:
+        """Return the largest nucleus of the window's rows, [E, L, H] int64 tokens."""
+        nucleus = measured(usage).nucleus
+        if nucleus is None:
+            raise ValueError("usage: expected nuclei, got None")
+        return nucleus[..., -self.needs.window_tokens :].amax(-1)
 
     def _scale(
         self,

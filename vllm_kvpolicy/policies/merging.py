@@ -16,26 +16,22 @@ largest logit. With more dropped tokens than survivors the worst go unmerged.
 import torch
 
 from vllm_kvpolicy.kernels.ranking import rank_by
-from vllm_kvpolicy.kernels.window_usage import mean_over_group, window_usage_ref
+from vllm_kvpolicy.kernels.window_usage import mean_over_group
 from vllm_kvpolicy.policies.base import EventInputs, Merge
 
 
 def choose_merge(
-    keep: torch.Tensor, order: torch.Tensor, inputs: EventInputs, window_tokens: int
+    keep: torch.Tensor, order: torch.Tensor, inputs: EventInputs, usage: torch.Tensor
 ) -> Merge:
     """Pair the tokens of each head, sinks and local tokens left out.
 
     Args:
         keep: [E, L, H, T] bool, the policy's choice.
         order: [E, L, H, T] floating point, higher is kept sooner.
-        inputs: the event, with keys and queries.
-        window_tokens: W.
+        inputs: the event.
+        usage: [E, L, Hq, T] float32, mean attention of the window.
     """
-    queries = inputs.given("queries")[..., -window_tokens:, :]
-    usage = window_usage_ref(
-        queries, inputs.given("keys"), inputs.lengths, inputs.scale
-    )
-    attention = mean_over_group(usage.mean, keep.shape[2])
+    attention = mean_over_group(usage, keep.shape[2])
     free = inputs.valid & ~inputs.must_keep
     partner = pair_up(keep & free, ~keep & free, attention, order)
     other = attention.gather(-1, partner.clamp_min(0))

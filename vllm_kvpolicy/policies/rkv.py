@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from vllm_kvpolicy.kernels.chunks import map_pairs
 from vllm_kvpolicy.kernels.last_similar import last_similar_ref
 from vllm_kvpolicy.kernels.softmax import masked_softmax
-from vllm_kvpolicy.kernels.window_usage import WindowUsage, effective_window
+from vllm_kvpolicy.kernels.window_logits import effective_window
+from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.scorer import BaseScorer
 from vllm_kvpolicy.policies.unmeasured import fill_with_highest

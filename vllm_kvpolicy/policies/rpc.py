@@ -21,7 +21,8 @@ import torch.nn.functional as F
 
 from vllm_kvpolicy.kernels.chunks import map_pairs
 from vllm_kvpolicy.kernels.softmax import masked_softmax
-from vllm_kvpolicy.kernels.window_usage import WindowUsage, effective_window
+from vllm_kvpolicy.kernels.window_logits import effective_window
+from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.scorer import BaseScorer
 from vllm_kvpolicy.policies.tova import cross_head_mean

@@ -18,6 +18,7 @@ import torch
 from vllm_kvpolicy.kernels.window_usage import (
     WindowUsage,
     mean_over_group,
+    measured,
     pooled_usage,
 )
 from vllm_kvpolicy.policies.base import EventInputs, Needs
@@ -38,7 +39,6 @@ class SnapKVScorer(BaseScorer):
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score [E, L, H, T] float32, zero on padding."""
-        if usage is None:
-            raise ValueError("usage: expected the window's attention, got None")
+        usage = measured(usage)
         mean = mean_over_group(usage.mean, inputs.lengths.shape[2])
         return pooled_usage(mean, usage.lengths, usage.window, self.pool_kernel)

@@ -14,7 +14,7 @@ index names different tokens in different heads.
 
 import torch
 
-from vllm_kvpolicy.kernels.window_usage import WindowUsage
+from vllm_kvpolicy.kernels.window_usage import WindowUsage, measured
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.scorer import BaseScorer
 
@@ -40,8 +40,7 @@ class TovaScorer(BaseScorer):
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score [E, L, H, T] float32; heads differ only in where they end."""
-        if usage is None:
-            raise ValueError("usage: expected the window's attention, got None")
+        usage = measured(usage)
         score = cross_head_mean(usage.last)
         position = torch.arange(score.shape[-1], device=score.device)
         is_last = position == inputs.lengths[..., None] - 1
