@@ -22,7 +22,11 @@ import torch
 
 from vllm_kvpolicy.kernels.chunks import map_pairs
 from vllm_kvpolicy.kernels.ranking import ranked_positions
-from vllm_kvpolicy.kernels.window_logits import effective_window, window_logits
+from vllm_kvpolicy.kernels.window_logits import (
+    effective_window,
+    weights_of,
+    window_logits,
+)
 
 WEIGHT_UNIT = 2**32  # fixed-point weight of a row's largest logit
 
@@ -54,9 +58,11 @@ def nucleus_counts(logits: torch.Tensor, mass: float) -> torch.Tensor:
         [...] int64 tokens; 0 where every logit is left out.
     """
     running = _weights(_rising(logits)).cumsum(-1)
+    # A key is inside while what the larger ones hold falls short of the mass: where
+    # what it holds along with the smaller ones is above the rest.
     total = running[..., -1:]
-    # A key is inside while what the larger ones hold falls short of the mass.
-    return (total - running < total.double() * mass).sum(-1)
+    rest = total - (total.double() * mass).ceil().long()
+    return logits.shape[-1] - torch.searchsorted(running, rest, right=True)[..., 0]
 
 
 def nucleus_counts_ref(
@@ -168,10 +174,9 @@ def _inside(weight: torch.Tensor, mass: float) -> torch.Tensor:
 
 def _weights(logits: torch.Tensor) -> torch.Tensor:
     """Return exp(logit - highest) of [..., T] in fixed point, int64, 0 where hidden."""
-    # A row that shows nothing has no finite maximum.
-    highest = logits.amax(-1, keepdim=True).clamp(min=torch.finfo(logits.dtype).min)
-    weight = torch.exp(logits - highest).mul_(WEIGHT_UNIT).round_().clamp_(min=1)
-    return weight.masked_fill_(logits == -torch.inf, 0).long()
+    weight = weights_of(logits, WEIGHT_UNIT**-1.25).mul_(WEIGHT_UNIT)
+    weight = weight.round_().clamp_(min=1).long()
+    return weight.masked_fill_(logits == -torch.inf, 0)
 
 
 def _map_logits(

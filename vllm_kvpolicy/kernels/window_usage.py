@@ -18,8 +18,13 @@ import torch.nn.functional as F
 
 from vllm_kvpolicy.kernels.chunks import map_pairs_to_many
 from vllm_kvpolicy.kernels.nucleus import nucleus_counts
-from vllm_kvpolicy.kernels.window_logits import effective_window, window_logits
+from vllm_kvpolicy.kernels.window_logits import (
+    effective_window,
+    weights_of,
+    window_logits,
+)
 
+TINY = 2.0**-120  # a weight, next to the largest of a row, that counts as none
 SUFFIX_PADS = ("max", "mean", "none", "global")
 
 
@@ -83,10 +88,8 @@ def window_usage_ref(
     ) -> tuple[torch.Tensor, ...]:
         logits = window_logits(queries, keys, lengths, scale)
         counts = () if mass is None else (nucleus_counts(logits.amax(2), mass),)
-        # A row without a visible key has no finite maximum; all its weights are 0.
-        highest = logits.amax(-1, keepdim=True)
-        highest.clamp_(min=torch.finfo(logits.dtype).min)
-        probs = logits.sub_(highest).exp_()
+        weight = weights_of(logits, TINY)
+        probs = F.threshold(weight, 2 * TINY, 0.0, inplace=True)
         total = probs.sum(-1, keepdim=True, dtype=torch.float64)
         probs.div_(total.clamp_(min=1).float())
         count = effective_window(lengths, window)[..., None, None]
