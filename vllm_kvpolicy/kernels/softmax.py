@@ -1,10 +1,44 @@
-"""Softmax over some of a row's tokens.
+"""Softmax over those tokens of a row that count.
 
-Called by scorers that leave tokens out of what they measure.
+Called by kernels.window_usage, kernels.nucleus and by scorers that leave tokens out of
+what they measure.
 Process: worker
 """
 
+import math
+
 import torch
+import torch.nn.functional as F
+
+TINY = 2.0**-120  # a weight, next to the largest of its row, that counts as none
+
+
+def weights_of(logits: torch.Tensor, least: float) -> torch.Tensor:
+    """Return exp(logit - highest of its row), [..., T] float32.
+
+    Args:
+        logits: [..., T] float32.
+        least: what smaller weights are raised to, hidden ones too; above 2^-126,
+            since a CPU takes several times as long below.
+    """
+    # A row that shows nothing has no finite maximum.
+    highest = logits.amax(-1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)
+    return (logits - highest).clamp_(min=math.log(least)).exp_()
+
+
+def softmax(logits: torch.Tensor) -> torch.Tensor:
+    """Share one unit among the tokens of each row.
+
+    Args:
+        logits: [..., T] float32; minus infinity is left out.
+
+    Returns:
+        [..., T] float32, zero for what is left out, also if that is all. The sum is
+        carried in float64, so that padding does not change it.
+    """
+    weight = F.threshold(weights_of(logits, TINY), 2 * TINY, 0.0, inplace=True)
+    total = weight.sum(-1, keepdim=True, dtype=torch.float64)
+    return weight.div_(total.clamp_(min=1).float())
 
 
 def masked_softmax(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -15,11 +49,6 @@ def masked_softmax(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         mask: bool, broadcastable to [..., T].
 
     Returns:
-        [..., T] float32, zero outside the mask. The sum is carried in float64, so that
-        padding does not change it.
+        [..., T] float32, see `softmax`.
     """
-    shown = logits.masked_fill(~mask, -torch.inf)
-    weight = torch.exp(shown - shown.amax(-1, keepdim=True))
-    total = weight.sum(-1, keepdim=True, dtype=torch.float64)
-    # A row without any token is NaN here.
-    return (weight / total.float()).masked_fill(~mask, 0.0)
+    return softmax(logits.masked_fill(~mask, -torch.inf))

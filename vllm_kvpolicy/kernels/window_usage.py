@@ -18,13 +18,9 @@ import torch.nn.functional as F
 
 from vllm_kvpolicy.kernels.chunks import map_pairs_to_many
 from vllm_kvpolicy.kernels.nucleus import nucleus_counts
-from vllm_kvpolicy.kernels.window_logits import (
-    effective_window,
-    weights_of,
-    window_logits,
-)
+from vllm_kvpolicy.kernels.softmax import softmax
+from vllm_kvpolicy.kernels.window_logits import effective_window, window_logits
 
-TINY = 2.0**-120  # a weight, next to the largest of a row, that counts as none
 SUFFIX_PADS = ("max", "mean", "none", "global")
 
 
@@ -88,10 +84,7 @@ def window_usage_ref(
     ) -> tuple[torch.Tensor, ...]:
         logits = window_logits(queries, keys, lengths, scale)
         counts = () if mass is None else (nucleus_counts(logits.amax(2), mass),)
-        weight = weights_of(logits, TINY)
-        probs = F.threshold(weight, 2 * TINY, 0.0, inplace=True)
-        total = probs.sum(-1, keepdim=True, dtype=torch.float64)
-        probs.div_(total.clamp_(min=1).float())
+        probs = softmax(logits)
         count = effective_window(lengths, window)[..., None, None]
         mean = (probs.sum(3) / count).flatten(1, 2)
         return mean, probs[:, :, :, -1].flatten(1, 2), *counts
