@@ -54,11 +54,16 @@ def nucleus_counts(logits: torch.Tensor, mass: float) -> torch.Tensor:
     Returns:
         [...] int64 tokens; 0 where every logit is left out.
     """
-    running = _weights(_rising(logits)).cumsum(-1)
+    rising = _rising(logits)
+    # What is left out comes first and adds one unit each: cheaper than to mask it.
+    shape = (*rising.shape[:-1], 1)
+    lowest = rising.new_full(shape, torch.finfo(rising.dtype).min)
+    left_out = torch.searchsorted(rising, lowest)
+    running = _units(rising).cumsum(-1)
     # A key is inside while what the larger ones hold falls short of the mass: where
     # what it holds along with the smaller ones is above the rest.
-    total = running[..., -1:]
-    rest = total - (total.double() * mass).ceil().long()
+    total = running[..., -1:] - left_out
+    rest = running[..., -1:] - (total.double() * mass).ceil().long()
     return logits.shape[-1] - torch.searchsorted(running, rest, right=True)[..., 0]
 
 
@@ -170,10 +175,14 @@ def _inside(weight: torch.Tensor, mass: float) -> torch.Tensor:
 
 
 def _weights(logits: torch.Tensor) -> torch.Tensor:
-    """Return exp(logit - highest) of [..., T] in fixed point, int64, 0 where hidden."""
+    """Return exp(logit - highest) of [..., T] in fixed point, int64, 0 if left out."""
+    return _units(logits).masked_fill_(logits == -torch.inf, 0)
+
+
+def _units(logits: torch.Tensor) -> torch.Tensor:
+    """Return exp(logit - highest) of [..., T] in fixed point, int64, at least 1."""
     weight = weights_of(logits, WEIGHT_UNIT**-1.25).mul_(WEIGHT_UNIT)
-    weight = weight.round_().clamp_(min=1).long()
-    return weight.masked_fill_(logits == -torch.inf, 0)
+    return weight.round_().clamp_(min=1).long()
 
 
 def _map_logits(
