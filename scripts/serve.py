@@ -6,6 +6,7 @@ Process: any
 
 import argparse
 import os
+import socket
 import sys
 import time
 import urllib.error
@@ -90,6 +91,27 @@ def check_policy(options: argparse.Namespace, device: str) -> None:
         config.validate_block_size(BLOCK_TOKENS[device])
 
 
+def check_port(host: str, port: int) -> None:
+    """Refuse a port that another process listens on; its answers would look like ours.
+
+    Raises:
+        OSError: naming the port and what to do.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM
+    )[0]
+    with socket.socket(family, kind, protocol) as listener:
+        # As servers do: a port whose connections are only being closed is free.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            raise OSError(
+                f"PORT: got {port} on {host}, which cannot be listened on "
+                f"({error.strerror}): stop the server there or set PORT= to a free one"
+            ) from None
+
+
 def served_name(model: str) -> str:
     """Return the name under which clients ask for `model`."""
     return PACKAGED_NAME if model == PACKAGED_MODEL else model
@@ -160,12 +182,13 @@ def main() -> int:
         )
         return 1
     device = choose_lock()
-    if has_policy(options):
-        try:
+    try:
+        check_port(options.host, options.port)
+        if has_policy(options):
             check_policy(options, device)
-        except ValueError as error:
-            print(error, file=sys.stderr)
-            return 1
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
     command = build_command(options, device)
     if folder.is_dir():
         os.environ["HF_HUB_OFFLINE"] = "1"

@@ -25,7 +25,7 @@ ROWS = (
         "policies.scorer_params",
         "block_manager.events",
     },
-    {"compat", "metrics", "trace_files", "epikv_files"},
+    {"compat", "metrics", "trace_files", "epikv_files", "policies.calibration"},
     {"block_manager.*", "kernels.*"},
     {"policies.*"},
     {"attention.*"},
@@ -48,10 +48,12 @@ ROWS = (
         "llm",
         "measures",
         "patch",
+        "patch_table",
         "plot",
         "plugin",
         "report",
         "request_guards",
+        "start_checks",
     },
 )
 ENTRY_ROW = 6

@@ -5,6 +5,7 @@ Process: any
 """
 
 from importlib import metadata
+from typing import Any
 
 SUPPORTED_VLLM = "0.32"
 # Classes that vLLM picks by platform, and the ones that take their place.
@@ -19,6 +20,8 @@ SCHEDULER_CLASSES = {
 }
 # Names of vLLM's backends for which there is a subclass of ours.
 ATTENTION_BACKENDS = ("CPU_ATTN", "TRITON_ATTN")
+# Platforms whose backend gives heads lengths of their own; it says so by `folds_heads`.
+RAGGED_PLATFORMS = ("cpu",)
 # Tokens per superblock: the default, and what a block size must be a multiple of. The
 # CPU kernel packs keys by 32; the Triton kernel wants 16.
 BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
@@ -49,6 +52,14 @@ def platform_name() -> str:
     from vllm.platforms import current_platform
 
     return current_platform._enum.name.lower()
+
+
+def is_first_process(engine_args: Any) -> bool:
+    """Return whether a server makes its first VllmConfig from these arguments.
+
+    Of several API servers each makes its own, after the process that starts them.
+    """
+    return engine_args._api_process_count == 1 or engine_args._api_process_rank < 0
 
 
 def environment_flag(name: str) -> bool:

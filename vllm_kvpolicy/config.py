@@ -7,7 +7,8 @@ Process: any
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvpolicy.block_manager.events import EventPlan, Footprint
@@ -47,7 +48,8 @@ class KVPolicyConfig:
         trace_dir: folder in which workers record survivors; None for off.
 
     Raises:
-        ValueError: a value is not valid, alone or beside the others.
+        ValueError: a value is not valid, alone or beside the others. What depends on
+            the block size is left to `validate_block_size`.
     """
 
     policy: str
@@ -61,20 +63,23 @@ class KVPolicyConfig:
     allow: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     trace_dir: str | None = None
+    # By policy; follows from `options`, and requests share it with their server.
+    _windows: dict[str, int] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         parse(self.policy)
+        _check_type("policy_config", self.options, Mapping, "a mapping of options")
+        object.__setattr__(self, "options", dict(self.options))
+        object.__setattr__(self, "allow", _checked_names(self.policy, self.allow))
+        _check_known(self.options, self.policies)
         for key in INTEGER_KEYS:
             value = getattr(self, key.field)
             if value is not None or key.field != "events_per_step":
                 key.check(value)
         _check_type("protect_prompt", self.protect_prompt, bool, "true or false")
         _check_type("trace_dir", self.trace_dir, str, "a folder")
-        _check_type("policy_config", self.options, Mapping, "a mapping of options")
-        object.__setattr__(self, "options", dict(self.options))
-        object.__setattr__(self, "allow", _checked_names(self.policy, self.allow))
-        _check_known(self.options, self.policies)
-        _check_budget(self, "budget", page_tokens=1)
         self._check_windows(self.policy)
 
     @property
@@ -111,7 +116,9 @@ class KVPolicyConfig:
     def window_tokens(self, policy: str | None = None) -> int:
         """Return the queries that one of `policies` reads, by default the server's."""
         name = policy or self.policy
-        return parse(name).window_tokens(self.options_of(name))
+        if name not in self._windows:
+            self._windows[name] = parse(name).window_tokens(self.options_of(name))
+        return self._windows[name]
 
     def _check_windows(self, policy: str) -> None:
         """Raise ValueError where a policy's query window is longer than an interval."""
@@ -226,7 +233,7 @@ class KVPolicyConfig:
         Raises:
             ValueError: an unknown key that begins with `kv_`, or a bad value.
         """
-        asked = _request_keys(extra_args)
+        asked = request_keys(extra_args)
         policy = asked.pop("kv_policy", self.policy)
         if policy == PER_REQUEST_OFF and not asked:
             return None
@@ -254,8 +261,11 @@ class KVPolicyConfig:
                     )
         if not changes:
             return self
+        # Not `replace`, which checks again what the server's start has checked.
+        config = copy(self)
+        vars(config).update(changes)
         try:
-            config = replace(self, **changes)
+            config._check_windows(policy)
             _check_budget(config, "budget", block_size)
         except ValueError as error:
             raise ValueError(f"kv_{error}") from None
@@ -268,7 +278,14 @@ def has_policy(vllm_config: Any) -> bool:
     return isinstance(additional, dict) and additional.get(CONFIG_KEY) is not None
 
 
-def _request_keys(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
+def server_config(vllm_config: Any) -> KVPolicyConfig | None:
+    """Return the policy that an engine runs with, or None; parsed anew at each call."""
+    if not has_policy(vllm_config):
+        return None
+    return KVPolicyConfig.from_dict(vllm_config.additional_config[CONFIG_KEY])
+
+
+def request_keys(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the keys of a request that are ours.
 
     Raises:
@@ -364,8 +381,8 @@ def _check_window(key: str, tokens: int, policy: str, window: int) -> None:
     """Raise ValueError where a policy's query window is longer than an interval."""
     if tokens < window:
         raise ValueError(
-            f"{key}: got {tokens}, expected at least the {window} tokens of "
-            f"{policy!r}'s query window"
+            f"{key}: got {tokens}, expected at least {window} tokens, the query window "
+            f"of {policy!r}"
         )
 
 

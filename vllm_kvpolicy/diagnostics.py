@@ -226,7 +226,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     print(table(summaries))
     if given.json is not None:
-        given.json.write_text(json.dumps(summaries, indent=2) + "\n")
+        try:
+            given.json.write_text(json.dumps(summaries, indent=2) + "\n")
+        except OSError as error:
+            parser.error(f"--json: cannot write {str(given.json)!r}: {error.strerror}")
 
 
 if __name__ == "__main__":

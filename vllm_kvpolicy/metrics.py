@@ -1,15 +1,19 @@
 """Counters that cross processes: one small memory-mapped file per engine.
 
 Written by the scheduler mixin (engine) and the worker, read at scrape time by the API
-process. Each field has one writer and is one aligned 8-byte float, so there is no lock.
+process. Each field has one writer and is one aligned 8-byte float, so there is no lock
+on values. The file itself is locked by the process that made it for as long as that
+lives: a file without a lock was left behind, and the next engine removes it.
 Process: any
 """
 
+import fcntl
 import mmap
 import os
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -42,9 +46,26 @@ SIZE_BYTES = 8 * len(SERIES)
 GAUGE_PERIOD_SECONDS = 0.25
 
 
+FILE_NAME = "vllm-kvpolicy-{}.counters"
+
+
 def counter_path(instance_id: str) -> Path:
     """Return the counter file of an engine, named by vLLM's instance id."""
-    return Path(tempfile.gettempdir()) / f"vllm-kvpolicy-{instance_id}.counters"
+    return Path(tempfile.gettempdir()) / FILE_NAME.format(instance_id)
+
+
+def remove_stale_files() -> None:
+    """Remove this user's counter files whose engine is gone without its shutdown."""
+    for path in Path(tempfile.gettempdir()).glob(FILE_NAME.format("*")):
+        # Gone meanwhile, of another user, or locked by its engine.
+        with suppress(OSError):
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                if os.fstat(descriptor).st_uid == os.getuid():
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
+            finally:
+                os.close(descriptor)
 
 
 class CounterFile:
@@ -52,7 +73,8 @@ class CounterFile:
 
     Args:
         instance_id: `VllmConfig.instance_id`.
-        create: make a zeroed file if there is none; otherwise it must exist.
+        create: make a zeroed file and lock it, once files that engines left behind
+            are removed; otherwise it must exist.
 
     Raises:
         FileNotFoundError: `create` is False and no engine has made the file.
@@ -60,15 +82,28 @@ class CounterFile:
 
     def __init__(self, instance_id: str, create: bool) -> None:
         self.path = counter_path(instance_id)
-        flags = os.O_RDWR | (os.O_CREAT if create else 0)
-        descriptor = os.open(self.path, flags, 0o600)
+        if create:
+            remove_stale_files()
+        descriptor = self._make() if create else os.open(self.path, os.O_RDWR)
         try:
-            if create and os.fstat(descriptor).st_size < SIZE_BYTES:
-                os.truncate(descriptor, SIZE_BYTES)
+            # The map keeps the file open, and with it the lock.
             self._map = mmap.mmap(descriptor, SIZE_BYTES)
         finally:
             os.close(descriptor)
         self._values = memoryview(self._map).cast("d")
+
+    def _make(self) -> int:
+        """Return a descriptor of the file with a shared lock on it, made if missing."""
+        while True:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            # Another engine may have removed the file before the lock was on it.
+            if os.fstat(descriptor).st_nlink:
+                break
+            os.close(descriptor)
+        if os.fstat(descriptor).st_size < SIZE_BYTES:
+            os.truncate(descriptor, SIZE_BYTES)
+        return descriptor
 
     def add(self, name: str, amount: float) -> None:
         """Add to a counter."""

@@ -1,4 +1,4 @@
-"""The only assignments onto vLLM's objects, as one table.
+"""The only assignments onto vLLM's objects; patch_table says what is wrapped and why.
 
 `install()` is called by plugin in every process and teaches vLLM's argument parser the
 flags. What a policy needs beyond that is put in place when an engine is configured
@@ -7,10 +7,9 @@ Process: api
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 from uuid import uuid4
 
@@ -18,14 +17,40 @@ from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 
 from vllm_kvpolicy import cli, compat
-from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig, has_policy
+from vllm_kvpolicy.config import (
+    CONFIG_KEY,
+    KVPolicyConfig,
+    has_policy,
+    server_config,
+)
 from vllm_kvpolicy.guards import machine_refusals, refusals
 from vllm_kvpolicy.metrics import Collector
-from vllm_kvpolicy.request_guards import check_params, check_request, server_config
+from vllm_kvpolicy.patch_table import (
+    ADD_CLI_ARGS,
+    ATTACH_METRICS,
+    BEAM_CHAT,
+    BEAM_COMPLETION,
+    CREATE_ENGINE_CONFIG,
+    FROM_CLI_ARGS,
+    GENERATE,
+    OFFLINE_PATCHES,
+    PATCHES,
+    PROCESS_INPUTS,
+    RESPONSES,
+    Patch,
+    signature_problems,
+)
+from vllm_kvpolicy.request_guards import (
+    check_beam_search,
+    check_params,
+    check_request,
+)
+from vllm_kvpolicy.start_checks import check_files
 
 logger = init_logger("vllm.kv_policy")
 
-# The name that all processes of a server know its counters by, beside CONFIG_KEY.
+# The name that all processes of a server know its counters by, beside CONFIG_KEY. Only
+# command lines are given one.
 ENGINE_KEY = "kv_policy_engine"
 
 
@@ -33,134 +58,11 @@ class KVPolicyRequestError(VLLMValidationError, ValueError):
     """A request that the policy refuses: HTTP 400, and ValueError for `LLM` users."""
 
 
-@dataclass(frozen=True)
-class Patch:
-    """One function of vLLM that is wrapped.
-
-    Args:
-        target: "module:attribute.path".
-        parameters: the names that its signature must have.
-        why: what vLLM has no hook for.
-        remove_when: what would make the wrap unnecessary.
-    """
-
-    target: str
-    parameters: tuple[str, ...]
-    why: str
-    remove_when: str
-
-    def resolve(self) -> tuple[Any, str]:
-        """Import the owner and return it with the name of the attribute.
-
-        Raises:
-            ImportError, AttributeError: vLLM no longer has it.
-        """
-        module, _, path = self.target.partition(":")
-        owner = import_module(module)
-        *parents, name = path.split(".")
-        for parent in parents:
-            owner = getattr(owner, parent)
-        inspect.getattr_static(owner, name)
-        return owner, name
-
-
-ADD_CLI_ARGS = Patch(
-    "vllm.engine.arg_utils:EngineArgs.add_cli_args",
-    ("parser",),
-    "plugins cannot add flags",
-    "vLLM calls plugins with the parser",
-)
-FROM_CLI_ARGS = Patch(
-    "vllm.engine.arg_utils:EngineArgs.from_cli_args",
-    ("args",),
-    "only fields of EngineArgs are read from the command line",
-    "vLLM calls plugins with the parsed command line",
-)
-CREATE_ENGINE_CONFIG = Patch(
-    "vllm.engine.arg_utils:EngineArgs.create_engine_config",
-    ("self", "usage_context", "headless"),
-    "the last place where arguments can change and the first with a whole VllmConfig",
-    "vLLM calls plugins with the VllmConfig",
-)
-PROCESS_INPUTS = Patch(
-    "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
-    (
-        "self",
-        "request_id",
-        "prompt",
-        "params",
-        "supported_tasks",
-        "arrival_time",
-        "lora_request",
-        "tokenization_kwargs",
-        "trace_headers",
-        "priority",
-        "data_parallel_rank",
-        "resumable",
-        "session_id",
-        "kv_hints",
-    ),
-    "vllm_xargs are not validated by anyone before they reach the engine",
-    "vLLM validates vllm_xargs with a hook of the scheduler class or of a plugin",
-)
-GENERATE = Patch(
-    "vllm.v1.engine.async_llm:AsyncLLM.generate",
-    (
-        "self",
-        "prompt",
-        "sampling_params",
-        "request_id",
-        "prompt_text",
-        "lora_request",
-        "tokenization_kwargs",
-        "trace_headers",
-        "priority",
-        "data_parallel_rank",
-        "session_id",
-        "kv_hints",
-        "reasoning_ended",
-        "reasoning_parser_kwargs",
-    ),
-    "a streamed answer has its status before its request is prepared",
-    "as for process_inputs",
-)
-ATTACH_METRICS = Patch(
-    "vllm.entrypoints.serve.instrumentator.metrics:attach_router",
-    ("app",),
-    "where several API servers run, /metrics reads only what processes of vLLM wrote",
-    "vLLM lets plugins register collectors",
-)
-OFFLINE_PATCHES = (ADD_CLI_ARGS, FROM_CLI_ARGS, CREATE_ENGINE_CONFIG, PROCESS_INPUTS)
-PATCHES = (*OFFLINE_PATCHES, GENERATE, ATTACH_METRICS)
-
-
 def install() -> None:
     """Wrap what the flags need; calling it again changes nothing."""
     _wrap(ADD_CLI_ARGS, _with_flags)
     _wrap(FROM_CLI_ARGS, _with_given_values)
     _wrap(CREATE_ENGINE_CONFIG, _with_policy)
-
-
-def signature_problems(patches: tuple[Patch, ...] = PATCHES) -> list[str]:
-    """Return a sentence for each function that vLLM has changed or dropped."""
-    problems = []
-    for patch in patches:
-        try:
-            owner, name = patch.resolve()
-        except (ImportError, AttributeError):
-            problems.append(f"vLLM has no {patch.target}: {_version_advice()}")
-            continue
-        found = tuple(inspect.signature(getattr(owner, name)).parameters)
-        if found != patch.parameters:
-            problems.append(
-                f"{patch.target} takes {', '.join(found)}, expected "
-                f"{', '.join(patch.parameters)}: {_version_advice()}"
-            )
-    return problems
-
-
-def _version_advice() -> str:
-    return f"install vLLM {compat.SUPPORTED_VLLM}.x"
 
 
 def _wrap(patch: Patch, make: Callable[[Callable], Callable]) -> None:
@@ -196,8 +98,9 @@ def _with_flags(original: Callable) -> Callable:
 def _with_given_values(original: Callable) -> Callable:
     def from_cli_args(cls: type, args: Any) -> Any:
         engine_args = original(cls, args)
-        given = cli.given_values(vars(args))
-        merged = cli.merge(engine_args.additional_config, given)
+        with _start_errors(is_command=True):
+            given = cli.given_values(vars(args))
+            merged = cli.merge(engine_args.additional_config, given)
         if isinstance(merged, dict) and CONFIG_KEY in merged:
             # API servers are started with the same `args`, each makes its own
             # VllmConfig; this is what they and the engine have in common.
@@ -215,21 +118,47 @@ def _with_policy(original: Callable) -> Callable:
         values = additional.get(CONFIG_KEY) if isinstance(additional, dict) else None
         if values is None:
             return original(self, *args, **kwargs)
-        config = KVPolicyConfig.from_dict(values)
         serves_http = _serves_http(args, kwargs)
-        needed = PATCHES if serves_http else OFFLINE_PATCHES
-        # Other refusals read a VllmConfig that only a known version is sure to have.
-        _refuse(config, machine_refusals() + signature_problems(needed))
-        _prepare_arguments(self, config)
+        is_command = ENGINE_KEY in additional
+        with _start_errors(is_command):
+            config = KVPolicyConfig.from_dict(values)
+            needed = PATCHES if serves_http else OFFLINE_PATCHES
+            # Other refusals read a VllmConfig that only a known version is sure to
+            # have.
+            _refuse(config, machine_refusals() + signature_problems(needed))
+            _prepare_arguments(self, config)
         vllm_config = original(self, *args, **kwargs)
-        _finish_config(vllm_config, config)
+        with _start_errors(is_command):
+            _finish_config(vllm_config, config)
+            if compat.is_first_process(self):
+                check_files(config, vllm_config)
         _wrap(PROCESS_INPUTS, _with_request_check)
         if serves_http:
-            _wrap(ATTACH_METRICS, _with_counters)
-            _wrap(GENERATE, _with_early_check)
+            _wrap_server()
         return vllm_config
 
     return create_engine_config
+
+
+def _wrap_server() -> None:
+    """Wrap what only HTTP servers use."""
+    _wrap(ATTACH_METRICS, _with_counters)
+    _wrap(GENERATE, _with_early_check)
+    _wrap(RESPONSES, _with_early_response_check)
+    _wrap(BEAM_COMPLETION, _with_beam_check)
+    _wrap(BEAM_CHAT, _with_beam_check)
+
+
+@contextmanager
+def _start_errors(is_command: bool) -> Iterator[None]:
+    """Answer a wrong command line as argparse does; Python code gets the ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        if not is_command:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 def _prepare_arguments(engine_args: Any, config: KVPolicyConfig) -> None:
@@ -304,12 +233,23 @@ def _labels(vllm_config: Any) -> dict[str, str]:
     return {"model_name": str(name), "engine": "0"}
 
 
+def _server_of(owner: Any) -> KVPolicyConfig | None:
+    """Return the policy of the engine that an object of vLLM belongs to, parsed once.
+
+    Args:
+        owner: has `vllm_config`; the answer is kept on it.
+    """
+    if not hasattr(owner, "kv_policy_server"):
+        owner.kv_policy_server = server_config(owner.vllm_config)
+    return owner.kv_policy_server
+
+
 def _with_request_check(original: Callable) -> Callable:
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         request = original(self, *args, **kwargs)
-        with _client_errors():
-            server = server_config(self.vllm_config)
-            if server is not None:
+        server = _server_of(self)
+        if server is not None:
+            with _client_errors():
                 check_request(request, self.vllm_config, server)
         return request
 
@@ -319,16 +259,46 @@ def _with_request_check(original: Callable) -> Callable:
 def _with_early_check(original: Callable) -> Callable:
     def generate(
         self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any
-    ):
-        with _client_errors():
-            server = server_config(self.vllm_config)
-            if server is not None:
-                known = isinstance(prompt, dict) and prompt.get("prompt_token_ids")
-                length = len(known or ())
-                check_params(sampling_params, length, self.vllm_config, server)
+    ) -> Any:
+        _check_early(self, prompt, sampling_params)
         return original(self, prompt, sampling_params, *args, **kwargs)
 
     return generate
+
+
+def _with_early_response_check(original: Callable) -> Callable:
+    def generate_with_builtin_tools(
+        self: Any,
+        request_id: str,
+        engine_input: Any,
+        sampling_params: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        _check_early(self.engine_client, engine_input, sampling_params)
+        return original(
+            self, request_id, engine_input, sampling_params, *args, **kwargs
+        )
+
+    return generate_with_builtin_tools
+
+
+def _check_early(engine: Any, prompt: Any, params: Any) -> None:
+    """Check a request whose answer has not begun, its prompt as far as it is known."""
+    server = _server_of(engine)
+    if server is not None:
+        known = isinstance(prompt, dict) and prompt.get("prompt_token_ids")
+        with _client_errors():
+            check_params(params, len(known or ()), engine.vllm_config, server)
+
+
+def _with_beam_check(original: Callable) -> Callable:
+    def to_beam_search_params(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _client_errors():
+            check_beam_search(self.vllm_xargs)
+        return original(self, *args, **kwargs)
+
+    return to_beam_search_params
 
 
 @contextmanager

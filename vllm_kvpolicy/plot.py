@@ -219,6 +219,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         names = plot(given.trace, output, given.request, given.layers)
     except ValueError as error:
         parser.error(str(error))
+    except OSError as error:
+        parser.error(f"--output: cannot write {str(output)!r}: {error.strerror}")
     print(f"{output / 'index.html'}: {len(names)} figures, a PNG each beside it")
 
 

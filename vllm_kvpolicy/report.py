@@ -32,7 +32,7 @@ def main() -> int:
 
 def machine_refusals() -> list[str]:
     """Return what keeps any policy from running here, each with what to change."""
-    from vllm_kvpolicy.patch import signature_problems
+    from vllm_kvpolicy.patch_table import signature_problems
 
     return guards.machine_refusals() + signature_problems()
 

@@ -4,24 +4,22 @@ Called by patch after vLLM has prepared the request; an error here is an HTTP 40
 Process: api
 """
 
+from collections.abc import Mapping
 from typing import Any
 
-from vllm_kvpolicy.config import CONFIG_KEY, PER_REQUEST_OFF, KVPolicyConfig
+from vllm_kvpolicy.config import PER_REQUEST_OFF, KVPolicyConfig, request_keys
 
 # What is refused per request and what to change; the documentation lists it.
 REQUEST_REFUSALS = {
     "resumable sessions (streaming input)": "send each turn as a request of its own",
+    "beam search with `kv_*` keys in vllm_xargs": (
+        "leave out use_beam_search or the keys: vLLM's beam search drops vllm_xargs"
+    ),
     "requests that the pool cannot hold at their longest": (
-        "lower max_tokens or kv_budget, or leave the policy on"
+        "lower max_tokens, and leave the policy on, shorten a protected prompt, or "
+        "lower kv_budget; a server with a smaller prefill_interval holds longer prompts"
     ),
 }
-
-
-def server_config(vllm_config: Any) -> KVPolicyConfig | None:
-    """Return the policy that an engine runs with, or None."""
-    additional = vllm_config.additional_config
-    values = additional.get(CONFIG_KEY) if isinstance(additional, dict) else None
-    return None if values is None else KVPolicyConfig.from_dict(values)
 
 
 def check_request(request: Any, vllm_config: Any, server: KVPolicyConfig) -> None:
@@ -71,14 +69,43 @@ def check_params(
     longest = vllm_config.model_config.max_model_len
     tokens = min(prompt_tokens + (params.max_tokens or longest), longest)
     wanted = -(-tokens // block_size)
+    # One block is vLLM's null block. No policy holds more than the full KV cache.
+    if wanted < num_blocks:
+        return
     if config is not None:
         footprint = config.footprint(max(prompt_tokens, 1), block_size)
         wanted = footprint.peak_blocks(tokens)
-    # One block is vLLM's null block.
-    if wanted > num_blocks - 1:
+    if wanted >= num_blocks:
         name = PER_REQUEST_OFF if config is None else config.policy
         raise ValueError(
             f"kv_policy: with {name!r} this request holds up to {wanted} superblocks "
             f"of {block_size} tokens on its way to {tokens} tokens, expected at most "
-            f"the {num_blocks - 1} that the pool has"
+            f"the {num_blocks - 1} that the pool has; lower max_tokens or "
+            f"{_other_advice(config)}"
+        )
+
+
+def _other_advice(config: KVPolicyConfig | None) -> str:
+    """Say what else makes a request smaller that runs with `config`."""
+    if config is None:
+        return "leave the policy on"
+    if config.protects_prompt:
+        return "shorten the prompt, which is kept whole"
+    return (
+        "kv_budget, or start the server with a prefill_interval below "
+        f"{config.prefill_interval_tokens}"
+    )
+
+
+def check_beam_search(extra_args: Mapping[str, Any] | None) -> None:
+    """Raise ValueError where a beam search comes with keys that it would not follow.
+
+    Args:
+        extra_args: the request's `vllm_xargs`.
+    """
+    asked = request_keys(extra_args)
+    if asked:
+        raise ValueError(
+            f"{next(iter(asked))}: has no effect beside use_beam_search, expected one "
+            "or the other"
         )

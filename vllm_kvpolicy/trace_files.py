@@ -1,9 +1,10 @@
 """The files of a trace: one .npz per event, numbered as the events happened.
 
-Written by attention.trace, read by diagnostics and plot.
+Written by attention.trace, read by diagnostics and plot. A folder is one run's.
 Process: any
 """
 
+import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -89,6 +90,28 @@ def read_event(path: Path) -> EventRecord:
         name: value if value.ndim else value.item() for name, value in arrays.items()
     }
     return EventRecord(**values, notes=notes)
+
+
+def check_new_trace(folder: Path) -> None:
+    """Check that a run can write its events into a folder; made if missing.
+
+    Raises:
+        ValueError: it cannot be written to, or holds the events of another run.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"trace: got {str(folder)!r} ({error.strerror}), expected a folder that "
+            "can be written to"
+        ) from None
+    if any(folder.glob("*.npz")):
+        raise ValueError(
+            f"trace: {str(folder)!r} holds the events of another run, expected a "
+            "folder without any: name a new one"
+        )
 
 
 def read_trace(folder: Path) -> Iterator[EventRecord]:

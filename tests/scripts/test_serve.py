@@ -1,6 +1,8 @@
 """`make serve`: the command line that it builds, and what it prints."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +64,30 @@ def test_the_example_prompt_is_valid_json(tmp_path, prompt):
     (tmp_path / "example_prompt.txt").write_text(prompt + "\n")
     text = serve.example_prompt(str(tmp_path))
     assert json.loads(f'"{text}"') == prompt
+
+
+def test_a_port_in_use_is_refused_before_anything_starts(monkeypatch, capsys):
+    with socket.socket() as other:
+        # As vLLM listens where several API servers share a port.
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        monkeypatch.setattr(serve, "choose_lock", lambda: "cpu")
+        monkeypatch.setattr(os, "execv", None)
+        monkeypatch.setattr(sys, "argv", ["serve", "--port", str(port), "--model", "m"])
+        assert serve.main() == 1
+    answer = capsys.readouterr()
+    assert answer.err.startswith(f"PORT: got {port} on 127.0.0.1, which cannot be")
+    assert "set PORT= to a free one" in answer.err
+    assert "Ready" not in answer.out
+
+
+def test_a_free_port_passes():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+    assert serve.check_port("127.0.0.1", port) is None
 
 
 def test_make_passes_its_variables_on():

@@ -96,6 +96,30 @@ def test_bad_knobs_are_client_errors(server, knobs, words, stream):
     assert [word for word in words if word not in message] == []
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_knobs_of_a_response_are_client_errors(server, stream):
+    body = {"model": "tiny", "input": "hello", "max_output_tokens": 8}
+    body |= {"stream": stream, "vllm_xargs": {"kv_budget": 60}}
+    answer = httpx.post(f"{server}/v1/responses", json=body, timeout=120)
+    assert answer.status_code == 400, answer.text
+    assert "kv_budget: got 60, expected at least 68" in answer.text
+    body["vllm_xargs"] = {"kv_budget": 72}
+    answer = httpx.post(f"{server}/v1/responses", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_beam_search_takes_no_knobs(server, path):
+    body = {"model": "tiny", "max_tokens": 4, "use_beam_search": True, "n": 2}
+    body |= {"prompt": "hello", "messages": [{"role": "user", "content": "hello"}]}
+    answer = httpx.post(f"{server}/v1/{path}", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    body["vllm_xargs"] = {"kv_policy": "none"}
+    answer = httpx.post(f"{server}/v1/{path}", json=body, timeout=120)
+    assert answer.status_code == 400, answer.text
+    assert "kv_policy: has no effect beside use_beam_search" in answer.text
+
+
 @pytest.mark.parametrize(
     "knobs", [{"kv_budget": 72}, {"kv_policy": "none"}, {"kv_policy": "chunk-keydiff"}]
 )

@@ -80,8 +80,11 @@ def test_wrong_numbers_are_refused_by_name(key, value):
         ({"bugdet": 3}, ["'bugdet'", *VALID_KEYS]),
         ({"budget_tokens": 64}, ["'budget_tokens'", "budget"]),
         ({"interval": 0}, ["interval: got 0", ">= 1"]),
-        ({"budget": 36}, ["budget: got 36", "at least 37", "4 sinks", "32 recent"]),
-        ({"budget": 128, "sinks": 97}, ["budget: got 128", "at least 130"]),
+        ({"interval": 0, "policy_config": {"windwo": 3}}, ["got 'windwo'", "'tova'"]),
+        (
+            {**AMS, "policy_config": {"min_segment": 0, "windwo": 3}},
+            ["got 'windwo'", "'ams-tova'"],
+        ),
         ({"protect_prompt": 1}, ["protect_prompt: got 1", "true or false"]),
         ({"trace_dir": 7}, ["trace_dir: got 7", "folder"]),
         ({"policy_config": "x"}, ["policy_config: got 'x'", "mapping"]),
@@ -108,11 +111,22 @@ def test_only_mappings_are_read(values):
         KVPolicyConfig.from_dict(values)
 
 
-def test_block_size_decides_the_smallest_budget():
+@pytest.mark.parametrize("budget", [1, 36, 67])
+def test_block_size_decides_the_smallest_budget(budget):
     smallest = config(budget=68)
     smallest.validate_block_size(32)
-    with pytest.raises(ValueError, match=r"budget: got 67, expected at least 68"):
-        config(budget=67).validate_block_size(32)
+    # The same minimum at once, however small the budget.
+    message = (
+        rf"^budget: got {budget}, expected at least 68 tokens "
+        r"\(4 sinks \+ 32 recent \+ one page of 32\)$"
+    )
+    with pytest.raises(ValueError, match=message):
+        config(budget=budget).validate_block_size(32)
+
+
+def test_sinks_count_for_the_smallest_budget():
+    with pytest.raises(ValueError, match="budget: got 128, expected at least 145"):
+        config(sinks=97).validate_block_size(16)
 
 
 def test_prompts_are_cut_at_whole_superblocks():
@@ -133,6 +147,14 @@ def test_requests_may_ask_for_less():
     assert (request.budget_tokens, request.interval_tokens) == (96, 32)
     assert (request.recent_tokens, request.sink_tokens) == (16, 0)
     assert request.policy == "tova"
+
+
+def test_a_request_is_not_checked_as_a_server_is(monkeypatch):
+    server = config(policy_config={"allow": ["snapkv", "epikv"]})
+    monkeypatch.setattr(KVPolicyConfig, "__post_init__", None)
+    request = server.with_request({"kv_policy": "snapkv", "kv_budget": 96}, 32)
+    assert (request.policy, request.budget_tokens) == ("snapkv", 96)
+    assert (server.policy, server.budget_tokens) == ("tova", 128)
 
 
 def test_requests_may_switch_the_policy_off():
@@ -201,5 +223,9 @@ def test_a_request_for_an_allowed_policy_keeps_the_servers_options():
 
 def test_windows_of_allowed_policies_are_checked_at_start():
     server = config(policy_config={"allow": ["expected"]})
-    with pytest.raises(ValueError, match="interval: got 64, .* 128 tokens"):
+    message = (
+        "^interval: got 64, expected at least 128 tokens, the query window of "
+        "'expected'$"
+    )
+    with pytest.raises(ValueError, match=message):
         server.validate_block_size(32)

@@ -152,6 +152,15 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path):
     assert json.loads(file.read_text()) == summarise(folder)
 
 
+def test_json_that_cannot_be_written_is_one_line(tmp_path, capsys):
+    folder, file = write_trace(tmp_path, run_request(newest)), tmp_path / "no" / "x"
+    with pytest.raises(SystemExit) as stopped:
+        main([str(folder), "--json", str(file)])
+    assert stopped.value.code == 2
+    message = f"error: --json: cannot write {str(file)!r}: No such file or directory\n"
+    assert capsys.readouterr().err.endswith(message)
+
+
 def test_a_folder_without_events_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         main([str(tmp_path)])

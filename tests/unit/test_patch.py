@@ -5,7 +5,7 @@ import inspect
 from types import SimpleNamespace
 
 import pytest
-from engine_configs import engine_args
+from engine_configs import Overlay, engine_args
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.plugins import load_general_plugins
@@ -239,6 +239,28 @@ def test_bad_requests_are_client_errors_and_value_errors(policy_config):
     assert isinstance(error.value, ValueError)
 
 
+def test_each_engine_parses_its_policy_once(policy_config, monkeypatch):
+    parsed = []
+    from_dict = patch.KVPolicyConfig.from_dict
+
+    def count(values):
+        parsed.append(values["policy"])
+        return from_dict(values)
+
+    monkeypatch.setattr(patch.KVPolicyConfig, "from_dict", count)
+    check = patch._with_request_check(lambda self, request: request)
+    early = patch._with_early_check(lambda self, *args: args)
+    other = Overlay(
+        policy_config, {"additional_config": {"kv_policy": {"policy": "tova"}}}
+    )
+    for config in (policy_config, other):
+        owner = SimpleNamespace(vllm_config=config)
+        for _ in range(3):
+            check(owner, request(kv_budget=96))
+            early(owner, "hi", request(kv_budget=96).sampling_params)
+    assert parsed == ["ams-tova", "tova"]
+
+
 def test_engines_without_a_policy_check_nothing():
     wrapped = patch._with_request_check(lambda self, request: request)
     processor = SimpleNamespace(vllm_config=SimpleNamespace(additional_config={}))
@@ -254,6 +276,44 @@ def test_a_streamed_request_is_checked_before_it_streams(policy_config):
     assert answer == (("hi", good.sampling_params, "id"), {"priority": 1})
     with pytest.raises(VLLMValidationError, match=r"kv_budget: got 2\.5"):
         wrapped(engine, "hi", sampling_params=bad.sampling_params, request_id="id")
+
+
+def test_a_response_is_checked_before_it_streams(policy_config):
+    wrapped = patch._with_early_response_check(lambda self, *args, **kwargs: kwargs)
+    serving = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=policy_config))
+    words = {"request_id": "id", "engine_input": {"prompt_token_ids": [1]}}
+    good, bad = request(kv_budget=96), request(kv_budget=2.5)
+    answer = wrapped(serving, sampling_params=good.sampling_params, **words, context=1)
+    assert answer == {"context": 1}
+    with pytest.raises(VLLMValidationError, match=r"kv_budget: got 2\.5"):
+        wrapped(serving, sampling_params=bad.sampling_params, **words, context=1)
+
+
+def test_beam_search_refuses_keys_that_it_would_drop():
+    wrapped = patch._with_beam_check(lambda self, *args: args)
+    for xargs in (None, {}, {"session_id": "a"}):
+        assert wrapped(SimpleNamespace(vllm_xargs=xargs), 4, {}) == (4, {})
+    for xargs in ({"kv_budget": 96}, {"kv_policy": "none"}):
+        message = f"^{next(iter(xargs))}: has no effect beside use_beam_search"
+        with pytest.raises(VLLMValidationError, match=message):
+            wrapped(SimpleNamespace(vllm_xargs=xargs), 4, {})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--kv-budget", "36"], "budget: got 36, expected at least 68 tokens"),
+        (["--kv-policy-config", '{"windwo": 1}'], "kv_policy_config: got 'windwo'"),
+        (["--enable-prefix-caching"], "--kv-policy ams-tova is not supported togeth"),
+        (["--kv-policy-config", '{"trace": "/proc/x"}'], "trace: got '/proc/x'"),
+    ],
+)
+def test_a_wrong_command_line_ends_as_with_argparse(parse, capsys, words, message):
+    args = parse("--kv-cache-memory-bytes", "8388608", *FLAGS, *words)
+    with pytest.raises(SystemExit) as stopped:
+        args.create_engine_config()
+    assert stopped.value.code == 2
+    assert f"\nerror: {message}" in "\n" + capsys.readouterr().err
 
 
 @pytest.mark.parametrize("several_processes", [False, True])

@@ -119,6 +119,17 @@ def test_what_cannot_be_drawn_is_refused(tmp_path, capsys, content, arguments, m
     assert not (tmp_path / "plots").exists()
 
 
+def test_an_output_that_cannot_be_written_is_one_line(tmp_path, capsys):
+    file = tmp_path / "file"
+    file.write_text("")
+    folder = write_trace(tmp_path / "trace", [make_event()])
+    with pytest.raises(SystemExit) as stopped:
+        plot.main([str(folder), "--output", str(file)])
+    assert stopped.value.code == 2
+    message = f"error: --output: cannot write {str(file)!r}: "
+    assert message in capsys.readouterr().err
+
+
 def test_without_matplotlib_it_says_what_to_install(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(SystemExit):

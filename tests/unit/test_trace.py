@@ -8,6 +8,7 @@ import pytest
 import torch
 from made_traces import rows
 
+from vllm_kvpolicy.attention import trace
 from vllm_kvpolicy.attention.layouts import Held
 from vllm_kvpolicy.attention.trace import Tracer
 from vllm_kvpolicy.kernels.assign_pages import PageLists
@@ -119,10 +120,16 @@ def test_notes_are_kept_small(tmp_path):
     assert np.array_equal(other.notes["quotas"], [[[101, 102], [103, 100]]])
 
 
-def test_a_full_trace_ends(tmp_path):
+def test_a_full_trace_ends_and_says_so_once(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(trace.logger, "propagate", True)
     first, *rest = two_events(tmp_path / "whole")
     assert len(rest) == 3
+    assert caplog.messages == []
     size = sum(array.nbytes for array in to_arrays(first).values())
     assert len(two_events(tmp_path / "one", size)) == 1
+    assert caplog.messages == [
+        f"the trace in {tmp_path / 'one'} is full after 1 events: later ones are not "
+        "recorded"
+    ]
     with pytest.raises(ValueError, match="no events"):
         two_events(tmp_path / "none", size - 1)

@@ -11,12 +11,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.logger import init_logger
 
 from vllm_kvpolicy.attention.layouts import Held, move_slots
 from vllm_kvpolicy.kernels.assign_pages import PageLists
 from vllm_kvpolicy.policies.base import Decision
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.trace_files import EventRecord, to_arrays
+
+logger = init_logger("vllm.kv_policy")
 
 Rows = list[np.ndarray]  # one array of positions per head
 
@@ -110,6 +113,12 @@ class Tracer:
         size = sum(array.nbytes for array in arrays.values())
         if size <= self.bytes_left:
             np.savez(self.directory / f"{self._count:06d}.npz", **arrays)
+        elif self.bytes_left >= 0:
+            logger.warning(
+                "the trace in %s is full after %d events: later ones are not recorded",
+                self.directory,
+                self._count,
+            )
         self.bytes_left -= size
         self._count += 1
 

@@ -167,6 +167,10 @@ SCORERS = {
 _RECENCY = "recency says nothing about importance inside a region or a head"
 _ALIKE = "its scores are the same for all KV heads, which share the budget by them"
 _SPREAD = "its scores spread alike in all KV heads, which share the budget by them"
+_WITHIN = (
+    "its scores are ranks or shares within blocks of one KV head, and heads share the "
+    "budget by comparing them"
+)
 # The empty word is the allocator of a name without one.
 ALLOCATORS = {
     "": Word(
@@ -195,7 +199,7 @@ ALLOCATORS = {
             "tova": _ALIKE,
             "rpc": _ALIKE,
             "epikv": _ALIKE,
-            "lagkv": _SPREAD,
+            "lagkv": _WITHIN,
             "random": _SPREAD,
         },
     ),

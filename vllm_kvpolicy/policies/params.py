@@ -29,6 +29,7 @@ class Param:
         choices: valid values of a choice.
         at_least: name of a key whose value this one must reach.
         required: None is not valid; otherwise a path may be left out.
+        holds: what the file of a path holds, a kind of policies.calibration.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Param:
     choices: tuple[str, ...] = ()
     at_least: str | None = None
     required: bool = False
+    holds: str = ""
 
     @property
     def valid_range(self) -> str:

@@ -160,6 +160,7 @@ def resolve_options(info: PolicyInfo, options: Options) -> dict[str, Any]:
                 f"kv_policy_config: got {key!r}, expected keys of {info.name!r} "
                 f"({valid})"
             )
+    for key in options:
         check(params[key], options)
     values = {name: param.default for name, param in params.items()}
     if "preset" in params:

@@ -54,6 +54,7 @@ def _calibration(scorer: str) -> Param:
         None,
         "the model's query statistics, made by `python -m vllm_kvpolicy.calibrate`",
         required=True,
+        holds=scorer,
     )
 
 

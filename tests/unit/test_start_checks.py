@@ -1,0 +1,119 @@
+"""Files and folders of a configuration are checked where it is made."""
+
+from dataclasses import replace
+
+import pytest
+from calibration_files import make_calibration
+from engine_configs import engine_args
+
+from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.policies.calibration import save
+from vllm_kvpolicy.start_checks import check_files
+
+BASE = {"policy": "tova", "budget": 128, "interval": 64}
+# Layers, KV heads, query heads per KV head and channels of the tiny model.
+TINY = (2, 2, 2, 32)
+
+
+def config(**values):
+    return KVPolicyConfig.from_dict({**BASE, **values})
+
+
+@pytest.fixture
+def filters(tmp_path):
+    """A calibration file that fits the tiny model."""
+    path = tmp_path / "filters.safetensors"
+    save(path, make_calibration("qfilter", *TINY))
+    return path
+
+
+def test_files_that_fit_pass(policy_config, filters, tmp_path):
+    queries = tmp_path / "queries.safetensors"
+    save(queries, make_calibration("triattention", *TINY))
+    options = {
+        "qfilter_calibration": str(filters),
+        "triattention_calibration": str(queries),
+    }
+    asked = config(
+        allow=["ams-qfilter", "triattention"],
+        policy_config=options,
+        trace_dir=str(tmp_path / "new" / "trace"),
+    )
+    assert check_files(asked, policy_config) is None
+    assert (tmp_path / "new" / "trace").is_dir()
+
+
+@pytest.mark.parametrize("policy", ["qfilter", "tova"])
+def test_a_missing_file_is_named_with_its_key(policy_config, tmp_path, policy):
+    path = tmp_path / "none.safetensors"
+    asked = config(
+        policy=policy,
+        allow=["qfilter"],
+        policy_config={"qfilter_calibration": str(path)},
+    )
+    with pytest.raises(ValueError) as error:
+        check_files(asked, policy_config)
+    message = str(error.value)
+    assert message.startswith(f"qfilter_calibration: calibration {path}: got No such")
+    assert message.endswith("expected a safetensors file")
+    assert "\n" not in message
+
+
+def test_a_file_of_another_kind_is_refused(policy_config, filters):
+    options = {"triattention_calibration": str(filters)}
+    asked = config(policy="triattention", policy_config=options)
+    with pytest.raises(
+        ValueError, match="kind: got 'qfilter', expected 'triattention'"
+    ):
+        check_files(asked, policy_config)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_layers", 3), ("num_heads", 8), ("num_kv_heads", 4), ("head_dim", 64)],
+)
+def test_a_file_of_another_model_is_refused(policy_config, filters, field, value):
+    made = replace(make_calibration("qfilter", *TINY), **{field: value})
+    shape = made.shapes["filters"]
+    save(
+        filters,
+        replace(made, tensors={"filters": made.tensors["filters"].new_zeros(shape)}),
+    )
+    options = {"qfilter_calibration": str(filters)}
+    expected = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+    message = (
+        f"^qfilter_calibration: .*{field}: got {value}, expected {expected[field]}$"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_files(config(policy="qfilter", policy_config=options), policy_config)
+
+
+def test_a_trace_belongs_to_one_run(policy_config, tmp_path):
+    (tmp_path / "plots").mkdir()
+    asked = config(trace_dir=str(tmp_path))
+    assert check_files(asked, policy_config) is None
+    (tmp_path / "000000.npz").touch()
+    with pytest.raises(ValueError, match=f"^trace: '{tmp_path}' holds the events of"):
+        check_files(asked, policy_config)
+
+
+def test_a_folder_that_cannot_be_written_is_refused(policy_config, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ValueError, match=f"^trace: got '{file}' .*File exists"):
+        check_files(config(trace_dir=str(file)), policy_config)
+
+
+def test_the_first_process_of_a_server_checks_and_no_other(tiny_model, tmp_path):
+    (tmp_path / "000000.npz").touch()
+    additional = {"kv_policy": {**BASE, "trace_dir": str(tmp_path)}}
+
+    def make(count, rank):
+        args = engine_args(tiny_model, additional_config=additional)
+        args._api_process_count, args._api_process_rank = count, rank
+        return args.create_engine_config()
+
+    for count, rank in ((1, 0), (2, -1)):
+        with pytest.raises(ValueError, match="events of another run"):
+            make(count, rank)
+    assert make(2, 1).parallel_config._api_process_rank == 1

@@ -1,0 +1,50 @@
+"""Checks the files and folders that a configuration names, before an engine starts.
+
+Called by patch, once per server. Workers read the same files; here a wrong one is one
+sentence, and nothing has been loaded yet.
+Process: api
+"""
+
+from pathlib import Path
+from typing import Any
+
+from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.policies.calibration import load
+from vllm_kvpolicy.policies.registry import parse
+from vllm_kvpolicy.trace_files import check_new_trace
+
+
+def check_files(config: KVPolicyConfig, vllm_config: Any) -> None:
+    """Check every file that one of the policies reads, and the folder of a trace.
+
+    Args:
+        config: the server's policy.
+        vllm_config: the finished VllmConfig, for the model's shape.
+
+    Raises:
+        ValueError: naming key, path, what was found and what is expected.
+    """
+    files = {
+        param.name: (config.options_of(name)[param.name], param.holds)
+        for name in config.policies
+        for param in parse(name).params
+        if param.holds
+    }
+    for key, (path, kind) in files.items():
+        try:
+            load(path, kind).check_model(*_model_shape(vllm_config))
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from None
+    if config.trace_dir is not None:
+        check_new_trace(Path(config.trace_dir))
+
+
+def _model_shape(vllm_config: Any) -> tuple[int, int, int, int]:
+    """Return layers, query heads, KV heads and channels per head of the model."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    return (
+        model.get_num_layers(parallel),
+        model.get_num_attention_heads(parallel),
+        model.get_num_kv_heads(parallel),
+        model.get_head_size(),
+    )
