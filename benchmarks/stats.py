@@ -1,10 +1,11 @@
-"""Owns the arithmetic of a comparison: latencies, medians, paired ratios, intervals.
+"""Owns the arithmetic of a comparison: latencies, paired ratios, tests, intervals.
 
-Called by serving. Pure functions; everything random is seeded.
+Called by serving and accuracy. Pure functions; everything random is seeded.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import comb
 
 import numpy as np
 
@@ -99,3 +100,26 @@ def median_ratio(
         high=percentile(medians, 100 - outside),
         ratios=tuple(ratios),
     )
+
+
+def mcnemar(only_ours: int, only_theirs: int) -> float:
+    """Return McNemar's exact two-sided p-value of paired yes-or-no results.
+
+    Args:
+        only_ours: pairs in which only the first said yes.
+        only_theirs: pairs in which only the second did.
+
+    Returns:
+        The chance that a fair coin splits the differing pairs at least as unevenly; 1
+        where none differ.
+
+    Raises:
+        ValueError: a negative count.
+    """
+    if min(only_ours, only_theirs) < 0:
+        raise ValueError(
+            f"mcnemar: got {only_ours} and {only_theirs}, expected counts >= 0"
+        )
+    pairs = only_ours + only_theirs
+    tail = sum(comb(pairs, n) for n in range(min(only_ours, only_theirs) + 1))
+    return min(1.0, 2 * tail / 2**pairs)

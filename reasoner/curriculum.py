@@ -5,19 +5,16 @@ Called by the training script. Pure Python.
 
 import math
 import random
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 FIRST_TRAINING_SEED = 1 << 40
 """Training problems use this seed and later ones, evaluation uses earlier ones."""
 
-LARGEST = {"recall": 170, "copy": 115, "hot": 115, "sub": 80}
-"""Final size of each family, in lines."""
-EARLY_STEPS = 900
-"""Until then look-ups come first; arithmetic can only be learned after them."""
-EARLY_WEIGHTS = {"recall": 0.4, "copy": 0.45, "hot": 0.05, "sub": 0.1}
-"""Share of the early steps that each family gets."""
-LATE_WEIGHTS = {"recall": 0.2, "copy": 0.35, "hot": 0.1, "sub": 0.35}
-"""Share of the later steps."""
+LOOK_UPS = ("recall", "copy")
+"""What all other families are made of, so these come first."""
+LOOK_UP_LINES = 16
+"""Until ``copy`` has this size, look-ups get most steps."""
 
 
 @dataclass
@@ -50,13 +47,16 @@ class Ladder:
 class Progress:
     """Everything about a run that is not a tensor; saved with the weights."""
 
+    ladders: dict[str, Ladder]
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
     next_seed: int = FIRST_TRAINING_SEED
-    ladders: dict[str, Ladder] = field(
-        default_factory=lambda: {name: Ladder() for name in LARGEST}
-    )
+
+    @classmethod
+    def start(cls, families: Mapping[str, int]) -> "Progress":
+        """Returns the progress of a run that has not begun."""
+        return cls({name: Ladder() for name in families})
 
     @classmethod
     def from_dict(cls, saved: dict) -> "Progress":
@@ -65,9 +65,27 @@ class Progress:
         return cls(**{**saved, "ladders": ladders})
 
 
-def pick_size(rng: random.Random, progress: Progress) -> tuple[str, int]:
+def family_weights(progress: Progress, largest: Mapping[str, int]) -> dict[str, float]:
+    """Returns how often each family is drawn, in any unit.
+
+    Look-ups come first; later a family that has its final size gets fewer steps.
+    """
+    ladders = progress.ladders
+    if "copy" in ladders and ladders["copy"].lines < min(
+        LOOK_UP_LINES, largest["copy"]
+    ):
+        others = max(1, len(ladders) - len(LOOK_UPS))
+        return {name: 1.0 if name in LOOK_UPS else 1.2 / others for name in ladders}
+    return {
+        name: 1.0 if row.lines < largest[name] else 0.5 for name, row in ladders.items()
+    }
+
+
+def pick_size(
+    rng: random.Random, progress: Progress, largest: Mapping[str, int]
+) -> tuple[str, int]:
     """Draws the family and the size of the next batch, half of them near the top."""
-    weights = EARLY_WEIGHTS if progress.step < EARLY_STEPS else LATE_WEIGHTS
+    weights = family_weights(progress, largest)
     family = rng.choices(list(weights), list(weights.values()))[0]
     top = progress.ladders[family].lines
     if rng.random() < 0.5:

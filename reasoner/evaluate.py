@@ -1,12 +1,16 @@
 """Owns the accuracy figures: greedy decoding with a full or a streaming KV cache.
 
+    python -m reasoner.evaluate reasoner/checkpoint
     python -m reasoner.evaluate reasoner/checkpoint copy:110 sub:80 --problems 200
     python -m reasoner.evaluate reasoner/checkpoint copy:110 --sinks 4 --recent 124
+
+Without tasks, every family that the checkpoint was trained on is measured at three
+trained sizes, at a held-out difficulty and with a held-out template. Problems are
+those that training skips by their hash, and their seeds lie below training's.
 
 Uses transformers only, in float32. With ``--recent``, each generated token attends to
 the first ``--sinks`` tokens and the last ``--recent`` ones, itself included, as in
 StreamingLLM, but at its logical position; the prompt is read with full attention.
-Evaluation seeds lie below every training seed, so no problem was trained on.
 """
 
 import argparse
@@ -14,13 +18,22 @@ import json
 import math
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from reasoner.problems import FAMILIES, Problem, generate, is_correct
+from reasoner.presets import longer
+from reasoner.problems import (
+    FAMILIES,
+    HELD_OUT_TEMPLATES,
+    Problem,
+    generate,
+    held_out,
+    is_correct,
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +70,51 @@ class CacheRule:
 
 
 @dataclass(frozen=True)
+class Task:
+    """What one row of the report measures.
+
+    Attributes:
+        family: generator name.
+        lines: problem size.
+        template: index into ``problems.TEMPLATES``.
+        kind: ``trained``, ``longer``, ``template`` (both held out), or ``asked``.
+    """
+
+    family: str
+    lines: int
+    template: int = 0
+    kind: str = "asked"
+
+    def problems(self, count: int, first_seed: int) -> list[Problem]:
+        """Returns the first ``count`` problems that no training run sees."""
+        found: list[Problem] = []
+        seed = first_seed
+        while len(found) < count:
+            problem = generate(self.family, self.lines, seed, self.template)
+            if held_out(problem):
+                found.append(problem)
+            seed += 1
+        return found
+
+
+def report_tasks(sizes: Mapping[str, int]) -> list[Task]:
+    """Returns the tasks of a whole report.
+
+    Args:
+        sizes: the largest size of each family in training, in lines.
+    """
+    tasks: list[Task] = []
+    for family, most in sizes.items():
+        trained = sorted({max(3, most // 4), max(3, most // 2), most})
+        tasks += [Task(family, lines, 0, "trained") for lines in trained]
+        if (lines := longer(family, most)) > most:
+            tasks.append(Task(family, lines, 0, "longer"))
+        template = HELD_OUT_TEMPLATES[len(tasks) % len(HELD_OUT_TEMPLATES)]
+        tasks.append(Task(family, max(3, most // 2), template, "template"))
+    return tasks
+
+
+@dataclass(frozen=True)
 class Score:
     """Accuracy on one family and size.
 
@@ -64,13 +122,15 @@ class Score:
         family: generator name.
         lines: problem size.
         prompt_tokens: tokens of a prompt, template included.
-        trace_tokens: tokens of a trace.
+        trace_tokens: tokens of the longest trace.
         problems: how many were tried.
         correct: how many had the right boxed answer.
         exact: how many had the right trace, token for token.
         low: lower end of the 95 % Wilson interval of the accuracy.
         high: upper end.
         seconds: wall-clock time.
+        template: index into ``problems.TEMPLATES``.
+        kind: see ``Task``.
     """
 
     family: str
@@ -83,6 +143,8 @@ class Score:
     low: float
     high: float
     seconds: float
+    template: int = 0
+    kind: str = "asked"
 
 
 def wilson(correct: int, tried: int, z: float = 1.96) -> tuple[float, float]:
@@ -165,7 +227,7 @@ def score(
     """
     start = time.monotonic()
     prompts = encode_prompts(tokenizer, problems)
-    trace_tokens = len(tokenizer(problems[0].trace).input_ids)
+    trace_tokens = max(len(tokenizer(p.trace).input_ids) for p in problems)
     limit = trace_tokens * 5 // 4 + 32
     texts: list[str] = []
     for first in range(0, len(problems), batch_rows):
@@ -190,7 +252,8 @@ def score(
 def format_score(row: Score) -> str:
     """Returns a score as one table row."""
     sizes = (
-        f"{row.family:7s} {row.lines:5d} {row.prompt_tokens:6d} {row.trace_tokens:5d}"
+        f"{row.family:7s} {row.kind:8s} {row.lines:5d} {row.prompt_tokens:6d} "
+        f"{row.trace_tokens:5d}"
     )
     share = 100 * row.correct / row.problems
     interval = f"[{100 * row.low:5.1f}, {100 * row.high:5.1f}]"
@@ -215,9 +278,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("tasks", type=parse_task, nargs="+", metavar="FAMILY:LINES")
+    parser.add_argument("tasks", type=parse_task, nargs="*", metavar="FAMILY:LINES")
     parser.add_argument("--problems", type=int, default=200, help="per task")
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--template", type=int, default=0, help="of the tasks named")
     parser.add_argument("--recent", type=int, default=0, help="tokens; 0: full cache")
     parser.add_argument("--sinks", type=int, default=4, help="tokens")
     parser.add_argument("--keep-prompt", action="store_true")
@@ -234,12 +298,16 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
     model = AutoModelForCausalLM.from_pretrained(args.checkpoint, dtype=torch.float32)
     rule = CacheRule(args.recent, args.sinks, args.keep_prompt)
-    print("family  lines prompt trace  correct     accuracy [95 % interval]")
+    tasks = [Task(family, lines, args.template) for family, lines in args.tasks]
+    if not tasks:
+        note = json.loads((args.checkpoint / "training.json").read_text())
+        tasks = report_tasks(note["lines"])
+    print("family  kind     lines prompt trace  correct     accuracy [95 % interval]")
     rows = []
-    for family, lines in args.tasks:
-        seeds = range(args.first_seed, args.first_seed + args.problems)
-        problems = [generate(family, lines, seed) for seed in seeds]
-        rows.append(score(model.eval(), tokenizer, problems, rule, args.batch_rows))
+    for task in tasks:
+        problems = task.problems(args.problems, args.first_seed)
+        row = score(model.eval(), tokenizer, problems, rule, args.batch_rows)
+        rows.append(replace(row, template=task.template, kind=task.kind))
         print(format_score(rows[-1]), flush=True)
     if args.json:
         note = {"command": sys.argv[1:], "rule": asdict(rule)}

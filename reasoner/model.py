@@ -12,23 +12,24 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
+from reasoner.presets import PRESETS
 from reasoner.tokenizer import BOS, EOS, PAD, save_tokenizer, vocabulary
 
 CONTEXT_TOKENS = 8192
 """Longest context the configuration allows, in tokens; training stays below it."""
 
 
-def model_config() -> Qwen3Config:
-    """Returns the configuration: 4 layers, 4 query heads, 2 KV heads of 32."""
-    vocab = vocabulary()
+def model_config(preset: str) -> Qwen3Config:
+    """Returns the configuration of a preset, with the dtype that it is stored in."""
+    shape, vocab = PRESETS[preset], vocabulary()
     return Qwen3Config(
         vocab_size=-(-len(vocab) // 32) * 32,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.mlp,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
         max_position_embeddings=CONTEXT_TOKENS,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         tie_word_embeddings=True,
@@ -36,14 +37,14 @@ def model_config() -> Qwen3Config:
         eos_token_id=vocab[EOS],
         pad_token_id=vocab[PAD],
         use_cache=True,
-        dtype="float32",
+        dtype=shape.stored,
     )
 
 
-def new_model(seed: int) -> Qwen3ForCausalLM:
+def new_model(preset: str, seed: int) -> Qwen3ForCausalLM:
     """Returns a model with random float32 weights that depend only on the seed."""
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(model_config()).float()
+    model = Qwen3ForCausalLM(model_config(preset)).float()
     add_offset_heads(model)
     return model
 
@@ -77,12 +78,15 @@ def add_offset_heads(model: Qwen3ForCausalLM) -> None:
             norm.weight[[low, high]] = 2.0
 
 
-def export_checkpoint(model: Qwen3ForCausalLM, directory: Path, note: dict) -> None:
+def export_checkpoint(
+    model: Qwen3ForCausalLM, directory: Path, preset: str, note: dict
+) -> None:
     """Replaces a checkpoint directory by one rename, so that readers see whole ones.
 
     Args:
-        model: float32 weights.
+        model: float32 weights, on any device; left as they are.
         directory: target; what it held before is deleted.
+        preset: its name; gives the dtype of the stored weights.
         note: figures of the run, written beside the weights as ``training.json``.
     """
     vocab = vocabulary()
@@ -90,13 +94,16 @@ def export_checkpoint(model: Qwen3ForCausalLM, directory: Path, note: dict) -> N
     stale = directory.with_name(directory.name + ".old")
     for path in (fresh, stale):
         shutil.rmtree(path, ignore_errors=True)
-    model.generation_config = GenerationConfig(
+    stored = Qwen3ForCausalLM(model_config(preset))
+    stored.load_state_dict(model.state_dict())
+    stored.to(getattr(torch, PRESETS[preset].stored))
+    stored.generation_config = GenerationConfig(
         bos_token_id=vocab[BOS],
         eos_token_id=vocab[EOS],
         pad_token_id=vocab[PAD],
         do_sample=False,
     )
-    model.save_pretrained(fresh)
+    stored.save_pretrained(fresh)
     save_tokenizer(fresh)
     (fresh / "model.safetensors").chmod(0o644)
     (fresh / "training.json").write_text(json.dumps(note, indent=2) + "\n")

@@ -1,11 +1,12 @@
-"""Owns the training of the reasoner: curriculum, batches, optimiser, resumption.
+"""Owns the training of the reasoner: steps, optimiser, resumption, command line.
 
-    python -m reasoner.train --run runs/reasoner --export reasoner/checkpoint
+    python -m reasoner.train --preset small --run runs/small --export DIRECTORY
 
-Problems are generated as training goes and never repeat. Each step takes one family
-and one size, so all rows of a batch have the same length and nothing is padded. A
-family's problems grow once those of the present size are solved. The same command
-continues an interrupted run from its last saved state.
+Problems are generated as training goes and never repeat. Each step takes a few batches,
+each of one family and one size, so all rows of a batch have the same length and nothing
+is padded. A family's problems grow once those of the present size are solved. The same
+command continues an interrupted run from its last saved state; with ``--steps 0`` it
+only exports that state. Process: one per core, or one for a GPU.
 """
 
 import argparse
@@ -19,43 +20,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AttentionInterface, Qwen3ForCausalLM
 
-from reasoner.curriculum import LARGEST, Progress, pick_size
+from reasoner.batches import make_batch, spread_positions
+from reasoner.curriculum import Progress, pick_size
 from reasoner.model import export_checkpoint, new_model
-from reasoner.problems import generate
-from reasoner.tokenizer import ASSISTANT, EOS, chat_prompt, encode, vocabulary
+from reasoner.presets import PRESETS
 
 END_TOKENS, END_WEIGHT = 8, 5.0
 """The last question and the answer count more: few tokens that decide everything."""
-MAX_POSITION = 1300
-"""Positions that gaps between lines may reach in training."""
-
-
-def make_batch(
-    family: str, lines: int, budget_tokens: int, first_seed: int
-) -> tuple[torch.Tensor, int]:
-    """Generates one batch of equally long problems.
-
-    Args:
-        family: generator name.
-        lines: size of each problem.
-        budget_tokens: upper bound on rows * length, at least one row.
-        first_seed: seed of the first row, the others follow.
-
-    Returns:
-        Token ids [B, T] int64, and the number of prompt tokens per row.
-    """
-    rows: list[list[int]] = []
-    prompt_tokens = 0
-    while not rows or (len(rows) + 1) * len(rows[0]) <= budget_tokens:
-        problem = generate(family, lines, first_seed + len(rows))
-        prompt = encode(chat_prompt(problem.prompt))
-        prompt_tokens = len(prompt)
-        rows.append(prompt + encode(problem.completion + EOS))
-    return torch.tensor(rows), prompt_tokens
 
 
 def training_attention(module, query, key, value, mask, scaling, **_):
-    """Causal attention in float32 inside a bfloat16 forward pass.
+    """Causal attention, in float32 where a CPU runs a bfloat16 forward pass.
 
     On a CPU the flash kernel gains nothing from bfloat16, and for short rows its
     backward pass is several times slower in it.
@@ -71,12 +46,15 @@ def training_attention(module, query, key, value, mask, scaling, **_):
     Returns:
         Output [B, T, Hq, D] and None for the weights.
     """
-    groups = module.num_key_value_groups
-    key = key.float().repeat_interleave(groups, 1)
-    value = value.float().repeat_interleave(groups, 1)
-    with torch.autocast("cpu", enabled=False):
+    groups, device = module.num_key_value_groups, query.device.type
+    with torch.autocast(device, enabled=False):
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
         out = F.scaled_dot_product_attention(
-            query.float(), key, value, is_causal=True, scale=scaling
+            query.to(dtype),
+            key.to(dtype).repeat_interleave(groups, 1),
+            value.to(dtype).repeat_interleave(groups, 1),
+            is_causal=True,
+            scale=scaling,
         )
     return out.transpose(1, 2).contiguous(), None
 
@@ -84,60 +62,33 @@ def training_attention(module, query, key, value, mask, scaling, **_):
 AttentionInterface.register("reasoner_training", training_attention)
 
 
-def spread_positions(ids: torch.Tensor, seed: int) -> torch.Tensor:
-    """Draws position ids with a few gaps between lines of the trace.
-
-    Short problems then show the model the distances of long ones. Three rows in five
-    have no gap; in the others, a gap follows the prompt and about three lines, up to
-    ``MAX_POSITION`` in all. The prompt has none: where the next line is, the model
-    learns from the tokens just before it.
-
-    Args:
-        ids: [B, T] int64 token ids.
-        seed: seed of the gaps.
-
-    Returns:
-        [B, T] int64 position ids, ascending in each row from 0.
-    """
-    draw = torch.Generator().manual_seed(seed)
-    rows, tokens = ids.shape
-    vocab = vocabulary()
-    prompt_end = ids == vocab[ASSISTANT]
-    ends = ((ids == vocab[";"]) | (ids == vocab["?"])) & prompt_end.cumsum(1).bool()
-    chosen = torch.rand(rows, tokens, generator=draw) * ends.sum(1, True) < 3
-    shares = torch.rand(rows, tokens, generator=draw) * (ends & chosen | prompt_end)
-    shares /= shares.sum(1, True).clamp_min(1e-6)
-    total = torch.rand(rows, 1, generator=draw) * max(0, MAX_POSITION - tokens)
-    total *= torch.rand(rows, 1, generator=draw) < 0.4
-    gaps = (shares * total).long().roll(1, 1)
-    return torch.arange(tokens) + gaps.cumsum(1)
-
-
 def loss_and_share(
-    model: Qwen3ForCausalLM, ids: torch.Tensor, prompt_tokens: int, seed: int
+    model: Qwen3ForCausalLM,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    prompt_tokens: int,
 ) -> tuple[torch.Tensor, float]:
     """Computes the loss on the completions and the share of tokens predicted.
 
     Args:
         model: the model in training mode.
-        ids: [B, T] int64.
+        ids: [B, T] int64, on the CPU.
+        positions: [B, T] int64 position ids, on the CPU.
         prompt_tokens: leading tokens of each row without loss.
-        seed: seed of the position ids.
 
     Returns:
         Weighted mean cross entropy in nats, and the share of completion tokens to which
         the model gives the highest probability.
     """
+    ids, positions = ids.to(model.device), positions.to(model.device)
     targets = ids[:, prompt_tokens:]
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(model.device.type, torch.bfloat16):
         hidden = model.model(
-            ids[:, :-1],
-            position_ids=spread_positions(ids[:, :-1], seed),
-            use_cache=False,
+            ids[:, :-1], position_ids=positions[:, :-1], use_cache=False
         ).last_hidden_state
         logits = model.lm_head(hidden[:, prompt_tokens - 1 :]).float()
         losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
-    weights = torch.ones(targets.shape[1])
+    weights = torch.ones(targets.shape[1], device=model.device)
     weights[-END_TOKENS:] = END_WEIGHT
     loss = (losses * weights).mean() / weights.mean()
     right = logits.detach().argmax(-1) == targets
@@ -197,40 +148,56 @@ def average(model: Qwen3ForCausalLM, figures: list[float]) -> list[float]:
 
 
 def train_step(
-    model: Qwen3ForCausalLM, optimizers: list, progress: Progress, args
-) -> tuple[str, float]:
+    model: Qwen3ForCausalLM, optimizers: list, progress: Progress, args, spent: float
+) -> list[tuple[str, float]]:
     """Runs one step, shared among all processes, and updates the progress.
 
+    Args:
+        model: trained in place.
+        optimizers: of the model's parameters.
+        progress: the same in all processes, before and after.
+        args: the command line.
+        spent: seconds that the step before took in this process.
+
     Returns:
-        Family and loss in nats.
+        Family and loss in nats, for each batch of the step.
     """
-    rng = random.Random(progress.next_seed)
-    family, lines = pick_size(rng, progress)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    budget = budget_tokens(progress.step, args) // args.processes
-    first_seed = progress.next_seed + rank * budget
-    ids, prompt_tokens = make_batch(family, lines, budget, first_seed)
+    budget = budget_tokens(progress.step, args) // args.processes // args.mix
     rate = learning_rate(progress.step, args) / args.lr
+    rng = random.Random(progress.next_seed)
+    drawn = [pick_size(rng, progress, args.largest) for _ in range(args.mix)]
+    figures = [spent]
+    for family, lines in drawn:
+        first_seed = progress.next_seed + rank * budget
+        ids, prompt_tokens = make_batch(family, lines, budget, first_seed)
+        reach = PRESETS[args.preset].max_position
+        positions = spread_positions(ids, first_seed, reach)
+        loss, share = loss_and_share(model, ids, positions, prompt_tokens)
+        (loss / args.mix).backward()
+        figures += [loss.item(), share]
+        progress.tokens += ids.numel() * args.processes
+        progress.next_seed += budget * args.processes
+    spent, *figures = average(model, figures)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group.setdefault("peak_lr", group["lr"]) * rate
-    loss, share = loss_and_share(model, ids, prompt_tokens, first_seed)
-    loss.backward()
-    mean_loss, share = average(model, [loss.item(), share])
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    progress.ladders[family].record(lines, share, LARGEST[family], args.target)
+    losses, shares = figures[::2], figures[1::2]
+    for (family, lines), share in zip(drawn, shares, strict=True):
+        progress.ladders[family].record(lines, share, args.largest[family], args.target)
     progress.step += 1
-    progress.tokens += ids.numel() * args.processes
-    progress.next_seed += budget * args.processes
-    return family, mean_loss
+    progress.seconds += spent
+    return [(family, loss) for (family, _), loss in zip(drawn, losses, strict=True)]
 
 
-def save_state(path: Path, model, optimizers: list, progress: Progress) -> None:
+def save_state(path: Path, preset: str, model, optimizers, progress) -> None:
     """Writes the whole state of a run by one rename."""
     state = {
+        "preset": preset,
         "model": model.state_dict(),
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         "progress": asdict(progress),
@@ -239,31 +206,44 @@ def save_state(path: Path, model, optimizers: list, progress: Progress) -> None:
     path.with_suffix(".new").replace(path)
 
 
-def report(progress: Progress, losses: dict[str, float]) -> str:
-    """Returns one line about where the run stands."""
-    parts = [
-        f"{name} {row.lines} lines {row.right:.3f} loss {losses.get(name, 0):.4f}"
-        for name, row in progress.ladders.items()
-    ]
-    return (
-        f"step {progress.step} tokens {progress.tokens / 1e6:.2f}M "
-        f"{progress.seconds:.0f}s | " + " | ".join(parts)
-    )
+def load_state(path: Path, args, model, optimizers: list) -> Progress:
+    """Restores a saved run in place, if there is one, and returns its progress.
 
-
-def load_state(path: Path, model, optimizers: list) -> Progress:
-    """Restores a saved run in place, if there is one, and returns its progress."""
+    Raises:
+        ValueError: the run is one of another preset or of other families.
+    """
     if not path.exists():
-        return Progress()
-    state = torch.load(path, weights_only=True)
+        return Progress.start(args.largest)
+    state = torch.load(path, map_location=model.device, weights_only=True)
+    if state["preset"] != args.preset:
+        raise ValueError(f"preset: expected {state['preset']!r}, got {args.preset!r}")
+    families = list(state["progress"]["ladders"])
+    if families != list(args.largest):
+        raise ValueError(f"families: expected {families}, got {list(args.largest)}")
     model.load_state_dict(state["model"])
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
     return Progress.from_dict(state["progress"])
 
 
+def report(progress: Progress, losses: dict[str, float]) -> str:
+    """Returns one line about where the run stands.
+
+    For each family: present size in lines, share of the trace tokens predicted at that
+    size (0 right after it grew), and the loss over the last steps at any size.
+    """
+    parts = [
+        f"{name}:{row.lines} {row.right:.3f} ({losses.get(name, 0):.4f})"
+        for name, row in progress.ladders.items()
+    ]
+    return (
+        f"step {progress.step} tokens {progress.tokens / 1e6:.2f}M "
+        f"{progress.seconds:.0f}s | " + " ".join(parts)
+    )
+
+
 def train(rank: int, args: argparse.Namespace) -> None:
-    """Trains until ``--steps``; the first process reports, saves and exports."""
+    """Trains until ``--steps`` or ``--minutes``; process 0 saves and exports."""
     torch.set_num_threads(1)
     if args.processes > 1:
         meeting = f"file://{(args.run / 'meeting').resolve()}"
@@ -271,61 +251,87 @@ def train(rank: int, args: argparse.Namespace) -> None:
             "gloo", init_method=meeting, rank=rank, world_size=args.processes
         )
     state_path = args.run / "state.pt"
-    model = new_model(args.seed)
+    model = new_model(args.preset, args.seed).to(args.device)
     model.set_attn_implementation("reasoner_training")
     optimizers = make_optimizers(model, args)
-    progress = load_state(state_path, model, optimizers)
+    progress = load_state(state_path, args, model, optimizers)
     losses: dict[str, float] = {}
-    last = saved_at = time.monotonic()
-    while progress.step < args.steps:
-        family, loss = train_step(model, optimizers, progress, args)
-        losses[family] = 0.9 * losses.get(family, loss) + 0.1 * loss
+    until = progress.seconds + 60 * args.minutes
+    began = saved_at = time.monotonic()
+    spent = 0.0
+    while progress.step < args.steps and progress.seconds < until:
+        for family, loss in train_step(model, optimizers, progress, args, spent):
+            losses[family] = 0.9 * losses.get(family, loss) + 0.1 * loss
         now = time.monotonic()
-        progress.seconds, last = progress.seconds + now - last, now
+        spent, began = now - began, now
         if rank == 0 and progress.step % args.report == 0:
             print(report(progress, losses), flush=True)
-        due = now - saved_at > args.save_seconds or progress.step == args.steps
-        if rank == 0 and due:
-            save_state(state_path, model, optimizers, progress)
+        ended = progress.step == args.steps or progress.seconds >= until
+        if rank == 0 and (ended or now - saved_at > args.save_seconds):
+            save_state(state_path, args.preset, model, optimizers, progress)
             saved_at = now
     if rank == 0 and args.export:
-        export_checkpoint(model, args.export, training_note(progress, args))
+        note = training_note(progress, args)
+        export_checkpoint(model, args.export, args.preset, note)
 
 
 def training_note(progress: Progress, args: argparse.Namespace) -> dict:
     """Returns the figures of a run for ``training.json``."""
     return {
+        "preset": args.preset,
         "steps": progress.step,
         "tokens": progress.tokens,
         "seconds": round(progress.seconds),
         "lines": {name: row.lines for name, row in progress.ladders.items()},
+        "right": {name: round(row.right, 4) for name, row in progress.ladders.items()},
         "arguments": {
             name: value
             for name, value in vars(args).items()
-            if isinstance(value, int | float)
+            if isinstance(value, int | float) and name not in ("steps", "minutes")
         },
     }
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Reads the command line."""
+    """Reads the command line; what it leaves out comes from the preset."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--run", type=Path, required=True, help="folder of the state")
     parser.add_argument("--export", type=Path, help="checkpoint folder to replace")
-    parser.add_argument("--steps", type=int, default=2500)
-    parser.add_argument("--decay", type=int, default=900, help="steps of decay")
+    parser.add_argument("--preset", choices=PRESETS, default="small")
+    parser.add_argument("--families", nargs="+", help="only these of the preset's")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="then stop")
+    gpu = torch.cuda.is_available()
+    parser.add_argument("--device", default="cuda" if gpu else "cpu")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--decay", type=int, help="steps of decay")
     parser.add_argument("--warmup", type=int, default=100, help="steps")
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--muon-lr", type=float, default=6e-3, help="0: AdamW only")
-    parser.add_argument("--first-tokens", type=int, default=3072, help="per step")
-    parser.add_argument("--step-tokens", type=int, default=6144, help="per step")
-    parser.add_argument("--grow-steps", type=int, default=3000)
+    parser.add_argument("--first-tokens", type=int, help="per step")
+    parser.add_argument("--step-tokens", type=int, help="per step")
+    parser.add_argument("--grow-steps", type=int)
+    parser.add_argument("--mix", type=int, default=4, help="batches per step")
     parser.add_argument("--target", type=float, default=0.97, help="to grow sizes at")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=2, help="one core each")
+    parser.add_argument("--processes", type=int, help="one core each")
     parser.add_argument("--report", type=int, default=50, help="steps")
     parser.add_argument("--save-seconds", type=float, default=60)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    preset = PRESETS[args.preset]
+    for name in ("steps", "decay", "first_tokens", "step_tokens", "grow_steps"):
+        if getattr(args, name) is None:
+            setattr(args, name, getattr(preset, name))
+    unknown = set(args.families or ()) - set(preset.largest)
+    if unknown:
+        parser.error(f"--families: expected some of {list(preset.largest)}")
+    args.largest = {
+        family: lines
+        for family, lines in preset.largest.items()
+        if args.families is None or family in args.families
+    }
+    if args.processes is None:
+        args.processes = 1 if args.device != "cpu" else preset.processes
+    return args
 
 
 def main(argv: list[str] | None = None) -> None:

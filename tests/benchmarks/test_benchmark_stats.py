@@ -1,4 +1,4 @@
-"""Tests of the arithmetic: percentiles, latencies, paired ratios, bootstrap, Wilson."""
+"""Tests of the arithmetic: latencies, paired ratios, bootstrap, Wilson, McNemar."""
 
 from math import comb
 
@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from benchmarks.load import Completion
-from benchmarks.stats import latencies, median_ratio, paired_ratios, percentile
+from benchmarks.stats import (
+    latencies,
+    mcnemar,
+    median_ratio,
+    paired_ratios,
+    percentile,
+)
 from reasoner.evaluate import wilson
 
 
@@ -87,3 +93,32 @@ def test_bootstrap_of_equal_ratios_is_a_point():
 )
 def test_wilson_gives_published_values(correct, tried, low, high):
     assert wilson(correct, tried) == pytest.approx((low, high), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "p"),
+    [
+        # By hand: twice the smaller tail of fair coins, over all ways they can fall.
+        (0, 0, 1.0),
+        (1, 0, 1.0),
+        (1, 1, 1.0),
+        (2, 0, 2 / 4),
+        (3, 0, 2 / 8),
+        (5, 0, 2 / 32),
+        (6, 0, 2 / 64),
+        (5, 5, 1.0),
+        (1, 3, 2 * (1 + 4) / 16),
+        (2, 8, 2 * (1 + 10 + 45) / 1024),
+        (9, 1, 2 * (1 + 10) / 1024),
+        (4, 16, 2 * (1 + 20 + 190 + 1140 + 4845) / 2**20),
+    ],
+)
+def test_mcnemar_is_exact(ours, theirs, p):
+    assert mcnemar(ours, theirs) == mcnemar(theirs, ours) == pytest.approx(p, rel=1e-12)
+
+
+def test_mcnemar_takes_large_and_refuses_negative_counts():
+    assert 0 < mcnemar(400, 600) < 1e-9
+    assert mcnemar(5000, 5000) == 1.0
+    with pytest.raises(ValueError, match="mcnemar: got 1 and -1, expected counts"):
+        mcnemar(1, -1)

@@ -1,5 +1,7 @@
 """Owns the tests of the packaged checkpoint: format, size, tokenizer, behaviour."""
 
+import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import reasoner
 from reasoner.evaluate import CacheRule, decode, encode_prompts, score
 from reasoner.model import export_checkpoint, model_config, new_model
+from reasoner.presets import PRESETS
 from reasoner.problems import FAMILIES, extract_answer, generate
 from reasoner.tokenizer import (
     EOS,
@@ -20,7 +23,10 @@ from reasoner.tokenizer import (
 )
 
 CHECKPOINT = Path(reasoner.__file__).parent / "checkpoint"
-MAX_BYTES = 10_000_000
+NOTE = json.loads((CHECKPOINT / "training.json").read_text())
+PRESET = NOTE.get("preset", "tiny")
+MAX_BYTES = 16_000_000
+MAX_CHECKOUT_BYTES = 25 << 20
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +51,16 @@ def test_directory_is_complete_and_small():
     assert sum(path.stat().st_size for path in CHECKPOINT.iterdir()) <= MAX_BYTES
 
 
+def test_the_whole_checkout_is_small():
+    command = ["git", "ls-files", "-z"]
+    root = CHECKPOINT.parents[1]
+    names = subprocess.run(command, cwd=root, check=True, capture_output=True).stdout
+    files = [root / name.decode() for name in names.split(b"\0") if name]
+    assert CHECKPOINT / "model.safetensors" in files
+    total = sum(path.stat().st_size for path in files if path.exists())
+    assert total < MAX_CHECKOUT_BYTES
+
+
 def test_config_suits_a_per_head_cache():
     config = AutoConfig.from_pretrained(CHECKPOINT)
     assert config.architectures == ["Qwen3ForCausalLM"]
@@ -57,14 +73,14 @@ def test_config_suits_a_per_head_cache():
 
 def test_config_is_the_one_the_training_script_builds():
     saved = AutoConfig.from_pretrained(CHECKPOINT).to_dict()
-    built = model_config().to_dict()
+    built = model_config(PRESET).to_dict()
     free = {"architectures", "_name_or_path", "transformers_version"}
     differing = {key for key in built if built[key] != saved.get(key)} - free
     assert not differing
 
 
 def test_parameters_are_few_and_finite(model):
-    assert sum(p.numel() for p in model.parameters()) < 2_000_000
+    assert sum(p.numel() for p in model.parameters()) <= 8_000_000
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
@@ -117,7 +133,25 @@ def test_generation_stops_at_the_end_token(model):
     assert model.config.eos_token_id == vocab[EOS]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("preset", "least", "most"),
+    [("tiny", 0, 10**6), ("small", 10**6, 3 * 10**6), ("full", 6 * 10**6, 8 * 10**6)],
+)
+def test_presets_have_the_stated_size_and_heads(preset, least, most):
+    fresh, config = new_model(preset, 0), model_config(preset)
+    assert least < sum(p.numel() for p in fresh.parameters()) <= most
+    assert config.num_key_value_heads >= 2
+    assert config.head_dim in (32, 64)
+    assert config.max_position_embeddings >= 8192
+    if preset != "tiny":
+        assert config.num_attention_heads >= 4 * config.num_key_value_heads
+        assert str(config.dtype).endswith("bfloat16")
+    if preset == "full":
+        assert 6 <= config.num_hidden_layers <= 12
+        assert 2 * sum(p.numel() for p in fresh.parameters()) <= MAX_BYTES
+
+
+@pytest.mark.parametrize("family", NOTE["lines"])
 def test_short_problems_are_solved(model, tokenizer, family):
     problems = [generate(family, 8, seed) for seed in range(40)]
     row = score(model, tokenizer, problems, CacheRule(), batch_rows=40)
@@ -148,8 +182,9 @@ def test_cached_decoding_equals_one_forward_pass(model, tokenizer):
     assert torch.equal(wide, new)
 
 
-def test_a_new_model_has_heads_that_look_one_and_two_tokens_back():
-    fresh = new_model(0)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_new_model_has_heads_that_look_one_and_two_tokens_back(preset):
+    fresh = new_model(preset, 0)
     fresh.set_attn_implementation("eager")
     ids = torch.tensor([encode(generate("copy", 20, 1).prompt)])
     with torch.inference_mode():
@@ -159,16 +194,20 @@ def test_a_new_model_has_heads_that_look_one_and_two_tokens_back():
     assert weights[2].diagonal(-1)[8:].mean() < 0.3
 
 
-def test_export_replaces_a_directory(tmp_path):
+@pytest.mark.parametrize("preset", ["tiny", "small"])
+def test_export_replaces_a_directory(tmp_path, preset):
     target = tmp_path / "checkpoint"
     target.mkdir()
     (target / "stale.txt").write_text("old")
-    export_checkpoint(new_model(1), target, {"steps": 0})
+    fresh = new_model(preset, 1)
+    export_checkpoint(fresh, target, preset, {"steps": 0})
     assert not (target / "stale.txt").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
-    loaded = AutoModelForCausalLM.from_pretrained(target)
-    fresh = new_model(1)
+    loaded = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+    stored = getattr(torch, PRESETS[preset].stored)
     for (name, saved), (_, built) in zip(
         loaded.named_parameters(), fresh.named_parameters(), strict=True
     ):
-        assert torch.equal(saved, built), name
+        assert built.dtype == torch.float32
+        assert saved.dtype == stored
+        assert torch.equal(saved, built.to(stored)), name

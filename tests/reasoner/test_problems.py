@@ -1,45 +1,30 @@
 """Owns the tests of the generated problems, against an independent solver."""
 
-import random
+import hashlib
 import re
 
 import pytest
 
-from reasoner.curriculum import (
-    FIRST_TRAINING_SEED,
-    LARGEST,
-    Ladder,
-    Progress,
-    pick_size,
-)
-from reasoner.evaluate import CacheRule, wilson
+from reasoner.batches import make_batch
+from reasoner.curriculum import FIRST_TRAINING_SEED
+from reasoner.evaluate import Task
+from reasoner.presets import PRESETS, longer
 from reasoner.problems import (
     FAMILIES,
+    HELD_OUT_TEMPLATES,
     NAMES,
-    Problem,
+    TEMPLATES,
+    TRAINED_TEMPLATES,
     extract_answer,
     generate,
+    held_out,
     is_correct,
 )
-from reasoner.tokenizer import EOS, UNK, chat_prompt, encode, vocabulary
-from reasoner.train import make_batch, spread_positions
+from reasoner.tokenizer import ASSISTANT, EOS, UNK, chat_prompt, encode, vocabulary
+from tests.reasoner.second_solver import solve
 
-SIZES = (1, 2, 3, 5, 8, 20, 75)
-
-
-def solve(prompt: str) -> str:
-    """Executes a prompt line by line, with no code shared with the generators."""
-    values: dict[str, int] = {}
-    answer = ""
-    for line in re.findall(r"[^;?]+;|\?[a-z]{2}", prompt):
-        if line.startswith("?"):
-            answer = str(values[line[1:]])
-            continue
-        expression, name = line.rstrip(";").split(">")
-        terms = [values[t] if t in values else int(t) for t in expression.split("-")]
-        assert name not in values, "a name was stored twice"
-        values[name] = (terms[0] - sum(terms[1:])) % 10
-    return answer
+SIZES = (1, 2, 3, 5, 8, 20, 75, 120)
+PROGRAMS = ("recall", "copy", "hot", "sub")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -47,10 +32,11 @@ def solve(prompt: str) -> str:
 def test_answers_agree_with_an_independent_solver(family, lines):
     for seed in range(30):
         problem = generate(family, lines, seed)
-        assert solve(problem.prompt) == problem.answer
+        assert solve(family, problem.prompt) == problem.answer
+        assert problem.trace.endswith(problem.answer)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PROGRAMS)
 def test_trace_is_the_prompt_with_values_after_upper_case_names(family):
     for seed in range(20):
         problem = generate(family, 30, seed)
@@ -67,7 +53,107 @@ def test_same_arguments_same_problem_and_equal_lengths(family):
     assert problems == [generate(family, 24, seed) for seed in range(40)]
     assert len({problem.prompt for problem in problems}) == 40
     assert len({len(encode(problem.prompt)) for problem in problems}) == 1
-    assert len({len(encode(problem.trace)) for problem in problems}) == 1
+    traces = {len(encode(problem.trace)) for problem in problems}
+    assert len(traces) > 6 if family == "path" else len(traces) == 1
+
+
+@pytest.mark.parametrize("family", ["add", "mul"])
+def test_carries_are_the_ones_of_the_whole_numbers(family):
+    """The carry into a column is what the lower digits alone come to, cut off."""
+    for seed in range(20):
+        problem = generate(family, 9, seed)
+        carries = re.findall(r"([B-L])([B-L])>[A-Z]{2}\d;", problem.trace)
+        into, out = zip(*carries, strict=True)
+        assert into == ("B", *out[:-1])
+        for column in range(1, 9):
+            if family == "add":
+                pairs = re.findall(r"(\d)\+(\d)", problem.prompt)[:column]
+                value = sum(
+                    int(a + "0" * i) + int(b + "0" * i)
+                    for i, (a, b) in enumerate(pairs)
+                )
+            else:
+                digits = re.findall(r"(\d)\*", problem.prompt)[:column]
+                value = int("".join(reversed(digits))) * int(problem.prompt[0])
+            assert "BCDFGHJKL"[value // 10**column] == into[column]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_value_shown_in_a_trace_is_used_alike(family):
+    """A name is followed by one value only, wherever the trace shows one."""
+    for seed in range(20):
+        trace = generate(family, 30, seed).trace
+        shown = re.findall(r"([A-Z]{2})(\d)", trace)
+        names = {name for name, _ in shown if name.lower() in NAMES}
+        pairs = {(name, value) for name, value in shown if name in names}
+        assert len(pairs) == len(names)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_template_changes_the_marks_and_nothing_else(family):
+    first = generate(family, 12, 3)
+    for index, (end, ask) in enumerate(TEMPLATES):
+        problem = generate(family, 12, 3, index)
+        assert (problem.trace, problem.answer) == (first.trace, first.answer)
+        assert len(encode(problem.prompt)) == len(encode(first.prompt))
+        back = problem.prompt.replace(end, ";").replace(ask, "?")
+        assert back == first.prompt
+
+
+def test_held_out_templates_are_made_of_trained_marks():
+    trained = [TEMPLATES[index] for index in TRAINED_TEMPLATES]
+    for index in HELD_OUT_TEMPLATES:
+        assert TEMPLATES[index] not in trained
+        assert all(
+            {mark} & {m for pair in trained for m in pair} for mark in TEMPLATES[index]
+        )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_and_held_out_problems_never_overlap(family):
+    """By hash of the prompt's tokens: training batches against the report's tasks."""
+    lines = 6
+
+    def digests(prompts):
+        return {hashlib.sha256(str(ids).encode()).digest() for ids in prompts}
+
+    trained = set()
+    for first in range(20):
+        ids, _ = make_batch(family, lines, 5000, FIRST_TRAINING_SEED + 5000 * first)
+        cut = [row[: row.index(vocabulary()[ASSISTANT])] for row in ids.tolist()]
+        trained |= digests(cut)
+    template = HELD_OUT_TEMPLATES[0]
+    tasks = [Task(family, lines), Task(family, lines, template)]
+    problems = [problem for task in tasks for problem in task.problems(100, 0)]
+    assert all(held_out(problem) for problem in problems)
+    cut = [encode(chat_prompt(problem.prompt))[:-2] for problem in problems]
+    evaluated = digests(cut)
+    assert len(evaluated) == 200
+    assert len(trained) >= 300
+    assert not trained & evaluated
+
+
+def test_one_problem_in_eight_is_held_out():
+    share = sum(held_out(generate("copy", 8, seed)) for seed in range(4000)) / 4000
+    assert 0.1 < share < 0.15
+
+
+@pytest.mark.parametrize("name", ["small", "full"])
+def test_held_out_sizes_are_longer_than_trained_ones_and_can_be_made(name):
+    for family, most in PRESETS[name].largest.items():
+        lines = longer(family, most)
+        assert lines > most
+        assert generate(family, lines, 0).lines == lines
+
+
+def test_traces_reach_from_200_to_4000_tokens():
+    tokens = [
+        len(encode(generate(family, lines, 0).trace))
+        for family in FAMILIES
+        for lines in (32, 64, 120)
+    ]
+    assert sum(200 <= count <= 4300 for count in tokens) > len(tokens) * 2 // 3
+    assert max(tokens) >= 4000
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -89,11 +175,17 @@ def test_copy_needs_facts_hundreds_of_tokens_back():
 
 
 @pytest.mark.parametrize(
-    ("family", "lines"), [("copy", 0), ("copy", 121), ("recall", 242), ("nope", 3)]
+    ("family", "lines"),
+    [("copy", 0), ("copy", 121), ("add", 121), ("recall", 242), ("nope", 3)],
 )
 def test_bad_arguments_are_refused(family, lines):
     with pytest.raises(ValueError, match="expected"):
         generate(family, lines, 0)
+
+
+def test_an_unknown_template_is_refused():
+    with pytest.raises(ValueError, match="template: expected 0 to 8, got 9"):
+        generate("copy", 4, 0, template=9)
 
 
 @pytest.mark.parametrize(
@@ -129,60 +221,3 @@ def test_no_problem_contains_an_unknown_token():
 def test_names_are_unique_and_not_ambiguous():
     assert len(set(NAMES)) == len(NAMES) == 120
     assert all(len(encode(a + b)) == 2 for a in NAMES[:9] for b in NAMES)
-
-
-def test_batches_use_training_seeds_and_mask_the_prompt():
-    ids, prompt_tokens = make_batch("copy", 9, 1000, FIRST_TRAINING_SEED)
-    first: Problem = generate("copy", 9, FIRST_TRAINING_SEED)
-    assert ids.shape[0] * ids.shape[1] <= 1000 < (ids.shape[0] + 1) * ids.shape[1]
-    assert ids[0, :prompt_tokens].tolist() == encode(chat_prompt(first.prompt))
-    assert ids[0, prompt_tokens:].tolist() == encode(first.completion + EOS)
-
-
-def test_ladder_grows_only_when_the_present_size_is_solved():
-    ladder = Ladder(lines=10)
-    for _ in range(20):
-        ladder.record(10, 0.5, 100, 0.9)
-        ladder.record(3, 1.0, 100, 0.9)
-    assert ladder.lines == 10
-    for _ in range(100):
-        ladder.record(10, 1.0, 12, 0.9)
-    assert ladder.lines == 12
-
-
-def test_sizes_stay_within_the_curriculum():
-    progress, rng = Progress(), random.Random(0)
-    progress.ladders["sub"].lines = 20
-    drawn = [pick_size(rng, progress) for _ in range(2000)]
-    assert {family for family, _ in drawn} == set(LARGEST)
-    assert max(lines for family, lines in drawn if family == "sub") == 20
-    assert max(lines for family, lines in drawn if family == "copy") == 4
-
-
-def test_spread_positions_ascend_and_leave_the_prompt_alone():
-    ids, prompt_tokens = make_batch("copy", 12, 4000, FIRST_TRAINING_SEED)
-    positions = spread_positions(ids, seed=1)
-    steps = positions.diff(dim=1)
-    assert steps.min() == 1
-    assert (steps[:, : prompt_tokens - 2] == 1).all()
-    assert positions.max() <= 1300
-    gapped = (steps > 1).any(1).float().mean()
-    assert 0.2 < gapped < 0.6
-    assert steps.max() > 100
-
-
-def test_streaming_mask_keeps_sinks_and_recent_tokens():
-    mask = CacheRule(recent=3, sinks=2).mask(2, 10, 6)
-    assert mask.shape == (2, 1, 1, 10)
-    assert mask[1, 0, 0].nonzero().flatten().tolist() == [0, 1, 7, 8, 9]
-    kept = CacheRule(recent=3, keep_prompt=True).mask(1, 10, 6)
-    assert kept[0, 0, 0].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 5, 7, 8, 9]
-    assert CacheRule().mask(1, 10, 6) is None
-
-
-def test_wilson_interval_matches_published_values():
-    low, high = wilson(81, 100)
-    assert (round(low, 3), round(high, 3)) == (0.722, 0.875)
-    assert wilson(0, 10)[0] == 0.0
-    with pytest.raises(ValueError, match="correct"):
-        wilson(3, 2)

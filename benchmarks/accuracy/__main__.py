@@ -1,0 +1,269 @@
+"""Measures the accuracy of policies on checkable problems, through the OpenAI API.
+
+    python -m benchmarks.accuracy --policies full streaming tova snapkv ams-tova \
+        --budgets 96 128 192 --tasks recall:60 copy:40 --n 200 --out accuracy.jsonl
+    python -m benchmarks.accuracy --grid benchmarks/grids/standard.yaml --shard 1/4
+
+One server per budget, interval and tier (heads of equal or of own lengths), one after
+the other; requests name their policies. `full` is vLLM without a policy and has neither
+budget nor interval. Run again with the same settings, it goes on where the output file
+ends. A summary goes to standard output and to OUT.summary.json.
+"""
+
+import argparse
+import asyncio
+import hashlib
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks import provenance
+from benchmarks.accuracy import grid, results, scoring, summary
+from benchmarks.accuracy.client import Asked, Client
+from benchmarks.accuracy.questions import check_task
+from benchmarks.accuracy.servers import Setup, count_events, options_of, serving
+from benchmarks.load import LoadError
+from benchmarks.serving import PACKAGED_MODEL, log
+from vllm_kvpolicy.policies.registry import names
+
+DEFAULT_TASKS = ["recall:60", "copy:40", "hot:40", "sub:30"]
+NOT_IN_GRIDS = {"grid", "shard", "dry_run", "out", "logs", "url", "data", "trace"}
+
+LOG_SECONDS = 30.0
+"""Between two states of the progress bar where nobody looks at it."""
+
+Line = dict[str, Any]
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line; every option but NOT_IN_GRIDS may stand in a grid."""
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.accuracy", description=__doc__.partition("\n")[0]
+    )
+    add = made.add_argument
+    add("--grid", type=Path, help="YAML file with values for the options below")
+    add("--shard", type=shard, default=(1, 1), metavar="I/N", help="part I of N")
+    add("--dry-run", action="store_true", help="only say how long it would take")
+    add("--model", type=Path, default=PACKAGED_MODEL, help="a folder")
+    add("--url", help="root of a server that is there already, instead of own ones")
+    add("--served-name", default="model", help="the model as the server calls it")
+    add("--serve-args", default="", help="more for `vllm serve`, one string")
+    add("--policies", nargs="+", metavar="NAME")
+    add("--budgets", nargs="+", type=int, default=[128], help="tokens")
+    add("--intervals", "--interval", nargs="+", type=int, default=[64], help="tokens")
+    add(
+        "--policy-config",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="options; each server gets those that its policies know",
+    )
+    add(
+        "--evict-prompts",
+        action="store_true",
+        help="no policy protects the prompt, so that all hold the same",
+    )
+    add("--tasks", nargs="+", default=DEFAULT_TASKS, help="see docs/accuracy.md")
+    add("--data", type=Path, default=Path("data"), help="folder of local JSONL files")
+    add("--n", type=int, default=200, help="problems per task")
+    add("--seed", type=int, default=0, help="of the first generated problem")
+    add("--samples", type=int, default=1, help="answers to each problem")
+    add("--temperature", type=float, default=0.0, help="0: greedy")
+    add("--max-tokens", type=int, help="of an answer; default: each task's own limit")
+    add("--max-trace", type=int, help="most tokens that a worked answer may have")
+    add("--max-model-len", type=int, default=4096, help="tokens")
+    add("--block-size", type=int, default=32, help="tokens")
+    add("--concurrency", type=int, default=16, help="requests at once")
+    add("--timeout", type=float, default=600.0, help="seconds for one try")
+    add("--tries", type=int, default=5, help="of one request")
+    add("--math-verify", action="store_true", help="judge LaTeX with math-verify, too")
+    add("--out", type=Path, default=Path("accuracy.jsonl"))
+    add("--logs", type=Path, help="folder for the servers' logs")
+    add("--trace", type=Path, help="folder in which servers record what events keep")
+    return made
+
+
+def shard(text: str) -> tuple[int, int]:
+    """Read `I/N`."""
+    part, _, parts = text.partition("/")
+    if not (part.isdigit() and parts.isdigit() and 1 <= int(part) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"expected I/N, 1 <= I <= N, got {text!r}")
+    return int(part), int(parts)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line; what it says wins over what a grid says."""
+    made = parser()
+    args = made.parse_args(argv)
+    try:
+        if args.grid:
+            known = set(vars(args)) - NOT_IN_GRIDS
+            made.set_defaults(**grid.read_grid(args.grid, known))
+            args = made.parse_args(argv)
+            args.model = Path(args.model)
+        check(args)
+    except ValueError as error:
+        made.error(str(error))
+    if args.shard[1] > 1:
+        suffix = f".{args.shard[0]}-of-{args.shard[1]}{args.out.suffix}"
+        args.out = args.out.with_suffix(suffix)
+    return args
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise ValueError where values are not valid, alone or together."""
+    if not args.policies:
+        raise ValueError("policies: expected at least one, got none")
+    for task in args.tasks:
+        check_task(task)
+    for name in ("n", "samples", "concurrency", "tries"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"{name}: expected at least 1, got {getattr(args, name)}")
+    if args.samples > 1 and not args.temperature:
+        raise ValueError("samples: expected --temperature above 0 beside several")
+    own = args.policy_config, args.evict_prompts, args.serve_args, args.trace
+    if args.url and any(own):
+        raise ValueError(
+            "url: expected no --policy-config, --evict-prompts, --serve-args or "
+            "--trace, which are that server's own"
+        )
+    unknown = sorted(
+        set(args.policy_config) - set(options_of(names(), args.policy_config))
+    )
+    if unknown:
+        raise ValueError(
+            f"policy-config: expected options of policies, got {unknown}; "
+            "docs/support.md lists them"
+        )
+
+
+def settings_of(args: argparse.Namespace, judge: str | None) -> Line:
+    """Return what the lines of a file have in common.
+
+    Args:
+        args: the parsed command line.
+        judge: version of math-verify, None without it.
+    """
+    weights = args.model / "model.safetensors"
+    known = not args.url and weights.is_file()
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest() if known else None
+    return {
+        "model": args.served_name if args.url else args.model.name,
+        "model_sha256": digest,
+        "own_server": not args.url,
+        "serve_args": args.serve_args,
+        "policy_config": args.policy_config,
+        "evict_prompts": args.evict_prompts,
+        "temperature": args.temperature,
+        "max_tokens": args.max_tokens,
+        "max_model_len": args.max_model_len,
+        "block_size": args.block_size,
+        "math_verify": judge,
+    }
+
+
+def run(
+    args: argparse.Namespace,
+    client: Client,
+    wanted: dict[Setup, list[Asked]],
+    lines: list[Line],
+    log_folder: Path,
+) -> tuple[dict[str, float], list[str]]:
+    """Ask every server what the output file does not have yet.
+
+    Args:
+        args: the parsed command line.
+        client: sends the requests.
+        wanted: by server.
+        lines: of the output file; new ones are added, here and in the file.
+        log_folder: where the servers' logs go.
+
+    Returns:
+        Server -> events that it counted meanwhile; and a sentence per failed problem.
+
+    Raises:
+        LoadError: too many problems failed, or a given server knows no policies.
+    """
+    events: dict[str, float] = {}
+    failures: list[str] = []
+    total = sum(map(len, wanted.values()))
+    interval = 0.5 if sys.stderr.isatty() else LOG_SECONDS
+    with (
+        tqdm(total=total, unit="answer", mininterval=interval) as bar,
+        args.out.open("a", encoding="utf-8") as file,
+    ):
+
+        def write(line: Line) -> None:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            lines.append(line)
+            bar.update()
+
+        for setup, asked in wanted.items():
+            bar.set_description(setup.label)
+            log(f"{setup.label}: {len(asked)} answers to come")
+            with serving(setup, args, log_folder) as url:
+                before = count_events(url, setup)
+                failures += asyncio.run(client.ask_all(url, asked, write))
+                after = count_events(url, setup)
+            if before is not None and after is not None:
+                events[setup.label] = after - before
+                log(f"{setup.label}: {after - before:.0f} events")
+    return events, failures
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure the accuracy of each policy; return 1 where a problem failed."""
+    args = parse_args(argv)
+    version, equal = scoring.math_verify() if args.math_verify else (None, None)
+    questions = grid.read_questions(args)
+    cells = grid.shard_of(grid.cells_of(args), questions, *args.shard)
+    settings = settings_of(args, version)
+    lines = [] if args.dry_run else results.continue_file(args.out, settings)
+    digests = {(q.task, q.id): q.digest for some in questions.values() for q in some}
+    results.check_digests(lines, digests)
+    done = {results.key_of(line) for line in lines}
+    wanted = grid.asked_of(cells, questions, args.samples, done, bool(args.url))
+    answers, seconds = grid.estimate(wanted, lines, args.concurrency)
+    log(
+        f"{args.out}: {answers} answers to come on {len(wanted)} servers, "
+        f"{len(lines)} there; about {seconds / 60:.0f} minutes"
+    )
+    if args.dry_run:
+        return 0
+    record: Line = {"provenance": provenance.collect("benchmarks.accuracy")}
+    folder = args.logs or Path(tempfile.mkdtemp(prefix="kvpolicy-accuracy-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    log(f"logs in {folder}")
+    client = Client(
+        concurrency=args.concurrency,
+        timeout=args.timeout,
+        tries=args.tries,
+        temperature=args.temperature,
+        max_tokens=args.max_tokens,
+        model=args.served_name,
+        equal=equal,
+    )
+    events, failures = run(args, client, wanted, lines, folder)
+    record |= {"events_in_this_run": events, "failures_in_this_run": failures}
+    record |= {"settings": settings, **summary.summarise(lines, settings)}
+    print(summary.format_summary(record["summary"]))
+    print("\n" + summary.format_pairs(record["pairs"]))
+    args.out.with_suffix(".summary.json").write_text(
+        json.dumps(record, indent=2) + "\n", encoding="utf-8"
+    )
+    for failure in failures:
+        log(f"failed: {failure}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (LoadError, ValueError) as error:
+        sys.exit(f"benchmarks.accuracy: {error}")

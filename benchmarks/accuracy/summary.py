@@ -1,0 +1,286 @@
+"""Owns the summary of a run: shares right, paired tests, cost, votes of samples.
+
+Called by the command and by report, on lines of one or several output files. Everything
+is a function of the lines, whatever their order. Intervals and tests count questions,
+not answers: several samples of one question are no independent evidence.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from benchmarks.accuracy.cost import cost_of
+from benchmarks.accuracy.results import Line
+from benchmarks.accuracy.servers import FULL
+from benchmarks.serving import table
+from benchmarks.stats import mcnemar
+from reasoner.evaluate import wilson
+
+POOLED = "all"
+LENGTHS = (0.25, 0.5, 1.0)
+"""Limits of the length of an answer in `votes`, as shares of a task's longest one."""
+
+Row = dict[str, Any]
+Place = tuple[str, int | None, int | None]
+"""Policy, budget, interval."""
+Groups = dict[tuple[Place, str], list[Line]]
+
+
+def summarise(lines: Sequence[Line], settings: Line) -> dict[str, list[Row]]:
+    """Return the summary of lines.
+
+    Args:
+        lines: of output files, each answer once.
+        settings: of those files.
+
+    Returns:
+        `summary`: a row per policy, budget, interval and task, see `row_of`; `pairs`:
+        paired tests, see `pairs_of`; `votes`: see `votes_of`, empty with one sample.
+        Tasks are pooled under the family `all`.
+    """
+    groups = grouped(lines)
+    return {
+        "summary": [
+            dict(zip(("policy", "budget", "interval", "family"), names, strict=True))
+            | row_of(members, settings)
+            for names, members in _named(groups)
+        ],
+        "pairs": list(pairs_of(groups)),
+        "votes": list(votes_of(groups, settings)),
+    }
+
+
+def grouped(lines: Sequence[Line]) -> Groups:
+    """Return lines by policy, budget and interval, and by task; in a fixed order."""
+    first = {name: index for index, name in enumerate(_names(lines))}
+    ordered = sorted(
+        lines,
+        key=lambda line: (
+            line["budget"] or 0,
+            line["interval"] or 0,
+            first[line["policy"]],
+            line["task"],
+            *_natural(line),
+        ),
+    )
+    groups: Groups = {}
+    for is_pooled in (False, True):
+        for line in ordered:
+            place = (line["policy"], line["budget"], line["interval"])
+            family = POOLED if is_pooled else line["task"]
+            groups.setdefault((place, family), []).append(line)
+    return groups
+
+
+def _names(lines: Sequence[Line]) -> list[str]:
+    """Return the policies, FULL first and an allocator after its scorer."""
+    names = {line["policy"] for line in lines}
+    return sorted(names, key=lambda name: (name != FULL, *reversed(_parts(name))))
+
+
+def _parts(policy: str) -> tuple[str, str]:
+    allocator, _, scorer = policy.rpartition("-")
+    return allocator, scorer
+
+
+def _natural(line: Line) -> tuple[int, str, int]:
+    """Return what orders ids: numbers by size, before other names."""
+    name = line["id"]
+    return int(name) if name.isdigit() else 10**12, name, line["sample"]
+
+
+def _named(groups: Groups) -> Iterator[tuple[tuple, list[Line]]]:
+    for (place, family), members in groups.items():
+        yield (*place, family), members
+
+
+def row_of(members: Sequence[Line], settings: Line) -> Row:
+    """Return the figures of answers.
+
+    Returns:
+        `problems`: questions; `answers`: to them; `correct`: right answers; `accuracy`:
+        their share; `low`, `high`: its 95 % Wilson interval for so many questions,
+        which is too wide rather than too narrow beside several samples; `score`: mean;
+        `capped`: share cut off; mean tokens of prompt and
+        output; `kv_read`: mean KV tokens read in decoding; `kv_peak`: mean of the most
+        held at once; `repeated`: share of repeated n-grams by n, mean over answers
+        whose token ids are known, None where none are.
+    """
+    tried, correct = len(members), sum(line["correct"] for line in members)
+    problems = len(by_question(members))
+    low, high = wilson(correct * problems / tried, problems)
+    costs = [cost_of(line, settings) for line in members]
+    known = [line["repeated"] for line in members if line["repeated"]]
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(values) / len(values)
+
+    return {
+        "problems": problems,
+        "answers": tried,
+        "correct": correct,
+        "accuracy": correct / tried,
+        "low": low,
+        "high": high,
+        "score": mean([line["score"] for line in members]),
+        "mean_prompt_tokens": mean([line["prompt_tokens"] for line in members]),
+        "mean_output_tokens": mean([line["output_tokens"] for line in members]),
+        "capped": mean([line["capped"] for line in members]),
+        "kv_read": mean([read for read, _ in costs]),
+        "kv_peak": mean([peak for _, peak in costs]),
+        "repeated": {size: mean([rates[size] for rates in known]) for size in known[0]}
+        if known
+        else None,
+    }
+
+
+def pairs_of(groups: Groups) -> Iterator[Row]:
+    """Yield the paired tests: each policy against FULL and against its base scorer.
+
+    A pair is one question, answered by both; several samples answer by majority.
+    `only_policy` and `only_other` count the pairs that just one of the two got right;
+    `p` is McNemar's exact two-sided value, not corrected for the number of tests.
+    """
+    voted = {
+        names: {
+            question: majority(samples)
+            for question, samples in by_question(members).items()
+        }
+        for names, members in groups.items()
+    }
+    for ((policy, budget, interval), family), ours in voted.items():
+        allocator, scorer = _parts(policy)
+        others: list[Place] = [] if policy == FULL else [(FULL, None, None)]
+        others += [(scorer, budget, interval)] if allocator else []
+        for other in others:
+            theirs = voted.get((other, family), {})
+            both = [(right, theirs[q]) for q, right in ours.items() if q in theirs]
+            if both:
+                counts = Counter(both)
+                ours_only, theirs_only = counts[True, False], counts[False, True]
+                yield {
+                    "policy": policy,
+                    "budget": budget,
+                    "interval": interval,
+                    "family": family,
+                    "against": other[0],
+                    "pairs": len(both),
+                    "only_policy": ours_only,
+                    "only_other": theirs_only,
+                    "p": mcnemar(ours_only, theirs_only),
+                }
+
+
+def by_question(members: Sequence[Line]) -> dict[tuple[str, str], list[Line]]:
+    """Return answers by task and id, samples in the order of the lines."""
+    questions: dict[tuple[str, str], list[Line]] = {}
+    for line in members:
+        questions.setdefault((line["task"], line["id"]), []).append(line)
+    return questions
+
+
+def votes_of(groups: Groups, settings: Line) -> Iterator[Row]:
+    """Yield what majority votes give: length x width x ratio.
+
+    Length: answers longer than this many tokens have no vote, as if cut off there.
+    Width: the first 1, 2, 4... samples vote at once; the answer named most often wins,
+    of equally many the one named first. Ratio: policy and budget. Cost is summed over
+    the samples, each up to its end or the length.
+    """
+    longest: dict[str, int] = {}
+    for (_, family), members in groups.items():
+        tokens = [line["output_tokens"] for line in members]
+        longest[family] = max(longest.get(family, 0), *tokens)
+    if not any(line["sample"] for lines in groups.values() for line in lines):
+        return
+    for ((policy, budget, interval), family), members in groups.items():
+        if family == POOLED:
+            continue
+        questions = by_question(members)
+        width = 1
+        while all(len(samples) >= width for samples in questions.values()):
+            for share in LENGTHS:
+                length = max(1, round(longest[family] * share))
+                voting = [samples[:width] for samples in questions.values()]
+                correct = sum(majority(samples, length) for samples in voting)
+                low, high = wilson(correct, len(voting))
+                costs = [cost_of(x, settings, length) for s in voting for x in s]
+                yield {
+                    "policy": policy,
+                    "budget": budget,
+                    "interval": interval,
+                    "family": family,
+                    "length": length,
+                    "width": width,
+                    "problems": len(voting),
+                    "correct": correct,
+                    "accuracy": correct / len(voting),
+                    "low": low,
+                    "high": high,
+                    "kv_read": sum(read for read, _ in costs) / len(voting),
+                    "kv_peak": sum(peak for _, peak in costs) / len(voting),
+                }
+            width *= 2
+
+
+def majority(samples: Sequence[Line], length: int | None = None) -> bool:
+    """Return whether the answer that most samples give is right.
+
+    Args:
+        samples: answers to one question.
+        length: answers of more tokens do not vote; None for no limit.
+    """
+    voters = [
+        line
+        for line in samples
+        if line["answer"] is not None
+        and (length is None or line["output_tokens"] <= length)
+    ]
+    if not voters:
+        return False
+    # most_common keeps the order of first appearance among equals.
+    ((winner, _),) = Counter(line["answer"] for line in voters).most_common(1)
+    return next(line["correct"] for line in voters if line["answer"] == winner)
+
+
+def format_summary(rows: Sequence[Row]) -> str:
+    """Return the rows of a summary as a Markdown table; shares in per cent."""
+    header = ["policy", "budget", "interval", "family", "correct", "% [95 % Wilson]"]
+    header += ["prompt tokens", "output tokens", "% capped", "KV read", "KV peak"]
+    cells = [
+        [
+            row["policy"],
+            str(row["budget"] or "-"),
+            str(row["interval"] or "-"),
+            row["family"],
+            f"{row['correct']}/{row['answers']}",
+            f"{100 * row['accuracy']:.1f} [{100 * row['low']:.1f}, "
+            f"{100 * row['high']:.1f}]",
+            f"{row['mean_prompt_tokens']:.0f}",
+            f"{row['mean_output_tokens']:.0f}",
+            f"{100 * row['capped']:.1f}",
+            f"{row['kv_read']:.0f}",
+            f"{row['kv_peak']:.0f}",
+        ]
+        for row in rows
+    ]
+    return table(header, cells)
+
+
+def format_pairs(rows: Sequence[Row]) -> str:
+    """Return the paired tests as a Markdown table."""
+    header = ["policy", "budget", "interval", "family", "against", "pairs"]
+    header += ["only policy right", "only other right", "McNemar p"]
+    cells = [
+        [
+            row["policy"],
+            str(row["budget"]),
+            str(row["interval"]),
+            row["family"],
+            row["against"],
+            *(str(row[key]) for key in ("pairs", "only_policy", "only_other")),
+            f"{row['p']:.2g}",
+        ]
+        for row in rows
+    ]
+    return table(header, cells)

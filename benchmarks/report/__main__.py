@@ -1,0 +1,129 @@
+"""Makes the docs' tables and figures from result files.
+
+    python -m benchmarks.report merge runs/standard.*-of-4.jsonl --out standard.json
+    python -m benchmarks.report trace FOLDER --out traces.json
+    python -m benchmarks.report draw standard.json traces.json --output docs/figures
+    python -m benchmarks.report docs docs/results.md [--check]
+
+`merge` turns the output of all shards into one summary, `trace` what workers recorded;
+both are small enough to commit to benchmarks/results. `draw` makes a PNG per figure.
+`docs` writes the tables of a document anew; `--check` only says whether they are up to
+date.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import provenance
+from benchmarks.accuracy import results, summary
+from benchmarks.report import figures, tables, traces
+
+RESULTS = provenance.ROOT / "benchmarks" / "results"
+DPI = 100
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.report", description=__doc__.partition("\n")[0]
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    merge = commands.add_parser("merge", help="one summary of several output files")
+    merge.add_argument("files", type=Path, nargs="+", help="of benchmarks.accuracy")
+    trace = commands.add_parser("trace", help="the figures of a trace")
+    trace.add_argument("folder", type=Path, help="that workers recorded")
+    for command in (merge, trace):
+        command.add_argument("--out", type=Path, required=True, help="JSON to write")
+    draw = commands.add_parser("draw", help="a PNG per figure")
+    draw.add_argument("files", type=Path, nargs="+", help="written by merge or trace")
+    draw.add_argument("--output", type=Path, required=True, help="folder for the PNGs")
+    docs = commands.add_parser("docs", help="the tables of documents")
+    docs.add_argument("files", type=Path, nargs="+", help="Markdown")
+    docs.add_argument("--results", type=Path, default=RESULTS, help="folder")
+    docs.add_argument("--check", action="store_true", help="write nothing")
+    return parser.parse_args(argv)
+
+
+def merge(paths: Sequence[Path]) -> dict[str, Any]:
+    """Return the record of several output files; see `results.merge`."""
+    settings, lines = results.merge(paths)
+    record = {"provenance": provenance.collect("benchmarks.report")}
+    return record | {"settings": settings} | summary.summarise(lines, settings)
+
+
+def trace(folder: Path) -> dict[str, Any]:
+    """Return the record of a trace; see `traces.read_policies`."""
+    record = {"provenance": provenance.collect("benchmarks.report")}
+    return record | {"policies": traces.read_policies(folder)}
+
+
+def draw(paths: Sequence[Path], output: Path) -> list[str]:
+    """Write the figures of result files and return their names.
+
+    A figure is named by its file and by what it shows. Policies of several traces share
+    one set of figures.
+
+    Raises:
+        ValueError: a file of another kind, a policy that two traces have, or matplotlib
+            is not installed; nothing is written then.
+    """
+    drawn: list[tuple[str, Any]] = []
+    policies: dict[str, Any] = {}
+    for path in paths:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if "policies" in record:
+            twice = policies.keys() & record["policies"].keys()
+            if twice:
+                raise ValueError(f"{path}: {sorted(twice)} of another trace, too")
+            policies |= record["policies"]
+            continue
+        named = figures.draw_accuracy(tables.read_record(path))
+        drawn += [(f"{path.stem}-{name}", figure) for name, figure in named]
+    if policies:
+        drawn += list(figures.draw_traces(policies))
+    output.mkdir(parents=True, exist_ok=True)
+    for name, figure in drawn:
+        figure.savefig(output / f"{name}.png", dpi=DPI)
+    return [name for name, _ in drawn]
+
+
+def docs(paths: Sequence[Path], folder: Path, is_check: bool) -> list[Path]:
+    """Write the tables of documents anew and return the documents that changed."""
+    changed = []
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        filled = tables.fill(text, folder)
+        if filled != text:
+            changed.append(path)
+            if not is_check:
+                path.write_text(filled, encoding="utf-8")
+    return changed
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return 1 where `--check` finds a table out of date."""
+    args = parse_args(argv)
+    if args.command == "docs":
+        changed = docs(args.files, args.results, args.check)
+        for path in changed:
+            print(f"{path}: {'is out of date' if args.check else 'written'}")
+        return int(args.check and bool(changed))
+    if args.command == "draw":
+        names = draw(args.files, args.output)
+        print(f"{args.output}: {', '.join(names)}")
+        return 0
+    record = merge(args.files) if args.command == "merge" else trace(args.folder)
+    args.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    print(f"wrote {args.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (OSError, ValueError) as error:
+        sys.exit(f"benchmarks.report: {error}")

@@ -1,0 +1,123 @@
+r"""A server of chat completions that can do everything wrong.
+
+Called by the tests of the accuracy client. The answer to a prompt is `\boxed{PROMPT}`,
+unless `answers` has another. Faults are given per prompt, one for each try; after the
+last of them every try is answered.
+"""
+
+import asyncio
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from aiohttp import web
+
+METRICS = """\
+# TYPE kvpolicy_events counter
+kvpolicy_events_total{{engine="0"}} {events}
+"""
+
+
+class ChatServer:
+    """Counts tries and answers by prompt.
+
+    Args:
+        faults: by prompt: an HTTP status, or one of `reset`, `stall`, `cut_body`,
+            `bad_json`, `no_choices`, `aborted`, `capped`.
+        answers: by prompt, texts that differ from the default.
+        has_policies: whether /metrics counts events.
+    """
+
+    def __init__(
+        self,
+        faults: Mapping[str, Sequence[int | str]] | None = None,
+        answers: Mapping[str, str] | None = None,
+        has_policies: bool = True,
+    ) -> None:
+        self.faults = {prompt: list(some) for prompt, some in (faults or {}).items()}
+        self.answers = dict(answers or {})
+        self.has_policies = has_policies
+        self.tries: Counter[str] = Counter()
+        self.bodies: list[dict] = []
+        self.at_once = self.most_at_once = 0
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """Answer one request, or fail as told."""
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            await asyncio.sleep(0.005)
+            return await self._chat(request)
+        finally:
+            self.at_once -= 1
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        prompt = body["messages"][0]["content"]
+        self.tries[prompt] += 1
+        left = self.faults.get(prompt)
+        fault = left.pop(0) if left else None
+        if isinstance(fault, int):
+            headers = {"Retry-After": "0"} if fault == 429 else {}
+            return web.Response(status=fault, text=f"fault {fault}", headers=headers)
+        if fault == "stall":
+            await asyncio.sleep(60)
+        if fault == "reset":
+            assert request.transport is not None
+            request.transport.abort()
+        reason = {"capped": "length", "aborted": "abort"}.get(str(fault), "stop")
+        text = self.answers.get(prompt, f"\\boxed{{{prompt}}}")
+        choice = {"message": {"content": text}, "finish_reason": reason}
+        choice["token_ids"] = [ord(letter) for letter in text]
+        usage = {"prompt_tokens": 40, "completion_tokens": len(text)}
+        whole = {"choices": [choice], "usage": usage}
+        if fault == "no_choices":
+            whole = {"usage": usage}
+        data = json.dumps(whole).encode()
+        if fault == "bad_json":
+            return web.Response(body=data[:-9], content_type="application/json")
+        if fault == "cut_body":
+            headers = {"Content-Length": str(len(data))}
+            response = web.StreamResponse(headers=headers)
+            response.content_type = "application/json"
+            await response.prepare(request)
+            await response.write(data[: len(data) // 2])
+            assert request.transport is not None
+            request.transport.close()
+            return response
+        return web.Response(body=data, content_type="application/json")
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """Count one event per request that was received."""
+        count = len(self.bodies)
+        return web.Response(
+            text=METRICS.format(events=count) if self.has_policies else ""
+        )
+
+
+@contextmanager
+def serve(fake: ChatServer) -> Iterator[str]:
+    """Run a server in a thread and yield its root URL."""
+    loop = asyncio.new_event_loop()
+    application = web.Application()
+    application.router.add_post("/v1/chat/completions", fake.chat)
+    application.router.add_get("/metrics", fake.metrics)
+    runner = web.AppRunner(application, shutdown_timeout=0.1)
+
+    async def start() -> str:
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        yield asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+    finally:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()

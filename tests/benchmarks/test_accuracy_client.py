@@ -1,0 +1,167 @@
+"""Tests of the accuracy client against a server that fails, stalls and cuts off."""
+
+import asyncio
+
+import pytest
+from chat_server import ChatServer, serve
+
+from benchmarks.accuracy.client import Asked, Client
+from benchmarks.accuracy.questions import EXACT, Question
+from benchmarks.load import LoadError
+
+PATIENT = Client(timeout=5.0, tries=4, pause=0.01)
+PASSING = [500, 502, 503, 429, "reset", "bad_json", "cut_body", "no_choices", "aborted"]
+
+
+def asked(prompt: str, answer: str | None = None, sample: int = 0) -> Asked:
+    """Return a request whose right answer is its prompt, unless another is given."""
+    right = (prompt if answer is None else answer,)
+    question = Question("task", prompt, prompt, right, EXACT, 10, 50)
+    return Asked({"id": prompt, "sample": sample}, question, sample, None)
+
+
+def ask(fake: ChatServer, wanted: list[Asked], client: Client = PATIENT):
+    """Return the lines by id, and the failures."""
+    lines: list[dict] = []
+    with serve(fake) as url:
+        failures = asyncio.run(client.ask_all(url, wanted, lines.append))
+    assert len({line["id"] for line in lines}) == len(lines)
+    return {line["id"]: line for line in lines}, failures
+
+
+def test_an_answer_becomes_a_line():
+    fake = ChatServer(answers={"5": "three threes, \\boxed{5}"})
+    lines, failures = ask(fake, [asked("5"), asked("6", answer="7")])
+    assert failures == []
+    right, wrong = lines["5"], lines["6"]
+    assert right.pop("seconds") > 0
+    assert right == {
+        "id": "5",
+        "sample": 0,
+        "correct": True,
+        "score": 1.0,
+        "answer": "5",
+        "prompt_tokens": 40,
+        "output_tokens": 23,
+        "capped": False,
+        "repeated": {"4": 0.1, "8": 0.0, "20": 0.0},
+        "expected": ["5"],
+        "text": "three threes, \\boxed{5}",
+        "tries": 1,
+    }
+    assert (wrong["correct"], wrong["answer"], wrong["score"]) == (False, "6", 0.0)
+
+
+@pytest.mark.parametrize("fault", PASSING)
+def test_what_passes_is_tried_again(fault):
+    fake = ChatServer({"5": [fault, fault]})
+    lines, failures = ask(fake, [asked("5"), asked("6")])
+    assert failures == []
+    assert lines["5"]["correct"] and lines["5"]["tries"] == 3
+    assert lines["6"]["tries"] == 1
+    assert fake.tries == {"5": 3, "6": 1}
+
+
+@pytest.mark.parametrize("fault", PASSING)
+def test_what_does_not_pass_is_no_answer(fault):
+    fake = ChatServer({"5": [fault] * 9})
+    lines, failures = ask(fake, [asked("5"), asked("6")])
+    assert list(lines) == ["6"]
+    assert len(failures) == 1
+    assert failures[0].startswith("task 5: ") and failures[0].endswith(", 4 times")
+    assert fake.tries["5"] == PATIENT.tries
+
+
+def test_a_server_that_stalls_is_left():
+    hasty = Client(timeout=0.3, tries=2, pause=0.01)
+    fake = ChatServer({"5": ["stall"], "6": ["stall", "stall"]})
+    lines, failures = ask(fake, [asked("5"), asked("6")], hasty)
+    assert lines["5"]["tries"] == 2 and lines["5"]["correct"]
+    assert failures == ["task 6: no answer within 0.3 s, 2 times"]
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422])
+def test_a_refusal_is_not_tried_again(status):
+    fake = ChatServer({"5": [status]})
+    lines, failures = ask(fake, [asked("5")])
+    assert lines == {} and fake.tries["5"] == 1
+    assert failures == [f"task 5: HTTP {status}: fault {status}"]
+
+
+def test_an_answer_that_was_cut_off_is_wrong():
+    fake = ChatServer({"5": ["capped"]})
+    lines, _ = ask(fake, [asked("5")])
+    assert lines["5"]["text"] == "\\boxed{5}"
+    assert lines["5"]["capped"] and not lines["5"]["correct"]
+    assert lines["5"]["answer"] is None and lines["5"]["score"] == 0.0
+
+
+def test_an_answer_without_text_is_wrong():
+    lines, failures = ask(ChatServer(answers={"5": ""}), [asked("5")])
+    assert failures == []
+    assert not lines["5"]["correct"] and lines["5"]["repeated"] is None
+
+
+def test_the_server_may_ask_for_a_longer_pause(monkeypatch):
+    pauses: list[float] = []
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+
+    client = Client(tries=4, pause=1.0)
+    answers = [("12", 429), ("soon", 429), ("9999", 503)]
+    monkeypatch.setattr("benchmarks.accuracy.client.asyncio.sleep", sleep)
+
+    class Reply:
+        def __init__(self, wait, status):
+            self.status, self.headers = status, {"Retry-After": wait}
+
+        async def __aenter__(self):
+            return self
+
+        async def __aexit__(self, *_):
+            return None
+
+        async def text(self):
+            return "busy"
+
+    class Session:
+        def post(self, *_, **__):
+            return Reply(*(answers.pop(0) if answers else ("", 400)))
+
+    with pytest.raises(LoadError, match="HTTP 400: busy"):
+        asyncio.run(client.ask(Session(), asked("5")))  # type: ignore[arg-type]
+    assert pauses == [12.0, 2.0, 60.0]
+
+
+def test_no_more_than_so_many_at_once():
+    fake = ChatServer()
+    wanted = [asked(str(number)) for number in range(30)]
+    lines, _ = ask(fake, wanted, Client(concurrency=3))
+    assert len(lines) == 30 and fake.most_at_once == 3
+
+
+def test_too_many_failures_end_the_run():
+    prompts = [str(number) for number in range(50)]
+    fake = ChatServer(dict.fromkeys(prompts, [400]))
+    client = Client(concurrency=2, max_failures=5)
+    with pytest.raises(LoadError, match="[67] problems failed, at most 5 may"):
+        ask(fake, [asked(prompt) for prompt in prompts], client)
+    assert len(fake.bodies) <= 7
+
+
+def test_requests_are_the_same_every_time():
+    first, second = asked("5"), asked("5", sample=1)
+    client = Client(temperature=0.6, max_tokens=9, model="m")
+    assert client.body(first) == client.body(first)
+    assert client.body(first)["seed"] != client.body(second)["seed"]
+    body = client.body(first)
+    assert 0 <= body.pop("seed") < 2**31
+    assert body == {
+        "model": "m",
+        "messages": [{"role": "user", "content": "5"}],
+        "temperature": 0.6,
+        "max_tokens": 9,
+        "return_token_ids": True,
+    }
+    assert Client().body(first)["max_tokens"] == 50

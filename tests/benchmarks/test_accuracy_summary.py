@@ -1,0 +1,230 @@
+"""Tests of the summary: counts, paired tests, cost in KV tokens, majority votes."""
+
+from random import Random
+
+import pytest
+
+from benchmarks.accuracy import summary
+from benchmarks.accuracy.cost import bounded_cost, cost_of, full_cost
+from vllm_kvpolicy.config import KVPolicyConfig
+
+SETTINGS = {"block_size": 32, "evict_prompts": True, "policy_config": {}}
+
+
+def line(correct: bool = True, number: int = 0, **changes) -> dict:
+    """Return a line of an output file."""
+    return {
+        "policy": "tova",
+        "budget": 128,
+        "interval": 64,
+        "task": "copy:10",
+        "id": str(number),
+        "sample": 0,
+        "digest": "00000000",
+        "correct": correct,
+        "score": float(correct),
+        "answer": "5" if correct else "6",
+        "prompt_tokens": 50,
+        "output_tokens": 100,
+        "capped": not correct,
+        "repeated": {"4": 0.5},
+        **changes,
+    }
+
+
+def full(correct: bool = True, number: int = 0, **changes) -> dict:
+    """Return a line of the full KV cache."""
+    none = {"policy": "full", "budget": None, "interval": None}
+    return line(correct, number, **none, **changes)
+
+
+def test_rows_count_tasks_and_all():
+    lines = [line(number < 15, number) for number in range(20)]
+    others = {"task": "sub:10", "output_tokens": 50, "repeated": None}
+    lines += [line(True, number, **others) for number in range(20)]
+    Random(0).shuffle(lines)
+    rows = {row["family"]: row for row in summary.summarise(lines, SETTINGS)["summary"]}
+    assert list(rows) == ["copy:10", "sub:10", "all"]
+    assert rows["copy:10"]["correct"] == 15 and rows["copy:10"]["capped"] == 0.25
+    assert rows["all"]["problems"] == 40 and rows["all"]["accuracy"] == 35 / 40
+    assert rows["all"]["mean_output_tokens"] == 75
+    assert rows["copy:10"]["low"] < 0.75 < rows["copy:10"]["high"]
+    assert rows["sub:10"]["repeated"] is None
+    assert rows["all"]["repeated"] == {"4": 0.5}
+    text = summary.format_summary(list(rows.values()))
+    assert "| 15/20   | 75.0 [53.1, 88.8]" in text
+
+
+def test_the_order_of_lines_changes_nothing():
+    lines = [full(n % 3 > 0, n) for n in range(12)]
+    for policy in ("tova", "ams-tova", "keydiff"):
+        for budget in (96, 128):
+            lines += [
+                line(n % 2 > 0, n, policy=policy, budget=budget) for n in range(12)
+            ]
+    expected = summary.summarise(lines, SETTINGS)
+    assert [row["policy"] for row in expected["summary"]][0] == "full"
+    for seed in range(3):
+        Random(seed).shuffle(lines)
+        assert summary.summarise(lines, SETTINGS) == expected
+
+
+def test_policies_meet_full_and_their_base_scorer():
+    ours = {"policy": "ams-tova"}
+    lines = [full(True, n) for n in range(10)]
+    lines += [line(n < 6, n) for n in range(10)]
+    lines += [line(n in (0, 1, 2, 8), n, **ours) for n in range(10)]
+    lines += [line(True, 77, **ours)]  # asked of nobody else
+    pairs = {
+        (row["policy"], row["against"]): row
+        for row in summary.summarise(lines, SETTINGS)["pairs"]
+        if row["family"] == "copy:10"
+    }
+    assert set(pairs) == {("tova", "full"), ("ams-tova", "full"), ("ams-tova", "tova")}
+    row = pairs["ams-tova", "tova"]
+    assert (row["pairs"], row["only_policy"], row["only_other"]) == (10, 1, 3)
+    assert row["p"] == pytest.approx(2 * (1 + 4) / 2**4)
+    row = pairs["tova", "full"]
+    assert (row["only_policy"], row["only_other"]) == (0, 4)
+    assert row["p"] == pytest.approx(2 / 2**4)
+    assert "| ams-tova | 128    | 64" in summary.format_pairs(list(pairs.values()))
+
+
+def test_several_samples_are_no_more_questions():
+    """Four samples of each question count as one pair and widen no sample size."""
+    lines = [full(True, n, sample=s) for n in range(6) for s in range(4)]
+    lines += [line(s == 3, n, sample=s) for n in range(6) for s in range(4)]
+    found = summary.summarise(lines, SETTINGS)
+    (pair,) = [row for row in found["pairs"] if row["family"] == "copy:10"]
+    assert (pair["pairs"], pair["only_policy"], pair["only_other"]) == (6, 0, 6)
+    assert pair["p"] == pytest.approx(2 / 64)
+    once = [full(True, n) for n in range(6)]
+    one = summary.summarise(once, SETTINGS)["summary"][0]
+    row = found["summary"][0]
+    assert (row["policy"], row["problems"], row["answers"]) == ("full", 6, 24)
+    assert (row["accuracy"], row["low"], row["high"]) == (1, one["low"], one["high"])
+    quarter = found["summary"][1]
+    assert quarter["accuracy"] == 0.25
+    assert quarter["low"] < 0.1 and quarter["high"] > 0.6
+
+
+def test_only_equal_budgets_are_paired():
+    lines = [line(True, 0, policy="ams-tova"), line(True, 0, budget=96)]
+    lines += [full(False, 1)]
+    assert summary.summarise(lines, SETTINGS)["pairs"] == []
+
+
+def held_tokens(prompt: int, output: int, budget: int, interval: int, block: int):
+    """Return what each decode step reads and the most blocks held, step by step."""
+    held, next_event, reads, most = 0, budget + interval, [], 0
+    blocks = 0
+    for position in range(prompt + output - 1):
+        if position == next_event and position > prompt:
+            local = position - (position - 32) // block * block
+            kept = -(-(budget - local) // block) * block
+            held, next_event = kept + local, next_event + interval
+            blocks = kept // block + -(-local // block)
+            first_local = position - local
+        held += 1
+        if next_event > budget + interval:
+            local_blocks = -(-(position + 1 - first_local) // block)
+            blocks = kept // block + local_blocks
+        else:
+            blocks = -(-(position + 1) // block)
+        most = max(most, blocks)
+        if position >= prompt:
+            reads.append(held)
+    return reads, most * block
+
+
+@pytest.mark.parametrize("output", [1, 2, 100, 143, 144, 145, 400, 1001])
+@pytest.mark.parametrize(("budget", "interval"), [(128, 64), (96, 40)])
+def test_cost_step_by_step(output, budget, interval):
+    reads, most = held_tokens(50, output, budget, interval, 32)
+    config = KVPolicyConfig.from_dict(
+        {"policy": "keydiff", "budget": budget, "interval": interval}
+    )
+    assert bounded_cost(50, output, config.footprint(50, 32)) == (sum(reads), most)
+    changes = {"output_tokens": output, "budget": budget, "interval": interval}
+    cost = cost_of(line(policy="keydiff", **changes), SETTINGS)
+    assert cost == (sum(reads), most)
+
+
+def test_cost_without_a_policy():
+    assert full_cost(50, 4, 32) == (51 + 52 + 53, 64)
+    assert full_cost(50, 1, 32) == (0, 64)
+    assert full_cost(50, 16, 32)[1] == 96
+    assert cost_of(full(), SETTINGS) == full_cost(50, 100, 32)
+    assert cost_of(full(), SETTINGS, length=4) == full_cost(50, 4, 32)
+
+
+def test_a_protected_prompt_costs_more():
+    lines = line(policy="rpc", prompt_tokens=300, output_tokens=600)
+    protected = cost_of(lines, SETTINGS | {"evict_prompts": False})
+    assert protected[0] > cost_of(lines, SETTINGS)[0]
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ("5", True),
+        ("6", False),
+        ("565", True),
+        ("665", False),
+        ("56", True),
+        ("65", False),
+        ("6657555", True),
+        ("--5", True),
+        ("---", False),
+    ],
+)
+def test_the_majority_wins_and_the_first_of_equals(answers, expected):
+    samples = [
+        line(text == "5", sample=n, answer=None if text == "-" else text)
+        for n, text in enumerate(answers)
+    ]
+    assert summary.majority(samples, 100) is expected
+
+
+def test_long_answers_do_not_vote():
+    samples = [line(False, output_tokens=100), line(True, output_tokens=20)]
+    assert not summary.majority(samples, 100)
+    assert summary.majority(samples, 99)
+    assert not summary.majority(samples, 19)
+
+
+def test_votes_over_lengths_and_widths():
+    lines = []
+    for number in range(8):
+        for sample in range(4):
+            right = sample > 0 or number < 2
+            tokens = 200 if sample == 3 else 100
+            more = {"sample": sample, "output_tokens": tokens}
+            lines.append(line(right, number, **more))
+    votes = summary.summarise(lines, SETTINGS)["votes"]
+    found = {(row["length"], row["width"]): row for row in votes}
+    assert set(found) == {(length, w) for length in (50, 100, 200) for w in (1, 2, 4)}
+    assert [found[200, w]["correct"] for w in (1, 2, 4)] == [2, 2, 8]
+    assert found[50, 4]["correct"] == 0
+    one, four = found[200, 1], found[200, 4]
+    assert one["kv_read"] == cost_of(lines[0], SETTINGS)[0]
+    longest = cost_of(lines[3], SETTINGS)
+    assert four["kv_read"] == 3 * one["kv_read"] + longest[0]
+    assert four["kv_peak"] == 3 * one["kv_peak"] + longest[1]
+    assert found[50, 1]["kv_read"] == cost_of(lines[0], SETTINGS, 50)[0]
+
+
+def test_lengths_are_the_same_for_all_policies():
+    lines = [line(True, n, sample=s) for n in range(2) for s in range(2)]
+    lines += [
+        full(True, n, sample=s, output_tokens=300) for n in (0, 1) for s in (0, 1)
+    ]
+    votes = summary.summarise(lines, SETTINGS)["votes"]
+    lengths = {row["policy"]: set() for row in votes}
+    for row in votes:
+        lengths[row["policy"]].add(row["length"])
+    assert lengths == {"full": {75, 150, 300}, "tova": {75, 150, 300}}
+
+
+def test_one_sample_does_not_vote():
+    assert summary.summarise([line()], SETTINGS)["votes"] == []

@@ -1,0 +1,195 @@
+"""Owns the tests of the training: curriculum, batches, masks, and that it learns."""
+
+import json
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from reasoner import train
+from reasoner.batches import make_batch, spread_positions
+from reasoner.curriculum import (
+    FIRST_TRAINING_SEED,
+    Ladder,
+    Progress,
+    family_weights,
+    pick_size,
+)
+from reasoner.evaluate import CacheRule, Task, report_tasks, score, wilson
+from reasoner.model import new_model
+from reasoner.presets import PRESETS
+from reasoner.problems import FAMILIES, TRAINED_TEMPLATES, generate, held_out
+from reasoner.tokenizer import EOS, chat_prompt, encode
+
+LARGEST = PRESETS["small"].largest
+
+
+def test_batches_use_training_seeds_and_skip_what_is_held_out():
+    ids, prompt_tokens = make_batch("copy", 9, 3000, FIRST_TRAINING_SEED)
+    assert ids.shape[0] * ids.shape[1] <= 3000 < (ids.shape[0] + 1) * ids.shape[1]
+    seeds = range(FIRST_TRAINING_SEED, FIRST_TRAINING_SEED + 2 * len(ids))
+    problems = {
+        (*encode(chat_prompt(p.prompt)), *encode(p.completion + EOS)): p
+        for seed in seeds
+        for p in (generate("copy", 9, seed, number) for number in TRAINED_TEMPLATES)
+    }
+    drawn = [problems[tuple(row)] for row in ids.tolist()]
+    assert not any(held_out(problem) for problem in drawn)
+    assert {len(encode(chat_prompt(p.prompt))) for p in drawn} == {prompt_tokens}
+    first = sum(";" in problem.prompt and "?" in problem.prompt for problem in drawn)
+    assert 0.3 < first / len(drawn) < 0.8
+
+
+def test_ladder_grows_only_when_the_present_size_is_solved():
+    ladder = Ladder(lines=10)
+    for _ in range(20):
+        ladder.record(10, 0.5, 100, 0.9)
+        ladder.record(3, 1.0, 100, 0.9)
+    assert ladder.lines == 10
+    for _ in range(100):
+        ladder.record(10, 1.0, 12, 0.9)
+    assert ladder.lines == 12
+
+
+def test_sizes_stay_within_the_curriculum():
+    progress, rng = Progress.start(LARGEST), random.Random(0)
+    progress.ladders["sub"].lines = 20
+    drawn = [pick_size(rng, progress, LARGEST) for _ in range(2000)]
+    assert {family for family, _ in drawn} == set(LARGEST)
+    assert max(lines for family, lines in drawn if family == "sub") == 20
+    assert max(lines for family, lines in drawn if family == "copy") == 4
+
+
+def test_look_ups_come_first_and_finished_families_get_less():
+    progress = Progress.start(LARGEST)
+    weights = family_weights(progress, LARGEST)
+    assert weights["copy"] + weights["recall"] > sum(weights.values()) / 2
+    for name, row in progress.ladders.items():
+        row.lines = LARGEST[name] if name == "add" else 16
+    weights = family_weights(progress, LARGEST)
+    assert weights["add"] < weights["mul"] == weights["copy"]
+
+
+def test_a_report_has_trained_and_held_out_rows_for_every_family():
+    tasks = report_tasks(LARGEST)
+    for family in FAMILIES:
+        kinds = [task.kind for task in tasks if task.family == family]
+        assert kinds == ["trained"] * 3 + ["longer", "template"]
+
+
+def test_spread_positions_ascend_and_leave_the_prompt_alone():
+    ids, prompt_tokens = make_batch("copy", 12, 4000, FIRST_TRAINING_SEED)
+    positions = spread_positions(ids, seed=1, max_position=1300)
+    steps = positions.diff(dim=1)
+    assert steps.min() == 1
+    assert (steps[:, : prompt_tokens - 2] == 1).all()
+    assert positions.max() <= 1300
+    gapped = (steps > 1).any(1).float().mean()
+    assert 0.2 < gapped < 0.6
+    assert steps.max() > 100
+
+
+def test_streaming_mask_keeps_sinks_and_recent_tokens():
+    mask = CacheRule(recent=3, sinks=2).mask(2, 10, 6)
+    assert mask.shape == (2, 1, 1, 10)
+    assert mask[1, 0, 0].nonzero().flatten().tolist() == [0, 1, 7, 8, 9]
+    kept = CacheRule(recent=3, keep_prompt=True).mask(1, 10, 6)
+    assert kept[0, 0, 0].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 5, 7, 8, 9]
+    assert CacheRule().mask(1, 10, 6) is None
+
+
+def test_wilson_interval_matches_published_values():
+    low, high = wilson(81, 100)
+    assert (round(low, 3), round(high, 3)) == (0.722, 0.875)
+    assert wilson(0, 10)[0] == 0.0
+    with pytest.raises(ValueError, match="correct"):
+        wilson(3, 2)
+
+
+def arguments(run, **options):
+    words = ["--run", str(run), "--preset", "tiny", "--processes", "1"]
+    for name, value in options.items():
+        words += ["--" + name.replace("_", "-"), str(value)]
+    return train.parse_args([*words, "--device", "cpu"])
+
+
+def test_the_tiny_preset_learns_a_toy_family_in_two_minutes(tmp_path):
+    """Half a minute of one core. By chance no trace of 25 tokens is right."""
+    tokens = {"first_tokens": 1024, "step_tokens": 1024, "mix": 1}
+    args = arguments(tmp_path, families="copy", steps=400, decay=40, **tokens)
+    args.export = tmp_path / "checkpoint"
+    train.train(0, args)
+    model = AutoModelForCausalLM.from_pretrained(args.export).eval()
+    tokenizer = AutoTokenizer.from_pretrained(args.export)
+    problems = Task("copy", 4).problems(50, first_seed=0)
+    row = score(model, tokenizer, problems, CacheRule(), batch_rows=50)
+    assert row.exact >= 10
+    assert row.correct >= 20
+    note = json.loads((args.export / "training.json").read_text())
+    assert note["preset"] == "tiny"
+    assert list(note["lines"]) == ["copy"]
+    assert note["steps"] == 400
+
+
+def test_a_step_mixes_batches_of_several_families(tmp_path):
+    args = arguments(tmp_path, mix=12, first_tokens=1200, step_tokens=1200)
+    args.largest = dict(PRESETS["small"].largest)
+    model = new_model("tiny", 0)
+    progress = Progress.start(args.largest)
+    before = progress.next_seed
+    done = train.train_step(
+        model, train.make_optimizers(model, args), progress, args, 2
+    )
+    assert len(done) == 12
+    assert len({family for family, _ in done}) >= 4
+    assert all(4 < loss < 8 for _, loss in done)
+    assert 6 <= sum(row.tried for row in progress.ladders.values()) <= 12
+    assert (progress.step, progress.seconds) == (1, 2)
+    assert progress.next_seed - before == 1200
+    assert 600 < progress.tokens <= 1200
+
+
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path):
+    options = {"first_tokens": 300, "step_tokens": 300, "report": 100}
+    ends = []
+    for name, stops in (("whole", [4]), ("parts", [2, 4])):
+        (tmp_path / name).mkdir()
+        for steps in stops:
+            args = arguments(tmp_path / name, steps=steps, decay=1, **options)
+            args.decay = 10**9  # the rate then hardly depends on the last step
+            train.train(0, args)
+        ends.append(torch.load(tmp_path / name / "state.pt", weights_only=True))
+    first, second = (end["progress"] for end in ends)
+    assert first["step"] == second["step"] == 4
+    assert first["next_seed"] == second["next_seed"]
+    for name, weight in ends[0]["model"].items():
+        torch.testing.assert_close(weight, ends[1]["model"][name])
+
+
+def test_a_run_of_another_preset_is_refused(tmp_path):
+    train.train(0, arguments(tmp_path, steps=1, first_tokens=60, step_tokens=60))
+    args = arguments(tmp_path, steps=2)
+    args.preset = "small"
+    with pytest.raises(ValueError, match="preset: expected 'tiny', got 'small'"):
+        train.train(0, args)
+
+
+def test_a_run_of_other_families_is_refused(tmp_path):
+    few = {"first_tokens": 60, "step_tokens": 60}
+    train.train(0, arguments(tmp_path, steps=1, families="copy", **few))
+    with pytest.raises(ValueError, match=r"families: expected \['copy'\]"):
+        train.train(0, arguments(tmp_path, steps=2, families="hot", **few))
+
+
+def test_a_time_limit_ends_a_run_with_its_state_saved(tmp_path):
+    few = {"first_tokens": 60, "step_tokens": 60}
+    train.train(0, arguments(tmp_path, minutes=1e-4, **few))
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert 1 <= state["progress"]["step"] < 50
+
+
+def test_an_unknown_family_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        arguments(tmp_path, families="nope")
+    assert "--families: expected some of" in capsys.readouterr().err
