@@ -1,4 +1,4 @@
-"""What a policy adds to vLLM's worker: five short overrides.
+"""What a policy adds to vLLM's worker: six short overrides.
 
 Mixed into the platform's worker by worker_cpu and worker_gpu.
 Process: worker
@@ -13,13 +13,14 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.attention.runtime import KVPolicyRuntime
 from vllm_kvpolicy.block_manager.limits import max_blocks_per_request
 from vllm_kvpolicy.block_manager.manager import KVPolicySpec
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
-from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands
+from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands, UsedBlocks
 
 logger = init_logger("vllm.kv_policy")
 
@@ -59,29 +60,34 @@ class KVPolicyWorkerMixin:
         }
 
     def determine_available_memory(self) -> int:
-        """Return the bytes for the KV cache, less what windows and slots take.
+        """Return the bytes for the KV cache, less what policies hold beside it.
 
         Raises:
-            ValueError: they take all of it.
+            ValueError: that leaves no room for a superblock.
         """
         available = super().determine_available_memory()
+        specs = self.get_kv_cache_spec().values()
+        superblock = sum(spec.page_size_bytes for spec in specs)
         is_explicit = self.cache_config.kv_cache_memory_bytes is not None
-        if not is_explicit and self.device.type != "cpu":
-            # vLLM has measured what is in use on the device, this included.
-            return available
-        taken = self.kv_policy.side_bytes
+        # Elsewhere vLLM has measured what is in use on the device, this included.
+        is_ours_to_count = is_explicit or self.device.type == "cpu"
+        early = self.kv_policy.side_bytes if is_ours_to_count else 0
+        late = self.kv_policy.late
+        num_blocks = late.pool_blocks(available - early, superblock)
+        if not num_blocks:
+            raise ValueError(
+                f"KV cache memory: expected {superblock} bytes for a superblock beside "
+                f"{early + late.nbytes(1)} for query windows and tables of "
+                f"--kv-policy, got {available} for both: lower --max-num-seqs or give "
+                "more memory"
+            )
         logger.info(
-            "KV policy: %.1f MiB of %.1f MiB for query windows and tables",
-            taken / 2**20,
+            "KV policy: %.1f MiB of %.1f MiB for query windows, tables and what is "
+            "remembered of survivors",
+            (early + late.nbytes(num_blocks)) / 2**20,
             available / 2**20,
         )
-        if taken >= available:
-            raise ValueError(
-                f"query windows and tables of --kv-policy need {taken} bytes and the "
-                f"KV cache gets only {available - taken} of {available}: lower "
-                "--max-num-seqs or give more memory"
-            )
-        return available - taken
+        return num_blocks * superblock
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Make the KV cache and take hold of it."""
@@ -137,10 +143,36 @@ class KVPolicyWorkerMixin:
         """Sample, and let the scheduler hear what events left of their blocks."""
         output = super().sample_tokens(*args, **kwargs)
         answers = self.kv_policy.take_answers()
-        if answers:
-            output = copy(output)
-            output.kv_policy = answers
-        return output
+        if not answers:
+            return output
+        if isinstance(output, AsyncModelRunnerOutput):
+            return AnsweredLater(output, answers)
+        return _answered(output, answers)
+
+
+class AnsweredLater(AsyncModelRunnerOutput):
+    """An output whose tokens are still under way, with answers to its step's events.
+
+    Args:
+        output: what vLLM's model runner returned.
+        answers: for the scheduler.
+    """
+
+    def __init__(
+        self, output: AsyncModelRunnerOutput, answers: tuple[UsedBlocks, ...]
+    ) -> None:
+        self.output, self.answers = output, answers
+
+    def get_output(self) -> ModelRunnerOutput:
+        """Wait for the tokens."""
+        return _answered(self.output.get_output(), self.answers)
+
+
+def _answered(output: Any, answers: tuple[UsedBlocks, ...]) -> Any:
+    """Return a copy with answers: vLLM shares one object between empty outputs."""
+    output = copy(output)
+    output.kv_policy = answers
+    return output
 
 
 def layer_refusals(layers: Mapping[str, Any], ragged: bool = False) -> list[str]:

@@ -98,8 +98,8 @@ class Chain:
     def _compactor(self) -> Compactor:
         def memory() -> SurvivorMemory:
             most_local = RECENT + SIZE - 1
-            most_kept = NUM_HEADS * LONGEST * SIZE
-            return SurvivorMemory(MOST_LIVE, NUM_HEADS, most_kept, most_local, CPU)
+            blocks = self.setup.num_blocks
+            return SurvivorMemory(self.slots, blocks, NUM_HEADS, most_local)
 
         layout: Layout = EqualLayout(self.slots, self.pool)
         if self.setup.is_ragged:

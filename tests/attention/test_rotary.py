@@ -127,7 +127,7 @@ ROWS = SimpleNamespace(
 @pytest.mark.parametrize(
     "modules, message",
     [
-        ((), "has none"),
+        ((), "got one without"),
         ((rotary(ROWS.one), rotary(ROWS.other)), "the same RoPE in all layers"),
         ((rotary(ROWS.one, is_neox=False),), "half layout"),
         ((rotary(ROWS.one[:, ::2]),), "64 of 128 channels"),

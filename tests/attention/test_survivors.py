@@ -7,18 +7,19 @@ import pytest
 import torch
 
 from vllm_kvpolicy.attention.layouts import Held
+from vllm_kvpolicy.attention.slots import SlotTable
 from vllm_kvpolicy.attention.survivors import SurvivorMemory
 
 SLOTS, LAYERS, HEADS, SIZE, MOST_LOCAL, MOST_BLOCKS = 3, 2, 3, 4, 7, 8
-NUM_HEADS = LAYERS * HEADS
+NUM_HEADS, POOL_BLOCKS = LAYERS * HEADS, 1 + SLOTS * MOST_BLOCKS
 CPU = torch.device("cpu")
 KINDS = ("equal", "ragged", "ragged, layers apart")
 Values = list[list[float]]  # per head, oldest token first
 
 
 def make_memory() -> SurvivorMemory:
-    most = MOST_BLOCKS * NUM_HEADS * SIZE
-    return SurvivorMemory(SLOTS, NUM_HEADS, most, MOST_LOCAL, CPU)
+    slots = SlotTable(SLOTS, MOST_BLOCKS, SIZE, CPU)
+    return SurvivorMemory(slots, POOL_BLOCKS, NUM_HEADS, MOST_LOCAL)
 
 
 class Chain:
@@ -35,6 +36,7 @@ class Chain:
         # A slot's values, and how many of each head's are of its global pool.
         self.known: dict[int, Values] = {}
         self.pages: dict[int, list[int]] = {}
+        self.blocks: dict[int, list[int]] = {}
         for slot in range(SLOTS):
             self.clear(slot)
 
@@ -43,6 +45,7 @@ class Chain:
         self.memory.clear(torch.tensor([slot]))
         self.known[slot] = [[] for _ in range(NUM_HEADS)]
         self.pages[slot] = [0] * NUM_HEADS
+        self.blocks[slot] = []
 
     def first(self, slot: int) -> list[int]:
         """Return where each head's pages start, one list behind the other."""
@@ -105,6 +108,19 @@ class Chain:
         )
         index = torch.tensor(slots)
         self.memory.write(index, values, torch.tensor(sources), held, SIZE)
+        self._move(slots, size)
+
+    def _move(self, slots: list[int], size: int) -> None:
+        """Put slots onto superblocks that are free or were theirs."""
+        for slot in slots:
+            self.blocks[slot] = []
+        taken = {block for blocks in self.blocks.values() for block in blocks}
+        free = [block for block in range(POOL_BLOCKS) if block not in taken]
+        self.rng.shuffle(free)
+        table = self.memory.slots.global_blocks
+        for slot in slots:
+            self.blocks[slot] = [free.pop() for _ in range(size)]
+            table[slot, :size] = torch.tensor(self.blocks[slot])
 
     def _quota(self, held: list[int], size: int) -> list[int]:
         """Return pages per head that fill `size` superblocks, or part of them."""
@@ -137,5 +153,25 @@ def test_values_follow_their_tokens(kind: str, seed: int) -> None:
 
 def test_memory_counts_its_bytes() -> None:
     memory = make_memory()
-    most = MOST_BLOCKS * NUM_HEADS * SIZE
-    assert memory.nbytes == 4 * SLOTS * (most + NUM_HEADS * MOST_LOCAL)
+    most = POOL_BLOCKS * SIZE + SLOTS * MOST_LOCAL
+    held = memory.survivors.nbytes + memory.local.nbytes
+    assert held == 4 * NUM_HEADS * most
+    sizes = (SLOTS, POOL_BLOCKS, NUM_HEADS, SIZE, MOST_LOCAL)
+    assert SurvivorMemory.nbytes_of(*sizes) == held
+
+
+def test_what_was_written_is_put_down_once_the_slots_have_moved() -> None:
+    """Not onto the old superblocks, which may be another request's by then."""
+    memory = make_memory()
+    table = memory.slots.global_blocks
+    table[0, 0] = 3
+    values = torch.ones(1, NUM_HEADS, SIZE)
+    sources = torch.arange(NUM_HEADS * SIZE)[None]
+    one = torch.ones(1, NUM_HEADS, dtype=torch.int64)
+    held = Held(torch.zeros(0), one, torch.zeros(1, dtype=torch.int64), SIZE)
+    memory.write(torch.tensor([0]), values, sources, held, SIZE)
+    table[0, 0] = 5
+    memory.settle()
+    table[0, 0] = 3
+    memory.settle()
+    assert memory.survivors.sum(-1).nonzero().flatten().tolist() == [5]

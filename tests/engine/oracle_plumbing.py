@@ -125,7 +125,8 @@ def check_plumbing(
     reference = Reference(decoder, policy, seen)
     for event in result.events:
         decision = reference.decide(event)
-        _check_pages(event, policy, block_size, result.job.name)
+        keep = decision.keep[0].numpy()
+        _check_pages(event, policy, keep, block_size, result.job.name)
         for layer in range(decoder.num_layers):
             for head in range(decoder.num_heads):
                 where = f"{result.job.name} p={event.position} l={layer} h={head}"
@@ -172,15 +173,52 @@ def _check_head(
         break
 
 
-def _check_pages(event: Any, policy: Policy, block_size: int, name: str) -> None:
-    """Check that pages are full, and as many as the destination superblocks hold."""
+def _check_pages(
+    event: Any, policy: Policy, keep: np.ndarray, block_size: int, name: str
+) -> None:
+    """Check that pages are full, and every head has the number that it should have.
+
+    They fill the destination superblocks, or hold the choice of a dynamic policy, and
+    heads share them by what the policy keeps of them below the frontier, [L, H, T].
+    """
     counts = (event.survivors >= 0).sum(-1)
+    is_global = (event.held >= 0) & (event.held < event.frontier)
+    wanted = (keep & is_global).sum(-1)
+    caps = is_global.sum(-1) // block_size
+    sinks = min(event.sinks, event.frontier)
+    floors = np.minimum(-(-sinks // block_size), caps)
     local = event.position - event.frontier
-    wanted = -(-(event.budget - local) // block_size) * block_size * counts.size
-    if (counts % block_size).any():
-        raise Mismatch(f"{name} p={event.position}: pages are not full: {counts}")
-    fits = counts.sum() <= wanted if policy.dynamic else counts.sum() == wanted
-    if not fits:
+    total = -(-(event.budget - local) // block_size) * counts.size
+    if policy.dynamic:
+        total = min(total, max(int((-(-wanted // block_size)).sum()), 1))
+    quota = page_counts(wanted, floors, caps, total, block_size)
+    if (counts != quota * block_size).any():
         raise Mismatch(
-            f"{name} p={event.position}: {counts.sum()} tokens, not {wanted}"
+            f"{name} p={event.position}: {counts.tolist()} survivors, expected "
+            f"{quota.tolist()} pages of {block_size}"
         )
+
+
+def page_counts(
+    wanted: np.ndarray, floors: np.ndarray, caps: np.ndarray, total: int, size: int
+) -> np.ndarray:
+    """Share pages among heads: a token more for each, or less, until they add up.
+
+    Args:
+        wanted: [L, H] tokens that each head asks for.
+        floors: [L, H] pages.
+        caps: [L, H] pages, at least the floors.
+        total: pages in all; the last ones go to the first heads of equal claims.
+        size: tokens per page.
+    """
+
+    def pages(shift: int) -> np.ndarray:
+        return np.clip((wanted + shift) // size, floors, caps)
+
+    shift, most = -int(wanted.max()), int(caps.max()) * size
+    while shift < most and pages(shift + 1).sum() <= total:
+        shift += 1
+    quota = pages(shift)
+    claims = (pages(shift + 1) - quota).flatten()
+    left = total - quota.sum()
+    return quota + (claims * (claims.cumsum() <= left)).reshape(quota.shape)

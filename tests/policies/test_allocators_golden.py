@@ -71,7 +71,9 @@ def test_pyramid_with_the_original_rounding(
     row = dict(zip(golden["pyramid_cols"], golden["pyramid_params"][case], strict=True))
     num_layers, length = int(row["L"]), int(row["T"])
     budget = length * (1 - row["compression_ratio"])
-    exact = layer_budgets(num_layers, budget, length, row["beta"], int(row["window"]))
+    (exact,) = layer_budgets(
+        num_layers, budget, torch.tensor([length]), row["beta"], int(row["window"])
+    )
     want = golden["pyramid_budgets"][case]
     assert exact.round().tolist() == want[:num_layers].tolist()
     assert (want[num_layers:] == -1).all()

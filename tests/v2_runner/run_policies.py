@@ -122,6 +122,30 @@ def count_builds() -> dict[str, int]:
     return counts
 
 
+def note_signals() -> dict[str, list[list[float]]]:
+    """Collect what the worker measures at each token, by request: [signal, token]."""
+    from vllm_kvpolicy.attention.signals import TokenSignals
+
+    found: dict[str, list[list[float]]] = {}
+    plan, collect = TokenSignals.plan, TokenSignals.collect
+    ends: dict[str, int] = {}
+
+    def planned(self: TokenSignals, request_ids: Any, metadata: Any) -> None:
+        plan(self, request_ids, metadata)
+        ends.update(zip(request_ids, metadata.seq_lens.tolist(), strict=False))
+
+    def collected(self: TokenSignals) -> None:
+        collect(self)
+        for request_id, end in ends.items():
+            rows = self.read([request_id], end)
+            name = request_id.split("-")[0]
+            found[name] = [row[0].tolist() for row in rows.values()]
+        ends.clear()
+
+    TokenSignals.plan, TokenSignals.collect = planned, collected
+    return found
+
+
 def generate(model: str, policy: dict[str, Any] | None) -> tuple[list[list[int]], int]:
     """Return greedy tokens of the fixed prompts and the number of events."""
     from vllm import LLM, SamplingParams, TokensPrompt
@@ -151,13 +175,14 @@ def main(model: str, trace_dir: str, output: str) -> None:
         install("vllm_kvpolicy.attention.backend_triton.KVPolicyTritonBackend")
     result: dict[str, Any] = {}
     result["stock"], _ = generate(model, None)
-    counts = count_builds()
+    counts, signals = count_builds(), note_signals()
     cases = {
         "identity": {**KV_POLICY, "policy": "identity"},
         "infinite": {**KV_POLICY, "policy": "streaming", "budget": 128},
         "ams-tova": {
             **KV_POLICY,
             "policy": "ams-tova",
+            "allow": ["epikv"],  # whose signals are measured for every request
             "policy_config": {"window": 8},
             "trace_dir": trace_dir,
         },
@@ -167,6 +192,7 @@ def main(model: str, trace_dir: str, output: str) -> None:
         tokens, events = generate(model, policy)
         ran = {key: counts[key] - before[key] for key in counts}
         result[name] = {"tokens": tokens, "events": events, **ran}
+    result["signals"] = signals
     Path(output).write_text(json.dumps(result))
 
 

@@ -83,3 +83,16 @@ def test_policy_keeps_what_it_keeps_on_the_v1_runner(
         np.testing.assert_array_equal(one["selected"], other["selected"])
         np.testing.assert_array_equal(one["survivors"], other["survivors"])
     assert v2["ams-tova"]["tokens"] == v1["ams-tova"]["tokens"]
+
+
+def test_signals_are_those_of_the_v1_runner(
+    v1: dict[str, Any], v2: dict[str, Any]
+) -> None:
+    """EpiKV's: every token of every request, prompts in chunks, neighbours beside."""
+    assert v1["ams-tova"]["tokens"] == v2["ams-tova"]["tokens"]
+    assert len(v1["signals"]) == 3 and v1["signals"].keys() == v2["signals"].keys()
+    for request, rows in v1["signals"].items():
+        want, got = np.array(rows), np.array(v2["signals"][request])
+        assert want.shape == got.shape and want.shape[0] == 2
+        assert want.shape[1] > 60 and want[:, 1:].std() > 0.01
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)

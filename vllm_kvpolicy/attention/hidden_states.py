@@ -154,8 +154,7 @@ def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
     if len(found) != 1:
         raise ValueError(
             f"{type(model).__name__}: expected one list of {num_layers} decoder layers "
-            f"called 'layers', found {len(found)}; this policy reads hidden states, "
-            "choose another one"
+            f"called 'layers', whose hidden states are read, found {len(found)}"
         )
     return found[0]
 

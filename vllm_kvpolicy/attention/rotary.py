@@ -26,14 +26,20 @@ def model_rope(model: torch.nn.Module, head_dim: int) -> Rope:
     """
     modules = [each for each in model.modules() if hasattr(each, "cos_sin_cache")]
     if not modules:
-        raise ValueError("this policy needs rotary positions and the model has none")
+        raise ValueError(
+            "rotary positions: expected a model with them, got one without"
+        )
     first = modules[0]
     for module in modules:
         if not torch.equal(module.cos_sin_cache, first.cos_sin_cache):
-            raise ValueError("this policy needs the same RoPE in all layers")
-    if not getattr(first, "is_neox_style", False) or _width(first) != head_dim:
+            raise ValueError("rotary positions: expected the same RoPE in all layers")
+    if not getattr(first, "is_neox_style", False):
         raise ValueError(
-            "this policy needs rotary positions over whole heads in half layout, got "
+            "rotary positions: expected the half layout, got pairs of neighbours"
+        )
+    if _width(first) != head_dim:
+        raise ValueError(
+            "rotary positions: expected whole heads in half layout, got "
             f"{_width(first)} of {head_dim} channels"
         )
     return rope_of_table(first.cos_sin_cache)

@@ -6,7 +6,8 @@ Process: worker
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -18,6 +19,7 @@ from vllm.logger import init_logger
 from vllm_kvpolicy.attention.compaction import POSITIONS, Compactor
 from vllm_kvpolicy.attention.folding import FoldedBatch, Folder
 from vllm_kvpolicy.attention.head_tables import HeadTables
+from vllm_kvpolicy.attention.late_tables import LateTables
 from vllm_kvpolicy.attention.layouts import EqualLayout, Layout, RaggedLayout
 from vllm_kvpolicy.attention.pages import PagePool, check_layout
 from vllm_kvpolicy.attention.rotary import model_rope
@@ -30,7 +32,7 @@ from vllm_kvpolicy.attention.windows import QueryWindows
 from vllm_kvpolicy.block_manager.limits import max_global_blocks, planner_limits
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.metrics import WorkerCounters
-from vllm_kvpolicy.policies.base import Needs
+from vllm_kvpolicy.policies.base import Needs, Policy
 from vllm_kvpolicy.policies.factory import build
 from vllm_kvpolicy.protocol import StepCommands, UsedBlocks
 
@@ -69,15 +71,15 @@ class KVPolicyRuntime:
         self.needs: Needs = reduce(or_, (p.needs for p in self.policies.values()))
         first = self.layers[0]
         shape = first.num_heads, first.num_kv_heads, first.head_size
-        for policy in self.policies.values():
-            policy.check_model(len(self.layers), *shape)
-        self.rope = model_rope(model, first.head_size) if self.needs.rope else None
+        for name, policy in self.policies.items():
+            with refused_for({name: policy}):
+                policy.check_model(len(self.layers), *shape)
+        with refused_for(self.policies, lambda needs: needs.rope):
+            self.rope = model_rope(model, first.head_size) if self.needs.rope else None
         self.limits = planner_limits(vllm_config, config)
         block_size = self.limits.block_size
         num_slots = vllm_config.scheduler_config.max_num_seqs
         num_global = max_global_blocks(vllm_config, config)
-        num_heads = len(self.layers) * first.num_kv_heads
-        self.max_global_blocks = num_global
         self.slots = SlotTable(num_slots, num_global, block_size, device)
         self.windows = QueryWindows(
             num_slots=self.limits.window_slots,
@@ -88,22 +90,23 @@ class KVPolicyRuntime:
             dtype=vllm_config.model_config.dtype,
             device=device,
         )
-        remembered = self.needs.memory + (POSITIONS,) * self.needs.positions
-        self.memory = {
-            name: SurvivorMemory(
-                num_slots=num_slots,
-                num_heads=num_heads,
-                max_global_tokens=num_global * num_heads * block_size,
-                max_local_tokens=config.recent_tokens + block_size - 1,
-                device=device,
-            )
-            for name in remembered
-        }
-        self.signals = TokenSignals.of_engine(
-            self.needs.signals, model, len(self.layers), vllm_config, device
+        self.remembered = self.needs.memory + (POSITIONS,) * self.needs.positions
+        self.late = LateTables(
+            num_slots=num_slots,
+            num_heads=len(self.layers) * first.num_kv_heads,
+            block_size=block_size,
+            max_global_blocks=num_global,
+            max_local_tokens=config.recent_tokens + block_size - 1,
+            num_memories=len(self.remembered),
+            is_ragged=config.is_ragged,
         )
+        with refused_for(self.policies, lambda needs: needs.signals):
+            self.signals = TokenSignals.of_engine(
+                self.needs.signals, model, len(self.layers), vllm_config, device
+            )
         self.folder: Folder | None = None
         self.pool: PagePool
+        self.memory: dict[str, SurvivorMemory]
         self.compactor: Compactor
         self.counters = WorkerCounters(vllm_config.instance_id, block_size)
         self.batch_request_ids: Callable[[], Sequence[str]] = tuple
@@ -115,14 +118,9 @@ class KVPolicyRuntime:
 
     @property
     def side_bytes(self) -> int:
-        """Bytes of device memory that this object holds beside vLLM's KV cache."""
-        held = [self.windows.rows, self.slots.global_blocks, self.signals]
-        total = sum(each.nbytes for each in (*held, *self.memory.values()))
-        if self.config.is_ragged:
-            heads = len(self.layers) * self.layers[0].num_kv_heads
-            num_slots = len(self.slots.global_blocks)
-            total += HeadTables.nbytes(num_slots, self.max_global_blocks, heads)
-        return total
+        """Bytes of device memory held before the KV cache is made; `late` says more."""
+        held = (self.windows.rows, self.slots.global_blocks, self.signals)
+        return sum(each.nbytes for each in held)
 
     def bind(self, keys_are_columns: bool) -> None:
         """Take hold of the KV caches, once vLLM has made them.
@@ -135,6 +133,15 @@ class KVPolicyRuntime:
         )
         for index, layer in enumerate(self.layers):
             check_layout(layer, self.pool, index)
+        self.memory = {
+            name: SurvivorMemory(
+                slots=self.slots,
+                num_blocks=self.pool.num_blocks,
+                num_heads=self.late.num_heads,
+                max_local_tokens=self.late.max_local_tokens,
+            )
+            for name in self.remembered
+        }
         trace_dir = self.config.trace_dir
         self.compactor = Compactor(
             policies=self.policies,
@@ -161,7 +168,7 @@ class KVPolicyRuntime:
             )
         tables = HeadTables(
             num_slots=self.slots.null_slot,
-            max_global_blocks=self.max_global_blocks,
+            max_global_blocks=self.late.global_blocks(self.pool.num_blocks),
             own_page=self.pool.own_pages(block).flatten(),
             stride=self.pool.num_heads,
             device=self.slots.device,
@@ -183,6 +190,8 @@ class KVPolicyRuntime:
         if commands.events:
             started = time.perf_counter()
             self._answers += self.compactor.run(commands.events)
+            for memory in self.memory.values():
+                memory.settle()
             self.counters.add_events(commands.events, time.perf_counter() - started)
         self._commands = commands
 
@@ -266,3 +275,26 @@ class KVPolicyRuntime:
             max_seq_len=max_seq_len,
             _num_computed_tokens_cache=None,
         )
+
+
+@contextmanager
+def refused_for(
+    policies: Mapping[str, Policy], reads: Callable[[Needs], Any] = lambda needs: True
+) -> Iterator[None]:
+    """Say which policies a refusal inside is about.
+
+    Args:
+        policies: by name.
+        reads: whether a policy is concerned, from its needs; by default all are.
+
+    Raises:
+        ValueError: what was raised inside, with the policies' names.
+    """
+    try:
+        yield
+    except ValueError as error:
+        names = [name for name, policy in policies.items() if reads(policy.needs)]
+        raise ValueError(
+            f"kv_policy: {', '.join(names)} cannot run on this model: {error}; choose "
+            "other policies, in `allow` too"
+        ) from None

@@ -4,16 +4,17 @@ Written by attention.compaction, read by the metadata builder each step.
 Process: worker
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from vllm_kvpolicy.attention.request_slots import Slots
 from vllm_kvpolicy.attention.staging import to_device
 from vllm_kvpolicy.protocol import CompactEvent
 
 
-class SlotTable:
+class SlotTable(Slots):
     """Superblocks of the global pool and the frontier, per slot, on the device.
 
     The last slot belongs to nobody and says "no event yet", so that rows of such
@@ -33,9 +34,9 @@ class SlotTable:
         block_size: int,
         device: torch.device,
     ) -> None:
+        super().__init__(num_slots)
         self.block_size = block_size
         self.device = device
-        self.null_slot = num_slots
         size = num_slots + 1
         self.global_blocks = torch.zeros(
             (size, max_global_blocks), dtype=torch.int32, device=device
@@ -44,32 +45,10 @@ class SlotTable:
         self.frontier_blocks = torch.zeros(size, dtype=torch.int32, device=device)
         self.dropped_tokens_cpu = np.zeros(size, dtype=np.int32)
         self.frontier_blocks_cpu = np.zeros(size, dtype=np.int32)
-        self.slot_of: dict[str, int] = {}
-        self._free = list(range(num_slots))
-
-    def __len__(self) -> int:
-        """Return how many requests have had an event."""
-        return len(self.slot_of)
 
     def take(self, request_id: str) -> int:
         """Return the request's slot, a fresh one at its first event."""
-        if request_id not in self.slot_of:
-            self.slot_of[request_id] = self._free.pop()
-        return self.slot_of[request_id]
-
-    def drop(self, request_ids: Iterable[str]) -> None:
-        """Forget requests that finished, were aborted or were preempted."""
-        for request_id in request_ids:
-            slot = self.slot_of.pop(request_id, None)
-            if slot is not None:
-                self._free.append(slot)
-
-    def rows(self, request_ids: Sequence[str], num_rows: int) -> np.ndarray:
-        """Return [num_rows] int64 slots of a batch; null slots where it is padded."""
-        rows = np.full(num_rows, self.null_slot, dtype=np.int64)
-        get, null = self.slot_of.get, self.null_slot
-        rows[: len(request_ids)] = [get(request_id, null) for request_id in request_ids]
-        return rows
+        return self.take_one(request_id)
 
     def update(self, slots: Sequence[int], events: Sequence[CompactEvent]) -> None:
         """Set the tables of the requests of these events."""

@@ -1,6 +1,7 @@
 """What the worker remembers of each request's survivors from event to event.
 
-The values that policies ask to keep per token, and true positions.
+The values that policies ask to keep per token, and true positions. Values of survivors
+lie by superblock, so that the memory follows the pool and not the longest request.
 Called by attention.compaction.
 Process: worker
 """
@@ -8,37 +9,45 @@ Process: worker
 import torch
 
 from vllm_kvpolicy.attention.layouts import Held
+from vllm_kvpolicy.attention.slots import SlotTable
 
 
 class SurvivorMemory:
-    """One float32 per (slot, layer, KV head, token right after an event).
+    """One float32 per (layer, KV head, token right after an event).
 
-    Values of the global pool lie in the order of the slot's page lists; those of local
-    tokens lie apart, per head.
+    Values of the global pool lie in the order of a request's page lists, a superblock's
+    worth of them in the row of each of its superblocks; those of local tokens lie
+    apart, per slot and head.
 
     Args:
-        num_slots: requests that may be live at once.
+        slots: superblocks of each slot.
+        num_blocks: superblocks of the pool.
         num_heads: n = L * H.
-        max_global_tokens: survivors of one request in the global pool, all heads.
         max_local_tokens: most local tokens right after an event, per head.
-        device: where the memory lives.
     """
 
     def __init__(
-        self,
-        num_slots: int,
-        num_heads: int,
-        max_global_tokens: int,
-        max_local_tokens: int,
-        device: torch.device,
+        self, slots: SlotTable, num_blocks: int, num_heads: int, max_local_tokens: int
     ) -> None:
-        self.survivors = torch.zeros(num_slots, max_global_tokens, device=device)
-        self.local = torch.zeros(num_slots, num_heads, max_local_tokens, device=device)
+        self.slots = slots
+        width, device = num_heads * slots.block_size, slots.device
+        self.survivors = torch.zeros(num_blocks, width, device=device)
+        self.local = torch.zeros(
+            slots.null_slot, num_heads, max_local_tokens, device=device
+        )
+        self._unsettled: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held on the device."""
-        return self.survivors.nbytes + self.local.nbytes
+    @staticmethod
+    def nbytes_of(
+        num_slots: int,
+        num_blocks: int,
+        num_heads: int,
+        block_size: int,
+        max_local_tokens: int,
+    ) -> int:
+        """Return the bytes that an object of these sizes takes on the device."""
+        local = num_slots * max_local_tokens
+        return 4 * num_heads * (num_blocks * block_size + local)
 
     def read(
         self, slots: torch.Tensor, first: torch.Tensor, max_tokens: int
@@ -50,14 +59,19 @@ class SurvivorMemory:
             first: [E, n + 1] int64, first survivor of each head before this event.
             max_tokens: T.
         """
+        self.settle()
         token = torch.arange(max_tokens, device=slots.device)
         count = first.diff(dim=-1)[..., None]
-        entry = (first[:, :-1, None] + token).clamp_max(self.survivors.shape[-1] - 1)
-        survivors = self.survivors[slots].gather(1, entry.flatten(1)).view(entry.shape)
+        blocks, width = self.slots.global_blocks[slots].long(), self.survivors.shape[-1]
+        last = blocks.shape[-1] * width - 1
+        entry = (first[:, :-1, None] + token).clamp_max(last).flatten(1)
+        row = blocks.gather(1, entry.div(width, rounding_mode="floor"))
+        survivors = self.survivors.view(-1)[row * width + entry % width]
         entry = token - count
         local = self.local[slots]
         known = (entry >= 0) & (entry < local.shape[-1])
         local = local.gather(-1, entry.clamp(0, local.shape[-1] - 1))
+        survivors = survivors.view(entry.shape)
         return torch.where(entry < 0, survivors, torch.where(known, local, 0.0))
 
     def write(
@@ -70,23 +84,41 @@ class SurvivorMemory:
     ) -> None:
         """Replace what is known of the slots' survivors.
 
+        Survivors are put down by `settle`, once the slot table names the superblocks
+        that they have moved to.
+
         Args:
             slots: [E] int64.
             values: [E, n, T] float32, before survivors are gathered.
             sources: [E, M] int64, head * T + token of each survivor in the order of
-                the new page lists; negative behind the last.
+                the new page lists; negative behind the last. M tokens fill the new
+                superblocks.
             held: what the requests held.
             block_size: N, tokens per page.
         """
+        self.settle()
         kept = values.flatten(1).gather(1, sources.clamp_min(0))
-        self.survivors[slots, : sources.shape[-1]] = torch.where(sources < 0, 0.0, kept)
+        self._unsettled = slots, torch.where(sources < 0, 0.0, kept)
         token = torch.arange(self.local.shape[-1], device=slots.device)
         index = held.num_pages[..., None] * block_size + token
         local = values.gather(-1, index.clamp_max(values.shape[-1] - 1))
         is_local = token < held.num_local[:, None, None]
         self.local[slots] = torch.where(is_local, local, 0.0)
 
+    def settle(self) -> None:
+        """Put down what was last written; before any later event writes."""
+        if self._unsettled is None:
+            return
+        slots, kept = self._unsettled
+        rows = kept.unflatten(1, (-1, self.survivors.shape[-1]))
+        blocks = self.slots.global_blocks[slots, : rows.shape[1]].long()
+        self.survivors[blocks] = rows
+        self._unsettled = None
+
     def clear(self, slots: torch.Tensor) -> None:
-        """Zero the memory of slots that a new request takes over."""
-        self.survivors[slots] = 0
+        """Forget the local tokens of slots that a new request takes over.
+
+        Its page lists are empty, so that it reads no survivors.
+        """
+        self.settle()
         self.local[slots] = 0

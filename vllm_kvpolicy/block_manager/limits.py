@@ -32,7 +32,7 @@ def planner_limits(vllm_config: Any, config: KVPolicyConfig) -> PlannerLimits:
 
 
 def max_global_blocks(vllm_config: Any, config: KVPolicyConfig) -> int:
-    """Return the most superblocks of survivors that one request can have."""
+    """Return the most superblocks of survivors of any request, by any policy."""
     block_size = vllm_config.cache_config.block_size
     longest = vllm_config.model_config.max_model_len
     if not (parse(config.policy).keeps_all or config.may_protect_prompt):
@@ -41,10 +41,14 @@ def max_global_blocks(vllm_config: Any, config: KVPolicyConfig) -> int:
 
 
 def max_blocks_per_request(vllm_config: Any, config: KVPolicyConfig) -> int:
-    """Return the most superblocks that any one request may hold at once."""
+    """Return the most superblocks that a request with the server's policy may hold.
+
+    What vLLM wants free at start-up. A request that asks for more by `kv_policy`, a
+    protected prompt or the full KV cache, is refused where the pool cannot hold it.
+    """
     block_size = vllm_config.cache_config.block_size
     max_model_len = vllm_config.model_config.max_model_len
-    if parse(config.policy).keeps_all or config.may_protect_prompt:
+    if parse(config.policy).keeps_all or config.protects_prompt:
         return -(-max_model_len // block_size)
     return worst_case_blocks(
         max_model_len,

@@ -144,8 +144,9 @@ class Decision:
     Args:
         keep: [E, L, H, T] bool, must-keep tokens included, padding excluded. Exactly
             `budget` True per row; under a ragged policy `budget` per row on average
-            over the layers and heads of each event. The policies that only move tokens
-            (`identity`, `holes`) keep every valid token instead.
+            over the layers and heads of each event, or all that is held where that is
+            less; under a dynamic one no more than that. The policies that only move
+            tokens (`identity`, `holes`) keep every valid token instead.
         score: [E, L, H, T] float32, higher is kept sooner; ranks the tokens that fill
             up a partly used page. Unspecified on padding.
         memory: by name, [E, L, H, T] float32 before the survivors are gathered.

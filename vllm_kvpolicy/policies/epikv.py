@@ -171,6 +171,16 @@ class MixScorer(EpiKVScorer):
         self.stat_window = stat_window
         self.needs = Needs(positions=True, signals=mix.signals)
 
+    def check_model(
+        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
+        """Check that the model has the layers; see `BaseScorer`."""
+        for band, signal in zip("ab", self.mix.signals, strict=False):
+            try:
+                signal.layers(num_layers)
+            except ValueError as error:
+                raise ValueError(f"{band}_first, {band}_last: {error}") from None
+
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score [E, L, H, T] float32."""
         first = inputs.given("prompt_lengths")

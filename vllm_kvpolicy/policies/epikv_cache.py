@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from vllm_kvpolicy.kernels.chunks import map_pairs
 from vllm_kvpolicy.kernels.ranking import ranks_within
 
 LAG_EPS = 1e-9  # added to the range of a chunk
@@ -69,12 +70,28 @@ def lag_spread(states: torch.Tensor, valid: torch.Tensor, chunk: int) -> torch.T
     Returns:
         [E, T] float32.
     """
+    # A sum over layers in float64, a summand, and four float32 copies of the mean.
+    event_bytes = 32 * states[0, 0].numel()
+
+    def of_chunk(states: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        return _spread_of_mean(states, valid, chunk)
+
+    spread = map_pairs(of_chunk, event_bytes, states[:, None], valid[:, None])
+    return spread[:, 0]
+
+
+def _spread_of_mean(
+    states: torch.Tensor, valid: torch.Tensor, chunk: int
+) -> torch.Tensor:
+    """Return [n, T] of states [n, L, H, T, D]; see `lag_spread`."""
     num_tokens = states.shape[3]
-    known = torch.where(valid[..., None], states, 0.0)
-    num_layers = valid.sum(1)  # [E, H, T]
-    mean = known.sum(1, dtype=torch.float64) / num_layers.clamp(min=1)[..., None]
+    num_layers = valid.sum(1)  # [n, H, T]
+    mean = states.new_zeros(states[:, 0].shape, dtype=torch.float64)
+    for layer, is_held in zip(states.unbind(1), valid.unbind(1), strict=True):
+        mean += torch.where(is_held[..., None], layer, 0.0)
+    mean /= num_layers.clamp(min=1)[..., None]
     mean = F.pad(mean.float(), (0, 0, 0, -num_tokens % chunk))
-    mean = mean.unflatten(2, (-1, chunk))  # [E, H, chunks, chunk, D]
+    mean = mean.unflatten(2, (-1, chunk))  # [n, H, chunks, chunk, D]
     low, high = mean.amin(3, keepdim=True), mean.amax(3, keepdim=True)
     shift = F.pad(low[:, :, :-1], (0, 0, 0, 0, 1, 0))
     width = F.pad((high - low)[:, :, :-1] + LAG_EPS, (0, 0, 0, 0, 1, 0), value=1.0)

@@ -1,0 +1,66 @@
+"""Memory beside the KV cache, for models whose tables nobody can allocate here."""
+
+from dataclasses import replace
+
+import pytest
+
+from vllm_kvpolicy.attention.late_tables import LateTables
+
+GIB = 2**30
+# 80 layers, 8 KV heads of 128 channels in bf16, 256 requests of up to 128k tokens.
+HEADS, SIZE, SLOTS = 80 * 8, 32, 256
+SUPERBLOCK = HEADS * SIZE * 2 * 128 * 2
+LARGE = LateTables(
+    num_slots=SLOTS,
+    num_heads=HEADS,
+    block_size=SIZE,
+    max_global_blocks=131072 // SIZE,
+    max_local_tokens=32 + SIZE - 1,
+    num_memories=1,
+    is_ragged=False,
+)
+CASES = {
+    "equal": LARGE,
+    "no memory": replace(LARGE, num_memories=0),
+    "two memories": replace(LARGE, num_memories=2),
+    "ragged": replace(LARGE, is_ragged=True),
+    "ragged, many requests": replace(LARGE, is_ragged=True, num_slots=8192),
+}
+
+
+def test_the_memory_follows_the_pool_and_not_the_longest_prompt() -> None:
+    """Four bytes to 512 of a token's key and value, and the local tokens."""
+    num_blocks = 60 * GIB // SUPERBLOCK
+    local = 4 * SLOTS * HEADS * LARGE.max_local_tokens
+    assert LARGE.nbytes(num_blocks) == num_blocks * SUPERBLOCK // 128 + local
+    assert LARGE.nbytes(num_blocks) < 0.6 * GIB
+    longer = replace(LARGE, max_global_blocks=2 * LARGE.max_global_blocks)
+    assert longer.nbytes(num_blocks) == LARGE.nbytes(num_blocks)
+
+
+def test_nothing_is_allocated_where_nothing_is_remembered() -> None:
+    assert CASES["no memory"].nbytes(10**6) == 0
+
+
+def test_page_lists_are_no_longer_than_the_pool() -> None:
+    ragged = CASES["ragged"]
+    assert ragged.global_blocks(10**6) == ragged.max_global_blocks
+    tables = ragged.nbytes(100) - LARGE.nbytes(100)
+    assert tables == 4 * (SLOTS + 1) * (100 * HEADS + HEADS + 1)
+
+
+@pytest.mark.parametrize("available", [0, SUPERBLOCK, GIB, 7 * GIB, 60 * GIB])
+@pytest.mark.parametrize("name", CASES)
+def test_pool_and_tables_fill_what_there_is(name: str, available: int) -> None:
+    tables = CASES[name]
+    count = tables.pool_blocks(available, SUPERBLOCK)
+
+    def total(num_blocks: int) -> int:
+        return num_blocks * SUPERBLOCK + tables.nbytes(num_blocks)
+
+    assert count == 0 or total(count) <= available
+    assert total(count + 1) > available
+
+
+def test_an_engine_out_of_memory_has_no_pool() -> None:
+    assert LARGE.pool_blocks(-5, SUPERBLOCK) == 0

@@ -1,0 +1,128 @@
+"""The worker's overrides over a stand-in for vLLM's worker; no model, no device."""
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.outputs import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    AsyncModelRunnerOutput,
+    ModelRunnerOutput,
+)
+
+from vllm_kvpolicy.attention.late_tables import LateTables
+from vllm_kvpolicy.protocol import UsedBlocks
+from vllm_kvpolicy.worker import KVPolicyWorkerMixin
+
+ANSWERS = (UsedBlocks("a", 3, 2), UsedBlocks("b", 4, 1))
+PAGE, LAYERS, EARLY = 4096, 3, 5000
+TABLES = LateTables(
+    num_slots=2,
+    num_heads=6,
+    block_size=4,
+    max_global_blocks=8,
+    max_local_tokens=7,
+    num_memories=1,
+    is_ragged=True,
+)
+
+
+class Later(AsyncModelRunnerOutput):
+    """Tokens that are still on the device."""
+
+    def __init__(self, output: ModelRunnerOutput) -> None:
+        self.output = output
+
+    def get_output(self) -> ModelRunnerOutput:
+        return self.output
+
+
+class Stock:
+    """What vLLM's worker does, as far as the mixin asks."""
+
+    output: Any = None
+    available = 0
+
+    def sample_tokens(self) -> Any:
+        return self.output
+
+    def determine_available_memory(self) -> int:
+        return self.available
+
+
+class Worker(KVPolicyWorkerMixin, Stock):
+    """The mixin over the stand-in."""
+
+    def __init__(self, device: str = "cpu", explicit: int | None = None) -> None:
+        self.answers = ANSWERS
+        self.kv_policy = SimpleNamespace(
+            take_answers=self.take, side_bytes=EARLY, late=TABLES
+        )
+        self.device = torch.device(device)
+        self.cache_config = SimpleNamespace(kv_cache_memory_bytes=explicit)
+
+    def take(self) -> tuple[UsedBlocks, ...]:
+        answers, self.answers = self.answers, ()
+        return answers
+
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        return {str(n): SimpleNamespace(page_size_bytes=PAGE) for n in range(LAYERS)}
+
+
+def make_output() -> ModelRunnerOutput:
+    return ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_answers_reach_the_scheduler_once(later: bool) -> None:
+    worker, output = Worker(), make_output()
+    worker.output = Later(output) if later else output
+    got = worker.sample_tokens()
+    if later:
+        assert isinstance(got, AsyncModelRunnerOutput)
+        got = got.get_output()
+    assert isinstance(got, ModelRunnerOutput)
+    assert got.kv_policy == ANSWERS and got.req_ids == ["a"]
+    assert pickle.loads(pickle.dumps(got)).kv_policy == ANSWERS  # to another process
+    assert not hasattr(output, "kv_policy")
+    assert worker.sample_tokens() is worker.output
+
+
+def test_answers_do_not_stick_to_the_empty_output() -> None:
+    worker = Worker()
+    worker.output = EMPTY_MODEL_RUNNER_OUTPUT
+    assert worker.sample_tokens().kv_policy == ANSWERS
+    assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, "kv_policy")
+
+
+@pytest.mark.parametrize(
+    ("device", "explicit", "early"),
+    [("cpu", None, EARLY), ("cpu", 1, EARLY), ("cuda", 1, EARLY), ("cuda", None, 0)],
+)
+def test_the_pool_leaves_room_for_all_tables(
+    device: str, explicit: int | None, early: int
+) -> None:
+    """What is made after vLLM's measurement is always ours to count."""
+    worker = Worker(device, explicit)
+    worker.available = 10**6
+    got = worker.determine_available_memory()
+    num_blocks, rest = divmod(got, LAYERS * PAGE)
+    assert rest == 0
+    assert num_blocks == TABLES.pool_blocks(10**6 - early, LAYERS * PAGE) > 0
+    assert got + early + TABLES.nbytes(num_blocks) <= 10**6
+
+
+@pytest.mark.parametrize("available", [0, EARLY - 10, EARLY + 5])
+def test_too_little_memory_is_refused_with_what_is_needed(available: int) -> None:
+    worker = Worker()
+    worker.available = available
+    needed = EARLY + TABLES.nbytes(1)
+    with pytest.raises(ValueError) as caught:
+        worker.determine_available_memory()
+    text = str(caught.value)
+    assert f"expected {LAYERS * PAGE} bytes for a superblock beside {needed}" in text
+    assert f"got {available} for both" in text and "--max-num-seqs" in text
+    worker.available = needed + LAYERS * PAGE
+    assert worker.determine_available_memory() == LAYERS * PAGE

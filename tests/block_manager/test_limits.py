@@ -1,0 +1,48 @@
+"""Sizes of an engine: what one policy needs does not weigh on the others."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_kvpolicy.block_manager.limits import (
+    max_blocks_per_request,
+    max_global_blocks,
+)
+from vllm_kvpolicy.config import KVPolicyConfig
+
+LONGEST, SIZE = 131072, 32
+ENGINE = SimpleNamespace(
+    cache_config=SimpleNamespace(block_size=SIZE),
+    model_config=SimpleNamespace(max_model_len=LONGEST),
+)
+WHOLE = LONGEST // SIZE
+
+
+def test_an_allowed_policy_that_protects_prompts_leaves_the_bound_alone() -> None:
+    """A request that asks for it is refused where the pool cannot hold it."""
+    alone = KVPolicyConfig("ams-tova")
+    mixed = KVPolicyConfig("ams-tova", allow=("epikv", "rpc"))
+    bound = max_blocks_per_request(ENGINE, alone)
+    assert max_blocks_per_request(ENGINE, mixed) == bound < WHOLE // 10
+    # Tables must hold the longest request of all; they are small.
+    assert max_global_blocks(ENGINE, mixed) == WHOLE
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        KVPolicyConfig("epikv"),
+        KVPolicyConfig("tova", protect_prompt=True),
+        KVPolicyConfig("identity"),
+    ],
+)
+def test_a_server_that_keeps_prompts_states_the_whole_length(
+    config: KVPolicyConfig,
+) -> None:
+    assert max_blocks_per_request(ENGINE, config) == WHOLE
+
+
+def test_the_users_word_counts_more_than_the_policys() -> None:
+    config = KVPolicyConfig("epikv", protect_prompt=False)
+    assert max_blocks_per_request(ENGINE, config) < WHOLE // 10
+    assert max_global_blocks(ENGINE, config) == 2048 // SIZE

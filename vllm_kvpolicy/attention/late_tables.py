@@ -1,0 +1,70 @@
+"""Sizes of what is allocated along with the KV cache: known before anything is.
+
+vLLM measures free memory before it makes the KV cache. What this package allocates
+afterwards, because it follows the size of the pool, must be left out of the pool.
+Called by attention.runtime.
+Process: worker
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from vllm_kvpolicy.attention.head_tables import HeadTables
+from vllm_kvpolicy.attention.survivors import SurvivorMemory
+
+
+@dataclass(frozen=True)
+class LateTables:
+    """What a worker allocates once it knows how many superblocks the pool has.
+
+    Args:
+        num_slots: requests that may be live at once.
+        num_heads: n = L * H on this rank.
+        block_size: N, tokens per superblock.
+        max_global_blocks: most superblocks of survivors of one request in any pool.
+        max_local_tokens: most local tokens right after an event, per head.
+        num_memories: values that are remembered of each survivor.
+        is_ragged: heads have page lists of their own.
+    """
+
+    num_slots: int
+    num_heads: int
+    block_size: int
+    max_global_blocks: int
+    max_local_tokens: int
+    num_memories: int
+    is_ragged: bool
+
+    def global_blocks(self, num_blocks: int) -> int:
+        """Return the most superblocks of survivors of one request in a pool."""
+        return min(self.max_global_blocks, num_blocks)
+
+    def nbytes(self, num_blocks: int) -> int:
+        """Return the bytes beside a pool of `num_blocks` superblocks."""
+        each = SurvivorMemory.nbytes_of(
+            self.num_slots,
+            num_blocks,
+            self.num_heads,
+            self.block_size,
+            self.max_local_tokens,
+        )
+        if not self.is_ragged:
+            return self.num_memories * each
+        longest = self.global_blocks(num_blocks)
+        # One more slot stands for rows without an event.
+        tables = HeadTables.nbytes(self.num_slots + 1, longest, self.num_heads)
+        return self.num_memories * each + tables
+
+    def pool_blocks(self, available: int, superblock_bytes: int) -> int:
+        """Return how many superblocks fit beside these tables.
+
+        Args:
+            available: bytes for the KV cache and these tables together.
+            superblock_bytes: of all layers.
+        """
+
+        def total(num_blocks: int) -> int:
+            return num_blocks * superblock_bytes + self.nbytes(num_blocks)
+
+        most = max(available, 0) // superblock_bytes
+        return max(bisect_right(range(most + 1), available, key=total) - 1, 0)
