@@ -63,7 +63,9 @@ def remove_stale_files() -> None:
             try:
                 if os.fstat(descriptor).st_uid == os.getuid():
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    path.unlink()
+                    # No link: removed meanwhile, and the name is a new engine's.
+                    if os.fstat(descriptor).st_nlink:
+                        path.unlink()
             finally:
                 os.close(descriptor)
 
@@ -96,7 +98,9 @@ class CounterFile:
         """Return a descriptor of the file with a shared lock on it, made if missing."""
         while True:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            # Where files cannot be locked nobody can remove this one either.
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
             # Another engine may have removed the file before the lock was on it.
             if os.fstat(descriptor).st_nlink:
                 break
@@ -208,7 +212,7 @@ class Collector:
         families = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
         try:
             values = CounterFile(self.instance_id, create=False).read()
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError):  # not there yet, or still empty
             return
         for series in SERIES:
             family = families[series.kind](

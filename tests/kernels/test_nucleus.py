@@ -7,6 +7,7 @@ import torch
 
 from vllm_kvpolicy.kernels import chunks
 from vllm_kvpolicy.kernels.nucleus import (
+    nucleus_counts,
     nucleus_counts_ref,
     nucleus_mask,
     nucleus_votes_ref,
@@ -150,3 +151,34 @@ def test_nothing_lost_if_all_is_kept() -> None:
     keep = torch.arange(TOKENS) < lengths[..., None]
     got = retained_mass_ref(queries, keys, lengths, scale, keep)
     assert (got == 1).all()
+
+
+class Elsewhere(torch.Tensor):
+    """Stands for a tensor on another device, where NumPy does not sort."""
+
+
+@pytest.mark.parametrize("mass", [0.05, 0.6, 0.9, 1.0])
+def test_both_sorts_count_the_same(mass: float) -> None:
+    logits = torch.randn(40, 30, generator=torch.Generator().manual_seed(2))
+    logits = (logits * 3).round().masked_fill(logits > 1.5, -math.inf)
+    logits[0] = -math.inf
+    want = nucleus_mask(logits, mass).sum(-1)
+    assert torch.equal(nucleus_counts(logits, mass), want)
+    elsewhere = nucleus_counts(logits.as_subclass(Elsewhere), mass)
+    assert torch.equal(elsewhere.as_subclass(torch.Tensor), want)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_a_broken_key_is_no_others_loss(broken: float) -> None:
+    queries, keys, lengths, scale = window()
+    queries = queries.abs()  # so that an infinite key has an infinite logit
+    keys[0, 0, 0, 7] = broken
+    counts = nucleus_counts_ref(queries, keys, lengths, scale, 1.0)[0, 0, 0]
+    seen = int(lengths[0, 0, 0]) - WINDOW + torch.arange(WINDOW) + 1
+    # Every visible token, but for one whose logit is NaN or minus infinity.
+    assert torch.equal(counts, seen - int(broken != math.inf))
+    usage = window_usage_ref(queries, keys, lengths, scale)
+    assert torch.isfinite(usage.mean).all()
+    mean = usage.mean[0, 0, :GROUP]
+    torch.testing.assert_close(mean.sum(-1), torch.ones(GROUP))
+    assert (mean[:, 7] == (1.0 if broken == math.inf else 0.0)).all()

@@ -23,6 +23,18 @@ def test_a_row_without_tokens_is_zero() -> None:
     assert (masked_softmax(logits, mask) == 0).all()
 
 
+def test_small_weights_are_kept_and_broken_logits_take_nothing_from_others() -> None:
+    logits = torch.tensor(
+        [[0.0, -80.0, torch.nan, -torch.inf], [0.0, 1.0, torch.inf, 2.0]]
+    )
+    got = masked_softmax(logits, torch.ones(2, 4, dtype=torch.bool))
+    small = torch.exp(torch.tensor(-80.0))
+    torch.testing.assert_close(
+        got[0], torch.tensor([1.0, small, 0.0, 0.0]), rtol=1e-5, atol=0
+    )
+    assert got[1].tolist() == [0.0, 0.0, 1.0, 0.0]
+
+
 def test_padding_does_not_change_it() -> None:
     logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(1))
     mask = torch.ones(64, 1000, dtype=torch.bool)

@@ -4,7 +4,6 @@ All names where pytest is given `--every-name` (`make test-all`), else a few.
 """
 
 import json
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -70,8 +69,8 @@ def test_every_name_answers(served: tuple[list[str], Answers]) -> None:
 
 
 def test_policies_change_what_is_said(served: tuple[list[str], Answers]) -> None:
-    """Were the choice ignored, all answers would be the same."""
-    _, answers = served
-    texts = Counter(text for text, _ in answers.values())
+    """Were the choice ignored, all names would answer the same."""
+    asked, answers = served
+    texts = {answers[name][0] for name in asked}
     assert len(texts) > 1
-    assert texts[answers[NO_POLICY][0]] < len(answers)
+    assert answers[NO_POLICY][0] not in texts or len(texts) > 2

@@ -1,12 +1,18 @@
 """Counter files: values cross processes, and killed engines leave none for ever."""
 
+import fcntl
 import subprocess
 import sys
 import tempfile
 
 import pytest
 
-from vllm_kvpolicy.metrics import CounterFile, counter_path
+from vllm_kvpolicy.metrics import (
+    Collector,
+    CounterFile,
+    counter_path,
+    remove_stale_files,
+)
 
 KILLED = """
 import os, signal, sys, tempfile
@@ -63,3 +69,35 @@ def test_a_file_of_another_user_is_left_alone(folder, monkeypatch):
     monkeypatch.setattr("os.getuid", lambda: path.stat().st_uid + 1)
     CounterFile("own", create=True)
     assert path.exists()
+
+
+def test_a_file_made_anew_under_a_removed_name_stays(folder, monkeypatch):
+    """Who still holds the removed file must not remove the new engine's."""
+    path = counter_path("own")
+    path.write_bytes(b"")
+    new = []
+
+    def late_lock(descriptor, operation):
+        if operation & fcntl.LOCK_EX and not new:
+            path.unlink()  # another engine was faster
+            new.append(CounterFile("own", create=True))
+        return lock(descriptor, operation)
+
+    lock = fcntl.flock
+    monkeypatch.setattr(fcntl, "flock", late_lock)
+    remove_stale_files()
+    assert new and CounterFile("own", create=False).read()["events"] == 0
+
+
+def test_an_engine_starts_where_files_cannot_be_locked(folder, monkeypatch):
+    def refuse(descriptor, operation):
+        raise OSError("no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    CounterFile("own", create=True).add("events", 1)
+    assert CounterFile("own", create=False).read()["events"] == 1
+
+
+def test_a_file_that_is_still_empty_yields_nothing(folder):
+    counter_path("own").write_bytes(b"")
+    assert list(Collector("own", {}).collect()) == []

@@ -11,7 +11,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.plugins import load_general_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_kvpolicy import patch, plugin
+from vllm_kvpolicy import patch, patch_table, plugin
 from vllm_kvpolicy.metrics import CounterFile
 
 load_general_plugins()
@@ -60,7 +60,9 @@ def test_every_row_is_used_and_explained():
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "_wrap"
     }
     rows = {
-        name for name, value in vars(patch).items() if isinstance(value, patch.Patch)
+        name
+        for name, value in vars(patch_table).items()
+        if isinstance(value, patch.Patch)
     }
     assert wrapped == rows
     assert len(patch.PATCHES) == len(rows)

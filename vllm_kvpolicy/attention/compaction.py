@@ -97,12 +97,12 @@ class Compactor:
         self._move(events, held, lists, placed, is_ordered=placed is sources)
         if decision.merge is not None:
             merge_dropped(self.pool, held, lists, placed, inputs, decision.merge)
-        self._remember(index, held, inputs, decision, placed)
         if self.tracer is not None:
             decision = with_attention(decision, policy.needs, inputs)
             self.tracer.record(events, slots, held, lists, decision, placed)
         self.layout.update(slots, index, lists)
         self.slots.update(slots, events)
+        self._remember(index, held, inputs, decision, placed)
         if not policy.dynamic:
             return []
         num_heads = held.pages.shape[1]

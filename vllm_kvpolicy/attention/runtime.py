@@ -190,8 +190,6 @@ class KVPolicyRuntime:
         if commands.events:
             started = time.perf_counter()
             self._answers += self.compactor.run(commands.events)
-            for memory in self.memory.values():
-                memory.settle()
             self.counters.add_events(commands.events, time.perf_counter() - started)
         self._commands = commands
 

@@ -35,7 +35,6 @@ class SurvivorMemory:
         self.local = torch.zeros(
             slots.null_slot, num_heads, max_local_tokens, device=device
         )
-        self._unsettled: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @staticmethod
     def nbytes_of(
@@ -59,7 +58,6 @@ class SurvivorMemory:
             first: [E, n + 1] int64, first survivor of each head before this event.
             max_tokens: T.
         """
-        self.settle()
         token = torch.arange(max_tokens, device=slots.device)
         count = first.diff(dim=-1)[..., None]
         blocks, width = self.slots.global_blocks[slots].long(), self.survivors.shape[-1]
@@ -84,8 +82,7 @@ class SurvivorMemory:
     ) -> None:
         """Replace what is known of the slots' survivors.
 
-        Survivors are put down by `settle`, once the slot table names the superblocks
-        that they have moved to.
+        Called once the slot table names the superblocks that they have moved to.
 
         Args:
             slots: [E] int64.
@@ -96,29 +93,20 @@ class SurvivorMemory:
             held: what the requests held.
             block_size: N, tokens per page.
         """
-        self.settle()
         kept = values.flatten(1).gather(1, sources.clamp_min(0))
-        self._unsettled = slots, torch.where(sources < 0, 0.0, kept)
+        kept = torch.where(sources < 0, 0.0, kept)
+        rows = kept.unflatten(1, (-1, self.survivors.shape[-1]))
+        blocks = self.slots.global_blocks[slots, : rows.shape[1]].long()
+        self.survivors[blocks] = rows
         token = torch.arange(self.local.shape[-1], device=slots.device)
         index = held.num_pages[..., None] * block_size + token
         local = values.gather(-1, index.clamp_max(values.shape[-1] - 1))
         is_local = token < held.num_local[:, None, None]
         self.local[slots] = torch.where(is_local, local, 0.0)
 
-    def settle(self) -> None:
-        """Put down what was last written; before any later event writes."""
-        if self._unsettled is None:
-            return
-        slots, kept = self._unsettled
-        rows = kept.unflatten(1, (-1, self.survivors.shape[-1]))
-        blocks = self.slots.global_blocks[slots, : rows.shape[1]].long()
-        self.survivors[blocks] = rows
-        self._unsettled = None
-
     def clear(self, slots: torch.Tensor) -> None:
         """Forget the local tokens of slots that a new request takes over.
 
         Its page lists are empty, so that it reads no survivors.
         """
-        self.settle()
         self.local[slots] = 0

@@ -48,7 +48,7 @@ def nucleus_counts(logits: torch.Tensor, mass: float) -> torch.Tensor:
     """Count the fewest largest logits that hold `mass` of their row's softmax.
 
     Args:
-        logits: [..., T] floating point; minus infinity is left out.
+        logits: [..., T] float32 without NaN; minus infinity is left out.
         mass: p, above 0, at most 1.
 
     Returns:

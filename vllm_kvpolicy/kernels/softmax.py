@@ -1,7 +1,7 @@
 """Softmax over those tokens of a row that count.
 
-Called by kernels.window_usage, kernels.nucleus and by scorers that leave tokens out of
-what they measure.
+Called by kernels.window_logits, kernels.window_usage, kernels.nucleus and by scorers
+that leave tokens out of what they measure.
 Process: worker
 """
 
@@ -26,11 +26,23 @@ def weights_of(logits: torch.Tensor, least: float) -> torch.Tensor:
     return (logits - highest).clamp_(min=math.log(least)).exp_()
 
 
+def clean_(logits: torch.Tensor) -> torch.Tensor:
+    """Make NaN minus infinity and infinity the largest number, in place.
+
+    So a broken key costs its own row neither the sum nor the other keys' shares.
+
+    Args:
+        logits: floating point.
+    """
+    highest = torch.finfo(logits.dtype).max
+    return logits.nan_to_num_(nan=-torch.inf, posinf=highest, neginf=-torch.inf)
+
+
 def softmax(logits: torch.Tensor) -> torch.Tensor:
     """Share one unit among the tokens of each row.
 
     Args:
-        logits: [..., T] float32; minus infinity is left out.
+        logits: [..., T] float32, see `clean_`; minus infinity is left out.
 
     Returns:
         [..., T] float32, zero for what is left out, also if that is all. The sum is
@@ -51,4 +63,4 @@ def masked_softmax(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     Returns:
         [..., T] float32, see `softmax`.
     """
-    return softmax(logits.masked_fill(~mask, -torch.inf))
+    return softmax(clean_(logits.masked_fill(~mask, -torch.inf)))

@@ -9,6 +9,8 @@ arXiv 2605.23200, section 3.1, rotates the whole window to the current one).
 
 import torch
 
+from vllm_kvpolicy.kernels.softmax import clean_
+
 
 def effective_window(lengths: torch.Tensor, window_tokens: int) -> torch.Tensor:
     """Shorten the window of requests that hold no more than `window_tokens` tokens.
@@ -38,7 +40,8 @@ def window_logits(
 
     Returns:
         [n, H, G, W, T] float32; minus infinity where a query does not see a key, in the
-        rows of queries outside the window of a short request, and in place of NaN.
+        rows of queries outside the window of a short request, and in place of NaN; the
+        largest number in place of infinity.
     """
     num_heads, num_tokens = keys.shape[1:3]
     window = queries.shape[2]
@@ -51,5 +54,4 @@ def window_logits(
     token = torch.arange(num_tokens, device=keys.device)
     # Added, not filled in: several times as fast on a CPU.
     bias = torch.where(token > seen[..., None], -torch.inf, 0.0)[:, :, None]
-    logits = logits.unflatten(2, (-1, window)).add_(bias)
-    return logits.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    return clean_(logits.unflatten(2, (-1, window)).add_(bias))

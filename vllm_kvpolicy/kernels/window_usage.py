@@ -89,8 +89,9 @@ def window_usage_ref(
         mean = (probs.sum(3) / count).flatten(1, 2)
         return mean, probs[:, :, :, -1].flatten(1, 2), *counts
 
-    # float32 logits of all query heads; four int64 rows per KV head.
-    pair_bytes = window * num_tokens * (8 * num_q_heads + 32 * num_heads)
+    # float32 keys; logits and weights of all query heads; nuclei, four rows of int64.
+    row_bytes = 8 * num_q_heads + (0 if mass is None else 32 * num_heads)
+    pair_bytes = num_tokens * (4 * num_heads * keys.shape[-1] + window * row_bytes)
     parts = map_pairs_to_many(of_chunk, pair_bytes, queries, keys, lengths)
     used = effective_window(lengths, window)
     return WindowUsage(parts[0], parts[1], lengths, used, *parts[2:])

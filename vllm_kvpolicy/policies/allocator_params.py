@@ -23,7 +23,7 @@ PYRAMID_PARAMS = (
         "pyramid_headroom",
         "int",
         512,
-        "tokens that the first layer may hold beyond the budget; the interval or less",
+        "tokens that the first layer may hold beyond the budget, if so many are held",
     ),
 )
 CHUNK_PARAMS = (Param("chunk_length", "int", 20, "tokens per chunk", 1),)
