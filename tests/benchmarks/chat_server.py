@@ -7,12 +7,12 @@ last of them every try is answered.
 
 import asyncio
 import json
-import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 
 from aiohttp import web
+from running_server import serve_handlers
 
 METRICS = """\
 # TYPE kvpolicy_events counter
@@ -98,26 +98,6 @@ class ChatServer:
         )
 
 
-@contextmanager
-def serve(fake: ChatServer) -> Iterator[str]:
-    """Run a server in a thread and yield its root URL."""
-    loop = asyncio.new_event_loop()
-    application = web.Application()
-    application.router.add_post("/v1/chat/completions", fake.chat)
-    application.router.add_get("/metrics", fake.metrics)
-    runner = web.AppRunner(application, shutdown_timeout=0.1)
-
-    async def start() -> str:
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        return f"http://127.0.0.1:{runner.addresses[0][1]}"
-
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    try:
-        yield asyncio.run_coroutine_threadsafe(start(), loop).result(10)
-    finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
-        loop.close()
+def serve(fake: ChatServer) -> AbstractContextManager[str]:
+    """Run a server in a thread; gives its root URL."""
+    return serve_handlers("/v1/chat/completions", fake.chat, fake.metrics)

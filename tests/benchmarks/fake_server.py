@@ -6,11 +6,10 @@ count like vLLM's own.
 
 import asyncio
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from aiohttp import web
+from running_server import serve_handlers
 
 MAX_TOKENS = 1000
 METRICS = """\
@@ -85,26 +84,6 @@ class FakeServer:
         return web.Response(text=text)
 
 
-@contextmanager
-def serve(fake: FakeServer) -> Iterator[str]:
-    """Run a fake server in a thread and yield its root URL."""
-    loop = asyncio.new_event_loop()
-    application = web.Application()
-    application.router.add_post("/v1/completions", fake.complete)
-    application.router.add_get("/metrics", fake.metrics)
-    runner = web.AppRunner(application)
-
-    async def start() -> str:
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        return f"http://127.0.0.1:{runner.addresses[0][1]}"
-
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    try:
-        yield asyncio.run_coroutine_threadsafe(start(), loop).result(10)
-    finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
-        loop.close()
+def serve(fake: FakeServer) -> AbstractContextManager[str]:
+    """Run a server in a thread; gives its root URL."""
+    return serve_handlers("/v1/completions", fake.complete, fake.metrics)

@@ -29,7 +29,7 @@ def weights_of(logits: torch.Tensor, least: float) -> torch.Tensor:
 def clean_(logits: torch.Tensor) -> torch.Tensor:
     """Make NaN minus infinity and infinity the largest number, in place.
 
-    So a broken key costs its own row neither the sum nor the other keys' shares.
+    So NaN does not spread to its row; an infinite logit takes the whole row.
 
     Args:
         logits: floating point.

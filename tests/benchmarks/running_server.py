@@ -1,0 +1,39 @@
+"""Runs the handlers of a fake server in a thread.
+
+Called by fake_server and chat_server.
+"""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+
+from aiohttp import web
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@contextmanager
+def serve_handlers(path: str, answer: Handler, metrics: Handler) -> Iterator[str]:
+    """Yield the root URL of a server with POST `path` and GET /metrics."""
+    loop = asyncio.new_event_loop()
+    application = web.Application()
+    application.router.add_post(path, answer)
+    application.router.add_get("/metrics", metrics)
+    # Handlers that stall on purpose are not waited for.
+    runner = web.AppRunner(application, shutdown_timeout=0.1)
+
+    async def start() -> str:
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        yield asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+    finally:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
