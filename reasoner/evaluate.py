@@ -15,7 +15,6 @@ StreamingLLM, but at its logical position; the prompt is read with full attentio
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from reasoner.intervals import wilson
 from reasoner.presets import longer
 from reasoner.problems import (
     FAMILIES,
@@ -145,16 +145,6 @@ class Score:
     seconds: float
     template: int = 0
     kind: str = "asked"
-
-
-def wilson(correct: int, tried: int, z: float = 1.96) -> tuple[float, float]:
-    """Returns the Wilson score interval of a share."""
-    if not 0 <= correct <= tried or tried == 0:
-        raise ValueError(f"correct: expected 0 to {tried}, got {correct}")
-    share, scale = correct / tried, 1 + z * z / tried
-    middle = (share + z * z / (2 * tried)) / scale
-    spread = z * math.sqrt(share * (1 - share) / tried + (z / tried / 2) ** 2) / scale
-    return max(0.0, middle - spread), min(1.0, middle + spread)
 
 
 @torch.inference_mode()

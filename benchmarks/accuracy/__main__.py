@@ -26,7 +26,7 @@ from benchmarks import provenance
 from benchmarks.accuracy import grid, results, scoring, summary
 from benchmarks.accuracy.client import Asked, Client
 from benchmarks.accuracy.questions import check_task
-from benchmarks.accuracy.servers import Setup, count_events, options_of, serving
+from benchmarks.accuracy.servers import Setup, count_events, options_of, serving, split
 from benchmarks.load import LoadError
 from benchmarks.serving import PACKAGED_MODEL, log
 from vllm_kvpolicy.policies.registry import names
@@ -62,6 +62,13 @@ def parser() -> argparse.ArgumentParser:
         default={},
         metavar="JSON",
         help="options; each server gets those that its policies know",
+    )
+    add(
+        "--variants",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="further options by name, for policies written NAME:VARIANT",
     )
     add(
         "--evict-prompts",
@@ -126,19 +133,24 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError(f"{name}: expected at least 1, got {getattr(args, name)}")
     if args.samples > 1 and not args.temperature:
         raise ValueError("samples: expected --temperature above 0 beside several")
-    own = args.policy_config, args.evict_prompts, args.serve_args, args.trace
-    if args.url and any(own):
+    own = args.policy_config, args.variants, args.evict_prompts, args.serve_args
+    if args.url and any((*own, args.trace)):
         raise ValueError(
-            "url: expected no --policy-config, --evict-prompts, --serve-args or "
-            "--trace, which are that server's own"
+            "url: expected no --policy-config, --variants, --evict-prompts, "
+            "--serve-args or --trace, which are that server's own"
         )
-    unknown = sorted(
-        set(args.policy_config) - set(options_of(names(), args.policy_config))
-    )
-    if unknown:
+    for variant, options in {"": args.policy_config, **args.variants}.items():
+        known = options_of(names(), variant, vars(args))
+        if unknown := sorted(set(options) - set(known)):
+            raise ValueError(
+                f"policy-config: expected options of policies, got {unknown}; "
+                "docs/support.md lists them"
+            )
+    asked = {split(label)[1] for label in args.policies} - {""}
+    if asked != set(args.variants):
         raise ValueError(
-            f"policy-config: expected options of policies, got {unknown}; "
-            "docs/support.md lists them"
+            f"variants: expected {sorted(asked)}, which --policies name, got "
+            f"{sorted(args.variants)}"
         )
 
 
@@ -158,6 +170,7 @@ def settings_of(args: argparse.Namespace, judge: str | None) -> Line:
         "own_server": not args.url,
         "serve_args": args.serve_args,
         "policy_config": args.policy_config,
+        "variants": args.variants,
         "evict_prompts": args.evict_prompts,
         "temperature": args.temperature,
         "max_tokens": args.max_tokens,

@@ -7,7 +7,7 @@ settings. Tokens are per KV head, each head and layer alike.
 import numpy as np
 
 from benchmarks.accuracy.results import Line
-from benchmarks.accuracy.servers import FULL, options_of
+from benchmarks.accuracy.servers import FULL, options_of, split
 from vllm_kvpolicy.block_manager.events import Footprint, positions_up_to
 from vllm_kvpolicy.config import KVPolicyConfig
 
@@ -29,13 +29,14 @@ def cost_of(line: Line, settings: Line, length: int | None = None) -> tuple[int,
     size = (line["prompt_tokens"], output)
     if line["policy"] == FULL:
         return full_cost(*size, block)
+    policy, variant = split(line["policy"])
     config = KVPolicyConfig.from_dict(
         {
-            "policy": line["policy"],
+            "policy": policy,
             "budget": line["budget"],
             "interval": line["interval"],
             "protect_prompt": False if settings["evict_prompts"] else None,
-            "policy_config": options_of((line["policy"],), settings["policy_config"]),
+            "policy_config": options_of((policy,), variant, settings),
         }
     )
     return bounded_cost(*size, config.footprint(line["prompt_tokens"], block))

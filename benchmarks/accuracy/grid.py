@@ -16,7 +16,7 @@ import yaml
 from benchmarks.accuracy.client import Asked
 from benchmarks.accuracy.questions import EXACT, Question, questions_of
 from benchmarks.accuracy.results import KEY_FIELDS, Line
-from benchmarks.accuracy.servers import FULL, Setup, extra_of
+from benchmarks.accuracy.servers import FULL, Setup, extra_of, split
 from vllm_kvpolicy.policies.registry import parse
 
 TOKENS_PER_SECOND = 1000.0
@@ -40,16 +40,23 @@ class Cell:
 def setups_of(
     policies: Sequence[str], budgets: Sequence[int], intervals: Sequence[int]
 ) -> list[Setup]:
-    """Return the servers of a run: FULL, then one per budget, interval and tier."""
-    tiers: dict[bool, list[str]] = {}
-    for name in policies:
-        if name != FULL:
-            tiers.setdefault(parse(name).ragged, []).append(name)
+    """Return the servers of a run: FULL, then one per budget, interval, tier, variant.
+
+    Args:
+        policies: `NAME` or `NAME:VARIANT`.
+        budgets: tokens.
+        intervals: tokens.
+    """
+    kinds: dict[tuple[bool, str], list[str]] = {}
+    for label in policies:
+        if label != FULL:
+            name, variant = split(label)
+            kinds.setdefault((parse(name).ragged, variant), []).append(name)
     full = [Setup((FULL,), None, None)] if FULL in policies else []
     return full + [
-        Setup(tuple(names), budget, interval)
+        Setup(tuple(names), budget, interval, variant)
         for budget, interval in product(budgets, intervals)
-        for names in tiers.values()
+        for (_, variant), names in kinds.items()
     ]
 
 
@@ -124,7 +131,7 @@ def asked_of(
         setup = cell.setup
         extra = extra_of(cell.policy, setup, is_given)
         for question, sample in product(questions[cell.task], range(samples)):
-            place = (cell.policy, setup.budget, setup.interval)
+            place = (setup.label_of(cell.policy), setup.budget, setup.interval)
             key = (*place, cell.task, question.id, sample)
             if key not in done:
                 fields = dict(zip(KEY_FIELDS, key, strict=True))

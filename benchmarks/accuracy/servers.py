@@ -6,7 +6,7 @@ Called by grid and the command.
 import argparse
 import json
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,8 @@ FULL = "full"
 EVENTS = "kvpolicy_events_total"
 NO_POLICY = {"kv_policy": "none"}
 
+Options = Mapping[str, Any]
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -32,11 +34,13 @@ class Setup:
         policies: names, all of one tier; `FULL` alone is vLLM without a policy.
         budget: of every request; None for `FULL`.
         interval: tokens between events; None for `FULL`.
+        variant: name of options of its own, empty for none.
     """
 
     policies: tuple[str, ...]
     budget: int | None
     interval: int | None
+    variant: str = ""
 
     @property
     def label(self) -> str:
@@ -44,7 +48,12 @@ class Setup:
         if self.budget is None:
             return FULL
         others = f"-and-{len(self.policies) - 1}-more" if self.policies[1:] else ""
-        return f"{self.policies[0]}{others}-{self.budget}-{self.interval}"
+        name = f"{self.policies[0]}{others}-{self.budget}-{self.interval}"
+        return f"{name}-{self.variant}" if self.variant else name
+
+    def label_of(self, policy: str) -> str:
+        """Return what a policy of this server is called: `NAME` or `NAME:VARIANT`."""
+        return f"{policy}:{self.variant}" if self.variant else policy
 
     def arguments(self, args: argparse.Namespace) -> list[str]:
         """Return what follows `vllm serve`: every request has room at full length."""
@@ -64,7 +73,8 @@ class Setup:
             words += ["--max-num-batched-tokens", str(tokens)]
         if self.budget is not None:
             first, *others = self.policies
-            config = options_of(self.policies, args.policy_config) | {"allow": others}
+            config = options_of(self.policies, self.variant, vars(args))
+            config["allow"] = others
             if args.trace:
                 config["trace"] = str(args.trace / self.label)
             words += ["--kv-policy", first, "--kv-budget", str(self.budget)]
@@ -76,8 +86,23 @@ class Setup:
         return words + shlex.split(args.serve_args)
 
 
-def options_of(policies: Iterable[str], options: dict[str, Any]) -> dict[str, Any]:
-    """Return those of the given options that one of the policies knows."""
+def split(label: str) -> tuple[str, str]:
+    """Return policy and variant of `NAME:VARIANT`; the variant of `NAME` is empty."""
+    policy, _, variant = label.partition(":")
+    return policy, variant
+
+
+def options_of(
+    policies: Iterable[str], variant: str, settings: Options
+) -> dict[str, Any]:
+    """Return the options that policies get.
+
+    Args:
+        policies: names; options that none of them knows are left out.
+        variant: whose options win over those for all.
+        settings: `policy_config`, and `variants` by name.
+    """
+    options = settings["policy_config"] | settings["variants"].get(variant, {})
     known = {param.name for name in policies for param in parse(name).params}
     return {key: value for key, value in options.items() if key in known}
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from benchmarks.accuracy.cost import cost_of
 from benchmarks.accuracy.results import Line
-from benchmarks.accuracy.servers import FULL
+from benchmarks.accuracy.servers import FULL, split
 from benchmarks.serving import table
 from benchmarks.stats import mcnemar
-from reasoner.evaluate import wilson
+from reasoner.intervals import wilson
 
 POOLED = "all"
 LENGTHS = (0.25, 0.5, 1.0)
@@ -73,14 +73,26 @@ def grouped(lines: Sequence[Line]) -> Groups:
 
 
 def _names(lines: Sequence[Line]) -> list[str]:
-    """Return the policies, FULL first and an allocator after its scorer."""
+    """Return the policies, FULL first, an allocator after its scorer, then variants."""
     names = {line["policy"] for line in lines}
-    return sorted(names, key=lambda name: (name != FULL, *reversed(_parts(name))))
+
+    def place(name: str) -> tuple[bool, str, str, str]:
+        policy, variant = split(name)
+        allocator, _, scorer = policy.rpartition("-")
+        return name != FULL, scorer, allocator, variant
+
+    return sorted(names, key=place)
 
 
-def _parts(policy: str) -> tuple[str, str]:
-    allocator, _, scorer = policy.rpartition("-")
-    return allocator, scorer
+def bases_of(policy: str) -> list[str]:
+    """Return what a policy is compared with, FULL first.
+
+    That is itself without its variant, and its scorer without an allocator.
+    """
+    if policy == FULL:
+        return []
+    name, _ = split(policy)
+    return [other for other in (FULL, name, name.rpartition("-")[2]) if other != policy]
 
 
 def _natural(line: Line) -> tuple[int, str, int]:
@@ -135,7 +147,7 @@ def row_of(members: Sequence[Line], settings: Line) -> Row:
 
 
 def pairs_of(groups: Groups) -> Iterator[Row]:
-    """Yield the paired tests: each policy against FULL and against its base scorer.
+    """Yield the paired tests: each policy against FULL and its bases, see `bases_of`.
 
     A pair is one question, answered by both; several samples answer by majority.
     `only_policy` and `only_other` count the pairs that just one of the two got right;
@@ -149,10 +161,8 @@ def pairs_of(groups: Groups) -> Iterator[Row]:
         for names, members in groups.items()
     }
     for ((policy, budget, interval), family), ours in voted.items():
-        allocator, scorer = _parts(policy)
-        others: list[Place] = [] if policy == FULL else [(FULL, None, None)]
-        others += [(scorer, budget, interval)] if allocator else []
-        for other in others:
+        for base in dict.fromkeys(bases_of(policy)):
+            other = (FULL, None, None) if base == FULL else (base, budget, interval)
             theirs = voted.get((other, family), {})
             both = [(right, theirs[q]) for q, right in ours.items() if q in theirs]
             if both:

@@ -168,6 +168,16 @@ def test_the_time_is_said_first_and_a_dry_run_does_no_more(
             [*POLICIES, "--policy-config", '{"lgs": 3}'],
             "options of policies, got ['lgs']",
         ),
+        (
+            ["--policies", "snapkv:x", "--variants", '{"x": {"lgs": 3}}'],
+            "options of policies, got ['lgs']",
+        ),
+        (["--policies", "snapkv:x"], "variants: expected ['x'], which --policies"),
+        ([*POLICIES, "--variants", '{"x": {}}'], "name, got ['x']"),
+        (
+            ["--policies", "snapkv:x", "--variants", '{"x": {}}', "--url", "http://x"],
+            "url: expected no",
+        ),
         ([*POLICIES, "--url", "http://x", "--trace", "t"], "url: expected no"),
         ([*POLICIES, "--shard", "3/2"], "expected I/N, 1 <= I <= N, got '3/2'"),
         ([*POLICIES, "--shard", "0/2"], "expected I/N"),

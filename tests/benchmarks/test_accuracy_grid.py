@@ -9,9 +9,9 @@ from benchmarks.accuracy import __main__ as command
 from benchmarks.accuracy import grid, results, servers
 from benchmarks.accuracy.servers import FULL, Setup
 from reasoner.tokenizer import encode
-from vllm_kvpolicy.policies.registry import parse
 
-STANDARD = provenance.ROOT / "benchmarks" / "grids" / "standard.yaml"
+GRIDS = provenance.ROOT / "benchmarks" / "grids"
+STANDARD = GRIDS / "standard.yaml"
 STANDARD_POLICIES = {
     *("full", "streaming", "tova", "ams-tova", "expected", "ams-expected", "keydiff"),
     *("ams-keydiff", "rkv", "ams-rkv", "snapkv", "strat-snapkv", "adakv-snapkv"),
@@ -27,9 +27,9 @@ def test_the_standard_grid():
     args = command.parse_args(["--grid", str(STANDARD)])
     assert set(args.policies) == STANDARD_POLICIES
     assert len(args.policies) == 17 and len(args.budgets) == 3
-    assert args.n == 100 and args.max_trace == 800
+    assert args.n * len(args.tasks) == 100 and args.max_trace == 800
     questions = grid.read_questions(args)
-    assert all(len(members) == 100 for members in questions.values())
+    assert all(len(members) == args.n for members in questions.values())
     cells = grid.cells_of(args)
     assert len(cells) == (1 + 16 * 3 * len(args.intervals)) * len(args.tasks)
     needed = min(args.budgets) + min(args.intervals)
@@ -38,11 +38,23 @@ def test_the_standard_grid():
         assert all(len(encode(q.prompt)) + q.max_tokens < 2048 for q in members)
 
 
-def test_every_option_of_the_standard_grid_is_some_policys():
-    args = command.parse_args(["--grid", str(STANDARD)])
-    names = [name for name in args.policies if name != FULL]
-    known = {param.name for name in names for param in parse(name).params}
-    assert set(args.policy_config) <= known
+@pytest.mark.parametrize("path", sorted(GRIDS.glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_option_of_a_grid_is_one_of_a_policy_that_it_names(path):
+    args = command.parse_args(["--grid", str(path)])
+    policies = [servers.split(label) for label in args.policies if label != FULL]
+    for variant, options in args.variants.items():
+        names = [name for name, own in policies if own == variant]
+        assert servers.options_of(names, variant, vars(args)).keys() >= options.keys()
+
+
+def test_controls_can_be_merged_with_the_standard_grid():
+    first, second = (
+        command.parse_args(["--grid", str(GRIDS / f"{name}.yaml")])
+        for name in ("standard", "controls")
+    )
+    assert command.settings_of(first, None) == command.settings_of(second, None)
+    assert first.tasks == second.tasks and first.n == second.n
+    assert not set(first.policies) & set(second.policies)
 
 
 def test_the_command_line_wins_over_the_grid():
@@ -114,6 +126,34 @@ def test_servers_record_traces_apart(tiny_model):
         config = json.loads(words[words.index("--kv-policy-config") + 1])
         assert config == {"allow": [], "trace": f"traces/tova-{budget}-64"}
     assert "--kv-policy-config" not in Setup((FULL,), None, None).arguments(args)
+
+
+def test_variants_have_servers_and_names_of_their_own(tiny_model):
+    policies = ["full", "snapkv", "snapkv:wide", "ams-snapkv:wide", "hard-snapkv:wide"]
+    variants = {"wide": {"window": 48, "hard_p": 0.8}}
+    args = arguments("--model", str(tiny_model))
+    args.policies, args.variants = policies, variants
+    args.tasks, args.n = ["copy:10"], 1
+    args.policy_config = {"window": 16, "pool_kernel": 3}
+    cells = grid.cells_of(args)
+    setups = list(dict.fromkeys(cell.setup for cell in cells))
+    assert [setup.variant for setup in setups] == ["", "", "wide", "wide"]
+    assert setups[2].policies == ("snapkv", "ams-snapkv")
+    assert setups[2].label.endswith("-wide")
+    configs = []
+    for setup in setups[1:]:
+        words = setup.arguments(args)
+        configs.append(json.loads(words[words.index("--kv-policy-config") + 1]))
+    assert configs == [
+        {"window": 16, "pool_kernel": 3, "allow": []},
+        {"window": 48, "pool_kernel": 3, "allow": ["ams-snapkv"]},
+        {"window": 48, "pool_kernel": 3, "hard_p": 0.8, "allow": []},
+    ]
+    asked = grid.asked_of(cells, grid.read_questions(args), 1, (), False)
+    labels = [item.fields["policy"] for members in asked.values() for item in members]
+    assert sorted(labels) == sorted(policies)
+    extras = [item.extra for item in asked[setups[2]]]
+    assert [extra["kv_policy"] for extra in extras] == ["snapkv", "ams-snapkv"]
 
 
 def test_one_server_per_budget_interval_and_tier():

@@ -8,7 +8,12 @@ from benchmarks.accuracy import summary
 from benchmarks.accuracy.cost import bounded_cost, cost_of, full_cost
 from vllm_kvpolicy.config import KVPolicyConfig
 
-SETTINGS = {"block_size": 32, "evict_prompts": True, "policy_config": {}}
+SETTINGS = {
+    "block_size": 32,
+    "evict_prompts": True,
+    "policy_config": {},
+    "variants": {},
+}
 
 
 def line(correct: bool = True, number: int = 0, **changes) -> dict:
@@ -88,6 +93,30 @@ def test_policies_meet_full_and_their_base_scorer():
     assert (row["only_policy"], row["only_other"]) == (0, 4)
     assert row["p"] == pytest.approx(2 / 2**4)
     assert "| ams-tova | 128    | 64" in summary.format_pairs(list(pairs.values()))
+
+
+def test_variants_meet_the_policy_without_them_and_its_scorer():
+    names = ["snapkv", "ams-snapkv", "ams-snapkv:no-ema", "snapkv:no-ema"]
+    lines = [full(True, n) for n in range(4)]
+    lines += [line(n < k, n, policy=p) for k, p in enumerate(names) for n in range(4)]
+    summed = summary.summarise(lines, {**SETTINGS, "variants": {"no-ema": {}}})
+    order = list(dict.fromkeys(row["policy"] for row in summed["summary"]))
+    assert order == ["full", "snapkv", "snapkv:no-ema", "ams-snapkv", *names[2:3]]
+    met = {
+        (row["policy"], row["against"]): (row["only_policy"], row["only_other"])
+        for row in summed["pairs"]
+        if row["family"] == "all"
+    }
+    assert met == {
+        ("snapkv", "full"): (0, 4),
+        ("snapkv:no-ema", "full"): (0, 1),
+        ("snapkv:no-ema", "snapkv"): (3, 0),
+        ("ams-snapkv", "full"): (0, 3),
+        ("ams-snapkv", "snapkv"): (1, 0),
+        ("ams-snapkv:no-ema", "full"): (0, 2),
+        ("ams-snapkv:no-ema", "ams-snapkv"): (1, 0),
+        ("ams-snapkv:no-ema", "snapkv"): (2, 0),
+    }
 
 
 def test_several_samples_are_no_more_questions():

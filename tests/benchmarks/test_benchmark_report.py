@@ -14,7 +14,12 @@ from benchmarks.report import figures, tables, traces
 from vllm_kvpolicy.trace_files import EventRecord, to_arrays
 
 DOCS = provenance.ROOT / "docs"
-SETTINGS = {"block_size": 32, "evict_prompts": True, "policy_config": {}}
+SETTINGS = {
+    "block_size": 32,
+    "evict_prompts": True,
+    "policy_config": {},
+    "variants": {},
+}
 PLACES = {
     "full": [(None, None)],
     "tova": [(96, 64), (128, 64)],

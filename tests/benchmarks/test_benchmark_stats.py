@@ -13,7 +13,7 @@ from benchmarks.stats import (
     paired_ratios,
     percentile,
 )
-from reasoner.evaluate import wilson
+from reasoner.intervals import wilson
 
 
 @pytest.mark.parametrize("percent", [0, 2.5, 50, 99, 100])

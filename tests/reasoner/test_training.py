@@ -16,7 +16,8 @@ from reasoner.curriculum import (
     family_weights,
     pick_size,
 )
-from reasoner.evaluate import CacheRule, Task, report_tasks, score, wilson
+from reasoner.evaluate import CacheRule, Task, report_tasks, score
+from reasoner.intervals import wilson
 from reasoner.model import new_model
 from reasoner.presets import PRESETS
 from reasoner.problems import FAMILIES, TRAINED_TEMPLATES, generate, held_out
