@@ -150,7 +150,7 @@ def test_variants_have_servers_and_names_of_their_own(tiny_model):
         {"window": 48, "pool_kernel": 3, "hard_p": 0.8, "allow": []},
     ]
     asked = grid.asked_of(cells, grid.read_questions(args), 1, (), False)
-    labels = [item.fields["policy"] for members in asked.values() for item in members]
+    labels = [item.key["policy"] for members in asked.values() for item in members]
     assert sorted(labels) == sorted(policies)
     extras = [item.extra for item in asked[setups[2]]]
     assert [extra["kv_policy"] for extra in extras] == ["snapkv", "ams-snapkv"]
