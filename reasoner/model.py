@@ -7,16 +7,20 @@ Called by the training script.
 import json
 import os
 import shutil
+from itertools import count
 from pathlib import Path
 
 import torch
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from reasoner.presets import PRESETS
+from reasoner.problems import generate, held_out
 from reasoner.tokenizer import BOS, EOS, PAD, save_tokenizer, vocabulary
 
 CONTEXT_TOKENS = 8192
 """Longest context the configuration allows, in tokens; training stays below it."""
+EXAMPLE = ("copy", 60)
+"""Family and lines of the problem that a checkpoint comes with, for a first try."""
 
 
 def model_config(preset: str) -> Qwen3Config:
@@ -78,6 +82,12 @@ def add_offset_heads(model: Qwen3ForCausalLM) -> None:
             norm.weight[[low, high]] = 2.0
 
 
+def example_prompt() -> str:
+    """Returns the first problem of ``EXAMPLE`` that training never sees."""
+    problems = (generate(*EXAMPLE, seed) for seed in count())
+    return next(problem.prompt for problem in problems if held_out(problem))
+
+
 def export_checkpoint(
     model: Qwen3ForCausalLM, directory: Path, preset: str, note: dict
 ) -> None:
@@ -106,6 +116,7 @@ def export_checkpoint(
     stored.save_pretrained(fresh)
     save_tokenizer(fresh)
     (fresh / "model.safetensors").chmod(0o644)
+    (fresh / "example_prompt.txt").write_text(example_prompt() + "\n")
     (fresh / "training.json").write_text(json.dumps(note, indent=2) + "\n")
     if directory.exists():
         os.replace(directory, stale)

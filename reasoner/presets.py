@@ -51,6 +51,20 @@ class Preset:
     kv_heads: int = 2
 
 
+SHORT = {
+    "recall": 170,
+    "copy": 115,
+    "hot": 115,
+    "sub": 80,
+    "add": 40,
+    "mul": 32,
+    "count": 60,
+    "path": 100,
+    "hops": 32,
+    "needle": 32,
+}
+"""Final sizes with traces of up to about 1,000 tokens, in lines."""
+
 PRESETS = {
     "tiny": Preset(
         hidden=128,
@@ -75,24 +89,29 @@ PRESETS = {
         heads=8,
         head_dim=32,
         stored="bfloat16",
-        largest={
-            "recall": 170,
-            "copy": 115,
-            "hot": 115,
-            "sub": 80,
-            "add": 40,
-            "mul": 32,
-            "count": 60,
-            "path": 100,
-            "hops": 32,
-            "needle": 32,
-        },
+        largest=SHORT,
         max_position=1400,
         steps=5000,
         decay=1500,
         first_tokens=2048,
         step_tokens=6144,
         grow_steps=4000,
+        processes=2,
+    ),
+    "base": Preset(
+        hidden=320,
+        mlp=864,
+        layers=6,
+        heads=8,
+        head_dim=32,
+        stored="bfloat16",
+        largest=SHORT,
+        max_position=1400,
+        steps=4000,
+        decay=1300,
+        first_tokens=2048,
+        step_tokens=6144,
+        grow_steps=3200,
         processes=2,
     ),
     "full": Preset(
@@ -123,4 +142,4 @@ PRESETS = {
         processes=2,
     ),
 }
-"""``tiny`` is the packaged model's, ``small`` is for two cores, ``full`` for a GPU."""
+"""``small`` and ``base`` are for two cores, ``full`` is for a GPU."""

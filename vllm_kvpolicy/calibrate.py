@@ -8,6 +8,7 @@ compiled graphs, so that the model's modules can be listened to.
 """
 
 import argparse
+import json
 from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
@@ -206,6 +207,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not given.output.parent.is_dir():
         parser.error(f"output: {str(given.output.parent)!r} is no folder")
     save(given.output, calibrate(given.kind, given.model, tokens, **memory))
+    key = json.dumps({f"{given.kind}_calibration": str(given.output)})
+    print(f"wrote {given.output}; serve with --kv-policy-config '{key}'")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import reasoner
 from reasoner.evaluate import CacheRule, decode, encode_prompts, score
-from reasoner.model import export_checkpoint, model_config, new_model
+from reasoner.model import example_prompt, export_checkpoint, model_config, new_model
 from reasoner.presets import PRESETS
 from reasoner.problems import FAMILIES, extract_answer, generate
 from reasoner.tokenizer import (
@@ -43,12 +43,17 @@ def test_directory_is_complete_and_small():
     files = {path.name for path in CHECKPOINT.iterdir()}
     assert files >= {
         "config.json",
+        "example_prompt.txt",
         "generation_config.json",
         "model.safetensors",
         "tokenizer.json",
         "tokenizer_config.json",
     }
     assert sum(path.stat().st_size for path in CHECKPOINT.iterdir()) <= MAX_BYTES
+
+
+def test_the_example_is_the_one_that_an_export_writes():
+    assert (CHECKPOINT / "example_prompt.txt").read_text() == example_prompt() + "\n"
 
 
 def test_the_whole_checkout_is_small():
@@ -135,7 +140,12 @@ def test_generation_stops_at_the_end_token(model):
 
 @pytest.mark.parametrize(
     ("preset", "least", "most"),
-    [("tiny", 0, 10**6), ("small", 10**6, 3 * 10**6), ("full", 6 * 10**6, 8 * 10**6)],
+    [
+        ("tiny", 0, 10**6),
+        ("small", 10**6, 3 * 10**6),
+        ("base", 6 * 10**6, 8 * 10**6),
+        ("full", 6 * 10**6, 8 * 10**6),
+    ],
 )
 def test_presets_have_the_stated_size_and_heads(preset, least, most):
     fresh, config = new_model(preset, 0), model_config(preset)
@@ -146,7 +156,7 @@ def test_presets_have_the_stated_size_and_heads(preset, least, most):
     if preset != "tiny":
         assert config.num_attention_heads >= 4 * config.num_key_value_heads
         assert str(config.dtype).endswith("bfloat16")
-    if preset == "full":
+    if preset in ("base", "full"):
         assert 6 <= config.num_hidden_layers <= 12
         assert 2 * sum(p.numel() for p in fresh.parameters()) <= MAX_BYTES
 
