@@ -89,6 +89,21 @@ def test_a_file_made_anew_under_a_removed_name_stays(folder, monkeypatch):
     assert new and CounterFile("own", create=False).read()["events"] == 0
 
 
+def test_a_file_removed_before_it_was_locked_is_made_again(folder, monkeypatch):
+    removed = []
+
+    def late_lock(descriptor, operation):
+        if operation & fcntl.LOCK_SH and not removed:
+            counter_path("own").unlink()  # another engine took it for a dead one's
+            removed.append(descriptor)
+        return lock(descriptor, operation)
+
+    lock = fcntl.flock
+    monkeypatch.setattr(fcntl, "flock", late_lock)
+    CounterFile("own", create=True).add("events", 1)
+    assert removed and CounterFile("own", create=False).read()["events"] == 1
+
+
 def test_an_engine_starts_where_files_cannot_be_locked(folder, monkeypatch):
     def refuse(descriptor, operation):
         raise OSError("no locks available")
