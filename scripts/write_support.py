@@ -87,8 +87,8 @@ def _options() -> list[str]:
         "Keys of `--kv-policy-config`; each policy reads those of its words. The query "
         "window of a policy may not be longer than the interval. Two keys are about "
         "the server: `allow`, a list of further policies that requests may choose by "
-        "`kv_policy` in `vllm_xargs`, and `trace`, a folder without events in which "
-        "workers record what events keep.",
+        "`kv_policy` in `vllm_xargs`, and `trace`, a folder in which workers record "
+        "what events keep.",
         "",
         "| key | default | words | valid | meaning |",
         "|---|---|---|---|---|",

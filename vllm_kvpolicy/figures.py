@@ -19,11 +19,25 @@ WIDTH = 10.0  # inches
 PANEL_HEIGHT = 1.5  # inches per head
 MAX_COLUMNS = 1000  # a map's positions are averaged into at most as many
 MAX_NUMBERS = 128  # heat maps of more heads show colours only
+CURVE_COLUMNS = 4
+CURVE_HEIGHT = 1.7  # inches
+RETENTION_TITLE = "Tokens kept by relative position, mean over heads and events"
+OTHERS = "; grey: the other policies"
 MASS_DECADES = 6  # below the largest mass, shown
 
 
-def new_figure(rows: int, height: float) -> tuple["Figure", Any]:
-    """Return a figure and its panels [rows], one below the other.
+def new_figure(
+    rows: int, height: float, columns: int = 1, width: float = WIDTH
+) -> tuple["Figure", Any]:
+    """Return a figure and its panels [rows * columns], row by row.
+
+    Panels share their x axis, and beside each other their y axis, too.
+
+    Args:
+        rows: panels below each other.
+        height: of the figure, inches.
+        columns: panels beside each other.
+        width: of the figure, inches.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -34,8 +48,11 @@ def new_figure(rows: int, height: float) -> tuple["Figure", Any]:
         raise ValueError(
             "matplotlib is not installed, plots need it: pip install matplotlib"
         ) from None
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    return figure, figure.subplots(rows, sharex=True, squeeze=False)[:, 0]
+    figure = Figure(figsize=(width, height), layout="constrained")
+    panels = figure.subplots(
+        rows, columns, sharex=True, sharey=columns > 1, squeeze=False
+    )
+    return figure, panels.flatten()
 
 
 def _by_head(layer: int, heads: int, title: str) -> tuple["Figure", Any]:
@@ -151,20 +168,32 @@ def head_map(values: np.ndarray, title: str, unit: str) -> "Figure":
     return figure
 
 
-def retention_curves(retention: Mapping[str, Sequence[float]]) -> "Figure":
-    """Draw the share of tokens kept by relative position, a line per policy.
+def retention_curves(
+    retention: Mapping[str, Sequence[float]], title: str | None = RETENTION_TITLE
+) -> "Figure":
+    """Draw the share of tokens kept by relative position, a panel per policy.
 
     Args:
-        retention: by policy, shares of bins of equal width, oldest first.
+        retention: by policy, shares of bins of equal width, oldest first; in each panel
+            the other policies are grey.
+        title: what is said above; None for nothing.
     """
-    figure, (panel,) = new_figure(1, 4.5)
-    for policy, shares in retention.items():
-        edges = np.linspace(0, 1, len(shares) + 1)
-        panel.stairs(shares, edges, label=policy, linewidth=2)
-    panel.set_title("Tokens kept by relative position, mean over heads and events")
-    panel.set_xlabel("position of the token / position of the event")
-    panel.set_ylabel("share of tokens kept")
-    panel.set_xlim(0, 1)
-    panel.set_ylim(0, 1.02)
-    panel.legend(title="policy")
+    columns = min(CURVE_COLUMNS, len(retention))
+    rows = -(-len(retention) // columns)
+    figure, panels = new_figure(rows, CURVE_HEIGHT * rows + 1, columns)
+    edges = {name: np.linspace(0, 1, len(row) + 1) for name, row in retention.items()}
+    for index, (panel, policy) in enumerate(zip(panels, retention, strict=False)):
+        for other, shares in retention.items():
+            panel.stairs(shares, edges[other], color="lightgrey")
+        own = retention[policy], edges[policy]
+        panel.stairs(*own, color="C0", linewidth=2, label=policy)
+        panel.set_title(policy, fontsize="medium", loc="left")
+        panel.tick_params(labelbottom=index + columns >= len(retention))
+    for panel in panels[len(retention) :]:
+        panel.remove()
+    panels[0].set(xlim=(0, 1), ylim=(0, 1.02), xticks=(0, 0.5, 1), yticks=(0, 0.5, 1))
+    if title is not None:
+        figure.suptitle(title + OTHERS * (len(retention) > 1))
+    figure.supxlabel("position of the token / position of the event")
+    figure.supylabel("share of tokens kept")
     return figure

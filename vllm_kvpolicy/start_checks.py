@@ -11,7 +11,7 @@ from typing import Any
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies.calibration import load
 from vllm_kvpolicy.policies.registry import parse
-from vllm_kvpolicy.trace_files import check_new_trace
+from vllm_kvpolicy.trace_files import check_trace
 
 
 def check_files(config: KVPolicyConfig, vllm_config: Any) -> None:
@@ -36,7 +36,7 @@ def check_files(config: KVPolicyConfig, vllm_config: Any) -> None:
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from None
     if config.trace_dir is not None:
-        check_new_trace(Path(config.trace_dir))
+        check_trace(Path(config.trace_dir))
 
 
 def _model_shape(vllm_config: Any) -> tuple[int, int, int, int]:

@@ -1,6 +1,7 @@
 """The files of a trace: one .npz per event, numbered as the events happened.
 
-Written by attention.trace, read by diagnostics and plot. A folder is one run's.
+Written by attention.trace, read by diagnostics and plot. Every run of a server makes a
+folder of its own within the trace's.
 Process: any
 """
 
@@ -8,8 +9,10 @@ import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 
@@ -92,11 +95,11 @@ def read_event(path: Path) -> EventRecord:
     return EventRecord(**values, notes=notes)
 
 
-def check_new_trace(folder: Path) -> None:
-    """Check that a run can write its events into a folder; made if missing.
+def check_trace(folder: Path) -> None:
+    """Check that runs can write into a folder; made if missing.
 
     Raises:
-        ValueError: it cannot be written to, or holds the events of another run.
+        ValueError: they cannot.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -107,20 +110,51 @@ def check_new_trace(folder: Path) -> None:
             f"trace: got {str(folder)!r} ({error.strerror}), expected a folder that "
             "can be written to"
         ) from None
-    if any(folder.glob("*.npz")):
+
+
+def new_run(folder: Path) -> Path:
+    """Make the folder of a run that starts now, and return it.
+
+    Names are in the order of their starts, in UTC; no two runs share one.
+    """
+    started = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+    run = folder / f"{started}-{uuid4().hex[:8]}"
+    run.mkdir(parents=True)
+    return run
+
+
+def run_in(folder: Path) -> Path:
+    """Return the folder itself or the one below it that holds events.
+
+    Args:
+        folder: of one run, or of a trace with one run that had events.
+
+    Raises:
+        ValueError: no such folder, no events, or several runs with events.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"trace: there is no folder {str(folder)!r}")
+    runs = sorted({path.parent for path in folder.rglob("*.npz")})
+    if not runs:
         raise ValueError(
-            f"trace: {str(folder)!r} holds the events of another run, expected a "
-            "folder without any: name a new one"
+            f"trace: no events in {str(folder)!r}; a request has its first once it "
+            "holds budget + interval tokens"
         )
+    if len(runs) > 1:
+        raise ValueError(
+            f"trace: {str(folder)!r} holds {len(runs)} runs, name one of them: "
+            f"{', '.join(map(str, runs))}"
+        )
+    return runs[0]
 
 
 def read_trace(folder: Path) -> Iterator[EventRecord]:
-    """Yield the events of a folder in the order in which they happened.
+    """Yield the events of a run in the order in which they happened.
+
+    Args:
+        folder: see `run_in`.
 
     Raises:
-        ValueError: there are none, or a file is no event.
+        ValueError: see `run_in`; or a file is no event.
     """
-    paths = sorted(folder.glob("*.npz"))
-    if not paths:
-        raise ValueError(f"trace: no events in {str(folder)!r}")
-    yield from map(read_event, paths)
+    yield from map(read_event, sorted(run_in(folder).glob("*.npz")))

@@ -20,10 +20,9 @@ from typing import Any
 
 from benchmarks import provenance
 from benchmarks.accuracy import results, summary
-from benchmarks.report import figures, tables, traces
+from benchmarks.report import accuracy_figures, panels, tables, trace_figures, traces
 
 RESULTS = provenance.ROOT / "benchmarks" / "results"
-DPI = 100
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -35,12 +34,18 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     merge = commands.add_parser("merge", help="one summary of several output files")
     merge.add_argument("files", type=Path, nargs="+", help="of benchmarks.accuracy")
     trace = commands.add_parser("trace", help="the figures of a trace")
-    trace.add_argument("folder", type=Path, help="that workers recorded")
+    trace.add_argument("folder", type=Path, help="that workers recorded in one run")
     for command in (merge, trace):
         command.add_argument("--out", type=Path, required=True, help="JSON to write")
     draw = commands.add_parser("draw", help="a PNG per figure")
     draw.add_argument("files", type=Path, nargs="+", help="written by merge or trace")
     draw.add_argument("--output", type=Path, required=True, help="folder for the PNGs")
+    draw.add_argument(
+        "--about",
+        default="",
+        metavar="TEXT",
+        help="what captions say of model and task (default: the model's name)",
+    )
     docs = commands.add_parser("docs", help="the tables of documents")
     docs.add_argument("files", type=Path, nargs="+", help="Markdown")
     docs.add_argument("--results", type=Path, default=RESULTS, help="folder")
@@ -61,11 +66,16 @@ def trace(folder: Path) -> dict[str, Any]:
     return record | {"policies": traces.read_policies(folder)}
 
 
-def draw(paths: Sequence[Path], output: Path) -> list[str]:
+def draw(paths: Sequence[Path], output: Path, about: str = "") -> list[str]:
     """Write the figures of result files and return their names.
 
     A figure is named by its file and by what it shows. Policies of several traces share
     one set of figures.
+
+    Args:
+        paths: written by `merge` or `trace`.
+        output: folder for the PNGs; made if missing.
+        about: what captions say of model and task.
 
     Raises:
         ValueError: a file of another kind, a policy that two traces have, or matplotlib
@@ -81,13 +91,13 @@ def draw(paths: Sequence[Path], output: Path) -> list[str]:
                 raise ValueError(f"{path}: {sorted(twice)} of another trace, too")
             policies |= record["policies"]
             continue
-        named = figures.draw_accuracy(tables.read_record(path))
+        named = accuracy_figures.draw_accuracy(tables.read_record(path), about)
         drawn += [(f"{path.stem}-{name}", figure) for name, figure in named]
     if policies:
-        drawn += list(figures.draw_traces(policies))
+        drawn += list(trace_figures.draw_traces(policies, about))
     output.mkdir(parents=True, exist_ok=True)
     for name, figure in drawn:
-        figure.savefig(output / f"{name}.png", dpi=DPI)
+        panels.save(figure, output / f"{name}.png")
     return [name for name, _ in drawn]
 
 
@@ -113,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{path}: {'is out of date' if args.check else 'written'}")
         return int(args.check and bool(changed))
     if args.command == "draw":
-        names = draw(args.files, args.output)
+        names = draw(args.files, args.output, args.about)
         print(f"{args.output}: {', '.join(names)}")
         return 0
     record = merge(args.files) if args.command == "merge" else trace(args.folder)

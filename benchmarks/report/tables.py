@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 
 from benchmarks.accuracy.servers import FULL
-from benchmarks.accuracy.summary import POOLED
+from benchmarks.accuracy.summary import POOLED, bases_of
 
 BLOCK = re.compile(r"(<!-- table\n(.*?)-->\n)(.*?)(<!-- /table -->)", re.DOTALL)
 KEYS = {"files", "rows", "budget", "interval", "against"}
@@ -139,14 +139,15 @@ def pair_of(record: Row, row: Row, against: str) -> str:
     Args:
         record: the result file.
         row: of it.
-        against: `full`, or `base` for the scorer without an allocator.
+        against: `full`, or `base` for the policy without its variant or, where it has
+            none, for the scorer without an allocator.
     """
-    policy = row["policy"]
-    other = FULL if against == FULL else policy.rpartition("-")[2]
+    bases = bases_of(row["policy"])
+    others = bases[:1] if against == FULL else bases[1:2]
     for pair in record.get("pairs", ()):
         keys = ("policy", "budget", "interval", "family")
         same = all(pair[key] == row[key] for key in keys)
-        if same and pair["against"] == other:
+        if same and pair["against"] in others:
             return f"{pair['only_policy']}, {pair['only_other']}, {pair['p']:.2g}"
     return "-"
 

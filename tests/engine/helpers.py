@@ -276,7 +276,7 @@ def read_records(trace: Path, read: set[Path]) -> dict[str, list[list[Record]]]:
         read: files to leave out; those that are read are added.
     """
     passes: dict[str, list[list[Record]]] = {}
-    for path in sorted(set(trace.glob("*.npz")) - read):
+    for path in sorted(set(trace.rglob("*.npz")) - read):
         read.add(path)
         record = Record(**vars(read_event(path)))
         lists = passes.setdefault(record.request_id, [])

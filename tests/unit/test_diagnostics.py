@@ -10,6 +10,7 @@ import pytest
 from made_traces import make_event, rows, run_request, write_trace
 
 from vllm_kvpolicy.diagnostics import LABELS, main, summarise
+from vllm_kvpolicy.trace_files import new_run
 
 SINKS = 4
 
@@ -161,8 +162,23 @@ def test_json_that_cannot_be_written_is_one_line(tmp_path, capsys):
     assert capsys.readouterr().err.endswith(message)
 
 
-def test_a_folder_without_events_is_refused(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [(".", "trace: no events in"), ("none", "trace: there is no folder")],
+)
+def test_a_folder_without_events_is_refused(tmp_path, capsys, name, message):
     with pytest.raises(SystemExit) as stopped:
-        main([str(tmp_path)])
+        main([str(tmp_path / name)])
     assert stopped.value.code == 2
-    assert f"trace: no events in '{tmp_path}'" in capsys.readouterr().err
+    assert f"error: {message} '{tmp_path / name}'" in capsys.readouterr().err
+
+
+def test_a_restarted_server_is_measured_apart(tmp_path, capsys):
+    first = write_trace(new_run(tmp_path), run_request(newest))
+    assert summarise(tmp_path) == summarise(first)
+    second = write_trace(new_run(tmp_path), run_request(newest, events=2))
+    with pytest.raises(SystemExit):
+        main([str(tmp_path)])
+    assert f"name one of them: {first}, {second}" in capsys.readouterr().err
+    main([str(second)])
+    assert summarise(second)["snapkv"]["events"] == 2

@@ -14,7 +14,7 @@ from vllm_kvpolicy.attention.trace import Tracer
 from vllm_kvpolicy.kernels.assign_pages import PageLists
 from vllm_kvpolicy.policies.base import Decision
 from vllm_kvpolicy.protocol import CompactEvent
-from vllm_kvpolicy.trace_files import EventRecord, read_trace, to_arrays
+from vllm_kvpolicy.trace_files import EventRecord, read_trace, run_in, to_arrays
 
 BLOCK = 2
 # One layer, two heads that hold 7 tokens: three full pages and one local token.
@@ -120,16 +120,32 @@ def test_notes_are_kept_small(tmp_path):
     assert np.array_equal(other.notes["quotas"], [[[101, 102], [103, 100]]])
 
 
+def test_two_servers_of_one_trace_do_not_mix(tmp_path):
+    one, other = (Tracer(str(tmp_path), BLOCK) for _ in range(2))
+    record(one, FIRST, [[0, 1], [2, 5]])
+    record(other, FIRST, [[1, 4], [0, 5]])
+    firsts = [next(read_trace(tracer.directory)) for tracer in (one, other)]
+    assert [event.survivors.tolist() for event in firsts] == [
+        [[[0, 1], [2, 5]]],
+        [[[1, 4], [0, 5]]],
+    ]
+    with pytest.raises(ValueError, match="holds 2 runs"):
+        list(read_trace(tmp_path))
+
+
 def test_a_full_trace_ends_and_says_so_once(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(trace.logger, "propagate", True)
+    caplog.set_level("INFO", trace.logger.name)
     first, *rest = two_events(tmp_path / "whole")
     assert len(rest) == 3
-    assert caplog.messages == []
+    assert caplog.messages == [f"events are recorded in {run_in(tmp_path / 'whole')}"]
+    caplog.clear()
     size = sum(array.nbytes for array in to_arrays(first).values())
     assert len(two_events(tmp_path / "one", size)) == 1
+    run = run_in(tmp_path / "one")
     assert caplog.messages == [
-        f"the trace in {tmp_path / 'one'} is full after 1 events: later ones are not "
-        "recorded"
+        f"events are recorded in {run}",
+        f"the trace in {run} is full after 1 events: later ones are not recorded",
     ]
     with pytest.raises(ValueError, match="no events"):
         two_events(tmp_path / "none", size - 1)

@@ -33,7 +33,7 @@ def run(runner: str, model: Path, folder: Path) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-4000:]
     result = json.loads(output.read_text())
-    result["traces"] = [dict(np.load(path)) for path in sorted(traces.glob("*.npz"))]
+    result["traces"] = [dict(np.load(path)) for path in sorted(traces.rglob("*.npz"))]
     return result
 
 

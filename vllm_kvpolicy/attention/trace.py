@@ -17,7 +17,7 @@ from vllm_kvpolicy.attention.layouts import Held, move_slots
 from vllm_kvpolicy.kernels.assign_pages import PageLists
 from vllm_kvpolicy.policies.base import Decision
 from vllm_kvpolicy.protocol import CompactEvent
-from vllm_kvpolicy.trace_files import EventRecord, to_arrays
+from vllm_kvpolicy.trace_files import EventRecord, new_run, to_arrays
 
 logger = init_logger("vllm.kv_policy")
 
@@ -28,14 +28,14 @@ class Tracer:
     """Follows true positions of survivors and writes them down; see `EventRecord`.
 
     Args:
-        directory: where the records go; made if missing.
+        directory: of the trace; records go into a new folder in it.
         block_size: N, tokens per page.
         max_bytes: once the records hold this much, no more are written.
     """
 
     def __init__(self, directory: str, block_size: int, max_bytes: int = 2**30) -> None:
-        self.directory = Path(directory)
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory = new_run(Path(directory))
+        logger.info("events are recorded in %s", self.directory)
         self.block_size = block_size
         self.bytes_left = max_bytes
         self._positions: dict[int, Rows] = {}

@@ -1,0 +1,63 @@
+"""Owns the figures of accuracy over KV tokens.
+
+Called by accuracy_figures; vote_figures reads COSTS.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.report.lines import (
+    Row,
+    budgets_of,
+    families_of,
+    legend_of,
+    lines_of,
+    note_on_grey,
+    styles_of,
+    titles_of,
+)
+from benchmarks.report.panels import SHARES, explain, grid, log_ticks
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COSTS = {
+    "kv_read": ("KV tokens read", "KV tokens read in decoding"),
+    "kv_peak": ("peak memory", "most KV tokens held at once"),
+}
+"""Cost -> what a title calls it, and the label of its axis."""
+
+
+def by_cost(rows: Sequence[Row], cost: str, setting: str) -> "Figure":
+    """Draw accuracy over a cost, a panel per family and a line per policy.
+
+    Args:
+        rows: of a summary.
+        cost: a key of COSTS.
+        setting: first sentence of the caption.
+    """
+    families, budgets, styles = families_of(rows), budgets_of(rows), styles_of(rows)
+    title, unit = COSTS[cost]
+    figure, panels = grid(titles_of(families), 4, (2.7, 2.2), unit, "answers right, %")
+    for family, panel in zip(families, panels, strict=True):
+        for name, members in lines_of(rows, family).items():
+            options = styles[name].options
+            costs = [row[cost] for row in members]
+            shares = [100 * row["accuracy"] for row in members]
+            panel.plot(costs, shares, label=name, **options | {"marker": ""})
+            for x, y, row in zip(costs, shares, members, strict=True):
+                mark: dict[str, Any] = {"marker": ".", "markersize": 3}
+                if styles[name].is_shown:
+                    larger = [b for b in budgets if b > (row["budget"] or math.inf)]
+                    mark = {"markersize": 3 + 2 * (len(budgets) - len(larger))}
+                panel.plot(x, y, **options | mark)
+        log_ticks(panel)
+    panels[0].set_ylim(SHARES)
+    caption = (
+        f"{setting} Costs are means over questions, per KV head, computed from lengths "
+        f"and events. Small to large marks: budget {', '.join(map(str, budgets))}; "
+        f"cross: full KV cache. Intervals: accuracy-by-policy. {note_on_grey(rows)}"
+    )
+    explain(figure, f"Accuracy by {title}", caption, [legend_of(rows)])
+    return figure

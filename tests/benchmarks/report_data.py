@@ -1,0 +1,118 @@
+"""Answers, summaries and events that nobody measured, for tests of the report.
+
+Process: any
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.accuracy import summary
+from reasoner.intervals import wilson
+from vllm_kvpolicy.trace_files import EventRecord, new_run, to_arrays
+
+SETTINGS = {
+    "block_size": 32,
+    "evict_prompts": True,
+    "policy_config": {},
+    "variants": {},
+}
+PLACES = {
+    "full": [(None, None)],
+    "tova": [(96, 64), (128, 64)],
+    "ams-tova": [(96, 64), (128, 64)],
+}
+FAMILIES = [f"{name}:48" for name in "abcdefghij"]
+
+
+def lines(samples: int = 1) -> list[dict]:
+    """Return the answers of three policies on two tasks, four questions each."""
+    found = []
+    for policy, places in PLACES.items():
+        for (budget, interval), task in [
+            (p, t) for p in places for t in ("a:1", "b:2")
+        ]:
+            for number in range(4 * samples):
+                question, sample = divmod(number, samples)
+                right = policy == "full" or question < (2 if policy == "tova" else 3)
+                found.append(
+                    {
+                        "policy": policy,
+                        "budget": budget,
+                        "interval": interval,
+                        "task": task,
+                        "id": str(question),
+                        "sample": sample,
+                        "digest": "00000000",
+                        "correct": right,
+                        "score": float(right),
+                        "answer": "5" if right else "6",
+                        "prompt_tokens": 50,
+                        "output_tokens": 100 + (budget or 0),
+                        "capped": False,
+                        "repeated": {"4": 0.2, "8": 0.1, "20": 0.0},
+                    }
+                )
+    return found
+
+
+def record(samples: int = 1) -> dict:
+    return {"settings": SETTINGS, **summary.summarise(lines(samples), SETTINGS)}
+
+
+def large_record(policies: int = 16, questions: int = 10) -> dict[str, Any]:
+    """Return a summary of the size of the standard grid: `full` and p0, p1, ...
+
+    p0 is right most often, the last policy never; all are better at larger budgets.
+    """
+    rows = []
+    names: dict[str, list] = {f"p{index}": [128, 192, 256] for index in range(policies)}
+    for name, budgets in ({"full": [None]} | names).items():
+        for budget in budgets:
+            rank = 0 if budget is None else int(name[1:]) / (policies - 1)
+            share = (1 - rank) * (1 if budget is None else 0.3 + budget / 400)
+            for family in [*FAMILIES, summary.POOLED]:
+                problems = questions * (10 if family == summary.POOLED else 1)
+                correct = round(share * problems)
+                low, high = wilson(correct, problems)
+                row = {"policy": name, "budget": budget, "family": family}
+                row |= {"interval": budget and 64, "problems": problems}
+                row |= {"correct": correct, "accuracy": correct / problems}
+                row |= {"low": low, "high": high, "repeated": {"8": rank}}
+                row |= {"kv_read": 1e4 + rank, "kv_peak": float(budget or 500)}
+                rows.append(row)
+    return {"settings": {"model": "tiny", "temperature": 0.0}, "summary": rows}
+
+
+def event(position: int, ordinal: int, heads: list, **changes: Any) -> EventRecord:
+    """Return an event that keeps the given positions, by layer and head."""
+    kept = np.array(heads, np.int32)
+    held = np.broadcast_to(
+        np.arange(position, dtype=np.int32), (*kept.shape[:2], position)
+    )
+    fields: dict[str, Any] = {
+        "request_id": "r",
+        "policy": "tova",
+        "position": position,
+        "ordinal": ordinal,
+        "frontier": position,
+        "budget": kept.shape[-1],
+        "prompt": 1,
+        "sinks": 0,
+        "block_size": 1,
+        "held": held,
+        "selected": kept,
+        "survivors": kept,
+        "moved": 0.0,
+    }
+    return EventRecord(**fields | changes)
+
+
+def write_run(folder: Path, records: Iterable[EventRecord]) -> Path:
+    """Write events as a run of their own and return its folder."""
+    run = new_run(folder)
+    for number, one in enumerate(records):
+        np.savez(run / f"{number:06d}.npz", **to_arrays(one))  # type: ignore[arg-type]
+    return run

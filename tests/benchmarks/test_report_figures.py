@@ -1,0 +1,229 @@
+"""Figures of accuracy runs: they show the numbers, and can be read by themselves."""
+
+import sys
+
+import pytest
+from figure_checks import check_readable, panel_lines
+from PIL import Image
+from report_data import FAMILIES, large_record, record
+
+from benchmarks.report import __main__ as command
+from benchmarks.report import accuracy_figures, lines, panels, tables, vote_figures
+from benchmarks.report.cost_figures import by_cost
+
+NAMES = [
+    "accuracy-by-policy",
+    "accuracy-by-budget",
+    "repetition-by-budget",
+    "accuracy-by-kv_read",
+    "accuracy-by-kv_peak",
+]
+VOTES = ["votes-by-kv_read", "votes-by-kv_peak"]
+
+
+def drawn(made: dict, about: str = "") -> dict:
+    return dict(accuracy_figures.draw_accuracy(made, about))
+
+
+@pytest.fixture(scope="module")
+def large() -> dict:
+    """The figures of a summary of the size of the standard grid."""
+    return drawn(large_record())
+
+
+def bars(panel, name: str, across: int) -> list[tuple[float, float, float]]:
+    """Return (value, low, high) of a policy's points; bars go `across` axis 0 or 1."""
+    return [
+        (value, *stem[:, across])
+        for container in panel.containers
+        if container.get_label() == name
+        for value, stem in zip(
+            container[0].get_data()[across],
+            container[2][0].get_segments(),
+            strict=True,
+        )
+    ]
+
+
+def test_figures_follow_from_what_is_on_file():
+    assert list(drawn(record())) == NAMES
+    assert list(drawn(record(samples=4))) == NAMES + VOTES
+    older = tables.read_record(command.RESULTS / "accuracy_catalogue.json")
+    assert list(drawn(older)) == ["accuracy-by-policy"]
+
+
+def test_small_figures_can_be_read_without_the_text():
+    for figure in drawn(record(samples=4)).values():
+        check_readable(figure)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_figure_of_the_standard_grid_can_be_read(large, tmp_path, name):
+    check_readable(large[name])
+    panels.save(large[name], tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size < 150_000
+
+
+def test_the_caption_says_what_was_measured():
+    made = record(samples=4)
+    made["settings"] = made["settings"] | {"model": "tiny", "temperature": 0.8}
+    for figure in drawn(made).values():
+        text = " ".join(t.get_text().replace("\n", " ") for t in figure.texts)
+        assert "model tiny, 4 questions per family, temperature 0.8" in text
+        assert "an event every 64 tokens" in text
+    (figure, *_) = drawn(made, "0.8 M parameters").values()
+    assert "Setting: 0.8 M parameters, 4 questions" in figure.texts[1].get_text()
+    made["summary"][0]["problems"] = 3
+    made["settings"]["temperature"] = 0.0
+    said = accuracy_figures.setting_of(made, "x")
+    assert "3 to 4 questions per family, greedy decoding" in said
+
+
+def test_accuracy_by_budget_has_points_and_intervals():
+    figure = drawn(record())["accuracy-by-budget"]
+    titles = [panel.get_title(loc="left") for panel in figure.axes]
+    assert titles == ["all families", "a:1", "b:2"]
+    panel = figure.axes[1]
+    assert [tick.get_text() for tick in panel.get_xticklabels()] == ["96", "128"]
+    for found in bars(panel, "tova", across=1):
+        assert found == pytest.approx((50, 15, 85), abs=0.05)
+    # Beside each other: `ams-tova` is better, so it stands to the left.
+    lines_of = {c.get_label(): c[0].get_xdata() for c in panel.containers}
+    assert list(lines_of["ams-tova"]) == [-0.025, 0.975]
+    assert list(lines_of["tova"]) == [0.025, 1.025]
+    full = panel_lines(figure)[1]["full"]
+    assert full[1] == [100.0, 100.0]
+
+
+def test_accuracy_by_policy_names_every_policy_and_budget():
+    made = record()
+    first, panel, _ = drawn(made)["accuracy-by-policy"].axes
+    names = [tick.get_text() for tick in first.get_yticklabels()]
+    assert names == ["ams-tova", "tova"] and first.yaxis_inverted()
+    found = bars(panel, "tova", across=0)
+    assert len(found) == 2
+    for each in found:
+        assert each == pytest.approx((50, 15, 85), abs=0.05)
+    places = [c[0].get_ydata()[0] for c in panel.containers if c.get_label() == "tova"]
+    assert places == pytest.approx([0.85, 1.15])
+
+
+def test_repetition_is_that_of_8_grams():
+    figure = drawn(record())["repetition-by-budget"]
+    (container,) = [c for c in figure.axes[0].containers if c.get_label() == "tova"]
+    assert list(container[0].get_ydata()) == [10.0, 10.0]
+    assert container[2] == (), "no interval"
+
+
+def test_costs_are_those_on_file():
+    made = record()
+    pooled = [row for row in made["summary"] if row["family"] == "all"]
+    found = panel_lines(drawn(made)["accuracy-by-kv_read"])[0]
+    ams = [row["kv_read"] for row in pooled if row["policy"] == "ams-tova"]
+    assert found["ams-tova"] == (ams, [75.0, 75.0])
+    assert found["full"][1] == [100.0]
+
+
+def test_of_many_policies_the_best_have_colours_and_one_control():
+    rows = large_record()["summary"]
+    for row in rows:
+        row["policy"] = {"p9": "random"}.get(row["policy"], row["policy"])
+    styles = lines.styles_of(rows)
+    assert list(styles) == ["full", *(f"p{i}" for i in range(9)), "random"] + [
+        f"p{i}" for i in range(10, 16)
+    ]
+    shown = [name for name, style in styles.items() if style.is_shown]
+    assert shown == ["full", "p0", "p1", "p2", "p3", "p4", "p5", "random"]
+    looks = [(style.color, style.marker) for style in styles.values() if style.is_shown]
+    assert len(set(looks)) == len(looks)
+    assert "the 6 policies that are right most often; grey: the other 9," in (
+        lines.note_on_grey(rows)
+    )
+    assert lines.note_on_grey(record()["summary"]) == ""
+    figure = by_cost(rows, "kv_peak", "")
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == shown
+
+
+def test_lines_of_several_intervals_are_told_apart():
+    rows = record()["summary"]
+    rows += [row | {"interval": 32} for row in rows if row["policy"] == "tova"]
+    assert lines.ranked(rows) == [
+        "ams-tova, every 64",
+        "tova, every 32",
+        "tova, every 64",
+    ]
+
+
+def test_votes_are_marked_by_budget_length_and_width():
+    made = record(samples=4)
+    panel = drawn(made)["votes-by-kv_peak"].axes[1]
+    marks = [
+        (
+            line.get_label(),
+            line.get_marker(),
+            line.get_fillstyle(),
+            line.get_markersize(),
+        )
+        for line in panel.get_lines()
+        if not line.get_label().startswith("_")
+    ]
+    # Four equal samples: wider votes are dearer and no better. No answer is as short as
+    # a quarter of the longest, half of it is 114 tokens.
+    assert {row["width"] for row in made["votes"]} == {1, 2, 4}
+    assert sorted(marks) == [
+        ("ams-tova", "o", "full", 4),
+        ("full", "X", "bottom", 4),
+        ("tova", "o", "full", 4),
+    ]
+
+
+def test_votes_of_all_families_are_pooled_by_share_of_the_length():
+    vote = {"policy": "full", "budget": None, "interval": None, "width": 1}
+    one = {"family": "a", "problems": 1, "correct": 1, "kv_read": 10.0, "kv_peak": 4}
+    other = {"family": "b", "problems": 3, "correct": 0, "kv_read": 30.0, "kv_peak": 8}
+    votes = [vote | one | {"length": n, "accuracy": 1.0} for n in (10, 20, 40)]
+    votes += [vote | other | {"length": n, "accuracy": 0.0} for n in (50, 100, 200)]
+    rows = vote_figures.with_pooled(votes)
+    pooled = [row for row in rows if row["family"] == "all"]
+    assert [row["share"] for row in pooled] == [0.25, 0.5, 1.0]
+    for row in pooled:
+        assert (row["problems"], row["correct"], row["accuracy"]) == (4, 1, 0.25)
+        assert (row["kv_read"], row["kv_peak"]) == (25.0, 7.0)
+    alone = vote_figures.with_pooled(votes[:3])
+    assert [row["family"] for row in alone] == ["a", "a", "a"]
+
+
+def test_only_votes_that_nothing_cheaper_equals_are_shown():
+    points = [(5, 0.5), (1, 0.0), (2, 0.3), (2, 0.2), (3, 0.3), (9, 0.4), (9, 0.6)]
+    votes = [{"kv_read": cost, "accuracy": share} for cost, share in points]
+    shown = [
+        (v["kv_read"], v["accuracy"]) for v in vote_figures.front(votes, "kv_read")
+    ]
+    assert shown == [(2, 0.3), (5, 0.5), (9, 0.6)]
+
+
+def test_an_empty_slot_of_the_grid_has_an_axis_above_it(large):
+    figure = large["accuracy-by-budget"]
+    assert len(figure.axes) == len(FAMILIES) + 1 == 11
+    labels = [panel.get_xlabel() for panel in figure.axes]
+    assert [bool(label) for label in labels] == [False] * 7 + [True] * 4
+
+
+def test_small_files_keep_the_colours(large, tmp_path):
+    panels.save(large["accuracy-by-budget"], tmp_path / "x.png")
+    with Image.open(tmp_path / "x.png") as image:
+        colours = {colour for _, colour in image.convert("RGB").getcolors(2**24)}
+    for wanted in lines.COLOURS:
+        rgb = [int(wanted[i : i + 2], 16) for i in (1, 3, 5)]
+        distance = min(
+            max(abs(a - b) for a, b in zip(rgb, colour, strict=True))
+            for colour in colours
+        )
+        assert distance <= 8, wanted
+
+
+def test_figures_need_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ValueError, match="pip install matplotlib"):
+        drawn(record())
