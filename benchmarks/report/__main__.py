@@ -20,7 +20,14 @@ from typing import Any
 
 from benchmarks import provenance
 from benchmarks.accuracy import results, summary
-from benchmarks.report import accuracy_figures, panels, tables, trace_figures, traces
+from benchmarks.report import (
+    accuracy_figures,
+    panels,
+    records,
+    tables,
+    trace_figures,
+    traces,
+)
 
 RESULTS = provenance.ROOT / "benchmarks" / "results"
 
@@ -91,7 +98,7 @@ def draw(paths: Sequence[Path], output: Path, about: str = "") -> list[str]:
                 raise ValueError(f"{path}: {sorted(twice)} of another trace, too")
             policies |= record["policies"]
             continue
-        named = accuracy_figures.draw_accuracy(tables.read_record(path), about)
+        named = accuracy_figures.draw_accuracy(records.read(path), about)
         drawn += [(f"{path.stem}-{name}", figure) for name, figure in named]
     if policies:
         drawn += list(trace_figures.draw_traces(policies, about))

@@ -33,13 +33,20 @@ def trace(tmp_path: Path) -> Path:
     return tmp_path / "trace"
 
 
-def document(description: str, table: str = "") -> str:
-    return f"before\n<!-- table\n{description}-->\n{table}<!-- /table -->\nafter\n"
+def document(description: str, table: str = "", kind: str = "families") -> str:
+    start = f"before\n<!-- table {kind}\n{description}-->\n"
+    return f"{start}{table}<!-- /table -->\nafter\n"
+
+
+def table_of(description: str, kind: str, folder: Path) -> list[str]:
+    """Return the lines of a table."""
+    filled = tables.fill(document(description, kind=kind), folder)
+    return filled.partition("-->\n")[2].partition("<!--")[0].splitlines()
 
 
 def test_the_docs_are_up_to_date():
     text = (DOCS / "results.md").read_text()
-    assert text.count("<!-- table") == 2 == len(tables.BLOCK.findall(text))
+    assert text.count("<!-- table") == len(tables.BLOCK.findall(text)) >= 2
     assert command.docs([DOCS / "results.md"], command.RESULTS, is_check=True) == []
     for name in tables.figure_names(text):
         assert (DOCS / "figures" / name).is_file()
@@ -54,7 +61,7 @@ def test_a_table_is_written_and_stays(folder):
     head, *rows = filled.partition("-->\n")[2].splitlines()[:6]
     assert head == (
         "| policy | a:1 | b:2 | answers cut off "
-        "| against base: right alone, wrong alone, p |"
+        "| against base at 128: right alone, wrong alone, p |"
     )
     assert rows == [
         "|---|---|---|---|---|",
@@ -75,8 +82,9 @@ def test_tests_against_full(folder):
 @pytest.mark.parametrize(
     ("description", "message"),
     [
-        ("rows: [tova]\n", "table: expected files, rows and any of"),
-        ("files: [one.json]\nrows: [tova]\nx: 1\n", "table: expected files, rows"),
+        ("rows: [tova]\n", r"table: expected \['files', 'rows'\] and any of"),
+        ("files: [one.json]\nrows: [tova]\nx: 1\n", r"table: expected \['files',"),
+        ("[]\n", "table: expected a mapping"),
         ("files: [one.json]\nrows: [tova]\n", "expected budget and interval beside"),
         ("files: [one.json]\nrows: [keydiff]\n", r"expected \['a:1', .*of keydiff in"),
         ("files: [one.json]\nrows: [tova*]\nbudget: 96\n", "expected a second file"),
@@ -98,6 +106,82 @@ def test_a_variant_is_tested_against_the_policy_without_it(tmp_path):
         description = f'files: [one.json]\nrows: ["ams-tova:x"]\nagainst: {against}\n'
         filled = tables.fill(document(f"{description}budget: 96\n"), tmp_path)
         assert f"| {test} |" in filled
+
+
+def test_budgets_are_columns_of_all_tasks_together(folder):
+    description = "files: [one.json]\nrows: [full, tova]\nagainst: full\nbudget: 96\n"
+    head, _, full, tova = table_of(description, "budgets", folder)
+    assert head.startswith("| policy | 96 | 128 | against full at 96: right alone")
+    assert full == "| `full` | 100 [68, 100] | 100 [68, 100] | - |"
+    assert tova.endswith("| 0, 4, 0.12 |")
+    with pytest.raises(ValueError, match="expected keydiff in"):
+        table_of("files: [one.json]\nrows: [keydiff]\n", "budgets", folder)
+
+
+def test_an_unknown_kind_of_table_is_refused(folder):
+    with pytest.raises(ValueError, match=r"table: expected one of \['budgets',"):
+        table_of("files: []\n", "pie", folder)
+
+
+def test_the_models_own_accuracy(tmp_path):
+    score = {"family": "copy", "problems": 4, "low": 0.3, "high": 0.954}
+    rows = [
+        score | {"kind": "trained", "lines": 10, "trace_tokens": 60, "correct": 4},
+        score | {"kind": "trained", "lines": 40, "trace_tokens": 240, "correct": 3},
+        score | {"kind": "longer", "lines": 50, "trace_tokens": 300, "correct": 2},
+    ]
+    (tmp_path / "model.json").write_text(json.dumps({"scores": rows}))
+    _, _, row = table_of("file: model.json\n", "model", tmp_path)
+    assert row == (
+        "| `copy` | 60, 240 | 10 lines: 100 [30, 95]; 40 lines: 75 [30, 95] | "
+        "50 lines: 50 [30, 95] | - |"
+    )
+    with pytest.raises(ValueError, match="expected a file with 'scores'"):
+        (tmp_path / "model.json").write_text("{}")
+        table_of("file: model.json\n", "model", tmp_path)
+
+
+def test_the_peer_beside_us(tmp_path):
+    def row(policy, accuracy, **more):
+        share = {"accuracy": accuracy, "low": 0.2, "high": 0.8}
+        return {"policy": policy, "family": "all", **share, **more}
+
+    held = {"first": 1.0, "second": 0.5, "last": None}
+    record = {
+        "summary": [
+            row("full", 0.9, sinks_held=dict.fromkeys(held), tok_s=200.0),
+            row("tova", 0.5, sinks_held=held, tok_s=120.4),
+            row("tova:sorted", 0.6, sinks_held=held | {"last": 0.75}, tok_s=1.0),
+            row("tova", 0.1, sinks_held=held) | {"family": "copy:9"},
+        ],
+        "ours": {
+            "summary": [row("full", 0.9), row("tova", 0.4), row("snapkv", 0.3)],
+            "speeds": [
+                {"policy": policy, "concurrency": count, "tok_s": 100.0 * count}
+                for policy in ("full", "tova", "snapkv")
+                for count in (1, 16)
+            ],
+        },
+        "against_ours": [
+            {"policy": "full", "only_peer": 0, "only_ours": 0, "p": 1.0},
+            {"policy": "tova", "only_peer": 3, "only_ours": 1, "p": 0.625},
+        ],
+        "refused": {"snapkv": "too small"},
+    }
+    (tmp_path / "peer.json").write_text(json.dumps(record))
+    *_, tova, snapkv = table_of("file: peer.json\n", "peer", tmp_path)
+    assert tova == (
+        "| `tova` | 50 [20, 80] | 60 [20, 80] | 40 [20, 80] | 3, 1, 0.62 | "
+        "100 %, 50 %, - | 100 %, 50 %, 75 % |"
+    )
+    assert snapkv == "| `snapkv` | refused | - | 30 [20, 80] | - | - | - |"
+    head, _, full, tova, snapkv = table_of("file: peer.json\n", "speeds", tmp_path)
+    assert (
+        head
+        == "| policy | kvpress, one at a time | ours, 1 at once | ours, 16 at once |"
+    )
+    assert tova == "| `tova` | 120 | 100 | 1600 |"
+    assert snapkv == "| `snapkv` | refused | 100 | 1600 |"
 
 
 def test_check_writes_nothing(folder, capsys):

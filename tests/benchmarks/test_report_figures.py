@@ -8,7 +8,7 @@ from PIL import Image
 from report_data import FAMILIES, large_record, record
 
 from benchmarks.report import __main__ as command
-from benchmarks.report import accuracy_figures, lines, panels, tables, vote_figures
+from benchmarks.report import accuracy_figures, lines, panels, records, vote_figures
 from benchmarks.report.cost_figures import by_cost
 
 NAMES = [
@@ -48,7 +48,7 @@ def bars(panel, name: str, across: int) -> list[tuple[float, float, float]]:
 def test_figures_follow_from_what_is_on_file():
     assert list(drawn(record())) == NAMES
     assert list(drawn(record(samples=4))) == NAMES + VOTES
-    older = tables.read_record(command.RESULTS / "accuracy_catalogue.json")
+    older = records.read(command.RESULTS / "accuracy_catalogue.json")
     assert list(drawn(older)) == ["accuracy-by-policy"]
 
 

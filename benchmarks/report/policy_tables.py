@@ -1,0 +1,137 @@
+"""Owns the tables of policies: what share of the problems each gets right.
+
+Called by tables. A star after a policy's name takes its row from the second file.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.accuracy.servers import FULL
+from benchmarks.accuracy.summary import POOLED, bases_of
+from benchmarks.report.records import Row, check_keys, read, share_of
+
+OPTIONS = {"budget", "interval", "against"}
+
+
+def by_family(wanted: Row, folder: Path) -> list[list[str]]:
+    """Return a table with the families of the first file as columns.
+
+    Args:
+        wanted: `files`, `rows`; `budget` and `interval`, by default the only ones;
+            `against`, optional: paired test against `full` or `base`.
+        folder: of the files.
+
+    Raises:
+        ValueError: see `tables.fill`.
+    """
+    check_keys(wanted, {"files", "rows"}, OPTIONS)
+    records = [read(folder / name) for name in wanted["files"]]
+    families = list(dict.fromkeys(row["family"] for row in records[0]["summary"]))
+    families.remove(POOLED)
+    families += [POOLED] if len(families) > 2 else []
+    header = ["policy", *families, "answers cut off", *_against(wanted)]
+    rows = []
+    for name in wanted["rows"]:
+        label, record, policy = _row(name, records)
+        found = rows_of(record, policy, wanted)
+        missing = [family for family in [*families, POOLED] if family not in found]
+        if missing:
+            raise ValueError(
+                f"table: expected {missing} of {policy} in {wanted['files']}, got "
+                "none; choose another budget, interval or row"
+            )
+        cells = [label, *(share_of(found[family]) for family in families)]
+        cells.append(f"{100 * found[POOLED]['capped']:.0f} %")
+        if against := wanted.get("against"):
+            cells.append(pair_of(record, found[POOLED], against))
+        rows.append(cells)
+    return [header, *rows]
+
+
+def by_budget(wanted: Row, folder: Path) -> list[list[str]]:
+    """Return a table of all tasks together, with the first file's budgets as columns.
+
+    Args:
+        wanted: `files`, `rows`; `interval`, by default the only one; `against`,
+            optional: paired test against `full` or `base` at the `budget` named.
+        folder: of the files.
+
+    Raises:
+        ValueError: see `tables.fill`.
+    """
+    check_keys(wanted, {"files", "rows"}, OPTIONS)
+    records = [read(folder / name) for name in wanted["files"]]
+    budgets = sorted({r["budget"] for r in records[0]["summary"]} - {None})
+    header = ["policy", *map(str, budgets), *_against(wanted)]
+    rows = []
+    for name in wanted["rows"]:
+        label, record, policy = _row(name, records)
+        by_place = {
+            budget: rows_of(record, policy, {**wanted, "budget": budget}).get(POOLED)
+            for budget in budgets
+        }
+        if not any(by_place.values()):
+            raise ValueError(f"table: expected {policy} in {wanted['files']}, got none")
+        cells = [label]
+        cells += [share_of(row) if row else "-" for row in by_place.values()]
+        if against := wanted.get("against"):
+            tested = by_place.get(wanted.get("budget", budgets[0]))
+            cells.append(pair_of(record, tested, against) if tested else "-")
+        rows.append(cells)
+    return [header, *rows]
+
+
+def _against(wanted: Row) -> list[str]:
+    against = wanted.get("against")
+    where = f" at {wanted['budget']}" if "budget" in wanted else ""
+    return [f"against {against}{where}: right alone, wrong alone, p"] if against else []
+
+
+def _row(name: str, records: list[dict[str, Any]]) -> tuple[str, Row, str]:
+    """Return what a row is called, the record that has it, and its policy."""
+    policy, has_star = name.removesuffix("*"), name.endswith("*")
+    if has_star >= len(records):
+        raise ValueError(f"table: expected a second file for {name}, got one")
+    return f"`{policy}`{' *' if has_star else ''}", records[has_star], policy
+
+
+def rows_of(record: Row, policy: str, wanted: Row) -> dict[str, Row]:
+    """Return a policy's rows by family, at the budget and interval that are wanted.
+
+    Raises:
+        ValueError: several budgets or intervals, and none is named.
+    """
+    rows: dict[str, Row] = {}
+    for row in record["summary"]:
+        if row["policy"] != policy:
+            continue
+        # FULL has neither; files of one interval say it in their settings.
+        places = [] if policy == FULL else ["budget", "interval"]
+        if any(row.get(key) != wanted.get(key, row.get(key)) for key in places):
+            continue
+        if row["family"] in rows:
+            raise ValueError(
+                f"table: expected budget and interval beside several of {policy}, got "
+                f"{dict(wanted)}"
+            )
+        rows[row["family"]] = row
+    return rows
+
+
+def pair_of(record: Row, row: Row, against: str) -> str:
+    """Return the paired test of a pooled row; a dash where there is none.
+
+    Args:
+        record: the result file.
+        row: of it.
+        against: `full`, or `base` for the policy without its variant or, where it has
+            none, for the scorer without an allocator.
+    """
+    bases = bases_of(row["policy"])
+    others = bases[:1] if against == FULL else bases[1:2]
+    for pair in record.get("pairs", ()):
+        keys = ("policy", "budget", "interval", "family")
+        same = all(pair[key] == row[key] for key in keys)
+        if same and pair["against"] in others:
+            return f"{pair['only_policy']}, {pair['only_other']}, {pair['p']:.2g}"
+    return "-"
