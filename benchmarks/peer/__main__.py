@@ -1,0 +1,193 @@
+"""Asks the harness' questions on kvpress, one at a time, and the same on our server.
+
+    python -m benchmarks.peer setup
+    python -m benchmarks.peer ask --budgets 192 --n 6
+    python -m benchmarks.peer ours --budgets 192 --n 6 --concurrencies 1 16
+
+`setup` makes the peer's environment in runs/peer-venv. `ask` writes FOLDER/peer.jsonl
+and `ours` FOLDER/ours-C.jsonl, a line per answer, and go on where those end. Both write
+the record of all that is there. All other options are those of benchmarks.accuracy,
+with the standard grid, 6 problems per task and a budget of 192 unless they say
+otherwise; policies are those that kvpress has a press for.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import provenance
+from benchmarks.accuracy import __main__ as harness
+from benchmarks.accuracy import grid, results, scoring
+from benchmarks.load import LoadError
+from benchmarks.peer import asking, environment, ours, process, record
+from benchmarks.peer.catalogue import FULL, PRESSES, SORTED, rows_of
+from benchmarks.peer.process import PeerError, Worker
+from benchmarks.peer.prompts import Prompts
+from benchmarks.serving import log
+
+GRID = provenance.ROOT / "benchmarks" / "grids" / "standard.yaml"
+DEFAULTS = ["--grid", str(GRID), "--n", "6", "--budgets", "192", "--variants", "{}"]
+DEFAULTS += ["--policies", FULL, *PRESSES]
+
+Line = dict[str, Any]
+
+
+def parse_args(
+    argv: Sequence[str] | None = None,
+) -> tuple[argparse.Namespace, argparse.Namespace]:
+    """Read the command line; return our own options and those of the harness."""
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.peer",
+        description=__doc__.partition("\n")[0],
+        allow_abbrev=False,
+    )
+    commands = made.add_subparsers(dest="command", required=True)
+    commands.add_parser("setup", help="make the peer's environment")
+    ask = commands.add_parser("ask", help="ask kvpress", allow_abbrev=False)
+    ask.add_argument("--python", type=Path, default=environment.PYTHON)
+    ask.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    ask.add_argument("--threads", type=int, default=1, help="of the peer")
+    own = commands.add_parser("ours", help="ask our server", allow_abbrev=False)
+    own.add_argument("--concurrencies", nargs="+", type=int, default=[1, 16])
+    for command in (ask, own):
+        command.add_argument("--folder", type=Path, default=Path("runs/peer"))
+        command.add_argument("--record", type=Path, help="default: FOLDER/record.json")
+    args, rest = made.parse_known_args(argv)
+    if args.command == "setup":
+        return args, argparse.Namespace()
+    asked = harness.parse_args([*DEFAULTS, *rest])
+    args.record = args.record or args.folder / "record.json"
+    try:
+        check(asked)
+    except ValueError as error:
+        made.error(str(error))
+    return args, asked
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise ValueError where the harness' options do not fit a peer."""
+    rows_of(args.policies)
+    if args.samples > 1 or args.temperature or args.shard[1] > 1 or args.trace:
+        raise ValueError(
+            "peer: expected one greedy answer per question, got --samples, "
+            "--temperature, --shard or --trace"
+        )
+    if not args.evict_prompts:
+        raise ValueError("peer: expected --evict-prompts, kvpress protects no prompt")
+
+
+def ask(args: argparse.Namespace, asked: argparse.Namespace) -> int:
+    """Ask the peer what its file does not have yet."""
+    from transformers import AutoTokenizer
+
+    judge, equal = scoring.math_verify() if asked.math_verify else (None, None)
+    questions = grid.read_questions(asked)
+    if asked.dry_run:
+        announce(args, *asking.estimate(asking.wanted_of(asked, questions, ()), []))
+        return 0
+    prompts = Prompts(AutoTokenizer.from_pretrained(asked.model))
+    worker_settings = {
+        "model": str(asked.model.resolve()),
+        "dtype": args.dtype,
+        "threads": args.threads,
+    }
+    refused: dict[str, str] = {}
+    path = args.folder / "peer.jsonl"
+    with Worker(process.command(args.python), worker_settings) as worker:
+        settings = harness.settings_of(asked, judge) | {
+            "variants": {SORTED: {}},
+            "own_server": False,
+            "dtype": args.dtype,
+            "threads": args.threads,
+            "peer": worker.versions,
+            "press_options": asking.options_of(asked),
+        }
+        lines = results.continue_file(path, settings)
+        wanted = asking.wanted_of(asked, questions, done_of(lines, questions))
+        announce(args, *asking.estimate(wanted, lines))
+        new = asking.ask_all(worker, asked, prompts, wanted, equal, refused)
+        lines += asking.append(path, new)
+    for row, message in refused.items():
+        log(f"{row}: refused: {message}")
+    keep_facts(args, refused=refused)
+    return 0
+
+
+def measure(args: argparse.Namespace, asked: argparse.Namespace) -> int:
+    """Ask our server what its files do not have yet; return 1 where some failed."""
+    judge, equal = scoring.math_verify() if asked.math_verify else (None, None)
+    questions = grid.read_questions(asked)
+    asked.concurrency = max(args.concurrencies)
+    if asked.dry_run:
+        done: dict[int, set[tuple]] = {c: set() for c in args.concurrencies}
+        announce(args, *ours.estimate(ours.wanted_of(asked, questions, done)))
+        return 0
+    settings = harness.settings_of(asked, judge)
+    files = {c: args.folder / f"ours-{c}.jsonl" for c in sorted(args.concurrencies)}
+    done = {
+        concurrency: done_of(results.continue_file(path, settings), questions)
+        for concurrency, path in files.items()
+    }
+    wanted = ours.wanted_of(asked, questions, done)
+    announce(args, *ours.estimate(wanted))
+    failures = ours.measure(asked, wanted, files, equal, args.folder)
+    for failure in failures:
+        log(f"failed: {failure}")
+    keep_facts(args)
+    return 1 if failures else 0
+
+
+def announce(args: argparse.Namespace, answers: int, seconds: float) -> None:
+    """Say how much is to come."""
+    log(f"{args.folder}: {answers} answers to come, about {seconds / 60:.0f} minutes")
+
+
+def done_of(lines: list[Line], questions: grid.Questions) -> set[tuple]:
+    """Return the keys of lines, checked to be answers to these questions."""
+    digests = {(q.task, q.id): q.digest for some in questions.values() for q in some}
+    results.check_digests(lines, digests)
+    return {results.key_of(line) for line in lines}
+
+
+def provenance_of() -> dict[str, Any]:
+    """Return the provenance of this command, without folders of this machine."""
+    made = provenance.collect("benchmarks.peer")
+    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    made["command"] = shlex.join(["python", "-m", "benchmarks.peer", *words])
+    return made
+
+
+def keep_facts(args: argparse.Namespace, **facts: Any) -> None:
+    """Keep what output files do not say of this command, and write the record.
+
+    Args:
+        args: our own options.
+        facts: beside the provenance.
+    """
+    path = args.folder / record.FACTS
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    known[args.command] = {"provenance": provenance_of(), **facts}
+    path.write_text(json.dumps(known), encoding="utf-8")
+    made = json.dumps(record.assemble(args.folder, known), indent=1)
+    args.record.write_text(made + "\n", encoding="utf-8")
+    log(f"wrote {args.record}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    args, asked = parse_args(argv)
+    if args.command == "setup":
+        environment.set_up()
+        return 0
+    return ask(args, asked) if args.command == "ask" else measure(args, asked)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (LoadError, PeerError, ValueError) as error:
+        sys.exit(f"benchmarks.peer: {error}")

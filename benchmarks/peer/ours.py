@@ -1,0 +1,147 @@
+"""Owns the same questions on our server: answers, and tokens per second.
+
+Called by the command. A policy is asked all its questions in one round, at each
+concurrency; a round's lines are written together, with the seconds that it took.
+"""
+
+import argparse
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.accuracy import grid
+from benchmarks.accuracy.client import Asked, Client
+from benchmarks.accuracy.questions import Question
+from benchmarks.accuracy.results import Line
+from benchmarks.accuracy.scoring import Equal
+from benchmarks.accuracy.servers import Setup, serving
+from benchmarks.serving import log
+
+Files = Mapping[int, Path]
+"""Concurrency -> output file."""
+Rounds = dict[tuple[str, int], list[Asked]]
+"""Policy and concurrency -> what is still to ask."""
+TOKENS_PER_SECOND = 300.0
+"""Of one request alone, about, until there is a file to judge by; of several together
+at most what grid.TOKENS_PER_SECOND says."""
+START_SECONDS = 60.0
+"""Until a server answers and is warm, about."""
+
+
+def wanted_of(
+    args: argparse.Namespace,
+    questions: Mapping[str, Sequence[Question]],
+    done: Mapping[int, set[tuple]],
+) -> dict[Setup, Rounds]:
+    """Return the rounds that are still to do, by server, policy and concurrency.
+
+    Args:
+        args: of the harness.
+        questions: by task.
+        done: keys of the lines that are there, by concurrency.
+    """
+    wanted: dict[Setup, Rounds] = {}
+    for concurrency, keys in done.items():
+        cells = grid.cells_of(args)
+        left = grid.asked_of(cells, questions, 1, keys, bool(args.url))
+        for setup, members in left.items():
+            for asked in members:
+                place = (asked.key["policy"], concurrency)
+                wanted.setdefault(setup, {}).setdefault(place, []).append(asked)
+    return wanted
+
+
+def estimate(wanted: Mapping[Setup, Rounds]) -> tuple[int, float]:
+    """Return how many answers are to come, and in about how many seconds."""
+    answers, seconds = 0, START_SECONDS * len(wanted)
+    for rounds in wanted.values():
+        for (_, concurrency), asked in rounds.items():
+            speed = min(TOKENS_PER_SECOND * concurrency, grid.TOKENS_PER_SECOND)
+            seconds += sum(item.question.expected_tokens for item in asked) / speed
+            answers += len(asked)
+    return answers, seconds
+
+
+def measure(
+    args: argparse.Namespace,
+    wanted: Mapping[Setup, Rounds],
+    files: Files,
+    equal: Equal | None,
+    logs: Path,
+) -> list[str]:
+    """Do the rounds and write their lines.
+
+    Args:
+        args: of the harness.
+        wanted: see `wanted_of`.
+        files: where lines go.
+        equal: see `scoring.judge`.
+        logs: folder for the servers' logs.
+
+    Returns:
+        A sentence per problem that failed.
+    """
+    failures: list[str] = []
+    for setup, rounds in wanted.items():
+        with serving(setup, args, logs) as url:
+            (first, *_) = next(iter(rounds.values()))
+            asyncio.run(client_of(args, 1, equal).ask_all(url, [first], _forget))
+            for (policy, concurrency), asked in rounds.items():
+                client = client_of(args, concurrency, equal)
+                lines: list[Line] = []
+                began = time.perf_counter()
+                failed = asyncio.run(client.ask_all(url, asked, lines.append))
+                seconds = round(time.perf_counter() - began, 4)
+                failures += failed
+                with files[concurrency].open("a", encoding="utf-8") as file:
+                    for line in lines:
+                        file.write(json.dumps(line | {"round_s": seconds}) + "\n")
+                speed = sum(line["output_tokens"] for line in lines) / seconds
+                log(f"{policy} x {concurrency}: {len(lines)} answers, {speed:.0f}/s")
+    return failures
+
+
+def client_of(
+    args: argparse.Namespace, concurrency: int, equal: Equal | None
+) -> Client:
+    """Return how requests are sent."""
+    return Client(
+        concurrency=concurrency,
+        timeout=args.timeout,
+        tries=args.tries,
+        max_tokens=args.max_tokens,
+        model=args.served_name,
+        equal=equal,
+    )
+
+
+def _forget(_: Any) -> None:
+    """Take the line of a request that only warms up."""
+
+
+def speeds_of(lines: Sequence[Line], concurrency: int) -> list[dict[str, Any]]:
+    """Return tokens per second by policy, budget and interval; see `speed_of`."""
+    groups: dict[tuple, list[Line]] = {}
+    for line in lines:
+        place = (line["policy"], line["budget"], line["interval"])
+        groups.setdefault(place, []).append(line)
+    return [
+        dict(zip(("policy", "budget", "interval"), place, strict=True))
+        | {"concurrency": concurrency}
+        | speed_of(members)
+        for place, members in groups.items()
+    ]
+
+
+def speed_of(lines: Sequence[Line]) -> dict[str, float]:
+    """Return output tokens, seconds and their ratio; rounds differ in their seconds."""
+    tokens = sum(line["output_tokens"] for line in lines)
+    seconds = sum({line["round_s"] for line in lines})
+    return {
+        "output_tokens": tokens,
+        "seconds": round(seconds, 2),
+        "tok_s": round(tokens / seconds, 1),
+    }

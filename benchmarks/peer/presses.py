@@ -1,0 +1,59 @@
+"""Owns how presses are built from kvpress' classes.
+
+Called by worker and check, in the peer's environment only.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import kvpress
+
+from benchmarks.peer.catalogue import FULL, PRESSES, SORTED
+from benchmarks.peer.tracking import Tracker, Watching, WatchingMask
+
+Options = Mapping[str, Mapping[str, Any]]
+
+
+def build(
+    row: str, budget: int, interval: int, options: Options, tracker: Tracker | None
+) -> kvpress.DecodingPress | None:
+    """Return a row's press inside kvpress' decoding press; None for FULL.
+
+    Args:
+        row: `POLICY` or `POLICY:sorted`.
+        budget: tokens a head keeps.
+        interval: tokens between events.
+        options: of the press, by policy.
+        tracker: notes events; None for kvpress' classes untouched.
+
+    Raises:
+        AssertionError: the decoding press does not take this press.
+    """
+    policy, _, variant = row.partition(":")
+    if policy == FULL:
+        return None
+    press = PRESSES[policy]
+    kind = getattr(kvpress, press.name)
+    arguments = dict(options[policy])
+    if press.inner:
+        inner = getattr(kvpress, PRESSES[press.inner].name)
+        arguments["press"] = inner(**options[press.inner])
+    if tracker is not None:
+        if issubclass(kind, kvpress.ScorerPress):
+            kind = watched(Watching, kind, tracker, variant == SORTED)
+        elif issubclass(kind, kvpress.AdaKVPress):
+            kind = watched(WatchingMask, kind, tracker, False)
+    return kvpress.DecodingPress(
+        base_press=kind(**arguments),
+        compression_interval=interval,
+        target_size=budget,
+    )
+
+
+def watched(mixin: type, kind: type, tracker: Tracker, in_order: bool) -> type:
+    """Return a press class with a mixin of `tracking` in front."""
+    return type(
+        f"Watched{kind.__name__}",
+        (mixin, kind),
+        {"tracker": tracker, "in_order": in_order},
+    )

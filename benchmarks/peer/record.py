@@ -1,0 +1,215 @@
+"""Owns the record: the peer's rows, ours beside them, and pairs of both.
+
+Called by the command. Rows have the columns of benchmarks.accuracy, so that
+`benchmarks.report docs` makes tables of them; more columns say what the cache held.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks.accuracy import results, summary
+from benchmarks.accuracy.results import Line
+from benchmarks.accuracy.servers import options_of
+from benchmarks.accuracy.summary import POOLED, Groups, Row
+from benchmarks.peer.catalogue import FULL, PRESSES, SORTED
+from benchmarks.peer.ours import speeds_of
+from benchmarks.stats import mcnemar
+from vllm_kvpolicy.block_manager.events import positions_up_to
+from vllm_kvpolicy.config import KVPolicyConfig
+
+FACTS = "commands.json"
+"""In the folder: command -> its provenance, and what was refused."""
+
+
+def assemble(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record of what a folder has.
+
+    Args:
+        folder: with `peer.jsonl`, and `ours-C.jsonl` by concurrency C; not all need be
+            there.
+        facts: what FACTS holds.
+
+    Returns:
+        `peer_part`; `ours`, see `our_part`; `against_ours`, see there.
+    """
+    made: dict[str, Any] = {}
+    theirs: list[Line] = []
+    if "ask" in facts:
+        settings, theirs = read(folder / "peer.jsonl")
+        made = {"provenance": facts["ask"]["provenance"]}
+        made |= peer_part(theirs, settings, facts["ask"]["refused"])
+    if "ours" in facts:
+        files = {int(path.stem[5:]): path for path in folder.glob("ours-*.jsonl")}
+        made["ours"] = {"provenance": facts["ours"]["provenance"]} | our_part(files)
+        _, ours = read(files[min(files)])
+        made["against_ours"] = list(against_ours(theirs, ours))
+    return made
+
+
+def peer_part(
+    lines: Sequence[Line], settings: Line, refused: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return what the peer's answers say.
+
+    Args:
+        lines: of its output file.
+        settings: of that file.
+        refused: row -> what kvpress said.
+
+    Returns:
+        `summary` and `pairs`, those of all tasks together, see `summary.summarise`,
+        with `kv_read` and `kv_peak` as measured and the columns of `more_of`;
+        `refused`; `notes` by policy.
+    """
+    whole = summary.summarise(lines, settings)
+    groups = summary.grouped(lines)
+    for row in whole["summary"]:
+        row |= more_of(groups[place_of(row), row["family"]])
+    policies = {line["policy"] for line in lines} | set(refused)
+    return {
+        "settings": settings,
+        "summary": whole["summary"],
+        "pairs": [pair for pair in whole["pairs"] if pair["family"] == POOLED],
+        "refused": dict(refused),
+        "notes": {name: PRESSES[name].note for name in PRESSES if name in policies},
+    }
+
+
+def more_of(members: Sequence[Line]) -> Row:
+    """Return the measured columns of a row.
+
+    Returns:
+        `kv_read`, `kv_peak`, `kept_mean`, `revived`: means of the lines; `sinks_held`:
+        after the first event, the second and the last, over the answers that had one;
+        `tok_s`: output tokens per second of one answer after the other.
+    """
+    tokens = sum(line["output_tokens"] for line in members)
+    seconds = sum(line["seconds"] for line in members)
+    shares = [line["sinks_held"] for line in members if line["sinks_held"]]
+    return {
+        "kv_read": mean_of(members, "kv_read"),
+        "kv_peak": mean_of(members, "kv_peak"),
+        "events": mean_of(members, "events"),
+        "kept_mean": mean_of(members, "kept_mean"),
+        "revived": mean_of(members, "revived"),
+        "sinks_held": {
+            "first": _mean(share[0] for share in shares),
+            "second": _mean(share[1] for share in shares if share[1:]),
+            "last": _mean(share[-1] for share in shares),
+        },
+        "tok_s": round(tokens / seconds, 1),
+    }
+
+
+def mean_of(members: Sequence[Line], name: str) -> float | None:
+    """Return the mean of a figure over the lines that have it, None without any."""
+    return _mean(line[name] for line in members if line[name] is not None)
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    known = list(values)
+    return round(mean(known), 4) if known else None
+
+
+def our_part(files: Mapping[int, Path]) -> dict[str, Any]:
+    """Return what our server's answers say.
+
+    Args:
+        files: concurrency -> output file.
+
+    Returns:
+        `settings` and `summary` of the smallest concurrency, see `summary.summarise`,
+        with `kept_mean`, tokens that a head keeps, mean over events; `speeds` of all,
+        see `ours.speeds_of`.
+    """
+    settings, lines = read(files[min(files)])
+    rows, groups = summary.summarise(lines, settings)["summary"], summary.grouped(lines)
+    for row in rows:
+        members = groups[place_of(row), row["family"]]
+        kept = [count for line in members for count in kept_of(line, settings)]
+        row["kept_mean"] = _mean(kept)
+    return {
+        "settings": settings,
+        "summary": rows,
+        "speeds": [
+            row for c in sorted(files) for row in speeds_of(read(files[c])[1], c)
+        ],
+    }
+
+
+def kept_of(line: Line, settings: Line) -> list[int]:
+    """Return the tokens that a head of our server keeps at each event of an answer.
+
+    Survivors fill whole blocks, so this is up to a block less one token more than the
+    budget.
+    """
+    if line["policy"] == FULL:
+        return []
+    block, prompt = settings["block_size"], line["prompt_tokens"]
+    config = {name: line[name] for name in ("policy", "budget", "interval")}
+    config["protect_prompt"] = False
+    config["policy_config"] = options_of((line["policy"],), "", settings)
+    plan = KVPolicyConfig.from_dict(config).footprint(prompt, block)
+    last = prompt + line["output_tokens"] - 1
+
+    def kept(position: int) -> int:
+        gone = plan.frontier_blocks(position) - plan.global_blocks(position)
+        return position - gone * block
+
+    return [kept(position) for position in positions_up_to(plan.events, last)]
+
+
+def place_of(row: Row) -> tuple:
+    """Return policy, budget and interval of a row."""
+    return row["policy"], row["budget"], row["interval"]
+
+
+def read(path: Path) -> tuple[Line, list[Line]]:
+    """Return the settings and the lines of an output file.
+
+    Raises:
+        ValueError: it is no such file.
+    """
+    return results.parse_file(path, path.read_text(encoding="utf-8"))
+
+
+def against_ours(theirs: Sequence[Line], ours: Sequence[Line]) -> Iterator[Row]:
+    """Yield paired tests of the peer's rows against our policy, all tasks together.
+
+    Args:
+        theirs: lines of the peer.
+        ours: lines of our server.
+
+    Returns:
+        Per row: `pairs`: questions that both answered; `only_peer`, `only_ours`: those
+        that one of them alone got right; `p`: McNemar's exact two-sided value.
+    """
+    peers, own = pooled(theirs), pooled(ours)
+    for (row, budget, interval), answers in peers.items():
+        policy = row.removesuffix(f":{SORTED}")
+        other = own.get((policy, budget, interval), {})
+        both = Counter((right, other[q]) for q, right in answers.items() if q in other)
+        if both:
+            counts = both[True, False], both[False, True]
+            yield {
+                "policy": row,
+                "budget": budget,
+                "interval": interval,
+                "pairs": both.total(),
+                "only_peer": counts[0],
+                "only_ours": counts[1],
+                "p": mcnemar(*counts),
+            }
+
+
+def pooled(lines: Sequence[Line]) -> dict[tuple, dict[tuple, bool]]:
+    """Return whether each question was answered right, by policy, budget, interval."""
+    groups: Groups = summary.grouped(lines)
+    return {
+        place: {(line["task"], line["id"]): line["correct"] for line in members}
+        for (place, family), members in groups.items()
+        if family == POOLED
+    }

@@ -1,0 +1,73 @@
+"""Answers questions on the peer: JSON lines in, a JSON line out for each.
+
+    PEER/bin/python -m benchmarks.peer.worker
+
+Called by process, in the peer's environment. The first line has `model`, `dtype` and
+`threads` and is answered with versions; every other one has `row`, `budget`,
+`interval`, `options`, `prompt`, `start` and `max_tokens` and is answered with what
+`decoding.answer` and the tracker return, or with `refused` where kvpress raises.
+"""
+
+import json
+import platform
+import sys
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from benchmarks.peer.decoding import answer
+from benchmarks.peer.presses import build
+from benchmarks.peer.tracking import Tracker
+
+PACKAGES = ("kvpress", "transformers", "torch")
+
+
+def load(settings: dict[str, Any]) -> Any:
+    """Return the model, warm.
+
+    Args:
+        settings: `model`, a folder; `dtype`, a name of torch; `threads`.
+    """
+    disable_progress_bar()
+    torch.set_num_threads(settings["threads"])
+    model = AutoModelForCausalLM.from_pretrained(
+        settings["model"], dtype=getattr(torch, settings["dtype"])
+    ).eval()
+    answer(model, None, [0] * 8, 2, 8)
+    return model
+
+
+def reply(model: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer to one line."""
+    tracker = Tracker()
+    size = asked["budget"], asked["interval"]
+    question = asked["prompt"], asked["start"], asked["max_tokens"]
+    try:
+        press = build(asked["row"], *size, asked["options"], tracker)
+        return answer(model, press, *question) | tracker.figures()
+    except (AssertionError, NotImplementedError, ValueError) as error:
+        return {"refused": f"{type(error).__name__}: {error}"}
+
+
+def main() -> None:
+    """Answer line by line until the input ends."""
+    replies, sys.stdout = sys.stdout, sys.stderr
+    model = None
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if model is None:
+            model = load(asked)
+            said = {name: version(name) for name in PACKAGES}
+            said["python"] = platform.python_version()
+            said["attention"] = model.config._attn_implementation
+        else:
+            said = reply(model, asked)
+        replies.write(json.dumps(said) + "\n")
+        replies.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,331 @@
+"""Tests of the comparison with kvpress, without it: a fake worker stands for it."""
+
+import json
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from chat_server import ChatServer, serve
+
+from benchmarks.accuracy import results, servers
+from benchmarks.accuracy.client import Asked, Client
+from benchmarks.accuracy.questions import questions_of
+from benchmarks.peer import __main__ as command
+from benchmarks.peer import asking, catalogue, environment, ours, process, record
+from benchmarks.peer.process import PeerError, Worker
+from benchmarks.peer.prompts import Prompts
+from benchmarks.report import records, tables
+from reasoner.tokenizer import chat_prompt, encode
+
+TASKS = ["copy:5", "sub:4"]
+FAKE = r"""
+import json, sys
+from pathlib import Path
+from reasoner.tokenizer import encode
+
+folder = Path(sys.argv[1])
+settings = json.loads(input())
+print(json.dumps({"kvpress": "fake"}), flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    with (folder / "asked").open("a") as file:
+        file.write(line)
+    if (folder / "die").exists() and asked["row"] == "tova:sorted":
+        sys.exit("out of luck")
+    said = {
+        "tokens": [*encode(r"\boxed{7}"), 1], "stopped": True, "seconds": 0.5,
+        "kv_read": 70, "kv_peak": 30, "events": 2, "sinks_held": [1.0, 0.25],
+        "kept_mean": 20.0, "revived": None,
+    }
+    if asked["row"] == "chunk-snapkv":
+        said = {"refused": "AssertionError: no"}
+    print(json.dumps(said), flush=True)
+"""
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """A folder in which a fake worker writes what it was asked."""
+    script = tmp_path / "fake.py"
+    script.write_text(FAKE)
+    words = [sys.executable, str(script), str(tmp_path)]
+    monkeypatch.setattr(process, "command", lambda python: words)
+    monkeypatch.setenv("PYTHONPATH", str(command.provenance.ROOT))
+    return tmp_path
+
+
+def ask(folder, *words, policies=("full", "tova")):
+    """Run `ask` in a folder."""
+    given = ["ask", "--folder", str(folder), "--tasks", *TASKS, "--budgets", "96"]
+    return command.main([*given, "--policies", *policies, *words])
+
+
+def lines_of(path):
+    """Return the lines of an output file."""
+    return record.read(path)[1]
+
+
+def asked_of(folder):
+    """Return what the fake worker was asked."""
+    return [json.loads(line) for line in (folder / "asked").read_text().splitlines()]
+
+
+def test_the_peer_sees_our_prompts_and_is_judged_by_our_rules(fake, capsys):
+    assert ask(fake, "--n", "2") == 0
+    assert "12 answers to come, about 0 minutes" in capsys.readouterr().err
+    asked, lines = asked_of(fake), lines_of(fake / "peer.jsonl")
+    rows = ["full", "tova", "tova:sorted"]
+    assert [one["row"] for one in asked] == [row for row in rows for _ in range(4)]
+    questions = [q for task in TASKS for q in questions_of(task, 2, 0, Path())]
+    for one, line, question in zip(asked, lines, questions * 3, strict=True):
+        assert one["prompt"] == encode(chat_prompt(question.prompt))
+        assert one["start"] == len(encode("<bos><user>"))
+        assert one["max_tokens"] == question.max_tokens
+        place = (None, None) if one["row"] == "full" else (96, 64)
+        assert (one["budget"], one["interval"]) == place
+        assert line["digest"] == question.digest
+        assert line["text"] == r"\boxed{7}" and line["answer"] == "7"
+        assert line["correct"] == (question.answers == ("7",))
+        assert line["prompt_tokens"] == len(one["prompt"])
+
+
+def test_an_answer_that_is_cut_off_is_wrong():
+    (question,) = questions_of("copy:5", 1, 0, Path())
+    right = rf"\boxed{{{question.answers[0]}}}"
+    prompts = SimpleNamespace(ids=lambda prompt: [1], text=lambda tokens: right)
+    reply = dict.fromkeys(("kv_read", "kv_peak", "events", "kept_mean", "revived"))
+    reply |= {"tokens": [1, 2], "seconds": 1.0, "sinks_held": []}
+    for stopped in (True, False):
+        reply["stopped"] = stopped
+        line = asking.line_of({}, question, reply, prompts, None)
+        assert (line["correct"], line["capped"]) == (stopped, not stopped)
+
+
+def test_a_line_has_all_that_a_line_of_the_harness_has(fake):
+    ask(fake, "--n", "1", policies=["full"])
+    (question,) = questions_of("copy:5", 1, 0, Path())
+    keys = dict.fromkeys((*results.KEY_FIELDS, "digest"))
+    choice = {"message": {"content": "x"}, "finish_reason": "stop", "token_ids": [1]}
+    usage = {"prompt_tokens": 1, "completion_tokens": 1}
+    theirs = Client()._line(
+        Asked(keys, question, 0, None), {"choices": [choice], "usage": usage}
+    )
+    line = lines_of(fake / "peer.jsonl")[0]
+    assert set(theirs) | {"seconds", "tries"} <= set(line)
+
+
+def test_a_second_run_asks_only_what_is_missing(fake):
+    ask(fake, "--n", "2")
+    before = (fake / "peer.jsonl").read_bytes()
+    ask(fake, "--n", "2")
+    assert (fake / "peer.jsonl").read_bytes() == before and len(asked_of(fake)) == 12
+    ask(fake, "--n", "3", policies=["tova"])
+    assert len(asked_of(fake)) == 12 + 4
+    assert len({results.key_of(one) for one in lines_of(fake / "peer.jsonl")}) == 16
+
+
+def test_a_worker_that_dies_loses_nothing_that_is_written(fake):
+    (fake / "die").touch()
+    with pytest.raises(PeerError, match="worker: ended with status 1"):
+        ask(fake, "--n", "2")
+    assert len(lines_of(fake / "peer.jsonl")) == 8
+    (fake / "die").unlink()
+    ask(fake, "--n", "2")
+    assert len(lines_of(fake / "peer.jsonl")) == 12
+    assert len(asked_of(fake)) == 9 + 4
+
+
+def test_other_settings_do_not_continue_a_file(fake):
+    ask(fake, "--n", "1")
+    for other in (["--dtype", "bfloat16"], ["--policy-config", '{"window": 16}']):
+        with pytest.raises(ValueError, match="written with .*; name another file"):
+            ask(fake, "--n", "1", *other)
+    assert len(asked_of(fake)) == 6
+
+
+def test_a_dry_run_writes_nothing(fake, capsys):
+    assert ask(fake, "--n", "2", "--dry-run") == 0
+    assert "12 answers to come" in capsys.readouterr().err
+    assert not (fake / "asked").exists() and not (fake / "peer.jsonl").exists()
+
+
+def test_the_record_makes_tables_and_says_what_was_refused(fake, monkeypatch):
+    made = fake / "made.json"
+    monkeypatch.setattr(sys, "argv", ["x", "ask", "--folder", "/a/machine/runs"])
+    ask(fake, "--n", "2", "--record", str(made), policies=["full", "chunk-snapkv"])
+    ask(fake, "--n", "2", "--record", str(made), policies=["streaming", "chunk-snapkv"])
+    whole = records.read(made)
+    assert whole["refused"] == {"chunk-snapkv": "AssertionError: no"}
+    assert "/" not in whole["provenance"]["command"]
+    rows = "rows: [full, streaming, 'streaming:sorted']\nagainst: base\n"
+    table = tables.render("families", f"files: [made.json]\n{rows}", fake)
+    assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == [
+        "`full`",
+        "`streaming`",
+        "`streaming:sorted`",
+    ]
+    (row,) = [
+        row
+        for row in whole["summary"]
+        if (row["policy"], row["family"]) == ("streaming:sorted", "all")
+    ]
+    assert (row["kv_read"], row["kv_peak"], row["kept_mean"]) == (70, 30, 20)
+    assert row["sinks_held"] == {"first": 1.0, "second": 0.25, "last": 0.25}
+    bases = [pair["against"] for pair in whole["pairs"]]
+    assert bases == ["full", "full", "streaming"]
+    tokens = len(encode(r"\boxed{7}")) + 1
+    assert row["tok_s"] == tokens / 0.5 and row["revived"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--policies", "rkv"], "policies: expected any of ['full', 'streaming'"),
+        (["--policies", "tova:x"], "variants: expected"),
+        (["--temperature", "1", "--samples", "2"], "expected one greedy answer"),
+        (["--shard", "1/2"], "expected one greedy answer"),
+        (["--n", "0"], "n: expected at least 1"),
+        (["--dtype", "int8"], "invalid choice: 'int8'"),
+    ],
+)
+def test_bad_arguments_are_refused(words, message, capsys):
+    with pytest.raises(SystemExit):
+        command.parse_args(["ask", *words])
+    assert message in capsys.readouterr().err
+
+
+def test_prompts_that_kvpress_would_not_be_kept_from_are_refused(tmp_path, capsys):
+    grid = tmp_path / "grid.yaml"
+    grid.write_text("tasks: ['copy:5']\n")
+    with pytest.raises(SystemExit):
+        command.parse_args(["ask", "--grid", str(grid)])
+    assert "expected --evict-prompts" in capsys.readouterr().err
+
+
+def test_a_peer_that_is_not_there_is_said(tmp_path):
+    with pytest.raises(PeerError, match="run python -m benchmarks.peer setup"):
+        process.command(tmp_path / "python")
+    with pytest.raises(PeerError, match="worker: ended with status 3"):
+        Worker([sys.executable, "-c", "exit(3)"], {"threads": 1})
+
+
+def test_the_lock_is_pinned_and_is_what_kvpress_needs():
+    lines = environment.LOCK.read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    assert pins["kvpress"] == "0.5.5"
+    assert tuple(map(int, pins["transformers"].split("."))) < (5, 3)
+    assert "vllm" not in pins
+
+
+def test_options_that_both_sides_have_are_ours():
+    _, args = command.parse_args(["ask"])
+    options = asking.options_of(args)
+    assert options["snapkv"] == {"window_size": 32, "kernel_size": 5}
+    assert options["lagkv"]["lag_size"] == args.policy_config["lag"] == 32
+    assert options["expected"]["epsilon"] == 0.01 and options["tova"] == {}
+
+
+class Letters:
+    """A tokenizer of one token per letter; `template` has %s for the user's words."""
+
+    def __init__(self, template):
+        self.chat_template = template
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        return self.chat_template % messages[0]["content"]
+
+    def encode(self, text, add_special_tokens):
+        return [ord(letter) for letter in text.replace("U", "UU")]
+
+
+def test_templates_that_kvpress_cannot_split_are_refused():
+    assert Prompts(Letters("U:%s.")).start == 3
+    with pytest.raises(ValueError, match="expected a chat template, got none"):
+        Prompts(Letters(""))
+    with pytest.raises(ValueError, match="a token before the user's words"):
+        Prompts(Letters("%s."))
+    merging = Letters("U%s.")
+    prompts = Prompts(merging)
+    merging.encode = lambda text, add_special_tokens: [0]
+    with pytest.raises(ValueError, match="prompt: expected it to start with"):
+        prompts.ids("a")
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A server that stands for every one that a run starts."""
+    fake = ChatServer()
+    with serve(fake) as url:
+
+        @contextmanager
+        def running(arguments, log_folder):
+            ((name, _),) = arguments.items()
+            yield {name: SimpleNamespace(url=url)}
+
+        monkeypatch.setattr(servers, "running", running)
+        yield fake
+
+
+def test_our_server_is_asked_the_same_in_rounds(fake, server):
+    ask(fake, "--n", "2")
+    words = ["ours", "--folder", str(fake), "--tasks", *TASKS, "--budgets", "96"]
+    words += ["--policies", "full", "tova", "--n", "2", "--concurrencies", "1", "3"]
+    assert command.main([*words, "--dry-run"]) == 0 and not server.bodies
+    assert command.main(words) == 0
+    # A round of 4 per policy and concurrency, and one request to warm each server up.
+    assert len(server.bodies) == 2 * 2 * 4 + 2
+    assert server.most_at_once == 3
+    alone, together = (lines_of(fake / f"ours-{c}.jsonl") for c in (1, 3))
+    assert set(map(results.key_of, alone)) == set(map(results.key_of, together))
+    theirs = {results.key_of(line) for line in lines_of(fake / "peer.jsonl")}
+    assert set(map(results.key_of, alone)) <= theirs
+    whole = records.read(fake / "record.json")
+    speeds = {(row["policy"], row["concurrency"]) for row in whole["ours"]["speeds"]}
+    assert speeds == {(p, c) for p in ("full", "tova") for c in (1, 3)}
+    assert [row["policy"] for row in whole["against_ours"]] == [
+        "full",
+        "tova",
+        "tova:sorted",
+    ]
+    for kind in ("peer", "speeds"):
+        assert "| `tova` |" in tables.render(kind, "file: record.json\n", fake)
+    assert command.main(words) == 0 and len(server.bodies) == 18
+
+
+def test_speed_is_tokens_over_the_seconds_of_all_rounds():
+    lines = [
+        {"output_tokens": tokens, "round_s": seconds}
+        for tokens, seconds in ((10, 2.0), (30, 2.0), (20, 1.0))
+    ]
+    assert ours.speed_of(lines)["tok_s"] == 20
+
+
+def test_what_our_heads_keep_is_the_budget_filled_up_to_blocks():
+    settings = {"block_size": 32, "policy_config": {}, "variants": {}}
+    line = {"policy": "streaming", "budget": 128, "interval": 64}
+    # An event at a prompt's end of 198: local from (198 - 32) // 32 blocks on, 38
+    # tokens, and 3 whole blocks for the other 90.
+    size = {"prompt_tokens": 198, "output_tokens": 66}
+    assert record.kept_of(line | size, settings) == [134, 134]
+    size = {"prompt_tokens": 100, "output_tokens": 100}
+    assert record.kept_of(line | size, settings) == [128]
+    assert record.kept_of(line | size | {"policy": "full"}, settings) == []
+
+
+def test_pairs_with_ours_count_questions_that_both_answered():
+    def line(policy, name, correct):
+        keys = {"policy": policy, "budget": 96, "interval": 64, "task": "copy:5"}
+        return {**keys, "id": name, "sample": 0, "correct": correct}
+
+    theirs = [line("tova:sorted", str(i), i < 3) for i in range(5)]
+    own = [line("tova", str(i), i % 2 == 0) for i in range(4)]
+    (row,) = record.against_ours(theirs, own)
+    assert (row["pairs"], row["only_peer"], row["only_ours"]) == (4, 1, 0)
+    assert not list(record.against_ours(theirs, [line("knorm", "0", True)]))
+
+
+def test_rows_are_sorted_only_where_a_press_gathers_by_score():
+    rows = catalogue.rows_of(["full", "tova", "adakv-snapkv", "chunk-snapkv"])
+    assert rows == ["full", "tova", "tova:sorted", "adakv-snapkv", "chunk-snapkv"]
