@@ -26,10 +26,10 @@ from benchmarks import provenance
 from benchmarks.accuracy import grid, results, scoring, summary
 from benchmarks.accuracy.client import Asked, Client
 from benchmarks.accuracy.questions import check_task
-from benchmarks.accuracy.servers import Setup, count_events, options_of, serving, split
+from benchmarks.accuracy.servers import Setup, count_events, serving, split
 from benchmarks.load import LoadError
 from benchmarks.serving import PACKAGED_MODEL, log
-from vllm_kvpolicy.policies.registry import names
+from vllm_kvpolicy.policies.registry import names, parse
 
 DEFAULT_TASKS = ["recall:60", "copy:40", "hot:40", "sub:30"]
 NOT_IN_GRIDS = {"grid", "shard", "dry_run", "out", "logs", "url", "data", "trace"}
@@ -139,19 +139,25 @@ def check(args: argparse.Namespace) -> None:
             "url: expected no --policy-config, --variants, --evict-prompts, "
             "--serve-args or --trace, which are that server's own"
         )
-    for variant, options in {"": args.policy_config, **args.variants}.items():
-        known = options_of(names(), variant, vars(args))
-        if unknown := sorted(set(options) - set(known)):
+    known = {param.name for name in names() for param in parse(name).params}
+    if unknown := sorted(args.policy_config.keys() - known):
+        raise ValueError(
+            f"policy-config: expected options of policies, got {unknown}; "
+            "docs/support.md lists them"
+        )
+    asked = [split(label) for label in args.policies if ":" in label]
+    if {variant for _, variant in asked} != args.variants.keys():
+        raise ValueError(
+            f"variants: expected {sorted({variant for _, variant in asked})}, which "
+            f"--policies name, got {sorted(args.variants)}"
+        )
+    for name, variant in asked:
+        known = {param.name for param in parse(name).params}
+        if unknown := sorted(args.variants[variant].keys() - known):
             raise ValueError(
-                f"policy-config: expected options of policies, got {unknown}; "
+                f"variants: expected options of {name} in {variant}, got {unknown}; "
                 "docs/support.md lists them"
             )
-    asked = {split(label)[1] for label in args.policies} - {""}
-    if asked != set(args.variants):
-        raise ValueError(
-            f"variants: expected {sorted(asked)}, which --policies name, got "
-            f"{sorted(args.variants)}"
-        )
 
 
 def settings_of(args: argparse.Namespace, judge: str | None) -> Line:

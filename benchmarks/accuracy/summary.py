@@ -17,6 +17,8 @@ from benchmarks.stats import mcnemar
 from reasoner.intervals import wilson
 
 POOLED = "all"
+CONTROL = "strat"
+"""Allocator that AMS is compared with: equal quotas for equal blocks."""
 LENGTHS = (0.25, 0.5, 1.0)
 """Limits of the length of an answer in `votes`, as shares of a task's longest one."""
 
@@ -85,14 +87,18 @@ def _names(lines: Sequence[Line]) -> list[str]:
 
 
 def bases_of(policy: str) -> list[str]:
-    """Return what a policy is compared with, FULL first.
+    """Return what a policy is compared with, where it was measured.
 
-    That is itself without its variant, and its scorer without an allocator.
+    FULL; itself without its variant; its scorer without an allocator, and with the same
+    variant; and AMS with equal quotas for equal blocks.
     """
     if policy == FULL:
         return []
-    name, _ = split(policy)
-    return [other for other in (FULL, name, name.rpartition("-")[2]) if other != policy]
+    name, variant = split(policy)
+    allocator, _, scorer = name.rpartition("-")
+    bases = [FULL, name, scorer, f"{scorer}:{variant}" if variant else scorer]
+    bases += [f"{CONTROL}-{scorer}"] if allocator == "ams" else []
+    return [base for base in dict.fromkeys(bases) if base != policy]
 
 
 def _natural(line: Line) -> tuple[int, str, int]:
@@ -161,7 +167,7 @@ def pairs_of(groups: Groups) -> Iterator[Row]:
         for names, members in groups.items()
     }
     for ((policy, budget, interval), family), ours in voted.items():
-        for base in dict.fromkeys(bases_of(policy)):
+        for base in bases_of(policy):
             other = (FULL, None, None) if base == FULL else (base, budget, interval)
             theirs = voted.get((other, family), {})
             both = [(right, theirs[q]) for q, right in ours.items() if q in theirs]
@@ -192,35 +198,44 @@ def by_question(members: Sequence[Line]) -> dict[tuple[str, str], list[Line]]:
 def votes_of(groups: Groups, settings: Line) -> Iterator[Row]:
     """Yield what majority votes give: length x width x ratio.
 
-    Length: answers longer than this many tokens have no vote, as if cut off there.
-    Width: the first 1, 2, 4... samples vote at once; the answer named most often wins,
-    of equally many the one named first. Ratio: policy and budget. Cost is summed over
-    the samples, each up to its end or the length.
+    Length: answers longer than a share of their task's longest answer have no vote, as
+    if cut off there. Width: the first 1, 2, 4... samples vote at once; the answer named
+    most often wins, of equally many the one named first. Ratio: policy and budget. Cost
+    is summed over the samples, each up to its end or the length; all tasks together
+    have no one `length`.
     """
     longest: dict[str, int] = {}
-    for (_, family), members in groups.items():
-        tokens = [line["output_tokens"] for line in members]
-        longest[family] = max(longest.get(family, 0), *tokens)
+    for lines in groups.values():
+        for line in lines:
+            longest[line["task"]] = max(
+                longest.get(line["task"], 0), line["output_tokens"]
+            )
     if not any(line["sample"] for lines in groups.values() for line in lines):
         return
     for ((policy, budget, interval), family), members in groups.items():
-        if family == POOLED:
-            continue
         questions = by_question(members)
         width = 1
         while all(len(samples) >= width for samples in questions.values()):
             for share in LENGTHS:
-                length = max(1, round(longest[family] * share))
-                voting = [samples[:width] for samples in questions.values()]
-                correct = sum(majority(samples, length) for samples in voting)
+                limits = {t: max(1, round(most * share)) for t, most in longest.items()}
+                voting = [
+                    (limits[task], samples[:width])
+                    for (task, _), samples in questions.items()
+                ]
+                correct = sum(majority(samples, limit) for limit, samples in voting)
                 low, high = wilson(correct, len(voting))
-                costs = [cost_of(x, settings, length) for s in voting for x in s]
+                costs = [
+                    cost_of(line, settings, limit)
+                    for limit, samples in voting
+                    for line in samples
+                ]
                 yield {
                     "policy": policy,
                     "budget": budget,
                     "interval": interval,
                     "family": family,
-                    "length": length,
+                    "share": share,
+                    "length": limits.get(family),
                     "width": width,
                     "problems": len(voting),
                     "correct": correct,

@@ -60,7 +60,7 @@ def draw_accuracy(record: Row, about: str = "") -> Iterator[tuple[str, "Figure"]
             yield f"accuracy-by-{cost}", by_cost(rows, cost, setting)
     if votes:
         for cost in COSTS:
-            yield f"votes-by-{cost}", by_votes(votes, cost, setting)
+            yield f"votes-by-{cost}", by_votes(votes, styles_of(rows), cost, setting)
 
 
 def setting_of(record: Row, about: str) -> str:

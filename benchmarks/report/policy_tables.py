@@ -18,7 +18,7 @@ def by_family(wanted: Row, folder: Path) -> list[list[str]]:
 
     Args:
         wanted: `files`, `rows`; `budget` and `interval`, by default the only ones;
-            `against`, optional: paired test against `full` or `base`.
+            `against`, optional: paired test, see `pair_of`.
         folder: of the files.
 
     Raises:
@@ -53,7 +53,7 @@ def by_budget(wanted: Row, folder: Path) -> list[list[str]]:
 
     Args:
         wanted: `files`, `rows`; `interval`, by default the only one; `against`,
-            optional: paired test against `full` or `base` at the `budget` named.
+            optional: paired test at the `budget` named, see `pair_of`.
         folder: of the files.
 
     Raises:
@@ -62,6 +62,10 @@ def by_budget(wanted: Row, folder: Path) -> list[list[str]]:
     check_keys(wanted, {"files", "rows"}, OPTIONS)
     records = [read(folder / name) for name in wanted["files"]]
     budgets = sorted({r["budget"] for r in records[0]["summary"]} - {None})
+    if "against" in wanted and wanted.get("budget") not in budgets:
+        raise ValueError(
+            f"table: expected a budget of {budgets} beside against, got {dict(wanted)}"
+        )
     header = ["policy", *map(str, budgets), *_against(wanted)]
     rows = []
     for name in wanted["rows"]:
@@ -75,7 +79,7 @@ def by_budget(wanted: Row, folder: Path) -> list[list[str]]:
         cells = [label]
         cells += [share_of(row) if row else "-" for row in by_place.values()]
         if against := wanted.get("against"):
-            tested = by_place.get(wanted.get("budget", budgets[0]))
+            tested = by_place[wanted["budget"]]
             cells.append(pair_of(record, tested, against) if tested else "-")
         rows.append(cells)
     return [header, *rows]
@@ -124,11 +128,12 @@ def pair_of(record: Row, row: Row, against: str) -> str:
     Args:
         record: the result file.
         row: of it.
-        against: `full`, or `base` for the policy without its variant or, where it has
-            none, for the scorer without an allocator.
+        against: `full`; `base` for the policy without its variant or, where it has
+            none, for the scorer without an allocator; or the word of an allocator.
     """
     bases = bases_of(row["policy"])
-    others = bases[:1] if against == FULL else bases[1:2]
+    kinds = {FULL: bases[:1], "base": bases[1:2]}
+    others = kinds.get(against, [b for b in bases if b.startswith(f"{against}-")])
     for pair in record.get("pairs", ()):
         keys = ("policy", "budget", "interval", "family")
         same = all(pair[key] == row[key] for key in keys)

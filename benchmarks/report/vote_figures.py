@@ -3,17 +3,17 @@
 Called by accuracy_figures.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from benchmarks.accuracy.summary import LENGTHS, POOLED
+from benchmarks.accuracy.summary import LENGTHS
 from benchmarks.report.cost_figures import COSTS
 from benchmarks.report.lines import (
     Row,
+    Style,
     budgets_of,
     families_of,
     lines_of,
-    styles_of,
     titles_of,
 )
 from benchmarks.report.panels import SHARES, explain, grid, handle, log_ticks
@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 
 FILLS = dict(zip(LENGTHS, ("none", "bottom", "full"), strict=True))
 DOTS = {"marker": ".", "markersize": 3, "linestyle": "", "alpha": 0.3}
-VOTE_KEYS = ("policy", "budget", "interval", "width", "share")
 SHAPES = "os^Dv"
 """Of the marks of votes, by budget from the smallest; later ones share the last."""
 
 
-def by_votes(votes: Sequence[Row], cost: str, setting: str) -> "Figure":
+def by_votes(
+    votes: Sequence[Row], styles: Mapping[str, Style], cost: str, setting: str
+) -> "Figure":
     """Draw accuracy of majority votes over their cost: length x width x ratio.
 
     Of each policy the votes that nothing cheaper equals are marked and joined, the
@@ -38,11 +39,11 @@ def by_votes(votes: Sequence[Row], cost: str, setting: str) -> "Figure":
 
     Args:
         votes: of a summary.
+        styles: of the lines of that summary.
         cost: a key of COSTS.
         setting: first sentence of the caption.
     """
-    votes = with_pooled(votes)
-    families, budgets, styles = families_of(votes), budgets_of(votes), styles_of(votes)
+    families, budgets = families_of(votes), budgets_of(votes)
     widths = sorted({row["width"] for row in votes})
     title, unit = COSTS[cost]
     figure, panels = grid(
@@ -76,42 +77,8 @@ def by_votes(votes: Sequence[Row], cost: str, setting: str) -> "Figure":
         f"{_note_on_size(votes)}"
     )
     name = f"Majority votes by {title}: length x width x ratio"
-    explain(figure, name, caption, _legend_of_votes(votes, widths))
+    explain(figure, name, caption, _legend_of_votes(votes, styles, widths))
     return figure
-
-
-def with_pooled(votes: Sequence[Row]) -> list[Row]:
-    """Return votes with their `share` of LENGTHS and, of several families, pooled ones.
-
-    Votes are pooled by policy, budget, interval, width and share.
-    """
-    lengths: dict[str, list[int]] = {}
-    for row in sorted(votes, key=lambda row: row["length"]):
-        known = lengths.setdefault(row["family"], [])
-        if row["length"] not in known:
-            known.append(row["length"])
-    rows: list[Row] = [
-        {**row, "share": LENGTHS[lengths[row["family"]].index(row["length"])]}
-        for row in votes
-    ]
-    groups: dict[tuple, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row.get(key) for key in VOTE_KEYS), []).append(row)
-    if len(lengths) < 2:
-        return rows
-    return [*map(_pooled, groups.values()), *rows]
-
-
-def _pooled(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return one row for all questions of rows."""
-    problems = sum(row["problems"] for row in rows)
-    correct = sum(row["correct"] for row in rows)
-    costs = {
-        cost: sum(row[cost] * row["problems"] for row in rows) / problems
-        for cost in COSTS
-    }
-    sums = {"problems": problems, "correct": correct, "accuracy": correct / problems}
-    return {**rows[0], "family": POOLED, **sums, **costs}
 
 
 def _note_on_size(rows: Sequence[Row]) -> str:
@@ -126,12 +93,14 @@ def _note_on_size(rows: Sequence[Row]) -> str:
     )
 
 
-def _legend_of_votes(votes: Sequence[Row], widths: Sequence[int]) -> list[list]:
+def _legend_of_votes(
+    votes: Sequence[Row], styles: Mapping[str, Style], widths: Sequence[int]
+) -> list[list]:
     """Return a column per property of a mark."""
     budgets = budgets_of(votes)
     grey = {"color": "dimgrey", "linestyle": "", "marker": "o"}
     return [
-        [handle(name, color=style.color) for name, style in styles_of(votes).items()],
+        [handle(name, color=style.color) for name, style in styles.items()],
         [
             handle(f"budget {b}", **grey | {"marker": _shape(b, budgets)})
             for b in budgets

@@ -14,6 +14,7 @@ from benchmarks.accuracy.questions import questions_of
 from benchmarks.load import LoadError
 
 POLICIES = ["--policies", "full", "tova"]
+NO_EMA = '{"x": {"ema_mix": 1.0}}'
 
 
 @pytest.fixture
@@ -169,8 +170,8 @@ def test_the_time_is_said_first_and_a_dry_run_does_no_more(
             "options of policies, got ['lgs']",
         ),
         (
-            ["--policies", "snapkv:x", "--variants", '{"x": {"lgs": 3}}'],
-            "options of policies, got ['lgs']",
+            ["--policies", "ams-keydiff:x", "keydiff:x", "--variants", NO_EMA],
+            "variants: expected options of keydiff in x, got ['ema_mix']",
         ),
         (["--policies", "snapkv:x"], "variants: expected ['x'], which --policies"),
         ([*POLICIES, "--variants", '{"x": {}}'], "name, got ['x']"),

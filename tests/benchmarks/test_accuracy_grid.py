@@ -9,6 +9,7 @@ from benchmarks.accuracy import __main__ as command
 from benchmarks.accuracy import grid, results, servers
 from benchmarks.accuracy.servers import FULL, Setup
 from reasoner.tokenizer import encode
+from vllm_kvpolicy.policies.registry import parse
 
 GRIDS = provenance.ROOT / "benchmarks" / "grids"
 STANDARD = GRIDS / "standard.yaml"
@@ -39,12 +40,17 @@ def test_the_standard_grid():
 
 
 @pytest.mark.parametrize("path", sorted(GRIDS.glob("*.yaml")), ids=lambda p: p.stem)
-def test_every_option_of_a_grid_is_one_of_a_policy_that_it_names(path):
+def test_grids_are_valid_and_have_the_same_options_for_all(path):
     args = command.parse_args(["--grid", str(path)])
-    policies = [servers.split(label) for label in args.policies if label != FULL]
-    for variant, options in args.variants.items():
-        names = [name for name, own in policies if own == variant]
-        assert servers.options_of(names, variant, vars(args)).keys() >= options.keys()
+    standard = command.parse_args(["--grid", str(STANDARD)])
+    assert grid.cells_of(args) and args.policy_config == standard.policy_config
+
+
+def test_every_option_of_the_standard_grid_is_some_policys():
+    args = command.parse_args(["--grid", str(STANDARD)])
+    names = [name for name in args.policies if name != FULL]
+    known = {param.name for name in names for param in parse(name).params}
+    assert set(args.policy_config) <= known
 
 
 def test_controls_can_be_merged_with_the_standard_grid():
@@ -130,7 +136,7 @@ def test_servers_record_traces_apart(tiny_model):
 
 def test_variants_have_servers_and_names_of_their_own(tiny_model):
     policies = ["full", "snapkv", "snapkv:wide", "ams-snapkv:wide", "hard-snapkv:wide"]
-    variants = {"wide": {"window": 48, "hard_p": 0.8}}
+    variants = {"wide": {"window": 48}}
     args = arguments("--model", str(tiny_model))
     args.policies, args.variants = policies, variants
     args.tasks, args.n = ["copy:10"], 1
@@ -147,7 +153,7 @@ def test_variants_have_servers_and_names_of_their_own(tiny_model):
     assert configs == [
         {"window": 16, "pool_kernel": 3, "allow": []},
         {"window": 48, "pool_kernel": 3, "allow": ["ams-snapkv"]},
-        {"window": 48, "pool_kernel": 3, "hard_p": 0.8, "allow": []},
+        {"window": 48, "pool_kernel": 3, "allow": []},
     ]
     asked = grid.asked_of(cells, grid.read_questions(args), 1, (), False)
     labels = [item.key["policy"] for members in asked.values() for item in members]

@@ -116,7 +116,14 @@ def test_variants_meet_the_policy_without_them_and_its_scorer():
         ("ams-snapkv:no-ema", "full"): (0, 2),
         ("ams-snapkv:no-ema", "ams-snapkv"): (1, 0),
         ("ams-snapkv:no-ema", "snapkv"): (2, 0),
+        ("ams-snapkv:no-ema", "snapkv:no-ema"): (0, 1),
     }
+
+
+def test_ams_meets_equal_quotas_for_equal_blocks():
+    assert summary.bases_of("ams-rkv") == ["full", "rkv", "strat-rkv"]
+    assert summary.bases_of("strat-rkv") == ["full", "rkv"]
+    assert summary.bases_of("rkv") == ["full"] and summary.bases_of("full") == []
 
 
 def test_several_samples_are_no_more_questions():
@@ -231,6 +238,11 @@ def test_votes_over_lengths_and_widths():
             more = {"sample": sample, "output_tokens": tokens}
             lines.append(line(right, number, **more))
     votes = summary.summarise(lines, SETTINGS)["votes"]
+    pooled = [row for row in votes if row["family"] == "all"]
+    votes = [row for row in votes if row["family"] == "copy:10"]
+    # One task: all together are the same, but for the length, which is by task.
+    for alone, row in zip(votes, pooled, strict=True):
+        assert row == alone | {"family": "all", "length": None}
     found = {(row["length"], row["width"]): row for row in votes}
     assert set(found) == {(length, w) for length in (50, 100, 200) for w in (1, 2, 4)}
     assert [found[200, w]["correct"] for w in (1, 2, 4)] == [2, 2, 8]
@@ -251,8 +263,30 @@ def test_lengths_are_the_same_for_all_policies():
     votes = summary.summarise(lines, SETTINGS)["votes"]
     lengths = {row["policy"]: set() for row in votes}
     for row in votes:
-        lengths[row["policy"]].add(row["length"])
+        if row["family"] != "all":
+            lengths[row["policy"]].add(row["length"])
     assert lengths == {"full": {75, 150, 300}, "tova": {75, 150, 300}}
+
+
+def test_votes_of_all_tasks_need_every_task_and_limit_each_by_its_own():
+    def answers(task, tokens, samples, right):
+        more = {"task": task, "output_tokens": tokens}
+        return [
+            line(right, n, sample=s, **more) for n in (0, 1) for s in range(samples)
+        ]
+
+    lines = answers("copy:10", 100, 4, True) + answers("sub:10", 400, 2, False)
+    rows = summary.summarise(lines, SETTINGS)["votes"]
+    widths: dict[str, set] = {}
+    for row in rows:
+        widths.setdefault(row["family"], set()).add(row["width"])
+    assert widths == {"copy:10": {1, 2, 4}, "sub:10": {1, 2}, "all": {1, 2}}
+    pooled = [row for row in rows if row["family"] == "all"]
+    for row in pooled:
+        # Each answer is as long as its task's longest: short limits let none vote.
+        assert row["correct"] == (2 if row["share"] == 1.0 else 0)
+        assert row["problems"] == 4
+        assert row["low"] <= row["correct"] / 4 < row["high"]
 
 
 def test_one_sample_does_not_vote():

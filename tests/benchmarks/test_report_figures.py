@@ -178,22 +178,6 @@ def test_votes_are_marked_by_budget_length_and_width():
     ]
 
 
-def test_votes_of_all_families_are_pooled_by_share_of_the_length():
-    vote = {"policy": "full", "budget": None, "interval": None, "width": 1}
-    one = {"family": "a", "problems": 1, "correct": 1, "kv_read": 10.0, "kv_peak": 4}
-    other = {"family": "b", "problems": 3, "correct": 0, "kv_read": 30.0, "kv_peak": 8}
-    votes = [vote | one | {"length": n, "accuracy": 1.0} for n in (10, 20, 40)]
-    votes += [vote | other | {"length": n, "accuracy": 0.0} for n in (50, 100, 200)]
-    rows = vote_figures.with_pooled(votes)
-    pooled = [row for row in rows if row["family"] == "all"]
-    assert [row["share"] for row in pooled] == [0.25, 0.5, 1.0]
-    for row in pooled:
-        assert (row["problems"], row["correct"], row["accuracy"]) == (4, 1, 0.25)
-        assert (row["kv_read"], row["kv_peak"]) == (25.0, 7.0)
-    alone = vote_figures.with_pooled(votes[:3])
-    assert [row["family"] for row in alone] == ["a", "a", "a"]
-
-
 def test_only_votes_that_nothing_cheaper_equals_are_shown():
     points = [(5, 0.5), (1, 0.0), (2, 0.3), (2, 0.2), (3, 0.3), (9, 0.4), (9, 0.6)]
     votes = [{"kv_read": cost, "accuracy": share} for cost, share in points]
