@@ -1,10 +1,12 @@
 """Owns the record of what a measurement was made with.
 
-Called by serving and accuracy, whose results carry it.
+Called by the commands that measure, whose results carry it. A result holds no folder of
+the machine that made it.
 """
 
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -15,6 +17,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "vllm", "vllm-kvpolicy")
+_ABSOLUTE = re.compile(r"""(?<![^\s='",\[{(])/[^\s'",\]})]*""")
+"""An absolute path within a word: after a space, `=`, a quote, a comma or a bracket."""
 
 
 def collect(module: str) -> dict[str, Any]:
@@ -26,7 +30,7 @@ def collect(module: str) -> dict[str, Any]:
     changes = git("status", "--porcelain")
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return {
-        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", module, *map(redacted, sys.argv[1:])]),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         **{name: package_version(name) for name in PACKAGES},
@@ -36,6 +40,16 @@ def collect(module: str) -> dict[str, Any]:
         "cores": usable_cores(),
         "load_average_1min": load,
     }
+
+
+def redacted(word: str) -> str:
+    """Return a word of a command line with the last part of each absolute path."""
+    option, equals, value = (
+        word.rpartition("=") if word.startswith("-") else ("", "", word)
+    )
+    if value.startswith("/"):
+        return option + equals + Path(value).name
+    return _ABSOLUTE.sub(lambda found: Path(found[0]).name, word)
 
 
 def package_version(name: str) -> str | None:

@@ -6,14 +6,14 @@
 
 `setup` makes the peer's environment in runs/peer-venv. `ask` writes FOLDER/peer.jsonl
 and `ours` FOLDER/ours-C.jsonl, a line per answer, and go on where those end. Both write
-the record of all that is there. All other options are those of benchmarks.accuracy,
-with the standard grid, 6 problems per task and a budget of 192 unless they say
-otherwise; policies are those that kvpress has a press for.
+the record of the peer's file and of ours at the concurrencies named last. All other
+options are those of benchmarks.accuracy, but for UNUSED, with the standard grid, 6
+problems per task and a budget of 192 unless they say otherwise; policies are those that
+kvpress has a press for.
 """
 
 import argparse
 import json
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ from benchmarks import provenance
 from benchmarks.accuracy import __main__ as harness
 from benchmarks.accuracy import grid, results, scoring
 from benchmarks.load import LoadError
-from benchmarks.peer import asking, environment, ours, process, record
+from benchmarks.peer import asking, environment, facts, ours, process, record
 from benchmarks.peer.catalogue import FULL, PRESSES, SORTED, rows_of
 from benchmarks.peer.process import PeerError, Worker
 from benchmarks.peer.prompts import Prompts
@@ -32,6 +32,12 @@ from benchmarks.serving import log
 GRID = provenance.ROOT / "benchmarks" / "grids" / "standard.yaml"
 DEFAULTS = ["--grid", str(GRID), "--n", "6", "--budgets", "192", "--variants", "{}"]
 DEFAULTS += ["--policies", FULL, *PRESSES]
+_UNUSED = {"out", "concurrency", "logs", "url", "served_name", "shard", "trace"}
+UNUSED = {
+    "ask": _UNUSED | {"serve_args", "timeout", "tries"},
+    "ours": _UNUSED,
+}
+"""Options of benchmarks.accuracy that a command would not look at, by command."""
 
 Line = dict[str, Any]
 
@@ -58,23 +64,37 @@ def parse_args(
         command.add_argument("--record", type=Path, help="default: FOLDER/record.json")
     args, rest = made.parse_known_args(argv)
     if args.command == "setup":
+        if rest:
+            made.error(f"setup: expected no options, got {rest}")
         return args, argparse.Namespace()
     asked = harness.parse_args([*DEFAULTS, *rest])
     args.record = args.record or args.folder / "record.json"
     try:
+        check_used(args.command, rest)
         check(asked)
     except ValueError as error:
         made.error(str(error))
     return args, asked
 
 
+def check_used(command: str, words: Sequence[str]) -> None:
+    """Raise ValueError where words hold an option that a command would not look at."""
+    made, absent = harness.parser(), object()
+    made.set_defaults(**dict.fromkeys(vars(made.parse_args([])), absent))
+    values = vars(made.parse_args(words))
+    given = {name for name, value in values.items() if value is not absent}
+    if unused := sorted(given & UNUSED[command]):
+        options = [f"--{name.replace('_', '-')}" for name in unused]
+        raise ValueError(f"{command}: expected no {', '.join(options)}, it has no use")
+
+
 def check(args: argparse.Namespace) -> None:
     """Raise ValueError where the harness' options do not fit a peer."""
     rows_of(args.policies)
-    if args.samples > 1 or args.temperature or args.shard[1] > 1 or args.trace:
+    if args.samples > 1 or args.temperature:
         raise ValueError(
-            "peer: expected one greedy answer per question, got --samples, "
-            "--temperature, --shard or --trace"
+            "peer: expected one greedy answer per question, got --samples or "
+            "--temperature"
         )
     if not args.evict_prompts:
         raise ValueError("peer: expected --evict-prompts, kvpress protects no prompt")
@@ -95,7 +115,7 @@ def ask(args: argparse.Namespace, asked: argparse.Namespace) -> int:
         "dtype": args.dtype,
         "threads": args.threads,
     }
-    refused: dict[str, str] = {}
+    refused: dict[facts.Place, str] = {}
     path = args.folder / "peer.jsonl"
     with Worker(process.command(args.python), worker_settings) as worker:
         settings = harness.settings_of(asked, judge) | {
@@ -111,9 +131,14 @@ def ask(args: argparse.Namespace, asked: argparse.Namespace) -> int:
         announce(args, *asking.estimate(wanted, lines))
         new = asking.ask_all(worker, asked, prompts, wanted, equal, refused)
         lines += asking.append(path, new)
-    for row, message in refused.items():
-        log(f"{row}: refused: {message}")
-    keep_facts(args, refused=refused)
+    for (row, budget, _), message in refused.items():
+        log(f"{row}: refused at {budget}: {message}")
+    settings = record.read(path)[0]
+    earlier = facts.read(args.folder).get("ask", {})
+    known = earlier["refused"] if earlier.get("settings") == settings else []
+    places = {facts.place_of(one) for some in wanted.values() for one, _ in some}
+    holding = facts.merged(known, refused, places, lines)
+    keep_facts(args, settings=settings, refused=holding)
     return 0
 
 
@@ -126,7 +151,7 @@ def measure(args: argparse.Namespace, asked: argparse.Namespace) -> int:
         done: dict[int, set[tuple]] = {c: set() for c in args.concurrencies}
         announce(args, *ours.estimate(ours.wanted_of(asked, questions, done)))
         return 0
-    settings = harness.settings_of(asked, judge)
+    settings = harness.settings_of(asked, judge) | {"dtype": ours.DTYPE}
     files = {c: args.folder / f"ours-{c}.jsonl" for c in sorted(args.concurrencies)}
     done = {
         concurrency: done_of(results.continue_file(path, settings), questions)
@@ -137,7 +162,7 @@ def measure(args: argparse.Namespace, asked: argparse.Namespace) -> int:
     failures = ours.measure(asked, wanted, files, equal, args.folder)
     for failure in failures:
         log(f"failed: {failure}")
-    keep_facts(args)
+    keep_facts(args, concurrencies=sorted(files))
     return 1 if failures else 0
 
 
@@ -153,27 +178,18 @@ def done_of(lines: list[Line], questions: grid.Questions) -> set[tuple]:
     return {results.key_of(line) for line in lines}
 
 
-def provenance_of() -> dict[str, Any]:
-    """Return the provenance of this command, without folders of this machine."""
-    made = provenance.collect("benchmarks.peer")
-    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
-    made["command"] = shlex.join(["python", "-m", "benchmarks.peer", *words])
-    return made
-
-
-def keep_facts(args: argparse.Namespace, **facts: Any) -> None:
+def keep_facts(args: argparse.Namespace, **more: Any) -> None:
     """Keep what output files do not say of this command, and write the record.
 
     Args:
         args: our own options.
-        facts: beside the provenance.
+        more: facts beside the provenance.
     """
-    path = args.folder / record.FACTS
-    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    known[args.command] = {"provenance": provenance_of(), **facts}
-    path.write_text(json.dumps(known), encoding="utf-8")
-    made = json.dumps(record.assemble(args.folder, known), indent=1)
-    args.record.write_text(made + "\n", encoding="utf-8")
+    known = facts.read(args.folder)
+    made = {"provenance": provenance.collect("benchmarks.peer"), **more}
+    facts.write(args.folder, known | {args.command: made})
+    whole = record.assemble(args.folder, known | {args.command: made})
+    args.record.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     log(f"wrote {args.record}")
 
 

@@ -21,10 +21,11 @@ from benchmarks.accuracy.results import KEY_FIELDS, Line
 from benchmarks.accuracy.scoring import Equal, judge
 from benchmarks.peer import catalogue
 from benchmarks.peer.catalogue import FULL, PRESSES
+from benchmarks.peer.facts import Place, place_of
 from benchmarks.peer.process import Worker
 from benchmarks.peer.prompts import Prompts
 from vllm_kvpolicy.measures import repetition
-from vllm_kvpolicy.policies.registry import parse
+from vllm_kvpolicy.policies.registry import parse, resolve_options
 
 SECONDS_PER_TOKEN = 0.003
 """Of one answer on one core, until a file has lines to judge by."""
@@ -65,8 +66,8 @@ def options_of(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Return the options of every press, ours where both sides have one."""
     options = {}
     for policy in PRESSES:
-        ours = {param.name: param.default for param in parse(policy).params}
-        ours |= servers.options_of((policy,), "", vars(args))
+        given = servers.options_of((policy,), "", vars(args))
+        ours = resolve_options(parse(policy), given)
         options[policy] = catalogue.options_of(policy, ours)
     return options
 
@@ -93,7 +94,7 @@ def ask_all(
     prompts: Prompts,
     wanted: Mapping[str, Sequence[Asked]],
     equal: Equal | None,
-    refused: dict[str, str],
+    refused: dict[Place, str],
 ) -> Iterator[Line]:
     """Yield an output line per answer, in the order of the rows.
 
@@ -103,7 +104,7 @@ def ask_all(
         prompts: token ids and texts.
         wanted: see `wanted_of`.
         equal: see `scoring.judge`.
-        refused: filled: row -> what kvpress said; the rest of that row is not asked.
+        refused: filled: what kvpress said by place; the rest of a place is not asked.
     """
     options = options_of(args)
     interval = 0.5 if sys.stderr.isatty() else LOG_SECONDS
@@ -112,6 +113,8 @@ def ask_all(
         for row, members in wanted.items():
             bar.set_description(row)
             for fields, question in members:
+                if place_of(fields) in refused:
+                    continue
                 reply = worker.ask(
                     {
                         "row": row,
@@ -124,8 +127,8 @@ def ask_all(
                     }
                 )
                 if "refused" in reply:
-                    refused[row] = reply["refused"]
-                    break
+                    refused[place_of(fields)] = reply["refused"]
+                    continue
                 yield line_of(fields, question, reply, prompts, equal)
                 bar.update()
 

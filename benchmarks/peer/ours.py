@@ -1,7 +1,8 @@
 """Owns the same questions on our server: answers, and tokens per second.
 
 Called by the command. A policy is asked all its questions in one round, at each
-concurrency; a round's lines are written together, with the seconds that it took.
+concurrency; a round's lines are written together, with the seconds that it took and the
+events that the server counted meanwhile.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from benchmarks.accuracy.client import Asked, Client
 from benchmarks.accuracy.questions import Question
 from benchmarks.accuracy.results import Line
 from benchmarks.accuracy.scoring import Equal
-from benchmarks.accuracy.servers import Setup, serving
+from benchmarks.accuracy.servers import Setup, count_events, serving
 from benchmarks.serving import log
 
 Files = Mapping[int, Path]
@@ -27,6 +28,8 @@ Rounds = dict[tuple[str, int], list[Asked]]
 TOKENS_PER_SECOND = 300.0
 """Of one request alone, about, until there is a file to judge by; of several together
 at most what grid.TOKENS_PER_SECOND says."""
+DTYPE = "float32"
+"""Of the harness' servers; the peer's has to be the same."""
 START_SECONDS = 60.0
 """Until a server answers and is warm, about."""
 
@@ -87,20 +90,29 @@ def measure(
     failures: list[str] = []
     for setup, rounds in wanted.items():
         with serving(setup, args, logs) as url:
-            (first, *_) = next(iter(rounds.values()))
-            asyncio.run(client_of(args, 1, equal).ask_all(url, [first], _forget))
+            firsts = {policy: asked[0] for (policy, _), asked in rounds.items()}
+            for first in firsts.values():
+                asyncio.run(client_of(args, 1, equal).ask_all(url, [first], _forget))
             for (policy, concurrency), asked in rounds.items():
                 client = client_of(args, concurrency, equal)
                 lines: list[Line] = []
+                before = count_events(url, setup)
                 began = time.perf_counter()
-                failed = asyncio.run(client.ask_all(url, asked, lines.append))
+                failures += asyncio.run(client.ask_all(url, asked, lines.append))
                 seconds = round(time.perf_counter() - began, 4)
-                failures += failed
+                after = count_events(url, setup)
+                events = None
+                if before is not None and after is not None:
+                    events = round(after - before)
+                facts = {"round_s": seconds, "round_events": events}
                 with files[concurrency].open("a", encoding="utf-8") as file:
                     for line in lines:
-                        file.write(json.dumps(line | {"round_s": seconds}) + "\n")
+                        file.write(json.dumps(line | facts) + "\n")
                 speed = sum(line["output_tokens"] for line in lines) / seconds
-                log(f"{policy} x {concurrency}: {len(lines)} answers, {speed:.0f}/s")
+                log(
+                    f"{policy} x {concurrency}: {len(lines)} answers, {speed:.0f}/s, "
+                    f"{events or 0} events"
+                )
     return failures
 
 
@@ -136,12 +148,18 @@ def speeds_of(lines: Sequence[Line], concurrency: int) -> list[dict[str, Any]]:
     ]
 
 
-def speed_of(lines: Sequence[Line]) -> dict[str, float]:
-    """Return output tokens, seconds and their ratio; rounds differ in their seconds."""
+def speed_of(lines: Sequence[Line]) -> dict[str, Any]:
+    """Return output tokens, seconds, their ratio, and events that the server counted.
+
+    Rounds differ in their seconds; `events` is None without a policy.
+    """
     tokens = sum(line["output_tokens"] for line in lines)
-    seconds = sum({line["round_s"] for line in lines})
+    rounds = {(line["round_s"], line["round_events"]) for line in lines}
+    seconds = sum(seconds for seconds, _ in rounds)
+    events = [count for _, count in rounds if count is not None]
     return {
         "output_tokens": tokens,
         "seconds": round(seconds, 2),
         "tok_s": round(tokens / seconds, 1),
+        "events": sum(events) if events else None,
     }

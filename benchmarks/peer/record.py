@@ -4,8 +4,7 @@ Called by the command. Rows have the columns of benchmarks.accuracy, so that
 `benchmarks.report docs` makes tables of them; more columns say what the cache held.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -13,15 +12,13 @@ from typing import Any
 from benchmarks.accuracy import results, summary
 from benchmarks.accuracy.results import Line
 from benchmarks.accuracy.servers import options_of
-from benchmarks.accuracy.summary import POOLED, Groups, Row
-from benchmarks.peer.catalogue import FULL, PRESSES, SORTED
+from benchmarks.accuracy.summary import POOLED, Row
+from benchmarks.peer.catalogue import FULL, PRESSES
+from benchmarks.peer.facts import Refusal, place_of
+from benchmarks.peer.joining import Read, against_ours, check_same
 from benchmarks.peer.ours import speeds_of
-from benchmarks.stats import mcnemar
 from vllm_kvpolicy.block_manager.events import positions_up_to
 from vllm_kvpolicy.config import KVPolicyConfig
-
-FACTS = "commands.json"
-"""In the folder: command -> its provenance, and what was refused."""
 
 
 def assemble(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,34 +27,44 @@ def assemble(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         folder: with `peer.jsonl`, and `ours-C.jsonl` by concurrency C; not all need be
             there.
-        facts: what FACTS holds.
+        facts: see `facts`; of our files only those are read whose concurrency the last
+            command named.
 
     Returns:
         `peer_part`; `ours`, see `our_part`; `against_ours`, see there.
+
+    Raises:
+        ValueError: files that may not stand side by side, see `joining.check_same`.
     """
+    peer = folder / "peer.jsonl"
+    counts = facts.get("ours", {}).get("concurrencies", [])
+    paths = {count: folder / f"ours-{count}.jsonl" for count in sorted(counts)}
+    theirs = {peer: read(peer)} if "ask" in facts and peer.exists() else {}
+    ours = {count: read(path) for count, path in paths.items() if path.exists()}
+    files = theirs | {paths[count]: found for count, found in ours.items()}
+    if files:
+        check_same(files)
     made: dict[str, Any] = {}
-    theirs: list[Line] = []
-    if "ask" in facts:
-        settings, theirs = read(folder / "peer.jsonl")
+    if theirs:
+        settings, lines = theirs[peer]
         made = {"provenance": facts["ask"]["provenance"]}
-        made |= peer_part(theirs, settings, facts["ask"]["refused"])
-    if "ours" in facts:
-        files = {int(path.stem[5:]): path for path in folder.glob("ours-*.jsonl")}
-        made["ours"] = {"provenance": facts["ours"]["provenance"]} | our_part(files)
-        _, ours = read(files[min(files)])
-        made["against_ours"] = list(against_ours(theirs, ours))
+        made |= peer_part(lines, settings, facts["ask"]["refused"])
+    if ours:
+        made["ours"] = {"provenance": facts["ours"]["provenance"]} | our_part(ours)
+    if theirs and ours:
+        made["against_ours"] = list(against_ours(lines, ours[min(ours)][1]))
     return made
 
 
 def peer_part(
-    lines: Sequence[Line], settings: Line, refused: Mapping[str, str]
+    lines: Sequence[Line], settings: Line, refused: Sequence[Refusal]
 ) -> dict[str, Any]:
     """Return what the peer's answers say.
 
     Args:
         lines: of its output file.
         settings: of that file.
-        refused: row -> what kvpress said.
+        refused: see `facts.merged`.
 
     Returns:
         `summary` and `pairs`, those of all tasks together, see `summary.summarise`,
@@ -68,12 +75,12 @@ def peer_part(
     groups = summary.grouped(lines)
     for row in whole["summary"]:
         row |= more_of(groups[place_of(row), row["family"]])
-    policies = {line["policy"] for line in lines} | set(refused)
+    policies = {one["policy"] for one in (*lines, *refused)}
     return {
         "settings": settings,
         "summary": whole["summary"],
         "pairs": [pair for pair in whole["pairs"] if pair["family"] == POOLED],
-        "refused": dict(refused),
+        "refused": list(refused),
         "notes": {name: PRESSES[name].note for name in PRESSES if name in policies},
     }
 
@@ -114,18 +121,18 @@ def _mean(values: Iterable[float]) -> float | None:
     return round(mean(known), 4) if known else None
 
 
-def our_part(files: Mapping[int, Path]) -> dict[str, Any]:
+def our_part(files: Mapping[int, Read]) -> dict[str, Any]:
     """Return what our server's answers say.
 
     Args:
-        files: concurrency -> output file.
+        files: what the output file of each concurrency holds.
 
     Returns:
         `settings` and `summary` of the smallest concurrency, see `summary.summarise`,
         with `kept_mean`, tokens that a head keeps, mean over events; `speeds` of all,
         see `ours.speeds_of`.
     """
-    settings, lines = read(files[min(files)])
+    settings, lines = files[min(files)]
     rows, groups = summary.summarise(lines, settings)["summary"], summary.grouped(lines)
     for row in rows:
         members = groups[place_of(row), row["family"]]
@@ -134,9 +141,7 @@ def our_part(files: Mapping[int, Path]) -> dict[str, Any]:
     return {
         "settings": settings,
         "summary": rows,
-        "speeds": [
-            row for c in sorted(files) for row in speeds_of(read(files[c])[1], c)
-        ],
+        "speeds": [row for c in sorted(files) for row in speeds_of(files[c][1], c)],
     }
 
 
@@ -162,11 +167,6 @@ def kept_of(line: Line, settings: Line) -> list[int]:
     return [kept(position) for position in positions_up_to(plan.events, last)]
 
 
-def place_of(row: Row) -> tuple:
-    """Return policy, budget and interval of a row."""
-    return row["policy"], row["budget"], row["interval"]
-
-
 def read(path: Path) -> tuple[Line, list[Line]]:
     """Return the settings and the lines of an output file.
 
@@ -174,42 +174,3 @@ def read(path: Path) -> tuple[Line, list[Line]]:
         ValueError: it is no such file.
     """
     return results.parse_file(path, path.read_text(encoding="utf-8"))
-
-
-def against_ours(theirs: Sequence[Line], ours: Sequence[Line]) -> Iterator[Row]:
-    """Yield paired tests of the peer's rows against our policy, all tasks together.
-
-    Args:
-        theirs: lines of the peer.
-        ours: lines of our server.
-
-    Returns:
-        Per row: `pairs`: questions that both answered; `only_peer`, `only_ours`: those
-        that one of them alone got right; `p`: McNemar's exact two-sided value.
-    """
-    peers, own = pooled(theirs), pooled(ours)
-    for (row, budget, interval), answers in peers.items():
-        policy = row.removesuffix(f":{SORTED}")
-        other = own.get((policy, budget, interval), {})
-        both = Counter((right, other[q]) for q, right in answers.items() if q in other)
-        if both:
-            counts = both[True, False], both[False, True]
-            yield {
-                "policy": row,
-                "budget": budget,
-                "interval": interval,
-                "pairs": both.total(),
-                "only_peer": counts[0],
-                "only_ours": counts[1],
-                "p": mcnemar(*counts),
-            }
-
-
-def pooled(lines: Sequence[Line]) -> dict[tuple, dict[tuple, bool]]:
-    """Return whether each question was answered right, by policy, budget, interval."""
-    groups: Groups = summary.grouped(lines)
-    return {
-        place: {(line["task"], line["id"]): line["correct"] for line in members}
-        for (place, family), members in groups.items()
-        if family == POOLED
-    }

@@ -7,7 +7,7 @@ Axes: H KV heads, T tokens in the cache before an event, K after it, D head size
 """
 
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,25 +15,44 @@ from torch import Tensor
 from benchmarks.peer.catalogue import SINKS
 
 
+class Note(NamedTuple):
+    """What an event did to a layer.
+
+    Attributes:
+        is_shorter: whether it dropped or masked a token.
+        sinks: share of the first SINKS tokens that are held after it, mean over heads.
+        kept: tokens that a head keeps, mean over heads.
+        revived: share of those whose keys an earlier event had overwritten; None where
+            there were no such keys.
+    """
+
+    is_shorter: bool
+    sinks: float
+    kept: float
+    revived: float | None
+
+
 class Tracker:
-    """The positions that each head of each layer holds, through one answer."""
+    """The positions that each head of each layer holds, through one answer.
+
+    Every layer is noted each time that its press is called, so that the notes of all
+    layers belong together where some of them drop nothing.
+    """
 
     def __init__(self) -> None:
         self._held: dict[int, Tensor] = {}
         self._next: dict[int, int] = {}
         self._masked: dict[int, Tensor] = {}
-        self._sinks: dict[int, list[float]] = {}
-        self._kept: list[float] = []
-        self._revived: list[float] = []
+        self._notes: dict[int, list[Note]] = {}
 
     def keep(self, layer: int, total: int, indices: Tensor) -> None:
-        """Note an event that drops tokens.
+        """Note what a press gathered.
 
         Args:
             layer: index of the layer.
             total: T.
             indices: [H, K] int64, places in the cache that are kept, in their new
-                order.
+                order; all T where nothing is dropped.
         """
         heads, count = indices.shape
         held = self._held.get(layer, indices.new_empty(heads, 0))
@@ -42,43 +61,52 @@ class Tracker:
         new = torch.arange(first, self._next[layer]).expand(heads, -1)
         held = torch.cat([held, new], dim=1).gather(1, indices)
         self._held[layer] = held
-        self._note(layer, int((held < SINKS).sum()) / (SINKS * heads), count)
+        sinks = int((held < SINKS).sum()) / (SINKS * heads)
+        self._note(layer, Note(count < total, sinks, count, None))
 
     def mask(self, layer: int, kept: Tensor) -> None:
-        """Note an event that masks tokens and leaves all of them in the cache.
+        """Note what a press masked; all tokens stay in the cache.
+
+        A masked key is overwritten for good: no later event brings it back.
 
         Args:
             layer: index of the layer.
-            kept: [H, T] bool.
+            kept: [H, T] bool; all true where nothing is masked.
         """
+        gone = torch.zeros_like(kept)
         if (before := self._masked.get(layer)) is not None:
-            revived = (kept[:, : before.shape[1]] & before).sum()
-            self._revived.append(int(revived) / int(kept.sum()))
-        self._masked[layer] = ~kept
-        sinks = kept[:, :SINKS].float().mean().item()
-        self._note(layer, sinks, kept.sum().item() / len(kept))
+            gone[:, : before.shape[1]] = before
+        self._masked[layer] = gone | ~kept
+        count = int(kept.sum())
+        sinks = (kept & ~gone)[:, :SINKS].float().mean().item()
+        revived = int((kept & gone).sum()) / count if gone.any() else None
+        self._note(layer, Note(not kept.all(), sinks, count / len(kept), revived))
 
-    def _note(self, layer: int, sinks: float, count: float) -> None:
-        self._sinks.setdefault(layer, []).append(sinks)
-        self._kept.append(count)
+    def _note(self, layer: int, note: Note) -> None:
+        self._notes.setdefault(layer, []).append(note)
 
     def figures(self) -> dict[str, Any]:
-        """Return what the events did.
+        """Return what the events did; one in which no layer lost a token is none.
 
         Returns:
-            `events`: of a layer; `sinks_held`: after each of them, the share of the
-            first SINKS tokens that are held, mean over layers and heads; `kept_mean`:
-            tokens that a head keeps, mean over events and layers, None without events;
-            `revived`: share of the tokens kept whose keys an earlier event had masked,
-            None where nothing is masked twice.
+            `events`: their number; `sinks_held`: after each of them, the share of the
+            first SINKS tokens that are held with their own keys, mean over layers and
+            heads; `kept_mean`: tokens that a head keeps, mean over events and layers,
+            None without events; `revived`: share of the tokens kept whose keys an
+            earlier event had overwritten, None where there were none.
+
+        Raises:
+            ValueError: layers whose presses were called at different times.
         """
-        events = zip(*self._sinks.values(), strict=True)
-        shares = [round(mean(layers), 4) for layers in events]
+        calls = zip(*self._notes.values(), strict=True)
+        events = [call for call in calls if any(note.is_shorter for note in call)]
+        notes = [note for event in events for note in event]
+        revived = [note.revived for note in notes if note.revived is not None]
         return {
-            "events": len(shares),
-            "sinks_held": shares,
-            "kept_mean": round(mean(self._kept), 2) if self._kept else None,
-            "revived": round(mean(self._revived), 4) if self._revived else None,
+            "events": len(events),
+            "sinks_held": [round(mean(n.sinks for n in event), 4) for event in events],
+            "kept_mean": round(mean(n.kept for n in notes), 2) if notes else None,
+            "revived": round(mean(revived), 4) if revived else None,
         }
 
 
@@ -133,7 +161,10 @@ class Watching:
         kept = super().compress(  # type: ignore[misc]
             module, hidden_states, keys, values, attentions, kwargs
         )
+        heads, total = keys.shape[1:3]
         if kept[0] is keys:
+            everything = torch.arange(total).expand(heads, -1)
+            self.tracker.keep(module.layer_idx, total, everything)
             return kept
         indices = self._scores.topk(kept[0].shape[2], dim=-1).indices
         if not torch.equal(take(keys, indices), kept[0]):
@@ -141,7 +172,7 @@ class Watching:
         if self.in_order:
             indices = indices.sort(dim=-1).values
             kept = take(keys, indices), take(values, indices)
-        self.tracker.keep(module.layer_idx, keys.shape[2], indices[0])
+        self.tracker.keep(module.layer_idx, total, indices[0])
         return kept
 
 
@@ -159,9 +190,9 @@ class WatchingMask:
     ) -> tuple[Tensor, Tensor]:
         """Return keys and values whole, [B, H, T, D] each; the press masks later."""
         whole = super().compress(module, hidden_states, keys, *args)  # type: ignore[misc]
+        kept = torch.ones(keys.shape[1:3], dtype=torch.bool)
         if self.compression_ratio:  # type: ignore[attr-defined]
-            kept = torch.ones(keys.shape[1:3], dtype=torch.bool)
             _, heads, places = module.masked_key_indices
             kept[heads, places] = False
-            self.tracker.mask(module.layer_idx, kept)
+        self.tracker.mask(module.layer_idx, kept)
         return whole

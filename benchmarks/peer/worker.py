@@ -41,15 +41,16 @@ def load(settings: dict[str, Any]) -> Any:
 
 
 def reply(model: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer to one line."""
+    """Return the answer to one line; only what kvpress raises is a refusal."""
     tracker = Tracker()
     size = asked["budget"], asked["interval"]
     question = asked["prompt"], asked["start"], asked["max_tokens"]
     try:
         press = build(asked["row"], *size, asked["options"], tracker)
-        return answer(model, press, *question) | tracker.figures()
+        said = answer(model, press, *question)
     except (AssertionError, NotImplementedError, ValueError) as error:
         return {"refused": f"{type(error).__name__}: {error}"}
+    return said | tracker.figures()
 
 
 def main() -> None:

@@ -141,12 +141,20 @@ def test_the_models_own_accuracy(tmp_path):
         table_of("file: model.json\n", "model", tmp_path)
 
 
-def test_the_peer_beside_us(tmp_path):
+@pytest.fixture
+def peer(tmp_path):
+    """The record of a peer and of our server, at a budget of 96."""
+
     def row(policy, accuracy, **more):
         share = {"accuracy": accuracy, "low": 0.2, "high": 0.8}
-        return {"policy": policy, "family": "all", **share, **more}
+        limits = (None, None) if policy == "full" else (96, 64)
+        place = dict(zip(("budget", "interval"), limits, strict=True))
+        return {"policy": policy, **place, "family": "all", **share, **more}
 
     held = {"first": 1.0, "second": 0.5, "last": None}
+    tests = {"full": (0, 0, 1.0), "tova": (3, 1, 0.625), "tova:sorted": (5, 0, 0.0625)}
+    own = [row("full", 0.9), row("tova", 0.4), row("snapkv", 0.3), row("knorm", 0.2)]
+    counts = "only_peer", "only_ours", "p"
     record = {
         "summary": [
             row("full", 0.9, sinks_held=dict.fromkeys(held), tok_s=200.0),
@@ -155,33 +163,71 @@ def test_the_peer_beside_us(tmp_path):
             row("tova", 0.1, sinks_held=held) | {"family": "copy:9"},
         ],
         "ours": {
-            "summary": [row("full", 0.9), row("tova", 0.4), row("snapkv", 0.3)],
+            "summary": own,
             "speeds": [
-                {"policy": policy, "concurrency": count, "tok_s": 100.0 * count}
-                for policy in ("full", "tova", "snapkv")
+                row(one["policy"], 0, concurrency=count, tok_s=100.0 * count)
+                for one in own
                 for count in (1, 16)
+                if (one["policy"], count) != ("knorm", 16)
             ],
         },
         "against_ours": [
-            {"policy": "full", "only_peer": 0, "only_ours": 0, "p": 1.0},
-            {"policy": "tova", "only_peer": 3, "only_ours": 1, "p": 0.625},
+            row(name, 0, **dict(zip(counts, test, strict=True)))
+            for name, test in tests.items()
         ],
-        "refused": {"snapkv": "too small"},
+        "refused": [row(name, 0) for name in ("snapkv", "snapkv:sorted")],
     }
     (tmp_path / "peer.json").write_text(json.dumps(record))
-    *_, tova, snapkv = table_of("file: peer.json\n", "peer", tmp_path)
+    return record
+
+
+def test_the_peer_beside_us(peer, tmp_path):
+    head, _, full, tova, snapkv, knorm = table_of("file: peer.json\n", "peer", tmp_path)
+    test = "against ours: right alone, wrong alone, p"
+    held = "first 4 tokens held after event 1, 2, last"
+    assert head == (
+        "| policy | kvpress as shipped | kvpress, cache kept in order | ours | "
+        f"as shipped {test} | in order {test} | {held}, as shipped | {held}, in order |"
+    )
     assert tova == (
         "| `tova` | 50 [20, 80] | 60 [20, 80] | 40 [20, 80] | 3, 1, 0.62 | "
-        "100 %, 50 %, - | 100 %, 50 %, 75 % |"
+        "5, 0, 0.062 | 100 %, 50 %, - | 100 %, 50 %, 75 % |"
     )
-    assert snapkv == "| `snapkv` | refused | - | 30 [20, 80] | - | - | - |"
-    head, _, full, tova, snapkv = table_of("file: peer.json\n", "speeds", tmp_path)
-    assert (
-        head
-        == "| policy | kvpress, one at a time | ours, 1 at once | ours, 16 at once |"
+    assert snapkv == "| `snapkv` | refused | refused | 30 [20, 80] | - | - | - | - |"
+    assert knorm == "| `knorm` | - | - | 20 [20, 80] | - | - | - | - |"
+    head, _, full, tova, snapkv, knorm = table_of(
+        "file: peer.json\n", "speeds", tmp_path
+    )
+    assert head == (
+        "| policy | kvpress as shipped, one at a time | ours, 1 at once | "
+        "ours, 16 at once |"
     )
     assert tova == "| `tova` | 120 | 100 | 1600 |"
     assert snapkv == "| `snapkv` | refused | 100 | 1600 |"
+    assert knorm == "| `knorm` | - | 100 | - |"
+
+
+@pytest.mark.parametrize("kind", ["peer", "speeds"])
+def test_a_peer_at_several_budgets_is_asked_for_one(peer, tmp_path, kind):
+    for rows in (
+        *(peer[name] for name in ("summary", "against_ours", "refused")),
+        *peer["ours"].values(),
+    ):
+        more = [row for row in rows if row["budget"]]
+        rows += [row | {"budget": 128, "accuracy": 1.0, "tok_s": 7.0} for row in more]
+    rows = [row for row in peer["refused"] if row["budget"] == 96]
+    peer["refused"] = rows
+    (tmp_path / "peer.json").write_text(json.dumps(peer))
+    alone = table_of("file: peer.json\nbudget: 96\n", kind, tmp_path)
+    assert any("refused" in line for line in alone)
+    assert "120" in "".join(alone) or "50 [20, 80]" in "".join(alone)
+    other = table_of("file: peer.json\nbudget: 128\n", kind, tmp_path)
+    assert not any("refused" in line for line in other)
+    assert "| 7 |" in "".join(other) or "100 [20, 80]" in "".join(other)
+    with pytest.raises(ValueError, match="expected budget and interval beside"):
+        table_of("file: peer.json\n", kind, tmp_path)
+    with pytest.raises(ValueError, match="expected tova at"):
+        table_of("file: peer.json\nbudget: 64\n", kind, tmp_path)
 
 
 def test_check_writes_nothing(folder, capsys):

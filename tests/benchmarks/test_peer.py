@@ -12,8 +12,18 @@ from chat_server import ChatServer, serve
 from benchmarks.accuracy import results, servers
 from benchmarks.accuracy.client import Asked, Client
 from benchmarks.accuracy.questions import questions_of
+from benchmarks.load import LoadError
 from benchmarks.peer import __main__ as command
-from benchmarks.peer import asking, catalogue, environment, ours, process, record
+from benchmarks.peer import (
+    asking,
+    catalogue,
+    environment,
+    facts,
+    joining,
+    ours,
+    process,
+    record,
+)
 from benchmarks.peer.process import PeerError, Worker
 from benchmarks.peer.prompts import Prompts
 from benchmarks.report import records, tables
@@ -39,7 +49,7 @@ for line in sys.stdin:
         "kv_read": 70, "kv_peak": 30, "events": 2, "sinks_held": [1.0, 0.25],
         "kept_mean": 20.0, "revived": None,
     }
-    if asked["row"] == "chunk-snapkv":
+    if asked["row"] == "chunk-snapkv" and not (folder / "agree").exists():
         said = {"refused": "AssertionError: no"}
     print(json.dumps(said), flush=True)
 """
@@ -157,7 +167,8 @@ def test_the_record_makes_tables_and_says_what_was_refused(fake, monkeypatch):
     ask(fake, "--n", "2", "--record", str(made), policies=["full", "chunk-snapkv"])
     ask(fake, "--n", "2", "--record", str(made), policies=["streaming", "chunk-snapkv"])
     whole = records.read(made)
-    assert whole["refused"] == {"chunk-snapkv": "AssertionError: no"}
+    place = {"policy": "chunk-snapkv", "budget": 96, "interval": 64}
+    assert whole["refused"] == [place | {"answers": 0, "message": "AssertionError: no"}]
     assert "/" not in whole["provenance"]["command"]
     rows = "rows: [full, streaming, 'streaming:sorted']\nagainst: base\n"
     table = tables.render("families", f"files: [made.json]\n{rows}", fake)
@@ -185,7 +196,11 @@ def test_the_record_makes_tables_and_says_what_was_refused(fake, monkeypatch):
         (["--policies", "rkv"], "policies: expected any of ['full', 'streaming'"),
         (["--policies", "tova:x"], "variants: expected"),
         (["--temperature", "1", "--samples", "2"], "expected one greedy answer"),
-        (["--shard", "1/2"], "expected one greedy answer"),
+        (["--shard", "1/2"], "ask: expected no --shard, it has no use"),
+        (["--out", "x.jsonl", "--logs", "x"], "ask: expected no --logs, --out"),
+        (["--concurrency", "16"], "ask: expected no --concurrency"),
+        (["--tries", "2", "--timeout", "9"], "ask: expected no --timeout, --tries"),
+        (["--serve-args=--seed 1"], "ask: expected no --serve-args"),
         (["--n", "0"], "n: expected at least 1"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
     ],
@@ -193,6 +208,21 @@ def test_the_record_makes_tables_and_says_what_was_refused(fake, monkeypatch):
 def test_bad_arguments_are_refused(words, message, capsys):
     with pytest.raises(SystemExit):
         command.parse_args(["ask", *words])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["ours", "--conc", "4"], "ours: expected no --concurrency"),
+        (["ours", "--out", "x"], "ours: expected no --out"),
+        (["ours", "--url", "http://x"], "error"),
+        (["setup", "--python", "x"], "setup: expected no options"),
+    ],
+)
+def test_options_without_use_are_refused(words, message, capsys):
+    with pytest.raises(SystemExit):
+        command.parse_args(words)
     assert message in capsys.readouterr().err
 
 
@@ -225,6 +255,9 @@ def test_options_that_both_sides_have_are_ours():
     assert options["snapkv"] == {"window_size": 32, "kernel_size": 5}
     assert options["lagkv"]["lag_size"] == args.policy_config["lag"] == 32
     assert options["expected"]["epsilon"] == 0.01 and options["tova"] == {}
+    _, args = command.parse_args(["ask", "--policy-config", '{"pyramid_beta": 0}'])
+    with pytest.raises(ValueError, match="pyramid_beta"):
+        asking.options_of(args)
 
 
 class Letters:
@@ -291,15 +324,126 @@ def test_our_server_is_asked_the_same_in_rounds(fake, server):
     ]
     for kind in ("peer", "speeds"):
         assert "| `tova` |" in tables.render(kind, "file: record.json\n", fake)
+    # The server counts an event per request, that of the warm-up before the rounds.
+    events = {row["policy"]: row["events"] for row in whole["ours"]["speeds"]}
+    assert events == {"full": None, "tova": 4}
     assert command.main(words) == 0 and len(server.bodies) == 18
+
+
+def ask_ours(folder, *words, policies=("full", "tova"), counts=("1",)):
+    """Run `ours` in a folder with a question per task."""
+    given = ["ours", "--folder", str(folder), "--tasks", *TASKS, "--budgets", "96"]
+    given += ["--n", "1", "--concurrencies", *counts, "--policies", *policies]
+    return command.main([*given, *words])
+
+
+def test_every_policy_of_a_server_is_warm(fake, server):
+    assert ask_ours(fake, policies=["tova", "keydiff"]) == 0
+    named = [body["vllm_xargs"]["kv_policy"] for body in server.bodies]
+    assert named == ["tova", "keydiff", "tova", "tova", "keydiff", "keydiff"]
+
+
+def test_a_server_that_counts_no_events_is_said(fake, server):
+    server.has_policies = False
+    with pytest.raises(LoadError, match="expected a server with a KV policy"):
+        ask_ours(fake, policies=["tova"])
+
+
+def test_answers_that_were_made_otherwise_do_not_stand_beside(fake, server):
+    ask(fake, "--n", "1")
+    for words, name in (
+        (["--block-size", "16"], "block_size"),
+        (["--max-tokens", "9"], "max_tokens"),
+        (["--policy-config", '{"window": 16}'], "policy_config"),
+        (["--serve-args=--dtype bfloat16"], "serve_args"),
+    ):
+        with pytest.raises(ValueError, match=f"ours-1.jsonl: expected {name} .* as in"):
+            ask_ours(fake, *words)
+        (fake / "ours-1.jsonl").unlink()
+    assert ask_ours(fake) == 0
+
+
+def test_a_peer_of_other_numbers_does_not_stand_beside(fake, server):
+    ask(fake, "--n", "1", "--dtype", "bfloat16")
+    with pytest.raises(ValueError, match="expected dtype 'bfloat16'"):
+        ask_ours(fake)
+
+
+def test_other_weights_or_questions_do_not_stand_beside():
+    line = {"task": "copy:5", "id": "0", "digest": "a"}
+    settings = {"model_sha256": "x", "evict_prompts": True, "variants": {}}
+    files = {Path("peer.jsonl"): (settings, [line])}
+    joining.check_same(files | {Path("ours"): (settings | {"variants": 1}, [line])})
+    for key, other in (("model_sha256", "y"), ("evict_prompts", False)):
+        with pytest.raises(ValueError, match=f"ours: expected {key}"):
+            joining.check_same(files | {Path("ours"): (settings | {key: other}, [])})
+    changed = [line | {"digest": "b"}]
+    with pytest.raises(ValueError, match="ours: copy:5 0 is another question than in"):
+        joining.check_same(files | {Path("ours"): (settings, changed)})
+
+
+def test_only_the_concurrencies_named_last_are_read(fake, server):
+    ask_ours(fake, counts=["4"])
+    ask_ours(fake, counts=["1", "2"])
+    whole = json.loads((fake / "record.json").read_text())
+    speeds = whole["ours"]["speeds"]
+    assert {row["concurrency"] for row in speeds} == {1, 2}
+    # Named again, an old file is checked before it counts.
+    old = (fake / "ours-4.jsonl").read_text().replace('"digest": "', '"digest": "0')
+    (fake / "ours-4.jsonl").write_text(old)
+    known = facts.read(fake)
+    known["ours"]["concurrencies"] = [1, 4]
+    with pytest.raises(ValueError, match=r"ours-4.jsonl: copy:5 .* another question"):
+        record.assemble(fake, known)
+
+
+def refused_of(folder):
+    """Return the places that the record calls refused, with their answers."""
+    whole = json.loads((folder / "record.json").read_text())
+    return [(one["policy"], one["budget"], one["answers"]) for one in whole["refused"]]
+
+
+def test_refusals_are_known_until_there_are_answers(fake, server):
+    both = ["--n", "1", "--budgets", "96", "128"]
+    ask(fake, *both, policies=["full", "chunk-snapkv"])
+    assert refused_of(fake) == [("chunk-snapkv", 96, 0), ("chunk-snapkv", 128, 0)]
+    ask(fake, "--n", "1", policies=["tova"])
+    assert len(refused_of(fake)) == 2
+    ask_ours(fake, policies=["full", "tova", "chunk-snapkv"])
+    for kind in ("peer", "speeds"):
+        table = tables.render(kind, "file: record.json\n", fake)
+        assert "| `chunk-snapkv` | refused |" in table
+    (fake / "agree").touch()
+    ask(fake, "--n", "1", policies=["chunk-snapkv"])
+    assert refused_of(fake) == [("chunk-snapkv", 128, 0)]
+    table = tables.render("peer", "file: record.json\n", fake)
+    assert "refused" not in table
+
+
+def test_refusals_of_other_weights_are_forgotten(fake):
+    ask(fake, "--n", "1", policies=["chunk-snapkv"])
+    (fake / "peer.jsonl").unlink()
+    ask(fake, "--n", "1", "--max-tokens", "99", policies=["full"])
+    assert refused_of(fake) == []
+
+
+def test_a_refusal_in_the_midst_ends_when_more_answers_come():
+    line = {"policy": "tova", "budget": 96, "interval": 64}
+    place = facts.place_of(line)
+    (one,) = facts.merged([], {place: "no"}, [place], [line])
+    assert one == line | {"answers": 1, "message": "no"}
+    assert facts.merged([one], {}, [], [line]) == [one]
+    assert facts.merged([one], {}, [], [line, line]) == []
+    assert facts.merged([one], {}, [place], [line]) == []
 
 
 def test_speed_is_tokens_over_the_seconds_of_all_rounds():
     lines = [
-        {"output_tokens": tokens, "round_s": seconds}
-        for tokens, seconds in ((10, 2.0), (30, 2.0), (20, 1.0))
+        {"output_tokens": tokens, "round_s": seconds, "round_events": events}
+        for tokens, seconds, events in ((10, 2.0, 3), (30, 2.0, 3), (20, 1.0, 4))
     ]
-    assert ours.speed_of(lines)["tok_s"] == 20
+    speed = ours.speed_of(lines)
+    assert (speed["tok_s"], speed["events"]) == (20, 7)
 
 
 def test_what_our_heads_keep_is_the_budget_filled_up_to_blocks():
@@ -321,9 +465,9 @@ def test_pairs_with_ours_count_questions_that_both_answered():
 
     theirs = [line("tova:sorted", str(i), i < 3) for i in range(5)]
     own = [line("tova", str(i), i % 2 == 0) for i in range(4)]
-    (row,) = record.against_ours(theirs, own)
+    (row,) = joining.against_ours(theirs, own)
     assert (row["pairs"], row["only_peer"], row["only_ours"]) == (4, 1, 0)
-    assert not list(record.against_ours(theirs, [line("knorm", "0", True)]))
+    assert not list(joining.against_ours(theirs, [line("knorm", "0", True)]))
 
 
 def test_rows_are_sorted_only_where_a_press_gathers_by_score():

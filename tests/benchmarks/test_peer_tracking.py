@@ -1,6 +1,8 @@
 """Tests of what is noted of a press' events, and of the peer's loop; no kvpress."""
 
-from types import SimpleNamespace
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -124,11 +126,47 @@ def test_masked_keys_that_are_chosen_again_are_counted():
     heads, places = torch.tensor([0] * 4 + [1] * 4), torch.arange(8) % 4 + 2
     layer.masked_key_indices = (0 * heads, heads, places)
     press.compress(layer, None, keys, values)
-    # Of the 8 kept keys, 0 and 1 of the first head were masked before.
+    # Of the 8 kept keys, 0 and 1 of the first head were masked before. They are no
+    # sinks any more; of the second head 0 and 1 still are.
     figures = press.tracker.figures()
     assert (figures["events"], figures["revived"]) == (2, 2 / 8)
+    assert figures["sinks_held"][1] == (0 / 4 + 2 / 4) / 2
     assert figures["kept_mean"] == 4
     assert Tracker().figures()["kept_mean"] is None
+
+
+def test_a_masked_key_stays_overwritten_however_often_it_is_chosen():
+    tracker = Tracker()
+    chosen = [[0, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]]
+    for kept in chosen:
+        tracker.mask(0, torch.tensor([kept]).bool())
+    # Place 0 is overwritten by the first event, place 3 by the second.
+    figures = tracker.figures()
+    assert figures["sinks_held"] == [0.75, 0.5]  # The third masks nothing.
+    assert figures["revived"] == round(1 / 3, 4)
+    tracker.mask(0, torch.tensor([[1, 1, 0, 1, 1]]).bool())
+    figures = tracker.figures()
+    assert figures["revived"] == round((1 / 3 + 2 / 4) / 2, 4)
+    assert figures["sinks_held"] == [0.75, 0.5, 0.25]
+
+
+def test_layers_of_different_lengths_are_noted_at_every_event():
+    """As PyramidKV leaves them: a layer that drops nothing beside one that does."""
+    press, tracker = watched(False)
+    layers = [SimpleNamespace(layer_idx=index) for index in (0, 1)]
+
+    def event(*lengths):
+        for layer, length in zip(layers, lengths, strict=True):
+            keys, values = states([list(range(length))])
+            press.compress(layer, None, keys, values, None, {})
+
+    event(3, 4)  # No layer drops anything: no event.
+    event(6, 4)
+    event(6, 6)
+    figures = tracker.figures()
+    assert (figures["events"], figures["kept_mean"]) == (2, 4)
+    # First layer: 5, 4, 3, 2, then 7, 6, 2, 3. Second: 0 to 3, then 5, 4, 3, 2.
+    assert figures["sinks_held"] == [(2 / 4 + 4 / 4) / 2, (2 / 4 + 2 / 4) / 2]
 
 
 def test_the_loop_is_greedy_decoding_and_counts_as_the_harness(tiny_model):
@@ -146,3 +184,38 @@ def test_the_loop_is_greedy_decoding_and_counts_as_the_harness(tiny_model):
     found = answer(model, None, prompt, 2, 12)
     first = expected.index(expected[5])
     assert found["tokens"] == expected[: first + 1] and found["stopped"]
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    """The worker with an empty module for kvpress."""
+    kvpress = ModuleType("kvpress")
+    kvpress.DecodingPress = object
+    monkeypatch.setitem(sys.modules, "kvpress", kvpress)
+    for name in ("worker", "presses"):
+        monkeypatch.delitem(sys.modules, f"benchmarks.peer.{name}", raising=False)
+    yield importlib.import_module("benchmarks.peer.worker")
+    for name in ("worker", "presses"):
+        sys.modules.pop(f"benchmarks.peer.{name}", None)
+
+
+def test_only_what_a_press_raises_is_a_refusal(worker, monkeypatch):
+    names = ("row", "budget", "interval", "options", "prompt", "start", "max_tokens")
+    asked = dict.fromkeys(names)
+
+    def refusing(*_):
+        raise AssertionError("window too large")
+
+    monkeypatch.setattr(worker, "build", lambda *_: None)
+    monkeypatch.setattr(worker, "answer", refusing)
+    assert worker.reply(None, asked) == {"refused": "AssertionError: window too large"}
+
+    def uneven(row, budget, interval, options, tracker):
+        tracker.keep(0, 4, torch.tensor([[0, 1]]))
+        tracker.keep(0, 4, torch.tensor([[0, 1]]))
+        tracker.keep(1, 4, torch.tensor([[0, 1]]))
+
+    monkeypatch.setattr(worker, "build", uneven)
+    monkeypatch.setattr(worker, "answer", lambda *_: {})
+    with pytest.raises(ValueError, match="zip"):
+        worker.reply(None, asked)
