@@ -1,12 +1,12 @@
 """Owns ``path``: the way from the start of a graph to a node, against dead ends.
 
 Each line is an edge, in random order; one line gives the start its digit. Every node
-has one edge in, so the trace goes back from the node asked for to the start, then
-forward along the nodes it found, one more at each step, modulo 10. How long the way is
-differs, else the answer could be had from the start's digit alone::
+has one edge in, so the trace goes back from the node asked for and counts the edges on
+the way, modulo 10, as far as the start's digit; the answer is the sum of both. How long
+the way is differs, else it could be had from the start's digit alone::
 
     prompt  de/fi;4/ba;ba/gu;ba/de;?fi
-    trace   FI/DE/BA/4;4>BA4;BA4>DE5;DE5>FI6;?FI6
+    trace   FI0/DE1/BA2/4+2>6;?FI6
 
 Called by the table of families. Pure Python.
 """
@@ -30,14 +30,11 @@ def build(rng: Random, lines: int) -> Sheet:
         source = node - 1 if node < way else rng.randrange(node)
         edges.append(f"{names[source]}/{names[node]};")
     rng.shuffle(edges)
-    sheet.prompt += [*edges, f"?{names[way - 1]}"]
-    upper = [name.upper() for name in names[:way]]
-    sheet.trace.append("/".join(reversed(upper)) + f"/{start};")
-    before = str(start)
-    for step, name in enumerate(upper):
-        now = f"{name}{(start + step) % 10}"
-        sheet.trace.append(f"{before}>{now};")
-        before = now
-    sheet.trace.append(f"?{before}")
-    sheet.answer = before[-1]
+    asked = names[way - 1]
+    sheet.prompt += [*edges, f"?{asked}"]
+    for steps, name in enumerate(reversed(names[:way])):
+        sheet.trace.append(f"{name.upper()}{steps % 10}/")
+    sheet.answer = str((start + way - 1) % 10)
+    end = f"{asked.upper()}{sheet.answer}"
+    sheet.trace.append(f"{start}+{(way - 1) % 10}>{sheet.answer};?{end}")
     return sheet

@@ -80,9 +80,13 @@ def test_carries_are_the_ones_of_the_whole_numbers(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_value_shown_in_a_trace_is_used_alike(family):
-    """A name is followed by one value only, wherever the trace shows one."""
+    """A name is followed by one value only, wherever the trace shows one.
+
+    In ``path`` that is how far it is from the node asked for, until the last question.
+    """
     for seed in range(20):
         trace = generate(family, 30, seed).trace
+        trace = trace.rpartition("?")[0] if family == "path" else trace
         shown = re.findall(r"([A-Z]{2})(\d)", trace)
         names = {name for name, _ in shown if name.lower() in NAMES}
         pairs = {(name, value) for name, value in shown if name in names}
