@@ -5,6 +5,7 @@ anew; no answer is in it twice.
 """
 
 import json
+import lzma
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,13 +96,18 @@ def check_digests(lines: Iterable[Line], digests: dict[tuple[str, str], str]) ->
 def merge(paths: Sequence[Path]) -> tuple[Line, list[Line]]:
     """Return the settings and the lines of several files, such as all shards.
 
+    Args:
+        paths: output files; `.xz` ones are packed.
+
     Raises:
         ValueError: files of different settings, or an answer that is in two of them.
     """
     settings: Line | None = None
     lines: dict[tuple, Line] = {}
     for path in paths:
-        text = path.read_text(encoding="utf-8")
+        is_packed = path.suffix == ".xz"
+        content = lzma.decompress(path.read_bytes()) if is_packed else path.read_bytes()
+        text = content.decode("utf-8")
         found, more = parse_file(path, text[: text.rfind("\n") + 1])
         if settings is not None and found != settings:
             raise ValueError(

@@ -1,6 +1,7 @@
 """Tests of grids: the YAML file, servers, shards, estimates, and merging of shards."""
 
 import json
+import lzma
 
 import pytest
 
@@ -234,7 +235,9 @@ def write(path, settings, lines):
 def test_shards_are_merged(tmp_path):
     first = write(tmp_path / "a.jsonl", {"n": 1}, [line("full"), line("tova")])
     second = write(tmp_path / "b.jsonl", {"n": 1}, [line("keydiff")])
-    settings, lines = results.merge([first, second])
+    packed = tmp_path / "b.jsonl.xz"
+    packed.write_bytes(lzma.compress(second.read_bytes()))
+    settings, lines = results.merge([first, packed])
     assert settings == {"n": 1}
     assert [row["policy"] for row in lines] == ["full", "tova", "keydiff"]
 
