@@ -25,9 +25,18 @@ ROWS = (
         "policies.scorer_params",
         "block_manager.events",
     },
-    {"compat", "metrics", "trace_files", "epikv_files", "policies.calibration"},
+    {
+        "admission.wgkv_files",
+        "admission.wgkv_gates",
+        "compat",
+        "epikv_files",
+        "metrics",
+        "policies.calibration",
+        "policies.rope",
+        "trace_files",
+    },
     {"block_manager.*", "kernels.*"},
-    {"policies.*"},
+    {"policies.*", "admission.*"},
     {"attention.*"},
     {
         "scheduler",
@@ -39,6 +48,7 @@ ROWS = (
         "epikv_calibrate",
         "epikv_collect",
         "epikv_labels",
+        "train.*",
     },
     {
         "cli",

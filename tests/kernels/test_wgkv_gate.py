@@ -1,0 +1,204 @@
+"""Write gates against the authors' values, and against a plain loop over tokens."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vllm_kvpolicy.admission.wgkv_files import load
+from vllm_kvpolicy.admission.wgkv_gates import NAMES, full_name
+from vllm_kvpolicy.kernels.wgkv_gate import GateWeights, gate, gate_cached
+from vllm_kvpolicy.policies.rope import Rope
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "wgkv_gate.npz"
+CASES = ("llama_a", "llama_b", "qwen3_a", "qwen3_b")
+EXPANSION = {"llama": 4.0, "qwen3": 1.5}
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, np.ndarray]:
+    with np.load(GOLDEN, allow_pickle=False) as data:
+        return dict(data)
+
+
+def array(golden: dict[str, np.ndarray], case: str, name: str) -> torch.Tensor:
+    return torch.from_numpy(golden[f"{case}|{name}"])
+
+
+def params(golden: dict[str, np.ndarray], case: str) -> dict[str, float]:
+    row = list(golden["gate_cases"]).index(case)
+    return dict(zip(golden["gate_cols"], golden["gate_params"][row], strict=True))
+
+
+def weights_of(golden: dict[str, np.ndarray], case: str) -> GateWeights:
+    """The weights of the one layer of a case."""
+    p = params(golden, case)
+    heads, channels = int(p["H"]), int(p["d"])
+    tensors = {
+        field: array(golden, case, full_name(0, name)) for name, field in NAMES.items()
+    }
+    tensors["first"] = tensors["first"].view(heads, -1, 2 * channels)
+    for field in ("first_bias", "second"):
+        tensors[field] = tensors[field].view(heads, -1)
+    return GateWeights(**tensors)
+
+
+def cast(weights: GateWeights, dtype: torch.dtype) -> GateWeights:
+    return GateWeights(**{name: t.to(dtype) for name, t in weights.tensors().items()})
+
+
+def by_hand(golden: dict[str, np.ndarray], case: str, head: int, token: int) -> float:
+    """One gate in plain Python, from the arrays as they are stored."""
+
+    def read(name: str) -> np.ndarray:
+        return golden[f"{case}|{full_name(0, name)}"].astype(float)
+
+    channels = int(params(golden, case)["d"])
+    features = []
+    for key, norm in (("k_pre", "pre_key_norm"), ("k_post", "post_key_norm")):
+        vector = golden[f"{case}|{key}"][head, token].astype(float)
+        size = math.sqrt(sum(x * x for x in vector) / channels + 1e-6)
+        scale = read(f"{norm}.weight")
+        features += [x / size * w for x, w in zip(vector, scale, strict=True)]
+    second = read("conv2.weight")[head, :, 0]
+    total = read("conv2.bias")[head]
+    for unit, weight in enumerate(second):
+        row = head * len(second) + unit
+        x = float(read("conv1.weight")[row, :, 0] @ features + read("conv1.bias")[row])
+        total += weight * x * 0.5 * (1 + math.erf(x / math.sqrt(2)))
+    return 1 / (1 + math.exp(-total))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_of_the_authors(golden: dict[str, np.ndarray], case: str) -> None:
+    weights = weights_of(golden, case)
+    units, channels = weights.first.shape[1], weights.pre_norm.shape[0]
+    assert units == EXPANSION[case.split("_")[0]] * channels
+    before, after = array(golden, case, "k_pre"), array(golden, case, "k_post")
+    got = gate(before, after, weights)
+    assert got.dtype == torch.float32
+    np.testing.assert_allclose(got, golden[f"{case}|g"], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        got.clamp(min=1e-3), golden[f"{case}|g_clamped"], rtol=1e-4, atol=1e-6
+    )
+    assert got.min() < 1e-3  # so a clamp would show
+    np.testing.assert_array_equal(got > 0.1, golden[f"{case}|admit"])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_by_hand(golden: dict[str, np.ndarray], case: str) -> None:
+    heads = int(params(golden, case)["H"])
+    for token in (0, 7, 39):
+        want = by_hand(golden, case, heads - 1, token)
+        assert math.isclose(want, golden[f"{case}|g"][-1, token], rel_tol=1e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_in_bfloat16(golden: dict[str, np.ndarray], case: str) -> None:
+    weights = cast(weights_of(golden, case), torch.bfloat16)
+    keys = (array(golden, case, name).bfloat16() for name in ("k_pre", "k_post"))
+    got = gate(*keys, weights)
+    assert got.dtype == torch.float32
+    np.testing.assert_allclose(got, golden[f"{case}|g_bf16"], rtol=0, atol=2e-2)
+    exact = golden[f"{case}|g"]
+    assert np.abs(got.numpy() - exact).max() > 1e-4  # it is not float32 in disguise
+    clear = np.abs(exact - 0.1) > 0.05
+    np.testing.assert_array_equal((got > 0.1)[clear], (exact > 0.1)[clear])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cached_keys_are_enough(golden: dict[str, np.ndarray], case: str) -> None:
+    p = params(golden, case)
+    rope = Rope.from_theta(p["rope_theta"], int(p["d"]))
+    after, positions = array(golden, case, "k_post"), array(golden, case, "positions")
+    before = rope.unrotate(after, positions)
+    np.testing.assert_allclose(
+        before, golden[f"{case}|k_pre"], rtol=0, atol=2e-6 * before.abs().max()
+    )
+    got = gate_cached(after, positions, rope, weights_of(golden, case))
+    np.testing.assert_allclose(got, golden[f"{case}|g"], rtol=2e-4, atol=1e-6)
+    np.testing.assert_array_equal(got > 0.1, golden[f"{case}|admit"])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_released_file_gives_these_values(
+    golden: dict[str, np.ndarray], case: str, tmp_path: Path
+) -> None:
+    names = [full_name(0, name) for name in NAMES]
+    path = tmp_path / "gates.pt"
+    torch.save({name: array(golden, case, name) for name in names}, path)
+    weights = GateWeights(**load(path).stacked()).layer(0)
+    got = gate(array(golden, case, "k_pre"), array(golden, case, "k_post"), weights)
+    np.testing.assert_allclose(got, golden[f"{case}|g"], rtol=1e-4, atol=1e-6)
+
+
+def test_wrong_positions_show(golden: dict[str, np.ndarray]) -> None:
+    p = params(golden, "qwen3_b")
+    rope = Rope.from_theta(p["rope_theta"], int(p["d"]))
+    after = array(golden, "qwen3_b", "k_post")
+    shifted = array(golden, "qwen3_b", "positions") + 1
+    got = gate_cached(after, shifted, rope, weights_of(golden, "qwen3_b"))
+    assert np.abs(got.numpy() - golden["qwen3_b|g"]).max() > 1e-2
+
+
+def random_weights(layers: int, heads: int, channels: int, units: int) -> GateWeights:
+    generator = torch.Generator().manual_seed(2)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(layers, *shape, generator=generator)
+
+    return GateWeights(
+        drawn(channels),
+        drawn(channels),
+        drawn(heads, units, 2 * channels) * 0.3,
+        drawn(heads, units),
+        drawn(heads, units) * 0.3,
+        drawn(heads),
+    )
+
+
+def test_layers_at_once_or_one_by_one() -> None:
+    weights = random_weights(layers=3, heads=2, channels=8, units=6)
+    generator = torch.Generator().manual_seed(3)
+    keys = torch.randn(3, 2, 9, 8, generator=generator)
+    positions = torch.randint(0, 500, (3, 2, 9), generator=generator)
+    rope = Rope.from_theta(1e4, 8)
+    whole = gate_cached(keys, positions, rope, weights)
+    assert whole.shape == (3, 2, 9)
+    for layer in range(3):
+        one = gate_cached(keys[layer], positions[layer], rope, weights.layer(layer))
+        torch.testing.assert_close(whole[layer], one, rtol=1e-5, atol=1e-6)
+    assert whole.std(0).min() > 1e-3  # layers differ, so a mix-up would show
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most bytes that one operation wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = self.calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not func.is_view:
+            self.most = max(self.most, out.numel() * out.element_size())
+            self.calls += "gelu" in str(func)
+        return out
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 4000, 40_000, 10**9])
+def test_chunks_bound_what_is_in_memory(chunk_bytes: int) -> None:
+    weights = random_weights(layers=2, heads=2, channels=8, units=16)
+    keys = torch.randn(2, 2, 100, 8, generator=torch.Generator().manual_seed(4))
+    args = (keys, torch.arange(100), Rope.from_theta(1e4, 8), weights)
+    want = gate_cached(*args)
+    with Largest() as seen:
+        got = gate_cached(*args, chunk_bytes=chunk_bytes)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    token_bytes = 4 * 4 * (10 * 8 + 3 * 16)
+    assert seen.calls == -(-100 // max(1, chunk_bytes // token_bytes))
+    result = got.numel() * 4
+    assert seen.most <= max(chunk_bytes, token_bytes, result)

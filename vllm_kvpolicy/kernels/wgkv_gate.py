@@ -1,0 +1,117 @@
+"""The write gate of WG-KV: of how much use a token is outside the window.
+
+Called by train.wgkv_attention. What only needs cached keys is for serving, which does
+not call it yet.
+Process: worker
+
+Source: WG-KV (arXiv 2512.17452) section 3.2 and
+https://github.com/EMCLab-Sinica/WG-KV/blob/a6943894/src/modeling_layers.py.
+Deviations: the key before its rotation is recovered from the cached one, not stored;
+the sigmoid is taken in float32.
+"""
+
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+
+from vllm_kvpolicy.kernels.chunks import CHUNK_BYTES
+from vllm_kvpolicy.policies.rope import Rope
+
+EPSILON = 1e-6  # added to mean squares
+
+
+@dataclass(frozen=True)
+class GateWeights:
+    """Gates of some KV heads, or with a leading L of those of L layers.
+
+    All tensors have one dtype, in which gates are evaluated.
+
+    Args:
+        pre_norm: [D], weight of the norm of keys before their rotation.
+        post_norm: [D], weight of the norm of keys as cached.
+        first: [H, M, 2D], weights of the M hidden units.
+        first_bias: [H, M].
+        second: [H, M], weights of the output.
+        second_bias: [H].
+    """
+
+    pre_norm: torch.Tensor
+    post_norm: torch.Tensor
+    first: torch.Tensor
+    first_bias: torch.Tensor
+    second: torch.Tensor
+    second_bias: torch.Tensor
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors by name."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+    def layer(self, index: int) -> "GateWeights":
+        """Return views of one layer's gates."""
+        return GateWeights(**{name: t[index] for name, t in self.tensors().items()})
+
+
+def gate(
+    before: torch.Tensor, after: torch.Tensor, weights: GateWeights
+) -> torch.Tensor:
+    """Evaluate gates on keys before and after their rotation.
+
+    Args:
+        before: [..., H, T, D] floating point; with the key norm, where the model has
+            one.
+        after: like `before`, as cached.
+        weights: of these heads; with a leading L, the keys are [..., L, H, T, D].
+
+    Returns:
+        [..., H, T] float32 between 0 and 1, of no use to of full use.
+    """
+    parts = (
+        _normalised(before, weights.pre_norm),
+        _normalised(after, weights.post_norm),
+    )
+    units = torch.cat(parts, -1) @ weights.first.transpose(-1, -2)
+    units = F.gelu(units + weights.first_bias[..., None, :])
+    logits = (units @ weights.second[..., None])[..., 0]
+    return (logits + weights.second_bias[..., None]).float().sigmoid()
+
+
+def _normalised(keys: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Scale keys to unit mean square in float32, then by `weight` in its dtype."""
+    keys = keys.float()
+    scale = torch.rsqrt(keys.square().mean(-1, keepdim=True) + EPSILON)
+    return (keys * scale).to(weight.dtype) * weight[..., None, None, :]
+
+
+def gate_cached(
+    keys: torch.Tensor,
+    positions: torch.Tensor,
+    rope: Rope,
+    weights: GateWeights,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> torch.Tensor:
+    """Evaluate gates on cached keys alone, some tokens at a time.
+
+    Args:
+        keys: [L, H, T, D] or [H, T, D] floating point, as cached; the tokens may come
+            from several requests.
+        positions: integers, broadcastable to the keys without D.
+        rope: how the model rotates.
+        weights: of these layers and heads, see `GateWeights`.
+        chunk_bytes: bound on the intermediate results that exist at a time.
+
+    Returns:
+        [L, H, T] or [H, T] float32, see `gate`.
+    """
+    heads = keys[..., 0, 0].numel()
+    channels, units = keys.shape[-1], weights.first.shape[-2]
+    # At most: float32 keys in four stages, features, and units before and after GELU.
+    token_bytes = 4 * heads * (10 * channels + 3 * units)
+    step = max(1, chunk_bytes // token_bytes)
+    positions = positions.expand(keys.shape[:-1])
+    values = []
+    for start in range(0, keys.shape[-2], step):
+        after = keys[..., start : start + step, :]
+        before = rope.unrotate(after, positions[..., start : start + step])
+        values.append(gate(before, after, weights))
+    return torch.cat(values, -1)

@@ -1,0 +1,4 @@
+"""Trains what policies need besides the model: the write gates of WG-KV.
+
+Process: any
+"""

@@ -1,0 +1,96 @@
+"""Rows of tokens to train on: problems of the repository's reasoner, with traces.
+
+Called by train.wgkv where `--reasoner` is given. Knows the package `reasoner`, which
+knows nothing of this one and comes with a checkout only.
+Process: any
+"""
+
+import json
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MAX_MISSES = 2000  # problems in a row that are left out
+VALIDATION_SEED = 1 << 42  # its problems are held out, those for training are not
+
+
+@dataclass(frozen=True)
+class ReasonerRows:
+    """Prompt and trace of problems of all families and sizes that a model knows.
+
+    Args:
+        largest: the largest size of each family, in lines.
+        length: longer rows are left out, in tokens.
+        validation: [T] int64 token ids each, of held-out problems.
+    """
+
+    largest: Mapping[str, int]
+    length: int
+    validation: list[torch.Tensor]
+
+    def shuffled(self, seed: int) -> Iterator[torch.Tensor]:
+        """Yield rows, [T] int64 token ids each, without end."""
+        return _rows(self.largest, self.length, seed, held=False)
+
+
+def read_reasoner(
+    model: Path, tokenizer: Any, length: int, num_validation: int
+) -> ReasonerRows:
+    """Find out what problems a reasoner knows, and draw those for validation.
+
+    Args:
+        model: its checkpoint folder.
+        tokenizer: of transformers, its own.
+        length: longer rows are left out, in tokens.
+        num_validation: rows for validation.
+
+    Raises:
+        ValueError: no package `reasoner`, a model that is not one of its, or no problem
+            that is short enough.
+    """
+    try:
+        from reasoner.tokenizer import vocabulary
+    except ImportError:
+        raise ValueError(
+            "reasoner: there is no such package; run in a checkout of the repository"
+        ) from None
+    try:
+        largest = json.loads((model / "training.json").read_text())["lines"]
+    except (OSError, json.JSONDecodeError, KeyError) as error:
+        raise ValueError(
+            f"reasoner: {str(model)!r} is no checkpoint of one: {error!r}"
+        ) from None
+    if tokenizer.get_vocab() != dict(vocabulary()):
+        raise ValueError(f"reasoner: {str(model)!r} has another vocabulary")
+    held = _rows(largest, length, VALIDATION_SEED, held=True)
+    return ReasonerRows(largest, length, list(islice(held, num_validation)))
+
+
+def _rows(
+    largest: Mapping[str, int], length: int, seed: int, held: bool
+) -> Iterator[torch.Tensor]:
+    """Yield rows of problems that are all held out from training, or all not."""
+    from reasoner.problems import TRAINED_TEMPLATES, generate, held_out
+    from reasoner.tokenizer import EOS, chat_prompt, encode
+
+    misses = 0
+    for index in count():
+        drawn = random.Random(f"{seed}/{index}")
+        family = drawn.choice(sorted(largest))
+        lines = drawn.randint(max(3, largest[family] // 4), largest[family])
+        template = drawn.choice(TRAINED_TEMPLATES)
+        problem = generate(family, lines, drawn.getrandbits(40), template)
+        row = encode(chat_prompt(problem.prompt) + problem.completion + EOS)
+        if held_out(problem) == held and len(row) <= length:
+            misses = 0
+            yield torch.tensor(row)
+        elif (misses := misses + 1) == MAX_MISSES:
+            raise ValueError(
+                f"length: got {length}, expected more: none of {misses} problems has "
+                "so few tokens"
+            )
