@@ -6,7 +6,7 @@ PYTHON ?= python3
 PORT ?= 8000
 HOST ?= 127.0.0.1
 POLICY ?= ams-tova
-BUDGET ?= 128
+BUDGET ?= 512
 INTERVAL ?= 64
 MODEL ?= reasoner/checkpoint
 # More arguments for `vllm serve` and for pytest.

@@ -164,7 +164,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--policy", default="ams-tova")
-    parser.add_argument("--budget", default="128", help="tokens per KV head")
+    parser.add_argument("--budget", default="512", help="tokens per KV head")
     parser.add_argument("--interval", default="64", help="tokens between events")
     parser.add_argument("extra", nargs="*")
     return parser.parse_args(arguments)

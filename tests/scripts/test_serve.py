@@ -22,7 +22,7 @@ def test_the_default_is_the_packaged_model_with_a_policy():
     words = command()
     for part in (
         "serve reasoner/checkpoint",
-        "--kv-policy ams-tova --kv-budget 128 --kv-interval 64",
+        "--kv-policy ams-tova --kv-budget 512 --kv-interval 64",
         "--port 8000",
         "--served-model-name reasoner",
         "--max-model-len 4096",
