@@ -44,12 +44,26 @@ def table_of(description: str, kind: str, folder: Path) -> list[str]:
     return filled.partition("-->\n")[2].partition("<!--")[0].splitlines()
 
 
-def test_the_docs_are_up_to_date():
-    text = (DOCS / "results.md").read_text()
-    assert text.count("<!-- table") == len(tables.BLOCK.findall(text)) >= 2
-    assert command.docs([DOCS / "results.md"], command.RESULTS, is_check=True) == []
+@pytest.mark.parametrize("path", ["docs/results.md", "reasoner/README.md"])
+def test_the_docs_are_up_to_date(path):
+    page = provenance.ROOT / path
+    text = page.read_text()
+    assert text.count("<!-- table") == len(tables.BLOCK.findall(text)) >= 1
+    assert command.docs([page], command.RESULTS, is_check=True) == []
     for name in tables.figure_names(text):
         assert (DOCS / "figures" / name).is_file()
+
+
+def test_every_summary_that_has_answers_is_theirs():
+    packed = sorted((command.RESULTS / "answers").glob("*.jsonl.xz"))
+    assert packed
+    for path in packed:
+        name = path.name.removesuffix(".jsonl.xz")
+        record = json.loads((command.RESULTS / f"{name}.json").read_text())
+        made = command.merge([path])
+        assert made["settings"] == record["settings"]
+        assert made["summary"] == record["summary"]
+        assert made["pairs"] == record["pairs"]
 
 
 def test_a_table_is_written_and_stays(folder):
