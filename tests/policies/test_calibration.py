@@ -10,7 +10,14 @@ from calibration_files import make_calibration
 from safetensors.torch import load_file, save_file
 
 from vllm_kvpolicy.policies import factory, registry
-from vllm_kvpolicy.policies.calibration import Calibration, load, rank_slice, save
+from vllm_kvpolicy.policies.calibration import (
+    FORMAT,
+    HEADER,
+    Calibration,
+    load,
+    rank_slice,
+    save,
+)
 from vllm_kvpolicy.policies.params import Param, check
 
 KINDS = ("triattention", "qfilter")
@@ -111,12 +118,15 @@ def test_every_tensor_is_checked(tmp_path: Path, name: str) -> None:
     assert text in refused(tmp_path / "file", "triattention")
 
 
-def test_a_header_without_a_field(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    save(path, calibration("qfilter"))
-    header = {"format": "vllm-kvpolicy calibration 1", "kind": "qfilter"}
-    save_file(load_file(path), path, header)
-    assert "num_layers: got None, expected 'int'" in refused(path, "qfilter")
+@pytest.mark.parametrize("field", HEADER)
+def test_a_header_without_a_field(tmp_path: Path, field: str) -> None:
+    path, whole = tmp_path / "file", calibration("qfilter")
+    save(path, whole)
+    header = {name: str(getattr(whole, name)) for name in HEADER if name != field}
+    save_file(load_file(path), path, {"format": FORMAT, **header})
+    assert f"{field}: got None, expected '{HEADER[field].__name__}'" in refused(
+        path, "qfilter"
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

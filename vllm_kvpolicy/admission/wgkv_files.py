@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as to_bytes
 
-from vllm_kvpolicy.admission.wgkv_gates import FLAVOURS, Gates, expect, full_name
+from vllm_kvpolicy import model_files
+from vllm_kvpolicy.admission.wgkv_gates import FLAVOURS, NAME, Gates, expect, full_name
 
 FORMAT = "vllm-kvpolicy wgkv gates 1"
 WINDOW, THRESHOLD = 256, 0.1  # of all released gates
@@ -45,9 +44,8 @@ _HEADER: dict[str, Any] = {
 
 def save(path: str | Path, gates: Gates) -> None:
     """Write a safetensors file, over one that is there already."""
-    header = {name: str(getattr(gates, name)) for name in _HEADER}
-    content = to_bytes(dict(gates.tensors), {"format": FORMAT, **header})
-    Path(path).write_bytes(content)  # not save_file: its files are for their owner only
+    header = {name: getattr(gates, name) for name in _HEADER}
+    model_files.save(path, FORMAT, header, gates.tensors)
 
 
 def load(path: str | Path) -> Gates:
@@ -66,27 +64,14 @@ def load(path: str | Path) -> Gates:
     unknown = sorted(gates.tensors.keys() - gates.shapes.keys())
     expect(path, "tensors that are missing", missing, [])
     expect(path, "tensors that do not belong there", unknown, [])
-    for name, shape in gates.shapes.items():
-        found = gates.tensors[name]
-        expect(path, f"shape of {name}", list(found.shape), list(shape))
-        expect(path, f"dtype of {name}", found.dtype, torch.float32)
-        expect(path, f"{name} is finite", bool(found.isfinite().all()), True)
+    model_files.check_tensors(NAME, path, gates.tensors, gates.shapes)
     return gates
 
 
 def _load_ours(path: str | Path) -> Gates:
     """Read a file that `save` wrote; its tensors are not looked at."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise ValueError(
-            f"wgkv gates {path}: got {error}, expected a safetensors file, or a .pt "
-            "file that the authors released"
-        ) from None
-    expect(path, "format", header.get("format"), FORMAT)
-    values = {name: _parsed(path, name, header.get(name)) for name in _HEADER}
+    valid = "a safetensors file, or a .pt file that the authors released"
+    values, tensors = model_files.load(NAME, path, FORMAT, _HEADER, valid)
     gates = Gates(**values, tensors=tensors, path=path)
     if gates.flavour not in FLAVOURS:
         expect(path, "flavour", gates.flavour, " or ".join(FLAVOURS))
@@ -145,14 +130,12 @@ def _read_pickle(path: str | Path) -> dict[str, torch.Tensor]:
     expected = "a file that torch.save made of a dict of tensors"
     if not Path(path).is_file() or not zipfile.is_zipfile(path):
         kind = "another file" if Path(path).is_file() else "no file"
-        raise ValueError(f"wgkv gates {path}: got {kind}, expected {expected}")
+        raise ValueError(f"{NAME} {path}: got {kind}, expected {expected}")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch has no one error for what a broken file causes
         reason = str(error).split("\n", 1)[0]
-        raise ValueError(
-            f"wgkv gates {path}: got {reason}, expected {expected}"
-        ) from None
+        raise ValueError(f"{NAME} {path}: got {reason}, expected {expected}") from None
     if not isinstance(content, dict) or not content:
         expect(path, "content", type(content).__name__, expected)
     for name, value in content.items():
@@ -161,13 +144,3 @@ def _read_pickle(path: str | Path) -> dict[str, torch.Tensor]:
         expect(path, f"layout of {name}", value.layout, torch.strided)
         expect(path, f"{name} is floating point", value.is_floating_point(), True)
     return {name: value.detach().float() for name, value in content.items()}
-
-
-def _parsed(path: str | Path, name: str, text: str | None) -> Any:
-    """Return the value of a header field."""
-    try:
-        if text is None:
-            raise ValueError
-        return _HEADER[name](text)
-    except ValueError:
-        expect(path, name, text, _HEADER[name].__name__)

@@ -10,11 +10,15 @@ them. Deviations: none.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from vllm_kvpolicy import model_files
+
+NAME = "wgkv gates"
+expect = partial(model_files.expect, NAME)
 FLAVOURS = ("llama", "qwen3")  # model types; the gate of qwen3 reads normalised keys
 # Names in a file, and of the fields of `kernels.wgkv_gate.GateWeights`.
 NAMES = {
@@ -141,11 +145,3 @@ def unstacked(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         for tensor in [weights[field].reshape(shapes.get(field, weights[field].shape))]
         for layer in range(num_layers)
     }
-
-
-def expect(path: str | Path, key: str, found: Any, expected: Any) -> None:
-    """Raise ValueError unless the value of `key` in a file is the one expected."""
-    if found != expected:
-        raise ValueError(
-            f"wgkv gates {path}: {key}: got {found!r}, expected {expected!r}"
-        )

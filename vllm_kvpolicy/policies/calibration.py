@@ -9,13 +9,16 @@ can run.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as to_bytes
 
+from vllm_kvpolicy import model_files
+
+NAME = "calibration"
+_expect = partial(model_files.expect, NAME)
 FORMAT = "vllm-kvpolicy calibration 1"
 
 
@@ -84,9 +87,8 @@ HEADER: dict[str, Any] = {
 
 def save(path: str | Path, calibration: Calibration) -> None:
     """Write a calibration file, over one that is there already."""
-    header = {name: str(getattr(calibration, name)) for name in HEADER}
-    content = to_bytes(dict(calibration.tensors), {"format": FORMAT, **header})
-    Path(path).write_bytes(content)  # not save_file: its files are for their owner only
+    header = {name: getattr(calibration, name) for name in HEADER}
+    model_files.save(path, FORMAT, header, calibration.tensors)
 
 
 def load(path: str | Path, kind: str) -> Calibration:
@@ -99,41 +101,12 @@ def load(path: str | Path, kind: str) -> Calibration:
     Raises:
         ValueError: naming the file, the key, and what was found and expected there.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise ValueError(
-            f"calibration {path}: got {error}, expected a safetensors file"
-        ) from None
-    _expect(path, "format", header.get("format"), FORMAT)
-    _expect(path, "kind", header.get("kind"), kind)
-    values = {name: _parsed(path, name, header.get(name)) for name in HEADER}
+    values, tensors = model_files.load(NAME, path, FORMAT, HEADER, "a safetensors file")
+    _expect(path, "kind", values["kind"], kind)
     calibration = Calibration(**values, tensors=tensors, path=path)
     _expect(path, "tensors", sorted(tensors), sorted(calibration.shapes))
-    for name, shape in calibration.shapes.items():
-        found = tensors[name]
-        _expect(path, f"shape of {name}", list(found.shape), list(shape))
-        _expect(path, f"dtype of {name}", found.dtype, torch.float32)
-        _expect(path, f"{name} is finite", bool(found.isfinite().all()), True)
+    model_files.check_tensors(NAME, path, tensors, calibration.shapes)
     return calibration
-
-
-def _expect(path: str | Path, key: str, found: Any, expected: Any) -> None:
-    """Raise ValueError unless the value of `key` in a file is the one expected."""
-    if found != expected:
-        raise ValueError(
-            f"calibration {path}: {key}: got {found!r}, expected {expected!r}"
-        )
-
-
-def _parsed(path: str | Path, name: str, text: str | None) -> Any:
-    """Return the value of a header field."""
-    try:
-        return HEADER[name](text)
-    except (TypeError, ValueError):
-        _expect(path, name, text, HEADER[name].__name__)
 
 
 def rank_slice(tensor: torch.Tensor, axis: int, rank: int, size: int) -> torch.Tensor:
