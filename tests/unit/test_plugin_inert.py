@@ -55,7 +55,7 @@ print("SNAPSHOT" + json.dumps({
     "loaded": sorted(m for m in sys.modules if m.startswith("vllm_kvpolicy.")),
 }))
 """
-# What the entry point may import: rows 0, 1 and 6, nothing that a policy runs on.
+# What the entry point may import: names, parameters, checks; nothing that a policy runs on.
 ENTRY_MODULES = {
     "patch_table",
     "policies.calibration",
@@ -69,6 +69,7 @@ ENTRY_MODULES = {
     "config_keys",
     "guards",
     "metrics",
+    "model_files",
     "patch",
     "plugin",
     "policies",
