@@ -6,7 +6,7 @@ import pytest
 import torch
 from layout_world import KINDS, NUM_HEADS, SIZE, LayoutWorld
 
-from vllm_kvpolicy.attention.layouts import Held, move_slots
+from vllm_kvpolicy.attention.layouts import Held, head_starts, move_slots
 from vllm_kvpolicy.kernels.assign_pages import PageLists
 from vllm_kvpolicy.protocol import CompactEvent
 
@@ -218,3 +218,12 @@ def test_survivors_that_do_not_exist_stay_in_the_null_block() -> None:
     source, dest = move_slots(held, lists, placed, SIZE)
     assert source.tolist() == [[29, 12, 13, 15, 20, 21, 22, 23, 0, 0, 0, 0]]
     assert dest.tolist() == [[12, 13, 14, 15, 36, 37, 38, 39, 0, 0, 0, 0]]
+
+
+def test_head_starts_number_the_survivors_of_all_events() -> None:
+    first = torch.tensor([[0, 2, 3, 5, 8], [0, 1, 2, 3, 4]])  # four heads, eight places
+    together = head_starts(first, 8, 1)
+    assert together.tolist() == [[0, 2, 3, 5, 8, 8, 9, 10, 11, 12, 16]]
+    first = torch.tensor([[0, 2, 4, 5, 8], [0, 1, 4, 6, 8]])  # two sets of two heads
+    apart = head_starts(first, 8, 2)
+    assert apart.tolist() == [[0, 2, 4, 4, 5, 8, 8], [0, 1, 4, 4, 6, 8, 8]]

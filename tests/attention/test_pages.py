@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from vllm_kvpolicy.attention.pages import PagePool
+from vllm_kvpolicy.kernels.paged import PagedTokens
 
 LAYERS, BLOCKS, HEADS, SIZE, DIM = 3, 5, 2, 4, 6
 LAYOUTS = ["one", "apart"]
@@ -77,7 +78,7 @@ def test_gather_lines_tokens_up(layout: str, columns: bool, num_tokens: int) -> 
     most = BLOCKS * HEADS * (LAYERS if pool.spans_layers else 1)
     pages = torch.randint(most, (2, LAYERS, HEADS, 2), generator=generator)
     for part, parts in enumerate((pool.keys, pool.values)):
-        found = pool.gather(parts, pages, num_tokens)
+        found = PagedTokens(parts, pages, num_tokens).dense
         assert found.shape == (2, LAYERS, HEADS, num_tokens, DIM)
         for event, layer, head in torch.cartesian_prod(
             torch.arange(2), torch.arange(LAYERS), torch.arange(HEADS)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from random import Random
 
 import pytest
@@ -88,18 +89,20 @@ def make_pages(num_pages: int, block_size: int, columns: bool) -> torch.Tensor:
 
 def check_moves(
     pages: torch.Tensor,
-    moves: list[tuple[int, int, bool]],
+    rows: list[list[tuple[int, int, bool]]],
     give_in_place: bool = True,
 ) -> None:
-    """Move, and compare every slot with what a dictionary says."""
+    """Move each head's tokens, and compare every slot with what a dictionary says."""
     block_size = pages.shape[1]
+    moves = list(chain(*rows))
+    first = torch.tensor(list(accumulate(map(len, rows), initial=0)))
     slots = {slot: token.tolist() for slot, token in enumerate(pages.flatten(0, 1))}
     slots |= {dest: slots[source] for source, dest, _ in moves}
     source, dest = (torch.tensor([m[part] for m in moves]).long() for part in (0, 1))
     in_place = torch.tensor([stays for *_, stays in moves]).bool()
-    compact_pages_ref(pages, source, dest, in_place if give_in_place else None)
+    compact_pages_ref(pages, source, dest, first, in_place if give_in_place else None)
     found = pages.reshape(-1, HEAD_DIM).tolist()
-    assert found == list(slots.values()), (moves, block_size)
+    assert found == list(slots.values()), (rows, block_size)
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -110,7 +113,7 @@ def test_tokens_arrive_and_nothing_else_changes(
     chunk: int, columns: bool, case: tuple[int, int, list[Head]]
 ) -> None:
     block_size, num_pages, heads = case
-    moves = [move for head in heads for move in head.moves(block_size)]
+    moves = [list(head.moves(block_size)) for head in heads]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compact_pages, "CHUNK_TOKENS", chunk)
         check_moves(make_pages(num_pages, block_size, columns), moves)
@@ -126,7 +129,7 @@ def test_survivors_that_do_not_exist_change_nothing(
     nobody = [(0, 0, bool(number % 2)) for number in range(holes)]
     moves = []
     for head in heads:
-        moves += [*head.moves(block_size), *nobody]
+        moves += [list(head.moves(block_size)), nobody]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compact_pages, "CHUNK_TOKENS", chunk)
         check_moves(make_pages(num_pages, block_size, False), moves)
@@ -140,8 +143,8 @@ def test_without_a_mask_every_page_stays(
 ) -> None:
     block_size, num_pages, heads = case
     heads = [Head(head.before, head.before, head.kept) for head in heads]
-    moves = [move for head in heads for move in head.moves(block_size)]
-    assert all(stays for *_, stays in moves)
+    moves = [list(head.moves(block_size)) for head in heads]
+    assert all(stays for row in moves for *_, stays in row)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compact_pages, "CHUNK_TOKENS", chunk)
         check_moves(make_pages(num_pages, block_size, True), moves, False)
@@ -150,12 +153,12 @@ def test_without_a_mask_every_page_stays(
 def test_two_heads_swap_their_pages() -> None:
     pages = make_pages(3, 2, False)
     swap = [Head([1], [2], [0, 1]), Head([2], [1], [0, 1])]
-    check_moves(pages, [move for head in swap for move in head.moves(2)])
+    check_moves(pages, [list(head.moves(2)) for head in swap])
 
 
 def test_pages_view_the_cache() -> None:
     """What is moved is the storage itself, whatever its strides."""
     storage = torch.arange(24.0).view(2, 3, 4)
     keys = storage.transpose(-1, -2)
-    compact_pages_ref(keys, torch.tensor([7]), torch.tensor([0]))
+    compact_pages_ref(keys, torch.tensor([7]), torch.tensor([0]), torch.tensor([0, 1]))
     assert storage[0, :, 0].tolist() == storage[1, :, 3].tolist() == [15, 19, 23]

@@ -14,6 +14,7 @@ from vllm_kvpolicy.kernels.nucleus import (
     retained_mass_ref,
     window_mean,
 )
+from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.window_usage import window_usage_ref
 
 EVENTS, LAYERS, HEADS, GROUP, WINDOW, TOKENS, SIZE = 2, 3, 2, 4, 6, 50, 8
@@ -69,7 +70,9 @@ def test_counts_and_votes(mass: float) -> None:
     counts = nucleus_counts_ref(queries, keys, lengths, scale, mass)
     votes = nucleus_votes_ref(queries, keys, lengths, scale, mass)
     assert counts.shape == (EVENTS, LAYERS, HEADS, WINDOW)
-    usage = window_usage_ref(queries, keys, lengths, scale, mass)
+    usage = window_usage_ref(
+        queries, PagedTokens.from_dense(keys), lengths, scale, mass
+    )
     assert usage.nucleus is not None and torch.equal(usage.nucleus, counts)
     assert votes.shape == (EVENTS, LAYERS, HEADS, TOKENS)
     for e in range(EVENTS):
@@ -177,7 +180,7 @@ def test_a_broken_key_is_no_others_loss(broken: float) -> None:
     seen = int(lengths[0, 0, 0]) - WINDOW + torch.arange(WINDOW) + 1
     # Every visible token, but for one whose logit is NaN or minus infinity.
     assert torch.equal(counts, seen - int(broken != math.inf))
-    usage = window_usage_ref(queries, keys, lengths, scale)
+    usage = window_usage_ref(queries, PagedTokens.from_dense(keys), lengths, scale)
     assert torch.isfinite(usage.mean).all()
     mean = usage.mean[0, 0, :GROUP]
     torch.testing.assert_close(mean.sum(-1), torch.ones(GROUP))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from vllm_kvpolicy.kernels import chunks
+from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.window_usage import (
     WindowUsage,
     mean_over_group,
@@ -58,7 +59,7 @@ def rows(lengths: torch.Tensor) -> Iterator[tuple[int, int, int, slice, int]]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equals_naive_softmax(dtype: torch.dtype) -> None:
     queries, keys, lengths = make_inputs(dtype)
-    got = window_usage_ref(queries, keys, lengths, SCALE)
+    got = window_usage_ref(queries, PagedTokens.from_dense(keys), lengths, SCALE)
     assert got.mean.dtype == got.last.dtype == torch.float32
     for e, layer, head, group, n in rows(lengths):
         probs = naive_probs(queries[e, layer, group], keys[e, layer, head], n)
@@ -74,7 +75,7 @@ def test_short_rows_shorten_the_window(length: int) -> None:
     queries, keys, lengths = make_inputs(torch.float32)
     lengths[1, :, 1] = length
     queries[1, :, GROUP:, : max(0, WINDOW - length)] = torch.nan
-    got = window_usage_ref(queries, keys, lengths, SCALE)
+    got = window_usage_ref(queries, PagedTokens.from_dense(keys), lengths, SCALE)
     used = min(WINDOW, max(length - 1, 1))
     assert got.window[1].tolist() == [[WINDOW, used]] * LAYERS
     assert (got.window[::2] == WINDOW).all()
@@ -89,16 +90,19 @@ def test_short_rows_shorten_the_window(length: int) -> None:
 
 def test_padding_may_hold_anything_and_changes_nothing() -> None:
     queries, keys, lengths = make_inputs(torch.float32)
-    want = window_usage_ref(queries, keys, lengths, SCALE)
+    want = window_usage_ref(queries, PagedTokens.from_dense(keys), lengths, SCALE)
     padding = torch.arange(TOKENS) >= lengths[..., None]
     for fill in (torch.nan, torch.inf):
         filled = keys.masked_fill(padding[..., None], fill)
-        got = window_usage_ref(queries, filled, lengths, SCALE)
+        got = window_usage_ref(queries, PagedTokens.from_dense(filled), lengths, SCALE)
         assert torch.equal(got.mean, want.mean) and torch.equal(got.last, want.last)
     for e in range(EVENTS):
         n = int(lengths[e].max())
         alone = window_usage_ref(
-            queries[e : e + 1], keys[e : e + 1, ..., :n, :], lengths[e : e + 1], SCALE
+            queries[e : e + 1],
+            PagedTokens.from_dense(keys[e : e + 1, ..., :n, :]),
+            lengths[e : e + 1],
+            SCALE,
         )
         # The same sums, though a matrix product may order its own by shape.
         np.testing.assert_allclose(
@@ -108,10 +112,10 @@ def test_padding_may_hold_anything_and_changes_nothing() -> None:
 
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     queries, keys, lengths = make_inputs(torch.float32)
-    want = window_usage_ref(queries, keys, lengths, SCALE)
+    want = window_usage_ref(queries, PagedTokens.from_dense(keys), lengths, SCALE)
     for chunk_bytes in (1, 100_000):
         monkeypatch.setattr(chunks, "CHUNK_BYTES", chunk_bytes)
-        got = window_usage_ref(queries, keys, lengths, SCALE)
+        got = window_usage_ref(queries, PagedTokens.from_dense(keys), lengths, SCALE)
         np.testing.assert_allclose(got.mean, want.mean, rtol=2e-6, atol=1e-9)
         np.testing.assert_allclose(got.last, want.last, rtol=2e-6, atol=1e-9)
 
@@ -119,9 +123,11 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_refuses_shapes_that_do_not_fit() -> None:
     queries, keys, lengths = make_inputs(torch.float32)
     with pytest.raises(ValueError, match="queries: expected"):
-        window_usage_ref(queries[:, :, :5], keys, lengths, SCALE)
+        window_usage_ref(
+            queries[:, :, :5], PagedTokens.from_dense(keys), lengths, SCALE
+        )
     with pytest.raises(ValueError, match="queries: expected"):
-        window_usage_ref(queries[:2], keys, lengths, SCALE)
+        window_usage_ref(queries[:2], PagedTokens.from_dense(keys), lengths, SCALE)
     usage = WindowUsage(
         torch.rand(1, 1, 2, 9), torch.rand(1, 1, 2, 9), lengths, lengths
     )
@@ -157,7 +163,7 @@ def test_usage_from_keys_and_queries_equals_the_authors(
         want = data[f"{layer}_T257_ams_usage_w{window}"]
     usage = window_usage_ref(
         queries[..., -window:, :],
-        keys,
+        PagedTokens.from_dense(keys),
         torch.full(keys.shape[:3], 257),
         keys.shape[-1] ** -0.5,
     )

@@ -125,7 +125,7 @@ def test_tokens_that_must_stay_are_in_no_pair() -> None:
     inputs, got = decide()
     # A budget below them leaves some out of the choice, and they stay all the same.
     keep = got.keep & (torch.arange(TOKENS) % 3 > 0)
-    window = (inputs.queries, inputs.keys, inputs.lengths, inputs.scale)
+    window = (inputs.queries, inputs.paged("keys"), inputs.lengths, inputs.scale)
     usage = window_usage_ref(*window).mean
     merge = choose_merge(keep, got.score, inputs, usage)
     is_paired = merge.partner >= 0

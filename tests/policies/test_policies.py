@@ -121,7 +121,7 @@ def test_ams_policy_equals_loops(name: str, preset: str) -> None:
     inputs = make_inputs(policy.needs, window=20)
     got = policy.decide(inputs, BUDGET)
     usage = window_usage_ref(
-        inputs.queries[..., -16:, :], inputs.keys, inputs.lengths, inputs.scale
+        inputs.queries[..., -16:, :], inputs.paged("keys"), inputs.lengths, inputs.scale
     )
     mass = pooled_usage(
         mean_over_group(usage.mean, HEADS), usage.lengths, usage.window, 3, "mean"

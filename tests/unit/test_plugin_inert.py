@@ -55,7 +55,7 @@ print("SNAPSHOT" + json.dumps({
     "loaded": sorted(m for m in sys.modules if m.startswith("vllm_kvpolicy.")),
 }))
 """
-# What the entry point may import: names, parameters, checks; nothing that a policy runs on.
+# What the entry point may import: names, parameters and checks.
 ENTRY_MODULES = {
     "patch_table",
     "policies.calibration",

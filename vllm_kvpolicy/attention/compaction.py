@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vllm_kvpolicy.attention.layouts import Held, Layout, move_slots
+from vllm_kvpolicy.attention.layouts import Held, Layout, head_starts, move_slots
 from vllm_kvpolicy.attention.merging import merge_dropped
 from vllm_kvpolicy.attention.notes import with_attention
 from vllm_kvpolicy.attention.pages import PagePool
@@ -21,7 +21,8 @@ from vllm_kvpolicy.attention.trace import Tracer
 from vllm_kvpolicy.attention.windows import QueryWindows
 from vllm_kvpolicy.block_manager.placement import event_seed
 from vllm_kvpolicy.kernels.assign_pages import PageLists
-from vllm_kvpolicy.kernels.compact_pages import compact_pages_ref
+from vllm_kvpolicy.kernels.compact_pages import compact_pages
+from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.ranking import ascending_indices, resize
 from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs, Policy
 from vllm_kvpolicy.policies.rope import Rope
@@ -94,11 +95,14 @@ class Compactor:
         lists = replace(lists, pages=pages.view_as(lists.pages))
         heads = sources.div(held.max_tokens, rounding_mode="floor")
         placed = policy.arrange(sources, heads, seed)
+        if self.tracer is not None:
+            decision = with_attention(decision, policy.needs, inputs)
+        if decision.merge is not None:
+            inputs = inputs.copied()
         self._move(events, held, lists, placed, is_ordered=placed is sources)
         if decision.merge is not None:
             merge_dropped(self.pool, held, lists, placed, inputs, decision.merge)
         if self.tracer is not None:
-            decision = with_attention(decision, policy.needs, inputs)
             self.tracer.record(events, slots, held, lists, decision, placed)
         self.layout.update(slots, index, lists)
         self.slots.update(slots, events)
@@ -155,8 +159,8 @@ class Compactor:
             must_keep=((token < sinks) | is_local).view(*shape, -1),
             end=end,
             scale=self.scale,
-            keys=self._gather(self.pool.keys, pages, held, needs.keys),
-            values=self._gather(self.pool.values, pages, held, needs.values),
+            keys=_paged(self.pool.keys, pages, held, needs.keys),
+            values=_paged(self.pool.values, pages, held, needs.values),
             queries=windows,
             positions=positions,
             rope=self.rope,
@@ -172,15 +176,6 @@ class Compactor:
             return None
         request_ids = [event.request_id for event in events]
         return self.signals.read(request_ids, max(event.position for event in events))
-
-    def _gather(
-        self,
-        parts: Sequence[torch.Tensor],
-        pages: torch.Tensor,
-        held: Held,
-        asked: bool,
-    ) -> torch.Tensor | None:
-        return self.pool.gather(parts, pages, held.max_tokens) if asked else None
 
     @staticmethod
     def _positions(
@@ -243,10 +238,12 @@ class Compactor:
             moves.append(torch.zeros_like(placed, dtype=torch.bool))
         elif lists.unmoved is not None:
             moves.append(lists.unmoved.repeat_interleave(block_size, dim=-1))
+        starts = head_starts(lists.first * block_size, placed.shape[-1], groups)
         for group in range(groups):
             rows = [row.unflatten(1, (groups, -1))[:, group].flatten() for row in moves]
+            source, dest, *stays = rows
             for pages in (self.pool.keys[group], self.pool.values[group]):
-                compact_pages_ref(pages, *rows)
+                compact_pages(pages, source, dest, starts[group], *stays)
 
     def _remember(
         self,
@@ -264,6 +261,12 @@ class Compactor:
             self.memory[name].write(
                 slots, value.flatten(1, 2), placed, held, self.pool.block_size
             )
+
+
+def _paged(
+    pools: Sequence[torch.Tensor], pages: torch.Tensor, held: Held, is_read: bool
+) -> PagedTokens | None:
+    return PagedTokens(pools, pages, held.max_tokens) if is_read else None
 
 
 def _kind(event: CompactEvent) -> tuple[str, int, int]:

@@ -304,3 +304,26 @@ def move_slots(
     offset = torch.arange(block_size, device=placed.device)
     dest = (lists.pages[..., None] * block_size + offset).flatten(1)
     return torch.where(placed < 0, 0, source), torch.where(placed < 0, 0, dest)
+
+
+def head_starts(first: torch.Tensor, num_places: int, groups: int) -> torch.Tensor:
+    """Return where each head's survivors start when events lie one behind the other.
+
+    Args:
+        first: [E, n + 1] int64, of each event; the last entry is where it ends.
+        num_places: M, survivors of an event at most.
+        groups: sets of heads that are moved apart, n / groups heads and M / groups
+            places each.
+
+    Returns:
+        [groups, E * (n / groups + 1) + 1] int64: behind the heads of an event follows a
+        row of survivors that do not exist; the last entry is where the last event ends.
+    """
+    num_events, per_group = len(first), (first.shape[-1] - 1) // groups
+    size = num_places // groups
+    group = torch.arange(groups, device=first.device)[:, None]
+    head = torch.arange(per_group + 1, device=first.device)
+    starts = first[:, group * per_group + head] - group * size
+    event = torch.arange(num_events, device=first.device)[:, None, None]
+    starts = (starts + event * size).transpose(0, 1).flatten(1)
+    return torch.nn.functional.pad(starts, (0, 1), value=num_events * size)

@@ -62,25 +62,6 @@ class PagePool:
         ids = blocks[:, None, None, :] * self.num_heads + head[:, None]
         return ids + self.base[:, None, None]
 
-    def gather(
-        self, parts: Sequence[torch.Tensor], pages: torch.Tensor, num_tokens: int
-    ) -> torch.Tensor:
-        """Copy whole pages, tokens in the order of the pages.
-
-        Args:
-            parts: `keys` or `values`.
-            pages: [E, L, H, P] int64 page ids; any valid id on padding.
-            num_tokens: T, at most P * N.
-
-        Returns:
-            [E, L, H, T, D] model dtype.
-        """
-        layers = [
-            part[pages[:, layer]].flatten(2, 3)[:, :, :num_tokens]
-            for layer, part in enumerate(parts)
-        ]
-        return torch.stack(layers, dim=1)
-
 
 def _one_allocation(kv_caches: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """View all layers as one [L * B * H, N, 2D] tensor; None where they are apart."""

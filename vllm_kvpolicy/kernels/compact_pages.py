@@ -8,6 +8,8 @@ Source: this project. Deviations: none.
 
 import torch
 
+from vllm_kvpolicy.kernels.dispatch import Operation
+
 CHUNK_TOKENS = 2**16
 
 
@@ -15,6 +17,7 @@ def compact_pages_ref(
     pages: torch.Tensor,
     source_slots: torch.Tensor,
     dest_slots: torch.Tensor,
+    first: torch.Tensor,
     in_place: torch.Tensor | None = None,
 ) -> None:
     """Copy tokens between pages; nothing is overwritten before it is read.
@@ -29,6 +32,8 @@ def compact_pages_ref(
             each head.
         dest_slots: [M] int64, page * N + offset; no slot twice, but for survivors that
             do not exist, which move slot 0 of vLLM's unused null block onto itself.
+        first: [rows + 1] int64, where each head's survivors start, ascending from 0 to
+            M. Survivors that do not exist have rows of their own.
         in_place: [M] bool; None where it holds for all.
 
     Exact: moves are bitwise.
@@ -45,6 +50,9 @@ def compact_pages_ref(
         torch.where(in_place, dest_slots, 0),
     )
     _write(pages, dest_slots[changed], scratch)
+
+
+compact_pages = Operation(compact_pages_ref)
 
 
 def _copy_in_place(

@@ -9,6 +9,8 @@ Process: worker
 
 import torch
 
+from vllm_kvpolicy.kernels.dispatch import Operation
+
 
 def ranked_positions(score: torch.Tensor) -> torch.Tensor:
     """List each row's positions from best to worst.
@@ -81,7 +83,7 @@ def limit_must_keep(must_keep: torch.Tensor, budget: int) -> torch.Tensor:
     return sinks | (others.bool() & (newer_or_same <= room))
 
 
-def fill_next_best(
+def fill_next_best_ref(
     keep: torch.Tensor,
     score: torch.Tensor,
     valid: torch.Tensor,
@@ -108,7 +110,7 @@ def fill_in_order(
     valid: torch.Tensor,
     target: torch.Tensor | int,
 ) -> torch.Tensor:
-    """Do as `fill_next_best` for tokens that are ranked already.
+    """Do as `fill_next_best_ref` for tokens that are ranked already.
 
     Args:
         keep, valid, target: as there.
@@ -122,7 +124,7 @@ def fill_in_order(
     return keep | torch.zeros_like(keep).scatter_(-1, order, is_added)
 
 
-def top_k_mask(
+def top_k_mask_ref(
     score: torch.Tensor,
     must_keep: torch.Tensor,
     valid: torch.Tensor,
@@ -139,10 +141,10 @@ def top_k_mask(
     Returns:
         [R, T] bool, exactly `budget` True per row.
     """
-    return fill_next_best(must_keep & valid, score, valid, budget)
+    return fill_next_best_ref(must_keep & valid, score, valid, budget)
 
 
-def resize(
+def resize_ref(
     keep: torch.Tensor,
     score: torch.Tensor,
     must_keep: torch.Tensor,
@@ -168,7 +170,7 @@ def resize(
     return valid & (rank < target)
 
 
-def ascending_indices(mask: torch.Tensor, count: int) -> torch.Tensor:
+def ascending_indices_ref(mask: torch.Tensor, count: int) -> torch.Tensor:
     """List the positions of a mask's True entries, oldest first.
 
     Args:
@@ -184,3 +186,9 @@ def ascending_indices(mask: torch.Tensor, count: int) -> torch.Tensor:
     position = torch.arange(mask.shape[-1], device=mask.device).expand_as(slot)
     listed = position.new_full((*mask.shape[:-1], count + 1), -1)
     return listed.scatter_(-1, slot, position)[..., :count]
+
+
+fill_next_best = Operation(fill_next_best_ref)
+top_k_mask = Operation(top_k_mask_ref)
+resize = Operation(resize_ref)
+ascending_indices = Operation(ascending_indices_ref)

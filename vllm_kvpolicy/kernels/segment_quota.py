@@ -1,7 +1,6 @@
 """Cuts a row of tokens into segments of equal mass and shares a budget among them.
 
-Called by policies.ams and policies.strat; the PyTorch reference of a later fused
-kernel.
+Called by policies.ams and policies.strat.
 Process: worker
 
 Source: AMS (arXiv 2605.23200) section 3.2-3.3, appendix B; where paper and code differ,
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_kvpolicy.kernels.dispatch import Operation
 from vllm_kvpolicy.kernels.ranking import ranks_within
 
 MASS_UNIT = 2**28  # fixed-point mass of a whole row
@@ -98,7 +98,7 @@ def segment_quota_ref(
     return SegmentQuotas(segments, quotas, _segment_of(starts, lengths, mass.shape[-1]))
 
 
-def pick_by_quota(
+def pick_by_quota_ref(
     score: torch.Tensor, group: torch.Tensor, quotas: torch.Tensor
 ) -> torch.Tensor:
     """Mark the best tokens of each group, as many as its quota.
@@ -270,3 +270,7 @@ def round_robin(capacity: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     is_open = capacity > level
     left = total - given.sum(-1, keepdim=True)
     return given + (is_open & (is_open.long().cumsum(-1) <= left)).long()
+
+
+segment_quota = Operation(segment_quota_ref)
+pick_by_quota = Operation(pick_by_quota_ref)

@@ -1,6 +1,6 @@
 """How much attention the newest W queries pay to each cached key.
 
-Called by policies at an event; the PyTorch reference of a later fused kernel.
+Called by policies at an event.
 Process: worker
 
 Source: AMS (arXiv 2605.23200) section 3.1 and its code
@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 
 from vllm_kvpolicy.kernels.chunks import map_pairs_to_many
+from vllm_kvpolicy.kernels.dispatch import Operation
 from vllm_kvpolicy.kernels.nucleus import nucleus_counts
+from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.softmax import softmax
 from vllm_kvpolicy.kernels.window_logits import effective_window, window_logits
 
@@ -46,7 +48,7 @@ class WindowUsage:
 
 def window_usage_ref(
     queries: torch.Tensor,
-    keys: torch.Tensor,
+    keys: PagedTokens,
     lengths: torch.Tensor,
     scale: float,
     mass: float | None = None,
@@ -58,8 +60,8 @@ def window_usage_ref(
     Args:
         queries: [E, L, Hq, W, D] model dtype, post-RoPE, newest last. Rows of queries
             before a short request's first token are ignored.
-        keys: [E, L, H, T, D] model dtype, post-RoPE, right-padded; padding is ignored
-            whatever it holds.
+        keys: [E, L, H, T, D] on pages, model dtype, post-RoPE, right-padded; padding is
+            ignored whatever it holds.
         lengths: [E, L, H] int64, tokens held, 1..T.
         scale: softmax scale.
         mass: p of the nuclei, above 0, at most 1; None for no nuclei.
@@ -92,9 +94,12 @@ def window_usage_ref(
     # float32 keys; logits and weights of all query heads; nuclei, four rows of int64.
     row_bytes = 8 * num_q_heads + (0 if mass is None else 32 * num_heads)
     pair_bytes = num_tokens * (4 * num_heads * keys.shape[-1] + window * row_bytes)
-    parts = map_pairs_to_many(of_chunk, pair_bytes, queries, keys, lengths)
+    parts = map_pairs_to_many(of_chunk, pair_bytes, queries, keys.dense, lengths)
     used = effective_window(lengths, window)
     return WindowUsage(parts[0], parts[1], lengths, used, *parts[2:])
+
+
+window_usage = Operation(window_usage_ref)
 
 
 def measured(usage: WindowUsage | None) -> WindowUsage:

@@ -27,6 +27,7 @@ from vllm_kvpolicy.kernels.ranking import (
 )
 from vllm_kvpolicy.kernels.segment_quota import (
     pick_by_quota,
+    segment_quota,
     segment_quota_ref,
     to_fixed_point,
 )
@@ -230,7 +231,9 @@ def choose(
     # The code's quotas are blind to the must-keep set, ours are for what it leaves.
     exempt = ~valid if config.parity else must_keep | ~valid
     room = budget if config.parity else budget - must_keep.sum(-1)
-    shared = segment_quota_ref(
+    # The code's own sums are of floating point: only the reference has them.
+    share = segment_quota_ref if config.parity else segment_quota
+    shared = share(
         mass if config.parity else to_fixed_point(mass),
         lengths,
         exempt,

@@ -11,11 +11,12 @@ ragged policy different numbers of them; the local tokens are the newest of ever
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 
+from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.rope import Rope
 from vllm_kvpolicy.policies.signals import TokenSignal
@@ -75,9 +76,10 @@ class EventInputs:
         end: [E] int64, tokens computed before the event: the newest held token has
             position `end - 1`.
         scale: softmax scale of the model's attention.
-        keys: [E, L, H, T, D] model dtype, cached post-RoPE keys, or None unless asked
-            for, like all that follows. Values on padding are unspecified.
-        values: [E, L, H, T, D] model dtype, cached values.
+        keys: [E, L, H, T, D] model dtype, cached post-RoPE keys, plain or on pages, or
+            None unless asked for, like all that follows. Values on padding are
+            unspecified. Read through `given` or `paged`.
+        values: [E, L, H, T, D] model dtype, cached values; likewise.
         queries: [E, L, Hq, W, D] model dtype, the newest W post-RoPE queries, each at
             its own position, newest last.
         positions: [E, L, H, T] int64, true positions.
@@ -95,8 +97,8 @@ class EventInputs:
     must_keep: torch.Tensor
     end: torch.Tensor
     scale: float
-    keys: torch.Tensor | None = None
-    values: torch.Tensor | None = None
+    keys: torch.Tensor | PagedTokens | None = None
+    values: torch.Tensor | PagedTokens | None = None
     queries: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     rope: Rope | None = None
@@ -111,7 +113,7 @@ class EventInputs:
         return token < self.lengths[..., None]
 
     def given(self, name: str) -> Any:
-        """Return an optional field.
+        """Return an optional field, keys and values as one tensor.
 
         Raises:
             ValueError: it was not given.
@@ -119,7 +121,23 @@ class EventInputs:
         value = getattr(self, name)
         if value is None:
             raise ValueError(f"{name}: this policy reads it, got None")
-        return value
+        return value.dense if isinstance(value, PagedTokens) else value
+
+    def paged(self, name: str) -> PagedTokens:
+        """Return keys or values where they lie.
+
+        Raises:
+            ValueError: they were not given.
+        """
+        value = getattr(self, name)
+        if isinstance(value, PagedTokens):
+            return value
+        return PagedTokens.from_dense(self.given(name))
+
+    def copied(self) -> "EventInputs":
+        """Return the same with keys and values that outlive the moving of tokens."""
+        names = [name for name in ("keys", "values") if getattr(self, name) is not None]
+        return replace(self, **{name: self.given(name) for name in names})
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from functools import reduce
 
 import torch
 
-from vllm_kvpolicy.kernels.window_usage import WindowUsage, window_usage_ref
+from vllm_kvpolicy.kernels.window_usage import WindowUsage, window_usage
 from vllm_kvpolicy.policies.base import (
     Allocator,
     Decision,
@@ -85,9 +85,9 @@ def measure_usage(needs: Needs, inputs: EventInputs) -> WindowUsage | None:
     """
     if not needs.usage:
         return None
-    return window_usage_ref(
+    return window_usage(
         inputs.given("queries")[:, :, :, -needs.window_tokens :],
-        inputs.given("keys"),
+        inputs.paged("keys"),
         inputs.lengths,
         inputs.scale,
         needs.mass or None,

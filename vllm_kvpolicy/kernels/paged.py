@@ -1,0 +1,60 @@
+"""Keys or values of held tokens, read where they lie or copied out.
+
+Made by attention.compaction from the KV cache, and by anybody from a plain tensor.
+Process: worker
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+
+@dataclass(frozen=True)
+class PagedTokens:
+    """Tokens of (event, layer, KV head) rows on pages of N tokens each.
+
+    To be read before anything moves on these pages.
+
+    Args:
+        pools: one [P, N, D] view per layer, model dtype, any strides; the same view for
+            all layers where a page id names a page of any layer.
+        pages: [E, L, H, C] int64, page ids of each row, oldest token first; any valid
+            id on padding. Row r's token t lies at offset t % N of its page t // N.
+        num_tokens: T, tokens per row, at most C * N; what lies behind a row's own
+            length is unspecified.
+    """
+
+    pools: Sequence[torch.Tensor]
+    pages: torch.Tensor
+    num_tokens: int
+
+    @classmethod
+    def from_dense(cls, tokens: torch.Tensor) -> "PagedTokens":
+        """Return a plain tensor [E, L, H, T, D] as rows of one page each."""
+        num_rows = tokens.shape[:3].numel()
+        pages = torch.arange(num_rows, device=tokens.device).view(*tokens.shape[:3], 1)
+        pools = [tokens.flatten(0, 2)] * tokens.shape[1]
+        paged = cls(pools, pages, tokens.shape[3])
+        paged.__dict__["dense"] = tokens  # needs no copy
+        return paged
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tokens are."""
+        return self.pages.device
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[E, L, H, T, D] of the copy."""
+        return (*self.pages.shape[:3], self.num_tokens, self.pools[0].shape[-1])
+
+    @cached_property
+    def dense(self) -> torch.Tensor:
+        """[E, L, H, T, D] model dtype, copied once."""
+        layers = [
+            pool[self.pages[:, layer]].flatten(2, 3)[:, :, : self.num_tokens]
+            for layer, pool in enumerate(self.pools)
+        ]
+        return torch.stack(layers, dim=1)
