@@ -19,7 +19,7 @@ SCHEDULER_CLASSES = {
     True: "vllm_kvpolicy.scheduler.KVPolicyAsyncScheduler",
 }
 # Names of vLLM's backends for which there is a subclass of ours.
-ATTENTION_BACKENDS = ("CPU_ATTN", "TRITON_ATTN")
+ATTENTION_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 # Platforms whose backend gives heads lengths of their own; it says so by `folds_heads`.
 RAGGED_PLATFORMS = ("cpu",)
 # Tokens per superblock: the default, and what a block size must be a multiple of. The
@@ -54,6 +54,21 @@ def platform_name() -> str:
     return current_platform._enum.name.lower()
 
 
+def cuda_attention_backend() -> str:
+    """Return the name of the backend to use on this machine's NVIDIA GPU.
+
+    FlashAttention where vLLM prefers it among those that a policy works with, compute
+    capabilities 8 and 9, and has its library; else Triton.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.fa_utils import is_flash_attn_varlen_func_available
+
+    capability = current_platform.get_device_capability()
+    is_known = capability is not None and capability.major in (8, 9)
+    is_there = is_known and is_flash_attn_varlen_func_available()
+    return "FLASH_ATTN" if is_there else "TRITON_ATTN"
+
+
 def is_first_process(engine_args: Any) -> bool:
     """Return whether a server makes its first VllmConfig from these arguments.
 
@@ -78,3 +93,23 @@ def forget_chosen_backends() -> None:
     from vllm.v1.attention import selector
 
     selector._cached_get_attn_backend.cache_clear()
+
+
+def captures_attention(vllm_config: Any) -> bool:
+    """Return whether the attention of a step may be the replay of a CUDA graph.
+
+    vLLM may still give such graphs up later, not take them up.
+    """
+    mode = vllm_config.compilation_config.cudagraph_mode
+    return bool(mode) and mode.has_full_cudagraphs()
+
+
+def padded_sizes(vllm_config: Any) -> tuple[int, int]:
+    """Return the most rows and the most tokens of a step, padding for graphs included.
+
+    Rows are requests of the batch.
+    """
+    scheduler = vllm_config.scheduler_config
+    padded = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+    tokens = max(scheduler.max_num_batched_tokens, padded)
+    return max(scheduler.max_num_seqs, padded), tokens

@@ -177,7 +177,8 @@ def _prepare_arguments(engine_args: Any, config: KVPolicyConfig) -> None:
     if platform == "cuda" and chosen == (None, None):
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-        engine_args.attention_backend = AttentionBackendEnum.TRITON_ATTN
+        chosen_name = compat.cuda_attention_backend()
+        engine_args.attention_backend = AttentionBackendEnum[chosen_name]
     logger.info(
         "--kv-policy %s: prefix caching is off, block size %s, attention backend %s",
         config.policy,

@@ -186,8 +186,9 @@ def layer_refusals(layers: Mapping[str, Any], ragged: bool = False) -> list[str]
     """
     if not layers:
         return ["no attention layers were found in the model"]
+    known = ", ".join(compat.ATTENTION_BACKENDS)
     checks = {
-        "another attention backend than CPU_ATTN or TRITON_ATTN": lambda layer: (
+        f"an attention backend other than {known}": lambda layer: (
             not hasattr(layer.attn_backend, "keys_are_columns")
         ),
         "a backend on which heads cannot have lengths of their own (leave out adakv, "

@@ -5,6 +5,7 @@ Process: worker
 
 from vllm.v1.worker.gpu_worker import Worker
 
+import vllm_kvpolicy.attention.backend_flash  # registers the backend
 import vllm_kvpolicy.attention.backend_triton  # noqa: F401  registers the backend
 from vllm_kvpolicy.worker import KVPolicyWorkerMixin
 

@@ -40,6 +40,7 @@ from vllm_kvpolicy.attention.folding import FoldedBatch, Folder
 from vllm_kvpolicy.attention.head_tables import HeadTables
 from vllm_kvpolicy.attention.layouts import RaggedLayout
 from vllm_kvpolicy.attention.pages import PagePool
+from vllm_kvpolicy.attention.physical_tables import PhysicalTables
 from vllm_kvpolicy.attention.slots import SlotTable
 from vllm_kvpolicy.protocol import CompactEvent
 
@@ -192,6 +193,7 @@ class HeadPages:
         )
         self.layout = RaggedLayout(self.slots, pool, tables)
         self.folder = Folder(self.slots, tables, case.layers)
+        self.physical = PhysicalTables(self.slots, case.requests, case.tokens)
         order = torch.randperm(
             num_blocks, generator=torch.Generator().manual_seed(0)
         ).view(case.requests, -1)
@@ -260,9 +262,11 @@ class HeadPages:
         """Return [R, P] int32, a step's table if all heads held `superblocks`."""
         slots = self.slots.rows(self.ids, len(self.ids))
         rows = torch.from_numpy(slots).to(self.device)
-        return self.slots.physical_tables(
-            rows, self.common.block_table_tensor, superblocks + 1
+        common = self.common
+        tables, _ = self.physical.fill(
+            rows, common.block_table_tensor, common.seq_lens, superblocks + 1
         )
+        return tables
 
     def verify(self) -> None:
         """Raise RuntimeError unless lists are as long as accounted, and disjoint."""

@@ -23,6 +23,7 @@ from vllm_kvpolicy.attention.folding import Folder
 from vllm_kvpolicy.attention.head_tables import HeadTables
 from vllm_kvpolicy.attention.layouts import EqualLayout, Layout, RaggedLayout
 from vllm_kvpolicy.attention.pages import PagePool
+from vllm_kvpolicy.attention.physical_tables import PhysicalTables
 from vllm_kvpolicy.attention.signals import TokenSignals
 from vllm_kvpolicy.attention.slots import SlotTable
 from vllm_kvpolicy.attention.survivors import SurvivorMemory
@@ -112,7 +113,7 @@ class Chain:
             pool=self.pool,
             layout=layout,
             slots=self.slots,
-            windows=QueryWindows(0, 0, LAYERS, HEADS, DIM, torch.float32, CPU),
+            windows=QueryWindows(0, 0, LAYERS, HEADS, DIM, 0, torch.float32, CPU),
             memory={MARK: memory(), POSITIONS: memory()},
             signals=TokenSignals((), LAYERS, MOST_LIVE, 1, 1, 1, torch.float32, CPU),
             rope=None,
@@ -342,10 +343,10 @@ class Chain:
         """Return page ids [L, R, H, P] and lengths [L, R, H] of stock attention."""
         slots = torch.from_numpy(self.slots.rows(names, len(names)))
         table = common.block_table_tensor
-        blocks = self.slots.physical_tables(slots, table, table.shape[1]).long()
-        held = common.seq_lens - self.slots.dropped_tokens(slots)
+        physical = PhysicalTables(self.slots, *table.shape)
+        blocks, held = physical.fill(slots, table, common.seq_lens, table.shape[1])
         lengths = held[:, None].expand(LAYERS, len(names), HEADS)
-        return self.pool.own_pages(blocks).transpose(0, 1), lengths
+        return self.pool.own_pages(blocks.long()).transpose(0, 1), lengths
 
     def _check_request(
         self, name: str, row: set[int], pages: torch.Tensor, lengths: list[int]

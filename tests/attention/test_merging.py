@@ -83,7 +83,7 @@ class World:
         self.is_ragged, self.is_dynamic = layout != "equal", layout == DYNAMIC
         self.slots = SlotTable(len(REQUESTS), BLOCKS, BLOCK, CPU)
         self.tables = HeadTables(len(REQUESTS), BLOCKS, self.null, HEADS, CPU)
-        self.windows = QueryWindows(2, 1, LAYERS, HEADS, SIZE, dtype, CPU)
+        self.windows = QueryWindows(2, 1, LAYERS, HEADS, SIZE, 0, dtype, CPU)
         self.windows.rows.copy_(
             torch.randn(self.windows.rows.shape, generator=generator) * 2
         )

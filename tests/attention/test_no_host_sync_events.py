@@ -17,6 +17,7 @@ from vllm_kvpolicy.attention.compaction import POSITIONS, Compactor
 from vllm_kvpolicy.attention.head_tables import HeadTables
 from vllm_kvpolicy.attention.layouts import EqualLayout, Layout, RaggedLayout
 from vllm_kvpolicy.attention.pages import PagePool
+from vllm_kvpolicy.attention.physical_tables import PhysicalTables
 from vllm_kvpolicy.attention.signals import TokenSignals
 from vllm_kvpolicy.attention.slots import SlotTable
 from vllm_kvpolicy.attention.survivors import SurvivorMemory
@@ -55,7 +56,7 @@ class World:
             needs.signals, LAYERS, NUM_SLOTS, 200, 100, DIM, torch.float32, where
         )
         self.windows = QueryWindows(
-            2, WINDOW, LAYERS, HEADS * GROUP, DIM, torch.float32, where
+            2, WINDOW, LAYERS, HEADS * GROUP, DIM, 100, torch.float32, where
         )
         names = needs.memory + (POSITIONS,) * needs.positions
         self.compactor = Compactor(
@@ -92,7 +93,8 @@ class World:
         self.compactor.run(events)
         rows = self.slots.to_device(self.slots.rows(REQUESTS, 3))
         table = torch.zeros(3, BLOCKS, dtype=torch.int32, device=self.slots.device)
-        self.slots.physical_tables(rows, table, BLOCKS)
+        lengths = torch.zeros(3, dtype=torch.int32, device=self.slots.device)
+        PhysicalTables(self.slots, 3, BLOCKS).fill(rows, table, lengths, BLOCKS)
 
     def _forward(self, position: int) -> None:
         """Measure what the step's last tokens show."""

@@ -14,6 +14,7 @@ from simulator_pages import NUM_HEADS, Incarnation, check, own_pages
 
 from vllm_kvpolicy.attention.folding import Folder
 from vllm_kvpolicy.attention.head_tables import HeadTables
+from vllm_kvpolicy.attention.physical_tables import PhysicalTables
 from vllm_kvpolicy.attention.slots import SlotTable
 from vllm_kvpolicy.protocol import CompactEvent
 
@@ -58,8 +59,10 @@ class TableCheck:
         expected = [[*state.dest_blocks, *self._local(state)] for state in states]
         table = torch.tensor(np.stack([state.row for state in states])).int()
         width = max(map(len, expected))
-        found = self.slots.physical_tables(rows, table, width).tolist()
-        dropped = self.slots.dropped_tokens(rows).tolist()
+        computed = torch.tensor([state.computed for state in states]).int()
+        physical = PhysicalTables(self.slots, len(names), width)
+        tables, lengths = physical.fill(rows, table, computed, width)
+        found, dropped = tables.tolist(), (computed - lengths).tolist()
         on_host = self.slots.dropped_tokens_cpu[rows.numpy()].tolist()
         check(dropped == on_host, "lengths on host and device", names)
         for name, state, want, have, gone in zip(

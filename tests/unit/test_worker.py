@@ -1,5 +1,6 @@
 """What the worker refuses, and what it believes, before a model runs."""
 
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ from vllm.v1.attention.backends.registry import (
     _ATTN_OVERRIDES,
     AttentionBackendEnum,
 )
+from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands
 from vllm_kvpolicy.worker import KVPolicyWorkerMixin, layer_refusals
@@ -35,7 +37,7 @@ def layer(**changes):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"attn_backend": SimpleNamespace()}, "another attention backend"),
+        ({"attn_backend": SimpleNamespace()}, "an attention backend other than"),
         ({"alibi_slopes": [0.5]}, "ALiBi"),
         ({"logits_soft_cap": 30.0}, "a cap on attention logits"),
         ({"sinks": [0.1]}, "learned attention sinks"),
@@ -65,23 +67,28 @@ def test_lost_commands_stop_the_worker():
         worker._commands_of(warm_up)
 
 
-def test_full_cuda_graphs_are_for_engines_without_a_policy():
-    """A replay would read the tables of its capture; see the builder's docstring."""
+@pytest.mark.parametrize("name", ["flash", "triton"])
+def test_graphs_hold_attention_unless_heads_have_own_tables(name):
+    """Those are made anew, and a replay would read the tables of its capture."""
     before = dict(_ATTN_OVERRIDES)
     try:
-        from vllm_kvpolicy.attention import backend_triton
-
-        chosen = AttentionBackendEnum.TRITON_ATTN.get_class()
-        assert chosen is backend_triton.KVPolicyTritonBackend
+        module = import_module(f"vllm_kvpolicy.attention.backend_{name}")
+        chosen = AttentionBackendEnum[f"{name.upper()}_ATTN"].get_class()
+        assert chosen.__module__ == module.__name__
+        assert chosen.supported_kv_cache_layouts() == (KVCacheLayout.LBHNC,)
         builder = chosen.get_builder_cls()
-        stock = builder.__mro__[2]
-        for additional, expected in (
-            ({"kv_policy": {"policy": "tova"}}, AttentionCGSupport.NEVER),
-            ({}, stock._cudagraph_support),
+        assert not builder.supports_update_block_table
+        stock = builder.__mro__[2]._cudagraph_support
+        assert stock is not AttentionCGSupport.NEVER
+        for policy, expected in (
+            ("hard-snapkv", AttentionCGSupport.NEVER),
+            ("tova", stock),
+            (None, stock),
         ):
-            config = SimpleNamespace(additional_config=additional)
+            config = SimpleNamespace(additional_config={})
+            if policy:
+                config.additional_config = {"kv_policy": {"policy": policy}}
             assert builder.get_cudagraph_support(config, None) is expected
-        assert stock._cudagraph_support is not AttentionCGSupport.NEVER
     finally:
         _ATTN_OVERRIDES.clear()
         _ATTN_OVERRIDES.update(before)

@@ -173,6 +173,8 @@ def main(model: str, trace_dir: str, output: str) -> None:
     """Run stock, identity, infinite budget and a real policy; write what came out."""
     if ON_V2:
         install("vllm_kvpolicy.attention.backend_triton.KVPolicyTritonBackend")
+    from vllm_kvpolicy import compat
+
     result: dict[str, Any] = {}
     result["stock"], _ = generate(model, None)
     counts, signals = count_builds(), note_signals()
@@ -189,6 +191,8 @@ def main(model: str, trace_dir: str, output: str) -> None:
     }
     for name, policy in cases.items():
         before = dict(counts)
+        # As where attention is replayed: always our tables, queries always saved.
+        compat.captures_attention = lambda config, name=name: name == "ams-tova"
         tokens, events = generate(model, policy)
         ran = {key: counts[key] - before[key] for key in counts}
         result[name] = {"tokens": tokens, "events": events, **ran}

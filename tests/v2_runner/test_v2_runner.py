@@ -1,7 +1,8 @@
 """The V2 model runner under Triton's interpreter: hooks, tables and events fit it.
 
 The runner and the attention kernels that a GPU uses, eager and synchronous; CUDA
-graphs, asynchronous scheduling and vLLM's choice of backend are not part of this.
+graphs, asynchronous scheduling and vLLM's choice of backend are not part of this, but
+`ams-tova` runs as if its attention were replayed: always from the same tensors.
 """
 
 import json
@@ -68,7 +69,7 @@ def test_policy_keeps_what_it_keeps_on_the_v1_runner(
 ) -> None:
     """Query windows and survivors do not depend on runner and attention kernel."""
     assert v2["ams-tova"]["events"] == v1["ams-tova"]["events"] >= MIN_EVENTS
-    assert v2["ams-tova"]["physical"] > 0
+    assert v2["ams-tova"]["physical"] == v2["ams-tova"]["builds"] > 0
     assert len(v1["traces"]) == len(v2["traces"]) == v2["ams-tova"]["events"]
 
     def by_event(trace: dict[str, Any]) -> tuple[str, int]:

@@ -11,9 +11,9 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionImpl,
     TritonAttentionMetadataBuilder,
 )
-from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_kvpolicy.attention.metadata import (
+    HeadMajorBackendMixin,
     KVPolicyImplMixin,
     KVPolicyMetadataBuilderMixin,
 )
@@ -29,15 +29,8 @@ class KVPolicyTritonImpl(KVPolicyImplMixin, TritonAttentionImpl):
     """Stock Triton attention that saves queries."""
 
 
-class KVPolicyTritonBackend(TritonAttentionBackend):
-    """TRITON_ATTN with a policy: stock kernels, block interiors head-major."""
-
-    keys_are_columns = False
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Return the one order in which a head's page is contiguous."""
-        return (KVCacheLayout.LBHNC,)
+class KVPolicyTritonBackend(HeadMajorBackendMixin, TritonAttentionBackend):
+    """TRITON_ATTN with a policy."""
 
     @staticmethod
     def get_impl_cls() -> type[KVPolicyTritonImpl]:

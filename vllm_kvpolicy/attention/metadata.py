@@ -1,6 +1,7 @@
 """Stock builders and implementations over physical tables and lengths.
 
-Mixed into stock metadata builders by attention.backend_cpu and backend_triton.
+Mixed into vLLM's own classes by attention.backend_cpu, backend_flash and
+backend_triton.
 Process: worker
 """
 
@@ -8,13 +9,14 @@ from typing import Any
 
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_kvpolicy.attention.folding import (
     FoldedBatch,
     fold_queries,
     unfold_output,
 )
-from vllm_kvpolicy.config import has_policy
+from vllm_kvpolicy.config import server_config
 
 
 class KVPolicyMetadataBuilderMixin:
@@ -23,6 +25,9 @@ class KVPolicyMetadataBuilderMixin:
     An engine without a policy in the same process gets the stock metadata untouched:
     its layers carry no runtime.
     """
+
+    # vLLM would put its own tables into metadata of ours.
+    supports_update_block_table = False
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any
@@ -35,12 +40,13 @@ class KVPolicyMetadataBuilderMixin:
     def get_cudagraph_support(
         cls, vllm_config: Any, kv_cache_spec: Any
     ) -> AttentionCGSupport:
-        """Keep attention out of CUDA graphs: a replay would read the logical tables.
+        """Return what the stock builder does; never where heads have their own tables.
 
-        A full graph reads the tensors of its capture, and `physical` makes new ones;
-        nor would a replay save queries. vLLM then captures the pieces in between.
+        Those are made anew when they change, and a graph reads what it was captured
+        with. vLLM then captures the pieces between attentions.
         """
-        if has_policy(vllm_config):
+        config = server_config(vllm_config)
+        if config is not None and config.is_ragged:
             return AttentionCGSupport.NEVER
         return super().get_cudagraph_support(vllm_config, kv_cache_spec)
 
@@ -81,6 +87,17 @@ class KVPolicyMetadataBuilderMixin:
         raise NotImplementedError(
             f"{type(self).__name__} cannot attend to heads of different lengths"
         )
+
+
+class HeadMajorBackendMixin:
+    """A backend for GPUs: stock kernels, block interiors head-major."""
+
+    keys_are_columns = False
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Return the one order in which a head's page is contiguous."""
+        return (KVCacheLayout.LBHNC,)
 
 
 class KVPolicyImplMixin:

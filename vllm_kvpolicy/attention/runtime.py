@@ -16,12 +16,14 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 
+from vllm_kvpolicy import compat
 from vllm_kvpolicy.attention.compaction import POSITIONS, Compactor
 from vllm_kvpolicy.attention.folding import FoldedBatch, Folder
 from vllm_kvpolicy.attention.head_tables import HeadTables
 from vllm_kvpolicy.attention.late_tables import LateTables
 from vllm_kvpolicy.attention.layouts import EqualLayout, Layout, RaggedLayout
 from vllm_kvpolicy.attention.pages import PagePool, check_layout
+from vllm_kvpolicy.attention.physical_tables import PhysicalTables
 from vllm_kvpolicy.attention.rotary import model_rope
 from vllm_kvpolicy.attention.signals import TokenSignals
 from vllm_kvpolicy.attention.slots import SlotTable
@@ -81,14 +83,15 @@ class KVPolicyRuntime:
         num_slots = vllm_config.scheduler_config.max_num_seqs
         num_global = max_global_blocks(vllm_config, config)
         self.slots = SlotTable(num_slots, num_global, block_size, device)
-        self.windows = QueryWindows(
-            num_slots=self.limits.window_slots,
-            window_tokens=self.limits.window_tokens,
-            num_layers=len(self.layers),
-            num_heads=first.num_heads,
-            head_dim=first.head_size,
-            dtype=vllm_config.model_config.dtype,
-            device=device,
+        self.is_captured = compat.captures_attention(vllm_config)
+        self.tables = PhysicalTables.of_engine(self.slots, vllm_config)
+        self.windows = QueryWindows.of_engine(
+            self.limits.window_slots,
+            self.limits.window_tokens,
+            len(self.layers),
+            first,
+            vllm_config,
+            device,
         )
         self.remembered = self.needs.memory + (POSITIONS,) * self.needs.positions
         self.late = LateTables(
@@ -119,7 +122,7 @@ class KVPolicyRuntime:
     @property
     def side_bytes(self) -> int:
         """Bytes of device memory held before the KV cache is made; `late` says more."""
-        held = (self.windows.rows, self.slots.global_blocks, self.signals)
+        held = (self.windows.rows, self.slots.global_blocks, self.tables, self.signals)
         return sum(each.nbytes for each in held)
 
     def bind(self, keys_are_columns: bool) -> None:
@@ -248,28 +251,34 @@ class KVPolicyRuntime:
     def physical(self, metadata: Any) -> Any:
         """Return the attention metadata with physical tables and lengths.
 
-        Positions, slot mapping and query layout stay logical. Without a step, before
-        any request has had an event, and where heads have tables of their own, the
-        metadata is returned as it is.
+        Positions, slot mapping and query layout stay logical. The metadata is returned
+        as it is where heads have tables of their own. It is, too, outside a step and
+        before any request has had an event, unless a graph may be captured or replayed:
+        that always reads our tables.
 
         Args:
             metadata: vLLM's CommonAttentionMetadata of this KV cache group.
         """
-        if self.folder is not None or self._commands is None or not len(self.slots):
+        is_stock = self._commands is None or not len(self.slots)
+        if self.folder is not None or (is_stock and not self.is_captured):
             return metadata
-        request_ids = self.batch_request_ids()
+        request_ids = () if self._commands is None else self.batch_request_ids()
         rows_host = self.slots.rows(request_ids, metadata.num_reqs)
-        rows = to_device(rows_host, self.slots.device)
-        upper = metadata.seq_lens_cpu_upper_bound.numpy()
-        upper = upper - self.slots.dropped_tokens_cpu[rows_host]
-        max_seq_len = int(upper.max())
-        width = -(-max_seq_len // self.limits.block_size)
+        upper, max_seq_len = metadata.seq_lens_cpu_upper_bound, metadata.max_seq_len
+        if not is_stock:
+            held = upper.numpy() - self.slots.dropped_tokens_cpu[rows_host]
+            upper = torch.from_numpy(np.ascontiguousarray(held))
+            max_seq_len = int(held.max())
+        tables, lengths = self.tables.fill(
+            to_device(rows_host, self.slots.device),
+            metadata.block_table_tensor,
+            metadata.seq_lens,
+            width=-(-max_seq_len // self.limits.block_size),
+        )
         return metadata.replace(
-            block_table_tensor=self.slots.physical_tables(
-                rows, metadata.block_table_tensor, width
-            ),
-            seq_lens=metadata.seq_lens - self.slots.dropped_tokens(rows),
-            seq_lens_cpu_upper_bound=torch.from_numpy(np.ascontiguousarray(upper)),
+            block_table_tensor=tables,
+            seq_lens=lengths,
+            seq_lens_cpu_upper_bound=upper,
             max_seq_len=max_seq_len,
             _num_computed_tokens_cache=None,
         )

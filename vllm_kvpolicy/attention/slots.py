@@ -1,6 +1,6 @@
 """Which token sits where: one slot per request that has had an event.
 
-Written by attention.compaction, read by the metadata builder each step.
+Written by attention.compaction, read by attention.physical_tables each step.
 Process: worker
 """
 
@@ -75,31 +75,3 @@ class SlotTable(Slots):
     ) -> torch.Tensor:
         """Copy host integers to the tables' device as int64, without waiting."""
         return to_device(values, self.device)
-
-    def physical_tables(
-        self, rows: torch.Tensor, block_table: torch.Tensor, width: int
-    ) -> torch.Tensor:
-        """Put each row's global superblocks in front of its local ones.
-
-        Args:
-            rows: [R] int64, slots.
-            block_table: [R, P] int32, vLLM's rows, indexed by logical position // N.
-            width: columns to fill.
-
-        Returns:
-            [R, width] int32.
-        """
-        num_global = self.num_global[rows, None]
-        column = torch.arange(width, dtype=torch.int32, device=rows.device)
-        local = column - num_global + self.frontier_blocks[rows, None]
-        local = local.clamp(0, block_table.shape[1] - 1)
-        result = block_table.gather(1, local.long())
-        num_columns = min(width, self.global_blocks.shape[1])
-        head = self.global_blocks[rows, :num_columns]
-        is_global = column[:num_columns] < num_global
-        result[:, :num_columns] = torch.where(is_global, head, result[:, :num_columns])
-        return result
-
-    def dropped_tokens(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return [R] int32: logical minus physical length of each row."""
-        return (self.frontier_blocks[rows] - self.num_global[rows]) * self.block_size

@@ -6,11 +6,14 @@ Process: worker
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
+from vllm_kvpolicy import compat
 from vllm_kvpolicy.attention.staging import to_device
+from vllm_kvpolicy.kernels.save_rows import save_rows
 from vllm_kvpolicy.protocol import WindowCapture
 
 
@@ -21,8 +24,11 @@ class QueryWindows:
         num_slots: windows that may be open at once.
         window_tokens: W, rows of a window; 0 where the policy needs no queries.
         num_layers, num_heads, head_dim: L, Hq and D of the model on this rank.
+        step_tokens: most tokens of a step, padding included.
         dtype: the model's dtype.
         device: where the pool lives.
+        is_captured: the attention of a step may be the replay of a graph, which then
+            has to contain the saving of queries, whether any are planned or not.
     """
 
     def __init__(
@@ -32,14 +38,49 @@ class QueryWindows:
         num_layers: int,
         num_heads: int,
         head_dim: int,
+        step_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
+        is_captured: bool = False,
     ) -> None:
         self.window_tokens = window_tokens
-        shape = (num_layers, num_slots * window_tokens, num_heads, head_dim)
+        # The last row takes the queries that nobody asked for.
+        self._nobody = num_slots * window_tokens
+        shape = (num_layers, self._nobody + 1, num_heads, head_dim)
         self.rows = torch.zeros(shape, dtype=dtype, device=device)
-        self._tokens: torch.Tensor | None = None
-        self._targets: torch.Tensor | None = None
+        self.targets = torch.full((step_tokens,), self._nobody, device=device)
+        self._is_captured = is_captured and bool(num_slots)
+        self._is_planned = False
+
+    @classmethod
+    def of_engine(
+        cls,
+        num_slots: int,
+        window_tokens: int,
+        num_layers: int,
+        layer: Any,
+        vllm_config: Any,
+        device: torch.device,
+    ) -> "QueryWindows":
+        """Size the pool for an engine.
+
+        Args:
+            num_slots, window_tokens, num_layers: as above.
+            layer: an attention layer of the model; all are of its shape.
+            vllm_config: the engine's configuration.
+            device: where the model runs.
+        """
+        return cls(
+            num_slots,
+            window_tokens,
+            num_layers,
+            layer.num_heads,
+            layer.head_size,
+            compat.padded_sizes(vllm_config)[1],
+            vllm_config.model_config.dtype,
+            device,
+            compat.captures_attention(vllm_config),
+        )
 
     def plan(
         self,
@@ -47,7 +88,7 @@ class QueryWindows:
         request_ids: Sequence[str],
         query_start: np.ndarray,
     ) -> None:
-        """Translate the step's captures into token and row indices.
+        """Say which row of a window each token of the step goes to.
 
         Args:
             captures: what the scheduler asked for.
@@ -58,20 +99,20 @@ class QueryWindows:
             KeyError: a capture names a request that is not in the batch.
         """
         row_of = {request_id: row for row, request_id in enumerate(request_ids)}
-        tokens, targets = [], []
+        targets = np.full(query_start[-1], self._nobody)
         for capture in captures:
             first = int(query_start[row_of[capture.request_id]]) + capture.first_token
             target = capture.window_slot * self.window_tokens + capture.first_row
-            tokens.append(np.arange(first, first + capture.num_tokens))
-            targets.append(np.arange(target, target + capture.num_tokens))
-        if tokens:
-            device = self.rows.device
-            self._tokens = to_device(np.concatenate(tokens), device)
-            self._targets = to_device(np.concatenate(targets), device)
+            end = target + capture.num_tokens
+            targets[first : first + capture.num_tokens] = np.arange(target, end)
+        self.targets[: len(targets)] = to_device(targets, self.rows.device)
+        self._is_planned = True
 
     def forget_plan(self) -> None:
         """Capture nothing until the next `plan`."""
-        self._tokens = self._targets = None
+        if self._is_planned:
+            self.targets.fill_(self._nobody)
+        self._is_planned = False
 
     def capture(self, layer: int, query: torch.Tensor) -> None:
         """Save the planned tokens' queries of one layer.
@@ -80,11 +121,11 @@ class QueryWindows:
             layer: index of the layer in model order.
             query: [tokens, Hq, D] or [tokens, Hq * D], post-RoPE.
         """
-        if self._tokens is not None:
-            rows = query.view(len(query), *self.rows.shape[2:])[self._tokens]
-            self.rows[layer].index_copy_(0, self._targets, rows)
+        if self._is_planned or self._is_captured:
+            rows = query.view(len(query), *self.rows.shape[2:])
+            save_rows(self.rows[layer], rows, self.targets)
 
     def read(self, slots: torch.Tensor) -> torch.Tensor:
         """Return [E, L, Hq, W, D] queries of the windows [E] int64, newest last."""
-        windows = self.rows.unflatten(1, (-1, self.window_tokens))[:, slots]
+        windows = self.rows[:, :-1].unflatten(1, (-1, self.window_tokens))[:, slots]
         return windows.permute(1, 0, 3, 2, 4)

@@ -1,0 +1,142 @@
+"""Tables and lengths that stay where they are, against lists of superblocks."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from vllm_kvpolicy.attention.physical_tables import PhysicalTables
+from vllm_kvpolicy.attention.runtime import KVPolicyRuntime
+from vllm_kvpolicy.attention.slots import SlotTable
+from vllm_kvpolicy.attention.windows import QueryWindows
+from vllm_kvpolicy.protocol import NO_COMMANDS, CompactEvent, WindowCapture
+
+SIZE, COLUMNS, CPU = 4, 8, torch.device("cpu")
+NAMES = ["new", "old"]  # requests of the batch; a third row is padding
+ROWS = [[5, 6, 7, 0], [21, 22, 23, 24]]
+LENGTHS = [11, 29]
+WIDTH = 5
+
+
+def make_slots() -> SlotTable:
+    """One request has 24 tokens below its frontier and keeps two superblocks."""
+    slots = SlotTable(2, 3, SIZE, CPU)
+    event = CompactEvent(
+        request_id="old",
+        policy="tova",
+        budget=8,
+        sinks=0,
+        position=26,
+        ordinal=0,
+        serial=0,
+        prompt_tokens=3,
+        source_blocks=(),
+        dest_blocks=(9, 8),
+        local_blocks=(24,),
+        num_global=0,
+        frontier_blocks=6,
+        window_slot=-1,
+    )
+    slots.update([slots.take("old")], [event])
+    return slots
+
+
+def metadata(num_rows: int = 3) -> CommonAttentionMetadata:
+    """A step of both requests and of padding, as vLLM describes it."""
+    table = torch.zeros(num_rows, COLUMNS, dtype=torch.int32)
+    table[0, :3] = torch.tensor([5, 6, 7])
+    table[1] = torch.arange(40, 40 + COLUMNS)
+    lengths = torch.tensor([*LENGTHS, 0][:num_rows], dtype=torch.int32)
+    starts = torch.tensor([0, 1, 2, 2][: num_rows + 1], dtype=torch.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=lengths,
+        seq_lens_cpu_upper_bound=lengths.clone(),
+        max_seq_len=max(LENGTHS),
+        num_reqs=num_rows,
+        num_actual_tokens=2,
+        max_query_len=1,
+        block_table_tensor=table,
+        slot_mapping=torch.zeros(2, dtype=torch.int64),
+        causal=True,
+    )
+
+
+def make_runtime(slots: SlotTable, is_captured: bool) -> KVPolicyRuntime:
+    """A runtime as far as tables go."""
+    runtime = object.__new__(KVPolicyRuntime)
+    runtime.slots, runtime.folder = slots, None
+    runtime.is_captured, runtime._commands = is_captured, NO_COMMANDS
+    runtime.limits = SimpleNamespace(block_size=SIZE)
+    runtime.tables = PhysicalTables(slots, 4, COLUMNS)
+    runtime.batch_request_ids = lambda: NAMES
+    return runtime
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_survivors_stand_before_local_superblocks(is_captured: bool) -> None:
+    runtime = make_runtime(make_slots(), is_captured)
+    found = runtime.physical(metadata())
+    assert found.block_table_tensor[0, :3].tolist() == [5, 6, 7]
+    # Survivors' superblocks, then the row from the frontier on.
+    assert found.block_table_tensor[1, :4].tolist() == [9, 8, 46, 47]
+    assert found.seq_lens.tolist() == [11, 29 - 4 * SIZE, 0]
+    assert found.seq_lens_cpu_upper_bound.tolist() == [11, 13, 0]
+    assert found.max_seq_len == 13 and found.block_table_tensor.shape == (3, 4)
+
+
+def test_tables_stay_where_they_are() -> None:
+    slots = make_slots()
+    runtime = make_runtime(slots, True)
+    first = runtime.physical(metadata())
+    slots.drop(["old"])
+    other = runtime.physical(metadata(2))
+    for name in ("block_table_tensor", "seq_lens"):
+        assert getattr(first, name).data_ptr() == getattr(other, name).data_ptr()
+    assert first.block_table_tensor.stride() == other.block_table_tensor.stride()
+    assert other.seq_lens.tolist() == LENGTHS
+    assert torch.equal(other.block_table_tensor, metadata(2).block_table_tensor)
+
+
+def test_what_is_captured_outside_steps_reads_our_tables() -> None:
+    """Capture batches have no commands, and no request of theirs has a slot."""
+    runtime = make_runtime(make_slots(), True)
+    runtime._commands = None
+    given = metadata().replace(max_seq_len=COLUMNS * SIZE)
+    found = runtime.physical(given)
+    assert found.block_table_tensor.data_ptr() == runtime.tables.tables.data_ptr()
+    assert torch.equal(found.block_table_tensor, given.block_table_tensor)
+    assert torch.equal(found.seq_lens, given.seq_lens)
+    assert found.max_seq_len == given.max_seq_len
+
+
+def test_without_graphs_stock_metadata_stays() -> None:
+    runtime, given = make_runtime(make_slots(), False), metadata()
+    runtime._commands = None
+    assert runtime.physical(given) is given
+    runtime = make_runtime(SlotTable(2, 3, SIZE, CPU), False)
+    assert runtime.physical(given) is given
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_queries_go_to_their_windows(is_captured: bool) -> None:
+    windows = QueryWindows(2, 3, 1, 2, 4, 8, torch.float32, CPU, is_captured)
+    address = windows.targets.data_ptr()
+    queries = torch.randn(8, 2, 4)
+    windows.capture(0, queries)
+    assert not windows.rows[0, :-1].any(), "nothing was planned"
+    captures = [WindowCapture("b", 1, 1, 1, 2), WindowCapture("a", 0, 0, 2, 1)]
+    starts = torch.tensor([0, 2, 6]).numpy()
+    windows.plan(captures, ["a", "b"], starts)
+    windows.capture(0, queries.flatten(1))
+    found = windows.read(torch.tensor([0, 1]))  # [E, L, Hq, W, D]
+    expected = torch.zeros(2, 1, 2, 3, 4)
+    expected[0, 0, :, 2] = queries[0]
+    expected[1, 0, :, 1:] = queries[3:5].transpose(0, 1)
+    assert torch.equal(found, expected)
+    windows.forget_plan()
+    windows.capture(0, torch.randn(8, 2, 4))
+    assert torch.equal(windows.read(torch.tensor([0, 1])), expected)
+    assert windows.targets.data_ptr() == address

@@ -1,0 +1,30 @@
+"""Keep some of a step's rows: the queries of requests that are near an event.
+
+Called by attention.windows in the attention of each layer, which a graph may have
+captured: which rows are kept is read from memory when it is replayed.
+Process: worker
+
+Source: this project. Deviations: none.
+"""
+
+import torch
+
+from vllm_kvpolicy.kernels.dispatch import Operation
+
+
+def save_rows_ref(
+    saved: torch.Tensor, values: torch.Tensor, targets: torch.Tensor
+) -> None:
+    """Copy row t of `values` to row `targets[t]` of `saved`.
+
+    Args:
+        saved: [C + 1, Hq, D] model dtype, contiguous, mutated. The last row is nobody's
+            and holds anything afterwards.
+        values: [T, Hq, D] model dtype, rows contiguous.
+        targets: [T or more] int64, 0..C - 1, no row twice, or C for rows that are not
+            kept.
+    """
+    saved.index_copy_(0, targets[: len(values)], values)
+
+
+save_rows = Operation(save_rows_ref)
