@@ -53,7 +53,8 @@ def by_budget(wanted: Row, folder: Path) -> list[list[str]]:
 
     Args:
         wanted: `files`, `rows`; `interval`, by default the only one; `against`,
-            optional: paired test at the `budget` named, see `pair_of`.
+            optional: paired test at the `budget` named, or at each of a list, see
+            `pair_of`.
         folder: of the files.
 
     Raises:
@@ -62,11 +63,15 @@ def by_budget(wanted: Row, folder: Path) -> list[list[str]]:
     check_keys(wanted, {"files", "rows"}, OPTIONS)
     records = [read(folder / name) for name in wanted["files"]]
     budgets = sorted({r["budget"] for r in records[0]["summary"]} - {None})
-    if "against" in wanted and wanted.get("budget") not in budgets:
+    named = wanted.get("budget") if "against" in wanted else []
+    tests = named if isinstance(named, list) else [named]
+    if not set(tests) <= set(budgets) or ("against" in wanted and not tests):
         raise ValueError(
             f"table: expected a budget of {budgets} beside against, got {dict(wanted)}"
         )
-    header = ["policy", *map(str, budgets), *_against(wanted)]
+    header = ["policy", *map(str, budgets)]
+    for budget in tests:
+        header += _against({**wanted, "budget": budget})
     rows = []
     for name in wanted["rows"]:
         label, record, policy = _row(name, records)
@@ -78,9 +83,10 @@ def by_budget(wanted: Row, folder: Path) -> list[list[str]]:
             raise ValueError(f"table: expected {policy} in {wanted['files']}, got none")
         cells = [label]
         cells += [share_of(row) if row else "-" for row in by_place.values()]
-        if against := wanted.get("against"):
-            tested = by_place[wanted["budget"]]
-            cells.append(pair_of(record, tested, against) if tested else "-")
+        for budget in tests:
+            tested = by_place[budget]
+            found = pair_of(record, tested, wanted["against"]) if tested else "-"
+            cells.append(found)
         rows.append(cells)
     return [header, *rows]
 
