@@ -3,6 +3,8 @@
 Process: worker
 """
 
+from typing import Any
+
 from vllm.v1.worker.gpu_worker import Worker
 
 import vllm_kvpolicy.attention.backend_flash  # registers the backend
@@ -12,3 +14,8 @@ from vllm_kvpolicy.worker import KVPolicyWorkerMixin
 
 class KVPolicyGPUWorker(KVPolicyWorkerMixin, Worker):
     """GPU worker that runs events."""
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Compile kernels of events too, before vLLM captures its graphs."""
+        self.kv_policy.rehearse(self.model_config.max_model_len)
+        return super().compile_or_warm_up_model()

@@ -8,6 +8,7 @@ Process: worker
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -24,6 +25,7 @@ from vllm_kvpolicy.attention.late_tables import LateTables
 from vllm_kvpolicy.attention.layouts import EqualLayout, Layout, RaggedLayout
 from vllm_kvpolicy.attention.pages import PagePool, check_layout
 from vllm_kvpolicy.attention.physical_tables import PhysicalTables
+from vllm_kvpolicy.attention.rehearsal import NAMES, rehearsals
 from vllm_kvpolicy.attention.rotary import model_rope
 from vllm_kvpolicy.attention.signals import TokenSignals
 from vllm_kvpolicy.attention.slots import SlotTable
@@ -86,12 +88,7 @@ class KVPolicyRuntime:
         self.is_captured = compat.captures_attention(vllm_config)
         self.tables = PhysicalTables.of_engine(self.slots, vllm_config)
         self.windows = QueryWindows.of_engine(
-            self.limits.window_slots,
-            self.limits.window_tokens,
-            len(self.layers),
-            first,
-            vllm_config,
-            device,
+            self.limits, len(self.layers), first, vllm_config, device
         )
         self.remembered = self.needs.memory + (POSITIONS,) * self.needs.positions
         self.late = LateTables(
@@ -178,6 +175,20 @@ class KVPolicyRuntime:
         )
         self.folder = Folder(self.slots, tables, len(self.layers))
         return RaggedLayout(self.slots, self.pool, tables)
+
+    def rehearse(self, max_model_len: int) -> None:
+        """Carry out events on the empty cache, so that all kernels are compiled.
+
+        Args:
+            max_model_len: longest request, in tokens.
+        """
+        quiet = replace(self.compactor, tracer=None)
+        most, block_size = self.slots.null_slot, self.limits.block_size
+        sizes = most, block_size, self.pool.num_blocks, max_model_len
+        for events in rehearsals(self.config, *sizes):
+            quiet.run(events)
+        self.slots.drop(NAMES)
+        self.signals.drop(NAMES)
 
     def begin_step(self, commands: StepCommands, gone: Sequence[str]) -> None:
         """Run the step's events; the forward pass may follow.

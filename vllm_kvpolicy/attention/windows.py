@@ -13,6 +13,7 @@ import torch
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.attention.staging import to_device
+from vllm_kvpolicy.block_manager.planner import PlannerLimits
 from vllm_kvpolicy.kernels.save_rows import save_rows
 from vllm_kvpolicy.protocol import WindowCapture
 
@@ -55,8 +56,7 @@ class QueryWindows:
     @classmethod
     def of_engine(
         cls,
-        num_slots: int,
-        window_tokens: int,
+        limits: PlannerLimits,
         num_layers: int,
         layer: Any,
         vllm_config: Any,
@@ -65,14 +65,15 @@ class QueryWindows:
         """Size the pool for an engine.
 
         Args:
-            num_slots, window_tokens, num_layers: as above.
+            limits: windows that the scheduler hands out.
+            num_layers: L, layers of the model.
             layer: an attention layer of the model; all are of its shape.
             vllm_config: the engine's configuration.
             device: where the model runs.
         """
         return cls(
-            num_slots,
-            window_tokens,
+            limits.window_slots,
+            limits.window_tokens,
             num_layers,
             layer.num_heads,
             layer.head_size,

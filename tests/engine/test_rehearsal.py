@@ -1,0 +1,52 @@
+"""Events before the first request: carried out, and gone without a trace."""
+
+from pathlib import Path
+
+import pytest
+from helpers import Engine, make_jobs
+
+from vllm_kvpolicy.attention.rehearsal import NAMES, rehearsals
+from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.kernels.window_usage import window_usage
+
+POLICY = {"policy": "ams-tova", "budget": 64, "interval": 32, "recent": 8}
+
+
+@pytest.mark.parametrize("allow", [[], ["snapkv", "epikv", "keydiff"], ["hard-snapkv"]])
+def test_answers_are_those_of_an_engine_that_did_not_rehearse(
+    tiny_model: Path, allow: list[str]
+) -> None:
+    answers = []
+    for rehearses in (False, True):
+        with Engine(tiny_model, policy=POLICY | {"allow": allow}) as engine:
+            runtime = engine.runtime
+            if rehearses:
+                before = window_usage.calls["reference"]
+                runtime.rehearse(500)
+                assert window_usage.calls["reference"] > before
+                assert not runtime.slots.slot_of and not runtime.take_answers()
+            answers.append(engine.run(make_jobs((40, 100, 150), 60, seed=4)).tokens)
+            assert engine.counters()["events"] >= 3
+    assert answers[0] == answers[1]
+
+
+def test_events_have_the_sizes_of_real_ones() -> None:
+    config = KVPolicyConfig.from_dict(POLICY | {"allow": ["keydiff"]})
+    steps = list(rehearsals(config, 4, 32, 100, 600))
+    assert {event.policy for step in steps for event in step} == {"ams-tova", "keydiff"}
+    assert {len(step) for step in steps} == {1, 2}
+    for step in steps:
+        blocks = []
+        for event, name in zip(step, NAMES, strict=False):
+            assert event.request_id == name
+            held = event.source_blocks + event.local_blocks
+            assert set(event.dest_blocks) <= set(event.source_blocks)
+            num_tokens = len(event.source_blocks) * 32 + event.local_tokens(32)
+            assert num_tokens > event.budget
+            blocks += held
+        assert len(set(blocks)) == len(blocks) and 0 < min(blocks) <= max(blocks) < 100
+    positions = {step[0].position for step in steps}
+    assert {96, 128, 599} == positions
+    assert len(list(rehearsals(config, 1, 32, 100, 600))) == len(steps) // 2
+    assert not list(rehearsals(config, 4, 32, 4, 600)), "the pool holds no such request"
+    assert not list(rehearsals(config, 4, 32, 100, 80)), "no request has an event"
