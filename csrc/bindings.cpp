@@ -1,0 +1,12 @@
+// Declares the operators torch.ops.vllm_kvpolicy; each .cu file implements its own.
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(vllm_kvpolicy, library) {
+  library.def(
+      "compact_pages(Tensor(a!) slots, Tensor source_slots, Tensor dest_slots, "
+      "Tensor first, Tensor? in_place, Tensor(b!)? scratch) -> ()");
+  library.def(
+      "page_tables(Tensor(a!) tables, Tensor(b!) lengths, Tensor rows, "
+      "Tensor block_table, Tensor seq_lens, Tensor global_blocks, Tensor num_global, "
+      "Tensor frontier_blocks, int block_size) -> ()");
+}

@@ -1,0 +1,74 @@
+// Checks the tensors of torch.ops.vllm_kvpolicy.page_tables and launches its kernel.
+#include <cuda_runtime.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/macros.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <kvpolicy/page_tables.cuh>
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// int32 [rows] or [rows, any], numbers of a row side by side.
+void check_table(const char* name, const Tensor& table, int64_t dims, int64_t rows,
+                 const Tensor& slot) {
+  STD_TORCH_CHECK(table.scalar_type() == ScalarType::Int, name, ": expected int32");
+  STD_TORCH_CHECK(table.dim() == dims && table.size(0) == rows, name, ": expected ",
+                  dims, " dimensions and ", rows, " rows");
+  const bool is_dense = table.stride(dims - 1) == 1 || table.size(dims - 1) <= 1;
+  STD_TORCH_CHECK(is_dense, name, ": expected each row's numbers side by side");
+  STD_TORCH_CHECK(table.is_cuda() && table.get_device_index() == slot.get_device_index(),
+                  name, ": expected it on the GPU of the rows");
+}
+
+void page_tables(Tensor tables, Tensor lengths, Tensor rows, Tensor block_table,
+                 Tensor seq_lens, Tensor global_blocks, Tensor num_global,
+                 Tensor frontier_blocks, int64_t block_size) {
+  const int64_t count = rows.numel(), slots = num_global.numel();
+  STD_TORCH_CHECK(rows.is_cuda() && rows.scalar_type() == ScalarType::Long &&
+                      rows.dim() == 1 && rows.is_contiguous(),
+                  "rows: expected contiguous int64 on a GPU");
+  check_table("tables", tables, 2, count, rows);
+  check_table("lengths", lengths, 1, count, rows);
+  check_table("block_table", block_table, 2, count, rows);
+  check_table("seq_lens", seq_lens, 1, count, rows);
+  check_table("global_blocks", global_blocks, 2, slots, rows);
+  check_table("num_global", num_global, 1, slots, rows);
+  check_table("frontier_blocks", frontier_blocks, 1, slots, rows);
+  const int64_t columns = tables.size(1);
+  if (count == 0 || columns == 0) return;
+
+  kvpolicy::TableRows given{};
+  given.slot = rows.const_data_ptr<int64_t>();
+  given.block_table = block_table.const_data_ptr<int32_t>();
+  given.seq_lens = seq_lens.const_data_ptr<int32_t>();
+  given.table_distance = block_table.stride(0);
+  given.table_columns = static_cast<int32_t>(block_table.size(1));
+  given.global_blocks = global_blocks.const_data_ptr<int32_t>();
+  given.global_distance = global_blocks.stride(0);
+  given.num_global = num_global.const_data_ptr<int32_t>();
+  given.frontier_blocks = frontier_blocks.const_data_ptr<int32_t>();
+  given.block_size = static_cast<int32_t>(block_size);
+
+  const int32_t device = rows.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  const dim3 grid(count, (columns + kvpolicy::kColumns - 1) / kvpolicy::kColumns);
+  kvpolicy::fill_page_tables<<<grid, kvpolicy::kColumns, 0,
+                               static_cast<cudaStream_t>(stream)>>>(
+      given, tables.mutable_data_ptr<int32_t>(), tables.stride(0),
+      static_cast<int32_t>(columns), lengths.mutable_data_ptr<int32_t>());
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(vllm_kvpolicy, CUDA, library) {
+  library.impl("page_tables", TORCH_BOX(&page_tables));
+}

@@ -1,0 +1,144 @@
+"""The worker's side of an event without an engine: tables, and what happens on them.
+
+Called by test_no_host_sync_events, on tensors without data, and by the tests of kernels
+in Triton, on random ones.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from vllm_kvpolicy.attention.compaction import POSITIONS, Compactor
+from vllm_kvpolicy.attention.head_tables import HeadTables
+from vllm_kvpolicy.attention.layouts import EqualLayout, Layout, RaggedLayout
+from vllm_kvpolicy.attention.pages import PagePool
+from vllm_kvpolicy.attention.physical_tables import PhysicalTables
+from vllm_kvpolicy.attention.signals import TokenSignals
+from vllm_kvpolicy.attention.slots import SlotTable
+from vllm_kvpolicy.attention.survivors import SurvivorMemory
+from vllm_kvpolicy.attention.windows import QueryWindows
+from vllm_kvpolicy.policies import factory
+from vllm_kvpolicy.policies.registry import resolve_options
+from vllm_kvpolicy.protocol import CompactEvent, WindowCapture
+
+LAYERS, HEADS, GROUP, DIM, SIZE, BLOCKS = 2, 2, 2, 8, 4, 60
+NUM_HEADS, NUM_SLOTS, WINDOW = LAYERS * HEADS, 4, 32
+RECENT, POSITION, STEP, BUDGET = 4, 48, 16, 24
+REQUESTS = ("a", "b")
+
+
+class World:
+    """A worker's tables, and what happens to two requests on them.
+
+    Args:
+        name: the policy.
+        device: where tables lie.
+        draw: makes keys, values and queries, as torch.zeros does.
+        options: the policy's own, defaults apart.
+    """
+
+    def __init__(
+        self, name: str, device: str, draw: Any = torch.zeros, **options: Any
+    ) -> None:
+        where, self.draw = torch.device(device), draw
+        info = factory.parse(name)
+        self.policy = factory.build(name, resolve_options(info, options))
+        needs = self.policy.needs
+        shape = (LAYERS, BLOCKS, HEADS, SIZE, 2 * DIM)
+        self.caches = draw(*shape, device=where)
+        self.pool = PagePool(list(self.caches), False)
+        self.slots = SlotTable(NUM_SLOTS, BLOCKS, SIZE, where)
+        self.signals = TokenSignals(
+            needs.signals, LAYERS, NUM_SLOTS, 200, 100, DIM, torch.float32, where
+        )
+        self.windows = QueryWindows(
+            2, WINDOW, LAYERS, HEADS * GROUP, DIM, 100, torch.float32, where
+        )
+        names = needs.memory + (POSITIONS,) * needs.positions
+        self.compactor = Compactor(
+            policies={name: self.policy},
+            pool=self.pool,
+            layout=self._layout(info.is_ragged(resolve_options(info, options))),
+            slots=self.slots,
+            windows=self.windows,
+            memory={
+                each: SurvivorMemory(self.slots, BLOCKS, NUM_HEADS, RECENT + SIZE - 1)
+                for each in names
+            },
+            signals=self.signals,
+            rope=None,
+            tracer=None,
+            scale=1.0,
+        )
+        self.name = name
+        self.held: dict[str, list[int]] = {request: [] for request in REQUESTS}
+        self.free = list(range(1, BLOCKS))
+
+    def _layout(self, is_ragged: bool) -> Layout:
+        if not is_ragged:
+            return EqualLayout(self.slots, self.pool)
+        first = self.pool.own_pages(torch.zeros(1, 1, dtype=torch.int64)).flatten()
+        tables = HeadTables(NUM_SLOTS, BLOCKS, first, HEADS, self.slots.device)
+        return RaggedLayout(self.slots, self.pool, tables)
+
+    def step(self, ordinal: int) -> None:
+        """Compute some tokens of both requests, then give both an event."""
+        position = POSITION + ordinal * STEP
+        self._forward(position)
+        events = [self._event(n, ordinal, position) for n in range(len(REQUESTS))]
+        self.compactor.run(events)
+        rows = self.slots.to_device(self.slots.rows(REQUESTS, 3))
+        table = torch.zeros(3, BLOCKS, dtype=torch.int32, device=self.slots.device)
+        lengths = torch.zeros(3, dtype=torch.int32, device=self.slots.device)
+        physical = PhysicalTables(self.slots, 3, BLOCKS)
+        self.tables = physical.fill(rows, table, lengths, BLOCKS)
+
+    def _forward(self, position: int) -> None:
+        """Measure what the step's last tokens show."""
+        device, starts = self.slots.device, [0, STEP, 2 * STEP]
+        metadata = SimpleNamespace(
+            num_reqs=2,
+            num_actual_tokens=2 * STEP,
+            query_start_loc=self.slots.to_device(starts),
+            seq_lens=self.slots.to_device([position, position]),
+        )
+        self.signals.plan(REQUESTS, metadata)
+        captures = [
+            WindowCapture(request, slot, 0, WINDOW - STEP, STEP)
+            for slot, request in enumerate(REQUESTS)
+        ]
+        self.windows.plan(captures, REQUESTS, starts)
+        for layer in range(LAYERS):
+            query = self.draw(2 * STEP, HEADS * GROUP, DIM, device=device)
+            self.windows.capture(layer, query)
+            vectors = self.draw(2 * STEP, HEADS, DIM, device=device)
+            self.signals.observe(layer, vectors, vectors)
+        self.signals.collect()
+
+    def _event(self, number: int, ordinal: int, position: int) -> CompactEvent:
+        request = REQUESTS[number]
+        blocks = self.held[request]
+        frontier = (position - RECENT) // SIZE
+        num_local = position - frontier * SIZE
+        num_dest = -(-(BUDGET - num_local) // SIZE)
+        num_new = STEP // SIZE if ordinal else frontier + 1
+        blocks += [self.free.pop() for _ in range(num_new)]
+        source, local = tuple(blocks[:-1]), tuple(blocks[-1:])
+        self.held[request] = [*source[:num_dest], *local]
+        return CompactEvent(
+            request_id=request,
+            serial=ordinal,
+            policy=self.name,
+            ordinal=ordinal,
+            position=position,
+            frontier_blocks=frontier,
+            budget=BUDGET,
+            sinks=4,
+            prompt_tokens=8,
+            num_global=num_dest if ordinal else 0,
+            source_blocks=source,
+            dest_blocks=source[:num_dest],
+            local_blocks=local,
+            window_slot=number,
+        )

@@ -1,0 +1,201 @@
+"""Selections and lists in Triton equal their references, index for index.
+
+Operations run in Triton here (see conftest.py). Fresh memory is poisoned: True in masks
+and the highest number in integers.
+"""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from vllm_kvpolicy.kernels.ranking import (
+    ascending_indices,
+    ascending_indices_ref,
+    fill_next_best,
+    fill_next_best_ref,
+    resize,
+    resize_ref,
+    top_k_mask,
+    top_k_mask_ref,
+)
+from vllm_kvpolicy.kernels.triton.radix_select import MAX_TILE
+
+SPECIAL = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -1.0])
+MANY_TILES = 2 * MAX_TILE + 37
+LENGTHS = [1, 2, 127, 130, 300]
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3, dtype=torch.bool).all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def rows_of_scores(tokens: int, generator: torch.Generator) -> torch.Tensor:
+    """[6, tokens] float32: distinct, tied, special, zeros, nothing finite, denormal."""
+    plain = torch.randn(6, tokens, generator=generator)
+    pick = torch.randint(len(SPECIAL), (6, tokens), generator=generator)
+    plain[1] = plain[1].round()
+    plain[2] = SPECIAL[pick[2]]
+    plain[3] = SPECIAL[3 + pick[3] % 2]
+    plain[4] = SPECIAL[2 * (pick[4] % 2)]
+    plain[5] *= 1e-40
+    return plain
+
+
+def masks(
+    shape: tuple[int, ...], generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Kept, must-keep and valid tokens: any combination of them occurs."""
+    kept, must, valid = (
+        torch.rand(shape, generator=generator) < share for share in (0.4, 0.15, 0.8)
+    )
+    return kept, must, valid
+
+
+def assert_selects_as_reference(
+    score: torch.Tensor,
+    kept: torch.Tensor,
+    must: torch.Tensor,
+    valid: torch.Tensor,
+    target: torch.Tensor | int,
+) -> None:
+    for got, want in [
+        (
+            fill_next_best(kept, score, valid, target),
+            fill_next_best_ref(kept, score, valid, target),
+        ),
+        (
+            top_k_mask(score, must, valid, target),
+            top_k_mask_ref(score, must, valid, target),
+        ),
+        (
+            resize(kept, score, must, valid, target),
+            resize_ref(kept, score, must, valid, target),
+        ),
+    ]:
+        assert got.dtype == torch.bool and got.shape == want.shape
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_selections(tokens: int) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    score = rows_of_scores(tokens, generator)
+    target = torch.randint(0, tokens + 3, (6,), generator=generator)
+    assert_selects_as_reference(score, *masks((6, tokens), generator), target)
+
+
+@pytest.mark.parametrize("target", [-3, 0, 1, 33, 70, 10**12])
+def test_one_target_for_all_rows(target: int) -> None:
+    generator = torch.Generator().manual_seed(target % 101)
+    score = rows_of_scores(70, generator)
+    kept, must, valid = masks((6, 70), generator)
+    valid[0] = False  # nothing to choose from
+    valid[1], kept[1], must[1] = True, False, False  # everything
+    assert_selects_as_reference(score, kept, must, valid, target)
+
+
+def test_targets_at_the_edges_of_grades() -> None:
+    """Exactly the must-keep tokens, or the kept ones; and one more or less."""
+    generator = torch.Generator().manual_seed(5)
+    kept, must, valid = masks((1, 90), generator)
+    score = torch.randn(1, 90, generator=generator).round()
+    first, second = (must & valid).sum(), ((must | kept) & valid).sum()
+    targets = torch.stack([first, second, valid.sum(), kept.sum()])
+    targets = torch.cat([targets - 1, targets, targets + 1])
+    inputs = (x.expand(len(targets), -1) for x in (score, kept, must, valid))
+    assert_selects_as_reference(*inputs, targets)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_other_scores(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(2)
+    score = rows_of_scores(140, generator).to(dtype)
+    if dtype == torch.float64:  # differences that float32 does not have
+        score[0] = 1 + score[0] * 1e-12
+        score[5] *= 1e-270
+    target = torch.full((6,), 61)
+    assert_selects_as_reference(score, *masks((6, 140), generator), target)
+
+
+def test_rows_of_many_tiles() -> None:
+    generator = torch.Generator().manual_seed(3)
+    score = torch.randn(2, MANY_TILES, generator=generator)
+    score[1] = 0.0  # ties across tiles: the cut falls into one of them
+    kept, must, valid = masks(score.shape, generator)
+    target = torch.tensor([MANY_TILES // 2, 3 * MANY_TILES // 5])
+    assert_selects_as_reference(score, kept, must, valid, target)
+
+
+def test_any_leading_axes_and_strides() -> None:
+    generator = torch.Generator().manual_seed(4)
+    score = rows_of_scores(48, generator).view(2, 3, 48)
+    kept, must, valid = masks((2, 3, 48), generator)
+    scattered = [x.repeat_interleave(2, -1)[..., ::2] for x in (score, kept, must)]
+    assert not any(x.is_contiguous() for x in scattered)
+    target = torch.randint(0, 50, (3, 2), generator=generator).t()
+    assert_selects_as_reference(*scattered, valid[:1, :1].expand(2, 3, 48), target)
+    by_token = score.transpose(1, 2).flatten(1), kept.transpose(1, 2).flatten(1)
+    got = fill_next_best(by_token[1], by_token[0], ~by_token[1], 90)
+    assert torch.equal(got, fill_next_best_ref(*by_token[::-1], ~by_token[1], 90))
+
+
+def test_neighbours_and_padding_change_nothing() -> None:
+    generator = torch.Generator().manual_seed(6)
+    score = rows_of_scores(100, generator)
+    kept, must, valid = masks((6, 100), generator)
+    target = torch.randint(20, 60, (6,), generator=generator)
+    want = resize(kept, score, must, valid, target)
+    for row in range(0, 6, 2):
+        one = slice(row, row + 1)
+        alone = resize(kept[one], score[one], must[one], valid[one], target[one])
+        assert torch.equal(alone, want[one])
+    garbage = torch.full((6, 60), math.inf)
+    garbage[1], yes = math.nan, torch.ones(6, 60, dtype=torch.bool)
+    got = resize(
+        torch.cat((kept, yes), -1),
+        torch.cat((score, garbage), -1),
+        torch.cat((must, yes), -1),
+        torch.cat((valid, ~yes), -1),
+        target,
+    )
+    assert torch.equal(got[:, :100], want) and not got[:, 100:].any()
+
+
+def test_nothing_to_select() -> None:
+    none = torch.zeros(0, 5, dtype=torch.bool)
+    assert fill_next_best(none, torch.zeros(0, 5), none, 3).shape == (0, 5)
+    assert resize(none, torch.zeros(0, 5), none, none, 3).shape == (0, 5)
+
+
+@pytest.mark.parametrize("tokens", [*LENGTHS, MAX_TILE, MANY_TILES])
+def test_lists(tokens: int) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    share = torch.tensor([[0.0], [0.3], [0.9], [1.0]])
+    mask = torch.rand(4, tokens, generator=generator) < share
+    for count in (1, tokens // 3 + 1, tokens, tokens + 200):
+        got = ascending_indices(mask, count)
+        assert got.dtype == torch.int64
+        assert torch.equal(got, ascending_indices_ref(mask, count))
+
+
+def test_lists_of_odd_shapes() -> None:
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.rand(40, 3, 2, generator=generator) < 0.5
+    turned = mask.permute(2, 1, 0)
+    assert torch.equal(ascending_indices(turned, 25), ascending_indices_ref(turned, 25))
+    assert ascending_indices(mask, 0).shape == (40, 3, 0)
+    assert ascending_indices(mask[:0], 4).shape == (0, 3, 4)
+    assert ascending_indices(mask[:1, :1, :0], 2).tolist() == [[[-1, -1]]]
+    one = mask[0, 0]
+    assert torch.equal(ascending_indices(one, 2), ascending_indices_ref(one, 2))
+    # Many tiles before the first entry, as in one request's heads side by side.
+    late = torch.zeros(1, 5 * MAX_TILE, dtype=torch.bool)
+    late[0, -3:] = True
+    want = [5 * MAX_TILE - 3, 5 * MAX_TILE - 2, 5 * MAX_TILE - 1, -1]
+    assert ascending_indices(late, 4).tolist() == [want]

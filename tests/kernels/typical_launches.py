@@ -1,0 +1,119 @@
+"""Calls of each twin in Triton with the sizes and dtypes of real servers.
+
+Called by compile_triton_kernels.py, which compiles what they launch. A new file in
+kernels/triton/ gets a function here: STEM is its name. Tensors are on the device
+`meta`: they have no memory, and to wait for one of their values is an error.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from vllm_kvpolicy.kernels.paged import PagedTokens
+from vllm_kvpolicy.kernels.triton.compact_pages import compact_pages
+from vllm_kvpolicy.kernels.triton.page_tables import page_tables
+from vllm_kvpolicy.kernels.triton.ranking import (
+    ascending_indices,
+    fill_next_best,
+    resize,
+    top_k_mask,
+)
+from vllm_kvpolicy.kernels.triton.save_rows import save_rows
+from vllm_kvpolicy.kernels.triton.segment_quota import pick_by_quota, segment_quota
+from vllm_kvpolicy.kernels.triton.window_usage import window_usage
+
+LAUNCHES: dict[str, Callable[[], None]] = {}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def launches_of(stem: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Register the calls of one file."""
+
+    def register(calls: Callable[[], None]) -> Callable[[], None]:
+        LAUNCHES[stem] = calls
+        return calls
+
+    return register
+
+
+def mask(*shape: int) -> torch.Tensor:
+    """Return a mask without memory."""
+    return empty(*shape, dtype=torch.bool)
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Return a tensor without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@launches_of("compact_pages")
+def _compact_pages() -> None:
+    moves = 16 * 32 * 8 * 1024
+    first = empty(16 * (32 * 8 + 1) + 1)
+    for dtype in (*DTYPES, torch.uint8):
+        for head_dim in (32, 80, 128, 256, 33):
+            values = empty(2**17, 16, 2 * head_dim, dtype=dtype)[..., head_dim:]
+            slots = empty(moves)
+            compact_pages(values, slots, slots, first)
+            compact_pages(values, slots, slots, first, mask(moves))
+
+
+@launches_of("page_tables")
+def _page_tables() -> None:
+    list_of, table = empty(64, dtype=torch.int32), empty(64, 160, dtype=torch.int32)
+    per_slot = list_of, list_of
+    for block_size in (16, 32):
+        rows = table, list_of, empty(64), table, list_of
+        page_tables(*rows, table, *per_slot, block_size)
+
+
+@launches_of("ranking")
+def _ranking() -> None:
+    for num_tokens in (600, 2560, 40_000):
+        shape = (4, 32, 8, num_tokens)
+        keep, budget = mask(*shape), empty(4, 32, 8)
+        ascending_indices(keep, 1024)
+        ascending_indices(keep.flatten(1), 32 * 8 * 1024)
+        for score in (empty(*shape, dtype=torch.float32), empty(*shape).double()):
+            for target in (budget, 1024):
+                top_k_mask(score, keep, keep, target)
+                fill_next_best(keep, score, keep, target)
+                resize(keep, score, keep, keep, target)
+
+
+@launches_of("save_rows")
+def _save_rows() -> None:
+    for dtype in DTYPES:
+        values = empty(512, 32, 128, dtype=dtype)
+        save_rows(empty(129, 32, 128, dtype=dtype), values, empty(512))
+
+
+@launches_of("segment_quota")
+def _segment_quota() -> None:
+    for num_tokens in (600, 2560, 40_000):
+        rows, per_row = (1024, num_tokens), empty(1024)
+        for by_mass in (True, False):
+            found = segment_quota(
+                empty(*rows),
+                per_row,
+                mask(*rows),
+                per_row,
+                segment_mass=0.02,
+                min_segment=16,
+                max_segment=256,
+                min_quota=1,
+                by_mass=by_mass,
+            )
+        scores = empty(*rows, dtype=torch.float32)
+        pick_by_quota(scores, found.segment_of, found.quotas)
+
+
+@launches_of("window_usage")
+def _window_usage() -> None:
+    for dtype in DTYPES:
+        for head_dim, group, window in ((128, 4, 32), (64, 1, 8), (256, 8, 64)):
+            pool = empty(2**17, 16, 2 * head_dim, dtype=dtype)[..., :head_dim]
+            keys = PagedTokens([pool] * 32, empty(4, 32, 8, 160), 2560)
+            queries = empty(4, 32, 8 * group, window, head_dim, dtype=dtype)
+            for mass in (None, 0.9):
+                window_usage(queries, keys, empty(4, 32, 8), 0.1, mass)

@@ -1,0 +1,35 @@
+"""Loads the package's CUDA kernels, which setup.py builds where it finds a compiler.
+
+Called by the other modules of this folder.
+Process: worker
+"""
+
+from pathlib import Path
+
+import torch
+
+LIBRARY = Path(__file__).parents[2] / "_C.abi3.so"
+_loaded: set[Path] = set()
+
+
+def load() -> None:
+    """Register the operators `torch.ops.vllm_kvpolicy`, once.
+
+    Raises:
+        ImportError: the kernels were not built, or do not fit this PyTorch.
+    """
+    if LIBRARY in _loaded:
+        return
+    if not LIBRARY.exists():
+        raise ImportError(
+            "vllm-kvpolicy was built without CUDA kernels; with nvcc and PyTorch for "
+            "CUDA installed, `KVPOLICY_CUDA=1 pip install --no-build-isolation "
+            "--no-deps .` in a checkout builds them"
+        )
+    try:
+        torch.ops.load_library(str(LIBRARY))
+    except OSError as error:
+        raise ImportError(
+            f"the CUDA kernels of vllm-kvpolicy do not load: {error.__cause__ or error}"
+        ) from error
+    _loaded.add(LIBRARY)

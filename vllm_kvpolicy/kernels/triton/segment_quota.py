@@ -1,0 +1,219 @@
+"""Twins of kernels.segment_quota: quotas of segments, and the tokens that they pay for.
+
+Called by kernels.dispatch.
+Process: worker
+
+Axes: R rows, T tokens (right-padded), S segments.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_kvpolicy.kernels.segment_quota import SegmentQuotas, max_segments
+from vllm_kvpolicy.kernels.triton.radix_select import (
+    find_cut,
+    launch_sizes,
+    mark_best,
+    pick,
+)
+from vllm_kvpolicy.kernels.triton.segment_cuts import cut_rows
+
+FIRST_STEP: tl.constexpr = tl.constexpr(2**23)  # no row has twice as many tokens
+
+
+def segment_quota(
+    mass: torch.Tensor,
+    lengths: torch.Tensor,
+    exempt: torch.Tensor,
+    total: torch.Tensor,
+    *,
+    segment_mass: float,
+    min_segment: int,
+    max_segment: int,
+    min_quota: int,
+    by_mass: bool = True,
+) -> SegmentQuotas:
+    """Segment every row and share `total` tokens among its segments.
+
+    Exact; see `kernels.segment_quota.segment_quota_ref`.
+
+    Raises:
+        ValueError: `mass` is of floating point, which has no exact sums.
+    """
+    if mass.dtype != torch.int64:
+        raise ValueError(f"mass: expected int64 units, got {mass.dtype}")
+    num_rows, num_tokens = mass.shape
+    bound = max_segments(num_tokens, segment_mass, min_segment, max_segment)
+    edges, segment_of = cut_rows(
+        mass.contiguous(),
+        lengths.contiguous(),
+        exempt.contiguous(),
+        bound,
+        segment_mass=segment_mass,
+        min_segment=min_segment,
+        max_segment=max_segment,
+    )
+    segments = mass.new_empty((num_rows, bound, 2))
+    quotas = mass.new_empty((num_rows, bound))
+    _share_row[(num_rows,)](
+        *edges,
+        total.contiguous(),
+        segments,
+        quotas,
+        bound,
+        min(min_quota, num_tokens),
+        BY_MASS=by_mass,
+        **launch_sizes(bound, triton.next_power_of_2(bound)),
+    )
+    return SegmentQuotas(segments, quotas, segment_of)
+
+
+def pick_by_quota(
+    score: torch.Tensor, group: torch.Tensor, quotas: torch.Tensor
+) -> torch.Tensor:
+    """Mark the best tokens of each group, as many as its quota.
+
+    Exact; see `kernels.segment_quota.pick_by_quota_ref`. Each program looks at the
+    tokens between the first and the last of one group, so that groups which are runs of
+    neighbours cost one pass over the row, and others more.
+    """
+    picked = torch.empty_like(
+        score, dtype=torch.bool, memory_format=torch.contiguous_format
+    )
+    if picked.numel() == 0:
+        return picked
+    num_rows, num_tokens = score.shape
+    num_groups = quotas.shape[-1]
+    group = group.contiguous()
+    ranges = group.new_zeros((2, num_rows, num_groups), dtype=torch.int32)
+    sizes = launch_sizes(num_tokens, 1024)
+    _find_groups[(num_rows, triton.cdiv(num_tokens, sizes["TILE"]))](
+        group, *ranges, picked, num_tokens, num_groups, **sizes
+    )
+    begins, ends = ranges
+    mark_best(score.contiguous(), group, quotas.contiguous(), (begins, ends), picked)
+    return picked
+
+
+@triton.jit
+def _find_groups(
+    group,  # [R, T] int64
+    begins,  # [R, S] int32, T minus the first position of a group; zero before
+    ends,  # [R, S] int32, one behind its last position; zero before
+    picked,  # [R, T] bool, cleared
+    num_tokens,
+    num_groups,
+    TILE: tl.constexpr,
+):
+    """Note where the groups of a tile begin and end."""
+    row = tl.program_id(0).to(tl.int64)
+    position = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = position < num_tokens
+    here = group + row * num_tokens + position
+    own = tl.load(here, mask=inside, other=-1)
+    before = tl.load(here - 1, mask=inside & (position > 0), other=-1)
+    after = tl.load(here + 1, mask=position + 1 < num_tokens, other=-1)
+    counts = (own >= 0) & (own < num_groups)
+    entry = row * num_groups + own
+    # Neighbours of the same group need not note anything.
+    opens, closes = counts & (own != before), counts & (own != after)
+    tl.atomic_max(begins + entry, num_tokens - position, mask=opens, sem="relaxed")
+    tl.atomic_max(ends + entry, position + 1, mask=closes, sem="relaxed")
+    tl.store(picked + row * num_tokens + position, 0, mask=inside)
+
+
+@triton.jit(do_not_specialize=["min_quota"])
+def _share_row(
+    starts,  # [R, S + 1] int64
+    open_before,  # [R, S + 1] int64
+    mass_before,  # [R, S + 1] int64
+    total,  # [R] int64
+    segments,  # [R, S, 2] int64, written
+    quotas,  # [R, S] int64, written
+    num_segments,
+    min_quota,
+    BY_MASS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Share one row's tokens among its segments, which one tile holds.
+
+    At most one round robin is due: it lowers floors that exceed the budget, or takes
+    back what rounding gave too much, or deals out what is left.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, TILE)
+    is_slot = slot < num_segments
+    edge = row * (num_segments + 1) + slot
+    place = row * num_segments + slot
+    tl.store(segments + 2 * place, tl.load(starts + edge, mask=is_slot), mask=is_slot)
+    end = tl.load(starts + edge + 1, mask=is_slot)
+    tl.store(segments + 2 * place + 1, end, mask=is_slot)
+    capacity = _between(open_before, edge, is_slot)
+    budget = tl.load(total + row)
+    if BY_MASS:
+        mass = _between(mass_before, edge, is_slot)
+        floor = tl.minimum(capacity, min_quota)
+        surplus = tl.sum(floor) - budget
+        share = tl.maximum(-surplus, 0) * mass
+        share = _divide(share, tl.maximum(tl.sum(mass), 1))
+        wish = tl.minimum(floor + share, capacity)
+        excess = tl.sum(wish) - budget
+        # Where floors exceed the budget, wishes are floors, and one token is the least.
+        least = tl.where(surplus > 0, tl.minimum(floor, 1), floor)
+        room = tl.where(excess > 0, wish - least, capacity - wish)
+        dealt = _round_robin(room, tl.abs(excess))
+        quota = tl.where(excess > 0, wish - dealt, wish + dealt)
+        if tl.sum(quota) > budget:
+            # One token each is too many: those of most mass, of equal ones the newer.
+            cut, passed = find_cut(
+                mass, quota > 0, budget, None, None, 0, 0, 0, TILE, False
+            )
+            richest, _ = pick(mass, quota > 0, cut, passed.to(tl.int32))
+            quota = richest.to(tl.int64)
+    else:
+        quota = _round_robin(capacity, budget)
+    tl.store(quotas + place, quota, mask=is_slot)
+
+
+@triton.jit
+def _between(running, edge, is_slot):
+    """Return what a running sum grows by within each segment, 0 in unused lanes."""
+    end = tl.load(running + edge + 1, mask=is_slot, other=0)
+    return end - tl.load(running + edge, mask=is_slot, other=0)
+
+
+@triton.jit
+def _divide(dividend, divisor):
+    """Divide non-negative int64, rounding half to even.
+
+    The reference divides in float64. Both round to the same integer while the dividend
+    is below 2^53: a quotient that is not a half is then too far from one for its
+    float64 to be one.
+    """
+    whole = dividend // divisor
+    twice = 2 * (dividend - whole * divisor)
+    rounds_up = (twice > divisor) | ((twice == divisor) & (whole % 2 == 1))
+    return whole + rounds_up.to(tl.int64)
+
+
+@triton.jit
+def _round_robin(capacity, total):
+    """Deal out tokens one at a time from the first segment on, skipping full ones.
+
+    Args:
+        capacity: [TILE] int64.
+        total: int64; what exceeds the capacity is not dealt.
+    """
+    level = total * 0
+    step = level + FIRST_STEP
+    while step > 0:
+        higher = level + step
+        dealt = tl.sum(tl.minimum(capacity, higher))
+        level = tl.where(dealt <= total, higher, level)
+        step //= 2
+    given = tl.minimum(capacity, level)
+    is_open = capacity > level
+    turn = tl.cumsum(is_open.to(tl.int32))
+    left = total - tl.sum(given)
+    return given + (is_open & (turn <= left)).to(tl.int64)
