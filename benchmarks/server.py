@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -143,11 +144,16 @@ class Server:
 def start(name: str, arguments: Sequence[str], log_folder: Path) -> Server:
     """Start a server without waiting for it.
 
+    From then on this program ends by SIGTERM as it does by Ctrl-C, so that whoever
+    started a server stops it.
+
     Args:
         name: of the server and of its log file.
         arguments: what follows `vllm serve`.
         log_folder: where the log goes; must exist.
     """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     port = free_port()
     executable = Path(sys.executable).with_name("vllm")
     command = [str(executable), "serve", *arguments, "--host", HOST, "--port"]

@@ -25,12 +25,13 @@ HOW_TO_CALL = """
 Ready: {url}   model {name}, {policy}
 
   curl {url}/chat/completions -H 'Content-Type: application/json' \\
-    -d '{{"model": "{name}", "messages": [{{"role": "user", "content": "{prompt}"}}]}}'
+    -d '{{"model": "{name}", "temperature": 0,
+         "messages": [{{"role": "user", "content": "{prompt}"}}]}}'
 
   from openai import OpenAI
   client = OpenAI(base_url="{url}", api_key="none")
-  answer = client.chat.completions.create(
-      model="{name}", messages=[{{"role": "user", "content": "{prompt}"}}])
+  answer = client.chat.completions.create(model="{name}", temperature=0,
+      messages=[{{"role": "user", "content": "{prompt}"}}])
   print(answer.choices[0].message.content)
 
 Counters: curl -s {root}/metrics | grep kvpolicy_       Stop: Ctrl-C

@@ -4,7 +4,7 @@ Called by guards, patch, report and worker. The only reader of vLLM's version.
 Process: any
 """
 
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import Any
 
 SUPPORTED_VLLM = "0.32"
@@ -54,19 +54,26 @@ def platform_name() -> str:
     return current_platform._enum.name.lower()
 
 
-def cuda_attention_backend() -> str:
+def cuda_attention_backend(dtype: str) -> str:
     """Return the name of the backend to use on this machine's NVIDIA GPU.
 
-    FlashAttention where vLLM prefers it among those that a policy works with, compute
-    capabilities 8 and 9, and has its library; else Triton.
+    FlashAttention 2 and 3, which are for compute capabilities 8 and 9 and for 16-bit
+    numbers, where vLLM has them; else Triton.
+
+    Args:
+        dtype: as given on the command line.
     """
     from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.fa_utils import is_flash_attn_varlen_func_available
 
     capability = current_platform.get_device_capability()
     is_known = capability is not None and capability.major in (8, 9)
-    is_there = is_known and is_flash_attn_varlen_func_available()
-    return "FLASH_ATTN" if is_there else "TRITON_ATTN"
+    if not is_known or dtype in ("float", "float32"):
+        return "TRITON_ATTN"
+    try:
+        import_module("vllm.v1.attention.backends.flash_attn")
+    except ImportError:
+        return "TRITON_ATTN"
+    return "FLASH_ATTN"
 
 
 def is_first_process(engine_args: Any) -> bool:
@@ -104,12 +111,7 @@ def captures_attention(vllm_config: Any) -> bool:
     return bool(mode) and mode.has_full_cudagraphs()
 
 
-def padded_sizes(vllm_config: Any) -> tuple[int, int]:
-    """Return the most rows and the most tokens of a step, padding for graphs included.
-
-    Rows are requests of the batch.
-    """
-    scheduler = vllm_config.scheduler_config
+def padded_rows(vllm_config: Any) -> int:
+    """Return the most requests of a batch, padding for graphs included."""
     padded = vllm_config.compilation_config.max_cudagraph_capture_size or 0
-    tokens = max(scheduler.max_num_batched_tokens, padded)
-    return max(scheduler.max_num_seqs, padded), tokens
+    return max(vllm_config.scheduler_config.max_num_seqs, padded)

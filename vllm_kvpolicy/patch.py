@@ -177,7 +177,7 @@ def _prepare_arguments(engine_args: Any, config: KVPolicyConfig) -> None:
     if platform == "cuda" and chosen == (None, None):
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-        chosen_name = compat.cuda_attention_backend()
+        chosen_name = compat.cuda_attention_backend(str(engine_args.dtype))
         engine_args.attention_backend = AttentionBackendEnum[chosen_name]
     logger.info(
         "--kv-policy %s: prefix caching is off, block size %s, attention backend %s",

@@ -1,15 +1,27 @@
 """vLLM's GPU worker with a policy; named by the finished VllmConfig.
 
+Importing this module puts our backends in place of vLLM's. They are named, not
+imported: a machine may lack the library of one of them.
 Process: worker
 """
 
 from typing import Any
 
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.gpu_worker import Worker
 
-import vllm_kvpolicy.attention.backend_flash  # registers the backend
-import vllm_kvpolicy.attention.backend_triton  # noqa: F401  registers the backend
 from vllm_kvpolicy.worker import KVPolicyWorkerMixin
+
+BACKENDS = {
+    AttentionBackendEnum.FLASH_ATTN: (
+        "vllm_kvpolicy.attention.backend_flash.KVPolicyFlashBackend"
+    ),
+    AttentionBackendEnum.TRITON_ATTN: (
+        "vllm_kvpolicy.attention.backend_triton.KVPolicyTritonBackend"
+    ),
+}
+for _backend, _path in BACKENDS.items():
+    register_backend(_backend, _path)
 
 
 class KVPolicyGPUWorker(KVPolicyWorkerMixin, Worker):

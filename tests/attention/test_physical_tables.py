@@ -10,13 +10,12 @@ from vllm_kvpolicy.attention.physical_tables import PhysicalTables
 from vllm_kvpolicy.attention.runtime import KVPolicyRuntime
 from vllm_kvpolicy.attention.slots import SlotTable
 from vllm_kvpolicy.attention.windows import QueryWindows
+from vllm_kvpolicy.kernels.save_rows import save_rows
 from vllm_kvpolicy.protocol import NO_COMMANDS, CompactEvent, WindowCapture
 
 SIZE, COLUMNS, CPU = 4, 8, torch.device("cpu")
 NAMES = ["new", "old"]  # requests of the batch; a third row is padding
-ROWS = [[5, 6, 7, 0], [21, 22, 23, 24]]
 LENGTHS = [11, 29]
-WIDTH = 5
 
 
 def make_slots() -> SlotTable:
@@ -118,6 +117,23 @@ def test_without_graphs_stock_metadata_stays() -> None:
     assert runtime.physical(given) is given
     runtime = make_runtime(SlotTable(2, 3, SIZE, CPU), False)
     assert runtime.physical(given) is given
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_a_graph_always_contains_the_saving(is_captured: bool) -> None:
+    """What is recorded before anything is planned saves what is planned later."""
+    windows = QueryWindows(1, 2, 1, 2, 4, 8, torch.float32, CPU, is_captured)
+    before = save_rows.calls["reference"]
+    windows.capture(0, torch.randn(3, 2, 4))
+    assert save_rows.calls["reference"] - before == is_captured
+    queries, replayed = torch.randn(3, 2, 4), (windows.rows[0], windows.targets)
+    windows.plan([WindowCapture("a", 0, 1, 0, 2)], ["a"], torch.tensor([0, 3]).numpy())
+    rows, targets = replayed
+    save_rows(rows, queries, targets)
+    found = windows.read(torch.tensor([0]))[0, 0].transpose(0, 1)
+    assert torch.equal(found, queries[1:])
+    with pytest.raises(AssertionError, match="too many tokens"):
+        windows.capture(0, torch.randn(9, 2, 4))
 
 
 @pytest.mark.parametrize("is_captured", [False, True])

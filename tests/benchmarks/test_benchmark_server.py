@@ -1,11 +1,15 @@
 """Tests of server processes: metrics text, command lines, start and stop."""
 
+import os
+import signal
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.provenance import ROOT
 from benchmarks.server import (
     EngineSettings,
     Server,
@@ -101,3 +105,25 @@ def test_a_silent_server_is_reported(tmp_path, monkeypatch):
         running({"one": []}, tmp_path),
     ):
         pass
+
+
+def test_a_program_that_is_terminated_stops_its_servers(tmp_path, monkeypatch):
+    python = sys.executable
+    put_vllm(tmp_path, monkeypatch, HEALTHY)
+    program = (
+        "import sys, time; from pathlib import Path\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        "sys.executable = str(folder / 'python')\n"
+        "from benchmarks.server import running\n"
+        "with running({'one': []}, folder) as servers:\n"
+        "    print(servers['one'].process.pid, flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    command = [python, "-c", program]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as made:
+        server = int(made.stdout.readline())
+        os.kill(server, 0)
+        made.terminate()
+        assert made.wait(30) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(server, 0)

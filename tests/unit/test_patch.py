@@ -162,30 +162,33 @@ def test_asynchronous_scheduling_and_cuda_have_their_own_classes():
 
 
 @pytest.mark.parametrize(
-    ("major", "has_flash", "expected"),
+    ("major", "dtype", "has_flash", "expected"),
     [
-        (9, True, "FLASH_ATTN"),
-        (8, True, "FLASH_ATTN"),
-        (9, False, "TRITON_ATTN"),
-        (10, True, "TRITON_ATTN"),
-        (None, True, "TRITON_ATTN"),
+        (9, "auto", True, "FLASH_ATTN"),
+        (8, "bfloat16", True, "FLASH_ATTN"),
+        (9, "float32", True, "TRITON_ATTN"),
+        (9, "auto", False, "TRITON_ATTN"),
+        (10, "auto", True, "TRITON_ATTN"),
+        (None, "auto", True, "TRITON_ATTN"),
     ],
 )
 def test_cuda_gets_a_known_backend_and_blocks_of_16(
-    tiny_model, monkeypatch, major, has_flash, expected
+    tiny_model, monkeypatch, major, dtype, has_flash, expected
 ):
     from vllm.platforms import current_platform
-    from vllm.v1.attention.backends import fa_utils
+
+    def load(name: str) -> None:
+        assert name == "vllm.v1.attention.backends.flash_attn"
+        if not has_flash:
+            raise ImportError(name)
 
     capability = None if major is None else SimpleNamespace(major=major)
     monkeypatch.setattr(patch.compat, "platform_name", lambda: "cuda")
+    monkeypatch.setattr(patch.compat, "import_module", load)
     monkeypatch.setattr(
         type(current_platform), "get_device_capability", lambda *args: capability
     )
-    monkeypatch.setattr(
-        fa_utils, "is_flash_attn_varlen_func_available", lambda: has_flash
-    )
-    args = engine_args(tiny_model)
+    args = engine_args(tiny_model, dtype=dtype)
     patch._prepare_arguments(args, patch.KVPolicyConfig.from_dict(POLICY))
     assert args.block_size == 16
     assert args.attention_backend.name == expected

@@ -1,6 +1,5 @@
 """What the worker refuses, and what it believes, before a model runs."""
 
-from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +7,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import (
     _ATTN_OVERRIDES,
     AttentionBackendEnum,
+    register_backend,
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
@@ -72,9 +72,12 @@ def test_graphs_hold_attention_unless_heads_have_own_tables(name):
     """Those are made anew, and a replay would read the tables of its capture."""
     before = dict(_ATTN_OVERRIDES)
     try:
-        module = import_module(f"vllm_kvpolicy.attention.backend_{name}")
-        chosen = AttentionBackendEnum[f"{name.upper()}_ATTN"].get_class()
-        assert chosen.__module__ == module.__name__
+        from vllm_kvpolicy.worker_gpu import BACKENDS
+
+        backend = AttentionBackendEnum[f"{name.upper()}_ATTN"]
+        register_backend(backend, BACKENDS[backend])
+        chosen = backend.get_class()
+        assert chosen.__module__ == f"vllm_kvpolicy.attention.backend_{name}"
         assert chosen.supported_kv_cache_layouts() == (KVCacheLayout.LBHNC,)
         builder = chosen.get_builder_cls()
         assert not builder.supports_update_block_table

@@ -1,6 +1,6 @@
 """vLLM's FlashAttention with a policy.
 
-Importing this module puts it in place of FLASH_ATTN. An engine without a policy in the
+worker_gpu puts it in place of FLASH_ATTN. An engine without a policy in the
 same process gets stock kernels and metadata, over the cache layout named here.
 Process: worker
 """
@@ -10,7 +10,6 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionImpl,
     FlashAttentionMetadataBuilder,
 )
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from vllm_kvpolicy.attention.metadata import (
     HeadMajorBackendMixin,
@@ -41,9 +40,3 @@ class KVPolicyFlashBackend(HeadMajorBackendMixin, FlashAttentionBackend):
     def get_builder_cls() -> type[KVPolicyFlashMetadataBuilder]:
         """Return the metadata builder class."""
         return KVPolicyFlashMetadataBuilder
-
-
-register_backend(
-    AttentionBackendEnum.FLASH_ATTN,
-    f"{KVPolicyFlashBackend.__module__}.{KVPolicyFlashBackend.__qualname__}",
-)

@@ -1,11 +1,10 @@
 """vLLM's Triton attention with a policy.
 
-Importing this module puts it in place of TRITON_ATTN. An engine without a policy in
+worker_gpu puts it in place of TRITON_ATTN. An engine without a policy in
 the same process gets stock kernels and metadata, over the cache layout named here.
 Process: worker
 """
 
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
     TritonAttentionImpl,
@@ -41,9 +40,3 @@ class KVPolicyTritonBackend(HeadMajorBackendMixin, TritonAttentionBackend):
     def get_builder_cls() -> type[KVPolicyTritonMetadataBuilder]:
         """Return the metadata builder class."""
         return KVPolicyTritonMetadataBuilder
-
-
-register_backend(
-    AttentionBackendEnum.TRITON_ATTN,
-    f"{KVPolicyTritonBackend.__module__}.{KVPolicyTritonBackend.__qualname__}",
-)

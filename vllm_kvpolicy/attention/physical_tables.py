@@ -32,7 +32,7 @@ class PhysicalTables:
     @classmethod
     def of_engine(cls, slots: SlotTable, vllm_config: Any) -> "PhysicalTables":
         """Size the tables for an engine."""
-        num_rows, _ = compat.padded_sizes(vllm_config)
+        num_rows = compat.padded_rows(vllm_config)
         longest = vllm_config.model_config.max_model_len
         return cls(slots, num_rows, -(-longest // slots.block_size))
 

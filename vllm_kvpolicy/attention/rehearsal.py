@@ -24,8 +24,8 @@ def rehearsals(
 ) -> Iterator[list[CompactEvent]]:
     """Yield the events of some steps, for every policy of a server.
 
-    Those of a request with a prompt of one token and with the longest prompt, alone and
-    two at once, as far as such a request has events and the pool holds it.
+    Those of a request with a prompt of one token, alone and two at once, and of one
+    with the longest prompt, as far as such requests have events and the pool holds them.
 
     Args:
         config: the server's policies.
@@ -39,8 +39,10 @@ def rehearsals(
             events = _events(config, policy, prompt_tokens, block_size, max_model_len)
             # Every request has blocks of its own; the null block is nobody's.
             held = -(-events[-1].position // block_size) if events else num_blocks
-            most_held = (num_blocks - 1) // held
-            for count in range(1, min(most, len(NAMES), most_held) + 1):
+            room = (num_blocks - 1) // held
+            # Two long prompts at once would take more memory than service ever does.
+            at_once = len(NAMES) if prompt_tokens == 1 else 1
+            for count in range(1, min(most, at_once, room) + 1):
                 for event in events:
                     yield [_moved(event, n, n * held) for n in range(count)]
 

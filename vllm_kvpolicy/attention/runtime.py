@@ -177,7 +177,9 @@ class KVPolicyRuntime:
         return RaggedLayout(self.slots, self.pool, tables)
 
     def rehearse(self, max_model_len: int) -> None:
-        """Carry out events on the empty cache, so that all kernels are compiled.
+        """Carry out events on the empty cache, so that their kernels are compiled.
+
+        Those of a step, too: its tables and the saving of its queries.
 
         Args:
             max_model_len: longest request, in tokens.
@@ -189,6 +191,10 @@ class KVPolicyRuntime:
             quiet.run(events)
         self.slots.drop(NAMES)
         self.signals.drop(NAMES)
+        row = to_device([self.slots.null_slot], self.slots.device)
+        nothing = torch.zeros(1, 1, dtype=torch.int32, device=self.slots.device)
+        self.tables.fill(row, nothing, nothing[0], 1)
+        self.windows.rehearse()
 
     def begin_step(self, commands: StepCommands, gone: Sequence[str]) -> None:
         """Run the step's events; the forward pass may follow.

@@ -77,7 +77,7 @@ class QueryWindows:
             num_layers,
             layer.num_heads,
             layer.head_size,
-            compat.padded_sizes(vllm_config)[1],
+            vllm_config.scheduler_config.max_num_batched_tokens,
             vllm_config.model_config.dtype,
             device,
             compat.captures_attention(vllm_config),
@@ -123,8 +123,13 @@ class QueryWindows:
             query: [tokens, Hq, D] or [tokens, Hq * D], post-RoPE.
         """
         if self._is_planned or self._is_captured:
+            assert len(query) <= len(self.targets), "a step with too many tokens"
             rows = query.view(len(query), *self.rows.shape[2:])
             save_rows(self.rows[layer], rows, self.targets)
+
+    def rehearse(self) -> None:
+        """Save a query that nobody asked for, so that the kernel is compiled."""
+        save_rows(self.rows[0], self.rows[0, -1:].clone(), self.targets)
 
     def read(self, slots: torch.Tensor) -> torch.Tensor:
         """Return [E, L, Hq, W, D] queries of the windows [E] int64, newest last."""

@@ -41,7 +41,7 @@ class Operation(Generic[P, R]):
     def __init__(self, reference: Callable[P, R], in_cuda: bool = False) -> None:
         update_wrapper(self, reference)
         self.reference = reference
-        self.name = reference.__name__.removesuffix("_ref")
+        self.name = self.__name__ = reference.__name__.removesuffix("_ref")
         self.stem = reference.__module__.rpartition(".")[2]
         self.in_cuda = in_cuda
         self.calls: Counter[str] = Counter()

@@ -45,7 +45,7 @@ def page_tables(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_columns", "table_columns"])
 def _page_tables(
     tables,  # [R, C] int32
     lengths,  # [R] int32

@@ -13,7 +13,7 @@ NUMBERS = 1024  # of a program
 def save_rows(saved: torch.Tensor, values: torch.Tensor, targets: torch.Tensor) -> None:
     """Copy rows to their targets; see the reference.
 
-    Rows that are not kept cost one load each.
+    A program whose row is not kept ends after one load.
     """
     size = saved[0].numel()
     _save_rows[(len(values), triton.cdiv(size, NUMBERS))](
@@ -27,7 +27,7 @@ def save_rows(saved: torch.Tensor, values: torch.Tensor, targets: torch.Tensor) 
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_saved", "size"])
 def _save_rows(
     saved,  # [C + 1, size]
     values,  # [T, size]
