@@ -25,7 +25,7 @@ def rehearsals(
     """Yield the events of some steps, for every policy of a server.
 
     Those of a request with a prompt of one token, alone and two at once, and of one
-    with the longest prompt, as far as such requests have events and the pool holds them.
+    with the longest prompt, as far as they have events and the pool holds them.
 
     Args:
         config: the server's policies.
