@@ -20,6 +20,11 @@ SCHEDULER_CLASSES = {
 }
 # Names of vLLM's backends for which there is a subclass of ours.
 ATTENTION_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
+# Of GPUs, with what takes their place. A machine may lack the library of one of them.
+GPU_BACKENDS = {
+    "FLASH_ATTN": "vllm_kvpolicy.attention.backend_flash.KVPolicyFlashBackend",
+    "TRITON_ATTN": "vllm_kvpolicy.attention.backend_triton.KVPolicyTritonBackend",
+}
 # Platforms whose backend gives heads lengths of their own; it says so by `folds_heads`.
 RAGGED_PLATFORMS = ("cpu",)
 # Tokens per superblock: the default, and what a block size must be a multiple of. The

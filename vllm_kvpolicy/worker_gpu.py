@@ -1,7 +1,6 @@
 """vLLM's GPU worker with a policy; named by the finished VllmConfig.
 
-Importing this module puts our backends in place of vLLM's. They are named, not
-imported: a machine may lack the library of one of them.
+Importing this module puts our backends in place of vLLM's.
 Process: worker
 """
 
@@ -10,18 +9,11 @@ from typing import Any
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_kvpolicy import compat
 from vllm_kvpolicy.worker import KVPolicyWorkerMixin
 
-BACKENDS = {
-    AttentionBackendEnum.FLASH_ATTN: (
-        "vllm_kvpolicy.attention.backend_flash.KVPolicyFlashBackend"
-    ),
-    AttentionBackendEnum.TRITON_ATTN: (
-        "vllm_kvpolicy.attention.backend_triton.KVPolicyTritonBackend"
-    ),
-}
-for _backend, _path in BACKENDS.items():
-    register_backend(_backend, _path)
+for _name, _path in compat.GPU_BACKENDS.items():
+    register_backend(AttentionBackendEnum[_name], _path)
 
 
 class KVPolicyGPUWorker(KVPolicyWorkerMixin, Worker):

@@ -113,6 +113,22 @@ def test_rows_of_many_tiles() -> None:
     assert_quotas_as_reference(rows, **options, min_quota=1)
 
 
+def test_pieces_of_a_cut_in_an_earlier_tile() -> None:
+    tokens = MAX_TILE + 2000
+    mass = torch.zeros(1, tokens, dtype=torch.int64)
+    mass[0, 700] = MASS_UNIT
+    rows = {
+        "mass": mass,
+        "lengths": torch.tensor([tokens]),
+        "exempt": torch.zeros(1, tokens, dtype=torch.bool),
+        "total": torch.tensor([500]),
+    }
+    options = {"segment_mass": 0.6, "min_segment": 1, "max_segment": 1000}
+    got = segment_quota(*rows.values(), **options, min_quota=1)
+    assert got.segments[0, :7, 0].tolist() == [0, *range(700, tokens, 1000)]
+    assert_quotas_as_reference(rows, **options, min_quota=1)
+
+
 def test_thresholds_round_half_to_even() -> None:
     """Thresholds of 2^26 + 1/2 units round down, 3 * 2^26 + 3/2 up."""
     quarter = MASS_UNIT // 4

@@ -85,6 +85,17 @@ def make_case(
     return queries.permute(1, 0, 3, 2, 4), keys, lengths
 
 
+def rows_of_logits(logits: torch.Tensor) -> Case:
+    """Return one query per row [R, T] of logits, each its own request."""
+    num_rows, num_tokens = logits.shape
+    keys = torch.zeros(num_rows, 1, 1, num_tokens, 16)
+    keys[:, 0, 0, :, 0] = logits / SCALE
+    queries = torch.zeros(num_rows, 1, 1, 1, 16)
+    queries[..., 0] = 1
+    lengths = torch.full((num_rows, 1, 1), num_tokens)
+    return queries, PagedTokens.from_dense(keys), lengths
+
+
 def run(case: Case, mass: float | None = None) -> WindowUsage:
     """Run the twin through its operation."""
     before = window_usage.calls["triton"]
@@ -146,10 +157,13 @@ def test_more_queries_than_a_block_holds(window: int, dtype: torch.dtype) -> Non
 
 
 def test_more_tiles_than_are_put_together_at_once() -> None:
-    case = make_case(
-        torch.tensor([[[1100], [1025]]]), group=1, window=3, dtype=FULL, num_tokens=1200
-    )
+    lengths = torch.tensor([[[1100], [1025]]])
+    case = make_case(lengths, group=1, window=3, dtype=FULL, num_tokens=1200)
     check(case)
+    queries, keys, _ = case
+    tokens = keys.dense.clone()
+    tokens[:, :, :, 1024:] *= 4  # the largest logits come last
+    check((queries, make_keys(tokens, lengths, 16), lengths))
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 9])
@@ -176,7 +190,7 @@ def test_layers_with_a_pool_each(monkeypatch: pytest.MonkeyPatch) -> None:
         size = num_pages + layer, 16, 64
         apart.append(torch.full(size, torch.nan, dtype=HALF)[..., :32])
         apart[layer][:num_pages] = keys.pools[0][keys.pages[:, layer].flatten()]
-    pages = torch.arange(num_pages).view(2, 1, 2, -1).expand(2, 2, 2, -1)
+    pages = torch.arange(num_pages).view(2, 1, 2, -1).repeat(1, 2, 1, 1)
     keys = PagedTokens(apart, pages, keys.num_tokens)
     got = check((queries, keys, lengths), mass=0.6)
     assert len(launches) == 3
@@ -238,11 +252,7 @@ def test_queries_that_are_no_numbers_spoil_their_own_row_only() -> None:
 def test_weights_next_to_nothing_count_as_none() -> None:
     # Logits 0, just above the least weight that counts, just below it, and far below.
     logits = torch.tensor([0.0, -119 * log(2) + 0.01, -119 * log(2) - 0.01, -1e4, 0.0])
-    keys = torch.zeros(1, 1, 1, 5, 16)
-    keys[..., 0] = logits / SCALE
-    queries = torch.zeros(1, 1, 1, 1, 16)
-    queries[..., 0] = 1
-    case = queries, PagedTokens.from_dense(keys), torch.full((1, 1, 1), 5)
+    case = rows_of_logits(logits[None])
     usage = check(case)
     assert (usage.last.flatten() > 0).tolist() == [True, True, False, False, True]
 
@@ -255,6 +265,22 @@ def test_equal_keys_share_the_mass(mass: float, count: int) -> None:
     case = queries, PagedTokens.from_dense(keys.dense), lengths
     usage = check(case, mass)
     assert usage.nucleus is not None and usage.nucleus[0, 0, 0, 1] == count
+
+
+def test_as_many_equal_keys_as_it_takes_behind_a_larger_one() -> None:
+    """Weights of 1 and nine times w hold 3/4 with ceil((0.75 (1 + 9 w) - 1) / w)."""
+    smaller = torch.tensor([0.9, 0.8, 0.7, 0.6, 0.55, 0.45, 0.35, 0.3])
+    logits = torch.cat([torch.zeros(8, 1), smaller.log()[:, None].expand(8, 9)], 1)
+    usage = check(rows_of_logits(logits), 0.75)
+    want = 1 + ((0.75 * (1 + 9 * smaller) - 1) / smaller).ceil().long()
+    assert usage.nucleus is not None and torch.equal(usage.nucleus.flatten(), want)
+
+
+def test_a_key_that_lacks_half_a_unit_does_not_hold_the_mass() -> None:
+    case = rows_of_logits(torch.tensor([[0.0, -40.0]]))  # one unit in 2^32
+    mass = (2**32 + 0.5) / (2**32 + 1)
+    assert window_usage_ref(*case, SCALE, mass).nucleus == 2
+    assert run(case, mass).nucleus == 2
 
 
 def test_mass_one_is_every_key_that_counts() -> None:
@@ -270,14 +296,9 @@ def test_mass_one_is_every_key_that_counts() -> None:
 
 def test_counts_differ_at_most_within_rounding_of_the_mass() -> None:
     """Rows of two keys, of which the larger holds the mass asked for, or all but."""
-    num_events = 25
-    share = 0.75 + torch.linspace(-2e-6, 2e-6, num_events)
+    share = 0.75 + torch.linspace(-2e-6, 2e-6, 25)
     logits = (share / (1 - share)).log()
-    keys = torch.zeros(num_events, 1, 1, 2, 16)
-    keys[:, 0, 0, 0, 0] = logits / SCALE
-    queries = torch.zeros(num_events, 1, 1, 1, 16)
-    queries[..., 0] = 1
-    case = queries, PagedTokens.from_dense(keys), torch.full((num_events, 1, 1), 2)
+    case = rows_of_logits(torch.stack([logits, torch.zeros(25)], 1))
     usage = check(case, 0.75)
     assert usage.nucleus is not None
     assert usage.nucleus[0].item() == 2 and usage.nucleus[-1].item() == 1

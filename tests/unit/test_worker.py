@@ -11,6 +11,7 @@ from vllm.v1.attention.backends.registry import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
+from vllm_kvpolicy import compat
 from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands
 from vllm_kvpolicy.worker import KVPolicyWorkerMixin, layer_refusals
 
@@ -72,10 +73,8 @@ def test_graphs_hold_attention_unless_heads_have_own_tables(name):
     """Those are made anew, and a replay would read the tables of its capture."""
     before = dict(_ATTN_OVERRIDES)
     try:
-        from vllm_kvpolicy.worker_gpu import BACKENDS
-
         backend = AttentionBackendEnum[f"{name.upper()}_ATTN"]
-        register_backend(backend, BACKENDS[backend])
+        register_backend(backend, compat.GPU_BACKENDS[backend.name])
         chosen = backend.get_class()
         assert chosen.__module__ == f"vllm_kvpolicy.attention.backend_{name}"
         assert chosen.supported_kv_cache_layouts() == (KVCacheLayout.LBHNC,)
