@@ -2,6 +2,10 @@
 #   make serve    builds .venv, serves the packaged model, prints how to call it
 #   make test     builds .venv, runs the tests
 # make test-all also serves every policy of the catalogue, one server each.
+# On a machine with an NVIDIA GPU (docs/performance.md):
+#   make gpu-check               checks kernels and engines, in under 6 minutes
+#   make gpu-bench PART="c d"    runs parts of the benchmark, under 9 minutes each
+# GPU_PYTHON= is a Python that has vLLM and this package, in place of .venv.
 PYTHON ?= python3
 PORT ?= 8000
 HOST ?= 127.0.0.1
@@ -9,10 +13,12 @@ POLICY ?= ams-tova
 BUDGET ?= 512
 INTERVAL ?= 64
 MODEL ?= reasoner/checkpoint
-# More arguments for `vllm serve` and for pytest.
+PART ?= min
+GPU_PYTHON ?=
+# More arguments for `vllm serve`, for pytest, and for the commands on a GPU.
 ARGS ?=
 
-.PHONY: serve test test-all lint format docs setup clean
+.PHONY: serve test test-all lint format docs setup clean gpu-check gpu-bench
 .DEFAULT_GOAL := setup
 
 setup:
@@ -31,6 +37,12 @@ test: setup
 
 test-all: setup
 	@.venv/bin/python -m pytest --every-name $(ARGS)
+
+gpu-check: $(if $(GPU_PYTHON),,setup)
+	@$(or $(GPU_PYTHON),.venv/bin/python) tests/gpu/gpu_check.py $(ARGS)
+
+gpu-bench: $(if $(GPU_PYTHON),,setup)
+	@$(or $(GPU_PYTHON),.venv/bin/python) -m benchmarks.gpu $(PART) $(ARGS)
 
 lint: setup
 	@.venv/bin/ruff check .

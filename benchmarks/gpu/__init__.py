@@ -1,0 +1,4 @@
+"""Measures a policy on an NVIDIA GPU: `python -m benchmarks.gpu PART`.
+
+Process: any
+"""

@@ -1,0 +1,324 @@
+"""Owns one engine: starts it in this process, steps it, and times what it does.
+
+No HTTP and no text: prompts are token ids, weights are drawn. A pool smaller than the
+one that the engine was started with is made by keeping blocks back.
+Called by process, and by nothing that has an engine of another kind: importing the
+policy's worker changes what backends a stock engine of the same process gets.
+Process: any
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.live_requests import Requests
+from benchmarks.gpu.models import drawn_weights, token_bytes, write_model
+from benchmarks.gpu.timing import Spans, watched
+from benchmarks.stats import latencies
+from benchmarks.workload import Workload
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+SETTLE_STEPS = 8
+SETTLED_TOKENS = 4
+COUNTERS = (
+    "events",
+    "blocks_returned",
+    "tokens_kept",
+    "tokens_dropped",
+    "event_seconds",
+)
+KERNEL_SHARE = 2e-3
+"""Kernels below this share of a profile are left out of the record."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One engine of a comparison.
+
+    Args:
+        name: what it is called in results.
+        model: one of models.SHAPES.
+        folder: where its model folder is written.
+        pool_tokens: tokens of an unquantised KV cache that its pool has bytes for.
+        max_model_len: longest request, tokens.
+        max_num_seqs: most requests in a step.
+        policy: the plain form of the policy's configuration; None for stock vLLM.
+        settings: further arguments of vLLM's LLM.
+    """
+
+    name: str
+    model: str
+    folder: Path
+    pool_tokens: int
+    max_model_len: int
+    max_num_seqs: int
+    policy: Mapping[str, Any] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of a number in an unquantised KV cache."""
+        return 2 if torch.cuda.is_available() else 4
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the pool, with what a policy holds beside it."""
+        return self.pool_tokens * token_bytes(self.model, self.value_bytes)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of vLLM's LLM; all else is vLLM's default."""
+        on_gpu = torch.cuda.is_available()
+        policy = None if self.policy is None else dict(self.policy)
+        return {
+            "model": str(write_model(self.model, self.folder / self.model)),
+            "skip_tokenizer_init": True,
+            "load_format": drawn_weights(),
+            "dtype": "bfloat16" if on_gpu else "float32",
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            # Engines share the GPU; their pools are given in bytes.
+            "gpu_memory_utilization": 0.02,
+            "kv_cache_memory_bytes": self.pool_bytes,
+            "additional_config": {} if policy is None else {"kv_policy": policy},
+            "seed": 0,
+            **self.settings,
+        }
+
+
+class BenchEngine:
+    """A vLLM engine in this process.
+
+    Args:
+        spec: what to start.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        arguments = spec.arguments()
+        from vllm import LLM
+
+        self.spec = spec
+        self.llm = LLM(**arguments)
+        self.engine = self.llm.llm_engine
+        self.core = self.engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.worker = self.core.model_executor.driver_worker.worker
+        self.device = torch.device(self.worker.device)
+        self.runtime = getattr(self.worker, "kv_policy", None)
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self._preemptions = 0
+        self._count_preemptions()
+
+    def describe(self) -> dict[str, Any]:
+        """Return what vLLM made of the arguments."""
+        config = self.engine.vllm_config
+        layers = config.compilation_config.static_forward_context.values()
+        backends = {layer.attn_backend.get_name() for layer in layers}
+        return {
+            "policy": None if self.spec.policy is None else dict(self.spec.policy),
+            "pool_bytes": self.spec.pool_bytes,
+            "blocks": self.pool.num_gpu_blocks,
+            "block_tokens": config.cache_config.block_size,
+            "block_bytes": self.block_bytes,
+            "cache_dtype": str(config.cache_config.cache_dtype),
+            "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+            "async_scheduling": bool(config.scheduler_config.async_scheduling),
+            "batched_tokens": config.scheduler_config.max_num_batched_tokens,
+            "v2_runner": bool(self.worker.use_v2_model_runner),
+            "graphs": config.compilation_config.cudagraph_mode.name,
+            "backends": sorted(backends),
+            "side_bytes": getattr(self.runtime, "side_bytes", 0),
+        }
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block in all layers."""
+        config = self.scheduler.kv_cache_config
+        return sum(each.size for each in config.kv_cache_tensors) // config.num_blocks
+
+    def blocks_in(self, pool_bytes: int) -> int:
+        """Return the usable blocks of a pool of so many bytes.
+
+        A policy pays for what it holds beside the pool, as it does at start-up.
+        """
+        if self.runtime is None:
+            return pool_bytes // self.block_bytes - 1
+        available = pool_bytes - self.runtime.side_bytes
+        return self.runtime.late.pool_blocks(available, self.block_bytes) - 1
+
+    def _count_preemptions(self) -> None:
+        preempt = self.scheduler._preempt_request
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._preemptions += 1
+            return preempt(*args, **kwargs)
+
+        self.scheduler._preempt_request = counted
+
+    def counters(self) -> dict[str, float]:
+        """Return the policy's own counters; zeros without a policy."""
+        if self.runtime is None:
+            return dict.fromkeys(COUNTERS, 0.0)
+        return self.scheduler.kv_policy_counters.file.read()
+
+    # -- what the parts ask for ----------------------------------------------------
+
+    def round(
+        self,
+        workload: Workload,
+        number: int,
+        pool_bytes: int | None = None,
+        extra: dict[str, Any] | None = None,
+        limit_s: float = 600.0,
+        watch: bool = False,
+    ) -> dict[str, Any]:
+        """Run all requests of a workload at once and return what it took.
+
+        Args:
+            workload: the requests.
+            number: chooses the contents of prompts.
+            pool_bytes: size of the pool, None for all of it.
+            extra: the requests' own knobs.
+            limit_s: seconds after which what is left is aborted; the result then says
+                `complete: False` and its figures are those of the time until then.
+            watch: time operations and events; returned as `phases_ms`.
+
+        Returns:
+            The columns of stats.latencies; peak_running, mean_running (over time),
+            preemptions, steps, COUNTERS; and as raw samples ttft_s per request, step_ms
+            and running per step.
+        """
+        blocks = None if pool_bytes is None else self.blocks_in(pool_bytes)
+        spans = Spans(self.device)
+        before, preempted = self.counters(), self._preemptions
+        with blocks_of(self.pool, blocks), watched(spans) if watch else nullcontext():
+            live = Requests(self, workload.prompts(number), extra)
+            live.add(workload.output_tokens)
+            is_complete = live.step_while(lambda: True, limit_s)
+            live.abort()
+        after = self.counters()
+        begun = [each for each in live.completions if len(each.arrivals) > 1]
+        result: dict[str, Any] = latencies(begun) | {
+            "complete": is_complete,
+            "requests_begun": len(begun),
+            "peak_running": max(live.running),
+            "mean_running": live.mean_running(),
+            "preemptions": self._preemptions - preempted,
+            "steps": len(live.step_ms),
+            **{name: after[name] - before[name] for name in COUNTERS},
+            "blocks": self.pool.num_gpu_blocks - 1 if blocks is None else blocks,
+            "ttft_s": [round(c.arrivals[0] - c.started, 4) for c in begun],
+            "step_ms": [round(each, 3) for each in live.step_ms],
+            "running": live.running,
+        }
+        if watch:
+            result["phases_ms"] = spans.milliseconds()
+        return result
+
+    def decode(
+        self, workload: Workload, number: int, steps: int, profiled: int
+    ) -> dict[str, Any]:
+        """Time steps in which every request of a workload decodes one token.
+
+        Args:
+            workload: the requests; their output must be longer than both spans.
+            number: chooses the contents of prompts.
+            steps: to time by the host's clock.
+            profiled: further steps, to time kernel by kernel; only on a GPU.
+
+        Returns:
+            `step_ms` of each step and `median_ms`; `held_tokens`: of all requests, in
+            the middle of the timed steps; `prefill_s`; `kernels_ms`: per kernel, of a
+            step, those that matter.
+        """
+        live = Requests(self, workload.prompts(number))
+        start = time.perf_counter()
+        live.add(workload.output_tokens)
+        live.step_while(lambda: live.fewest_tokens() < SETTLED_TOKENS)
+        prefill = time.perf_counter() - start
+        first = len(live.step_ms)
+        live.step_while(lambda: len(live.step_ms) < first + steps // 2)
+        held = self.held_tokens()
+        live.step_while(lambda: len(live.step_ms) < first + steps)
+        step_ms = live.step_ms[first:]
+        kernels = {}
+        if self.device.type == "cuda" and profiled:
+            kernels = self._profile(live, profiled)
+        fewest, running = live.fewest_tokens(), live.running[-1]
+        live.abort()
+        if running != len(live.completions) or fewest < steps:
+            raise RuntimeError(f"only {running} requests decoded in the timed steps")
+        return {
+            "median_ms": median(step_ms),
+            "held_tokens": held,
+            "prefill_s": round(prefill, 3),
+            "step_ms": [round(each, 4) for each in step_ms],
+            "kernels_ms": kernels,
+        }
+
+    # -- inside ---------------------------------------------------------------------
+
+    def _profile(self, live: Requests, steps: int) -> dict[str, float]:
+        from torch.profiler import ProfilerActivity, profile
+
+        last = len(live.step_ms) + steps
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            live.step_while(lambda: len(live.step_ms) < last)
+            torch.cuda.synchronize(self.device)
+        times = {
+            each.key[:160]: each.self_device_time_total / 1e3 / steps
+            for each in found.key_averages()
+        }
+        least = KERNEL_SHARE * sum(times.values())
+        return {name: value for name, value in times.items() if value >= least}
+
+    def held_tokens(self) -> int:
+        """Return the tokens that live requests hold per KV head."""
+        planner = getattr(self.scheduler, "kv_policy_planner", None)
+        states = {} if planner is None else planner.states
+        return sum(
+            request.num_computed_tokens
+            - (states[name].dropped_tokens if name in states else 0)
+            for name, request in self.scheduler.requests.items()
+        )
+
+    def settle(self) -> None:
+        """Run the empty steps in which the worker hears which requests finished."""
+        for _ in range(SETTLE_STEPS):
+            if self.scheduler.has_requests() or self.core.batch_queue:
+                self.core.step_fn()
+
+    def close(self) -> None:
+        """Shut the engine down."""
+        self.engine.engine_core.shutdown()
+
+
+@contextmanager
+def blocks_of(pool: Any, blocks: int | None) -> Iterator[None]:
+    """Keep back all of a pool's free blocks but so many; None keeps back none.
+
+    Args:
+        pool: vLLM's BlockPool, all of whose blocks are free.
+        blocks: for requests.
+
+    Raises:
+        ValueError: there are not so many.
+    """
+    free = pool.get_num_free_blocks()
+    if blocks is not None and not 0 < blocks <= free:
+        raise ValueError(f"pool: expected 1 to {free} blocks, got {blocks}")
+    taken = pool.get_new_blocks(free - blocks if blocks is not None else 0)
+    try:
+        yield
+    finally:
+        pool.free_blocks(taken)

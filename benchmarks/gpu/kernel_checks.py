@@ -1,0 +1,132 @@
+"""Owns the comparison of an operation's implementations with its reference on a CPU.
+
+Called by the checks of tests/gpu, and by kernel_parts before anything is timed.
+Process: any
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.kernel_inputs import CPU, Arguments, Size, make, operations
+from vllm_kvpolicy.kernels.dispatch import Operation
+
+# Sums of at most a few thousand float32 products, added up in another order.
+RELATIVE, ABSOLUTE = 1e-4, 1e-6
+# Cuts between tokens of nearly equal probability fall by rounding.
+NUCLEUS_SLACK = 1
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Outputs = dict[str, torch.Tensor]
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Let fresh tensors hold NaN, or the largest integer, until they are written."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*deterministic.*")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
+
+
+def outputs(
+    operation: Operation, which: str, arguments: Arguments, poison: bool = True
+) -> Outputs:
+    """Run an implementation; return everything that the contract specifies.
+
+    Args:
+        operation: what to run.
+        which: one of dispatch.IMPLEMENTATIONS.
+        arguments: of the call; some are changed.
+        poison: see `poisoned`.
+    """
+    call = operation.implementation(which)
+    if poison:
+        with poisoned():
+            result = call(**arguments)
+    else:
+        result = call(**arguments)
+    return dict(_specified(operation.name, arguments, result))
+
+
+def _specified(
+    name: str, arguments: Arguments, result: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    if name == "compact_pages":
+        yield "pages", _bits(arguments["pages"])
+    elif name == "save_rows":  # the last row is nobody's
+        yield "saved", _bits(arguments["saved"][:-1])
+    elif name == "page_tables":
+        tables, lengths = arguments["tables"], arguments["lengths"]
+        column = torch.arange(tables.shape[1], device=tables.device)
+        used = -(-lengths // arguments["block_size"])
+        yield "tables", torch.where(column < used[:, None], tables, -1)
+        yield "lengths", lengths
+    elif is_dataclass(result):
+        for field in fields(result):
+            if getattr(result, field.name) is not None:
+                yield field.name, getattr(result, field.name)
+    else:
+        yield "result", result
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.view(INTEGERS[values.element_size()])
+
+
+def differences(found: Mapping[str, torch.Tensor], expected: Outputs) -> list[str]:
+    """Return one sentence for each output that is not the reference's.
+
+    Integers and masks must be equal, floats within RELATIVE and ABSOLUTE.
+    """
+    wrong = []
+    for name, want in expected.items():
+        got = found[name].to(CPU)
+        if got.shape != want.shape or got.dtype != want.dtype:
+            wrong.append(
+                f"{name}: {got.dtype} {list(got.shape)}, expected {want.dtype} "
+                f"{list(want.shape)}"
+            )
+            continue
+        if want.is_floating_point():
+            is_wrong = ~((got - want).abs() <= ABSOLUTE + RELATIVE * want.abs())
+        elif name == "nucleus":
+            is_wrong = (got - want).abs() > NUCLEUS_SLACK
+        else:
+            is_wrong = got != want
+        if is_wrong.any():
+            first = is_wrong.nonzero()[0].tolist()
+            wrong.append(
+                f"{name}: {int(is_wrong.sum())} of {is_wrong.numel()} differ, first at "
+                f"{first}: {got[tuple(first)]}, expected {want[tuple(first)]}"
+            )
+    return wrong
+
+
+def check_operation(
+    label: str, size: Size, seed: int, device: torch.device, which: str
+) -> list[str]:
+    """Compare an implementation with the reference on a CPU, on the same numbers.
+
+    Args:
+        label: one of kernel_inputs.MAKERS.
+        size: of the event.
+        seed: of the numbers.
+        device: where the implementation runs.
+        which: one of dispatch.IMPLEMENTATIONS.
+
+    Returns:
+        What is wrong, one sentence each.
+    """
+    operation = operations()[label.partition(",")[0]]
+    expected = outputs(operation, "reference", make(label, size, seed, CPU), False)
+    found = outputs(operation, which, make(label, size, seed, device))
+    return differences(found, expected)

@@ -1,0 +1,352 @@
+"""Owns random inputs for every operation, as an event or a step of a real model has.
+
+The same seed gives the same inputs on any device, so that an implementation on a GPU
+can be compared with the reference on a CPU.
+Called by kernel_checks and kernel_parts.
+Process: any
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
+
+import torch
+
+from vllm_kvpolicy import kernels
+from vllm_kvpolicy.kernels.dispatch import Operation
+from vllm_kvpolicy.kernels.paged import PagedTokens
+from vllm_kvpolicy.kernels.segment_quota import segment_quota_ref, to_fixed_point
+from vllm_kvpolicy.policies.ams import PRESETS
+
+SINKS, RECENT = 4, 32
+Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Size:
+    """One event batch: E, L, H, G, T, D, W, K and N of `policies.base`.
+
+    Args:
+        dtype: of keys, values and queries.
+        pool_pages: pages of the pool, at least; 0 for as many as are held.
+    """
+
+    events: int = 2
+    layers: int = 32
+    heads: int = 8
+    group: int = 4
+    tokens: int = 1536
+    dim: int = 128
+    window: int = 32
+    budget: int = 1024
+    page: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    pool_pages: int = 0
+
+    @property
+    def rows(self) -> int:
+        """R, rows of (event, layer, KV head)."""
+        return self.events * self.layers * self.heads
+
+    @property
+    def row_pages(self) -> int:
+        """C, pages of each row."""
+        return -(-self.tokens // self.page)
+
+    def plain(self) -> dict[str, Any]:
+        """Return it for a record."""
+        return asdict(self) | {"dtype": str(self.dtype).removeprefix("torch.")}
+
+
+REAL_SIZES = {
+    "llama": Size(),
+    "llama, half": Size(events=1, dtype=torch.float16, tokens=2600, budget=2048),
+    "odd": Size(events=3, layers=5, heads=3, group=7, tokens=611, dim=80, page=32),
+    "long": Size(events=1, layers=2, tokens=40_000, budget=4096),
+    "float": Size(events=1, layers=4, tokens=700, budget=300, dtype=torch.float32),
+    # More than 2^31 numbers.
+    "far": Size(events=1, layers=2, tokens=900, budget=512, pool_pages=2**19 + 99),
+}
+SMALL_SIZES = {
+    "small": Size(2, 2, 2, 2, 160, 32, 8, 96, 16, torch.float32),
+    "odd": Size(3, 1, 3, 3, 121, 16, 5, 64, 32, torch.float32, pool_pages=99),
+}
+
+
+def operations() -> dict[str, Operation]:
+    """Return every operation by name."""
+    found = {}
+    for module in iter_modules(kernels.__path__):
+        if not module.ispkg:
+            owner = import_module(f"{kernels.__name__}.{module.name}")
+            for value in vars(owner).values():
+                if isinstance(value, Operation) and value.stem == module.name:
+                    found[value.name] = value
+    return found
+
+
+class Draw:
+    """Random tensors on a device, the same on any.
+
+    Args:
+        seed: of all of them.
+        device: where they go.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.device = device
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        """Return standard normal float32."""
+        return torch.randn(shape, generator=self.generator)
+
+    def uniform(self, *shape: int) -> torch.Tensor:
+        """Return uniform float32 in [0, 1)."""
+        return torch.rand(shape, generator=self.generator)
+
+    def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
+        """Return int64 from `low` to `high` - 1."""
+        return torch.randint(low, high, shape, generator=self.generator)
+
+    def order(self, count: int) -> torch.Tensor:
+        """Return a permutation, int64."""
+        return torch.randperm(count, generator=self.generator)
+
+    def lengths(self, size: Size, least: int) -> torch.Tensor:
+        """Return tokens held per row [R]; the first row is full, the last short."""
+        lengths = self.integers(
+            max(least, size.tokens // 2), size.tokens + 1, size.rows
+        )
+        lengths[0] = size.tokens
+        lengths[-1] = least
+        return lengths
+
+    def here(self, arguments: Arguments) -> Arguments:
+        """Return the arguments with their tensors on the device."""
+        return {
+            name: value.to(self.device) if isinstance(value, torch.Tensor) else value
+            for name, value in arguments.items()
+        }
+
+
+def pool(size: Size, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a pool [P, N, 2D] on the device and the rows' pages [R, C] on the host.
+
+    Page 0 is nobody's; pages that no row holds are zero.
+    """
+    held = size.rows * size.row_pages
+    count = max(held + 1, size.pool_pages)
+    pages = draw.order(count - 1)[:held] + 1
+    content = draw.normal(held, size.page, 2 * size.dim).to(size.dtype)
+    shape = count, size.page, 2 * size.dim
+    numbers = torch.zeros(shape, dtype=size.dtype, device=draw.device)
+    numbers[pages.to(draw.device)] = content.to(draw.device)
+    return numbers, pages.view(size.rows, size.row_pages)
+
+
+def score(size: Size, draw: Draw) -> torch.Tensor:
+    """Return scores [R, T] float32 with ties, zeros of both signs and NaN."""
+    score = (64 * draw.normal(size.rows, size.tokens)).round() / 64
+    score[draw.uniform(*score.shape) < 0.01] = torch.nan
+    score[draw.uniform(*score.shape) < 0.05] = -0.0
+    return score
+
+
+def masks(size: Size, draw: Draw) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return lengths [R], and valid and must-keep tokens [R, T] bool."""
+    least = SINKS + RECENT + 2
+    lengths = draw.lengths(size, least)
+    position = torch.arange(size.tokens)
+    valid = position < lengths[:, None]
+    must = (position < SINKS) | (position >= lengths[:, None] - RECENT)
+    return lengths, valid, must & valid
+
+
+def make_window_usage(size: Size, draw: Draw, mass: float | None = None) -> Arguments:
+    """Queries and paged keys; keys behind a row's length are NaN."""
+    shape = size.events, size.layers, size.heads
+    numbers, pages = pool(size, draw)
+    lengths = draw.lengths(size, 1)
+    token = torch.arange(size.row_pages * size.page)
+    behind = (token >= lengths[:, None]).view(*pages.shape, size.page)
+    where = pages[..., None] * size.page + torch.arange(size.page)
+    numbers.flatten(0, 1)[where[behind].to(draw.device)] = torch.nan
+    queries = draw.normal(
+        *shape[:2], size.heads * size.group, size.window, size.dim
+    ).to(size.dtype)
+    keys = PagedTokens(
+        [numbers[..., : size.dim]] * size.layers,
+        pages.view(*shape, -1).to(draw.device),
+        size.tokens,
+    )
+    made = draw.here({"queries": queries, "lengths": lengths.view(shape)})
+    return made | {"keys": keys, "scale": size.dim**-0.5, "mass": mass}
+
+
+def segment_arguments(size: Size, draw: Draw, preset: str) -> Arguments:
+    """Return what segment_quota takes, on the host; sinks hold much of the mass."""
+    lengths, valid, exempt = masks(size, draw)
+    usage = draw.uniform(*valid.shape).double() ** 6
+    usage[:, :2] += 0.1 * size.tokens / 7
+    usage = usage * valid
+    choosable = (valid & ~exempt).sum(-1)
+    config = PRESETS[preset].config
+    keys = ("segment_mass", "min_segment", "max_segment", "min_quota")
+    return {
+        "mass": to_fixed_point(usage / usage.sum(-1, keepdim=True)),
+        "lengths": lengths,
+        "exempt": exempt,
+        "total": choosable.clamp(max=size.budget - SINKS - RECENT),
+        **{key: getattr(config, key) for key in keys},
+    }
+
+
+def make_segment_quota(size: Size, draw: Draw, preset: str = "default") -> Arguments:
+    """Mass in fixed point."""
+    return draw.here(segment_arguments(size, draw, preset))
+
+
+def make_pick_by_quota(size: Size, draw: Draw) -> Arguments:
+    """Scores, and segments with their quotas; exempt tokens belong to none."""
+    arguments = segment_arguments(size, draw, "default")
+    made = segment_quota_ref(**arguments)
+    nobody = made.quotas.shape[-1]
+    group = made.segment_of.masked_fill(arguments["exempt"], nobody)
+    chosen = {"score": score(size, draw), "group": group, "quotas": made.quotas}
+    return draw.here(chosen)
+
+
+def make_fill_next_best(size: Size, draw: Draw) -> Arguments:
+    """A tenth is kept already."""
+    _, valid, must = masks(size, draw)
+    keep = must | (valid & (draw.uniform(*valid.shape) < 0.1))
+    target = draw.integers(0, size.tokens, size.rows)
+    target[:2] = size.budget
+    rows = {"keep": keep, "score": score(size, draw), "valid": valid, "target": target}
+    return draw.here(rows)
+
+
+def make_top_k_mask(size: Size, draw: Draw) -> Arguments:
+    """The budget of each row, or all that it holds."""
+    lengths, valid, must = masks(size, draw)
+    rows = {"score": score(size, draw), "must_keep": must, "valid": valid}
+    return draw.here(rows | {"budget": lengths.clamp(max=size.budget)})
+
+
+def make_resize(size: Size, draw: Draw) -> Arguments:
+    """Choices to fill up and choices to trim."""
+    arguments = make_fill_next_best(size, Draw(draw.generator.initial_seed(), CPU))
+    must = arguments["valid"] & (torch.arange(size.tokens) < SINKS)
+    return draw.here(arguments | {"must_keep": must})
+
+
+def make_ascending_indices(size: Size, draw: Draw) -> Arguments:
+    """Rows with more True entries than are listed, with fewer, and with none."""
+    share = draw.uniform(size.rows, 1)
+    share[:2] = torch.tensor([[1.0], [0.0]])
+    mask = draw.uniform(size.rows, size.tokens) < share
+    return draw.here({"mask": mask}) | {"count": size.budget}
+
+
+def make_compact_pages(size: Size, draw: Draw, loyalty: float = 1.0) -> Arguments:
+    """Survivors of rows; a share of pages changes its owner.
+
+    Args:
+        size: survivors per row are its budget.
+        draw: random numbers.
+        loyalty: share of pages that stay where they are in their row's list.
+    """
+    numbers, before = pool(size, draw)
+    kept = min(size.budget, size.tokens)
+    chosen = draw.uniform(size.rows, size.tokens).topk(kept, dim=-1).indices
+    chosen = chosen.sort(dim=-1).values
+    after = before[:, : -(-kept // size.page)].clone()
+    leaves = draw.uniform(*after.shape) >= loyalty
+    moved = after[leaves]
+    after[leaves] = moved[draw.order(len(moved))]
+    place = torch.arange(kept)
+    in_place = (after == before[:, : after.shape[1]])[:, place // size.page]
+    source = before.gather(1, chosen // size.page) * size.page + chosen % size.page
+    dest = after[:, place // size.page] * size.page + place % size.page
+    # A row of survivors that do not exist: slot 0 onto itself.
+    nobody = torch.zeros(5, dtype=torch.int64)
+    first = torch.arange(size.rows + 1) * kept
+    moves = {
+        "source_slots": torch.cat((source.flatten(), nobody)),
+        "dest_slots": torch.cat((dest.flatten(), nobody)),
+        "first": torch.cat((first, first[-1:] + len(nobody))),
+    }
+    if loyalty < 1:
+        moves["in_place"] = torch.cat((in_place.flatten(), nobody == 0))
+    return {"pages": numbers[..., : size.dim], **draw.here(moves)}
+
+
+def make_page_tables(size: Size, draw: Draw) -> Arguments:
+    """A batch of requests with and without an event, and padding."""
+    rows, slots, columns = 8 * size.events + 1, 4 * size.events, 2 * size.row_pages
+    most = -(-size.budget // size.page)
+    num_global = draw.integers(0, most + 1, slots)
+    frontier = num_global + draw.integers(0, columns - most - 1, slots)
+    num_global[0] = frontier[0] = 0
+    slot = draw.integers(0, slots, rows)
+    local = draw.integers(1, 2 * size.page, rows)
+    arguments = {
+        "tables": draw.integers(0, 2**20, rows, columns).int(),
+        "lengths": draw.integers(0, 2**20, rows).int(),
+        "rows": slot,
+        "block_table": draw.integers(0, 2**20, rows, columns + 3).int(),
+        "seq_lens": (frontier[slot] * size.page + local).int(),
+        "global_blocks": draw.integers(0, 2**20, slots, most).int(),
+        "num_global": num_global.int(),
+        "frontier_blocks": frontier.int(),
+    }
+    return draw.here(arguments) | {"block_size": size.page}
+
+
+def make_save_rows(size: Size, draw: Draw) -> Arguments:
+    """Queries, a part of wider rows; some are kept."""
+    heads = size.heads * size.group
+    tokens, slots = 2 * size.tokens, 8 * size.window
+    wide = draw.normal(tokens, 3 * heads * size.dim).to(size.dtype)
+    wide = wide.to(draw.device)
+    targets = torch.full((tokens + 7,), slots)
+    count = min(slots, tokens) // 2
+    targets[draw.order(tokens)[:count]] = draw.order(slots)[:count]
+    saved = draw.normal(slots + 1, heads, size.dim).to(size.dtype)
+    values = wide[:, heads * size.dim : 2 * heads * size.dim]
+    made = draw.here({"saved": saved, "targets": targets})
+    return made | {"values": values.unflatten(1, (heads, size.dim))}
+
+
+CPU = torch.device("cpu")
+MAKERS: dict[str, Callable[[Size, Draw], Arguments]] = {
+    "window_usage": make_window_usage,
+    "window_usage, nuclei": lambda size, draw: make_window_usage(size, draw, 0.9),
+    "segment_quota": make_segment_quota,
+    "segment_quota, code": lambda size, draw: make_segment_quota(size, draw, "code"),
+    "pick_by_quota": make_pick_by_quota,
+    "fill_next_best": make_fill_next_best,
+    "top_k_mask": make_top_k_mask,
+    "resize": make_resize,
+    "ascending_indices": make_ascending_indices,
+    "compact_pages": make_compact_pages,
+    "compact_pages, owners": lambda size, draw: make_compact_pages(size, draw, 0.6),
+    "page_tables": make_page_tables,
+    "save_rows": make_save_rows,
+}
+"""By operation, and what is special about the inputs behind a comma."""
+
+
+def make(label: str, size: Size, seed: int, device: torch.device) -> Arguments:
+    """Return the arguments of one call of an operation.
+
+    Args:
+        label: one of MAKERS.
+        size: of the event.
+        seed: the same one gives the same numbers on every device.
+        device: where tensors go.
+    """
+    return MAKERS[label](size, Draw(seed, device))

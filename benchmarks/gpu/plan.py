@@ -1,0 +1,130 @@
+"""Owns what parts have in common: options, cells within a time limit, verdicts.
+
+Called by the command and the parts.
+Process: any
+"""
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.engine import EngineSpec
+from benchmarks.gpu.record import Record
+
+TINY = "tiny"
+
+
+@dataclass
+class Options:
+    """What the command was asked for.
+
+    Args:
+        model: one of models.SHAPES; `tiny` goes with sizes that a CPU can do.
+        folder: for model folders.
+        seconds: after which nothing new is begun.
+        settings: further arguments of vLLM's LLM, for all engines.
+
+    Attributes:
+        left: measurements for which there was no time.
+    """
+
+    model: str
+    folder: Path
+    seconds: float
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether this only tries the measurement out."""
+        return self.model == TINY
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self.started
+
+    def engine(self, name: str, pool_tokens: int, **fields: Any) -> EngineSpec:
+        """Return what to start; see EngineSpec."""
+        settings = {**self.settings, **fields.pop("settings", {})}
+        return EngineSpec(
+            name, self.model, self.folder, pool_tokens, settings=settings, **fields
+        )
+
+    def measure(
+        self, record: Record, name: str, limit_s: float, call: Callable[[], Any]
+    ) -> None:
+        """Measure what the record lacks, if there is time for it.
+
+        Args:
+            record: gets it.
+            name: of the measurement.
+            limit_s: the most seconds that it may take.
+            call: returns it.
+        """
+        if name in record.cells:
+            return
+        if self.elapsed + limit_s > self.seconds:
+            self.left.append(name)
+            return
+        started = self.elapsed
+        record.add(name, call())
+        log(f"{self.elapsed:5.0f} s  {name}: {self.elapsed - started:.1f} s")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A number beside its target.
+
+    Args:
+        name: what it is.
+        value: the number.
+        target: what it should be.
+        at_most: the target is an upper limit.
+    """
+
+    name: str
+    value: float
+    target: float
+    at_most: bool = False
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the number is good enough."""
+        return (
+            (self.value <= self.target) if self.at_most else self.value >= self.target
+        )
+
+    def row(self) -> list[str]:
+        """Return a line of a table."""
+        sign = "<=" if self.at_most else ">="
+        met = "met" if self.is_met else "MISSED"
+        return [self.name, f"{self.value:.3f}", f"{sign} {self.target:g}", met]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the benchmark.
+
+    Args:
+        summary: half a line for the help text.
+        run: measures what the record lacks.
+        names: of all measurements, in the order in which they are made.
+        table: header and lines of what was measured.
+        verdicts: numbers with targets.
+    """
+
+    summary: str
+    run: Callable[[Record, Options], None]
+    names: Callable[[Options], Sequence[str]]
+    table: Callable[[Record, Options], tuple[Sequence[str], list[list[str]]]]
+    verdicts: Callable[[Record, Options], list[Verdict]]
+
+
+def log(line: str) -> None:
+    """Print progress."""
+    print(line, file=sys.stderr, flush=True)

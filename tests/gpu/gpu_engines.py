@@ -1,0 +1,276 @@
+"""Engines on the GPU with a policy, beside stock vLLM: tokens, memory, graphs.
+
+Called by gpu_check, with `Where` for a GPU; its tests use one for a CPU.
+Process: any
+"""
+
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpu_compare import Agreement, assert_alike, assert_same, compare
+from gpu_where import (
+    GPU,
+    QUICK,
+    Graphs,
+    Jobs,
+    Where,
+    assert_given_back,
+    storm,
+)
+from helpers import Job, Run, make_jobs, make_prompt
+
+from benchmarks.gpu.models import drawn_weights, write_model
+from reasoner.problems import FAMILIES, generate
+from reasoner.tokenizer import chat_prompt, encode
+from vllm_kvpolicy import compat
+from vllm_kvpolicy.policies.registry import names, parse
+
+REASONER = Path(__file__).resolve().parents[2] / "reasoner" / "checkpoint"
+MOVER = {
+    "budget": 128,
+    "interval": 40,
+    # Above all prompts, and no event waits: steps are those of stock.
+    "prefill_interval": 1024,
+    "events_per_step": 64,
+}
+BASE = {
+    "budget": 150,
+    "interval": 130,
+    "prefill_interval": 256,
+    "recent": 40,
+    "sinks": 5,
+}
+OPTIONS = {"expected_window": 48}
+INFINITE_BUDGET = 2048
+
+
+def equal_names() -> list[str]:
+    """Return the policies that a GPU serves and that need no file."""
+    ragged = "cuda" in compat.RAGGED_PLATFORMS
+    found = []
+    for name in names():
+        info = parse(name)
+        needs_file = name.rpartition("-")[2] in ("triattention", "qfilter")
+        if not (info.is_test or needs_file) and (ragged or not is_ragged(name)):
+            found.append(name)
+    return found
+
+
+def is_ragged(name: str) -> bool:
+    """Return whether heads hold different numbers of tokens under a policy."""
+    return name.partition("-")[0] in ("adakv", "pyramid", "hard")
+
+
+def problems(count: int) -> Jobs:
+    """Return requests with problems that the packaged model was trained on."""
+    families = sorted(FAMILIES)
+    jobs = []
+    for number in range(count):
+        problem = generate(families[number % len(families)], 6 + 4 * number, number)
+        prompt = encode(chat_prompt(problem.prompt))
+        jobs.append(Job(problem.family + str(number), prompt, 300))
+    return jobs
+
+
+def on_gpu(backend: str) -> Where:
+    """Return the packaged model on the GPU, with one attention backend."""
+    return Where(
+        model=REASONER,
+        settings={**GPU, **QUICK, "attention_backend": backend},
+        num_blocks=4000,
+        tight_blocks=110,
+        jobs=problems(16),
+        has_graphs=True,
+        backend=backend,
+        policies=equal_names(),
+        # Five requests with a protected prompt, at their longest.
+        tight_policy_blocks=5 * 45,
+    )
+
+
+def check_backend(backend: str, checks: Any) -> None:
+    """Run all checks of the packaged model on one attention backend."""
+    where = on_gpu(backend)
+    stock = check_stock(checks, where)
+    check_movers(checks, where, stock, ("identity", "holes"))
+    check_ragged(checks, where, stock)
+    check_infinite(checks, where, stock)
+    check_policies(checks, where)
+
+
+def check_shape(shape: str, checks: Any) -> None:
+    """Run a few checks of a model of 8 billion random parameters, all as by default.
+
+    Qwen's starts the quick way, Llama's as vLLM starts if it is told nothing: compiled,
+    with graphs of whole decode steps and of pieces of the others.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        how = QUICK if shape.startswith("qwen") else {}
+        where = Where(
+            model=write_model(shape, Path(folder)),
+            settings={
+                **GPU,
+                **how,
+                "max_num_seqs": 16,
+                "kv_cache_memory_bytes": 2**32,
+                "load_format": drawn_weights(),
+                "skip_tokenizer_init": True,
+            },
+            num_blocks=1600,
+            tight_blocks=0,
+            jobs=make_jobs([300 + 40 * n for n in range(16)], 96),
+            has_graphs=True,
+            backend="FLASH_ATTN",
+            policies=("ams-tova", "snapkv", "keydiff", "streaming"),
+        )
+        stock = check_stock(checks, where)
+        check_movers(checks, where, stock, ("identity",) if how else ("holes",))
+        check_policies(checks, where)
+
+
+@dataclass(frozen=True)
+class Stock:
+    """What stock vLLM did.
+
+    Args:
+        run: all requests together.
+        noise: each request alone beside that.
+        tight: all requests together in a pool that is too small, None if not tried.
+    """
+
+    run: Run
+    noise: Agreement
+    tight: Run | None
+
+
+def check_stock(checks: Any, where: Where) -> Stock:
+    """Run stock vLLM; what it does is what others are compared with."""
+    with checks.case("stock beside itself, alone") as notes, where.engine() as engine:
+        run = engine.run(where.jobs)
+        alone = Run({}, 0, 0)
+        for job in where.jobs[::3]:
+            alone.results.update(engine.run([job]).results)
+        some = Run({name: run.results[name] for name in alone.results}, 0, 0)
+        noise = compare(alone, some)
+        notes.append(str(noise))
+        blocks = where.tight_blocks
+        tight = storm(engine, where.jobs, blocks) if blocks else None
+        return Stock(run, noise, tight)
+    raise RuntimeError("stock vLLM does not run: nothing to compare with")
+
+
+def check_movers(
+    checks: Any, where: Where, stock: Stock, movers: Sequence[str]
+) -> None:
+    """Tokens change their places and nobody notices, under preemption too.
+
+    Under `identity` a request keeps its blocks, so that vLLM's own tables would do.
+    Under `holes` it gives half of them back: only our tables name the right ones.
+    """
+    for name in movers:
+        with (
+            checks.case(name) as notes,
+            where.engine({"policy": name, **MOVER}) as engine,
+        ):
+            graphs = Graphs(engine, where)
+            run = engine.run(where.jobs)
+            found = compare(run, stock.run)
+            counters = engine.counters()
+            notes += [str(found), f"{counters['events']:.0f} events"]
+            assert_alike(found, stock.noise)
+            assert counters["events"] >= len(where.jobs)
+            assert counters["tokens_dropped"] == 0
+            assert run.steps == stock.run.steps, (run.steps, stock.run.steps)
+            assert_given_back(engine)
+            if where.has_graphs:
+                notes.append(graphs.proof(run.steps))
+            if stock.tight is not None:
+                tight = storm(engine, where.jobs, where.tight_blocks)
+                found = compare(tight, stock.run)
+                notes.append(f"storm of {tight.preemptions} preemptions: {found}")
+                assert_alike(found, compare(stock.tight, stock.run))
+                assert_given_back(engine)
+
+
+def check_ragged(checks: Any, where: Where, stock: Stock) -> None:
+    """Pages change heads and layers, too, where GPUs serve heads of own lengths."""
+    with checks.case("identity, ragged") as notes:
+        if "cuda" not in compat.RAGGED_PLATFORMS:
+            notes.append("NOT RUN: heads of their own lengths are refused on CUDA")
+            return
+        options = {"policy_config": {"ragged": True}}
+        with where.engine({"policy": "identity", **MOVER, **options}) as engine:
+            found = compare(engine.run(where.jobs), stock.run)
+            notes.append(str(found))
+            assert_alike(found, stock.noise)
+            assert engine.counters()["events"] >= len(where.jobs)
+            assert_given_back(engine)
+
+
+def check_infinite(checks: Any, where: Where, stock: Stock) -> None:
+    """A budget that is never reached gives stock's tokens, bit for bit."""
+    policy = {"policy": "ams-tova", "budget": INFINITE_BUDGET, "interval": 64}
+    with (
+        checks.case("infinite budget") as notes,
+        where.engine({**policy, "prefill_interval": 1024}) as engine,
+    ):
+        graphs = Graphs(engine, where)
+        run = engine.run(where.jobs)
+        found = compare(run, stock.run)
+        notes.append(str(found))
+        assert_same(found)
+        assert engine.counters()["events"] == 0
+        assert run.steps == stock.run.steps, (run.steps, stock.run.steps)
+        if where.has_graphs:
+            notes.append(graphs.proof(run.steps, with_events=False))
+
+
+def check_policies(checks: Any, where: Where) -> None:
+    """Real policies run side by side, give blocks back, and survive preemptions."""
+    jobs = [
+        Job(
+            name,
+            make_prompt(7000 + number, (37, 180, 300, 430)[number % 4]),
+            where.policy_tokens,
+            extra_args={"kv_policy": name},
+        )
+        for number, name in enumerate(where.policies)
+    ]
+    first, *others = where.policies
+    options = OPTIONS if any("expected" in name for name in where.policies) else {}
+    policy = {"policy": first, "allow": others, "policy_config": options, **BASE}
+    label = f"{len(jobs)} policies" if len(jobs) > 4 else ", ".join(where.policies)
+    with checks.case(label) as notes, where.engine(policy) as engine:
+        graphs = Graphs(engine, where)
+        run = engine.run(jobs)
+        assert_whole(run, jobs)
+        assert_given_back(engine)
+        counters = engine.counters()
+        notes.append(
+            f"{counters['events']:.0f} events, "
+            f"{counters['blocks_returned']:.0f} blocks back"
+        )
+        assert counters["events"] >= len(jobs)
+        assert min(counters["blocks_returned"], counters["tokens_dropped"]) > 0
+        if where.has_graphs:
+            notes.append(graphs.proof(run.steps))
+        if where.tight_blocks:
+            tight = storm(engine, jobs, where.tight_policy_blocks)
+            assert_whole(tight, jobs)
+            assert_given_back(engine)
+            notes.append(f"{tight.preemptions} preemptions")
+
+
+def assert_whole(run: Run, jobs: Jobs) -> None:
+    """Raise unless every request has all its tokens, with finite log-probabilities."""
+    assert set(run.results) == {job.name for job in jobs}
+    for job in jobs:
+        result = run.results[job.name]
+        assert len(result.tokens) == job.max_tokens, job.name
+        steps = zip(result.tokens, result.logprobs, strict=True)
+        values = [entry[t] for t, entry in steps]
+        assert all(map(math.isfinite, values)), f"{job.name}: not finite"

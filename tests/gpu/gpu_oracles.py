@@ -1,0 +1,162 @@
+"""The oracles of tests/engine on the GPU: float32, Triton attention, graphs, V2 runner.
+
+What the policies should have kept, and the log-probabilities that follow from what was
+kept, are recomputed by a plain decoder on the CPU.
+Called by gpu_check, with Triton told to multiply float32 as it is.
+Process: any
+"""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from calibration_files import options_for
+from gpu_engines import equal_names
+from gpu_where import GPU, QUICK, Graphs, Where, assert_given_back
+from helpers import Engine, Job, make_prompt
+from oracle_plumbing import check_plumbing
+from oracle_replay import check_replay
+from oracle_selection import Report, check_selection
+from reference_decoder import ReferenceDecoder
+from tiny_model import make_tiny_model
+
+from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.policies.registry import names, parse
+
+BASE = {
+    "budget": 150,
+    "interval": 130,
+    "prefill_interval": 256,
+    "recent": 40,
+    "sinks": 5,
+}
+TIGHT = {"max_num_batched_tokens": 128, "max_model_len": 832}
+BLOCK, NUM_BLOCKS = 32, 60
+SELECTED = ("streaming", "tova", "snapkv", "ams-tova", "ams-snapkv")
+ON_GPU = {
+    **GPU,
+    **QUICK,
+    **TIGHT,
+    "dtype": "float32",
+    "attention_backend": "TRITON_ATTN",
+    "block_size": BLOCK,
+}
+
+
+@dataclass(frozen=True)
+class Oracles:
+    """What the oracles look at.
+
+    Args:
+        policies: names, one request each.
+        settings: further arguments of `helpers.Engine`.
+        has_graphs: see `gpu_engines.Where`.
+        num_blocks: of the pool; too few for all requests at once.
+    """
+
+    policies: Sequence[str]
+    settings: dict[str, Any]
+    has_graphs: bool
+    num_blocks: int = NUM_BLOCKS
+
+
+def check_on_gpu(checks: Any) -> None:
+    """Check every policy that a GPU serves, those with a calibration file too."""
+    served = set(equal_names())
+    calibrated = ("triattention", "qfilter")
+    chosen = [name for name in names() if name in served or name in calibrated]
+    check_oracles(checks, Oracles(chosen, ON_GPU, has_graphs=True))
+
+
+def check_oracles(checks: Any, what: Oracles) -> None:
+    """Run one request of each policy, and judge all that the server did."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_tiny_model(Path(folder) / "model")
+        trace = Path(folder) / "trace"
+        values = policy_values(what, Path(folder))
+        jobs = jobs_for(what.policies)
+        with (
+            checks.case("a run that strains the engine") as notes,
+            Engine(model, values, trace, what.num_blocks, **what.settings) as engine,
+        ):
+            graphs = Graphs(engine, as_where(model, what, jobs))
+            run = engine.run(jobs)
+            assert run.preemptions > 0
+            assert all(result.events for result in run.results.values())
+            assert_given_back(engine)
+            notes.append(f"{len(jobs)} policies, {run.preemptions} preemptions")
+            if what.has_graphs:
+                notes.append(graphs.proof(run.steps))
+        decoder = ReferenceDecoder(model)
+        results = list(run.results.values())
+        with checks.case("log-probabilities are those of the survivors") as notes:
+            worst = max(check_replay(decoder, result) for result in results)
+            notes.append(f"largest difference {worst:.1e}")
+        with checks.case("selection is the policies'") as notes:
+            report = Report()
+            for result in results:
+                # The tiny model's keys all have one length: knorm sees ties only.
+                if "knorm" not in result.job.name:
+                    config = request_config(values, result.job)
+                    options = config.options_of()
+                    check_plumbing(decoder, result, config, options, BLOCK, report)
+            notes.append(judged(report))
+        with checks.case("selection is the references'") as notes:
+            report = Report()
+            for result in results:
+                if result.job.name in SELECTED:
+                    config = request_config(values, result.job)
+                    check_selection(decoder, result, config, BLOCK, report)
+            notes.append(judged(report))
+
+
+def policy_values(what: Oracles, folder: Path) -> dict[str, Any]:
+    """Return the server's policy: the first name, all others allowed."""
+    first, *others = what.policies
+    options: dict[str, Any] = {}
+    if any("expected" in name for name in what.policies):
+        options["expected_window"] = 48
+    for scorer in ("triattention", "qfilter"):
+        if scorer in what.policies:
+            options |= options_for(scorer, folder, 2, 2, 2, 32)
+    return {"policy": first, "allow": others, "policy_config": options, **BASE}
+
+
+def jobs_for(policies: Sequence[str]) -> list[Job]:
+    """Return a request of each policy, with prompts of several lengths."""
+    return [
+        Job(
+            name,
+            make_prompt(7000 + number, (37, 180, 300, 430)[number % 4]),
+            290,
+            extra_args={"kv_policy": name},
+            prompt_logprobs=True,
+        )
+        for number, name in enumerate(policies)
+    ]
+
+
+def request_config(values: dict[str, Any], job: Job) -> KVPolicyConfig:
+    """Return a request's policy; its budget counts a protected prompt, too."""
+    config = KVPolicyConfig.from_dict(values).with_request(job.extra_args, BLOCK)
+    assert config is not None
+    if parse(config.policy).protect_prompt:
+        budget = config.budget_tokens + len(job.prompt)
+        config = replace(config, budget_tokens=budget)
+    return config
+
+
+def as_where(model: Path, what: Oracles, jobs: list[Job]) -> Where:
+    """Return what `Graphs` has to know."""
+    backend = what.settings.get("attention_backend", "")
+    return Where(model, {}, 0, 0, jobs, what.has_graphs, backend)
+
+
+def judged(report: Report) -> str:
+    """Return how many decisions agree, or raise where too many do not."""
+    report.check()
+    assert report.decisions > 0
+    ties = len(report.near_ties)
+    return f"{report.decisions} decisions, {ties} differ at near ties"

@@ -1,0 +1,143 @@
+"""What engines of the checks run on, and what is true of all of them on a GPU.
+
+Called by gpu_engines, gpu_oracles and gpu_syncs.
+Process: any
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from helpers import Engine, Job, Run
+
+from benchmarks.gpu.engine import blocks_of
+
+# As fast a start as graphs allow: nothing compiled but vLLM's own kernels.
+QUICK = {
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64],
+    },
+    "kernel_config": {"enable_jit_warmup": False},
+}
+GPU = {
+    "dtype": "bfloat16",
+    "enforce_eager": False,
+    "block_size": 16,
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 8192,
+    "gpu_memory_utilization": 0.02,
+    "kv_cache_memory_bytes": 2**29,
+}
+LEAST_REPLAYED = 0.8
+SETTLE_STEPS = 8
+Jobs = list[Job]
+
+
+@dataclass(frozen=True)
+class Where:
+    """What engines run on.
+
+    Args:
+        model: folder of the model.
+        settings: further arguments of `helpers.Engine`.
+        num_blocks: of the pool.
+        tight_blocks: of a pool that makes `jobs` preempt each other.
+        jobs: requests whose tokens are compared.
+        has_graphs: decode steps are replays of graphs, on the V2 runner, with
+            asynchronous scheduling.
+        backend: name of the attention backend.
+        policies: names that are tried one beside another.
+        policy_tokens: that each of them writes.
+        tight_policy_blocks: of a pool that makes these preempt each other.
+    """
+
+    model: Path
+    settings: dict[str, Any]
+    num_blocks: int
+    tight_blocks: int
+    jobs: Jobs
+    has_graphs: bool
+    backend: str
+    policies: Sequence[str] = ()
+    policy_tokens: int = 290
+    tight_policy_blocks: int = 0
+
+    def engine(self, policy: dict[str, Any] | None = None) -> Engine:
+        """Start an engine, stock without a policy."""
+        return Engine(self.model, policy, None, self.num_blocks, **self.settings)
+
+
+def storm(engine: Engine, jobs: Jobs, blocks: int) -> Run:
+    """Run requests in a pool that is too small for them, until all have finished."""
+    settle(engine)
+    with blocks_of(engine.scheduler.kv_cache_manager.block_pool, blocks):
+        run = engine.run(jobs)
+        settle(engine)
+    assert run.preemptions > 0, "the pool was not too small"
+    return run
+
+
+def settle(engine: Engine) -> None:
+    """Run the empty steps in which the worker hears which requests finished."""
+    for _ in range(SETTLE_STEPS):
+        if engine.scheduler.has_requests() or engine.core.batch_queue:
+            engine.core.step_fn()
+
+
+def assert_given_back(engine: Engine) -> None:
+    """Raise unless the pool is full again and the worker has forgotten all requests."""
+    settle(engine)
+    assert engine.num_free == engine.num_usable, (engine.num_free, engine.num_usable)
+    assert not len(engine.runtime.slots), "requests that finished still have a slot"
+
+
+class Graphs:
+    """Counts replays of graphs of whole steps, and those that read tables of events.
+
+    Args:
+        engine: with a policy; its runner is watched from now on.
+        where: what it runs on.
+    """
+
+    def __init__(self, engine: Engine, where: Where) -> None:
+        self.engine, self.where = engine, where
+        self.replays = self.after_events = 0
+        if where.has_graphs:
+            manager = engine.worker.model_runner.cudagraph_manager
+            replay = manager.run_fullgraph
+
+            def counted(*args: Any, **kwargs: Any) -> Any:
+                self.replays += 1
+                self.after_events += bool(len(engine.runtime.slots))
+                return replay(*args, **kwargs)
+
+            manager.run_fullgraph = counted
+
+    def proof(self, steps: int, with_events: bool = True) -> str:
+        """Return how many graphs were captured and replayed.
+
+        Args:
+            steps: of the engine since.
+            with_events: requests have had events in most of them.
+
+        Raises:
+            AssertionError: the V2 runner, asynchronous scheduling, the attention
+                backend or graphs are not what they should be.
+        """
+        engine = self.engine
+        config = engine.llm.llm_engine.vllm_config
+        captured = len(engine.worker.model_runner.cudagraph_manager.graphs)
+        backend = engine.runtime.layers[0].attn_backend.get_name()
+        assert engine.worker.use_v2_model_runner, "not the V2 runner"
+        assert config.scheduler_config.async_scheduling, "no asynchronous scheduling"
+        assert backend == self.where.backend, backend
+        assert captured > 0, "no graph of a whole step was captured"
+        assert self.replays >= LEAST_REPLAYED * steps, (
+            f"{self.replays} of {steps} steps"
+        )
+        if with_events:
+            assert self.after_events >= steps // 4, f"{self.after_events} of {steps}"
+        return f"{captured} graphs, {self.replays} replays in {steps} steps"

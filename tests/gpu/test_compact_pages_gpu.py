@@ -1,0 +1,208 @@
+"""Moving tokens on a GPU: both twins against the reference on a CPU, bit for bit.
+
+`python setup.py build_ext --inplace` builds the twin in CUDA C++ in a checkout.
+"""
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+import torch
+from page_moves import INTEGERS, Head, Rows, move_arguments, random_layout
+
+from vllm_kvpolicy.kernels.compact_pages import compact_pages, compact_pages_ref
+from vllm_kvpolicy.kernels.cuda import library
+from vllm_kvpolicy.kernels.dispatch import forced
+
+GPU = torch.device("cuda", 0)
+NOBODY = [(0, 0, True), (0, 0, False)]
+SHAPES = (
+    (torch.bfloat16, 128),
+    (torch.bfloat16, 80),
+    (torch.bfloat16, 33),
+    (torch.float16, 20),
+    (torch.float32, 256),
+    (torch.float32, 5),
+    (torch.float64, 64),
+    (torch.uint8, 7),
+)
+Twin = Callable[..., None]
+
+
+@pytest.fixture(params=["triton", "cuda"])
+def twin(request: pytest.FixtureRequest) -> Twin:
+    """compact_pages, forced to one implementation."""
+    if request.param == "cuda":
+        try:
+            library.load()
+        except ImportError as error:
+            pytest.skip(str(error))
+
+    def run(*args: torch.Tensor | None) -> None:
+        calls = compact_pages.calls[request.param]
+        with forced(request.param):
+            compact_pages(*args)
+        assert compact_pages.calls[request.param] == calls + 1
+
+    return run
+
+
+def make_cache(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a pool [P, N, 2D] of all bit patterns, NaNs included, on the CPU."""
+    integer = INTEGERS[dtype.itemsize]
+    info = torch.iinfo(integer)
+    generator = torch.Generator().manual_seed(shape[0])
+    bits = torch.randint(info.min, info.max, shape, generator=generator, dtype=integer)
+    return bits.view(dtype)
+
+
+def rows_of(layout: tuple[int, int, list[Head]]) -> Rows:
+    """Return the moves of each head, with survivors that do not exist between them."""
+    block_size, _, heads = layout
+    rows = [list(head.moves(block_size)) for head in heads]
+    return [row for own in rows for row in (own, NOBODY)]
+
+
+def check_twin(
+    twin: Twin, cache: torch.Tensor, half: int, rows: Rows, give_in_place: bool
+) -> None:
+    """Compare a pool of which one half of the columns was moved, with the reference."""
+    head_dim = cache.shape[-1] // 2
+    *arguments, in_place = move_arguments(rows)
+    arguments.append(in_place if give_in_place else None)
+    on_gpu = [None if part is None else part.to(GPU) for part in arguments]
+    moved = cache.to(GPU)
+    twin(moved.split(head_dim, dim=-1)[half], *on_gpu)
+    compact_pages_ref(cache.split(head_dim, dim=-1)[half], *arguments)
+    bits = INTEGERS[cache.element_size()]
+    assert torch.equal(moved.cpu().view(bits), cache.view(bits))
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), SHAPES)
+@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize("loyalty", [0.0, 0.6, 0.95, 1.0])
+def test_tokens_arrive_and_nothing_else_changes(
+    twin: Twin, dtype: torch.dtype, head_dim: int, block_size: int, loyalty: float
+) -> None:
+    rng = Random(f"{dtype} {head_dim} {block_size} {loyalty}")
+    sizes = [rng.randint(0, 60) for _ in range(64)]
+    layout = random_layout(rng, block_size, sizes, sum(sizes) + 9, loyalty, 0.3)
+    for half in (0, 1):
+        cache = make_cache((layout[1], block_size, 2 * head_dim), dtype)
+        check_twin(twin, cache, half, rows_of(layout), loyalty < 1)
+
+
+@pytest.mark.parametrize("loyalty", [0.9, 1.0])
+def test_long_rows_and_many_rows(twin: Twin, loyalty: float) -> None:
+    sizes = [2500, 0, 1200, *[2] * 4096]
+    pages = sum(sizes) + 5
+    layout = random_layout(Random(7), 16, sizes, pages, loyalty, 0.5)
+    cache = make_cache((pages, 16, 2 * 32), torch.bfloat16)
+    check_twin(twin, cache, 1, rows_of(layout), loyalty < 1)
+
+
+def test_every_run_gives_the_same(twin: Twin) -> None:
+    """A race would show now and then only."""
+    layout = random_layout(Random(8), 16, [160] * 256, 160 * 256 + 1, 1.0, 0.6)
+    *arguments, _ = move_arguments(rows_of(layout))
+    arguments = [part.to(GPU) for part in arguments]
+    before = make_cache((layout[1], 16, 64), torch.bfloat16).view(torch.int16)
+    expected = before.clone()
+    compact_pages_ref(expected, *(part.cpu() for part in arguments))
+    before, expected = before.to(GPU), expected.to(GPU)
+    for _ in range(50):
+        pages = before.clone()
+        twin(pages, *arguments)
+        assert torch.equal(pages, expected)
+
+
+@pytest.mark.parametrize("give_in_place", [True, False])
+def test_pools_beyond_two_to_the_31(twin: Twin, give_in_place: bool) -> None:
+    num_pages, head_dim = 2**31 // (16 * 256) + 2000, 128
+    free, _ = torch.cuda.mem_get_info(GPU)
+    if free < 6 * 2**30:
+        pytest.skip(f"needs 6 GiB of free GPU memory, there are {free / 2**30:.1f}")
+    cache = torch.empty(num_pages, 16, 2 * head_dim, dtype=torch.int16, device=GPU)
+    ends = [*range(1, 500), *range(num_pages - 1500, num_pages)]
+    numbers = torch.arange(len(ends) * 16, device=GPU, dtype=torch.int16)
+    cache[ends] = numbers.view(-1, 16, 1).expand(-1, -1, 2 * head_dim)
+    rng = Random(9)
+    small = random_layout(rng, 16, [100] * 15, len(ends), 1 - give_in_place / 2, 0.5)
+    rename = [0, *ends]
+    heads = [
+        Head([rename[p] for p in h.before], [rename[p] for p in h.after], h.kept)
+        for h in small[2]
+    ]
+    *arguments, in_place = (
+        part.to(GPU) for part in move_arguments(rows_of((16, num_pages, heads)))
+    )
+    values = cache[..., head_dim:]
+    expected = values[ends].flatten(0, 1)
+    place = torch.zeros(num_pages, dtype=torch.int64, device=GPU)
+    place[ends] = torch.arange(len(ends), device=GPU)
+    compact = [place[slots // 16] * 16 + slots % 16 for slots in arguments[:2]]
+    exists = arguments[0] > 0
+    source, dest = (slots[exists] for slots in compact)
+    expected[dest] = expected[source]
+    twin(values, *arguments, in_place if give_in_place else None)
+    assert torch.equal(values[ends].flatten(0, 1), expected)
+    keys = cache[ends][..., :head_dim]
+    assert (keys == numbers.view(-1, 16, 1)).all(), "the other half of the columns"
+
+
+def test_scratch_may_hold_anything(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    new_empty = torch.Tensor.new_empty
+
+    def poisoned(pages: torch.Tensor, *shape: int) -> torch.Tensor:
+        made.append(new_empty(pages, *shape).fill_(torch.nan))
+        return made[-1]
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    layout = random_layout(Random(10), 16, [40] * 16, 700, 0.5, 0.5)
+    cache = make_cache((700, 16, 2 * 64), torch.bfloat16)
+    check_twin(twin, cache, 0, rows_of(layout), True)
+    assert len(made) == 1 and made[0].isnan().any() and not made[0].isnan().all()
+
+
+def test_it_waits_for_its_own_stream_and_for_nothing_else(twin: Twin) -> None:
+    layout = random_layout(Random(11), 16, [40] * 16, 700, 0.5, 0.5)
+    arguments = move_arguments(rows_of(layout))
+    on_gpu = [part.to(GPU) for part in arguments]
+    cache = make_cache((700, 16, 64), torch.bfloat16).view(torch.int16)
+    source, pages = cache.to(GPU), torch.zeros_like(cache, device=GPU)
+    twin(pages, *on_gpu)  # compiled before
+    torch.cuda.synchronize(GPU)
+    stream = torch.cuda.Stream(GPU)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(200_000_000)
+            pages.copy_(source)
+            twin(pages, *on_gpu)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize(GPU)
+    compact_pages_ref(cache, *arguments)
+    assert torch.equal(pages.cpu(), cache)
+
+
+def test_a_gpu_runs_triton_unless_told_otherwise() -> None:
+    before = compact_pages.calls.copy()
+    slot = torch.zeros(1, dtype=torch.int64, device=GPU)
+    first = torch.tensor([0, 1], device=GPU)
+    compact_pages(torch.zeros(1, 16, 8, device=GPU), slot, slot, first)
+    assert compact_pages.calls - before == {"triton": 1}
+
+
+@pytest.mark.parametrize("wrong", ["dtype", "device", "length"])
+def test_the_cuda_twin_refuses_other_lists(wrong: str) -> None:
+    try:
+        library.load()
+    except ImportError as error:
+        pytest.skip(str(error))
+    slot = torch.zeros(2, dtype=torch.int64, device=GPU)
+    other = {"dtype": slot.int(), "device": slot.cpu(), "length": slot[:1]}[wrong]
+    pages, first = torch.zeros(1, 16, 8, device=GPU), torch.tensor([0, 2], device=GPU)
+    with forced("cuda"), pytest.raises(RuntimeError, match="dest_slots: expected"):
+        compact_pages(pages, slot, other, first)

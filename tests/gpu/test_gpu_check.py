@@ -1,0 +1,303 @@
+"""What `make gpu-check` does, tried out on a CPU: no graphs, the V1 runner, float32."""
+
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gpu_check
+import gpu_engines
+import gpu_oracles
+import gpu_syncs
+import pytest
+import torch
+from gpu_check import Checks, run_all, table
+from gpu_compare import Agreement, assert_alike, assert_same, compare
+from gpu_kernels import check_twins
+from gpu_where import Where
+from helpers import Job, Result, Run, make_jobs
+
+from benchmarks.gpu.kernel_inputs import CPU, SMALL_SIZES, operations
+from benchmarks.gpu.models import drawn_weights, write_model
+from vllm_kvpolicy.attention import runtime
+from vllm_kvpolicy.policies.registry import parse
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="tries the checks out where there is no GPU"
+)
+SETTINGS = {"block_size": 32}
+POLICIES = ("ams-tova", "snapkv", "keydiff", "streaming")
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines in this process, on one thread, and fewer steps to watch."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    torch.set_num_threads(1)
+    monkeypatch.setattr(gpu_syncs, "STEPS", 90)
+    monkeypatch.setattr(gpu_syncs, "REQUESTS", 4)
+
+
+@pytest.fixture
+def checks(tmp_path: Path) -> Checks:
+    return Checks("group", tmp_path / "lines.jsonl")
+
+
+def lines_of(checks: Checks) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in checks.path.read_text().splitlines()]
+
+
+def details(checks: Checks) -> dict[str, str]:
+    """Return what passed, by name; fail if anything did not."""
+    lines = lines_of(checks)
+    failed = [line for line in lines if not line["ok"]]
+    assert not failed, "; ".join(line["detail"] for line in failed)
+    return {line["check"]: line["detail"] for line in lines}
+
+
+def where(model: Path) -> Where:
+    """Return the tiny model on this CPU."""
+    jobs = make_jobs((100, 150), 90, seed=5)
+    return Where(model, SETTINGS, 400, 11, jobs, False, "", POLICIES, 130, 12)
+
+
+# -- engines ---------------------------------------------------------------------------
+
+
+def test_engines(tiny_model: Path, checks: Checks) -> None:
+    place = where(tiny_model)
+    stock = gpu_engines.check_stock(checks, place)
+    gpu_engines.check_movers(checks, place, stock, ("identity", "holes"))
+    gpu_engines.check_ragged(checks, place, stock)
+    gpu_engines.check_infinite(checks, place, stock)
+    gpu_engines.check_policies(checks, place)
+    found = details(checks)
+    assert "1/1 identical" in found["stock beside itself, alone"]
+    for mover in ("identity", "holes"):
+        assert found[mover].startswith("2/2 identical")
+        assert "preemptions: 2/2 identical" in found[mover]
+    assert found["identity, ragged"].startswith("NOT RUN")
+    assert "2/2 identical" in found["infinite budget"]
+    policies = found["ams-tova, snapkv, keydiff, streaming"]
+    assert "blocks back" in policies and policies.endswith(" preemptions")
+
+
+def test_a_model_without_weights(
+    tmp_path: Path, checks: Checks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way in which models of 8 billion parameters are checked."""
+    settings = {"load_format": drawn_weights(), "skip_tokenizer_init": True}
+    place = replace(
+        where(write_model("tiny", tmp_path)),
+        settings=SETTINGS | settings,
+        tight_blocks=0,
+        jobs=make_jobs((150, 190), 60),
+    )
+    stock = gpu_engines.check_stock(checks, place)
+    tokens = [token for result in stock.run.results.values() for token in result.tokens]
+    assert len(set(tokens)) > 10  # weights as vLLM leaves them answer one token
+    gpu_engines.check_movers(checks, place, stock, ("holes",))
+    assert set(details(checks)) == {"stock beside itself, alone", "holes"}
+    # Attention that reads vLLM's own tables, as a graph of stock vLLM would, is found.
+    monkeypatch.setattr(
+        runtime.KVPolicyRuntime, "physical", lambda self, metadata: metadata
+    )
+    gpu_engines.check_movers(checks, place, stock, ("holes",))
+    last = lines_of(checks)[-1]
+    assert (last["check"], last["ok"]) == ("holes", False)
+    assert "allowed" in last["detail"] or "near tie" in last["detail"]
+
+
+def test_oracles(checks: Checks) -> None:
+    settings = {**gpu_oracles.TIGHT, **SETTINGS}
+    what = gpu_oracles.Oracles(POLICIES, settings, has_graphs=False, num_blocks=30)
+    gpu_oracles.check_oracles(checks, what)
+    found = details(checks)
+    assert len(found) == 4 and "4 policies" in found["a run that strains the engine"]
+    assert "decisions, 0 differ" in found["selection is the references'"]
+
+
+def test_every_equal_policy_is_tried() -> None:
+    names = gpu_engines.equal_names()
+    assert {"ams-tova", "snapkv", "rkv", "epikv", "strat-keydiff"} < set(names)
+    assert not any(parse(name).is_test for name in names)
+    assert "qfilter" not in names and "adakv-snapkv" not in names
+
+
+# -- comparing -------------------------------------------------------------------------
+
+
+def made_run(tokens: list[int], logprobs: list[dict[int, float]]) -> Run:
+    job = Job("r", [5], len(tokens))
+    return Run({"r": Result(job, tokens, logprobs, [])}, 1, 0)
+
+
+def test_first_differences() -> None:
+    stock = made_run(
+        [1, 2, 3], [{1: -0.1, 2: -3.0}, {2: -0.2, 4: -0.21}, {3: 0.0, 5: -9.0}]
+    )
+    ours = made_run(
+        [1, 4, 5], [{1: -0.11, 2: -3.0}, {4: -0.2, 2: -0.22}, {5: 0.0, 3: -9.0}]
+    )
+    found = compare(ours, stock)
+    assert (found.same, found.tokens, found.all_tokens) == (0, 1, 3)
+    assert found.gap == pytest.approx(0.01) and found.worst == pytest.approx(0.01)
+    assert_same(compare(stock, stock))
+    with pytest.raises(AssertionError, match="0/1 identical"):
+        assert_same(found)
+
+
+def agreement(gap: float = 0.0, worst: float = 0.0, tokens: int = 90) -> Agreement:
+    return Agreement(9, 8, tokens, 100, gap, worst)
+
+
+def test_what_counts_as_alike() -> None:
+    calm = agreement()
+    assert_alike(agreement(0.04, 0.02), calm)
+    assert_alike(agreement(0.3, 0.1), agreement(worst=0.1))
+    for bad, noise in (
+        (agreement(gap=0.06), calm),
+        (agreement(worst=0.021), calm),
+        (agreement(tokens=20), calm),
+        (calm, agreement(worst=0.3)),
+    ):
+        with pytest.raises(AssertionError):
+            assert_alike(bad, noise)
+
+
+# -- waiting for the device ------------------------------------------------------------
+
+
+class FakeMode:
+    """Stands in for torch.cuda.set_sync_debug_mode; `touch` is what synchronises."""
+
+    def __init__(self) -> None:
+        self.mode = "default"
+
+    def __call__(self, mode: str) -> None:
+        self.mode = mode
+
+    def touch(self) -> None:
+        if self.mode == "warn":
+            warnings.warn(gpu_syncs.MESSAGE, UserWarning, stacklevel=2)
+        if self.mode == "error":
+            raise RuntimeError(gpu_syncs.MESSAGE)
+
+
+def test_steps_without_waits(tiny_model: Path, checks: Checks) -> None:
+    gpu_syncs.check_syncs(checks, where(tiny_model), FakeMode())
+    found = details(checks)
+    assert found["stock"] == "none" and "events in 90" in found[WATCHED]
+    assert found['mode "error"'].endswith(" events")
+
+
+WATCHED = "steps without and with events"
+
+
+def test_a_wait_in_an_event_is_found(
+    tiny_model: Path, checks: Checks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mode = FakeMode()
+    begin = runtime.KVPolicyRuntime.begin_step
+
+    def begin_and_wait(self: Any, commands: Any, gone: Any) -> None:
+        if commands.events:
+            mode.touch()
+        begin(self, commands, gone)
+
+    monkeypatch.setattr(runtime.KVPolicyRuntime, "begin_step", begin_and_wait)
+    gpu_syncs.check_syncs(checks, where(tiny_model), mode)
+    failed = {line["check"]: line for line in lines_of(checks) if not line["ok"]}
+    assert set(failed) == {WATCHED, 'mode "error"'}
+    assert "in steps with events: vllm_kvpolicy/worker.py" in failed[WATCHED]["detail"]
+    assert gpu_syncs.MESSAGE in failed['mode "error"']["detail"]
+    assert mode.mode == "default"
+
+
+def test_blame() -> None:
+    def frame(name: str, line: int) -> traceback.FrameSummary:
+        return traceback.FrameSummary(name, line, "f")
+
+    ours, theirs = frame("x/vllm_kvpolicy/a/b.py", 7), frame("x/vllm/v1/c.py", 9)
+    other = frame("x/torch/d.py", 3)
+    blame: Callable[..., str] = lambda *frames: gpu_syncs.site_of(  # noqa: E731
+        traceback.StackSummary.from_list(list(frames))
+    )
+    assert blame(theirs, ours, other) == "vllm_kvpolicy/a/b.py:7"
+    assert blame(ours, theirs, other) == "vllm_kvpolicy/a/b.py:7"
+    assert blame(theirs, other) == "vllm/v1/c.py:9"
+    assert blame(other) == "d.py:3"
+
+
+# -- operations and the command --------------------------------------------------------
+
+
+def test_operations(checks: Checks, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_twins(checks, "reference", CPU, SMALL_SIZES)
+    assert len(details(checks)) == 13
+    operation = operations()["resize"]
+    monkeypatch.setattr(
+        operation,
+        "implementation",
+        lambda which: (
+            operation.reference
+            if which == "reference"
+            else lambda **given: ~operation.reference(**given)
+        ),
+    )
+    check_twins(checks, "triton", CPU, {"small": SMALL_SIZES["small"]})
+    failed = [line["check"] for line in lines_of(checks) if not line["ok"]]
+    assert "resize, triton" in failed
+
+
+PROGRAM = """
+import json, sys, time
+group, path = sys.argv[2], sys.argv[4]
+def line(name, ok):
+    made = {"group": group, "check": name, "ok": ok, "seconds": 1.0, "detail": "d"}
+    open(path, "a").write(json.dumps(made) + "\\n")
+if group != "empty":
+    line("first", True)
+if group == "red":
+    line("second", False)
+if group == "crash":
+    sys.exit(3)
+if group == "slow":
+    time.sleep(60)
+"""
+
+
+def test_groups_that_fail_crash_or_hang(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    command = [sys.executable, str(program)]
+    seconds = gpu_check.GRACE_SECONDS + 4
+    names = ["good", "red", "crash", "slow", "empty"]
+    lines = run_all(command, names, jobs=5, seconds=seconds)
+    found = {(line["group"], line["check"]): line for line in lines}
+    assert found["good", "first"]["ok"] and found["slow", "first"]["ok"]
+    assert not found["red", "second"]["ok"] and ("red", "the whole group") not in found
+    whole = {group: found[group, "the whole group"]["detail"] for group in names[2:]}
+    assert whole["crash"] == "its process ended with status 3"
+    assert whole["slow"].startswith("cut off after")
+    assert whole["empty"] == "it checked nothing"
+    late = run_all(command, ["good"], jobs=1, seconds=0)
+    assert late[0]["detail"] == "not begun: out of time" and not late[0]["ok"]
+    text = table(lines)
+    assert text.count("FAIL") == 4 and len(text.splitlines()) == len(lines)
+
+
+def test_without_a_gpu_nothing_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_check.main([]) == 2
+    assert "nothing was checked" in capsys.readouterr().err
+
+
+def test_every_group_can_be_called() -> None:
+    found = gpu_check.groups()
+    assert {"kernels", "flash", "triton", "syncs", "oracles"} < set(found)
+    assert all(callable(check) for check, _ in found.values())

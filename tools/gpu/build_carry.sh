@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Packs vLLM for CUDA for a GPU machine without network into carry folders:
+#   bash tools/gpu/build_carry.sh [FOLDER]     (runs/gpu/carry)
+# makes FOLDER/part1 (part2 ...), each under PART_MIB, and keeps git from seeing them.
+# About 350 MB come from the package index; 2-4 minutes on two cores, up to 2.5 GB of
+# memory in each of two workers.
+#   VLLM_VERSION=0.32.0  the release; its libraries are built for torch >= 2.11
+#   PART_MIB=56          the most one part may hold
+#   WITH_PTX=0           1: keep PTX for kernels without sm_90 code (Marlin), +15 MiB
+#   EXTRA="pkg==1 ..."   more wheels to carry, without their dependencies
+#   JOBS=2               workers that compress
+set -euo pipefail
+out=${1:-runs/gpu/carry}
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+python=${PYTHON:-python3}
+version=${VLLM_VERSION:-0.32.0}
+mkdir -p "$out"
+if git -C "$out" rev-parse --is-inside-work-tree >/dev/null 2>&1 &&
+  ! git -C "$out" check-ignore -q .; then
+  exclude=$(git -C "$out" rev-parse --path-format=absolute --git-path info/exclude)
+  mkdir -p "$(dirname "$exclude")"
+  echo "/$(git -C "$out" rev-parse --show-prefix)" >>"$exclude"
+fi
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+tags=(--only-binary=:all: --python-version 3.12 --implementation cp)
+for minor in $(seq 39 -1 5); do tags+=(--platform "manylinux_2_${minor}_x86_64"); done
+for year in 2014 2010 1; do tags+=(--platform "manylinux${year}_x86_64"); done
+
+echo "== vllm $version wheel"
+"$python" -m pip download -q --no-deps "${tags[@]}" -d "$work/wheel" "vllm==$version"
+echo "== dependencies"
+# shellcheck disable=SC2086  # EXTRA is a list of words
+"$python" -m pip install -q --no-deps --no-compile "${tags[@]}" \
+  --target "$work/deps" -r "$here/carry_requirements.txt" ${EXTRA:-}
+rm -rf "$work/deps/bin"
+
+rm -rf "$out"/part[0-9]*
+options=(--jobs "${JOBS:-2}")
+[ "${WITH_PTX:-0}" = 1 ] || options+=(--no-ptx)
+"$python" "$here/carry_pack.py" --wheel "$work"/wheel/vllm-*.whl --deps "$work/deps" \
+  --out "$out" --work "$work/pack" --part-mib "${PART_MIB:-56}" "${options[@]}"
+du -sm "$out"/part*

@@ -1,0 +1,101 @@
+#!/usr/bin/env bash
+# One command for a GPU machine without network, which has Python with torch for CUDA:
+#   bash tools/gpu/run.sh PART...
+# A PART is `first` (libraries and kernels one by one), `check` (make gpu-check) or a
+# part of the benchmark (python -m benchmarks.gpu --help). Before the first one, vLLM is
+# unpacked from CARRY (runs/gpu/carry, see build_carry.sh) and this package is built and
+# installed beside it, its CUDA kernels too where nvcc is there. Both are kept, and done
+# anew only where their sources changed. Status 1 if any part failed.
+#   OUT=runs/gpu/out    results and log
+#   SECONDS_EACH=500    limit of one part; the benchmark begins nothing 30 s before it
+#   CARRY=runs/gpu/carry
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+out=${OUT:-runs/gpu/out}
+carry=${CARRY:-runs/gpu/carry}
+limit=${SECONDS_EACH:-500}
+site=$PWD/runs/gpu/site
+plugin=$PWD/runs/gpu/plugin
+mkdir -p "$out" runs/gpu
+if [ $# = 0 ]; then
+  echo "usage: bash tools/gpu/run.sh first|check|PART..." >&2
+  exit 2
+fi
+
+install_vllm() {
+  local part
+  if ! ls "$carry"/part*/manifest.json >/dev/null 2>&1; then
+    python3 -c 'import vllm' && return # it is installed already
+    echo "no vLLM, and no carry folder at $carry: tools/gpu/build_carry.sh makes it"
+    return 1
+  fi
+  if ! grep -qsF "$(cat "$site/build" 2>/dev/null || echo none)" \
+    "$carry"/part1/manifest.json; then
+    for part in "$carry"/part*; do
+      SITE=$site bash "$part/install_on_device.sh" "$part" || return 1
+    done
+  fi
+  # shellcheck disable=SC1091  # written by install_on_device.sh
+  . "$site/env.sh"
+}
+
+install_plugin() {
+  local sources found=0
+  command -v nvcc >/dev/null && found=1
+  sources=$(find vllm_kvpolicy csrc setup.py pyproject.toml -type f \
+    ! -name '*.pyc' | LC_ALL=C sort | xargs sha256sum | sha256sum)
+  if [ "$(cat "$plugin/sources" 2>/dev/null)" != "$sources" ]; then
+    if ! build_plugin $found; then
+      [ $found = 1 ] || return 1
+      echo "the CUDA kernels do not build: going on without them"
+      build_plugin 0 || return 1
+      failed=1
+    fi
+    echo "$sources" >"$plugin/sources"
+  fi
+  ls "$plugin"/vllm_kvpolicy/*.so 2>/dev/null || echo "without CUDA kernels of our own"
+  # The installed package, which has the kernels, comes before that of the checkout.
+  export PYTHONSAFEPATH=1
+  export PYTHONPATH=$plugin${PYTHONPATH:+:$PYTHONPATH}:$PWD
+}
+
+build_plugin() {
+  rm -rf "$plugin"
+  KVPOLICY_CUDA=$1 python3 -m pip install -q --no-index --no-deps \
+    --no-build-isolation --target "$plugin" .
+}
+
+run_part() {
+  case $1 in
+  first)
+    timeout "$limit" bash -c 'python3 tools/gpu/device_check.py &&
+      python3 tools/gpu/smoke.py --eager --check && python3 tools/gpu/smoke.py --check'
+    ;;
+  check)
+    timeout "$limit" python3 tests/gpu/gpu_check.py --seconds $((limit < 370 ? limit - 20 : 350)) \
+      --out "$out/gpu-check.json"
+    ;;
+  *)
+    timeout "$limit" python3 -m benchmarks.gpu "$1" --out "$out" \
+      --seconds $((limit - 30))
+    ;;
+  esac
+}
+
+run_all() {
+  local part status
+  failed=0
+  install_vllm && install_plugin || return 1
+  for part in "$@"; do
+    # Results of earlier calls go on where they stopped.
+    cp -n benchmarks/results/gpu/gpu-"$part".json "$out"/ 2>/dev/null
+    echo "== $part"
+    run_part "$part"
+    status=$?
+    echo "== $part: status $status"
+    [ $status = 0 ] || failed=1
+  done
+  return $failed
+}
+
+run_all "$@" 2>&1 | tee "$out/log"
