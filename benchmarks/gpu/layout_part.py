@@ -142,7 +142,6 @@ def flash_attention(
         lengths: [rows] int32, at least 1.
         longest: the largest of them.
     """
-    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
     from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
 
     starts = torch.arange(len(queries) + 1, dtype=torch.int32, device=queries.device)
@@ -157,7 +156,7 @@ def flash_attention(
         softmax_scale=DIM**-0.5,
         causal=True,
         block_table=tables,
-        fa_version=get_flash_attn_version(),
+        fa_version=3 if torch.cuda.get_device_capability()[0] == 9 else 2,
     )
 
 
@@ -174,6 +173,7 @@ def triton_attention(
 
     starts = torch.arange(len(queries) + 1, dtype=torch.int32, device=queries.device)
     out = torch.empty_like(queries)
+    scale = torch.ones(1, 1, device=queries.device)
     unified_attention(
         q=queries,
         k=keys,
@@ -189,8 +189,8 @@ def triton_attention(
         block_table=tables,
         softcap=0.0,
         q_descale=None,
-        k_descale=None,
-        v_descale=None,
+        k_descale=scale,
+        v_descale=scale,
     )
     return out
 

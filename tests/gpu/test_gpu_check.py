@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gpu_check
@@ -19,7 +20,7 @@ import torch
 from gpu_check import Checks, run_all, table
 from gpu_compare import Agreement, assert_alike, assert_same, compare
 from gpu_kernels import check_twins
-from gpu_where import Where
+from gpu_where import Graphs, Where
 from helpers import Job, Result, Run, make_jobs
 
 from benchmarks.gpu.kernel_inputs import CPU, SMALL_SIZES, operations
@@ -127,6 +128,44 @@ def test_every_equal_policy_is_tried() -> None:
     assert {"ams-tova", "snapkv", "rkv", "epikv", "strat-keydiff"} < set(names)
     assert not any(parse(name).is_test for name in names)
     assert "qfilter" not in names and "adakv-snapkv" not in names
+
+
+def fake_engine(**facts: Any) -> Any:
+    """Return as much of an engine on a GPU as `Graphs` looks at."""
+    manager = SimpleNamespace(graphs={1: "graph"}, run_fullgraph=lambda desc: desc)
+    runner = SimpleNamespace(cudagraph_manager=manager)
+    backend = SimpleNamespace(get_name=lambda: "FLASH_ATTN")
+    scheduler = SimpleNamespace(async_scheduling=facts.get("async_scheduling", True))
+    config = SimpleNamespace(scheduler_config=scheduler)
+    return SimpleNamespace(
+        worker=SimpleNamespace(model_runner=runner, use_v2_model_runner=True),
+        runtime=SimpleNamespace(
+            slots=facts.get("slots", {"r": 0}),
+            layers=[SimpleNamespace(attn_backend=backend)],
+        ),
+        llm=SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config)),
+    )
+
+
+def replayed(engine: Any, times: int) -> Graphs:
+    """Return what counts the replays of an engine's graphs, after so many."""
+    place = Where(Path(), {}, 0, 0, [], True, "FLASH_ATTN")
+    graphs = Graphs(engine, place)
+    for desc in range(times):
+        assert engine.worker.model_runner.cudagraph_manager.run_fullgraph(desc) == desc
+    return graphs
+
+
+def test_graphs_are_counted() -> None:
+    assert replayed(fake_engine(), 9).proof(10) == "1 graphs, 9 replays in 10 steps"
+    with pytest.raises(AssertionError, match="7 of 10 steps"):
+        replayed(fake_engine(), 7).proof(10)
+    before_events = replayed(fake_engine(slots={}), 9)
+    assert before_events.proof(10, with_events=False)
+    with pytest.raises(AssertionError, match="0 of 10"):
+        before_events.proof(10)
+    with pytest.raises(AssertionError, match="no asynchronous scheduling"):
+        replayed(fake_engine(async_scheduling=False), 9).proof(10)
 
 
 # -- comparing -------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def assert_quotas_as_reference(rows: dict[str, torch.Tensor], **options) -> None
     assert torch.equal(got.quotas.sum(-1), rows["total"])
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 130, 500])
+@pytest.mark.parametrize("tokens", [1, 2, 130, 400])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_quotas(tokens: int, shape: tuple[float, int, int, int]) -> None:
     generator = torch.Generator().manual_seed(tokens)
