@@ -25,8 +25,6 @@ GPU_BACKENDS = {
     "FLASH_ATTN": "vllm_kvpolicy.attention.backend_flash.KVPolicyFlashBackend",
     "TRITON_ATTN": "vllm_kvpolicy.attention.backend_triton.KVPolicyTritonBackend",
 }
-# Platforms whose backend gives heads lengths of their own; it says so by `folds_heads`.
-RAGGED_PLATFORMS = ("cpu",)
 # Tokens per superblock: the default, and what a block size must be a multiple of. The
 # CPU kernel packs keys by 32; the Triton kernel wants 16.
 BLOCK_TOKENS = {"cpu": 32, "cuda": 16}

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_kvpolicy import compat
-from vllm_kvpolicy.config import server_config
-from vllm_kvpolicy.policies.catalogue import ALLOCATORS
 
 
 @dataclass(frozen=True)
@@ -58,15 +56,6 @@ def _own_scheduler(config: Any) -> bool:
     return config.scheduler_config.scheduler_cls not in known
 
 
-def _needs_folding(config: Any) -> bool:
-    server = server_config(config)
-    is_ragged = server is not None and server.is_ragged
-    return is_ragged and compat.platform_name() not in compat.RAGGED_PLATFORMS
-
-
-_RAGGED = ", ".join(f"`{name}`" for name, word in ALLOCATORS.items() if word.ragged)
-
-
 def _offloads_cache(config: Any) -> bool:
     return bool(config.kv_transfer_config or config.cache_config.kv_offloading_size)
 
@@ -83,11 +72,6 @@ REFUSALS = (
         lambda config: compat.platform_name() not in compat.BLOCK_TOKENS,
         "run on an x86 CPU or an NVIDIA GPU",
         by_machine=True,
-    ),
-    Refusal(
-        f"heads of their own lengths ({_RAGGED}) on CUDA",
-        _needs_folding,
-        "choose policies without them, in `allow` too, or serve on CPU",
     ),
     Refusal(
         "a worker class of one's own",

@@ -4,7 +4,7 @@ Mixed into the platform's worker by worker_cpu and worker_gpu.
 Process: worker
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import fields
 from typing import Any
@@ -16,11 +16,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_kvpolicy import compat
+from vllm_kvpolicy.attention.compaction import Answer
 from vllm_kvpolicy.attention.runtime import KVPolicyRuntime
 from vllm_kvpolicy.block_manager.limits import max_blocks_per_request
 from vllm_kvpolicy.block_manager.manager import KVPolicySpec
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
-from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands, UsedBlocks
+from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands
 
 logger = init_logger("vllm.kv_policy")
 
@@ -38,7 +39,7 @@ class KVPolicyWorkerMixin:
             self.vllm_config.additional_config[CONFIG_KEY]
         )
         layers = get_layers_from_vllm_config(self.vllm_config, Attention)
-        reasons = layer_refusals(layers, config.is_ragged)
+        reasons = layer_refusals(layers)
         if reasons:
             lines = "".join(f"\n  - {reason}" for reason in reasons)
             raise ValueError(f"--kv-policy {config.policy} cannot run here:{lines}")
@@ -159,30 +160,29 @@ class AnsweredLater(AsyncModelRunnerOutput):
     """
 
     def __init__(
-        self, output: AsyncModelRunnerOutput, answers: tuple[UsedBlocks, ...]
+        self, output: AsyncModelRunnerOutput, answers: Sequence[Answer]
     ) -> None:
         self.output, self.answers = output, answers
 
     def get_output(self) -> ModelRunnerOutput:
-        """Wait for the tokens."""
+        """Wait for the tokens, computed after what the answers tell."""
         return _answered(self.output.get_output(), self.answers)
 
 
-def _answered(output: Any, answers: tuple[UsedBlocks, ...]) -> Any:
+def _answered(output: Any, answers: Sequence[Answer]) -> Any:
     """Return a copy with answers: vLLM shares one object between empty outputs."""
     output = copy(output)
-    output.kv_policy = answers
+    output.kv_policy = tuple(used for answer in answers for used in answer.read())
     return output
 
 
-def layer_refusals(layers: Mapping[str, Any], ragged: bool = False) -> list[str]:
+def layer_refusals(layers: Mapping[str, Any]) -> list[str]:
     """Return why these attention layers cannot run with a policy, one line a reason.
 
     What only a loaded model tells; everything else is refused earlier, by guards.
 
     Args:
         layers: vLLM's attention layers by name.
-        ragged: heads may hold different numbers of tokens.
     """
     if not layers:
         return ["no attention layers were found in the model"]
@@ -190,10 +190,6 @@ def layer_refusals(layers: Mapping[str, Any], ragged: bool = False) -> list[str]
     checks = {
         f"an attention backend other than {known}": lambda layer: (
             not hasattr(layer.attn_backend, "keys_are_columns")
-        ),
-        "a backend on which heads cannot have lengths of their own (leave out adakv, "
-        "pyramid and hard, or serve on CPU)": lambda layer: (
-            ragged and not getattr(layer.attn_backend, "folds_heads", False)
         ),
         "ALiBi, which measures distances that events change": lambda layer: (
             getattr(layer.impl, "alibi_slopes", None) is not None

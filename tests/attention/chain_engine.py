@@ -19,7 +19,7 @@ from chain_requests import DIM, HEADS, LAYERS, NUM_HEADS, SIZE, Live, check_seen
 from vllm.v1.core.block_pool import BlockPool
 
 from vllm_kvpolicy.attention.compaction import POSITIONS, Compactor
-from vllm_kvpolicy.attention.folding import Folder
+from vllm_kvpolicy.attention.folding import FoldedTables, Folder
 from vllm_kvpolicy.attention.head_tables import HeadTables
 from vllm_kvpolicy.attention.layouts import EqualLayout, Layout, RaggedLayout
 from vllm_kvpolicy.attention.pages import PagePool
@@ -107,7 +107,8 @@ class Chain:
             first = self.pool.own_pages(torch.zeros(1, 1, dtype=torch.int64)).flatten()
             tables = HeadTables(MOST_LIVE, LONGEST, first, HEADS, CPU)
             layout = RaggedLayout(self.slots, self.pool, tables)
-            self.folder = Folder(self.slots, tables, LAYERS)
+            room = FoldedTables(LAYERS, HEADS, 0, 0, CPU)
+            self.folder = Folder(self.slots, tables, room)
         return Compactor(
             policies={"scripted": self.setup.policy},
             pool=self.pool,
@@ -144,8 +145,8 @@ class Chain:
             self._schedule(name, counts)
         events = self.planner.finish_step(counts).events
         self.slots.drop(self.gone)
-        if self.folder is not None and (self.gone or events):
-            self.folder.forget()
+        if self.folder is not None:
+            self.folder.forget(self.gone | {event.request_id for event in events})
         self.gone = set()
         answers = self._execute(events)
         for name, count in counts.items():
@@ -235,7 +236,9 @@ class Chain:
         self.totals["crowded steps"] += len(events) > 1
         seen = getattr(self.setup.policy, "seen", [])
         seen.clear()
-        answers = self.compactor.run(events) if events else []
+        answers = [
+            used for answer in self.compactor.run(events) for used in answer.read()
+        ]
         notes = {note.request: note for note in seen}
         for event in events:
             self._expect(event, notes.get(self.live[event.request_id].number))
@@ -317,22 +320,21 @@ class Chain:
         padded = [row + [0] * (width - len(row)) for row in rows]
         ends = torch.tensor([self.live[name].computed for name in names])
         queries = torch.tensor([counts.get(name, 1) for name in names])
+        starts = torch.nn.functional.pad(queries.cumsum(0), (1, 0)).int()
         common = SimpleNamespace(
             num_reqs=len(names),
-            num_actual_tokens=int(queries.sum()),
+            max_query_len=int(queries.max()),
             seq_lens_cpu_upper_bound=ends,
             seq_lens=ends.int(),
-            query_start_loc=torch.nn.functional.pad(queries.cumsum(0), (1, 0)).int(),
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
             block_table_tensor=torch.tensor(padded, dtype=torch.int32),
         )
         tables, lengths = self._stock(common, names)
         if self.folder is not None and len(self.slots):
             folded = self.folder.fold(common, names)
-            order = (-1, HEADS) if folded.by_request else (HEADS, -1)
-            tables = folded.tables.unflatten(1, order)
-            lengths = folded.lengths.unflatten(1, order)
-            if not folded.by_request:
-                tables, lengths = tables.transpose(1, 2), lengths.transpose(1, 2)
+            tables = folded.tables.unflatten(1, (-1, HEADS))
+            lengths = folded.lengths.unflatten(1, (-1, HEADS))
         for index, name in enumerate(names):
             pages, sizes = tables[:, index].flatten(0, 1), lengths[:, index].flatten()
             self._check_request(name, set(rows[index]), pages, sizes.tolist())

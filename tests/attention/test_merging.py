@@ -113,7 +113,7 @@ class World:
             tracer=None,
             scale=SCALE,
         )
-        answers = self.compactor.run(self.events)
+        answers = [a for each in self.compactor.run(self.events) for a in each.read()]
         assert len(answers) == (len(self.events) if self.is_dynamic else 0)
         self.after = {at: self._left(*at) for at in self.heads()}
 
@@ -157,8 +157,14 @@ class World:
         local = torch.tensor([event.local_blocks])
         slot = torch.tensor([self.slots.slot_of[event.request_id]])
         if self.is_ragged:
-            count = int(self.tables.counts(slot)[0, head])
-            pages = self.tables.expand(slot, local, slot * 0, 40)[0, head].long()
+            listed = self.tables.first[slot].diff()[0]
+            count = int(listed[head])
+            row = torch.empty(1, 1, NUM_HEADS, 40, dtype=torch.int32)
+            nothing = torch.zeros_like(self.slots.frontier_blocks)
+            self.tables.expand(
+                row, row[..., 0].clone(), slot * 0, slot, local.int(), nothing
+            )
+            pages = row[0, 0, head].long()
         else:
             count = len(event.dest_blocks)
             blocks = torch.tensor([event.dest_blocks + event.local_blocks])

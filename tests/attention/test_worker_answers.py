@@ -32,10 +32,12 @@ TABLES = LateTables(
 class Later(AsyncModelRunnerOutput):
     """Tokens that are still on the device."""
 
-    def __init__(self, output: ModelRunnerOutput) -> None:
-        self.output = output
+    def __init__(self, output: ModelRunnerOutput, worker: "Worker") -> None:
+        self.output, self.worker = output, worker
+        worker.tokens_are_here = False
 
     def get_output(self) -> ModelRunnerOutput:
+        self.worker.tokens_are_here = True
         return self.output
 
 
@@ -44,6 +46,7 @@ class Stock:
 
     output: Any = None
     available = 0
+    tokens_are_here = True
 
     def sample_tokens(self) -> Any:
         return self.output
@@ -56,16 +59,21 @@ class Worker(KVPolicyWorkerMixin, Stock):
     """The mixin over the stand-in."""
 
     def __init__(self, device: str = "cpu", explicit: int | None = None) -> None:
-        self.answers = ANSWERS
+        self.answers: list[Any] = [SimpleNamespace(read=self.read)]
         self.kv_policy = SimpleNamespace(
             take_answers=self.take, side_bytes=EARLY, late=TABLES
         )
         self.device = torch.device(device)
         self.cache_config = SimpleNamespace(kv_cache_memory_bytes=explicit)
 
-    def take(self) -> tuple[UsedBlocks, ...]:
-        answers, self.answers = self.answers, ()
+    def take(self) -> list[Any]:
+        answers, self.answers = self.answers, []
         return answers
+
+    def read(self) -> tuple[UsedBlocks, ...]:
+        """What the device would have told once the tokens are there."""
+        assert self.tokens_are_here, "an answer was waited for before the tokens"
+        return ANSWERS
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         return {str(n): SimpleNamespace(page_size_bytes=PAGE) for n in range(LAYERS)}
@@ -78,7 +86,7 @@ def make_output() -> ModelRunnerOutput:
 @pytest.mark.parametrize("later", [False, True])
 def test_answers_reach_the_scheduler_once(later: bool) -> None:
     worker, output = Worker(), make_output()
-    worker.output = Later(output) if later else output
+    worker.output = Later(output, worker) if later else output
     got = worker.sample_tokens()
     if later:
         assert isinstance(got, AsyncModelRunnerOutput)

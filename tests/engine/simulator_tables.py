@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from simulator_pages import NUM_HEADS, Incarnation, check, own_pages
 
-from vllm_kvpolicy.attention.folding import Folder
+from vllm_kvpolicy.attention.folding import FoldedTables, Folder
 from vllm_kvpolicy.attention.head_tables import HeadTables
 from vllm_kvpolicy.attention.physical_tables import PhysicalTables
 from vllm_kvpolicy.attention.slots import SlotTable
@@ -90,14 +90,14 @@ class RaggedCheck(TableCheck):
         # The simulation numbers pages superblock by superblock.
         first = torch.arange(NUM_HEADS)
         self.tables = HeadTables(num_slots, max_global_blocks, first, NUM_HEADS, CPU)
-        self.folder = Folder(self.slots, self.tables, LAYERS)
+        room = FoldedTables(LAYERS, HEADS, 0, 0, CPU)
+        self.folder = Folder(self.slots, self.tables, room)
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """Forget requests, as KVPolicyRuntime.begin_step does."""
         gone = list(request_ids)
         super().drop(gone)
-        if gone:
-            self.folder.forget()
+        self.folder.forget(gone)
 
     def update(self, events: Sequence[CompactEvent], live: Live) -> None:
         """Enter a step's events and the lists that the worker has drawn."""
@@ -111,7 +111,7 @@ class RaggedCheck(TableCheck):
             first = torch.tensor([[0, *map(len, pages)]]).cumsum(-1)
             flat = torch.from_numpy(np.concatenate(pages))[None]
             self.tables.update([slot], index, first, flat)
-            self.folder.forget()
+            self.folder.forget([event.request_id])
 
     def compare(self, scheduled: Mapping[str, int], live: Live) -> None:
         """Compare the folded batch of a step with the worker's own lists."""
@@ -124,27 +124,26 @@ class RaggedCheck(TableCheck):
         starts = np.concatenate([[0], np.cumsum(counts)])
         common = SimpleNamespace(
             num_reqs=len(names),
-            num_actual_tokens=int(counts.sum()),
+            max_query_len=int(counts.max()),
             seq_lens=ends,
             seq_lens_cpu_upper_bound=ends,
             query_start_loc=torch.from_numpy(starts).int(),
+            query_start_loc_cpu=torch.from_numpy(starts).int(),
             block_table_tensor=torch.tensor(
                 np.stack([state.row for state in states])
             ).int(),
         )
         folded = self.folder.fold(common, names)
-        order = (len(names), HEADS) if folded.by_request else (HEADS, len(names))
-        tables = folded.tables.unflatten(1, order).numpy()
-        lengths = folded.lengths.unflatten(1, order).numpy()
+        tables = folded.tables.unflatten(1, (-1, HEADS)).numpy()
+        lengths = folded.lengths.unflatten(1, (-1, HEADS)).numpy()
         for request, (name, state) in enumerate(zip(names, states, strict=True)):
             stock = own_pages(self._local(state))
             for number, own in enumerate(state.pages):
                 layer, head = divmod(number, HEADS)
-                where = (request, head) if folded.by_request else (head, request)
                 want = np.concatenate([own, stock[number]])
-                have = tables[(layer, *where)][: len(want)]
+                have = tables[layer, request, head][: len(want)]
                 check(np.array_equal(have, want), name, "pages", have, want)
                 held = len(state.survivors[number]) + state.computed
                 held -= state.frontier_blocks * self.block_size
-                found = int(lengths[(layer, *where)])
+                found = int(lengths[layer, request, head])
                 check(found == held, name, "length", found, held)

@@ -7,7 +7,7 @@ Process: any
 import math
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from helpers import Job, Run, make_jobs, make_prompt
 from benchmarks.gpu.models import drawn_weights, write_model
 from reasoner.problems import FAMILIES, generate
 from reasoner.tokenizer import chat_prompt, encode
-from vllm_kvpolicy import compat
 from vllm_kvpolicy.policies.registry import names, parse
 
 REASONER = Path(__file__).resolve().parents[2] / "reasoner" / "checkpoint"
@@ -48,14 +47,17 @@ OPTIONS = {"expected_window": 48}
 INFINITE_BUDGET = 2048
 
 
-def equal_names() -> list[str]:
-    """Return the policies that a GPU serves and that need no file."""
-    ragged = "cuda" in compat.RAGGED_PLATFORMS
+def served_names(ragged: bool) -> list[str]:
+    """Return the policies of a tier that need no file.
+
+    Args:
+        ragged: of heads of their own lengths, else of heads of equal length.
+    """
     found = []
     for name in names():
         info = parse(name)
         needs_file = name.rpartition("-")[2] in ("triattention", "qfilter")
-        if not (info.is_test or needs_file) and (ragged or not is_ragged(name)):
+        if not (info.is_test or needs_file) and is_ragged(name) == ragged:
             found.append(name)
     return found
 
@@ -86,7 +88,7 @@ def on_gpu(backend: str) -> Where:
         jobs=problems(16),
         has_graphs=True,
         backend=backend,
-        policies=equal_names(),
+        policies=served_names(ragged=False),
         # Five requests with a protected prompt, at their longest.
         tight_policy_blocks=5 * 45,
     )
@@ -99,7 +101,8 @@ def check_backend(backend: str, checks: Any) -> None:
     check_movers(checks, where, stock, ("identity", "holes"))
     check_ragged(checks, where, stock)
     check_infinite(checks, where, stock)
-    check_policies(checks, where)
+    for ragged in (False, True):
+        check_policies(checks, replace(where, policies=served_names(ragged)))
 
 
 def check_shape(shape: str, checks: Any) -> None:
@@ -129,6 +132,8 @@ def check_shape(shape: str, checks: Any) -> None:
         )
         stock = check_stock(checks, where)
         check_movers(checks, where, stock, ("identity",) if how else ("holes",))
+        if how:
+            check_ragged(checks, where, stock)
         check_policies(checks, where)
 
 
@@ -197,18 +202,21 @@ def check_movers(
 
 
 def check_ragged(checks: Any, where: Where, stock: Stock) -> None:
-    """Pages change heads and layers, too, where GPUs serve heads of own lengths."""
-    with checks.case("identity, ragged") as notes:
-        if "cuda" not in compat.RAGGED_PLATFORMS:
-            notes.append("NOT RUN: heads of their own lengths are refused on CUDA")
-            return
-        options = {"policy_config": {"ragged": True}}
-        with where.engine({"policy": "identity", **MOVER, **options}) as engine:
-            found = compare(engine.run(where.jobs), stock.run)
-            notes.append(str(found))
-            assert_alike(found, stock.noise)
-            assert engine.counters()["events"] >= len(where.jobs)
-            assert_given_back(engine)
+    """Pages change heads and layers, too; every head reads a table of its own."""
+    options = {"policy_config": {"ragged": True}}
+    with (
+        checks.case("identity, ragged") as notes,
+        where.engine({"policy": "identity", **MOVER, **options}) as engine,
+    ):
+        graphs = Graphs(engine, where)
+        run = engine.run(where.jobs)
+        found = compare(run, stock.run)
+        notes.append(str(found))
+        assert_alike(found, stock.noise)
+        assert engine.counters()["events"] >= len(where.jobs)
+        assert_given_back(engine)
+        if where.has_graphs:
+            notes.append(graphs.proof(run.steps))
 
 
 def check_infinite(checks: Any, where: Where, stock: Stock) -> None:
@@ -243,7 +251,10 @@ def check_policies(checks: Any, where: Where) -> None:
     first, *others = where.policies
     options = OPTIONS if any("expected" in name for name in where.policies) else {}
     policy = {"policy": first, "allow": others, "policy_config": options, **BASE}
-    label = f"{len(jobs)} policies" if len(jobs) > 4 else ", ".join(where.policies)
+    label = ", ".join(where.policies)
+    if len(jobs) > 4:
+        kind = "own lengths" if is_ragged(first) else "equal lengths"
+        label = f"{len(jobs)} policies, heads of {kind}"
     with checks.case(label) as notes, where.engine(policy) as engine:
         graphs = Graphs(engine, where)
         run = engine.run(jobs)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from calibration_files import options_for
-from gpu_engines import equal_names
+from gpu_engines import is_ragged, served_names
 from gpu_where import GPU, QUICK, Graphs, Where, assert_given_back
 from helpers import Engine, Job, make_prompt
 from oracle_plumbing import check_plumbing
@@ -64,21 +64,23 @@ class Oracles:
 
 def check_on_gpu(checks: Any) -> None:
     """Check every policy that a GPU serves, those with a calibration file too."""
-    served = set(equal_names())
     calibrated = ("triattention", "qfilter")
-    chosen = [name for name in names() if name in served or name in calibrated]
-    check_oracles(checks, Oracles(chosen, ON_GPU, has_graphs=True))
+    for ragged in (False, True):
+        served = set(served_names(ragged)).union(() if ragged else calibrated)
+        chosen = [name for name in names() if name in served]
+        check_oracles(checks, Oracles(chosen, ON_GPU, has_graphs=True))
 
 
 def check_oracles(checks: Any, what: Oracles) -> None:
     """Run one request of each policy, and judge all that the server did."""
+    tier = ", own lengths" if is_ragged(what.policies[0]) else ""
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_model(Path(folder) / "model")
         trace = Path(folder) / "trace"
         values = policy_values(what, Path(folder))
         jobs = jobs_for(what.policies)
         with (
-            checks.case("a run that strains the engine") as notes,
+            checks.case(f"a run that strains the engine{tier}") as notes,
             Engine(model, values, trace, what.num_blocks, **what.settings) as engine,
         ):
             graphs = Graphs(engine, as_where(model, what, jobs))
@@ -91,10 +93,10 @@ def check_oracles(checks: Any, what: Oracles) -> None:
                 notes.append(graphs.proof(run.steps))
         decoder = ReferenceDecoder(model)
         results = list(run.results.values())
-        with checks.case("log-probabilities are those of the survivors") as notes:
+        with checks.case(f"log-probabilities follow from survivors{tier}") as notes:
             worst = max(check_replay(decoder, result) for result in results)
             notes.append(f"largest difference {worst:.1e}")
-        with checks.case("selection is the policies'") as notes:
+        with checks.case(f"selection is the policies'{tier}") as notes:
             report = Report()
             for result in results:
                 # The tiny model's keys all have one length: knorm sees ties only.
@@ -103,12 +105,14 @@ def check_oracles(checks: Any, what: Oracles) -> None:
                     options = config.options_of()
                     check_plumbing(decoder, result, config, options, BLOCK, report)
             notes.append(judged(report))
-        with checks.case("selection is the references'") as notes:
+        selected = [each for each in results if each.job.name in SELECTED]
+        if not selected:
+            return
+        with checks.case(f"selection is the references'{tier}") as notes:
             report = Report()
-            for result in results:
-                if result.job.name in SELECTED:
-                    config = request_config(values, result.job)
-                    check_selection(decoder, result, config, BLOCK, report)
+            for result in selected:
+                config = request_config(values, result.job)
+                check_selection(decoder, result, config, BLOCK, report)
             notes.append(judged(report))
 
 

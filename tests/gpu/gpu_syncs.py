@@ -28,6 +28,12 @@ POLICY = {
     "interval": 64,
     "events_per_step": 64,
 }
+RAGGED = {
+    **POLICY,
+    "policy": "adakv-snapkv",
+    "allow": ["hard-snapkv"],
+    "policy_config": {"hard_mode": "dynamic"},
+}
 MESSAGE = "called a synchronizing CUDA operation"
 PACKAGE = "vllm_kvpolicy"
 REQUESTS, PROMPT_TOKENS, SETTLED_TOKENS, STEPS = 12, 100, 8, 200
@@ -35,12 +41,12 @@ Site = str
 
 
 def check_on_gpu(checks: Any) -> None:
-    """Watch stock, then a policy, on vLLM's default attention backend."""
+    """Watch stock, then policies, on vLLM's default attention backend."""
     check_syncs(checks, on_gpu("FLASH_ATTN"), torch.cuda.set_sync_debug_mode)
 
 
 def check_syncs(checks: Any, where: Where, set_mode: Callable[[str], None]) -> None:
-    """Check that a policy adds no synchronising call to the steps of decoding.
+    """Check that policies add no synchronising call to the steps of decoding.
 
     Args:
         checks: a gpu_check.Checks.
@@ -53,10 +59,22 @@ def check_syncs(checks: Any, where: Where, set_mode: Callable[[str], None]) -> N
         assert not with_events
         known = without
         notes.append(listed(known))
-    policy = {**POLICY, "prefill_interval": 1024}
-    asked = [{"kv_policy": name} for name in (POLICY["policy"], *POLICY["allow"])]
-    with where.engine(policy) as engine:
-        with checks.case("steps without and with events") as notes:
+    check_policy(checks, where, set_mode, known, POLICY, "")
+    check_policy(checks, where, set_mode, known, RAGGED, ", own lengths")
+
+
+def check_policy(
+    checks: Any,
+    where: Where,
+    set_mode: Callable[[str], None],
+    known: Counter[Site],
+    policy: dict[str, Any],
+    tier: str,
+) -> None:
+    """Watch the policies of one server; `known` are stock's own calls."""
+    asked = [{"kv_policy": name} for name in (policy["policy"], *policy["allow"])]
+    with where.engine({**policy, "prefill_interval": 1024}) as engine:
+        with checks.case(f"steps without and with events{tier}") as notes:
             with_events, without = watch(engine, asked, set_mode)
             events = engine.counters()["events"]
             notes.append(f"{events:.0f} events in {STEPS} steps")
@@ -64,7 +82,7 @@ def check_syncs(checks: Any, where: Where, set_mode: Callable[[str], None]) -> N
                 more = found - known if label == "without" else unknown(found, known)
                 assert not more, f"in steps {label} events: {listed(more)}"
             assert events >= REQUESTS
-        with checks.case('mode "error"') as notes:
+        with checks.case(f'mode "error"{tier}') as notes:
             if known:
                 notes.append(f"NOT RUN: stock itself synchronises, {listed(known)}")
             else:

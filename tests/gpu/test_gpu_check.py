@@ -23,7 +23,7 @@ from gpu_kernels import check_twins
 from gpu_where import Graphs, Where
 from helpers import Job, Result, Run, make_jobs
 
-from benchmarks.gpu.kernel_inputs import CPU, SMALL_SIZES, operations
+from benchmarks.gpu.kernel_inputs import CPU, MAKERS, SMALL_SIZES, operations
 from benchmarks.gpu.models import drawn_weights, write_model
 from vllm_kvpolicy.attention import runtime
 from vllm_kvpolicy.policies.registry import parse
@@ -33,6 +33,7 @@ pytestmark = pytest.mark.skipif(
 )
 SETTINGS = {"block_size": 32}
 POLICIES = ("ams-tova", "snapkv", "keydiff", "streaming")
+RAGGED = ("adakv-snapkv", "hard-snapkv", "pyramid-keydiff", "hard-tova")
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +83,7 @@ def test_engines(tiny_model: Path, checks: Checks) -> None:
     for mover in ("identity", "holes"):
         assert found[mover].startswith("2/2 identical")
         assert "preemptions: 2/2 identical" in found[mover]
-    assert found["identity, ragged"].startswith("NOT RUN")
+    assert found["identity, ragged"].startswith("2/2 identical")
     assert "2/2 identical" in found["infinite budget"]
     policies = found["ams-tova, snapkv, keydiff, streaming"]
     assert "blocks back" in policies and policies.endswith(" preemptions")
@@ -114,20 +115,26 @@ def test_a_model_without_weights(
     assert "allowed" in last["detail"] or "near tie" in last["detail"]
 
 
-def test_oracles(checks: Checks) -> None:
+@pytest.mark.parametrize("ragged", [False, True])
+def test_oracles(checks: Checks, ragged: bool) -> None:
     settings = {**gpu_oracles.TIGHT, **SETTINGS}
-    what = gpu_oracles.Oracles(POLICIES, settings, has_graphs=False, num_blocks=30)
+    policies = RAGGED if ragged else POLICIES
+    what = gpu_oracles.Oracles(policies, settings, has_graphs=False, num_blocks=30)
     gpu_oracles.check_oracles(checks, what)
     found = details(checks)
+    if ragged:
+        assert len(found) == 3 and all(name.endswith("own lengths") for name in found)
+        return
     assert len(found) == 4 and "4 policies" in found["a run that strains the engine"]
     assert "decisions, 0 differ" in found["selection is the references'"]
 
 
-def test_every_equal_policy_is_tried() -> None:
-    names = gpu_engines.equal_names()
+def test_every_policy_is_tried() -> None:
+    names, ragged = map(gpu_engines.served_names, (False, True))
     assert {"ams-tova", "snapkv", "rkv", "epikv", "strat-keydiff"} < set(names)
-    assert not any(parse(name).is_test for name in names)
+    assert not any(parse(name).is_test for name in names + ragged)
     assert "qfilter" not in names and "adakv-snapkv" not in names
+    assert {"adakv-snapkv", "hard-tova", "pyramid-keydiff"} < set(ragged)
 
 
 def fake_engine(**facts: Any) -> Any:
@@ -252,7 +259,11 @@ def test_a_wait_in_an_event_is_found(
     monkeypatch.setattr(runtime.KVPolicyRuntime, "begin_step", begin_and_wait)
     gpu_syncs.check_syncs(checks, where(tiny_model), mode)
     failed = {line["check"]: line for line in lines_of(checks) if not line["ok"]}
-    assert set(failed) == {WATCHED, 'mode "error"'}
+    assert set(failed) == {
+        f"{check}{tier}"
+        for check in (WATCHED, 'mode "error"')
+        for tier in ("", ", own lengths")
+    }
     assert "in steps with events: vllm_kvpolicy/worker.py" in failed[WATCHED]["detail"]
     assert gpu_syncs.MESSAGE in failed['mode "error"']["detail"]
     assert mode.mode == "default"
@@ -278,7 +289,7 @@ def test_blame() -> None:
 
 def test_operations(checks: Checks, monkeypatch: pytest.MonkeyPatch) -> None:
     check_twins(checks, "reference", CPU, SMALL_SIZES)
-    assert len(details(checks)) == 13
+    assert len(details(checks)) == len(MAKERS)
     operation = operations()["resize"]
     monkeypatch.setattr(
         operation,

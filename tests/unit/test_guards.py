@@ -6,13 +6,10 @@ import pytest
 from engine_configs import Overlay
 
 from vllm_kvpolicy import compat
-from vllm_kvpolicy.attention.backend_cpu import KVPolicyCPUBackend
-from vllm_kvpolicy.attention.backend_triton import KVPolicyTritonBackend
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.guards import REFUSALS, refusals
 from vllm_kvpolicy.request_guards import check_request
 
-RAGGED_ON_CUDA = "heads of their own lengths (`adakv`, `pyramid`, `hard`) on CUDA"
 SET = object()  # some configuration object, whatever is in it
 # Row -> what switches the feature on in a finished VllmConfig.
 TRIGGERS = {
@@ -111,7 +108,7 @@ def expected(name):
 def test_every_row_has_its_trigger():
     names = [row.name for row in REFUSALS]
     assert len(set(names)) == len(names)
-    assert sorted(names) == sorted([*TRIGGERS, *MACHINE_TRIGGERS, RAGGED_ON_CUDA])
+    assert sorted(names) == sorted([*TRIGGERS, *MACHINE_TRIGGERS])
     assert {row.name for row in REFUSALS if row.by_machine} == set(MACHINE_TRIGGERS)
 
 
@@ -132,33 +129,6 @@ def test_each_feature_is_refused_by_its_own_row(policy_config, name, changes):
 def test_each_machine_is_refused_by_its_own_row(policy_config, monkeypatch, name):
     MACHINE_TRIGGERS[name](monkeypatch)
     assert refusals(policy_config) == expected(name)
-
-
-@pytest.mark.parametrize(
-    ("policy", "refused"),
-    [
-        ({"policy": "adakv-snapkv"}, True),
-        ({"policy": "ams-tova", "allow": ["hard-snapkv"]}, True),
-        ({"policy": "identity", "policy_config": {"ragged": True}}, True),
-        ({"policy": "ams-tova", "allow": ["chunk-snapkv"]}, False),
-    ],
-)
-def test_own_lengths_are_refused_on_cuda(policy_config, monkeypatch, policy, refused):
-    config = Overlay(policy_config, {"additional_config": {"kv_policy": policy}})
-    assert refusals(config) == []
-    monkeypatch.setattr(compat, "platform_name", lambda: "cuda")
-    assert refusals(config) == (expected(RAGGED_ON_CUDA) if refused else [])
-
-
-def test_the_platforms_that_fold_heads_are_those_of_the_backends():
-    backends = {"cpu": KVPolicyCPUBackend, "cuda": KVPolicyTritonBackend}
-    assert set(backends) == set(compat.BLOCK_TOKENS)
-    folding = {
-        name
-        for name, backend in backends.items()
-        if getattr(backend, "folds_heads", False)
-    }
-    assert folding == set(compat.RAGGED_PLATFORMS)
 
 
 def test_kv_sharing_is_read_from_the_model_too(policy_config):

@@ -41,6 +41,8 @@ ENGINE = {
     "kv_cache_memory_bytes": 8 << 20,
     "seed": 0,
 }
+# Policies that run as where attention is the replay of a graph.
+CAPTURED = ("ams-tova", "hard-snapkv")
 KV_POLICY = {
     "budget": 48,
     "interval": 16,
@@ -109,21 +111,26 @@ def count_builds() -> dict[str, int]:
     """Count how often our metadata builder really replaces the tables."""
     from vllm_kvpolicy.attention.metadata import KVPolicyMetadataBuilderMixin
 
-    counts = {"builds": 0, "physical": 0}
+    counts = {"builds": 0, "physical": 0, "folded": 0}
     build = KVPolicyMetadataBuilderMixin.build
 
     def counting(self: Any, prefix: int, metadata: Any, *args: Any, **kw: Any) -> Any:
         counts["builds"] += 1
         if self.kv_policy is not None:
             counts["physical"] += self.kv_policy.physical(metadata) is not metadata
-        return build(self, prefix, metadata, *args, **kw)
+        built = build(self, prefix, metadata, *args, **kw)
+        counts["folded"] += hasattr(built, "kv_policy")
+        return built
 
     KVPolicyMetadataBuilderMixin.build = counting
     return counts
 
 
 def note_signals() -> dict[str, list[list[float]]]:
-    """Collect what the worker measures at each token, by request: [signal, token]."""
+    """Collect what the worker measures at each token, by request: [signal, token].
+
+    Of the last engine that ran.
+    """
     from vllm_kvpolicy.attention.signals import TokenSignals
 
     found: dict[str, list[list[float]]] = {}
@@ -180,7 +187,18 @@ def main(model: str, trace_dir: str, output: str) -> None:
     counts, signals = count_builds(), note_signals()
     cases = {
         "identity": {**KV_POLICY, "policy": "identity"},
+        "ragged identity": {
+            **KV_POLICY,
+            "policy": "identity",
+            "policy_config": {"ragged": True},
+        },
         "infinite": {**KV_POLICY, "policy": "streaming", "budget": 128},
+        "hard-snapkv": {
+            **KV_POLICY,
+            "policy": "hard-snapkv",
+            "policy_config": {"window": 8, "hard_mode": "dynamic"},
+            "trace_dir": trace_dir,
+        },
         "ams-tova": {
             **KV_POLICY,
             "policy": "ams-tova",
@@ -192,7 +210,7 @@ def main(model: str, trace_dir: str, output: str) -> None:
     for name, policy in cases.items():
         before = dict(counts)
         # As where attention is replayed: always our tables, queries always saved.
-        compat.captures_attention = lambda config, name=name: name == "ams-tova"
+        compat.captures_attention = lambda config, name=name: name in CAPTURED
         tokens, events = generate(model, policy)
         ran = {key: counts[key] - before[key] for key in counts}
         result[name] = {"tokens": tokens, "events": events, **ran}

@@ -5,7 +5,6 @@ platform ignores a chosen backend. Without a policy it behaves as the stock back
 Process: worker
 """
 
-from dataclasses import replace
 from typing import Any
 
 from vllm import _custom_ops as ops
@@ -43,7 +42,7 @@ class KVPolicyCPUMetadataBuilder(
             self._set_isa_to_layers(layer_names)
 
     def folded_layer(
-        self, built: CPUAttentionMetadata, folded: FoldedBatch, layer: int
+        self, built: Any, folded: FoldedBatch, layer: int, **changes: Any
     ) -> CPUAttentionMetadata:
         """Return stock metadata of one layer over the folded batch."""
         lengths = folded.lengths[layer]
@@ -61,15 +60,8 @@ class KVPolicyCPUMetadataBuilder(
             enable_kv_split=compat.environment_flag("VLLM_CPU_ATTN_SPLIT_KV"),
             kv_cache_dtype=self.kv_cache_dtype,
         )
-        return replace(
-            built,
-            num_actual_tokens=folded.num_tokens * self.num_kv_heads,
-            query_start_loc=folded.query_start,
-            max_seq_len=folded.max_length,
-            seq_lens=lengths,
-            block_table=folded.tables[layer],
-            scheduler_metadata=schedule,
-        )
+        changes["scheduler_metadata"] = schedule
+        return super().folded_layer(built, folded, layer, **changes)
 
 
 class KVPolicyCPUImpl(KVPolicyImplMixin, CPUAttentionBackendImpl):
@@ -80,7 +72,6 @@ class KVPolicyCPUBackend(CPUAttentionBackend):
     """CPU_ATTN with a policy; cache layout and kernels are the stock ones."""
 
     keys_are_columns = True
-    folds_heads = True
 
     @staticmethod
     def get_impl_cls() -> type[KVPolicyCPUImpl]:

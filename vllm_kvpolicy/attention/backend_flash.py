@@ -5,6 +5,8 @@ same process gets stock kernels and metadata, over the cache layout named here.
 Process: worker
 """
 
+from typing import Any
+
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
@@ -21,7 +23,19 @@ from vllm_kvpolicy.attention.metadata import (
 class KVPolicyFlashMetadataBuilder(
     KVPolicyMetadataBuilderMixin, FlashAttentionMetadataBuilder
 ):
-    """Stock FlashAttention metadata over physical tables."""
+    """Stock FlashAttention metadata over physical tables.
+
+    FlashAttention 3 can be told before a step how to share out the work of all layers.
+    Where heads have lengths of their own that differs from layer to layer: each call
+    then works it out by itself, on the device.
+    """
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if self.kv_policy is not None and self.kv_policy.config.is_ragged:
+            self.aot_schedule = False
 
 
 class KVPolicyFlashImpl(KVPolicyImplMixin, FlashAttentionImpl):

@@ -5,12 +5,16 @@ the same process gets stock kernels and metadata, over the cache layout named he
 Process: worker
 """
 
+from typing import Any
+
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
     TritonAttentionImpl,
+    TritonAttentionMetadata,
     TritonAttentionMetadataBuilder,
 )
 
+from vllm_kvpolicy.attention.folding import FoldedBatch
 from vllm_kvpolicy.attention.metadata import (
     HeadMajorBackendMixin,
     KVPolicyImplMixin,
@@ -22,6 +26,23 @@ class KVPolicyTritonMetadataBuilder(
     KVPolicyMetadataBuilderMixin, TritonAttentionMetadataBuilder
 ):
     """Stock Triton metadata over physical tables."""
+
+    def folded_layer(
+        self, built: Any, folded: FoldedBatch, layer: int, **changes: Any
+    ) -> TritonAttentionMetadata:
+        """Return stock metadata of one layer over the folded batch.
+
+        The kernel cuts the tokens of a row into parts where there are few rows; the
+        scratch for that is the stock one, its axes (token, query head) read as (token,
+        KV head) and query head of that.
+        """
+        num_heads = self.num_heads_kv
+        for name in ("output", "max", "expsum"):
+            scratch = getattr(built, f"softmax_segm_{name}")
+            parts = scratch.unflatten(1, (num_heads, -1)).flatten(0, 1)
+            changes[f"softmax_segm_{name}"] = parts
+        changes["seq_threshold_3D"] = built.seq_threshold_3D * num_heads
+        return super().folded_layer(built, folded, layer, **changes)
 
 
 class KVPolicyTritonImpl(KVPolicyImplMixin, TritonAttentionImpl):

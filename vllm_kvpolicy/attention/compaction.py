@@ -15,7 +15,7 @@ from vllm_kvpolicy.attention.notes import with_attention
 from vllm_kvpolicy.attention.pages import PagePool
 from vllm_kvpolicy.attention.signals import TokenSignals
 from vllm_kvpolicy.attention.slots import SlotTable
-from vllm_kvpolicy.attention.staging import to_host
+from vllm_kvpolicy.attention.staging import Arriving
 from vllm_kvpolicy.attention.survivors import SurvivorMemory
 from vllm_kvpolicy.attention.trace import Tracer
 from vllm_kvpolicy.attention.windows import QueryWindows
@@ -30,6 +30,26 @@ from vllm_kvpolicy.policies.signals import TokenSignal
 from vllm_kvpolicy.protocol import CompactEvent, UsedBlocks
 
 POSITIONS = "positions"  # name under which true positions are remembered
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How many superblocks the survivors of some events take, on its way to the host.
+
+    Args:
+        events: the events.
+        counts: [E] superblocks.
+    """
+
+    events: Sequence[CompactEvent]
+    counts: Arriving
+
+    def read(self) -> list[UsedBlocks]:
+        """Wait for it, and return what the scheduler has to hear."""
+        return [
+            UsedBlocks(event.request_id, event.serial, int(count))
+            for event, count in zip(self.events, self.counts.read(), strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -60,12 +80,12 @@ class Compactor:
     tracer: Tracer | None
     scale: float
 
-    def run(self, events: Sequence[CompactEvent]) -> list[UsedBlocks]:
+    def run(self, events: Sequence[CompactEvent]) -> list[Answer]:
         """Carry out a step's events.
 
         Returns:
-            How many superblocks the survivors take, where the policy may leave some of
-            the destinations empty.
+            What the scheduler has to hear, where the policy may leave some of the
+            destinations empty.
 
         Events are batched where policy, budget and number of destination blocks agree.
         All decisions and sources of a batch are read before its first write. Batches
@@ -77,9 +97,9 @@ class Compactor:
                 batches[-1].append(event)
             else:
                 batches.append([event])
-        return [used for batch in batches for used in self._run_batch(batch)]
+        return [answer for batch in batches for answer in self._run_batch(batch)]
 
-    def _run_batch(self, events: Sequence[CompactEvent]) -> list[UsedBlocks]:
+    def _run_batch(self, events: Sequence[CompactEvent]) -> list[Answer]:
         slots = self._take_slots(events)
         index = self.slots.to_device(slots)
         held = self.layout.held(events, slots, index)
@@ -110,11 +130,7 @@ class Compactor:
         if not policy.dynamic:
             return []
         num_heads = held.pages.shape[1]
-        used = to_host(-(-lists.first[:, -1] // num_heads))
-        return [
-            UsedBlocks(event.request_id, event.serial, int(count))
-            for event, count in zip(events, used, strict=True)
-        ]
+        return [Answer(events, Arriving(-(-lists.first[:, -1] // num_heads)))]
 
     def _take_slots(self, events: Sequence[CompactEvent]) -> list[int]:
         """Return the events' slots; first events find theirs empty."""

@@ -1,191 +1,196 @@
 """KV heads folded into the batch: attention over heads of different lengths.
 
 Every (request, KV head) becomes a row of a stock paged kernel with one KV head and G
-query heads, its own page list and its own length. Built once per step by the metadata
-builder, used by the attention implementation of each layer.
+query heads, its own page list and its own length. Filled once per step by the metadata
+builder, used by the attention implementation of each layer. The tensors stay where they
+are where graphs are captured, so that a graph reads what the step of its replay has put
+there.
 Process: worker
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from vllm_kvpolicy.attention.head_tables import HeadTables
 from vllm_kvpolicy.attention.slots import SlotTable
 from vllm_kvpolicy.attention.staging import to_device
 
-SPARE_PAGES = 8  # columns that requests may grow into before tables are built anew
+SPARE = 8  # rows and columns that a batch may grow by before tables are made anew
 
 
 @dataclass(frozen=True)
 class FoldedBatch:
-    """Page tables of a step.
+    """Page tables of a step, rows in the order (request, KV head).
 
     Args:
-        tables: [L, R * H, P] int32 page ids; rows in the order (request, KV head) where
-            every request has one query token, so that folding is a view, and in the
-            order (KV head, request) elsewhere.
+        tables: [L, R * H, C] int32 page ids.
         lengths: [L, R * H] int32, tokens that each row holds, this step's included.
         query_start: [R * H + 1] int32, first query token of each row.
         max_length: no row holds more.
-        num_tokens: query tokens of the step, T.
-        by_request: rows are in the order (request, KV head).
+        order: [T * H] int64, place of each (token, KV head) among the folded queries;
+            None where every request has one token, so that folding is a view.
     """
 
     tables: torch.Tensor
     lengths: torch.Tensor
     query_start: torch.Tensor
     max_length: int
-    num_tokens: int
-    by_request: bool
+    order: torch.Tensor | None
 
 
-@dataclass
-class _Built:
-    """Tables of a batch, which later steps of the same batch bring up to date.
+class FoldedTables:
+    """Tensors that hold the tables of a batch.
 
     Args:
-        batch: requests in row order.
-        num_blocks: [R] entries of each row of vLLM's block table, host memory.
-        rows: [R] slots, host memory.
-        other_pages: [R] pages of a row beside those of its blocks, host memory: of its
-            longest head, less the blocks below its frontier.
-        pages: [L, R, H, P] int32 page ids.
-        offsets: [L, R, H] int32, tokens held less logical length.
-        starts: [R * H + 1] int32, 0, 1, 2...
+        num_layers, num_heads: L and H.
+        num_rows, num_pages: B rows of C pages at most.
+        device: where they live.
+
+    Attributes:
+        pages: [L, B, H, C] int32 page ids.
+        offsets: [L, B, H] int32, pages of a head less superblocks of its request.
+        lengths: [L, B, H] int32, tokens held.
+        starts: [B * H + 1] int32, first query tokens.
+        filled: what each row was filled for: a request and its number of superblocks.
     """
 
-    batch: tuple[str, ...]
-    num_blocks: np.ndarray
-    rows: np.ndarray
-    other_pages: np.ndarray
-    pages: torch.Tensor
-    offsets: torch.Tensor
-    starts: torch.Tensor
+    def __init__(
+        self,
+        num_layers: int,
+        num_heads: int,
+        num_rows: int,
+        num_pages: int,
+        device: torch.device,
+    ) -> None:
+        shape = num_layers, num_rows, num_heads, num_pages
+        self.pages = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.offsets, self.lengths = self.pages.new_zeros(2, *shape[:3])
+        self.starts = self.pages.new_zeros(num_rows * num_heads + 1)
+        self.filled: list[tuple[str, int] | None] = [None] * num_rows
 
-    def fits(self, batch: tuple[str, ...], num_blocks: np.ndarray) -> bool:
-        """Whether these are tables of the batch with room for its blocks."""
-        if batch != self.batch or len(num_blocks) != len(self.num_blocks):
-            return False
-        return (num_blocks + self.other_pages).max() <= self.pages.shape[-1]
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory."""
+        tensors = self.pages, self.offsets, self.lengths, self.starts
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def with_room(self, num_rows: int, num_pages: int) -> "FoldedTables":
+        """Return these tables, or new ones if the batch does not fit into them."""
+        layers, rows, heads, columns = self.pages.shape
+        if num_rows <= rows and num_pages <= columns:
+            return self
+        size = max(rows, num_rows + SPARE), max(columns, num_pages + SPARE)
+        return FoldedTables(layers, heads, *size, self.pages.device)
 
 
 class Folder:
-    """Builds the tables of a step, anew only where a page list has changed.
+    """Fills the tables of a step, row by row where one has changed.
 
     Args:
         slots: frontiers.
-        tables: global pages of each head.
-        num_layers: L.
+        lists: global pages of each head.
+        tables: what to fill; made anew when a batch does not fit.
     """
 
-    def __init__(self, slots: SlotTable, tables: HeadTables, num_layers: int) -> None:
-        self.slots, self.tables, self.num_layers = slots, tables, num_layers
-        self.num_heads = len(tables.own_page) // num_layers
-        self._built: _Built | None = None
+    def __init__(
+        self, slots: SlotTable, lists: HeadTables, tables: FoldedTables
+    ) -> None:
+        self.slots, self.lists, self.tables = slots, lists, tables
+        head = torch.arange(tables.pages.shape[2], dtype=torch.int32)
+        self._head = head.to(slots.device)
 
-    def forget(self) -> None:
-        """Build new tables at the next step: page lists or slots have changed."""
-        self._built = None
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Fill the rows of these requests anew: page lists or slots have changed."""
+        gone, tables = set(request_ids), self.tables
+        tables.filled = [
+            None if key is None or key[0] in gone else key for key in tables.filled
+        ]
 
     def fold(self, common: Any, request_ids: Sequence[str]) -> FoldedBatch:
         """Return the tables of a step.
 
         Args:
             common: vLLM's CommonAttentionMetadata, logical.
-            request_ids: requests of the batch in row order.
+            request_ids: requests of the batch in row order; rows beyond are padding.
         """
-        num_rows, num_tokens = common.num_reqs, common.num_actual_tokens
-        by_request = num_tokens == num_rows
-        held = common.seq_lens_cpu_upper_bound.numpy()
-        built = self._up_to_date(
-            common, tuple(request_ids), -(-held // self.slots.block_size)
+        num_rows, slots = common.num_reqs, self.slots
+        starts, order = common.query_start_loc[: num_rows + 1], None
+        if common.max_query_len > 1:
+            order = self._order(starts, int(common.query_start_loc_cpu[num_rows]))
+        width = self._fill(common, request_ids)
+        tables, num_heads = self.tables, len(self._head)
+        seq_lens = common.seq_lens[:, None]
+        lengths = tables.lengths[:, :num_rows]
+        torch.add(
+            seq_lens, tables.offsets[:, :num_rows], alpha=slots.block_size, out=lengths
         )
-        tables, starts = built.pages, built.starts
-        lengths = common.seq_lens[:, None] + built.offsets
-        if not by_request:
-            tables, lengths = tables.transpose(1, 2), lengths.transpose(1, 2)
-            head = torch.arange(self.num_heads, device=starts.device, dtype=torch.int32)
-            starts = common.query_start_loc[:num_rows] + head[:, None] * num_tokens
-            end = starts.new_full((1,), self.num_heads * num_tokens)
-            starts = torch.cat([starts.flatten(), end])
+        query_start = tables.starts[: num_rows * num_heads + 1]
+        counts = starts.diff()[:, None]
+        first = query_start[:-1].view(num_rows, num_heads)
+        torch.addcmul(starts[:-1, None] * num_heads, counts, self._head, out=first)
+        torch.mul(starts[-1:], num_heads, out=query_start[-1:])
         return FoldedBatch(
-            tables=tables.flatten(1, 2),
+            tables=tables.pages[:, :num_rows].flatten(1, 2),
             lengths=lengths.flatten(1),
-            query_start=starts,
-            max_length=tables.shape[-1] * self.slots.block_size,
-            num_tokens=num_tokens,
-            by_request=by_request,
+            query_start=query_start,
+            max_length=width * slots.block_size,
+            order=order,
         )
 
-    def _up_to_date(
-        self, common: Any, batch: tuple[str, ...], num_blocks: np.ndarray
-    ) -> _Built:
-        """Return the batch's tables; rows that started a page are read again."""
-        built = self._built
-        if built is None or not built.fits(batch, num_blocks):
-            self._built = self._build(common, batch, num_blocks)
-            return self._built
-        changed = np.flatnonzero(num_blocks != built.num_blocks)
-        if len(changed):
-            rows, width = built.rows[changed], built.pages.shape[-1]
-            pages = self._expanded(common, changed, rows, width)
-            built.pages[:, to_device(changed, self.slots.device)] = pages
-            built.num_blocks = num_blocks
-        return built
+    def _order(self, starts: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Return [T * H] places of (token, KV head) among the folded queries.
 
-    def _build(
-        self, common: Any, batch: tuple[str, ...], num_blocks: np.ndarray
-    ) -> _Built:
-        slots = self.slots
-        rows_host = slots.rows(batch, common.num_reqs)
-        rows = to_device(rows_host, slots.device)
-        frontier = slots.frontier_blocks[rows, None]
-        offsets = (self.tables.counts(rows) - frontier) * slots.block_size
-        other = self.tables.longest[rows_host] - slots.frontier_blocks_cpu[rows_host]
-        width = int((num_blocks + other).max()) + SPARE_PAGES
-        shape = (len(rows), self.num_layers, self.num_heads)
-        count = len(rows) * self.num_heads + 1
-        return _Built(
-            batch=batch,
-            num_blocks=num_blocks,
-            rows=rows_host,
-            other_pages=other,
-            pages=self._expanded(common, np.arange(len(rows)), rows_host, width),
-            offsets=offsets.view(shape).transpose(0, 1),
-            starts=torch.arange(count, dtype=torch.int32, device=slots.device),
-        )
+        Args:
+            starts: [R + 1] int32, first token of each request.
+            num_tokens: T.
+        """
+        token = torch.arange(num_tokens, dtype=torch.int32, device=starts.device)
+        row = torch.searchsorted(starts, token, right=True) - 1
+        first, end = starts[row], starts[row + 1]
+        places = (first * len(self._head) + token - first)[:, None]
+        return (places + (end - first)[:, None] * self._head).flatten().long()
 
-    def _expanded(
-        self, common: Any, which: np.ndarray, slots_of: np.ndarray, width: int
-    ) -> torch.Tensor:
-        """Return [L, r, H, width] int32 page lists of some rows of the batch."""
-        device = self.slots.device
-        index, rows = to_device(which, device), to_device(slots_of, device)
-        pages = self.tables.expand(
-            rows,
-            common.block_table_tensor[index],
-            self.slots.frontier_blocks[rows],
-            width,
-        )
-        shape = (len(which), self.num_layers, self.num_heads, width)
-        return pages.view(shape).transpose(0, 1).contiguous()
+    def _fill(self, common: Any, request_ids: Sequence[str]) -> int:
+        """Bring the rows of a batch up to date; return the columns in use."""
+        slots, num_rows = self.slots, common.num_reqs
+        held = common.seq_lens_cpu_upper_bound.numpy()
+        num_blocks = -(-held // slots.block_size)
+        rows = slots.rows(request_ids, num_rows)
+        frontier = slots.frontier_blocks_cpu[rows]
+        num_pages = num_blocks - frontier + self.lists.most(rows, frontier)
+        width = int(num_pages.max())
+        self.tables = tables = self.tables.with_room(num_rows, width)
+        names = [*request_ids, *[""] * (num_rows - len(request_ids))]
+        keys = list(zip(names, num_blocks.tolist(), strict=True))
+        changed = [n for n, key in enumerate(keys) if key != tables.filled[n]]
+        if changed:
+            self.lists.expand(
+                tables.pages[..., :width],
+                tables.offsets,
+                to_device(changed, slots.device),
+                to_device(rows[changed], slots.device),
+                common.block_table_tensor,
+                slots.frontier_blocks,
+            )
+            tables.filled[:num_rows] = keys
+        return width
 
 
 def fold_queries(
-    query: torch.Tensor, num_kv_heads: int, by_request: bool
+    query: torch.Tensor, num_kv_heads: int, order: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return [rows, G, D] of queries [T, Hq, D]; query head h reads KV head h // G."""
-    heads = query.unflatten(1, (num_kv_heads, -1))
-    if by_request:
-        return heads.flatten(0, 1)
-    return heads.transpose(0, 1).flatten(0, 1).contiguous()
+    """Return [T * H, G, D] of queries [T, Hq, D]; query head h reads KV head h // G."""
+    heads = query.unflatten(1, (num_kv_heads, -1)).flatten(0, 1)
+    return (
+        heads if order is None else torch.empty_like(heads).index_copy_(0, order, heads)
+    )
 
 
-def unfold_output(folded: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """Return [T, Hq, D] of [H * T, G, D], rows in the order (KV head, request)."""
-    heads = folded.unflatten(0, (num_kv_heads, -1))
-    return heads.transpose(0, 1).flatten(1, 2)
+def unfold_output(
+    folded: torch.Tensor, num_kv_heads: int, order: torch.Tensor
+) -> torch.Tensor:
+    """Return [T, Hq, D] of [T * H, G, D]: the reverse of `fold_queries`."""
+    return folded[order].unflatten(0, (-1, num_kv_heads)).flatten(1, 2)

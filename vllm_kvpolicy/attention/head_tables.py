@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from vllm_kvpolicy.attention.staging import to_host
+from vllm_kvpolicy.attention.staging import Arriving
+from vllm_kvpolicy.kernels.head_page_tables import head_page_tables
 
 
 class HeadTables:
@@ -29,7 +30,6 @@ class HeadTables:
     Attributes:
         pages: [slots + 1, max_global_blocks * n] int32 page ids.
         first: [slots + 1, n + 1] int32, where each head's list starts and ends.
-        longest: [slots + 1] pages of the longest list, host memory.
     """
 
     def __init__(
@@ -48,7 +48,8 @@ class HeadTables:
         self.first = torch.zeros(
             (size, num_heads + 1), dtype=torch.int32, device=device
         )
-        self.longest = np.zeros(size, dtype=np.int64)
+        self._longest = np.zeros(size, dtype=np.int64)
+        self._arriving: dict[int, tuple[Arriving, int]] = {}
 
     @staticmethod
     def nbytes(num_slots: int, max_global_blocks: int, num_heads: int) -> int:
@@ -58,7 +59,9 @@ class HeadTables:
     def clear(self, slots: Sequence[int], index: torch.Tensor) -> None:
         """Empty the lists of slots that a new request takes over."""
         self.first[index] = 0
-        self.longest[list(slots)] = 0
+        self._longest[list(slots)] = 0
+        for slot in slots:
+            self._arriving.pop(slot, None)
 
     def update(
         self,
@@ -77,33 +80,45 @@ class HeadTables:
         """
         self.first[index] = first.int()
         self.pages[index, : pages.shape[-1]] = pages.int()
-        self.longest[list(slots)] = to_host(first.diff(dim=-1).amax(-1))
+        longest = Arriving(first.diff(dim=-1).amax(-1))
+        self._arriving |= {slot: (longest, n) for n, slot in enumerate(slots)}
 
-    def counts(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return [R, n] int32, global pages of each head of slots [R] int64."""
-        return self.first[rows].diff(dim=-1)
+    def longest(self, slots: Sequence[int]) -> np.ndarray:
+        """Return [E] pages of the longest list of each slot; waits for the last update.
 
-    def expand(
-        self, rows: torch.Tensor, blocks: torch.Tensor, skip: torch.Tensor, width: int
-    ) -> torch.Tensor:
-        """Put each head's global pages in front of its own pages of local superblocks.
+        On a GPU that was an event's, and is over long before the request's next.
+        """
+        for slot in slots:
+            if slot in self._arriving:
+                values, row = self._arriving.pop(slot)
+                self._longest[slot] = values.read()[row]
+        return self._longest[list(slots)]
+
+    def most(self, slots: np.ndarray, otherwise: np.ndarray) -> np.ndarray:
+        """Return [R] numbers of pages that no list of a slot exceeds; does not wait.
 
         Args:
-            rows: [R] int64, slots.
-            blocks: [R, P] integer superblock ids.
-            skip: [R] integer, leading entries of `blocks` that are not local.
-            width: columns to fill.
-
-        Returns:
-            [R, n, width] int32 page ids; any valid id behind the last page.
+            slots: [R] slots.
+            otherwise: [R] what is known of a slot whose lists are still being made.
         """
-        num_rows, num_heads = len(rows), len(self.own_page)
-        first = self.first[rows]
-        count = first.diff(dim=-1)[..., None]
-        column = torch.arange(width, dtype=torch.int32, device=rows.device)
-        entry = (first[:, :-1, None] + column).clamp_max(self.pages.shape[-1] - 1)
-        pages = self.pages[rows].gather(1, entry.flatten(1).long())
-        local = (column - count + skip[:, None, None]).clamp(0, blocks.shape[-1] - 1)
-        own = blocks.gather(1, local.flatten(1).long()).view(num_rows, num_heads, width)
-        own = own * self.stride + self.own_page[:, None]
-        return torch.where(column < count, pages.view_as(own), own.int())
+        here = [
+            slot for slot, (values, _) in self._arriving.items() if values.is_here()
+        ]
+        self.longest(here)
+        unknown = np.isin(slots, list(self._arriving))
+        return np.where(unknown, otherwise, self._longest[slots])
+
+    def expand(
+        self,
+        tables: torch.Tensor,
+        offsets: torch.Tensor,
+        which: torch.Tensor,
+        slots: torch.Tensor,
+        blocks: torch.Tensor,
+        skip: torch.Tensor,
+    ) -> None:
+        """Put global pages in front of local ones; see `kernels.head_page_tables`."""
+        lists = self.pages, self.first, self.own_page
+        head_page_tables(
+            tables, offsets, which, slots, blocks, skip, *lists, self.stride
+        )

@@ -183,15 +183,20 @@ class RaggedLayout:
         rows = [event.leaving_blocks + event.local_blocks for event in events]
         leaving = [len(event.leaving_blocks) for event in events]
         num_local = [event.local_tokens(block_size) for event in events]
-        most = self.tables.longest[list(slots)]
+        most = self.tables.longest(slots)
         width = int(np.max(most + [len(row) for row in rows]))
         sizes = (most + leaving) * block_size + num_local
-        pages = self.tables.expand(
-            index, _blocks(rows, self.slots), torch.zeros_like(index), width
+        which = torch.arange(len(events), device=index.device)
+        count = torch.empty(
+            (1, len(events), self.num_heads), dtype=torch.int32, device=index.device
         )
+        pages = count.new_empty((*count.shape, width))
+        skip = torch.zeros_like(self.slots.frontier_blocks)
+        blocks = _blocks(rows, self.slots).int()
+        self.tables.expand(pages, count, which, index, blocks, skip)
         return Held(
-            pages=pages.long(),
-            num_pages=self.tables.counts(index) + to_device(leaving)[:, None],
+            pages=pages[0].long(),
+            num_pages=count[0] + to_device(leaving)[:, None],
             num_local=to_device(num_local),
             max_tokens=int(sizes.max()),
         )

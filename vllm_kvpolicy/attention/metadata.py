@@ -5,6 +5,9 @@ backend_triton.
 Process: worker
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +20,19 @@ from vllm_kvpolicy.attention.folding import (
     unfold_output,
 )
 from vllm_kvpolicy.config import server_config
+
+
+@dataclass(frozen=True)
+class FoldedMetadata:
+    """What the attention of each layer needs where heads have tables of their own.
+
+    Args:
+        order: see `folding.FoldedBatch`.
+        of_layer: returns stock metadata of the layer with this index.
+    """
+
+    order: torch.Tensor | None
+    of_layer: Callable[[int], Any]
 
 
 class KVPolicyMetadataBuilderMixin:
@@ -40,15 +56,16 @@ class KVPolicyMetadataBuilderMixin:
     def get_cudagraph_support(
         cls, vllm_config: Any, kv_cache_spec: Any
     ) -> AttentionCGSupport:
-        """Return what the stock builder does; never where heads have their own tables.
+        """Return what the stock builder does; less where heads have their own tables.
 
-        Those are made anew when they change, and a graph reads what it was captured
-        with. vLLM then captures the pieces between attentions.
+        Queries of several tokens of a request are reordered for those, outside graphs.
         """
+        support = super().get_cudagraph_support(vllm_config, kv_cache_spec)
         config = server_config(vllm_config)
-        if config is not None and config.is_ragged:
-            return AttentionCGSupport.NEVER
-        return super().get_cudagraph_support(vllm_config, kv_cache_spec)
+        if config is None or not config.is_ragged:
+            return support
+        most = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return min(support, most, key=lambda each: each.value)
 
     def build(
         self,
@@ -72,20 +89,32 @@ class KVPolicyMetadataBuilderMixin:
         )
         folded = runtime.folded(common_attn_metadata)
         if folded is not None:
-            layers = range(len(folded.tables))
-            built.kv_policy = [self.folded_layer(built, folded, n) for n in layers]
+            built.kv_policy = FoldedMetadata(
+                folded.order, partial(self.folded_layer, built, folded)
+            )
         return built
 
-    def folded_layer(self, built: Any, folded: FoldedBatch, layer: int) -> Any:
+    def folded_layer(
+        self, built: Any, folded: FoldedBatch, layer: int, **changes: Any
+    ) -> Any:
         """Return stock metadata of one layer over the folded batch.
 
         Args:
             built: the stock metadata of the step.
             folded: page tables per head.
             layer: index of the layer in model order.
+            **changes: fields that the backend keeps beside those that all have.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} cannot attend to heads of different lengths"
+        return replace(
+            built,
+            num_actual_tokens=len(folded.lengths[layer])
+            if folded.order is None
+            else len(folded.order),
+            query_start_loc=folded.query_start,
+            max_seq_len=folded.max_length,
+            seq_lens=folded.lengths[layer],
+            block_table=folded.tables[layer],
+            **changes,
         )
 
 
@@ -118,22 +147,22 @@ class KVPolicyImplMixin:
         """Run stock attention on the physical tables; see the stock implementation."""
         runtime = getattr(layer, "kv_policy", None)
         attend = super().forward
-        layers = getattr(attn_metadata, "kv_policy", None)
+        folded = getattr(attn_metadata, "kv_policy", None)
         if runtime is not None:
             runtime.observe(layer.kv_policy_index, query, key, value)
-        if runtime is None or layers is None:
+        if runtime is None or folded is None:
             kept = (query, key, value, kv_cache, attn_metadata, output)
             return attend(layer, *kept, *args, **kwargs)
-        index, num_heads = layer.kv_policy_index, self.num_kv_heads
-        num_tokens = attn_metadata.num_actual_tokens
+        index, num_heads, order = layer.kv_policy_index, self.num_kv_heads, folded.order
+        metadata = folded.of_layer(index)
+        num_tokens = metadata.num_actual_tokens // num_heads
+        queries = fold_queries(query[:num_tokens], num_heads, order)
         # One token per request: rows (request, KV head) are a view of the batch.
-        by_request = num_tokens * num_heads == len(layers[index].seq_lens)
-        folded = fold_queries(query[:num_tokens], num_heads, by_request)
-        result = torch.empty_like(folded)
-        if by_request:
-            result = fold_queries(output[:num_tokens], num_heads, by_request)
+        result = torch.empty_like(queries)
+        if order is None:
+            result = fold_queries(output[:num_tokens], num_heads, order)
         pages = runtime.pool.pages_of(index)
-        attend(layer, folded, key, value, pages, layers[index], result, *args, **kwargs)
-        if not by_request:
-            output[:num_tokens] = unfold_output(result, num_heads)
+        attend(layer, queries, key, value, pages, metadata, result, *args, **kwargs)
+        if order is not None:
+            output[:num_tokens] = unfold_output(result, num_heads, order)
         return output

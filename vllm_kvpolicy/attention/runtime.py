@@ -18,8 +18,8 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_kvpolicy import compat
-from vllm_kvpolicy.attention.compaction import POSITIONS, Compactor
-from vllm_kvpolicy.attention.folding import FoldedBatch, Folder
+from vllm_kvpolicy.attention.compaction import POSITIONS, Answer, Compactor
+from vllm_kvpolicy.attention.folding import FoldedBatch, FoldedTables, Folder
 from vllm_kvpolicy.attention.head_tables import HeadTables
 from vllm_kvpolicy.attention.late_tables import LateTables
 from vllm_kvpolicy.attention.layouts import EqualLayout, Layout, RaggedLayout
@@ -38,7 +38,7 @@ from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.metrics import WorkerCounters
 from vllm_kvpolicy.policies.base import Needs, Policy
 from vllm_kvpolicy.policies.factory import build
-from vllm_kvpolicy.protocol import StepCommands, UsedBlocks
+from vllm_kvpolicy.protocol import StepCommands
 
 logger = init_logger("vllm.kv_policy")
 
@@ -87,6 +87,11 @@ class KVPolicyRuntime:
         self.slots = SlotTable(num_slots, num_global, block_size, device)
         self.is_captured = compat.captures_attention(vllm_config)
         self.tables = PhysicalTables.of_engine(self.slots, vllm_config)
+        self._folded: FoldedTables | None = None
+        if config.is_ragged:
+            rows, columns = self.tables.tables.shape if self.is_captured else (0, 0)
+            size = len(self.layers), first.num_kv_heads, rows, columns
+            self._folded = FoldedTables(*size, device)
         self.windows = QueryWindows.of_engine(
             self.limits, len(self.layers), first, vllm_config, device
         )
@@ -111,7 +116,7 @@ class KVPolicyRuntime:
         self.counters = WorkerCounters(vllm_config.instance_id, block_size)
         self.batch_request_ids: Callable[[], Sequence[str]] = tuple
         self._commands: StepCommands | None = None
-        self._answers: list[UsedBlocks] = []
+        self._answers: list[Answer] = []
         for index, layer in enumerate(self.layers):
             layer.kv_policy = self
             layer.kv_policy_index = index
@@ -119,7 +124,9 @@ class KVPolicyRuntime:
     @property
     def side_bytes(self) -> int:
         """Bytes of device memory held before the KV cache is made; `late` says more."""
-        held = (self.windows.rows, self.slots.global_blocks, self.tables, self.signals)
+        held = [self.windows.rows, self.slots.global_blocks, self.tables, self.signals]
+        if self._folded is not None:
+            held.append(self._folded)
         return sum(each.nbytes for each in held)
 
     def bind(self, keys_are_columns: bool) -> None:
@@ -157,7 +164,7 @@ class KVPolicyRuntime:
         )
 
     def _layout(self) -> Layout:
-        if not self.config.is_ragged:
+        if self._folded is None:
             return EqualLayout(self.slots, self.pool)
         block = torch.zeros(1, 1, dtype=torch.int64, device=self.slots.device)
         if not self.pool.spans_layers:
@@ -173,7 +180,7 @@ class KVPolicyRuntime:
             stride=self.pool.num_heads,
             device=self.slots.device,
         )
-        self.folder = Folder(self.slots, tables, len(self.layers))
+        self.folder = Folder(self.slots, tables, self._folded)
         return RaggedLayout(self.slots, self.pool, tables)
 
     def rehearse(self, max_model_len: int) -> None:
@@ -205,17 +212,18 @@ class KVPolicyRuntime:
         """
         self.slots.drop(gone)
         self.signals.drop(gone)
-        if self.folder is not None and (gone or commands.events):
-            self.folder.forget()
+        if self.folder is not None:
+            moved = {event.request_id for event in commands.events}
+            self.folder.forget(moved.union(gone))
         if commands.events:
             started = time.perf_counter()
             self._answers += self.compactor.run(commands.events)
             self.counters.add_events(commands.events, time.perf_counter() - started)
         self._commands = commands
 
-    def take_answers(self) -> tuple[UsedBlocks, ...]:
+    def take_answers(self) -> Sequence[Answer]:
         """Return what the scheduler has to hear about events, once."""
-        answers, self._answers = tuple(self._answers), []
+        answers, self._answers = self._answers, []
         return answers
 
     def end_step(self) -> None:
@@ -258,12 +266,16 @@ class KVPolicyRuntime:
     def folded(self, metadata: Any) -> FoldedBatch | None:
         """Return the step's page tables per head, None where the stock ones do.
 
-        Those do on a server whose heads hold equally many tokens, outside a step, and
-        before any request has had an event.
+        Those do on a server whose heads hold equally many tokens, and, where no graph
+        may be captured or replayed, outside a step and before any request has had an
+        event.
         """
-        if self.folder is None or self._commands is None or not len(self.slots):
+        is_stock = self._commands is None or not len(self.slots)
+        is_replayed = self.is_captured and metadata.max_query_len == 1
+        if self.folder is None or (is_stock and not is_replayed):
             return None
-        return self.folder.fold(metadata, self.batch_request_ids())
+        request_ids = () if self._commands is None else self.batch_request_ids()
+        return self.folder.fold(metadata, request_ids)
 
     def physical(self, metadata: Any) -> Any:
         """Return the attention metadata with physical tables and lengths.

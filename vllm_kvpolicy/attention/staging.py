@@ -1,4 +1,4 @@
-"""Host integers to the device without waiting for it.
+"""Integers to the device and back without waiting for it.
 
 Called by the other modules of this folder.
 Process: worker
@@ -28,10 +28,28 @@ def to_device(
     return host.pin_memory().to(device, non_blocking=True)
 
 
-def to_host(values: torch.Tensor) -> np.ndarray:
-    """Read a few integers back; waits for the device where there is one.
+class Arriving:
+    """Integers on their way to the host, which need not wait for them.
 
     Args:
-        values: integers, any shape.
+        values: a few integers, any shape.
     """
-    return values.cpu().numpy()  # sync-ok: once per event, for heads of own lengths
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._host = values
+        if values.is_cuda:
+            self._host = torch.empty_like(values, device="cpu", pin_memory=True)
+            self._host.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def is_here(self) -> bool:
+        """Return whether `read` would not wait."""
+        return self._event is None or self._event.query()
+
+    def read(self) -> np.ndarray:
+        """Return the integers; waits for them, and for nothing that came later."""
+        if self._event is not None:
+            self._event.synchronize()  # sync-ok: see the docstring
+        return self._host.numpy()

@@ -1,0 +1,59 @@
+"""Page lists of every KV head, as attention kernels read them: one row per head.
+
+Called by attention.head_tables: by the folded attention of each step, with tensors at
+fixed addresses where graphs are captured, and before events.
+Process: worker
+
+Source: this project. Deviations: none.
+"""
+
+import torch
+
+from vllm_kvpolicy.kernels.dispatch import Operation
+
+
+def head_page_tables_ref(
+    tables: torch.Tensor,
+    offsets: torch.Tensor,
+    which: torch.Tensor,
+    slots: torch.Tensor,
+    blocks: torch.Tensor,
+    skip: torch.Tensor,
+    pages: torch.Tensor,
+    first: torch.Tensor,
+    own_page: torch.Tensor,
+    stride: int,
+) -> None:
+    """Put each head's global pages in front of its own pages of local superblocks.
+
+    Args:
+        tables: [L, B, H, C] int32, rows `which` mutated: page ids; any valid id behind
+            the last page. Rows of C are contiguous.
+        offsets: [L, B, H] int32, rows `which` mutated: pages of a head less superblocks
+            of its request, vLLM's count.
+        which: [R] int64, rows to fill, of `tables`, `offsets` and `blocks`.
+        slots: [R] int64, slot of each of them.
+        blocks: [B, P] int32 superblock ids, indexed by logical position // N.
+        skip: [slots] int32, leading entries of `blocks` that are not local, by slot.
+        pages: [slots, A] int32, global pages of the heads of a slot, one behind the
+            other.
+        first: [slots, L * H + 1] int32, where each head's start and end.
+        own_page: [L * H] int64, id of each head's page of superblock 0.
+        stride: distance in ids between a head's pages of neighbouring superblocks.
+    """
+    num_layers, _, num_heads, width = tables.shape
+    shape = (len(which), num_layers, num_heads)
+    bounds, skipped = first[slots], skip[slots, None]
+    count = bounds.diff(dim=-1)
+    offsets[:, which] = (count - skipped).view(shape).transpose(0, 1)
+    column = torch.arange(width, dtype=torch.int32, device=tables.device)
+    entry = (bounds[:, :-1, None] + column).clamp_max(pages.shape[-1] - 1)
+    listed = pages[slots].gather(1, entry.flatten(1).long()).view_as(entry)
+    local = column - count[..., None] + skipped[..., None]
+    local = local.clamp(0, blocks.shape[-1] - 1).flatten(1).long()
+    own = blocks[which].gather(1, local).view_as(entry) * stride + own_page[:, None]
+    found = torch.where(column < count[..., None], listed, own.int())
+    tables[:, which] = found.view(*shape, width).transpose(0, 1)
+
+
+head_page_tables = Operation(head_page_tables_ref)

@@ -1,0 +1,100 @@
+"""Twin in Triton of kernels.head_page_tables: one program per row and head.
+
+Process: worker
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+COLUMNS = 256  # at a time
+
+
+def head_page_tables(
+    tables: torch.Tensor,
+    offsets: torch.Tensor,
+    which: torch.Tensor,
+    slots: torch.Tensor,
+    blocks: torch.Tensor,
+    skip: torch.Tensor,
+    pages: torch.Tensor,
+    first: torch.Tensor,
+    own_page: torch.Tensor,
+    stride: int,
+) -> None:
+    """Put global pages in front of a head's own local ones; see the reference.
+
+    Rows of `blocks`, `pages` and `first` are contiguous.
+    """
+    num_layers, _, num_heads, num_columns = tables.shape
+    _head_page_tables[(num_layers * num_heads, len(which))](
+        tables,
+        offsets,
+        which,
+        slots,
+        blocks,
+        skip,
+        pages,
+        first,
+        own_page,
+        *tables.stride()[:3],
+        *offsets.stride(),
+        blocks.stride(0),
+        pages.stride(0),
+        first.stride(0),
+        stride,
+        num_heads,
+        num_columns,
+        blocks.shape[1],
+        COLUMNS=COLUMNS,
+    )
+
+
+@triton.jit(do_not_specialize=["num_columns", "num_blocks"])
+def _head_page_tables(
+    tables,  # [L, B, H, C] int32
+    offsets,  # [L, B, H] int32
+    which,  # [R] int64
+    slots,  # [R] int64
+    blocks,  # [B, P] int32
+    skip,  # [slots] int32
+    pages,  # [slots, A] int32
+    first,  # [slots, n + 1] int32
+    own_page,  # [n] int64
+    tables_layer: tl.int64,
+    tables_row: tl.int64,
+    tables_head: tl.int64,
+    offsets_layer: tl.int64,
+    offsets_row: tl.int64,
+    offsets_head: tl.int64,
+    blocks_row: tl.int64,
+    pages_row: tl.int64,
+    first_row: tl.int64,
+    stride,
+    num_heads,
+    num_columns,
+    num_blocks,
+    COLUMNS: tl.constexpr,
+):
+    number = tl.program_id(0)
+    layer, head = (number // num_heads).to(tl.int64), number % num_heads
+    row = tl.load(which + tl.program_id(1))
+    slot = tl.load(slots + tl.program_id(1))
+    skipped = tl.load(skip + slot)
+    start = tl.load(first + slot * first_row + number)
+    count = tl.load(first + slot * first_row + number + 1) - start
+    place = offsets + layer * offsets_layer + row * offsets_row + head * offsets_head
+    tl.store(place, count - skipped)
+    own = tl.load(own_page + number)
+    listed = pages + slot * pages_row + start
+    target = tables + layer * tables_layer + row * tables_row + head * tables_head
+    for begin in range(0, num_columns, COLUMNS):
+        column = begin + tl.arange(0, COLUMNS)
+        is_column = column < num_columns
+        is_global = column < count
+        page = tl.load(listed + column, mask=is_column & is_global, other=0)
+        local = tl.minimum(tl.maximum(column - count + skipped, 0), num_blocks - 1)
+        entry = blocks + row * blocks_row + local
+        block = tl.load(entry, mask=is_column & ~is_global, other=0).to(tl.int64)
+        page = tl.where(is_global, page, (block * stride + own).to(tl.int32))
+        tl.store(target + column, page, mask=is_column)
