@@ -142,14 +142,17 @@ class KVPolicyConfig:
             block_size: N, tokens per superblock.
         """
         protected = prompt_tokens if self.protects_prompt else 0
+        info, budget = parse(self.policy), self.budget_tokens + protected
+        if info.keeps_all and not info.is_test:
+            # Events begin when the first page has left the window.
+            budget = self.sink_tokens + self.recent_tokens + block_size
         events = EventPlan(
             prompt_len=prompt_tokens,
-            budget=self.budget_tokens + protected,
+            budget=budget,
             interval=self.interval_tokens,
             prefill_interval=self.prefill_interval_tokens,
         )
-        keeps_all = parse(self.policy).keeps_all
-        return Footprint(events, self.recent_tokens, block_size, keeps_all)
+        return Footprint(events, self.recent_tokens, block_size, info.keeps_all)
 
     @classmethod
     def from_dict(cls, values: Any) -> "KVPolicyConfig":

@@ -8,8 +8,9 @@ Process: api
 from pathlib import Path
 from typing import Any
 
+from vllm_kvpolicy.admission import wgkv_files
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.policies.calibration import load
+from vllm_kvpolicy.policies import calibration
 from vllm_kvpolicy.policies.registry import parse
 from vllm_kvpolicy.trace_files import check_trace
 
@@ -32,11 +33,28 @@ def check_files(config: KVPolicyConfig, vllm_config: Any) -> None:
     }
     for key, (path, kind) in files.items():
         try:
-            load(path, kind).check_model(*_model_shape(vllm_config))
+            if kind == "wgkv":
+                _check_gates(path, config, vllm_config)
+            else:
+                found = calibration.load(path, kind)
+                found.check_model(*_model_shape(vllm_config))
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from None
     if config.trace_dir is not None:
         check_trace(Path(config.trace_dir))
+
+
+def _check_gates(path: str, config: KVPolicyConfig, vllm_config: Any) -> None:
+    """Check that gates belong to the model, and that the server has their window."""
+    gates, text = wgkv_files.load(path), vllm_config.model_config.hf_text_config
+    num_layers, _, num_kv_heads, head_dim = _model_shape(vllm_config)
+    theta = float(text.rope_parameters["rope_theta"])
+    gates.check_model(text.model_type, num_layers, num_kv_heads, head_dim, theta)
+    if config.recent_tokens != gates.window:
+        raise ValueError(
+            f"wgkv gates {path}: trained with a window of {gates.window} tokens, got "
+            f"--kv-recent {config.recent_tokens}; set --kv-recent {gates.window}"
+        )
 
 
 def _model_shape(vllm_config: Any) -> tuple[int, int, int, int]:

@@ -77,7 +77,8 @@ def test_words_that_share_an_option_agree_on_it() -> None:
     "name",
     [
         "", "-", "-tova", "ams", "ams-", "tova-ams", "ams-ams-tova", "AMS-TOVA",
-        " tova", "none", "H2O", "quest", "wgkv+tova", "tova+quest", "ams-adakv-tova",
+        " tova", "none", "H2O", "quest", "tova+wgkv", "tova+quest", "ams-adakv-tova",
+        "wgkv-tova",
         "ams-identity", "ams_tova", None, 3,
     ],
 )  # fmt: skip
@@ -86,6 +87,24 @@ def test_unknown_names(name: object) -> None:
         registry.parse(name)
     text = str(error.value)
     assert text == f"kv_policy: got {name!r}, expected {registry.grammar()}"
+
+
+@pytest.mark.parametrize("rest", ["", "quest", "wgkv", "identity", "ams-streaming"])
+def test_only_an_eviction_follows_an_admission(rest: str) -> None:
+    with pytest.raises(ValueError, match="^kv_policy: got '"):
+        registry.parse(f"wgkv+{rest}")
+
+
+def test_an_admission_adds_its_options_and_drops_the_budget_alone() -> None:
+    alone, both = registry.parse("wgkv"), registry.parse("wgkv+ams-snapkv")
+    eviction = registry.parse("ams-snapkv")
+    assert alone.keeps_all and not both.keeps_all
+    assert alone.ragged and both.ragged and not eviction.ragged
+    assert both.params == alone.params + eviction.params
+    assert both.window_tokens({}) == eviction.window_tokens({}) > 0
+    assert not (alone.is_test or both.is_test)
+    with pytest.raises(ValueError, match="wgkv_gates"):
+        registry.resolve_options(both, {})
 
 
 def test_grammar_names_every_word_and_every_refusal() -> None:

@@ -104,13 +104,21 @@ class Gates:
         Raises:
             ValueError: naming the file, the field, and both values.
         """
-        expect(self.path, "num_layers", self.num_layers, num_layers)
-        expect(self.path, "num_kv_heads", self.num_kv_heads, num_kv_heads)
-        expect(self.path, "head_dim", self.head_dim, head_dim)
+        self.check_shape(num_layers, num_kv_heads, head_dim)
         if self.flavour:
             expect(self.path, "flavour", self.flavour, flavour)
         if not math.isnan(self.rope_theta):
             expect(self.path, "rope_theta", self.rope_theta, rope_theta)
+
+    def check_shape(self, num_layers: int, num_kv_heads: int, head_dim: int) -> None:
+        """Check as `check_model` does what every file says.
+
+        Raises:
+            ValueError: naming the file, the field, and both values.
+        """
+        expect(self.path, "num_layers", self.num_layers, num_layers)
+        expect(self.path, "num_kv_heads", self.num_kv_heads, num_kv_heads)
+        expect(self.path, "head_dim", self.head_dim, head_dim)
 
     def stacked(self) -> dict[str, torch.Tensor]:
         """Return the fields of `kernels.wgkv_gate.GateWeights`, with a leading L."""

@@ -103,7 +103,8 @@ class Compactor:
         slots = self._take_slots(events)
         index = self.slots.to_device(slots)
         held = self.layout.held(events, slots, index)
-        inputs = self._inputs(events, index, held)
+        fresh_tokens = self.slots.fresh_tokens(slots, events)
+        inputs = self._inputs(events, index, held, fresh_tokens)
         policy = self.policies[events[0].policy]
         decision = policy.decide(inputs, events[0].budget)
         lists, sources = self._survivors(events, held, inputs, decision)
@@ -145,7 +146,11 @@ class Compactor:
         return slots
 
     def _inputs(
-        self, events: Sequence[CompactEvent], slots: torch.Tensor, held: Held
+        self,
+        events: Sequence[CompactEvent],
+        slots: torch.Tensor,
+        held: Held,
+        fresh_tokens: int,
     ) -> EventInputs:
         """Return what the policy of these events sees."""
         needs = self.policies[events[0].policy].needs
@@ -183,6 +188,7 @@ class Compactor:
             signals=self._signals(events, needs),
             prompt_lengths=to_device([event.prompt_tokens for event in events]),
             memory={name: value.view(*shape, -1) for name, value in recalled.items()},
+            fresh_tokens=fresh_tokens,
         )
 
     def _signals(

@@ -45,6 +45,7 @@ class SlotTable(Slots):
         self.frontier_blocks = torch.zeros(size, dtype=torch.int32, device=device)
         self.dropped_tokens_cpu = np.zeros(size, dtype=np.int32)
         self.frontier_blocks_cpu = np.zeros(size, dtype=np.int32)
+        self.positions_cpu = np.zeros(size, dtype=np.int64)  # of the last events
 
     def take(self, request_id: str) -> int:
         """Return the request's slot, a fresh one at its first event."""
@@ -69,6 +70,14 @@ class SlotTable(Slots):
             dropped_blocks = event.frontier_blocks - len(event.dest_blocks)
             self.dropped_tokens_cpu[slot] = dropped_blocks * self.block_size
             self.frontier_blocks_cpu[slot] = event.frontier_blocks
+            self.positions_cpu[slot] = event.position
+
+    def fresh_tokens(self, slots: Sequence[int], events: Sequence[CompactEvent]) -> int:
+        """Return the most tokens that any of these computed since its last event."""
+        return max(
+            event.position - int(self.positions_cpu[slot] if event.ordinal else 0)
+            for slot, event in zip(slots, events, strict=True)
+        )
 
     def to_device(
         self, values: Sequence[int] | Sequence[Sequence[int]]

@@ -83,7 +83,7 @@ class Footprint:
         events: the request's event positions.
         recent: R, newest tokens that are always kept.
         block_size: N, tokens per superblock.
-        keeps_all: test policies that drop nothing at an event.
+        keeps_all: events may keep everything, as without a budget.
     """
 
     events: EventPlan

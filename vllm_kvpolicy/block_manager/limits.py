@@ -35,7 +35,8 @@ def max_global_blocks(vllm_config: Any, config: KVPolicyConfig) -> int:
     """Return the most superblocks of survivors of any request, by any policy."""
     block_size = vllm_config.cache_config.block_size
     longest = vllm_config.model_config.max_model_len
-    if not (parse(config.policy).keeps_all or config.may_protect_prompt):
+    may_keep_all = any(parse(name).keeps_all for name in config.policies)
+    if not (may_keep_all or config.may_protect_prompt):
         longest = min(longest, config.budget_tokens)
     return -(-longest // block_size)
 

@@ -50,6 +50,17 @@ class PagedTokens:
         """[E, L, H, T, D] of the copy."""
         return (*self.pages.shape[:3], self.num_tokens, self.pools[0].shape[-1])
 
+    def at(self, token: torch.Tensor) -> torch.Tensor:
+        """Return [E, L, H, F, D] copies of tokens [E, L, H, F] int64 of each row."""
+        page_size = self.pools[0].shape[1]
+        pages = self.pages.gather(-1, token.div(page_size, rounding_mode="floor"))
+        place = token % page_size
+        layers = [
+            pool[pages[:, layer], place[:, layer]]
+            for layer, pool in enumerate(self.pools)
+        ]
+        return torch.stack(layers, dim=1)
+
     @cached_property
     def dense(self) -> torch.Tensor:
         """[E, L, H, T, D] model dtype, copied once."""

@@ -1,7 +1,6 @@
 """The write gate of WG-KV: of how much use a token is outside the window.
 
-Called by train.wgkv_attention. What only needs cached keys is for serving, which does
-not call it yet.
+Called by train.wgkv_attention, and by policies.wgkv with cached keys alone.
 Process: worker
 
 Source: WG-KV (arXiv 2512.17452) section 3.2 and
@@ -46,6 +45,13 @@ class GateWeights:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors by name."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "GateWeights":
+        """Return the weights on a device and in a dtype; themselves if they are."""
+        if self.first.device == device and self.first.dtype == dtype:
+            return self
+        moved = {name: t.to(device, dtype) for name, t in self.tensors().items()}
+        return GateWeights(**moved)
 
     def layer(self, index: int) -> "GateWeights":
         """Return views of one layer's gates."""

@@ -211,6 +211,7 @@ def choose(
     budget: int,
     config: AMSConfig,
     credit: torch.Tensor | None,
+    candidates: torch.Tensor | None = None,
 ) -> AMSChoice:
     """Choose `budget` tokens per row around a given must-keep set.
 
@@ -219,9 +220,10 @@ def choose(
         score: [R, T] floating point.
         must_keep: [R, T] bool, at most `budget` per row, False on padding.
         lengths: [R] int64.
-        budget: K, tokens per row, at most every row's length.
+        budget: K, tokens per row; a row that has less keeps all.
         config: parameters; `sinks` and `recent` are not read here.
         credit: [R, T] or None.
+        candidates: [R, T] bool, what may be chosen, must-keep tokens included.
 
     Returns:
         A mask with `budget` True per row, segments, quotas and the new credit.
@@ -229,15 +231,16 @@ def choose(
     valid = torch.arange(usage.shape[-1], device=usage.device) < lengths[:, None]
     mass, credit = mass_with_credit(usage, valid, credit, config)
     # The code's quotas are blind to the must-keep set, ours are for what it leaves.
-    exempt = ~valid if config.parity else must_keep | ~valid
-    room = budget if config.parity else budget - must_keep.sum(-1)
+    barred = ~valid if candidates is None else ~candidates
+    exempt = barred if config.parity else must_keep | barred
+    room = lengths * 0 + budget - (0 if config.parity else must_keep.sum(-1))
     # The code's own sums are of floating point: only the reference has them.
     share = segment_quota_ref if config.parity else segment_quota
     shared = share(
         mass if config.parity else to_fixed_point(mass),
         lengths,
         exempt,
-        torch.zeros_like(lengths) + room,
+        torch.minimum(room, (~exempt).sum(-1)),
         min_quota=config.min_quota,
         by_mass=config.quotas == "mass",
         **config.cuts,
@@ -387,6 +390,7 @@ class AMSAllocator:
             budget,
             self.preset.config,
             None if credit is None else credit.flatten(0, 2),
+            None if inputs.candidates is None else inputs.candidates.flatten(0, 2),
         )
         memory = {CREDIT: choice.credit.float().view(shape)}
         notes = {

@@ -91,6 +91,10 @@ class EventInputs:
         memory: by name, [E, L, H, T] float32: what the policy returned at the
             request's last event, gathered along with the survivors; zero for newer
             tokens and everywhere at a first event.
+        fresh_tokens: tokens computed since the request's last event, of the event with
+            the most.
+        candidates: [E, L, H, T] bool, tokens that an eviction may choose, must-keep
+            tokens among them; None for all. Fewer than the budget may be left of a row.
     """
 
     lengths: torch.Tensor
@@ -105,6 +109,8 @@ class EventInputs:
     signals: Mapping[TokenSignal, torch.Tensor] | None = None
     prompt_lengths: torch.Tensor | None = None
     memory: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    fresh_tokens: int = 0
+    candidates: torch.Tensor | None = None
 
     @property
     def valid(self) -> torch.Tensor:

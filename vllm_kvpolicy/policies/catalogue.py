@@ -1,4 +1,4 @@
-"""The catalogue: one row per scorer, allocator and test policy.
+"""The catalogue: one row per admission, scorer, allocator and test policy.
 
 Read by policies.registry; help texts, the documentation, refusals and tests follow from
 these rows. A leaf like the registry: it imports only the standard library.
@@ -8,6 +8,7 @@ Process: any
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from vllm_kvpolicy.policies.admission_params import WGKV_PARAMS
 from vllm_kvpolicy.policies.allocator_params import (
     ADAKV_PARAMS,
     CHUNK_PARAMS,
@@ -39,7 +40,7 @@ from vllm_kvpolicy.policies.scorer_params import (
 
 @dataclass(frozen=True)
 class Word:
-    """A scorer or an allocator: one word of the grammar.
+    """An admission, a scorer or an allocator: one word of the grammar.
 
     Args:
         path: "module:class" of its implementation.
@@ -68,6 +69,15 @@ class Word:
     placement: str = "in_place"
 
 
+ADMISSIONS = {
+    "wgkv": Word(
+        "vllm_kvpolicy.policies.wgkv:WriteGates",
+        "trained gates admit tokens to the cache behind the recent window",
+        "WG-KV, arXiv 2512.17452",
+        ragged=True,
+        params=WGKV_PARAMS,
+    ),
+}
 SCORERS = {
     "streaming": Word(
         "vllm_kvpolicy.policies.streaming:StreamingScorer",

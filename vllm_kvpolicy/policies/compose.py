@@ -55,12 +55,17 @@ class ComposedPolicy:
                 that no request can hold.
         """
         num_tokens = inputs.must_keep.shape[-1]
-        if not 1 <= budget <= num_tokens and not (self.dynamic and budget > 0):
+        may_hold_less = self.dynamic or inputs.candidates is not None
+        if not 1 <= budget <= num_tokens and not (may_hold_less and budget > 0):
             raise ValueError(f"budget: expected 1..{num_tokens} tokens, got {budget}")
         usage = measure_usage(self.usage_needs, inputs)
         score = self.scorer.score(inputs, usage)
-        decision = self.allocator.choose(score, inputs, usage, budget)
         remembered = self.scorer.remember(score)
+        if inputs.candidates is not None:
+            score = score.masked_fill(~inputs.candidates, -torch.inf)
+        decision = self.allocator.choose(score, inputs, usage, budget)
+        if inputs.candidates is not None:
+            decision = replace(decision, keep=decision.keep & inputs.candidates)
         return replace(decision, memory={**decision.memory, **remembered})
 
     def arrange(

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from vllm_kvpolicy.kernels.chunks import map_pairs
+from vllm_kvpolicy.kernels.paged_reductions import paged_norms
 from vllm_kvpolicy.kernels.softmax import masked_softmax
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
@@ -87,9 +88,8 @@ class ExpectedAttentionScorer(BaseScorer):
             measured,
         )
         if self.value_norm:
-            values = inputs.given("values")
-            norm = torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)
-            score = (score + self.epsilon) * norm
+            norms = paged_norms(inputs.paged("values"), inputs.lengths)
+            score = (score + self.epsilon) * norms
         return fill_with_highest(score, measured)
 
 

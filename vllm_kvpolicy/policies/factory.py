@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
+from vllm_kvpolicy.policies.admitted import AdmittedPolicy
 from vllm_kvpolicy.policies.base import Policy
 from vllm_kvpolicy.policies.compose import ComposedPolicy
 from vllm_kvpolicy.policies.registry import parse, resolve_options
@@ -27,10 +28,13 @@ def build(name: str, options: Mapping[str, Any] | None = None) -> Policy:
     resolved = resolve_options(info, options or {})
     if info.path is not None:
         return _load(info.path).from_options(resolved)
-    return ComposedPolicy(
-        _load(info.scorer).from_options(resolved),
-        _load(info.allocator).from_options(resolved),
-    )
+    eviction: Any = None
+    if info.scorer is not None:
+        parts = info.scorer, info.allocator
+        eviction = ComposedPolicy(*(_load(p).from_options(resolved) for p in parts))
+    if info.admission is None:
+        return eviction
+    return AdmittedPolicy(_load(info.admission).from_options(resolved), eviction)
 
 
 def _load(path: str | None) -> Any:

@@ -10,6 +10,7 @@ Deviations: computed in float32; all layers take part (the paper spares the firs
 
 import torch
 
+from vllm_kvpolicy.kernels.paged_reductions import paged_norms
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.scorer import BaseScorer
@@ -22,5 +23,4 @@ class KnormScorer(BaseScorer):
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score [E, L, H, T] float32, never positive."""
-        keys = inputs.given("keys")
-        return -torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32)
+        return -paged_norms(inputs.paged("keys"), inputs.lengths)

@@ -29,6 +29,7 @@ class Param:
         choices: valid values of a choice.
         at_least: name of a key whose value this one must reach.
         required: None is not valid; otherwise a path may be left out.
+        optional: None is valid, for a default that is known elsewhere.
         holds: what the file of a path holds, a kind of policies.calibration.
     """
 
@@ -43,6 +44,7 @@ class Param:
     choices: tuple[str, ...] = ()
     at_least: str | None = None
     required: bool = False
+    optional: bool = False
     holds: str = ""
 
     @property
@@ -65,6 +67,8 @@ class Param:
 
     def accepts(self, value: Any) -> bool:
         """Tell whether `value` is valid by itself, `at_least` aside."""
+        if value is None and self.optional:
+            return True
         if self.kind == "choice":
             return isinstance(value, str) and value in self.choices
         if self.kind == "bool":

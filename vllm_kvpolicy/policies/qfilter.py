@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from vllm_kvpolicy.kernels.chunks import map_pairs
+from vllm_kvpolicy.kernels.paged_reductions import paged_projections
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.calibration import Calibration, load
@@ -46,12 +46,7 @@ class QFilterScorer(BaseScorer):
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score [E, L, H, T] float32."""
-        keys = inputs.given("keys")
+        keys = inputs.paged("keys")
         self.filters = self.filters.to(keys.device)  # moves once
         filters = self.filters.expand(*keys.shape[:3], -1)
-        return -map_pairs(_project, 4 * keys[0, 0].numel(), keys, filters)
-
-
-def _project(keys: torch.Tensor, filters: torch.Tensor) -> torch.Tensor:
-    """Project keys [n, H, T, D] on directions [n, H, D]: [n, H, T] float32."""
-    return (keys.float() @ filters[..., None]).squeeze(-1)
+        return -paged_projections(keys, inputs.lengths, filters)

@@ -5,14 +5,20 @@ and by policies.factory, which imports what the dotted paths name.
 Process: any
 
 A name is `[ADMISSION][+EVICTION][+SELECTION]`, at least one part; EVICTION is
-`[ALLOCATOR-]SCORER`. So far only eviction has words.
+`[ALLOCATOR-]SCORER`. So far selection has no words.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vllm_kvpolicy.policies.catalogue import ALLOCATORS, SCORERS, TEST_POLICIES, Word
+from vllm_kvpolicy.policies.catalogue import (
+    ADMISSIONS,
+    ALLOCATORS,
+    SCORERS,
+    TEST_POLICIES,
+    Word,
+)
 from vllm_kvpolicy.policies.params import Options, Param, check
 
 
@@ -25,6 +31,7 @@ class PolicyInfo:
         path: "module:class" of a policy that is not composed, else None.
         scorer: "module:class", None unless composed.
         allocator: "module:class", None unless composed.
+        admission: "module:class", None for none.
         summary: one line.
         source: where its parts are published.
         windows: per part, queries it reads and the option that overrides them.
@@ -48,11 +55,12 @@ class PolicyInfo:
     placement: str = "in_place"
     params: tuple[Param, ...] = ()
     presets: Mapping[str, Options] = field(default_factory=dict)
+    admission: str | None = None
 
     @property
     def keeps_all(self) -> bool:
-        """Whether an event drops nothing; only test policies do that."""
-        return self.is_test
+        """Whether there is no budget, so that events may keep everything."""
+        return self.scorer is None
 
     def window_tokens(self, options: Options) -> int:
         """Queries captured before an event, given resolved options."""
@@ -65,7 +73,10 @@ class PolicyInfo:
 
 
 def names() -> list[str]:
-    """List every valid name, test policies last."""
+    """List every valid name without an admission, test policies last.
+
+    `parse` also knows each admission alone, and with `+` in front of an eviction.
+    """
     evictions = [
         f"{allocator}-{scorer}" if allocator else scorer
         for allocator, word in ALLOCATORS.items()
@@ -85,7 +96,9 @@ def grammar() -> str:
     ]
     return (
         f"SCORER or ALLOCATOR-SCORER; scorers {', '.join(SCORERS)}; allocators "
-        f"{allocators}; not {', '.join(refused)}; for tests {', '.join(TEST_POLICIES)}"
+        f"{allocators}; not {', '.join(refused)}; or ADMISSION, or ADMISSION+ before "
+        f"one of those; admissions {', '.join(ADMISSIONS)}; for tests "
+        f"{', '.join(TEST_POLICIES)}"
     )
 
 
@@ -108,6 +121,9 @@ def parse(name: str) -> PolicyInfo:
             placement=word.placement,
             params=word.params,
         )
+    first, plus, rest = str(name).partition("+")
+    if first in ADMISSIONS:
+        return _admitted(name, ADMISSIONS[first], parse(rest) if plus else None)
     allocator, _, scorer = str(name).rpartition("-")
     # A leading dash is no name, though the empty word is an allocator.
     known = allocator in ALLOCATORS and scorer in SCORERS
@@ -136,6 +152,40 @@ def _compose(name: str, allocator: Word, scorer: Word) -> PolicyInfo:
         protect_prompt=scorer.protect_prompt or allocator.protect_prompt,
         params=tuple(params.values()),
         presets={**scorer.presets, **allocator.presets},
+    )
+
+
+def _admitted(name: str, admission: Word, eviction: PolicyInfo | None) -> PolicyInfo:
+    """Describe an admission, alone or in front of an eviction.
+
+    Raises:
+        ValueError: what follows is no eviction.
+    """
+    if eviction is None:
+        return PolicyInfo(
+            name=name,
+            path=None,
+            scorer=None,
+            allocator=None,
+            summary=admission.summary,
+            source=admission.source,
+            ragged=admission.ragged,
+            params=admission.params,
+            admission=admission.path,
+        )
+    if eviction.scorer is None or eviction.admission is not None:
+        raise ValueError(
+            f"kv_policy: got {name!r}, expected an eviction behind the admission: "
+            f"{grammar()}"
+        )
+    return replace(
+        eviction,
+        name=name,
+        summary=f"{admission.summary}; {eviction.summary}",
+        source=f"{admission.source}; {eviction.source}",
+        ragged=True,
+        params=admission.params + eviction.params,
+        admission=admission.path,
     )
 
 

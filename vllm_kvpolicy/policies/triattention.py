@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from vllm_kvpolicy.kernels.chunks import map_pairs
+from vllm_kvpolicy.kernels.paged_reductions import paged_pair_projections
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.calibration import Calibration, load
@@ -79,38 +79,20 @@ class TriAttentionScorer(BaseScorer):
         return z_score.amax(3) if self.aggregate == "max" else z_score.mean(3)
 
     def per_query_head(self, inputs: EventInputs) -> torch.Tensor:
-        """Return s [E, L, Hq, T] float32; unspecified on padding."""
-        keys, rope = inputs.given("keys"), inputs.given("rope")
+        """Return s [E, L, Hq, T] float32, zero on padding."""
+        keys, rope = inputs.paged("keys"), inputs.given("rope")
         # Moves to the keys' device once.
         self.query = self.query.to(keys.device)
         self.by_length = self.by_length.to(keys.device)
         turned = self.query * mean_rotation(inputs.end, rope)[:, None, None]
         direction = torch.cat([turned.real, turned.imag], -1).float()
         shape = (*keys.shape[:2], *self.by_length.shape[1:])
-        return map_pairs(
-            _per_query_head,
-            2 * 4 * keys[0, 0].numel(),
+        return paged_pair_projections(
             keys,
+            inputs.lengths,
             rope.scaling * direction.expand(*shape[:3], -1),
             rope.scaling * self.by_length.expand(shape),
         )
-
-
-def _per_query_head(
-    keys: torch.Tensor, direction: torch.Tensor, by_length: torch.Tensor
-) -> torch.Tensor:
-    """Return s [n, Hq, T] float32.
-
-    Args:
-        keys: [n, H, T, D] model dtype.
-        direction: [n, Hq, D] float32, w as real and imaginary parts.
-        by_length: [n, Hq, D/2] float32, e.
-    """
-    num_heads, keys = keys.shape[1], keys.float()
-    length = torch.hypot(*keys.chunk(2, dim=-1))
-    score = direction.unflatten(1, (num_heads, -1)) @ keys.transpose(-1, -2)
-    score += by_length.unflatten(1, (num_heads, -1)) @ length.transpose(-1, -2)
-    return score.flatten(1, 2)
 
 
 def mean_rotation(end: torch.Tensor, rope: Rope) -> torch.Tensor:

@@ -37,4 +37,6 @@ class UniformTopK:
     ) -> Decision:
         """Pick `budget` tokens per row of `score` [E, L, H, T], must-keep first."""
         must_keep = limit_must_keep(inputs.must_keep, budget)
-        return Decision(top_k_mask(score, must_keep, inputs.valid, budget), score)
+        # A row may hold less behind an admission.
+        size = inputs.lengths.clamp(max=budget)
+        return Decision(top_k_mask(score, must_keep, inputs.valid, size), score)

@@ -1,0 +1,160 @@
+"""Numbers of single tokens that take one look at their keys or values.
+
+Called by scorers at an event.
+Process: worker
+
+Source: this project. Deviations: none.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from vllm_kvpolicy.kernels.chunks import map_pairs
+from vllm_kvpolicy.kernels.dispatch import Operation
+from vllm_kvpolicy.kernels.paged import PagedTokens
+
+
+def paged_norms_ref(tokens: PagedTokens, lengths: torch.Tensor) -> torch.Tensor:
+    """Measure how long each key or value is.
+
+    Args:
+        tokens: [E, L, H, T, D] on pages, model dtype, right-padded; padding is ignored
+            whatever it holds.
+        lengths: [E, L, H] int64, tokens held, 1..T.
+
+    Returns:
+        [E, L, H, T] float32, zero on padding.
+    """
+    norms = torch.linalg.vector_norm(tokens.dense, dim=-1, dtype=torch.float32)
+    return norms.masked_fill(~_is_held(tokens, lengths), 0.0)
+
+
+def paged_cosines_ref(keys: PagedTokens, lengths: torch.Tensor) -> torch.Tensor:
+    """Compare each key k_i with the mean direction of its row, sum_j k_j / |k_j|.
+
+    Args:
+        keys: [E, L, H, T, D] on pages, model dtype, right-padded; padding is ignored
+            whatever it holds.
+        lengths: [E, L, H] int64, tokens held, 1..T.
+
+    Returns:
+        [E, L, H, T] float32 in [-1, 1], zero on padding. The sum over tokens is carried
+        in float64. Lengths below 1e-12 count as 1e-12, that of the sum as well.
+    """
+    is_held = _is_held(keys, lengths)
+    pair_bytes = 4 * keys.dense[0, 0].numel() * 4  # four float32 copies at a time
+    cosines = map_pairs(_cosines, pair_bytes, keys.dense, is_held)
+    return cosines.masked_fill(~is_held, 0.0)
+
+
+def paged_projections_ref(
+    keys: PagedTokens, lengths: torch.Tensor, directions: torch.Tensor
+) -> torch.Tensor:
+    """Project the keys of each row on one direction.
+
+    Args:
+        keys: [E, L, H, T, D] on pages, model dtype, right-padded; padding is ignored
+            whatever it holds.
+        lengths: [E, L, H] int64, tokens held, 1..T.
+        directions: [E, L, H, D] float32.
+
+    Returns:
+        [E, L, H, T] float32, zero on padding.
+
+    Raises:
+        ValueError: shapes that do not fit together.
+    """
+    check_shape("directions", directions, (*keys.shape[:3], keys.shape[-1]))
+    pair_bytes = 4 * keys.dense[0, 0].numel()  # a float32 copy
+    projections = map_pairs(_projections, pair_bytes, keys.dense, directions)
+    return projections.masked_fill(~_is_held(keys, lengths), 0.0)
+
+
+def paged_pair_projections_ref(
+    keys: PagedTokens,
+    lengths: torch.Tensor,
+    directions: torch.Tensor,
+    by_length: torch.Tensor,
+) -> torch.Tensor:
+    """Project keys for each query head, and weigh the lengths of their channel pairs.
+
+    Channels f and f + D/2 are a pair, as RoPE turns them. Query head h of Hq = H * G
+    scores the keys of KV head h // G: directions . k + sum_f by_length_f |pair f of k|.
+
+    Args:
+        keys: [E, L, H, T, D] on pages, model dtype, right-padded, D even; padding is
+            ignored whatever it holds.
+        lengths: [E, L, H] int64, tokens held, 1..T.
+        directions: [E, L, Hq, D] float32.
+        by_length: [E, L, Hq, D/2] float32.
+
+    Returns:
+        [E, L, Hq, T] float32, zero on padding.
+
+    Raises:
+        ValueError: shapes that do not fit together.
+    """
+    group = check_pairs(keys, directions, by_length)
+    pair_bytes = 2 * 4 * keys.dense[0, 0].numel()  # two float32 copies
+    scores = map_pairs(_pair_projections, pair_bytes, keys.dense, directions, by_length)
+    is_held = _is_held(keys, lengths).repeat_interleave(group, 2)
+    return scores.masked_fill(~is_held, 0.0)
+
+
+paged_norms = Operation(paged_norms_ref)
+paged_cosines = Operation(paged_cosines_ref)
+paged_projections = Operation(paged_projections_ref)
+paged_pair_projections = Operation(paged_pair_projections_ref)
+
+
+def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Raise ValueError if a tensor has another shape."""
+    if tensor.shape != shape:
+        raise ValueError(f"{name}: expected {list(shape)}, got {list(tensor.shape)}")
+
+
+def check_pairs(
+    keys: PagedTokens, directions: torch.Tensor, by_length: torch.Tensor
+) -> int:
+    """Return G of `paged_pair_projections`.
+
+    Raises:
+        ValueError: shapes that do not fit together.
+    """
+    num_events, num_layers, num_heads, _, size = keys.shape
+    if size % 2:
+        raise ValueError(f"keys: expected an even head size, got {size}")
+    group = max(1, directions.shape[2] // num_heads)
+    rows = num_events, num_layers, num_heads * group
+    check_shape("directions", directions, (*rows, size))
+    check_shape("by_length", by_length, (*rows, size // 2))
+    return group
+
+
+def _is_held(tokens: PagedTokens, lengths: torch.Tensor) -> torch.Tensor:
+    """[E, L, H, T] bool, False on padding."""
+    return torch.arange(tokens.num_tokens, device=tokens.device) < lengths[..., None]
+
+
+def _cosines(keys: torch.Tensor, is_held: torch.Tensor) -> torch.Tensor:
+    """Return [n, H, T], the cosine of keys [n, H, T, D] with the sum of those held."""
+    unit = F.normalize(keys.float(), dim=-1)
+    held = torch.where(is_held[..., None], unit, 0.0)
+    mean = F.normalize(held.sum(2, keepdim=True, dtype=torch.float64), dim=-1)
+    return (unit * mean.float()).sum(-1)
+
+
+def _projections(keys: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
+    """Project keys [n, H, T, D] on directions [n, H, D]: [n, H, T] float32."""
+    return (keys.float() @ directions[..., None]).squeeze(-1)
+
+
+def _pair_projections(
+    keys: torch.Tensor, directions: torch.Tensor, by_length: torch.Tensor
+) -> torch.Tensor:
+    """Return [n, Hq, T] float32 of keys [n, H, T, D]."""
+    num_heads, keys = keys.shape[1], keys.float()
+    length = torch.hypot(*keys.chunk(2, dim=-1))
+    score = directions.unflatten(1, (num_heads, -1)) @ keys.transpose(-1, -2)
+    score += by_length.unflatten(1, (num_heads, -1)) @ length.transpose(-1, -2)
+    return score.flatten(1, 2)

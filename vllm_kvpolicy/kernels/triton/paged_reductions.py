@@ -1,0 +1,290 @@
+"""Twins in Triton of kernels.paged_reductions: one program per tile of a row's tokens.
+
+Called by kernels.paged_reductions on a GPU.
+Process: worker
+
+Keys and values are read where they lie and nothing of their size is stored: norms and
+projections read them once, cosines twice. The tile's size follows from the head size
+alone, and the tiles of a row are put together in order, so a row's result depends on
+nothing but its own tokens. Where all layers share one view of a pool, so do they the
+launch.
+Deviations from the reference, all of them rounding: the order in which products are
+added up; unit keys are summed up without having been rounded to float32, and cosines
+are divided by the key's length at the end; a pair's length is the root of a float32 sum
+of squares, which overflows for numbers above 1e19 and vanishes for those below 1e-19.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_kvpolicy.kernels.paged import PagedTokens
+from vllm_kvpolicy.kernels.paged_reductions import check_pairs, check_shape
+
+LEAST = tl.constexpr(1e-12)  # as in `torch.nn.functional.normalize`
+NUMBERS = 8192  # of a tile, 64 per thread
+MEAN_TILES = 16  # tiles added up at once
+# What differs between batches, alignment too, must not choose the compiled kernel.
+ROWS = ["launch_rows", "event_rows", "first_row"]
+VARYING = [*ROWS, "num_tokens", "num_pages", "page_size", "pages", "lengths"]
+
+
+def paged_norms(tokens: PagedTokens, lengths: torch.Tensor) -> torch.Tensor:
+    """Measure how long each key or value is; see the reference."""
+    norms = _empty(tokens, *tokens.shape[:4])
+    _over_tiles(_norms_of_tiles, tokens, lengths, norms)
+    return norms
+
+
+def paged_cosines(keys: PagedTokens, lengths: torch.Tensor) -> torch.Tensor:
+    """Compare each key with the mean direction of its row; see the reference."""
+    size, num_rows = keys.shape[-1], lengths.numel()
+    tile = _tile(size)
+    num_tiles = triton.cdiv(keys.num_tokens, tile)
+    sums = _empty(keys, num_rows, num_tiles, size, dtype=torch.float64)
+    means = _empty(keys, num_rows, size)
+    cosines = _empty(keys, *keys.shape[:4])
+    _over_tiles(_sums_of_tiles, keys, lengths, sums)
+    _means_of_rows[(num_rows,)](
+        *(lengths.contiguous(), sums, means, num_tiles),
+        SIZE=size,
+        WIDTH=_width(size),
+        TILE=tile,
+        TILES=MEAN_TILES,
+    )
+    _over_tiles(_projections_of_tiles, keys, lengths, means, cosines, IS_COSINE=True)
+    return cosines
+
+
+def paged_projections(
+    keys: PagedTokens, lengths: torch.Tensor, directions: torch.Tensor
+) -> torch.Tensor:
+    """Project the keys of each row on one direction; see the reference."""
+    check_shape("directions", directions, (*keys.shape[:3], keys.shape[-1]))
+    scores = _empty(keys, *keys.shape[:4])
+    inputs = directions.contiguous(), scores
+    _over_tiles(_projections_of_tiles, keys, lengths, *inputs, IS_COSINE=False)
+    return scores
+
+
+def paged_pair_projections(
+    keys: PagedTokens,
+    lengths: torch.Tensor,
+    directions: torch.Tensor,
+    by_length: torch.Tensor,
+) -> torch.Tensor:
+    """Project keys for each query head, and weigh the lengths of their channel pairs.
+
+    See the reference.
+    """
+    group = check_pairs(keys, directions, by_length)
+    scores = _empty(keys, *directions.shape[:3], keys.num_tokens)
+    inputs = directions.contiguous(), by_length.contiguous(), scores
+    _over_tiles(_pair_projections_of_tiles, keys, lengths, *inputs, GROUP=group)
+    return scores
+
+
+def _empty(
+    tokens: PagedTokens, *shape: int, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=tokens.device)
+
+
+def _width(size: int) -> int:
+    """Return the power of two that holds a head of this size."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def _tile(size: int) -> int:
+    """Return the tokens of a tile for heads of this size."""
+    return min(128, NUMBERS // _width(size))
+
+
+def _over_tiles(
+    kernel: Any,
+    tokens: PagedTokens,
+    lengths: torch.Tensor,
+    *others: torch.Tensor,
+    **options: Any,
+) -> None:
+    """Launch a kernel over all tiles of all rows, once for each view of a pool.
+
+    Args:
+        kernel: takes what is put together here, then `others`.
+        tokens: what it reads.
+        lengths: [E, L, H] int64, tokens held.
+        others: its further inputs and outputs, one row after the other.
+        options: its further constants.
+    """
+    num_events, num_layers, num_heads, num_tokens, size = tokens.shape
+    pages, lengths = tokens.pages.contiguous(), lengths.contiguous()
+    views = {(pool.data_ptr(), pool.stride()) for pool in tokens.pools}
+    step = num_layers if len(views) == 1 else 1
+    launch_rows, tile = step * num_heads, _tile(size)
+    grid = (num_events * launch_rows * triton.cdiv(num_tokens, tile),)
+    for first in range(0, num_layers, step):
+        pool = tokens.pools[first]
+        kernel[grid](
+            *(pool, *pool.stride(), pages, lengths),
+            *(launch_rows, num_layers * num_heads, first * num_heads),
+            *(num_tokens, pages.shape[-1], pool.shape[1]),
+            *others,
+            SIZE=size,
+            WIDTH=_width(size),
+            TILE=tile,
+            **options,
+        )
+
+
+@triton.jit
+def _place(launch_rows, event_rows, first_row, num_tokens, TILE: tl.constexpr):
+    """Return row [E * L * H], tile and tokens of a program."""
+    num_tiles = tl.cdiv(num_tokens, TILE)
+    index = (tl.program_id(0) // num_tiles).to(tl.int64)
+    row = index // launch_rows * event_rows + first_row + index % launch_rows
+    tile = tl.program_id(0) % num_tiles
+    return row, tile, tile * TILE + tl.arange(0, TILE)
+
+
+@triton.jit
+def _read(
+    pool, page_stride, slot_stride, number_stride, pages, lengths,
+    num_pages, page_size, row, token,
+    FIRST: tl.constexpr, END: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Return numbers FIRST .. END - 1 of tokens, [TILE, WIDTH] float32.
+
+    Zero behind the row's length and from END on.
+    """
+    is_held = token < tl.load(lengths + row)
+    page = tl.load(pages + row * num_pages + token // page_size, is_held, other=0)
+    slot = (token % page_size).to(tl.int64)
+    number = (FIRST + tl.arange(0, WIDTH)).to(tl.int64)
+    start = page * page_stride + slot * slot_stride
+    place = start[:, None] + (number * number_stride)[None, :]
+    mask = is_held[:, None] & (number < END)[None, :]
+    return tl.load(pool + place, mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _lengths(numbers):
+    """Return how long rows [TILE, WIDTH] are, at least LEAST."""
+    return tl.maximum(tl.sqrt_rn(tl.sum(numbers * numbers, 1)), LEAST)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _norms_of_tiles(
+    pool, page_stride, slot_stride, number_stride, pages, lengths,
+    launch_rows, event_rows, first_row, num_tokens, num_pages, page_size,
+    norms,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Write `norms` [R, T]."""
+    row, _, token = _place(launch_rows, event_rows, first_row, num_tokens, TILE)
+    numbers = _read(
+        pool, page_stride, slot_stride, number_stride, pages, lengths,
+        num_pages, page_size, row, token, 0, SIZE, WIDTH,
+    )  # fmt: skip
+    norm = tl.sqrt_rn(tl.sum(numbers * numbers, 1))
+    tl.store(norms + row * num_tokens + token, norm, token < num_tokens)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _sums_of_tiles(
+    pool, page_stride, slot_stride, number_stride, pages, lengths,
+    launch_rows, event_rows, first_row, num_tokens, num_pages, page_size,
+    sums,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Write `sums` [R, tiles, D] float64 of unit keys, for tiles that hold a key."""
+    row, tile, token = _place(launch_rows, event_rows, first_row, num_tokens, TILE)
+    if tile * TILE >= tl.load(lengths + row):
+        return
+    numbers = _read(
+        pool, page_stride, slot_stride, number_stride, pages, lengths,
+        num_pages, page_size, row, token, 0, SIZE, WIDTH,
+    )  # fmt: skip
+    inverse = 1.0 / _lengths(numbers).to(tl.float64)
+    total = tl.sum(numbers.to(tl.float64) * inverse[:, None], 0)
+    number = tl.arange(0, WIDTH)
+    start = (row * tl.cdiv(num_tokens, TILE) + tile) * SIZE
+    tl.store(sums + start + number, total, number < SIZE)
+
+
+@triton.jit(do_not_specialize=["lengths", "num_tiles"])
+def _means_of_rows(
+    lengths, sums, means, num_tiles,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Add the tiles of each row up: unit vectors `means` [R, D]."""
+    row = tl.program_id(0).to(tl.int64)
+    number = tl.arange(0, WIDTH)
+    held = tl.cdiv(tl.load(lengths + row).to(tl.int32), TILE)
+    total = tl.zeros((WIDTH,), tl.float64)
+    for first in range(0, held, TILES):
+        tile = first + tl.arange(0, TILES)
+        place = (row * num_tiles + tile)[:, None] * SIZE + number[None, :]
+        mask = (tile < held)[:, None] & (number < SIZE)[None, :]
+        total += tl.sum(tl.load(sums + place, mask, other=0.0), 0)
+    length = tl.maximum(tl.sqrt(tl.sum(total * total, 0)), LEAST)
+    mean = (total / length).to(tl.float32)
+    tl.store(means + row * SIZE + number, mean, number < SIZE)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _projections_of_tiles(
+    pool, page_stride, slot_stride, number_stride, pages, lengths,
+    launch_rows, event_rows, first_row, num_tokens, num_pages, page_size,
+    directions, projections,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    IS_COSINE: tl.constexpr,
+):  # fmt: skip
+    """Write `projections` [R, T] on `directions` [R, D], of unit keys if IS_COSINE."""
+    row, _, token = _place(launch_rows, event_rows, first_row, num_tokens, TILE)
+    numbers = _read(
+        pool, page_stride, slot_stride, number_stride, pages, lengths,
+        num_pages, page_size, row, token, 0, SIZE, WIDTH,
+    )  # fmt: skip
+    number = tl.arange(0, WIDTH)
+    direction = tl.load(directions + row * SIZE + number, number < SIZE, other=0.0)
+    score = tl.sum(numbers * direction[None, :], 1)
+    if IS_COSINE:
+        score = score / _lengths(numbers)
+    # Zero on padding even where the direction is not a number.
+    score = tl.where(token < tl.load(lengths + row), score, 0.0)
+    tl.store(projections + row * num_tokens + token, score, token < num_tokens)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _pair_projections_of_tiles(
+    pool, page_stride, slot_stride, number_stride, pages, lengths,
+    launch_rows, event_rows, first_row, num_tokens, num_pages, page_size,
+    directions, by_length, scores,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """Write `scores` [R, G, T] of `directions` [R, G, D], `by_length` [R, G, D/2]."""
+    HALF: tl.constexpr = SIZE // 2
+    row, _, token = _place(launch_rows, event_rows, first_row, num_tokens, TILE)
+    real = _read(
+        pool, page_stride, slot_stride, number_stride, pages, lengths,
+        num_pages, page_size, row, token, 0, HALF, WIDTH // 2,
+    )  # fmt: skip
+    imag = _read(
+        pool, page_stride, slot_stride, number_stride, pages, lengths,
+        num_pages, page_size, row, token, HALF, SIZE, WIDTH // 2,
+    )  # fmt: skip
+    length = tl.sqrt_rn(real * real + imag * imag)
+    number = tl.arange(0, WIDTH // 2)
+    is_held = token < tl.load(lengths + row)
+    for head in range(GROUP):
+        query = row * GROUP + head
+        along = directions + query * SIZE + number
+        x = tl.load(along, number < HALF, other=0.0)
+        y = tl.load(along + HALF, number < HALF, other=0.0)
+        weight = tl.load(by_length + query * HALF + number, number < HALF, other=0.0)
+        terms = real * x[None, :] + imag * y[None, :] + length * weight[None, :]
+        score = tl.where(is_held, tl.sum(terms, 1), 0.0)
+        tl.store(scores + query * num_tokens + token, score, token < num_tokens)

@@ -1,0 +1,115 @@
+"""Admission: tokens that a learned gate refuses leave the cache with the recent window.
+
+A token's gate is evaluated once, at the first event after the token was computed, and
+remembered for as long as the token is held. Admission alone has no budget; an eviction
+behind it chooses among what was admitted.
+Called by policies.factory, which builds it, and by attention.compaction, which uses it.
+Process: worker
+
+Source: WG-KV (arXiv 2512.17452) sections 3.2 and 3.3, and appendix K.1 for eviction
+behind it. Deviations: tokens leave the window at events, not one by one; heads are
+filled up to whole pages with refused tokens, best first, which the next event may drop.
+"""
+
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs, Policy
+
+MEMORY = "admission"
+LEAST = 2.0**-126  # stands for a gate of 0 in memory, where 0 means not evaluated
+
+
+class Admission(Protocol):
+    """Says of how much use a token will be once it has left the window.
+
+    Attributes:
+        needs: what `gates` reads.
+        threshold: tokens with a gate above this are admitted.
+    """
+
+    needs: Needs
+    threshold: float
+
+    def check_model(
+        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
+        """Raise ValueError if it was trained for another model."""
+        ...
+
+    def gates(self, inputs: EventInputs, token: torch.Tensor) -> torch.Tensor:
+        """Evaluate the gates of some tokens.
+
+        Args:
+            inputs: the event.
+            token: [E, L, H, F] int64, held tokens, by their places in the rows.
+
+        Returns:
+            [E, L, H, F] float32 between 0 and 1.
+        """
+        ...
+
+
+class AdmittedPolicy:
+    """Keeps what is admitted, or what an eviction chooses of that.
+
+    Args:
+        admission: the gates.
+        eviction: chooses within the budget; None for no budget.
+    """
+
+    dynamic = True
+
+    def __init__(self, admission: Admission, eviction: Policy | None) -> None:
+        self.admission, self.eviction = admission, eviction
+        self.needs = admission.needs | Needs(memory=(MEMORY,))
+        if eviction is not None:
+            self.needs |= eviction.needs
+
+    def check_model(
+        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
+        """Check both parts at start-up; see `Policy`."""
+        for part in (self.admission, self.eviction):
+            if part is not None:
+                part.check_model(num_layers, num_heads, num_kv_heads, head_dim)
+
+    def decide(self, inputs: EventInputs, budget: int) -> Decision:
+        """Keep admitted and must-keep tokens; at most `budget` where there is one."""
+        gates = self._gates(inputs)
+        is_useful = gates > self.admission.threshold
+        admitted = inputs.valid & (inputs.must_keep | is_useful)
+        memory = {MEMORY: gates}
+        notes = {"gates": gates}
+        if self.eviction is None:
+            return Decision(admitted, gates, memory, notes)
+        chosen = self.eviction.decide(replace(inputs, candidates=admitted), budget)
+        return replace(
+            chosen, memory={**chosen.memory, **memory}, notes={**chosen.notes, **notes}
+        )
+
+    def _gates(self, inputs: EventInputs) -> torch.Tensor:
+        """Return [E, L, H, T] float32 gates, new tokens' evaluated, others' remembered.
+
+        What is remembered comes first in a row: survivors, then local tokens of the
+        last event. A row that has fewer new tokens than another one evaluates some of
+        its padding, too, whose gates nobody reads.
+        """
+        known = inputs.memory[MEMORY]
+        fresh = torch.arange(inputs.fresh_tokens, device=known.device)
+        token = (known > 0).sum(-1, keepdim=True) + fresh
+        token = torch.minimum(token, inputs.lengths[..., None] - 1)
+        gates = self.admission.gates(inputs, token).clamp_min(LEAST)
+        return known.scatter(-1, token, gates)
+
+    def arrange(
+        self, sources: torch.Tensor, heads: torch.Tensor, seeds: torch.Tensor
+    ) -> torch.Tensor:
+        """Keep survivors in time order: `sources` [E, M] int64 as they are."""
+        return sources
+
+    def arrange_pages(self, pages: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+        """Leave `pages` [E, C] int64 where they are."""
+        return pages
