@@ -15,6 +15,8 @@ INTERVAL ?= 64
 MODEL ?= reasoner/checkpoint
 PART ?= min
 GPU_PYTHON ?=
+# Tests run in two processes of one thread each, file by file.
+WORKERS ?= -n 2 --dist loadfile
 # More arguments for `vllm serve`, for pytest, and for the commands on a GPU.
 ARGS ?=
 
@@ -33,10 +35,10 @@ serve: setup
 		--interval $(INTERVAL) -- $(ARGS)
 
 test: setup
-	@.venv/bin/python -m pytest $(ARGS)
+	@.venv/bin/python -m pytest $(WORKERS) $(ARGS)
 
 test-all: setup
-	@.venv/bin/python -m pytest --every-name $(ARGS)
+	@.venv/bin/python -m pytest $(WORKERS) --every-name $(ARGS)
 
 gpu-check: $(if $(GPU_PYTHON),,setup)
 	@$(or $(GPU_PYTHON),.venv/bin/python) tests/gpu/gpu_check.py $(ARGS)

@@ -129,7 +129,7 @@ def kernels() -> list[Extension]:
         Extension(
             "vllm_kvpolicy._C",
             [str(path.relative_to(HERE)) for path in sources],
-            depends=[str(path.relative_to(HERE)) for path in folder.rglob("*.cuh")],
+            depends=[str(path.relative_to(HERE)) for path in folder.rglob("*.*h")],
             py_limited_api=True,
         )
     ]
@@ -183,6 +183,10 @@ if __name__ == "__main__":
             # Of python -m benchmarks.accuracy in a checkout; vLLM brings the rest.
             "accuracy": ["math-verify", "pyyaml"],
             "plot": ["matplotlib"],
+            # Attention by others, with which tests on a GPU compare ours. The wheel of
+            # xFormers is built for CUDA 12.
+            "flashinfer": ["flashinfer-python==0.7.0.post1"],
+            "xformers": ["nvidia-cuda-runtime-cu12==12.9.79", "xformers==0.0.35"],
         },
         ext_modules=EXTENSIONS,
         cmdclass={"build_ext": BuildKernels},

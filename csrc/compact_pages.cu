@@ -1,34 +1,15 @@
 // Checks the tensors of torch.ops.vllm_kvpolicy.compact_pages and launches its kernels.
-#include <cuda_runtime.h>
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/macros.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
 #include <kvpolicy/compact_pages.cuh>
 #include <optional>
 
+#include "host.h"
+
 namespace {
 
-using kvpolicy::Moves;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-int64_t ceil_div(int64_t count, int64_t size) { return (count + size - 1) / size; }
-
-// A contiguous [length] tensor beside the slots.
-void check_list(const char* name, const Tensor& list, ScalarType type, int64_t length,
-                const Tensor& slots) {
-  STD_TORCH_CHECK(list.scalar_type() == type, name, ": expected another dtype");
-  STD_TORCH_CHECK(list.dim() == 1 && list.is_contiguous() && list.size(0) == length,
-                  name, ": expected ", length, " contiguous entries");
-  STD_TORCH_CHECK(
-      list.is_cuda() && list.get_device_index() == slots.get_device_index(), name,
-      ": expected it on the device of the slots");
-}
+using namespace kvpolicy;
 
 void check_matrix(const char* name, const Tensor& rows) {
   STD_TORCH_CHECK(rows.is_cuda(), name, ": expected it on a GPU");
@@ -44,35 +25,17 @@ int64_t access_bytes(const Moves& moves) {
 }
 
 template <typename Vector>
-void launch(const Moves& moves, const int64_t* first, int64_t rows,
-            cudaStream_t stream) {
-  using namespace kvpolicy;
+void move_tokens(const Launcher& launch, const Moves& moves, const int64_t* first,
+                 int64_t rows) {
   const int64_t slices = ceil_div(moves.token_bytes, kLanes * sizeof(Vector));
   const dim3 per_row(rows, slices);
   const dim3 per_pass(ceil_div(moves.count, kTokens), slices);
   if (moves.scratch != nullptr) {
-    copy_changed<Vector, true><<<per_pass, kThreads, 0, stream>>>(moves);
+    launch(copy_changed<Vector, true>, per_pass, kThreads, moves);
   }
-  move_in_place<Vector><<<per_row, kThreads, 0, stream>>>(moves, first);
+  launch(move_in_place<Vector>, per_row, kThreads, moves, first);
   if (moves.scratch != nullptr) {
-    copy_changed<Vector, false><<<per_pass, kThreads, 0, stream>>>(moves);
-  }
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
-void dispatch(const Moves& moves, const int64_t* first, int64_t rows,
-              cudaStream_t stream) {
-  switch (access_bytes(moves)) {
-    case 16:
-      return launch<uint4>(moves, first, rows, stream);
-    case 8:
-      return launch<uint2>(moves, first, rows, stream);
-    case 4:
-      return launch<uint32_t>(moves, first, rows, stream);
-    case 2:
-      return launch<uint16_t>(moves, first, rows, stream);
-    default:
-      return launch<uint8_t>(moves, first, rows, stream);
+    launch(copy_changed<Vector, false>, per_pass, kThreads, moves);
   }
 }
 
@@ -105,12 +68,20 @@ void compact_pages(Tensor slots, Tensor source_slots, Tensor dest_slots, Tensor 
   }
   if (count == 0 || rows <= 0 || width == 0) return;
 
-  const int32_t device = slots.get_device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-  dispatch(moves, first.const_data_ptr<int64_t>(), rows,
-           static_cast<cudaStream_t>(stream));
+  const Launcher launch(slots);
+  const int64_t* starts = first.const_data_ptr<int64_t>();
+  switch (access_bytes(moves)) {
+    case 16:
+      return move_tokens<uint4>(launch, moves, starts, rows);
+    case 8:
+      return move_tokens<uint2>(launch, moves, starts, rows);
+    case 4:
+      return move_tokens<uint32_t>(launch, moves, starts, rows);
+    case 2:
+      return move_tokens<uint16_t>(launch, moves, starts, rows);
+    default:
+      return move_tokens<uint8_t>(launch, moves, starts, rows);
+  }
 }
 
 }  // namespace

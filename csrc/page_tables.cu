@@ -1,18 +1,13 @@
 // Checks the tensors of torch.ops.vllm_kvpolicy.page_tables and launches its kernel.
-#include <cuda_runtime.h>
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/macros.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 
 #include <kvpolicy/page_tables.cuh>
 
+#include "host.h"
+
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+using namespace kvpolicy;
 
 // int32 [rows] or [rows, any], numbers of a row side by side.
 void check_table(const char* name, const Tensor& table, int64_t dims, int64_t rows,
@@ -22,8 +17,7 @@ void check_table(const char* name, const Tensor& table, int64_t dims, int64_t ro
                   dims, " dimensions and ", rows, " rows");
   const bool is_dense = table.stride(dims - 1) == 1 || table.size(dims - 1) <= 1;
   STD_TORCH_CHECK(is_dense, name, ": expected each row's numbers side by side");
-  STD_TORCH_CHECK(table.is_cuda() && table.get_device_index() == slot.get_device_index(),
-                  name, ": expected it on the GPU of the rows");
+  check_beside(name, table, slot);
 }
 
 void page_tables(Tensor tables, Tensor lengths, Tensor rows, Tensor block_table,
@@ -43,7 +37,7 @@ void page_tables(Tensor tables, Tensor lengths, Tensor rows, Tensor block_table,
   const int64_t columns = tables.size(1);
   if (count == 0 || columns == 0) return;
 
-  kvpolicy::TableRows given{};
+  TableRows given{};
   given.slot = rows.const_data_ptr<int64_t>();
   given.block_table = block_table.const_data_ptr<int32_t>();
   given.seq_lens = seq_lens.const_data_ptr<int32_t>();
@@ -55,16 +49,10 @@ void page_tables(Tensor tables, Tensor lengths, Tensor rows, Tensor block_table,
   given.frontier_blocks = frontier_blocks.const_data_ptr<int32_t>();
   given.block_size = static_cast<int32_t>(block_size);
 
-  const int32_t device = rows.get_device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-  const dim3 grid(count, (columns + kvpolicy::kColumns - 1) / kvpolicy::kColumns);
-  kvpolicy::fill_page_tables<<<grid, kvpolicy::kColumns, 0,
-                               static_cast<cudaStream_t>(stream)>>>(
-      given, tables.mutable_data_ptr<int32_t>(), tables.stride(0),
-      static_cast<int32_t>(columns), lengths.mutable_data_ptr<int32_t>());
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  const Launcher launch(rows);
+  launch(fill_page_tables, dim3(count, ceil_div(columns, kColumns)), kColumns, given,
+         tables.mutable_data_ptr<int32_t>(), tables.stride(0),
+         static_cast<int32_t>(columns), lengths.mutable_data_ptr<int32_t>());
 }
 
 }  // namespace

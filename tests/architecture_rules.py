@@ -21,6 +21,7 @@ ROWS = (
         "policies.registry",
         "policies.params",
         "policies.catalogue",
+        "policies.admission_params",
         "policies.allocator_params",
         "policies.scorer_params",
         "block_manager.events",

@@ -19,11 +19,13 @@ SCHEDULER_CLASSES = {
     True: "vllm_kvpolicy.scheduler.KVPolicyAsyncScheduler",
 }
 # Names of vLLM's backends for which there is a subclass of ours.
-ATTENTION_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
+ATTENTION_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER")
 # Of GPUs, with what takes their place. A machine may lack the library of one of them.
 GPU_BACKENDS = {
     "FLASH_ATTN": "vllm_kvpolicy.attention.backend_flash.KVPolicyFlashBackend",
     "TRITON_ATTN": "vllm_kvpolicy.attention.backend_triton.KVPolicyTritonBackend",
+    "FLASHINFER": "vllm_kvpolicy.attention.backend_flashinfer"
+    ".KVPolicyFlashInferBackend",
 }
 # Tokens per superblock: the default, and what a block size must be a multiple of. The
 # CPU kernel packs keys by 32; the Triton kernel wants 16.

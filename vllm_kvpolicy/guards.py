@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_kvpolicy import compat
+from vllm_kvpolicy.config import server_config
+from vllm_kvpolicy.policies.catalogue import ADMISSIONS, ALLOCATORS
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,11 @@ def _backends(config: Any) -> set[str]:
     return {backend.name for backend in chosen if backend is not None}
 
 
+def _plans_ragged_on_host(config: Any) -> bool:
+    server = server_config(config)
+    return server is not None and server.is_ragged and "FLASHINFER" in _backends(config)
+
+
 def _own_worker(config: Any) -> bool:
     known = {*compat.WORKER_CLASSES, *compat.WORKER_CLASSES.values()}
     return config.parallel_config.worker_cls not in known
@@ -54,6 +61,11 @@ def _own_worker(config: Any) -> bool:
 def _own_scheduler(config: Any) -> bool:
     known = {None, *compat.SCHEDULER_CLASSES.values()}
     return config.scheduler_config.scheduler_cls not in known
+
+
+_RAGGED = ", ".join(
+    f"`{name}`" for name, word in {**ALLOCATORS, **ADMISSIONS}.items() if word.ragged
+)
 
 
 def _offloads_cache(config: Any) -> bool:
@@ -102,6 +114,11 @@ REFUSALS = (
         "other attention backends",
         lambda config: not _backends(config) <= set(compat.ATTENTION_BACKENDS),
         f"leave out --attention-backend ({', '.join(compat.ATTENTION_BACKENDS)} work)",
+    ),
+    Refusal(
+        f"FlashInfer with heads of their own lengths ({_RAGGED})",
+        _plans_ragged_on_host,
+        "leave out --attention-backend",
     ),
     Refusal(
         "tensor parallelism",

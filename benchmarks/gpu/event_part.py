@@ -20,7 +20,7 @@ from benchmarks.gpu.serving_parts import POLICY, STOCK, TOKEN_IDS
 from benchmarks.gpu.timing import EVENT
 from benchmarks.workload import Workload
 
-PHASE_NAMES = ("usage", "select", "compact")
+PHASE_NAMES = ("usage", "score", "select", "compact")
 EVENT_TARGET, ITL_TARGET = 0.015, 1.15
 
 

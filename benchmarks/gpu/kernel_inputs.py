@@ -7,13 +7,17 @@ Process: any
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any
 
 import torch
 
+from benchmarks.gpu.draw import Arguments, Draw, Size
+from benchmarks.gpu.step_inputs import (
+    make_head_page_tables,
+    make_page_tables,
+    make_save_rows,
+)
 from vllm_kvpolicy import kernels
 from vllm_kvpolicy.kernels.dispatch import Operation
 from vllm_kvpolicy.kernels.paged import PagedTokens
@@ -21,44 +25,6 @@ from vllm_kvpolicy.kernels.segment_quota import segment_quota_ref, to_fixed_poin
 from vllm_kvpolicy.policies.ams import PRESETS
 
 SINKS, RECENT = 4, 32
-Arguments = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Size:
-    """One event batch: E, L, H, G, T, D, W, K and N of `policies.base`.
-
-    Args:
-        dtype: of keys, values and queries.
-        pool_pages: pages of the pool, at least; 0 for as many as are held.
-    """
-
-    events: int = 2
-    layers: int = 32
-    heads: int = 8
-    group: int = 4
-    tokens: int = 1536
-    dim: int = 128
-    window: int = 32
-    budget: int = 1024
-    page: int = 16
-    dtype: torch.dtype = torch.bfloat16
-    pool_pages: int = 0
-
-    @property
-    def rows(self) -> int:
-        """R, rows of (event, layer, KV head)."""
-        return self.events * self.layers * self.heads
-
-    @property
-    def row_pages(self) -> int:
-        """C, pages of each row."""
-        return -(-self.tokens // self.page)
-
-    def plain(self) -> dict[str, Any]:
-        """Return it for a record."""
-        return asdict(self) | {"dtype": str(self.dtype).removeprefix("torch.")}
-
 
 REAL_SIZES = {
     "llama": Size(),
@@ -85,51 +51,6 @@ def operations() -> dict[str, Operation]:
                 if isinstance(value, Operation) and value.stem == module.name:
                     found[value.name] = value
     return found
-
-
-class Draw:
-    """Random tensors on a device, the same on any.
-
-    Args:
-        seed: of all of them.
-        device: where they go.
-    """
-
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-        self.device = device
-
-    def normal(self, *shape: int) -> torch.Tensor:
-        """Return standard normal float32."""
-        return torch.randn(shape, generator=self.generator)
-
-    def uniform(self, *shape: int) -> torch.Tensor:
-        """Return uniform float32 in [0, 1)."""
-        return torch.rand(shape, generator=self.generator)
-
-    def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
-        """Return int64 from `low` to `high` - 1."""
-        return torch.randint(low, high, shape, generator=self.generator)
-
-    def order(self, count: int) -> torch.Tensor:
-        """Return a permutation, int64."""
-        return torch.randperm(count, generator=self.generator)
-
-    def lengths(self, size: Size, least: int) -> torch.Tensor:
-        """Return tokens held per row [R]; the first row is full, the last short."""
-        lengths = self.integers(
-            max(least, size.tokens // 2), size.tokens + 1, size.rows
-        )
-        lengths[0] = size.tokens
-        lengths[-1] = least
-        return lengths
-
-    def here(self, arguments: Arguments) -> Arguments:
-        """Return the arguments with their tensors on the device."""
-        return {
-            name: value.to(self.device) if isinstance(value, torch.Tensor) else value
-            for name, value in arguments.items()
-        }
 
 
 def pool(size: Size, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,8 +86,8 @@ def masks(size: Size, draw: Draw) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return lengths, valid, must & valid
 
 
-def make_window_usage(size: Size, draw: Draw, mass: float | None = None) -> Arguments:
-    """Queries and paged keys; keys behind a row's length are NaN."""
+def paged_keys(size: Size, draw: Draw) -> Arguments:
+    """Paged keys and their rows' lengths; keys behind a row's length are NaN."""
     shape = size.events, size.layers, size.heads
     numbers, pages = pool(size, draw)
     lengths = draw.lengths(size, 1)
@@ -174,16 +95,46 @@ def make_window_usage(size: Size, draw: Draw, mass: float | None = None) -> Argu
     behind = (token >= lengths[:, None]).view(*pages.shape, size.page)
     where = pages[..., None] * size.page + torch.arange(size.page)
     numbers.flatten(0, 1)[where[behind].to(draw.device)] = torch.nan
-    queries = draw.normal(
-        *shape[:2], size.heads * size.group, size.window, size.dim
-    ).to(size.dtype)
     keys = PagedTokens(
         [numbers[..., : size.dim]] * size.layers,
         pages.view(*shape, -1).to(draw.device),
         size.tokens,
     )
-    made = draw.here({"queries": queries, "lengths": lengths.view(shape)})
-    return made | {"keys": keys, "scale": size.dim**-0.5, "mass": mass}
+    return draw.here({"lengths": lengths.view(shape)}) | {"keys": keys}
+
+
+def make_window_usage(size: Size, draw: Draw, mass: float | None = None) -> Arguments:
+    """Queries and paged keys."""
+    made = paged_keys(size, draw)
+    shape = size.events, size.layers, size.heads * size.group, size.window, size.dim
+    queries = draw.here({"queries": draw.normal(*shape).to(size.dtype)})
+    return queries | made | {"scale": size.dim**-0.5, "mass": mass}
+
+
+def make_paged_norms(size: Size, draw: Draw) -> Arguments:
+    """Paged values."""
+    made = paged_keys(size, draw)
+    return {"tokens": made["keys"], "lengths": made["lengths"]}
+
+
+def directions(size: Size, draw: Draw, heads: int) -> torch.Tensor:
+    """Return directions [E, L, heads, D], short: sums round to less than is allowed."""
+    return draw.normal(size.events, size.layers, heads, size.dim) / size.dim
+
+
+def make_paged_projections(size: Size, draw: Draw) -> Arguments:
+    """Paged keys and one direction per KV head."""
+    made = paged_keys(size, draw)
+    along = {"directions": directions(size, draw, size.heads)}
+    return made | draw.here(along)
+
+
+def make_paged_pair_projections(size: Size, draw: Draw) -> Arguments:
+    """Paged keys, and a direction and weights of lengths per query head."""
+    made = paged_keys(size, draw)
+    along = directions(size, draw, size.heads * size.group)
+    by_length = directions(size, draw, size.heads * size.group)[..., ::2]
+    return made | draw.here({"directions": along, "by_length": by_length})
 
 
 def segment_arguments(size: Size, draw: Draw, preset: str) -> Arguments:
@@ -284,47 +235,14 @@ def make_compact_pages(size: Size, draw: Draw, loyalty: float = 1.0) -> Argument
     return {"pages": numbers[..., : size.dim], **draw.here(moves)}
 
 
-def make_page_tables(size: Size, draw: Draw) -> Arguments:
-    """A batch of requests with and without an event, and padding."""
-    rows, slots, columns = 8 * size.events + 1, 4 * size.events, 2 * size.row_pages
-    most = -(-size.budget // size.page)
-    num_global = draw.integers(0, most + 1, slots)
-    frontier = num_global + draw.integers(0, columns - most - 1, slots)
-    num_global[0] = frontier[0] = 0
-    slot = draw.integers(0, slots, rows)
-    local = draw.integers(1, 2 * size.page, rows)
-    arguments = {
-        "tables": draw.integers(0, 2**20, rows, columns).int(),
-        "lengths": draw.integers(0, 2**20, rows).int(),
-        "rows": slot,
-        "block_table": draw.integers(0, 2**20, rows, columns + 3).int(),
-        "seq_lens": (frontier[slot] * size.page + local).int(),
-        "global_blocks": draw.integers(0, 2**20, slots, most).int(),
-        "num_global": num_global.int(),
-        "frontier_blocks": frontier.int(),
-    }
-    return draw.here(arguments) | {"block_size": size.page}
-
-
-def make_save_rows(size: Size, draw: Draw) -> Arguments:
-    """Queries, a part of wider rows; some are kept."""
-    heads = size.heads * size.group
-    tokens, slots = 2 * size.tokens, 8 * size.window
-    wide = draw.normal(tokens, 3 * heads * size.dim).to(size.dtype)
-    wide = wide.to(draw.device)
-    targets = torch.full((tokens + 7,), slots)
-    count = min(slots, tokens) // 2
-    targets[draw.order(tokens)[:count]] = draw.order(slots)[:count]
-    saved = draw.normal(slots + 1, heads, size.dim).to(size.dtype)
-    values = wide[:, heads * size.dim : 2 * heads * size.dim]
-    made = draw.here({"saved": saved, "targets": targets})
-    return made | {"values": values.unflatten(1, (heads, size.dim))}
-
-
 CPU = torch.device("cpu")
 MAKERS: dict[str, Callable[[Size, Draw], Arguments]] = {
     "window_usage": make_window_usage,
     "window_usage, nuclei": lambda size, draw: make_window_usage(size, draw, 0.9),
+    "paged_norms": make_paged_norms,
+    "paged_cosines": paged_keys,
+    "paged_projections": make_paged_projections,
+    "paged_pair_projections": make_paged_pair_projections,
     "segment_quota": make_segment_quota,
     "segment_quota, code": lambda size, draw: make_segment_quota(size, draw, "code"),
     "pick_by_quota": make_pick_by_quota,
@@ -335,6 +253,7 @@ MAKERS: dict[str, Callable[[Size, Draw], Arguments]] = {
     "compact_pages": make_compact_pages,
     "compact_pages, owners": lambda size, draw: make_compact_pages(size, draw, 0.6),
     "page_tables": make_page_tables,
+    "head_page_tables": make_head_page_tables,
     "save_rows": make_save_rows,
 }
 """By operation, and what is special about the inputs behind a comma."""

@@ -28,6 +28,7 @@ from benchmarks.gpu.plan import Options, Part, Verdict
 from benchmarks.gpu.record import ROOT, Record
 from benchmarks.gpu.timing import copy_bytes_per_second, median_ms
 from vllm_kvpolicy.kernels.cuda.library import LIBRARY
+from vllm_kvpolicy.kernels.paged import PagedTokens
 
 SIZES = {
     "1 event": Size(events=1),
@@ -145,10 +146,10 @@ def moved_bytes(name: str, arguments: Arguments, which: str) -> int:
     given = sum(each.nbytes for each in tensors)
     if name == "page_tables":
         return given
-    if name == "window_usage":
-        keys = arguments["keys"]
-        token = keys.shape[-1] * keys.pools[0].element_size()
-        given += int(arguments["lengths"].sum()) * token
+    for paged in arguments.values():
+        if isinstance(paged, PagedTokens):
+            token = paged.shape[-1] * paged.pools[0].element_size()
+            given += int(arguments["lengths"].sum()) * token
     results = outputs(operations()[name], which, arguments, poison=False)
     return given + sum(each.nbytes for each in results.values())
 

@@ -19,6 +19,10 @@ from vllm_kvpolicy.kernels.dispatch import Operation
 
 PHASES = {
     "window_usage": "usage",
+    "paged_norms": "score",
+    "paged_cosines": "score",
+    "paged_projections": "score",
+    "paged_pair_projections": "score",
     "segment_quota": "select",
     "pick_by_quota": "select",
     "fill_next_best": "select",
@@ -27,6 +31,7 @@ PHASES = {
     "ascending_indices": "select",
     "compact_pages": "compact",
     "page_tables": "tables",
+    "head_page_tables": "tables",
     "save_rows": "queries",
 }
 """Operation -> what an event or a step spends its time on."""

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 from benchmarks import provenance
-from vllm_kvpolicy.attention.folding import FoldedBatch, Folder
+from vllm_kvpolicy.attention.folding import FoldedBatch, FoldedTables, Folder
 from vllm_kvpolicy.attention.head_tables import HeadTables
 from vllm_kvpolicy.attention.layouts import RaggedLayout
 from vllm_kvpolicy.attention.pages import PagePool
@@ -192,7 +192,8 @@ class HeadPages:
             device,
         )
         self.layout = RaggedLayout(self.slots, pool, tables)
-        self.folder = Folder(self.slots, tables, case.layers)
+        room = FoldedTables(case.layers, case.heads, 0, 0, device)
+        self.folder = Folder(self.slots, tables, room)
         self.physical = PhysicalTables(self.slots, case.requests, case.tokens)
         order = torch.randperm(
             num_blocks, generator=torch.Generator().manual_seed(0)
@@ -210,7 +211,7 @@ class HeadPages:
         start = torch.arange(requests + 1, dtype=torch.int32)
         return SimpleNamespace(
             num_reqs=requests,
-            num_actual_tokens=requests,
+            max_query_len=1,
             seq_lens_cpu_upper_bound=lengths,
             seq_lens=lengths.to(self.device),
             block_table_tensor=blocks.int().to(self.device),
@@ -251,7 +252,7 @@ class HeadPages:
 
     def build(self) -> FoldedBatch:
         """Return the tables of a step in which lists have changed."""
-        self.folder.forget()
+        self.folder.forget(self.ids)
         return self.folder.fold(self.common, self.ids)
 
     def build_again(self) -> FoldedBatch:

@@ -171,7 +171,7 @@ def test_tables_are_up_to_date_at_every_step(
 
 
 def test_tables_of_a_captured_batch_are_those_of_its_replay() -> None:
-    """Slices of one buffer: a smaller batch reads the first rows of the same tensors."""
+    """A smaller batch reads the first rows of the same tensors."""
     batch = Batch(0, (8, 80))
     whole = batch.fold([1] * 4, padding=4)
     part = batch.fold([1] * 4)

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.kernels import bench_block_tables
 from benchmarks.kernels.bench_block_tables import Account, Case, HeadPages, accounts
-from vllm_kvpolicy.attention.folding import SPARE_PAGES
+from vllm_kvpolicy.attention.folding import SPARE
 
 CPU = torch.device("cpu")
 PAPER = Case(layers=36, heads=8, requests=32, page=16, tokens=20480)
@@ -93,7 +93,7 @@ def test_the_plugin_builds_what_is_accounted() -> None:
     local = SMALL.layers * SMALL.requests * SMALL.heads
     size = batch.tables.nbytes + batch.lengths.nbytes
     # One column more for the newest tokens, and those that requests may grow into.
-    columns = 1 + SPARE_PAGES
+    columns = 1 + SPARE
     assert size == accounts(SMALL)["ours"].table_bytes + 4 * local * columns
     assert int(batch.lengths.sum()) == (
         SMALL.requests * accounts(SMALL)["ours"].loaded + local

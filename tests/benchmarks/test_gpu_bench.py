@@ -251,6 +251,7 @@ def test_a_wrong_result_is_found(label: str, monkeypatch) -> None:
         changed = {
             "compact_pages": "pages",
             "page_tables": "lengths",
+            "head_page_tables": "offsets",
             "save_rows": "saved",
         }.get(operation.name)
         target = arguments[changed] if changed else result

@@ -1,6 +1,5 @@
 """The CUDA kernels compile for every architecture, on machines without a GPU too."""
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -19,16 +18,6 @@ OF_CUDA = {
     "torch_c10_cuda_check_msg",
     "torch_c10_cuda_free_error_msg",
 }
-
-
-@pytest.fixture
-def setup() -> ModuleType:
-    """setup.py as a module, which builds nothing."""
-    spec = importlib.util.spec_from_file_location("setup_py", ROOT / "setup.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

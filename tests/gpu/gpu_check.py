@@ -83,7 +83,9 @@ class Checks:
 
 def groups() -> dict[str, tuple[Callable[[Checks], None], dict[str, str]]]:
     """Return the groups, those that take longest first, and their environment."""
+    import attention_oracles
     import gpu_engines
+    import gpu_flashinfer
     import gpu_kernels
     import gpu_oracles
     import gpu_syncs
@@ -92,9 +94,11 @@ def groups() -> dict[str, tuple[Callable[[Checks], None], dict[str, str]]]:
         "llama-3.1-8b": (partial(gpu_engines.check_shape, "llama-3.1-8b"), {}),
         "flash": (partial(gpu_engines.check_backend, "FLASH_ATTN"), {}),
         "triton": (partial(gpu_engines.check_backend, "TRITON_ATTN"), {}),
+        "flashinfer": (gpu_flashinfer.check_engines, {}),
         "qwen3-8b": (partial(gpu_engines.check_shape, "qwen3-8b"), {}),
         "kernels": (gpu_kernels.check_all, {}),
         "oracles": (gpu_oracles.check_on_gpu, IEEE),
+        "attention": (attention_oracles.check_on_gpu, {}),
         "syncs": (gpu_syncs.check_on_gpu, {}),
         "pytest": (check_pytest, {}),
     }

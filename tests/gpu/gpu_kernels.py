@@ -16,7 +16,14 @@ from benchmarks.gpu.kernel_inputs import MAKERS, REAL_SIZES, Size, operations
 from vllm_kvpolicy.kernels.cuda.library import LIBRARY
 
 FAR = "far"
-WITH_POOL = ("window_usage", "compact_pages")
+WITH_POOL = (
+    "window_usage",
+    "paged_norms",
+    "paged_cosines",
+    "paged_projections",
+    "paged_pair_projections",
+    "compact_pages",
+)
 
 
 def check_all(checks: Any) -> None:

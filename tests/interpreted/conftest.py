@@ -10,12 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from scattered_pages import Make
 
 from vllm_kvpolicy.kernels.dispatch import forced
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
-# Worlds of events are those of the references' tests.
-sys.path.append(str(Path(__file__).parents[1] / "attention"))
+# Worlds of events and their inputs are those of the references' tests.
+TESTS = Path(__file__).parents[1]
+sys.path += [str(TESTS / "attention"), str(TESTS / "policies")]
 collect_ignore_glob = [] if INTERPRETS else ["test_*.py"]
 
 
@@ -24,3 +27,22 @@ def in_triton() -> Iterator[None]:
     """Run operations in Triton, in all tests of this folder."""
     with forced("triton"):
         yield
+
+
+@pytest.fixture
+def unbacked(tmp_path: Path) -> Iterator[Make]:
+    """Make zeros that take up addresses alone until they are written.
+
+    They are files with holes; the function takes a number of elements and a dtype.
+    """
+    paths: list[Path] = []
+
+    def make(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        paths.append(tmp_path / str(len(paths)))
+        return torch.from_file(
+            str(paths[-1]), shared=True, size=num_elements, dtype=dtype
+        )
+
+    yield make
+    for path in paths:
+        path.unlink()

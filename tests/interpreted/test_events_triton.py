@@ -11,10 +11,11 @@ from event_world import World
 
 from vllm_kvpolicy.kernels.compact_pages import compact_pages
 from vllm_kvpolicy.kernels.dispatch import forced
+from vllm_kvpolicy.kernels.paged_reductions import paged_cosines, paged_norms
 from vllm_kvpolicy.kernels.segment_quota import segment_quota
 from vllm_kvpolicy.kernels.window_usage import window_usage
 
-POLICIES = ("streaming", "tova", "snapkv", "ams-snapkv", "ams-keydiff", "rkv")
+POLICIES = ("streaming", "tova", "snapkv", "ams-snapkv", "ams-keydiff", "rkv", "knorm")
 
 
 def run(name: str, which: str) -> World:
@@ -29,12 +30,14 @@ def run(name: str, which: str) -> World:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_events_leave_the_same_cache(name: str) -> None:
-    operations = (window_usage, segment_quota, compact_pages)
+    by_key = (paged_norms, paged_cosines)
+    operations = (window_usage, segment_quota, compact_pages, *by_key)
     before = [operation.calls["triton"] for operation in operations]
     want, got = run(name, "reference"), run(name, "triton")
     ran = [op.calls["triton"] > n for op, n in zip(operations, before, strict=True)]
     needs_usage = "tova" in name or "snap" in name or "ams" in name
-    assert ran == [needs_usage, "ams" in name, True]
+    by_key_too = name == "knorm", "keydiff" in name
+    assert ran == [needs_usage, "ams" in name, True, *by_key_too]
     assert torch.equal(got.caches, want.caches)
     for mine, other in zip(got.tables, want.tables, strict=True):
         assert torch.equal(mine, other)

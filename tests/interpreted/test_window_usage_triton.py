@@ -5,13 +5,13 @@ products in different orders, which moves a probability by a few units in its la
 place.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from math import log
-from pathlib import Path
 
 import pytest
 import torch
+from scattered_pages import Make, scattered
 
 from vllm_kvpolicy.kernels import chunks
 from vllm_kvpolicy.kernels.paged import PagedTokens
@@ -28,7 +28,6 @@ SCALE = 0.2
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-7}
 NEAR = 1e-5  # share of a row's mass that rounding may move
 FAR = 2**31  # elements that an int32 offset does not reach
-Make = Callable[[int, torch.dtype], torch.Tensor]
 Case = tuple[torch.Tensor, PagedTokens, torch.Tensor]
 
 
@@ -39,28 +38,6 @@ def fresh_memory_is_nan() -> Iterator[None]:
     assert torch.ones(1).new_empty(9).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def make_keys(
-    tokens: torch.Tensor, lengths: torch.Tensor, page_size: int, columns: bool = False
-) -> PagedTokens:
-    """Scatter [E, L, H, T, D] over the pages of one cache, values behind the keys."""
-    num_tokens, size = tokens.shape[3:]
-    is_key = torch.arange(num_tokens) < lengths[..., None]
-    per_row = -(-num_tokens // page_size)
-    padded = tokens.masked_fill(~is_key[..., None], torch.nan)
-    missing = per_row * page_size - num_tokens
-    padded = torch.nn.functional.pad(padded, (0, 0, 0, missing), value=torch.nan)
-    num_pages = lengths.numel() * per_row + 3
-    cache = torch.full((num_pages, page_size, 2 * size), torch.nan).to(tokens.dtype)
-    keys = cache[..., :size]
-    if columns:
-        keys = keys.contiguous().transpose(1, 2).contiguous().transpose(1, 2)
-    generator = torch.Generator().manual_seed(0)
-    pages = torch.randperm(num_pages, generator=generator)[: lengths.numel() * per_row]
-    keys[pages] = padded.view(-1, page_size, size)
-    pages = pages.view(*lengths.shape, per_row)
-    return PagedTokens([keys] * lengths.shape[1], pages, num_tokens)
 
 
 def make_case(
@@ -81,7 +58,7 @@ def make_case(
     num_tokens = num_tokens or int(lengths.max())
     shape = (*lengths.shape, num_tokens, size)
     tokens = (2 * torch.randn(shape, generator=generator)).to(dtype)
-    keys = make_keys(tokens, lengths, page_size)
+    keys = scattered(tokens, lengths, page_size)
     return queries.permute(1, 0, 3, 2, 4), keys, lengths
 
 
@@ -163,7 +140,7 @@ def test_more_tiles_than_are_put_together_at_once() -> None:
     queries, keys, _ = case
     tokens = keys.dense.clone()
     tokens[:, :, :, 1024:] *= 4  # the largest logits come last
-    check((queries, make_keys(tokens, lengths, 16), lengths))
+    check((queries, scattered(tokens, lengths, 16), lengths))
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 9])
@@ -203,7 +180,7 @@ def test_other_layouts_change_nothing() -> None:
     want = check((queries, keys, lengths))
     dense = keys.dense
     copies = {
-        "columns": make_keys(dense, lengths, 32, columns=True),
+        "columns": scattered(dense, lengths, 32, columns=True),
         "plain": PagedTokens.from_dense(dense),
         "table with more columns": PagedTokens(
             keys.pools, torch.nn.functional.pad(keys.pages, (0, 3)), keys.num_tokens
@@ -230,7 +207,7 @@ def test_keys_that_are_no_numbers(dtype: torch.dtype) -> None:
     tokens[0, 0, 1, 9, 3] = -torch.inf
     tokens[0, 0, 2] = torch.nan  # nothing to see
     tokens[0, 0, 3, 11] = torch.nan  # only the newest row sees it
-    case = queries, make_keys(tokens, lengths, 16), lengths
+    case = queries, scattered(tokens, lengths, 16), lengths
     usage = check(case, mass=0.9)
     assert not usage.mean.isnan().any() and usage.nucleus is not None
     assert (usage.mean[0, 0, 4:6] == 0).all() and (usage.nucleus[0, 0, 2] == 0).all()
@@ -288,7 +265,7 @@ def test_mass_one_is_every_key_that_counts() -> None:
     queries, keys, _ = make_case(lengths)
     tokens = 20 * keys.dense  # weights far below the unit
     tokens[:, :, :, 2] = torch.nan
-    case = queries, make_keys(tokens, lengths, 16), lengths
+    case = queries, scattered(tokens, lengths, 16), lengths
     usage, want = run(case, 1.0), window_usage_ref(*case, SCALE, 1.0)
     assert usage.nucleus is not None and torch.equal(usage.nucleus, want.nucleus)
     assert usage.nucleus[0, 0, 0].tolist() == list(range(292, 300))
@@ -342,25 +319,6 @@ def test_a_row_alone_has_the_same_results() -> None:
             assert torch.equal(getattr(alone, name), whole)
         assert together.nucleus is not None and alone.nucleus is not None
         assert torch.equal(alone.nucleus, together.nucleus[at])
-
-
-@pytest.fixture
-def unbacked(tmp_path: Path) -> Iterator[Make]:
-    """Make zeros that take up addresses alone until they are written.
-
-    They are files with holes; the function takes a number of elements and a dtype.
-    """
-    paths: list[Path] = []
-
-    def make(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        paths.append(tmp_path / str(len(paths)))
-        return torch.from_file(
-            str(paths[-1]), shared=True, size=num_elements, dtype=dtype
-        )
-
-    yield make
-    for path in paths:
-        path.unlink()
 
 
 def test_pages_beyond_int32_are_read(unbacked: Make) -> None:

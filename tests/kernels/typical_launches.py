@@ -11,7 +11,14 @@ import torch
 
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.triton.compact_pages import compact_pages
+from vllm_kvpolicy.kernels.triton.head_page_tables import head_page_tables
 from vllm_kvpolicy.kernels.triton.page_tables import page_tables
+from vllm_kvpolicy.kernels.triton.paged_reductions import (
+    paged_cosines,
+    paged_norms,
+    paged_pair_projections,
+    paged_projections,
+)
 from vllm_kvpolicy.kernels.triton.ranking import (
     ascending_indices,
     fill_next_best,
@@ -65,6 +72,33 @@ def _page_tables() -> None:
     for block_size in (16, 32):
         rows = table, list_of, empty(64), table, list_of
         page_tables(*rows, table, *per_slot, block_size)
+
+
+@launches_of("head_page_tables")
+def _head_page_tables() -> None:
+    def list_of(*shape: int) -> torch.Tensor:
+        return empty(*shape, dtype=torch.int32)
+
+    per_slot = list_of(65), list_of(65, 99), list_of(65, 257), empty(256)
+    for heads, width in ((8, 160), (1, 4096)):
+        tables = list_of(32, 64, heads, width + 8)[..., :width]
+        rows = tables, list_of(32, 64, heads), empty(16), empty(16), list_of(64, 512)
+        head_page_tables(*rows, *per_slot, heads)
+
+
+@launches_of("paged_reductions")
+def _paged_reductions() -> None:
+    lengths = empty(4, 32, 8)
+    for dtype in DTYPES:
+        for head_dim, group in ((32, 1), (64, 2), (80, 7), (96, 4), (128, 4), (256, 8)):
+            pool = empty(2**17, 16, 2 * head_dim, dtype=dtype)[..., head_dim:]
+            tokens = PagedTokens([pool] * 32, empty(4, 32, 8, 160), 2560)
+            heads = empty(4, 32, 8 * group, head_dim, dtype=torch.float32)
+            paged_norms(tokens, lengths)
+            paged_cosines(tokens, lengths)
+            paged_projections(tokens, lengths, heads[:, :, :8])
+            by_length = heads[..., : head_dim // 2]
+            paged_pair_projections(tokens, lengths, heads, by_length)
 
 
 @launches_of("ranking")

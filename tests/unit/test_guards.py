@@ -19,7 +19,11 @@ TRIGGERS = {
     "prefill without chunks": {"scheduler_config.enable_chunked_prefill": False},
     "block sizes that the attention kernel cannot cut": {"cache_config.block_size": 16},
     "other attention backends": {
-        "attention_config.backend": SimpleNamespace(name="FLASHINFER")
+        "attention_config.backend": SimpleNamespace(name="FLEX_ATTENTION")
+    },
+    "FlashInfer with heads of their own lengths (`adakv`, `pyramid`, `hard`, `wgkv`)": {
+        "attention_config.backend": SimpleNamespace(name="FLASHINFER"),
+        "additional_config": {"kv_policy": {"policy": "adakv-snapkv"}},
     },
     "tensor parallelism": {"parallel_config.tensor_parallel_size": 2},
     "pipeline parallelism": {"parallel_config.pipeline_parallel_size": 2},

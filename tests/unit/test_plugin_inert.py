@@ -57,6 +57,9 @@ print("SNAPSHOT" + json.dumps({
 """
 # What the entry point may import: names, parameters and checks.
 ENTRY_MODULES = {
+    "admission",
+    "admission.wgkv_files",
+    "admission.wgkv_gates",
     "patch_table",
     "policies.calibration",
     "start_checks",
@@ -73,6 +76,7 @@ ENTRY_MODULES = {
     "patch",
     "plugin",
     "policies",
+    "policies.admission_params",
     "policies.allocator_params",
     "policies.catalogue",
     "policies.params",

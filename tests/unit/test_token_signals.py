@@ -170,9 +170,9 @@ def test_compiled_code_measures_too() -> None:
     check(run, model, sequences)
 
 
-def test_compiled_code_from_a_file_measures_too(tmp_path, monkeypatch) -> None:
+@torch._dynamo.config.patch(enable_aot_compile=True)
+def test_compiled_code_from_a_file_measures_too(tmp_path) -> None:
     """vLLM keeps compiled code on disk; buffers must be those of the new process."""
-    monkeypatch.setattr(torch._dynamo.config, "enable_aot_compile", True)
     torch.manual_seed(0)
     model, path = Model(), tmp_path / "compiled"
     Run(model)

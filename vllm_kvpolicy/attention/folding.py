@@ -164,7 +164,7 @@ class Folder:
         width = int(num_pages.max())
         self.tables = tables = self.tables.with_room(num_rows, width)
         names = [*request_ids, *[""] * (num_rows - len(request_ids))]
-        keys = list(zip(names, num_blocks.tolist(), strict=True))
+        keys = list(zip(names, map(int, num_blocks), strict=True))
         changed = [n for n, key in enumerate(keys) if key != tables.filled[n]]
         if changed:
             self.lists.expand(

@@ -87,11 +87,7 @@ class KVPolicyRuntime:
         self.slots = SlotTable(num_slots, num_global, block_size, device)
         self.is_captured = compat.captures_attention(vllm_config)
         self.tables = PhysicalTables.of_engine(self.slots, vllm_config)
-        self._folded: FoldedTables | None = None
-        if config.is_ragged:
-            rows, columns = self.tables.tables.shape if self.is_captured else (0, 0)
-            size = len(self.layers), first.num_kv_heads, rows, columns
-            self._folded = FoldedTables(*size, device)
+        self._folded = self._folded_tables() if config.is_ragged else None
         self.windows = QueryWindows.of_engine(
             self.limits, len(self.layers), first, vllm_config, device
         )
@@ -120,6 +116,12 @@ class KVPolicyRuntime:
         for index, layer in enumerate(self.layers):
             layer.kv_policy = self
             layer.kv_policy_index = index
+
+    def _folded_tables(self) -> FoldedTables:
+        """Return tables of all heads: of their final size where graphs read them."""
+        rows, columns = self.tables.tables.shape if self.is_captured else (0, 0)
+        size = len(self.layers), self.layers[0].num_kv_heads, rows, columns
+        return FoldedTables(*size, self.slots.device)
 
     @property
     def side_bytes(self) -> int:

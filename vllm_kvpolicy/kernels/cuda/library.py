@@ -4,6 +4,7 @@ Called by the other modules of this folder.
 Process: worker
 """
 
+import math
 from pathlib import Path
 
 import torch
@@ -33,3 +34,16 @@ def load() -> None:
             f"the CUDA kernels of vllm-kvpolicy do not load: {error.__cause__ or error}"
         ) from error
     _loaded.add(LIBRARY)
+
+
+def as_rows(numbers: torch.Tensor) -> torch.Tensor:
+    """Return numbers as a matrix, a view where each row's lie side by side.
+
+    Args:
+        numbers: [..., T], any dtype and strides.
+
+    Returns:
+        [R, T]; rows at any distance from each other, each row's numbers side by side.
+    """
+    rows = numbers.reshape(math.prod(numbers.shape[:-1]), numbers.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()

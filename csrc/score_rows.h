@@ -1,0 +1,36 @@
+// What the operators that mark tokens by their scores have in common on the host.
+#pragma once
+
+#include <kvpolicy/radix_select.cuh>
+
+#include "host.h"
+
+namespace kvpolicy {
+
+template <typename Number>
+Rows<const Number> read_rows(const Tensor& rows) {
+  return {static_cast<const Number*>(rows.const_data_ptr()), rows.stride(0)};
+}
+
+inline Rows<bool> write_marks(Tensor& marked) {
+  return {marked.mutable_data_ptr<bool>(), marked.stride(0)};
+}
+
+// Calls launch(Type{}) with the Format of the scores.
+template <typename Launch>
+void with_format_of(const Tensor& score, const Launch& launch) {
+  switch (score.scalar_type()) {
+    case ScalarType::Half:
+      return launch(Float16{});
+    case ScalarType::BFloat16:
+      return launch(BFloat16{});
+    case ScalarType::Float:
+      return launch(Float32{});
+    case ScalarType::Double:
+      return launch(Float64{});
+    default:
+      STD_TORCH_CHECK(false, "score: expected floating point");
+  }
+}
+
+}  // namespace kvpolicy

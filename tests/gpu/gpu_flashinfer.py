@@ -1,0 +1,26 @@
+"""Engines on FlashInfer, an extra of the package, beside stock vLLM on the same.
+
+Called by gpu_check.
+Process: any
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import gpu_engines
+from attention_oracles import missing
+
+
+def check_engines(checks: Any) -> None:
+    """Run engines on FLASHINFER, under policies whose heads hold equally much."""
+    if reason := missing("flashinfer"):
+        with checks.case("engines") as notes:
+            notes.append(f"NOT RUN: {reason}")
+        return
+    where = gpu_engines.on_gpu("FLASHINFER")
+    equal = [name for name in where.policies if not gpu_engines.is_ragged(name)]
+    where = replace(where, policies=equal)
+    stock = gpu_engines.check_stock(checks, where)
+    gpu_engines.check_movers(checks, where, stock, ("identity", "holes"))
+    gpu_engines.check_infinite(checks, where, stock)
+    gpu_engines.check_policies(checks, where)

@@ -1,0 +1,57 @@
+"""Scorers that look at single keys or values, on pages and in Triton.
+
+Tolerance: scores are float32 and of the size of one.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import event_inputs as events
+import pytest
+import torch
+from calibration_files import make_calibration
+from scattered_pages import scattered
+
+from vllm_kvpolicy.kernels import paged_reductions
+from vllm_kvpolicy.kernels.dispatch import forced
+from vllm_kvpolicy.policies.expected import ExpectedAttentionScorer
+from vllm_kvpolicy.policies.keydiff import KeyDiffScorer
+from vllm_kvpolicy.policies.knorm import KnormScorer
+from vllm_kvpolicy.policies.qfilter import QFilterScorer
+from vllm_kvpolicy.policies.scorer import BaseScorer
+from vllm_kvpolicy.policies.triattention import TriAttentionScorer
+
+SIZES = events.LAYERS, events.HEADS, events.GROUP, events.SIZE
+# The operation that each runs, and what it reads without a copy.
+SCORERS: dict[str, tuple[Callable[[], BaseScorer], str, str]] = {
+    "knorm": (KnormScorer, "paged_norms", "keys"),
+    "keydiff": (KeyDiffScorer, "paged_cosines", "keys"),
+    "expected": (lambda: ExpectedAttentionScorer(16), "paged_norms", "values"),
+    "qfilter": (
+        lambda: QFilterScorer(make_calibration("qfilter", *SIZES)),
+        *("paged_projections", "keys"),
+    ),
+    "triattention": (
+        lambda: TriAttentionScorer(make_calibration("triattention", *SIZES)),
+        *("paged_pair_projections", "keys"),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", SCORERS)
+def test_scores_are_those_of_the_references(name: str, dtype: torch.dtype) -> None:
+    build, operation, field = SCORERS[name]
+    scorer = build()
+    inputs = events.make_inputs(scorer.needs, dtype=dtype)
+    paged = scattered(getattr(inputs, field), inputs.lengths, 16)
+    with forced("reference"):
+        want = scorer.score(inputs, None)
+    calls = getattr(paged_reductions, operation).calls
+    before = calls["triton"]
+    got = scorer.score(replace(inputs, **{field: paged}), None)
+    assert calls["triton"] == before + 1
+    assert "dense" not in vars(paged)  # nothing was copied
+    valid = inputs.valid
+    assert got.shape == valid.shape and got.dtype == torch.float32
+    torch.testing.assert_close(got[valid], want[valid], rtol=1e-5, atol=3e-6)

@@ -1,0 +1,35 @@
+"""Selects the best tokens of each row, a thread block per row.
+
+Called by kernels.ranking where CUDA C++ is asked for; csrc/ranking.cu does it.
+Process: worker
+
+Source: csrc/include/kvpolicy/radix_select.cuh names it. Deviations: none.
+"""
+
+import torch
+
+from vllm_kvpolicy.kernels.cuda.library import as_rows, load
+
+
+def top_k_mask(
+    score: torch.Tensor,
+    must_keep: torch.Tensor,
+    valid: torch.Tensor,
+    budget: torch.Tensor | int,
+) -> torch.Tensor:
+    """Keep the must-keep tokens and the best of the others, `budget` in all.
+
+    Exact; see `kernels.ranking.top_k_mask_ref`. Leading axes may be any.
+
+    Raises:
+        ImportError: the kernels were not built.
+        RuntimeError: a tensor has another dtype, size or device.
+    """
+    load()
+    marked = score.new_empty(score.shape, dtype=torch.bool)
+    budgets = None
+    if isinstance(budget, torch.Tensor):
+        budgets, budget = budget.expand(score.shape[:-1]).reshape(-1), 0
+    rows = [as_rows(tokens) for tokens in (score, must_keep, valid)]
+    torch.ops.vllm_kvpolicy.top_k_mask(as_rows(marked), *rows, budgets, budget)
+    return marked
