@@ -11,6 +11,7 @@ from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.config_keys import INTEGER_KEYS
 from vllm_kvpolicy.guards import REFUSALS
 from vllm_kvpolicy.policies.catalogue import (
+    ADMISSIONS,
     ALLOCATORS,
     SCORERS,
     TEST_POLICIES,
@@ -45,7 +46,8 @@ def _policies() -> list[str]:
     lines = [
         "## Policies",
         "",
-        "A policy is `SCORER` or `ALLOCATOR-SCORER`.",
+        "A policy is an eviction, `SCORER` or `ALLOCATOR-SCORER`, or an admission, "
+        "`ADMISSION` or `ADMISSION+EVICTION`. An admission alone has no budget.",
         "",
         "| scorer | keeps | queries read | prompt | source |",
         "|---|---|---|---|---|",
@@ -60,6 +62,9 @@ def _policies() -> list[str]:
         heads = "own lengths" if word.ragged else "equal lengths"
         label = f"`{name}`" if name else "none"
         lines.append(_row(label, word.summary, heads, word.source))
+    lines += ["", "| admission | keeps | heads | source |", "|---|---|---|---|"]
+    for name, word in ADMISSIONS.items():
+        lines.append(_row(f"`{name}`", word.summary, "own lengths", word.source))
     lines += ["", "Pairs that make no sense are refused:", ""]
     lines += ["| pairs | because |", "|---|---|"]
     for name, word in ALLOCATORS.items():
@@ -93,11 +98,12 @@ def _options() -> list[str]:
         "| key | default | words | valid | meaning |",
         "|---|---|---|---|---|",
     ]
-    words = {**SCORERS, **ALLOCATORS, **TEST_POLICIES}
+    words = {**SCORERS, **ALLOCATORS, **ADMISSIONS, **TEST_POLICIES}
     params = {param.name: param for word in words.values() for param in word.params}
     for key, param in params.items():
         users = ", ".join(f"`{n}`" for n, word in words.items() if param in word.params)
-        default = "required" if param.required else param.default
+        default = "the file's" if param.optional else param.default
+        default = "required" if param.required else default
         cells = (f"`{key}`", default, users, param.valid_range, param.summary)
         lines.append(_row(*cells))
     presets = {n: values for w in words.values() for n, values in w.presets.items()}

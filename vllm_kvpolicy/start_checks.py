@@ -5,6 +5,7 @@ sentence, and nothing has been loaded yet.
 Process: api
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,8 @@ def _check_gates(path: str, config: KVPolicyConfig, vllm_config: Any) -> None:
     """Check that gates belong to the model, and that the server has their window."""
     gates, text = wgkv_files.load(path), vllm_config.model_config.hf_text_config
     num_layers, _, num_kv_heads, head_dim = _model_shape(vllm_config)
-    theta = float(text.rope_parameters["rope_theta"])
+    rope = getattr(text, "rope_parameters", None) or {}
+    theta = float(rope.get("rope_theta", math.nan))
     gates.check_model(text.model_type, num_layers, num_kv_heads, head_dim, theta)
     if config.recent_tokens != gates.window:
         raise ValueError(

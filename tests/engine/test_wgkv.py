@@ -169,6 +169,28 @@ def test_survivors_are_those_of_the_gates(
     assert served.counters["blocks_returned"] > 0
 
 
+def test_survivors_do_not_depend_on_chunks(tiny_model: Path, tmp_path: Path) -> None:
+    """Of a prompt, which several steps read in parts of other lengths."""
+    gates, found = gates_with_bias(None), []
+    save(tmp_path / "gates.safetensors", gates)
+    options = {"wgkv_gates": str(tmp_path / "gates.safetensors")}
+    policy = {"policy": "wgkv", "policy_config": options, **BASE}
+    for tokens in (64, 101, 832):
+        limits = {"max_num_batched_tokens": tokens, "max_model_len": 832}
+        with Engine(tiny_model, policy, tmp_path / str(tokens), **limits) as engine:
+            run = engine.run(make_jobs((600, 333), 60))
+        found.append(
+            {
+                name: (
+                    result.tokens,
+                    [event.survivors.tolist() for event in result.events],
+                )
+                for name, result in run.results.items()
+            }
+        )
+    assert found[0] == found[1] == found[2]
+
+
 def test_open_gates_are_dense_attention(tiny_model: Path, tmp_path: Path) -> None:
     served = Served(tiny_model, tmp_path, "wgkv", bias=100.0)
     with Engine(tiny_model, num_blocks=BLOCKS[False], **TIGHT) as engine:

@@ -3,9 +3,12 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from calibration_files import make_calibration
 from engine_configs import engine_args
+from made_gates import make_gates
 
+from vllm_kvpolicy.admission import wgkv_files
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies.calibration import save
 from vllm_kvpolicy.start_checks import check_files
@@ -110,3 +113,75 @@ def test_the_first_process_of_a_server_checks_and_no_other(tiny_model, tmp_path)
             make(count, rank)
     for rank in (0, 1):
         assert make(2, rank).parallel_config._api_process_rank == rank
+
+
+@pytest.fixture
+def gates(tmp_path):
+    """Write gates that fit the tiny model, or what is made of them."""
+
+    def write(**fields):
+        sizes = {"layers": 2, "heads": 2, "channels": 32}
+        sizes |= {key: fields.pop(key) for key in sizes.keys() & fields.keys()}
+        path = tmp_path / "gates.safetensors"
+        made = make_gates(**sizes, **{"window": 40, "rope_theta": 1e4, **fields})
+        wgkv_files.save(path, made)
+        return path
+
+    return write
+
+
+def with_gates(path, **values):
+    options = {"wgkv_gates": str(path)}
+    asked = {"policy": "wgkv+tova", "recent": 40, "policy_config": options}
+    return config(**{**asked, **values})
+
+
+def test_gates_that_fit_pass(policy_config, gates):
+    assert check_files(with_gates(gates()), policy_config) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"window": 64}, "trained with a window of 64 tokens, got --kv-recent 40"),
+        ({"layers": 3}, "num_layers"),
+        ({"heads": 3}, "num_kv_heads"),
+        ({"channels": 16}, "head_dim"),
+        ({"flavour": "llama"}, "flavour"),
+        ({"rope_theta": 5e5}, "rope_theta"),
+    ],
+    ids=str,
+)
+def test_gates_of_another_model_are_refused(policy_config, gates, fields, message):
+    path = gates(**fields)
+    with pytest.raises(ValueError) as error:
+        check_files(with_gates(path), policy_config)
+    text = str(error.value)
+    assert text.startswith("wgkv_gates: wgkv gates ") and str(path) in text
+    assert message in text
+
+
+def test_broken_gates_are_refused(policy_config, gates, tmp_path):
+    path = gates()
+    path.write_bytes(path.read_bytes()[:-9])
+    for wrong in (path, tmp_path / "none.safetensors", tmp_path / "none.pt"):
+        with pytest.raises(ValueError, match=f"^wgkv_gates: wgkv gates {wrong}: got "):
+            check_files(with_gates(wrong), policy_config)
+    nan = gates(
+        tensors={
+            name: tensor * torch.nan if "conv1.bias" in name else tensor
+            for name, tensor in make_gates(2, 2, 32).tensors.items()
+        }
+    )
+    with pytest.raises(ValueError, match="conv1.bias"):
+        check_files(with_gates(nan), policy_config)
+
+
+def test_a_model_without_rope_parameters_is_another_model(policy_config, gates):
+    text = policy_config.model_config.hf_text_config
+    given, text.rope_parameters = text.rope_parameters, None
+    try:
+        with pytest.raises(ValueError, match="rope_theta: got 10000.0, expected nan"):
+            check_files(with_gates(gates()), policy_config)
+    finally:
+        text.rope_parameters = given
