@@ -68,12 +68,25 @@ def _policies() -> list[str]:
     lines += ["", "Pairs that make no sense are refused:", ""]
     lines += ["| pairs | because |", "|---|---|"]
     for name, word in ALLOCATORS.items():
-        for reason in dict.fromkeys(word.refuses.values()):
-            pairs = [key for key, why in word.refuses.items() if why == reason]
-            shown = ", ".join(f"`{name}-{scorer}`" for scorer in pairs)
-            lines.append(_row(shown, reason))
+        lines += _refused(word, f"`{name}-{{}}`")
+    for name, word in ADMISSIONS.items():
+        lines += _refused(word, f"`{name}+{{}}-...`")
     tests = ", ".join(f"`{name}` ({word.summary})" for name, word in _tests())
     return [*lines, "", f"Test policies, which drop nothing: {tests}.", ""]
+
+
+def _refused(word: Word, pair: str) -> list[str]:
+    """Return a row per reason for which a word is not combined with others.
+
+    Args:
+        word: the first of the pairs.
+        pair: how one is written, with `{}` for the other word.
+    """
+    rows = []
+    for reason in dict.fromkeys(word.refuses.values()):
+        others = [key for key, why in word.refuses.items() if why == reason]
+        rows.append(_row(", ".join(map(pair.format, others)), reason))
+    return rows
 
 
 def _tests() -> list[tuple[str, Word]]:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from made_gates import make_gates
 
+from vllm_kvpolicy.admission import wgkv_files
 from vllm_kvpolicy.policies import registry
 from vllm_kvpolicy.policies.calibration import Calibration, save
 
@@ -48,6 +50,11 @@ def options_for(
         group: query heads per KV head.
         size: channels per head.
     """
+    if name.startswith("wgkv"):
+        path = folder / "gates.safetensors"
+        sizes = num_layers, num_kv_heads, size
+        wgkv_files.save(path, make_gates(*sizes, window=32, rope_theta=1e4))
+        return {"wgkv_gates": str(path)}
     kind = name.rpartition("-")[2]
     key = f"{kind}_calibration"
     if key not in {param.name for param in registry.parse(name).params}:

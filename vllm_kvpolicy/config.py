@@ -143,7 +143,7 @@ class KVPolicyConfig:
         """
         protected = prompt_tokens if self.protects_prompt else 0
         info, budget = parse(self.policy), self.budget_tokens + protected
-        if info.keeps_all and not info.is_test:
+        if info.is_unbounded:
             # Events begin when the first page has left the window.
             budget = self.sink_tokens + self.recent_tokens + block_size
         events = EventPlan(
@@ -258,9 +258,12 @@ class KVPolicyConfig:
             if label in asked:
                 value, limit = asked[label], getattr(self, key.field)
                 changes[key.field] = key.check(value, label)
-                if value > limit:
+                # Gates are trained for one window.
+                is_fixed = parse(policy).admission and key.key in ("recent", "sinks")
+                if value > limit or (is_fixed and value < limit):
+                    most = "" if is_fixed else "at most "
                     raise ValueError(
-                        f"{label}: got {value}, expected at most the server's {limit}"
+                        f"{label}: got {value}, expected {most}the server's {limit}"
                     )
         if not changes:
             return self
@@ -370,6 +373,8 @@ def _with_server_options(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_budget(config: KVPolicyConfig, label: str, page_tokens: int) -> None:
     """Raise ValueError unless a page fits beside the tokens that are always kept."""
+    if parse(config.policy).is_unbounded:
+        return
     sinks, recent = config.sink_tokens, config.recent_tokens
     least = sinks + recent + page_tokens
     if config.budget_tokens < least:

@@ -12,11 +12,12 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from vllm_kvpolicy.protocol import CompactEvent
@@ -171,27 +172,35 @@ class WorkerCounters:
     def __init__(self, instance_id: str, block_size: int) -> None:
         self.instance_id = instance_id
         self.block_size = block_size
+        self._lock = Lock()
 
     @cached_property
     def file(self) -> CounterFile:
         """The engine's counter file."""
         return CounterFile(self.instance_id, create=False)
 
-    def add_events(self, events: Sequence[CompactEvent], seconds: float) -> None:
+    def add_events(self, count: int, seconds: float) -> None:
         """Count a step's events.
 
         Args:
-            events: what was carried out.
+            count: events that were carried out.
             seconds: host time; on a GPU the work itself may still be under way.
         """
-        for event in events:
-            local = event.position - event.frontier_blocks * self.block_size
-            dropped_blocks = len(event.source_blocks) - len(event.dest_blocks)
-            kept = len(event.dest_blocks) * self.block_size + local
-            self.file.add("tokens_kept", kept)
-            self.file.add("tokens_dropped", dropped_blocks * self.block_size)
-        self.file.add("events", len(events))
+        self.file.add("events", count)
         self.file.add("event_seconds", seconds)
+
+    def add_tokens(self, kept_blocks: Iterable[tuple[CompactEvent, int]]) -> None:
+        """Count what events kept and dropped; threads may call at the same time.
+
+        Args:
+            kept_blocks: events, each with the superblocks that its survivors take.
+        """
+        with self._lock:
+            for event, count in kept_blocks:
+                local = event.local_tokens(self.block_size)
+                dropped_blocks = len(event.source_blocks) - count
+                self.file.add("tokens_kept", count * self.block_size + local)
+                self.file.add("tokens_dropped", dropped_blocks * self.block_size)
 
 
 class Collector:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_kvpolicy.config import PER_REQUEST_OFF, KVPolicyConfig, request_keys
+from vllm_kvpolicy.policies.registry import parse
 
 # What is refused per request and what to change; the documentation lists it.
 REQUEST_REFUSALS = {
@@ -91,6 +92,8 @@ def _other_advice(config: KVPolicyConfig | None) -> str:
         return "leave the policy on"
     if config.protects_prompt:
         return "shorten the prompt, which is kept whole"
+    if parse(config.policy).keeps_all:
+        return "shorten the prompt: the gates may admit everything"
     return (
         "kv_budget, or start the server with a prefill_interval below "
         f"{config.prefill_interval_tokens}"

@@ -52,6 +52,11 @@ def _check_gates(path: str, config: KVPolicyConfig, vllm_config: Any) -> None:
     rope = getattr(text, "rope_parameters", None) or {}
     theta = float(rope.get("rope_theta", math.nan))
     gates.check_model(text.model_type, num_layers, num_kv_heads, head_dim, theta)
+    if config.sink_tokens < gates.sinks:
+        raise ValueError(
+            f"wgkv gates {path}: trained with {gates.sinks} sinks, got --kv-sinks "
+            f"{config.sink_tokens}; set --kv-sinks {gates.sinks} or more"
+        )
     if config.recent_tokens != gates.window:
         raise ValueError(
             f"wgkv gates {path}: trained with a window of {gates.window} tokens, got "

@@ -4,7 +4,7 @@ Mixed into the platform's worker by worker_cpu and worker_gpu.
 Process: worker
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import fields
 from typing import Any
@@ -16,12 +16,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_kvpolicy import compat
-from vllm_kvpolicy.attention.compaction import Answer
 from vllm_kvpolicy.attention.runtime import KVPolicyRuntime
 from vllm_kvpolicy.block_manager.limits import max_blocks_per_request
 from vllm_kvpolicy.block_manager.manager import KVPolicySpec
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
-from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands
+from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands, UsedBlocks
 
 logger = init_logger("vllm.kv_policy")
 
@@ -143,12 +142,12 @@ class KVPolicyWorkerMixin:
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Sample, and let the scheduler hear what events left of their blocks."""
         output = super().sample_tokens(*args, **kwargs)
-        answers = self.kv_policy.take_answers()
-        if not answers:
+        read_answers = self.kv_policy.take_answers()
+        if read_answers is None:
             return output
         if isinstance(output, AsyncModelRunnerOutput):
-            return AnsweredLater(output, answers)
-        return _answered(output, answers)
+            return AnsweredLater(output, read_answers)
+        return _answered(output, read_answers)
 
 
 class AnsweredLater(AsyncModelRunnerOutput):
@@ -156,23 +155,25 @@ class AnsweredLater(AsyncModelRunnerOutput):
 
     Args:
         output: what vLLM's model runner returned.
-        answers: for the scheduler.
+        read_answers: returns what the scheduler has to hear.
     """
 
     def __init__(
-        self, output: AsyncModelRunnerOutput, answers: Sequence[Answer]
+        self,
+        output: AsyncModelRunnerOutput,
+        read_answers: Callable[[], tuple[UsedBlocks, ...]],
     ) -> None:
-        self.output, self.answers = output, answers
+        self.output, self.read_answers = output, read_answers
 
     def get_output(self) -> ModelRunnerOutput:
         """Wait for the tokens, computed after what the answers tell."""
-        return _answered(self.output.get_output(), self.answers)
+        return _answered(self.output.get_output(), self.read_answers)
 
 
-def _answered(output: Any, answers: Sequence[Answer]) -> Any:
+def _answered(output: Any, read_answers: Callable[[], tuple[UsedBlocks, ...]]) -> Any:
     """Return a copy with answers: vLLM shares one object between empty outputs."""
     output = copy(output)
-    output.kv_policy = tuple(used for answer in answers for used in answer.read())
+    output.kv_policy = read_answers()
     return output
 
 

@@ -301,9 +301,11 @@ def test_gates_of_another_model(tmp_path: Path, name: str, other: object) -> Non
 
 
 def test_a_released_file_is_checked_by_its_shape(tmp_path: Path) -> None:
-    path = write_released(tmp_path / "file", dict(make_gates().tensors))
+    path = write_released(tmp_path / "file", dict(make_gates(units=12).tensors))
     gates = load(path)
-    gates.check_model(**{**MODEL, "flavour": "llama", "rope_theta": 1.0})
+    gates.check_model(**{**MODEL, "rope_theta": 1.0})
+    with pytest.raises(ValueError, match="hidden units for llama: got 12, expected 32"):
+        gates.check_model(**{**MODEL, "flavour": "llama"})
     for name in ("num_layers", "num_kv_heads", "head_dim"):
         with pytest.raises(ValueError, match=f"{name}: got {MODEL[name]}, expected 7"):
             gates.check_model(**{**MODEL, name: 7})

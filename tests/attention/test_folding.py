@@ -62,14 +62,17 @@ class Batch:
         self.lists[name], self.frontier[name] = lists, frontier
         self.folder.forget([name, "not in the batch"])
 
-    def fold(self, counts: list[int], padding: int = 0) -> FoldedBatch:
+    def fold(
+        self, counts: list[int], padding: int = 0, max_seq_len: int = 0
+    ) -> FoldedBatch:
         """Fold a step in which requests compute `counts` tokens each."""
         ends = [self.ends[name] for name in self.names] + [0] * padding
         rows = [self._table_row(name) for name in self.names] + [[0] * ROW] * padding
         starts = np.cumsum([0, *counts, *[0] * padding])
         common = SimpleNamespace(
             num_reqs=len(ends),
-            max_query_len=max(counts),
+            max_query_len=max(counts, default=1),
+            max_seq_len=max_seq_len,
             seq_lens=torch.tensor(ends, dtype=torch.int32),
             seq_lens_cpu_upper_bound=torch.tensor(ends, dtype=torch.int32),
             query_start_loc=torch.from_numpy(starts).int(),
@@ -170,6 +173,18 @@ def test_tables_are_up_to_date_at_every_step(
     assert (len(addresses) == 1) == (room != (0, 0))
 
 
+def test_a_captured_batch_may_hold_the_longest_request() -> None:
+    """Kernels choose how to share out work by a length that replays will exceed."""
+    batch = Batch(0, (8, 80))
+    batch.folder.rehearse(ROW)
+    batch.names, batch.rows, batch.ends = [], {}, {}
+    folded = batch.fold([], padding=3, max_seq_len=320)
+    assert folded.max_length == 320 and folded.order is None
+    batch = Batch(0, (8, 80))
+    folded = batch.fold([1] * 4, max_seq_len=320)
+    assert int(folded.lengths.max()) <= folded.max_length < 320
+
+
 def test_tables_of_a_captured_batch_are_those_of_its_replay() -> None:
     """A smaller batch reads the first rows of the same tensors."""
     batch = Batch(0, (8, 80))
@@ -189,6 +204,8 @@ def test_query_heads_stand_with_their_kv_head(num_tokens: int, is_mixed: bool) -
     order = torch.randperm(num_tokens * HEADS) if is_mixed else None
     folded = fold_queries(query, HEADS, order)
     assert folded.shape == (num_tokens * HEADS, group, dim)
+    strided = torch.randn(num_tokens, HEADS * group + 5, dim)[:, 3:-2].copy_(query)
+    assert torch.equal(fold_queries(strided, HEADS, order), folded)
     for token, head in np.ndindex(num_tokens, HEADS * group):
         kv_head, member = divmod(head, group)
         row = token * HEADS + kv_head

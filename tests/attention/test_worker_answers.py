@@ -59,15 +59,15 @@ class Worker(KVPolicyWorkerMixin, Stock):
     """The mixin over the stand-in."""
 
     def __init__(self, device: str = "cpu", explicit: int | None = None) -> None:
-        self.answers: list[Any] = [SimpleNamespace(read=self.read)]
+        self.answers: Any = self.read
         self.kv_policy = SimpleNamespace(
             take_answers=self.take, side_bytes=EARLY, late=TABLES
         )
         self.device = torch.device(device)
         self.cache_config = SimpleNamespace(kv_cache_memory_bytes=explicit)
 
-    def take(self) -> list[Any]:
-        answers, self.answers = self.answers, []
+    def take(self) -> Any:
+        answers, self.answers = self.answers, None
         return answers
 
     def read(self) -> tuple[UsedBlocks, ...]:

@@ -192,26 +192,38 @@ def lacking(backend: str) -> str | None:
 
 
 @contextmanager
+def gpu_config(dtype: torch.dtype, **changes: Any) -> Iterator[tuple[Any, Shape]]:
+    """Yield the configuration of an engine on the GPU, and Llama's shape.
+
+    Args:
+        dtype: of the model.
+        **changes: arguments of the engine.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    shape = Shape(heads=8, group=4, dim=128, block=16, dtype=dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        fields = {
+            "model": str(write_model("llama-3.1-8b", Path(folder))),
+            "dtype": str(dtype).removeprefix("torch."),
+            "max_model_len": 4096,
+            "block_size": shape.block,
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+        }
+        config = EngineArgs(**{**fields, **changes}).create_engine_config()
+        config.cache_config.kv_cache_layout = "LBHNC"  # which engines work out
+        yield config, shape
+
+
+@contextmanager
 def gpu_scenes(dtype: torch.dtype) -> Iterator[Callable[..., Scene]]:
     """Yield a function that makes scenes of Llama's shape on the GPU.
 
     It takes the name of a backend, the queries of a request that reads its prompt, and
     a seed.
     """
-    from vllm.engine.arg_utils import EngineArgs
-
-    shape = Shape(heads=8, group=4, dim=128, block=16, dtype=dtype)
-    with tempfile.TemporaryDirectory() as folder:
-        model = write_model("llama-3.1-8b", Path(folder))
-        config = EngineArgs(
-            model=str(model),
-            dtype=str(dtype).removeprefix("torch."),
-            max_model_len=4096,
-            block_size=shape.block,
-            enforce_eager=True,
-            skip_tokenizer_init=True,
-        ).create_engine_config()
-        config.cache_config.kv_cache_layout = "LBHNC"  # which engines work out
+    with gpu_config(dtype) as (config, shape):
 
         def make(name: str, queries: int = 1, seed: int = 0) -> Scene:
             module, _, attribute = compat.GPU_BACKENDS[name].rpartition(".")

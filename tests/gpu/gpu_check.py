@@ -83,7 +83,6 @@ class Checks:
 
 def groups() -> dict[str, tuple[Callable[[Checks], None], dict[str, str]]]:
     """Return the groups, those that take longest first, and their environment."""
-    import attention_oracles
     import gpu_engines
     import gpu_flashinfer
     import gpu_kernels
@@ -98,10 +97,19 @@ def groups() -> dict[str, tuple[Callable[[Checks], None], dict[str, str]]]:
         "qwen3-8b": (partial(gpu_engines.check_shape, "qwen3-8b"), {}),
         "kernels": (gpu_kernels.check_all, {}),
         "oracles": (gpu_oracles.check_on_gpu, IEEE),
-        "attention": (attention_oracles.check_on_gpu, {}),
+        "attention": (check_attention, {}),
         "syncs": (gpu_syncs.check_on_gpu, {}),
         "pytest": (check_pytest, {}),
     }
+
+
+def check_attention(checks: Checks) -> None:
+    """Run vLLM's attention kernels over tables of both sorts."""
+    import attention_oracles
+    import folded_oracles
+
+    attention_oracles.check_on_gpu(checks)
+    folded_oracles.check_on_gpu(checks)
 
 
 def check_pytest(checks: Checks) -> None:

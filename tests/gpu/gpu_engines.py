@@ -4,6 +4,7 @@ Called by gpu_check, with `Where` for a GPU; its tests use one for a CPU.
 Process: any
 """
 
+import json
 import math
 import tempfile
 from collections.abc import Sequence
@@ -22,10 +23,12 @@ from gpu_where import (
     storm,
 )
 from helpers import Job, Run, make_jobs, make_prompt
+from made_gates import make_gates
 
 from benchmarks.gpu.models import drawn_weights, write_model
 from reasoner.problems import FAMILIES, generate
 from reasoner.tokenizer import chat_prompt, encode
+from vllm_kvpolicy.admission import wgkv_files
 from vllm_kvpolicy.policies.registry import names, parse
 
 REASONER = Path(__file__).resolve().parents[2] / "reasoner" / "checkpoint"
@@ -44,6 +47,7 @@ BASE = {
     "sinks": 5,
 }
 OPTIONS = {"expected_window": 48}
+ADMITTED = ("wgkv", "wgkv+snapkv", "wgkv+ams-tova")
 INFINITE_BUDGET = 2048
 
 
@@ -64,7 +68,7 @@ def served_names(ragged: bool) -> list[str]:
 
 def is_ragged(name: str) -> bool:
     """Return whether heads hold different numbers of tokens under a policy."""
-    return name.partition("-")[0] in ("adakv", "pyramid", "hard")
+    return parse(name).is_ragged({})
 
 
 def problems(count: int) -> Jobs:
@@ -103,6 +107,8 @@ def check_backend(backend: str, checks: Any) -> None:
     check_infinite(checks, where, stock)
     for ragged in (False, True):
         check_policies(checks, replace(where, policies=served_names(ragged)))
+    with tempfile.TemporaryDirectory() as folder:
+        check_policies(checks, replace(where, policies=ADMITTED), Path(folder))
 
 
 def check_shape(shape: str, checks: Any) -> None:
@@ -237,8 +243,14 @@ def check_infinite(checks: Any, where: Where, stock: Stock) -> None:
             notes.append(graphs.proof(run.steps, with_events=False))
 
 
-def check_policies(checks: Any, where: Where) -> None:
-    """Real policies run side by side, give blocks back, and survive preemptions."""
+def check_policies(checks: Any, where: Where, folder: Path | None = None) -> None:
+    """Real policies run side by side, give blocks back, and survive preemptions.
+
+    Args:
+        checks: a gpu_check.Checks.
+        where: what engines run on.
+        folder: for files that the policies read.
+    """
     jobs = [
         Job(
             name,
@@ -250,6 +262,8 @@ def check_policies(checks: Any, where: Where) -> None:
     ]
     first, *others = where.policies
     options = OPTIONS if any("expected" in name for name in where.policies) else {}
+    if folder is not None:
+        options = options | gates_of(where.model, folder)
     policy = {"policy": first, "allow": others, "policy_config": options, **BASE}
     label = ", ".join(where.policies)
     if len(jobs) > 4:
@@ -274,6 +288,18 @@ def check_policies(checks: Any, where: Where) -> None:
             assert_whole(tight, jobs)
             assert_given_back(engine)
             notes.append(f"{tight.preemptions} preemptions")
+
+
+def gates_of(model: Path, folder: Path) -> dict[str, str]:
+    """Write gates of random weights for a model; return the option that names them."""
+    config = json.loads((model / "config.json").read_text())
+    path = folder / "gates.safetensors"
+    shape = (config["num_hidden_layers"], config["num_key_value_heads"])
+    theta = config["rope_parameters"]["rope_theta"]
+    fields = {"window": BASE["recent"], "rope_theta": theta}
+    fields["flavour"] = config["model_type"]
+    wgkv_files.save(path, make_gates(*shape, config["head_dim"], **fields))
+    return {"wgkv_gates": str(path)}
 
 
 def assert_whole(run: Run, jobs: Jobs) -> None:

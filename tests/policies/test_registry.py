@@ -91,8 +91,15 @@ def test_unknown_names(name: object) -> None:
 
 @pytest.mark.parametrize("rest", ["", "quest", "wgkv", "identity", "ams-streaming"])
 def test_only_an_eviction_follows_an_admission(rest: str) -> None:
-    with pytest.raises(ValueError, match="^kv_policy: got '"):
+    with pytest.raises(ValueError, match=rf"^kv_policy: got 'wgkv\+{rest}', "):
         registry.parse(f"wgkv+{rest}")
+
+
+@pytest.mark.parametrize("allocator", sorted({*ALLOCATORS} - {"", "ams"}))
+def test_allocators_that_count_what_is_held_are_refused(allocator: str) -> None:
+    name = f"wgkv+{allocator}-snapkv"
+    with pytest.raises(ValueError, match=re.escape(f"got {name!r}, refused because ")):
+        registry.parse(name)
 
 
 def test_an_admission_adds_its_options_and_drops_the_budget_alone() -> None:

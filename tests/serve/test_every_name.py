@@ -11,7 +11,7 @@ import pytest
 from calibration_files import options_for
 from servers import serving
 
-from vllm_kvpolicy.policies.catalogue import ALLOCATORS
+from vllm_kvpolicy.policies.catalogue import ADMISSIONS, ALLOCATORS
 from vllm_kvpolicy.policies.registry import names, parse
 
 pytestmark = pytest.mark.serve
@@ -27,7 +27,7 @@ FLAGS = {
 # Options that fit the short interval of this test.
 OPTIONS = {"expected_window": 48}
 ONE_PER_ALLOCATOR = ("keydiff", "ams-expected", "adakv-snapkv", "pyramid-h2o")
-ONE_PER_ALLOCATOR += ("chunk-lagkv", "hard-rkv", "strat-random")
+ONE_PER_ALLOCATOR += ("chunk-lagkv", "hard-rkv", "strat-random", "wgkv+snapkv")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -39,16 +39,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("name", served if every else ONE_PER_ALLOCATOR)
 
 
-def test_it_is_served(name: str, tiny_model: Path, tmp_path: Path) -> None:
+def test_it_is_served(
+    name: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    # Names of sockets, which vLLM makes in it, have to be short.
+    folder = tmp_path_factory.mktemp("serve")
     params = {param.name: param for param in parse(name).params}
     options = {key: value for key, value in OPTIONS.items() if key in params}
-    options |= calibration(name, tiny_model, tmp_path)
+    options |= calibration(name, tiny_model, folder)
     arguments = [word for flag in FLAGS.items() for word in flag]
     arguments += ["--kv-policy", name, "--enforce-eager"]
     arguments += ["--kv-policy-config", json.dumps(options)]
     body = {"model": "tiny", "prompt": "x" * 90, "max_tokens": 300}
     body |= {"temperature": 0, "ignore_eos": True}
-    with serving(tiny_model, arguments, tmp_path) as url:
+    with serving(tiny_model, arguments, folder) as url:
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == body["max_tokens"]
@@ -66,5 +70,7 @@ def calibration(name: str, model: Path, folder: Path) -> dict[str, str]:
 
 
 def test_one_name_per_allocator_is_listed() -> None:
-    allocators = {name.rpartition("-")[0] for name in ONE_PER_ALLOCATOR}
+    *evictions, admitted = ONE_PER_ALLOCATOR
+    allocators = {name.rpartition("-")[0] for name in evictions}
     assert allocators == set(ALLOCATORS)
+    assert admitted.partition("+")[0] in ADMISSIONS

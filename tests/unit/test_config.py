@@ -191,6 +191,28 @@ def test_bad_requests_name_key_value_and_valid_ones(extra_args, words):
     assert [word for word in words if word not in str(error.value)] == []
 
 
+@pytest.mark.parametrize("policy", ["wgkv", "wgkv+tova"])
+@pytest.mark.parametrize(("key", "server"), [("kv_recent", 32), ("kv_sinks", 4)])
+def test_requests_keep_the_window_of_gates(policy, key, server):
+    options = {"wgkv_gates": "file", "allow": ["tova"]}
+    started = config(policy=policy, policy_config=options)
+    assert started.with_request({key: server}, 32) is not None
+    with pytest.raises(ValueError, match=f"^{key}: got 1, expected the server's"):
+        started.with_request({key: 1}, 32)
+    assert started.with_request({"kv_policy": "tova", key: 1}, 32) is not None
+
+
+def test_an_admission_alone_has_no_budget():
+    options = {"wgkv_gates": "file"}
+    values = {"recent": 256, "budget": 256, "policy_config": options}
+    config(policy="wgkv", **values).validate_block_size(32)
+    with pytest.raises(ValueError, match="^budget: got 256"):
+        config(policy="wgkv+tova", **values).validate_block_size(32)
+    footprint = config(policy="wgkv", **values).footprint(1, 32)
+    assert footprint.events.next_event(0) == 4 + 256 + 32 + 64
+    assert footprint.peak_blocks(2048) == 64
+
+
 def test_a_request_cannot_undercut_the_query_window():
     with pytest.raises(ValueError, match=r"^kv_interval: got 16, expected at least"):
         KVPolicyConfig.from_dict(AMS).with_request({"kv_interval": 16}, 32)

@@ -1,6 +1,6 @@
 """Files of WG-KV gates: what the authors released, and what we train.
 
-Written by train.wgkv; nothing serves with them yet.
+Written by train.wgkv, read by policies.wgkv and start_checks.
 Process: any
 
 Both kinds name their tensors as the authors do. Theirs, `.pt`, hold nothing else. Ours

@@ -20,6 +20,8 @@ from vllm_kvpolicy import model_files
 NAME = "wgkv gates"
 expect = partial(model_files.expect, NAME)
 FLAVOURS = ("llama", "qwen3")  # model types; the gate of qwen3 reads normalised keys
+# Hidden units of released gates, in head sizes.
+RELEASED_UNITS = {"llama": 4, "qwen3": 1.5}
 # Names in a file, and of the fields of `kernels.wgkv_gate.GateWeights`.
 NAMES = {
     "pre_key_norm.weight": "pre_norm",
@@ -107,6 +109,10 @@ class Gates:
         self.check_shape(num_layers, num_kv_heads, head_dim)
         if self.flavour:
             expect(self.path, "flavour", self.flavour, flavour)
+        elif flavour in RELEASED_UNITS:
+            units = self.shapes[full_name(0, "conv2.weight")][1]
+            wanted = int(RELEASED_UNITS[flavour] * head_dim)
+            expect(self.path, f"hidden units for {flavour}", units, wanted)
         if not math.isnan(self.rope_theta):
             expect(self.path, "rope_theta", self.rope_theta, rope_theta)
 

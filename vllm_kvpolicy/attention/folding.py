@@ -10,6 +10,7 @@ Process: worker
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ class FoldedBatch:
         tables: [L, R * H, C] int32 page ids.
         lengths: [L, R * H] int32, tokens that each row holds, this step's included.
         query_start: [R * H + 1] int32, first query token of each row.
-        max_length: no row holds more.
+        max_length: no row holds more; of a batch without requests, which a graph may be
+            captured with, what vLLM says, since replays will hold more.
         order: [T * H] int64, place of each (token, KV head) among the folded queries;
             None where every request has one token, so that folding is a view.
     """
@@ -78,12 +80,15 @@ class FoldedTables:
         return sum(tensor.nbytes for tensor in tensors)
 
     def with_room(self, num_rows: int, num_pages: int) -> "FoldedTables":
-        """Return these tables, or new ones if the batch does not fit into them."""
+        """Return these tables, or larger ones if the batch does not fit into them."""
         layers, rows, heads, columns = self.pages.shape
         if num_rows <= rows and num_pages <= columns:
             return self
-        size = max(rows, num_rows + SPARE), max(columns, num_pages + SPARE)
-        return FoldedTables(layers, heads, *size, self.pages.device)
+        if num_rows > rows:
+            rows = max(num_rows + SPARE, 2 * rows)
+        if num_pages > columns:
+            columns = max(num_pages + SPARE, 2 * columns)
+        return FoldedTables(layers, heads, rows, columns, self.pages.device)
 
 
 class Folder:
@@ -105,6 +110,8 @@ class Folder:
     def forget(self, request_ids: Iterable[str]) -> None:
         """Fill the rows of these requests anew: page lists or slots have changed."""
         gone, tables = set(request_ids), self.tables
+        if not gone:
+            return
         tables.filled = [
             None if key is None or key[0] in gone else key for key in tables.filled
         ]
@@ -122,11 +129,9 @@ class Folder:
             order = self._order(starts, int(common.query_start_loc_cpu[num_rows]))
         width = self._fill(common, request_ids)
         tables, num_heads = self.tables, len(self._head)
-        seq_lens = common.seq_lens[:, None]
+        held, offsets = common.seq_lens[:num_rows, None], tables.offsets[:, :num_rows]
         lengths = tables.lengths[:, :num_rows]
-        torch.add(
-            seq_lens, tables.offsets[:, :num_rows], alpha=slots.block_size, out=lengths
-        )
+        torch.add(held, offsets, alpha=slots.block_size, out=lengths)
         query_start = tables.starts[: num_rows * num_heads + 1]
         counts = starts.diff()[:, None]
         first = query_start[:-1].view(num_rows, num_heads)
@@ -136,9 +141,28 @@ class Folder:
             tables=tables.pages[:, :num_rows].flatten(1, 2),
             lengths=lengths.flatten(1),
             query_start=query_start,
-            max_length=width * slots.block_size,
+            max_length=width * slots.block_size if request_ids else common.max_seq_len,
             order=order,
         )
+
+    def rehearse(self, num_columns: int) -> None:
+        """Fold a batch of nobody, so that kernels are compiled.
+
+        Args:
+            num_columns: of vLLM's block table.
+        """
+        one = torch.ones(2, dtype=torch.int32, device=self.slots.device)
+        nobody = SimpleNamespace(
+            num_reqs=1,
+            max_query_len=1,
+            max_seq_len=1,
+            seq_lens=one[:1],
+            seq_lens_cpu_upper_bound=torch.ones(1, dtype=torch.int32),
+            query_start_loc=one.cumsum(0, dtype=torch.int32) - 1,
+            block_table_tensor=one.new_zeros(1, num_columns),
+        )
+        self.fold(nobody, ())
+        self.tables.filled[0] = None
 
     def _order(self, starts: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Return [T * H] places of (token, KV head) among the folded queries.

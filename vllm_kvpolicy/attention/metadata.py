@@ -158,9 +158,11 @@ class KVPolicyImplMixin:
         num_tokens = metadata.num_actual_tokens // num_heads
         queries = fold_queries(query[:num_tokens], num_heads, order)
         # One token per request: rows (request, KV head) are a view of the batch.
-        result = torch.empty_like(queries)
-        if order is None:
-            result = fold_queries(output[:num_tokens], num_heads, order)
+        result = (
+            output[:num_tokens].view(queries.shape)
+            if order is None
+            else torch.empty_like(queries)
+        )
         pages = runtime.pool.pages_of(index)
         attend(layer, queries, key, value, pages, metadata, result, *args, **kwargs)
         if order is not None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from typing import Any
 
@@ -38,7 +38,7 @@ from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.metrics import WorkerCounters
 from vllm_kvpolicy.policies.base import Needs, Policy
 from vllm_kvpolicy.policies.factory import build
-from vllm_kvpolicy.protocol import StepCommands
+from vllm_kvpolicy.protocol import StepCommands, UsedBlocks
 
 logger = init_logger("vllm.kv_policy")
 
@@ -118,10 +118,26 @@ class KVPolicyRuntime:
             layer.kv_policy_index = index
 
     def _folded_tables(self) -> FoldedTables:
-        """Return tables of all heads: of their final size where graphs read them."""
-        rows, columns = self.tables.tables.shape if self.is_captured else (0, 0)
-        size = len(self.layers), self.layers[0].num_kv_heads, rows, columns
-        return FoldedTables(*size, self.slots.device)
+        """Return tables of all heads: of their final size on a GPU, else small ones.
+
+        Raises:
+            ValueError: the device has no room for them.
+        """
+        device, heads = self.slots.device, self.layers[0].num_kv_heads
+        is_final = self.is_captured or device.type != "cpu"
+        rows, columns = self.tables.tables.shape if is_final else (0, 0)
+        size = 4 * len(self.layers) * rows * heads * columns / 2**20
+        try:
+            found = FoldedTables(len(self.layers), heads, rows, columns, device)
+        except torch.OutOfMemoryError:
+            raise ValueError(
+                f"kv_policy: tables of heads of their own lengths take {size:.0f} MiB, "
+                f"of {rows} requests with {columns} pages each, and the device has "
+                "less; lower --max-num-seqs or --max-model-len"
+            ) from None
+        if size:
+            logger.info("KV policy: %.0f MiB for tables of heads", size)
+        return found
 
     @property
     def side_bytes(self) -> int:
@@ -202,7 +218,10 @@ class KVPolicyRuntime:
         self.signals.drop(NAMES)
         row = to_device([self.slots.null_slot], self.slots.device)
         nothing = torch.zeros(1, 1, dtype=torch.int32, device=self.slots.device)
-        self.tables.fill(row, nothing, nothing[0], 1)
+        if self.folder is None:
+            self.tables.fill(row, nothing, nothing[0], 1)
+        else:
+            self.folder.rehearse(self.tables.tables.shape[1])
         self.windows.rehearse()
 
     def begin_step(self, commands: StepCommands, gone: Sequence[str]) -> None:
@@ -220,13 +239,32 @@ class KVPolicyRuntime:
         if commands.events:
             started = time.perf_counter()
             self._answers += self.compactor.run(commands.events)
-            self.counters.add_events(commands.events, time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            self.counters.add_events(len(commands.events), seconds)
+            # What the others keep is known when their answers are here.
+            self.counters.add_tokens(
+                (event, len(event.dest_blocks))
+                for event in commands.events
+                if not self.policies[event.policy].dynamic
+            )
         self._commands = commands
 
-    def take_answers(self) -> Sequence[Answer]:
-        """Return what the scheduler has to hear about events, once."""
+    def take_answers(self) -> Callable[[], tuple[UsedBlocks, ...]] | None:
+        """Return what the scheduler has to hear about events, once; None for nothing.
+
+        It is under way to the host: calling what is returned waits for it.
+        """
         answers, self._answers = self._answers, []
-        return answers
+        return partial(self._read, answers) if answers else None
+
+    def _read(self, answers: Sequence[Answer]) -> tuple[UsedBlocks, ...]:
+        found = []
+        for answer in answers:
+            used = answer.read()
+            counts = [each.num_blocks for each in used]
+            self.counters.add_tokens(zip(answer.events, counts, strict=True))
+            found += used
+        return tuple(found)
 
     def end_step(self) -> None:
         """Collect what the step measured and forget it.

@@ -86,8 +86,13 @@ class AdmittedPolicy:
         if self.eviction is None:
             return Decision(admitted, gates, memory, notes)
         chosen = self.eviction.decide(replace(inputs, candidates=admitted), budget)
+        # Refused tokens fill pages behind all others, best gates first.
+        lowest = torch.finfo(gates.dtype).min
         return replace(
-            chosen, memory={**chosen.memory, **memory}, notes={**chosen.notes, **notes}
+            chosen,
+            score=torch.where(admitted, chosen.score / 2, lowest * (1 - gates / 4)),
+            memory={**chosen.memory, **memory},
+            notes={**chosen.notes, **notes},
         )
 
     def _gates(self, inputs: EventInputs) -> torch.Tensor:

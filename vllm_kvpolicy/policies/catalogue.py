@@ -69,6 +69,7 @@ class Word:
     placement: str = "in_place"
 
 
+_HELD = "its shares count tokens that are held, not those that are admitted"
 ADMISSIONS = {
     "wgkv": Word(
         "vllm_kvpolicy.policies.wgkv:WriteGates",
@@ -76,6 +77,13 @@ ADMISSIONS = {
         "WG-KV, arXiv 2512.17452",
         ragged=True,
         params=WGKV_PARAMS,
+        refuses={
+            "adakv": _HELD,
+            "pyramid": _HELD,
+            "hard": _HELD,
+            "strat": _HELD,
+            "chunk": "a chunk with a refused token in it has no score",
+        },
     ),
 }
 SCORERS = {

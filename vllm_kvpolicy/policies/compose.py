@@ -62,6 +62,8 @@ class ComposedPolicy:
         score = self.scorer.score(inputs, usage)
         remembered = self.scorer.remember(score)
         if inputs.candidates is not None:
+            lowest = torch.finfo(score.dtype).min
+            score = score.nan_to_num(nan=lowest, neginf=lowest)
             score = score.masked_fill(~inputs.candidates, -torch.inf)
         decision = self.allocator.choose(score, inputs, usage, budget)
         if inputs.candidates is not None:

@@ -62,6 +62,11 @@ class PolicyInfo:
         """Whether there is no budget, so that events may keep everything."""
         return self.scorer is None
 
+    @property
+    def is_unbounded(self) -> bool:
+        """Whether tokens are dropped, but not until a budget is met."""
+        return self.keeps_all and not self.is_test
+
     def window_tokens(self, options: Options) -> int:
         """Queries captured before an event, given resolved options."""
         sizes = (options.get(key or "", default) for key, default in self.windows)
@@ -123,7 +128,12 @@ def parse(name: str) -> PolicyInfo:
         )
     first, plus, rest = str(name).partition("+")
     if first in ADMISSIONS:
-        return _admitted(name, ADMISSIONS[first], parse(rest) if plus else None)
+        try:
+            eviction = parse(rest) if plus else None
+        except ValueError as error:
+            reason = str(error).replace(repr(rest), repr(name), 1)
+            raise ValueError(reason) from None
+        return _admitted(name, ADMISSIONS[first], eviction)
     allocator, _, scorer = str(name).rpartition("-")
     # A leading dash is no name, though the empty word is an allocator.
     known = allocator in ALLOCATORS and scorer in SCORERS
@@ -178,6 +188,10 @@ def _admitted(name: str, admission: Word, eviction: PolicyInfo | None) -> Policy
             f"kv_policy: got {name!r}, expected an eviction behind the admission: "
             f"{grammar()}"
         )
+    allocator = eviction.name.rpartition("-")[0]
+    if allocator in admission.refuses:
+        reason = admission.refuses[allocator]
+        raise ValueError(f"kv_policy: got {name!r}, refused because {reason}")
     return replace(
         eviction,
         name=name,

@@ -14,6 +14,7 @@ import torch
 
 from vllm_kvpolicy.admission.wgkv_files import load
 from vllm_kvpolicy.admission.wgkv_gates import Gates
+from vllm_kvpolicy.kernels.chunks import CHUNK_BYTES
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights, gate_cached
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 
@@ -50,14 +51,24 @@ class WriteGates:
 
     def gates(self, inputs: EventInputs, token: torch.Tensor) -> torch.Tensor:
         """Evaluate [E, L, H, F] gates of held tokens; see `Admission`."""
-        rope = inputs.given("rope")
+        keys = inputs.paged("keys")
+        # Weights move to the device, and to the dtype of the model, once.
+        self.weights = self.weights.to(keys.device, keys.pools[0].dtype)
+        num_rows, size = token[..., 0].numel(), keys.shape[-1]
+        step = max(1, CHUNK_BYTES // (8 * num_rows * size))
+        parts = [self._some(inputs, part) for part in token.split(step, dim=-1)]
+        return torch.cat(parts, dim=-1)
+
+    def _some(self, inputs: EventInputs, token: torch.Tensor) -> torch.Tensor:
+        """Do as `gates` for as many tokens as may be copied at a time."""
         keys = inputs.paged("keys").at(token)
         # Nothing has been dropped since the last event: positions count to the end.
         length = inputs.lengths[..., None]
         positions = inputs.end[:, None, None, None] - length + token
-        # Weights move to the device, and to the dtype of the model, once.
-        self.weights = self.weights.to(keys.device, keys.dtype)
-        layers_first = [part.transpose(0, 1) for part in (keys, positions)]
-        folded = [part.transpose(1, 2).flatten(2, 3) for part in layers_first]
-        gates = gate_cached(folded[0], folded[1], rope, self.weights)
+        # [L, H, E * F], tokens of all requests in one row.
+        rows, places = (
+            part.permute(1, 2, 0, *range(3, part.ndim)).flatten(2, 3)
+            for part in (keys, positions)
+        )
+        gates = gate_cached(rows, places, inputs.given("rope"), self.weights)
         return gates.unflatten(2, (len(keys), -1)).permute(2, 0, 1, 3)

@@ -1,0 +1,141 @@
+"""Attention over heads of their own lengths: each head alone, in float32, says it.
+
+Called by gpu_check and by tests.
+Process: any
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from random import Random
+from typing import Any
+
+import torch
+from attention_oracles import FLOOR, LONGEST, Verdict, gpu_config, plain
+from attention_scene import requests
+from folded_scene import FoldedScene
+
+from vllm_kvpolicy import compat
+
+BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")  # guards refuse the others
+PADDED_ROWS = 8  # of decode steps: a size that graphs are captured with
+PROMPT = 70
+GRAPHS = {
+    "enforce_eager": False,
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [PADDED_ROWS],
+    },
+}
+
+
+def by_head(scene: FoldedScene, dtype: torch.dtype) -> torch.Tensor:
+    """Return [L, T, H * G, D] of `plain`, every head over the tokens that it holds.
+
+    Args:
+        scene: the requests.
+        dtype: of what `plain` is given.
+    """
+    starts, group, layers = scene.starts(), scene.shape.group, []
+    for layer in range(len(scene.layers)):
+        query, rows = scene.parts(layer)[0].to(dtype), []
+        for number, held in enumerate(scene.held):
+            own = query[starts[number] : starts[number + 1]].split(group, dim=1)
+            heads = []
+            for part, pair in zip(own, held[layer], strict=True):
+                keys, values = (side[:, None].to(dtype) for side in pair)
+                heads.append(plain(part, keys, values, scene.scale))
+            rows.append(torch.cat(heads, dim=1))
+        layers.append(torch.cat(rows))
+    return torch.stack(layers)
+
+
+def judge(scene: FoldedScene, found: torch.Tensor) -> Verdict:
+    """Compare a scene's output with PyTorch in float32; numbers that are none fail."""
+    exact = by_head(scene, torch.float32)
+    rounded = by_head(scene, scene.shape.dtype).float()
+    worst = (found.float() - exact).abs().max()
+    own = (rounded - exact).abs().max()
+    return Verdict(float(worst), 2 * float(own) + FLOOR)
+
+
+def replay(scene: FoldedScene) -> torch.Tensor:
+    """Return what `attend` does, by a call recorded before the requests were there.
+
+    On a GPU the call is the replay of a CUDA graph. On a CPU it is made with the
+    metadata of the capture, whose tensors the step fills, at the addresses it keeps.
+    """
+    output, built = scene.output(), scene.build_empty()
+    call = partial(scene.forward, built, output)
+    if scene.device.type == "cuda":
+        call = captured(call)
+    tables = scene.runtime.folder.tables
+    scene.build()
+    assert scene.runtime.folder.tables is tables, "the tables have moved"
+    call()
+    return output[:, : scene.num_tokens]
+
+
+def captured(call: Callable[[], None]) -> Callable[[], None]:
+    """Return the replay of a CUDA graph of a call, which is made once before."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+# -- on a GPU --------------------------------------------------------------------------
+
+
+@contextmanager
+def gpu_scenes(
+    dtype: torch.dtype, **changes: Any
+) -> Iterator[Callable[..., FoldedScene]]:
+    """Yield a function that makes scenes of Llama's shape on the GPU.
+
+    It takes the name of a backend, the queries of a request that reads its prompt, and
+    a seed. Decode steps are padded.
+
+    Args:
+        dtype: of the model.
+        **changes: arguments of the engine.
+    """
+    with gpu_config(dtype, **changes) as (config, shape):
+
+        def make(name: str, queries: int = 1, seed: int = 0) -> FoldedScene:
+            module, _, attribute = compat.GPU_BACKENDS[name].rpartition(".")
+            backend = getattr(import_module(module), attribute)
+            batch = requests(Random(seed), shape.block, LONGEST, queries)
+            padding = PADDED_ROWS - len(batch) if queries == 1 else 0
+            device = torch.device("cuda")
+            return FoldedScene(backend, config, shape, batch, padding, device, seed)
+
+        yield make
+
+
+def check_on_gpu(checks: Any) -> None:
+    """Check each backend step by step, then in a graph captured at length one."""
+    with gpu_scenes(torch.bfloat16) as make:
+        for name in BACKENDS:
+            for queries, label in ((1, "decode"), (PROMPT, "decode and prefill")):
+                with checks.case(f"{name}, own lengths, {label}, PyTorch") as notes:
+                    scene = make(name, queries)
+                    _check(scene, scene.attend(), notes)
+    with gpu_scenes(torch.bfloat16, **GRAPHS) as make:
+        for name in BACKENDS:
+            with checks.case(f"{name}, own lengths, replay, PyTorch") as notes:
+                scene = make(name)
+                _check(scene, replay(scene), notes)
+
+
+def _check(scene: FoldedScene, found: torch.Tensor, notes: list[str]) -> None:
+    verdict = judge(scene, found)
+    notes.append(str(verdict))
+    verdict.check()
