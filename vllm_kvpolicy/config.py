@@ -258,8 +258,7 @@ class KVPolicyConfig:
             if label in asked:
                 value, limit = asked[label], getattr(self, key.field)
                 changes[key.field] = key.check(value, label)
-                # Gates are trained for one window.
-                is_fixed = parse(policy).admission and key.key in ("recent", "sinks")
+                is_fixed = key.key in parse(policy).fixed_keys
                 if value > limit or (is_fixed and value < limit):
                     most = "" if is_fixed else "at most "
                     raise ValueError(

@@ -208,6 +208,8 @@ def test_an_admission_alone_has_no_budget():
     config(policy="wgkv", **values).validate_block_size(32)
     with pytest.raises(ValueError, match="^budget: got 256"):
         config(policy="wgkv+tova", **values).validate_block_size(32)
+    with pytest.raises(ValueError, match="^kv_budget: got 96, expected the server's"):
+        config(policy="wgkv", **values).with_request({"kv_budget": 96}, 32)
     footprint = config(policy="wgkv", **values).footprint(1, 32)
     assert footprint.events.next_event(0) == 4 + 256 + 32 + 64
     assert footprint.peak_blocks(2048) == 64

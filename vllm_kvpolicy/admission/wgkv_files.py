@@ -57,7 +57,9 @@ def load(path: str | Path) -> Gates:
     Raises:
         ValueError: naming the file, the key, and what was found and expected there.
     """
-    gates = _load_released(path) if Path(path).suffix == ".pt" else _load_ours(path)
+    gates = (
+        _load_released(path) if Path(path).suffix.lower() == ".pt" else _load_ours(path)
+    )
     if gates.num_layers > len(gates.tensors):
         expect(path, "num_layers", gates.num_layers, f"{len(gates.tensors)} at most")
     missing = sorted(gates.shapes.keys() - gates.tensors.keys())
@@ -133,9 +135,11 @@ def _read_pickle(path: str | Path) -> dict[str, torch.Tensor]:
         raise ValueError(f"{NAME} {path}: got {kind}, expected {expected}")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch has no one error for what a broken file causes
-        reason = str(error).split("\n", 1)[0]
-        raise ValueError(f"{NAME} {path}: got {reason}, expected {expected}") from None
+    except Exception:  # torch has no one error for what a broken file causes
+        # Its own words advise to load such a file in a way that runs what is in it.
+        raise ValueError(
+            f"{NAME} {path}: got other content, expected {expected}"
+        ) from None
     if not isinstance(content, dict) or not content:
         expect(path, "content", type(content).__name__, expected)
     for name, value in content.items():

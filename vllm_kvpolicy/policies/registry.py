@@ -67,6 +67,13 @@ class PolicyInfo:
         """Whether tokens are dropped, but not until a budget is met."""
         return self.keeps_all and not self.is_test
 
+    @property
+    def fixed_keys(self) -> tuple[str, ...]:
+        """Numbers that requests may not lower: gates are trained for one window."""
+        if self.admission is None:
+            return ()
+        return ("recent", "sinks", "budget") if self.keeps_all else ("recent", "sinks")
+
     def window_tokens(self, options: Options) -> int:
         """Queries captured before an event, given resolved options."""
         sizes = (options.get(key or "", default) for key, default in self.windows)
