@@ -173,6 +173,14 @@ def test_tables_are_up_to_date_at_every_step(
     assert (len(addresses) == 1) == (room != (0, 0))
 
 
+def test_tables_that_graphs_read_are_not_made_anew() -> None:
+    tables = FoldedTables(LAYERS, HEADS, 4, 9, CPU, is_final=True)
+    assert tables.with_room(4, 9) is tables
+    for size in ((5, 9), (4, 10)):
+        with pytest.raises(RuntimeError, match="at most 4 of 9"):
+            tables.with_room(*size)
+
+
 def test_a_captured_batch_may_hold_the_longest_request() -> None:
     """Kernels choose how to share out work by a length that replays will exceed."""
     batch = Batch(0, (8, 80))

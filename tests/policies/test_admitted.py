@@ -2,14 +2,20 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from event_inputs import EVENTS, HEADS, LAYERS, SHORTEST, make_inputs
+from event_inputs import EVENTS, HEADS, LAYERS, SHORTEST, SIZE, make_inputs
+from made_gates import make_gates
 
-from vllm_kvpolicy.policies import registry
+from vllm_kvpolicy.block_manager.limits import capacity_line
+from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.policies import registry, wgkv
 from vllm_kvpolicy.policies.admitted import MEMORY, AdmittedPolicy
 from vllm_kvpolicy.policies.base import EventInputs, Needs, Policy
+from vllm_kvpolicy.policies.wgkv import WriteGates
 
 Build = Callable[..., Policy]
 EVICTIONS = [
@@ -144,3 +150,34 @@ def test_both_parts_check_the_model(build: Build) -> None:
     policy.check_model(2, 4, 2, 8)
     with pytest.raises(ValueError, match="seven"):
         policy.check_model(7, 4, 2, 8)
+
+
+def test_gates_do_not_depend_on_how_many_are_copied_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gates = make_gates(LAYERS, HEADS, SIZE)
+    inputs = make_inputs(WriteGates.needs)
+    token = torch.arange(30).expand(EVENTS, LAYERS, HEADS, -1)
+    whole = WriteGates(gates).gates(inputs, token)
+    sizes = []
+    some = WriteGates._some
+
+    def counted(self: WriteGates, inputs: EventInputs, part: torch.Tensor) -> Any:
+        sizes.append(part.shape[-1])
+        return some(self, inputs, part)
+
+    monkeypatch.setattr(WriteGates, "_some", counted)
+    monkeypatch.setattr(wgkv, "CHUNK_BYTES", 7 * 8 * EVENTS * LAYERS * HEADS * SIZE)
+    assert torch.allclose(WriteGates(gates).gates(inputs, token), whole, atol=1e-6)
+    assert sizes == [7, 7, 7, 7, 2]
+
+
+def test_a_server_without_a_budget_says_so() -> None:
+    values = {"policy": "wgkv", "recent": 64, "policy_config": {"wgkv_gates": "file"}}
+    vllm_config = SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=32),
+        model_config=SimpleNamespace(max_model_len=1024),
+    )
+    line = capacity_line(vllm_config, KVPolicyConfig.from_dict(values), 101)
+    assert "wgkv: no budget" in line and "newest 64 tokens" in line
+    assert line.endswith("at most 32 of the pool's 100 superblocks")

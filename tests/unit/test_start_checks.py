@@ -144,6 +144,7 @@ def test_gates_that_fit_pass(policy_config, gates):
     ("fields", "message"),
     [
         ({"window": 64}, "trained with a window of 64 tokens, got --kv-recent 40"),
+        ({"sinks": 9}, "trained with 9 sinks, got --kv-sinks 4; set --kv-sinks 9"),
         ({"layers": 3}, "num_layers"),
         ({"heads": 3}, "num_kv_heads"),
         ({"channels": 16}, "head_dim"),

@@ -50,6 +50,7 @@ class FoldedTables:
         num_layers, num_heads: L and H.
         num_rows, num_pages: B rows of C pages at most.
         device: where they live.
+        is_final: they may not be made anew, since graphs read them.
 
     Attributes:
         pages: [L, B, H, C] int32 page ids.
@@ -66,7 +67,9 @@ class FoldedTables:
         num_rows: int,
         num_pages: int,
         device: torch.device,
+        is_final: bool = False,
     ) -> None:
+        self.is_final = is_final
         shape = num_layers, num_rows, num_heads, num_pages
         self.pages = torch.zeros(shape, dtype=torch.int32, device=device)
         self.offsets, self.lengths = self.pages.new_zeros(2, *shape[:3])
@@ -80,10 +83,19 @@ class FoldedTables:
         return sum(tensor.nbytes for tensor in tensors)
 
     def with_room(self, num_rows: int, num_pages: int) -> "FoldedTables":
-        """Return these tables, or larger ones if the batch does not fit into them."""
+        """Return these tables, or larger ones if the batch does not fit into them.
+
+        Raises:
+            RuntimeError: graphs read these, and the batch does not fit.
+        """
         layers, rows, heads, columns = self.pages.shape
         if num_rows <= rows and num_pages <= columns:
             return self
+        if self.is_final:
+            raise RuntimeError(
+                f"{num_rows} requests of {num_pages} pages: expected at most {rows} of "
+                f"{columns}, for which tables stand that graphs read"
+            )
         if num_rows > rows:
             rows = max(num_rows + SPARE, 2 * rows)
         if num_pages > columns:

@@ -128,7 +128,9 @@ class KVPolicyRuntime:
         rows, columns = self.tables.tables.shape if is_final else (0, 0)
         size = 4 * len(self.layers) * rows * heads * columns / 2**20
         try:
-            found = FoldedTables(len(self.layers), heads, rows, columns, device)
+            found = FoldedTables(
+                len(self.layers), heads, rows, columns, device, is_final
+            )
         except torch.OutOfMemoryError:
             raise ValueError(
                 f"kv_policy: tables of heads of their own lengths take {size:.0f} MiB, "
