@@ -1,4 +1,4 @@
-"""The catalogue: one row per admission, scorer, allocator and test policy.
+"""The catalogue: one row per admission, scorer, allocator, selection, test policy.
 
 Read by policies.registry; help texts, the documentation, refusals and tests follow from
 these rows. A leaf like the registry: it imports only the standard library.
@@ -40,7 +40,7 @@ from vllm_kvpolicy.policies.scorer_params import (
 
 @dataclass(frozen=True)
 class Word:
-    """An admission, a scorer or an allocator: one word of the grammar.
+    """An admission, a scorer, an allocator or a selection: one word of the grammar.
 
     Args:
         path: "module:class" of its implementation.
@@ -253,6 +253,13 @@ ALLOCATORS = {
         refuses={"streaming": _RECENCY},
     ),
 }
+SELECTIONS: dict[str, Word] = {}
+# The policy of a name that is a selection alone.
+KEEP_ALL = Word(
+    "vllm_kvpolicy.policies.keep_all:KeepAll",
+    "keeps everything",
+    "this project",
+)
 TEST_POLICIES = {
     "identity": Word(
         "vllm_kvpolicy.policies.movement:MovementPolicy",

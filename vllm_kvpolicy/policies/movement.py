@@ -13,18 +13,15 @@ from typing import Any
 import torch
 
 from vllm_kvpolicy.kernels.mixing import mix
-from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
+from vllm_kvpolicy.policies.keep_all import KeepAll
 
 
-class MovementPolicy:
+class MovementPolicy(KeepAll):
     """Keeps every token and shuffles the survivors of each head.
 
     Args:
         ragged: shuffle the pages of all layers and heads among them, too.
     """
-
-    needs = Needs()
-    dynamic = False
 
     def __init__(self, ragged: bool = False) -> None:
         self.ragged = ragged
@@ -33,17 +30,6 @@ class MovementPolicy:
     def from_options(cls, options: Mapping[str, Any]) -> "MovementPolicy":
         """Build from options that `registry.resolve_options` has checked."""
         return cls(options["ragged"])
-
-    def check_model(
-        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
-    ) -> None:
-        """Serve any model."""
-
-    def decide(self, inputs: EventInputs, budget: int) -> Decision:
-        """Keep all valid tokens, whatever the budget; newer ones score higher."""
-        keep = inputs.valid
-        position = torch.arange(keep.shape[-1], device=keep.device)
-        return Decision(keep, position.float().expand(keep.shape))
 
     def arrange(
         self, sources: torch.Tensor, heads: torch.Tensor, seeds: torch.Tensor

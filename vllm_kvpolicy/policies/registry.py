@@ -5,7 +5,7 @@ and by policies.factory, which imports what the dotted paths name.
 Process: any
 
 A name is `[ADMISSION][+EVICTION][+SELECTION]`, at least one part; EVICTION is
-`[ALLOCATOR-]SCORER`. So far selection has no words.
+`[ALLOCATOR-]SCORER`.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,9 @@ from typing import Any
 from vllm_kvpolicy.policies.catalogue import (
     ADMISSIONS,
     ALLOCATORS,
+    KEEP_ALL,
     SCORERS,
+    SELECTIONS,
     TEST_POLICIES,
     Word,
 )
@@ -31,7 +33,6 @@ class PolicyInfo:
         path: "module:class" of a policy that is not composed, else None.
         scorer: "module:class", None unless composed.
         allocator: "module:class", None unless composed.
-        admission: "module:class", None for none.
         summary: one line.
         source: where its parts are published.
         windows: per part, queries it reads and the option that overrides them.
@@ -40,6 +41,8 @@ class PolicyInfo:
         placement: where survivors go; a name in block_manager.placement.
         params: valid keys of `--kv-policy-config`.
         presets: option values by preset name.
+        admission: "module:class", None for none.
+        selection: "module:class" of what chooses pages to read, None for all.
     """
 
     name: str
@@ -56,6 +59,7 @@ class PolicyInfo:
     params: tuple[Param, ...] = ()
     presets: Mapping[str, Options] = field(default_factory=dict)
     admission: str | None = None
+    selection: str | None = None
 
     @property
     def keeps_all(self) -> bool:
@@ -85,9 +89,10 @@ class PolicyInfo:
 
 
 def names() -> list[str]:
-    """List every valid name without an admission, test policies last.
+    """List every eviction, test policies last.
 
-    `parse` also knows each admission alone, and with `+` in front of an eviction.
+    `parse` also knows each admission and each selection alone, and with `+` in front of
+    an eviction and behind one.
     """
     evictions = [
         f"{allocator}-{scorer}" if allocator else scorer
@@ -108,8 +113,9 @@ def grammar() -> str:
     ]
     return (
         f"SCORER or ALLOCATOR-SCORER; scorers {', '.join(SCORERS)}; allocators "
-        f"{allocators}; not {', '.join(refused)}; or ADMISSION, or ADMISSION+ before "
-        f"one of those; admissions {', '.join(ADMISSIONS)}; for tests "
+        f"{allocators}; not {', '.join(refused)}; or ADMISSION, alone or as ADMISSION+ "
+        f"in front; admissions {', '.join(ADMISSIONS)}; or SELECTION, alone or as "
+        f"+SELECTION behind; selections {', '.join(SELECTIONS)}; for tests "
         f"{', '.join(TEST_POLICIES)}"
     )
 
@@ -122,34 +128,49 @@ def parse(name: str) -> PolicyInfo:
     """
     word = TEST_POLICIES.get(name) if isinstance(name, str) else None
     if word is not None:
-        return PolicyInfo(
-            name,
-            word.path,
-            None,
-            None,
-            word.summary,
-            word.source,
-            is_test=True,
-            placement=word.placement,
-            params=word.params,
-        )
-    first, plus, rest = str(name).partition("+")
-    if first in ADMISSIONS:
-        try:
-            eviction = parse(rest) if plus else None
-        except ValueError as error:
-            reason = str(error).replace(repr(rest), repr(name), 1)
-            raise ValueError(reason) from None
-        return _admitted(name, ADMISSIONS[first], eviction)
-    allocator, _, scorer = str(name).rpartition("-")
+        return replace(_of_path(name, word), is_test=True)
+    parts = str(name).split("+")
+    admission = parts.pop(0) if parts[0] in ADMISSIONS else ""
+    selection = parts.pop() if parts and parts[-1] in SELECTIONS else ""
+    if len(parts) > 1 or not (parts or admission or selection):
+        raise ValueError(f"kv_policy: got {name!r}, expected {grammar()}")
+    info = _eviction(name, parts[0]) if parts else None
+    if admission:
+        info = _admitted(name, ADMISSIONS[admission], info)
+    elif info is None:
+        info = _of_path(name, KEEP_ALL)
+    return _selecting(name, info, SELECTIONS[selection]) if selection else info
+
+
+def _of_path(name: str, word: Word) -> PolicyInfo:
+    """Describe a policy that is not composed."""
+    return PolicyInfo(
+        name,
+        word.path,
+        None,
+        None,
+        word.summary,
+        word.source,
+        placement=word.placement,
+        params=word.params,
+    )
+
+
+def _eviction(name: str, part: str) -> PolicyInfo:
+    """Describe the part of a name that is `[ALLOCATOR-]SCORER`.
+
+    Raises:
+        ValueError: it is not, or one refuses the other.
+    """
+    allocator, _, scorer = part.rpartition("-")
     # A leading dash is no name, though the empty word is an allocator.
     known = allocator in ALLOCATORS and scorer in SCORERS
-    if not known or str(name).startswith("-"):
+    if not known or part.startswith("-"):
         raise ValueError(f"kv_policy: got {name!r}, expected {grammar()}")
     if scorer in ALLOCATORS[allocator].refuses:
         reason = ALLOCATORS[allocator].refuses[scorer]
         raise ValueError(f"kv_policy: got {name!r}, refused because {reason}")
-    return _compose(name, ALLOCATORS[allocator], SCORERS[scorer])
+    return _compose(part, ALLOCATORS[allocator], SCORERS[scorer])
 
 
 def _compose(name: str, allocator: Word, scorer: Word) -> PolicyInfo:
@@ -176,7 +197,7 @@ def _admitted(name: str, admission: Word, eviction: PolicyInfo | None) -> Policy
     """Describe an admission, alone or in front of an eviction.
 
     Raises:
-        ValueError: what follows is no eviction.
+        ValueError: it refuses the eviction.
     """
     if eviction is None:
         return PolicyInfo(
@@ -190,11 +211,6 @@ def _admitted(name: str, admission: Word, eviction: PolicyInfo | None) -> Policy
             params=admission.params,
             admission=admission.path,
         )
-    if eviction.scorer is None or eviction.admission is not None:
-        raise ValueError(
-            f"kv_policy: got {name!r}, expected an eviction behind the admission: "
-            f"{grammar()}"
-        )
     allocator = eviction.name.rpartition("-")[0]
     if allocator in admission.refuses:
         reason = admission.refuses[allocator]
@@ -207,6 +223,19 @@ def _admitted(name: str, admission: Word, eviction: PolicyInfo | None) -> Policy
         ragged=True,
         params=admission.params + eviction.params,
         admission=admission.path,
+    )
+
+
+def _selecting(name: str, info: PolicyInfo, selection: Word) -> PolicyInfo:
+    """Describe a policy behind which only some of what it keeps is read."""
+    return replace(
+        info,
+        name=name,
+        summary=f"{info.summary}; {selection.summary}",
+        source=f"{info.source}; {selection.source}",
+        ragged=True,
+        params=info.params + selection.params,
+        selection=selection.path,
     )
 
 
