@@ -28,6 +28,8 @@ ROWS = (
     },
     {"model_files"},
     {
+        "admission.dms_adapter",
+        "admission.dms_files",
         "admission.wgkv_files",
         "admission.wgkv_gates",
         "compat",

@@ -1,6 +1,6 @@
 """Files made for one model: tensors in safetensors, fields as text in the header.
 
-Called by policies.calibration and admission.wgkv_files.
+Called by policies.calibration, admission.wgkv_files and admission.dms_files.
 Process: any
 """
 

@@ -1,0 +1,30 @@
+"""Random adapters of DMS for tests of files and of their contents."""
+
+import torch
+
+from vllm_kvpolicy.admission.dms_adapter import DmsAdapter, unstacked
+
+
+def make_adapter(
+    layers: int = 3, heads: int = 2, hidden: int = 8, **fields: object
+) -> DmsAdapter:
+    """Return an adapter of random weights; `fields` replace those of `DmsAdapter`."""
+    generator = torch.Generator().manual_seed(1)
+    weights = {
+        "norm": torch.randn(layers, hidden, generator=generator),
+        "projection": torch.randn(layers, heads, hidden, generator=generator),
+    }
+    values = {
+        "model": "a model",
+        "flavour": "qwen3",
+        "num_layers": layers,
+        "num_kv_heads": heads,
+        "hidden_size": hidden,
+        "window": 64,
+        "target_cr": 4.0,
+        "kept_fraction": 0.25,
+        "tensors": unstacked(weights),
+        "alpha_scale": 50.0,
+        "alpha_offset": 2.5,
+    }
+    return DmsAdapter(**{**values, **fields})
