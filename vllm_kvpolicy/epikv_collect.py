@@ -23,7 +23,6 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from vllm_kvpolicy.attention.hidden_states import decoder_layers
 from vllm_kvpolicy.epikv_files import (
     PROBLEM_KEYS,
     STEP_SIGNAL,
@@ -35,6 +34,7 @@ from vllm_kvpolicy.epikv_files import (
     same_answer,
 )
 from vllm_kvpolicy.kernels.token_signals import hidden_change
+from vllm_kvpolicy.model_parts import decoder_layers
 
 INSTRUCTION = (
     "Reason step by step, and put your final answer within \\boxed{}."  # system prompt

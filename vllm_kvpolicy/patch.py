@@ -17,6 +17,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 
 from vllm_kvpolicy import cli, compat
+from vllm_kvpolicy.admission.dms_model import refuse_plain
 from vllm_kvpolicy.config import (
     CONFIG_KEY,
     KVPolicyConfig,
@@ -116,9 +117,12 @@ def _with_policy(original: Callable) -> Callable:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         additional = self.additional_config
         values = additional.get(CONFIG_KEY) if isinstance(additional, dict) else None
-        if values is None:
-            return original(self, *args, **kwargs)
         serves_http = _serves_http(args, kwargs)
+        if values is None:
+            vllm_config = original(self, *args, **kwargs)
+            with _start_errors(serves_http):
+                refuse_plain(vllm_config.model_config)
+            return vllm_config
         is_command = ENGINE_KEY in additional
         with _start_errors(is_command):
             config = KVPolicyConfig.from_dict(values)

@@ -9,7 +9,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from vllm_kvpolicy.admission import wgkv_files
+from vllm_kvpolicy.admission import dms_files, wgkv_files
+from vllm_kvpolicy.admission.dms_adapter import FLAVOURS
+from vllm_kvpolicy.admission.dms_model import refuse_plain, rule_for
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies import calibration
 from vllm_kvpolicy.policies.registry import parse
@@ -36,11 +38,16 @@ def check_files(config: KVPolicyConfig, vllm_config: Any) -> None:
         try:
             if kind == "wgkv":
                 _check_gates(path, config, vllm_config)
+            elif kind == "dms":
+                _check_decisions(path, config, vllm_config)
             else:
                 found = calibration.load(path, kind)
                 found.check_model(*_model_shape(vllm_config))
         except ValueError as error:
-            raise ValueError(f"{key}: {error}") from None
+            label = "" if str(error).startswith("dms") else f"{key}: "
+            raise ValueError(f"{label}{error}") from None
+    if "dms_adapter" not in files:
+        refuse_plain(vllm_config.model_config)
     if config.trace_dir is not None:
         check_trace(Path(config.trace_dir))
 
@@ -61,6 +68,31 @@ def _check_gates(path: str, config: KVPolicyConfig, vllm_config: Any) -> None:
         raise ValueError(
             f"wgkv gates {path}: trained with a window of {gates.window} tokens, got "
             f"--kv-recent {config.recent_tokens}; set --kv-recent {gates.window}"
+        )
+
+
+def _check_decisions(
+    path: str | None, config: KVPolicyConfig, vllm_config: Any
+) -> None:
+    """Check that a model or its adapter decides, and that the server has its window."""
+    model_config, adapter = vllm_config.model_config, None
+    text = model_config.hf_text_config
+    if text.model_type not in FLAVOURS:
+        raise ValueError(
+            f"dms: got a model of type {text.model_type}, expected one of "
+            f"{', '.join(FLAVOURS)}"
+        )
+    if path is not None:
+        adapter = dms_files.load(path)
+        num_layers, _, num_kv_heads, _ = _model_shape(vllm_config)
+        sizes = num_layers, num_kv_heads, model_config.get_hidden_size()
+        adapter.check_model(text.model_type, *sizes)
+    name = next(n for n in config.policies if n.partition("+")[0] == "dms")
+    rule = rule_for(model_config, adapter, config.options_of(name))
+    if config.recent_tokens != rule.window:
+        raise ValueError(
+            f"dms: decided for a window of {rule.window} tokens, got --kv-recent "
+            f"{config.recent_tokens}; set --kv-recent {rule.window}"
         )
 
 

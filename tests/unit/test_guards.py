@@ -10,6 +10,7 @@ from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.guards import REFUSALS, refusals
 from vllm_kvpolicy.request_guards import check_request
 
+RAGGED_FLASHINFER = next(r.name for r in REFUSALS if r.name.startswith("FlashInfer"))
 SET = object()  # some configuration object, whatever is in it
 # Row -> what switches the feature on in a finished VllmConfig.
 TRIGGERS = {
@@ -21,7 +22,7 @@ TRIGGERS = {
     "other attention backends": {
         "attention_config.backend": SimpleNamespace(name="FLEX_ATTENTION")
     },
-    "FlashInfer with heads of their own lengths (`adakv`, `pyramid`, `hard`, `wgkv`)": {
+    RAGGED_FLASHINFER: {
         "attention_config.backend": SimpleNamespace(name="FLASHINFER"),
         "additional_config": {"kv_policy": {"policy": "adakv-snapkv"}},
     },

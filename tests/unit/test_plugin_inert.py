@@ -58,6 +58,9 @@ print("SNAPSHOT" + json.dumps({
 # What the entry point may import: names, parameters and checks.
 ENTRY_MODULES = {
     "admission",
+    "admission.dms_adapter",
+    "admission.dms_files",
+    "admission.dms_model",
     "admission.wgkv_files",
     "admission.wgkv_gates",
     "patch_table",

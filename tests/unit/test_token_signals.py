@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from vllm_kvpolicy.attention.hidden_states import decoder_layers
 from vllm_kvpolicy.attention.request_slots import RequestSlots
 from vllm_kvpolicy.attention.signals import TokenSignals
+from vllm_kvpolicy.model_parts import decoder_layers
 from vllm_kvpolicy.policies.epikv import signals_from_hidden
 from vllm_kvpolicy.policies.signals import TokenSignal
 

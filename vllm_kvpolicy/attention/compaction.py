@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from vllm_kvpolicy.attention.expiry import Expiries
 from vllm_kvpolicy.attention.layouts import Held, Layout, head_starts, move_slots
 from vllm_kvpolicy.attention.merging import merge_dropped
 from vllm_kvpolicy.attention.notes import with_attention
@@ -64,6 +65,7 @@ class Compactor:
         windows: queries that policies asked for.
         memory: by name, what policies remember of survivors, true positions included.
         signals: what tokens showed when they were computed.
+        expiries: what tokens decided when they were computed, None where none do.
         rope: the model's rotary embedding, None where no policy asks for it.
         tracer: records survivors with true positions, None unless asked for.
         scale: softmax scale of the model's attention.
@@ -76,6 +78,7 @@ class Compactor:
     windows: QueryWindows
     memory: Mapping[str, SurvivorMemory]
     signals: TokenSignals
+    expiries: Expiries | None
     rope: Rope | None
     tracer: Tracer | None
     scale: float
@@ -189,7 +192,15 @@ class Compactor:
             prompt_lengths=to_device([event.prompt_tokens for event in events]),
             memory={name: value.view(*shape, -1) for name, value in recalled.items()},
             fresh_tokens=fresh_tokens,
+            until=self._until(pages, held, needs),
         )
+
+    def _until(
+        self, pages: torch.Tensor, held: Held, needs: Needs
+    ) -> torch.Tensor | None:
+        if self.expiries is None or not needs.until:
+            return None
+        return self.expiries.read(pages, held.max_tokens)
 
     def _signals(
         self, events: Sequence[CompactEvent], needs: Needs
@@ -254,6 +265,8 @@ class Compactor:
         is_ordered: bool,
     ) -> None:
         """Copy survivors [E, M] to their pages."""
+        if self.expiries is not None:
+            self.expiries.move(self.pool, held, lists, placed)
         block_size, groups = self.pool.block_size, self.pool.num_groups
         moves = list(move_slots(held, lists, placed, block_size))
         if not is_ordered:

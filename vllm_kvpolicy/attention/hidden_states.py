@@ -14,6 +14,7 @@ from torch import nn
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from vllm_kvpolicy.kernels.token_signals import hidden_change
+from vllm_kvpolicy.model_parts import decoder_layers
 
 FROM_BATCH = -1  # the token before stands just before in the batch
 
@@ -136,27 +137,6 @@ def _note_output(layer: nn.Module, _args: Any, output: Any) -> None:
     """Hand a layer's output to its `HiddenStep`; a forward hook."""
     hidden, residual = output if isinstance(output, tuple) else (output, None)
     layer.kv_policy_step(hidden, residual)
-
-
-def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
-    """Find a model's decoder layers: the one list of `num_layers` called "layers".
-
-    Raises:
-        ValueError: there is none, or more than one.
-    """
-    found = [
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-        and name.rpartition(".")[2] == "layers"
-        and len(module) == num_layers
-    ]
-    if len(found) != 1:
-        raise ValueError(
-            f"{type(model).__name__}: expected one list of {num_layers} decoder layers "
-            f"called 'layers', whose hidden states are read, found {len(found)}"
-        )
-    return found[0]
 
 
 def _note_hidden_step(

@@ -9,6 +9,7 @@ Process: worker
 from bisect import bisect_right
 from dataclasses import dataclass
 
+from vllm_kvpolicy.attention.expiry import Expiries
 from vllm_kvpolicy.attention.head_tables import HeadTables
 from vllm_kvpolicy.attention.survivors import SurvivorMemory
 
@@ -25,6 +26,7 @@ class LateTables:
         max_local_tokens: most local tokens right after an event, per head.
         num_memories: values that are remembered of each survivor.
         is_ragged: heads have page lists of their own.
+        has_expiries: tokens carry the first query that no longer sees them.
     """
 
     num_slots: int
@@ -34,6 +36,7 @@ class LateTables:
     max_local_tokens: int
     num_memories: int
     is_ragged: bool
+    has_expiries: bool = False
 
     def global_blocks(self, num_blocks: int) -> int:
         """Return the most superblocks of survivors of one request in a pool."""
@@ -48,12 +51,16 @@ class LateTables:
             self.block_size,
             self.max_local_tokens,
         )
+        beside = self.num_memories * each
+        if self.has_expiries:
+            sizes = num_blocks, self.num_heads, self.block_size
+            beside += Expiries.nbytes_of(*sizes)
         if not self.is_ragged:
-            return self.num_memories * each
+            return beside
         longest = self.global_blocks(num_blocks)
         # One more slot stands for rows without an event.
         tables = HeadTables.nbytes(self.num_slots + 1, longest, self.num_heads)
-        return self.num_memories * each + tables
+        return beside + tables
 
     def pool_blocks(self, available: int, superblock_bytes: int) -> int:
         """Return how many superblocks fit beside these tables.

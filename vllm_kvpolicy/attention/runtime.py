@@ -19,6 +19,7 @@ from vllm.logger import init_logger
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.attention.compaction import POSITIONS, Answer, Compactor
+from vllm_kvpolicy.attention.expiry import Expiries
 from vllm_kvpolicy.attention.folding import FoldedBatch, FoldedTables, Folder
 from vllm_kvpolicy.attention.head_tables import HeadTables
 from vllm_kvpolicy.attention.late_tables import LateTables
@@ -100,11 +101,14 @@ class KVPolicyRuntime:
             max_local_tokens=config.recent_tokens + block_size - 1,
             num_memories=len(self.remembered),
             is_ragged=config.is_ragged,
+            has_expiries=self.needs.until,
         )
         with refused_for(self.policies, lambda needs: needs.signals):
             self.signals = TokenSignals.of_engine(
                 self.needs.signals, model, len(self.layers), vllm_config, device
             )
+        with refused_for(self.policies, lambda needs: needs.until):
+            self.expiries = self._deciding(model, vllm_config)
         self.folder: Folder | None = None
         self.pool: PagePool
         self.memory: dict[str, SurvivorMemory]
@@ -116,6 +120,23 @@ class KVPolicyRuntime:
         for index, layer in enumerate(self.layers):
             layer.kv_policy = self
             layer.kv_policy_index = index
+
+    def _deciding(self, model: torch.nn.Module, vllm_config: Any) -> Expiries | None:
+        """Hook what decides while tokens are computed, None where nothing does."""
+        found = [getattr(policy, "decider", None) for policy in self.policies.values()]
+        deciders = [decider for decider in found if decider is not None]
+        if not deciders:
+            return None
+        # Names that differ behind the admission share one.
+        deciders[0].attach(model, self.layers, vllm_config)
+        return Expiries(
+            deciders[0],
+            self.config.sink_tokens,
+            self.limits.block_size,
+            self.layers[0].num_kv_heads,
+            vllm_config.scheduler_config.max_num_batched_tokens,
+            self.slots.device,
+        )
 
     def _folded_tables(self) -> FoldedTables:
         """Return tables of all heads: of their final size on a GPU, else small ones.
@@ -147,6 +168,8 @@ class KVPolicyRuntime:
         held = [self.windows.rows, self.slots.global_blocks, self.tables, self.signals]
         if self._folded is not None:
             held.append(self._folded)
+        if self.expiries is not None:
+            held.append(self.expiries)
         return sum(each.nbytes for each in held)
 
     def bind(self, keys_are_columns: bool) -> None:
@@ -169,6 +192,8 @@ class KVPolicyRuntime:
             )
             for name in self.remembered
         }
+        if self.expiries is not None:
+            self.expiries.bind(self.pool)
         trace_dir = self.config.trace_dir
         self.compactor = Compactor(
             policies=self.policies,
@@ -178,6 +203,7 @@ class KVPolicyRuntime:
             windows=self.windows,
             memory=self.memory,
             signals=self.signals,
+            expiries=self.expiries,
             rope=self.rope,
             tracer=Tracer(trace_dir, self.limits.block_size) if trace_dir else None,
             scale=self.layers[0].impl.scale,
@@ -276,6 +302,8 @@ class KVPolicyRuntime:
         self.signals.collect()
         self._commands = None
         self.windows.forget_plan()
+        if self.expiries is not None:
+            self.expiries.forget_plan()
 
     def plan_measurements(self, metadata: Any) -> None:
         """Note what to save of this step's forward pass: queries and signals.
@@ -287,6 +315,8 @@ class KVPolicyRuntime:
             return
         request_ids = self.batch_request_ids()
         self.signals.plan(request_ids, metadata)
+        if self.expiries is not None:
+            self.expiries.plan(metadata)
         if self._commands.captures:
             query_start = metadata.query_start_loc_cpu.numpy()
             self.windows.plan(self._commands.captures, request_ids, query_start)
@@ -304,6 +334,8 @@ class KVPolicyRuntime:
         """
         self.windows.capture(layer, query)
         self.signals.observe(layer, key, value)
+        if self.expiries is not None:
+            self.expiries.write(layer, key)
 
     def folded(self, metadata: Any) -> FoldedBatch | None:
         """Return the step's page tables per head, None where the stock ones do.

@@ -15,6 +15,7 @@ from torch import nn
 from vllm_kvpolicy.attention.hidden_states import HiddenSteps
 from vllm_kvpolicy.attention.request_slots import RequestSlots
 from vllm_kvpolicy.attention.staging import to_device
+from vllm_kvpolicy.attention.step_tokens import StepTokens
 from vllm_kvpolicy.kernels.token_signals import channel_variance
 from vllm_kvpolicy.policies.signals import TokenSignal
 
@@ -132,17 +133,12 @@ class TokenSignals:
         """
         if not self.signals:
             return
-        num_rows, num_tokens = metadata.num_reqs, metadata.num_actual_tokens
-        slots = to_device(self._slots.take(request_ids, num_rows), self.device)
-        start = metadata.query_start_loc[: num_rows + 1]
-        token = torch.arange(num_tokens, dtype=start.dtype, device=self.device)
-        row = torch.searchsorted(start[1:], token, right=True).clamp_max(num_rows - 1)
-        is_real = token < start[-1]
-        slot = torch.where(is_real, slots[row], self._slots.null_slot)
-        to_end = start[row + 1] - token
-        position = torch.where(is_real, metadata.seq_lens[row] - to_end, 0)
-        self._hidden.plan(slot, token == start[row], is_real & (to_end == 1))
-        self._plan = slot, position
+        slots = self._slots.take(request_ids, metadata.num_reqs)
+        tokens = StepTokens.of(metadata)
+        of_row = to_device(slots, self.device)
+        slot = torch.where(tokens.is_real, of_row[tokens.row], self._slots.null_slot)
+        self._hidden.plan(slot, tokens.is_first, tokens.is_last)
+        self._plan = slot, tokens.position
 
     def observe(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Measure one layer's new keys and values; called by its attention.

@@ -28,3 +28,50 @@ WGKV_PARAMS = (
         optional=True,
     ),
 )
+DMS_PARAMS = (
+    Param(
+        "dms_adapter",
+        "path",
+        None,
+        "decisions of a model that makes none itself, made by `python -m "
+        "vllm_kvpolicy.train.dms` (.safetensors), or a checkpoint folder with "
+        "dms_proj_alpha tensors",
+        holds="dms",
+    ),
+    Param(
+        "dms_window",
+        "int",
+        None,
+        "tokens behind each query that are always seen; by default what the model or "
+        "the adapter says",
+        1,
+        optional=True,
+    ),
+    Param(
+        "dms_channel",
+        "int",
+        None,
+        "channel of a query that decides, from the end if negative; by default the "
+        "last",
+        -1024,
+        optional=True,
+    ),
+    Param(
+        "dms_shift",
+        "int",
+        None,
+        "a token decides on the one so many places before it; by default 1, and 0 for "
+        "models with dms_metadata.json",
+        0,
+        1,
+        optional=True,
+    ),
+    Param(
+        "dms_zero_after_rope",
+        "bool",
+        None,
+        "hide the deciding channel behind the rotation, too; by default true, and "
+        "false for models with dms_metadata.json",
+        optional=True,
+    ),
+)

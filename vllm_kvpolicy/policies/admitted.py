@@ -1,8 +1,8 @@
 """Admission: tokens that a learned gate refuses leave the cache with the recent window.
 
-A token's gate is evaluated once, at the first event after the token was computed, and
-remembered for as long as the token is held. Admission alone has no budget; an eviction
-behind it chooses among what was admitted.
+A token's gate is evaluated once, while it is computed or at the first event after that,
+and remembered for as long as the token is held. Admission alone has no budget; an
+eviction behind it chooses among what was admitted.
 Called by policies.factory, which builds it, and by attention.compaction, which uses it.
 Process: worker
 
@@ -12,11 +12,12 @@ filled up to whole pages with refused tokens, best first, which the next event m
 """
 
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
-from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs, Policy
+from vllm_kvpolicy.admission.visibility import NEVER
+from vllm_kvpolicy.policies.base import Decider, Decision, EventInputs, Needs, Policy
 
 MEMORY = "admission"
 LEAST = 2.0**-126  # stands for a gate of 0 in memory, where 0 means not evaluated
@@ -24,6 +25,8 @@ LEAST = 2.0**-126  # stands for a gate of 0 in memory, where 0 means not evaluat
 
 class Admission(Protocol):
     """Says of how much use a token will be once it has left the window.
+
+    One that needs `until` is a `Decider`: its gates, 1 or 0, follow from that.
 
     Attributes:
         needs: what `gates` reads.
@@ -64,9 +67,16 @@ class AdmittedPolicy:
 
     def __init__(self, admission: Admission, eviction: Policy | None) -> None:
         self.admission, self.eviction = admission, eviction
-        self.needs = admission.needs | Needs(memory=(MEMORY,))
+        self.needs = admission.needs
+        if not self.needs.until:
+            self.needs |= Needs(memory=(MEMORY,))
         if eviction is not None:
             self.needs |= eviction.needs
+
+    @property
+    def decider(self) -> Decider | None:
+        """What decides while tokens are computed, None where gates wait for events."""
+        return cast(Decider, self.admission) if self.needs.until else None
 
     def check_model(
         self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
@@ -81,7 +91,7 @@ class AdmittedPolicy:
         gates = self._gates(inputs)
         is_useful = gates > self.admission.threshold
         admitted = inputs.valid & (inputs.must_keep | is_useful)
-        memory = {MEMORY: gates}
+        memory = {} if self.needs.until else {MEMORY: gates}
         notes = {"gates": gates}
         if self.eviction is None:
             return Decision(admitted, gates, memory, notes)
@@ -100,8 +110,11 @@ class AdmittedPolicy:
 
         What is remembered comes first in a row: survivors, then local tokens of the
         last event. A row that has fewer new tokens than another one evaluates some of
-        its padding, too, whose gates nobody reads.
+        its padding, too, whose gates nobody reads. Where tokens decided while they were
+        computed, that is remembered along with them.
         """
+        if self.needs.until:
+            return (inputs.given("until") == NEVER).float()
         known = inputs.memory[MEMORY]
         fresh = torch.arange(inputs.fresh_tokens, device=known.device)
         token = (known > 0).sum(-1, keepdim=True) + fresh

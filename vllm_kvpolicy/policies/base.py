@@ -10,11 +10,12 @@ Tokens are in time order, oldest first. Heads may hold different tokens, and und
 ragged policy different numbers of them; the local tokens are the newest of every head.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
@@ -37,6 +38,7 @@ class Needs:
         signals: what is measured at every token while it is computed.
         memory: names of the float32 values that it keeps per survivor from event to
             event.
+        until: what tokens decided when they were computed; see `Decider`.
     """
 
     window_tokens: int = 0
@@ -48,6 +50,7 @@ class Needs:
     rope: bool = False
     signals: tuple[TokenSignal, ...] = ()
     memory: tuple[str, ...] = ()
+    until: bool = False
 
     def __or__(self, other: "Needs") -> "Needs":
         """Return what is needed by either."""
@@ -61,6 +64,7 @@ class Needs:
             rope=self.rope or other.rope,
             signals=tuple(dict.fromkeys(self.signals + other.signals)),
             memory=tuple(dict.fromkeys(self.memory + other.memory)),
+            until=self.until or other.until,
         )
 
 
@@ -93,6 +97,8 @@ class EventInputs:
             tokens and everywhere at a first event.
         fresh_tokens: tokens computed since the request's last event, of the event with
             the most.
+        until: [E, L, H, T] int32, first query that no longer sees each token;
+            `admission.visibility.NEVER` where it is kept.
         candidates: [E, L, H, T] bool, tokens that an eviction may choose, must-keep
             tokens among them; None for all. Fewer than the budget may be left of a row.
     """
@@ -110,6 +116,7 @@ class EventInputs:
     prompt_lengths: torch.Tensor | None = None
     memory: Mapping[str, torch.Tensor] = field(default_factory=dict)
     fresh_tokens: int = 0
+    until: torch.Tensor | None = None
     candidates: torch.Tensor | None = None
 
     @property
@@ -229,6 +236,48 @@ class Policy(Protocol):
         Returns:
             [E, C] int64, `pages` itself for every policy but those that test the
             moving of tokens.
+        """
+        ...
+
+
+class Decider(Protocol):
+    """Says while a token is computed which token stays behind the window.
+
+    Attributes:
+        window: queries that see a token in any case, the token's own included.
+        shift: the token at t decides on the one at t - shift, 0 or 1.
+    """
+
+    window: int
+    shift: int
+
+    def attach(
+        self, model: nn.Module, layers: Sequence[nn.Module], vllm_config: Any
+    ) -> None:
+        """Hook the loaded model; before it is compiled or captured.
+
+        Args:
+            model: vLLM's model.
+            layers: its attention layers in model order.
+            vllm_config: the engine's configuration.
+
+        Raises:
+            ValueError: the model is not one that it can hook.
+        """
+        ...
+
+    def keeps(
+        self, layer: int, key: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the decisions of a layer's new tokens.
+
+        Args:
+            layer: index of the layer in model order.
+            key: [T, H, D] model dtype, post-RoPE.
+            positions: [T] int64.
+
+        Returns:
+            [T, H] bool, keep or drop the token at t - shift.
         """
         ...
 

@@ -8,7 +8,7 @@ Process: any
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from vllm_kvpolicy.policies.admission_params import WGKV_PARAMS
+from vllm_kvpolicy.policies.admission_params import DMS_PARAMS, WGKV_PARAMS
 from vllm_kvpolicy.policies.allocator_params import (
     ADAKV_PARAMS,
     CHUNK_PARAMS,
@@ -70,6 +70,13 @@ class Word:
 
 
 _HELD = "its shares count tokens that are held, not those that are admitted"
+_UNSHARED = {
+    "adakv": _HELD,
+    "pyramid": _HELD,
+    "hard": _HELD,
+    "strat": _HELD,
+    "chunk": "a chunk with a refused token in it has no score",
+}
 ADMISSIONS = {
     "wgkv": Word(
         "vllm_kvpolicy.policies.wgkv:WriteGates",
@@ -77,13 +84,15 @@ ADMISSIONS = {
         "WG-KV, arXiv 2512.17452",
         ragged=True,
         params=WGKV_PARAMS,
-        refuses={
-            "adakv": _HELD,
-            "pyramid": _HELD,
-            "hard": _HELD,
-            "strat": _HELD,
-            "chunk": "a chunk with a refused token in it has no score",
-        },
+        refuses=_UNSHARED,
+    ),
+    "dms": Word(
+        "vllm_kvpolicy.policies.dms:DelayedEviction",
+        "a model trained for it says which tokens leave the cache behind the window",
+        "DMS, arXiv 2506.05345",
+        ragged=True,
+        params=DMS_PARAMS,
+        refuses=_UNSHARED,
     ),
 }
 SCORERS = {

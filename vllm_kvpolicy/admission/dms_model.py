@@ -1,0 +1,183 @@
+"""What a model that was trained with DMS says of itself: the rule of its decisions.
+
+Read by start_checks and patch before an engine starts, and by policies.dms.
+Process: any
+
+Three kinds of models carry their decisions. Released ones (nvidia/Qwen3-8B-DMS-8x) have
+`dms_*` keys in their config.json and borrow a channel of the first query head of each
+group. Those of Model-Optimizer's recipe have more keys and adapters of their own beside
+the model's weights. Third parties put `dms_metadata.json` beside a plain model whose
+channel is borrowed, too.
+
+Source: Dynamic Memory Sparsification, arXiv 2506.05345, section 3 and appendix B, and
+https://github.com/NVIDIA/Model-Optimizer/tree/a2fbac7/experimental/dms. Deviations of
+models from the paper are fields of `DmsRule`.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vllm_kvpolicy.admission.dms_adapter import DmsAdapter
+
+METADATA_FILE = "dms_metadata.json"
+# Of the released models, where their files leave a value out.
+WINDOW, SCALE, OFFSET = 512, 100.0, 5.0
+
+
+@dataclass(frozen=True)
+class DmsRule:
+    """How decisions are read from a model, and what follows from them.
+
+    A token is dropped once it is more than `window` tokens old if its logit is above 0.
+
+    Args:
+        is_borrowed: logits are a channel of the model's queries, which attention must
+            not see; otherwise adapters compute them.
+        window: tokens that a query sees beside itself in any case.
+        scale: factor on a borrowed channel or an adapter's output.
+        offset: taken from that.
+        channel: which channel is borrowed; counts from the end if negative.
+        shift: the token at t decides on the one at t - shift, 0 or 1.
+        zero_after_rope: the borrowed channel is set to 0 behind the rotation, too.
+        per_layer: the first KV head decides for all of its layer.
+    """
+
+    is_borrowed: bool = True
+    window: int = WINDOW
+    scale: float = SCALE
+    offset: float = OFFSET
+    channel: int = -1
+    shift: int = 1
+    zero_after_rope: bool = True
+    per_layer: bool = False
+
+    def with_options(self, options: Mapping[str, Any]) -> "DmsRule":
+        """Return the rule with what the user says otherwise.
+
+        Args:
+            options: resolved options of the policy.
+        """
+        names = ("window", "channel", "shift", "zero_after_rope")
+        given = {name: options[f"dms_{name}"] for name in names}
+        return replace(self, **{k: v for k, v in given.items() if v is not None})
+
+
+def rule_of_config(config: Any) -> DmsRule | None:
+    """Return the rule of a model's configuration, None where it has no `dms_*` keys.
+
+    Args:
+        config: the model's text configuration, any object with its keys as attributes.
+    """
+    if not hasattr(config, "dms_window_size"):
+        return None
+    offset = float(getattr(config, "dms_initial_alpha_offset", OFFSET))
+    if getattr(config, "dms_disable_eviction", False):
+        offset = math.inf
+    return DmsRule(
+        is_borrowed=not getattr(config, "dms_separate_alpha", False),
+        window=int(config.dms_window_size),
+        scale=float(getattr(config, "dms_alpha_scale", SCALE)),
+        offset=offset,
+        per_layer=getattr(config, "dms_alpha_per", "head") == "layer",
+    )
+
+
+def rule_of_metadata(folder: Path) -> DmsRule | None:
+    """Return the rule of a model folder's `dms_metadata.json`, None if there is none.
+
+    Raises:
+        ValueError: the file is not one that can be read.
+    """
+    path = folder / METADATA_FILE
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text())
+        return DmsRule(
+            window=int(values.get("window_size", WINDOW)),
+            scale=float(values.get("alpha_scale", SCALE)),
+            offset=float(values.get("alpha_offset", OFFSET)),
+            shift=0,
+            zero_after_rope=False,
+        )
+    except (ValueError, TypeError, AttributeError, OSError) as error:
+        raise ValueError(
+            f"{path}: got {error}, expected JSON with window_size, alpha_scale and "
+            "alpha_offset"
+        ) from None
+
+
+def rule_of_model(model_config: Any) -> DmsRule | None:
+    """Return the rule that a model itself names, None where it has none.
+
+    Args:
+        model_config: vLLM's ModelConfig. `dms_metadata.json` is looked for in models
+            that are folders.
+
+    Raises:
+        ValueError: a broken `dms_metadata.json`.
+    """
+    found = rule_of_config(model_config.hf_text_config)
+    return found or rule_of_metadata(Path(model_config.model))
+
+
+def rule_of_adapter(adapter: DmsAdapter) -> DmsRule:
+    """Return the rule of an adapter that is served with a plain model."""
+    return DmsRule(
+        is_borrowed=False,
+        window=adapter.window,
+        scale=adapter.alpha_scale,
+        offset=adapter.alpha_offset,
+        shift=adapter.shift,
+    )
+
+
+def rule_for(
+    model_config: Any, adapter: DmsAdapter | None, options: Mapping[str, Any]
+) -> DmsRule:
+    """Return how decisions are read from a model, and what follows from them.
+
+    Args:
+        model_config: vLLM's ModelConfig.
+        adapter: decides in place of the model.
+        options: resolved options of the policy, which have the last word.
+
+    Raises:
+        ValueError: the model has no decisions, and there is no adapter; or it borrows
+            a channel, and there is one.
+    """
+    rule = rule_of_model(model_config)
+    if adapter is not None:
+        if rule is not None and rule.is_borrowed:
+            raise ValueError(
+                f"dms_adapter: {model_config.model} decides in a channel of its "
+                "queries; leave the adapter out"
+            )
+        rule = rule_of_adapter(adapter)
+    if rule is None:
+        raise ValueError(
+            f"dms: {model_config.model} has no dms_* keys in its config.json and no "
+            f"{METADATA_FILE}, so it was not trained to decide; give an adapter in "
+            "dms_adapter, made by `python -m vllm_kvpolicy.train.dms`"
+        )
+    return rule.with_options(options)
+
+
+def refuse_plain(model_config: Any) -> None:
+    """Refuse to run a model that borrows a channel without a policy that knows it.
+
+    Raises:
+        ValueError: saying what to add.
+    """
+    rule = rule_of_model(model_config)
+    if rule is not None and rule.is_borrowed:
+        raise ValueError(
+            f"{model_config.model} was trained with DMS: a channel of its queries says "
+            "which tokens leave the KV cache, and is no part of attention. Served as a "
+            "plain model it would give wrong answers without an error; add --kv-policy "
+            f"dms --kv-recent {rule.window}"
+        )
