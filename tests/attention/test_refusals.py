@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from vllm_kvpolicy.attention.refused import refused_for
 from vllm_kvpolicy.attention.rotary import model_rope
-from vllm_kvpolicy.attention.runtime import refused_for
 from vllm_kvpolicy.policies import factory
 from vllm_kvpolicy.policies.base import Policy
 from vllm_kvpolicy.policies.registry import parse, resolve_options

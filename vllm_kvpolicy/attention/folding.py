@@ -14,10 +14,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 
 from vllm_kvpolicy.attention.head_tables import HeadTables
 from vllm_kvpolicy.attention.slots import SlotTable
 from vllm_kvpolicy.attention.staging import to_device
+
+logger = init_logger("vllm.kv_policy")
 
 SPARE = 8  # rows and columns that a batch may grow by before tables are made anew
 
@@ -75,6 +78,34 @@ class FoldedTables:
         self.offsets, self.lengths = self.pages.new_zeros(2, *shape[:3])
         self.starts = self.pages.new_zeros(num_rows * num_heads + 1)
         self.filled: list[tuple[str, int] | None] = [None] * num_rows
+
+    @classmethod
+    def of_engine(
+        cls,
+        num_layers: int,
+        num_heads: int,
+        num_rows: int,
+        num_pages: int,
+        device: torch.device,
+        is_final: bool,
+    ) -> "FoldedTables":
+        """Return tables of an engine, and say in the log how large they are.
+
+        Raises:
+            ValueError: the device has no room for them.
+        """
+        size = 4 * num_layers * num_rows * num_heads * num_pages / 2**20
+        try:
+            found = cls(num_layers, num_heads, num_rows, num_pages, device, is_final)
+        except torch.OutOfMemoryError:
+            raise ValueError(
+                f"kv_policy: tables of heads of their own lengths take {size:.0f} MiB, "
+                f"of {num_rows} requests with {num_pages} pages each, and the device "
+                "has less; lower --max-num-seqs or --max-model-len"
+            ) from None
+        if size:
+            logger.info("KV policy: %.0f MiB for tables of heads", size)
+        return found
 
     @property
     def nbytes(self) -> int:

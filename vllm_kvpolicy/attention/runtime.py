@@ -6,8 +6,7 @@ Process: worker
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from operator import or_
@@ -26,6 +25,7 @@ from vllm_kvpolicy.attention.late_tables import LateTables
 from vllm_kvpolicy.attention.layouts import EqualLayout, Layout, RaggedLayout
 from vllm_kvpolicy.attention.pages import PagePool, check_layout
 from vllm_kvpolicy.attention.physical_tables import PhysicalTables
+from vllm_kvpolicy.attention.refused import refused_for
 from vllm_kvpolicy.attention.rehearsal import NAMES, rehearsals
 from vllm_kvpolicy.attention.rotary import model_rope
 from vllm_kvpolicy.attention.signals import TokenSignals
@@ -37,7 +37,7 @@ from vllm_kvpolicy.attention.windows import QueryWindows
 from vllm_kvpolicy.block_manager.limits import max_global_blocks, planner_limits
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.metrics import WorkerCounters
-from vllm_kvpolicy.policies.base import Needs, Policy
+from vllm_kvpolicy.policies.base import Needs
 from vllm_kvpolicy.policies.factory import build
 from vllm_kvpolicy.protocol import StepCommands, UsedBlocks
 
@@ -88,7 +88,12 @@ class KVPolicyRuntime:
         self.slots = SlotTable(num_slots, num_global, block_size, device)
         self.is_captured = compat.captures_attention(vllm_config)
         self.tables = PhysicalTables.of_engine(self.slots, vllm_config)
-        self._folded = self._folded_tables() if config.is_ragged else None
+        self._folded = None
+        if config.is_ragged:
+            is_final = self.is_captured or device.type != "cpu"
+            rows, columns = self.tables.tables.shape if is_final else (0, 0)
+            sizes = len(self.layers), first.num_kv_heads, rows, columns
+            self._folded = FoldedTables.of_engine(*sizes, device, is_final)
         self.windows = QueryWindows.of_engine(
             self.limits, len(self.layers), first, vllm_config, device
         )
@@ -137,30 +142,6 @@ class KVPolicyRuntime:
             vllm_config.scheduler_config.max_num_batched_tokens,
             self.slots.device,
         )
-
-    def _folded_tables(self) -> FoldedTables:
-        """Return tables of all heads: of their final size on a GPU, else small ones.
-
-        Raises:
-            ValueError: the device has no room for them.
-        """
-        device, heads = self.slots.device, self.layers[0].num_kv_heads
-        is_final = self.is_captured or device.type != "cpu"
-        rows, columns = self.tables.tables.shape if is_final else (0, 0)
-        size = 4 * len(self.layers) * rows * heads * columns / 2**20
-        try:
-            found = FoldedTables(
-                len(self.layers), heads, rows, columns, device, is_final
-            )
-        except torch.OutOfMemoryError:
-            raise ValueError(
-                f"kv_policy: tables of heads of their own lengths take {size:.0f} MiB, "
-                f"of {rows} requests with {columns} pages each, and the device has "
-                "less; lower --max-num-seqs or --max-model-len"
-            ) from None
-        if size:
-            logger.info("KV policy: %.0f MiB for tables of heads", size)
-        return found
 
     @property
     def side_bytes(self) -> int:
@@ -385,26 +366,3 @@ class KVPolicyRuntime:
             max_seq_len=max_seq_len,
             _num_computed_tokens_cache=None,
         )
-
-
-@contextmanager
-def refused_for(
-    policies: Mapping[str, Policy], reads: Callable[[Needs], Any] = lambda needs: True
-) -> Iterator[None]:
-    """Say which policies a refusal inside is about.
-
-    Args:
-        policies: by name.
-        reads: whether a policy is concerned, from its needs; by default all are.
-
-    Raises:
-        ValueError: what was raised inside, with the policies' names.
-    """
-    try:
-        yield
-    except ValueError as error:
-        names = [name for name, policy in policies.items() if reads(policy.needs)]
-        raise ValueError(
-            f"kv_policy: {', '.join(names)} cannot run on this model: {error}; choose "
-            "other policies, in `allow` too"
-        ) from None
