@@ -65,10 +65,10 @@ class Compactor:
         windows: queries that policies asked for.
         memory: by name, what policies remember of survivors, true positions included.
         signals: what tokens showed when they were computed.
-        expiries: what tokens decided when they were computed, None where none do.
         rope: the model's rotary embedding, None where no policy asks for it.
         tracer: records survivors with true positions, None unless asked for.
         scale: softmax scale of the model's attention.
+        expiries: what tokens decided when they were computed, None where none do.
     """
 
     policies: Mapping[str, Policy]
@@ -78,10 +78,10 @@ class Compactor:
     windows: QueryWindows
     memory: Mapping[str, SurvivorMemory]
     signals: TokenSignals
-    expiries: Expiries | None
     rope: Rope | None
     tracer: Tracer | None
     scale: float
+    expiries: Expiries | None = None
 
     def run(self, events: Sequence[CompactEvent]) -> list[Answer]:
         """Carry out a step's events.
