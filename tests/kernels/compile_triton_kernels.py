@@ -22,6 +22,7 @@ from typical_launches import LAUNCHES
 import vllm_kvpolicy.kernels.triton as package
 
 TARGET = GPUTarget("cuda", 90, 32)
+SHARED_BYTES = 227 * 1024  # that a program may have there
 
 
 # Stands for one device that can be compiled for but not be used.
@@ -64,6 +65,7 @@ def main(folder: Path) -> None:
     def compile_only(kernel: JITFunction, *args, grid, warmup, **options):
         compiled = run(kernel, *args, grid=grid, warmup=True, **options)
         assert compiled.metadata.target == TARGET and compiled.asm["cubin"]
+        assert compiled.metadata.shared <= SHARED_BYTES, kernel.__name__
         for part in used_by(kernel):
             if id(part) in names:
                 name = names[id(part)]

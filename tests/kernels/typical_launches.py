@@ -27,6 +27,7 @@ from vllm_kvpolicy.kernels.triton.ranking import (
 )
 from vllm_kvpolicy.kernels.triton.save_rows import save_rows
 from vllm_kvpolicy.kernels.triton.segment_quota import pick_by_quota, segment_quota
+from vllm_kvpolicy.kernels.triton.until_attention import until_attention
 from vllm_kvpolicy.kernels.triton.window_usage import window_usage
 
 LAUNCHES: dict[str, Callable[[], None]] = {}
@@ -140,6 +141,28 @@ def _segment_quota() -> None:
             )
         scores = empty(*rows, dtype=torch.float32)
         pick_by_quota(scores, found.segment_of, found.quotas)
+
+
+@launches_of("until_attention")
+def _until_attention() -> None:
+    def per_row(*shape: int) -> torch.Tensor:
+        return empty(*shape, dtype=torch.int32)
+
+    for dtype in DTYPES:
+        shapes = ((128, 4, 16), (64, 7, 32), (80, 1, 16), (256, 8, 16))
+        for head_dim, group, page in shapes[: 4 if dtype == torch.bfloat16 else 1]:
+            pool = empty(2**17, page, 2 * head_dim, dtype=dtype)
+            query = empty(4096, group, head_dim, dtype=dtype)
+            for most in (1, 5, 2048):
+                until_attention(
+                    query,
+                    *pool.chunk(2, -1),
+                    *(per_row(64, 160), per_row(64), per_row(65), per_row(64)),
+                    per_row(2**17, page),
+                    0.1,
+                    query,
+                    most,
+                )
 
 
 @launches_of("window_usage")

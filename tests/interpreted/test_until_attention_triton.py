@@ -1,0 +1,225 @@
+"""Attention that sees tokens until a position, in Triton against the reference.
+
+Slots that nobody sees hold NaN, and so does fresh memory. Tolerances: both sides add
+the same float32 products in different orders; in half precision the twin rounds
+weights to the dtype of the values first.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from scattered_pages import Make
+from until_rows import Row, Step
+
+from vllm_kvpolicy.kernels.triton import block_lists
+from vllm_kvpolicy.kernels.triton import until_attention as twin
+from vllm_kvpolicy.kernels.until_attention import until_attention
+
+HALF, FULL = torch.float16, torch.float32
+FAR = 2**31  # elements that an int32 offset does not reach
+PROMPTS = (
+    Row(150, 37),
+    Row(90, 1),
+    Row(0, 0),
+    Row(1, 1),
+    Row(40, 40, kept=0.6, window=5),
+    Row(200, 3, kept=0.02, gone=0.0),
+    Row(64, 0),
+    Row(66, 30, kept=1.0),
+)
+DECODES = (
+    Row(150, 1),
+    Row(64, 0),
+    Row(1, 1),
+    Row(0, 0),
+    Row(300, 1, kept=0.9),
+    Row(400, 1, kept=0.02, gone=0.0),
+)
+BATCHES = {"prompts": PROMPTS, "decodes": DECODES}
+
+
+@pytest.fixture(autouse=True)
+def fresh_memory_is_nan() -> Iterator[None]:
+    """Fill new tensors, so that what nothing wrote shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def run(step: Step, **changed: object) -> torch.Tensor:
+    """Run the twin through its operation."""
+    arguments = step.arguments() | changed
+    before = until_attention.calls["triton"]
+    until_attention(*arguments.values())
+    assert until_attention.calls["triton"] == before + 1
+    return arguments["output"]
+
+
+def check(step: Step) -> torch.Tensor:
+    """Compare with the reference, and with the definition; return the twin's."""
+    got, arguments = run(step), step.arguments()
+    until_attention.reference(*arguments.values())
+    rounding = 2e-6 if step.query.dtype == FULL else 2e-3
+    want = arguments["output"]
+    torch.testing.assert_close(got, want, rtol=rounding, atol=rounding)
+    torch.testing.assert_close(
+        got.double(), step.expected, rtol=2 * rounding, atol=2 * rounding
+    )
+    return got
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8])
+@pytest.mark.parametrize("name", BATCHES)
+def test_groups_of_query_heads(name: str, group: int) -> None:
+    check(Step(BATCHES[name], group=group))
+
+
+@pytest.mark.parametrize("dtype", [HALF, FULL])
+@pytest.mark.parametrize("page", [16, 32])
+@pytest.mark.parametrize("size", [32, 64, 80, 128])
+@pytest.mark.parametrize("name", BATCHES)
+def test_equals_the_reference(
+    name: str, size: int, page: int, dtype: torch.dtype
+) -> None:
+    check(Step(BATCHES[name], size=size, page=page, dtype=dtype))
+
+
+@pytest.mark.parametrize("size", [8, 256])
+@pytest.mark.parametrize("name", BATCHES)
+def test_other_head_sizes(name: str, size: int) -> None:
+    check(Step(BATCHES[name], size=size))
+
+
+@pytest.mark.parametrize("page", [1, 5, 48, 128])
+@pytest.mark.parametrize("name", BATCHES)
+def test_other_page_sizes(name: str, page: int) -> None:
+    """Of one token, of none that divides a block, and larger than a block."""
+    check(Step(BATCHES[name], page=page))
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_keys_stored_as_columns(name: str) -> None:
+    want = run(Step(BATCHES[name]))
+    assert torch.equal(run(Step(BATCHES[name], columns=True)), want)
+
+
+@pytest.mark.parametrize("queries", [1, 2, 16, 60])
+@pytest.mark.parametrize("window", [1, 13, 500])
+@pytest.mark.parametrize("kept", [0.0, 0.5, 1.0])
+def test_windows(kept: float, window: int, queries: int) -> None:
+    """All keys, and a window alone: the two ends of admission."""
+    check(Step([Row(60, queries, kept, window), Row(200, queries, kept, window)]))
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_garbage_is_not_read(name: str) -> None:
+    want = run(Step(BATCHES[name], garbage=0.0))
+    for garbage in (torch.nan, torch.inf, 1e30):
+        assert torch.equal(run(Step(BATCHES[name], garbage=garbage)), want)
+
+
+def test_blocks_that_no_query_sees_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a prompt without a kept token, tiles read their window and themselves."""
+    made = []
+
+    def noted(*args: object) -> tuple[torch.Tensor, ...]:
+        made.append(block_lists.lists_of_tiles(*args))
+        return made[-1]
+
+    monkeypatch.setattr(twin, "lists_of_tiles", noted)
+    check(Step([Row(1100, 300, kept=0.0, window=40, gone=0.0)], group=4, dtype=HALF))
+    lists, counts, tile_rows = made[0]
+    queries, block = 32, 64  # of a tile of 128, keys of a block
+    assert tile_rows.tolist() == [0] * 10 and lists.shape[1] == 18
+    for tile in range(10):
+        first = 800 + tile * queries
+        seen = range((first - 39) // block, (first + 1) // block)
+        assert lists[tile, : counts[tile]].tolist() == list(seen)
+
+
+def test_more_blocks_than_are_sifted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step([Row(700, 20, gone=0.2)])
+    want = check(step)
+    monkeypatch.setattr(block_lists, "LISTED", 4)
+    monkeypatch.setattr(block_lists, "REACHES", 2)
+    assert torch.equal(run(step), want)
+
+
+@pytest.mark.parametrize("shares", [1, 3, 128])
+def test_any_number_of_shares(shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step([Row(700, 1), Row(90, 1, kept=1.0), Row(2, 1)])
+    monkeypatch.setattr(twin, "LEAST", 1)
+    monkeypatch.setattr(twin, "SHARES", shares)
+    check(step)
+
+
+def test_single_tokens_by_either_launch() -> None:
+    step = Step(DECODES)
+    got, want = run(step, max_queries=2), run(step)
+    torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
+    check(step)
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_row_alone_has_the_same_results(name: str) -> None:
+    step = Step(BATCHES[name])
+    together, arguments = run(step), step.arguments()
+    for number, row in enumerate(step.rows):
+        if row.queries:
+            at, start = slice(number, number + 1), arguments["query_start"][number]
+            mine = slice(int(start), int(start) + row.queries)
+            alone = {key: arguments[key][at] for key in ("tables", "lengths", "ends")}
+            got = run(
+                step,
+                query=step.query[mine],
+                output=torch.full_like(step.query[mine], torch.nan),
+                query_start=torch.tensor([0, row.queries]).int(),
+                **alone,
+            )
+            assert torch.equal(got, together[mine])
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_strided_queries_and_queries_of_no_row(name: str) -> None:
+    step = Step(BATCHES[name], group=4)
+    want, count = run(step), len(step.query)
+    wide = torch.full((count + 3, 9, 2 * 32), torch.nan)
+    query, output = wide[:, 1:5, 32:], wide.clone()[:, 5:, :32]
+    query[:count] = step.query
+    run(step, query=query, output=output)
+    assert torch.equal(output[:count], want) and output[count:].isnan().all()
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_nothing_to_do(name: str) -> None:
+    step = Step([Row(5, 1 + (name == "prompts"))])
+    arguments = step.arguments()
+    nobody = {key: arguments[key][:0] for key in ("tables", "lengths", "ends")}
+    got = run(step, query_start=arguments["query_start"][:1], **nobody)
+    assert got.isnan().all()
+    nothing = torch.zeros(2, dtype=torch.int32)
+    assert run(step, query_start=nothing).isnan().all()
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_pages_beyond_int32_are_read(name: str, unbacked: Make) -> None:
+    step = Step(BATCHES[name][:2], dtype=HALF)
+    want, page = run(step), 16 * 64
+    far = FAR // page
+    # In the middle, so that an offset that wraps around reads zeros.
+    memory = unbacked(2 * FAR + 100 * page, HALF)
+    pool = memory[FAR:].as_strided((far + 50, 16, 64), (page, 64, 1))
+    pool[far : far + len(step.keys)] = torch.cat((step.keys, step.values), -1)
+    until = unbacked((far + 50) * 16, torch.int32).view(-1, 16)
+    until[far : far + len(step.keys)] = step.until
+    got = run(
+        step,
+        keys=pool[..., :32],
+        values=pool[..., 32:],
+        until=until,
+        tables=step.tables + far,
+    )
+    assert torch.equal(got, want)

@@ -1,0 +1,117 @@
+"""Attention over pages whose tokens say themselves until when they are seen.
+
+Called by tests and benchmarks so far; meant for the folded attention of policies that
+admit tokens (rows are those of attention.folding), instead of a stock kernel that sees
+whatever is held.
+Process: worker
+
+Memory order: D may have any stride in keys and values, so that keys may be stored as
+columns (attention.pages); query and output are read and written by their strides. All
+else is read as it lies, nothing is copied.
+Source: the mask is that of admission.visibility.visible_until, read per slot, WG-KV
+(arXiv 2512.17452) section 3.3; softmax in base 2 as in FlashAttention-2
+(arXiv 2307.08691). Deviations: none.
+"""
+
+import torch
+
+from vllm_kvpolicy.kernels.chunks import CHUNK_BYTES
+from vllm_kvpolicy.kernels.dispatch import Operation
+
+QUERIES = 64  # of each row that the reference takes at a time
+
+
+def until_attention_ref(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    query_start: torch.Tensor,
+    ends: torch.Tensor,
+    until: torch.Tensor,
+    scale: float,
+    output: torch.Tensor,
+    max_queries: int,
+) -> None:
+    """Attend from each row's queries to the held tokens that they see.
+
+    A row is one (request, KV head). Of its n queries, number k stands at logical
+    position ends - n + k, and at place lengths - n + k among the tokens held. It sees
+    the tokens at its own place and before whose `until` is above its position. A token
+    must see itself. Whatever lies in slots that none of a row's queries sees, NaN too,
+    changes nothing.
+
+    Args:
+        query: [Tq, G, D] floating point, row after row.
+        keys: [P, N, D], dtype of the queries, any strides.
+        values: [P, N, D], like keys.
+        tables: [R, C] int32, pages of each row, oldest token first; any valid id
+            behind the last page. Rows of C are contiguous.
+        lengths: [R] int32, tokens held, those of the queries included; at most C * N.
+        query_start: [R + 1] int32, first query of each row; rows may have none.
+        ends: [R] int32, logical position behind the newest token.
+        until: [P, N] int32, position of the first query that no longer sees the token
+            in a slot; see `visibility.visible_until`.
+        scale: factor on dot products.
+        output: [Tq, G, D], dtype of the queries, written. What lies behind the last
+            row's queries is unspecified.
+        max_queries: no row has more; 1 where the batch decodes.
+    """
+    page_size, width = keys.shape[1], tables.shape[1] * keys.shape[1]
+    group, size = query.shape[1:]
+    nobody = len(query)
+    found = output.new_zeros(nobody + 1, group, size)
+    queries = min(QUERIES, max_queries)
+    row_bytes = 4 * width * (3 * size + 3 * queries * group)
+    step = max(1, CHUNK_BYTES // row_bytes)
+    token = torch.arange(width, device=query.device)
+    for start in range(0, len(tables), step):
+        rows = slice(start, start + step)
+        page = tables[rows].long().repeat_interleave(page_size, 1)
+        slot = (token % page_size).expand_as(page)
+        is_held = token < lengths[rows, None]
+        known = until[page, slot].masked_fill(~is_held, torch.iinfo(until.dtype).min)
+        dense = keys[page, slot], values[page, slot]
+        count = query_start[start : start + step + 1].diff()[:, None]
+        for first in range(0, max_queries, queries):
+            number = first + torch.arange(queries, device=query.device)
+            place = query_start[:-1][rows, None] + number
+            place = torch.where(number < count, place, nobody)
+            behind = number - count  # of the newest token's end
+            sees = token <= (lengths[rows, None] + behind)[..., None]
+            sees &= (ends[rows, None] + behind)[..., None] < known[:, None]
+            taken = query[place.clamp_max(nobody - 1)]
+            attended = _attend(taken, *dense, sees, scale)
+            found[place.flatten().long()] = attended.flatten(0, 1).to(found.dtype)
+    output.copy_(found[:-1])
+
+
+def _attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sees: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Attend with a mask, in float32.
+
+    Args:
+        query: [R, Q, G, D] floating point.
+        keys: [R, T, D] floating point.
+        values: [R, T, D] floating point.
+        sees: [R, Q, T] bool.
+        scale: factor on dot products.
+
+    Returns:
+        [R, Q, G, D] float32; NaN for queries that see nothing.
+    """
+    is_unseen = ~sees.any(1)[..., None]
+    keys, values = (part.float().masked_fill(is_unseen, 0.0) for part in (keys, values))
+    logits = query.float().flatten(1, 2) @ keys.transpose(1, 2) * scale
+    logits = logits.unflatten(1, query.shape[1:3])
+    weights = logits.masked_fill(~sees[:, :, None], -torch.inf).softmax(-1)
+    return (weights.flatten(1, 2) @ values).unflatten(1, query.shape[1:3])
+
+
+until_attention = Operation(until_attention_ref)
