@@ -21,7 +21,8 @@ TRIGGERS = {
     "other attention backends": {
         "attention_config.backend": SimpleNamespace(name="FLEX_ATTENTION")
     },
-    "FlashInfer with heads of their own lengths (`adakv`, `pyramid`, `hard`, `wgkv`)": {
+    "FlashInfer with heads of their own lengths "
+    "(`adakv`, `pyramid`, `hard`, `wgkv`, `quest`)": {
         "attention_config.backend": SimpleNamespace(name="FLASHINFER"),
         "additional_config": {"kv_policy": {"policy": "adakv-snapkv"}},
     },

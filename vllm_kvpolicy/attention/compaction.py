@@ -13,6 +13,7 @@ from vllm_kvpolicy.attention.layouts import Held, Layout, head_starts, move_slot
 from vllm_kvpolicy.attention.merging import merge_dropped
 from vllm_kvpolicy.attention.notes import with_attention
 from vllm_kvpolicy.attention.pages import PagePool
+from vllm_kvpolicy.attention.selection import PageSelection
 from vllm_kvpolicy.attention.signals import TokenSignals
 from vllm_kvpolicy.attention.slots import SlotTable
 from vllm_kvpolicy.attention.staging import Arriving
@@ -67,6 +68,7 @@ class Compactor:
         rope: the model's rotary embedding, None where no policy asks for it.
         tracer: records survivors with true positions, None unless asked for.
         scale: softmax scale of the model's attention.
+        selection: looks at pages anew after an event; None where nothing selects.
     """
 
     policies: Mapping[str, Policy]
@@ -79,6 +81,7 @@ class Compactor:
     rope: Rope | None
     tracer: Tracer | None
     scale: float
+    selection: PageSelection | None = None
 
     def run(self, events: Sequence[CompactEvent]) -> list[Answer]:
         """Carry out a step's events.
@@ -127,6 +130,8 @@ class Compactor:
             self.tracer.record(events, slots, held, lists, decision, placed)
         self.layout.update(slots, index, lists)
         self.slots.update(slots, events)
+        if self.selection is not None:
+            self.selection.update(slots, events, lists.pages)
         self._remember(index, held, inputs, decision, placed)
         if not policy.dynamic:
             return []

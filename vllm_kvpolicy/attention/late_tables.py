@@ -25,6 +25,7 @@ class LateTables:
         max_local_tokens: most local tokens right after an event, per head.
         num_memories: values that are remembered of each survivor.
         is_ragged: heads have page lists of their own.
+        bound_bytes: bytes that are known of each page's keys.
     """
 
     num_slots: int
@@ -34,6 +35,7 @@ class LateTables:
     max_local_tokens: int
     num_memories: int
     is_ragged: bool
+    bound_bytes: int = 0
 
     def global_blocks(self, num_blocks: int) -> int:
         """Return the most superblocks of survivors of one request in a pool."""
@@ -53,7 +55,8 @@ class LateTables:
         longest = self.global_blocks(num_blocks)
         # One more slot stands for rows without an event.
         tables = HeadTables.nbytes(self.num_slots + 1, longest, self.num_heads)
-        return self.num_memories * each + tables
+        bounds = num_blocks * self.num_heads * self.bound_bytes
+        return self.num_memories * each + tables + bounds
 
     def pool_blocks(self, available: int, superblock_bytes: int) -> int:
         """Return how many superblocks fit beside these tables.

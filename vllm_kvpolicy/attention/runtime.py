@@ -27,6 +27,7 @@ from vllm_kvpolicy.attention.pages import PagePool, check_layout
 from vllm_kvpolicy.attention.physical_tables import PhysicalTables
 from vllm_kvpolicy.attention.rehearsal import NAMES, rehearsals
 from vllm_kvpolicy.attention.rotary import model_rope
+from vllm_kvpolicy.attention.selection import PageSelection, SelectedBatch
 from vllm_kvpolicy.attention.signals import TokenSignals
 from vllm_kvpolicy.attention.slots import SlotTable
 from vllm_kvpolicy.attention.staging import to_device
@@ -85,6 +86,7 @@ class KVPolicyRuntime:
         num_slots = vllm_config.scheduler_config.max_num_seqs
         num_global = max_global_blocks(vllm_config, config)
         self.slots = SlotTable(num_slots, num_global, block_size, device)
+        self.selection = PageSelection.of_server(config, first, self.slots)
         self.is_captured = compat.captures_attention(vllm_config)
         self.tables = PhysicalTables.of_engine(self.slots, vllm_config)
         self._folded = self._folded_tables() if config.is_ragged else None
@@ -100,6 +102,7 @@ class KVPolicyRuntime:
             max_local_tokens=config.recent_tokens + block_size - 1,
             num_memories=len(self.remembered),
             is_ragged=config.is_ragged,
+            bound_bytes=self.selection.page_bytes if self.selection else 0,
         )
         with refused_for(self.policies, lambda needs: needs.signals):
             self.signals = TokenSignals.of_engine(
@@ -169,6 +172,8 @@ class KVPolicyRuntime:
             )
             for name in self.remembered
         }
+        if self.selection is not None:
+            self.selection.bind(self.pool)
         trace_dir = self.config.trace_dir
         self.compactor = Compactor(
             policies=self.policies,
@@ -181,6 +186,7 @@ class KVPolicyRuntime:
             rope=self.rope,
             tracer=Tracer(trace_dir, self.limits.block_size) if trace_dir else None,
             scale=self.layers[0].impl.scale,
+            selection=self.selection,
         )
 
     def _layout(self) -> Layout:
@@ -224,6 +230,8 @@ class KVPolicyRuntime:
             self.tables.fill(row, nothing, nothing[0], 1)
         else:
             self.folder.rehearse(self.tables.tables.shape[1])
+            if self.selection is not None:
+                self.selection.rehearse()
         self.windows.rehearse()
 
     def begin_step(self, commands: StepCommands, gone: Sequence[str]) -> None:
@@ -305,7 +313,7 @@ class KVPolicyRuntime:
         self.windows.capture(layer, query)
         self.signals.observe(layer, key, value)
 
-    def folded(self, metadata: Any) -> FoldedBatch | None:
+    def folded(self, metadata: Any) -> FoldedBatch | SelectedBatch | None:
         """Return the step's page tables per head, None where the stock ones do.
 
         Those do on a server whose heads hold equally many tokens, and, where no graph
@@ -317,7 +325,10 @@ class KVPolicyRuntime:
         if self.folder is None or (is_stock and not is_replayed):
             return None
         request_ids = () if self._commands is None else self.batch_request_ids()
-        return self.folder.fold(metadata, request_ids)
+        held = self.folder.fold(metadata, request_ids)
+        if self.selection is None:
+            return held
+        return self.selection.narrow(metadata, request_ids, held)
 
     def physical(self, metadata: Any) -> Any:
         """Return the attention metadata with physical tables and lengths.
