@@ -14,6 +14,7 @@ from vllm_kvpolicy.policies.catalogue import (
     ADMISSIONS,
     ALLOCATORS,
     SCORERS,
+    SELECTIONS,
     TEST_POLICIES,
     Word,
 )
@@ -47,7 +48,9 @@ def _policies() -> list[str]:
         "## Policies",
         "",
         "A policy is an eviction, `SCORER` or `ALLOCATOR-SCORER`, or an admission, "
-        "`ADMISSION` or `ADMISSION+EVICTION`. An admission alone has no budget.",
+        "`ADMISSION` or `ADMISSION+EVICTION`. An admission alone has no budget. Behind "
+        "either, or alone, may stand a selection: `EVICTION+SELECTION`, "
+        "`ADMISSION+EVICTION+SELECTION` and so on; alone, it keeps everything.",
         "",
         "| scorer | keeps | queries read | prompt | source |",
         "|---|---|---|---|---|",
@@ -64,6 +67,9 @@ def _policies() -> list[str]:
         lines.append(_row(label, word.summary, heads, word.source))
     lines += ["", "| admission | keeps | heads | source |", "|---|---|---|---|"]
     for name, word in ADMISSIONS.items():
+        lines.append(_row(f"`{name}`", word.summary, "own lengths", word.source))
+    lines += ["", "| selection | reads | heads | source |", "|---|---|---|---|"]
+    for name, word in SELECTIONS.items():
         lines.append(_row(f"`{name}`", word.summary, "own lengths", word.source))
     lines += ["", "Pairs that make no sense are refused:", ""]
     lines += ["| pairs | because |", "|---|---|"]
@@ -111,7 +117,8 @@ def _options() -> list[str]:
         "| key | default | words | valid | meaning |",
         "|---|---|---|---|---|",
     ]
-    words = {**SCORERS, **ALLOCATORS, **ADMISSIONS, **TEST_POLICIES}
+    words = {**SCORERS, **ALLOCATORS, **ADMISSIONS, **SELECTIONS}
+    words |= TEST_POLICIES
     params = {param.name: param for word in words.values() for param in word.params}
     for key, param in params.items():
         users = ", ".join(f"`{n}`" for n, word in words.items() if param in word.params)

@@ -24,6 +24,7 @@ ROWS = (
         "policies.admission_params",
         "policies.allocator_params",
         "policies.scorer_params",
+        "policies.selection_params",
         "block_manager.events",
     },
     {"model_files", "model_parts"},

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.config import server_config
-from vllm_kvpolicy.policies.catalogue import ADMISSIONS, ALLOCATORS
+from vllm_kvpolicy.policies.catalogue import ADMISSIONS, ALLOCATORS, SELECTIONS
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,9 @@ def _own_scheduler(config: Any) -> bool:
 
 
 _RAGGED = ", ".join(
-    f"`{name}`" for name, word in {**ALLOCATORS, **ADMISSIONS}.items() if word.ragged
+    f"`{name}`"
+    for name, word in {**ALLOCATORS, **ADMISSIONS, **SELECTIONS}.items()
+    if word.ragged
 )
 
 

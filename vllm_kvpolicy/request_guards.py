@@ -92,7 +92,10 @@ def _other_advice(config: KVPolicyConfig | None) -> str:
         return "leave the policy on"
     if config.protects_prompt:
         return "shorten the prompt, which is kept whole"
-    if parse(config.policy).keeps_all:
+    info = parse(config.policy)
+    if info.keeps_all and info.admission is None:
+        return "shorten the prompt: everything is kept"
+    if info.keeps_all:
         return "shorten the prompt: the gates may admit everything"
     return (
         "kv_budget, or start the server with a prefill_interval below "

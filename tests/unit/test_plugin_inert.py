@@ -85,6 +85,7 @@ ENTRY_MODULES = {
     "policies.params",
     "policies.registry",
     "policies.scorer_params",
+    "policies.selection_params",
     "protocol",
     "request_guards",
 }

@@ -14,6 +14,7 @@ from vllm_kvpolicy.attention.layouts import Held, Layout, head_starts, move_slot
 from vllm_kvpolicy.attention.merging import merge_dropped
 from vllm_kvpolicy.attention.notes import with_attention
 from vllm_kvpolicy.attention.pages import PagePool
+from vllm_kvpolicy.attention.selection import PageSelection
 from vllm_kvpolicy.attention.signals import TokenSignals
 from vllm_kvpolicy.attention.slots import SlotTable
 from vllm_kvpolicy.attention.staging import Arriving
@@ -69,6 +70,7 @@ class Compactor:
         tracer: records survivors with true positions, None unless asked for.
         scale: softmax scale of the model's attention.
         expiries: what tokens decided when they were computed, None where none do.
+        selection: looks at pages anew after an event; None where nothing selects.
     """
 
     policies: Mapping[str, Policy]
@@ -82,6 +84,7 @@ class Compactor:
     tracer: Tracer | None
     scale: float
     expiries: Expiries | None = None
+    selection: PageSelection | None = None
 
     def run(self, events: Sequence[CompactEvent]) -> list[Answer]:
         """Carry out a step's events.
@@ -130,6 +133,8 @@ class Compactor:
             self.tracer.record(events, slots, held, lists, decision, placed)
         self.layout.update(slots, index, lists)
         self.slots.update(slots, events)
+        if self.selection is not None:
+            self.selection.update(slots, events, lists.pages)
         self._remember(index, held, inputs, decision, placed)
         if not policy.dynamic:
             return []

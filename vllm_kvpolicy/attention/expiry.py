@@ -61,9 +61,9 @@ class Expiries:
         self._base: list[int] = []
 
     @staticmethod
-    def nbytes_of(num_blocks: int, num_heads: int, block_size: int) -> int:
-        """Return the bytes beside a pool; `num_heads` counts those of all layers."""
-        return 4 * num_blocks * num_heads * block_size
+    def page_bytes_of(block_size: int) -> int:
+        """Return the bytes beside each page of a pool."""
+        return 4 * block_size
 
     @property
     def nbytes(self) -> int:

@@ -169,17 +169,15 @@ class Folder:
         num_rows, slots = common.num_reqs, self.slots
         starts, order = common.query_start_loc[: num_rows + 1], None
         if common.max_query_len > 1:
-            order = self._order(starts, int(common.query_start_loc_cpu[num_rows]))
+            num_tokens = int(common.query_start_loc_cpu[num_rows])
+            order = fold_order(starts, num_tokens, self._head)
         width = self._fill(common, request_ids)
         tables, num_heads = self.tables, len(self._head)
         held, offsets = common.seq_lens[:num_rows, None], tables.offsets[:, :num_rows]
         lengths = tables.lengths[:, :num_rows]
         torch.add(held, offsets, alpha=slots.block_size, out=lengths)
         query_start = tables.starts[: num_rows * num_heads + 1]
-        counts = starts.diff()[:, None]
-        first = query_start[:-1].view(num_rows, num_heads)
-        torch.addcmul(starts[:-1, None] * num_heads, counts, self._head, out=first)
-        torch.mul(starts[-1:], num_heads, out=query_start[-1:])
+        fold_starts(query_start, starts, self._head)
         return FoldedBatch(
             tables=tables.pages[:, :num_rows].flatten(1, 2),
             lengths=lengths.flatten(1),
@@ -207,19 +205,6 @@ class Folder:
         self.fold(nobody, ())
         self.tables.filled[0] = None
 
-    def _order(self, starts: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Return [T * H] places of (token, KV head) among the folded queries.
-
-        Args:
-            starts: [R + 1] int32, first token of each request.
-            num_tokens: T.
-        """
-        token = torch.arange(num_tokens, dtype=torch.int32, device=starts.device)
-        row = torch.searchsorted(starts, token, right=True) - 1
-        first, end = starts[row], starts[row + 1]
-        places = (first * len(self._head) + token - first)[:, None]
-        return (places + (end - first)[:, None] * self._head).flatten().long()
-
     def _fill(self, common: Any, request_ids: Sequence[str]) -> int:
         """Bring the rows of a batch up to date; return the columns in use."""
         slots, num_rows = self.slots, common.num_reqs
@@ -244,6 +229,40 @@ class Folder:
             )
             tables.filled[:num_rows] = keys
         return width
+
+
+def fold_starts(
+    query_start: torch.Tensor, starts: torch.Tensor, head: torch.Tensor
+) -> None:
+    """Write where the queries of each (row, KV head) start, and where the last end.
+
+    Args:
+        query_start: [R * H + 1] int32, mutated.
+        starts: [R + 1] int32, first token of each row.
+        head: [H] int32, 0 to H - 1.
+    """
+    num_heads = len(head)
+    first = query_start[:-1].view(-1, num_heads)
+    counts = starts.diff()[:, None]
+    torch.addcmul(starts[:-1, None] * num_heads, counts, head, out=first)
+    torch.mul(starts[-1:], num_heads, out=query_start[-1:])
+
+
+def fold_order(
+    starts: torch.Tensor, num_tokens: int, head: torch.Tensor
+) -> torch.Tensor:
+    """Return [T * H] int64 places of (token, KV head) among the folded queries.
+
+    Args:
+        starts: [R + 1] int32, first token of each row.
+        num_tokens: T.
+        head: [H] int32, 0 to H - 1.
+    """
+    token = torch.arange(num_tokens, dtype=torch.int32, device=starts.device)
+    row = torch.searchsorted(starts, token, right=True) - 1
+    first, end = starts[row], starts[row + 1]
+    places = (first * len(head) + token - first)[:, None]
+    return (places + (end - first)[:, None] * head).flatten().long()
 
 
 def fold_queries(

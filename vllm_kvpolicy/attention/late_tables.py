@@ -9,7 +9,6 @@ Process: worker
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from vllm_kvpolicy.attention.expiry import Expiries
 from vllm_kvpolicy.attention.head_tables import HeadTables
 from vllm_kvpolicy.attention.survivors import SurvivorMemory
 
@@ -26,7 +25,7 @@ class LateTables:
         max_local_tokens: most local tokens right after an event, per head.
         num_memories: values that are remembered of each survivor.
         is_ragged: heads have page lists of their own.
-        has_expiries: tokens carry the first query that no longer sees them.
+        page_bytes: bytes that are known of each page beside its tokens.
     """
 
     num_slots: int
@@ -36,7 +35,7 @@ class LateTables:
     max_local_tokens: int
     num_memories: int
     is_ragged: bool
-    has_expiries: bool = False
+    page_bytes: int = 0
 
     def global_blocks(self, num_blocks: int) -> int:
         """Return the most superblocks of survivors of one request in a pool."""
@@ -52,9 +51,7 @@ class LateTables:
             self.max_local_tokens,
         )
         beside = self.num_memories * each
-        if self.has_expiries:
-            sizes = num_blocks, self.num_heads, self.block_size
-            beside += Expiries.nbytes_of(*sizes)
+        beside += num_blocks * self.num_heads * self.page_bytes
         if not self.is_ragged:
             return beside
         longest = self.global_blocks(num_blocks)

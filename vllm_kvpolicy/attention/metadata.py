@@ -19,6 +19,7 @@ from vllm_kvpolicy.attention.folding import (
     fold_queries,
     unfold_output,
 )
+from vllm_kvpolicy.attention.selection import SelectedBatch, selecting
 from vllm_kvpolicy.config import server_config
 
 
@@ -28,11 +29,12 @@ class FoldedMetadata:
 
     Args:
         order: see `folding.FoldedBatch`.
-        of_layer: returns stock metadata of the layer with this index.
+        of_layer: returns stock metadata of the layer with this index, given the step's
+            queries, [T, Hq, D] model dtype, post-RoPE.
     """
 
     order: torch.Tensor | None
-    of_layer: Callable[[int], Any]
+    of_layer: Callable[[int, torch.Tensor], Any]
 
 
 class KVPolicyMetadataBuilderMixin:
@@ -59,11 +61,14 @@ class KVPolicyMetadataBuilderMixin:
         """Return what the stock builder does; less where heads have their own tables.
 
         Queries of several tokens of a request are reordered for those, outside graphs.
+        Where queries choose what they read, so is all attention.
         """
         support = super().get_cudagraph_support(vllm_config, kv_cache_spec)
         config = server_config(vllm_config)
         if config is None or not config.is_ragged:
             return support
+        if selecting(config):
+            return AttentionCGSupport.NEVER
         most = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         return min(support, most, key=lambda each: each.value)
 
@@ -90,9 +95,21 @@ class KVPolicyMetadataBuilderMixin:
         folded = runtime.folded(common_attn_metadata)
         if folded is not None:
             built.kv_policy = FoldedMetadata(
-                folded.order, partial(self.folded_layer, built, folded)
+                folded.order, partial(self._of_layer, built, folded)
             )
         return built
+
+    def _of_layer(
+        self,
+        built: Any,
+        folded: FoldedBatch | SelectedBatch,
+        layer: int,
+        query: torch.Tensor,
+    ) -> Any:
+        """Return stock metadata of one layer; see `FoldedMetadata`."""
+        if isinstance(folded, SelectedBatch):
+            return self.folded_layer(built, folded.of_layer(layer, query), 0)
+        return self.folded_layer(built, folded, layer)
 
     def folded_layer(
         self, built: Any, folded: FoldedBatch, layer: int, **changes: Any
@@ -154,7 +171,7 @@ class KVPolicyImplMixin:
             kept = (query, key, value, kv_cache, attn_metadata, output)
             return attend(layer, *kept, *args, **kwargs)
         index, num_heads, order = layer.kv_policy_index, self.num_kv_heads, folded.order
-        metadata = folded.of_layer(index)
+        metadata = folded.of_layer(index, query)
         num_tokens = metadata.num_actual_tokens // num_heads
         queries = fold_queries(query[:num_tokens], num_heads, order)
         # One token per request: rows (request, KV head) are a view of the batch.

@@ -28,6 +28,7 @@ from vllm_kvpolicy.attention.physical_tables import PhysicalTables
 from vllm_kvpolicy.attention.refused import refused_for
 from vllm_kvpolicy.attention.rehearsal import NAMES, rehearsals
 from vllm_kvpolicy.attention.rotary import model_rope
+from vllm_kvpolicy.attention.selection import PageSelection, SelectedBatch
 from vllm_kvpolicy.attention.signals import TokenSignals
 from vllm_kvpolicy.attention.slots import SlotTable
 from vllm_kvpolicy.attention.staging import to_device
@@ -86,28 +87,20 @@ class KVPolicyRuntime:
         num_slots = vllm_config.scheduler_config.max_num_seqs
         num_global = max_global_blocks(vllm_config, config)
         self.slots = SlotTable(num_slots, num_global, block_size, device)
+        self.selection = PageSelection.of_server(config, first, self.slots)
         self.is_captured = compat.captures_attention(vllm_config)
         self.tables = PhysicalTables.of_engine(self.slots, vllm_config)
         self._folded = None
         if config.is_ragged:
             is_final = self.is_captured or device.type != "cpu"
-            rows, columns = self.tables.tables.shape if is_final else (0, 0)
-            sizes = len(self.layers), first.num_kv_heads, rows, columns
-            self._folded = FoldedTables.of_engine(*sizes, device, is_final)
+            sizes = self.tables.tables.shape if is_final else (0, 0)
+            heads = len(self.layers), first.num_kv_heads
+            self._folded = FoldedTables.of_engine(*heads, *sizes, device, is_final)
         self.windows = QueryWindows.of_engine(
             self.limits, len(self.layers), first, vllm_config, device
         )
         self.remembered = self.needs.memory + (POSITIONS,) * self.needs.positions
-        self.late = LateTables(
-            num_slots=num_slots,
-            num_heads=len(self.layers) * first.num_kv_heads,
-            block_size=block_size,
-            max_global_blocks=num_global,
-            max_local_tokens=config.recent_tokens + block_size - 1,
-            num_memories=len(self.remembered),
-            is_ragged=config.is_ragged,
-            has_expiries=self.needs.until,
-        )
+        self.late = self._late_tables(num_global)
         with refused_for(self.policies, lambda needs: needs.signals):
             self.signals = TokenSignals.of_engine(
                 self.needs.signals, model, len(self.layers), vllm_config, device
@@ -125,6 +118,27 @@ class KVPolicyRuntime:
         for index, layer in enumerate(self.layers):
             layer.kv_policy = self
             layer.kv_policy_index = index
+
+    def _late_tables(self, num_global: int) -> LateTables:
+        """Return the sizes of what is made along with the KV cache.
+
+        Args:
+            num_global: most superblocks of survivors of one request.
+        """
+        block_size = self.limits.block_size
+        page_bytes = self.selection.page_bytes if self.selection else 0
+        if self.needs.until:
+            page_bytes += Expiries.page_bytes_of(block_size)
+        return LateTables(
+            num_slots=self.slots.null_slot,
+            num_heads=len(self.layers) * self.layers[0].num_kv_heads,
+            block_size=block_size,
+            max_global_blocks=num_global,
+            max_local_tokens=self.config.recent_tokens + block_size - 1,
+            num_memories=len(self.remembered),
+            is_ragged=self.config.is_ragged,
+            page_bytes=page_bytes,
+        )
 
     def _deciding(self, model: torch.nn.Module, vllm_config: Any) -> Expiries | None:
         """Hook what decides while tokens are computed, None where nothing does."""
@@ -175,6 +189,8 @@ class KVPolicyRuntime:
         }
         if self.expiries is not None:
             self.expiries.bind(self.pool)
+        if self.selection is not None:
+            self.selection.bind(self.pool)
         trace_dir = self.config.trace_dir
         self.compactor = Compactor(
             policies=self.policies,
@@ -184,10 +200,11 @@ class KVPolicyRuntime:
             windows=self.windows,
             memory=self.memory,
             signals=self.signals,
-            expiries=self.expiries,
             rope=self.rope,
             tracer=Tracer(trace_dir, self.limits.block_size) if trace_dir else None,
             scale=self.layers[0].impl.scale,
+            expiries=self.expiries,
+            selection=self.selection,
         )
 
     def _layout(self) -> Layout:
@@ -231,6 +248,8 @@ class KVPolicyRuntime:
             self.tables.fill(row, nothing, nothing[0], 1)
         else:
             self.folder.rehearse(self.tables.tables.shape[1])
+            if self.selection is not None:
+                self.selection.rehearse()
         self.windows.rehearse()
 
     def begin_step(self, commands: StepCommands, gone: Sequence[str]) -> None:
@@ -318,7 +337,7 @@ class KVPolicyRuntime:
         if self.expiries is not None:
             self.expiries.write(layer, key)
 
-    def folded(self, metadata: Any) -> FoldedBatch | None:
+    def folded(self, metadata: Any) -> FoldedBatch | SelectedBatch | None:
         """Return the step's page tables per head, None where the stock ones do.
 
         Those do on a server whose heads hold equally many tokens, and, where no graph
@@ -330,7 +349,10 @@ class KVPolicyRuntime:
         if self.folder is None or (is_stock and not is_replayed):
             return None
         request_ids = () if self._commands is None else self.batch_request_ids()
-        return self.folder.fold(metadata, request_ids)
+        held = self.folder.fold(metadata, request_ids)
+        if self.selection is None:
+            return held
+        return self.selection.narrow(metadata, request_ids, held)
 
     def physical(self, metadata: Any) -> Any:
         """Return the attention metadata with physical tables and lengths.

@@ -74,11 +74,13 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
     answer = config.footprint(1, block_size)
     held = answer.peak_blocks(max_model_len)
     whole = -(-max_model_len // block_size)
-    if parse(config.policy).is_unbounded:
+    info = parse(config.policy)
+    if info.is_unbounded:
+        kept = f"its newest {config.recent_tokens} tokens and what is admitted"
         return (
             f"KV policy {config.policy}: no budget, event every "
-            f"{config.interval_tokens} tokens; a request holds its newest "
-            f"{config.recent_tokens} tokens and what is admitted, at most {whole} of "
+            f"{config.interval_tokens} tokens; a request holds "
+            f"{kept if info.admission else 'all its tokens'}, at most {whole} of "
             f"the pool's {num_blocks - 1} superblocks"
         )
     return (

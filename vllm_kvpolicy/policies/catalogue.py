@@ -36,6 +36,7 @@ from vllm_kvpolicy.policies.scorer_params import (
     TRI_AGGREGATE,
     TRIATTENTION_CALIBRATION,
 )
+from vllm_kvpolicy.policies.selection_params import QUEST_PARAMS
 
 
 @dataclass(frozen=True)
@@ -262,7 +263,15 @@ ALLOCATORS = {
         refuses={"streaming": _RECENCY},
     ),
 }
-SELECTIONS: dict[str, Word] = {}
+SELECTIONS = {
+    "quest": Word(
+        "vllm_kvpolicy.policies.quest:Quest",
+        "each generated token reads the pages whose keys may match its query best",
+        "Quest, arXiv 2406.10774",
+        ragged=True,
+        params=QUEST_PARAMS,
+    ),
+}
 # The policy of a name that is a selection alone.
 KEEP_ALL = Word(
     "vllm_kvpolicy.policies.keep_all:KeepAll",

@@ -11,6 +11,7 @@ from typing import Any
 from vllm_kvpolicy.policies.admitted import AdmittedPolicy
 from vllm_kvpolicy.policies.base import Policy
 from vllm_kvpolicy.policies.compose import ComposedPolicy
+from vllm_kvpolicy.policies.quest import Quest
 from vllm_kvpolicy.policies.registry import parse, resolve_options
 
 
@@ -35,6 +36,24 @@ def build(name: str, options: Mapping[str, Any] | None = None) -> Policy:
     if info.admission is None:
         return eviction
     return AdmittedPolicy(_load(info.admission).from_options(resolved), eviction)
+
+
+def build_selection(
+    name: str, options: Mapping[str, Any] | None = None
+) -> Quest | None:
+    """Build what chooses the pages that queries read, None where they read all.
+
+    Args:
+        name: of the policy.
+        options: see `build`.
+
+    Raises:
+        ValueError: see `build`.
+    """
+    info = parse(name)
+    if info.selection is None:
+        return None
+    return _load(info.selection).from_options(resolve_options(info, options or {}))
 
 
 def _load(path: str | None) -> Any:

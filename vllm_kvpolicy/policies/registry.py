@@ -68,15 +68,17 @@ class PolicyInfo:
 
     @property
     def is_unbounded(self) -> bool:
-        """Whether tokens are dropped, but not until a budget is met."""
+        """Whether events have work without a budget: an admission's, a selection's."""
         return self.keeps_all and not self.is_test
 
     @property
     def fixed_keys(self) -> tuple[str, ...]:
-        """Numbers that requests may not lower: gates are trained for one window."""
-        if self.admission is None:
-            return ()
-        return ("recent", "sinks", "budget") if self.keeps_all else ("recent", "sinks")
+        """Numbers that requests may not lower.
+
+        Gates are trained for one window; without an eviction nothing reads the budget.
+        """
+        keys = () if self.admission is None else ("recent", "sinks")
+        return (*keys, "budget") if self.is_unbounded else keys
 
     def window_tokens(self, options: Options) -> int:
         """Queries captured before an event, given resolved options."""

@@ -1,0 +1,137 @@
+"""Twins in Triton of kernels.page_bounds: bounds by page, scores by tile of a row.
+
+Process: worker
+
+Sums are added up in another order than the reference's.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_kvpolicy.kernels.page_bounds import LOWEST
+
+SLOTS = 16  # tokens of a page at a time
+NUMBERS = 4096  # of a tile of pages, two of which are held at once
+NOTHING = tl.constexpr(LOWEST)
+
+
+def page_bounds(bounds: torch.Tensor, keys: torch.Tensor, pages: torch.Tensor) -> None:
+    """Find the smallest and largest number of each channel; see the reference."""
+    if not len(pages):
+        return
+    size = keys.shape[2]
+    _page_bounds[(len(pages),)](
+        bounds,
+        keys,
+        pages.contiguous(),
+        bounds.stride(0),
+        *keys.stride(),
+        keys.shape[1],
+        SIZE=size,
+        WIDTH=triton.next_power_of_2(size),
+        SLOTS=SLOTS,
+    )
+
+
+def page_scores(
+    queries: torch.Tensor,
+    pages: torch.Tensor,
+    counts: torch.Tensor,
+    bounds: torch.Tensor,
+) -> torch.Tensor:
+    """Bound the product of a row's queries with the keys of a page; see the reference.
+
+    Rows of `pages` are contiguous.
+    """
+    (num_rows, group, size), num_columns = queries.shape, pages.shape[1]
+    shape = num_rows, num_columns
+    scores = torch.empty(shape, dtype=torch.float32, device=pages.device)
+    width = triton.next_power_of_2(size)
+    tile = max(1, min(64, NUMBERS // width))
+    if not scores.numel():
+        return scores
+    _page_scores[(num_rows, triton.cdiv(num_columns, tile))](
+        queries.contiguous(),
+        pages,
+        counts.contiguous(),
+        bounds,
+        scores,
+        pages.stride(0),
+        bounds.stride(0),
+        num_columns,
+        SIZE=size,
+        WIDTH=width,
+        TILE=tile,
+        GROUP=group,
+    )
+    return scores
+
+
+@triton.jit(do_not_specialize=["page_size"])
+def _page_bounds(
+    bounds,  # [2, P, D]
+    keys,  # [P, N, D]
+    pages,  # [M] int64
+    side: tl.int64,
+    page_stride: tl.int64,
+    slot_stride: tl.int64,
+    number_stride: tl.int64,
+    page_size,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    page = tl.load(pages + tl.program_id(0))
+    number = tl.arange(0, WIDTH)
+    is_number = number < SIZE
+    low = tl.full((WIDTH,), float("inf"), tl.float32)
+    high = tl.full((WIDTH,), float("-inf"), tl.float32)
+    for begin in range(0, page_size, SLOTS):
+        slot = begin + tl.arange(0, SLOTS)
+        mask = (slot < page_size)[:, None] & is_number[None, :]
+        place = slot.to(tl.int64)[:, None] * slot_stride
+        place += number.to(tl.int64)[None, :] * number_stride
+        start = keys + page * page_stride
+        smallest = tl.load(start + place, mask, other=float("inf")).to(tl.float32)
+        largest = tl.load(start + place, mask, other=float("-inf")).to(tl.float32)
+        low = tl.minimum(low, tl.min(smallest, 0))
+        high = tl.maximum(high, tl.max(largest, 0))
+    target = bounds + page * SIZE + number
+    tl.store(target, low, is_number)
+    tl.store(target + side, high, is_number)
+
+
+@triton.jit(do_not_specialize=["num_columns"])
+def _page_scores(
+    queries,  # [R, G, D]
+    pages,  # [R, C] int32
+    counts,  # [R] int32
+    bounds,  # [2, P, D]
+    scores,  # [R, C] float32
+    pages_row: tl.int64,
+    side: tl.int64,
+    num_columns,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_column = column < num_columns
+    is_scored = is_column & (column < tl.load(counts + row))
+    page = tl.load(pages + row * pages_row + column, is_scored, other=0).to(tl.int64)
+    number = tl.arange(0, WIDTH)
+    is_number = number < SIZE
+    mask = is_scored[:, None] & is_number[None, :]
+    place = bounds + page[:, None] * SIZE + number[None, :]
+    low = tl.load(place, mask, other=0.0).to(tl.float32)
+    high = tl.load(place + side, mask, other=0.0).to(tl.float32)
+    best = tl.full((TILE,), float("-inf"), tl.float32)
+    for head in range(GROUP):
+        along = queries + (row * GROUP + head) * SIZE + number
+        query = tl.load(along, is_number, other=0.0).to(tl.float32)[None, :]
+        best = tl.maximum(best, tl.sum(tl.where(query > 0, high, low) * query, 1))
+    score = tl.where(is_scored, best, NOTHING)
+    tl.store(scores + row * num_columns + column, score, is_column)
