@@ -17,13 +17,12 @@ from vllm_kvpolicy.config_keys import (
     INTEGER_KEYS,
     SERVER_OPTIONS,
     VALID_KEYS,
+    request_keys,
 )
 from vllm_kvpolicy.policies.registry import grammar, parse, resolve_options
 
 CONFIG_KEY = "kv_policy"
 PER_REQUEST_OFF = "none"
-# Keys of `extra_args` that begin like ours and belong to vLLM.
-_VLLM_REQUEST_KEYS = ("kv_transfer_params", "kv_cache_report_mode", "kv_hints")
 
 
 @dataclass(frozen=True)
@@ -98,6 +97,11 @@ class KVPolicyConfig:
     def is_ragged(self) -> bool:
         """Whether heads may hold different numbers of tokens under any policy."""
         return any(parse(n).is_ragged(self.options_of(n)) for n in self.policies)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether tokens leave what is seen one by one, not page by page."""
+        return any(self.options_of(n).get("exact", False) for n in self.policies)
 
     def options_of(self, policy: str | None = None) -> dict[str, Any]:
         """Return all options of one of `policies`, defaults and presets filled in.
@@ -288,25 +292,6 @@ def server_config(vllm_config: Any) -> KVPolicyConfig | None:
     if not has_policy(vllm_config):
         return None
     return KVPolicyConfig.from_dict(vllm_config.additional_config[CONFIG_KEY])
-
-
-def request_keys(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the keys of a request that are ours.
-
-    Raises:
-        ValueError: a key begins like ours and is unknown.
-    """
-    known = ("kv_policy", *(f"kv_{key.key}" for key in FLAG_KEYS))
-    asked = {}
-    for key, value in (extra_args or {}).items():
-        if key in known:
-            asked[key] = value
-        elif key.startswith("kv_") and key not in _VLLM_REQUEST_KEYS:
-            raise ValueError(
-                f"vllm_xargs: got the unknown key {key!r}, expected one of "
-                f"{_listed(known)}"
-            )
-    return asked
 
 
 def _check_type(key: str, value: Any, kind: type, expected: str) -> None:

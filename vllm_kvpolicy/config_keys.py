@@ -4,6 +4,7 @@ Read by config, cli and the documentation.
 Process: any
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,3 +79,26 @@ VALID_KEYS = (
 )
 # Keys of `--kv-policy-config` about the server -> keys of the plain form.
 SERVER_OPTIONS = {"allow": "allow", "trace": "trace_dir"}
+
+
+# Keys of `extra_args` that begin like ours and belong to vLLM.
+_VLLM_REQUEST_KEYS = ("kv_transfer_params", "kv_cache_report_mode", "kv_hints")
+
+
+def request_keys(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the keys of a request that are ours.
+
+    Raises:
+        ValueError: a key begins like ours and is unknown.
+    """
+    known = ("kv_policy", *(f"kv_{key.key}" for key in FLAG_KEYS))
+    asked = {}
+    for key, value in (extra_args or {}).items():
+        if key in known:
+            asked[key] = value
+        elif key.startswith("kv_") and key not in _VLLM_REQUEST_KEYS:
+            raise ValueError(
+                f"vllm_xargs: got the unknown key {key!r}, expected one of "
+                f"{', '.join(known)}"
+            )
+    return asked

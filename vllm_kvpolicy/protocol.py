@@ -82,10 +82,17 @@ class StepCommands:
 
     Events are listed in the order in which their blocks were freed: a block freed by
     one event may be a destination only of a later one.
+
+    Args:
+        events: compactions before the forward pass.
+        captures: queries to save in it.
+        exempt: requests whose tokens see all that is held, where those of the server's
+            policy see less.
     """
 
     events: tuple[CompactEvent, ...]
     captures: tuple[WindowCapture, ...]
+    exempt: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

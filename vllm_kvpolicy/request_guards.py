@@ -7,7 +7,8 @@ Process: api
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_kvpolicy.config import PER_REQUEST_OFF, KVPolicyConfig, request_keys
+from vllm_kvpolicy.config import PER_REQUEST_OFF, KVPolicyConfig
+from vllm_kvpolicy.config_keys import request_keys
 from vllm_kvpolicy.policies.registry import parse
 
 # What is refused per request and what to change; the documentation lists it.

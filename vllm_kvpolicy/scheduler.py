@@ -4,6 +4,7 @@ Named by the finished VllmConfig; run by EngineCore in place of vLLM's classes.
 Process: engine
 """
 
+from dataclasses import replace
 from typing import Any
 
 from vllm.logger import init_logger
@@ -43,6 +44,7 @@ class KVPolicySchedulerMixin:
         manager.attach(self.kv_policy_planner, policy.placement)
         num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
         logger.info(capacity_line(self.vllm_config, self.kv_policy, num_blocks))
+        self._without_admission: set[str] = set()
         self.kv_policy_counters = EngineCounters(
             CounterFile(self.vllm_config.instance_id, create=True)
         )
@@ -66,6 +68,8 @@ class KVPolicySchedulerMixin:
                 "request %s keeps the server's policy: %s", request_id, error
             )
             config = self.kv_policy
+        if config is None or parse(config.policy).admission is None:
+            self._without_admission.add(request_id)
         if config is None or request_id in self.requests:
             return
         prompt_tokens = request.num_prompt_tokens
@@ -94,6 +98,10 @@ class KVPolicySchedulerMixin:
         commands = self.kv_policy_planner.finish_step(
             scheduler_output.num_scheduled_tokens
         )
+        if self.kv_policy.is_exact:
+            scheduled = scheduler_output.num_scheduled_tokens.keys()
+            exempt = frozenset(self._without_admission & scheduled)
+            commands = replace(commands, exempt=exempt)
         scheduler_output.kv_policy = commands
         super()._update_after_schedule(scheduler_output)
         self._count()
@@ -132,6 +140,7 @@ class KVPolicySchedulerMixin:
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         result = super()._free_request(request, *args, **kwargs)
         self.kv_policy_planner.remove(request.request_id)
+        self._without_admission.discard(request.request_id)
         self._count()
         return result
 

@@ -101,7 +101,7 @@ def test_a_call_recorded_at_length_one_serves_long_steps(
     assert rows > len(scene.batch) + padding
     longest = config.model_config.max_model_len
     assert columns == longest // SHAPE.block
-    assert scene.build_empty().kv_policy.of_layer(0, None).max_seq_len == longest
+    assert scene.build_empty().kv_policy.batch.max_length == longest
     judge(scene, replay(scene)).check()
 
 

@@ -17,7 +17,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from vllm_kvpolicy import compat
-from vllm_kvpolicy.attention.folding import FoldedBatch
+from vllm_kvpolicy.attention.folding import LayerBatch
 from vllm_kvpolicy.attention.metadata import (
     KVPolicyImplMixin,
     KVPolicyMetadataBuilderMixin,
@@ -42,18 +42,17 @@ class KVPolicyCPUMetadataBuilder(
             self._set_isa_to_layers(layer_names)
 
     def folded_layer(
-        self, built: Any, folded: FoldedBatch, layer: int, **changes: Any
+        self, built: Any, batch: LayerBatch, **changes: Any
     ) -> CPUAttentionMetadata:
-        """Return stock metadata of one layer over the folded batch."""
-        lengths = folded.lengths[layer]
+        """Return stock metadata of one layer over a folded batch."""
         schedule = ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=len(lengths),
+            num_reqs=len(batch.lengths),
             num_heads=self.num_heads // self.num_kv_heads,
             num_kv_heads=1,
             head_dim=self.head_dim,
-            seq_lens=lengths,
+            seq_lens=batch.lengths,
             dtype=self.dtype,
-            query_start_loc=folded.query_start,
+            query_start_loc=batch.query_start,
             causal=True,
             sliding_window_size=self.window_size,
             isa=self.isa,
@@ -61,7 +60,7 @@ class KVPolicyCPUMetadataBuilder(
             kv_cache_dtype=self.kv_cache_dtype,
         )
         changes["scheduler_metadata"] = schedule
-        return super().folded_layer(built, folded, layer, **changes)
+        return super().folded_layer(built, batch, **changes)
 
 
 class KVPolicyCPUImpl(KVPolicyImplMixin, CPUAttentionBackendImpl):

@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
-from vllm_kvpolicy.attention.folding import FoldedBatch
+from vllm_kvpolicy.attention.folding import LayerBatch
 from vllm_kvpolicy.attention.metadata import (
     HeadMajorBackendMixin,
     KVPolicyImplMixin,
@@ -28,9 +28,9 @@ class KVPolicyTritonMetadataBuilder(
     """Stock Triton metadata over physical tables."""
 
     def folded_layer(
-        self, built: Any, folded: FoldedBatch, layer: int, **changes: Any
+        self, built: Any, batch: LayerBatch, **changes: Any
     ) -> TritonAttentionMetadata:
-        """Return stock metadata of one layer over the folded batch.
+        """Return stock metadata of one layer over a folded batch.
 
         The kernel cuts the tokens of a row into parts where there are few rows; the
         scratch for that is the stock one, its axes (token, query head) read as (token,
@@ -42,7 +42,7 @@ class KVPolicyTritonMetadataBuilder(
             parts = scratch.unflatten(1, (num_heads, -1)).flatten(0, 1)
             changes[f"softmax_segm_{name}"] = parts
         changes["seq_threshold_3D"] = built.seq_threshold_3D * num_heads
-        return super().folded_layer(built, folded, layer, **changes)
+        return super().folded_layer(built, batch, **changes)
 
 
 class KVPolicyTritonImpl(KVPolicyImplMixin, TritonAttentionImpl):

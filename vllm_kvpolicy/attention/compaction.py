@@ -271,7 +271,7 @@ class Compactor:
     ) -> None:
         """Copy survivors [E, M] to their pages."""
         if self.expiries is not None:
-            self.expiries.move(self.pool, held, lists, placed)
+            self.expiries.move(held, lists, placed)
         block_size, groups = self.pool.block_size, self.pool.num_groups
         moves = list(move_slots(held, lists, placed, block_size))
         if not is_ordered:

@@ -6,17 +6,20 @@ Owned by attention.runtime.
 Process: worker
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
 
 from vllm_kvpolicy.admission.visibility import NEVER
+from vllm_kvpolicy.attention.folding import LayerBatch
 from vllm_kvpolicy.attention.layouts import Held, move_slots
 from vllm_kvpolicy.attention.pages import PagePool
+from vllm_kvpolicy.attention.staging import to_device
 from vllm_kvpolicy.attention.step_tokens import StepTokens
 from vllm_kvpolicy.kernels.assign_pages import PageLists
 from vllm_kvpolicy.kernels.paged import PagedTokens
+from vllm_kvpolicy.kernels.until_attention import until_attention
 from vllm_kvpolicy.policies.base import Decider
 
 
@@ -57,6 +60,7 @@ class Expiries:
         self._own = torch.zeros(step_tokens, dtype=torch.int64, device=device)
         self._governed = torch.zeros_like(self._own)
         self._position = torch.zeros_like(self._own)
+        self.pool: PagePool
         self.until: list[torch.Tensor] = []
         self._base: list[int] = []
 
@@ -80,6 +84,7 @@ class Expiries:
             for _ in range(pool.num_groups)
         ]
         self.until = groups * pool.num_layers if pool.spans_layers else groups
+        self.pool = pool
         step = num_heads * pool.block_size if pool.spans_layers else 0
         self._base = [layer * step for layer in range(pool.num_layers)]
 
@@ -144,19 +149,65 @@ class Expiries:
         pools = [until[..., None] for until in self.until]
         return PagedTokens(pools, pages, num_tokens).dense[..., 0]
 
-    def move(
-        self, pool: PagePool, held: Held, lists: PageLists, placed: torch.Tensor
+    def ends(
+        self, metadata: Any, request_ids: Sequence[str], exempt: Container[str]
+    ) -> torch.Tensor:
+        """Return [R * H] int32 positions behind the newest token of each row.
+
+        Args:
+            metadata: vLLM's CommonAttentionMetadata with logical lengths.
+            request_ids: requests of the batch in row order.
+            exempt: requests that see all that is held: theirs are 0.
+        """
+        ends = metadata.seq_lens[: metadata.num_reqs]
+        rows = [n for n, name in enumerate(request_ids) if name in exempt]
+        if rows:
+            ends = ends.index_fill(0, to_device(rows, ends.device), 0)
+        return ends.repeat_interleave(len(self._heads))
+
+    def attend(
+        self,
+        layer: int,
+        batch: LayerBatch,
+        queries: torch.Tensor,
+        result: torch.Tensor,
+        scale: float,
+        max_queries: int,
     ) -> None:
+        """Attend to what each query sees, in place of a stock kernel.
+
+        Args:
+            layer: index of the layer in model order.
+            batch: what the layer reads.
+            queries: [T * H, G, D] model dtype, folded.
+            result: like `queries`, written.
+            scale: softmax scale.
+            max_queries: no row has more.
+        """
+        until_attention(
+            queries,
+            self.pool.keys[layer],
+            self.pool.values[layer],
+            batch.tables,
+            batch.lengths,
+            batch.query_start,
+            batch.ends,
+            self.until[layer],
+            scale,
+            result,
+            max_queries,
+        )
+
+    def move(self, held: Held, lists: PageLists, placed: torch.Tensor) -> None:
         """Carry values along with survivors.
 
         Args:
-            pool: the group's keys and values.
             held: what was held.
             lists: its pages after the event.
             placed: [E, M] int64, head * T + token that each destination received.
         """
-        groups = pool.num_groups
-        rows: Sequence[torch.Tensor] = move_slots(held, lists, placed, pool.block_size)
+        groups = self.pool.num_groups
+        rows = move_slots(held, lists, placed, self._block_size)
         source, dest = (row.unflatten(1, (groups, -1)) for row in rows)
         for group in range(groups):
             until = self.until[group].view(-1)

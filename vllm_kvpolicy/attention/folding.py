@@ -26,6 +26,33 @@ SPARE = 8  # rows and columns that a batch may grow by before tables are made an
 
 
 @dataclass(frozen=True)
+class LayerBatch:
+    """What one layer of a step reads, rows in the order (request, KV head).
+
+    Args:
+        tables: [R * H, C] int32 page ids.
+        lengths: [R * H] int32, tokens that each row reads, this step's included.
+        query_start: [R * H + 1] int32, first query token of each row.
+        max_length: see `FoldedBatch`.
+        order: see `FoldedBatch`.
+        ends: [R * H] int32, logical position behind each row's newest token; None where
+            attention does not need it.
+    """
+
+    tables: torch.Tensor
+    lengths: torch.Tensor
+    query_start: torch.Tensor
+    max_length: int
+    order: torch.Tensor | None
+    ends: torch.Tensor | None
+
+    @property
+    def num_tokens(self) -> int:
+        """Folded query tokens: those of the step, once for each KV head."""
+        return len(self.lengths if self.order is None else self.order)
+
+
+@dataclass(frozen=True)
 class FoldedBatch:
     """Page tables of a step, rows in the order (request, KV head).
 
@@ -37,6 +64,7 @@ class FoldedBatch:
             captured with, what vLLM says, since replays will hold more.
         order: [T * H] int64, place of each (token, KV head) among the folded queries;
             None where every request has one token, so that folding is a view.
+        ends: see `LayerBatch`.
     """
 
     tables: torch.Tensor
@@ -44,6 +72,23 @@ class FoldedBatch:
     query_start: torch.Tensor
     max_length: int
     order: torch.Tensor | None
+    ends: torch.Tensor | None = None
+
+    def of_layer(self, layer: int, query: torch.Tensor) -> LayerBatch:
+        """Return what one layer reads: all that is held.
+
+        Args:
+            layer: index of the layer in model order.
+            query: [T, Hq, D] model dtype, post-RoPE.
+        """
+        return LayerBatch(
+            self.tables[layer],
+            self.lengths[layer],
+            self.query_start,
+            self.max_length,
+            self.order,
+            self.ends,
+        )
 
 
 class FoldedTables:

@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_kvpolicy.attention.folding import (
     FoldedBatch,
+    LayerBatch,
     fold_queries,
     unfold_output,
 )
@@ -28,13 +29,14 @@ class FoldedMetadata:
     """What the attention of each layer needs where heads have tables of their own.
 
     Args:
-        order: see `folding.FoldedBatch`.
-        of_layer: returns stock metadata of the layer with this index, given the step's
-            queries, [T, Hq, D] model dtype, post-RoPE.
+        batch: page tables per head.
+        stock: returns stock metadata over what one layer reads.
+        max_queries: no request has more tokens in this step.
     """
 
-    order: torch.Tensor | None
-    of_layer: Callable[[int, torch.Tensor], Any]
+    batch: FoldedBatch | SelectedBatch
+    stock: Callable[[LayerBatch], Any]
+    max_queries: int
 
 
 class KVPolicyMetadataBuilderMixin:
@@ -61,13 +63,14 @@ class KVPolicyMetadataBuilderMixin:
         """Return what the stock builder does; less where heads have their own tables.
 
         Queries of several tokens of a request are reordered for those, outside graphs.
-        Where queries choose what they read, so is all attention.
+        Where queries choose what they read, or tokens say until when they are seen, so
+        is all attention.
         """
         support = super().get_cudagraph_support(vllm_config, kv_cache_spec)
         config = server_config(vllm_config)
         if config is None or not config.is_ragged:
             return support
-        if selecting(config):
+        if selecting(config) or config.is_exact:
             return AttentionCGSupport.NEVER
         most = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         return min(support, most, key=lambda each: each.value)
@@ -95,42 +98,27 @@ class KVPolicyMetadataBuilderMixin:
         folded = runtime.folded(common_attn_metadata)
         if folded is not None:
             built.kv_policy = FoldedMetadata(
-                folded.order, partial(self._of_layer, built, folded)
+                folded,
+                partial(self.folded_layer, built),
+                common_attn_metadata.max_query_len,
             )
         return built
 
-    def _of_layer(
-        self,
-        built: Any,
-        folded: FoldedBatch | SelectedBatch,
-        layer: int,
-        query: torch.Tensor,
-    ) -> Any:
-        """Return stock metadata of one layer; see `FoldedMetadata`."""
-        if isinstance(folded, SelectedBatch):
-            return self.folded_layer(built, folded.of_layer(layer, query), 0)
-        return self.folded_layer(built, folded, layer)
-
-    def folded_layer(
-        self, built: Any, folded: FoldedBatch, layer: int, **changes: Any
-    ) -> Any:
-        """Return stock metadata of one layer over the folded batch.
+    def folded_layer(self, built: Any, batch: LayerBatch, **changes: Any) -> Any:
+        """Return stock metadata of one layer over a folded batch.
 
         Args:
             built: the stock metadata of the step.
-            folded: page tables per head.
-            layer: index of the layer in model order.
+            batch: what the layer reads.
             **changes: fields that the backend keeps beside those that all have.
         """
         return replace(
             built,
-            num_actual_tokens=len(folded.lengths[layer])
-            if folded.order is None
-            else len(folded.order),
-            query_start_loc=folded.query_start,
-            max_seq_len=folded.max_length,
-            seq_lens=folded.lengths[layer],
-            block_table=folded.tables[layer],
+            num_actual_tokens=batch.num_tokens,
+            query_start_loc=batch.query_start,
+            max_seq_len=batch.max_length,
+            seq_lens=batch.lengths,
+            block_table=batch.tables,
             **changes,
         )
 
@@ -170,18 +158,22 @@ class KVPolicyImplMixin:
         if runtime is None or folded is None:
             kept = (query, key, value, kv_cache, attn_metadata, output)
             return attend(layer, *kept, *args, **kwargs)
-        index, num_heads, order = layer.kv_policy_index, self.num_kv_heads, folded.order
-        metadata = folded.of_layer(index, query)
-        num_tokens = metadata.num_actual_tokens // num_heads
-        queries = fold_queries(query[:num_tokens], num_heads, order)
+        index, num_heads = layer.kv_policy_index, self.num_kv_heads
+        batch = folded.batch.of_layer(index, query)
+        num_tokens = batch.num_tokens // num_heads
+        queries = fold_queries(query[:num_tokens], num_heads, batch.order)
         # One token per request: rows (request, KV head) are a view of the batch.
         result = (
             output[:num_tokens].view(queries.shape)
-            if order is None
+            if batch.order is None
             else torch.empty_like(queries)
         )
-        pages = runtime.pool.pages_of(index)
-        attend(layer, queries, key, value, pages, metadata, result, *args, **kwargs)
-        if order is not None:
-            output[:num_tokens] = unfold_output(result, num_heads, order)
+        if batch.ends is not None:
+            sizes = self.scale, folded.max_queries
+            runtime.expiries.attend(index, batch, queries, result, *sizes)
+        else:
+            pages, metadata = runtime.pool.pages_of(index), folded.stock(batch)
+            attend(layer, queries, key, value, pages, metadata, result, *args, **kwargs)
+        if batch.order is not None:
+            output[:num_tokens] = unfold_output(result, num_heads, batch.order)
         return output

@@ -19,7 +19,11 @@ from vllm.logger import init_logger
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.attention.compaction import POSITIONS, Answer, Compactor
 from vllm_kvpolicy.attention.expiry import Expiries
-from vllm_kvpolicy.attention.folding import FoldedBatch, FoldedTables, Folder
+from vllm_kvpolicy.attention.folding import (
+    FoldedBatch,
+    FoldedTables,
+    Folder,
+)
 from vllm_kvpolicy.attention.head_tables import HeadTables
 from vllm_kvpolicy.attention.late_tables import LateTables
 from vllm_kvpolicy.attention.layouts import EqualLayout, Layout, RaggedLayout
@@ -93,9 +97,9 @@ class KVPolicyRuntime:
         self._folded = None
         if config.is_ragged:
             is_final = self.is_captured or device.type != "cpu"
-            sizes = self.tables.tables.shape if is_final else (0, 0)
-            heads = len(self.layers), first.num_kv_heads
-            self._folded = FoldedTables.of_engine(*heads, *sizes, device, is_final)
+            rows, columns = self.tables.tables.shape if is_final else (0, 0)
+            sizes = len(self.layers), first.num_kv_heads, rows, columns
+            self._folded = FoldedTables.of_engine(*sizes, device, is_final)
         self.windows = QueryWindows.of_engine(
             self.limits, len(self.layers), first, vllm_config, device
         )
@@ -107,6 +111,8 @@ class KVPolicyRuntime:
             )
         with refused_for(self.policies, lambda needs: needs.until):
             self.expiries = self._deciding(model, vllm_config)
+        # Whether attention follows what tokens decided, and not only events.
+        self.is_exact = self.needs.exact
         self.folder: Folder | None = None
         self.pool: PagePool
         self.memory: dict[str, SurvivorMemory]
@@ -147,7 +153,7 @@ class KVPolicyRuntime:
         if not deciders:
             return None
         # Names that differ behind the admission share one.
-        deciders[0].attach(model, self.layers, vllm_config)
+        deciders[0].attach(model, self.layers, vllm_config, self.rope)
         return Expiries(
             deciders[0],
             self.config.sink_tokens,
@@ -344,12 +350,15 @@ class KVPolicyRuntime:
         may be captured or replayed, outside a step and before any request has had an
         event.
         """
-        is_stock = self._commands is None or not len(self.slots)
+        is_stock = self._commands is None or not (len(self.slots) or self.is_exact)
         is_replayed = self.is_captured and metadata.max_query_len == 1
         if self.folder is None or (is_stock and not is_replayed):
             return None
         request_ids = () if self._commands is None else self.batch_request_ids()
         held = self.folder.fold(metadata, request_ids)
+        if self.is_exact and self.expiries is not None and self._commands is not None:
+            exempt = self._commands.exempt
+            held = replace(held, ends=self.expiries.ends(metadata, request_ids, exempt))
         if self.selection is None:
             return held
         return self.selection.narrow(metadata, request_ids, held)

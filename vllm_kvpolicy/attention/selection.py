@@ -12,13 +12,18 @@ read when it was generated, whatever it is computed beside.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_kvpolicy.attention.folding import FoldedBatch, fold_order, fold_starts
+from vllm_kvpolicy.attention.folding import (
+    FoldedBatch,
+    LayerBatch,
+    fold_order,
+    fold_starts,
+)
 from vllm_kvpolicy.attention.pages import PagePool
 from vllm_kvpolicy.attention.slots import SlotTable
 from vllm_kvpolicy.attention.staging import to_device
@@ -61,8 +66,8 @@ class SelectedBatch:
     query_start: torch.Tensor
     order: torch.Tensor | None
 
-    def of_layer(self, layer: int, query: torch.Tensor) -> FoldedBatch:
-        """Return what one layer reads, as a batch of one layer.
+    def of_layer(self, layer: int, query: torch.Tensor) -> LayerBatch:
+        """Return what one layer reads.
 
         Args:
             layer: index of the layer in model order.
@@ -70,9 +75,10 @@ class SelectedBatch:
         """
         width = -(-self.folded.max_length // self.block_size)
         tables = self.folded.tables[layer, :, :width]
-        lengths = self.folded.lengths[layer]
+        lengths, ends = self.folded.lengths[layer], self.folded.ends
         if self.rows is not None:
             tables, lengths = tables[self.rows], lengths[self.rows] - self.behind
+            ends = None if ends is None else (ends[self.rows] - self.behind).int()
         num_global = (lengths - self.local) // self.block_size
         num_rows, dim = len(num_global), query.shape[-1]
         queries = query[self.tokens].view(num_rows, -1, dim)
@@ -81,12 +87,13 @@ class SelectedBatch:
         )
         num_read = torch.minimum(num_global, self.most)
         read = num_read * self.block_size + self.local
-        return replace(
-            self.folded,
-            tables=best_pages(tables, scores, num_global, num_read)[None],
-            lengths=read.int()[None],
-            query_start=self.query_start,
-            order=self.order,
+        return LayerBatch(
+            best_pages(tables, scores, num_global, num_read),
+            read.int(),
+            self.query_start,
+            self.folded.max_length,
+            self.order,
+            ends,
         )
 
 

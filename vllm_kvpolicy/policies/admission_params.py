@@ -6,7 +6,15 @@ Process: any
 
 from vllm_kvpolicy.policies.params import Param
 
+EXACT = Param(
+    "exact",
+    "bool",
+    False,
+    "tokens that are not kept are hidden as soon as they leave the window, not at the "
+    "next event; attention of its own, slower",
+)
 WGKV_PARAMS = (
+    EXACT,
     Param(
         "wgkv_gates",
         "path",
@@ -29,6 +37,7 @@ WGKV_PARAMS = (
     ),
 )
 DMS_PARAMS = (
+    EXACT,
     Param(
         "dms_adapter",
         "path",

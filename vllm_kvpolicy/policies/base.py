@@ -39,6 +39,7 @@ class Needs:
         memory: names of the float32 values that it keeps per survivor from event to
             event.
         until: what tokens decided when they were computed; see `Decider`.
+        exact: attention follows that, too, not only events.
     """
 
     window_tokens: int = 0
@@ -51,6 +52,7 @@ class Needs:
     signals: tuple[TokenSignal, ...] = ()
     memory: tuple[str, ...] = ()
     until: bool = False
+    exact: bool = False
 
     def __or__(self, other: "Needs") -> "Needs":
         """Return what is needed by either."""
@@ -65,6 +67,7 @@ class Needs:
             signals=tuple(dict.fromkeys(self.signals + other.signals)),
             memory=tuple(dict.fromkeys(self.memory + other.memory)),
             until=self.until or other.until,
+            exact=self.exact or other.exact,
         )
 
 
@@ -252,7 +255,11 @@ class Decider(Protocol):
     shift: int
 
     def attach(
-        self, model: nn.Module, layers: Sequence[nn.Module], vllm_config: Any
+        self,
+        model: nn.Module,
+        layers: Sequence[nn.Module],
+        vllm_config: Any,
+        rope: Rope | None,
     ) -> None:
         """Hook the loaded model; before it is compiled or captured.
 
@@ -260,6 +267,7 @@ class Decider(Protocol):
             model: vLLM's model.
             layers: its attention layers in model order.
             vllm_config: the engine's configuration.
+            rope: the model's rotary embedding, None unless asked for.
 
         Raises:
             ValueError: the model is not one that it can hook.

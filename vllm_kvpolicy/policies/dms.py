@@ -25,6 +25,7 @@ from vllm_kvpolicy.admission.dms_model import DmsRule, rule_for
 from vllm_kvpolicy.kernels.dms_decision import DecisionWeights
 from vllm_kvpolicy.model_parts import attention_modules, decoder_layers
 from vllm_kvpolicy.policies.base import Needs
+from vllm_kvpolicy.policies.rope import Rope
 
 
 class DelayedEviction:
@@ -35,11 +36,11 @@ class DelayedEviction:
         options: resolved options of the policy.
     """
 
-    needs = Needs(until=True)
     threshold = 0.5
 
     def __init__(self, adapter: DmsAdapter | None, options: Mapping[str, Any]) -> None:
         self.adapter, self.options = adapter, options
+        self.needs = Needs(until=True, exact=options["exact"])
         self.rule = DmsRule()
 
     @classmethod
@@ -68,7 +69,11 @@ class DelayedEviction:
         return self.rule.shift
 
     def attach(
-        self, model: nn.Module, layers: Sequence[nn.Module], vllm_config: Any
+        self,
+        model: nn.Module,
+        layers: Sequence[nn.Module],
+        vllm_config: Any,
+        rope: Rope | None,
     ) -> None:
         """Hook a model's layers; see `Decider`."""
         config, first = vllm_config.model_config, layers[0]
