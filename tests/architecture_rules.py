@@ -32,6 +32,7 @@ ROWS = (
         "admission.dms_adapter",
         "admission.dms_files",
         "admission.dms_model",
+        "admission.duo_files",
         "admission.wgkv_files",
         "admission.wgkv_gates",
         "compat",

@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from vllm_kvpolicy.admission import dms_files, wgkv_files
+from vllm_kvpolicy.admission import dms_files, duo_files, wgkv_files
 from vllm_kvpolicy.admission.dms_adapter import FLAVOURS
 from vllm_kvpolicy.admission.dms_model import refuse_plain, rule_for
 from vllm_kvpolicy.config import KVPolicyConfig
@@ -38,6 +38,8 @@ def check_files(config: KVPolicyConfig, vllm_config: Any) -> None:
         try:
             if kind == "wgkv":
                 _check_gates(path, config, vllm_config)
+            elif kind == "duo":
+                _check_pattern(path, config, vllm_config)
             elif kind == "dms":
                 _check_decisions(path, config, vllm_config)
             else:
@@ -68,6 +70,20 @@ def _check_gates(path: str, config: KVPolicyConfig, vllm_config: Any) -> None:
         raise ValueError(
             f"wgkv gates {path}: trained with a window of {gates.window} tokens, got "
             f"--kv-recent {config.recent_tokens}; set --kv-recent {gates.window}"
+        )
+
+
+def _check_pattern(path: str, config: KVPolicyConfig, vllm_config: Any) -> None:
+    """Check that a pattern belongs to the model, and that the server has its window."""
+    pattern = duo_files.load(path)
+    num_layers, _, num_kv_heads, _ = _model_shape(vllm_config)
+    pattern.check_shape(num_layers, num_kv_heads)
+    if config.sink_tokens < pattern.sinks or config.recent_tokens != pattern.recent:
+        raise ValueError(
+            f"duo pattern {path}: made with {pattern.sinks} sinks, {pattern.recent} "
+            f"recent tokens, got --kv-sinks {config.sink_tokens} --kv-recent "
+            f"{config.recent_tokens}; set --kv-sinks {pattern.sinks} --kv-recent "
+            f"{pattern.recent}"
         )
 
 

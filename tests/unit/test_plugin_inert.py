@@ -61,6 +61,7 @@ ENTRY_MODULES = {
     "admission.dms_adapter",
     "admission.dms_files",
     "admission.dms_model",
+    "admission.duo_files",
     "admission.wgkv_files",
     "admission.wgkv_gates",
     "patch_table",

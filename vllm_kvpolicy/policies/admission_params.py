@@ -84,3 +84,22 @@ DMS_PARAMS = (
         optional=True,
     ),
 )
+DUO_PARAMS = (
+    Param(
+        "duo_pattern",
+        "path",
+        None,
+        "of how much use a full cache is to each head, a folder with "
+        "full_attention_heads.tsv and config.json",
+        required=True,
+        holds="duo",
+    ),
+    Param(
+        "duo_sparsity",
+        "float",
+        0.5,
+        "share of the heads, those of least use, that keep the recent window alone",
+        0,
+        1,
+    ),
+)

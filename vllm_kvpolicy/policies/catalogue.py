@@ -8,7 +8,7 @@ Process: any
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from vllm_kvpolicy.policies.admission_params import DMS_PARAMS, WGKV_PARAMS
+from vllm_kvpolicy.policies.admission_params import DMS_PARAMS, DUO_PARAMS, WGKV_PARAMS
 from vllm_kvpolicy.policies.allocator_params import (
     ADAKV_PARAMS,
     CHUNK_PARAMS,
@@ -94,6 +94,21 @@ ADMISSIONS = {
         ragged=True,
         params=DMS_PARAMS,
         refuses=_UNSHARED,
+    ),
+    "duo": Word(
+        "vllm_kvpolicy.policies.duo:RetrievalHeads",
+        "heads of a pattern keep everything, the others the recent window, a baseline",
+        "DuoAttention, arXiv 2410.10819",
+        ragged=True,
+        params=DUO_PARAMS,
+        refuses=_UNSHARED,
+    ),
+    "local": Word(
+        "vllm_kvpolicy.policies.local:LocalAttention",
+        "nothing is admitted behind the recent window but sinks, a baseline",
+        "WG-KV, arXiv 2512.17452",
+        ragged=True,
+        refuses=dict.fromkeys(("", "ams", *_UNSHARED), "it leaves no choice"),
     ),
 }
 SCORERS = {
