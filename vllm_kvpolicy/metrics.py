@@ -45,6 +45,7 @@ SERIES = (
     Series("request_steps", "counter", "Running requests, summed over steps."),
     Series("block_steps", "counter", "Superblocks held, summed over steps."),
     Series("requests", "counter", "Requests that ended after they held superblocks."),
+    Series("tokens_left", "counter", "Tokens per KV head that events judged first."),
     Series("peak_blocks", "counter", "Most superblocks held by each ended request."),
 )
 INDEX = {series.name: index for index, series in enumerate(SERIES)}
@@ -217,6 +218,8 @@ class WorkerCounters:
                 dropped_blocks = len(event.source_blocks) - count
                 self.file.add("tokens_kept", count * self.block_size + local)
                 self.file.add("tokens_dropped", dropped_blocks * self.block_size)
+                left = len(event.leaving_blocks) * self.block_size
+                self.file.add("tokens_left", left)
 
 
 class Collector:
