@@ -15,7 +15,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from benchmarks.workload import NULL_BLOCKS, block_bytes
 from vllm_kvpolicy.compat import COUNTING_CLASSES
 
 STOCK, POLICY = "stock", "wgkv"
-TASKS = ("count:96", "hops:60", "mul:60", "recall:160", "sub:96", "add:72")
+TASKS = ("count:96", "hops:40", "mul:60", "recall:160", "sub:96", "add:72")
 GATES = PACKAGED_MODEL.parent / "gates" / "wgkv-0.16.safetensors"
 WAITING, USAGE = "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
 PREEMPTIONS = "vllm:num_preemptions_total"
@@ -274,9 +274,13 @@ def _cell(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def run(args: argparse.Namespace, log_folder: Path) -> dict[str, Any]:
-    """Start the servers, ask in turn, print; return a JSON-able record."""
+def run(args: argparse.Namespace, log_folder: Path) -> Iterator[dict[str, Any]]:
+    """Start the servers and ask in turn; yield a JSON-able record after each pair."""
     record: dict[str, Any] = {"provenance": provenance.collect("benchmarks.admission")}
+    record["settings"] = vars(args) | {
+        key: provenance.redacted(str(getattr(args, key)))
+        for key in ("model", "gates", "out", "logs")
+    }
     arguments = servers_of(args)
     rows: dict[str, list[Row]] = {name: [] for name in arguments}
     log(f"starting {', '.join(arguments)}; logs in {log_folder}")
@@ -290,13 +294,7 @@ def run(args: argparse.Namespace, log_folder: Path) -> dict[str, Any]:
                 row = in_units(measure(servers[name], asked, args.max_tokens), args)
                 rows[name].append(row)
                 log(f"pair {number + 1}/{args.pairs}: {name} {row}")
-    summary = summarise(rows)
-    print(report(rows, summary))
-    shown = vars(args) | {
-        key: provenance.redacted(str(getattr(args, key)))
-        for key in ("model", "gates", "out", "logs")
-    }
-    return record | {"settings": shown, "rounds": rows, **summary}
+            yield record | {"rounds": rows, **summarise(rows)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -304,10 +302,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     folder = args.logs or Path(tempfile.mkdtemp(prefix="kvpolicy-admission-"))
     folder.mkdir(parents=True, exist_ok=True)
-    record = run(args, folder)
-    if args.out:
-        args.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        log(f"wrote {args.out}")
+    record: dict[str, Any] = {}
+    for record in run(args, folder):
+        if args.out:
+            text = json.dumps(record, indent=2) + "\n"
+            args.out.write_text(text, encoding="utf-8")
+    print(report(record["rounds"], record))
 
 
 if __name__ == "__main__":
