@@ -30,11 +30,12 @@ from benchmarks.workload import NULL_BLOCKS, block_bytes
 from vllm_kvpolicy.compat import COUNTING_CLASSES
 
 STOCK, POLICY = "stock", "wgkv"
-TASKS = ("count:96", "hops:40", "mul:60", "recall:160", "sub:96", "add:72")
+TASKS = ("count:48", "hops:30", "mul:30", "recall:96", "sub:48", "add:30")
 GATES = PACKAGED_MODEL.parent / "gates" / "wgkv-0.16.safetensors"
 WAITING, USAGE = "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
 PREEMPTIONS = "vllm:num_preemptions_total"
 SETTLE_SECONDS = 30.0
+WARM_UP_TOKENS = 32
 TARGET, MOST_KEPT = 1.5, 0.4
 """Requests at once over stock's that are asked for, at this kept fraction or less."""
 COLUMNS = {
@@ -64,10 +65,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--interval", type=int, default=64, help="tokens between events")
     add("--tasks", nargs="+", default=TASKS, help="see docs/accuracy.md")
     add("--problems", type=int, default=4, help="of each task, in each round")
-    add("--blocks", type=int, default=160, help="KV blocks of each server")
+    add("--blocks", type=int, default=50, help="KV blocks of each server")
     add("--block-size", type=int, default=32, help="tokens")
-    add("--max-tokens", type=int, default=1200, help="of an answer")
-    add("--max-model-len", type=int, default=2048, help="tokens")
+    add("--max-tokens", type=int, default=600, help="of an answer")
+    add("--max-model-len", type=int, default=1024, help="tokens")
     add("--pairs", type=int, default=3, help="rounds on both servers")
     add("--seed", type=int, default=0, help="of the first problem")
     add("--out", type=Path, help="JSON file to write")
@@ -285,9 +286,9 @@ def run(args: argparse.Namespace, log_folder: Path) -> Iterator[dict[str, Any]]:
     rows: dict[str, list[Row]] = {name: [] for name in arguments}
     log(f"starting {', '.join(arguments)}; logs in {log_folder}")
     with running(arguments, log_folder) as servers:
-        warm_up = asked_of(args, args.pairs)[:2]
+        warm_up = asked_of(args, args.pairs)[:1]
         for server in servers.values():
-            measure(server, warm_up, args.max_tokens)
+            measure(server, warm_up, WARM_UP_TOKENS)
         for number in range(args.pairs):
             asked = asked_of(args, number)
             for name in list(servers)[:: 1 if number % 2 else -1]:

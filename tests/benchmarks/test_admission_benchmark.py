@@ -62,8 +62,8 @@ def test_servers_differ_in_the_policy_alone(tiny_model):
         *("--kv-policy", "wgkv", "--kv-recent", "32", "--kv-interval", "64"),
         *("--kv-policy-config", json.dumps({"wgkv_gates": "g.safetensors"})),
     ]
-    with pytest.raises(ValueError, match="blocks: got 64, expected at least 65"):
-        admission.servers_of(arguments(tiny_model, "--blocks", "64"))
+    with pytest.raises(ValueError, match="blocks: got 32, expected at least 33"):
+        admission.servers_of(arguments(tiny_model, "--blocks", "32"))
 
 
 def test_no_problem_comes_twice(tiny_model):
