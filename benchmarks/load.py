@@ -1,17 +1,19 @@
 """Owns the streaming client of /v1/completions and the arrival time of every token.
 
-Called by serving. Prompts are token ids, outputs have a forced length, decoding is
-greedy.
+Called by serving, `sampled` by admission too. Prompts are token ids, outputs have a
+forced length, decoding is greedy.
 """
 
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
+
+Result = TypeVar("Result")
 
 SAMPLE_SECONDS = 0.5
 LINE_BYTES = 2**20
@@ -130,17 +132,28 @@ async def run_together(
         Completions in the order of the prompts, and the samples.
     """
     async with open_session(url) as session:
-        samples: list[dict[str, float]] = []
-        sampler = asyncio.create_task(_keep_sampling(sample, samples))
-        try:
-            requests = (complete(session, prompt, output_tokens) for prompt in prompts)
-            completions = await asyncio.gather(*requests)
-        finally:
-            sampler.cancel()
-            ended = await asyncio.gather(sampler, return_exceptions=True)
+        requests = (complete(session, prompt, output_tokens) for prompt in prompts)
+        return await sampled(asyncio.gather(*requests), sample)
+
+
+async def sampled(
+    work: Awaitable[Result], sample: Callable[[], dict[str, float]]
+) -> tuple[Result, list[dict[str, float]]]:
+    """Wait for work and sample a server's metrics meanwhile; see `run_together`.
+
+    Raises:
+        LoadError: sampling failed.
+    """
+    samples: list[dict[str, float]] = []
+    sampler = asyncio.create_task(_keep_sampling(sample, samples))
+    try:
+        result = await work
+    finally:
+        sampler.cancel()
+        ended = await asyncio.gather(sampler, return_exceptions=True)
     if not isinstance(ended[0], asyncio.CancelledError):
         raise LoadError(f"sampling the metrics failed: {ended[0]!r}")
-    return list(completions), samples
+    return result, samples
 
 
 async def run_one_by_one(

@@ -18,6 +18,11 @@ SCHEDULER_CLASSES = {
     False: "vllm_kvpolicy.scheduler.KVPolicyScheduler",
     True: "vllm_kvpolicy.scheduler.KVPolicyAsyncScheduler",
 }
+# For servers without a policy whose requests are counted; keyed in the same way.
+COUNTING_CLASSES = {
+    False: "vllm_kvpolicy.block_manager.counting.CountingScheduler",
+    True: "vllm_kvpolicy.block_manager.counting.CountingAsyncScheduler",
+}
 # Names of vLLM's backends for which there is a subclass of ours.
 ATTENTION_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER")
 # Of GPUs, with what takes their place. A machine may lack the library of one of them.

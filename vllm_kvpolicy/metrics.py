@@ -41,6 +41,12 @@ SERIES = (
     Series("local_blocks", "gauge", "Superblocks at and above the frontiers."),
     Series("global_blocks", "gauge", "Superblocks that hold survivors."),
     Series("keep_ratio", "gauge", "Tokens held / tokens computed, live requests."),
+    Series("steps", "counter", "Engine steps that computed tokens."),
+    Series("request_steps", "counter", "Running requests, summed over steps."),
+    Series("block_steps", "counter", "Superblocks held, summed over steps."),
+    Series("requests", "counter", "Requests that ended after they held superblocks."),
+    Series("tokens_left", "counter", "Tokens per KV head that events judged first."),
+    Series("peak_blocks", "counter", "Most superblocks held by each ended request."),
 )
 INDEX = {series.name: index for index, series in enumerate(SERIES)}
 SIZE_BYTES = 8 * len(SERIES)
@@ -146,6 +152,17 @@ class EngineCounters:
         self.file.set("global_blocks", pools[1])
         self.file.set("blocks_returned", blocks_returned)
 
+    def add_step(self, num_requests: int, num_blocks: int) -> None:
+        """Count a step: requests that run in it and superblocks held by all."""
+        self.file.add("steps", 1)
+        self.file.add("request_steps", num_requests)
+        self.file.add("block_steps", num_blocks)
+
+    def add_request(self, peak_blocks: int) -> None:
+        """Count a request that has ended, with the most superblocks that it held."""
+        self.file.add("requests", 1)
+        self.file.add("peak_blocks", peak_blocks)
+
     def ratio_due(self) -> bool:
         """Return whether the keep ratio, which needs a walk over requests, is old."""
         now = time.monotonic()
@@ -201,6 +218,8 @@ class WorkerCounters:
                 dropped_blocks = len(event.source_blocks) - count
                 self.file.add("tokens_kept", count * self.block_size + local)
                 self.file.add("tokens_dropped", dropped_blocks * self.block_size)
+                left = len(event.leaving_blocks) * self.block_size
+                self.file.add("tokens_left", left)
 
 
 class Collector:

@@ -122,6 +122,10 @@ def _with_policy(original: Callable) -> Callable:
             vllm_config = original(self, *args, **kwargs)
             with _start_errors(serves_http):
                 refuse_plain(vllm_config.model_config)
+            if _is_counted(vllm_config):
+                _choose_counting(vllm_config.scheduler_config)
+                if serves_http:
+                    _wrap(ATTACH_METRICS, _with_counters)
             return vllm_config
         is_command = ENGINE_KEY in additional
         with _start_errors(is_command):
@@ -142,6 +146,18 @@ def _with_policy(original: Callable) -> Callable:
         return vllm_config
 
     return create_engine_config
+
+
+def _is_counted(vllm_config: Any) -> bool:
+    """Return whether an engine without a policy was asked to count what it holds."""
+    scheduler = vllm_config.scheduler_config
+    return scheduler.scheduler_cls in compat.COUNTING_CLASSES.values()
+
+
+def _choose_counting(scheduler: Any) -> None:
+    """Name the counting class that schedules as vLLM would without it."""
+    is_async = bool(scheduler.async_scheduling)
+    scheduler.scheduler_cls = compat.COUNTING_CLASSES[is_async]
 
 
 def _wrap_server() -> None:
@@ -327,7 +343,9 @@ def _with_counters(original: Callable) -> Callable:
         def metrics(request: Any) -> Any:
             text = generate_latest(registry)
             vllm_config = getattr(request.app.state, "vllm_config", None)
-            if vllm_config is not None and has_policy(vllm_config):
+            if vllm_config is not None and (
+                has_policy(vllm_config) or _is_counted(vllm_config)
+            ):
                 counters = CollectorRegistry()
                 labels = _labels(vllm_config)
                 counters.register(Collector(vllm_config.instance_id, labels))

@@ -13,17 +13,17 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
+from vllm_kvpolicy.block_manager.counting import CountingMixin
 from vllm_kvpolicy.block_manager.limits import capacity_line, planner_limits
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager
 from vllm_kvpolicy.block_manager.planner import Asked, Planner
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
-from vllm_kvpolicy.metrics import CounterFile, EngineCounters
 from vllm_kvpolicy.policies.registry import parse
 
 logger = init_logger("vllm.kv_policy")
 
 
-class KVPolicySchedulerMixin:
+class KVPolicySchedulerMixin(CountingMixin):
     """Adds events to a vLLM scheduler; every override calls the method it extends."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -45,9 +45,6 @@ class KVPolicySchedulerMixin:
         num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
         logger.info(capacity_line(self.vllm_config, self.kv_policy, num_blocks))
         self._without_admission: set[str] = set()
-        self.kv_policy_counters = EngineCounters(
-            CounterFile(self.vllm_config.instance_id, create=True)
-        )
 
     def add_request(self, request: Request) -> None:
         """Queue a request and plan its events."""
@@ -128,10 +125,10 @@ class KVPolicySchedulerMixin:
                 if request_id in states
             )
 
-    def shutdown(self) -> None:
-        """Stop; the counters end with the engine."""
-        super().shutdown()
-        self.kv_policy_counters.file.remove()
+    def _most_held(self, request_id: str) -> int:
+        state = self.kv_policy_planner.states.get(request_id)
+        earlier = 0 if state is None else state.most_held
+        return max(super()._most_held(request_id), earlier)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)

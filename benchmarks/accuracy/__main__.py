@@ -5,9 +5,10 @@
     python -m benchmarks.accuracy --grid benchmarks/grids/standard.yaml --shard 1/4
 
 One server per budget, interval and tier (heads of equal or of own lengths), one after
-the other; requests name their policies. `full` is vLLM without a policy and has neither
-budget nor interval. Run again with the same settings, it goes on where the output file
-ends. A summary goes to standard output and to OUT.summary.json.
+the other; requests name their policies, and each policy is asked one task at a time.
+`full` is vLLM without a policy and has neither budget nor interval. Run again with the
+same settings, it goes on where the output file ends. A summary goes to standard output
+and to OUT.summary.json.
 """
 
 import argparse
@@ -16,14 +17,15 @@ import hashlib
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from benchmarks import provenance
-from benchmarks.accuracy import grid, results, scoring, summary
+from benchmarks.accuracy import grid, measured, results, scoring, summary
 from benchmarks.accuracy.client import Asked, Client
 from benchmarks.accuracy.questions import check_task
 from benchmarks.accuracy.servers import Setup, count_events, serving, split
@@ -193,7 +195,7 @@ def run(
     lines: list[Line],
     log_folder: Path,
 ) -> tuple[dict[str, float], list[str]]:
-    """Ask every server what the output file does not have yet.
+    """Ask every server what the output file does not have yet, after a warm-up.
 
     Args:
         args: the parsed command line.
@@ -217,9 +219,12 @@ def run(
         args.out.open("a", encoding="utf-8") as file,
     ):
 
-        def write(line: Line) -> None:
-            file.write(json.dumps(line) + "\n")
+        def put(row: Line) -> None:
+            file.write(json.dumps(row) + "\n")
             file.flush()
+
+        def write(line: Line) -> None:
+            put(line)
             lines.append(line)
             bar.update()
 
@@ -227,13 +232,59 @@ def run(
             bar.set_description(setup.label)
             log(f"{setup.label}: {len(asked)} answers to come")
             with serving(setup, args, log_folder) as url:
+                asyncio.run(client.ask_all(url, asked[:1], _forget))
                 before = count_events(url, setup)
-                failures += asyncio.run(client.ask_all(url, asked, write))
+                failed: list[str] = []
+                for batch in ask_batches(client, url, asked, write, failed):
+                    put({results.BATCH: batch})
+                failures += failed
                 after = count_events(url, setup)
             if before is not None and after is not None:
                 events[setup.label] = after - before
                 log(f"{setup.label}: {after - before:.0f} events")
     return events, failures
+
+
+def ask_batches(
+    client: Client,
+    url: str,
+    asked: Sequence[Asked],
+    write: Callable[[Line], None],
+    failures: list[str],
+) -> Iterator[Line]:
+    """Ask a server policy by policy, task by task; yield what it measured of each.
+
+    Args:
+        client: sends the requests.
+        url: root of the server.
+        asked: requests, those of a policy and a task together.
+        write: called with each line when it is known.
+        failures: a sentence for each problem that failed is added.
+
+    Raises:
+        LoadError: too many failed.
+    """
+    for place, members in groupby(asked, key=lambda one: measured.place_of(one.key)):
+        batch = list(members)
+
+        def ask(batch: list[Asked] = batch) -> list[Line]:
+            lines: list[Line] = []
+
+            def take(line: Line) -> None:
+                write(line)
+                lines.append(line)
+
+            asyncio.run(client.ask_all(url, batch, take, failures))
+            return lines
+
+        clients = min(client.concurrency, len(batch))
+        found = measured.measure(url, place, clients, ask)
+        if found["answers"]:
+            yield found
+
+
+def _forget(_: Line) -> None:
+    """Take the line of a request that only warms up."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -270,7 +321,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     events, failures = run(args, client, wanted, lines, folder)
     record |= {"events_in_this_run": events, "failures_in_this_run": failures}
-    record |= {"settings": settings, **summary.summarise(lines, settings)}
+    batches = results.batches_of([args.out])
+    record |= {"settings": settings, **summary.summarise(lines, settings, batches)}
     print(summary.format_summary(record["summary"]))
     print("\n" + summary.format_pairs(record["pairs"]))
     args.out.with_suffix(".summary.json").write_text(

@@ -157,7 +157,11 @@ class Client:
         }
 
     async def ask_all(
-        self, url: str, wanted: Sequence[Asked], write: Callable[[Line], None]
+        self,
+        url: str,
+        wanted: Sequence[Asked],
+        write: Callable[[Line], None],
+        failures: list[str] | None = None,
     ) -> list[str]:
         """Send all requests, `concurrency` at a time.
 
@@ -165,6 +169,7 @@ class Client:
             url: root of the server.
             wanted: what to send, in this order.
             write: called with each line when it is known.
+            failures: of earlier calls, which count as well; new ones are added.
 
         Returns:
             A sentence for each problem that failed.
@@ -172,7 +177,7 @@ class Client:
         Raises:
             LoadError: more than `max_failures` failed; the rest was not sent.
         """
-        failures: list[str] = []
+        failures = [] if failures is None else failures
         remaining = iter(wanted)
         async with open_session(url) as session, asyncio.TaskGroup() as group:
             for _ in range(min(self.concurrency, len(wanted))):

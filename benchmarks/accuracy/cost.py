@@ -1,7 +1,8 @@
 """Owns what an answer costs in KV tokens, by arithmetic from lengths and events.
 
 Called by summary. Nothing is measured: events are a pure function of lengths and
-settings. Tokens are per KV head, each head and layer alike.
+settings. Tokens are per KV head, each head and layer alike. Where what is kept depends
+on the text, there is nothing to compute: see measured.
 """
 
 import numpy as np
@@ -10,9 +11,12 @@ from benchmarks.accuracy.results import Line
 from benchmarks.accuracy.servers import FULL, options_of, split
 from vllm_kvpolicy.block_manager.events import Footprint, positions_up_to
 from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.policies.registry import parse
 
 
-def cost_of(line: Line, settings: Line, length: int | None = None) -> tuple[int, int]:
+def cost_of(
+    line: Line, settings: Line, length: int | None = None
+) -> tuple[int, int] | None:
     """Return the cost of one answer.
 
     Args:
@@ -22,7 +26,7 @@ def cost_of(line: Line, settings: Line, length: int | None = None) -> tuple[int,
 
     Returns:
         KV tokens read in decoding, summed over its steps, and the most KV tokens that
-        its blocks have room for at once.
+        its blocks have room for at once; None where that depends on the text.
     """
     output = min(line["output_tokens"], length or line["output_tokens"])
     block = settings["block_size"]
@@ -39,7 +43,16 @@ def cost_of(line: Line, settings: Line, length: int | None = None) -> tuple[int,
             "policy_config": options_of((policy,), variant, settings),
         }
     )
+    if depends_on_text(config):
+        return None
     return bounded_cost(*size, config.footprint(line["prompt_tokens"], block))
+
+
+def depends_on_text(config: KVPolicyConfig) -> bool:
+    """Return whether a policy may hold or read less than its budget, or has none."""
+    info, options = parse(config.policy), config.options_of(config.policy)
+    is_chosen = info.admission is not None or info.selection is not None
+    return is_chosen or options.get("hard_mode") == "dynamic"
 
 
 def full_cost(prompt: int, output: int, block: int) -> tuple[int, int]:

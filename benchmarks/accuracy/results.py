@@ -1,7 +1,8 @@
 """Owns the output file of a run: settings in its first line, then a line per answer.
 
 Called by the command and by report. A file is continued where it ends, never written
-anew; no answer is in it twice.
+anew; no answer is in it twice. Behind the answers of each batch stands a line with what
+the server measured meanwhile, see `measured.measure`.
 """
 
 import json
@@ -12,6 +13,9 @@ from typing import Any
 
 KEY_FIELDS = ("policy", "budget", "interval", "task", "id", "sample")
 """What makes a line unique; budget and interval are None without a policy."""
+
+BATCH = "batch"
+"""The only key of a line that is no answer."""
 
 Line = dict[str, Any]
 
@@ -51,7 +55,7 @@ def continue_file(path: Path, settings: Line) -> list[Line]:
 
 
 def parse_file(path: Path, text: str) -> tuple[Line, list[Line]]:
-    """Return the settings and the lines of a file.
+    """Return the settings and the answers of a file.
 
     Args:
         path: for messages.
@@ -62,7 +66,8 @@ def parse_file(path: Path, text: str) -> tuple[Line, list[Line]]:
     """
     try:
         rows = [json.loads(row) for row in text.split("\n")[:-1]]
-        settings, lines = rows[0]["settings"], rows[1:]
+        settings = rows[0]["settings"]
+        lines = [row for row in rows[1:] if BATCH not in row]
         keys = [key_of(line) for line in lines]
     except (json.JSONDecodeError, KeyError, IndexError, TypeError) as error:
         raise ValueError(
@@ -72,6 +77,22 @@ def parse_file(path: Path, text: str) -> tuple[Line, list[Line]]:
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"{path}: expected each answer once, got {twice} again")
     return settings, lines
+
+
+def batches_of(paths: Sequence[Path]) -> list[Line]:
+    """Return what servers measured, from output files that `parse_file` can read."""
+    rows = [
+        json.loads(row) for path in paths for row in _whole_lines(path).split("\n")[:-1]
+    ]
+    return [row[BATCH] for row in rows if BATCH in row]
+
+
+def _whole_lines(path: Path) -> str:
+    """Return a file's lines but for a last one that was cut off; unpacks `.xz`."""
+    is_packed = path.suffix == ".xz"
+    content = lzma.decompress(path.read_bytes()) if is_packed else path.read_bytes()
+    text = content.decode("utf-8")
+    return text[: text.rfind("\n") + 1]
 
 
 def check_digests(lines: Iterable[Line], digests: dict[tuple[str, str], str]) -> None:
@@ -105,10 +126,7 @@ def merge(paths: Sequence[Path]) -> tuple[Line, list[Line]]:
     settings: Line | None = None
     lines: dict[tuple, Line] = {}
     for path in paths:
-        is_packed = path.suffix == ".xz"
-        content = lzma.decompress(path.read_bytes()) if is_packed else path.read_bytes()
-        text = content.decode("utf-8")
-        found, more = parse_file(path, text[: text.rfind("\n") + 1])
+        found, more = parse_file(path, _whole_lines(path))
         if settings is not None and found != settings:
             raise ValueError(
                 f"{path}: written with {found}, the others with {settings}"

@@ -17,6 +17,7 @@ from benchmarks.load import LoadError
 from benchmarks.provenance import package_version
 from benchmarks.server import EngineSettings, parse_metrics, running
 from benchmarks.workload import block_bytes
+from vllm_kvpolicy.compat import COUNTING_CLASSES
 from vllm_kvpolicy.policies.registry import parse
 
 FULL = "full"
@@ -71,7 +72,10 @@ class Setup:
             # On a CPU, vLLM 0.32 dies of a prompt in chunks beside a request's seed.
             tokens = args.concurrency * args.max_model_len
             words += ["--max-num-batched-tokens", str(tokens)]
-        if self.budget is not None:
+        if self.budget is None:
+            # vLLM's own scheduler, which says what requests hold as a policy's does.
+            words += ["--scheduler-cls", COUNTING_CLASSES[False]]
+        else:
             first, *others = self.policies
             config = options_of(self.policies, self.variant, vars(args))
             config["allow"] = others

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from benchmarks.accuracy import measured
 from benchmarks.accuracy.cost import cost_of
 from benchmarks.accuracy.results import Line
 from benchmarks.accuracy.servers import FULL, split
@@ -22,29 +23,37 @@ CONTROL = "strat"
 LENGTHS = (0.25, 0.5, 1.0)
 """Limits of the length of an answer in `votes`, as shares of a task's longest one."""
 
+MEASURED_HEADER = ["held", "/ full", "peak held", "/ full", "tok/s", "/ full"]
+
 Row = dict[str, Any]
 Place = tuple[str, int | None, int | None]
 """Policy, budget, interval."""
 Groups = dict[tuple[Place, str], list[Line]]
 
 
-def summarise(lines: Sequence[Line], settings: Line) -> dict[str, list[Row]]:
+def summarise(
+    lines: Sequence[Line], settings: Line, batches: Sequence[Line] = ()
+) -> dict[str, list[Row]]:
     """Return the summary of lines.
 
     Args:
         lines: of output files, each answer once.
         settings: of those files.
+        batches: what servers measured, of the same files.
 
     Returns:
-        `summary`: a row per policy, budget, interval and task, see `row_of`; `pairs`:
+        `summary`: a row per policy, budget, interval and task, see `row_of`, with
+        `measured` where there are batches of it, see `measured_by`; `pairs`:
         paired tests, see `pairs_of`; `votes`: see `votes_of`, empty with one sample.
         Tasks are pooled under the family `all`.
     """
     groups = grouped(lines)
+    known = measured_by(batches, settings["block_size"]) if batches else {}
     return {
         "summary": [
             dict(zip(("policy", "budget", "interval", "family"), names, strict=True))
             | row_of(members, settings)
+            | ({"measured": known[names]} if names in known else {})
             for names, members in _named(groups)
         ],
         "pairs": list(pairs_of(groups)),
@@ -121,7 +130,8 @@ def row_of(members: Sequence[Line], settings: Line) -> Row:
         which is too wide rather than too narrow beside several samples; `score`: mean;
         `capped`: share cut off; mean tokens of prompt and
         output; `kv_read`: mean KV tokens read in decoding; `kv_peak`: mean of the most
-        held at once; `repeated`: share of repeated n-grams by n, mean over answers
+        held at once, both by arithmetic, see `cost_of`, None where that has nothing to
+        say; `repeated`: share of repeated n-grams by n, mean over answers
         whose token ids are known, None where none are.
     """
     tried, correct = len(members), sum(line["correct"] for line in members)
@@ -144,12 +154,36 @@ def row_of(members: Sequence[Line], settings: Line) -> Row:
         "mean_prompt_tokens": mean([line["prompt_tokens"] for line in members]),
         "mean_output_tokens": mean([line["output_tokens"] for line in members]),
         "capped": mean([line["capped"] for line in members]),
-        "kv_read": mean([read for read, _ in costs]),
-        "kv_peak": mean([peak for _, peak in costs]),
+        **_mean_costs(costs, tried),
         "repeated": {size: mean([rates[size] for rates in known]) for size in known[0]}
         if known
         else None,
     }
+
+
+def measured_by(batches: Sequence[Line], block_size: int) -> dict[tuple, Row]:
+    """Return what servers measured, by policy, budget, interval and family.
+
+    Returns:
+        `measured.figures`, with `to_full`, see `measured.ratios_to_full`.
+    """
+    by_place: dict[Place, dict[str, list[Line]]] = {}
+    for batch in batches:
+        *place, task = measured.place_of(batch)
+        families = by_place.setdefault(tuple(place), {})
+        for family in (task, POOLED):
+            families.setdefault(family, []).append(batch)
+    found = {
+        place: {f: measured.figures(some, block_size) for f, some in families.items()}
+        for place, families in by_place.items()
+    }
+    full = found.get((FULL, None, None), {})
+    rows: dict[tuple, Row] = {}
+    for place, families in found.items():
+        ratios = measured.ratios_to_full(families, full, POOLED)
+        for family, row in families.items():
+            rows[(*place, family)] = row | {"to_full": ratios.get(family, {})}
+    return rows
 
 
 def pairs_of(groups: Groups) -> Iterator[Row]:
@@ -242,10 +276,18 @@ def votes_of(groups: Groups, settings: Line) -> Iterator[Row]:
                     "accuracy": correct / len(voting),
                     "low": low,
                     "high": high,
-                    "kv_read": sum(read for read, _ in costs) / len(voting),
-                    "kv_peak": sum(peak for _, peak in costs) / len(voting),
+                    **_mean_costs(costs, len(voting)),
                 }
             width *= 2
+
+
+def _mean_costs(costs: Sequence[tuple[int, int] | None], count: int) -> Row:
+    """Return the sums of both costs over a count; None where one is not known."""
+    known = [cost for cost in costs if cost is not None]
+    if len(known) < len(costs):
+        return {"kv_read": None, "kv_peak": None}
+    read, peak = (sum(some) / count for some in zip(*known, strict=True))
+    return {"kv_read": read, "kv_peak": peak}
 
 
 def majority(samples: Sequence[Line], length: int | None = None) -> bool:
@@ -269,9 +311,15 @@ def majority(samples: Sequence[Line], length: int | None = None) -> bool:
 
 
 def format_summary(rows: Sequence[Row]) -> str:
-    """Return the rows of a summary as a Markdown table; shares in per cent."""
+    """Return the rows of a summary as a Markdown table; shares in per cent.
+
+    What servers measured comes last, where they did: KV tokens held and their peak, and
+    output tokens per second, each also over that of full KV with the range of tasks.
+    """
+    is_measured = any("measured" in row for row in rows)
     header = ["policy", "budget", "interval", "family", "correct", "% [95 % Wilson]"]
     header += ["prompt tokens", "output tokens", "% capped", "KV read", "KV peak"]
+    header += MEASURED_HEADER if is_measured else []
     cells = [
         [
             row["policy"],
@@ -284,12 +332,33 @@ def format_summary(rows: Sequence[Row]) -> str:
             f"{row['mean_prompt_tokens']:.0f}",
             f"{row['mean_output_tokens']:.0f}",
             f"{100 * row['capped']:.1f}",
-            f"{row['kv_read']:.0f}",
-            f"{row['kv_peak']:.0f}",
+            _whole(row["kv_read"]),
+            _whole(row["kv_peak"]),
+            *(_measured_cells(row.get("measured", {})) if is_measured else []),
         ]
         for row in rows
     ]
     return table(header, cells)
+
+
+def _measured_cells(found: Row) -> list[str]:
+    """Return the cells of a row under MEASURED_HEADER."""
+    cells = []
+    for name in measured.COMPARED:
+        cells.append(_whole(found.get(name)))
+        ratio = found.get("to_full", {}).get(name)
+        if ratio is None:
+            cells.append("-")
+        elif ratio["low"] is None:
+            cells.append(f"{ratio['ratio']:.2f}")
+        else:
+            low, high = ratio["low"], ratio["high"]
+            cells.append(f"{ratio['ratio']:.2f} ({low:.2f} to {high:.2f})")
+    return cells
+
+
+def _whole(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
 
 
 def format_pairs(rows: Sequence[Row]) -> str:

@@ -64,7 +64,8 @@ def merge(paths: Sequence[Path]) -> dict[str, Any]:
     """Return the record of several output files; see `results.merge`."""
     settings, lines = results.merge(paths)
     record = {"provenance": provenance.collect("benchmarks.report")}
-    return record | {"settings": settings} | summary.summarise(lines, settings)
+    found = summary.summarise(lines, settings, results.batches_of(paths))
+    return record | {"settings": settings} | found
 
 
 def trace(folder: Path) -> dict[str, Any]:

@@ -38,8 +38,8 @@ def draw_accuracy(record: Row, about: str = "") -> Iterator[tuple[str, "Figure"]
 
     `accuracy-by-policy`; of several budgets `accuracy-by-budget` and, where the tokens
     of answers are known, `repetition-by-budget`; `accuracy-by-COST` and, of several
-    samples, `votes-by-COST`. A panel is a family; what an older file does not hold is
-    not drawn.
+    samples, `votes-by-COST`. A panel is a family; what an older file does not hold, and
+    costs that depend on the text, are not drawn.
 
     Args:
         record: a result file of benchmarks.accuracy.
@@ -55,12 +55,17 @@ def draw_accuracy(record: Row, about: str = "") -> Iterator[tuple[str, "Figure"]
         yield "accuracy-by-budget", by_budget(rows, setting)
         if any(row.get("repeated") for row in rows):
             yield "repetition-by-budget", repetition(rows, setting)
-    if all(row.get("kv_read") is not None for row in rows):
+    if known := _with_costs(rows):
         for cost in COSTS:
-            yield f"accuracy-by-{cost}", by_cost(rows, cost, setting)
-    if votes:
+            yield f"accuracy-by-{cost}", by_cost(known, cost, setting, styles_of(rows))
+    if known := _with_costs(votes or ()):
         for cost in COSTS:
-            yield f"votes-by-{cost}", by_votes(votes, styles_of(rows), cost, setting)
+            yield f"votes-by-{cost}", by_votes(known, styles_of(rows), cost, setting)
+
+
+def _with_costs(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows whose costs are known."""
+    return [row for row in rows if row.get("kv_read") is not None]
 
 
 def setting_of(record: Row, about: str) -> str:

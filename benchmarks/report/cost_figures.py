@@ -4,20 +4,20 @@ Called by accuracy_figures; vote_figures reads COSTS.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.report.lines import (
     Row,
+    Style,
     budgets_of,
     families_of,
-    legend_of,
     lines_of,
     note_on_grey,
     styles_of,
     titles_of,
 )
-from benchmarks.report.panels import SHARES, explain, grid, log_ticks
+from benchmarks.report.panels import SHARES, explain, grid, handle, log_ticks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,15 +29,22 @@ COSTS = {
 """Cost -> what a title calls it, and the label of its axis."""
 
 
-def by_cost(rows: Sequence[Row], cost: str, setting: str) -> "Figure":
+def by_cost(
+    rows: Sequence[Row],
+    cost: str,
+    setting: str,
+    styles: Mapping[str, Style] | None = None,
+) -> "Figure":
     """Draw accuracy over a cost, a panel per family and a line per policy.
 
     Args:
-        rows: of a summary.
+        rows: of a summary, with the cost.
         cost: a key of COSTS.
         setting: first sentence of the caption.
+        styles: of the file's lines; those of `rows` by default.
     """
-    families, budgets, styles = families_of(rows), budgets_of(rows), styles_of(rows)
+    families, budgets = families_of(rows), budgets_of(rows)
+    styles = styles_of(rows) if styles is None else styles
     title, unit = COSTS[cost]
     figure, panels = grid(titles_of(families), 4, (2.7, 2.2), unit, "answers right, %")
     for family, panel in zip(families, panels, strict=True):
@@ -59,5 +66,10 @@ def by_cost(rows: Sequence[Row], cost: str, setting: str) -> "Figure":
         f"and events. Small to large marks: budget {', '.join(map(str, budgets))}; "
         f"cross: full KV cache. Intervals: accuracy-by-policy. {note_on_grey(rows)}"
     )
-    explain(figure, f"Accuracy by {title}", caption, [legend_of(rows)])
+    legend = [
+        handle(name, **styles[name].options)
+        for name in styles_of(rows)
+        if styles[name].is_shown
+    ]
+    explain(figure, f"Accuracy by {title}", caption, [legend])
     return figure

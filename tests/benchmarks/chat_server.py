@@ -16,7 +16,17 @@ from running_server import serve_handlers
 
 METRICS = """\
 # TYPE kvpolicy_events counter
-kvpolicy_events_total{{engine="0"}} {events}
+kvpolicy_events_total{{engine="0"}} {requests}
+# TYPE kvpolicy_steps counter
+kvpolicy_steps_total{{engine="0"}} {steps}
+# TYPE kvpolicy_request_steps counter
+kvpolicy_request_steps_total{{engine="0"}} {request_steps}
+# TYPE kvpolicy_block_steps counter
+kvpolicy_block_steps_total{{engine="0"}} {block_steps}
+# TYPE kvpolicy_requests counter
+kvpolicy_requests_total{{engine="0"}} {requests}
+# TYPE kvpolicy_peak_blocks counter
+kvpolicy_peak_blocks_total{{engine="0"}} {peak_blocks}
 """
 
 
@@ -91,11 +101,19 @@ class ChatServer:
         return web.Response(body=data, content_type="application/json")
 
     async def metrics(self, request: web.Request) -> web.Response:
-        """Count one event per request that was received."""
+        """Count what was received: an event and ten steps each, two at a time.
+
+        Each request holds three blocks, four at its longest.
+        """
         count = len(self.bodies)
-        return web.Response(
-            text=METRICS.format(events=count) if self.has_policies else ""
+        text = METRICS.format(
+            requests=count,
+            steps=5 * count,
+            request_steps=10 * count,
+            block_steps=30 * count,
+            peak_blocks=4 * count,
         )
+        return web.Response(text=text if self.has_policies else "")
 
 
 def serve(fake: ChatServer) -> AbstractContextManager[str]:

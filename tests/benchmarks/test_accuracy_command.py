@@ -56,17 +56,18 @@ def lines_of(folder, name="out.jsonl"):
 def test_a_second_run_asks_only_what_is_missing(fake, common, tmp_path):
     assert command.main([*common, *POLICIES, "--n", "2"]) == 0
     assert [name for name, _ in fake.started] == ["full", "tova-96-64", "tova-128-64"]
-    assert len(fake.bodies) == len(lines_of(tmp_path)) == 3 * 2 * 2
+    # Each server is warmed up with one request.
+    assert len(fake.bodies) - 3 == len(lines_of(tmp_path)) == 3 * 2 * 2
     asked = [body.get("vllm_xargs") for body in fake.bodies]
-    assert asked.count(None) == 4
+    assert asked.count(None) == 4 + 1
     xargs = {"kv_policy": "tova", "kv_budget": 96, "kv_interval": 64}
-    assert asked.count(xargs) == 4
+    assert asked.count(xargs) == 4 + 1
     before = (tmp_path / "out.jsonl").read_bytes()
     assert command.main([*common, *POLICIES, "--n", "2"]) == 0
     assert (tmp_path / "out.jsonl").read_bytes() == before
-    assert len(fake.bodies) == 12 and len(fake.started) == 3
+    assert len(fake.bodies) == 15 and len(fake.started) == 3
     assert command.main([*common, "--policies", "tova", "--n", "3"]) == 0
-    assert len(fake.bodies) == 12 + 4
+    assert len(fake.bodies) == 15 + 2 * 3
     summary = json.loads((tmp_path / "out.summary.json").read_text())
     assert summary["provenance"]["command"].startswith("python -m benchmarks.accuracy")
     assert summary["events_in_this_run"] == {"tova-96-64": 2, "tova-128-64": 2}
@@ -75,14 +76,44 @@ def test_a_second_run_asks_only_what_is_missing(fake, common, tmp_path):
     assert {row["against"] for row in summary["pairs"]} == {"full"}
 
 
+def test_every_row_has_what_its_server_measured(fake, common, tmp_path, capsys):
+    """The warm-up counts for no row; rows of a second run add to those of the first."""
+    for number in ("2", "3"):
+        assert command.main([*common, *POLICIES, "--n", number]) == 0
+    batches = results.batches_of([tmp_path / "out.jsonl"])
+    assert [batch["answers"] for batch in batches] == [2] * 6 + [1] * 6
+    assert all(batch["requests"] == batch["answers"] for batch in batches)
+    rows = json.loads((tmp_path / "out.summary.json").read_text())["summary"]
+    for row in rows:
+        found = row["measured"]
+        assert (found["answers"], found["held_answers"]) == (row["answers"],) * 2
+        assert (found["held_tokens"], found["peak_tokens"]) == (96, 128)
+        assert found["clients"] == 2 and found["running"] == 2 and found["tok_s"] > 0
+        assert found["to_full"]["held_tokens"]["ratio"] == 1
+    assert "| peak held | / full" in capsys.readouterr().out
+
+
+def test_failures_of_all_batches_of_a_server_count_together(fake, common, tmp_path):
+    asked = questions_of("copy:5", 9, 0, tmp_path) + questions_of("sub:4", 9, 0, Path())
+    fake.faults |= {question.prompt: [400] * 4 for question in asked}
+    words = [*common, "--policies", "full", "tova", "--n", "9"]
+    assert command.main([*words, "--budgets", "96"]) == 1
+    fake.faults |= {question.prompt: [400] * 4 for question in asked}
+    with pytest.raises(LoadError, match="problems failed, at most 20 may"):
+        command.main([*words[:-2], "--policies", "tova", "keydiff", "--n", "9",
+                      "--budgets", "96"])  # fmt: skip
+
+
 def test_a_line_that_was_cut_off_is_asked_again(fake, common, tmp_path):
     command.main([*common, *POLICIES, "--n", "2"])
     path = tmp_path / "out.jsonl"
     whole = lines_of(tmp_path)
-    path.write_bytes(path.read_bytes()[:-30])
+    # The last line is what the server measured of the last answers.
+    text = path.read_text().rstrip("\n")
+    path.write_text(text[: text.rindex("\n") - 30])
     command.main([*common, *POLICIES, "--n", "2"])
     again = lines_of(tmp_path)
-    assert len(fake.bodies) == 13
+    assert len(fake.bodies) == 15 + 2
     assert set(map(results.key_of, again)) == set(map(results.key_of, whole))
 
 
@@ -96,14 +127,14 @@ def test_what_failed_is_not_counted_but_asked_again(fake, common, tmp_path, caps
     rows = {(r["policy"], r["budget"], r["family"]): r for r in summary["summary"]}
     assert rows["full", None, "copy:5"]["problems"] == 1
     assert command.main([*common, *POLICIES, "--n", "2"]) == 0
-    assert len(lines_of(tmp_path)) == 12 and len(fake.bodies) == 13
+    assert len(lines_of(tmp_path)) == 12 and len(fake.bodies) == 15 + 2
 
 
 def test_other_settings_do_not_continue_a_file(fake, common):
     command.main([*common, "--policies", "full", "--n", "1"])
     with pytest.raises(ValueError, match="written with .* expected .*; name another"):
         command.main([*common, "--policies", "full", "--n", "1", "--max-tokens", "9"])
-    assert len(fake.bodies) == 2
+    assert len(fake.bodies) == 3
 
 
 def test_other_questions_do_not_continue_a_file(fake, common, tmp_path):
@@ -132,7 +163,7 @@ def test_a_server_that_is_there_already(fake, common, tmp_path):
     assert fake.started == []
     assert {body["model"] for body in fake.bodies} == {"other"}
     asked = [body["vllm_xargs"] for body in fake.bodies]
-    assert asked.count({"kv_policy": "none"}) == 2
+    assert asked.count({"kv_policy": "none"}) == 3
     fake.has_policies = False
     with pytest.raises(LoadError, match="expected a server with a KV policy"):
         command.main([*given, *POLICIES, "--n", "2"])

@@ -10,6 +10,7 @@ from benchmarks.accuracy import __main__ as command
 from benchmarks.accuracy import grid, results, servers
 from benchmarks.accuracy.servers import FULL, Setup
 from reasoner.tokenizer import encode
+from vllm_kvpolicy.compat import COUNTING_CLASSES
 from vllm_kvpolicy.policies.registry import parse
 
 GRIDS = provenance.ROOT / "benchmarks" / "grids"
@@ -103,11 +104,12 @@ def test_setups(tiny_model):
     args = arguments("--model", str(tiny_model), "--serve-args", "--dtype bfloat16")
     args.policy_config = {"expected_window": 48, "hard_p": 0.8}
     stock = Setup((FULL,), None, None).arguments(args)
-    assert stock[-2:] == ["--dtype", "bfloat16"]
+    counting = ["--scheduler-cls", COUNTING_CLASSES[False]]
+    assert stock[-4:] == [*counting, "--dtype", "bfloat16"]
     ours = Setup(("tova", "expected"), 128, 64).arguments(args)
     config = {"expected_window": 48, "allow": ["expected"]}
     assert ours == [
-        *stock[:-2],
+        *stock[:-4],
         *("--kv-policy", "tova"),
         *("--kv-budget", "128"),
         *("--kv-interval", "64"),

@@ -124,6 +124,21 @@ def test_costs_are_those_on_file():
     assert found["full"][1] == [100.0]
 
 
+def test_rows_without_costs_are_left_out_and_change_no_colour():
+    made = record(samples=4)
+    for row in (*made["summary"], *made["votes"]):
+        if row["policy"] == "ams-tova":
+            row["kv_read"] = row["kv_peak"] = None
+    figures = drawn(made)
+    assert list(figures) == NAMES + VOTES
+    panel = figures["accuracy-by-kv_read"].axes[0]
+    assert set(panel_lines(figures["accuracy-by-kv_read"])[0]) == {"full", "tova"}
+    colours = {line.get_label(): line.get_color() for line in panel.get_lines()}
+    assert colours["tova"] == lines.styles_of(made["summary"])["tova"].color
+    alone = [row for row in made["summary"] if row["policy"] != "ams-tova"]
+    assert lines.styles_of(alone)["tova"].color != colours["tova"]
+
+
 def test_of_many_policies_the_best_have_colours_and_one_control():
     rows = large_record()["summary"]
     for row in rows:

@@ -50,6 +50,21 @@ def test_the_last_destinations_are_freed_and_local_blocks_stay():
     assert set(dest[1:]) <= set(taken) and not set(taken) & set(held(engine))
 
 
+def test_the_most_held_is_what_the_step_of_an_event_took_before_the_answer():
+    """Events that may keep everything free nothing; the step takes one block more."""
+    engine = Engine(BLOCKS, keeps_all=True)
+    engine.add("a")
+    before = -(-FIRST // N)
+    (event,) = engine.advance("a", FIRST + N)
+    assert engine.planner.states["a"].most_held == before
+    assert len(held(engine)) == before + 1
+    engine.manager.give_back_surplus(answer(event, 1))
+    assert len(held(engine)) == 3
+    assert engine.planner.states["a"].most_held == before + 1
+    engine.manager.give_back_surplus(answer(event, 1))
+    assert engine.planner.states["a"].most_held == before + 1
+
+
 def test_survivors_may_need_nothing_at_all():
     engine, event = after_first_event()
     engine.manager.give_back_surplus(answer(event, 0))

@@ -354,12 +354,13 @@ def test_metrics_have_the_series_of_their_own_engine(
     if several_processes:
         monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
 
-    def scrape(instance_id, additional):
+    def scrape(instance_id, additional, scheduler=None):
         app = FastAPI()
         app.state.vllm_config = SimpleNamespace(
             instance_id=instance_id,
             additional_config=additional,
             model_config=SimpleNamespace(served_model_name=instance_id),
+            scheduler_config=SimpleNamespace(scheduler_cls=scheduler),
         )
         patch._with_counters(lambda app: None)(app)
         return TestClient(app).get("/metrics").text
@@ -371,6 +372,7 @@ def test_metrics_have_the_series_of_their_own_engine(
             file.add("events", 3 + number)
         texts = {name: scrape(name, {"kv_policy": POLICY}) for name in files}
         stock = scrape("first", {})
+        counted = scrape("second", {}, patch.compat.COUNTING_CLASSES[False])
     finally:
         for file in files.values():
             file.remove()
@@ -381,6 +383,16 @@ def test_metrics_have_the_series_of_their_own_engine(
         assert series in texts[name]
         assert texts[name].count("kvpolicy_events_total{") == 1
     assert "kvpolicy" not in stock
+    assert 'kvpolicy_events_total{engine="0",model_name="second"} 4.0' in counted
+
+
+def test_stock_that_counts_keeps_its_way_of_scheduling(tiny_model):
+    classes = patch.compat.COUNTING_CLASSES
+    args = engine_args(tiny_model, async_scheduling=False, scheduler_cls=classes[True])
+    assert args.create_engine_config().scheduler_config.scheduler_cls == classes[False]
+    scheduler = SimpleNamespace(async_scheduling=True, scheduler_cls=classes[False])
+    patch._choose_counting(scheduler)
+    assert scheduler.scheduler_cls == classes[True]
 
 
 def test_an_unknown_version_is_refused_before_anything_is_read(tiny_model, monkeypatch):

@@ -117,6 +117,7 @@ class KVPolicyManager(FullAttentionManager):
         Safe while later steps are under way: those read the worker's page lists, in
         which these superblocks do not occur.
         """
+        self.planner.note_held(used.request_id, self._num_held(used.request_id))
         surplus = self.planner.surplus(used)
         if surplus is None:
             return

@@ -69,6 +69,7 @@ class RequestState:
         due: an event decided in this step, not yet taken by the manager.
         fresh_slot: the window was opened in this step.
         serial: number of the last event, -1 before the first.
+        most_held: most superblocks held just before some were given back.
     """
 
     asked: Asked
@@ -81,6 +82,7 @@ class RequestState:
     due: bool = False
     fresh_slot: bool = False
     serial: int = -1
+    most_held: int = 0
 
     @property
     def footprint(self) -> Footprint:
@@ -190,6 +192,7 @@ class Planner:
         """Note the event that the manager has just carried out on its block list."""
         state = self.states[request_id]
         position = state.computed
+        self.note_held(request_id, len(source_blocks) + len(local_blocks))
         state.frontier_blocks = state.footprint.frontier_blocks(position)
         num_global = state.global_blocks
         self.num_global_blocks += len(dest_blocks) - num_global
@@ -213,6 +216,12 @@ class Planner:
             window_slot=state.window_slot,
         )
         state.ordinal += 1
+
+    def note_held(self, request_id: str, num_blocks: int) -> None:
+        """Note what a request holds where that is about to shrink, in superblocks."""
+        state = self.states.get(request_id)
+        if state is not None:
+            state.most_held = max(state.most_held, num_blocks)
 
     def surplus(self, used: UsedBlocks) -> tuple[int, int] | None:
         """Return which of a request's superblocks an event turned out not to need.

@@ -1,0 +1,134 @@
+"""Owns what servers measured while the answers of one policy and task came.
+
+Called by the command, which asks such a *batch* alone, and by summary. KV blocks are
+those of the scheduler's block manager, counted at every engine step. Tokens are per KV
+head: blocks x tokens per block, places that are still empty included.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from urllib.request import urlopen
+
+from benchmarks.accuracy.results import KEY_FIELDS, Line
+from benchmarks.server import parse_metrics
+
+PLACE_FIELDS = KEY_FIELDS[:4]
+"""What makes answers a batch: policy, budget, interval, task."""
+COUNTERS = ("steps", "request_steps", "block_steps", "requests", "peak_blocks")
+"""Of the engine: see README, Numbers."""
+COMPARED = ("held_tokens", "peak_tokens", "tok_s")
+"""Figures that are compared with those of full KV."""
+
+
+def place_of(line: Line) -> tuple:
+    """Return policy, budget, interval and task of an answer or a batch."""
+    return tuple(line[field] for field in PLACE_FIELDS)
+
+
+def counted(url: str) -> dict[str, float] | None:
+    """Return what a server has counted so far; None for one that does not count."""
+    with urlopen(url + "/metrics", timeout=30) as response:
+        metrics = parse_metrics(response.read().decode())
+    found = {name: metrics.get(f"kvpolicy_{name}_total") for name in COUNTERS}
+    return {k: v for k, v in found.items() if v is not None} or None
+
+
+def measure(
+    url: str, place: tuple, clients: int, ask: Callable[[], list[Line]]
+) -> Line:
+    """Ask a batch and return what the server did meanwhile.
+
+    Args:
+        url: root of a server that nobody else asks anything.
+        place: see `place_of`.
+        clients: most requests at once.
+        ask: asks and returns the answers.
+
+    Returns:
+        The fields of PLACE_FIELDS; `answers`, `output_tokens`, of those; `seconds`,
+        from the first request to the last answer; `clients`; and by how much COUNTERS
+        grew, None where the server does not count.
+    """
+    before, began = counted(url), time.perf_counter()
+    lines = ask()
+    seconds, after = time.perf_counter() - began, counted(url)
+    grown = {
+        name: after[name] - before[name] if before and after else None
+        for name in COUNTERS
+    }
+    return {
+        **dict(zip(PLACE_FIELDS, place, strict=True)),
+        "answers": len(lines),
+        "output_tokens": sum(line["output_tokens"] for line in lines),
+        "seconds": round(seconds, 3),
+        "clients": clients,
+        **grown,
+    }
+
+
+def figures(batches: Sequence[Line], block_size: int) -> dict[str, Any]:
+    """Return the figures of a row.
+
+    Args:
+        batches: at least one, of one policy; of one task or of all.
+        block_size: tokens per block.
+
+    Returns:
+        `answers`: those that batches have; `clients`: most requests at once; `tok_s`:
+        output tokens per second of the server. Of batches in which the server counted
+        as many requests as answers, so no other ones: `held_answers`; `running`: mean
+        requests in a step; `held_blocks`, `held_tokens`: of one running request, mean
+        over steps and requests; `peak_blocks`, `peak_tokens`: most held by a request,
+        mean over requests. None where there is no such batch.
+    """
+    exact = [batch for batch in batches if batch["requests"] == batch["answers"]]
+    total = {name: sum(batch[name] for batch in exact) for name in COUNTERS}
+    held = _ratio(total["block_steps"], total["request_steps"])
+    peak = _ratio(total["peak_blocks"], total["requests"])
+    tokens = sum(batch["output_tokens"] for batch in batches)
+    return {
+        "answers": sum(batch["answers"] for batch in batches),
+        "clients": max(batch["clients"] for batch in batches),
+        "tok_s": _ratio(tokens, sum(batch["seconds"] for batch in batches)),
+        "held_answers": sum(batch["answers"] for batch in exact),
+        "running": _ratio(total["request_steps"], total["steps"]),
+        "held_blocks": held,
+        "held_tokens": None if held is None else held * block_size,
+        "peak_blocks": peak,
+        "peak_tokens": None if peak is None else peak * block_size,
+    }
+
+
+def ratios_to_full(
+    ours: Mapping[str, Line], full: Mapping[str, Line], pooled: str
+) -> dict[str, dict[str, Any]]:
+    """Return each family's figures over those of full KV.
+
+    Args:
+        ours: family -> figures of a policy.
+        full: family -> figures of full KV.
+        pooled: family of all tasks together.
+
+    Returns:
+        Family -> figure of COMPARED -> `ratio`; `low`, `high`: smallest and largest
+        ratio of a task, for `pooled` alone, None elsewhere. Families and figures that
+        full KV lacks are left out.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for family, row in ours.items():
+        for name in COMPARED:
+            ratio = _ratio(row[name], full.get(family, {}).get(name))
+            if ratio is not None:
+                one = {"ratio": ratio, "low": None, "high": None}
+                found.setdefault(family, {})[name] = one
+    tasks = [ratios for family, ratios in found.items() if family != pooled]
+    for name, one in found.get(pooled, {}).items():
+        values = [ratios[name]["ratio"] for ratios in tasks if name in ratios]
+        if values:
+            one["low"], one["high"] = min(values), max(values)
+    return found
+
+
+def _ratio(part: float | None, whole: float | None) -> float | None:
+    return None if part is None or not whole else part / whole

@@ -1,0 +1,204 @@
+"""Tests of what servers measured: batches, figures, ratios to full KV, the file."""
+
+import json
+import lzma
+import time
+
+import pytest
+from chat_server import ChatServer, serve
+
+from benchmarks.accuracy import measured, results, summary
+from benchmarks.accuracy.cost import cost_of
+
+SETTINGS = {
+    "block_size": 32,
+    "evict_prompts": True,
+    "policy_config": {"wgkv_gates": "gates.safetensors"},
+    "variants": {"x": {"hard_mode": "dynamic"}},
+}
+FULL = ("full", None, None)
+OURS = ("tova", 128, 64)
+
+
+def batch(place: tuple, task: str, **changes) -> dict:
+    """Return a batch of 10 answers that held 5 blocks each, and 8 at their longest."""
+    return {
+        **dict(zip(measured.PLACE_FIELDS, (*place, task), strict=True)),
+        "answers": 10,
+        "output_tokens": 2000,
+        "seconds": 4.0,
+        "clients": 16,
+        "steps": 400.0,
+        "request_steps": 2000.0,
+        "block_steps": 10000.0,
+        "requests": 10.0,
+        "peak_blocks": 80.0,
+        **changes,
+    }
+
+
+def answer(place: tuple, task: str, number: int = 0) -> dict:
+    return {
+        **dict(zip(results.KEY_FIELDS, (*place, task, str(number), 0), strict=True)),
+        "digest": "00000000",
+        "correct": True,
+        "score": 1.0,
+        "answer": "5",
+        "prompt_tokens": 50,
+        "output_tokens": 200,
+        "capped": False,
+        "repeated": None,
+        "seconds": 1.0,
+    }
+
+
+def test_figures_of_a_batch():
+    found = measured.figures([batch(OURS, "a:1")], 32)
+    assert found == {
+        "answers": 10,
+        "clients": 16,
+        "tok_s": 500.0,
+        "held_answers": 10,
+        "running": 5.0,
+        "held_blocks": 5.0,
+        "held_tokens": 160.0,
+        "peak_blocks": 8.0,
+        "peak_tokens": 256.0,
+    }
+
+
+def test_batches_weigh_by_what_they_did():
+    """Means are over all steps, requests and seconds, not over batches."""
+    short = batch(
+        OURS,
+        "b:1",
+        answers=2,
+        requests=2.0,
+        request_steps=100.0,
+        block_steps=2000.0,
+        peak_blocks=80.0,
+        output_tokens=100,
+        seconds=6.0,
+        clients=2,
+    )
+    found = measured.figures([batch(OURS, "a:1"), short], 16)
+    assert found["tok_s"] == 2100 / 10
+    assert found["held_blocks"] == pytest.approx(12000 / 2100)
+    assert found["peak_tokens"] == pytest.approx(16 * 160 / 12)
+    assert (found["answers"], found["clients"]) == (12, 16)
+
+
+def test_a_batch_beside_other_requests_says_nothing_of_blocks():
+    shared = batch(OURS, "b:1", requests=11.0, block_steps=99999.0)
+    silent = batch(OURS, "c:1", **dict.fromkeys(measured.COUNTERS))
+    found = measured.figures([batch(OURS, "a:1"), shared, silent], 32)
+    assert (found["answers"], found["held_answers"]) == (30, 10)
+    assert (found["held_blocks"], found["tok_s"]) == (5.0, 500.0)
+    alone = measured.figures([silent], 32)
+    assert alone["held_tokens"] is alone["running"] is alone["peak_blocks"] is None
+    assert alone["tok_s"] == 500.0
+
+
+def test_rows_are_compared_with_full_kv_of_the_same_task():
+    batches = [
+        batch(FULL, "a:1"),
+        batch(FULL, "b:1", block_steps=40000.0),
+        batch(OURS, "a:1", seconds=2.0),
+        batch(OURS, "b:1", seconds=8.0),
+    ]
+    lines = [answer(p, t, n) for p in (FULL, OURS) for t in ("a:1", "b:1")
+             for n in range(10)]  # fmt: skip
+    rows = summary.summarise(lines, SETTINGS, batches)["summary"]
+    found = {(row["policy"], row["family"]): row["measured"] for row in rows}
+    assert len(found) == len(rows) == 6
+    held = {f: found["tova", f]["to_full"]["held_tokens"] for f in ("a:1", "b:1")}
+    assert held["a:1"] == {"ratio": 1.0, "low": None, "high": None}
+    assert held["b:1"]["ratio"] == 0.25
+    pooled = found["tova", "all"]["to_full"]
+    assert pooled["held_tokens"] == {"ratio": 0.4, "low": 0.25, "high": 1.0}
+    assert pooled["tok_s"] == {"ratio": 0.8, "low": 0.5, "high": 2.0}
+    assert found["full", "all"]["to_full"]["tok_s"]["ratio"] == 1.0
+    text = summary.format_summary(rows)
+    assert "| held | / full" in text
+    (row,) = [r for r in text.splitlines() if "| tova" in r and "| all" in r]
+    assert "| 160  | 0.40 (0.25 to 1.00) |" in row
+    assert "| 400   | 0.80 (0.50 to 2.00) |" in row
+
+
+def test_rows_without_a_measurement_are_what_they_were():
+    lines = [answer(OURS, "a:1"), answer(OURS, "b:1")]
+    plain = summary.summarise(lines, SETTINGS)["summary"]
+    assert all("measured" not in row for row in plain)
+    assert "tok/s" not in summary.format_summary(plain)
+    rows = summary.summarise(lines, SETTINGS, [batch(OURS, "a:1")])["summary"]
+    assert [row.get("measured") is None for row in rows] == [False, True, False]
+    assert rows[0]["measured"]["to_full"] == {}
+    text = summary.format_summary(rows)
+    (missing,) = [row for row in text.splitlines() if "| b:1" in row]
+    assert missing.split("|")[-7:-1] == [" -    ", " -      ", " -         ",
+                                         " -      ", " -     ", " -      "]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("policy", "is_known"),
+    [
+        ("snapkv", True),
+        ("hard-snapkv", True),
+        ("hard-snapkv:x", False),
+        ("wgkv", False),
+        ("wgkv+snapkv", False),
+    ],
+)
+def test_nothing_is_computed_where_the_text_decides(policy, is_known):
+    """Where a policy may keep less than its budget, arithmetic gives only a bound."""
+    line = answer((policy, 128, 64), "a:1")
+    assert (cost_of(line, SETTINGS) is not None) is is_known
+    row = summary.summarise([line], SETTINGS)["summary"][0]
+    assert (row["kv_read"] is not None) is (row["kv_peak"] is not None) is is_known
+    cells = summary.format_summary([row]).splitlines()[-1].split("|")
+    assert (cells[-2].strip() == "-") is not is_known
+    several = [line | {"sample": number} for number in range(2)]
+    votes = summary.summarise(several, SETTINGS)["votes"]
+    assert votes and all((v["kv_read"] is not None) is is_known for v in votes)
+
+
+def test_a_server_is_read_before_and_after():
+    fake = ChatServer()
+    with serve(fake) as url:
+        fake.bodies += [{}] * 3
+
+        def ask() -> list[dict]:
+            fake.bodies += [{}] * 2
+            time.sleep(0.01)
+            return [answer(OURS, "a:1", n) for n in range(2)]
+
+        found = measured.measure(url, (*OURS, "a:1"), 7, ask)
+        fake.has_policies = False
+        silent = measured.measure(url, (*OURS, "a:1"), 7, lambda: [])
+    assert 0 < found.pop("seconds") < 60
+    assert found == {
+        **dict(zip(measured.PLACE_FIELDS, (*OURS, "a:1"), strict=True)),
+        "answers": 2,
+        "output_tokens": 400,
+        "clients": 7,
+        "steps": 10.0,
+        "request_steps": 20.0,
+        "block_steps": 60.0,
+        "requests": 2.0,
+        "peak_blocks": 8.0,
+    }
+    assert [silent[name] for name in measured.COUNTERS] == [None] * 5
+
+
+def test_batches_stand_in_the_file_and_are_no_answers(tmp_path):
+    rows = [{"settings": SETTINGS}, answer(OURS, "a:1"), {"batch": batch(OURS, "a:1")}]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    plain, packed = tmp_path / "one.jsonl", tmp_path / "two.jsonl.xz"
+    plain.write_text(text + '{"batch": {"pol')
+    other = text.replace('"id": "0"', '"id": "1"').replace("4.0", "5.0")
+    packed.write_bytes(lzma.compress(other.encode()))
+    assert [b["seconds"] for b in results.batches_of([plain, packed])] == [4.0, 5.0]
+    settings, lines = results.merge([plain, packed])
+    assert settings == SETTINGS and [line["id"] for line in lines] == ["0", "1"]
+    assert len(results.continue_file(plain, SETTINGS)) == 1
+    assert plain.read_text() == text

@@ -1,0 +1,169 @@
+"""Tests of the comparison of requests at once: its servers, requests, and arithmetic.
+
+The whole way with real servers takes minutes on two cores and is not run here:
+
+    python -m benchmarks.admission --pairs 1 --problems 1
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from chat_server import ChatServer, serve
+
+from benchmarks import admission
+from benchmarks.server import Server
+
+GAUGES = {admission.RUNNING: 0.0, admission.WAITING: 0.0, admission.USAGE: 0.0}
+
+
+def arguments(model, *words: str):
+    return admission.parse_args(["--model", str(model), *words])
+
+
+def sample(steps, request_steps, running=0, waiting=0, **counters) -> dict:
+    """Return /metrics; `counters` are series without `kvpolicy_` and `_total`."""
+    counters |= {"steps": steps, "request_steps": request_steps}
+    return {
+        **GAUGES,
+        **{f"kvpolicy_{name}_total": float(value) for name, value in counters.items()},
+        admission.RUNNING: float(running),
+        admission.WAITING: float(waiting),
+        admission.PREEMPTIONS: counters.get("preempted", 0.0),
+    }
+
+
+def row(**changes) -> dict:
+    return {
+        "mean_running": 4.0,
+        "most_running": 6.0,
+        "preemptions": 0.0,
+        "steps": 100.0,
+        "output_tok_s": 50.0,
+        "held_blocks": 10.0,
+        "held_tokens": 320.0,
+        "kept_fraction": None,
+        "right": 3,
+        "output_tokens": 500,
+        "seconds": 10.0,
+        "blocks_left": 0,
+        **changes,
+    }
+
+
+def test_servers_differ_in_the_policy_alone(tiny_model):
+    servers = admission.servers_of(arguments(tiny_model, "--gates", "g.safetensors"))
+    ours, stock = servers["wgkv"], servers["stock"]
+    common = stock[: stock.index("--scheduler-cls")]
+    assert ours[: len(common)] == common
+    for word in ("--num-gpu-blocks-override", "--block-size", "--max-num-seqs"):
+        assert word in common
+    assert ours[len(common) :] == [
+        *("--kv-policy", "wgkv", "--kv-recent", "32", "--kv-interval", "64"),
+        *("--kv-policy-config", json.dumps({"wgkv_gates": "g.safetensors"})),
+    ]
+    with pytest.raises(ValueError, match="blocks: got 32, expected at least 33"):
+        admission.servers_of(arguments(tiny_model, "--blocks", "32"))
+
+
+def test_no_problem_comes_twice(tiny_model):
+    args = arguments(tiny_model, "--tasks", "copy:5", "sub:4", "--problems", "3")
+    rounds = [admission.asked_of(args, number) for number in range(3)]
+    ids = [(one.question.task, one.question.id) for some in rounds for one in some]
+    assert len(set(ids)) == len(ids) == 3 * 6
+    assert [task for task, _ in ids[:4]] == ["copy:5", "sub:4"] * 2
+
+
+def test_requests_at_once_count_while_others_wait():
+    """The ramp at both ends, where nobody waits, is not the pool's doing."""
+    samples = [
+        sample(10, 10, tokens_left=0, tokens_dropped=0, block_steps=100),
+        sample(20, 20, running=1, block_steps=110),
+        sample(30, 60, running=5, waiting=2, block_steps=200),
+        sample(40, 90, running=3, waiting=0, block_steps=300),
+        sample(50, 160, running=7, waiting=1, block_steps=700),
+        sample(90, 170, tokens_left=8, tokens_dropped=6, block_steps=900, preempted=4),
+    ]  # fmt: skip
+    lines = [
+        {"output_tokens": 60, "correct": True},
+        {"output_tokens": 40, "correct": 0},
+    ]
+    found = admission.figures(lines, 5.0, samples)
+    assert found["mean_running"] == (160 - 60) / (50 - 30)
+    assert (found["most_running"], found["preemptions"], found["steps"]) == (7, 4, 80)
+    assert found["held_blocks"] == 800 / 160
+    assert found["kept_fraction"] == 0.25
+    assert (found["output_tok_s"], found["right"]) == (20.0, 1)
+    assert found["blocks_left"] == 0
+
+
+def test_what_is_not_there_has_no_figure():
+    samples = [sample(0, 0), sample(5, 5, running=1, waiting=1), sample(9, 9)]
+    found = admission.figures([{"output_tokens": 1, "correct": True}], 1.0, samples)
+    assert found["mean_running"] is None and found["kept_fraction"] is None
+    left = samples[:-1] + [samples[-1] | {admission.USAGE: 0.25}]
+    found = admission.figures([{"output_tokens": 1, "correct": True}], 1.0, left)
+    args = arguments(Path(), "--blocks", "101")
+    found = admission.in_units(found | {"held_blocks": 3.0}, args)
+    assert (found["blocks_left"], found["held_tokens"]) == (25, 96.0)
+
+
+def test_ratios_are_those_of_pairs():
+    ours = [row(mean_running=8.0, kept_fraction=0.3), row(mean_running=9.0,
+            kept_fraction=0.35), row(mean_running=6.0, kept_fraction=0.2)]  # fmt: skip
+    rows = {"wgkv": ours, "stock": [row(), row(mean_running=3.0), row()]}
+    found = admission.summarise(rows)
+    expected = {"median": 2.0, "low": 1.5, "high": 3.0}
+    assert found["ratios"]["mean_running"] == expected
+    assert (found["kept_fraction"], found["blocks_left"]) == (0.35, 0)
+    assert found["meets_target"]
+    text = admission.report(rows, found)
+    assert "| mean_running | 2.00 (1.50 to 3.00)" in text and text.endswith(": met")
+    assert "| stock  | 1     | 4.00" in text and " - " in text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"mean_running": 5.9}, {"kept_fraction": 0.41}, {"blocks_left": 1}],
+)
+def test_one_pair_may_miss_the_target(changes):
+    good = row(mean_running=8.0, kept_fraction=0.3)
+    rows = {"wgkv": [good, good | changes], "stock": [row(), row()]}
+    found = admission.summarise(rows)
+    assert not found["meets_target"]
+    assert admission.report(rows, found).endswith(": missed")
+
+
+def test_a_pool_that_holds_everything_compares_nothing():
+    rows = {"wgkv": [row(mean_running=None, kept_fraction=0.1)], "stock": [row()]}
+    with pytest.raises(ValueError, match="mean_running: a round in which no request"):
+        admission.summarise(rows)
+
+
+def test_blocks_that_stay_in_use_are_found(monkeypatch):
+    monkeypatch.setattr(admission, "SETTLE_SECONDS", 0.3)
+    states = [GAUGES | {admission.USAGE: share} for share in (0.5, 0.25, 0.0)]
+    server = Server("a", (), "", Path(), None)  # type: ignore[arg-type]
+    monkeypatch.setattr(Server, "metrics", lambda self: states.pop(0))
+    assert admission.settled(server)[admission.USAGE] == 0 and not states
+    monkeypatch.setattr(Server, "metrics", lambda self: GAUGES | {admission.USAGE: 0.5})
+    assert admission.settled(server)[admission.USAGE] == 0.5
+
+
+def test_a_round_over_http(tiny_model, monkeypatch):
+    args = arguments(tiny_model, "--tasks", "copy:5", "--problems", "2")
+    asked = admission.asked_of(args, 0)
+    fake = ChatServer()
+    gauges = GAUGES | {admission.PREEMPTIONS: 0.0}
+    original = Server.metrics
+    monkeypatch.setattr(Server, "metrics", lambda self: gauges | original(self))
+    with serve(fake) as url:
+        server = Server("wgkv", (), url, Path(), None)  # type: ignore[arg-type]
+        found = admission.measure(server, asked, 50)
+        assert fake.most_at_once == 2 and found["steps"] == 10
+        assert found["output_tokens"] == sum(
+            len(f"\\boxed{{{one.question.prompt}}}") for one in asked
+        )
+        fake.faults[asked[0].question.prompt] = [400]
+        with pytest.raises(admission.LoadError, match="wgkv: copy:5 .*HTTP 400"):
+            admission.measure(server, asked, 50)

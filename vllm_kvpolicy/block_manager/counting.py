@@ -1,0 +1,76 @@
+"""Counts what running requests hold, for schedulers with a policy and for vLLM's own.
+
+The mixin is the base of scheduler's. The classes are for servers without a policy that
+policies are compared with: `--scheduler-cls` takes COUNTING_CLASSES of compat, patch
+then shows the counters on /metrics.
+Process: engine
+"""
+
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from vllm_kvpolicy.metrics import CounterFile, EngineCounters
+
+
+class CountingMixin:
+    """Counts superblocks and running requests of every step, and each request's peak.
+
+    What a request holds only grows but where an event or the answer to it gives some
+    back, at a preemption and at the end, so its peak is the most of what it held just
+    before those. With prefix caching a
+    block of several requests counts once in a step and in each one's peak.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kv_policy_counters = EngineCounters(
+            CounterFile(self.vllm_config.instance_id, create=True)
+        )
+        self._peaks_before_preemption: dict[str, int] = {}
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        super()._update_after_schedule(scheduler_output)
+        if scheduler_output.total_num_scheduled_tokens:
+            pool = self.kv_cache_manager.block_pool
+            # One block is vLLM's null block.
+            num_held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+            self.kv_policy_counters.add_step(len(self.running), num_held)
+
+    def _most_held(self, request_id: str) -> int:
+        """Return the most superblocks that a request held since it was (re)started."""
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        return sum(
+            not block.is_null
+            for manager in managers
+            for block in manager.req_to_blocks.get(request_id, ())
+        )
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        peaks, request_id = self._peaks_before_preemption, request.request_id
+        peaks[request_id] = max(peaks.get(request_id, 0), self._most_held(request_id))
+        super()._preempt_request(request, *args, **kwargs)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        request_id = request.request_id
+        earlier = self._peaks_before_preemption.pop(request_id, 0)
+        peak = max(earlier, self._most_held(request_id))
+        if peak:
+            self.kv_policy_counters.add_request(peak)
+        return super()._free_request(request, *args, **kwargs)
+
+    def shutdown(self) -> None:
+        """Stop; the counters end with the engine."""
+        super().shutdown()
+        self.kv_policy_counters.file.remove()
+
+
+class CountingScheduler(CountingMixin, Scheduler):
+    """vLLM's synchronous scheduling, counted."""
+
+
+class CountingAsyncScheduler(CountingMixin, AsyncScheduler):
+    """vLLM's asynchronous scheduling, counted."""
