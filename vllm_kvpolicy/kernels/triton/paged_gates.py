@@ -30,7 +30,15 @@ HALF_TURN = tl.constexpr(math.pi)
 ROOT = tl.constexpr(math.sqrt(0.5))
 # What differs between batches, alignment too, must not choose the compiled kernel.
 ROWS = ["launch_rows", "event_rows", "first_row", "num_heads"]
-VARYING = [*ROWS, "num_tokens", "num_pages", "page_size", "pages", "tokens", "positions"]
+VARYING = [
+    *ROWS,
+    "num_tokens",
+    "num_pages",
+    "page_size",
+    "pages",
+    "tokens",
+    "positions",
+]
 
 
 def paged_gates(
