@@ -22,6 +22,7 @@ os.environ.update(ENVIRONMENT)
 import torch  # noqa: E402
 
 from benchmarks.gpu import (  # noqa: E402
+    admission_part,
     decode_part,
     event_part,
     growth_part,
@@ -41,6 +42,7 @@ PARTS: dict[str, Part] = {
     **kernel_part.PARTS,
     **growth_part.PARTS,
     **layout_part.PARTS,
+    **admission_part.PARTS,
 }
 SECONDS = 480.0
 OUT = ROOT / "benchmarks" / "results" / "gpu"

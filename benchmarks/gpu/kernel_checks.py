@@ -17,6 +17,8 @@ from vllm_kvpolicy.kernels.dispatch import Operation
 
 # Sums of at most a few thousand float32 products, added up in another order.
 RELATIVE, ABSOLUTE = 1e-4, 1e-6
+# Of results in half precision, or made of numbers that are: times its epsilon.
+HALF_ROUNDINGS = 2
 # Cuts between tokens of nearly equal probability fall by rounding.
 NUCLEUS_SLACK = 1
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -64,6 +66,10 @@ def _specified(
         yield "pages", _bits(arguments["pages"])
     elif name == "save_rows":  # the last row is nobody's
         yield "saved", _bits(arguments["saved"][:-1])
+    elif name == "until_attention":
+        yield "output", arguments["output"]
+    elif name == "paged_gates":  # as exact as the numbers that they are made of
+        yield "result", result.to(arguments["weights"].first.dtype)
     elif name == "page_tables":
         tables, lengths = arguments["tables"], arguments["lengths"]
         column = torch.arange(tables.shape[1], device=tables.device)
@@ -87,7 +93,8 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 def differences(found: Mapping[str, torch.Tensor], expected: Outputs) -> list[str]:
     """Return one sentence for each output that is not the reference's.
 
-    Integers and masks must be equal, floats within RELATIVE and ABSOLUTE.
+    Integers and masks must be equal, float32 within RELATIVE and ABSOLUTE, and floats
+    in half precision within HALF_ROUNDINGS.
     """
     wrong = []
     for name, want in expected.items():
@@ -99,7 +106,7 @@ def differences(found: Mapping[str, torch.Tensor], expected: Outputs) -> list[st
             )
             continue
         if want.is_floating_point():
-            is_wrong = ~((got - want).abs() <= ABSOLUTE + RELATIVE * want.abs())
+            is_wrong = ~_is_near(got, want)
         elif name == "nucleus":
             is_wrong = (got - want).abs() > NUCLEUS_SLACK
         else:
@@ -111,6 +118,15 @@ def differences(found: Mapping[str, torch.Tensor], expected: Outputs) -> list[st
                 f"{first}: {got[tuple(first)]}, expected {want[tuple(first)]}"
             )
     return wrong
+
+
+def _is_near(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """Return where floats are the same up to rounding."""
+    relative, absolute = RELATIVE, ABSOLUTE
+    if want.element_size() < 4:
+        relative = absolute = HALF_ROUNDINGS * torch.finfo(want.dtype).eps
+    want = want.double()
+    return (got.double() - want).abs() <= absolute + relative * want.abs()
 
 
 def check_operation(

@@ -12,6 +12,7 @@ from pkgutil import iter_modules
 
 import torch
 
+from benchmarks.gpu.admission_inputs import make_paged_gates, make_until_attention
 from benchmarks.gpu.draw import Arguments, Draw, Size
 from benchmarks.gpu.step_inputs import (
     make_head_page_tables,
@@ -255,6 +256,11 @@ MAKERS: dict[str, Callable[[Size, Draw], Arguments]] = {
     "page_tables": make_page_tables,
     "head_page_tables": make_head_page_tables,
     "save_rows": make_save_rows,
+    "until_attention": make_until_attention,
+    "until_attention, prompts": lambda size, draw: make_until_attention(size, draw, 64),
+    "paged_gates": lambda size, draw: make_paged_gates(
+        size, draw, paged_keys(size, draw)
+    ),
 }
 """By operation, and what is special about the inputs behind a comma."""
 

@@ -143,9 +143,24 @@ def moved_bytes(name: str, arguments: Arguments, which: str) -> int:
         saved, targets = arguments["saved"], arguments["targets"]
         kept = int((targets < len(saved) - 1).sum())
         return 2 * kept * saved[0].nbytes + targets.nbytes
+    if name == "until_attention":
+        held, pages = int(arguments["lengths"].sum()), ("keys", "values", "until")
+        token = sum(arguments[part][0, 0].nbytes for part in pages)
+        others = [v for k, v in arguments.items() if k not in pages]
+        return held * token + sum(
+            each.nbytes for each in others if isinstance(each, torch.Tensor)
+        )
     given = sum(each.nbytes for each in tensors)
     if name == "page_tables":
         return given
+    if name == "paged_gates":
+        weights = arguments["weights"].tensors().values()
+        token = arguments["keys"].shape[-1] * arguments["weights"].first.element_size()
+        return (
+            given
+            + arguments["token"].numel() * (token + 4)
+            + sum(each.nbytes for each in weights)
+        )
     for paged in arguments.values():
         if isinstance(paged, PagedTokens):
             token = paged.shape[-1] * paged.pools[0].element_size()

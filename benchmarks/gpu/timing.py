@@ -33,6 +33,8 @@ PHASES = {
     "page_tables": "tables",
     "head_page_tables": "tables",
     "save_rows": "queries",
+    "until_attention": "attention",
+    "paged_gates": "score",
 }
 """Operation -> what an event or a step spends its time on."""
 EVENT = "event"

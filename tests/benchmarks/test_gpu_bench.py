@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import event_part, process, serving_parts
+from benchmarks.gpu import admission_part, event_part, process, serving_parts
 from benchmarks.gpu.engine import BenchEngine, EngineSpec
 from benchmarks.gpu.kernel_checks import check_operation, poisoned
 from benchmarks.gpu.kernel_inputs import CPU, MAKERS, SMALL_SIZES, operations
@@ -128,6 +128,49 @@ def test_kernel_parts(part: str, tmp_path: Path, monkeypatch) -> None:
     assert len(times) >= 5 and min(times) > 0
     if part == "g":
         assert record["cells"]["prepare"]["results"][0]["build_ms"]["ours"] > 0
+
+
+def test_attention_of_admitted_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A prompt of four chunks, of which the first, the third and the last are timed."""
+    status, record = run("h", tmp_path)
+    cells = record["cells"]
+    assert status == 0 and len(cells) == 7
+    for kind in admission_part.KINDS:
+        cell = cells[f"192 tokens; prefill; {kind}"]
+        assert list(cell["timed"]) == ["0", "96", "144"] and cell["chunks"] == 4
+        first, third, last = cell["timed"].values()
+        between = (first + third) / 2
+        assert cell["ms"] == pytest.approx(first + between + third + last)
+        assert cells[f"192 tokens; decode; {kind}"]["ms"] > 0
+    printed = capsys.readouterr().out
+    assert "192 tokens, prefill: dense / until" in printed and ">= 1.9" in printed
+
+
+@pytest.mark.parametrize("start", [0, 8, 48, 191])
+def test_layers_hold_and_see_what_admission_says(start: int) -> None:
+    """Rows are as long as what is kept, and masked as tokens say themselves."""
+    (scene,) = admission_part.TINY_SCENES
+    count = min(scene.chunk, scene.tokens - start)
+    made = {
+        kind: admission_part.Layer(scene, kind, CPU) for kind in admission_part.KINDS
+    }
+    steps = {kind: layer.step(start, count).args for kind, layer in made.items()}
+    assert (steps["dense"][4] == start + count).all()
+    settled = made["until"].settled(start)
+    local = min(start, scene.window)
+    assert torch.equal(steps["until"][4], settled + local + count)
+    assert torch.equal(steps["compacted"][4], steps["until"][4])
+    tables, until = steps["until"][3].long(), steps["until"][7]
+    for head, length in enumerate(steps["until"][4].tolist()):
+        found = until[tables[head]].flatten()[:length]
+        every = made["until"].until_of[head, : start + count]
+        is_settled = torch.arange(start + count) < start - local
+        held = every[~is_settled | (every == 2**31 - 1)]
+        assert torch.equal(found, held)
+    assert (until[tables] < 2**31 - 1).any()
+    assert (steps["compacted"][7][tables] == 2**31 - 1).all()
 
 
 def test_what_takes_too_long_is_cut_off(tmp_path: Path) -> None:
@@ -253,6 +296,7 @@ def test_a_wrong_result_is_found(label: str, monkeypatch) -> None:
             "page_tables": "lengths",
             "head_page_tables": "offsets",
             "save_rows": "saved",
+            "until_attention": "output",
         }.get(operation.name)
         target = arguments[changed] if changed else result
         if operation.name == "window_usage":

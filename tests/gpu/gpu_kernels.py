@@ -23,6 +23,8 @@ WITH_POOL = (
     "paged_projections",
     "paged_pair_projections",
     "compact_pages",
+    "until_attention",
+    "paged_gates",
 )
 
 

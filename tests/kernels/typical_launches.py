@@ -13,6 +13,7 @@ from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.triton.compact_pages import compact_pages
 from vllm_kvpolicy.kernels.triton.head_page_tables import head_page_tables
 from vllm_kvpolicy.kernels.triton.page_tables import page_tables
+from vllm_kvpolicy.kernels.triton.paged_gates import paged_gates
 from vllm_kvpolicy.kernels.triton.paged_reductions import (
     paged_cosines,
     paged_norms,
@@ -29,6 +30,8 @@ from vllm_kvpolicy.kernels.triton.save_rows import save_rows
 from vllm_kvpolicy.kernels.triton.segment_quota import pick_by_quota, segment_quota
 from vllm_kvpolicy.kernels.triton.until_attention import until_attention
 from vllm_kvpolicy.kernels.triton.window_usage import window_usage
+from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
+from vllm_kvpolicy.policies.rope import Rope
 
 LAUNCHES: dict[str, Callable[[], None]] = {}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -85,6 +88,23 @@ def _head_page_tables() -> None:
         tables = list_of(32, 64, heads, width + 8)[..., :width]
         rows = tables, list_of(32, 64, heads), empty(16), empty(16), list_of(64, 512)
         head_page_tables(*rows, *per_slot, heads)
+
+
+@launches_of("paged_gates")
+def _paged_gates() -> None:
+    rope = Rope(empty(64, dtype=torch.float64))
+    for dtype in DTYPES:
+        shapes = ((128, 512), (128, 192), (80, 320), (256, 384))
+        for head_dim, units in shapes[: 4 if dtype == torch.bfloat16 else 1]:
+            pool = empty(2**17, 16, 2 * head_dim, dtype=dtype)[..., :head_dim]
+            keys = PagedTokens([pool] * 32, empty(4, 32, 8, 160), 2560)
+            norm, per_head = empty(32, head_dim, dtype=dtype), empty(32, 8, dtype=dtype)
+            first = empty(32, 8, units, 2 * head_dim, dtype=dtype)
+            weights = GateWeights(
+                *(norm, norm, first, first[..., 0], first[..., 0], per_head)
+            )
+            token = empty(4, 32, 8, 256)
+            paged_gates(keys, token, token, rope, weights)
 
 
 @launches_of("paged_reductions")

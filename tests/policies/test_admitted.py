@@ -12,7 +12,9 @@ from made_gates import make_gates
 
 from vllm_kvpolicy.block_manager.limits import capacity_line
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.policies import registry, wgkv
+from vllm_kvpolicy.kernels import paged_gates
+from vllm_kvpolicy.kernels.paged import PagedTokens
+from vllm_kvpolicy.policies import registry
 from vllm_kvpolicy.policies.admitted import MEMORY, AdmittedPolicy
 from vllm_kvpolicy.policies.base import EventInputs, Needs, Policy
 from vllm_kvpolicy.policies.wgkv import WriteGates
@@ -160,14 +162,15 @@ def test_gates_do_not_depend_on_how_many_are_copied_at_a_time(
     token = torch.arange(30).expand(EVENTS, LAYERS, HEADS, -1)
     whole = WriteGates(gates).gates(inputs, token)
     sizes = []
-    some = WriteGates._some
+    some = paged_gates._some
 
-    def counted(self: WriteGates, inputs: EventInputs, part: torch.Tensor) -> Any:
+    def counted(keys: PagedTokens, part: torch.Tensor, *others: Any) -> torch.Tensor:
         sizes.append(part.shape[-1])
-        return some(self, inputs, part)
+        return some(keys, part, *others)
 
-    monkeypatch.setattr(WriteGates, "_some", counted)
-    monkeypatch.setattr(wgkv, "CHUNK_BYTES", 7 * 8 * EVENTS * LAYERS * HEADS * SIZE)
+    monkeypatch.setattr(paged_gates, "_some", counted)
+    copied = 7 * 8 * EVENTS * LAYERS * HEADS * SIZE
+    monkeypatch.setattr(paged_gates, "CHUNK_BYTES", copied)
     assert torch.allclose(WriteGates(gates).gates(inputs, token), whole, atol=1e-6)
     assert sizes == [7, 7, 7, 7, 2]
 

@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from vllm_kvpolicy.attention.selection import best_pages
 from vllm_kvpolicy.kernels.page_bounds import page_bounds_ref

@@ -1,6 +1,6 @@
 """The write gate of WG-KV: of how much use a token is outside the window.
 
-Called by train.wgkv_attention, and by policies.wgkv with cached keys alone.
+Called by train.wgkv_attention, and by kernels.paged_gates with cached keys alone.
 Process: worker
 
 Source: WG-KV (arXiv 2512.17452) section 3.2 and

@@ -3,7 +3,7 @@
 Called by policies.admitted.
 Process: worker
 
-Source: WG-KV (arXiv 2512.17452) section 3.2; see kernels.wgkv_gate and docs/wgkv.md.
+Source: WG-KV (arXiv 2512.17452) section 3.2; see kernels.paged_gates and docs/wgkv.md.
 Deviations: gates are evaluated from cached keys and their positions, at events; where
 attention has to be exact, while tokens are computed.
 """
@@ -16,8 +16,9 @@ from torch import nn
 
 from vllm_kvpolicy.admission.wgkv_files import load
 from vllm_kvpolicy.admission.wgkv_gates import Gates
-from vllm_kvpolicy.kernels.chunks import CHUNK_BYTES
-from vllm_kvpolicy.kernels.wgkv_gate import GateWeights, gate_cached
+from vllm_kvpolicy.kernels.paged import PagedTokens
+from vllm_kvpolicy.kernels.paged_gates import paged_gates
+from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.rope import Rope
 
@@ -69,36 +70,31 @@ class WriteGates:
         self._rope = rope
         first = next(model.parameters())
         self.weights = self.weights.to(first.device, vllm_config.model_config.dtype)
+        self._of_layer = [
+            GateWeights(**{k: t[i : i + 1] for k, t in self.weights.tensors().items()})
+            for i in range(len(layers))
+        ]
 
     def keeps(
         self, layer: int, key: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         """Return [T, H] bool of the tokens themselves; see `Decider`."""
         assert self._rope is not None  # `needs` says so
-        weights = self.weights.layer(layer)
-        gates = gate_cached(key.transpose(0, 1), positions, self._rope, weights)
-        return self.threshold < gates.T
+        # One event of one layer, [1, 1, H, T, D].
+        keys = PagedTokens.from_dense(key.transpose(0, 1)[None, None])
+        shape = keys.shape[:-1]
+        token = torch.arange(len(positions), device=positions.device).expand(shape)
+        weights = self._of_layer[layer]
+        rows = keys, token, positions.expand(shape)
+        return (paged_gates(*rows, self._rope, weights)[0, 0] > self.threshold).T
 
     def gates(self, inputs: EventInputs, token: torch.Tensor) -> torch.Tensor:
         """Evaluate [E, L, H, F] gates of held tokens; see `Admission`."""
         keys = inputs.paged("keys")
         # Weights move to the device, and to the dtype of the model, once.
         self.weights = self.weights.to(keys.device, keys.pools[0].dtype)
-        num_rows, size = token[..., 0].numel(), keys.shape[-1]
-        step = max(1, CHUNK_BYTES // (8 * num_rows * size))
-        parts = [self._some(inputs, part) for part in token.split(step, dim=-1)]
-        return torch.cat(parts, dim=-1)
-
-    def _some(self, inputs: EventInputs, token: torch.Tensor) -> torch.Tensor:
-        """Do as `gates` for as many tokens as may be copied at a time."""
-        keys = inputs.paged("keys").at(token)
         # Nothing has been dropped since the last event: positions count to the end.
-        length = inputs.lengths[..., None]
-        positions = inputs.end[:, None, None, None] - length + token
-        # [L, H, E * F], tokens of all requests in one row.
-        rows, places = (
-            part.permute(1, 2, 0, *range(3, part.ndim)).flatten(2, 3)
-            for part in (keys, positions)
-        )
-        gates = gate_cached(rows, places, inputs.given("rope"), self.weights)
-        return gates.unflatten(2, (len(keys), -1)).permute(2, 0, 1, 3)
+        behind = token - inputs.lengths[..., None]
+        positions = inputs.end[:, None, None, None] + behind
+        rope = inputs.given("rope")
+        return paged_gates(keys, token, positions, rope, self.weights)
