@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from vllm_kvpolicy.train.wgkv_base import Base, load_base
+from vllm_kvpolicy.train.base import Base, load_base
 
 
 @pytest.fixture(scope="session")

@@ -12,9 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
 from vllm_kvpolicy.policies.rope import Rope
+from vllm_kvpolicy.train import attention as attention_module
 from vllm_kvpolicy.train import wgkv_attention
-from vllm_kvpolicy.train.wgkv_attention import LEAST, Gating, attention, log_bias
-from vllm_kvpolicy.train.wgkv_base import Base, load_base
+from vllm_kvpolicy.train.attention import attention
+from vllm_kvpolicy.train.base import Base, load_base
+from vllm_kvpolicy.train.wgkv_attention import LEAST, Gating, log_bias
 from vllm_kvpolicy.train.wgkv_loop import Settings, new_gates
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "wgkv_gate.npz"
@@ -89,7 +91,7 @@ def formula(
 def test_attention_by_its_formula(
     monkeypatch: pytest.MonkeyPatch, qwen3: Base, block: int, threshold: float | None
 ) -> None:
-    monkeypatch.setattr(wgkv_attention, "BLOCK", block)
+    monkeypatch.setattr(attention_module, "BLOCK", block)
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, 4, 40, 32, generator=generator)
     key, value = torch.randn(2, 1, 2, 40, 32, generator=generator)

@@ -13,8 +13,8 @@ import torch
 from vllm_kvpolicy.admission.wgkv_files import load
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
 from vllm_kvpolicy.train import wgkv
+from vllm_kvpolicy.train.base import Base, load_base
 from vllm_kvpolicy.train.wgkv_attention import Gating
-from vllm_kvpolicy.train.wgkv_base import Base, load_base
 from vllm_kvpolicy.train.wgkv_loop import Settings, new_gates, rate, train
 from vllm_kvpolicy.train.wgkv_measures import Figures, measure
 

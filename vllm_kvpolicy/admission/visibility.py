@@ -1,6 +1,6 @@
 """Who sees whom where tokens are kept or dropped as they leave a window.
 
-Called by train.wgkv_attention, and by tests as the definition of what a cache shows.
+Called by train.attention, and by tests as the definition of what a cache shows.
 Process: any
 
 Query i sees key j <= i while i - j < window, and for ever where j is kept. One integer

@@ -1,4 +1,5 @@
-"""Trains what policies need besides the model: the write gates of WG-KV.
+"""Trains what policies need besides the model: the write gates of WG-KV, the decisions
+of DMS.
 
 Process: any
 """

@@ -1,6 +1,6 @@
 """Rows of tokens to train on: problems of the repository's reasoner, with traces.
 
-Called by train.wgkv where `--reasoner` is given. Knows the package `reasoner`, which
+Called by train.sources where `--reasoner` is given. Knows the package `reasoner`, which
 knows nothing of this one and comes with a checkout only.
 Process: any
 """

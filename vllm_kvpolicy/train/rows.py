@@ -1,6 +1,6 @@
 """Rows of tokens to train on, out of text files.
 
-Called by train.wgkv.
+Called by train.sources.
 Process: any
 """
 

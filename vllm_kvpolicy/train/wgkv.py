@@ -11,18 +11,17 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
 from vllm_kvpolicy.admission.wgkv_files import save
 from vllm_kvpolicy.admission.wgkv_gates import Gates, unstacked
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
-from vllm_kvpolicy.train.reasoner_rows import ReasonerRows, read_reasoner
-from vllm_kvpolicy.train.rows import Rows, read_rows
-from vllm_kvpolicy.train.wgkv_base import Base, load_base
+from vllm_kvpolicy.train.base import Base, load_base
+from vllm_kvpolicy.train.reasoner_rows import ReasonerRows
+from vllm_kvpolicy.train.rows import Rows
+from vllm_kvpolicy.train.sources import dtype_of, rows_of, words_of
 from vllm_kvpolicy.train.wgkv_loop import Settings, train
 from vllm_kvpolicy.train.wgkv_measures import Figures, measure
 from vllm_kvpolicy.train.wgkv_options import parse
@@ -30,11 +29,9 @@ from vllm_kvpolicy.train.wgkv_options import parse
 
 def settings_of(given: argparse.Namespace, sparsity_weight: float) -> Settings:
     """Return the settings of one run."""
-    source = f"{given.text} {given.instruction!r}" if given.text else "reasoner"
-    data = f"{given.model}, {source}, length {given.length}"
     names = asdict(Settings(0)).keys() - {"sparsity_weight", "data"}
     same = {name: getattr(given, name) for name in names}
-    return Settings(sparsity_weight, data=data, **same)
+    return Settings(sparsity_weight, data=words_of(given), **same)
 
 
 def gates_of(
@@ -94,23 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parse(arguments)
     if given.threads:
         torch.set_num_threads(given.threads)
-    on_gpu = torch.device(given.device).type != "cpu"
-    name = given.dtype or ("bfloat16" if on_gpu else "float32")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(given.model)
-        if given.reasoner:
-            rows: Rows | ReasonerRows = read_reasoner(
-                Path(given.model), tokenizer, given.length, given.validation_rows
-            )
-        else:
-            rows = read_rows(
-                given.text,
-                tokenizer,
-                given.length,
-                given.instruction,
-                given.validation_rows,
-            )
-        base = load_base(given.model, given.device, getattr(torch, name))
+        rows = rows_of(given)
+        base = load_base(given.model, given.device, dtype_of(given))
         run_all(base, rows, given)
     except (OSError, ValueError) as error:
         raise SystemExit(f"vllm_kvpolicy.train.wgkv: error: {error}") from None

@@ -10,16 +10,15 @@ Deviations: the learning rate of the first step is not 0; validation comes at th
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from itertools import islice
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
+from vllm_kvpolicy.train.base import Base
+from vllm_kvpolicy.train.loop import Run
 from vllm_kvpolicy.train.wgkv_attention import Gating
-from vllm_kvpolicy.train.wgkv_base import Base
 from vllm_kvpolicy.train.wgkv_losses import distillation, position_weights, sparsity
 
 EXPANSION = {"llama": 4.0, "qwen3": 1.5}  # hidden units per channel of a head
@@ -118,23 +117,15 @@ def train(
     weights = new_gates(base, settings)
     parameters = list(weights.tensors().values())
     optimizer = torch.optim.AdamW(parameters, weight_decay=settings.weight_decay)
-    done = _load(state, settings, weights, optimizer)
-    rows = islice(rows, done * settings.rows_per_step, None)
+
+    def step(number: int, batch: list[torch.Tensor]) -> dict[str, str]:
+        now = rate(number, settings.steps, settings.warmup)
+        optimizer.param_groups[0]["lr"] = settings.learning_rate * now
+        return _step(base, batch, settings, weights, optimizer)
+
     name = f"lambda {settings.sparsity_weight:g}"
-    with tqdm(total=settings.steps, initial=done, unit="step", desc=name) as shown:
-        for step in range(done, settings.steps):
-            batch = list(islice(rows, settings.rows_per_step))
-            if len(batch) < settings.rows_per_step:
-                raise ValueError(
-                    f"rows: got too few for step {step + 1} of {settings.steps}"
-                )
-            now = rate(step, settings.steps, settings.warmup)
-            optimizer.param_groups[0]["lr"] = settings.learning_rate * now
-            figures = _step(base, batch, settings, weights, optimizer)
-            shown.set_postfix(figures)
-            shown.update()
-            if step + 1 == settings.steps or (step + 1) % save_steps == 0:
-                _save(state, settings, weights, optimizer, step + 1)
+    tensors = weights.tensors()
+    Run(name, settings, tensors, optimizer, state, save_steps).take(rows, step)
     return weights
 
 
@@ -160,50 +151,3 @@ def _step(
         (loss / len(batch)).backward()
     optimizer.step()
     return {"loss": f"{loss.item():.4f}", "distillation": f"{distilled.item():.4f}"}
-
-
-def _save(
-    path: Path,
-    settings: Settings,
-    weights: GateWeights,
-    optimizer: torch.optim.Optimizer,
-    step: int,
-) -> None:
-    """Write the state of a run by one rename."""
-    content = {
-        "settings": asdict(settings),
-        "step": step,
-        "weights": {name: t.detach() for name, t in weights.tensors().items()},
-        "optimizer": optimizer.state_dict(),
-    }
-    fresh = path.with_name(path.name + ".new")
-    torch.save(content, fresh)
-    fresh.replace(path)
-
-
-@torch.no_grad()
-def _load(
-    path: Path,
-    settings: Settings,
-    weights: GateWeights,
-    optimizer: torch.optim.Optimizer,
-) -> int:
-    """Restore a run, if there is one, in place; return the steps that it has done."""
-    if not path.exists():
-        return 0
-    content = torch.load(path, map_location="cpu", weights_only=True)
-    for name, value in asdict(settings).items():
-        if content["settings"][name] != value:
-            raise ValueError(
-                f"{path}: {name}: got a run with {content['settings'][name]!r}, "
-                f"expected {value!r}; remove the file to start anew"
-            )
-    for name, tensor in weights.tensors().items():
-        if tensor.shape != content["weights"][name].shape:
-            raise ValueError(
-                f"{path}: shape of {name}: got {list(content['weights'][name].shape)}, "
-                f"expected {list(tensor.shape)}; remove the file to start anew"
-            )
-        tensor.copy_(content["weights"][name])
-    optimizer.load_state_dict(content["optimizer"])
-    return content["step"]

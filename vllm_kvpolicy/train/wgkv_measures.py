@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
+from vllm_kvpolicy.train.base import Base
 from vllm_kvpolicy.train.wgkv_attention import Gating
-from vllm_kvpolicy.train.wgkv_base import Base
 from vllm_kvpolicy.train.wgkv_losses import distillation
 
 

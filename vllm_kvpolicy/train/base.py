@@ -1,0 +1,143 @@
+"""The model that something is trained for: teacher and, in another pass, student.
+
+Called by train.wgkv and train.dms.
+Process: any
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from vllm_kvpolicy.admission.wgkv_gates import FLAVOURS
+from vllm_kvpolicy.policies.rope import Rope
+from vllm_kvpolicy.train.attention import NAME, Student
+
+# Kinds of RoPE whose frequencies do not change with the length of a sequence.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class Base:
+    """A model, and its shape.
+
+    Args:
+        model: the transformers module with its output embedding.
+        flavour: one of `FLAVOURS`.
+        num_layers: L.
+        num_kv_heads: H.
+        head_dim: D.
+        hidden_size: d.
+        rope: how it rotates, on the device of the model.
+        rope_theta: base of its rotary embedding.
+        epsilon: of its norms, added to mean squares.
+        ends: token ids that end a text.
+        dtype: that it computes in.
+    """
+
+    model: Any
+    flavour: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    rope: Rope
+    rope_theta: float
+    epsilon: float
+    ends: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def decoder(self) -> Any:
+        """The module without its output embedding."""
+        return self.model.get_decoder()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.rope.inv_freq.device
+
+    def hidden(self, row: torch.Tensor, student: Student | None = None) -> torch.Tensor:
+        """Run one row and return its hidden states behind the final norm.
+
+        Args:
+            row: [T] int64 token ids.
+            student: what sees less; None for the teacher.
+
+        Returns:
+            [1, T, d] floating point.
+        """
+        ids = row[None].to(self.device)
+        with self._computing():
+            out = self.decoder(ids, use_cache=False, student=student)
+        return out.last_hidden_state
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits [..., V] float32 of hidden states [..., d]."""
+        with self._computing():
+            return self.model.get_output_embeddings()(hidden).float()
+
+    def _computing(self) -> torch.autocast:
+        """Compute in `dtype`, whatever the weights are stored in."""
+        mixed = self.dtype != self.model.dtype
+        return torch.autocast(self.device.type, self.dtype, enabled=mixed)
+
+
+def _tell_student(module: Any, given: tuple, named: dict[str, Any]) -> None:
+    """Show the student of a pass, if there is one, what a layer starts from."""
+    student = named.get("student")
+    if student is not None:
+        hidden = given[0] if given else named["hidden_states"]
+        student.enter(module.self_attn.layer_idx, hidden)
+
+
+def load_base(
+    model: str, device: str, dtype: torch.dtype, trained: bool = False
+) -> Base:
+    """Load a model, frozen unless it is to be trained.
+
+    Args:
+        model: folder or name, as for transformers.
+        device: where to put it, as for torch.
+        dtype: that it computes in, and of its weights unless they are trained.
+        trained: whether its weights are to be trained; they are float32 then.
+
+    Raises:
+        ValueError: students of such a model are not known.
+    """
+    config = AutoConfig.from_pretrained(model)
+    if config.model_type not in FLAVOURS:
+        raise ValueError(
+            f"model: got type {config.model_type!r}, expected {' or '.join(FLAVOURS)}"
+        )
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise ValueError(f"model: got layers of {kinds}, expected full attention only")
+    rope_type = config.rope_parameters["rope_type"]
+    if rope_type not in ROPE_TYPES:
+        raise ValueError(
+            f"model: got RoPE of type {rope_type!r}, expected one of {ROPE_TYPES}"
+        )
+    whole = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32 if trained else dtype, attn_implementation=NAME
+    )
+    whole = whole.to(device).requires_grad_(trained).eval()
+    decoder = whole.get_decoder()
+    for layer in decoder.layers:
+        layer.register_forward_pre_hook(_tell_student, with_kwargs=True)
+    rotary = decoder.rotary_emb
+    ends = config.eos_token_id
+    return Base(
+        model=whole,
+        flavour=config.model_type,
+        num_layers=config.num_hidden_layers,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=decoder.layers[0].self_attn.head_dim,
+        hidden_size=config.hidden_size,
+        rope=Rope(rotary.inv_freq.double(), float(rotary.attention_scaling)),
+        rope_theta=float(config.rope_parameters["rope_theta"]),
+        epsilon=float(config.rms_norm_eps),
+        ends=tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,),
+        dtype=dtype,
+    )

@@ -1,0 +1,112 @@
+"""Takes the steps of a training run, from where it was left off.
+
+Called by train.wgkv_loop and train.dms_loop.
+Process: any
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+Step = Callable[[int, list[torch.Tensor]], dict[str, str]]
+"""Takes one step, given its number and rows; returns what the progress bar shows."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, and the file that its state is in.
+
+    Args:
+        name: what the progress bar calls it.
+        settings: a dataclass with `steps` and `rows_per_step`.
+        tensors: what is trained, by name.
+        optimizer: of these.
+        state: file for the state of the run, which stays when it is done.
+        save_steps: steps between two states.
+    """
+
+    name: str
+    settings: Any
+    tensors: Mapping[str, torch.Tensor]
+    optimizer: torch.optim.Optimizer
+    state: Path
+    save_steps: int = 100
+
+    def take(
+        self,
+        rows: Iterator[torch.Tensor],
+        step: Step,
+        milestones: Mapping[int, Callable[[], None]] | None = None,
+    ) -> None:
+        """Train to the end, from the state file on if there is one.
+
+        Args:
+            rows: [T] int64 token ids each; the same ones in the same order each time,
+                since those that a state has seen are skipped.
+            step: takes one.
+            milestones: what to do after so many steps; the state is saved there.
+
+        Raises:
+            ValueError: the state is one of other settings, or there are too few rows.
+        """
+        steps, num_rows = self.settings.steps, self.settings.rows_per_step
+        milestones = milestones or {}
+        done = self._load()
+        rows = islice(rows, done * num_rows, None)
+        with tqdm(total=steps, initial=done, unit="step", desc=self.name) as shown:
+            for number in range(done, steps):
+                batch = list(islice(rows, num_rows))
+                if len(batch) < num_rows:
+                    raise ValueError(
+                        f"rows: got too few for step {number + 1} of {steps}"
+                    )
+                shown.set_postfix(step(number, batch))
+                shown.update()
+                done = number + 1
+                reached = milestones.get(done)
+                if reached:
+                    reached()
+                if reached or done == steps or done % self.save_steps == 0:
+                    self._save(done)
+
+    def _save(self, step: int) -> None:
+        """Write the state by one rename."""
+        content = {
+            "settings": asdict(self.settings),
+            "step": step,
+            "weights": {name: t.detach() for name, t in self.tensors.items()},
+            "optimizer": self.optimizer.state_dict(),
+        }
+        fresh = self.state.with_name(self.state.name + ".new")
+        torch.save(content, fresh)
+        fresh.replace(self.state)
+
+    @torch.no_grad()
+    def _load(self) -> int:
+        """Restore the state, if there is one; return the steps that it has done."""
+        path = self.state
+        if not path.exists():
+            return 0
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        for name, value in asdict(self.settings).items():
+            known = content["settings"].get(name)
+            if known != value:
+                raise ValueError(
+                    f"{path}: {name}: got a run with {known!r}, expected {value!r}; "
+                    "remove the file to start anew"
+                )
+        for name, tensor in self.tensors.items():
+            found = content["weights"].get(name, torch.empty(0))
+            if tensor.shape != found.shape:
+                raise ValueError(
+                    f"{path}: shape of {name}: got {list(found.shape)}, expected "
+                    f"{list(tensor.shape)}; remove the file to start anew"
+                )
+            tensor.copy_(found)
+        self.optimizer.load_state_dict(content["optimizer"])
+        return content["step"]
