@@ -1,8 +1,7 @@
 """Attention over pages whose tokens say themselves until when they are seen.
 
-Called by tests and benchmarks so far; meant for the folded attention of policies that
-admit tokens (rows are those of attention.folding), instead of a stock kernel that sees
-whatever is held.
+Called by attention.expiry, whose rows are those of attention.folding, instead of a
+stock kernel that sees whatever is held.
 Process: worker
 
 Memory order: D may have any stride in keys and values, so that keys may be stored as
@@ -12,6 +11,8 @@ Source: the mask is that of admission.visibility.visible_until, read per slot, W
 (arXiv 2512.17452) section 3.3; softmax in base 2 as in FlashAttention-2
 (arXiv 2307.08691). Deviations: none.
 """
+
+from collections.abc import Sequence
 
 import torch
 
@@ -58,21 +59,17 @@ def until_attention_ref(
             row's queries is unspecified.
         max_queries: no row has more; 1 where the batch decodes.
     """
-    page_size, width = keys.shape[1], tables.shape[1] * keys.shape[1]
-    group, size = query.shape[1:]
-    nobody = len(query)
+    width = tables.shape[1] * keys.shape[1]
+    nobody, group, size = query.shape
     found = output.new_zeros(nobody + 1, group, size)
     queries = min(QUERIES, max_queries)
     row_bytes = 4 * width * (3 * size + 3 * queries * group)
     step = max(1, CHUNK_BYTES // row_bytes)
-    token = torch.arange(width, device=query.device)
     for start in range(0, len(tables), step):
         rows = slice(start, start + step)
-        page = tables[rows].long().repeat_interleave(page_size, 1)
-        slot = (token % page_size).expand_as(page)
+        token, known, key, value = _held((until, keys, values), tables[rows])
         is_held = token < lengths[rows, None]
-        known = until[page, slot].masked_fill(~is_held, torch.iinfo(until.dtype).min)
-        dense = keys[page, slot], values[page, slot]
+        known = known.masked_fill(~is_held, torch.iinfo(until.dtype).min)
         count = query_start[start : start + step + 1].diff()[:, None]
         for first in range(0, max_queries, queries):
             number = first + torch.arange(queries, device=query.device)
@@ -82,9 +79,18 @@ def until_attention_ref(
             sees = token <= (lengths[rows, None] + behind)[..., None]
             sees &= (ends[rows, None] + behind)[..., None] < known[:, None]
             taken = query[place.clamp_max(nobody - 1)]
-            attended = _attend(taken, *dense, sees, scale)
+            attended = _attend(taken, key, value, sees, scale)
             found[place.flatten().long()] = attended.flatten(0, 1).to(found.dtype)
     output.copy_(found[:-1])
+
+
+def _held(pools: Sequence[torch.Tensor], tables: torch.Tensor) -> list[torch.Tensor]:
+    """Return [T] places, and copies [R, T, ...] of what lies on pages [R, C]."""
+    page_size = pools[0].shape[1]
+    token = torch.arange(tables.shape[1] * page_size, device=tables.device)
+    page = tables.long().repeat_interleave(page_size, 1)
+    slot = (token % page_size).expand_as(page)
+    return [token, *(pool[page, slot] for pool in pools)]
 
 
 def _attend(
