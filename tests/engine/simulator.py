@@ -162,9 +162,10 @@ class Simulation:
             sinks = rng.randint(0, policy.sink_tokens)
             least = recent + sinks + self.scenario.block_size
             window = self.scheduler.kv_policy_limits.window_tokens
-            wishes["kv_budget"] = rng.randint(least, policy.budget_tokens)
+            budget = rng.randint(least, policy.budget_tokens)
             wishes["kv_interval"] = rng.randint(max(window, 1), policy.interval_tokens)
-            wishes["kv_recent"], wishes["kv_sinks"] = recent, sinks
+            if parse(wishes.get("kv_policy", policy.policy)).admission is None:
+                wishes |= {"kv_budget": budget, "kv_recent": recent, "kv_sinks": sinks}
         return wishes or None
 
     def _asked(self, prompt_len: int, extra_args: dict[str, Any] | None) -> Asked:
@@ -174,9 +175,14 @@ class Simulation:
             return Asked(prompt_len)
         info, options = parse(name), policy.options_of(name)
         protected = prompt_len if policy.protects_prompt else 0
+        budget = wishes.get("kv_budget", policy.budget_tokens) + protected
+        if info.is_unbounded:
+            # Events begin when the first page has left the window.
+            least = policy.sink_tokens + policy.recent_tokens
+            budget = least + self.scenario.block_size
         plan = EventPlan(
             prompt_len,
-            wishes.get("kv_budget", policy.budget_tokens) + protected,
+            budget,
             wishes.get("kv_interval", policy.interval_tokens),
             policy.prefill_interval_tokens,
         )
@@ -189,7 +195,8 @@ class Simulation:
             window=policy.window_tokens(name),
             keeps_all=info.keeps_all,
             is_ragged=info.is_ragged(options),
-            is_dynamic=options.get("hard_mode") == "dynamic",
+            is_dynamic=options.get("hard_mode") == "dynamic"
+            or info.admission is not None,
         )
 
     def _abort(self) -> None:

@@ -72,6 +72,8 @@ RAGGED: dict[str, dict[str, Any]] = {
             "allow": ["adakv-knorm", "tova"],
         }
     },
+    # What is admitted follows from the text; here it is drawn.
+    "local": {"policy_config": {"allow": ["tova"]}},
 }
 
 

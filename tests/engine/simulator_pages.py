@@ -38,7 +38,7 @@ class Asked:
         recent, sinks: tokens that are always kept.
         policy: name of its policy.
         window: queries that the policy reads.
-        keeps_all: events permute and drop nothing.
+        keeps_all: there is no budget; unless dynamic, events permute and drop nothing.
         is_ragged: heads hold different numbers of pages, anywhere in the superblocks.
         is_dynamic: they need not fill the destinations.
     """
@@ -166,7 +166,7 @@ def draw_survivors(
     asked: Asked, held: Lists, quota: Sequence[int], block_size: int, rng: Any
 ) -> Lists:
     """Return survivors of each head: sinks, and others at random in time order."""
-    if asked.keeps_all:
+    if asked.keeps_all and not asked.is_dynamic:
         return [rng.permuted(tokens) for tokens in held]
     kept = []
     for tokens, pages in zip(held, quota, strict=True):

@@ -176,7 +176,10 @@ class StorageWorker:
         kept = len(event.dest_blocks) * size + num_local
         budget = asked.plan.budget
         if asked.keeps_all:
-            check(kept == event.position, name, "keeps", kept, event)
+            # Where answers have been heard, what is left goes to as many superblocks.
+            whole = min(event.frontier_blocks, len(event.source_blocks))
+            check(len(event.dest_blocks) == whole, name, "keeps", kept, event)
+            check(asked.is_dynamic or kept == event.position, name, "keeps", event)
         elif asked.is_dynamic and len(event.dest_blocks) == len(event.source_blocks):
             check(kept < budget + size, name, "keeps", kept, event)
         else:
