@@ -33,6 +33,8 @@ PHASES = {
     "page_tables": "tables",
     "head_page_tables": "tables",
     "save_rows": "queries",
+    "page_bounds": "pages",
+    "page_scores": "pages",
 }
 """Operation -> what an event or a step spends its time on."""
 EVENT = "event"

@@ -253,6 +253,7 @@ def test_a_wrong_result_is_found(label: str, monkeypatch) -> None:
             "page_tables": "lengths",
             "head_page_tables": "offsets",
             "save_rows": "saved",
+            "page_bounds": "bounds",
         }.get(operation.name)
         target = arguments[changed] if changed else result
         if operation.name == "window_usage":

@@ -23,6 +23,8 @@ WITH_POOL = (
     "paged_projections",
     "paged_pair_projections",
     "compact_pages",
+    "page_bounds",
+    "page_scores",
 )
 
 
