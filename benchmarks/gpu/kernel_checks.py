@@ -76,6 +76,8 @@ def _specified(
         used = -(-lengths // arguments["block_size"])
         yield "tables", torch.where(column < used[:, None], tables, -1)
         yield "lengths", lengths
+    elif name == "page_bounds":
+        yield "bounds", _bits(arguments["bounds"])
     elif name == "head_page_tables":
         yield from {key: arguments[key] for key in ("tables", "offsets")}.items()
     elif is_dataclass(result):

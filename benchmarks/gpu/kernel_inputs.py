@@ -236,6 +236,41 @@ def make_compact_pages(size: Size, draw: Draw, loyalty: float = 1.0) -> Argument
     return {"pages": numbers[..., : size.dim], **draw.here(moves)}
 
 
+def page_bounds_of(size: Size, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return bounds [2, P, D] of pages, NaN on those of nobody, and the rows' pages."""
+    numbers, pages = pool(size, draw)
+    bounds = torch.full((2, len(numbers), size.dim), torch.nan, dtype=size.dtype)
+    low = draw.normal(pages.numel(), size.dim)
+    high = low + draw.uniform(*low.shape)
+    bounds[:, pages.flatten()] = torch.stack((low, high)).to(size.dtype)
+    return bounds, pages
+
+
+def make_page_bounds(size: Size, draw: Draw) -> Arguments:
+    """Keys of the pages of all rows; some are listed twice."""
+    numbers, pages = pool(size, draw)
+    listed = torch.cat((pages[1:].flatten(), pages[-1]))
+    bounds = torch.zeros(2, len(numbers), size.dim, dtype=size.dtype)
+    made = draw.here({"bounds": bounds, "pages": listed})
+    return made | {"keys": numbers[..., : size.dim]}
+
+
+def make_page_scores(size: Size, draw: Draw) -> Arguments:
+    """Queries, and bounds of a part of the pages of each row."""
+    bounds, pages = page_bounds_of(size, draw)
+    queries = draw.normal(size.rows, size.group, size.dim) / size.dim
+    counts = draw.integers(0, size.row_pages + 1, size.rows)
+    counts[:2] = torch.tensor([size.row_pages, 0])
+    behind = torch.arange(size.row_pages) >= counts[:, None]
+    arguments = {
+        "queries": queries.to(size.dtype),
+        "pages": pages.masked_fill(behind, 0).int(),
+        "counts": counts.int(),
+        "bounds": bounds,
+    }
+    return draw.here(arguments)
+
+
 CPU = torch.device("cpu")
 MAKERS: dict[str, Callable[[Size, Draw], Arguments]] = {
     "window_usage": make_window_usage,
@@ -261,6 +296,8 @@ MAKERS: dict[str, Callable[[Size, Draw], Arguments]] = {
     "paged_gates": lambda size, draw: make_paged_gates(
         size, draw, paged_keys(size, draw)
     ),
+    "page_bounds": make_page_bounds,
+    "page_scores": make_page_scores,
 }
 """By operation, and what is special about the inputs behind a comma."""
 

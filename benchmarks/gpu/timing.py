@@ -35,6 +35,8 @@ PHASES = {
     "save_rows": "queries",
     "until_attention": "attention",
     "paged_gates": "score",
+    "page_bounds": "pages",
+    "page_scores": "pages",
 }
 """Operation -> what an event or a step spends its time on."""
 EVENT = "event"

@@ -24,6 +24,7 @@ CASES = {
     "no memory": replace(LARGE, num_memories=0),
     "two memories": replace(LARGE, num_memories=2),
     "ragged": replace(LARGE, is_ragged=True),
+    "bounds": replace(LARGE, is_ragged=True, bound_bytes=2 * 128 * 2),
     "ragged, many requests": replace(LARGE, is_ragged=True, num_slots=8192),
 }
 
@@ -47,6 +48,12 @@ def test_page_lists_are_no_longer_than_the_pool() -> None:
     assert ragged.global_blocks(10**6) == ragged.max_global_blocks
     tables = ragged.nbytes(100) - LARGE.nbytes(100)
     assert tables == 4 * (SLOTS + 1) * (100 * HEADS + HEADS + 1)
+
+
+def test_bounds_take_a_key_and_a_value_of_each_page() -> None:
+    """One N-th of the KV cache."""
+    more = CASES["bounds"].nbytes(500) - CASES["ragged"].nbytes(500)
+    assert more == 500 * SUPERBLOCK // SIZE
 
 
 @pytest.mark.parametrize("available", [0, SUPERBLOCK, GIB, 7 * GIB, 60 * GIB])

@@ -297,6 +297,7 @@ def test_a_wrong_result_is_found(label: str, monkeypatch) -> None:
             "head_page_tables": "offsets",
             "save_rows": "saved",
             "until_attention": "output",
+            "page_bounds": "bounds",
         }.get(operation.name)
         target = arguments[changed] if changed else result
         if operation.name == "window_usage":

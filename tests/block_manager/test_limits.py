@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_kvpolicy.block_manager.limits import (
+    capacity_line,
     max_blocks_per_request,
     max_global_blocks,
 )
@@ -34,12 +35,21 @@ def test_an_allowed_policy_that_protects_prompts_leaves_the_bound_alone() -> Non
         KVPolicyConfig("epikv"),
         KVPolicyConfig("tova", protect_prompt=True),
         KVPolicyConfig("identity"),
+        KVPolicyConfig("quest"),
     ],
 )
 def test_a_server_that_keeps_prompts_states_the_whole_length(
     config: KVPolicyConfig,
 ) -> None:
     assert max_blocks_per_request(ENGINE, config) == WHOLE
+
+
+def test_the_line_of_a_selection_alone_speaks_of_no_budget() -> None:
+    line = capacity_line(ENGINE, KVPolicyConfig("quest"), 9000)
+    assert line.startswith("KV policy quest: no budget, event every 512 tokens; ")
+    assert line.endswith("all its tokens, at most 4096 of the pool's 8999 superblocks")
+    both = capacity_line(ENGINE, KVPolicyConfig("snapkv+quest"), 9000)
+    assert "snapkv+quest: budget 2048 tokens per KV head" in both
 
 
 def test_the_users_word_counts_more_than_the_policys() -> None:

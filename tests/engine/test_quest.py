@@ -1,12 +1,16 @@
 """Serving with Quest: what is read is what a plain decoder's own scores choose."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers import BLOCK, Engine, Run, make_jobs
 from made_gates import make_gates
 from oracle_quest import QuestDecoder
+from oracle_replay import check_replay
+from reference_decoder import ReferenceDecoder
 
 from vllm_kvpolicy.admission.wgkv_files import save
 
@@ -64,3 +68,43 @@ def test_queries_read_what_their_scores_choose(
         f"{run.preemptions} preemptions"
     )
     assert decoder.choices > 300 and run.preemptions > 0
+
+
+def test_a_budget_for_everything_changes_nothing(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Tokens are those of the policy in front, of stock vLLM where there is none."""
+    with Engine(tiny_model, num_blocks=40, **TIGHT) as engine:
+        stock = engine.run(make_jobs(LENGTHS, TOKENS)).tokens
+    for name, plain in (("quest", stock), ("snapkv+quest", None)):
+        found = serve(tiny_model, tmp_path, name, 832, 40)
+        wanted = plain or serve(tiny_model, tmp_path, "snapkv", 832, 40).tokens
+        assert found.tokens == wanted
+        assert sum(len(result.events) for result in found.results.values()) > 20
+
+
+def test_a_budget_below_the_local_tokens_reads_those(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """On a server that allows other policies, which read all that they keep."""
+    names = ("quest", "snapkv+quest", "snapkv", "none", "adakv-snapkv")
+    policy = policy_of("quest", tmp_path, 1, allow=list(names[1:3]) + ["adakv-snapkv"])
+    jobs = [
+        replace(job, extra_args={"kv_policy": name})
+        for job, name in zip(
+            make_jobs((170, 300, 180, 90, 200), 90), names, strict=True
+        )
+    ]
+    trace = tmp_path / "trace"
+    with Engine(tiny_model, policy, trace, **TIGHT) as engine:
+        results = engine.run(jobs).results
+    for job, name in zip(jobs, names, strict=True):
+        result = results[job.name]
+        assert bool(result.events) == (name != "none")
+        if "quest" in name:
+            decoder = QuestDecoder(tiny_model, 1, BLOCK)
+            decoder.check(result)
+            # Every page, in all heads, of every query behind the first event.
+            assert decoder.closest == np.inf and decoder.unread > 300
+        else:
+            check_replay(ReferenceDecoder(tiny_model), result)

@@ -12,7 +12,9 @@ from vllm_kvpolicy.kernels.window_usage import window_usage
 POLICY = {"policy": "ams-tova", "budget": 64, "interval": 32, "recent": 8}
 
 
-@pytest.mark.parametrize("allow", [[], ["snapkv", "epikv", "keydiff"], ["hard-snapkv"]])
+@pytest.mark.parametrize(
+    "allow", [[], ["snapkv", "epikv", "keydiff"], ["hard-snapkv", "tova+quest"]]
+)
 def test_answers_are_those_of_an_engine_that_did_not_rehearse(
     tiny_model: Path, allow: list[str]
 ) -> None:

@@ -25,6 +25,8 @@ WITH_POOL = (
     "compact_pages",
     "until_attention",
     "paged_gates",
+    "page_bounds",
+    "page_scores",
 )
 
 

@@ -12,6 +12,7 @@ import torch
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.triton.compact_pages import compact_pages
 from vllm_kvpolicy.kernels.triton.head_page_tables import head_page_tables
+from vllm_kvpolicy.kernels.triton.page_bounds import page_bounds, page_scores
 from vllm_kvpolicy.kernels.triton.page_tables import page_tables
 from vllm_kvpolicy.kernels.triton.paged_gates import paged_gates
 from vllm_kvpolicy.kernels.triton.paged_reductions import (
@@ -67,6 +68,18 @@ def _compact_pages() -> None:
             slots = empty(moves)
             compact_pages(values, slots, slots, first)
             compact_pages(values, slots, slots, first, mask(moves))
+
+
+@launches_of("page_bounds")
+def _page_bounds() -> None:
+    for dtype in DTYPES:
+        for head_dim, group, page in ((32, 2, 16), (80, 7, 32), (128, 4, 16)):
+            pool = empty(2**17, page, 2 * head_dim, dtype=dtype)[..., :head_dim]
+            bounds = empty(2, 2**17, head_dim, dtype=dtype)
+            page_bounds(bounds, pool, empty(20_000))
+            queries = empty(256 * 8, group, head_dim, dtype=dtype)
+            tables = empty(256 * 8, 160, dtype=torch.int32)[:, :96]
+            page_scores(queries, tables, empty(256 * 8, dtype=torch.int32), bounds)
 
 
 @launches_of("page_tables")

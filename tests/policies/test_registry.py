@@ -12,7 +12,14 @@ import pytest
 from vllm_kvpolicy.policies import factory, registry
 from vllm_kvpolicy.policies.ams import AMSAllocator
 from vllm_kvpolicy.policies.base import Policy
-from vllm_kvpolicy.policies.catalogue import ALLOCATORS, SCORERS, TEST_POLICIES
+from vllm_kvpolicy.policies.catalogue import (
+    ALLOCATORS,
+    SCORERS,
+    SELECTIONS,
+    TEST_POLICIES,
+)
+from vllm_kvpolicy.policies.keep_all import KeepAll
+from vllm_kvpolicy.policies.quest import Quest
 from vllm_kvpolicy.policies.snapkv import SnapKVScorer
 
 # The words that the documentation promises; others may be added without a change here.
@@ -52,7 +59,9 @@ def test_every_name_parses_and_builds(name: str, build: Callable[..., Policy]) -
     assert callable(policy.decide) and callable(policy.arrange)
 
 
-@pytest.mark.parametrize("word", {**SCORERS, **ALLOCATORS, **TEST_POLICIES}.values())
+@pytest.mark.parametrize(
+    "word", {**SCORERS, **ALLOCATORS, **TEST_POLICIES, **SELECTIONS}.values()
+)
 def test_every_word_names_its_class_and_knows_its_options(word: Any) -> None:
     module, _, attribute = word.path.partition(":")
     assert getattr(import_module(module), attribute).from_options
@@ -77,7 +86,9 @@ def test_words_that_share_an_option_agree_on_it() -> None:
     "name",
     [
         "", "-", "-tova", "ams", "ams-", "tova-ams", "ams-ams-tova", "AMS-TOVA",
-        " tova", "none", "H2O", "quest", "tova+wgkv", "tova+quest", "ams-adakv-tova",
+        " tova", "none", "H2O", "tova+wgkv", "ams-adakv-tova", "quest+wgkv",
+        "quest+tova", "quest+quest", "wgkv+quest+quest", "tova+quest+quest", "+quest",
+        "quest+", "tova-quest", "quest-tova", "ams+quest", "identity+quest",
         "wgkv-tova",
         "ams-identity", "ams_tova", None, 3,
     ],
@@ -89,8 +100,8 @@ def test_unknown_names(name: object) -> None:
     assert text == f"kv_policy: got {name!r}, expected {registry.grammar()}"
 
 
-@pytest.mark.parametrize("rest", ["", "quest", "wgkv", "identity", "ams-streaming"])
-def test_only_an_eviction_follows_an_admission(rest: str) -> None:
+@pytest.mark.parametrize("rest", ["", "wgkv", "identity", "ams-streaming"])
+def test_only_an_eviction_or_a_selection_follows_an_admission(rest: str) -> None:
     with pytest.raises(ValueError, match=rf"^kv_policy: got 'wgkv\+{rest}', "):
         registry.parse(f"wgkv+{rest}")
 
@@ -114,10 +125,41 @@ def test_an_admission_adds_its_options_and_drops_the_budget_alone() -> None:
         registry.resolve_options(both, {})
 
 
+@pytest.mark.parametrize(
+    "front", ["tova", "ams-snapkv", "adakv-keydiff", "epikv", "wgkv", "wgkv+rkv"]
+)
+def test_a_selection_stands_behind_what_it_reads(front: str) -> None:
+    before, behind = registry.parse(front), registry.parse(f"{front}+quest")
+    assert behind.name == f"{front}+quest" and behind.ragged
+    assert before.selection is None and behind.selection is not None
+    assert behind.params == before.params + SELECTIONS["quest"].params
+    same = "path", "scorer", "allocator", "admission", "windows", "protect_prompt"
+    same += "keeps_all", "is_unbounded", "fixed_keys", "placement", "presets"
+    for name in same:
+        assert getattr(behind, name) == getattr(before, name), name
+    assert not behind.is_test
+
+
+def test_a_selection_alone_keeps_everything() -> None:
+    info = registry.parse("quest")
+    assert info.keeps_all and info.is_unbounded and info.ragged and not info.is_test
+    assert info.fixed_keys == ("budget",) and info.window_tokens({}) == 0
+    assert registry.resolve_options(info, {}) == {"quest_budget": 1024}
+    assert isinstance(factory.build("quest", {"quest_budget": 7}), KeepAll)
+    with pytest.raises(ValueError, match="quest_budget: got 0, expected an integer"):
+        factory.build_selection("quest", {"quest_budget": 0})
+
+
+def test_selections_are_built_from_their_options() -> None:
+    quest = factory.build_selection("ams-tova+quest", {"quest_budget": 64, "window": 9})
+    assert isinstance(quest, Quest) and quest.budget == 64
+    assert factory.build_selection("ams-tova", {"window": 9}) is None
+
+
 def test_grammar_names_every_word_and_every_refusal() -> None:
     text = registry.grammar()
     words = set(re.findall(r"[\w-]+", text))
-    assert {*SCORERS, *ALLOCATORS, *TEST_POLICIES} - {""} < words
+    assert {*SCORERS, *ALLOCATORS, *SELECTIONS, *TEST_POLICIES} - {""} < words
     assert "adakv-tova" in text and "ams-tova" not in text and "\n" not in text
 
 

@@ -11,7 +11,7 @@ import pytest
 from calibration_files import options_for
 from servers import serving
 
-from vllm_kvpolicy.policies.catalogue import ADMISSIONS, ALLOCATORS
+from vllm_kvpolicy.policies.catalogue import ADMISSIONS, ALLOCATORS, SELECTIONS
 from vllm_kvpolicy.policies.registry import names, parse
 
 pytestmark = pytest.mark.serve
@@ -28,6 +28,7 @@ FLAGS = {
 OPTIONS = {"expected_window": 48}
 ONE_PER_ALLOCATOR = ("keydiff", "ams-expected", "adakv-snapkv", "pyramid-h2o")
 ONE_PER_ALLOCATOR += ("chunk-lagkv", "hard-rkv", "strat-random", "wgkv+snapkv")
+ONE_PER_ALLOCATOR += ("snapkv+quest",)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -70,7 +71,8 @@ def calibration(name: str, model: Path, folder: Path) -> dict[str, str]:
 
 
 def test_one_name_per_allocator_is_listed() -> None:
-    *evictions, admitted = ONE_PER_ALLOCATOR
+    *evictions, admitted, selected = ONE_PER_ALLOCATOR
     allocators = {name.rpartition("-")[0] for name in evictions}
     assert allocators == set(ALLOCATORS)
     assert admitted.partition("+")[0] in ADMISSIONS
+    assert selected.rpartition("+")[2] in SELECTIONS

@@ -215,6 +215,18 @@ def test_an_admission_alone_has_no_budget():
     assert footprint.peak_blocks(2048) == 64
 
 
+def test_a_selection_alone_has_no_budget():
+    server = config(policy="quest", recent=256, budget=256, policy_config={})
+    server.validate_block_size(32)
+    with pytest.raises(ValueError, match="^kv_budget: got 96, expected the server's"):
+        server.with_request({"kv_budget": 96}, 32)
+    shorter = server.with_request({"kv_recent": 64}, 32)
+    footprint = shorter.footprint(1, 32)
+    assert footprint.events.next_event(0) == 4 + 64 + 32 + 64
+    assert footprint.peak_blocks(2048) == 64
+    assert server.is_ragged
+
+
 def test_a_request_cannot_undercut_the_query_window():
     with pytest.raises(ValueError, match=r"^kv_interval: got 16, expected at least"):
         KVPolicyConfig.from_dict(AMS).with_request({"kv_interval": 16}, 32)

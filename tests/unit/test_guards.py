@@ -212,6 +212,12 @@ def test_a_prompt_that_is_read_whole_names_the_prefill_interval(small_pool, serv
         check_request(request(300, max_tokens=20), small_pool, server)
 
 
+def test_a_policy_that_keeps_everything_says_so(small_pool):
+    server = KVPolicyConfig("quest", interval_tokens=64)
+    with pytest.raises(ValueError, match="shorten the prompt: everything is kept$"):
+        check_request(request(200, max_tokens=120), small_pool, server)
+
+
 def test_bad_knobs_and_resumable_sessions_are_refused(small_pool, server):
     with pytest.raises(ValueError, match="kv_budget: got 500"):
         check_request(request(kv_budget=500), small_pool, server)

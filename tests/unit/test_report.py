@@ -8,7 +8,7 @@ from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.config_keys import FLAG_KEYS
 from vllm_kvpolicy.guards import REFUSALS
 from vllm_kvpolicy.metrics import SERIES
-from vllm_kvpolicy.policies.catalogue import ALLOCATORS, SCORERS
+from vllm_kvpolicy.policies.catalogue import ADMISSIONS, ALLOCATORS, SCORERS, SELECTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,7 +40,7 @@ def test_the_support_page_is_up_to_date(monkeypatch):
 
 def test_the_readme_names_every_policy_flag_and_series():
     text = (ROOT / "README.md").read_text()
-    words = [*filter(None, ALLOCATORS), *SCORERS]
+    words = [*filter(None, ALLOCATORS), *SCORERS, *ADMISSIONS, *SELECTIONS]
     flags = [f"--kv-{key.key}" for key in FLAG_KEYS]
     series = [f"kvpolicy_{entry.name}" for entry in SERIES]
     for word in (*words, *flags, "--kv-policy-config", *series):

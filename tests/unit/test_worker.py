@@ -84,6 +84,7 @@ def test_graphs_hold_decoding_and_more_where_heads_have_no_own_tables(name):
         assert stock is not AttentionCGSupport.NEVER
         for policy, expected in (
             ("hard-snapkv", AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE),
+            ("tova+quest", AttentionCGSupport.NEVER),
             ("tova", stock),
             (None, stock),
         ):

@@ -1,0 +1,288 @@
+"""Rows that are cut, pages that are left out, and what one layer of a step reads."""
+
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from vllm_kvpolicy.attention.folding import FoldedBatch, FoldedTables, Folder
+from vllm_kvpolicy.attention.head_tables import HeadTables
+from vllm_kvpolicy.attention.pages import PagePool
+from vllm_kvpolicy.attention.selection import (
+    PageSelection,
+    SelectedBatch,
+    best_pages,
+    cut_rows,
+)
+from vllm_kvpolicy.attention.slots import SlotTable
+from vllm_kvpolicy.policies.quest import Quest
+
+LAYERS, HEADS, GROUP, DIM, SIZE, BLOCKS = 2, 2, 2, 6, 4, 80
+MOST, LONGEST, CPU = 6, 30, torch.device("cpu")
+
+
+# -- rows ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pieces_of_rows(seed: int) -> None:
+    rng = Random(seed)
+    counts = [rng.choice((0, 1, 1, 2, 7)) for _ in range(rng.randint(1, 6))]
+    alone = [rng.randint(0, count) for count in counts]
+    start = rng.choice((0, 3))
+    starts = np.cumsum([start, *counts])
+    row, first, stands = cut_rows(starts, np.array(alone))
+    want = []
+    for number, (count, last) in enumerate(zip(counts, alone, strict=True)):
+        if count > last or not count:
+            want.append((number, count - last, False))
+        want += [(number, 1, True)] * last
+    sizes = np.diff(first).tolist()
+    assert list(zip(row.tolist(), sizes, stands.tolist(), strict=True)) == want
+    assert first[0] == start and first[-1] == starts[-1]
+
+
+def test_rows_of_one_token_are_not_cut() -> None:
+    row, first, stands = cut_rows(np.arange(4), np.array([1, 0, 1]))
+    assert row.tolist() == [0, 1, 2] and first.tolist() == [0, 1, 2, 3]
+    assert stands.tolist() == [True, False, True]
+
+
+# -- pages -----------------------------------------------------------------------------
+
+
+def narrowed(
+    scores: list[float], num_global: int, num_read: int, num_local: int = 2
+) -> list[int]:
+    """Return the pages that one row reads; its pages are 10, 11, 12, ..."""
+    width = num_global + num_local + 1  # the last column is nobody's
+    row = torch.full((1, width), torch.finfo(torch.float32).min)
+    row[0, :num_global] = torch.tensor(scores)
+    table = torch.arange(10, 10 + width, dtype=torch.int32)[None]
+    counts = torch.tensor([[num_global], [num_read]])
+    found = best_pages(table, row, *counts)
+    assert found.shape == table.shape and found.dtype == torch.int32
+    return found[0, : num_read + num_local].tolist()
+
+
+def test_the_best_pages_stay_in_their_order() -> None:
+    assert narrowed([0.5, 3.0, -1.0, 2.0], 4, 2) == [11, 13, 14, 15]
+    assert narrowed([0.5, 3.0, -1.0, 2.0], 4, 4) == [10, 11, 12, 13, 14, 15]
+    assert narrowed([0.5, 3.0, -1.0, 2.0], 4, 0) == [14, 15]
+    assert narrowed([], 0, 0) == [10, 11]
+
+
+def test_of_equal_pages_the_earlier_is_read() -> None:
+    assert narrowed([1.0, 2.0, 1.0, 1.0], 4, 2) == [10, 11, 14, 15]
+    assert narrowed([0.0, -0.0, 0.0], 3, 2) == [10, 11, 13, 14]
+    assert narrowed([-5.0] * 40, 40, 3) == [10, 11, 12, 50, 51]
+
+
+@pytest.mark.parametrize(("local", "pages"), [(1, 5), (4, 4), (5, 4), (20, 0), (99, 0)])
+def test_the_budget_counts_local_tokens(local: int, pages: int) -> None:
+    """20 tokens: pages of 4 that fill what local tokens leave, rounded up."""
+    assert Quest(20).most_pages(np.array([local]), 4).tolist() == [pages]
+
+
+# -- a step ----------------------------------------------------------------------------
+
+
+class Step:
+    """Requests "a", "b" and "c" with random lists; "n" has no event, "s" no selection.
+
+    Args:
+        seed: of everything random.
+        budget: of the selection.
+    """
+
+    def __init__(self, seed: int, budget: int) -> None:
+        self.rng, self.draws = Random(seed), torch.Generator().manual_seed(seed)
+        shape = LAYERS, BLOCKS, HEADS, SIZE, 2 * DIM
+        self.caches = torch.randn(shape, generator=self.draws)
+        self.pool = PagePool(list(self.caches), keys_are_columns=False)
+        assert self.pool.spans_layers
+        self.slots = SlotTable(6, MOST, SIZE, CPU)
+        self.budget = budget
+        self.selection = PageSelection(Quest(budget), ["q"], self.slots, GROUP, 0)
+        self.selection.bind(self.pool)
+        self.selection.bounds[0].fill_(torch.nan)  # of all layers, one tensor
+        own = self.pool.own_pages(torch.zeros(1, 1, dtype=torch.int64)).flatten()
+        self.own = own
+        self.lists = HeadTables(6, MOST, own, HEADS, CPU)
+        self.folder = Folder(
+            self.slots, self.lists, FoldedTables(LAYERS, HEADS, 0, 0, CPU)
+        )
+        self.pages: dict[str, list[list[int]]] = {"n": [[]] * (LAYERS * HEADS)}
+        self.frontier, self.prompt = {"n": 0}, {"n": 3}
+        free = self.rng.sample(range(1, BLOCKS * HEADS * LAYERS), 150)
+        for name in "abcs":
+            self._event(name, free)
+        self.names = self.rng.sample("abcns", 5)
+
+    def _event(self, name: str, free: list[int]) -> None:
+        sizes = [self.rng.randint(0, MOST) for _ in range(LAYERS * HEADS)]
+        lists = [[free.pop() for _ in range(size)] for size in sizes]
+        slot, index = self.slots.take(name), torch.tensor([self.slots.take(name)])
+        flat = torch.tensor([[page for pages in lists for page in pages] + [0]])
+        first = torch.tensor([[0, *sizes]]).cumsum(-1)
+        self.lists.update([slot], index, first, flat)
+        self.frontier[name] = self.rng.randint(2, 6)
+        self.slots.frontier_blocks[slot] = self.frontier[name]
+        self.slots.frontier_blocks_cpu[slot] = self.frontier[name]
+        self.prompt[name] = self.frontier[name] * SIZE + self.rng.randint(0, 3)
+        self.pages[name] = lists
+        policy = "stock" if name == "s" else "q"
+        event: Any = SimpleNamespace(policy=policy, prompt_tokens=self.prompt[name])
+        self.selection.update([slot], [event], flat)
+
+    def common(self, counts: list[int], padding: int) -> Any:
+        """Compute `counts` tokens of the requests, from a little behind the prompt."""
+        self.counts = counts
+        self.ends = [
+            self.prompt[name] - 1 + (name == "a" or self.rng.randint(0, 2)) + count
+            for name, count in zip(self.names, counts, strict=True)
+        ]
+        self.rows = [
+            [self.rng.randrange(1, BLOCKS) for _ in range(LONGEST)] for _ in self.names
+        ]
+        starts = np.cumsum([0, *counts, *[0] * padding])
+        held = torch.tensor([*self.ends, *[0] * padding], dtype=torch.int32)
+        table = torch.tensor([*self.rows, *[[0] * LONGEST] * padding])
+        return SimpleNamespace(
+            num_reqs=len(held),
+            max_query_len=max(counts),
+            max_seq_len=0,
+            seq_lens=held,
+            seq_lens_cpu_upper_bound=held,
+            query_start_loc=torch.from_numpy(starts).int(),
+            query_start_loc_cpu=torch.from_numpy(starts).int(),
+            block_table_tensor=table.int(),
+        )
+
+    def run(self, counts: list[int], padding: int = 0) -> FoldedBatch | SelectedBatch:
+        """Fold a step and narrow it down."""
+        common = self.common(counts, padding)
+        held = self.folder.fold(common, self.names)
+        return self.selection.narrow(common, self.names, held)
+
+    def wanted(self, layer: int, head: int, row: int, queries: Any, end: int) -> Any:
+        """Return pages and length of a query of a request at position `end` - 1."""
+        name = self.names[row]
+        which = layer * HEADS + head
+        pages, frontier = self.pages[name][which], self.frontier[name]
+        blocks = self.rows[row][frontier : -(-end // SIZE)]
+        own = [int(self.own[which]) + HEADS * block for block in blocks]
+        local = end - frontier * SIZE
+        if name in "ns" or end <= self.prompt[name]:
+            return pages + own, len(pages) * SIZE + local
+        count = -(-max(self.budget - local, 0) // SIZE)
+        keys = self.pool.keys[0]
+        scores = []
+        for page in pages:
+            low, high = keys[page].amin(0), keys[page].amax(0)
+            parts = [float(torch.maximum(q * low, q * high).sum()) for q in queries]
+            scores.append(max(parts))
+        best = sorted(range(len(pages)), key=lambda n: (-scores[n], n))[:count]
+        return [pages[n] for n in sorted(best)] + own, len(best) * SIZE + local
+
+
+COUNTS = [[1] * 5, [1, 2, 1, 1, 1], [5, 1, 3, 1, 7], [2, 2, 2, 2, 2]]
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("seed", range(8))
+def test_every_query_reads_what_it_chooses(
+    counts: list[int], padding: int, seed: int
+) -> None:
+    """Whatever its neighbours, and beside other tokens of its request."""
+    step = Step(seed, budget=14)
+    batch = step.run(counts, padding)
+    assert isinstance(batch, SelectedBatch)
+    num_tokens = sum(counts)
+    if max(counts) == 1:
+        assert batch.order is None
+    for layer in range(LAYERS):
+        shape = num_tokens + 1, HEADS * GROUP, DIM  # a token of padding behind
+        query = torch.randn(shape, generator=step.draws)
+        read = batch.of_layer(layer, query)
+        starts = read.query_start.tolist()
+        assert starts[-1] == num_tokens * HEADS
+        order = torch.arange(num_tokens * HEADS)
+        order = order if read.order is None else read.order
+        assert order.sort().values.equal(torch.arange(num_tokens * HEADS))
+        places = order.view(num_tokens, HEADS).tolist()
+        token = 0
+        for row, count in enumerate(counts):
+            for number in range(count):
+                for head in range(HEADS):
+                    place = places[token][head]
+                    mine = int(np.searchsorted(starts, place, side="right")) - 1
+                    behind = starts[mine + 1] - place - 1
+                    queries = query[token].view(HEADS, GROUP, DIM)[head]
+                    end = step.ends[row] - count + number + 1
+                    pages, length = step.wanted(layer, head, row, queries, end)
+                    # Where the kernel stops for this query of its row.
+                    assert int(read.lengths[0, mine]) - behind == length
+                    table = read.tables[0, mine, : -(-length // SIZE)].tolist()
+                    assert table == pages
+                token += 1
+
+
+def test_nothing_is_chosen_where_all_may_be_read() -> None:
+    step = Step(0, budget=10_000)
+    assert isinstance(step.run([1] * 5), FoldedBatch)
+    step = Step(0, budget=14)
+    step.names = ["n", "s", "n", "s", "n"]
+    assert isinstance(step.run([1] * 5), FoldedBatch)
+
+
+def test_requests_that_are_gone_select_no_longer() -> None:
+    """Their slot may be another's, who has had no event of a selecting policy."""
+    step = Step(1, budget=14)
+    slot = step.slots.slot_of["a"]
+    assert step.selection._selects[slot]
+    event: Any = SimpleNamespace(policy="stock", prompt_tokens=5)
+    step.selection.update([slot], [event], torch.zeros(1, 4, dtype=torch.int64))
+    assert not step.selection._selects[slot]
+
+
+def test_a_layer_waits_for_nothing() -> None:
+    """Values read on the host raise on fake tensors, and so do tensors left there."""
+    step = Step(2, budget=14)
+    batch = step.run([5, 1, 3, 1, 7])
+    assert isinstance(batch, SelectedBatch)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+
+        def fake(value: Any) -> Any:
+            return mode.from_tensor(value) if torch.is_tensor(value) else value
+
+        folded = FoldedBatch(**{k: fake(v) for k, v in vars(batch.folded).items()})
+        fields = {name: fake(value) for name, value in vars(batch).items()}
+        bounds = [fake(each) for each in batch.bounds]
+        faked = SelectedBatch(**(fields | {"folded": folded, "bounds": bounds}))
+        query = torch.zeros(17, HEADS * GROUP, DIM)
+        read = faked.of_layer(0, query)
+        assert read.tables.shape[1] == read.lengths.shape[1] == len(batch.local)
+
+
+def test_layers_in_allocations_of_their_own_have_bounds_of_their_own() -> None:
+    caches = [torch.randn(9, HEADS, SIZE, 2 * DIM) for _ in range(LAYERS)]
+    pool = PagePool(caches, keys_are_columns=False)
+    assert not pool.spans_layers
+    slots = SlotTable(2, MOST, SIZE, CPU)
+    selection = PageSelection(Quest(8), ["q"], slots, GROUP, 0)
+    selection.bind(pool)
+    event: Any = SimpleNamespace(policy="q", prompt_tokens=5)
+    selection.update([0], [event], torch.tensor([[3, 5, 5, 7]]))
+    for layer, pages in enumerate(([3, 5], [5, 7])):
+        low, high = selection.bounds[layer]
+        keys = pool.keys[layer]
+        assert torch.equal(low[pages], keys[pages].amin(1))
+        assert torch.equal(high[pages], keys[pages].amax(1))
+        others = [page for page in range(len(keys)) if page not in pages]
+        assert not high[others].any()
