@@ -30,8 +30,10 @@ def counted(url: str) -> dict[str, float] | None:
     """Return what a server has counted so far; None for one that does not count."""
     with urlopen(url + "/metrics", timeout=30) as response:
         metrics = parse_metrics(response.read().decode())
-    found = {name: metrics.get(f"kvpolicy_{name}_total") for name in COUNTERS}
-    return {k: v for k, v in found.items() if v is not None} or None
+    series = {name: f"kvpolicy_{name}_total" for name in COUNTERS}
+    if not metrics.keys() >= set(series.values()):
+        return None
+    return {name: metrics[key] for name, key in series.items()}
 
 
 def measure(
