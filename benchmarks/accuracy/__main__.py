@@ -31,7 +31,7 @@ from benchmarks.accuracy.questions import check_task
 from benchmarks.accuracy.servers import Setup, count_events, serving, split
 from benchmarks.load import LoadError
 from benchmarks.serving import PACKAGED_MODEL, log
-from vllm_kvpolicy.policies.registry import names, parse
+from vllm_kvpolicy.policies.registry import parse, parts
 
 DEFAULT_TASKS = ["recall:60", "copy:40", "hot:40", "sub:30"]
 NOT_IN_GRIDS = {"grid", "shard", "dry_run", "out", "logs", "url", "data", "trace"}
@@ -141,7 +141,7 @@ def check(args: argparse.Namespace) -> None:
             "url: expected no --policy-config, --variants, --evict-prompts, "
             "--serve-args or --trace, which are that server's own"
         )
-    known = {param.name for name in names() for param in parse(name).params}
+    known = {param.name for name in parts() for param in parse(name).params}
     if unknown := sorted(args.policy_config.keys() - known):
         raise ValueError(
             f"policy-config: expected options of policies, got {unknown}; "

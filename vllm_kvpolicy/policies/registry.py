@@ -105,6 +105,11 @@ def names() -> list[str]:
     return evictions + list(TEST_POLICIES)
 
 
+def parts() -> list[str]:
+    """List every eviction, admission and selection by itself; each is a name."""
+    return [*names(), *ADMISSIONS, *SELECTIONS]
+
+
 def grammar() -> str:
     """Say in one sentence which names are valid."""
     allocators = ", ".join(filter(None, ALLOCATORS))
