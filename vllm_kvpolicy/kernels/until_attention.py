@@ -44,8 +44,7 @@ def until_attention_ref(
 
     Args:
         query: [Tq, G, D] floating point, row after row.
-        keys: [P, N, D], dtype of the queries, any strides.
-        values: [P, N, D], like keys.
+        keys, values: [P, N, D], dtype of the queries, any strides.
         tables: [R, C] int32, pages of each row, oldest token first; any valid id
             behind the last page. Rows of C are contiguous.
         lengths: [R] int32, tokens held, those of the queries included; at most C * N.
@@ -59,12 +58,10 @@ def until_attention_ref(
         max_queries: no row has more; 1 where the batch decodes.
     """
     page_size, width = keys.shape[1], tables.shape[1] * keys.shape[1]
-    group, size = query.shape[1:]
-    nobody = len(query)
+    nobody, (group, size) = len(query), query.shape[1:]
     found = output.new_zeros(nobody + 1, group, size)
     queries = min(QUERIES, max_queries)
-    row_bytes = 4 * width * (3 * size + 3 * queries * group)
-    step = max(1, CHUNK_BYTES // row_bytes)
+    step = max(1, CHUNK_BYTES // (12 * width * (size + queries * group)))
     token = torch.arange(width, device=query.device)
     for start in range(0, len(tables), step):
         rows = slice(start, start + step)
@@ -81,8 +78,7 @@ def until_attention_ref(
             behind = number - count  # of the newest token's end
             sees = token <= (lengths[rows, None] + behind)[..., None]
             sees &= (ends[rows, None] + behind)[..., None] < known[:, None]
-            taken = query[place.clamp_max(nobody - 1)]
-            attended = _attend(taken, *dense, sees, scale)
+            attended = _attend(query[place.clamp_max(nobody - 1)], *dense, sees, scale)
             found[place.flatten().long()] = attended.flatten(0, 1).to(found.dtype)
     output.copy_(found[:-1])
 
