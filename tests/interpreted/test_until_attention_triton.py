@@ -153,6 +153,7 @@ def test_any_number_of_shares(shares: int, monkeypatch: pytest.MonkeyPatch) -> N
     step = Step([Row(700, 1), Row(90, 1, kept=1.0), Row(2, 1)])
     monkeypatch.setattr(twin, "LEAST", 1)
     monkeypatch.setattr(twin, "SHARES", shares)
+    monkeypatch.setattr(twin, "SHARES_AT_ONCE", 4)
     check(step)
 
 
