@@ -130,13 +130,13 @@ def test_blocks_that_no_query_sees_are_left_out(
         return made[-1]
 
     monkeypatch.setattr(twin, "lists_of_tiles", noted)
-    check(Step([Row(1100, 300, kept=0.0, window=40, gone=0.0)], group=4, dtype=HALF))
+    check(Step([Row(1100, 300, kept=0.0, window=33, gone=0.0)], group=4, dtype=HALF))
     lists, counts, tile_rows = made[0]
     queries, block = 32, 64  # of a tile of 128, keys of a block
     assert tile_rows.tolist() == [0] * 10 and lists.shape[1] == 18
     for tile in range(10):
         first = 800 + tile * queries
-        seen = range((first - 39) // block, (first + 1) // block)
+        seen = range((first - 32) // block, (first + 1) // block)
         assert lists[tile, : counts[tile]].tolist() == list(seen)
 
 
@@ -153,6 +153,7 @@ def test_any_number_of_shares(shares: int, monkeypatch: pytest.MonkeyPatch) -> N
     step = Step([Row(700, 1), Row(90, 1, kept=1.0), Row(2, 1)])
     monkeypatch.setattr(twin, "LEAST", 1)
     monkeypatch.setattr(twin, "SHARES", shares)
+    monkeypatch.setattr(twin, "SHARES_AT_ONCE", 4)
     check(step)
 
 

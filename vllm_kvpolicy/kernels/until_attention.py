@@ -45,8 +45,7 @@ def until_attention_ref(
 
     Args:
         query: [Tq, G, D] floating point, row after row.
-        keys: [P, N, D], dtype of the queries, any strides.
-        values: [P, N, D], like keys.
+        keys, values: [P, N, D], dtype of the queries, any strides.
         tables: [R, C] int32, pages of each row, oldest token first; any valid id
             behind the last page. Rows of C are contiguous.
         lengths: [R] int32, tokens held, those of the queries included; at most C * N.
