@@ -184,11 +184,12 @@ class Expiries:
             scale: softmax scale.
             max_queries: no row has more.
         """
+        width = -(-batch.max_length // self._block_size)
         until_attention(
             queries,
             self.pool.keys[layer],
             self.pool.values[layer],
-            batch.tables,
+            batch.tables[:, :width],
             batch.lengths,
             batch.query_start,
             batch.ends,
