@@ -206,16 +206,18 @@ class WorkerCounters:
         self.file.add("events", count)
         self.file.add("event_seconds", seconds)
 
-    def add_tokens(self, kept_blocks: Iterable[tuple[CompactEvent, int]]) -> None:
+    def add_tokens(self, blocks: Iterable[tuple[CompactEvent, int, int]]) -> None:
         """Count what events kept and dropped; threads may call at the same time.
 
         Args:
-            kept_blocks: events, each with the superblocks that its survivors take.
+            blocks: events, each with the superblocks that were in use below its
+                frontier, and those that its survivors take. What an earlier event left
+                over and the scheduler has not taken back yet is in neither.
         """
         with self._lock:
-            for event, count in kept_blocks:
+            for event, held, count in blocks:
                 local = event.local_tokens(self.block_size)
-                dropped_blocks = len(event.source_blocks) - count
+                dropped_blocks = held - count
                 self.file.add("tokens_kept", count * self.block_size + local)
                 self.file.add("tokens_dropped", dropped_blocks * self.block_size)
                 left = len(event.leaving_blocks) * self.block_size

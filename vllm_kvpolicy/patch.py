@@ -17,7 +17,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 
 from vllm_kvpolicy import cli, compat
-from vllm_kvpolicy.admission.dms_model import refuse_plain
+from vllm_kvpolicy.admission.dms_model import missing_architecture, refuse_plain
 from vllm_kvpolicy.config import (
     CONFIG_KEY,
     KVPolicyConfig,
@@ -190,6 +190,9 @@ def _prepare_arguments(engine_args: Any, config: KVPolicyConfig) -> None:
     """
     if engine_args.enable_prefix_caching is None:
         engine_args.enable_prefix_caching = False
+    missing = missing_architecture(engine_args.model)
+    if missing and not engine_args.hf_overrides:
+        engine_args.hf_overrides = {"architectures": [missing]}
     platform = compat.platform_name()
     if engine_args.block_size is None:
         engine_args.block_size = compat.BLOCK_TOKENS.get(platform)

@@ -6,6 +6,7 @@ importing it loads nothing.
 Process: any
 """
 
+# admission.dms_model has the name, too.
 ARCHITECTURES = {
     "Qwen3ForCausalLMDMS": "vllm_kvpolicy.dms_checkpoint:Qwen3ForCausalLMDMS",
 }

@@ -44,7 +44,7 @@ class KVPolicySchedulerMixin(CountingMixin):
         manager.attach(self.kv_policy_planner, policy.placement)
         num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
         logger.info(capacity_line(self.vllm_config, self.kv_policy, num_blocks))
-        self._without_admission: set[str] = set()
+        self._sees_all: set[str] = set()
 
     def add_request(self, request: Request) -> None:
         """Queue a request and plan its events."""
@@ -65,8 +65,8 @@ class KVPolicySchedulerMixin(CountingMixin):
                 "request %s keeps the server's policy: %s", request_id, error
             )
             config = self.kv_policy
-        if config is None or parse(config.policy).admission is None:
-            self._without_admission.add(request_id)
+        if config is None or not config.options_of().get("exact", False):
+            self._sees_all.add(request_id)
         if config is None or request_id in self.requests:
             return
         prompt_tokens = request.num_prompt_tokens
@@ -97,7 +97,7 @@ class KVPolicySchedulerMixin(CountingMixin):
         )
         if self.kv_policy.is_exact:
             scheduled = scheduler_output.num_scheduled_tokens.keys()
-            exempt = frozenset(self._without_admission & scheduled)
+            exempt = frozenset(self._sees_all & scheduled)
             commands = replace(commands, exempt=exempt)
         scheduler_output.kv_policy = commands
         super()._update_after_schedule(scheduler_output)
@@ -137,7 +137,7 @@ class KVPolicySchedulerMixin(CountingMixin):
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         result = super()._free_request(request, *args, **kwargs)
         self.kv_policy_planner.remove(request.request_id)
-        self._without_admission.discard(request.request_id)
+        self._sees_all.discard(request.request_id)
         self._count()
         return result
 

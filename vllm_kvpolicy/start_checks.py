@@ -48,6 +48,17 @@ def check_files(config: KVPolicyConfig, vllm_config: Any) -> None:
         except ValueError as error:
             label = "" if str(error).startswith("dms") else f"{key}: "
             raise ValueError(f"{label}{error}") from None
+    deciding = {
+        name.partition("+")[0]
+        for name in config.policies
+        if "dms_adapter" in config.options_of(name)
+        or config.options_of(name).get("exact")
+    }
+    if len(deciding) > 1:
+        raise ValueError(
+            f"allow: got {' and '.join(sorted(deciding))}, expected one admission that "
+            "decides while tokens are computed, as dms and any with `exact` do"
+        )
     if "dms_adapter" not in files:
         refuse_plain(vllm_config.model_config)
     if config.trace_dir is not None:
@@ -104,7 +115,17 @@ def _check_decisions(
         sizes = num_layers, num_kv_heads, model_config.get_hidden_size()
         adapter.check_model(text.model_type, *sizes)
     name = next(n for n in config.policies if n.partition("+")[0] == "dms")
-    rule = rule_for(model_config, adapter, config.options_of(name))
+    options, size = config.options_of(name), model_config.get_head_size()
+    rule = rule_for(model_config, adapter, options)
+    if not -size <= rule.channel < size:
+        raise ValueError(
+            f"dms_channel: got {rule.channel}, expected one of {size} channels"
+        )
+    if math.isinf(rule.offset) and not rule.is_borrowed:
+        raise ValueError(
+            "dms: dms_disable_eviction is set in config.json, so nothing is dropped; "
+            "leave out --kv-policy"
+        )
     if config.recent_tokens != rule.window:
         raise ValueError(
             f"dms: decided for a window of {rule.window} tokens, got --kv-recent "

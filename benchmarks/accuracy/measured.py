@@ -115,13 +115,17 @@ def ratios_to_full(
     Returns:
         Family -> figure of COMPARED -> `ratio`; `low`, `high`: smallest and largest
         ratio of a task, for `pooled` alone, None elsewhere. Families and figures that
-        full KV lacks are left out.
+        full KV lacks are left out, and of `pooled` those of other answers than its.
     """
     found: dict[str, dict[str, Any]] = {}
     for family, row in ours.items():
         for name in COMPARED:
-            ratio = _ratio(row[name], full.get(family, {}).get(name))
-            if ratio is not None:
+            other = full.get(family, {})
+            ratio = _ratio(row[name], other.get(name))
+            # Of all tasks together only where both sides have the same ones.
+            answers = "answers" if name == "tok_s" else "held_answers"
+            is_alike = family != pooled or row[answers] == other.get(answers)
+            if ratio is not None and is_alike:
                 one = {"ratio": ratio, "low": None, "high": None}
                 found.setdefault(family, {})[name] = one
     tasks = [ratios for family, ratios in found.items() if family != pooled]

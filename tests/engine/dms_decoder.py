@@ -1,7 +1,7 @@
 """A plain decoder of models that decide with DMS, and what its decisions let be seen.
 
 Written from the paper's rule; shares no code with the plugin.
-Called by test_dms.py and test_dms_exact.py.
+Called by test_dms.py and test_exact.py.
 Process: any
 """
 

@@ -44,7 +44,11 @@ class HeadLogits(nn.Module):
 
 
 def attach_borrowed(
-    attention: nn.Module, rule: DmsRule, logits: torch.Tensor, num_heads: int
+    attention: nn.Module,
+    rule: DmsRule,
+    logits: torch.Tensor,
+    num_heads: int,
+    dtype: torch.dtype,
 ) -> None:
     """Take a channel of the first query head of each group, and hide it.
 
@@ -55,6 +59,7 @@ def attach_borrowed(
         logits: [step_tokens, H] float32, what is taken; scale and offset are not
             applied.
         num_heads: Hq, query heads.
+        dtype: of the model.
 
     Raises:
         ValueError: not a module that is known.
@@ -71,7 +76,6 @@ def attach_borrowed(
     source = getattr(attention, "q_norm", None)
     is_normed = source is not None
     source = attention.qkv_proj if source is None else source
-    dtype = attention.qkv_proj.weight.dtype
     visible = torch.ones(num_heads, size, device=device, dtype=dtype)
     visible[::group, channel] = 0
     rest = torch.ones(2 * logits.shape[1] * size, device=device, dtype=dtype)

@@ -21,8 +21,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_kvpolicy.admission.dms_adapter import DmsAdapter
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 
+from vllm_kvpolicy.admission.dms_adapter import FLAVOURS, DmsAdapter
+
+ARCHITECTURE = "Qwen3ForCausalLMDMS"
 METADATA_FILE = "dms_metadata.json"
 # Of the released models, where their files leave a value out.
 WINDOW, SCALE, OFFSET = 512, 100.0, 5.0
@@ -69,31 +72,62 @@ class DmsRule:
 def rule_of_config(config: Any) -> DmsRule | None:
     """Return the rule of a model's configuration, None where it has no `dms_*` keys.
 
+    Keys that are missing mean what they do to the released models.
+
     Args:
         config: the model's text configuration, any object with its keys as attributes.
     """
-    if not hasattr(config, "dms_window_size"):
+    keys = {key: value for key, value in vars(config).items() if value is not None}
+    if not any(key.startswith("dms_") for key in keys):
         return None
-    offset = float(getattr(config, "dms_initial_alpha_offset", OFFSET))
-    if getattr(config, "dms_disable_eviction", False):
+    offset = float(keys.get("dms_initial_alpha_offset", OFFSET))
+    if keys.get("dms_disable_eviction", False):
         offset = math.inf
     return DmsRule(
-        is_borrowed=not getattr(config, "dms_separate_alpha", False),
-        window=int(config.dms_window_size),
-        scale=float(getattr(config, "dms_alpha_scale", SCALE)),
+        is_borrowed=not keys.get("dms_separate_alpha", False),
+        window=int(keys.get("dms_window_size", WINDOW)),
+        scale=float(keys.get("dms_alpha_scale", SCALE)),
         offset=offset,
-        per_layer=getattr(config, "dms_alpha_per", "head") == "layer",
+        per_layer=keys.get("dms_alpha_per", "head") == "layer",
     )
 
 
-def rule_of_metadata(folder: Path) -> DmsRule | None:
-    """Return the rule of a model folder's `dms_metadata.json`, None if there is none.
+def model_folder(model_config: Any) -> Path:
+    """Return the folder of a model whose weights are on this machine.
+
+    Args:
+        model_config: vLLM's ModelConfig; its model is a folder, or a name on the hub
+            that has been downloaded.
+    """
+    if Path(model_config.model).is_dir():
+        return Path(model_config.model)
+    name, revision = model_config.model, model_config.revision
+    return Path(snapshot_download(name, revision=revision, local_files_only=True))
+
+
+def _metadata_file(model: str, revision: str | None) -> Path | None:
+    """Return a model's `dms_metadata.json` on this machine; asks nobody else."""
+    path = Path(model) / METADATA_FILE
+    if path.is_file():
+        return path
+    if Path(model).is_dir() or model.count("/") > 1:
+        return None
+    found = try_to_load_from_cache(model, METADATA_FILE, revision=revision)
+    return Path(found) if isinstance(found, str) else None
+
+
+def rule_of_metadata(model: str, revision: str | None = None) -> DmsRule | None:
+    """Return the rule of a model's `dms_metadata.json`, None if there is none.
+
+    Args:
+        model: a folder, or a name on the hub, of which the file has been downloaded.
+        revision: of a name on the hub.
 
     Raises:
         ValueError: the file is not one that can be read.
     """
-    path = folder / METADATA_FILE
-    if not path.is_file():
+    path = _metadata_file(model, revision)
+    if path is None:
         return None
     try:
         values = json.loads(path.read_text())
@@ -115,14 +149,13 @@ def rule_of_model(model_config: Any) -> DmsRule | None:
     """Return the rule that a model itself names, None where it has none.
 
     Args:
-        model_config: vLLM's ModelConfig. `dms_metadata.json` is looked for in models
-            that are folders.
+        model_config: vLLM's ModelConfig.
 
     Raises:
         ValueError: a broken `dms_metadata.json`.
     """
     found = rule_of_config(model_config.hf_text_config)
-    return found or rule_of_metadata(Path(model_config.model))
+    return found or rule_of_metadata(model_config.model, model_config.revision)
 
 
 def rule_of_adapter(adapter: DmsAdapter) -> DmsRule:
@@ -160,9 +193,9 @@ def rule_for(
         rule = rule_of_adapter(adapter)
     if rule is None:
         raise ValueError(
-            f"dms: {model_config.model} has no dms_* keys in its config.json and no "
-            f"{METADATA_FILE}, so it was not trained to decide; give an adapter in "
-            "dms_adapter, made by `python -m vllm_kvpolicy.train.dms`"
+            f"dms: {model_config.model} has no dms_* keys in its config.json, and no "
+            f"{METADATA_FILE} of it is on this machine, so it does not decide; give an "
+            "adapter in dms_adapter, made by `python -m vllm_kvpolicy.train.dms`"
         )
     return rule.with_options(options)
 
@@ -175,9 +208,28 @@ def refuse_plain(model_config: Any) -> None:
     """
     rule = rule_of_model(model_config)
     if rule is not None and rule.is_borrowed:
+        kind = model_config.hf_text_config.model_type
+        advice = (
+            f"add --kv-policy dms --kv-recent {rule.window}"
+            if kind in FLAVOURS
+            else f"--kv-policy dms knows {', '.join(FLAVOURS)}, this is {kind}"
+        )
         raise ValueError(
             f"{model_config.model} was trained with DMS: a channel of its queries says "
             "which tokens leave the KV cache, and is no part of attention. Served as a "
-            "plain model it would give wrong answers without an error; add --kv-policy "
-            f"dms --kv-recent {rule.window}"
+            f"plain model it would give wrong answers without an error; {advice}"
         )
+
+
+def missing_architecture(model: str) -> str | None:
+    """Return the architecture of a folder with adapters whose config.json names none.
+
+    The recipe that writes them leaves it out, and vLLM then takes the model for one
+    that does not generate.
+    """
+    try:
+        config = json.loads((Path(model) / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    is_ours = isinstance(config, dict) and config.get("dms_separate_alpha")
+    return ARCHITECTURE if is_ours and not config.get("architectures") else None

@@ -29,29 +29,28 @@ from vllm_kvpolicy.kernels.ranking import ascending_indices, resize
 from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs, Policy
 from vllm_kvpolicy.policies.rope import Rope
 from vllm_kvpolicy.policies.signals import TokenSignal
-from vllm_kvpolicy.protocol import CompactEvent, UsedBlocks
+from vllm_kvpolicy.protocol import CompactEvent
 
 POSITIONS = "positions"  # name under which true positions are remembered
 
 
 @dataclass(frozen=True)
 class Answer:
-    """How many superblocks the survivors of some events take, on its way to the host.
+    """How many superblocks some requests held and hold, on its way to the host.
 
     Args:
         events: the events.
-        counts: [E] superblocks.
+        counts: [2, E] superblocks that what was held below the new frontier took, and
+            that its survivors take.
     """
 
     events: Sequence[CompactEvent]
     counts: Arriving
 
-    def read(self) -> list[UsedBlocks]:
-        """Wait for it, and return what the scheduler has to hear."""
-        return [
-            UsedBlocks(event.request_id, event.serial, int(count))
-            for event, count in zip(self.events, self.counts.read(), strict=True)
-        ]
+    def read(self) -> list[tuple[CompactEvent, int, int]]:
+        """Wait for it, and return each event with both numbers."""
+        held, used = self.counts.read()
+        return list(zip(self.events, map(int, held), map(int, used), strict=True))
 
 
 @dataclass(frozen=True)
@@ -138,8 +137,8 @@ class Compactor:
         self._remember(index, held, inputs, decision, placed)
         if not policy.dynamic:
             return []
-        num_heads = held.pages.shape[1]
-        return [Answer(events, Arriving(-(-lists.first[:, -1] // num_heads)))]
+        pages = torch.stack([held.num_pages.sum(-1), lists.first[:, -1]])
+        return [Answer(events, Arriving(-(-pages // held.pages.shape[1])))]
 
     def _take_slots(self, events: Sequence[CompactEvent]) -> list[int]:
         """Return the events' slots; first events find theirs empty."""
@@ -270,10 +269,10 @@ class Compactor:
         is_ordered: bool,
     ) -> None:
         """Copy survivors [E, M] to their pages."""
-        if self.expiries is not None:
-            self.expiries.move(held, lists, placed)
         block_size, groups = self.pool.block_size, self.pool.num_groups
         moves = list(move_slots(held, lists, placed, block_size))
+        if self.expiries is not None:
+            self.expiries.move(*moves)
         if not is_ordered:
             moves.append(torch.zeros_like(placed, dtype=torch.bool))
         elif lists.unmoved is not None:

@@ -13,11 +13,9 @@ import torch
 
 from vllm_kvpolicy.admission.visibility import NEVER
 from vllm_kvpolicy.attention.folding import LayerBatch
-from vllm_kvpolicy.attention.layouts import Held, move_slots
 from vllm_kvpolicy.attention.pages import PagePool
 from vllm_kvpolicy.attention.staging import to_device
 from vllm_kvpolicy.attention.step_tokens import StepTokens
-from vllm_kvpolicy.kernels.assign_pages import PageLists
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.until_attention import until_attention
 from vllm_kvpolicy.policies.base import Decider
@@ -72,7 +70,7 @@ class Expiries:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory held before the KV cache is made."""
-        return 3 * self._own.nbytes
+        return 3 * self._own.nbytes + self.decider.nbytes
 
     def bind(self, pool: PagePool) -> None:
         """Make a value for each slot of a pool."""
@@ -199,17 +197,15 @@ class Expiries:
             max_queries,
         )
 
-    def move(self, held: Held, lists: PageLists, placed: torch.Tensor) -> None:
+    def move(self, source: torch.Tensor, dest: torch.Tensor) -> None:
         """Carry values along with survivors.
 
         Args:
-            held: what was held.
-            lists: its pages after the event.
-            placed: [E, M] int64, head * T + token that each destination received.
+            source: [E, M] int64, slots that survivors leave; see `layouts.move_slots`.
+            dest: [E, M] int64, slots that they go to.
         """
         groups = self.pool.num_groups
-        rows = move_slots(held, lists, placed, self._block_size)
-        source, dest = (row.unflatten(1, (groups, -1)) for row in rows)
+        source, dest = (row.unflatten(1, (groups, -1)) for row in (source, dest))
         for group in range(groups):
             until = self.until[group].view(-1)
             until[dest[:, group]] = until[source[:, group]]

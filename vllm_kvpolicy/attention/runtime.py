@@ -277,7 +277,7 @@ class KVPolicyRuntime:
             self.counters.add_events(len(commands.events), seconds)
             # What the others keep is known when their answers are here.
             self.counters.add_tokens(
-                (event, len(event.dest_blocks))
+                (event, len(event.source_blocks), len(event.dest_blocks))
                 for event in commands.events
                 if not self.policies[event.policy].dynamic
             )
@@ -292,13 +292,11 @@ class KVPolicyRuntime:
         return partial(self._read, answers) if answers else None
 
     def _read(self, answers: Sequence[Answer]) -> tuple[UsedBlocks, ...]:
-        found = []
-        for answer in answers:
-            used = answer.read()
-            counts = [each.num_blocks for each in used]
-            self.counters.add_tokens(zip(answer.events, counts, strict=True))
-            found += used
-        return tuple(found)
+        found = [each for answer in answers for each in answer.read()]
+        self.counters.add_tokens(found)
+        return tuple(
+            UsedBlocks(event.request_id, event.serial, used) for event, _, used in found
+        )
 
     def end_step(self) -> None:
         """Collect what the step measured and forget it.

@@ -28,11 +28,14 @@ from vllm_kvpolicy.attention.pages import PagePool
 from vllm_kvpolicy.attention.slots import SlotTable
 from vllm_kvpolicy.attention.staging import to_device
 from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.kernels.chunks import CHUNK_BYTES
 from vllm_kvpolicy.kernels.page_bounds import page_bounds
 from vllm_kvpolicy.policies.factory import build_selection
 from vllm_kvpolicy.policies.quest import Quest
 from vllm_kvpolicy.policies.registry import parse
 from vllm_kvpolicy.protocol import CompactEvent
+
+SORTED_BYTES = 33  # of what exists at a time for each page that is sorted
 
 
 @dataclass(frozen=True)
@@ -80,12 +83,12 @@ class SelectedBatch:
             tables, lengths = tables[self.rows], lengths[self.rows] - self.behind
             ends = None if ends is None else (ends[self.rows] - self.behind).int()
         num_global = (lengths - self.local) // self.block_size
+        num_read = torch.minimum(num_global, self.most)
+        # Rows that read all their pages have none scored.
+        scored = torch.where(num_read < num_global, num_global, 0).int()
         num_rows, dim = len(num_global), query.shape[-1]
         queries = query[self.tokens].view(num_rows, -1, dim)
-        scores = self.quest.scores(
-            queries, tables, num_global.int(), self.bounds[layer]
-        )
-        num_read = torch.minimum(num_global, self.most)
+        scores = self.quest.scores(queries, tables, scored, self.bounds[layer])
         read = num_read * self.block_size + self.local
         return LayerBatch(
             best_pages(tables, scores, num_global, num_read),
@@ -294,6 +297,11 @@ def best_pages(
         [R, C] int32, pages that are read; any valid id behind the last one.
     """
     num_columns = tables.shape[1]
+    step = max(1, CHUNK_BYTES // (SORTED_BYTES * num_columns))
+    if len(tables) > step:
+        rows = tables, scores, num_global, num_read
+        parts = zip(*(each.split(step) for each in rows), strict=True)
+        return torch.cat([best_pages(*part) for part in parts])
     column = torch.arange(num_columns, device=tables.device).expand(tables.shape)
     best = scores.argsort(dim=-1, descending=True, stable=True)
     rank = torch.empty_like(best).scatter_(-1, best, column)

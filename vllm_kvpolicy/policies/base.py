@@ -249,10 +249,12 @@ class Decider(Protocol):
     Attributes:
         window: queries that see a token in any case, the token's own included.
         shift: the token at t decides on the one at t - shift, 0 or 1.
+        nbytes: bytes of device memory, once it is attached.
     """
 
     window: int
     shift: int
+    nbytes: int
 
     def attach(
         self,

@@ -21,7 +21,7 @@ from torch import nn
 from vllm_kvpolicy.admission.dms_adapter import DmsAdapter
 from vllm_kvpolicy.admission.dms_files import load
 from vllm_kvpolicy.admission.dms_hooks import attach_adapter, attach_borrowed
-from vllm_kvpolicy.admission.dms_model import DmsRule, rule_for
+from vllm_kvpolicy.admission.dms_model import DmsRule, model_folder, rule_for
 from vllm_kvpolicy.kernels.dms_decision import DecisionWeights
 from vllm_kvpolicy.model_parts import attention_modules, decoder_layers
 from vllm_kvpolicy.policies.base import Needs
@@ -42,6 +42,8 @@ class DelayedEviction:
         self.adapter, self.options = adapter, options
         self.needs = Needs(until=True, exact=options["exact"])
         self.rule = DmsRule()
+        self.weights: DecisionWeights | None = None
+        self._logits: list[torch.Tensor] = []
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "DelayedEviction":
@@ -68,6 +70,13 @@ class DelayedEviction:
         """How far behind a token the one is that it decides on."""
         return self.rule.shift
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of logits and of the adapter."""
+        weights = self.weights
+        adapter = (weights.norm, weights.projection) if weights is not None else ()
+        return sum(tensor.nbytes for tensor in (*self._logits, *adapter))
+
     def attach(
         self,
         model: nn.Module,
@@ -86,16 +95,18 @@ class DelayedEviction:
         if self.rule.is_borrowed:
             parents = attention_modules(model, layers)
             for parent, logits in zip(parents, self._logits, strict=True):
-                attach_borrowed(parent, self.rule, logits, first.num_heads)
+                attach_borrowed(
+                    parent, self.rule, logits, first.num_heads, config.dtype
+                )
             return
-        adapter = load(config.model) if self.adapter is None else self.adapter
-        weights = DecisionWeights(
+        adapter = load(model_folder(config)) if self.adapter is None else self.adapter
+        self.weights = DecisionWeights(
             **{k: t.to(device, config.dtype) for k, t in adapter.stacked().items()}
         )
         epsilon = config.hf_text_config.rms_norm_eps
         found = decoder_layers(model, len(layers))
         for index, layer in enumerate(found):
-            own = weights.layer(index)
+            own = self.weights.layer(index)
             attach_adapter(layer, self._logits[index], own, epsilon)
 
     def keeps(

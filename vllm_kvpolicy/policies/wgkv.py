@@ -59,6 +59,11 @@ class WriteGates:
         """Check that the gates fit the model; see `Gates.check_shape`."""
         self.file.check_shape(num_layers, num_kv_heads, head_dim)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gates."""
+        return sum(tensor.nbytes for tensor in self.weights.tensors().values())
+
     def attach(
         self,
         model: nn.Module,
