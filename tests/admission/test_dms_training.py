@@ -286,6 +286,28 @@ def test_a_step_takes_the_mean_of_its_rows(
         torch.testing.assert_close(weights @ both, small[2], rtol=1e-2, atol=1e-5)
 
 
+def test_a_step_takes_the_learning_rate_of_its_time(
+    qwen3: Base, tmp_path: Path
+) -> None:
+    """The first step of Adam is as long as its rate, here one at rest."""
+    settings = replace(SHORT, steps_per_ratio=0.1, hold_steps=2, hold_rate=0.5)
+    assert settings.rate(1) == 0.5e-3
+    model = retrofit(qwen3, settings)
+    found = []
+    plain = settings.__class__.rate
+
+    def spy(self: Settings, step: int) -> float:
+        found.append(step)
+        return plain(self, step + 1)  # from the first that rests on
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Settings, "rate", spy)
+        with pytest.raises(ValueError, match="rows: got too few for step 2"):
+            train(model, iter(rows(2)), tmp_path / "state", nothing)
+    assert found == [0]
+    assert model.weights.projection.abs().max().item() == pytest.approx(5e-4, rel=1e-2)
+
+
 def test_gradients_are_cut(
     qwen3: Base, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
