@@ -270,20 +270,17 @@ def one_step(
 def test_a_step_takes_the_mean_of_its_rows(
     qwen3: Base, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(dms_loop, "LARGEST_GRADIENT", 1e9)
     first, second = rows(2)
     texts = ([first], [second], [first, second])
-    means = [
-        one_step(qwen3, monkeypatch, tmp_path / str(index), text)
+    found = [
+        one_step(qwen3, monkeypatch, tmp_path / str(index), text)["projection"]
         for index, text in enumerate(texts)
     ]
-    # Gradients may have been cut to a norm of 1 each, so that directions are compared.
-    small = [mean["projection"].flatten() for mean in means]
-    if max(vector.norm() for vector in small) < 0.099:
-        torch.testing.assert_close(small[2], (small[0] + small[1]) / 2)
-    else:
-        both = torch.stack(small[:2])
-        weights = torch.linalg.lstsq(both.T, small[2]).solution
-        torch.testing.assert_close(weights @ both, small[2], rtol=1e-2, atol=1e-5)
+    assert found[0].abs().max() > 1e-3
+    torch.testing.assert_close(
+        found[2], (found[0] + found[1]) / 2, rtol=1e-3, atol=1e-5
+    )
 
 
 def test_a_step_takes_the_learning_rate_of_its_time(
