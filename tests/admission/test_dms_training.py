@@ -314,6 +314,20 @@ def test_gradients_are_cut(
     assert norm.item() == pytest.approx(0.1 * 1e-3, rel=1e-3)  # the first of mean 0.9
 
 
+def test_noise_differs_by_step_and_row(
+    qwen3: Base, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    places = []
+
+    def spy(base: Base, num_tokens: int, *place: int) -> torch.Tensor:
+        places.append(place)
+        return noise_of(base, num_tokens, *place)
+
+    monkeypatch.setattr(dms_loop, "noise_of", spy)
+    train(retrofit(qwen3), iter(rows(12)), tmp_path / "state", nothing)
+    assert places == [(42, step, row) for step in range(6) for row in range(2)]
+
+
 def test_too_few_rows(qwen3: Base, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="rows: got too few for step 6 of 6"):
         train(retrofit(qwen3), iter(rows(11)), tmp_path / "state", nothing)
