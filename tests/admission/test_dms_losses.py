@@ -80,3 +80,13 @@ def test_ratios_rest_at_targets() -> None:
     assert found == [1, 1, 1.5, 1.5, 1.5, 2, 2.5, 3, 3]
     assert settings.milestones == {4: 1.5, 9: 3.0}
     assert settings.ratio(settings.steps) == settings.ratio(99) == 3
+
+
+def test_learning_rates_rest_too() -> None:
+    settings = Settings(
+        targets=(1.5, 2.0), steps_per_ratio=4, hold_steps=2, hold_rate=0.25
+    )
+    rates = [settings.rate(step) / 3e-5 for step in range(settings.steps)]
+    assert rates == pytest.approx([1, 1, 0.25, 0.25] * 2)
+    assert {ADAPTER.rate(step) for step in range(ADAPTER.steps)} == {3e-5}
+    assert BORROWED.rate(1999) == BORROWED.rate(2699) == 3e-5

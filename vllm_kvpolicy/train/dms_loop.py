@@ -43,10 +43,10 @@ def train(
             loss is no longer a number.
     """
     settings, tensors = retrofit.settings, retrofit.tensors()
-    rate = settings.learning_rate
-    optimizer = torch.optim.Adam(list(tensors.values()), rate, BETAS)
+    optimizer = torch.optim.Adam(list(tensors.values()), betas=BETAS)
 
     def step(number: int, batch: list[torch.Tensor]) -> dict[str, str]:
+        optimizer.param_groups[0]["lr"] = settings.rate(number)
         return _step(retrofit, number, batch, optimizer)
 
     milestones = {

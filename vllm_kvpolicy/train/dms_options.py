@@ -26,6 +26,7 @@ POSITIVE = (
     "temperature",
     "compression_weight",
     "learning_rate",
+    "hold_rate",
 )
 
 
@@ -102,4 +103,5 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
     add("compression_weight", float, text)
     add("rows_per_step", int, "rows per step")
     add("learning_rate", float, "of Adam")
+    add("hold_rate", float, "factor on the learning rate while the ratio rests")
     add("seed", int, "of noise and order of rows")

@@ -5,7 +5,7 @@ Process: any
 
 Source: DMS (arXiv 2506.05345) section 3 and appendix; https://github.com/NVIDIA/
 Model-Optimizer/tree/a2fbac7b/experimental/dms. Deviations: the compression may rest at
-targets.
+targets, with a learning rate of its own.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,8 @@ class Settings:
         temperature: of the sigmoid.
         compression_weight: factor on the loss for too few tokens dropped.
         rows_per_step: sequences per step.
-        learning_rate: of Adam, the same in all steps.
+        learning_rate: of Adam, the same in all steps but those of `hold_rate`.
+        hold_rate: factor on the learning rate while the ratio rests.
         seed: of the noise and of the order of rows.
         data: what the rows are made from, in words.
     """
@@ -44,6 +45,7 @@ class Settings:
     compression_weight: float = 1.0
     rows_per_step: int = 8
     learning_rate: float = 3e-5
+    hold_rate: float = 1.0
     seed: int = 42
     data: str = ""
 
@@ -63,17 +65,25 @@ class Settings:
 
     def ratio(self, step: int) -> float:
         """Return the compression ratio that a step aims at, 1 while channels fade."""
+        return self._place(step)[0]
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step."""
+        return self.learning_rate * (self.hold_rate if self._place(step)[1] else 1)
+
+    def _place(self, step: int) -> tuple[float, bool]:
+        """Return the ratio of a step, and whether it rests there."""
         step, reached = step - self.fade_steps, 1.0
         if step < 0:
-            return reached
+            return reached, False
         for target in self.targets:
             rise = self._rise(reached, target)
             if step < rise:
-                return reached + (target - reached) * step / rise
+                return reached + (target - reached) * step / rise, False
             step, reached = step - rise - self.hold_steps, target
             if step < 0:
                 break
-        return reached
+        return reached, True
 
     def dropped(self, step: int) -> float:
         """Return the share of tokens that a step wants dropped, 1 - 1 / ratio."""
