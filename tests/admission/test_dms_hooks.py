@@ -57,7 +57,7 @@ def test_first_query_head_of_each_group(has_norm, zero_after_rope):
         rest = projected[:, HEADS * GROUP * SIZE :]
         logits = torch.full((TOKENS + 3, HEADS), 7.0)
         rule = DmsRule(channel=CHANNEL, zero_after_rope=zero_after_rope)
-        attach_borrowed(module, rule, logits, HEADS * GROUP)
+        attach_borrowed(module, rule, logits, HEADS * GROUP, torch.float32)
         seen, others = module(rows)
     wanted = query.clone()
     wanted[:, ::GROUP, CHANNEL] = 0
@@ -74,4 +74,4 @@ def test_first_query_head_of_each_group(has_norm, zero_after_rope):
 
 def test_other_modules_are_refused():
     with pytest.raises(ValueError, match="expected qkv_proj and attn"):
-        attach_borrowed(nn.Linear(2, 2), DmsRule(), torch.zeros(1, 1), 2)
+        attach_borrowed(nn.Linear(2, 2), DmsRule(), torch.zeros(1, 1), 2, torch.float32)

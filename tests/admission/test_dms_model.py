@@ -8,10 +8,15 @@ from types import SimpleNamespace
 import pytest
 from engine_configs import Overlay
 from made_adapters import make_adapter
+from made_gates import make_gates
 
+from vllm_kvpolicy import plugin
+from vllm_kvpolicy.admission import dms_model, wgkv_files
 from vllm_kvpolicy.admission.dms_files import save
 from vllm_kvpolicy.admission.dms_model import (
     DmsRule,
+    missing_architecture,
+    model_folder,
     refuse_plain,
     rule_for,
     rule_of_config,
@@ -25,9 +30,9 @@ NONE = dict.fromkeys(
 )
 
 
-def model_of(folder="none", **keys):
-    text = SimpleNamespace(model_type="qwen3", **keys)
-    return SimpleNamespace(hf_text_config=text, model=str(folder))
+def model_of(folder="none", kind="qwen3", **keys):
+    text = SimpleNamespace(model_type=kind, **keys)
+    return SimpleNamespace(hf_text_config=text, model=str(folder), revision=None)
 
 
 def test_keys_of_the_released_model():
@@ -39,6 +44,9 @@ def test_keys_of_the_released_model():
     }
     assert rule_of_config(SimpleNamespace(**keys)) == DmsRule()
     assert rule_of_config(SimpleNamespace(model_type="qwen3")) is None
+    # Any of the keys will do; what is left out or null is as in the released model.
+    some = {"dms_alpha_scale": 100.0, "dms_window_size": None}
+    assert rule_of_config(SimpleNamespace(**some)) == DmsRule()
 
 
 def test_keys_of_a_checkpoint_with_adapters():
@@ -53,15 +61,15 @@ def test_disabled_eviction_drops_nothing():
 
 
 def test_metadata_beside_a_plain_model(tmp_path):
-    assert rule_of_metadata(tmp_path) is None
+    assert rule_of_metadata(str(tmp_path)) is None
     path = tmp_path / "dms_metadata.json"
     path.write_text(json.dumps({"window_size": 256, "target_cr": 8}))
     wanted = DmsRule(window=256, shift=0, zero_after_rope=False)
-    assert rule_of_metadata(tmp_path) == wanted
+    assert rule_of_metadata(str(tmp_path)) == wanted
     for text in ("[1]", "{", '{"window_size": "many"}'):
         path.write_text(text)
         with pytest.raises(ValueError, match=r"dms_metadata\.json: got .*, expected"):
-            rule_of_metadata(tmp_path)
+            rule_of_metadata(str(tmp_path))
 
 
 def test_options_have_the_last_word():
@@ -82,6 +90,8 @@ def test_refusals_say_what_to_do():
         rule_for(model_of(), None, NONE)
     with pytest.raises(ValueError, match="add --kv-policy dms --kv-recent 512"):
         refuse_plain(model_of(dms_window_size=512))
+    with pytest.raises(ValueError, match="knows llama, qwen3, this is qwen2"):
+        refuse_plain(model_of(kind="qwen2", dms_window_size=512))
     assert refuse_plain(model_of()) is None
     assert refuse_plain(model_of(dms_window_size=9, dms_separate_alpha=True)) is None
 
@@ -94,9 +104,49 @@ def deciding(policy_config, window):
     return Overlay(policy_config, {"model_config.hf_text_config": text})
 
 
-def checked(policy_config, window=32, recent=32, options=None):
+def test_metadata_of_a_model_that_was_downloaded(tmp_path, monkeypatch):
+    """By its name on the hub; nobody is asked for what is not there."""
+    path = tmp_path / "dms_metadata.json"
+    path.write_text('{"window_size": 99}')
+    asked = []
+
+    def cached(name, file, revision):
+        asked.append((name, file, revision))
+        return str(path) if name == "some/model" else None
+
+    monkeypatch.setattr(dms_model, "try_to_load_from_cache", cached)
+    assert rule_of_metadata("some/model", "main").window == 99
+    assert rule_of_metadata("other/model") is None
+    assert asked[0] == ("some/model", "dms_metadata.json", "main") and len(asked) == 2
+
+
+def test_folder_of_a_model(tmp_path, monkeypatch):
+    def downloaded(name, revision, local_files_only):
+        assert local_files_only
+        return f"{tmp_path}/{name}/{revision}"
+
+    monkeypatch.setattr(dms_model, "snapshot_download", downloaded)
+    assert model_folder(model_of(tmp_path)) == tmp_path
+    assert model_folder(model_of("some/model")) == tmp_path / "some/model/None"
+
+
+def test_an_architecture_that_a_recipe_leaves_out(tmp_path):
+    path = tmp_path / "config.json"
+    assert missing_architecture(str(tmp_path)) is None
+    for config, wanted in (
+        ({"dms_separate_alpha": True}, "Qwen3ForCausalLMDMS"),
+        ({"dms_separate_alpha": True, "architectures": ["Mine"]}, None),
+        ({"dms_separate_alpha": False}, None),
+        ([], None),
+    ):
+        path.write_text(json.dumps(config))
+        assert missing_architecture(str(tmp_path)) == wanted
+    assert set(plugin.ARCHITECTURES) == {dms_model.ARCHITECTURE}
+
+
+def checked(policy_config, window=32, recent=32, options=None, **more):
     """Check a server of the tiny model."""
-    asked = {"policy": "dms", "recent": recent, "policy_config": options or {}}
+    asked = {"policy": "dms", "recent": recent, "policy_config": options or {}, **more}
     check_files(KVPolicyConfig.from_dict(asked), deciding(policy_config, window))
 
 
@@ -104,8 +154,31 @@ def test_start_checks_of_a_model_that_decides(policy_config):
     checked(policy_config)
     with pytest.raises(ValueError, match=r"^dms: decided for a window of 64 tokens"):
         checked(policy_config, window=64)
-    with pytest.raises(ValueError, match=r"^dms: .* was not trained to decide"):
+    with pytest.raises(ValueError, match=r"^dms: .* so it does not decide"):
         checked(policy_config, window=None)
+    checked(policy_config, options={"dms_channel": 31})
+    for channel in (32, -33):
+        with pytest.raises(ValueError, match=f"got {channel}, expected one of 32"):
+            checked(policy_config, options={"dms_channel": channel})
+
+
+def test_two_admissions_that_decide_are_refused(policy_config, tmp_path):
+    path = tmp_path / "gates.safetensors"
+    wgkv_files.save(path, make_gates(2, 2, 32, window=32, rope_theta=1e4))
+    options = {"wgkv_gates": str(path)}
+    checked(policy_config, options=options, allow=["wgkv", "dms+snapkv"])
+    options["exact"] = True
+    with pytest.raises(ValueError, match="^allow: got dms and wgkv, expected one"):
+        checked(policy_config, options=options, allow=["wgkv"])
+
+
+def test_disabled_eviction_is_refused_where_adapters_decide(policy_config):
+    changed = deciding(policy_config, 32)
+    text = changed.model_config.hf_text_config
+    text.dms_separate_alpha, text.dms_disable_eviction = True, True
+    config = KVPolicyConfig.from_dict({"policy": "dms"})
+    with pytest.raises(ValueError, match="dms_disable_eviction is set"):
+        check_files(config, changed)
 
 
 def test_start_checks_of_an_adapter(policy_config, tmp_path):
