@@ -227,8 +227,8 @@ def test_every_query_reads_what_it_chooses(
                     end = step.ends[row] - count + number + 1
                     pages, length = step.wanted(layer, head, row, queries, end)
                     # Where the kernel stops for this query of its row.
-                    assert int(read.lengths[0, mine]) - behind == length
-                    table = read.tables[0, mine, : -(-length // SIZE)].tolist()
+                    assert int(read.lengths[mine]) - behind == length
+                    table = read.tables[mine, : -(-length // SIZE)].tolist()
                     assert table == pages
                 token += 1
 
@@ -267,7 +267,7 @@ def test_a_layer_waits_for_nothing() -> None:
         faked = SelectedBatch(**(fields | {"folded": folded, "bounds": bounds}))
         query = torch.zeros(17, HEADS * GROUP, DIM)
         read = faked.of_layer(0, query)
-        assert read.tables.shape[1] == read.lengths.shape[1] == len(batch.local)
+        assert len(read.tables) == len(read.lengths) == len(batch.local)
 
 
 def test_layers_in_allocations_of_their_own_have_bounds_of_their_own() -> None:

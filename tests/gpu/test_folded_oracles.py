@@ -71,7 +71,7 @@ def test_scenes_are_what_they_should_be(config: Any, queries: int) -> None:
     assert sum(counts is None for counts in scene.counts) == 2
     query = scene.parts(1)[0]
     assert not query.is_contiguous() and query.data_ptr() > scene.qkv.data_ptr()
-    folded = scene.build().kv_policy
+    folded = scene.build().kv_policy.batch
     assert (folded.order is None) == (queries == 1)
 
 
@@ -127,7 +127,8 @@ def test_a_mistake_is_found(config: Any, mistake: str) -> None:
     elif mistake == "head":
         tables.pages[:] = tables.pages.flip(2)
     else:
-        built.kv_policy.order[:] = built.kv_policy.order.flip(0)
+        order = built.kv_policy.batch.order
+        order[:] = order.flip(0)
     scene.forward(built, output)
     with pytest.raises(AssertionError, match="allowed"):
         judge(scene, output[:, : scene.num_tokens]).check()
