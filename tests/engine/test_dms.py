@@ -45,6 +45,24 @@ def run(model: Path, trace: Path, policy: dict[str, Any], num_blocks: int, **cha
         return found, engine.counters()
 
 
+def dropped_tokens(found: Any) -> int:
+    """Return the tokens per KV head that all events of a run dropped, in whole blocks.
+
+    From what the trace says heads held: blocks that the scheduler had not taken back
+    when the next event came do not count again.
+    """
+    num_heads, total = LAYERS * HEADS, 0
+    for result in found.results.values():
+        for events in result.passes:
+            pages = frontier = 0
+            for event in events:
+                pages += num_heads * (event.frontier - frontier) // SIZE
+                left = int((event.survivors >= 0).sum()) // SIZE
+                total += -(-pages // num_heads) - -(-left // num_heads)
+                pages, frontier = left, event.frontier
+    return total * SIZE
+
+
 def follow(decoder: DmsDecoder, result: Any, shift: int, has_budget: bool) -> dict:
     """Follow every head through all events; return what was seen."""
     activations(decoder, result)
@@ -107,6 +125,7 @@ def test_survivors_are_those_of_a_borrowed_channel(
     found, counters = run(borrowing_model, tmp_path, policy, BLOCKS[has_budget])
     assert found.preemptions > 0
     assert counters["blocks_returned"] > 0
+    assert counters["tokens_dropped"] == dropped_tokens(found)
     check(DmsDecoder(borrowing_model), found.results.values(), 1, has_budget)
 
 

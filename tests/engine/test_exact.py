@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dms_decoder import DmsDecoder, dropped, say_dms
-from helpers import Engine, make_jobs
+from helpers import BLOCK, Engine, make_jobs
 from made_gates import make_gates
+from made_patterns import write_pattern
+from oracle_quest import QuestDecoder
 from oracle_replay import check_replay, visibility
 from reference_decoder import ReferenceDecoder
 from tiny_model import make_tiny_model
@@ -66,6 +68,14 @@ class GatedDecoder(ReferenceDecoder):
         kept = logits[0].sigmoid() > self.threshold
         self.share = kept.float().mean().item()
         return super()._attention(layer, hidden, visible & seen(kept, WINDOW))
+
+
+class GatedQuestDecoder(GatedDecoder, QuestDecoder):
+    """Reads some pages of what its own gates keep."""
+
+    def __init__(self, folder: Path, gates: Any, budget: int) -> None:
+        QuestDecoder.__init__(self, folder, budget, BLOCK)
+        self.gates, self.threshold = gates, 0.5
 
 
 class ExactDmsDecoder(DmsDecoder):
@@ -168,6 +178,36 @@ def test_quest_behind_it_reads_all_within_its_budget(
     policy = {"policy": "dms+quest", "policy_config": options}
     found = run(borrowing_model, tmp_path, policy, False)
     check_closed_form(ExactDmsDecoder(borrowing_model), found, False)
+
+
+def test_quest_behind_it_chooses_pages(
+    tiny_model: Path, tmp_path: Path, gates: Any
+) -> None:
+    """With rows cut where generated tokens are computed again."""
+    path = tmp_path / "gates.safetensors"
+    options = {"wgkv_gates": str(path), "wgkv_threshold": 0.5, "exact": True}
+    options["quest_budget"] = 150
+    policy = {"policy": "wgkv+quest", "policy_config": options}
+    found = run(tiny_model, tmp_path / "trace", policy, False)
+    assert found.preemptions > 0
+    decoder = GatedQuestDecoder(tiny_model, gates, 150)
+    for result in found.results.values():
+        decoder.check(result)
+    assert decoder.choices > 300 and decoder.closest > 1e-4
+
+
+def test_a_request_with_another_admission_sees_all_it_holds(
+    borrowing_model: Path, tmp_path: Path
+) -> None:
+    """`duo` with all heads retrieving is dense attention."""
+    pattern = write_pattern(tmp_path / "duo", [[1, 1], [1, 1]], SINKS, WINDOW)
+    options = {"exact": True, "duo_pattern": str(pattern), "duo_sparsity": 0}
+    asked = {"policy": "dms", "policy_config": options, "allow": ["duo"], **BASE}
+    jobs = make_jobs((300,), 60, extra_args={"kv_policy": "duo"}, prompt_logprobs=True)
+    with Engine(borrowing_model, asked, tmp_path / "trace") as engine:
+        (result,) = engine.run(jobs).results.values()
+    assert result.events
+    check_replay(DmsDecoder(borrowing_model), result)
 
 
 def test_a_request_without_policy_sees_everything(
