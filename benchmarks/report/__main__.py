@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{args.output}: {', '.join(names)}")
         return 0
     record = merge(args.files) if args.command == "merge" else trace(args.folder)
-    args.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {args.out}")
     return 0
 
