@@ -236,8 +236,9 @@ class Chain:
         self.totals["crowded steps"] += len(events) > 1
         seen = getattr(self.setup.policy, "seen", [])
         seen.clear()
+        found = [row for each in self.compactor.run(events) for row in each.read()]
         answers = [
-            used for answer in self.compactor.run(events) for used in answer.read()
+            UsedBlocks(event.request_id, event.serial, used) for event, _, used in found
         ]
         notes = {note.request: note for note in seen}
         for event in events:

@@ -24,7 +24,7 @@ CASES = {
     "no memory": replace(LARGE, num_memories=0),
     "two memories": replace(LARGE, num_memories=2),
     "ragged": replace(LARGE, is_ragged=True),
-    "bounds": replace(LARGE, is_ragged=True, bound_bytes=2 * 128 * 2),
+    "bounds": replace(LARGE, is_ragged=True, page_bytes=2 * 128 * 2),
     "ragged, many requests": replace(LARGE, is_ragged=True, num_slots=8192),
 }
 

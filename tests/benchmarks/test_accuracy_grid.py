@@ -45,8 +45,16 @@ def test_the_standard_grid():
 def test_grids_are_valid_and_have_the_same_options_for_all(path):
     args = command.parse_args(["--grid", str(path)])
     standard = command.parse_args(["--grid", str(STANDARD)])
-    names = {grid.split(label)[0] for label in args.policies if label != FULL}
-    read = {param.name for name in names for param in parse(name).params}
+    read = set.intersection(
+        *(
+            {
+                param.name
+                for label in {grid.split(label)[0] for label in grids.policies} - {FULL}
+                for param in parse(label).params
+            }
+            for grids in (args, standard)
+        )
+    )
     given = {k: v for k, v in args.policy_config.items() if k in read}
     assert grid.cells_of(args) and given == {
         key: value for key, value in standard.policy_config.items() if key in read

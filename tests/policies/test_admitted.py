@@ -158,7 +158,7 @@ def test_gates_do_not_depend_on_how_many_are_copied_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gates = make_gates(LAYERS, HEADS, SIZE)
-    inputs = make_inputs(WriteGates.needs)
+    inputs = make_inputs(WriteGates(gates).needs)
     token = torch.arange(30).expand(EVENTS, LAYERS, HEADS, -1)
     whole = WriteGates(gates).gates(inputs, token)
     sizes = []
