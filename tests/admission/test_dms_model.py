@@ -104,6 +104,12 @@ def deciding(policy_config, window):
     return Overlay(policy_config, {"model_config.hf_text_config": text})
 
 
+@pytest.mark.parametrize("name", ["some/model:Q4_K_M", "s3://some/model", "x" * 99])
+def test_names_that_the_hub_does_not_know_are_plain_models(name):
+    assert rule_of_metadata(name) is None
+    assert refuse_plain(model_of(name)) is None
+
+
 def test_metadata_of_a_model_that_was_downloaded(tmp_path, monkeypatch):
     """By its name on the hub; nobody is asked for what is not there."""
     path = tmp_path / "dms_metadata.json"

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 
 from vllm_kvpolicy.admission.dms_adapter import FLAVOURS, DmsAdapter
 
@@ -112,7 +113,10 @@ def _metadata_file(model: str, revision: str | None) -> Path | None:
         return path
     if Path(model).is_dir() or model.count("/") > 1:
         return None
-    found = try_to_load_from_cache(model, METADATA_FILE, revision=revision)
+    try:
+        found = try_to_load_from_cache(model, METADATA_FILE, revision=revision)
+    except HFValidationError:  # vLLM knows more kinds of names than the hub
+        return None
     return Path(found) if isinstance(found, str) else None
 
 
