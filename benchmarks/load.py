@@ -1,8 +1,4 @@
-"""Owns the streaming client of /v1/completions and the arrival time of every token.
-
-Called by serving, `sampled` by admission too. Prompts are token ids, outputs have a
-forced length, decoding is greedy.
-"""
+"""Owns the streaming client of /v1/completions and the arrival time of every token."""
 
 import asyncio
 import json

@@ -105,8 +105,8 @@ def write_gates(model: Path, path: Path) -> None:
     """Write gates of random weights for a model."""
     import torch
 
-    from vllm_kvpolicy.admission import wgkv_files
-    from vllm_kvpolicy.admission.wgkv_gates import Gates, unstacked
+    from vllm_kvpolicy.policies.admissions.wgkv import files as wgkv_files
+    from vllm_kvpolicy.policies.admissions.wgkv.gates import Gates, unstacked
 
     config = json.loads((model / "config.json").read_text())
     layers, heads = config["num_hidden_layers"], config["num_key_value_heads"]

@@ -1,8 +1,4 @@
-"""Owns the record of what a measurement was made with.
-
-Called by the commands that measure, whose results carry it. A result holds no folder of
-the machine that made it.
-"""
+"""Owns the record of what a measurement was made with."""
 
 import os
 import platform

@@ -1,9 +1,4 @@
-"""Owns the serving scenarios: what is sent, and which servers meet it.
-
-Called by serving. `pressure` asks what a policy gains where stock runs out of memory,
-`ragged` what heads of different lengths cost beside equal ones at the same budget;
-`neutral` asks what it costs where it has nothing to do.
-"""
+"""Owns the serving scenarios: what is sent, and which servers meet it."""
 
 from dataclasses import dataclass
 from pathlib import Path

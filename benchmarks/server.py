@@ -1,8 +1,4 @@
-"""Owns `vllm serve` processes: starts them, waits for them, reads /metrics, stops them.
-
-Called by serving and accuracy. Every server logs to a file of its own; when one dies,
-the error carries the end of that file.
-"""
+"""Starts `vllm serve` processes, waits for them, reads /metrics and stops them."""
 
 import os
 import signal

@@ -1,7 +1,4 @@
-"""Owns the arithmetic of a comparison: latencies, paired ratios, tests, intervals.
-
-Called by serving and accuracy. Pure functions; everything random is seeded.
-"""
+"""Owns the arithmetic of a comparison: latencies, paired ratios, tests, intervals."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,9 +1,4 @@
-"""Owns the checks that a serving comparison passes before anything is timed.
-
-Called by serving. Requests run one at a time here, so that stock's outputs do not
-depend on what shares a batch. That outputs have the forced length is checked by
-load.complete, here and in every timed round.
-"""
+"""Owns the checks that a serving comparison passes before anything is timed."""
 
 import asyncio
 from collections.abc import Mapping

@@ -1,8 +1,4 @@
-"""Owns the requests of a serving comparison and the size of the pool they meet.
-
-Called by serving. Everything is drawn from a seed. Prompt lengths are the same in every
-round, prompt contents are not, so that a prefix cache finds nothing of earlier rounds.
-"""
+"""Owns the requests of a serving comparison and the size of the pool they meet."""
 
 import json
 import random

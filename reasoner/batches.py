@@ -1,7 +1,4 @@
-"""Owns the batches of the training script: problems as token and position ids.
-
-Called by the training script. Process: the trainer's.
-"""
+"""Owns the batches of the training script: problems as token and position ids."""
 
 import random
 

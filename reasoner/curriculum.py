@@ -1,7 +1,4 @@
-"""Owns the curriculum: families, sizes, and how far a training run has come.
-
-Called by the training script. Pure Python.
-"""
+"""Owns the curriculum: families, sizes, and how far a training run has come."""
 
 import math
 import random

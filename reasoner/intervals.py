@@ -1,7 +1,4 @@
-"""Owns the interval of a share.
-
-Called by the evaluation and by benchmarks. Pure Python.
-"""
+"""Owns the interval of a share."""
 
 import math
 

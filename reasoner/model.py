@@ -1,7 +1,6 @@
 """Owns the model's shape and how a checkpoint directory is written.
 
 The model is a ``Qwen3ForCausalLM``, so transformers and vLLM load it natively.
-Called by the training script.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""Owns the presets: model shape, final sizes and training settings, by name.
-
-Called by the model, the curriculum and the training script. Pure Python.
-"""
+"""Owns the presets: model shape, final sizes and training settings, by name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -8,7 +8,6 @@ A problem is a list of short lines that end in questions::
 
 A template sets the marks that end a line and that ask; the trace is always written with
 the first template's. A hash of the prompt decides which problems training never sees.
-Called by the training and evaluation scripts and by benchmarks. Pure Python.
 """
 
 import hashlib

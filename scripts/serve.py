@@ -1,8 +1,4 @@
-"""Starts `vllm serve` with a KV policy and prints how to call it once it answers.
-
-Called by `make serve`, which passes its variables on. Standard library only.
-Process: any
-"""
+"""Starts `vllm serve` with a KV policy and prints how to call it once it answers."""
 
 import argparse
 import os
@@ -77,7 +73,7 @@ def check_policy(options: argparse.Namespace, device: str) -> None:
     Raises:
         ValueError: naming the key, the value and what is valid.
     """
-    from vllm_kvpolicy.cli import add_arguments, given_values
+    from vllm_kvpolicy.api.cli import add_arguments, given_values
     from vllm_kvpolicy.compat import BLOCK_TOKENS
     from vllm_kvpolicy.config import KVPolicyConfig
 

@@ -1,9 +1,4 @@
-"""Builds `.venv` from nothing: the pinned packages, vLLM's name, and this project.
-
-Called by the Makefile before every other target; a second run finds its stamp and
-returns at once. Standard library only.
-Process: any
-"""
+"""Builds `.venv` from nothing: the pinned packages, vLLM's name, and this project."""
 
 import argparse
 import hashlib

@@ -1,16 +1,13 @@
-"""Writes docs/support.md from the tables that the code itself uses.
-
-Called by `make docs`; a test compares the file with `render()`.
-Process: any
-"""
+"""Writes docs/support.md from the tables that the code itself uses."""
 
 from pathlib import Path
 
+from vllm_kvpolicy.api.guards import REFUSALS
+from vllm_kvpolicy.api.request_guards import REQUEST_REFUSALS
 from vllm_kvpolicy.compat import ATTENTION_BACKENDS, BLOCK_TOKENS, SUPPORTED_VLLM
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.config_keys import INTEGER_KEYS
-from vllm_kvpolicy.guards import REFUSALS
-from vllm_kvpolicy.policies.catalogue import (
+from vllm_kvpolicy.policies.catalogue.words import (
     ADMISSIONS,
     ALLOCATORS,
     SCORERS,
@@ -18,7 +15,6 @@ from vllm_kvpolicy.policies.catalogue import (
     TEST_POLICIES,
     Word,
 )
-from vllm_kvpolicy.request_guards import REQUEST_REFUSALS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "support.md"
 

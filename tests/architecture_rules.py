@@ -1,113 +1,57 @@
-"""The shape of the package as rules over its syntax trees.
-
-Called by test_architecture, on the package and on seeded violations. A rule takes
-`{dotted module name: source}` and returns sentences; names leave out the package.
-Process: any
-"""
+"""The shape of the package as rules over its syntax trees."""
 
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 PACKAGE = "vllm_kvpolicy"
 Sources = dict[str, str]
-# A module may import from rows above its own in this list, and from its own folder.
-ROWS = (
-    {
-        "config",
-        "config_keys",
-        "protocol",
-        "policies.registry",
-        "policies.params",
-        "policies.catalogue",
-        "policies.admission_params",
-        "policies.allocator_params",
-        "policies.scorer_params",
-        "policies.selection_params",
-        "block_manager.events",
-    },
-    {"model_files", "model_parts"},
-    {
-        "admission.dms_adapter",
-        "admission.dms_files",
-        "admission.dms_model",
-        "admission.duo_files",
-        "admission.wgkv_files",
-        "admission.wgkv_gates",
-        "compat",
-        "epikv_files",
-        "metrics",
-        "policies.calibration",
-        "policies.rope",
-        "trace_files",
-    },
-    {"block_manager.*", "kernels.*"},
-    {"kernels.triton.*", "kernels.cuda.*"},
-    {"admission.*"},
-    {"policies.*"},
-    {"attention.*"},
-    {
-        "scheduler",
-        "worker",
-        "worker_cpu",
-        "worker_gpu",
-        "calibrate",
-        "dms_checkpoint",
-        "query_statistics",
-        "epikv_calibrate",
-        "epikv_collect",
-        "epikv_labels",
-        "train.*",
-    },
-    {
-        "cli",
-        "diagnostics",
-        "figures",
-        "guards",
-        "llm",
-        "measures",
-        "patch",
-        "patch_table",
-        "plot",
-        "plugin",
-        "report",
-        "request_guards",
-        "start_checks",
-    },
+# A module may import from layers above its own, and from its own folder.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("events", "protocol", "config", "config_keys", "compat", "policies.catalogue"),
+    ("kernels",),
+    ("policies",),
+    ("sizes", "metrics", "trace.files"),
+    ("block_manager", "worker"),
+    ("api",),
+    ("plugin", "llm"),
 )
-ENTRY_ROW = 9
-ENTRY_MAY_IMPORT = (0, 1, 2, ENTRY_ROW)
-# Who must not import whom, beyond the rows; row 0 is open to all.
-STRANGERS = (
-    ("scheduler", "worker"),
-    ("worker", "scheduler"),
-    ("scheduler", "attention"),
-    ("scheduler", "policies"),
-    ("policies", "block_manager"),
-    ("block_manager", "policies"),
-    ("block_manager", "kernels"),
-)
+# Commands of their own: they import from the layers, and nothing imports them.
+OFFLINE = ("calibrate", "trace", "train")
+OFFLINE_LAYER = 4
+# Imported before anybody asks for a policy: the standard library alone.
+LEAVES = ("events", "protocol", "config", "config_keys", "policies.catalogue")
+# The engine and the worker meet in `protocol`. vLLM finds the manager of a spec in a
+# registry of the process that made the spec, so the worker must import the manager.
+NAMED_EXCEPTIONS = {("worker.base", "block_manager.manager")}
+MAX_TOP_FILES = 12
+MAX_FOLDER_FILES = 30
 # Imports inside functions: only where loading late is the point.
-LATE_IMPORTS = ("__init__", "plugin", "report")
-HOT_FOLDERS = ("attention.", "policies.", "kernels.")
+LATE_IMPORTS = ("__init__", "plugin", "api.report")
+HOT_FOLDERS = ("worker.", "policies.", "kernels.")
 HOST_SYNC = re.compile(
     r"\.(item|tolist|cpu|nonzero)\(|torch\.(unique|nonzero)\(|\.synchronize\("
 )
-PROCESS_LINE = re.compile(r"^Process: (any|api|engine|worker)$", re.MULTILINE)
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_KERNEL_LINES = 120
 
 
-def row_of(module: str) -> int | None:
-    """Return the row of a module, the most specific entry first."""
-    places = {entry: index for index, row in enumerate(ROWS) for entry in row}
-    if module in places:
-        return places[module]
-    folders = [entry for entry in places if entry.endswith(".*")]
-    found = [entry for entry in folders if module.startswith(entry[:-1])]
-    return places[max(found, key=len)] if found else None
+def area_of(module: str, areas: Sequence[str]) -> str | None:
+    """Return the longest of the areas that a module is, or is in; None for none."""
+    found = [area for area in areas if module == area or module.startswith(f"{area}.")]
+    return max(found, key=len, default=None)
+
+
+def layer_of(module: str) -> int | None:
+    """Return the layer of a module, the most specific entry first."""
+    places = {area: index for index, layer in enumerate(LAYERS) for area in layer}
+    area = area_of(module, [*places, *OFFLINE])
+    if area is None:
+        return None
+    return places.get(area, OFFLINE_LAYER)
 
 
 def imports_of(source: str, modules: Sources) -> Iterator[tuple[ast.AST, str]]:
@@ -138,59 +82,57 @@ def _is_init(module: str) -> bool:
     return module.rpartition(".")[2] == "__init__"
 
 
-def every_module_has_a_row(modules: Sources) -> list[str]:
-    """New files are placed on purpose."""
-    return [
-        f"{module}: in no row of tests/architecture_rules.py"
+def every_module_has_a_room(modules: Sources) -> list[str]:
+    """A new file goes into a folder that says what it is part of."""
+    homeless = [
+        f"{module}: in no layer of tests/architecture_rules.py"
         for module in modules
-        if not _is_init(module) and row_of(module) is None
+        if not _is_init(module) and layer_of(module) is None
+    ]
+    sizes = Counter(_folder(module) for module in modules)
+    limits = {"": MAX_TOP_FILES}
+    return homeless + [
+        f"{folder or PACKAGE}: {size} files"
+        for folder, size in sizes.items()
+        if size > limits.get(folder, MAX_FOLDER_FILES)
     ]
 
 
-def imports_go_up_the_rows(modules: Sources) -> list[str]:
-    """No import of a row below or beside, but within a folder."""
+def imports_run_down(modules: Sources) -> list[str]:
+    """No import of a later layer; engine, worker and the offline commands are apart."""
     found = []
     for module, source in modules.items():
-        own = row_of(module)
-        if own is None:
+        own = layer_of(module)
+        if own is None or _is_init(module):
             continue
         for node, target in imports_of(source, modules):
-            other = row_of(target)
-            same_folder = _folder(module) and _folder(module) == _folder(target)
-            if own == ENTRY_ROW:
-                allowed = other in ENTRY_MAY_IMPORT
-            else:
-                beside = own == other and (same_folder or own in (0, ENTRY_ROW - 1))
-                allowed = other is not None and (other < own or beside)
-            if not allowed:
-                found.append(
-                    f"{module}:{node.lineno}: row {own} imports {target}, row {other}"
-                )
+            other = layer_of(target)
+            same = _area(module) == _area(target)
+            if (
+                other is None
+                or _is_init(target)
+                or (module, target) in NAMED_EXCEPTIONS
+            ):
+                continue
+            if not (other < own or same):
+                found.append(f"{module}:{node.lineno}: imports {target}")
     return found
 
 
-def strangers_do_not_meet(modules: Sources) -> list[str]:
-    """Engine and worker files, policies and blocks do not know each other."""
-
-    def within(module: str, area: str) -> bool:
-        return module == area or module.startswith((f"{area}.", f"{area}_"))
-
-    return [
-        f"{module}:{node.lineno}: imports {target}"
-        for module, source in modules.items()
-        for node, target in imports_of(source, modules)
-        for importer, imported in STRANGERS
-        if within(module, importer) and within(target, imported)
-        if row_of(target) != 0
-    ]
+def _area(module: str) -> str | None:
+    """Return the folder or leaf of the layers that a module belongs to."""
+    leaf = area_of(module, LAYERS[0])
+    if leaf is not None:
+        return "leaves"
+    return area_of(module, [*OFFLINE, *(area for layer in LAYERS for area in layer)])
 
 
 def leaves_use_the_standard_library(modules: Sources) -> list[str]:
-    """Row 0 and the `__init__` files load without torch and vLLM."""
+    """The leaves and the `__init__` files load without torch and vLLM."""
     found = []
     known = {*sys.stdlib_module_names, PACKAGE}
     for module, source in modules.items():
-        if row_of(module) != 0 and not _is_init(module):
+        if area_of(module, LEAVES) is None and not _is_init(module):
             continue
         for node in ast.walk(ast.parse(source)):
             names = []
@@ -245,15 +187,6 @@ def imports_stand_at_the_top(modules: Sources) -> list[str]:
     return found
 
 
-def docstrings_name_the_process(modules: Sources) -> list[str]:
-    """Every module says where it runs."""
-    return [
-        f"{module}: its docstring has no line `Process: any|api|engine|worker`"
-        for module, source in modules.items()
-        if not PROCESS_LINE.search(ast.get_docstring(ast.parse(source)) or "")
-    ]
-
-
 def files_and_functions_are_small(modules: Sources) -> list[str]:
     """Long files and functions are cut before they grow."""
     found = []
@@ -305,7 +238,7 @@ def only_patch_assigns_onto_vllm(modules: Sources) -> list[str]:
     """Objects of vLLM are changed in one file."""
     found = []
     for module, source in modules.items():
-        if module == "patch":
+        if module == "api.patch":
             continue
         tree = ast.parse(source)
         foreign = _names_of_vllm(tree)
@@ -364,13 +297,11 @@ def hot_modules_do_not_sync(modules: Sources) -> list[str]:
 
 
 PACKAGE_RULES = (
-    every_module_has_a_row,
-    imports_go_up_the_rows,
-    strangers_do_not_meet,
+    every_module_has_a_room,
+    imports_run_down,
     leaves_use_the_standard_library,
     no_import_cycles,
     imports_stand_at_the_top,
-    docstrings_name_the_process,
     files_and_functions_are_small,
     no_environment_variables,
     only_compat_reads_versions,

@@ -1,8 +1,4 @@
-"""Calibrations of random numbers, for tests that need one of the right shape.
-
-Called by tests of scorers that are calibrated.
-Process: any
-"""
+"""Calibrations of random numbers, for tests that need one of the right shape."""
 
 from pathlib import Path
 from typing import Any
@@ -10,9 +6,9 @@ from typing import Any
 import torch
 from made_gates import make_gates
 
-from vllm_kvpolicy.admission import wgkv_files
-from vllm_kvpolicy.policies import registry
+from vllm_kvpolicy.policies.admissions.wgkv import files as wgkv_files
 from vllm_kvpolicy.policies.calibration import Calibration, save
+from vllm_kvpolicy.policies.catalogue import names as registry
 
 
 def make_calibration(

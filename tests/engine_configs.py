@@ -1,8 +1,4 @@
-"""Real VllmConfigs of the tiny model, and a way to change one without rebuilding it.
-
-Called by the unit tests of patch and guards.
-Process: any
-"""
+"""Real VllmConfigs of the tiny model, and a way to change one without rebuilding it."""
 
 from pathlib import Path
 from typing import Any

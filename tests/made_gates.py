@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_kvpolicy.admission.wgkv_gates import Gates, unstacked
+from vllm_kvpolicy.policies.admissions.wgkv.gates import Gates, unstacked
 
 
 def make_gates(

@@ -1,7 +1,4 @@
-"""Random page lists of heads before and after an event, and what moving must do.
-
-Called by the tests of compact_pages and of its twins.
-"""
+"""Random page lists of heads before and after an event, and what moving must do."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

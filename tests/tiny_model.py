@@ -1,8 +1,4 @@
-"""Writes a random Qwen3 model folder, small enough to load in a second.
-
-Called by the `tiny_model` fixture and by tests that need another shape.
-Process: any
-"""
+"""Writes a random Qwen3 model folder, small enough to load in a second."""
 
 import json
 from pathlib import Path

@@ -1,15 +1,11 @@
-"""Rows of until_attention on scattered pages, and what they see, by definition.
-
-Called by tests of the operation, of its twin, and of both on a GPU.
-Process: any
-"""
+"""Rows of until_attention on scattered pages, and what they see, by definition."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from vllm_kvpolicy.admission.visibility import visible, visible_until
+from vllm_kvpolicy.kernels.visibility import visible, visible_until
 
 Arguments = dict[str, object]
 

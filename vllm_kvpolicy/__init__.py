@@ -7,8 +7,7 @@ survivors at position p and moves its *frontier* F, above which tokens are *loca
 *budget* K, *interval* I, *recent* R and *sinks* S count tokens per KV head.
 
 Main path: plugin -> patch (cli, config, guards) -> scheduler -> block_manager.planner
--> block_manager.manager -> worker -> attention.runtime -> policies -> kernels.
-Process: any
+-> block_manager.manager -> worker -> worker.runtime -> policies -> kernels.
 """
 
 from typing import Any

@@ -1,8 +1,4 @@
-"""What depends on vLLM's version, platform and environment, in one place.
-
-Called by guards, patch, report and worker. The only reader of vLLM's version.
-Process: any
-"""
+"""What depends on vLLM's version, platform and environment, in one place."""
 
 from importlib import import_module, metadata
 from typing import Any
@@ -10,13 +6,13 @@ from typing import Any
 SUPPORTED_VLLM = "0.32"
 # Classes that vLLM picks by platform, and the ones that take their place.
 WORKER_CLASSES = {
-    "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_kvpolicy.worker_cpu.KVPolicyCPUWorker",
-    "vllm.v1.worker.gpu_worker.Worker": "vllm_kvpolicy.worker_gpu.KVPolicyGPUWorker",
+    "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_kvpolicy.worker.cpu.KVPolicyCPUWorker",
+    "vllm.v1.worker.gpu_worker.Worker": "vllm_kvpolicy.worker.gpu.KVPolicyGPUWorker",
 }
 # Keyed by `SchedulerConfig.async_scheduling`.
 SCHEDULER_CLASSES = {
-    False: "vllm_kvpolicy.scheduler.KVPolicyScheduler",
-    True: "vllm_kvpolicy.scheduler.KVPolicyAsyncScheduler",
+    False: "vllm_kvpolicy.block_manager.scheduler.KVPolicyScheduler",
+    True: "vllm_kvpolicy.block_manager.scheduler.KVPolicyAsyncScheduler",
 }
 # For servers without a policy whose requests are counted; keyed in the same way.
 COUNTING_CLASSES = {
@@ -27,10 +23,9 @@ COUNTING_CLASSES = {
 ATTENTION_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER")
 # Of GPUs, with what takes their place. A machine may lack the library of one of them.
 GPU_BACKENDS = {
-    "FLASH_ATTN": "vllm_kvpolicy.attention.backend_flash.KVPolicyFlashBackend",
-    "TRITON_ATTN": "vllm_kvpolicy.attention.backend_triton.KVPolicyTritonBackend",
-    "FLASHINFER": "vllm_kvpolicy.attention.backend_flashinfer"
-    ".KVPolicyFlashInferBackend",
+    "FLASH_ATTN": "vllm_kvpolicy.worker.backends.flash.KVPolicyFlashBackend",
+    "TRITON_ATTN": "vllm_kvpolicy.worker.backends.triton.KVPolicyTritonBackend",
+    "FLASHINFER": "vllm_kvpolicy.worker.backends.flashinfer.KVPolicyFlashInferBackend",
 }
 # Tokens per superblock: the default, and what a block size must be a multiple of. The
 # CPU kernel packs keys by 32; the Triton kernel wants 16.

@@ -3,7 +3,6 @@
 Built from flags, YAML, `additional_config` or keyword arguments by cli, patch and llm;
 rebuilt from `VllmConfig.additional_config["kv_policy"]` by scheduler and worker. Keys
 of the plain form are the flags without their prefix: `--kv-budget` is `budget`.
-Process: any
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,7 +10,6 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_kvpolicy.block_manager.events import EventPlan, Footprint
 from vllm_kvpolicy.config_keys import (
     FLAG_KEYS,
     INTEGER_KEYS,
@@ -19,7 +17,8 @@ from vllm_kvpolicy.config_keys import (
     VALID_KEYS,
     request_keys,
 )
-from vllm_kvpolicy.policies.registry import grammar, parse, resolve_options
+from vllm_kvpolicy.events import EventPlan, Footprint
+from vllm_kvpolicy.policies.catalogue.names import grammar, parse, resolve_options
 
 CONFIG_KEY = "kv_policy"
 PER_REQUEST_OFF = "none"
@@ -30,7 +29,7 @@ class KVPolicyConfig:
     """What a server was asked to keep. Tokens are counted per KV head.
 
     Args:
-        policy: name in the grammar of policies.registry.
+        policy: name in the grammar of policies.catalogue.names.
         budget_tokens: K, held right after an event: sinks + selected + local.
         interval_tokens: I, tokens between two events.
         recent_tokens: R, newest tokens that are always kept.

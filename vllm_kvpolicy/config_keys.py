@@ -1,7 +1,6 @@
 """Keys of the plain form of a configuration, and the integers among them.
 
 Read by config, cli and the documentation.
-Process: any
 """
 
 from collections.abc import Mapping

@@ -1,14 +1,10 @@
-"""`LLM(model, kv_policy=...)`: vLLM's offline class with the flags as keywords.
-
-Called by users, through `vllm_kvpolicy.LLM`.
-Process: api
-"""
+"""`LLM(model, kv_policy=...)`: vLLM's offline class with the flags as keywords."""
 
 from typing import Any
 
 import vllm
 
-from vllm_kvpolicy import cli
+from vllm_kvpolicy.api import cli
 
 
 class LLM(vllm.LLM):

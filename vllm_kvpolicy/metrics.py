@@ -4,7 +4,6 @@ Written by the scheduler mixin (engine) and the worker, read at scrape time by t
 process. Each field has one writer and is one aligned 8-byte float, so there is no lock
 on values. The file itself is locked by the process that made it for as long as that
 lives: a file without a lock was left behind, and the next engine removes it.
-Process: any
 """
 
 import fcntl

@@ -2,7 +2,6 @@
 
 Built by scheduler, read by worker; travels on vLLM's own SchedulerOutput, so that an
 event runs before the forward pass whose `schedule()` freed its superblocks.
-Process: any
 """
 
 from dataclasses import dataclass

@@ -31,7 +31,7 @@ from benchmarks.accuracy.questions import check_task
 from benchmarks.accuracy.servers import Setup, count_events, serving, split
 from benchmarks.load import LoadError
 from benchmarks.serving import PACKAGED_MODEL, log
-from vllm_kvpolicy.policies.registry import parse, parts
+from vllm_kvpolicy.policies.catalogue.names import parse, parts
 
 DEFAULT_TASKS = ["recall:60", "copy:40", "hot:40", "sub:30"]
 NOT_IN_GRIDS = {"grid", "shard", "dry_run", "out", "logs", "url", "data", "trace"}

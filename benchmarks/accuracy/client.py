@@ -1,9 +1,4 @@
-"""Owns the requests of an accuracy run: sent, sent again, judged.
-
-Called by the command. What may pass (HTTP 408, 429 and 5xx, a lost or silent
-connection, a reply that is not whole) is tried again after a pause; what does not is a
-failure of that one problem, which gets no line and is asked again by the next run.
-"""
+"""Owns the requests of an accuracy run: sent, sent again, judged."""
 
 import asyncio
 import hashlib
@@ -17,7 +12,7 @@ import aiohttp
 from benchmarks.accuracy.questions import Question
 from benchmarks.accuracy.scoring import Equal, judge
 from benchmarks.load import LoadError, open_session
-from vllm_kvpolicy.measures import repetition
+from vllm_kvpolicy.trace.measures import repetition
 
 TRANSIENT_STATUSES = {408, 425, 429, 500, 502, 503, 504}
 LONGEST_PAUSE = 60.0

@@ -1,17 +1,12 @@
-"""Owns what an answer costs in KV tokens, by arithmetic from lengths and events.
-
-Called by summary. Nothing is measured: events are a pure function of lengths and
-settings. Tokens are per KV head, each head and layer alike. Where what is kept depends
-on the text, there is nothing to compute: see measured.
-"""
+"""Owns what an answer costs in KV tokens, by arithmetic from lengths and events."""
 
 import numpy as np
 
 from benchmarks.accuracy.results import Line
 from benchmarks.accuracy.servers import FULL, options_of, split
-from vllm_kvpolicy.block_manager.events import Footprint, positions_up_to
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.policies.registry import parse
+from vllm_kvpolicy.events import Footprint, positions_up_to
+from vllm_kvpolicy.policies.catalogue.names import parse
 
 
 def cost_of(

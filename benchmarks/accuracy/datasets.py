@@ -1,9 +1,4 @@
-"""Owns the formats of local files of problems: one JSON object per line.
-
-Called by questions. Nothing is ever downloaded. A file lies in the folder of `--data`
-under the name of its task, such as `math500.jsonl`; `longbench-NAME.jsonl` may have any
-NAME. Where a key has several names, the first that a row has counts.
-"""
+"""Owns the formats of local files of problems: one JSON object per line."""
 
 import json
 from collections.abc import Mapping

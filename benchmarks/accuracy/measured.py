@@ -1,9 +1,4 @@
-"""Owns what servers measured while the answers of one policy and task came.
-
-Called by the command, which asks such a *batch* alone, and by summary. KV blocks are
-those of the scheduler's block manager, counted at every engine step. Tokens are per KV
-head: blocks x tokens per block, places that are still empty included.
-"""
+"""Owns what servers measured while the answers of one policy and task came."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,9 +1,4 @@
-"""Owns what a question is and which task gives which questions.
-
-Called by grid and the command. A task is `FAMILY:LINES` for problems of the packaged
-model, `ruler-needle:WORDS`, `ruler-needles:WORDS` or `ruler-variables:WORDS` for
-generated long prompts, or the name of a local file of `datasets.FORMATS`.
-"""
+"""Owns what a question is and which task gives which questions."""
 
 import hashlib
 from collections.abc import Iterator

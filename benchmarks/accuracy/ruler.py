@@ -1,9 +1,4 @@
-"""Owns generated long prompts: needles in a haystack, and variables to follow.
-
-Called by questions. After the task types of RULER (arXiv 2404.06654), in words of our
-own; sizes are in words of the prompt, since tokens depend on the model. Everything is
-drawn from a seed.
-"""
+"""Owns generated long prompts: needles in a haystack, and variables to follow."""
 
 import random
 from collections.abc import Callable

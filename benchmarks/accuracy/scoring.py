@@ -1,6 +1,5 @@
 """Owns the judgement of an answer.
 
-Called by client. An answer that was cut off is wrong, whatever it says so far.
 `math-verify`, where installed and asked for, gets those LaTeX answers that are not
 plainly equal; a run's settings say whether it did.
 """

@@ -1,7 +1,4 @@
-"""Owns the servers of an accuracy run: which there are and what they are started with.
-
-Called by grid and the command.
-"""
+"""The servers of an accuracy run and what they are started with."""
 
 import argparse
 import json
@@ -18,7 +15,7 @@ from benchmarks.provenance import package_version
 from benchmarks.server import EngineSettings, parse_metrics, running
 from benchmarks.workload import block_bytes
 from vllm_kvpolicy.compat import COUNTING_CLASSES
-from vllm_kvpolicy.policies.registry import parse
+from vllm_kvpolicy.policies.catalogue.names import parse
 
 FULL = "full"
 EVENTS = "kvpolicy_events_total"

@@ -1,9 +1,4 @@
-"""Owns the summary of a run: shares right, paired tests, cost, votes of samples.
-
-Called by the command and by report, on lines of one or several output files. Everything
-is a function of the lines, whatever their order. Intervals and tests count questions,
-not answers: several samples of one question are no independent evidence.
-"""
+"""Owns the summary of a run: shares right, paired tests, cost, votes of samples."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,1 @@
-"""Measures a policy on an NVIDIA GPU: `python -m benchmarks.gpu PART`.
-
-Process: any
-"""
+"""Measures a policy on an NVIDIA GPU: `python -m benchmarks.gpu PART`."""

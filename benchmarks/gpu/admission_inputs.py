@@ -1,15 +1,11 @@
-"""Owns random inputs of the operations of admission: masked attention, and gates.
-
-Called by kernel_inputs and admission_part.
-Process: any
-"""
+"""Owns random inputs of the operations of admission: masked attention, and gates."""
 
 import torch
 
 from benchmarks.gpu.draw import Arguments, Draw, Size
-from vllm_kvpolicy.admission.visibility import visible_until
+from vllm_kvpolicy.kernels.rope import Rope
+from vllm_kvpolicy.kernels.visibility import visible_until
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
-from vllm_kvpolicy.policies.rope import Rope
 
 THETA, EXPANSION = 5e5, 4  # Llama's rotation, and its gates' units per channel
 

@@ -11,8 +11,6 @@ until      until_attention over the same pages, which sees what the mask allows
 Of the longest prompt a few chunks are timed, and the times of the others lie on the
 lines between these. Decoding is timed with the window and what was admitted, without
 the tokens that await the next event.
-Called by the command.
-Process: any
 """
 
 from collections.abc import Callable, Sequence
@@ -29,11 +27,11 @@ from benchmarks.gpu.kernel_part import device_of_run
 from benchmarks.gpu.plan import Options, Part, Verdict
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.timing import median_ms
-from vllm_kvpolicy.admission.visibility import NEVER, visible_until
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.paged_gates import paged_gates
+from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.until_attention import until_attention
-from vllm_kvpolicy.policies.rope import Rope
+from vllm_kvpolicy.kernels.visibility import NEVER, visible_until
 
 DENSE, KINDS = "dense", ("dense", "compacted", "until")
 TARGETS = {"prefill": 3.0, "decode": 1.9}

@@ -1,8 +1,6 @@
 """Owns part c: steps in which every request decodes one token, at long contexts.
 
 Stock holds the contexts whole, the policy has cut them down to its budget.
-Called by the command.
-Process: any
 """
 
 from collections.abc import Sequence

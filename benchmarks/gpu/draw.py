@@ -1,8 +1,4 @@
-"""Owns the sizes of an event, and random tensors that are the same on any device.
-
-Called by kernel_inputs and step_inputs.
-Process: any
-"""
+"""Owns the sizes of an event, and random tensors that are the same on any device."""
 
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -2,9 +2,6 @@
 
 No HTTP and no text: prompts are token ids, weights are drawn. A pool smaller than the
 one that the engine was started with is made by keeping blocks back.
-Called by process, and by nothing that has an engine of another kind: importing the
-policy's worker changes what backends a stock engine of the same process gets.
-Process: any
 """
 
 import time

@@ -2,8 +2,6 @@
 
 Events are timed on the GPU's time line, see `timing.watched`; gaps are compared with
 stock's at the same concurrency, in rounds that nothing watches.
-Called by the command.
-Process: any
 """
 
 from collections.abc import Sequence

@@ -2,8 +2,6 @@
 
 An event is here what the policy decides and the moving of survivors, with keys on
 random pages. One axis is varied at a time.
-Called by the command.
-Process: any
 """
 
 from collections.abc import Sequence
@@ -22,7 +20,7 @@ from benchmarks.gpu.timing import median_ms
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.kernels.compact_pages import compact_pages
 from vllm_kvpolicy.policies.base import EventInputs
-from vllm_kvpolicy.policies.factory import build
+from vllm_kvpolicy.policies.build import build
 
 POLICIES = (POLICY, "snapkv", "keydiff", "streaming")
 INTERVAL_TOKENS = 512  # dropped at an event

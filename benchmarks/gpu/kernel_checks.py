@@ -1,8 +1,4 @@
-"""Owns the comparison of an operation's implementations with its reference on a CPU.
-
-Called by the checks of tests/gpu, and by kernel_parts before anything is timed.
-Process: any
-"""
+"""Owns the comparison of an operation's implementations with its reference on a CPU."""
 
 import warnings
 from collections.abc import Iterator, Mapping

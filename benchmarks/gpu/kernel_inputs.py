@@ -2,8 +2,6 @@
 
 The same seed gives the same inputs on any device, so that an implementation on a GPU
 can be compared with the reference on a CPU.
-Called by kernel_checks and kernel_parts.
-Process: any
 """
 
 from collections.abc import Callable
@@ -23,7 +21,7 @@ from vllm_kvpolicy import kernels
 from vllm_kvpolicy.kernels.dispatch import Operation
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.segment_quota import segment_quota_ref, to_fixed_point
-from vllm_kvpolicy.policies.ams import PRESETS
+from vllm_kvpolicy.policies.allocators.ams import PRESETS
 
 SINKS, RECENT = 4, 32
 

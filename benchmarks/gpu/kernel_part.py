@@ -2,8 +2,6 @@
 
 What is timed has been compared with the reference first. The scripts of
 benchmarks/kernels run, too, those that take `--device`.
-Called by the command.
-Process: any
 """
 
 import json

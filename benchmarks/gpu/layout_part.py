@@ -3,8 +3,6 @@
 Tables are prepared by benchmarks/kernels/bench_block_tables.py, which says what the
 layouts are. Here attention runs over as many tokens as each layout makes it walk, a
 token per request: without the masks of sparse, max and sum, so in favour of these.
-Called by the command.
-Process: any
 """
 
 import json

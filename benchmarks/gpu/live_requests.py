@@ -1,8 +1,4 @@
-"""Owns requests that are sent to an engine at once, and when their tokens come.
-
-Called by engine.
-Process: any
-"""
+"""Owns requests that are sent to an engine at once, and when their tokens come."""
 
 import time
 from collections.abc import Callable, Sequence

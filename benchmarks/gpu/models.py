@@ -1,8 +1,6 @@
 """Owns the models that are measured: shapes of real ones, weights drawn at random.
 
 No weights can be fetched where a GPU has no network, and speed hardly depends on them.
-Called by engine and by the checks of tests/gpu.
-Process: any
 """
 
 import json

@@ -1,8 +1,4 @@
-"""Owns what parts have in common: options, cells within a time limit, verdicts.
-
-Called by the command and the parts.
-Process: any
-"""
+"""Owns what parts have in common: options, cells within a time limit, verdicts."""
 
 import sys
 import time

@@ -2,8 +2,6 @@
 
 Each engine has its process, so that stock vLLM is as it is without this package, and an
 engine that fails takes nothing with it.
-Called by the parts.
-Process: any
 """
 
 import multiprocessing

@@ -2,8 +2,6 @@
 
 A run that ended early goes on where it stopped: what the file holds is not measured
 again.
-Called by the command and the parts.
-Process: any
 """
 
 import hashlib

@@ -3,8 +3,6 @@
 Stock is vLLM as it is by default, with prefix caching and graphs. The engines of a
 contest are alive together, each in a process of its own, and take turns. `share` is
 that of the bytes that stock's KV cache needs to run all requests at once.
-Called by the command.
-Process: any
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,8 +1,4 @@
-"""Owns random inputs of the operations of a step: tables, and queries to save.
-
-Called by kernel_inputs.
-Process: any
-"""
+"""Owns random inputs of the operations of a step: tables, and queries to save."""
 
 import torch
 

@@ -1,9 +1,4 @@
-"""Owns the clocks: spans on a device's own time line, and how fast its memory is.
-
-Called by engine and by the parts. On a CPU everything is timed by the host's clock, so
-that all of it can be tried out without a GPU.
-Process: worker
-"""
+"""Owns the clocks: spans on a device's own time line, and how fast its memory is."""
 
 import statistics
 import time
@@ -14,8 +9,8 @@ from typing import Any
 
 import torch
 
-from vllm_kvpolicy.attention.compaction import Compactor
 from vllm_kvpolicy.kernels.dispatch import Operation
+from vllm_kvpolicy.worker.compaction import Compactor
 
 PHASES = {
     "window_usage": "usage",

@@ -36,13 +36,13 @@ from typing import Any
 import torch
 
 from benchmarks import provenance
-from vllm_kvpolicy.attention.folding import FoldedBatch, FoldedTables, Folder
-from vllm_kvpolicy.attention.head_tables import HeadTables
-from vllm_kvpolicy.attention.layouts import RaggedLayout
-from vllm_kvpolicy.attention.pages import PagePool
-from vllm_kvpolicy.attention.physical_tables import PhysicalTables
-from vllm_kvpolicy.attention.slots import SlotTable
 from vllm_kvpolicy.protocol import CompactEvent
+from vllm_kvpolicy.worker.pages import PagePool
+from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.tiers.equal_step import PhysicalTables
+from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
+from vllm_kvpolicy.worker.tiers.layouts import RaggedLayout
+from vllm_kvpolicy.worker.tiers.ragged_step import FoldedBatch, FoldedTables, Folder
 
 ID_BYTES = 4  # int32, ids of pages and lengths
 REFERENCE = "rewrite"  # what times are relative to

@@ -29,7 +29,7 @@ from vllm_kvpolicy.kernels.segment_quota import (  # noqa: E402
     segment_quota_ref,
     to_fixed_point,
 )
-from vllm_kvpolicy.policies.ams import (  # noqa: E402
+from vllm_kvpolicy.policies.allocators.ams import (  # noqa: E402
     PRESETS,
     AMSConfig,
     mass_with_credit,

@@ -35,7 +35,7 @@ from vllm_kvpolicy.kernels.segment_quota import (
     segment_quota_ref,
     to_fixed_point,
 )
-from vllm_kvpolicy.policies.ams import PRESETS
+from vllm_kvpolicy.policies.allocators.ams import PRESETS
 
 MODULE = "benchmarks.kernels.bench_selection"
 IMPLEMENTATIONS = ("triton", "reference")

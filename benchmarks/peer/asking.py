@@ -1,8 +1,4 @@
-"""Owns a run on the peer: which questions, one at a time, judged as the harness does.
-
-Called by the command. The output file is one of benchmarks.accuracy, whose lines carry
-more: what the cache held and what events did to it.
-"""
+"""Asks the peer the questions of a run, one at a time, and judges the answers."""
 
 import argparse
 import json
@@ -24,8 +20,8 @@ from benchmarks.peer.catalogue import FULL, PRESSES
 from benchmarks.peer.facts import Place, place_of
 from benchmarks.peer.process import Worker
 from benchmarks.peer.prompts import Prompts
-from vllm_kvpolicy.measures import repetition
-from vllm_kvpolicy.policies.registry import parse, resolve_options
+from vllm_kvpolicy.policies.catalogue.names import parse, resolve_options
+from vllm_kvpolicy.trace.measures import repetition
 
 SECONDS_PER_TOKEN = 0.003
 """Of one answer on one core, until a file has lines to judge by."""

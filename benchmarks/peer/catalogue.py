@@ -1,8 +1,4 @@
-"""Owns which press of the peer stands for which of our policies, and its options.
-
-Called by the command, the worker and the record, so in both environments: standard
-library only. Options that both sides have take our value; all others are kvpress' own.
-"""
+"""Owns which press of the peer stands for which of our policies, and its options."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,10 +1,4 @@
-"""Owns the greedy loop of the peer: one prompt in, token ids and times out.
-
-Called by worker and check. The same forward passes as kvpress' own pipeline: the
-template's words before the user's are read outside the press, the question within it in
-one piece, then token by token at true positions. It also stops where the very first
-token is the end, and gives token ids.
-"""
+"""Owns the greedy loop of the peer: one prompt in, token ids and times out."""
 
 import time
 from contextlib import nullcontext

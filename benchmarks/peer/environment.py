@@ -1,7 +1,4 @@
-"""Owns the peer's virtual environment, apart from the project's: makes it from a lock.
-
-Called by the command. kvpress 0.5.5 needs transformers below 5.3, vLLM does not.
-"""
+"""The peer's own virtual environment, made from a lock file."""
 
 import subprocess
 import sys

@@ -1,7 +1,4 @@
-"""Owns what output files do not say: provenance by command, refusals, concurrencies.
-
-Called by the command, which keeps them beside the output files for the record.
-"""
+"""Owns what output files do not say: provenance by command, refusals, concurrencies."""
 
 import json
 from collections import Counter

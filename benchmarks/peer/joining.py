@@ -1,7 +1,4 @@
-"""Owns what may stand side by side, and paired tests of the peer against us.
-
-Called by record.
-"""
+"""Owns what may stand side by side, and paired tests of the peer against us."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

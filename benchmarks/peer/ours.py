@@ -1,9 +1,4 @@
-"""Owns the same questions on our server: answers, and tokens per second.
-
-Called by the command. A policy is asked all its questions in one round, at each
-concurrency; a round's lines are written together, with the seconds that it took and the
-events that the server counted meanwhile.
-"""
+"""Owns the same questions on our server: answers, and tokens per second."""
 
 import argparse
 import asyncio

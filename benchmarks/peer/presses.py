@@ -1,7 +1,4 @@
-"""Owns how presses are built from kvpress' classes.
-
-Called by worker and check, in the peer's environment only.
-"""
+"""Owns how presses are built from kvpress' classes."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,4 @@
-"""Owns the worker as a process: one JSON line to it, one back.
-
-Called by ask. The worker's messages for people go to our standard error.
-"""
+"""Owns the worker as a process: one JSON line to it, one back."""
 
 import json
 import os

@@ -1,8 +1,4 @@
-"""Owns prompts as token ids, the same ones that our server sees.
-
-Called by the command and by check. The chat template gives a text, the text is
-tokenised without further special tokens, as vLLM does.
-"""
+"""Owns prompts as token ids, the same ones that our server sees."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,8 +1,4 @@
-"""Owns the record: the peer's rows, ours beside them, and pairs of both.
-
-Called by the command. Rows have the columns of benchmarks.accuracy, so that
-`benchmarks.report docs` makes tables of them; more columns say what the cache held.
-"""
+"""Owns the record: the peer's rows, ours beside them, and pairs of both."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,8 +13,8 @@ from benchmarks.peer.catalogue import FULL, PRESSES
 from benchmarks.peer.facts import Refusal, place_of
 from benchmarks.peer.joining import Read, against_ours, check_same
 from benchmarks.peer.ours import speeds_of
-from vllm_kvpolicy.block_manager.events import positions_up_to
 from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.events import positions_up_to
 
 
 def assemble(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:

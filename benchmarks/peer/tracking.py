@@ -1,8 +1,5 @@
 """Owns what an event of a press kept: which positions, and in which order.
 
-Called by presses, around kvpress' own code, which stays as it is. Torch only, so that
-the project's environment can test it.
-
 Axes: H KV heads, T tokens in the cache before an event, K after it, D head size.
 """
 

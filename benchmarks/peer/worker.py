@@ -1,11 +1,6 @@
 """Answers questions on the peer: JSON lines in, a JSON line out for each.
 
-    PEER/bin/python -m benchmarks.peer.worker
-
-Called by process, in the peer's environment. The first line has `model`, `dtype` and
-`threads` and is answered with versions; every other one has `row`, `budget`,
-`interval`, `options`, `prompt`, `start` and `max_tokens` and is answered with what
-`decoding.answer` and the tracker return, or with `refused` where kvpress raises.
+PEER/bin/python -m benchmarks.peer.worker
 """
 
 import json

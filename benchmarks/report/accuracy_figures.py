@@ -1,7 +1,4 @@
-"""Owns the figures of accuracy runs: by policy and by budget, and repetition.
-
-Called by the command, which gets those of cost from here, too.
-"""
+"""Owns the figures of accuracy runs: by policy and by budget, and repetition."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,4 @@
-"""Owns the figures of accuracy over KV tokens.
-
-Called by accuracy_figures; vote_figures reads COSTS.
-"""
+"""Owns the figures of accuracy over KV tokens."""
 
 import math
 from collections.abc import Mapping, Sequence

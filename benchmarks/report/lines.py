@@ -1,9 +1,4 @@
-"""Owns which lines the rows of a summary make, and how each looks.
-
-Called by the modules of figures. A line is a policy, at each interval if there are
-several. The best lines have colours, the same in all figures of a file; the others are
-grey, so that figures of many policies can be read.
-"""
+"""Owns which lines the rows of a summary make, and how each looks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

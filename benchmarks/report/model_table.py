@@ -1,7 +1,4 @@
-"""Owns the table of the packaged model's own accuracy, with its whole cache.
-
-Called by tables, on what `python -m reasoner.evaluate --json` wrote.
-"""
+"""Owns the table of the packaged model's own accuracy, with its whole cache."""
 
 from pathlib import Path
 

@@ -1,7 +1,4 @@
-"""Owns what the report's figures share: a grid of panels, titles, captions, files.
-
-Called by the modules of figures and by the command.
-"""
+"""Owns what the report's figures share: a grid of panels, titles, captions, files."""
 
 import textwrap
 from collections.abc import Sequence
@@ -9,7 +6,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvpolicy.figures import new_figure
+from vllm_kvpolicy.trace.figures import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,7 +1,4 @@
-"""Owns the tables of the peer beside us.
-
-Called by tables, on the record of `python -m benchmarks.peer`.
-"""
+"""Owns the tables of the peer beside us."""
 
 from collections.abc import Iterator
 from pathlib import Path

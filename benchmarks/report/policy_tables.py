@@ -1,7 +1,4 @@
-"""Owns the tables of policies: what share of the problems each gets right.
-
-Called by tables. A star after a policy's name takes its row from the second file.
-"""
+"""Owns the tables of policies: what share of the problems each gets right."""
 
 from pathlib import Path
 from typing import Any

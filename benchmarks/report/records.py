@@ -1,7 +1,4 @@
-"""Owns how tables and figures read result files.
-
-Called by the tables and the command.
-"""
+"""Owns how tables and figures read result files."""
 
 import json
 from collections.abc import Mapping

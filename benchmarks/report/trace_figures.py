@@ -1,7 +1,4 @@
-"""Owns the figures of traces: retention, wipe-outs, IoU by layer, segments of AMS.
-
-Called by the command, on what `traces.read_policies` gives.
-"""
+"""Owns the figures of traces: retention, wipe-outs, IoU by layer, segments of AMS."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,8 +7,8 @@ import numpy as np
 
 from benchmarks.report.panels import explain, grid, handle, name_rows
 from benchmarks.report.traces import BUDGETS, IOU_BY_LAYER, SEGMENTS
-from vllm_kvpolicy.diagnostics import REGIONS
-from vllm_kvpolicy.figures import new_figure, retention_curves
+from vllm_kvpolicy.trace.diagnostics import REGIONS
+from vllm_kvpolicy.trace.figures import new_figure, retention_curves
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

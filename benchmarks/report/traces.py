@@ -1,7 +1,4 @@
-"""Owns what a trace of events says, as one result file small enough to commit.
-
-Called by the command. What the numbers mean is defined in `vllm_kvpolicy.measures`.
-"""
+"""Owns what a trace of events says, as one result file small enough to commit."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -10,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from vllm_kvpolicy.diagnostics import summarise
-from vllm_kvpolicy.measures import kept_mask, overlap
-from vllm_kvpolicy.trace_files import EventRecord, read_trace
+from vllm_kvpolicy.trace.diagnostics import summarise
+from vllm_kvpolicy.trace.files import EventRecord, read_trace
+from vllm_kvpolicy.trace.measures import kept_mask, overlap
 
 BUDGETS = "budgets"
 IOU_BY_LAYER = "iou_by_layer"
@@ -65,7 +62,7 @@ def segments_of_heads(pair: Pair) -> Iterator[dict[str, Any]]:
     """Yield how AMS shared out the first heads of the middle layer at two events.
 
     Args:
-        pair: consecutive events of one request, with the notes of `policies.ams`.
+        pair: consecutive events of one request, with notes of `allocators.ams`.
 
     Yields:
         By event, then by head: `layer`, `head`, `ordinal`, `position`; `old`: tokens

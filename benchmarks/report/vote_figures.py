@@ -1,7 +1,4 @@
-"""Owns the figures of majority votes over KV tokens: length x width x ratio.
-
-Called by accuracy_figures.
-"""
+"""Owns the figures of majority votes over KV tokens: length x width x ratio."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING

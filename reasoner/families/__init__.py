@@ -1,7 +1,4 @@
-"""Owns the problem families: one file each, all in the same way of writing.
-
-Called by ``reasoner.problems``. Pure Python.
-"""
+"""Owns the problem families: one file each, all in the same way of writing."""
 
 from collections.abc import Callable
 from random import Random

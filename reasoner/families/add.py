@@ -7,8 +7,6 @@ The trace writes the carry that comes in and the one that goes out after the dig
     trace   4+7BC>BA1;9+3CC>DE3;?BA1
 
 A quarter of the sum's digits are asked for; the carry out of the last column falls off.
-
-Called by the table of families. Pure Python.
 """
 
 from random import Random

@@ -1,9 +1,7 @@
 """Owns ``copy``: each line copies any earlier one, all equally likely.
 
-    prompt  3>ba;8>de;ba>fi;fi>gu;?gu
-    trace   3>BA3;8>DE8;BA3>FI3;FI3>GU3;?GU3
-
-Called by the table of families. Pure Python.
+prompt  3>ba;8>de;ba>fi;fi>gu;?gu
+trace   3>BA3;8>DE8;BA3>FI3;FI3>GU3;?GU3
 """
 
 from random import Random

@@ -7,8 +7,6 @@ new value, so old values stay around as distractors::
     trace   3>K3;0>T0;+K4>BA4;+T1>DE1;+K5>FI5;?K5
 
 The question asks for the last value of one counter that went up.
-
-Called by the table of families. Pure Python.
 """
 
 from random import Random

@@ -6,8 +6,6 @@ digit of its own is asked for, in random order, and one of them again at the end
 
     prompt  ba:de;7:ba;de:fi;?fi?de!fi
     trace   ?FI:DE:BA:7>FI7?DE:BA:7>DE7!FI7
-
-Called by the table of families. Pure Python.
 """
 
 from random import Random

@@ -2,8 +2,6 @@
 
 A quarter of the copies read one of the first lines // 10 lines (at least 2), which
 store digits; the rest read one of the last 6 lines. Written as ``copy`` is.
-
-Called by the table of families. Pure Python.
 """
 
 from random import Random

@@ -8,8 +8,6 @@ product of the two digits, then the carry that comes in and the one that goes ou
     trace   7>*7;4*7:28BD>BA8;9*7:63DH>DE5;?DE5
 
 A quarter of the product's digits are asked for; the last carry falls off.
-
-Called by the table of families. Pure Python.
 """
 
 from random import Random

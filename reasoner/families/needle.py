@@ -4,8 +4,6 @@ Before and after each fact stands a line of random consonants and digits::
 
     prompt  kq4tz9r;3>ba;xx7p2wd;t0ngl5v;8>de;5mrkc1b;?de?ba
     trace   ?DE8?BA3
-
-Called by the table of families. Pure Python.
 """
 
 from random import Random

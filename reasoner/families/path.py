@@ -7,8 +7,6 @@ the way is differs, else it could be had from the start's digit alone::
 
     prompt  de/fi;4/ba;ba/gu;ba/de;?fi
     trace   FI0/DE1/BA2/4+2>6;?FI6
-
-Called by the table of families. Pure Python.
 """
 
 from random import Random

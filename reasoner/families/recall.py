@@ -1,9 +1,7 @@
 """Owns ``recall``: half the lines store digits, half ask for them in random order.
 
-    prompt  3>ba;8>de;?de?ba
-    trace   3>BA3;8>DE8;?DE8?BA3
-
-Called by the table of families. Pure Python.
+prompt  3>ba;8>de;?de?ba
+trace   3>BA3;8>DE8;?DE8?BA3
 """
 
 from random import Random

@@ -7,8 +7,6 @@ Every family writes in the same way, because small models learn it in minutes:
 * a line ends in a name (prompt) or in a name and its value (trace), so the next line
   of the prompt is found by the name two tokens back;
 * carries are consonants of their own, never digits.
-
-Called by the families. Pure Python.
 """
 
 from random import Random

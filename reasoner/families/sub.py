@@ -1,9 +1,7 @@
 """Owns ``sub``: a program over variables that subtracts modulo 10.
 
-    prompt  3>ba;8>de;ba-de>fi;?fi
-    trace   3>BA3;8>DE8;BA3-DE8>FI5;?FI5
-
-Called by the table of families. Pure Python.
+prompt  3>ba;8>de;ba-de>fi;?fi
+trace   3>BA3;8>DE8;BA3-DE8>FI5;?FI5
 """
 
 from random import Random

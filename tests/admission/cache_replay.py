@@ -1,7 +1,4 @@
-"""A cache that keeps or drops tokens one step at a time: what a query reads from it.
-
-Called by test_visibility. Lists and loops only, and no formula of the package.
-"""
+"""A cache that keeps or drops tokens one step at a time: what a query reads from it."""
 
 
 def replay(keep: list[bool], window: int, page: int) -> list[set[int]]:

@@ -9,13 +9,13 @@ from tiny_model import make_tiny_model
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
-from vllm_kvpolicy.admission.visibility import settled, visible, visible_until
 from vllm_kvpolicy.kernels.dms_decision import DecisionWeights
-from vllm_kvpolicy.policies.rope import Rope
+from vllm_kvpolicy.kernels.rope import Rope
+from vllm_kvpolicy.kernels.visibility import settled, visible, visible_until
 from vllm_kvpolicy.train.base import Base, load_base
-from vllm_kvpolicy.train.dms_attention import Dropping, noise_of, without_channel
-from vllm_kvpolicy.train.dms_retrofit import new_adapter
-from vllm_kvpolicy.train.dms_settings import Settings
+from vllm_kvpolicy.train.dms.attention import Dropping, noise_of, without_channel
+from vllm_kvpolicy.train.dms.retrofit import new_adapter
+from vllm_kvpolicy.train.dms.settings import Settings
 
 WINDOW = 5
 SETTINGS = Settings(window=WINDOW)

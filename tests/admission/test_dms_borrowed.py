@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from vllm_kvpolicy.train import dms
 from vllm_kvpolicy.train.base import Base, load_base
-from vllm_kvpolicy.train.dms_loop import train
-from vllm_kvpolicy.train.dms_measures import measure
-from vllm_kvpolicy.train.dms_retrofit import Retrofit
-from vllm_kvpolicy.train.dms_settings import BORROWED
+from vllm_kvpolicy.train.dms import __main__ as dms
+from vllm_kvpolicy.train.dms.loop import train
+from vllm_kvpolicy.train.dms.measures import measure
+from vllm_kvpolicy.train.dms.retrofit import Retrofit
+from vllm_kvpolicy.train.dms.settings import BORROWED
 
 TOKENS = 48
 SETTINGS = replace(
@@ -224,7 +224,7 @@ def test_tied_weights_are_written_once(tmp_path: Path) -> None:
     source = Path(__file__).parents[2] / "reasoner" / "checkpoint"
     teacher = load_base(str(source), "cpu", torch.float32)
     student = learner(teacher, source)
-    from vllm_kvpolicy.train.dms_checkpoint import save_checkpoint
+    from vllm_kvpolicy.train.dms.checkpoint import save_checkpoint
 
     retrofit = Retrofit(replace(SETTINGS, window=32), teacher, student)
     save_checkpoint(tmp_path, retrofit, str(source), 4.0)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_kvpolicy.admission.dms_files import load
-from vllm_kvpolicy.train import dms
+from vllm_kvpolicy.policies.admissions.dms.files import load
+from vllm_kvpolicy.train.dms import __main__ as dms
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = [

@@ -11,8 +11,8 @@ import torch
 from made_adapters import make_adapter
 from safetensors.torch import load_file, save_file
 
-from vllm_kvpolicy.admission.dms_adapter import NAMES, full_name, unstacked
-from vllm_kvpolicy.admission.dms_files import FORMAT, load, save
+from vllm_kvpolicy.policies.admissions.dms.adapter import NAMES, full_name, unstacked
+from vllm_kvpolicy.policies.admissions.dms.files import FORMAT, load, save
 
 MODEL = {"flavour": "qwen3", "num_layers": 3, "num_kv_heads": 2, "hidden_size": 8}
 NAN = float("nan")

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vllm_kvpolicy.train import dms_losses
 from vllm_kvpolicy.train.base import Base
-from vllm_kvpolicy.train.dms_losses import compression, distillation
-from vllm_kvpolicy.train.dms_settings import ADAPTER, BORROWED, Settings
+from vllm_kvpolicy.train.dms import losses as dms_losses
+from vllm_kvpolicy.train.dms.losses import compression, distillation
+from vllm_kvpolicy.train.dms.settings import ADAPTER, BORROWED, Settings
 
 
 def states(count: int, seed: int, size: int = 64) -> torch.Tensor:

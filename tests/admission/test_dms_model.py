@@ -11,9 +11,11 @@ from made_adapters import make_adapter
 from made_gates import make_gates
 
 from vllm_kvpolicy import plugin
-from vllm_kvpolicy.admission import dms_model, wgkv_files
-from vllm_kvpolicy.admission.dms_files import save
-from vllm_kvpolicy.admission.dms_model import (
+from vllm_kvpolicy.api.start_checks import check_files
+from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.policies.admissions.dms import model as dms_model
+from vllm_kvpolicy.policies.admissions.dms.files import save
+from vllm_kvpolicy.policies.admissions.dms.model import (
     DmsRule,
     missing_architecture,
     model_folder,
@@ -22,8 +24,7 @@ from vllm_kvpolicy.admission.dms_model import (
     rule_of_config,
     rule_of_metadata,
 )
-from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.start_checks import check_files
+from vllm_kvpolicy.policies.admissions.wgkv import files as wgkv_files
 
 NONE = dict.fromkeys(
     ("dms_window", "dms_channel", "dms_shift", "dms_zero_after_rope"), None

@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from vllm_kvpolicy.train import dms_loop
 from vllm_kvpolicy.train.base import Base, load_base
-from vllm_kvpolicy.train.dms_attention import noise_of
-from vllm_kvpolicy.train.dms_loop import train
-from vllm_kvpolicy.train.dms_measures import Figures, measure
-from vllm_kvpolicy.train.dms_retrofit import Retrofit, new_adapter
-from vllm_kvpolicy.train.dms_settings import Settings
+from vllm_kvpolicy.train.dms import loop as dms_loop
+from vllm_kvpolicy.train.dms.attention import noise_of
+from vllm_kvpolicy.train.dms.loop import train
+from vllm_kvpolicy.train.dms.measures import Figures, measure
+from vllm_kvpolicy.train.dms.retrofit import Retrofit, new_adapter
+from vllm_kvpolicy.train.dms.settings import Settings
 from vllm_kvpolicy.train.reasoner_rows import read_reasoner
 
 ROOT = Path(__file__).parents[2]

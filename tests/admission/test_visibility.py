@@ -8,7 +8,7 @@ import pytest
 import torch
 from cache_replay import replay
 
-from vllm_kvpolicy.admission.visibility import (
+from vllm_kvpolicy.kernels.visibility import (
     NEVER,
     extra_visible,
     settled,

@@ -10,14 +10,14 @@ import torch
 from tiny_model import make_tiny_model
 from transformers import AutoModelForCausalLM
 
+from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
-from vllm_kvpolicy.policies.rope import Rope
 from vllm_kvpolicy.train import attention as attention_module
-from vllm_kvpolicy.train import wgkv_attention
 from vllm_kvpolicy.train.attention import attention
 from vllm_kvpolicy.train.base import Base, load_base
-from vllm_kvpolicy.train.wgkv_attention import LEAST, Gating, log_bias
-from vllm_kvpolicy.train.wgkv_loop import Settings, new_gates
+from vllm_kvpolicy.train.wgkv import attention as wgkv_attention
+from vllm_kvpolicy.train.wgkv.attention import LEAST, Gating, log_bias
+from vllm_kvpolicy.train.wgkv.loop import Settings, new_gates
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "wgkv_gate.npz"
 WINDOW = 8

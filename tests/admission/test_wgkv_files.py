@@ -12,8 +12,8 @@ import torch
 from made_gates import make_gates
 from safetensors.torch import load_file, save_file
 
-from vllm_kvpolicy.admission.wgkv_files import load, save
-from vllm_kvpolicy.admission.wgkv_gates import NAMES, full_name, unstacked
+from vllm_kvpolicy.policies.admissions.wgkv.files import load, save
+from vllm_kvpolicy.policies.admissions.wgkv.gates import NAMES, full_name, unstacked
 
 MODEL = {
     "flavour": "qwen3",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vllm_kvpolicy.train.wgkv_losses import distillation, position_weights, sparsity
+from vllm_kvpolicy.train.wgkv.losses import distillation, position_weights, sparsity
 
 
 def gates(*shape: int) -> torch.Tensor:

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_kvpolicy.admission.wgkv_files import load
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
-from vllm_kvpolicy.train import wgkv
+from vllm_kvpolicy.policies.admissions.wgkv.files import load
 from vllm_kvpolicy.train.base import Base, load_base
-from vllm_kvpolicy.train.wgkv_attention import Gating
-from vllm_kvpolicy.train.wgkv_loop import Settings, new_gates, rate, train
-from vllm_kvpolicy.train.wgkv_measures import Figures, measure
+from vllm_kvpolicy.train.wgkv import __main__ as wgkv
+from vllm_kvpolicy.train.wgkv.attention import Gating
+from vllm_kvpolicy.train.wgkv.loop import Settings, new_gates, rate, train
+from vllm_kvpolicy.train.wgkv.measures import Figures, measure
 
 ROOT = Path(__file__).parents[2]
 WINDOW, TOKENS = 8, 64

@@ -2,7 +2,6 @@
 
 The real planner, manager and block pool; the real compactor and tables on keys that say
 whose they are; every token of every head is checked after every step.
-Called by test_event_chain.
 """
 
 from collections import Counter
@@ -18,20 +17,21 @@ from chain_policy import MARK, Seen
 from chain_requests import DIM, HEADS, LAYERS, NUM_HEADS, SIZE, Live, check_seen, codes
 from vllm.v1.core.block_pool import BlockPool
 
-from vllm_kvpolicy.attention.compaction import POSITIONS, Compactor
-from vllm_kvpolicy.attention.folding import FoldedTables, Folder
-from vllm_kvpolicy.attention.head_tables import HeadTables
-from vllm_kvpolicy.attention.layouts import EqualLayout, Layout, RaggedLayout
-from vllm_kvpolicy.attention.pages import PagePool
-from vllm_kvpolicy.attention.physical_tables import PhysicalTables
-from vllm_kvpolicy.attention.signals import TokenSignals
-from vllm_kvpolicy.attention.slots import SlotTable
-from vllm_kvpolicy.attention.survivors import SurvivorMemory
-from vllm_kvpolicy.attention.windows import QueryWindows
-from vllm_kvpolicy.block_manager.events import EventPlan, Footprint
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager, KVPolicySpec
-from vllm_kvpolicy.block_manager.planner import Asked, Planner, PlannerLimits
+from vllm_kvpolicy.block_manager.planner import Asked, Planner
+from vllm_kvpolicy.events import EventPlan, Footprint
 from vllm_kvpolicy.protocol import CompactEvent, UsedBlocks
+from vllm_kvpolicy.sizes import PlannerLimits
+from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
+from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
+from vllm_kvpolicy.worker.compaction import POSITIONS, Compactor
+from vllm_kvpolicy.worker.pages import PagePool
+from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.survivors import SurvivorMemory
+from vllm_kvpolicy.worker.tiers.equal_step import PhysicalTables
+from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
+from vllm_kvpolicy.worker.tiers.layouts import EqualLayout, Layout, RaggedLayout
+from vllm_kvpolicy.worker.tiers.ragged_step import FoldedTables, Folder
 
 RECENT, LONGEST, MOST_LIVE = 5, 130, 4
 BUDGET = 24

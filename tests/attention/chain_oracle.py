@@ -1,7 +1,4 @@
-"""What events should leave behind, token by token, in plain Python.
-
-Called by chain_engine. Shares nothing with the package but the words.
-"""
+"""What events should leave behind, token by token, in plain Python."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""A policy whose random choice is a function of the keys it sees, and which notes them.
-
-Called by chain_engine. Keys hold [request, head, position, 1], values their negative.
-"""
+"""A policy that chooses by a hash of the keys it sees, and records them."""
 
 from dataclasses import dataclass
 from random import Random

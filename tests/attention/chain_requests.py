@@ -1,7 +1,4 @@
-"""Requests of a chain and what their tokens look like.
-
-Called by chain_engine.
-"""
+"""Requests of a chain and what their tokens look like."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from chain_policy import Seen, mark
 
-from vllm_kvpolicy.block_manager.events import EventPlan
+from vllm_kvpolicy.events import EventPlan
 
 LAYERS, HEADS, SIZE, DIM = 2, 3, 4, 4
 NUM_HEADS = LAYERS * HEADS

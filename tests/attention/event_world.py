@@ -1,26 +1,22 @@
-"""The worker's side of an event without an engine: tables, and what happens on them.
-
-Called by test_no_host_sync_events, on tensors without data, and by the tests of kernels
-in Triton, on random ones.
-"""
+"""The worker's side of an event without an engine: tables, and what happens on them."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from vllm_kvpolicy.attention.compaction import POSITIONS, Compactor
-from vllm_kvpolicy.attention.head_tables import HeadTables
-from vllm_kvpolicy.attention.layouts import EqualLayout, Layout, RaggedLayout
-from vllm_kvpolicy.attention.pages import PagePool
-from vllm_kvpolicy.attention.physical_tables import PhysicalTables
-from vllm_kvpolicy.attention.signals import TokenSignals
-from vllm_kvpolicy.attention.slots import SlotTable
-from vllm_kvpolicy.attention.survivors import SurvivorMemory
-from vllm_kvpolicy.attention.windows import QueryWindows
-from vllm_kvpolicy.policies import factory
-from vllm_kvpolicy.policies.registry import resolve_options
+from vllm_kvpolicy.policies import build as factory
+from vllm_kvpolicy.policies.catalogue.names import resolve_options
 from vllm_kvpolicy.protocol import CompactEvent, WindowCapture
+from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
+from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
+from vllm_kvpolicy.worker.compaction import POSITIONS, Compactor
+from vllm_kvpolicy.worker.pages import PagePool
+from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.survivors import SurvivorMemory
+from vllm_kvpolicy.worker.tiers.equal_step import PhysicalTables
+from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
+from vllm_kvpolicy.worker.tiers.layouts import EqualLayout, Layout, RaggedLayout
 
 LAYERS, HEADS, GROUP, DIM, SIZE, BLOCKS = 2, 2, 2, 8, 4, 60
 NUM_HEADS, NUM_SLOTS, WINDOW = LAYERS * HEADS, 4, 32

@@ -2,7 +2,6 @@
 
 Its wrappers take the arguments that vLLM plans with and answer what FlashInfer says it
 does, so that vLLM's own code around them runs where the package and a GPU are missing.
-Called by test_backend_flashinfer.
 """
 
 import sys
@@ -15,7 +14,7 @@ import torch
 from attention_oracles import plain
 
 VLLM_MODULE = "vllm.v1.attention.backends.flashinfer"
-OUR_MODULE = "vllm_kvpolicy.attention.backend_flashinfer"
+OUR_MODULE = "vllm_kvpolicy.worker.backends.flashinfer"
 
 
 class Wrapper:

@@ -1,18 +1,15 @@
-"""Requests in random states for tests of layouts: superblocks and page lists.
-
-Called by test_layouts.
-"""
+"""Requests in random states for tests of layouts: superblocks and page lists."""
 
 from dataclasses import dataclass, field
 from random import Random
 
 import torch
 
-from vllm_kvpolicy.attention.head_tables import HeadTables
-from vllm_kvpolicy.attention.layouts import EqualLayout, RaggedLayout
-from vllm_kvpolicy.attention.pages import PagePool
-from vllm_kvpolicy.attention.slots import SlotTable
 from vllm_kvpolicy.protocol import CompactEvent
+from vllm_kvpolicy.worker.pages import PagePool
+from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
+from vllm_kvpolicy.worker.tiers.layouts import EqualLayout, RaggedLayout
 
 LAYERS, BLOCKS, HEADS, SIZE, DIM = 3, 60, 2, 4, 2
 NUM_HEADS = LAYERS * HEADS

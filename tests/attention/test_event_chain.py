@@ -7,7 +7,7 @@ import pytest
 from chain_engine import Chain, Setup
 from chain_policy import ScriptedPolicy
 
-from vllm_kvpolicy.policies.movement import MovementPolicy
+from vllm_kvpolicy.policies.testing import MovementPolicy
 
 STEPS = 110
 APART = {"one_allocation": False}

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_kvpolicy.attention.folding import (
+from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
+from vllm_kvpolicy.worker.tiers.ragged_step import (
     FoldedBatch,
     FoldedTables,
     Folder,
     fold_queries,
     unfold_output,
 )
-from vllm_kvpolicy.attention.head_tables import HeadTables
-from vllm_kvpolicy.attention.slots import SlotTable
 
 LAYERS, HEADS, SIZE, BLOCKS = 2, 3, 4, 90
 NUM_HEADS = LAYERS * HEADS

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_kvpolicy.attention import head_tables
-from vllm_kvpolicy.attention.head_tables import HeadTables
+from vllm_kvpolicy.worker.tiers import head_tables
+from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
 
 CPU = torch.device("cpu")
 SLOTS, MOST_BLOCKS, NUM_HEADS, STRIDE = 3, 4, 5, 2

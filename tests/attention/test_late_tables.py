@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_kvpolicy.attention.late_tables import LateTables
+from vllm_kvpolicy.worker.late_tables import LateTables
 
 GIB = 2**30
 # 80 layers, 8 KV heads of 128 channels in bf16, 256 requests of up to 128k tokens.

@@ -6,9 +6,9 @@ import pytest
 import torch
 from layout_world import KINDS, NUM_HEADS, SIZE, LayoutWorld
 
-from vllm_kvpolicy.attention.layouts import Held, head_starts, move_slots
 from vllm_kvpolicy.kernels.assign_pages import PageLists
 from vllm_kvpolicy.protocol import CompactEvent
+from vllm_kvpolicy.worker.tiers.layouts import Held, head_starts, move_slots
 
 SEEDS = range(12)
 ROUNDS = 4

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_kvpolicy.attention.compaction import Compactor
-from vllm_kvpolicy.attention.head_tables import HeadTables
-from vllm_kvpolicy.attention.layouts import EqualLayout, RaggedLayout
-from vllm_kvpolicy.attention.pages import PagePool
-from vllm_kvpolicy.attention.slots import SlotTable
-from vllm_kvpolicy.attention.windows import QueryWindows
-from vllm_kvpolicy.policies import factory
+from vllm_kvpolicy.policies import build as factory
 from vllm_kvpolicy.policies.base import Decision, EventInputs, Merge, Policy
 from vllm_kvpolicy.protocol import CompactEvent
+from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
+from vllm_kvpolicy.worker.compaction import Compactor
+from vllm_kvpolicy.worker.pages import PagePool
+from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
+from vllm_kvpolicy.worker.tiers.layouts import EqualLayout, RaggedLayout
 
 LAYERS, HEADS, BLOCK, SIZE, BLOCKS, SINKS = 2, 3, 4, 8, 40, 2
 NUM_HEADS = LAYERS * HEADS

@@ -12,7 +12,7 @@ from event_world import REQUESTS, World
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_kvpolicy.attention import pages
+from vllm_kvpolicy.worker import pages
 
 # Of signals and positions, of memory, of both kinds of keys and values.
 EQUAL = ("epikv", "h2o", "ams-tova", "ams-keydiff", "rkv", "lagkv")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from vllm_kvpolicy.attention.pages import PagePool
 from vllm_kvpolicy.kernels.paged import PagedTokens
+from vllm_kvpolicy.worker.pages import PagePool
 
 LAYERS, BLOCKS, HEADS, SIZE, DIM = 3, 5, 2, 4, 6
 LAYOUTS = ["one", "apart"]

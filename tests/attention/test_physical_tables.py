@@ -6,12 +6,12 @@ import pytest
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_kvpolicy.attention.physical_tables import PhysicalTables
-from vllm_kvpolicy.attention.runtime import KVPolicyRuntime
-from vllm_kvpolicy.attention.slots import SlotTable
-from vllm_kvpolicy.attention.windows import QueryWindows
 from vllm_kvpolicy.kernels.save_rows import save_rows
 from vllm_kvpolicy.protocol import NO_COMMANDS, CompactEvent, WindowCapture
+from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
+from vllm_kvpolicy.worker.runtime import KVPolicyRuntime
+from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.tiers.equal_step import PhysicalTables
 
 SIZE, COLUMNS, CPU = 4, 8, torch.device("cpu")
 NAMES = ["new", "old"]  # requests of the batch; a third row is padding

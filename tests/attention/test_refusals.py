@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from vllm_kvpolicy.attention.refused import refused_for
-from vllm_kvpolicy.attention.rotary import model_rope
-from vllm_kvpolicy.policies import factory
+from vllm_kvpolicy.policies import build as factory
 from vllm_kvpolicy.policies.base import Policy
-from vllm_kvpolicy.policies.registry import parse, resolve_options
+from vllm_kvpolicy.policies.catalogue.names import parse, resolve_options
+from vllm_kvpolicy.worker.refused import refused_for
+from vllm_kvpolicy.worker.rotary import model_rope
 
 NAMES = ("expected", "ams-tova", "rkv", "ams-expected", "epikv")
 

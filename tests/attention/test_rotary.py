@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_kvpolicy.attention.rotary import model_rope, rope_of_table
+from vllm_kvpolicy.worker.rotary import model_rope, rope_of_table
 
 HEAD_DIM = 128
 TOLERANCE = 1e-6  # relative

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vllm_kvpolicy.attention.folding import FoldedBatch, FoldedTables, Folder
-from vllm_kvpolicy.attention.head_tables import HeadTables
-from vllm_kvpolicy.attention.pages import PagePool
-from vllm_kvpolicy.attention.selection import (
+from vllm_kvpolicy.policies.selections.quest import Quest
+from vllm_kvpolicy.worker.pages import PagePool
+from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
+from vllm_kvpolicy.worker.tiers.page_selection import (
     PageSelection,
     SelectedBatch,
     best_pages,
     cut_rows,
 )
-from vllm_kvpolicy.attention.slots import SlotTable
-from vllm_kvpolicy.policies.quest import Quest
+from vllm_kvpolicy.worker.tiers.ragged_step import FoldedBatch, FoldedTables, Folder
 
 LAYERS, HEADS, GROUP, DIM, SIZE, BLOCKS = 2, 2, 2, 6, 4, 80
 MOST, LONGEST, CPU = 6, 30, torch.device("cpu")

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_kvpolicy.attention.request_slots import RequestSlots, Slots
-from vllm_kvpolicy.attention.slots import SlotTable
+from vllm_kvpolicy.worker.request_slots import RequestSlots, Slots
+from vllm_kvpolicy.worker.slots import SlotTable
 
 
 @pytest.fixture(params=["first token", "first event"])

@@ -6,9 +6,9 @@ from random import Random
 import pytest
 import torch
 
-from vllm_kvpolicy.attention.layouts import Held
-from vllm_kvpolicy.attention.slots import SlotTable
-from vllm_kvpolicy.attention.survivors import SurvivorMemory
+from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.survivors import SurvivorMemory
+from vllm_kvpolicy.worker.tiers.layouts import Held
 
 SLOTS, LAYERS, HEADS, SIZE, MOST_LOCAL, MOST_BLOCKS = 3, 2, 3, 4, 7, 8
 NUM_HEADS, POOL_BLOCKS = LAYERS * HEADS, 1 + SLOTS * MOST_BLOCKS

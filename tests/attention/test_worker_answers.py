@@ -12,9 +12,9 @@ from vllm.v1.outputs import (
     ModelRunnerOutput,
 )
 
-from vllm_kvpolicy.attention.late_tables import LateTables
 from vllm_kvpolicy.protocol import UsedBlocks
-from vllm_kvpolicy.worker import KVPolicyWorkerMixin
+from vllm_kvpolicy.worker.base import KVPolicyWorkerMixin
+from vllm_kvpolicy.worker.late_tables import LateTables
 
 ANSWERS = (UsedBlocks("a", 3, 2), UsedBlocks("b", 4, 1))
 PAGE, LAYERS, EARLY = 4096, 3, 5000

@@ -1,8 +1,4 @@
-"""Speaks just enough of vLLM's HTTP interface for the benchmark's client.
-
-Called by the tests of benchmarks. Every request gets the tokens 7, 8, 9...; metrics
-count like vLLM's own.
-"""
+"""Speaks just enough of vLLM's HTTP interface for the benchmark's client."""
 
 import asyncio
 import json

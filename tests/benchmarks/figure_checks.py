@@ -1,7 +1,4 @@
-"""What makes a figure of the report readable by itself, and what its panels show.
-
-Process: any
-"""
+"""What makes a figure of the report readable by itself, and what its panels show."""
 
 from itertools import combinations
 from typing import Any

@@ -1,7 +1,4 @@
-"""Answers, summaries and events that nobody measured, for tests of the report.
-
-Process: any
-"""
+"""Answers, summaries and events that nobody measured, for tests of the report."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +8,7 @@ import numpy as np
 
 from benchmarks.accuracy import summary
 from reasoner.intervals import wilson
-from vllm_kvpolicy.trace_files import EventRecord, new_run, to_arrays
+from vllm_kvpolicy.trace.files import EventRecord, new_run, to_arrays
 
 SETTINGS = {
     "block_size": 32,

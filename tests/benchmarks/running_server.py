@@ -1,7 +1,4 @@
-"""Runs the handlers of a fake server in a thread.
-
-Called by fake_server and chat_server.
-"""
+"""Runs the handlers of a fake server in a thread."""
 
 import asyncio
 import threading

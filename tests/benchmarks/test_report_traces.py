@@ -9,7 +9,7 @@ from figure_checks import check_readable
 from report_data import event, write_run
 
 from benchmarks.report import panels, trace_figures, traces
-from vllm_kvpolicy.policies.ams import PRESETS, choose
+from vllm_kvpolicy.policies.allocators.ams import PRESETS, choose
 
 SAME = [[[0, 1], [0, 1]], [[0, 1], [0, 1]]]
 BUDGET, INTERVAL = 64, 32

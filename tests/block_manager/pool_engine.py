@@ -1,8 +1,4 @@
-"""Planner, manager and vLLM's own block pool, without a scheduler.
-
-Called by the tests of what events free and keep.
-Process: any
-"""
+"""Planner, manager and vLLM's own block pool, without a scheduler."""
 
 from dataclasses import replace
 
@@ -10,10 +6,11 @@ import torch
 from requests_asked import asked
 from vllm.v1.core.block_pool import BlockPool
 
-from vllm_kvpolicy.block_manager.events import EventPlan
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager, KVPolicySpec
-from vllm_kvpolicy.block_manager.planner import Planner, PlannerLimits
+from vllm_kvpolicy.block_manager.planner import Planner
+from vllm_kvpolicy.events import EventPlan
 from vllm_kvpolicy.protocol import CompactEvent
+from vllm_kvpolicy.sizes import PlannerLimits
 
 N, RECENT = 16, 4
 PLAN = EventPlan(prompt_len=10, budget=64, interval=40, prefill_interval=4096)

@@ -1,11 +1,7 @@
-"""Requests for planners under test.
+"""Requests for planners under test."""
 
-Called by the tests of planner and manager.
-Process: any
-"""
-
-from vllm_kvpolicy.block_manager.events import EventPlan, Footprint
 from vllm_kvpolicy.block_manager.planner import Asked, Planner
+from vllm_kvpolicy.events import EventPlan, Footprint
 
 
 def asked(

@@ -1,6 +1,6 @@
 """Event positions and footprints against hand-written cases and a token-by-token walk.
 
-Owns the proof that the closed forms of block_manager.events say what the design says.
+Owns the proof that the closed forms of events say what the design says.
 """
 
 import random
@@ -9,7 +9,7 @@ from itertools import islice, repeat
 import pytest
 from event_oracle import Case, walk_events, walk_peak
 
-from vllm_kvpolicy.block_manager.events import (
+from vllm_kvpolicy.events import (
     EventPlan,
     Footprint,
     event_positions,

@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_kvpolicy.block_manager.limits import (
+from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.sizes import (
     capacity_line,
     max_blocks_per_request,
     max_global_blocks,
 )
-from vllm_kvpolicy.config import KVPolicyConfig
 
 LONGEST, SIZE = 131072, 32
 ENGINE = SimpleNamespace(

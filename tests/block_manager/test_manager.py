@@ -13,12 +13,12 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from vllm_kvpolicy.block_manager.events import EventPlan, Footprint, positions_up_to
 from vllm_kvpolicy.block_manager.manager import (
     KVPolicyManager,
     KVPolicySpec,
     is_private,
 )
+from vllm_kvpolicy.events import EventPlan, Footprint, positions_up_to
 
 
 def test_an_event_frees_before_the_request_allocates():

@@ -9,11 +9,11 @@ import pytest
 
 from vllm_kvpolicy.block_manager.placement import (
     PLACEMENTS,
-    event_seed,
     exchanged,
     in_place,
     shuffled,
 )
+from vllm_kvpolicy.events import event_seed
 
 OWNED = list(range(100, 120))
 

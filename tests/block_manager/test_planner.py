@@ -7,9 +7,10 @@ test_planner_windows.
 import pytest
 from requests_asked import asked
 
-from vllm_kvpolicy.block_manager.events import EventPlan, positions_up_to
-from vllm_kvpolicy.block_manager.planner import NO_SLOT, Planner, PlannerLimits
+from vllm_kvpolicy.block_manager.planner import NO_SLOT, Planner
+from vllm_kvpolicy.events import EventPlan, positions_up_to
 from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands
+from vllm_kvpolicy.sizes import PlannerLimits
 
 PLAN = EventPlan(prompt_len=10, budget=40, interval=20, prefill_interval=4096)
 FIRST = 60  # K + I

@@ -7,8 +7,9 @@ import random
 
 from requests_asked import asked
 
-from vllm_kvpolicy.block_manager.events import EventPlan
-from vllm_kvpolicy.block_manager.planner import NO_SLOT, Planner, PlannerLimits
+from vllm_kvpolicy.block_manager.planner import NO_SLOT, Planner
+from vllm_kvpolicy.events import EventPlan
+from vllm_kvpolicy.sizes import PlannerLimits
 
 W = 8
 PLAN = EventPlan(prompt_len=10, budget=40, interval=20, prefill_interval=4096)

@@ -10,13 +10,13 @@ import pytest
 import torch
 from pool_engine import Engine
 
-from vllm_kvpolicy.attention.head_tables import HeadTables
-from vllm_kvpolicy.attention.layouts import Held, RaggedLayout
-from vllm_kvpolicy.attention.pages import PagePool
-from vllm_kvpolicy.attention.slots import SlotTable
-from vllm_kvpolicy.block_manager.events import EventPlan
-from vllm_kvpolicy.policies.hard import scale_to
+from vllm_kvpolicy.events import EventPlan
+from vllm_kvpolicy.policies.allocators.hard import scale_to
 from vllm_kvpolicy.protocol import CompactEvent, UsedBlocks
+from vllm_kvpolicy.worker.pages import PagePool
+from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
+from vllm_kvpolicy.worker.tiers.layouts import Held, RaggedLayout
 
 LAYERS, HEADS = 36, 8
 NUM_HEADS = LAYERS * HEADS

@@ -8,7 +8,7 @@ import random
 import pytest
 from pool_engine import FIRST, PLAN, RECENT, Engine, N
 
-from vllm_kvpolicy.block_manager.events import EventPlan, Footprint
+from vllm_kvpolicy.events import EventPlan, Footprint
 from vllm_kvpolicy.protocol import CompactEvent, UsedBlocks
 
 BLOCKS = 40

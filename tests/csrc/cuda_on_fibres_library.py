@@ -2,7 +2,6 @@
 
 The sources are those that nvcc compiles, unchanged; cuda_on_fibres/ holds headers in
 CUDA's place. Called by the fixtures in conftest and by test_fibres.
-Process: any
 """
 
 import shutil

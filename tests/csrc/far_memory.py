@@ -1,7 +1,4 @@
-"""Tensors whose rows lie billions of numbers apart, of which few pages exist.
-
-Called by the tests of kernels on fibres.
-"""
+"""Tensors whose rows lie billions of numbers apart, of which few pages exist."""
 
 import mmap
 

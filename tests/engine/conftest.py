@@ -2,7 +2,6 @@
 
 The tiny model is faster with one thread than with two, and a busy machine does not
 slow it down. Set before torch starts its threads.
-Process: any
 """
 
 import os

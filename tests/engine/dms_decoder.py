@@ -1,8 +1,6 @@
 """A plain decoder of models that decide with DMS, and what its decisions let be seen.
 
 Written from the paper's rule; shares no code with the plugin.
-Called by test_dms.py and test_exact.py.
-Process: any
 """
 
 import json

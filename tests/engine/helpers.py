@@ -1,9 +1,4 @@
-"""Starts engines and drives them step by step: the one place that knows how.
-
-Called by all engine tests. Engines run in this process, so that a test can read their
-scheduler, their worker and their trace.
-Process: any
-"""
+"""Starts engines and drives them step by step: the one place that knows how."""
 
 import random
 from collections.abc import Callable, Iterable
@@ -13,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_kvpolicy.trace_files import EventRecord, read_event
+from vllm_kvpolicy.trace.files import EventRecord, read_event
 
 BLOCK = 32
 POLICIES = ("streaming", "tova", "snapkv", "ams-tova", "ams-snapkv")

@@ -4,8 +4,6 @@ At every event the policy decides over dense keys, values and queries of the ref
 restricted to the tokens that the server held; what the server selected must agree. So
 the server's own inputs are checked (pages, lengths, windows, positions, what it
 remembers of survivors); the policies have references of their own in tests/policies.
-Called by test_plumbing_oracle.py.
-Process: any
 """
 
 from collections.abc import Mapping
@@ -19,9 +17,9 @@ from oracle_selection import Report, check_positions, cut_gap
 from reference_decoder import Activations, ReferenceDecoder
 
 from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.base import Decision, EventInputs, Policy
-from vllm_kvpolicy.policies.factory import build
-from vllm_kvpolicy.policies.rope import Rope
+from vllm_kvpolicy.policies.build import build
 from vllm_kvpolicy.policies.signals import TokenSignal
 
 GAP = 1e-5

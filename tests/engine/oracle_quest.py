@@ -4,8 +4,6 @@ Under the survivors that the server recorded, each query of a generated token be
 event scores the pages of N survivors by their smallest and largest keys, in float64 and
 from the decoder's own keys and queries, and no longer sees the pages with the lowest
 scores.
-Called by test_quest.py.
-Process: any
 """
 
 from pathlib import Path

@@ -2,8 +2,6 @@
 
 A token at position i sees, per (layer, KV head), the survivors of the last event at or
 before i and every token from that event's frontier up to itself.
-Called by test_replay_oracle.py, test_oracle_mutations.py and the selection oracle.
-Process: any
 """
 
 from typing import Any

@@ -2,9 +2,7 @@
 
 Replays the survivors that the server recorded, and at every event recomputes usage,
 score and selection in float64, one head at a time, with no code of the policies but
-`policies.ams.select`, which has golden tests of its own.
-Called by test_selection_oracle.py, test_oracle_mutations.py and others.
-Process: any
+`policies.allocators.ams.select`, which has golden tests of its own.
 """
 
 from collections.abc import Iterable
@@ -17,9 +15,9 @@ import torch
 from oracle_replay import Mismatch, activations
 from reference_decoder import Activations, ReferenceDecoder
 
-from vllm_kvpolicy.block_manager.events import event_positions
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.policies.ams import AMSPreset, select
+from vllm_kvpolicy.events import event_positions
+from vllm_kvpolicy.policies.allocators.ams import AMSPreset, select
 
 GAP = 1e-5
 MAX_SHARE = 1e-3

@@ -4,7 +4,6 @@ Written from the architecture (RMS norm, query and key norms per head, rotary po
 grouped queries, gated MLP), sharing no code with vLLM or the plugin. A whole sequence
 is one forward pass under a visibility mask per (layer, KV head, query), which is the
 same as decoding it token by token while the cache loses what the mask hides.
-Process: any
 """
 
 import json

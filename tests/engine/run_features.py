@@ -1,8 +1,4 @@
-"""Runs engines in a process of its own, whose compiled code meets nobody else's.
-
-Called by test_features.py: `run_features.py SPEC OUT`, both JSON files.
-Process: any
-"""
+"""Runs engines in a process of its own, whose compiled code meets nobody else's."""
 
 import json
 import sys

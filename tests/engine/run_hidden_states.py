@@ -1,9 +1,4 @@
-"""Runs an engine that measures token signals, eager here or compiled elsewhere.
-
-Called by test_hidden_states.py; as a script it is a process of its own, whose compiled
-code meets nobody else's: `run_hidden_states.py MODEL OUT`.
-Process: any
-"""
+"""Runs an engine that measures token signals, eager here or compiled elsewhere."""
 
 import sys
 from pathlib import Path

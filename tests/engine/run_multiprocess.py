@@ -1,8 +1,4 @@
-"""Runs policies with the engine in processes of its own and writes what they gave.
-
-Called by test_processes.py: `run_multiprocess.py SPEC OUT`, both JSON files.
-Process: api
-"""
+"""Runs policies with the engine in processes of its own and writes what they gave."""
 
 import json
 import multiprocessing

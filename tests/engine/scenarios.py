@@ -3,8 +3,6 @@
 `tight` has what can go wrong at once: a budget that is no multiple of a page, events
 inside prompts, prompts in chunks, a pool that forces preemptions. `aligned` is the
 plain case. `wide` has another model and another block size.
-Called by the `oracle_runs` fixture.
-Process: any
 """
 
 from dataclasses import dataclass, field

@@ -20,11 +20,11 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_kvpolicy.block_manager.events import EventPlan
-from vllm_kvpolicy.block_manager.limits import max_global_blocks
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.policies.registry import parse
+from vllm_kvpolicy.events import EventPlan
+from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.protocol import UsedBlocks
+from vllm_kvpolicy.sizes import max_global_blocks
 
 TOKEN, STOP_TOKEN = 5, 7
 MAX_IDLE_STEPS = 6

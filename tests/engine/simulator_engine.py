@@ -17,11 +17,14 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
-from vllm_kvpolicy.block_manager.limits import max_blocks_per_request
 from vllm_kvpolicy.block_manager.manager import KVPolicySpec
 from vllm_kvpolicy.block_manager.planner import Planner
+from vllm_kvpolicy.block_manager.scheduler import (
+    KVPolicyAsyncScheduler,
+    KVPolicyScheduler,
+)
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.scheduler import KVPolicyAsyncScheduler, KVPolicyScheduler
+from vllm_kvpolicy.sizes import max_blocks_per_request
 
 _instances = itertools.count()
 

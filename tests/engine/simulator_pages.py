@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_kvpolicy.block_manager.events import EventPlan, Footprint
+from vllm_kvpolicy.events import EventPlan, Footprint
 
 NUM_HEADS = 4  # 2 layers x 2 KV heads, each with survivors of its own
 STRIDE = 2**20

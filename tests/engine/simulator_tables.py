@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from simulator_pages import NUM_HEADS, Incarnation, check, own_pages
 
-from vllm_kvpolicy.attention.folding import FoldedTables, Folder
-from vllm_kvpolicy.attention.head_tables import HeadTables
-from vllm_kvpolicy.attention.physical_tables import PhysicalTables
-from vllm_kvpolicy.attention.slots import SlotTable
 from vllm_kvpolicy.protocol import CompactEvent
+from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.tiers.equal_step import PhysicalTables
+from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
+from vllm_kvpolicy.worker.tiers.ragged_step import FoldedTables, Folder
 
 CPU = torch.device("cpu")
 LAYERS, HEADS = 2, NUM_HEADS // 2

@@ -25,7 +25,7 @@ from simulator_pages import (
     slots_of,
 )
 
-from vllm_kvpolicy.block_manager.events import positions_up_to
+from vllm_kvpolicy.events import positions_up_to
 from vllm_kvpolicy.protocol import (
     CompactEvent,
     StepCommands,

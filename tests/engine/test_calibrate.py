@@ -7,7 +7,7 @@ import torch
 from helpers import make_prompt
 from reference_decoder import ReferenceDecoder
 
-from vllm_kvpolicy import calibrate
+from vllm_kvpolicy.calibrate import __main__ as calibrate
 from vllm_kvpolicy.policies.calibration import Calibration, load
 
 TOKENS, PASSAGE = 700, 300

@@ -17,7 +17,7 @@ from oracle_replay import activations, check_replay
 from safetensors.torch import save_file
 from tiny_model import make_tiny_model
 
-from vllm_kvpolicy.admission.dms_files import save
+from vllm_kvpolicy.policies.admissions.dms.files import save
 
 LAYERS, HEADS, SIZE, WINDOW, SINKS, BUDGET = 2, 2, 32, 40, 7, 110
 BASE = {"interval": 48, "prefill_interval": 128, "recent": WINDOW, "sinks": SINKS}

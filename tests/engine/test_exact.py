@@ -20,8 +20,8 @@ from oracle_replay import check_replay, visibility
 from reference_decoder import ReferenceDecoder
 from tiny_model import make_tiny_model
 
-from vllm_kvpolicy.admission.wgkv_files import save
-from vllm_kvpolicy.admission.wgkv_gates import full_name
+from vllm_kvpolicy.policies.admissions.wgkv.files import save
+from vllm_kvpolicy.policies.admissions.wgkv.gates import full_name
 
 LAYERS, HEADS, DIM, WINDOW, SINKS, BUDGET = 2, 2, 32, 40, 7, 110
 BASE = {"interval": 48, "prefill_interval": 128, "recent": WINDOW, "sinks": SINKS}

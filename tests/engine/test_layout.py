@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import Engine, make_jobs
 
-from vllm_kvpolicy.attention.pages import PagePool, check_layout
+from vllm_kvpolicy.worker.pages import PagePool, check_layout
 
 NUM_BLOCKS, NUM_HEADS, HEAD_DIM = 5, 2, 64
 CASES = [
@@ -22,7 +22,7 @@ def layer(policy_config, request) -> SimpleNamespace:
     """An attention layer as far as writing to the cache goes."""
     from vllm.config import set_current_vllm_config
 
-    from vllm_kvpolicy.attention.backend_cpu import KVPolicyCPUImpl
+    from vllm_kvpolicy.worker.backends.cpu import KVPolicyCPUImpl
 
     block_size, dtype = request.param
     with set_current_vllm_config(policy_config):

@@ -11,11 +11,11 @@ from oracle_replay import Mismatch, check_replay
 from oracle_selection import Report, check_selection
 from reference_decoder import ReferenceDecoder
 
-from vllm_kvpolicy.attention.compaction import Compactor
-from vllm_kvpolicy.attention.slots import SlotTable
-from vllm_kvpolicy.attention.windows import QueryWindows
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies.compose import ComposedPolicy
+from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
+from vllm_kvpolicy.worker.compaction import Compactor
+from vllm_kvpolicy.worker.slots import SlotTable
 
 VALUES = {"budget": 110, "interval": 56, "prefill_interval": 256}
 LENGTHS = (150, 150, 300)

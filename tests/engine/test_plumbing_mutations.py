@@ -13,12 +13,12 @@ from oracle_replay import Mismatch
 from oracle_selection import Report
 from reference_decoder import ReferenceDecoder
 
-from vllm_kvpolicy.attention.compaction import Compactor
-from vllm_kvpolicy.attention.layouts import Held, RaggedLayout
-from vllm_kvpolicy.attention.signals import TokenSignals
-from vllm_kvpolicy.attention.slots import SlotTable
-from vllm_kvpolicy.attention.survivors import SurvivorMemory
 from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
+from vllm_kvpolicy.worker.compaction import Compactor
+from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.survivors import SurvivorMemory
+from vllm_kvpolicy.worker.tiers.layouts import Held, RaggedLayout
 
 # Of heads of own lengths, of memory, of positions and signals.
 RAGGED, REMEMBERS, SIGNALLED = "pyramid-snapkv", "h2o", "epikv"

@@ -16,7 +16,7 @@ from oracle_selection import Report
 from reference_decoder import ReferenceDecoder
 
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.policies.registry import names, parse
+from vllm_kvpolicy.policies.catalogue.names import names, parse
 
 BASE = {
     "budget": 150,

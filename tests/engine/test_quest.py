@@ -12,7 +12,7 @@ from oracle_quest import QuestDecoder
 from oracle_replay import check_replay
 from reference_decoder import ReferenceDecoder
 
-from vllm_kvpolicy.admission.wgkv_files import save
+from vllm_kvpolicy.policies.admissions.wgkv.files import save
 
 LAYERS, HEADS, DIM, WINDOW = 2, 2, 32, 40
 BASE = {"interval": 48, "prefill_interval": 128, "recent": WINDOW, "sinks": 7}

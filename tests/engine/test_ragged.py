@@ -12,7 +12,7 @@ from helpers import Engine, Job, Run, make_jobs
 from oracle_replay import check_replay
 from reference_decoder import ReferenceDecoder
 
-from vllm_kvpolicy.attention import pages
+from vllm_kvpolicy.worker import pages
 
 VALUES = {"budget": 128, "interval": 56, "prefill_interval": 256}
 RAGGED = {"policy": "adakv-snapkv", **VALUES}

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from helpers import Engine, make_jobs
 
-from vllm_kvpolicy.attention.rehearsal import NAMES, rehearsals
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.kernels.window_usage import window_usage
+from vllm_kvpolicy.worker.warmup import NAMES, rehearsals
 
 POLICY = {"policy": "ams-tova", "budget": 64, "interval": 32, "recent": 8}
 

@@ -17,11 +17,11 @@ from simulator_pages import SimulationFailure
 from simulator_worker import StorageWorker
 from vllm.config import ModelConfig
 
-from vllm_kvpolicy.block_manager.events import Footprint
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager
 from vllm_kvpolicy.block_manager.planner import Planner
+from vllm_kvpolicy.block_manager.scheduler import KVPolicySchedulerMixin
+from vllm_kvpolicy.events import Footprint
 from vllm_kvpolicy.protocol import StepCommands, UsedBlocks
-from vllm_kvpolicy.scheduler import KVPolicySchedulerMixin
 
 POLICIES = ("streaming", "tova", "ams-tova", "identity", "holes", *RAGGED)
 # 8 policies x 2 depths; raise it for a longer search.

@@ -16,8 +16,8 @@ from made_gates import make_gates
 from oracle_replay import activations, check_replay
 from reference_decoder import ReferenceDecoder
 
-from vllm_kvpolicy.admission.wgkv_files import save
-from vllm_kvpolicy.admission.wgkv_gates import Gates, full_name
+from vllm_kvpolicy.policies.admissions.wgkv.files import save
+from vllm_kvpolicy.policies.admissions.wgkv.gates import Gates, full_name
 
 LAYERS, HEADS, DIM, SIZE, WINDOW, SINKS = 2, 2, 32, 32, 40, 7
 BASE = {"interval": 48, "prefill_interval": 128, "recent": WINDOW, "sinks": SINKS}

@@ -3,8 +3,6 @@
 PyTorch in float32 says what is right. FlashInfer reads the same pages through the same
 tables, xFormers the gathered tokens; both are extras of the package, and what is not
 installed is not asked.
-Called by gpu_check and by tests.
-Process: any
 """
 
 import ctypes

@@ -3,8 +3,6 @@
 Requests have random keys and values; some were cut down, every head to tokens of its
 own. The backend writes the cache, the package's kernels move the survivors and make
 the tables. What each head holds is known beside all that, from plain lists.
-Called by attention_oracles and by tests of it.
-Process: any
 """
 
 from collections.abc import Sequence
@@ -18,11 +16,11 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_kvpolicy.attention.pages import PagePool
-from vllm_kvpolicy.attention.physical_tables import PhysicalTables
-from vllm_kvpolicy.attention.slots import SlotTable
 from vllm_kvpolicy.kernels.compact_pages import compact_pages
 from vllm_kvpolicy.protocol import CompactEvent
+from vllm_kvpolicy.worker.pages import PagePool
+from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.tiers.equal_step import PhysicalTables
 
 POISON = 50.0  # in all places that nobody holds: it would win every softmax
 NAME = "model.layers.0.self_attn.attn"

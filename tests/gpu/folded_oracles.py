@@ -1,8 +1,4 @@
-"""Attention over heads of their own lengths: each head alone, in float32, says it.
-
-Called by gpu_check and by tests.
-Process: any
-"""
+"""Attention over heads of their own lengths: each head alone, in float32, says it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

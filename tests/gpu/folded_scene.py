@@ -5,8 +5,6 @@ pages, which may belong to any layer and head of what the request held. Each ste
 through the package's runtime, metadata builder and implementation, as in an engine;
 queries are a part of the rows that a model's projection returns. What each head holds
 is known beside all that, from plain lists.
-Called by folded_oracles and by tests of it.
-Process: any
 """
 
 from collections.abc import Sequence
@@ -20,9 +18,9 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_kvpolicy.attention.runtime import KVPolicyRuntime
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.protocol import StepCommands
+from vllm_kvpolicy.worker.runtime import KVPolicyRuntime
 
 LAYERS, SPARE_BLOCKS = 2, 3
 NAMES = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]

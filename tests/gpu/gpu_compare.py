@@ -3,8 +3,6 @@
 Attention adds up the same numbers in another order where tokens lie elsewhere, so the
 last bit of a log-probability may differ, and with it a token where the two best are
 nearly level. Stock beside itself, in another batch, shows how much that is.
-Called by gpu_engines.
-Process: any
 """
 
 from dataclasses import dataclass

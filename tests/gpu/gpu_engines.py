@@ -1,8 +1,4 @@
-"""Engines on the GPU with a policy, beside stock vLLM: tokens, memory, graphs.
-
-Called by gpu_check, with `Where` for a GPU; its tests use one for a CPU.
-Process: any
-"""
+"""Engines on the GPU with a policy, beside stock vLLM: tokens, memory, graphs."""
 
 import json
 import math
@@ -28,8 +24,8 @@ from made_gates import make_gates
 from benchmarks.gpu.models import drawn_weights, write_model
 from reasoner.problems import FAMILIES, generate
 from reasoner.tokenizer import chat_prompt, encode
-from vllm_kvpolicy.admission import wgkv_files
-from vllm_kvpolicy.policies.registry import names, parse
+from vllm_kvpolicy.policies.admissions.wgkv import files as wgkv_files
+from vllm_kvpolicy.policies.catalogue.names import names, parse
 
 REASONER = Path(__file__).resolve().parents[2] / "reasoner" / "checkpoint"
 MOVER = {

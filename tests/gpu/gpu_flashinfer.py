@@ -1,8 +1,4 @@
-"""Engines on FlashInfer, an extra of the package, beside stock vLLM on the same.
-
-Called by gpu_check.
-Process: any
-"""
+"""Engines on FlashInfer, an extra of the package, beside stock vLLM on the same."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,8 +1,6 @@
 """Every twin on the GPU against its reference on the CPU, at the sizes of a real event.
 
 Fresh random numbers each time; fresh memory on the GPU is poisoned.
-Called by gpu_check.
-Process: any
 """
 
 import time

@@ -2,8 +2,6 @@
 
 What the policies should have kept, and the log-probabilities that follow from what was
 kept, are recomputed by a plain decoder on the CPU.
-Called by gpu_check, with Triton told to multiply float32 as it is.
-Process: any
 """
 
 import tempfile
@@ -23,7 +21,7 @@ from reference_decoder import ReferenceDecoder
 from tiny_model import make_tiny_model
 
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.policies.registry import names, parse
+from vllm_kvpolicy.policies.catalogue.names import names, parse
 
 BASE = {
     "budget": 150,

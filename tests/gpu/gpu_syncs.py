@@ -4,8 +4,6 @@ vLLM reads sampled tokens through an event of its own, which is no synchronising
 for PyTorch. Stock is watched first: calls of its own that synchronise are known then,
 and only others count. Where stock has none, the policy runs with
 `torch.cuda.set_sync_debug_mode("error")`, which raises at the first.
-Called by gpu_check.
-Process: any
 """
 
 import sys

@@ -1,8 +1,4 @@
-"""What engines of the checks run on, and what is true of all of them on a GPU.
-
-Called by gpu_engines, gpu_oracles and gpu_syncs.
-Process: any
-"""
+"""What engines of the checks run on, and what is true of all of them on a GPU."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -15,8 +15,8 @@ from attention_scene import POISON, Scene, Shape, requests
 from engine_configs import engine_args
 
 from vllm_kvpolicy import compat
-from vllm_kvpolicy.attention.backend_cpu import KVPolicyCPUBackend
 from vllm_kvpolicy.kernels.compact_pages import compact_pages
+from vllm_kvpolicy.worker.backends.cpu import KVPolicyCPUBackend
 
 SHAPE = Shape(heads=2, group=2, dim=32, block=32, dtype=torch.float32)
 CPU = torch.device("cpu")

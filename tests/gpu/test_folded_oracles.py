@@ -16,7 +16,7 @@ from folded_oracles import by_head, judge, replay
 from folded_scene import FoldedScene
 
 from vllm_kvpolicy import compat
-from vllm_kvpolicy.attention.backend_cpu import KVPolicyCPUBackend
+from vllm_kvpolicy.worker.backends.cpu import KVPolicyCPUBackend
 
 SHAPE = Shape(heads=2, group=2, dim=32, block=32, dtype=torch.float32)
 CPU = torch.device("cpu")

@@ -25,8 +25,8 @@ from helpers import Job, Result, Run, make_jobs
 
 from benchmarks.gpu.kernel_inputs import CPU, MAKERS, SMALL_SIZES, operations
 from benchmarks.gpu.models import drawn_weights, write_model
-from vllm_kvpolicy.attention import runtime
-from vllm_kvpolicy.policies.registry import parse
+from vllm_kvpolicy.policies.catalogue.names import parse
+from vllm_kvpolicy.worker import runtime
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="tries the checks out where there is no GPU"
@@ -263,7 +263,10 @@ def test_a_wait_in_an_event_is_found(
         for check in (WATCHED, 'mode "error"')
         for tier in ("", ", own lengths")
     }
-    assert "in steps with events: vllm_kvpolicy/worker.py" in failed[WATCHED]["detail"]
+    assert (
+        "in steps with events: vllm_kvpolicy/worker/base.py"
+        in failed[WATCHED]["detail"]
+    )
     assert gpu_syncs.MESSAGE in failed['mode "error"']["detail"]
     assert mode.mode == "default"
 

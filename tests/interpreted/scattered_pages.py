@@ -1,8 +1,4 @@
-"""Keys on the pages of a cache, in any order, with NaN where there is none.
-
-Called by the tests of kernels that read pages.
-Process: any
-"""
+"""Keys on the pages of a cache, in any order, with NaN where there is none."""
 
 from collections.abc import Callable
 

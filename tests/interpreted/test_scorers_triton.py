@@ -14,12 +14,12 @@ from scattered_pages import scattered
 
 from vllm_kvpolicy.kernels import paged_reductions
 from vllm_kvpolicy.kernels.dispatch import forced
-from vllm_kvpolicy.policies.expected import ExpectedAttentionScorer
-from vllm_kvpolicy.policies.keydiff import KeyDiffScorer
-from vllm_kvpolicy.policies.knorm import KnormScorer
-from vllm_kvpolicy.policies.qfilter import QFilterScorer
-from vllm_kvpolicy.policies.scorer import BaseScorer
-from vllm_kvpolicy.policies.triattention import TriAttentionScorer
+from vllm_kvpolicy.policies.scorers.base import BaseScorer
+from vllm_kvpolicy.policies.scorers.expected import ExpectedAttentionScorer
+from vllm_kvpolicy.policies.scorers.keydiff import KeyDiffScorer
+from vllm_kvpolicy.policies.scorers.knorm import KnormScorer
+from vllm_kvpolicy.policies.scorers.qfilter import QFilterScorer
+from vllm_kvpolicy.policies.scorers.triattention import TriAttentionScorer
 
 SIZES = events.LAYERS, events.HEADS, events.GROUP, events.SIZE
 # The operation that each runs, and what it reads without a copy.

@@ -1,10 +1,4 @@
-"""Compiles the package's Triton kernels for an H200 on a machine without a GPU.
-
-Called by test_triton_compiles.py as a program, because Triton decides once per process
-whether it compiles or interprets. Runs every function of typical_launches.py with
-launches that end once the kernel is compiled, and prints one JSON object: kernel ->
-names of its variants' PTX files in the given folder.
-"""
+"""Compiles the package's Triton kernels for an H200 on a machine without a GPU."""
 
 import json
 import sys

@@ -52,7 +52,7 @@ def batches(draw: st.DrawFn) -> list[Event]:
 
 
 def assign(batch: list[Event]) -> PageLists:
-    """Call the kernel as attention.layouts does, with pages of the arena as padding."""
+    """Call the kernel as the ragged tier does, with pages of the arena as padding."""
     held, cells = [], []
     width = max(len(row) for event in batch for row in event.held) + 1
     for event in batch:

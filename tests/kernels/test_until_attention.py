@@ -1,6 +1,6 @@
 """Attention that sees tokens until a position, against dense softmax in float64.
 
-What is seen comes from `admission.visibility`, on logical tokens; the operation has
+What is seen comes from `kernels.visibility`, on logical tokens; the operation has
 them on scattered pages, where some that nobody sees any more are gone and the others
 hold NaN. Tolerance: a float32 softmax over at most 200 tokens.
 """

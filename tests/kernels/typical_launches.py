@@ -1,15 +1,11 @@
-"""Calls of each twin in Triton with the sizes and dtypes of real servers.
-
-Called by compile_triton_kernels.py, which compiles what they launch. A new file in
-kernels/triton/ gets a function here: STEM is its name. Tensors are on the device
-`meta`: they have no memory, and to wait for one of their values is an error.
-"""
+"""Calls of each twin in Triton with the sizes and dtypes of real servers."""
 
 from collections.abc import Callable
 
 import torch
 
 from vllm_kvpolicy.kernels.paged import PagedTokens
+from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.triton.compact_pages import compact_pages
 from vllm_kvpolicy.kernels.triton.head_page_tables import head_page_tables
 from vllm_kvpolicy.kernels.triton.page_bounds import page_bounds, page_scores
@@ -32,7 +28,6 @@ from vllm_kvpolicy.kernels.triton.segment_quota import pick_by_quota, segment_qu
 from vllm_kvpolicy.kernels.triton.until_attention import until_attention
 from vllm_kvpolicy.kernels.triton.window_usage import window_usage
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
-from vllm_kvpolicy.policies.rope import Rope
 
 LAUNCHES: dict[str, Callable[[], None]] = {}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

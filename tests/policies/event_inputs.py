@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.base import EventInputs, Needs
-from vllm_kvpolicy.policies.rope import Rope
 
 EVENTS, LAYERS, HEADS, GROUP, SIZE, TOKENS = 3, 2, 2, 2, 8, 160
 SINKS = 4

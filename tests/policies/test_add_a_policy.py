@@ -9,22 +9,25 @@ import pytest
 import torch
 
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.policies import catalogue, factory, registry, score
+from vllm_kvpolicy.policies import build as factory
+from vllm_kvpolicy.policies import score
+from vllm_kvpolicy.policies.catalogue import names as registry
+from vllm_kvpolicy.policies.catalogue import words
 
 PAGE = Path(__file__).parents[2] / "docs" / "add_a_policy.md"
 
 
 @pytest.fixture
 def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The file on the package's path and the row in the catalogue."""
+    """The file on the package's path and the row in the words."""
     import vllm_kvpolicy.policies as package
 
     code, row = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (tmp_path / "vnorm.py").write_text(code)
     monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
-    rows = eval("{" + row + "}", {"Word": catalogue.Word})
+    rows = eval("{" + row + "}", {"Word": words.Word})
     for name, word in rows.items():
-        monkeypatch.setitem(catalogue.SCORERS, name, word)
+        monkeypatch.setitem(words.SCORERS, name, word)
     yield
     sys.modules.pop("vllm_kvpolicy.policies.vnorm", None)
 

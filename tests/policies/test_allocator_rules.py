@@ -8,11 +8,11 @@ import torch
 from brute_ams import best, deal
 from event_inputs import EVENTS, HEADS, LAYERS, LENGTHS, make_inputs
 
-from vllm_kvpolicy.policies.adakv import AdaKVAllocator
+from vllm_kvpolicy.policies.allocators.adakv import AdaKVAllocator
+from vllm_kvpolicy.policies.allocators.chunk import ChunkAllocator
+from vllm_kvpolicy.policies.allocators.pyramid import PyramidAllocator
+from vllm_kvpolicy.policies.allocators.strat import StratifiedAllocator
 from vllm_kvpolicy.policies.base import EventInputs, Needs
-from vllm_kvpolicy.policies.chunk import ChunkAllocator
-from vllm_kvpolicy.policies.pyramid import PyramidAllocator
-from vllm_kvpolicy.policies.strat import StratifiedAllocator
 
 BUDGET = 70
 KINDS = ("random", "ties", "special")

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vllm_kvpolicy.kernels.ranking import limit_must_keep
 from vllm_kvpolicy.policies.base import Allocator, Decision, EventInputs
-from vllm_kvpolicy.policies.catalogue import ALLOCATORS
+from vllm_kvpolicy.policies.catalogue.words import ALLOCATORS
 from vllm_kvpolicy.policies.compose import measure_usage
 
 NAMES = list(ALLOCATORS)

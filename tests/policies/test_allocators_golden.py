@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_kvpolicy.policies.adakv import AdaKVAllocator
+from vllm_kvpolicy.policies.allocators.adakv import AdaKVAllocator
+from vllm_kvpolicy.policies.allocators.chunk import ChunkAllocator
+from vllm_kvpolicy.policies.allocators.pyramid import layer_budgets
 from vllm_kvpolicy.policies.base import EventInputs
-from vllm_kvpolicy.policies.chunk import ChunkAllocator
-from vllm_kvpolicy.policies.pyramid import layer_budgets
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "scorers_kvpress.npz"
 CHUNK_CASES, ADAKV_CASES, PYRAMID_CASES = 48, 33, 96

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvpolicy.policies.ams import PRESETS, AMSConfig, choose, select
+from vllm_kvpolicy.policies.allocators.ams import PRESETS, AMSConfig, choose, select
 
 DEFAULT = PRESETS["default"].config
 KINDS = ("random", "sinky", "zeros", "one_hot", "flat", "ties", "nan")

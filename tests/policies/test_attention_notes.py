@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 from event_inputs import EVENTS, GROUP, HEADS, LAYERS, SHORTEST, make_inputs
 
-from vllm_kvpolicy.attention.notes import with_attention
 from vllm_kvpolicy.kernels.ranking import limit_must_keep
 from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs, Policy
+from vllm_kvpolicy.worker.notes import with_attention
 
 NEEDS = Needs(window_tokens=16, keys=True)
 SHAPE = (EVENTS, LAYERS, HEADS)

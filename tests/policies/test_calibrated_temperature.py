@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_kvpolicy.kernels.nucleus import nucleus_mask
-from vllm_kvpolicy.policies.calibrated_temperature import calibrate, top_mass
+from vllm_kvpolicy.policies.allocators.calibrated_temperature import calibrate, top_mass
 
 ROWS, TOKENS, POOL = 32, 800, 7
 

@@ -9,7 +9,7 @@ import torch
 from calibration_files import make_calibration
 from safetensors.torch import load_file, save_file
 
-from vllm_kvpolicy.policies import factory, registry
+from vllm_kvpolicy.policies import build as factory
 from vllm_kvpolicy.policies.calibration import (
     FORMAT,
     HEADER,
@@ -18,7 +18,8 @@ from vllm_kvpolicy.policies.calibration import (
     rank_slice,
     save,
 )
-from vllm_kvpolicy.policies.params import Param, check
+from vllm_kvpolicy.policies.catalogue import names as registry
+from vllm_kvpolicy.policies.catalogue.options import Param, check
 
 KINDS = ("triattention", "qfilter")
 SHAPE = {"num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}

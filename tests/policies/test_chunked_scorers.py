@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vllm_kvpolicy.kernels import chunks
-from vllm_kvpolicy.policies.epikv import LagScorer
-from vllm_kvpolicy.policies.keydiff import KeyDiffScorer
+from vllm_kvpolicy.policies.scorers.epikv import LagScorer
+from vllm_kvpolicy.policies.scorers.keydiff import KeyDiffScorer
 
 SCORERS = {"keydiff": KeyDiffScorer(), "lag-kv": LagScorer(16)}
 

@@ -6,17 +6,17 @@ import pytest
 import torch
 from event_inputs import LENGTHS, make_inputs, one_event
 
-from vllm_kvpolicy.policies import factory
+from vllm_kvpolicy.policies import build as factory
 from vllm_kvpolicy.policies.base import EventInputs
-from vllm_kvpolicy.policies.epikv import (
+from vllm_kvpolicy.policies.catalogue.scorers import EPIKV_PARAMS, EPIKV_VARIANTS
+from vllm_kvpolicy.policies.scorers.epikv import (
     MIXES,
     EpiKVScorer,
     Mix,
     scores_from_hidden,
     signals_from_hidden,
 )
-from vllm_kvpolicy.policies.epikv_cache import best_of_segments
-from vllm_kvpolicy.policies.scorer_params import EPIKV_PARAMS, EPIKV_VARIANTS
+from vllm_kvpolicy.policies.scorers.epikv_cache import best_of_segments
 
 DEFAULTS = {param.name: param.default for param in EPIKV_PARAMS}
 STEP_VARIANTS = ("detrend", "variance", "band")

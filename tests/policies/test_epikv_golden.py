@@ -15,13 +15,13 @@ import torch
 from vllm_kvpolicy.kernels.ranking import top_k_mask
 from vllm_kvpolicy.kernels.rolling import rolling_zscore
 from vllm_kvpolicy.kernels.token_signals import channel_variance
-from vllm_kvpolicy.policies.epikv import (
+from vllm_kvpolicy.policies.scorers.epikv import (
     MIXES,
     Mix,
     scores_from_hidden,
     signals_from_hidden,
 )
-from vllm_kvpolicy.policies.epikv_cache import best_of_segments, lag_spread
+from vllm_kvpolicy.policies.scorers.epikv_cache import best_of_segments, lag_spread
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "epikv.npz"
 TRACES = (0, 1, 2)

@@ -19,9 +19,9 @@ from event_inputs import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vllm_kvpolicy.kernels.window_usage import window_usage_ref
-from vllm_kvpolicy.policies import factory
+from vllm_kvpolicy.policies import build as factory
+from vllm_kvpolicy.policies.allocators.merging import choose_merge, pair_up
 from vllm_kvpolicy.policies.base import Decision, EventInputs
-from vllm_kvpolicy.policies.merging import choose_merge, pair_up
 
 WINDOW, BUDGET = 8, 70
 ROWS = list(product(range(EVENTS), range(LAYERS), range(HEADS)))

@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import (
 )
 
 from vllm_kvpolicy.kernels.ranking import fill_next_best
-from vllm_kvpolicy.policies import registry
-from vllm_kvpolicy.policies.ams import PRESETS, select
+from vllm_kvpolicy.policies.allocators.ams import PRESETS, select
 from vllm_kvpolicy.policies.base import Policy
+from vllm_kvpolicy.policies.catalogue import names as registry
 
 BUDGET = SHORTEST
 DEVICE = "meta"  # no CPU: tensors that policies make must be on it, too

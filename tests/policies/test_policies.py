@@ -22,10 +22,11 @@ from vllm_kvpolicy.kernels.window_usage import (
     pooled_usage,
     window_usage_ref,
 )
-from vllm_kvpolicy.policies import factory, registry
-from vllm_kvpolicy.policies.ams import CREDIT
+from vllm_kvpolicy.policies import build as factory
+from vllm_kvpolicy.policies.allocators.ams import CREDIT
 from vllm_kvpolicy.policies.base import Needs, Policy
-from vllm_kvpolicy.policies.params import AMS_PRESETS
+from vllm_kvpolicy.policies.catalogue import names as registry
+from vllm_kvpolicy.policies.catalogue.options import AMS_PRESETS
 
 Build = Callable[..., Policy]
 EVICTIONS = [name for name in registry.names() if not registry.parse(name).is_test]

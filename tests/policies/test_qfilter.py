@@ -7,7 +7,7 @@ import pytest
 import torch
 from calibration_files import make_calibration
 
-from vllm_kvpolicy.policies.qfilter import QFilterScorer
+from vllm_kvpolicy.policies.scorers.qfilter import QFilterScorer
 
 
 def scorer(num_layers: int = events.LAYERS) -> QFilterScorer:

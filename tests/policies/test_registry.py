@@ -9,18 +9,19 @@ from typing import Any
 
 import pytest
 
-from vllm_kvpolicy.policies import factory, registry
-from vllm_kvpolicy.policies.ams import AMSAllocator
+from vllm_kvpolicy.policies import build as factory
+from vllm_kvpolicy.policies.allocators.ams import AMSAllocator
 from vllm_kvpolicy.policies.base import Policy
-from vllm_kvpolicy.policies.catalogue import (
+from vllm_kvpolicy.policies.catalogue import names as registry
+from vllm_kvpolicy.policies.catalogue.words import (
     ALLOCATORS,
     SCORERS,
     SELECTIONS,
     TEST_POLICIES,
 )
 from vllm_kvpolicy.policies.keep_all import KeepAll
-from vllm_kvpolicy.policies.quest import Quest
-from vllm_kvpolicy.policies.snapkv import SnapKVScorer
+from vllm_kvpolicy.policies.scorers.snapkv import SnapKVScorer
+from vllm_kvpolicy.policies.selections.quest import Quest
 
 # The words that the documentation promises; others may be added without a change here.
 SCORER_WORDS = (
@@ -178,7 +179,7 @@ def test_refused_combinations_give_their_reason(name: str, reason: str) -> None:
 
 def test_registry_imports_neither_torch_nor_vllm() -> None:
     code = (
-        "import sys; from vllm_kvpolicy.policies import registry;"
+        "import sys; from vllm_kvpolicy.policies.catalogue import names as registry;"
         "info = registry.parse('ams-tova'); registry.resolve_options(info, {});"
         "assert not {'torch', 'vllm', 'numpy'} & set(sys.modules)"
     )

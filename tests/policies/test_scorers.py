@@ -11,17 +11,17 @@ import torch
 
 from vllm_kvpolicy.policies.base import EventInputs
 from vllm_kvpolicy.policies.compose import measure_usage
-from vllm_kvpolicy.policies.expected import ExpectedAttentionScorer
-from vllm_kvpolicy.policies.h2o import H2OScorer
-from vllm_kvpolicy.policies.keydiff import KeyDiffScorer
-from vllm_kvpolicy.policies.knorm import KnormScorer
-from vllm_kvpolicy.policies.lagkv import LagKVScorer
-from vllm_kvpolicy.policies.random import RandomScorer
-from vllm_kvpolicy.policies.rpc import RPCScorer
-from vllm_kvpolicy.policies.scorer import BaseScorer
-from vllm_kvpolicy.policies.snapkv import SnapKVScorer
-from vllm_kvpolicy.policies.streaming import StreamingScorer
-from vllm_kvpolicy.policies.tova import TovaScorer, cross_head_mean
+from vllm_kvpolicy.policies.scorers.base import BaseScorer
+from vllm_kvpolicy.policies.scorers.expected import ExpectedAttentionScorer
+from vllm_kvpolicy.policies.scorers.h2o import H2OScorer
+from vllm_kvpolicy.policies.scorers.keydiff import KeyDiffScorer
+from vllm_kvpolicy.policies.scorers.knorm import KnormScorer
+from vllm_kvpolicy.policies.scorers.lagkv import LagKVScorer
+from vllm_kvpolicy.policies.scorers.random import RandomScorer
+from vllm_kvpolicy.policies.scorers.rpc import RPCScorer
+from vllm_kvpolicy.policies.scorers.snapkv import SnapKVScorer
+from vllm_kvpolicy.policies.scorers.streaming import StreamingScorer
+from vllm_kvpolicy.policies.scorers.tova import TovaScorer, cross_head_mean
 
 HEADS, GROUP, SIZE = event_inputs.HEADS, event_inputs.GROUP, event_inputs.SIZE
 SCALE = SIZE**-0.5

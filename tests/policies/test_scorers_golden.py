@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.base import EventInputs
 from vllm_kvpolicy.policies.compose import measure_usage
-from vllm_kvpolicy.policies.expected import ExpectedAttentionScorer
-from vllm_kvpolicy.policies.keydiff import KeyDiffScorer
-from vllm_kvpolicy.policies.knorm import KnormScorer
-from vllm_kvpolicy.policies.lagkv import LagKVScorer
-from vllm_kvpolicy.policies.rope import Rope
-from vllm_kvpolicy.policies.scorer import BaseScorer
-from vllm_kvpolicy.policies.snapkv import SnapKVScorer
-from vllm_kvpolicy.policies.streaming import StreamingScorer
-from vllm_kvpolicy.policies.tova import TovaScorer
+from vllm_kvpolicy.policies.scorers.base import BaseScorer
+from vllm_kvpolicy.policies.scorers.expected import ExpectedAttentionScorer
+from vllm_kvpolicy.policies.scorers.keydiff import KeyDiffScorer
+from vllm_kvpolicy.policies.scorers.knorm import KnormScorer
+from vllm_kvpolicy.policies.scorers.lagkv import LagKVScorer
+from vllm_kvpolicy.policies.scorers.snapkv import SnapKVScorer
+from vllm_kvpolicy.policies.scorers.streaming import StreamingScorer
+from vllm_kvpolicy.policies.scorers.tova import TovaScorer
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "scorers_kvpress.npz"
 SINKS = 4

@@ -8,10 +8,10 @@ import pytest
 import torch
 from calibration_files import make_calibration, options_for
 
-from vllm_kvpolicy.policies import factory
+from vllm_kvpolicy.kernels.rope import Rope
+from vllm_kvpolicy.policies import build as factory
 from vllm_kvpolicy.policies.base import EventInputs, Needs
-from vllm_kvpolicy.policies.rope import Rope
-from vllm_kvpolicy.policies.triattention import TriAttentionScorer, standardised
+from vllm_kvpolicy.policies.scorers.triattention import TriAttentionScorer, standardised
 
 DISTANCES = [2**n for n in range(17)]
 

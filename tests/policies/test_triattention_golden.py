@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from vllm_kvpolicy.kernels.ranking import ascending_indices, top_k_mask
+from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.base import EventInputs
 from vllm_kvpolicy.policies.calibration import Calibration
-from vllm_kvpolicy.policies.rope import Rope
-from vllm_kvpolicy.policies.triattention import TriAttentionScorer
+from vllm_kvpolicy.policies.scorers.triattention import TriAttentionScorer
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "triattention.npz"
 ROUNDS = 9

@@ -1,8 +1,4 @@
-"""Starts a real `vllm serve` and waits until it answers.
-
-Called by the tests of this folder.
-Process: any
-"""
+"""Starts a real `vllm serve` and waits until it answers."""
 
 import os
 import signal

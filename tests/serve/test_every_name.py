@@ -11,8 +11,8 @@ import pytest
 from calibration_files import options_for
 from servers import serving
 
-from vllm_kvpolicy.policies.catalogue import ADMISSIONS, ALLOCATORS, SELECTIONS
-from vllm_kvpolicy.policies.registry import names, parse
+from vllm_kvpolicy.policies.catalogue.names import names, parse
+from vllm_kvpolicy.policies.catalogue.words import ADMISSIONS, ALLOCATORS, SELECTIONS
 
 pytestmark = pytest.mark.serve
 FLAGS = {

@@ -13,7 +13,7 @@ import pytest
 from servers import serving
 from test_every_name import FLAGS, ONE_PER_ALLOCATOR, OPTIONS, calibration
 
-from vllm_kvpolicy.policies.registry import names, parse
+from vllm_kvpolicy.policies.catalogue.names import names, parse
 
 pytestmark = pytest.mark.serve
 OUTPUT_TOKENS = 300

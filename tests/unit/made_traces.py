@@ -1,7 +1,4 @@
-"""Traces that nobody served: events with survivors as a test wants them.
-
-Process: any
-"""
+"""Traces that nobody served: events with survivors as a test wants them."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -9,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_kvpolicy.trace_files import EventRecord, to_arrays
+from vllm_kvpolicy.trace.files import EventRecord, to_arrays
 
 Choose = Callable[[np.ndarray], np.ndarray]
 

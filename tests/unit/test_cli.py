@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from vllm_kvpolicy import cli
+from vllm_kvpolicy.api import cli
 from vllm_kvpolicy.config import KVPolicyConfig
 
 ALL_FLAGS = [

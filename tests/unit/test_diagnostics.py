@@ -1,4 +1,4 @@
-"""What `python -m vllm_kvpolicy.diagnostics` says of traces with known survivors."""
+"""What `python -m vllm_kvpolicy.trace.diagnostics` says of traces it can check."""
 
 import json
 import subprocess
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from made_traces import make_event, rows, run_request, write_trace
 
-from vllm_kvpolicy.diagnostics import LABELS, main, summarise
-from vllm_kvpolicy.trace_files import new_run
+from vllm_kvpolicy.trace.diagnostics import LABELS, main, summarise
+from vllm_kvpolicy.trace.files import new_run
 
 SINKS = 4
 
@@ -139,7 +139,7 @@ def test_notes_are_averaged_and_policies_kept_apart(tmp_path):
 def test_the_command_prints_a_table_and_writes_json(tmp_path):
     events = [*run_request(newest), *run_request(newest, policy="streaming")]
     folder, file = write_trace(tmp_path / "trace", events), tmp_path / "out.json"
-    command = [sys.executable, "-m", "vllm_kvpolicy.diagnostics", folder]
+    command = [sys.executable, "-m", "vllm_kvpolicy.trace.diagnostics", folder]
     done = subprocess.run(
         [*command, "--json", file], capture_output=True, text=True, timeout=100
     )

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from vllm_kvpolicy.epikv_calibrate import (
+from vllm_kvpolicy.calibrate.epikv_collect import StepReader
+from vllm_kvpolicy.calibrate.epikv_files import append
+from vllm_kvpolicy.calibrate.epikv_layers import (
     Correlation,
     correlate,
     find_band,
@@ -19,9 +21,7 @@ from vllm_kvpolicy.epikv_calibrate import (
     proposals,
     spearman,
 )
-from vllm_kvpolicy.epikv_collect import StepReader
-from vllm_kvpolicy.epikv_files import append
-from vllm_kvpolicy.policies import factory
+from vllm_kvpolicy.policies import build as factory
 
 # How far each of 12 layers goes with the labels.
 STRENGTHS = (0, 0.8, 1, 1, 0.8, 0, 0.7, 0, -0.8, -1, -0.8, 0)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvpolicy.epikv_files import (
+from vllm_kvpolicy.calibrate.epikv_files import (
     PROBLEM_KEYS,
     answer_start,
     append,

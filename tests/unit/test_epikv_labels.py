@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvpolicy.epikv_files import append, read_lines
-from vllm_kvpolicy.epikv_labels import Windows, label, label_all
+from vllm_kvpolicy.calibrate.epikv_files import append, read_lines
+from vllm_kvpolicy.calibrate.epikv_labels import Windows, label, label_all
 
 FILL, KEY, THINK_END = 0, 77, 99
 PROMPT, BODY = 5, 70

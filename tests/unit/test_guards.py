@@ -6,9 +6,9 @@ import pytest
 from engine_configs import Overlay
 
 from vllm_kvpolicy import compat
+from vllm_kvpolicy.api.guards import REFUSALS, refusals
+from vllm_kvpolicy.api.request_guards import check_request
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.guards import REFUSALS, refusals
-from vllm_kvpolicy.request_guards import check_request
 
 RAGGED_FLASHINFER = next(r.name for r in REFUSALS if r.name.startswith("FlashInfer"))
 SET = object()  # some configuration object, whatever is in it

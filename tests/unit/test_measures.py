@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from made_traces import make_event, rows
 
-from vllm_kvpolicy import measures
+from vllm_kvpolicy.trace import measures
 
 
 def mask(text: str) -> np.ndarray:

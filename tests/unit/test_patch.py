@@ -11,7 +11,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.plugins import load_general_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_kvpolicy import patch, patch_table, plugin
+from vllm_kvpolicy import plugin
+from vllm_kvpolicy.api import patch, patch_table
 from vllm_kvpolicy.metrics import CounterFile
 
 load_general_plugins()
@@ -136,8 +137,11 @@ def test_engines_made_in_code_have_names_of_their_own(tiny_model):
 def test_a_finished_config_names_our_classes(policy_config):
     scheduler = policy_config.scheduler_config
     worker = policy_config.parallel_config.worker_cls
-    assert scheduler.scheduler_cls == "vllm_kvpolicy.scheduler.KVPolicyScheduler"
-    assert worker == "vllm_kvpolicy.worker_cpu.KVPolicyCPUWorker"
+    assert (
+        scheduler.scheduler_cls
+        == "vllm_kvpolicy.block_manager.scheduler.KVPolicyScheduler"
+    )
+    assert worker == "vllm_kvpolicy.worker.cpu.KVPolicyCPUWorker"
     assert list(policy_config.additional_config) == ["kv_policy"]
     assert policy_config.cache_config.block_size == 32
     assert policy_config.cache_config.enable_prefix_caching is False
@@ -155,9 +159,9 @@ def test_asynchronous_scheduling_and_cuda_have_their_own_classes():
         parsed = patch.KVPolicyConfig.from_dict(POLICY)
         patch._finish_config(config, parsed)
     worker = config.parallel_config.worker_cls
-    assert worker == "vllm_kvpolicy.worker_gpu.KVPolicyGPUWorker"
+    assert worker == "vllm_kvpolicy.worker.gpu.KVPolicyGPUWorker"
     scheduler = config.scheduler_config.scheduler_cls
-    assert scheduler == "vllm_kvpolicy.scheduler.KVPolicyAsyncScheduler"
+    assert scheduler == "vllm_kvpolicy.block_manager.scheduler.KVPolicyAsyncScheduler"
     assert config.additional_config["other"] == 1
 
 

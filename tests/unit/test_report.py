@@ -1,14 +1,20 @@
-"""What `python -m vllm_kvpolicy.report` says, and the page from the same tables."""
+"""What `python -m vllm_kvpolicy.api.report` says, and the page from the same tables."""
 
 import sys
 from pathlib import Path
 
-from vllm_kvpolicy import compat, report
+from vllm_kvpolicy import compat
+from vllm_kvpolicy.api import report
+from vllm_kvpolicy.api.guards import REFUSALS
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.config_keys import FLAG_KEYS
-from vllm_kvpolicy.guards import REFUSALS
 from vllm_kvpolicy.metrics import SERIES
-from vllm_kvpolicy.policies.catalogue import ADMISSIONS, ALLOCATORS, SCORERS, SELECTIONS
+from vllm_kvpolicy.policies.catalogue.words import (
+    ADMISSIONS,
+    ALLOCATORS,
+    SCORERS,
+    SELECTIONS,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 

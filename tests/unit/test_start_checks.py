@@ -8,10 +8,10 @@ from calibration_files import make_calibration
 from engine_configs import engine_args
 from made_gates import make_gates
 
-from vllm_kvpolicy.admission import wgkv_files
+from vllm_kvpolicy.api.start_checks import check_files
 from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.policies.admissions.wgkv import files as wgkv_files
 from vllm_kvpolicy.policies.calibration import save
-from vllm_kvpolicy.start_checks import check_files
 
 BASE = {"policy": "tova", "budget": 128, "interval": 64}
 # Layers, KV heads, query heads per KV head and channels of the tiny model.

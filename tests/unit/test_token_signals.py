@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from vllm_kvpolicy.attention.request_slots import RequestSlots
-from vllm_kvpolicy.attention.signals import TokenSignals
-from vllm_kvpolicy.model_parts import decoder_layers
-from vllm_kvpolicy.policies.epikv import signals_from_hidden
+from vllm_kvpolicy.policies.model_parts import decoder_layers
+from vllm_kvpolicy.policies.scorers.epikv import signals_from_hidden
 from vllm_kvpolicy.policies.signals import TokenSignal
+from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
+from vllm_kvpolicy.worker.request_slots import RequestSlots
 
 LAYERS, SIZE, SLOTS, STEP_TOKENS, MAX_LEN = 4, 8, 5, 128, 100
 HIDDEN = (

@@ -8,13 +8,13 @@ import pytest
 import torch
 from made_traces import rows
 
-from vllm_kvpolicy.attention import trace
-from vllm_kvpolicy.attention.layouts import Held
-from vllm_kvpolicy.attention.trace import Tracer
 from vllm_kvpolicy.kernels.assign_pages import PageLists
 from vllm_kvpolicy.policies.base import Decision
 from vllm_kvpolicy.protocol import CompactEvent
-from vllm_kvpolicy.trace_files import EventRecord, read_trace, run_in, to_arrays
+from vllm_kvpolicy.trace.files import EventRecord, read_trace, run_in, to_arrays
+from vllm_kvpolicy.worker import trace
+from vllm_kvpolicy.worker.tiers.layouts import Held
+from vllm_kvpolicy.worker.trace import Tracer
 
 BLOCK = 2
 # One layer, two heads that hold 7 tokens: three full pages and one local token.

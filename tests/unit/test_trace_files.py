@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from made_traces import make_event, write_trace
 
-from vllm_kvpolicy.trace_files import (
+from vllm_kvpolicy.trace.files import (
     new_run,
     read_event,
     read_trace,

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands
-from vllm_kvpolicy.worker import KVPolicyWorkerMixin, layer_refusals
+from vllm_kvpolicy.worker.base import KVPolicyWorkerMixin, layer_refusals
 
 
 def layer(**changes):
@@ -76,7 +76,7 @@ def test_graphs_hold_decoding_and_more_where_heads_have_no_own_tables(name):
         backend = AttentionBackendEnum[f"{name.upper()}_ATTN"]
         register_backend(backend, compat.GPU_BACKENDS[backend.name])
         chosen = backend.get_class()
-        assert chosen.__module__ == f"vllm_kvpolicy.attention.backend_{name}"
+        assert chosen.__module__ == f"vllm_kvpolicy.worker.backends.{name}"
         assert chosen.supported_kv_cache_layouts() == (KVCacheLayout.LBHNC,)
         builder = chosen.get_builder_cls()
         assert not builder.supports_update_block_table

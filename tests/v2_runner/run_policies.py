@@ -3,7 +3,6 @@
 Called as a program by test_v2_runner, because `v2` changes the process for good:
 Triton's interpreter stands in for a GPU, and vLLM is told to use Triton attention on
 the CPU platform. float32 only, tiny models only.
-Process: any
 
 Usage: python run_policies.py v1|v2 MODEL_DIR TRACE_DIR OUTPUT.json
 """
@@ -109,7 +108,7 @@ def install(attention_backend: str) -> None:
 
 def count_builds() -> dict[str, int]:
     """Count how often our metadata builder really replaces the tables."""
-    from vllm_kvpolicy.attention.metadata import KVPolicyMetadataBuilderMixin
+    from vllm_kvpolicy.worker.backends.mixins import KVPolicyMetadataBuilderMixin
 
     counts = {"builds": 0, "physical": 0, "folded": 0}
     build = KVPolicyMetadataBuilderMixin.build
@@ -131,7 +130,7 @@ def note_signals() -> dict[str, list[list[float]]]:
 
     Of the last engine that ran.
     """
-    from vllm_kvpolicy.attention.signals import TokenSignals
+    from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
 
     found: dict[str, list[list[float]]] = {}
     plan, collect = TokenSignals.plan, TokenSignals.collect
@@ -179,7 +178,7 @@ def generate(model: str, policy: dict[str, Any] | None) -> tuple[list[list[int]]
 def main(model: str, trace_dir: str, output: str) -> None:
     """Run stock, identity, infinite budget and a real policy; write what came out."""
     if ON_V2:
-        install("vllm_kvpolicy.attention.backend_triton.KVPolicyTritonBackend")
+        install("vllm_kvpolicy.worker.backends.triton.KVPolicyTritonBackend")
     from vllm_kvpolicy import compat
 
     result: dict[str, Any] = {}

@@ -6,8 +6,6 @@ the entries for other chips are taken out and the room is zeroed, so that the fi
 its size and its addresses but packs to a fraction. A container that has nothing for
 sm_90 keeps its best PTX, or with --no-ptx one tiny entry of another chip, so that the
 driver still says "no kernel image".
-Called by build_carry.sh. Needs nothing but Python.
-Process: any
 """
 
 import argparse

@@ -3,7 +3,6 @@
 
 Each line is one check and its verdict; a failure does not stop the others. Without a
 GPU it only checks that the calls fit the operators' schemas. Status 1 if any failed.
-Process: any
 """
 
 import importlib

@@ -4,7 +4,6 @@
 Writes a config, a byte-level tokenizer and random weights, generates in bfloat16 and
 prints tokens per second. --check compares log-probabilities of a prompt with plain
 transformers on the same weights. Status 1 if anything is wrong.
-Process: any
 """
 
 import argparse

@@ -1,4 +1,1 @@
-"""The two pools: which superblocks a request holds, and when it gives some back.
-
-Process: any
-"""
+"""The engine process: which superblocks a request holds and when it returns some."""

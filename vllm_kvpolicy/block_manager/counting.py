@@ -3,7 +3,6 @@
 The mixin is the base of scheduler's. The classes are for servers without a policy that
 policies are compared with: `--scheduler-cls` takes COUNTING_CLASSES of compat, patch
 then shows the counters on /metrics.
-Process: engine
 """
 
 from typing import Any

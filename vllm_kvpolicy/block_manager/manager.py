@@ -4,7 +4,6 @@ The spec states the compressed footprint to vLLM's start-up checks; the manager 
 superblocks back inside vLLM's own `allocate_slots`. Importing this module registers
 both, so it is imported by the worker and the scheduler of an engine with a policy, and
 by unpickling the spec, but never by the entry point.
-Process: engine
 """
 
 from collections.abc import Sequence
@@ -17,8 +16,9 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from vllm_kvpolicy.block_manager.placement import PLACEMENTS, event_seed
+from vllm_kvpolicy.block_manager.placement import PLACEMENTS
 from vllm_kvpolicy.block_manager.planner import Planner
+from vllm_kvpolicy.events import event_seed
 from vllm_kvpolicy.protocol import UsedBlocks
 
 

@@ -1,9 +1,4 @@
-"""Where survivors go: which superblocks stay with the request after an event.
-
-Called by the KV cache manager. Every placement returns as many blocks as the planner
-asks for; the difference between old and new ownership is what the event gives back.
-Process: engine
-"""
+"""Where survivors go: which superblocks stay with the request after an event."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -76,8 +71,3 @@ PLACEMENTS: dict[str, Placement] = {
     "shuffled": shuffled,
     "exchanged": exchanged,
 }
-
-
-def event_seed(ordinal: int, position: int) -> int:
-    """Return a seed that repeats when the request is computed again."""
-    return ordinal << 32 | position

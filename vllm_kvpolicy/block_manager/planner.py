@@ -1,14 +1,10 @@
-"""Plans events and query windows for every request of one engine; owns frontiers.
-
-Called by the scheduler mixin (clip, commands) and by the KV cache manager (take_due).
-Process: engine
-"""
+"""Plans events and query windows for every request of one engine; owns frontiers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
-from vllm_kvpolicy.block_manager.events import Footprint
+from vllm_kvpolicy.events import Footprint
 from vllm_kvpolicy.protocol import (
     NO_COMMANDS,
     CompactEvent,
@@ -16,25 +12,9 @@ from vllm_kvpolicy.protocol import (
     UsedBlocks,
     WindowCapture,
 )
+from vllm_kvpolicy.sizes import PlannerLimits
 
 NO_SLOT = -1
-
-
-@dataclass(frozen=True)
-class PlannerLimits:
-    """Sizes that are fixed for the life of an engine.
-
-    Args:
-        block_size: N, tokens per superblock.
-        window_tokens: W, rows of a query window: the most that any policy reads.
-        window_slots: query windows that may be open at once.
-        events_per_step: events that one step may carry.
-    """
-
-    block_size: int
-    window_tokens: int
-    window_slots: int
-    events_per_step: int
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,1 @@
-"""Operations on tensors, each with a PyTorch reference.
-
-Process: any
-"""
+"""Operations on tensors, each with a PyTorch reference."""

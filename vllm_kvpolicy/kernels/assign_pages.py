@@ -1,9 +1,5 @@
 """Which head page goes to which KV head after an event, pages staying where they can.
 
-Called by attention.layouts for heads of different lengths; the PyTorch reference of a
-later kernel.
-Process: worker
-
 Source: this project. Deviations: none.
 """
 

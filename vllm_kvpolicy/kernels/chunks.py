@@ -1,8 +1,4 @@
-"""Runs a function over (event, layer) pairs, a few at a time, to bound its memory.
-
-Called by scorers whose intermediate results are much larger than keys.
-Process: worker
-"""
+"""Runs a function over (event, layer) pairs, a few at a time, to bound its memory."""
 
 from collections.abc import Callable
 

@@ -1,9 +1,5 @@
 """Move kept tokens to their places.
 
-Called by attention.compaction with a batch of events, for keys and for values; its
-twins share `column_slices`.
-Process: worker
-
 Source: this project. Deviations: none.
 """
 

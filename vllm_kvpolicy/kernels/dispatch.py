@@ -2,8 +2,6 @@
 
 An operation is a PyTorch reference and, under the same name in kernels.triton and in
 kernels.cuda, twins with its signature and its results.
-Called by the other modules of this folder, whose operations are objects made here.
-Process: worker
 """
 
 from collections import Counter

@@ -1,8 +1,5 @@
 """The decision of DMS: whether a token and KV head may drop the token before it.
 
-Called by train.dms_attention, and where a model is served with an adapter.
-Process: worker
-
 Source: DMS (arXiv 2506.05345) section 3; with layers of its own, https://github.com/
 NVIDIA/Model-Optimizer/tree/a2fbac7b/experimental/dms. Deviations: logits are float32.
 """

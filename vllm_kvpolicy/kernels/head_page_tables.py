@@ -1,9 +1,5 @@
 """Page lists of every KV head, as attention kernels read them: one row per head.
 
-Called by attention.head_tables: by the folded attention of each step, with tensors at
-fixed addresses where graphs are captured, and before events.
-Process: worker
-
 Source: this project. Deviations: none.
 """
 

@@ -1,8 +1,5 @@
 """For each key of a row, the last other key that points almost the same way.
 
-Called by policies.rkv; the PyTorch reference of a later fused kernel.
-Process: worker
-
 Source: R-KV (arXiv 2505.24133) section 3.3 and `cal_similarity` in
 https://github.com/Zefan-Cai/R-KV/blob/d15c9767/rkv/utils.py, direction "last".
 Deviations: a tile of similarities at a time (theirs stores all of them).

@@ -4,9 +4,6 @@ With weights w = softmax of the query's logits s over the group, k' = sum w k an
 v' = sum w v. What the group adds to the output keeps its direction exactly. Its LSE
 falls from ln sum exp(s) to s' = sum w s, that is by the entropy of w: 0 where one token
 dominates, ln M at most. A logit bias of that size makes the merge exact.
-Called by nothing in serving, where policies.merging and kernels.merge_pages do it to
-pairs, without the bias; their tests compare with it.
-Process: worker
 
 Source: Hard-KV, appendix G, theorem G.1; https://github.com/SuDIS-ZJU/HARDInfer.
 Deviations: any number of tokens per group; the deficit comes back as a bias.

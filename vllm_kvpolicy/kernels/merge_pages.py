@@ -1,9 +1,5 @@
 """Mix another token into tokens of the cache.
 
-Called by attention.merging after survivors have moved, for keys and for values; the
-PyTorch reference of a later kernel.
-Process: worker
-
 Source: Hard-KV, appendix G, theorem G.1, for pairs: `kernels.lse_merge` with the
 logarithms of the weights as logits; https://github.com/SuDIS-ZJU/HARDInfer.
 Deviations: none.

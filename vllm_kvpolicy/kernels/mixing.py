@@ -1,8 +1,5 @@
 """A hash of integers, for choices that look random and are a function of their inputs.
 
-Called by policies that shuffle or draw.
-Process: worker
-
 Source: https://nullprogram.com/blog/2018/07/31/ (lowbias32).
 """
 

@@ -3,9 +3,6 @@
 All of it is raw attention per KV head: the logit of a key is the largest of the group's
 query heads, a row is one of the newest W queries, and the softmax goes over every token
 that the query sees, must-keep tokens included.
-Called by kernels.window_usage, policies.hard and attention.notes; the PyTorch reference
-of a later fused kernel.
-Process: worker
 
 Source: Hard-KV, Problem 1 (top-p), Cautious Update (votes) and appendix G (LSE);
 https://github.com/SuDIS-ZJU/HARDInfer.

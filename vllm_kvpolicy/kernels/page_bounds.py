@@ -1,8 +1,5 @@
 """The smallest and largest key of each page, and what a query can find in a page.
 
-Called by attention.selection: bounds at events, scores in each layer of a step.
-Process: worker
-
 Source: Quest (arXiv 2406.10774) section 3. Deviations: none.
 """
 

@@ -4,9 +4,6 @@ The same number of tokens is added to every head, or taken from every head, unti
 pages they fill add up to the total; what a floor or a cap keeps a head from giving or
 taking falls to the others. Where the counts fill the total up to rounding, that is the
 rule of largest remainders.
-Called by the ragged allocators (with pages of one token) and by attention.layouts; the
-PyTorch reference of a later kernel.
-Process: worker
 
 Source: this project; remainders as in Hamilton's method of apportionment. Deviations:
 a common shift in place of Hamilton's common factor, so that a larger total never takes

@@ -1,9 +1,5 @@
 """Page tables and lengths of a step, as attention kernels read them.
 
-Called by attention.physical_tables with tensors at fixed addresses, so that a captured
-graph reads the tables of the step in which it is replayed.
-Process: worker
-
 Source: this project. Deviations: none.
 """
 

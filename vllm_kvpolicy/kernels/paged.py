@@ -1,7 +1,6 @@
 """Keys or values of held tokens, read where they lie or copied out.
 
-Made by attention.compaction from the KV cache, and by anybody from a plain tensor.
-Process: worker
+Made by worker.compaction from the KV cache, and by anybody from a plain tensor.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,5 @@
 """Write gates of tokens whose keys lie on pages.
 
-Called by policies.wgkv, for the tokens that are new at an event.
-Process: worker
-
 Source: WG-KV (arXiv 2512.17452) section 3.2; see kernels.wgkv_gate. Deviations: there.
 """
 
@@ -11,8 +8,8 @@ import torch
 from vllm_kvpolicy.kernels.chunks import CHUNK_BYTES
 from vllm_kvpolicy.kernels.dispatch import Operation
 from vllm_kvpolicy.kernels.paged import PagedTokens
+from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights, gate_cached
-from vllm_kvpolicy.policies.rope import Rope
 
 
 def paged_gates_ref(

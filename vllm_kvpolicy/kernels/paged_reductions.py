@@ -1,8 +1,5 @@
 """Numbers of single tokens that take one look at their keys or values.
 
-Called by scorers at an event.
-Process: worker
-
 Source: this project. Deviations: none.
 """
 

@@ -3,8 +3,6 @@
 The order: higher score first; NaN counts as minus infinity; of equal scores the later
 position wins. All functions work on rows [R, T], never wait for the device, and their
 result for a row does not depend on other rows or on padding.
-Called by policies and by attention.compaction.
-Process: worker
 """
 
 import torch

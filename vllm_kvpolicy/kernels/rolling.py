@@ -2,10 +2,8 @@
 
 Every sum adds the same entries in the same order in float64, wherever the row starts
 and however long it is, so that a recomputed token gets the value that it had.
-Called by policies.
-Process: worker
 
-Source: EpiKV's rolling mean and z-score; see policies.epikv. Deviations: none.
+Source: EpiKV's rolling mean and z-score; see policies.scorers.epikv. Deviations: none.
 """
 
 import torch

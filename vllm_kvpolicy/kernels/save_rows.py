@@ -1,9 +1,5 @@
 """Keep some of a step's rows: the queries of requests that are near an event.
 
-Called by attention.windows in the attention of each layer, which a graph may have
-captured: which rows are kept is read from memory when it is replayed.
-Process: worker
-
 Source: this project. Deviations: none.
 """
 

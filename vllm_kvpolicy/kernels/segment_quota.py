@@ -1,8 +1,5 @@
 """Cuts a row of tokens into segments of equal mass and shares a budget among them.
 
-Called by policies.ams and policies.strat.
-Process: worker
-
 Source: AMS (arXiv 2605.23200) section 3.2-3.3, appendix B; where paper and code differ,
 the cut, split, merge and round-robin rules are those of the code,
 https://github.com/EIT-NLP/AdaptiveMassSegment/blob/7eb32cd75600c55888f223dddd2827a81d4f6a80/kvpress/presses/adaptive_segment_head_press.py.

@@ -1,9 +1,4 @@
-"""Softmax over those tokens of a row that count.
-
-Called by kernels.window_logits, kernels.window_usage, kernels.nucleus and by scorers
-that leave tokens out of what they measure.
-Process: worker
-"""
+"""Softmax over those tokens of a row that count."""
 
 import math
 

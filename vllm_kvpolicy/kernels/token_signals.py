@@ -1,9 +1,5 @@
 """What a token shows while it is computed: how far the hidden state moved, and how much
 the channels of its key or value differ.
-
-Called by attention.signals and attention.hidden_states in a forward pass, and by
-policies that are given whole traces.
-Process: worker
 """
 
 import torch

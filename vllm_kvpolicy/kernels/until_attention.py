@@ -1,13 +1,9 @@
 """Attention over pages whose tokens say themselves until when they are seen.
 
-Called by attention.expiry, whose rows are those of attention.folding, instead of a
-stock kernel that sees whatever is held.
-Process: worker
-
 Memory order: D may have any stride in keys and values, so that keys may be stored as
-columns (attention.pages); query and output are read and written by their strides. All
+columns (worker.pages); query and output are read and written by their strides. All
 else is read as it lies, nothing is copied.
-Source: the mask is that of admission.visibility.visible_until, read per slot, WG-KV
+Source: the mask is that of kernels.visibility.visible_until, read per slot, WG-KV
 (arXiv 2512.17452) section 3.3; softmax in base 2 as in FlashAttention-2
 (arXiv 2307.08691). Deviations: none.
 """

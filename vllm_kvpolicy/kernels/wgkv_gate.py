@@ -1,8 +1,5 @@
 """The write gate of WG-KV: of how much use a token is outside the window.
 
-Called by train.wgkv_attention, and by kernels.paged_gates with cached keys alone.
-Process: worker
-
 Source: WG-KV (arXiv 2512.17452) section 3.2 and
 https://github.com/EMCLab-Sinica/WG-KV/blob/a6943894/src/modeling_layers.py.
 Deviations: the key before its rotation is recovered from the cached one, not stored;
@@ -15,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_kvpolicy.kernels.chunks import CHUNK_BYTES
-from vllm_kvpolicy.policies.rope import Rope
+from vllm_kvpolicy.kernels.rope import Rope
 
 EPSILON = 1e-6  # added to mean squares
 

@@ -1,8 +1,5 @@
 """What the newest W queries see of the cached keys, as logits.
 
-Called by kernels.window_usage and kernels.nucleus, which reduce them.
-Process: worker
-
 Source: causal attention of the captured queries, each at its own position (AMS,
 arXiv 2605.23200, section 3.1, rotates the whole window to the current one).
 """

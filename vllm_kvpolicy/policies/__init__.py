@@ -1,7 +1,6 @@
 """Which tokens a KV head keeps: scorers, allocators and the policies they form.
 
 `score` gives what a scorer ranks by for plain tensors, see `policies.scoring`.
-Process: any
 """
 
 from typing import Any

@@ -3,8 +3,6 @@
 A token's gate is evaluated once, while it is computed or at the first event after that,
 and remembered for as long as the token is held. Admission alone has no budget; an
 eviction behind it chooses among what was admitted.
-Called by policies.factory, which builds it, and by attention.compaction, which uses it.
-Process: worker
 
 Source: WG-KV (arXiv 2512.17452) sections 3.2 and 3.3, and appendix K.1 for eviction
 behind it. Deviations: tokens leave the window at events, not one by one; heads are
@@ -16,7 +14,7 @@ from typing import Protocol, cast
 
 import torch
 
-from vllm_kvpolicy.admission.visibility import NEVER
+from vllm_kvpolicy.kernels.visibility import NEVER
 from vllm_kvpolicy.policies.base import Decider, Decision, EventInputs, Needs, Policy
 
 MEMORY = "admission"

@@ -1,8 +1,5 @@
 """The contract between the worker and a policy: what an event sees and what it decides.
 
-Called by attention.compaction, once per group of events that share policy and budget.
-Process: worker
-
 Axes used everywhere: E events (one request each), L layers, H KV heads, G query heads
 per KV head (Hq = H * G), T tokens held (right-padded, per head), D head size, W window
 queries, K budget in tokens per KV head, C survivors to place, R = E * L * H rows.
@@ -18,8 +15,8 @@ import torch
 from torch import nn
 
 from vllm_kvpolicy.kernels.paged import PagedTokens
+from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
-from vllm_kvpolicy.policies.rope import Rope
 from vllm_kvpolicy.policies.signals import TokenSignal
 
 
@@ -101,7 +98,7 @@ class EventInputs:
         fresh_tokens: tokens computed since the request's last event, of the event with
             the most.
         until: [E, L, H, T] int32, first query that no longer sees each token;
-            `admission.visibility.NEVER` where it is kept.
+            `kernels.visibility.NEVER` where it is kept.
         candidates: [E, L, H, T] bool, tokens that an eviction may choose, must-keep
             tokens among them; None for all. Fewer than the budget may be left of a row.
     """

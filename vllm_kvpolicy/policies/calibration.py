@@ -1,7 +1,6 @@
 """Calibration files: what scorers know of a model's queries before they see any.
 
-Written by calibrate, read by policies.triattention and policies.qfilter.
-Process: any
+Written by `calibrate`.
 
 A safetensors file with the fields of `Calibration` as text in its header; nothing in it
 can run.
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vllm_kvpolicy import model_files
+from vllm_kvpolicy.policies import model_files
 
 NAME = "calibration"
 _expect = partial(model_files.expect, NAME)
@@ -56,7 +55,7 @@ class Calibration:
 
         "triattention": `query_real` and `query_imag` [L, Hq, D/2], mean pre-RoPE query
         with channels f and f + D/2 as one complex number; `query_abs`, the mean of its
-        absolute value. "qfilter": `filters` [L, H, D], see `policies.qfilter`.
+        absolute value. "qfilter": `filters` [L, H, D], see `policies.scorers.qfilter`.
         """
         if self.kind == "qfilter":
             return {"filters": (self.num_layers, self.num_kv_heads, self.head_dim)}

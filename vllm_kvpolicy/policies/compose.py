@@ -1,8 +1,4 @@
-"""A policy made of a scorer and an allocator.
-
-Called by policies.factory, which builds it, and by attention.compaction, which uses it.
-Process: worker
-"""
+"""A policy made of a scorer and an allocator."""
 
 from dataclasses import replace
 from functools import reduce

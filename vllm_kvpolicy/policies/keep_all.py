@@ -1,8 +1,5 @@
 """Keeps every token where it is: what a selection alone chooses from.
 
-Called by attention.compaction; policies.movement adds the moving of tokens.
-Process: worker
-
 Source: this project. Deviations: none.
 """
 

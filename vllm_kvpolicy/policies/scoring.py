@@ -1,8 +1,4 @@
-"""Scores of plain tensors: what a scorer ranks tokens by, without an engine.
-
-Called by users, as `vllm_kvpolicy.policies.score`.
-Process: any
-"""
+"""Scores of plain tensors: what a scorer ranks tokens by, without an engine."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,12 +6,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.base import EventInputs, Needs
-from vllm_kvpolicy.policies.catalogue import SCORERS, Word
-from vllm_kvpolicy.policies.epikv import signals_from_hidden
-from vllm_kvpolicy.policies.factory import build
-from vllm_kvpolicy.policies.params import Param, check
-from vllm_kvpolicy.policies.rope import Rope
+from vllm_kvpolicy.policies.build import build
+from vllm_kvpolicy.policies.catalogue.options import Param, check
+from vllm_kvpolicy.policies.catalogue.words import SCORERS, Word
+from vllm_kvpolicy.policies.scorers.epikv import signals_from_hidden
 
 SINKS = Param("sinks", "int", 4, "leading tokens that some scorers leave out")
 
@@ -32,7 +28,7 @@ def score(
     """Score the tokens that one layer holds, whatever must stay by other rules.
 
     Args:
-        name: a scorer, a key of `policies.catalogue.SCORERS`.
+        name: a scorer, a key of `policies.catalogue.words.SCORERS`.
         k: [Hk, T, D] floating point, cached post-RoPE keys, oldest first.
         v: [Hk, T, D] floating point, cached values.
         q: [Hq, W, D] floating point, the newest W post-RoPE queries, newest last; query

@@ -1,7 +1,6 @@
 """What a policy asks the worker to measure at every token while it is computed.
 
-Imported by policies.base; measured by attention.signals.
-Process: worker
+Imported by policies.base; measured by worker.captures.token_signals.
 """
 
 from dataclasses import dataclass

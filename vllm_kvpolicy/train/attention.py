@@ -1,8 +1,5 @@
 """Attention of a transformers model whose student sees older keys less, or not at all.
 
-Called by train.base, as the model's attention function; `Student` says what is seen.
-Process: any
-
 Source: the biases of WG-KV (arXiv 2512.17452) section 3.4 and DMS (arXiv 2506.05345)
 section 3. Deviations: an explicit bias on blocks of queries.
 """
@@ -15,7 +12,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from vllm_kvpolicy.admission.visibility import visible, visible_until
+from vllm_kvpolicy.kernels.visibility import visible, visible_until
 
 NAME = "kvpolicy_student"  # of the attention function, in transformers
 BLOCK = 512  # queries whose weights are in memory at a time

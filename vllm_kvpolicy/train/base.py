@@ -1,8 +1,4 @@
-"""The model that something is trained for: teacher and, in another pass, student.
-
-Called by train.wgkv and train.dms.
-Process: any
-"""
+"""The model that something is trained for: teacher and, in another pass, student."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +6,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from vllm_kvpolicy.admission.wgkv_gates import FLAVOURS
-from vllm_kvpolicy.policies.rope import Rope
+from vllm_kvpolicy.kernels.rope import Rope
+from vllm_kvpolicy.policies.admissions.wgkv.gates import FLAVOURS
 from vllm_kvpolicy.train.attention import NAME, Student
 
 # Kinds of RoPE whose frequencies do not change with the length of a sequence.

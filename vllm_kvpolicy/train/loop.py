@@ -1,8 +1,4 @@
-"""Takes the steps of a training run, from where it was left off.
-
-Called by train.wgkv_loop and train.dms_loop.
-Process: any
-"""
+"""Takes the steps of a training run, from where it was left off."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass

@@ -1,8 +1,4 @@
-"""The options that both trainers have: rows, machine, and how they are checked.
-
-Called by train.wgkv_options and train.dms_options.
-Process: any
-"""
+"""The options that both trainers have: rows, machine, and how they are checked."""
 
 import argparse
 from pathlib import Path

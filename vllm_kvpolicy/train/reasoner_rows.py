@@ -1,9 +1,4 @@
-"""Rows of tokens to train on: problems of the repository's reasoner, with traces.
-
-Called by train.sources where `--reasoner` is given. Knows the package `reasoner`, which
-knows nothing of this one and comes with a checkout only.
-Process: any
-"""
+"""Rows of tokens to train on: problems of the repository's reasoner, with traces."""
 
 import json
 import random

@@ -1,8 +1,4 @@
-"""Rows of tokens to train on, out of text files.
-
-Called by train.sources.
-Process: any
-"""
+"""Rows of tokens to train on, out of text files."""
 
 import json
 import random

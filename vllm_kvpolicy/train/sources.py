@@ -1,8 +1,4 @@
-"""What both trainers read as their command lines say: a model's rows, and its dtype.
-
-Called by train.wgkv and train.dms.
-Process: any
-"""
+"""What both trainers read as their command lines say: a model's rows, and its dtype."""
 
 import argparse
 from pathlib import Path

@@ -1,9 +1,5 @@
 """Moves kept tokens to their places, a thread block per head and slice of columns.
 
-Called by kernels.compact_pages where CUDA C++ is asked for; csrc/compact_pages.cu does
-it.
-Process: worker
-
 Source: this project. Deviations: none.
 """
 

@@ -1,8 +1,4 @@
-"""Loads the package's CUDA kernels, which setup.py builds where it finds a compiler.
-
-Called by the other modules of this folder.
-Process: worker
-"""
+"""Loads the package's CUDA kernels, which setup.py builds where it finds a compiler."""
 
 import math
 from pathlib import Path

@@ -1,8 +1,5 @@
 """Fills page tables and lengths of a step, a thread per entry.
 
-Called by kernels.page_tables where CUDA C++ is asked for; csrc/page_tables.cu does it.
-Process: worker
-
 Source: this project. Deviations: none.
 """
 

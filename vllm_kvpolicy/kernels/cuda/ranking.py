@@ -1,8 +1,5 @@
 """Selects the best tokens of each row, a thread block per row.
 
-Called by kernels.ranking where CUDA C++ is asked for; csrc/ranking.cu does it.
-Process: worker
-
 Source: csrc/include/kvpolicy/radix_select.cuh names it. Deviations: none.
 """
 

@@ -1,9 +1,5 @@
 """Picks the best tokens of each group of a row, a thread block per row.
 
-Called by kernels.segment_quota where CUDA C++ is asked for; csrc/segment_quota.cu does
-it.
-Process: worker
-
 Source: csrc/include/kvpolicy/radix_select.cuh names it. Deviations: none.
 """
 

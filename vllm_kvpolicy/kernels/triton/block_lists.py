@@ -1,8 +1,5 @@
 """Which blocks of keys a tile of queries has to read: lists, made on the device.
 
-Called by kernels.triton.until_attention.
-Process: worker
-
 One launch writes down the latest `until` of every block of keys of a row, another one
 sifts a row's blocks for each tile. Their sizes follow from those of the batch.
 """

@@ -1,8 +1,5 @@
 """Moves kept tokens to their places, a program per head and slice of columns.
 
-Called by kernels.compact_pages on a GPU.
-Process: worker
-
 Source: this project. Deviations: none.
 """
 

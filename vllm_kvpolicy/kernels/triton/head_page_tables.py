@@ -1,7 +1,4 @@
-"""Twin in Triton of kernels.head_page_tables: one program per row and head.
-
-Process: worker
-"""
+"""Twin in Triton of kernels.head_page_tables: one program per row and head."""
 
 import torch
 import triton

@@ -1,7 +1,5 @@
 """Twins in Triton of kernels.page_bounds: bounds by page, scores by tile of a row.
 
-Process: worker
-
 Sums are added up in another order than the reference's.
 """
 

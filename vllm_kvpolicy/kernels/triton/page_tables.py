@@ -1,7 +1,4 @@
-"""Twin in Triton of kernels.page_tables: one program per row and run of columns.
-
-Process: worker
-"""
+"""Twin in Triton of kernels.page_tables: one program per row and run of columns."""
 
 import torch
 import triton

@@ -1,8 +1,5 @@
 """Write gates of keys read where they lie, one program per tile of a row's tokens.
 
-Called by kernels.paged_gates on a GPU.
-Process: worker
-
 A program turns the keys of its tile back, normalises both halves of both, and goes
 through the hidden units block by block; nothing of the size of keys or units is stored.
 Angles are reduced to one turn in float64. Tiles follow from the model alone, so a
@@ -21,8 +18,8 @@ import triton.language as tl
 
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.paged_gates import check_shapes
+from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.wgkv_gate import EPSILON, GateWeights
-from vllm_kvpolicy.policies.rope import Rope
 
 TILE_BYTES = 16384  # of half a key in a tile, times the bytes of a number
 ADDED = tl.constexpr(EPSILON)

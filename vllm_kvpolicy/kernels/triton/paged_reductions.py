@@ -1,8 +1,5 @@
 """Twins in Triton of kernels.paged_reductions: one program per tile of a row's tokens.
 
-Called by kernels.paged_reductions on a GPU.
-Process: worker
-
 Keys and values are read where they lie and nothing of their size is stored: norms and
 projections read them once, cosines twice. The tile's size follows from the head size
 alone, and the tiles of a row are put together in order, so a row's result depends on

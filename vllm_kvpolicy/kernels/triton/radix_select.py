@@ -3,8 +3,6 @@
 The quota-th best score is found bit by bit, from the highest one down: a bit is set if
 enough tokens are at least as good. Sums of flags are all that it takes, so the result
 does not depend on their order. Of equal scores the later position wins.
-Called by kernels.triton.ranking and kernels.triton.segment_quota.
-Process: worker
 
 Source: radix selection (Alabi et al., Fast k-selection algorithms for graphics
 processing units, 2012). Deviations: one bit per pass, in registers.

@@ -1,8 +1,4 @@
-"""Twins of kernels.ranking: selections of rows, and lists of what a mask holds.
-
-Called by kernels.dispatch.
-Process: worker
-"""
+"""Twins of kernels.ranking: selections of rows, and lists of what a mask holds."""
 
 import math
 

@@ -1,7 +1,4 @@
-"""Twin in Triton of kernels.save_rows: one program per row and run of its numbers.
-
-Process: worker
-"""
+"""Twin in Triton of kernels.save_rows: one program per row and run of its numbers."""
 
 import torch
 import triton

@@ -1,8 +1,5 @@
 """Cuts rows into segments of equal mass: where they start, and what lies before that.
 
-Called by kernels.triton.segment_quota.
-Process: worker
-
 Source: kernels.segment_quota, whose rules these are. Deviations: none.
 Axes: R rows, T tokens, S segments.
 """

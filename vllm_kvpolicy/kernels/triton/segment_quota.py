@@ -1,8 +1,5 @@
 """Twins of kernels.segment_quota: quotas of segments, and the tokens that they pay for.
 
-Called by kernels.dispatch.
-Process: worker
-
 Axes: R rows, T tokens (right-padded), S segments.
 """
 

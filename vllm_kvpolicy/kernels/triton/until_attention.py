@@ -1,8 +1,5 @@
 """Attention over pages, hidden tokens left out, in blocks of keys.
 
-Called by kernels.until_attention on a GPU.
-Process: worker
-
 Prompts: a program takes a tile of queries with all their heads, so that tensor cores
 get full tiles. Two small launches first write down the latest `until` of every block of
 keys, and for each tile the blocks that any of its queries sees; the loop over these is

@@ -1,8 +1,5 @@
 """Window attention read from the pages, without storing a logit.
 
-Called by kernels.window_usage on a GPU.
-Process: worker
-
 One program reads one tile of keys and takes the group's query heads in turn. Pass 1
 writes the largest logit and the sum of weights of every query in every tile, a small
 kernel puts the tiles of a row together, and pass 2 makes the same logits again and

@@ -1,0 +1,130 @@
+"""The argument group `KVPolicy` and the way from given values to plain data."""
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
+from vllm_kvpolicy.config_keys import FLAG_KEYS, IntegerKey
+from vllm_kvpolicy.policies.catalogue.names import grammar, parse
+
+# Attribute of the parsed command line -> key of the plain form.
+ARGUMENTS = {
+    "kv_policy": "policy",
+    **{f"kv_{key.key}": key.key for key in FLAG_KEYS},
+    "kv_policy_config": "policy_config",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the argument group; what is not given leaves no attribute."""
+    group = parser.add_argument_group(
+        title="KVPolicy",
+        description="Keep a bounded part of every request's KV cache and give the "
+        "memory that this saves back to the scheduler. Numbers count tokens per KV "
+        "head.",
+    )
+    group.add_argument(
+        "--kv-policy",
+        metavar="NAME",
+        type=_policy_name,
+        default=argparse.SUPPRESS,
+        help=f"What to keep: {grammar()}. Off unless given.",
+    )
+    for key in FLAG_KEYS:
+        default = getattr(KVPolicyConfig, key.field)
+        group.add_argument(
+            f"--kv-{key.key}",
+            metavar="TOKENS",
+            type=_integer(key),
+            default=argparse.SUPPRESS,
+            help=f"{key.summary[0].upper()}{key.summary[1:]} (default: {default}).",
+        )
+    group.add_argument(
+        "--kv-policy-config",
+        metavar="JSON",
+        type=_json_object,
+        default=argparse.SUPPRESS,
+        help='Options of the policy, such as \'{"preset": "paper"}\'; they win over a '
+        'preset. {"allow": [NAME, ...]} lets requests choose among further policies; '
+        '{"trace": FOLDER} records what events keep.',
+    )
+
+
+def given_values(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plain form of what was given.
+
+    Args:
+        arguments: attributes of a parsed command line, or keyword arguments.
+    """
+    return {
+        key: arguments[name]
+        for name, key in ARGUMENTS.items()
+        if arguments.get(name) is not None
+    }
+
+
+def merge(additional_config: Any, given: Mapping[str, Any]) -> Any:
+    """Put given values into vLLM's `additional_config`.
+
+    Args:
+        additional_config: what vLLM has so far; not changed.
+        given: plain form; each value wins over one that is there already.
+
+    Returns:
+        `additional_config` itself where nothing is given, else a new dict.
+
+    Raises:
+        ValueError: `additional_config` cannot hold values, or holds something else
+            under our key.
+    """
+    if not given:
+        return additional_config
+    if not isinstance(additional_config or {}, Mapping):
+        raise ValueError(
+            f"additional_config: got {type(additional_config).__name__}, expected a "
+            "mapping beside --kv-policy"
+        )
+    merged = dict(additional_config or {})
+    present = merged.get(CONFIG_KEY, {})
+    if not isinstance(present, Mapping):
+        raise ValueError(
+            f"additional_config: got {present!r} under {CONFIG_KEY!r}, expected a "
+            "mapping"
+        )
+    merged[CONFIG_KEY] = {**present, **given}
+    return merged
+
+
+def _policy_name(text: str) -> str:
+    try:
+        return parse(text).name
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _integer(key: IntegerKey) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        value: Any = text
+        with suppress(ValueError):  # the check names what is no number
+            value = int(text)
+        try:
+            return key.check(value, f"kv_{key.key}")
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(
+            f"kv_policy_config: got {text!r}, expected a JSON object"
+        )
+    return value

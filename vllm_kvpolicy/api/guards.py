@@ -1,0 +1,344 @@
+"""What a policy is not tested with, as one table of refusals."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_kvpolicy import compat
+from vllm_kvpolicy.config import server_config
+from vllm_kvpolicy.policies.catalogue.words import ADMISSIONS, ALLOCATORS, SELECTIONS
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One feature that does not go together with a policy yet.
+
+    Args:
+        name: the feature, as a reader of vLLM's documentation knows it.
+        applies: tells from a finished VllmConfig whether the feature is on.
+        change: what to do about it, an imperative.
+        by_machine: depends on the installation alone; `applies` ignores its argument.
+    """
+
+    name: str
+    applies: Callable[[Any], bool]
+    change: str
+    by_machine: bool = False
+
+
+def _layer_kinds(config: Any) -> set[str]:
+    """Return the attention kinds that the model names for its layers."""
+    return set(getattr(config.model_config.hf_text_config, "layer_types", None) or ())
+
+
+def _block_is_odd(config: Any) -> bool:
+    unit = compat.BLOCK_TOKENS.get(compat.platform_name(), 1)
+    return config.cache_config.block_size % unit != 0
+
+
+def _backends(config: Any) -> set[str]:
+    """Return the attention backends that the user chose."""
+    attention = config.attention_config
+    chosen = [attention.backend, *attention.backend_per_kind.values()]
+    return {backend.name for backend in chosen if backend is not None}
+
+
+def _plans_ragged_on_host(config: Any) -> bool:
+    server = server_config(config)
+    return server is not None and server.is_ragged and "FLASHINFER" in _backends(config)
+
+
+def _own_worker(config: Any) -> bool:
+    known = {*compat.WORKER_CLASSES, *compat.WORKER_CLASSES.values()}
+    return config.parallel_config.worker_cls not in known
+
+
+def _own_scheduler(config: Any) -> bool:
+    known = {None, *compat.SCHEDULER_CLASSES.values()}
+    return config.scheduler_config.scheduler_cls not in known
+
+
+_RAGGED = ", ".join(
+    f"`{name}`"
+    for name, word in {**ALLOCATORS, **ADMISSIONS, **SELECTIONS}.items()
+    if word.ragged
+)
+
+
+def _offloads_cache(config: Any) -> bool:
+    return bool(config.kv_transfer_config or config.cache_config.kv_offloading_size)
+
+
+REFUSALS = (
+    Refusal(
+        "other vLLM versions",
+        lambda config: not compat.supports(compat.vllm_version()),
+        f"install vLLM {compat.SUPPORTED_VLLM}.x",
+        by_machine=True,
+    ),
+    Refusal(
+        "platforms other than CPU and CUDA",
+        lambda config: compat.platform_name() not in compat.BLOCK_TOKENS,
+        "run on an x86 CPU or an NVIDIA GPU",
+        by_machine=True,
+    ),
+    Refusal(
+        "a worker class of one's own",
+        _own_worker,
+        "leave out --worker-cls",
+    ),
+    Refusal(
+        "a scheduler class of one's own",
+        _own_scheduler,
+        "leave out --scheduler-cls",
+    ),
+    Refusal(
+        "prefix caching",
+        lambda config: config.cache_config.enable_prefix_caching,
+        "leave out --enable-prefix-caching",
+    ),
+    Refusal(
+        "prefill without chunks",
+        lambda config: not config.scheduler_config.enable_chunked_prefill,
+        "leave out --no-enable-chunked-prefill",
+    ),
+    Refusal(
+        "block sizes that the attention kernel cannot cut",
+        _block_is_odd,
+        "give --block-size a multiple of 32 on CPU, of 16 on CUDA, or leave it out",
+    ),
+    Refusal(
+        "other attention backends",
+        lambda config: not _backends(config) <= set(compat.ATTENTION_BACKENDS),
+        f"leave out --attention-backend ({', '.join(compat.ATTENTION_BACKENDS)} work)",
+    ),
+    Refusal(
+        f"FlashInfer with heads of their own lengths ({_RAGGED})",
+        _plans_ragged_on_host,
+        "leave out --attention-backend",
+    ),
+    Refusal(
+        "tensor parallelism",
+        lambda config: config.parallel_config.tensor_parallel_size > 1,
+        "set --tensor-parallel-size 1",
+    ),
+    Refusal(
+        "pipeline parallelism",
+        lambda config: config.parallel_config.pipeline_parallel_size > 1,
+        "set --pipeline-parallel-size 1",
+    ),
+    Refusal(
+        "data parallelism",
+        lambda config: config.parallel_config.data_parallel_size > 1,
+        "set --data-parallel-size 1 and start several servers",
+    ),
+    Refusal(
+        "decode context parallelism",
+        lambda config: config.parallel_config.decode_context_parallel_size > 1,
+        "set --decode-context-parallel-size 1",
+    ),
+    Refusal(
+        "prefill context parallelism",
+        lambda config: config.parallel_config.prefill_context_parallel_size > 1,
+        "set --prefill-context-parallel-size 1",
+    ),
+    Refusal(
+        "several nodes",
+        lambda config: config.parallel_config.nnodes > 1,
+        "set --nnodes 1",
+    ),
+    Refusal(
+        "executors other than one process or multiprocessing",
+        lambda config: (
+            config.parallel_config.distributed_executor_backend
+            not in (None, "mp", "uni")
+        ),
+        "leave out --distributed-executor-backend",
+    ),
+    Refusal(
+        "dual batch overlap",
+        lambda config: config.parallel_config.enable_dbo,
+        "leave out --enable-dbo",
+    ),
+    Refusal(
+        "microbatches",
+        lambda config: config.parallel_config.ubatch_size > 1,
+        "leave out --ubatch-size",
+    ),
+    Refusal(
+        "elastic expert parallelism",
+        lambda config: config.parallel_config.enable_elastic_ep,
+        "leave out --enable-elastic-ep",
+    ),
+    Refusal(
+        "fault tolerance",
+        lambda config: config.parallel_config.enable_fault_tolerance,
+        "leave out --enable-fault-tolerance",
+    ),
+    Refusal(
+        "speculative decoding",
+        lambda config: config.speculative_config is not None,
+        "leave out --speculative-config",
+    ),
+    Refusal(
+        "LoRA adapters",
+        lambda config: config.lora_config is not None,
+        "leave out --enable-lora, or merge the adapter into the model",
+    ),
+    Refusal(
+        "sliding-window attention",
+        lambda config: (
+            config.cache_config.sliding_window is not None
+            or "sliding_attention" in _layer_kinds(config)
+        ),
+        "serve a model whose layers all attend to the whole context",
+    ),
+    Refusal(
+        "layers other than full attention",
+        lambda config: bool(
+            _layer_kinds(config) - {"full_attention", "sliding_attention"}
+        ),
+        "serve a model whose layers all attend to the whole context",
+    ),
+    Refusal(
+        "mamba and linear-attention hybrids",
+        lambda config: config.model_config.is_hybrid,
+        "serve a pure attention model",
+    ),
+    Refusal(
+        "attention-free models",
+        lambda config: config.model_config.is_attention_free,
+        "leave out --kv-policy: there is no KV cache",
+    ),
+    Refusal(
+        "multi-head latent attention (MLA)",
+        lambda config: config.model_config.use_mla,
+        "serve a model with grouped-query or multi-head attention",
+    ),
+    Refusal(
+        "hierarchical sparse attention (HiSparse)",
+        lambda config: config.attention_config.hisparse_config is not None,
+        "leave out its --attention-config entry",
+    ),
+    Refusal(
+        "non-causal attention",
+        lambda config: config.attention_config.use_non_causal,
+        "leave out its --attention-config entry",
+    ),
+    Refusal(
+        "KV sharing between layers",
+        lambda config: bool(
+            getattr(config.model_config.hf_text_config, "num_kv_shared_layers", 0)
+            or config.cache_config.kv_sharing_fast_prefill
+        ),
+        "serve a model in which every layer has its own keys and values, without "
+        "--kv-sharing-fast-prefill",
+    ),
+    Refusal(
+        "quantised KV caches",
+        lambda config: config.cache_config.cache_dtype != "auto",
+        "leave out --kv-cache-dtype (checkpoints that ask for one need "
+        "--kv-cache-dtype auto and an unquantised variant)",
+    ),
+    Refusal(
+        "KV connectors and KV offloading",
+        _offloads_cache,
+        "leave out --kv-transfer-config and --kv-offloading-size",
+    ),
+    Refusal(
+        "encoder-cache connectors",
+        lambda config: config.ec_transfer_config is not None,
+        "leave out --ec-transfer-config",
+    ),
+    Refusal(
+        "KV cache events",
+        lambda config: bool(
+            config.kv_events_config and config.kv_events_config.enable_kv_cache_events
+        ),
+        "leave out --kv-events-config",
+    ),
+    Refusal(
+        "the hybrid KV cache manager switched off",
+        lambda config: bool(config.scheduler_config.disable_hybrid_kv_cache_manager),
+        "leave out --disable-hybrid-kv-cache-manager",
+    ),
+    Refusal(
+        "cascade attention",
+        lambda config: not config.model_config.disable_cascade_attn,
+        "leave out --no-disable-cascade-attn",
+    ),
+    Refusal(
+        "pooling models",
+        lambda config: config.model_config.runner_type != "generate",
+        "leave out --kv-policy: they do not generate",
+    ),
+    Refusal(
+        "encoder-decoder models",
+        lambda config: config.model_config.is_encoder_decoder,
+        "serve a decoder-only model",
+    ),
+    Refusal(
+        "prefix-LM attention",
+        lambda config: config.model_config.is_mm_prefix_lm,
+        "serve a model with causal attention",
+    ),
+    Refusal(
+        "residual sliding-window attention (R-SWA)",
+        lambda config: config.model_config.rswa_window is not None,
+        "serve a model whose layers all attend to the whole context",
+    ),
+    Refusal(
+        "diffusion models",
+        lambda config: (
+            config.diffusion_config is not None or config.model_config.is_diffusion
+        ),
+        "serve an autoregressive model",
+    ),
+    Refusal(
+        "multimodal models",
+        lambda config: config.model_config.is_multimodal_model,
+        "serve a text model",
+    ),
+    Refusal(
+        "prompt embeddings",
+        lambda config: config.model_config.enable_prompt_embeds,
+        "leave out --enable-prompt-embeds",
+    ),
+    Refusal(
+        "sleep mode",
+        lambda config: config.model_config.enable_sleep_mode,
+        "leave out --enable-sleep-mode",
+    ),
+    Refusal(
+        "weight transfer",
+        lambda config: config.weight_transfer_config is not None,
+        "leave out --weight-transfer-config",
+    ),
+    Refusal(
+        "batch-invariant mode",
+        lambda config: compat.environment_flag("VLLM_BATCH_INVARIANT"),
+        "unset VLLM_BATCH_INVARIANT",
+        by_machine=True,
+    ),
+    Refusal(
+        "the Rust front end",
+        lambda config: compat.environment_flag("VLLM_USE_RUST_FRONTEND"),
+        "unset VLLM_USE_RUST_FRONTEND: it does not check requests",
+        by_machine=True,
+    ),
+)
+
+
+def machine_refusals() -> list[str]:
+    """Return what keeps any policy from running on this installation."""
+    rows = [row for row in REFUSALS if row.by_machine and row.applies(None)]
+    return [f"{row.name}: {row.change}" for row in rows]
+
+
+def refusals(vllm_config: Any) -> list[str]:
+    """Return every reason why a policy cannot run, each with what to change.
+
+    Args:
+        vllm_config: the finished VllmConfig, before or after our classes are in it.
+    """
+    return [f"{row.name}: {row.change}" for row in REFUSALS if row.applies(vllm_config)]

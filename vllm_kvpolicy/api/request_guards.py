@@ -1,0 +1,114 @@
+"""Checks one request in the API process, so that a bad one never reaches the engine."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_kvpolicy.config import PER_REQUEST_OFF, KVPolicyConfig
+from vllm_kvpolicy.config_keys import request_keys
+from vllm_kvpolicy.policies.catalogue.names import parse
+
+# What is refused per request and what to change; the documentation lists it.
+REQUEST_REFUSALS = {
+    "resumable sessions (streaming input)": "send each turn as a request of its own",
+    "beam search with `kv_*` keys in vllm_xargs": (
+        "leave out use_beam_search or the keys: vLLM's beam search drops vllm_xargs"
+    ),
+    "requests that the pool cannot hold at their longest": (
+        "lower max_tokens, and leave the policy on, shorten a protected prompt, or "
+        "lower kv_budget; a server with a smaller prefill_interval holds longer prompts"
+    ),
+}
+
+
+def check_request(request: Any, vllm_config: Any, server: KVPolicyConfig) -> None:
+    """Raise ValueError where the engine could not honour a prepared request.
+
+    Args:
+        request: vLLM's EngineCoreRequest.
+        vllm_config: of the engine that the request goes to.
+        server: the engine's policy.
+
+    Raises:
+        ValueError: a resumable session, or what `check_params` refuses.
+    """
+    if request.resumable:
+        raise ValueError(
+            f"resumable: got a streaming-input session, which --kv-policy "
+            f"{server.policy} does not support, expected each turn as its own request"
+        )
+    if request.sampling_params is not None:
+        prompt_tokens = len(request.prompt_token_ids or ())
+        check_params(request.sampling_params, prompt_tokens, vllm_config, server)
+
+
+def check_params(
+    params: Any, prompt_tokens: int, vllm_config: Any, server: KVPolicyConfig
+) -> None:
+    """Raise ValueError where the engine could not honour what a request asks for.
+
+    Stock vLLM guarantees at start-up that one request of max_model_len fits. With a
+    policy the pool may be smaller; a request that outgrows it, because it switches the
+    policy off or because its prompt is protected, would wait or restart for ever.
+
+    Args:
+        params: vLLM's SamplingParams.
+        prompt_tokens: length of the prompt, 0 where it is not known yet.
+        vllm_config: of the engine that the request goes to.
+        server: the engine's policy.
+
+    Raises:
+        ValueError: a bad `kv_*` key, or a cache larger than the pool.
+    """
+    cache_config = vllm_config.cache_config
+    block_size, num_blocks = cache_config.block_size, cache_config.num_gpu_blocks
+    config = server.with_request(params.extra_args, block_size)
+    if num_blocks is None:
+        return
+    longest = vllm_config.model_config.max_model_len
+    tokens = min(prompt_tokens + (params.max_tokens or longest), longest)
+    wanted = -(-tokens // block_size)
+    # One block is vLLM's null block. No policy holds more than the full KV cache.
+    if wanted < num_blocks:
+        return
+    if config is not None:
+        footprint = config.footprint(max(prompt_tokens, 1), block_size)
+        wanted = footprint.peak_blocks(tokens)
+    if wanted >= num_blocks:
+        name = PER_REQUEST_OFF if config is None else config.policy
+        raise ValueError(
+            f"kv_policy: with {name!r} this request holds up to {wanted} superblocks "
+            f"of {block_size} tokens on its way to {tokens} tokens, expected at most "
+            f"the {num_blocks - 1} that the pool has; lower max_tokens or "
+            f"{_other_advice(config)}"
+        )
+
+
+def _other_advice(config: KVPolicyConfig | None) -> str:
+    """Say what else makes a request smaller that runs with `config`."""
+    if config is None:
+        return "leave the policy on"
+    if config.protects_prompt:
+        return "shorten the prompt, which is kept whole"
+    info = parse(config.policy)
+    if info.keeps_all and info.admission is None:
+        return "shorten the prompt: everything is kept"
+    if info.keeps_all:
+        return "shorten the prompt: the gates may admit everything"
+    return (
+        "kv_budget, or start the server with a prefill_interval below "
+        f"{config.prefill_interval_tokens}"
+    )
+
+
+def check_beam_search(extra_args: Mapping[str, Any] | None) -> None:
+    """Raise ValueError where a beam search comes with keys that it would not follow.
+
+    Args:
+        extra_args: the request's `vllm_xargs`.
+    """
+    asked = request_keys(extra_args)
+    if asked:
+        raise ValueError(
+            f"{next(iter(asked))}: has no effect beside use_beam_search, expected one "
+            "or the other"
+        )

@@ -1,0 +1,149 @@
+"""vLLM's schedulers with events: clip steps, attach each step's commands.
+
+Named by the finished VllmConfig; run by EngineCore in place of vLLM's classes.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from vllm_kvpolicy.block_manager.counting import CountingMixin
+from vllm_kvpolicy.block_manager.manager import KVPolicyManager
+from vllm_kvpolicy.block_manager.planner import Asked, Planner
+from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
+from vllm_kvpolicy.policies.catalogue.names import parse
+from vllm_kvpolicy.sizes import capacity_line, planner_limits
+
+logger = init_logger("vllm.kv_policy")
+
+
+class KVPolicySchedulerMixin(CountingMixin):
+    """Adds events to a vLLM scheduler; every override calls the method it extends."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kv_policy = KVPolicyConfig.from_dict(
+            self.vllm_config.additional_config[CONFIG_KEY]
+        )
+        policy = parse(self.kv_policy.policy)
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        manager = managers[0]
+        if len(managers) != 1 or not isinstance(manager, KVPolicyManager):
+            raise TypeError(
+                f"expected one KV cache group with a KVPolicyManager, got {managers}"
+            )
+        self.kv_policy_limits = planner_limits(self.vllm_config, self.kv_policy)
+        self.kv_policy_planner = Planner(self.kv_policy_limits)
+        self.kv_policy_manager = manager
+        manager.attach(self.kv_policy_planner, policy.placement)
+        num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
+        logger.info(capacity_line(self.vllm_config, self.kv_policy, num_blocks))
+        self._sees_all: set[str] = set()
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request and plan its events."""
+        self._plan_request(request)
+        super().add_request(request)
+
+    def _plan_request(self, request: Request) -> None:
+        request_id, params = request.request_id, request.sampling_params
+        extra_args = params.extra_args if params is not None else None
+        try:
+            config = self.kv_policy.with_request(
+                extra_args, self.kv_policy_limits.block_size
+            )
+        except ValueError as error:
+            # The API process refuses such a request; one that reaches the engine by
+            # another door must not take the engine down.
+            logger.warning(
+                "request %s keeps the server's policy: %s", request_id, error
+            )
+            config = self.kv_policy
+        if config is None or not config.options_of().get("exact", False):
+            self._sees_all.add(request_id)
+        if config is None or request_id in self.requests:
+            return
+        prompt_tokens = request.num_prompt_tokens
+        protected = prompt_tokens if config.protects_prompt else 0
+        asked = Asked(
+            policy=config.policy,
+            footprint=config.footprint(prompt_tokens, self.kv_policy_limits.block_size),
+            sinks=max(config.sink_tokens, protected),
+            window_tokens=config.window_tokens(),
+        )
+        self.kv_policy_planner.add(request_id, asked)
+
+    def _reserve_prefill_lookahead(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        """Clip a step at the request's next event; vLLM asks for every request."""
+        num_new_tokens = super()._reserve_prefill_lookahead(
+            request, num_computed_tokens, num_new_tokens
+        )
+        return self.kv_policy_planner.clip(
+            request.request_id, num_computed_tokens, num_new_tokens
+        )
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        """Attach the step's commands to the output that the workers receive."""
+        commands = self.kv_policy_planner.finish_step(
+            scheduler_output.num_scheduled_tokens
+        )
+        if self.kv_policy.is_exact:
+            scheduled = scheduler_output.num_scheduled_tokens.keys()
+            exempt = frozenset(self._sees_all & scheduled)
+            commands = replace(commands, exempt=exempt)
+        scheduler_output.kv_policy = commands
+        super()._update_after_schedule(scheduler_output)
+        self._count()
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: Any
+    ) -> Any:
+        """Take the step's results, the workers' answers to events first."""
+        for used in getattr(model_runner_output, "kv_policy", ()):
+            self.kv_policy_manager.give_back_surplus(used)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _count(self) -> None:
+        counters, manager = self.kv_policy_counters, self.kv_policy_manager
+        counters.set_pools(manager.pool_counts(), manager.blocks_returned)
+        states = self.kv_policy_planner.states
+        if counters.ratio_due() or not states:
+            counters.set_keep_ratio(
+                (
+                    request.num_computed_tokens - states[request_id].dropped_tokens,
+                    request.num_computed_tokens,
+                )
+                for request_id, request in self.requests.items()
+                if request_id in states
+            )
+
+    def _most_held(self, request_id: str) -> int:
+        state = self.kv_policy_planner.states.get(request_id)
+        earlier = 0 if state is None else state.most_held
+        return max(super()._most_held(request_id), earlier)
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        super()._preempt_request(request, *args, **kwargs)
+        self.kv_policy_planner.restart(request.request_id)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        result = super()._free_request(request, *args, **kwargs)
+        self.kv_policy_planner.remove(request.request_id)
+        self._sees_all.discard(request.request_id)
+        self._count()
+        return result
+
+
+class KVPolicyScheduler(KVPolicySchedulerMixin, Scheduler):
+    """Synchronous scheduling with events."""
+
+
+class KVPolicyAsyncScheduler(KVPolicySchedulerMixin, AsyncScheduler):
+    """Asynchronous scheduling with events; positions include tokens in flight."""

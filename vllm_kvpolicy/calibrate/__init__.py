@@ -1,0 +1,1 @@
+"""Makes the files that calibrated policies read."""

@@ -1,0 +1,171 @@
+"""When events happen and how much a request holds between them: pure integers.
+
+The one source for scheduler, window capture, admission, start-up line and oracles.
+
+Words: p position (tokens computed before the step), K budget, I interval, R recent,
+N tokens per superblock, F frontier. Lengths are in tokens unless a name says blocks.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import takewhile
+
+
+def event_positions(
+    prompt_len: int, budget: int, interval: int, prefill_interval: int
+) -> Iterator[int]:
+    """Yield the positions of a request's events, ascending, without end.
+
+    (i) Inside the prompt: multiples of `prefill_interval` at which more than `budget`
+    tokens are held. (ii) The prompt's end, if at least `budget + interval` are held
+    there. (iii) From then on the first position at which `budget + interval` are held,
+    then every `interval`. An event at p runs before the token at p is computed.
+
+    Args:
+        prompt_len: tokens in the prompt, >= 1.
+        budget: K, tokens a KV head may attend right after an event.
+        interval: I, tokens between events.
+        prefill_interval: tokens between events inside the prompt.
+    """
+    plan = EventPlan(prompt_len, budget, interval, prefill_interval)
+    position = plan.next_event(0)
+    while True:
+        yield position
+        position = plan.next_event(position + 1)
+
+
+@dataclass(frozen=True)
+class EventPlan:
+    """The event positions of one request in closed form; see `event_positions`."""
+
+    prompt_len: int
+    budget: int
+    interval: int
+    prefill_interval: int
+
+    def _decode_start(self) -> tuple[int, bool]:
+        """Return where decode events count from and whether an event ends the prompt.
+
+        Tokens held at a position x past the prompt, before the next event, are
+        `budget + x - origin`; so decode events are I, 2I... after the origin.
+        """
+        last_inside = (self.prompt_len - 1) // self.prefill_interval
+        last_inside *= self.prefill_interval
+        origin = last_inside if last_inside > self.budget else self.budget
+        ends_in_event = self.prompt_len - origin >= self.interval
+        return (self.prompt_len if ends_in_event else origin), ends_in_event
+
+    @property
+    def decode_origin(self) -> int:
+        """Position from which decode events count: the next ones are I, 2I... later."""
+        return self._decode_start()[0]
+
+    def next_event(self, position: int) -> int:
+        """Return the first event position >= `position`."""
+        step = self.prefill_interval
+        inside = max(-(-position // step), self.budget // step + 1) * step
+        if inside < self.prompt_len:
+            return inside
+        origin, ends_in_event = self._decode_start()
+        if ends_in_event and position <= origin:
+            return origin
+        events_since = max(-(-(position - origin) // self.interval), 1)
+        return origin + events_since * self.interval
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """How many superblocks a request holds: events plus block geometry.
+
+    Args:
+        events: the request's event positions.
+        recent: R, newest tokens that are always kept.
+        block_size: N, tokens per superblock.
+        keeps_all: events may keep everything, as without a budget.
+    """
+
+    events: EventPlan
+    recent: int
+    block_size: int
+    keeps_all: bool = False
+
+    def frontier_blocks(self, position: int) -> int:
+        """Return F / N for an event at `position`; tokens at and above F are local."""
+        return (position - self.recent) // self.block_size
+
+    def global_blocks(self, position: int) -> int:
+        """Return the superblocks of survivors after an event at `position`."""
+        frontier_blocks = self.frontier_blocks(position)
+        if self.keeps_all:
+            return frontier_blocks
+        local = position - frontier_blocks * self.block_size
+        return -(-(self.events.budget - local) // self.block_size)
+
+    def peak_blocks(self, num_tokens: int) -> int:
+        """Return the most superblocks held on the way to `num_tokens` tokens.
+
+        Exact for every schedule, because steps are clipped at event positions and an
+        event frees before its request allocates. Decode events repeat with a period of
+        at most N events, so no more than one period of them is looked at.
+        """
+        peak, held, frontier = 0, 0, 0
+        settled = self.events.decode_origin + self.block_size * self.events.interval
+        last = min(num_tokens, settled) if not self.keeps_all else num_tokens
+        position = self.events.next_event(0)
+        while position < last:
+            peak = max(peak, held + -(-position // self.block_size) - frontier)
+            frontier = self.frontier_blocks(position)
+            held = self.global_blocks(position)
+            position = self.events.next_event(position + 1)
+        end = min(num_tokens, position)
+        return max(peak, held + -(-end // self.block_size) - frontier)
+
+
+@lru_cache(maxsize=64)
+def worst_case_blocks(
+    max_model_len: int,
+    budget: int,
+    interval: int,
+    prefill_interval: int,
+    recent: int,
+    block_size: int,
+) -> int:
+    """Return the superblocks that any request of up to `max_model_len` tokens may hold.
+
+    The maximum of `Footprint.peak_blocks` over all prompt lengths, at most one block
+    too high, and enough for requests that ask for smaller numbers. The peak is reached
+    before the first event, or at the end of a stretch after an event that left x local
+    tokens, x from R to R + N - 1.
+    """
+    first_inside = (budget // prefill_interval + 1) * prefill_interval
+    first = max(first_inside, budget + interval)
+    whole = -(-max_model_len // block_size)
+    if first >= max_model_len:
+        return whole
+
+    def after_event(local: int, stretch: int) -> int:
+        return -(-(budget - local) // block_size) + -(-(local + stretch) // block_size)
+
+    # Events inside a prompt lie on whole blocks; the others lie anywhere.
+    inside = after_event(
+        -(-recent // block_size) * block_size,
+        min(prefill_interval, max_model_len - first_inside),
+    )
+    decode = max(
+        after_event(local, interval) for local in range(recent, recent + block_size)
+    )
+    return min(whole, max(-(-first // block_size), inside, decode))
+
+
+def positions_up_to(plan: EventPlan, num_tokens: int) -> list[int]:
+    """Return the event positions below `num_tokens`, for oracles and reports."""
+    positions = event_positions(
+        plan.prompt_len, plan.budget, plan.interval, plan.prefill_interval
+    )
+    return list(takewhile(lambda position: position < num_tokens, positions))
+
+
+def event_seed(ordinal: int, position: int) -> int:
+    """Return a seed that repeats when the request is computed again."""
+    return ordinal << 32 | position

@@ -1,0 +1,1 @@
+"""DMS: a model trained for it decides which tokens leave its cache."""

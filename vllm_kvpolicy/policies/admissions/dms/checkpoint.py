@@ -1,0 +1,25 @@
+"""Model classes of checkpoints that carry DMS adapters beside the model's own weights.
+
+Registered with vLLM by plugin, by the name in their config.json. The base model is
+unchanged, so without a policy they run as what they were made from; `policy` reads
+the adapters from the same files.
+
+Source: https://github.com/NVIDIA/Model-Optimizer/tree/a2fbac7/experimental/dms, whose
+recipe writes them. Deviations: none.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+
+ADAPTER = ".self_attn.dms_proj_alpha"
+
+
+class Qwen3ForCausalLMDMS(Qwen3ForCausalLM):
+    """Qwen3 that leaves the adapters' tensors to `--kv-policy dms`."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load all but the adapters; returns the names of what was loaded."""
+        own = ((name, tensor) for name, tensor in weights if ADAPTER not in name)
+        return super().load_weights(own)

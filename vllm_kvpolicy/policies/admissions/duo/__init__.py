@@ -1,0 +1,1 @@
+"""DuoAttention: some heads keep everything, the others the newest tokens."""

@@ -1,0 +1,50 @@
+"""DuoAttention: some KV heads keep everything, the others sinks and the recent window.
+
+Source: DuoAttention, arXiv 2410.10819, section 2; a baseline of WG-KV (arXiv
+2512.17452). Deviations: tokens leave the window at events; equal heads are split in
+model order, not at random.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from vllm_kvpolicy.policies.admissions.duo.files import Pattern, load
+from vllm_kvpolicy.policies.base import EventInputs, Needs
+
+
+class RetrievalHeads:
+    """Admits every token to heads that retrieve, and none to others.
+
+    Args:
+        pattern: of how much use a full cache is to each head.
+        sparsity: share of the heads that get none.
+    """
+
+    needs = Needs()
+    threshold = 0.5
+
+    def __init__(self, pattern: Pattern, sparsity: float) -> None:
+        self.pattern = pattern
+        self.keeps = pattern.retrieving(sparsity).float()
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> "RetrievalHeads":
+        """Build from options that `registry.resolve_options` has checked.
+
+        Raises:
+            ValueError: the files are missing, broken, or hold something else.
+        """
+        return cls(load(options["duo_pattern"]), options["duo_sparsity"])
+
+    def check_model(
+        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
+        """Check that the pattern fits the model; see `Pattern.check_shape`."""
+        self.pattern.check_shape(num_layers, num_kv_heads)
+
+    def gates(self, inputs: EventInputs, token: torch.Tensor) -> torch.Tensor:
+        """Return [E, L, H, F], 1 in heads that retrieve; see `Admission`."""
+        self.keeps = self.keeps.to(token.device)
+        return self.keeps[..., None].expand(token.shape)

@@ -1,0 +1,1 @@
+"""WG-KV: trained write gates admit tokens to the long-term cache."""

@@ -1,0 +1,102 @@
+"""WG-KV: g = sigmoid(MLP(norm(key before RoPE), norm(key))), per layer and KV head.
+
+Source: WG-KV (arXiv 2512.17452) section 3.2; see kernels.paged_gates and docs/wgkv.md.
+Deviations: gates are evaluated from cached keys and their positions, at events; where
+attention has to be exact, while tokens are computed.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_kvpolicy.kernels.paged import PagedTokens
+from vllm_kvpolicy.kernels.paged_gates import paged_gates
+from vllm_kvpolicy.kernels.rope import Rope
+from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
+from vllm_kvpolicy.policies.admissions.wgkv.files import load
+from vllm_kvpolicy.policies.admissions.wgkv.gates import Gates
+from vllm_kvpolicy.policies.base import EventInputs, Needs
+
+
+class WriteGates:
+    """The trained gates of a model.
+
+    Args:
+        gates: as read from a file.
+        threshold: the paper's tau; None for the file's.
+        exact: tokens decide while they are computed; this is a `Decider` then.
+    """
+
+    shift = 0
+
+    def __init__(
+        self, gates: Gates, threshold: float | None = None, exact: bool = False
+    ) -> None:
+        self.needs = Needs(keys=not exact, rope=True, until=exact, exact=exact)
+        self.file = gates
+        self.window = gates.window
+        self.threshold = gates.threshold if threshold is None else threshold
+        self.weights = GateWeights(**gates.stacked())
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> "WriteGates":
+        """Build from options that `registry.resolve_options` has checked.
+
+        Raises:
+            ValueError: the file is missing, broken, or holds something else.
+        """
+        gates = load(options["wgkv_gates"])
+        return cls(gates, options["wgkv_threshold"], options["exact"])
+
+    def check_model(
+        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
+        """Check that the gates fit the model; see `Gates.check_shape`."""
+        self.file.check_shape(num_layers, num_kv_heads, head_dim)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gates."""
+        return sum(tensor.nbytes for tensor in self.weights.tensors().values())
+
+    def attach(
+        self,
+        model: nn.Module,
+        layers: Sequence[nn.Module],
+        vllm_config: Any,
+        rope: Rope | None,
+    ) -> None:
+        """Take what gates are evaluated with; see `Decider`."""
+        self._rope = rope
+        first = next(model.parameters())
+        self.weights = self.weights.to(first.device, vllm_config.model_config.dtype)
+        self._of_layer = [
+            GateWeights(**{k: t[i : i + 1] for k, t in self.weights.tensors().items()})
+            for i in range(len(layers))
+        ]
+
+    def keeps(
+        self, layer: int, key: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Return [T, H] bool of the tokens themselves; see `Decider`."""
+        assert self._rope is not None  # `needs` says so
+        # One event of one layer, [1, 1, H, T, D].
+        keys = PagedTokens.from_dense(key.transpose(0, 1)[None, None])
+        shape = keys.shape[:-1]
+        token = torch.arange(len(positions), device=positions.device).expand(shape)
+        weights = self._of_layer[layer]
+        rows = keys, token, positions.expand(shape)
+        return (paged_gates(*rows, self._rope, weights)[0, 0] > self.threshold).T
+
+    def gates(self, inputs: EventInputs, token: torch.Tensor) -> torch.Tensor:
+        """Evaluate [E, L, H, F] gates of held tokens; see `Admission`."""
+        keys = inputs.paged("keys")
+        # Weights move to the device, and to the dtype of the model, once.
+        self.weights = self.weights.to(keys.device, keys.pools[0].dtype)
+        # Nothing has been dropped since the last event: positions count to the end.
+        behind = token - inputs.lengths[..., None]
+        positions = inputs.end[:, None, None, None] + behind
+        rope = inputs.given("rope")
+        return paged_gates(keys, token, positions, rope, self.weights)

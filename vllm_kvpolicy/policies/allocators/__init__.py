@@ -1,0 +1,1 @@
+"""Allocators: how a budget is shared among heads, layers and segments."""

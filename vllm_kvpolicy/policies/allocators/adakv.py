@@ -1,0 +1,64 @@
+"""AdaKV: keep the H * K best tokens of a layer, whichever heads they belong to.
+
+Each head first gets its must-keep tokens and the best a * K of its others, no more than
+K in all; the rest of the layer's budget goes to the highest scores among all heads.
+
+Source: Ada-KV (arXiv 2407.11550) section 3.2, algorithm 1;
+https://github.com/NVIDIA/kvpress/blob/main/kvpress/presses/adakv_press.py.
+Deviations: heads really end up with different lengths (kvpress overwrites the keys of
+dropped tokens with ones that get no attention, and later events score those); the
+must-keep set comes on top of a head's own share (theirs is part of it).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from vllm_kvpolicy.kernels.ranking import fill_next_best, limit_must_keep, top_k_mask
+from vllm_kvpolicy.kernels.window_usage import WindowUsage
+from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
+
+
+class AdaKVAllocator:
+    """Shares a layer's budget among its heads by score.
+
+    Args:
+        floor: a, share of the budget that each head has to itself.
+    """
+
+    needs = Needs()
+
+    def __init__(self, floor: float = 0.2) -> None:
+        self.floor = floor
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> "AdaKVAllocator":
+        """Build from options that `registry.resolve_options` has checked."""
+        return cls(options["adakv_floor"])
+
+    def choose(
+        self,
+        score: torch.Tensor,
+        inputs: EventInputs,
+        usage: WindowUsage | None,
+        budget: int,
+    ) -> Decision:
+        """Pick H * `budget` tokens per layer of `score` [E, L, H, T], all if fewer."""
+        must_keep = limit_must_keep(inputs.must_keep, budget)
+        own = must_keep.sum(-1) + int(self.floor * budget)
+        protected = top_k_mask(score, must_keep, inputs.valid, own.clamp(max=budget))
+        # By token first: of equal scores the later position wins, then the later head.
+        best = fill_next_best(
+            _as_one_row(protected),
+            _as_one_row(score),
+            _as_one_row(inputs.valid),
+            score.shape[2] * budget,
+        )
+        keep = best.unflatten(-1, (score.shape[3], score.shape[2])).transpose(-1, -2)
+        return Decision(keep, score)
+
+
+def _as_one_row(per_head: torch.Tensor) -> torch.Tensor:
+    """Line up the tokens of a layer's heads, [E, L, H, T] to [E, L, T * H]."""
+    return per_head.transpose(-1, -2).flatten(-2)

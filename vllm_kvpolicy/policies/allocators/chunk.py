@@ -1,0 +1,75 @@
+"""ChunkKV: score_c = mean over the tokens of chunk c and over all KV heads of score_i.
+
+Heads keep their must-keep tokens, then the best chunks whole, the same chunks in all
+heads of a layer, then of one more chunk the tokens that score best in the head.
+
+Source: ChunkKV (arXiv 2502.00299) section 3.2, algorithm 1;
+https://github.com/NVIDIA/kvpress/blob/main/kvpress/presses/chunkkv_press.py.
+Deviations: exactly K tokens (theirs a whole number of chunks); each request has its own
+chunks (theirs are those of the batch's first). Chunks go by cache index, as theirs:
+where heads have cut a chunk differently, one index names different tokens in them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from vllm_kvpolicy.kernels.ranking import limit_must_keep, rank_by, top_k_mask
+from vllm_kvpolicy.kernels.window_usage import WindowUsage
+from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
+
+
+class ChunkAllocator:
+    """Keeps neighbours together.
+
+    Args:
+        length: tokens per chunk.
+    """
+
+    needs = Needs()
+
+    def __init__(self, length: int = 20) -> None:
+        self.length = length
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> "ChunkAllocator":
+        """Build from options that `registry.resolve_options` has checked."""
+        return cls(options["chunk_length"])
+
+    def choose(
+        self,
+        score: torch.Tensor,
+        inputs: EventInputs,
+        usage: WindowUsage | None,
+        budget: int,
+    ) -> Decision:
+        """Pick `budget` tokens per row of `score` [E, L, H, T], must-keep first.
+
+        The decision's score is the order of the chunks, so that pages fill up with
+        more of the chunk that was cut.
+        """
+        chunk_rank = self._chunk_ranks(score, inputs.valid)
+        chunk = torch.arange(score.shape[-1], device=score.device) // self.length
+        of_token = chunk_rank[..., chunk].unsqueeze(2).expand(score.shape)
+        last = chunk_rank.shape[-1]
+        rank = rank_by(-of_token.masked_fill(~inputs.valid, last), score)
+        order = -rank.float()  # exact below 2^24
+        must_keep = limit_must_keep(inputs.must_keep, budget)
+        return Decision(top_k_mask(order, must_keep, inputs.valid, budget), order)
+
+    def _chunk_ranks(self, score: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        """Rank the chunks of each layer, [E, L, C] int64, 0 for the best.
+
+        A chunk with a NaN is a NaN, and ranks as one.
+        """
+        total = self._sum(torch.where(valid, score.double(), 0.0))
+        count = self._sum(valid.double())
+        return rank_by(torch.zeros_like(count, dtype=torch.int64), total / count)
+
+    def _sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Add up [E, L, H, T] over heads and each chunk's tokens, to [E, L, C]."""
+        missing = -values.shape[-1] % self.length
+        chunks = F.pad(values, (0, missing)).unflatten(-1, (-1, self.length))
+        return chunks.sum((2, 4))

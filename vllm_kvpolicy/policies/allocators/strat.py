@@ -1,0 +1,57 @@
+"""Stratified control: each block of B tokens keeps equally many, its best ones.
+
+What quotas buy without any attention mass: AMS with blocks for segments.
+
+Source: this project. Deviations: none.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from vllm_kvpolicy.kernels.ranking import limit_must_keep
+from vllm_kvpolicy.kernels.segment_quota import pick_by_quota, round_robin
+from vllm_kvpolicy.kernels.window_usage import WindowUsage
+from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
+
+
+class StratifiedAllocator:
+    """Shares each head's budget evenly among blocks by index, oldest first.
+
+    Args:
+        block: B, tokens; must-keep tokens take no quota of their block.
+    """
+
+    needs = Needs()
+
+    def __init__(self, block: int = 256) -> None:
+        self.block = block
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> "StratifiedAllocator":
+        """Build from options that `registry.resolve_options` has checked."""
+        return cls(options["strat_block"])
+
+    def choose(
+        self,
+        score: torch.Tensor,
+        inputs: EventInputs,
+        usage: WindowUsage | None,
+        budget: int,
+    ) -> Decision:
+        """Pick `budget` tokens per row of `score` [E, L, H, T], must-keep first."""
+        must_keep = limit_must_keep(inputs.must_keep, budget).flatten(0, 2)
+        is_open = inputs.valid.flatten(0, 2) & ~must_keep
+        num_blocks = -(-score.shape[-1] // self.block)
+        block = torch.arange(score.shape[-1], device=score.device) // self.block
+        block = block.expand(is_open.shape)
+        capacity = torch.zeros_like(block[:, :num_blocks])
+        capacity = capacity.scatter_add(-1, block, is_open.long())
+        room = budget - must_keep.sum(-1, keepdim=True)
+        picked = pick_by_quota(
+            score.reshape(is_open.shape),
+            block.masked_fill(~is_open, num_blocks),
+            round_robin(capacity, room),
+        )
+        return Decision((picked | must_keep).view(score.shape), score)

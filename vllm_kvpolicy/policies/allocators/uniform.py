@@ -1,0 +1,39 @@
+"""The uniform allocator: every KV head keeps its best tokens, all heads equally many.
+
+Source: https://github.com/NVIDIA/kvpress/blob/main/kvpress/presses/scorer_press.py.
+Deviations: exactly `budget` tokens, must-keep tokens included; survivors stay in time
+order (theirs are left in score order, which later events take for time order).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from vllm_kvpolicy.kernels.ranking import limit_must_keep, top_k_mask
+from vllm_kvpolicy.kernels.window_usage import WindowUsage
+from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
+
+
+class UniformTopK:
+    """Keeps the must-keep tokens and the highest scores of each head."""
+
+    needs = Needs()
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> "UniformTopK":
+        """Build; reads no option."""
+        return cls()
+
+    def choose(
+        self,
+        score: torch.Tensor,
+        inputs: EventInputs,
+        usage: WindowUsage | None,
+        budget: int,
+    ) -> Decision:
+        """Pick `budget` tokens per row of `score` [E, L, H, T], must-keep first."""
+        must_keep = limit_must_keep(inputs.must_keep, budget)
+        # A row may hold less behind an admission.
+        size = inputs.lengths.clamp(max=budget)
+        return Decision(top_k_mask(score, must_keep, inputs.valid, size), score)

@@ -1,0 +1,1 @@
+"""The catalogue: policy names and options; imports neither torch nor vLLM."""

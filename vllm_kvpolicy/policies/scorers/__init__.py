@@ -1,0 +1,1 @@
+"""Scorers: how important each cached token is, one method per file."""

@@ -1,0 +1,46 @@
+"""What most scorers have in common: no options, no memory.
+
+Subclassed by the scorers of this folder.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+
+from vllm_kvpolicy.kernels.window_usage import WindowUsage
+from vllm_kvpolicy.policies.base import EventInputs, Needs
+
+
+class BaseScorer:
+    """A scorer; subclasses set `needs` and define `score`."""
+
+    needs = Needs()
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> Self:
+        """Build from options that `registry.resolve_options` has checked."""
+        return cls()
+
+    def check_model(
+        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
+        """Check at start-up that the scorer can serve the model.
+
+        Args:
+            num_layers: L, attention layers.
+            num_heads: Hq, query heads per layer.
+            num_kv_heads: H, KV heads per layer.
+            head_dim: D, channels per head.
+
+        Raises:
+            ValueError: it was calibrated for a model of another shape.
+        """
+
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+        """Score [E, L, H, T] float32; see `base.Scorer`."""
+        raise NotImplementedError
+
+    def remember(self, score: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """Return what `needs.memory` names, from the score just computed."""
+        return {}

@@ -1,0 +1,264 @@
+"""EpiKV: score_i = z_i(g_a) - z_i(g_b), g_l(i) = ||h_l(i) - h_l(i - 1)||, the step of
+layer l's output; z is the rolling z-score over the newest 64 generated tokens up to i.
+
+Source: EpiKV (arXiv 2606.26472) section 3 and
+https://github.com/stevenkolawole/epiphany-kv-cache/blob/d424208/src/eviction.py. The
+option `variant` names its kinds: "detrend" (EpiKV-Flat), "variance" (rolling means in
+place of z), "band" (z of the mean step of two bands of layers), "kv-key" and "kv-val"
+(rolling mean of the channels' variance), "lag-kv" (spread of keys and values, each
+chunk scaled by the range of the chunk before), "segment" (EpiKV-Seg: the best tokens of
+each segment first, more of them where keys vary more).
+Deviations: tokens are dropped at events, not one per step; the newest tokens that stay
+are the must-keep set that all policies share (theirs min(128, K / 4)); K counts
+generated tokens where the prompt is protected; RoPE keeps true positions (theirs stop
+at K); norms are not rounded to bf16. "segment" fills the budget with the next best
+tokens (theirs leaves it empty). "lag-kv" averages keys over layers by cache index,
+which names different tokens where heads keep different ones.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from vllm_kvpolicy.kernels.rolling import rolling_mean, rolling_zscore
+from vllm_kvpolicy.kernels.token_signals import hidden_change
+from vllm_kvpolicy.kernels.window_usage import WindowUsage
+from vllm_kvpolicy.policies.base import EventInputs, Needs
+from vllm_kvpolicy.policies.scorers.base import BaseScorer
+from vllm_kvpolicy.policies.scorers.epikv_cache import best_of_segments, lag_spread
+from vllm_kvpolicy.policies.scorers.unmeasured import leading_run
+from vllm_kvpolicy.policies.signals import TokenSignal
+
+# Tokens kept first of each `SHARE_OF` tokens of a segment, by third of the segments:
+# lowest key variance, middle, highest.
+SHARES, SHARE_OF = (8, 32, 64), 128
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A score that a token gets once: the weighted sum of rolling statistics.
+
+    Args:
+        signals: what is measured at each token.
+        weights: one per signal.
+        statistic: see `kernels.rolling`.
+    """
+
+    signals: tuple[TokenSignal, ...]
+    weights: tuple[float, ...]
+    statistic: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+
+    def scores(
+        self,
+        measured: Mapping[TokenSignal, torch.Tensor],
+        first: torch.Tensor,
+        window: int,
+    ) -> torch.Tensor:
+        """Score every token of a trace.
+
+        Args:
+            measured: by signal, [E, P] float32.
+            first: [E] int64, the first token that counts.
+            window: tokens in the statistics.
+
+        Returns:
+            [E, P] float32; zero before `first`.
+        """
+        terms = [
+            weight * self.statistic(measured[signal], first, window)
+            for signal, weight in zip(self.signals, self.weights, strict=True)
+        ]
+        return torch.stack(terms).sum(0).float()
+
+
+def _band(first: int, last: int) -> TokenSignal:
+    """Return the step of layers `first` to `last` of the 32 that the authors used."""
+    return TokenSignal("hidden", Fraction(first, 32), Fraction(last, 32))
+
+
+_PAIR, _BANDS = (_band(10, 10), _band(21, 21)), (_band(7, 13), _band(18, 25))
+MIXES = {
+    "detrend": Mix(_PAIR, (1.0, -1.0), rolling_zscore),
+    "variance": Mix(_PAIR, (1.0, -1.0), rolling_mean),
+    "band": Mix(_BANDS, (1.29, -1.0), rolling_zscore),
+    "kv-key": Mix((TokenSignal("key"),), (1.0,), rolling_mean),
+    "kv-val": Mix((TokenSignal("value"),), (1.0,), rolling_mean),
+}
+
+
+def signals_from_hidden(
+    signals: Sequence[TokenSignal], hidden: torch.Tensor
+) -> dict[TokenSignal, torch.Tensor]:
+    """Measure signals on the hidden states of one trace.
+
+    Args:
+        signals: signals of the kind "hidden".
+        hidden: [N, T, d] floating point, outputs of all N decoder layers.
+
+    Returns:
+        By signal, [1, T] float32; zero at the first token.
+
+    Raises:
+        ValueError: a signal of another kind, or of layers that are not there.
+    """
+    measured = {}
+    for signal in signals:
+        if signal.kind != "hidden":
+            raise ValueError(f"signals: {signal.kind!r} is not in hidden states")
+        layers = signal.layers(len(hidden))
+        chosen = hidden[layers.start : layers.stop]
+        step = hidden_change(chosen[:, 1:], chosen[:, :-1]).double().mean(0).float()
+        measured[signal] = torch.cat([step.new_zeros(1), step])[None]
+    return measured
+
+
+def scores_from_hidden(
+    hidden: torch.Tensor, mix: Mix = MIXES["detrend"], stat_window: int = 64
+) -> torch.Tensor:
+    """Score the generated tokens of one trace.
+
+    Args:
+        hidden: [N, S + 1, d] floating point, outputs of all N decoder layers at the
+            prompt's last token and at S generated ones.
+        mix: a value of `MIXES` that reads hidden states.
+        stat_window: tokens in the rolling statistics.
+
+    Returns:
+        [S] float32, higher is kept sooner.
+
+    Raises:
+        ValueError: a mix of keys or values, or of layers that are not there.
+    """
+    measured = signals_from_hidden(mix.signals, hidden)
+    first = torch.ones(1, dtype=torch.int64, device=hidden.device)
+    return mix.scores(measured, first, stat_window)[0, 1:]
+
+
+class EpiKVScorer(BaseScorer):
+    """One of the scorers below, by the option `variant`."""
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> "EpiKVScorer":
+        """Build from options that `registry.resolve_options` has checked."""
+        variant, window = options["variant"], options["stat_window"]
+        chunk = options["epikv_chunk"]
+        if variant == "lag-kv":
+            return LagScorer(chunk)
+        if variant == "segment":
+            return SegmentScorer(_mix("detrend", options), window, chunk)
+        return MixScorer(_mix(variant, options), window)
+
+
+class MixScorer(EpiKVScorer):
+    """Scores a token by what it showed when it was computed, once and for all heads.
+
+    Prompt tokens that nobody protects get the highest score of their request, at
+    least 0.
+
+    Args:
+        mix: what counts.
+        stat_window: tokens in the rolling statistics.
+    """
+
+    def __init__(self, mix: Mix = MIXES["detrend"], stat_window: int = 64) -> None:
+        self.mix = mix
+        self.stat_window = stat_window
+        self.needs = Needs(positions=True, signals=mix.signals)
+
+    def check_model(
+        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
+        """Check that the model has the layers; see `BaseScorer`."""
+        for band, signal in zip("ab", self.mix.signals, strict=False):
+            try:
+                signal.layers(num_layers)
+            except ValueError as error:
+                raise ValueError(f"{band}_first, {band}_last: {error}") from None
+
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+        """Score [E, L, H, T] float32."""
+        first = inputs.given("prompt_lengths")
+        scores = self.mix.scores(inputs.given("signals"), first, self.stat_window)
+        position = torch.arange(scores.shape[-1], device=scores.device)
+        is_known = (position >= first[:, None]) & (position < inputs.end[:, None])
+        highest = scores.masked_fill(~is_known, 0.0).amax(-1, keepdim=True)
+        return _at_positions(torch.where(is_known, scores, highest), inputs)
+
+
+class SegmentScorer(MixScorer):
+    """Puts the best tokens of each segment before all others.
+
+    Args:
+        mix: ranks tokens within segments, and those that are not among the best.
+        stat_window: tokens in the rolling statistics.
+        segment: tokens per segment, counted from the first one held.
+    """
+
+    variance = TokenSignal("key")
+
+    def __init__(self, mix: Mix, stat_window: int, segment: int) -> None:
+        super().__init__(mix, stat_window)
+        self.segment = segment
+        self.needs |= Needs(signals=(self.variance,))
+
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+        """Score [E, L, H, T] float32."""
+        score = super().score(inputs, usage)
+        variance = _at_positions(inputs.given("signals")[self.variance], inputs)
+        valid, must_keep = inputs.valid, inputs.must_keep
+        recent = leading_run((must_keep | ~valid).flip(-1)).flip(-1)
+        is_best = best_of_segments(
+            score.flatten(0, 2),
+            variance.flatten(0, 2),
+            ~recent.flatten(0, 2),
+            ~must_keep.flatten(0, 2),
+            self.segment,
+            tuple(self.segment * share // SHARE_OF for share in SHARES),
+        )
+        highest = score.masked_fill(~valid, -torch.inf).amax(-1, keepdim=True)
+        lowest = score.masked_fill(~valid, torch.inf).amin(-1, keepdim=True)
+        return score + (highest - lowest + 1) * is_best.view(score.shape)
+
+
+class LagScorer(EpiKVScorer):
+    """Scores a token by the spread of its key and value, seen from the chunk before.
+
+    Args:
+        chunk: tokens per chunk, counted from the first one held.
+    """
+
+    needs = Needs(keys=True, values=True)
+
+    def __init__(self, chunk: int = 128) -> None:
+        self.chunk = chunk
+
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+        """Score [E, L, H, T] float32, the same for all layers and heads."""
+        valid = inputs.valid
+        spread = lag_spread(inputs.given("keys"), valid, self.chunk)
+        spread = spread + lag_spread(inputs.given("values"), valid, self.chunk)
+        return spread[:, None, None].expand(valid.shape)
+
+
+def _mix(variant: str, options: Mapping[str, Any]) -> Mix:
+    """Return a mix with the layers and the weight that the options name."""
+    mix = MIXES[variant]
+    if len(mix.signals) < 2:
+        return mix
+    signals = []
+    for band, signal in zip("ab", mix.signals, strict=True):
+        ends = {end: options[f"{band}_{end}"] for end in ("first", "last")}
+        chosen = {end: layer for end, layer in ends.items() if layer >= 0}
+        signals.append(replace(signal, **chosen))
+    weight = options["a_weight"] or mix.weights[0]
+    return Mix(tuple(signals), (weight, mix.weights[1]), mix.statistic)
+
+
+def _at_positions(by_position: torch.Tensor, inputs: EventInputs) -> torch.Tensor:
+    """Look [E, P] values up at the true positions of the held tokens, [E, L, H, T]."""
+    positions = inputs.given("positions").clamp(0, by_position.shape[-1] - 1)
+    rows = by_position[:, None, None].expand(*positions.shape[:3], -1)
+    return rows.gather(-1, positions)

@@ -1,0 +1,49 @@
+"""Q-Filters: score_i = -f . k_i, f a direction of each layer and KV head.
+
+Source: Q-Filters (arXiv 2503.02812) section 3;
+https://github.com/NVIDIA/kvpress/blob/main/kvpress/presses/qfilter_press.py.
+Deviations: none. As in the published filters, f points away from the queries.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from vllm_kvpolicy.kernels.paged_reductions import paged_projections
+from vllm_kvpolicy.kernels.window_usage import WindowUsage
+from vllm_kvpolicy.policies.base import EventInputs, Needs
+from vllm_kvpolicy.policies.calibration import Calibration, load
+from vllm_kvpolicy.policies.scorers.base import BaseScorer
+
+
+class QFilterScorer(BaseScorer):
+    """Scores a token by how far its key reaches in the direction of typical queries.
+
+    Args:
+        calibration: of kind "qfilter".
+    """
+
+    needs = Needs(keys=True)
+
+    def __init__(self, calibration: Calibration) -> None:
+        self.calibration = calibration
+        self.filters = calibration.tensors["filters"]
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> "QFilterScorer":
+        """Build from options that `registry.resolve_options` has checked."""
+        return cls(load(options["qfilter_calibration"], "qfilter"))
+
+    def check_model(
+        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
+        """Check that the calibration fits the model; see `BaseScorer`."""
+        self.calibration.check_model(num_layers, num_heads, num_kv_heads, head_dim)
+
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+        """Score [E, L, H, T] float32."""
+        keys = inputs.paged("keys")
+        self.filters = self.filters.to(keys.device)  # moves once
+        filters = self.filters.expand(*keys.shape[:3], -1)
+        return -paged_projections(keys, inputs.lengths, filters)

@@ -1,0 +1,38 @@
+"""Random: score_i = hash(seed, end, layer, head, i), a control for other scorers.
+
+Source: this project. Deviations: none.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from vllm_kvpolicy.kernels.mixing import mix
+from vllm_kvpolicy.kernels.window_usage import WindowUsage
+from vllm_kvpolicy.policies.base import EventInputs
+from vllm_kvpolicy.policies.scorers.base import BaseScorer
+
+
+class RandomScorer(BaseScorer):
+    """Draws a score for each token, anew at each event, the same in every run."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> "RandomScorer":
+        """Build from options that `registry.resolve_options` has checked."""
+        return cls(options["seed"])
+
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+        """Score [E, L, H, T] float32, uniform in [0, 1)."""
+        num_layers, num_heads, num_tokens = inputs.must_keep.shape[1:]
+        device = inputs.lengths.device
+        layer = torch.arange(num_layers, device=device)[:, None, None]
+        head = torch.arange(num_heads, device=device)[:, None]
+        token = torch.arange(num_tokens, device=device)
+        event = mix(mix(inputs.end) ^ self.seed)[:, None, None, None]
+        draw = mix(mix(mix(event ^ layer) ^ head) ^ token)
+        # float32 holds 24 bits exactly.
+        return (draw >> 8).float() / 2**24

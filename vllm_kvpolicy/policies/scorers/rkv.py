@@ -1,0 +1,141 @@
+"""R-KV: score_i = lambda a_i - (1 - lambda) s_i, attention against redundancy,
+
+a = maxpool mean_w softmax_i max_g (q_gw . k_i * scale), i over the keys older than the
+window; s = softmax_i mean_j c_ji, c the cosines of the keys less the diagonal and, in
+each row j, less its last entry above a threshold (its first entry if none is above).
+
+Source: R-KV (arXiv 2505.24133) section 3;
+https://github.com/Zefan-Cai/R-KV/blob/d15c9767e67c2bd9807128fecc35223fa2484a69/rkv/compression/r1_kv.py.
+Deviations: survivors stay in time order (theirs are left in score order, which changes
+what is "last" and who is whose neighbour in the pooling); float32 (theirs rounds both
+terms to the model dtype); no matrix of T^2 cosines; the newest W tokens get the row's
+highest score (theirs keeps them whatever they score).
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from vllm_kvpolicy.kernels.chunks import map_pairs
+from vllm_kvpolicy.kernels.last_similar import last_similar_ref
+from vllm_kvpolicy.kernels.softmax import masked_softmax
+from vllm_kvpolicy.kernels.window_logits import effective_window
+from vllm_kvpolicy.kernels.window_usage import WindowUsage
+from vllm_kvpolicy.policies.base import EventInputs, Needs
+from vllm_kvpolicy.policies.scorers.base import BaseScorer
+from vllm_kvpolicy.policies.scorers.unmeasured import fill_with_highest
+
+NORM_EPS = 1e-8  # makes a key of zeros similar to none
+
+
+class RKVScorer(BaseScorer):
+    """Scores a token by the window's attention and by how few keys resemble its key.
+
+    Args:
+        window_tokens: W, queries that score, and newest tokens that they do not score.
+        pool_kernel: neighbours whose maximum is taken, odd.
+        attention_weight: lambda, 0 to 1.
+        threshold: cosine above which two keys are similar, at least 0.
+    """
+
+    def __init__(
+        self,
+        window_tokens: int = 8,
+        pool_kernel: int = 7,
+        attention_weight: float = 0.07,
+        threshold: float = 0.5,
+    ) -> None:
+        self.needs = Needs(window_tokens=window_tokens, keys=True)
+        self.pool_kernel = pool_kernel
+        self.attention_weight = attention_weight
+        self.threshold = threshold
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> "RKVScorer":
+        """Build from options that `registry.resolve_options` has checked."""
+        return cls(
+            options["rkv_window"],
+            options["rkv_kernel"],
+            options["rkv_lambda"],
+            options["rkv_threshold"],
+        )
+
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+        """Score [E, L, H, T] float32; the newest tokens get the highest."""
+        size, keys = self.needs.window_tokens, inputs.given("keys")
+        queries = inputs.given("queries")[..., -size:, :]
+        window = effective_window(inputs.lengths, size)[..., None]
+        token = torch.arange(keys.shape[3], device=keys.device)
+        is_older = token < inputs.lengths[..., None] - window
+        selects = torch.arange(size, device=keys.device) >= size - window
+        attention = map_pairs(
+            partial(_attention, inputs.scale),
+            2 * 4 * queries[0, 0, :, :, 0].numel() * len(token),
+            queries,
+            keys,
+            is_older,
+            selects,
+        )
+        similar = map_pairs(
+            partial(redundancy, self.threshold),
+            3 * 4 * keys[0, 0].numel(),
+            keys,
+            inputs.valid,
+        )
+        kernel, weight = self.pool_kernel, self.attention_weight
+        pooled = F.max_pool1d(attention.flatten(0, 1), kernel, 1, kernel // 2)
+        score = weight * pooled.view_as(similar) - (1 - weight) * similar
+        return fill_with_highest(score, is_older)
+
+
+def _attention(
+    scale: float,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    is_older: torch.Tensor,
+    selects: torch.Tensor,
+) -> torch.Tensor:
+    """Attention of the window to the older keys, [n, H, T] float32.
+
+    Args:
+        scale: softmax scale.
+        queries: [n, Hq, W, D].
+        keys: [n, H, T, D].
+        is_older: [n, H, T] bool, tokens that share the attention.
+        selects: [n, H, W] bool, False before a short request's first query.
+    """
+    rows = queries.float().unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
+    logits = torch.matmul(rows, keys.float().transpose(-1, -2)) * scale
+    highest = logits.unflatten(2, (-1, queries.shape[2])).amax(2)  # [n, H, W, T]
+    probs = masked_softmax(highest, is_older[:, :, None])
+    total = probs.masked_fill(~selects[..., None], 0.0).sum(2)
+    return total / selects.sum(-1, keepdim=True)
+
+
+def redundancy(
+    threshold: float, keys: torch.Tensor, valid: torch.Tensor
+) -> torch.Tensor:
+    """How much each key resembles the other keys of its row.
+
+    With keys k of length 1, the sum of column i is k_i . sum_j k_j - k_i . k_i, less
+    the cosines of the rows whose last similar key is i.
+
+    Args:
+        threshold: cosine above which two keys are similar.
+        keys: [n, H, T, D] model dtype.
+        valid: [n, H, T] bool, False on padding.
+
+    Returns:
+        [n, H, T] float32, sums to 1 over the tokens of a row; zero on padding.
+    """
+    held = torch.where(valid[..., None], keys.float(), 0.0).flatten(0, 1)
+    unit = held / (torch.linalg.vector_norm(held, dim=-1, keepdim=True) + NORM_EPS)
+    total = unit.sum(1, keepdim=True, dtype=torch.float64).float()
+    column = (unit * (total - unit)).sum(-1).double()
+    last, cosine = last_similar_ref(unit, threshold)
+    column = column.scatter_add(-1, last, -cosine.double()).view(valid.shape)
+    mean = column / valid.sum(-1, keepdim=True)
+    return masked_softmax(mean.float(), valid)

@@ -1,0 +1,91 @@
+"""RPC: score_i = mean over query heads of sum over w of softmax_i(q_w . k_i * scale),
+pooled, i over the tokens between the prompt and the newest W.
+
+Source: Reasoning Path Compression (arXiv 2505.13866) section 4;
+https://github.com/jiwonsong-dev/ReasoningPathCompression/blob/eb0b5fde2ed5777f407e9184cdf98938c76124d6/rpc/rpc_utils.py.
+Deviations: a fixed budget (theirs grows by 256 tokens from event to event). The prompt
+is the leading run of must-keep tokens; it and the newest W tokens, which the original
+always keeps, get the row's highest score. As in `tova`, the mean over all
+query heads of the layer goes by cache index.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from vllm_kvpolicy.kernels.chunks import map_pairs
+from vllm_kvpolicy.kernels.softmax import masked_softmax
+from vllm_kvpolicy.kernels.window_logits import effective_window
+from vllm_kvpolicy.kernels.window_usage import WindowUsage
+from vllm_kvpolicy.policies.base import EventInputs, Needs
+from vllm_kvpolicy.policies.scorers.base import BaseScorer
+from vllm_kvpolicy.policies.scorers.tova import cross_head_mean
+from vllm_kvpolicy.policies.scorers.unmeasured import fill_with_highest, leading_run
+
+
+class RPCScorer(BaseScorer):
+    """Scores a token by what the newest queries pay to it among the older tokens.
+
+    Args:
+        window_tokens: W, queries that score, and newest tokens that they do not score.
+        pool_kernel: neighbours averaged over, odd.
+    """
+
+    def __init__(self, window_tokens: int = 32, pool_kernel: int = 7) -> None:
+        self.needs = Needs(window_tokens=window_tokens, keys=True)
+        self.pool_kernel = pool_kernel
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> "RPCScorer":
+        """Build from options that `registry.resolve_options` has checked."""
+        return cls(options["rpc_window"], options["rpc_kernel"])
+
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+        """Score [E, L, H, T] float32; prompt and newest tokens get the highest."""
+        size, keys = self.needs.window_tokens, inputs.given("keys")
+        queries = inputs.given("queries")[..., -size:, :]
+        window = effective_window(inputs.lengths, size)[..., None]
+        token = torch.arange(keys.shape[3], device=keys.device)
+        is_older = token < inputs.lengths[..., None] - window
+        measured = is_older & ~leading_run(inputs.must_keep)
+        selects = torch.arange(size, device=keys.device) >= size - window
+        received = map_pairs(
+            partial(_received, inputs.scale),
+            2 * 4 * queries[0, 0, :, :, 0].numel() * len(token),
+            queries,
+            keys,
+            measured,
+            selects,
+        )
+        mean = torch.where(measured, cross_head_mean(received), 0.0).flatten(0, 1)
+        kernel = self.pool_kernel
+        pooled = F.avg_pool1d(mean, kernel, stride=1, padding=kernel // 2)
+        return fill_with_highest(pooled.view(measured.shape), measured)
+
+
+def _received(
+    scale: float,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    measured: torch.Tensor,
+    selects: torch.Tensor,
+) -> torch.Tensor:
+    """Sum each token's share of attention over the window, [n, Hq, T] float32.
+
+    Args:
+        scale: softmax scale.
+        queries: [n, Hq, W, D].
+        keys: [n, H, T, D].
+        measured: [n, H, T] bool, tokens that share the attention.
+        selects: [n, H, W] bool, False before a short request's first query.
+    """
+    num_heads = keys.shape[1]
+    rows = queries.float().unflatten(1, (num_heads, -1)).flatten(2, 3)  # [n, H, G*W, D]
+    logits = torch.matmul(rows, keys.float().transpose(-1, -2)) * scale
+    probs = masked_softmax(logits, measured[:, :, None])
+    probs = probs.unflatten(2, (-1, queries.shape[2]))  # [n, H, G, W, T]
+    probs = probs.masked_fill(~selects[:, :, None, :, None], 0.0)
+    return probs.sum(3).flatten(1, 2)

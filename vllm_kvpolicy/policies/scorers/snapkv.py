@@ -1,0 +1,41 @@
+"""SnapKV: score_i = mean over group and window of softmax_i(q_w . k_i * scale), pooled.
+
+Source: SnapKV (arXiv 2404.14469) section 4.2;
+https://github.com/NVIDIA/kvpress/blob/main/kvpress/presses/snapkv_press.py.
+Deviations: window of 32 queries (kvpress 64), each at its own position; average pooling
+as in kvpress (the original takes a maximum); the newest W tokens get the row's highest
+score (kvpress takes the maximum over all heads and requests, in later versions plus 1).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from vllm_kvpolicy.kernels.window_usage import (
+    WindowUsage,
+    mean_over_group,
+    measured,
+    pooled_usage,
+)
+from vllm_kvpolicy.policies.base import EventInputs, Needs
+from vllm_kvpolicy.policies.scorers.base import BaseScorer
+
+
+class SnapKVScorer(BaseScorer):
+    """Scores a token by the window's attention, smoothed over its neighbours."""
+
+    def __init__(self, window_tokens: int = 32, pool_kernel: int = 5) -> None:
+        self.needs = Needs(window_tokens=window_tokens, usage=True, keys=True)
+        self.pool_kernel = pool_kernel
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> "SnapKVScorer":
+        """Build from options that `registry.resolve_options` has checked."""
+        return cls(options["window"], options["pool_kernel"])
+
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+        """Score [E, L, H, T] float32, zero on padding."""
+        usage = measured(usage)
+        mean = mean_over_group(usage.mean, inputs.lengths.shape[2])
+        return pooled_usage(mean, usage.lengths, usage.window, self.pool_kernel)

@@ -1,0 +1,126 @@
+"""TriAttention: score_i = max_g of the z-score of s_gi over the tokens i,
+
+s_gi = Re sum_f w_gf conj(k_if) + sum_f e_gf |k_if|, f over the channel pairs of a
+cached key, read as complex numbers; e_gf = c (A_gf - |Q_gf|);
+w_gf = c Q_gf mean_d exp(i o_f (t + d)), d = 1, 2, 4 .. 65536, t the next position.
+Q and A are mean and mean length of the pre-RoPE queries, from a calibration file; o and
+c frequencies and scaling of RoPE, whose second factor c is in the cached keys.
+
+Source: TriAttention (arXiv 2604.04921), scores per layer and KV head;
+https://github.com/WeianMao/triattention/blob/c3744ee6a50522a1559a577f85aef2b165a344f2/triattention/methods/pruning_utils.py.
+Deviations: the mean over d is taken of the rotations, once per event, and keys stay
+rotated (theirs turns keys back and scores them for each d); phases in float64 (theirs
+are float32 up to 70000 rad); no noise on ties. Mean and deviation are those of all
+tokens but the leading run of must-keep tokens (theirs: but the prompt).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from vllm_kvpolicy.kernels.paged_reductions import paged_pair_projections
+from vllm_kvpolicy.kernels.rope import Rope
+from vllm_kvpolicy.kernels.window_usage import WindowUsage
+from vllm_kvpolicy.policies.base import EventInputs, Needs
+from vllm_kvpolicy.policies.calibration import Calibration, load
+from vllm_kvpolicy.policies.scorers.base import BaseScorer
+from vllm_kvpolicy.policies.scorers.unmeasured import leading_run
+
+NUM_DISTANCES = 17  # d = 1, 2, 4 .. 65536
+MIN_DEVIATION = 1e-6
+
+
+class TriAttentionScorer(BaseScorer):
+    """Scores a token by the attention that queries to come are expected to pay to it.
+
+    Args:
+        calibration: of kind "triattention".
+        aggregate: "max" or "mean" of the query heads of a group.
+        has_direction: count the first sum, which depends on distance.
+        has_mean_length: subtract |Q| in the second sum.
+    """
+
+    needs = Needs(keys=True, rope=True)
+
+    def __init__(
+        self,
+        calibration: Calibration,
+        aggregate: str = "max",
+        has_direction: bool = True,
+        has_mean_length: bool = True,
+    ) -> None:
+        self.calibration = calibration
+        self.aggregate = aggregate
+        stored = calibration.tensors
+        query = torch.complex(stored["query_real"], stored["query_imag"])
+        self.by_length = stored["query_abs"] - query.abs() * has_mean_length
+        self.query = query * has_direction
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> "TriAttentionScorer":
+        """Build from options that `registry.resolve_options` has checked."""
+        calibration = load(options["triattention_calibration"], "triattention")
+        return cls(calibration, options["tri_aggregate"])
+
+    def check_model(
+        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
+        """Check that the calibration fits the model; see `BaseScorer`."""
+        self.calibration.check_model(num_layers, num_heads, num_kv_heads, head_dim)
+
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+        """Score [E, L, H, T] float32."""
+        counted = inputs.valid & ~leading_run(inputs.must_keep)
+        grouped = self.per_query_head(inputs).unflatten(2, (counted.shape[2], -1))
+        z_score = standardised(grouped, counted[:, :, :, None])
+        return z_score.amax(3) if self.aggregate == "max" else z_score.mean(3)
+
+    def per_query_head(self, inputs: EventInputs) -> torch.Tensor:
+        """Return s [E, L, Hq, T] float32, zero on padding."""
+        keys, rope = inputs.paged("keys"), inputs.given("rope")
+        # Moves to the keys' device once.
+        self.query = self.query.to(keys.device)
+        self.by_length = self.by_length.to(keys.device)
+        turned = self.query * mean_rotation(inputs.end, rope)[:, None, None]
+        direction = torch.cat([turned.real, turned.imag], -1).float()
+        shape = (*keys.shape[:2], *self.by_length.shape[1:])
+        return paged_pair_projections(
+            keys,
+            inputs.lengths,
+            rope.scaling * direction.expand(*shape[:3], -1),
+            rope.scaling * self.by_length.expand(shape),
+        )
+
+
+def mean_rotation(end: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """Average the rotations at the distances d from the next position.
+
+    Args:
+        end: [E] int64, next position.
+        rope: the model's rotary embedding; its scaling is left out.
+
+    Returns:
+        [E, D/2] complex128.
+    """
+    distance = 2 ** torch.arange(NUM_DISTANCES, device=end.device)
+    angle = rope.angles(end[:, None] + distance)
+    return torch.polar(torch.ones_like(angle), angle).mean(1)
+
+
+def standardised(score: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """Shift and scale each row to mean 0 and standard deviation 1.
+
+    Args:
+        score: [..., T] float32.
+        counted: bool, broadcastable to [..., T]: tokens of the mean and the deviation.
+
+    Returns:
+        [..., T] float32; smaller deviations count as `MIN_DEVIATION`.
+    """
+    count = counted.sum(-1, keepdim=True).clamp_min(1)
+    score = score.double()
+    mean = torch.where(counted, score, 0.0).sum(-1, keepdim=True) / count
+    off = score - mean
+    variance = torch.where(counted, off, 0.0).square().sum(-1, keepdim=True) / count
+    return (off / variance.sqrt().clamp_min(MIN_DEVIATION)).float()

@@ -1,0 +1,1 @@
+"""Selections: which kept pages a generated token reads."""

@@ -1,0 +1,59 @@
+"""Quest: a decoding query reads the pages whose keys may match it best.
+
+Per page and channel c the smallest and largest key, lo_c and hi_c, are known. No key of
+the page has a larger product with a query q than
+
+    sum_c max(q_c lo_c, q_c hi_c).
+
+A page's score for a KV head is the maximum of that over the head's query heads. Pages
+with the highest scores are read, as many as the budget leaves beside the local tokens,
+which are all read.
+
+Source: Quest (arXiv 2406.10774) section 3; the budget that includes local tokens, and
+the maximum over query heads, from WG-KV (arXiv 2512.17452) and its authors' code.
+Deviations: all layers select (Quest leaves out the first two); Quest itself has no
+local tokens beside its newest page, and one choice per query head.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_kvpolicy.kernels.page_bounds import page_scores
+
+
+class Quest:
+    """Chooses pages by bounds on the keys in them.
+
+    Args:
+        budget: tokens per KV head that a query reads, local tokens included.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> "Quest":
+        """Build from options that `registry.resolve_options` has checked."""
+        return cls(options["quest_budget"])
+
+    def most_pages(self, local: np.ndarray, block_size: int) -> np.ndarray:
+        """Return [S] int64 global pages that queries read at most.
+
+        Args:
+            local: [S] int64, local tokens that each query reads.
+            block_size: N, tokens per page.
+        """
+        return -(-np.maximum(self.budget - local, 0) // block_size)
+
+    def scores(
+        self,
+        queries: torch.Tensor,
+        pages: torch.Tensor,
+        counts: torch.Tensor,
+        bounds: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return [R, C] float32; see `kernels.page_bounds.page_scores`."""
+        return page_scores(queries, pages, counts, bounds)

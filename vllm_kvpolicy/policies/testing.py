@@ -1,0 +1,51 @@
+"""Test policies that drop nothing: `identity` and `holes` only move tokens.
+
+Source: this project. Deviations: none.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from vllm_kvpolicy.kernels.mixing import mix
+from vllm_kvpolicy.policies.keep_all import KeepAll
+
+
+class MovementPolicy(KeepAll):
+    """Keeps every token and shuffles the survivors of each head.
+
+    Args:
+        ragged: shuffle the pages of all layers and heads among them, too.
+    """
+
+    def __init__(self, ragged: bool = False) -> None:
+        self.ragged = ragged
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> "MovementPolicy":
+        """Build from options that `registry.resolve_options` has checked."""
+        return cls(options["ragged"])
+
+    def arrange(
+        self, sources: torch.Tensor, heads: torch.Tensor, seeds: torch.Tensor
+    ) -> torch.Tensor:
+        """Shuffle [E, M] within each head; a function of (seed, head, entry) alone."""
+        draw = self._draw(sources, seeds)
+        # Draws are below 2^32: heads stay in their order, and what is no survivor
+        # (a negative source) stays behind them.
+        behind = heads.amax(-1, keepdim=True) + 1
+        key = torch.where(sources < 0, behind, heads) * 2**32 + draw
+        return sources.gather(-1, key.argsort(dim=-1, stable=True))
+
+    def arrange_pages(self, pages: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+        """Shuffle [E, C] pages among all heads and layers if `ragged`."""
+        if not self.ragged:
+            return pages
+        draw = self._draw(pages, mix(seeds))
+        return pages.gather(-1, draw.argsort(dim=-1, stable=True))
+
+    @staticmethod
+    def _draw(entries: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+        entry = torch.arange(entries.shape[-1], device=entries.device)
+        return mix(mix(seeds)[:, None] ^ entry)

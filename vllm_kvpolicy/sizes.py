@@ -1,0 +1,108 @@
+"""Sizes of an engine with a policy, from its configuration: one formula for all.
+
+Used by the scheduler mixin, the worker and the start-up line.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.events import worst_case_blocks
+from vllm_kvpolicy.policies.catalogue.names import parse
+
+
+@dataclass(frozen=True)
+class PlannerLimits:
+    """Sizes that are fixed for the life of an engine.
+
+    Args:
+        block_size: N, tokens per superblock.
+        window_tokens: W, rows of a query window: the most that any policy reads.
+        window_slots: query windows that may be open at once.
+        events_per_step: events that one step may carry.
+    """
+
+    block_size: int
+    window_tokens: int
+    window_slots: int
+    events_per_step: int
+
+
+def planner_limits(vllm_config: Any, config: KVPolicyConfig) -> PlannerLimits:
+    """Return window and event limits of an engine.
+
+    A request needs a window slot in the last W of every I steps, and has one event in
+    I steps. Twice these shares of the largest batch, at least 8, are enough for all but
+    unlucky coincidences, and those wait a step.
+    """
+    max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+    window_tokens = max(map(config.window_tokens, config.policies))
+    slots_share = -(-2 * max_num_seqs * window_tokens // config.interval_tokens)
+    events_share = -(-2 * max_num_seqs // config.interval_tokens)
+    return PlannerLimits(
+        block_size=vllm_config.cache_config.block_size,
+        window_tokens=window_tokens,
+        window_slots=min(max_num_seqs, max(8, slots_share)) if window_tokens else 0,
+        events_per_step=config.events_per_step or max(8, events_share),
+    )
+
+
+def max_global_blocks(vllm_config: Any, config: KVPolicyConfig) -> int:
+    """Return the most superblocks of survivors of any request, by any policy."""
+    block_size = vllm_config.cache_config.block_size
+    longest = vllm_config.model_config.max_model_len
+    may_keep_all = any(parse(name).keeps_all for name in config.policies)
+    if not (may_keep_all or config.may_protect_prompt):
+        longest = min(longest, config.budget_tokens)
+    return -(-longest // block_size)
+
+
+def max_blocks_per_request(vllm_config: Any, config: KVPolicyConfig) -> int:
+    """Return the most superblocks that a request with the server's policy may hold.
+
+    What vLLM wants free at start-up. A request that asks for more by `kv_policy`, a
+    protected prompt or the full KV cache, is refused where the pool cannot hold it.
+    """
+    block_size = vllm_config.cache_config.block_size
+    max_model_len = vllm_config.model_config.max_model_len
+    if parse(config.policy).keeps_all or config.protects_prompt:
+        return -(-max_model_len // block_size)
+    return worst_case_blocks(
+        max_model_len,
+        config.budget_tokens,
+        config.interval_tokens,
+        config.prefill_interval_tokens,
+        config.recent_tokens,
+        block_size,
+    )
+
+
+def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> str:
+    """Return the start-up line: policy, budget, and what the pool holds with them.
+
+    Args:
+        vllm_config: the engine's configuration.
+        config: the engine's policy.
+        num_blocks: superblocks of the pool, vLLM's null block included.
+    """
+    block_size = vllm_config.cache_config.block_size
+    max_model_len = vllm_config.model_config.max_model_len
+    answer = config.footprint(1, block_size)
+    held = answer.peak_blocks(max_model_len)
+    whole = -(-max_model_len // block_size)
+    info = parse(config.policy)
+    if info.is_unbounded:
+        kept = f"its newest {config.recent_tokens} tokens and what is admitted"
+        return (
+            f"KV policy {config.policy}: no budget, event every "
+            f"{config.interval_tokens} tokens; a request holds "
+            f"{kept if info.admission else 'all its tokens'}, at most {whole} of "
+            f"the pool's {num_blocks - 1} superblocks"
+        )
+    return (
+        f"KV policy {config.policy}: budget {config.budget_tokens} tokens per KV head, "
+        f"event every {config.interval_tokens}; a request that writes {max_model_len} "
+        f"tokens holds at most {held} superblocks instead of {whole}, so the pool of "
+        f"{num_blocks - 1} holds {(num_blocks - 1) // held} of them instead of "
+        f"{(num_blocks - 1) // whole}"
+    )

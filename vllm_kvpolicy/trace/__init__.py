@@ -1,0 +1,1 @@
+"""Traces of what events kept: their files, measures and figures."""

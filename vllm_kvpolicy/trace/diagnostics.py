@@ -1,0 +1,231 @@
+"""`python -m vllm_kvpolicy.trace.diagnostics`: what the events of a trace kept."""
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_kvpolicy.trace.files import EventRecord, read_trace
+from vllm_kvpolicy.trace.measures import (
+    kept_by_bin,
+    kept_mask,
+    longest_run,
+    mask_of,
+    memory_time,
+    overlap,
+    superblocks,
+    wiped_regions,
+)
+
+REGIONS = tuple(product((16, 32, 64), (0, 5)))  # tokens, and % kept if wiped out
+BINS = 20
+HEAD_NOTES = ("retained_mass", "lse_drop", "density_60", "density_90")
+Sums = tuple[Any, Any]  # what to divide by what
+
+LABELS = {
+    "requests": "requests",
+    "events": "events",
+    "iou": "IoU of what two consecutive events keep",
+    "survival": "share of what an event keeps that the next one keeps",
+    **{
+        f"wiped_{size}_{percent}": f"regions of {size} held tokens wiped out, "
+        f"<= {percent} % kept"
+        for size, percent in REGIONS
+    },
+    **{
+        f"gone_{size}_{percent}": f"regions of {size} positions gone, "
+        f"<= {percent} % kept"
+        for size, percent in REGIONS
+    },
+    "burst": "longest run that an event drops from a head, tokens",
+    "utilisation": "share of the kept tokens that was chosen",
+    "head_budget": "tokens chosen per head",
+    "head_spread": "their standard deviation over the heads of an event",
+    "segments": "segments per head",
+    "segment_tokens": "tokens per segment",
+    "retained_mass": "attention that the choice retains",
+    "lse_drop": "LSE drop per event, nats",
+    "request_lse_drop": "LSE drop per request, sum over its events, nats",
+    "density_60": "share of tokens that holds 60 % of the attention",
+    "density_90": "share of tokens that holds 90 % of the attention",
+    "memory_time": "memory-time per request, first to last event, superblock-steps",
+    "memory_time_share": "memory-time over that of a dense cache",
+}
+
+
+def measure(event: EventRecord, previous: EventRecord | None) -> dict[str, Sums]:
+    """Measure one event.
+
+    Args:
+        event: the event.
+        previous: the event before it, None for the first of a request.
+
+    Returns:
+        By name as in `LABELS`, and `retention` by bin: what to divide by what, once
+        both are added up over events.
+    """
+    kept = kept_mask(event)
+    heads = kept.shape[0] * kept.shape[1]
+    chosen = (event.selected >= 0).sum(-1)
+    in_use = mask_of(event.selected, event.position) & kept
+    by_bin, tokens = kept_by_bin(kept, BINS, event.position)
+    sums = {
+        "utilisation": (in_use.sum(), kept.sum()),
+        "head_budget": (chosen.sum(), heads),
+        "head_spread": (chosen.std(), 1),
+        "retention": (by_bin.sum((0, 1)), tokens * heads),
+        **_gaps(event, kept),
+        **_notes(event, heads),
+    }
+    if previous is not None:
+        iou, survival = overlap(kept_mask(previous), kept)
+        sums["iou"] = iou.sum(), heads
+        sums["survival"] = survival.sum(), heads
+        sums |= _memory_time(event, previous)
+    return sums
+
+
+def _gaps(event: EventRecord, kept: np.ndarray) -> dict[str, Sums]:
+    """Measure what each head drops: regions between sinks and local tokens, and runs.
+
+    Args:
+        event: the event.
+        kept: [L, H, P] bool.
+    """
+    masks = (mask_of(event.held, event.position), kept)
+    held, keeps = (mask.reshape(-1, event.position) for mask in masks)
+    heads = list(zip(held, keeps, strict=True))
+    free = slice(event.sinks, event.frontier)
+    rows = [keep[free][hold[free]] for hold, keep in heads]
+    runs = [longest_run(~keep[hold]) for hold, keep in heads]
+    sums: dict[str, Sums] = {"burst": (sum(runs), len(runs))}
+    for size, percent in REGIONS:
+        wiped = np.array([wiped_regions(row, size, percent) for row in rows])
+        sums[f"wiped_{size}_{percent}"] = tuple(wiped.sum(0))
+        gone = wiped_regions(keeps[:, free], size, percent)
+        sums[f"gone_{size}_{percent}"] = gone
+    return sums
+
+
+def _notes(event: EventRecord, heads: int) -> dict[str, Sums]:
+    """Measure what the event's notes say, as far as there are any."""
+    notes = event.notes
+    sums: dict[str, Sums] = {
+        name: (notes[name].sum(dtype=float), heads)
+        for name in HEAD_NOTES
+        if name in notes
+    }
+    if "lse_drop" in notes:
+        sums["request_lse_drop"] = sums["lse_drop"][0] / heads, event.ordinal == 0
+    if "segments" in notes:
+        lengths = np.diff(notes["segments"])
+        count = np.count_nonzero(lengths)
+        sums["segments"] = count, heads
+        sums["segment_tokens"] = lengths.sum(), count
+    return sums
+
+
+def _memory_time(event: EventRecord, previous: EventRecord) -> dict[str, Sums]:
+    """Integrate from the event before to this one, but not over the prompt.
+
+    A trace does not know how long requests ran after their last event, and what they
+    hold before their first is the same for all policies.
+    """
+    span = (max(previous.position, event.prompt), event.position, event.block_size)
+    state = ([previous.position], [previous.frontier], [superblocks(previous)])
+    total, dense = memory_time(*state, *span), memory_time((), (), (), *span)
+    return {
+        "memory_time": (total, previous.ordinal == 0),
+        "memory_time_share": (total, dense),
+    }
+
+
+def summarise(trace: Path) -> dict[str, dict[str, Any]]:
+    """Return the figures of each policy of a trace, by name as in `LABELS`.
+
+    Besides, `retention` is a list of 20 shares kept, by position over the event's.
+    Figures that nothing was recorded for are left out.
+
+    Args:
+        trace: folder that workers recorded.
+
+    Raises:
+        ValueError: no events, or a file that is none.
+    """
+    totals: dict[str, dict[str, Sums]] = defaultdict(dict)
+    requests: dict[str, set[str]] = defaultdict(set)
+    events: dict[str, int] = defaultdict(int)
+    latest: dict[str, EventRecord] = {}
+    for event in read_trace(trace):
+        previous = latest.get(event.request_id)
+        if previous is not None and previous.ordinal + 1 != event.ordinal:
+            previous = None
+        latest[event.request_id] = event
+        requests[event.policy].add(event.request_id)
+        events[event.policy] += 1
+        of_policy = totals[event.policy]
+        for name, (above, below) in measure(event, previous).items():
+            old = of_policy.get(name, (0, 0))
+            of_policy[name] = old[0] + above, old[1] + below
+    return {
+        policy: {
+            "requests": len(requests[policy]),
+            "events": events[policy],
+            **{
+                name: (above / np.maximum(below, 1)).tolist()
+                for name, (above, below) in totals[policy].items()
+                if np.any(below)
+            },
+        }
+        for policy in sorted(totals)
+    }
+
+
+def table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return one line per figure and one column per policy."""
+    lines = [["", *summaries]]
+    for name, label in LABELS.items():
+        values = [summary.get(name) for summary in summaries.values()]
+        if any(value is not None for value in values):
+            lines.append([label, *map(_cell, values)])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
+        for line in lines
+    )
+
+
+def _cell(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value}" if isinstance(value, int) else f"{value:.3f}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command; `arguments` are those of the process unless given."""
+    parser = argparse.ArgumentParser(
+        prog="python -m vllm_kvpolicy.trace.diagnostics",
+        description="Print what the events of a trace kept, per policy.",
+    )
+    parser.add_argument("trace", type=Path, help="folder that workers recorded")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    given = parser.parse_args(arguments)
+    try:
+        summaries = summarise(given.trace)
+    except ValueError as error:
+        parser.error(str(error))
+    print(table(summaries))
+    if given.json is not None:
+        try:
+            given.json.write_text(json.dumps(summaries, indent=2) + "\n")
+        except OSError as error:
+            parser.error(f"--json: cannot write {str(given.json)!r}: {error.strerror}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""What events keep, as numbers: the definitions behind diagnostics and plot.
+
+Axes: L layers, H KV heads, P logical positions, n tokens of one row, N tokens per
+superblock. A head *keeps* what it holds after an event: survivors of its pool and local
+tokens.
+Source: AMS (arXiv 2605.23200) names IoU, wipe-outs, bursts, retention and repetition
+without defining them, so the definitions are ours; Hard-KV for memory-time.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from vllm_kvpolicy.trace.files import EventRecord
+
+
+def mask_of(rows: np.ndarray, num_positions: int) -> np.ndarray:
+    """Mark positions.
+
+    Args:
+        rows: [L, H, T] positions below `num_positions`; negative ones are padding.
+        num_positions: P.
+
+    Returns:
+        [L, H, P] bool.
+    """
+    mask = np.zeros((*rows.shape[:2], num_positions + 1), bool)
+    np.put_along_axis(mask, np.where(rows < 0, num_positions, rows), True, axis=-1)
+    return mask[..., :-1]
+
+
+def kept_mask(event: EventRecord) -> np.ndarray:
+    """Mark what each head keeps, [L, H, position] bool."""
+    mask = mask_of(event.survivors, event.position)
+    mask[..., event.frontier :] = True
+    return mask
+
+
+def overlap(before: np.ndarray, after: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Compare what two consecutive events keep.
+
+    Uniformly random choice of half the tokens, with nothing kept for sure, gives an IoU
+    of 1/3; with |before| = |after| it is s / (2 - s) for a survival s.
+
+    Args:
+        before: [..., P] bool, what the earlier event keeps.
+        after: [..., at least P] bool, what the later one keeps.
+
+    Returns:
+        IoU = |before and after| / |before or after| and survival = |before and after| /
+        |before|, [...] each.
+    """
+    both = (before & after[..., : before.shape[-1]]).sum(-1)
+    size = before.sum(-1)
+    return both / (size + after.sum(-1) - both), both / size
+
+
+def wiped_regions(kept: np.ndarray, size: int, percent: float) -> tuple[int, int]:
+    """Count the regions of a row of which almost nothing is kept.
+
+    The row is cut into regions of `size` tokens from its start; a shorter rest is left
+    out. A region is wiped out if at most `percent` % of its tokens are kept. Over held
+    tokens, in time order, the share of wiped regions is the region wipe-out rate; over
+    positions, whether held or dropped before, it is the rate in absolute time.
+
+    Args:
+        kept: [..., n] bool.
+        size: tokens per region.
+        percent: 0 to 100.
+
+    Returns:
+        Regions wiped out, and all regions.
+    """
+    count = kept.shape[-1] // size
+    regions = kept[..., : count * size].reshape(*kept.shape[:-1], count, size)
+    wiped = regions.sum(-1) * 100 <= percent * size
+    return int(wiped.sum()), wiped.size
+
+
+def longest_run(marked: np.ndarray) -> int:
+    """Return the length of the longest run of True in [n] bool, 0 if there is none."""
+    edges = np.flatnonzero(np.diff(marked, prepend=False, append=False))
+    return int(np.max(edges[1::2] - edges[::2], initial=0))
+
+
+def kept_by_bin(
+    kept: np.ndarray, bins: int, num_positions: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Count kept tokens by relative position: p falls into bin bins * p // P'.
+
+    Args:
+        kept: [..., P] bool by logical position.
+        bins: number of bins.
+        num_positions: P', at least P; P for positions relative to the event's own.
+
+    Returns:
+        Kept tokens [..., bins], and tokens [bins] below P, dropped ones included.
+    """
+    edges = -(-np.arange(bins + 1) * num_positions // bins)
+    edges = np.minimum(edges, kept.shape[-1])
+    zeros = np.zeros((*kept.shape[:-1], 1), int)
+    below = np.concatenate([zeros, kept.cumsum(-1)], axis=-1)[..., edges]
+    return np.diff(below, axis=-1), np.diff(edges)
+
+
+def superblocks(event: EventRecord) -> int:
+    """Return the superblocks that the survivors of an event take."""
+    pages = np.count_nonzero(event.survivors >= 0) // event.block_size
+    heads = event.survivors.shape[0] * event.survivors.shape[1]
+    return -(-pages // heads)
+
+
+def memory_time(
+    positions: Sequence[int],
+    frontiers: Sequence[int],
+    global_blocks: Sequence[int],
+    start: int,
+    end: int,
+    block_size: int,
+) -> int:
+    """Return the memory-time integral of one request in superblock-steps.
+
+    Steps compute one token each, as in decoding. The step that computes the token at
+    position t holds B + ceil((t + 1 - F) / N) superblocks, B and F being those of the
+    last event at or before t, 0 before the first: 3 superblocks for 10 steps are 30.
+
+    Args:
+        positions: of the request's events, ascending, tokens.
+        frontiers: F of each event, tokens.
+        global_blocks: B of each event, superblocks that its survivors take.
+        start: position of the first token that counts, the prompt's length for all of
+            decoding.
+        end: the request's final length, tokens computed.
+        block_size: N.
+    """
+    token = np.arange(start, end)
+    latest = np.searchsorted(np.asarray(positions, int), token, side="right")
+    frontier = np.array([0, *frontiers])[latest]
+    survivors = np.array([0, *global_blocks])[latest]
+    return int((survivors - (frontier - token - 1) // block_size).sum())
+
+
+def repetition(samples: Iterable[Sequence[int]], size: int) -> float:
+    """Return the mean over samples of 1 - unique / all n-grams.
+
+    Args:
+        samples: output token ids; one shorter than n repeats nothing.
+        size: n; 4, 8 and 20 are customary.
+
+    Raises:
+        ValueError: no samples.
+    """
+    rates = []
+    for tokens in samples:
+        grams = list(zip(*(tokens[i:] for i in range(size)), strict=False))
+        rates.append(1 - len(set(grams)) / len(grams) if grams else 0.0)
+    if not rates:
+        raise ValueError("samples: expected at least one, got none")
+    return sum(rates) / len(rates)

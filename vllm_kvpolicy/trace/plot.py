@@ -1,0 +1,223 @@
+"""`python -m vllm_kvpolicy.trace.plot`: pictures of what the events of a trace kept."""
+
+import argparse
+import base64
+import html
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vllm_kvpolicy.trace import figures
+from vllm_kvpolicy.trace.diagnostics import summarise, table
+from vllm_kvpolicy.trace.files import EventRecord, read_trace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MAX_LAYERS = 8  # drawn unless layers are named
+DPI = 100
+# What is drawn per layer and head: name, title and unit.
+HEAD_MAPS = (
+    ("head_budget", "Tokens chosen per head", "tokens, mean over events"),
+    ("retained_mass", "Attention that the choice retains", "share, mean over events"),
+    ("lse_drop", "LSE drop", "nats per event, mean"),
+    ("density_90", "Tokens that hold 90 % of the attention", "share of tokens held"),
+)
+PAGE = """<!doctype html>
+<meta charset="utf-8">
+<title>{title}</title>
+<style>
+body {{ font-family: sans-serif; max-width: 1060px; margin: 2em auto; }}
+pre {{ overflow-x: auto; }}
+img {{ max-width: 100%; }}
+</style>
+<h1>{title}</h1>
+<pre>{table}</pre>
+{figures}
+"""
+FIGURE = """<figure id="{name}">
+<img alt="{name}" src="data:image/png;base64,{data}">
+<figcaption>{name}.png</figcaption>
+</figure>
+"""
+
+
+@dataclass
+class PolicyEvents:
+    """What is drawn of one policy.
+
+    Args:
+        events: of its request with the most events, or of the one asked for; after a
+            preemption, those since.
+        sums: by name of `HEAD_MAPS`, [L, H], added up over all its events.
+        count: number of all its events.
+    """
+
+    events: list[EventRecord] = field(default_factory=list)
+    sums: dict[str, np.ndarray] = field(default_factory=dict)
+    count: int = 0
+
+    def add(self, event: EventRecord) -> None:
+        """Add an event to the sums."""
+        chosen = (event.selected >= 0).sum(-1)
+        values = {"head_budget": chosen, **event.notes}
+        for name, _, _ in HEAD_MAPS:
+            if name in values:
+                self.sums[name] = self.sums.get(name, 0.0) + values[name]
+        self.count += 1
+
+
+def read_policies(trace: Path, request: str | None = None) -> dict[str, PolicyEvents]:
+    """Return what is drawn, by policy.
+
+    Args:
+        trace: folder that workers recorded.
+        request: id of the request to draw; the one with most events of each policy
+            unless given.
+
+    Raises:
+        ValueError: no events, a file that is none, or no such request.
+    """
+    policies: dict[str, PolicyEvents] = {}
+    requests: dict[str, list[EventRecord]] = {}
+    for event in read_trace(trace):
+        policy = policies.setdefault(event.policy, PolicyEvents())
+        policy.add(event)
+        events = requests.setdefault(event.request_id, [])
+        if event.ordinal == 0:
+            events.clear()
+        events.append(event)
+        is_asked_for = event.request_id == request
+        if is_asked_for or request is None and len(events) > len(policy.events):
+            policy.events = events
+    if request is not None and request not in requests:
+        raise ValueError(f"request: got {request!r}, expected one of {list(requests)}")
+    return policies
+
+
+def draw(
+    policies: Mapping[str, PolicyEvents],
+    retention: Mapping[str, Sequence[float]],
+    layers: Sequence[int] | None,
+) -> Iterator[tuple[str, "Figure"]]:
+    """Yield figures with the names of their files.
+
+    Args:
+        policies: what is drawn.
+        retention: by policy, shares kept by relative position.
+        layers: which to draw by head; at most MAX_LAYERS, evenly spread, unless given.
+
+    Raises:
+        ValueError: no such layer, or matplotlib is not installed.
+    """
+    yield "retention", figures.retention_curves(retention)
+    for policy, drawn in policies.items():
+        for name, title, unit in HEAD_MAPS:
+            if name in drawn.sums:
+                mean = drawn.sums[name] / drawn.count
+                yield (
+                    f"{policy}-{name}",
+                    figures.head_map(mean, f"{title}, {policy}", unit),
+                )
+        if not drawn.events:
+            continue
+        last = drawn.events[-1]
+        where = f"{policy}, request {last.request_id}"
+        for layer in _layers(layers, len(last.held)):
+            title = f"Tokens kept, {where}"
+            map_ = figures.retention_map(drawn.events, layer, title)
+            yield f"{policy}-kept-layer{layer}", map_
+            if "segments" in last.notes:
+                title = f"Segments over mass, {where}, event {last.ordinal}"
+                map_ = figures.segment_map(last, layer, title)
+                yield f"{policy}-segments-layer{layer}", map_
+
+
+def _layers(wanted: Sequence[int] | None, count: int) -> list[int]:
+    """Return the layers to draw of `count`."""
+    if wanted is None:
+        spread = np.linspace(0, count - 1, min(count, MAX_LAYERS))
+        return spread.round().astype(int).tolist()
+    for layer in wanted:
+        if not 0 <= layer < count:
+            raise ValueError(f"layers: got {layer}, expected 0 to {count - 1}")
+    return list(wanted)
+
+
+def plot(
+    trace: Path,
+    output: Path,
+    request: str | None = None,
+    layers: Sequence[int] | None = None,
+) -> list[str]:
+    """Write the figures of a trace.
+
+    Args:
+        trace: folder that workers recorded.
+        output: folder for the figures; made if missing.
+        request: see `read_policies`.
+        layers: see `draw`.
+
+    Returns:
+        Names of the figures.
+
+    Raises:
+        ValueError: no events, a file that is none, no such request or layer, or
+            matplotlib is not installed; nothing is written then.
+    """
+    summaries = summarise(trace)
+    retention = {policy: values["retention"] for policy, values in summaries.items()}
+    drawn = list(draw(read_policies(trace, request), retention, layers))
+    output.mkdir(parents=True, exist_ok=True)
+    parts = []
+    for name, figure in drawn:
+        image = BytesIO()
+        figure.savefig(image, format="png", dpi=DPI)
+        (output / f"{name}.png").write_bytes(image.getvalue())
+        data = base64.b64encode(image.getvalue()).decode()
+        parts.append(FIGURE.format(name=html.escape(name), data=data))
+    page = PAGE.format(
+        title=html.escape(f"What events keep: {trace.resolve().name}"),
+        table=html.escape(table(summaries)),
+        figures="".join(parts),
+    )
+    (output / "index.html").write_text(page, encoding="utf-8")
+    return [name for name, _ in drawn]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command; `arguments` are those of the process unless given."""
+    parser = argparse.ArgumentParser(
+        prog="python -m vllm_kvpolicy.trace.plot",
+        description="Draw what the events of a trace kept, as PNGs and as one page.",
+    )
+    parser.add_argument("trace", type=Path, help="folder that workers recorded")
+    parser.add_argument(
+        "--output", type=Path, help="folder for the figures (default: TRACE/plots)"
+    )
+    parser.add_argument(
+        "--request", help="request to draw (default: of each policy the longest)"
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        nargs="+",
+        help=f"layers to draw by head (default: up to {MAX_LAYERS}, evenly spread)",
+    )
+    given = parser.parse_args(arguments)
+    output = given.output or given.trace / "plots"
+    try:
+        names = plot(given.trace, output, given.request, given.layers)
+    except ValueError as error:
+        parser.error(str(error))
+    except OSError as error:
+        parser.error(f"--output: cannot write {str(output)!r}: {error.strerror}")
+    print(f"{output / 'index.html'}: {len(names)} figures, a PNG each beside it")
+
+
+if __name__ == "__main__":
+    main()

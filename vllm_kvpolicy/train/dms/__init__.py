@@ -1,0 +1,1 @@
+"""Trains a model to decide which tokens it drops (DMS)."""

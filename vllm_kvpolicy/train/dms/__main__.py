@@ -1,0 +1,131 @@
+"""`python -m vllm_kvpolicy.train.dms`: teaches a model which tokens it may drop.
+
+With an adapter the model stays as it is and one small file per compression ratio says
+what is dropped. With borrowed channels all weights change, and each ratio makes a
+checkpoint folder.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_kvpolicy.policies.admissions.dms.adapter import DmsAdapter, unstacked
+from vllm_kvpolicy.policies.admissions.dms.files import save
+from vllm_kvpolicy.train.base import Base, load_base
+from vllm_kvpolicy.train.dms.attention import SHIFT
+from vllm_kvpolicy.train.dms.checkpoint import save_checkpoint
+from vllm_kvpolicy.train.dms.loop import train
+from vllm_kvpolicy.train.dms.measures import Figures, measure
+from vllm_kvpolicy.train.dms.options import parse
+from vllm_kvpolicy.train.dms.retrofit import Retrofit, new_adapter
+from vllm_kvpolicy.train.dms.settings import Settings
+from vllm_kvpolicy.train.reasoner_rows import ReasonerRows
+from vllm_kvpolicy.train.rows import Rows
+from vllm_kvpolicy.train.sources import dtype_of, rows_of, words_of
+
+
+def settings_of(given: argparse.Namespace) -> Settings:
+    """Return the settings of a run."""
+    names = [item.name for item in fields(Settings) if item.name != "data"]
+    return Settings(
+        data=words_of(given), **{name: getattr(given, name) for name in names}
+    )
+
+
+def retrofit_of(given: argparse.Namespace) -> Retrofit:
+    """Return a model that has learned nothing yet."""
+    settings, dtype = settings_of(given), dtype_of(given)
+    teacher = load_base(given.model, given.device, dtype)
+    if settings.flavour == "adapter":
+        return Retrofit(settings, teacher, teacher, new_adapter(teacher))
+    student = load_base(given.model, given.device, dtype, trained=True)
+    return Retrofit(settings, teacher, student)
+
+
+def adapter_of(
+    base: Base, model: str, retrofit: Retrofit, target: float, found: Figures
+) -> DmsAdapter:
+    """Return what an adapter's file says."""
+    settings = retrofit.settings
+    return DmsAdapter(
+        model=model,
+        flavour=base.flavour,
+        num_layers=base.num_layers,
+        num_kv_heads=base.num_kv_heads,
+        hidden_size=base.hidden_size,
+        window=settings.window,
+        target_cr=target,
+        kept_fraction=found.kept_fraction,
+        tensors=unstacked(retrofit.tensors()),
+        alpha_scale=settings.alpha_scale,
+        alpha_offset=settings.alpha_offset,
+        shift=SHIFT,
+    )
+
+
+def write(
+    retrofit: Retrofit,
+    rows: Rows | ReasonerRows,
+    given: argparse.Namespace,
+    target: float,
+) -> None:
+    """Measure a model that has reached a target, and write what comes of it."""
+    base, output = retrofit.teacher, given.output
+    if retrofit.weights is not None:
+        path = output / f"dms-{target:g}.safetensors"
+        found = measure(retrofit, rows.validation)
+        save(path, adapter_of(base, given.model, retrofit, target, found))
+    else:
+        path = output / f"dms-{target:g}"
+        save_checkpoint(path, retrofit, given.model, target)
+        # Weights are a bit different in the dtype that they were written in.
+        student = load_base(str(path), given.device, base.dtype)
+        found = measure(replace(retrofit, student=student), rows.validation)
+    result = {"file": path.name, "target": target, **found.to_dict()}
+    _record(output / "figures.json", given.model, retrofit.settings, result)
+    print(
+        f"ratio {target:g}: {found.compression_ratio:.2f} reached, kept "
+        f"{found.kept_fraction:.1%}, loss {found.soft_loss:.4g} trained, "
+        f"{found.hard_loss:.4g} served, {found.window_loss:.4g} with the window alone; "
+        f"wrote {path}",
+        flush=True,
+    )
+
+
+def _record(path: Path, model: str, settings: Settings, result: dict[str, Any]) -> None:
+    """Put a result beside those of the same run in a file, or in place of its like."""
+    known = json.loads(path.read_text()) if path.exists() else {}
+    same = json.loads(json.dumps({"model": model, "settings": asdict(settings)}))
+    others = known.get("results", []) if known.items() >= same.items() else []
+    others = [item for item in others if item["target"] < result["target"]]
+    content = {**same, "results": [*others, result]}
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command; `arguments` are those of the process unless given."""
+    given = parse(arguments)
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    try:
+        rows = rows_of(given)
+        retrofit = retrofit_of(given)
+        given.output.mkdir(parents=True, exist_ok=True)
+
+        def reached(target: float) -> None:
+            write(retrofit, rows, given, target)
+
+        state = given.output / f"dms-{given.flavour}.state"
+        stream = rows.shuffled(given.seed)
+        train(retrofit, stream, state, reached, given.save_steps)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"vllm_kvpolicy.train.dms: error: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""One pass through a model that drops tokens as DMS does, softly or for good.
+
+Source: DMS (arXiv 2506.05345) section 3; https://github.com/NVIDIA/Model-Optimizer/
+tree/a2fbac7b/experimental/dms, whose decisions are about the token before. Deviations:
+borrowed channels are read off rotated queries, turned back; while they fade they do so
+behind RoPE too, so that nothing jumps when the first tokens are dropped.
+"""
+
+import random
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from vllm_kvpolicy.kernels.dms_decision import DecisionWeights, decision_logits
+from vllm_kvpolicy.kernels.rope import Rope
+from vllm_kvpolicy.kernels.visibility import settled
+from vllm_kvpolicy.train.attention import Student, hidden, weighed
+from vllm_kvpolicy.train.base import Base
+from vllm_kvpolicy.train.dms.settings import Settings
+
+SHIFT = 1  # the token at t decides on the one at t - SHIFT
+
+
+@dataclass
+class Dropping(Student):
+    """How one pass through a model drops tokens, and the logits that decide.
+
+    Args:
+        settings: of the run.
+        rope: how the model rotates.
+        epsilon: of its norms.
+        weights: adapter of all layers; None where channels are borrowed.
+        noise: [L, H, T] float32 for decisions as in training: between 0 and 1, with
+            noise. None for those of a server.
+        least: without noise, tokens with a logit above this are dropped.
+        fade: factor on borrowed channels while nothing is dropped; None behind that.
+        logits: by layer, [B, H, T] float32, written in the pass.
+    """
+
+    settings: Settings
+    rope: Rope
+    epsilon: float
+    weights: DecisionWeights | None = None
+    noise: torch.Tensor | None = None
+    least: float = 0.0
+    fade: float | None = None
+    logits: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def enter(self, layer: int, hidden: torch.Tensor) -> None:
+        """Let the adapter decide, if there is one."""
+        if self.weights is not None:
+            scale, offset = self.settings.alpha_scale, self.settings.alpha_offset
+            weights = self.weights.layer(layer)
+            logits = decision_logits(hidden, weights, self.epsilon, scale, offset)
+            self.logits[layer] = logits.transpose(-1, -2)
+
+    def prepare(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return queries without borrowed channels, and what decides on each key.
+
+        That is the logit of the next token: with noise where there is some, and
+        minus infinity for the last key.
+        """
+        if self.weights is None:
+            fade = self.fade or 0.0
+            query, value = without_channel(query, key.shape[1], self.rope, fade)
+            scale, offset = self.settings.alpha_scale, self.settings.alpha_offset
+            self.logits[layer] = value * scale - offset
+        if self.fade is not None:
+            return query, None
+        logits = self.logits[layer]
+        if self.noise is not None:
+            logits = (logits + self.noise[layer]) / self.settings.temperature
+        return query, F.pad(logits[..., SHIFT:], (0, SHIFT), value=-torch.inf)
+
+    def bias(self, known: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+        """Return what is added to the logits of queries [Q], by `prepare`."""
+        window = self.settings.window + 1
+        if self.noise is not None:
+            return weighed(F.logsigmoid(-known), window, 0, queries)
+        return hidden(known <= self.least, window, 0, queries)
+
+    def keep(self) -> torch.Tensor:
+        """Return the keep bits [L, B, H, T] of the pass as a server has them."""
+        logits = torch.stack([self.logits[i] for i in sorted(self.logits)])
+        return settled(logits <= self.least, SHIFT)
+
+    def alphas(self) -> torch.Tensor:
+        """Return decisions [L, B, H, T]: 0 or 1, with the gradient of those between."""
+        logits = torch.stack([self.logits[i] for i in sorted(self.logits)])
+        assert self.noise is not None, "decisions of training have noise"
+        noisy = (logits + self.noise[:, None]) / self.settings.temperature
+        soft = noisy.sigmoid()
+        return (soft > 0.5).float() - soft.detach() + soft
+
+
+def without_channel(
+    query: torch.Tensor, num_kv_heads: int, rope: Rope, share: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Take the last channel from the first query head of each KV head.
+
+    Args:
+        query: [B, Hq, T, D], after RoPE.
+        num_kv_heads: H.
+        rope: how the model rotates.
+        share: what is left of the channel, before RoPE and again after it.
+
+    Returns:
+        The queries without it, and its values [B, H, T] float32 before RoPE.
+    """
+    group = query.shape[1] // num_kv_heads
+    first = query[:, ::group].float()
+    half = first.shape[-1] // 2
+    positions = torch.arange(first.shape[-2], device=first.device)
+    angles = rope.angles(positions)[..., -1]
+    cos, sin = angles.cos().float(), angles.sin().float()
+    value = (first[..., -1] * cos - first[..., half - 1] * sin) / rope.scaling
+    taken = (1 - share) * value * rope.scaling
+    changed = first.clone()
+    changed[..., half - 1] = first[..., half - 1] + taken * sin
+    changed[..., -1] = share * (first[..., -1] - taken * cos)
+    out = query.clone()
+    out[:, ::group] = changed.to(query.dtype)
+    return out, value
+
+
+def noise_of(base: Base, num_tokens: int, *place: int) -> torch.Tensor:
+    """Return the noise [L, H, T] float32 on the logits of a row.
+
+    It is the difference of two Gumbel variables, which is logistic.
+
+    Args:
+        base: the model.
+        num_tokens: T.
+        place: integers that tell a row from others; the same ones give the same noise.
+    """
+    generator = torch.Generator()
+    generator.manual_seed(random.Random(str(place)).getrandbits(32))
+    shape = (base.num_layers, base.num_kv_heads, num_tokens)
+    return torch.rand(shape, generator=generator).logit(eps=1e-6).to(base.device)

@@ -1,0 +1,65 @@
+"""What DMS is trained for: the teacher's probabilities, from few tokens.
+
+Source: DMS (arXiv 2506.05345) section 3; https://github.com/NVIDIA/Model-Optimizer/
+tree/a2fbac7b/experimental/dms. Deviations: blocks of tokens, not of the vocabulary.
+"""
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from vllm_kvpolicy.train.base import Base
+
+BLOCK = 512  # tokens whose logits are in memory at a time
+
+
+def distillation(
+    student: Base,
+    student_hidden: torch.Tensor,
+    teacher: Base,
+    teacher_hidden: torch.Tensor,
+    row: torch.Tensor,
+) -> torch.Tensor:
+    """Return the mean divergence KL(student || teacher) of next tokens, float32.
+
+    Args:
+        student: whose output embedding makes logits of `student_hidden`.
+        student_hidden: [1, T, d], see `Base.hidden`.
+        teacher: like `student`.
+        teacher_hidden: like `student_hidden`.
+        row: [T] int64, the tokens; what follows the end of a text does not count.
+    """
+    ends = torch.tensor(teacher.ends, dtype=row.dtype)
+    counts = ~torch.isin(row, ends).to(teacher.device)
+    total = torch.zeros((), device=teacher.device)
+    for start in range(0, len(row), BLOCK):
+        part = slice(start, start + BLOCK)
+        # Logits are computed again in the backward pass rather than kept.
+        total = total + checkpoint(
+            _divergence,
+            student,
+            student_hidden[0, part],
+            teacher,
+            teacher_hidden[0, part],
+            counts[part],
+            use_reentrant=False,
+        )
+    return total / counts.sum().clamp(min=1)
+
+
+def _divergence(
+    student: Base,
+    student_hidden: torch.Tensor,
+    teacher: Base,
+    teacher_hidden: torch.Tensor,
+    counts: torch.Tensor,
+) -> torch.Tensor:
+    """Return the sum of the divergences of tokens that count."""
+    own = student.logits(student_hidden).log_softmax(-1)
+    wanted = teacher.logits(teacher_hidden).log_softmax(-1)
+    divergences = (own.exp() * (own - wanted)).sum(-1)
+    return divergences.masked_fill(~counts, 0.0).sum()
+
+
+def compression(alphas: torch.Tensor, wanted: float) -> torch.Tensor:
+    """Return by how much less than `wanted` the mean decision is, at least 0."""
+    return (wanted - alphas.mean()).clamp(min=0)

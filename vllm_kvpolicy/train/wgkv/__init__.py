@@ -1,0 +1,1 @@
+"""Trains the write gates of a model (WG-KV)."""

@@ -1,0 +1,100 @@
+"""`python -m vllm_kvpolicy.train.wgkv`: trains the write gates of a model.
+
+The model stays as it is. Its gates learn which tokens the model can do without once
+they are outside a window; one file of gates for each sparsity weight says how many.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
+from vllm_kvpolicy.policies.admissions.wgkv.files import save
+from vllm_kvpolicy.policies.admissions.wgkv.gates import Gates, unstacked
+from vllm_kvpolicy.train.base import Base, load_base
+from vllm_kvpolicy.train.reasoner_rows import ReasonerRows
+from vllm_kvpolicy.train.rows import Rows
+from vllm_kvpolicy.train.sources import dtype_of, rows_of, words_of
+from vllm_kvpolicy.train.wgkv.loop import Settings, train
+from vllm_kvpolicy.train.wgkv.measures import Figures, measure
+from vllm_kvpolicy.train.wgkv.options import parse
+
+
+def settings_of(given: argparse.Namespace, sparsity_weight: float) -> Settings:
+    """Return the settings of one run."""
+    names = asdict(Settings(0)).keys() - {"sparsity_weight", "data"}
+    same = {name: getattr(given, name) for name in names}
+    return Settings(sparsity_weight, data=words_of(given), **same)
+
+
+def gates_of(
+    base: Base,
+    given: argparse.Namespace,
+    run: Settings,
+    weights: GateWeights,
+    found: Figures,
+) -> Gates:
+    """Return what a file of gates says."""
+    return Gates(
+        model=given.model,
+        flavour=base.flavour,
+        num_layers=base.num_layers,
+        num_kv_heads=base.num_kv_heads,
+        head_dim=base.head_dim,
+        rope_theta=base.rope_theta,
+        window=run.window,
+        threshold=given.threshold,
+        sinks=run.sinks,
+        sparsity_weight=run.sparsity_weight,
+        kept_fraction=found.kept_fraction,
+        tensors=unstacked(weights.tensors()),
+    )
+
+
+def run_all(base: Base, rows: Rows | ReasonerRows, given: argparse.Namespace) -> None:
+    """Train and measure gates for each sparsity weight, and write what comes of it."""
+    given.output.mkdir(parents=True, exist_ok=True)
+    results: list[dict[str, Any]] = []
+    for sparsity_weight in given.lambdas:
+        run = settings_of(given, sparsity_weight)
+        file = given.output / f"wgkv-{sparsity_weight:g}.safetensors"
+        weights = train(
+            base,
+            rows.shuffled(run.seed),
+            run,
+            file.with_suffix(".state"),
+            given.save_steps,
+        )
+        found = measure(
+            base, rows.validation, weights, run.window, run.sinks, given.threshold
+        )
+        save(file, gates_of(base, given, run, weights, found))
+        results.append({"file": file.name, **asdict(run), **found.to_dict()})
+        content = {"model": given.model, "threshold": given.threshold, "runs": results}
+        (given.output / "figures.json").write_text(json.dumps(content, indent=2) + "\n")
+        print(
+            f"lambda {sparsity_weight:g}: kept {found.kept_fraction:.1%}, loss "
+            f"{found.soft_loss:.4g} trained, {found.hard_loss:.4g} served, "
+            f"{found.window_loss:.4g} with the window alone; wrote {file}"
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command; `arguments` are those of the process unless given."""
+    given = parse(arguments)
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    try:
+        rows = rows_of(given)
+        base = load_base(given.model, given.device, dtype_of(given))
+        run_all(base, rows, given)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"vllm_kvpolicy.train.wgkv: error: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

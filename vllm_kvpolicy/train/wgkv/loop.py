@@ -1,0 +1,150 @@
+"""Trains the gates of a model for one sparsity weight, from where it was left off.
+
+Source: WG-KV (arXiv 2512.17452) section 3.4 and appendix;
+https://github.com/EMCLab-Sinica/WG-KV/blob/a6943894/scripts/train.py.
+Deviations: the learning rate of the first step is not 0; validation comes at the end.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
+from vllm_kvpolicy.train.base import Base
+from vllm_kvpolicy.train.loop import Run
+from vllm_kvpolicy.train.wgkv.attention import Gating
+from vllm_kvpolicy.train.wgkv.losses import distillation, position_weights, sparsity
+
+EXPANSION = {"llama": 4.0, "qwen3": 1.5}  # hidden units per channel of a head
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run is made of; the defaults are the authors'.
+
+    Args:
+        sparsity_weight: the paper's lambda.
+        window: tokens that every query sees, itself included.
+        sinks: first tokens that are kept in any case.
+        steps: optimiser steps.
+        rows_per_step: sequences per step.
+        learning_rate: of AdamW, at its highest.
+        weight_decay: of AdamW.
+        warmup: share of the steps in which the learning rate rises.
+        expansion: hidden units of a gate per channel of a head; None for the authors'.
+        seed: of the first weights and of the order of rows.
+        data: what the rows are made from, in words.
+    """
+
+    sparsity_weight: float
+    window: int = 256
+    sinks: int = 0
+    steps: int = 7500
+    rows_per_step: int = 1
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.01
+    warmup: float = 0.1
+    expansion: float | None = None
+    seed: int = 42
+    data: str = ""
+
+
+def rate(step: int, steps: int, warmup: float) -> float:
+    """Return the share of the highest learning rate at a step, 0 <= step < steps.
+
+    It rises in a line over the share `warmup` of the steps and falls as half a cosine.
+    """
+    rising = round(steps * warmup)
+    if step < rising:
+        return (step + 1) / (rising + 1)
+    return 0.5 + 0.5 * math.cos(math.pi * (step - rising) / (steps - rising))
+
+
+def new_gates(base: Base, settings: Settings) -> GateWeights:
+    """Return gates of about 0.5, as torch initialises grouped convolutions.
+
+    Norm weights are 1; the others are uniform, up to 1 / sqrt(inputs) in size.
+    """
+    expansion = settings.expansion or EXPANSION[base.flavour]
+    layers, heads, channels = base.num_layers, base.num_kv_heads, base.head_dim
+    units = round(expansion * channels)
+    generator = torch.Generator().manual_seed(settings.seed)
+
+    def uniform(inputs: int, *shape: int) -> torch.Tensor:
+        drawn = torch.rand(layers, heads, *shape, generator=generator)
+        return ((2 * drawn - 1) * inputs**-0.5).to(base.device).requires_grad_()
+
+    def ones() -> torch.Tensor:
+        return torch.ones(layers, channels, device=base.device, requires_grad=True)
+
+    return GateWeights(
+        pre_norm=ones(),
+        post_norm=ones(),
+        first=uniform(2 * channels, units, 2 * channels),
+        first_bias=uniform(2 * channels, units),
+        second=uniform(units, units),
+        second_bias=uniform(units),
+    )
+
+
+def train(
+    base: Base,
+    rows: Iterator[torch.Tensor],
+    settings: Settings,
+    state: Path,
+    save_steps: int = 100,
+) -> GateWeights:
+    """Train gates to the end, from the state file on if there is one.
+
+    Args:
+        base: the frozen model.
+        rows: [T] int64 token ids each; the same ones in the same order each time, since
+            those that a state has seen are skipped.
+        settings: of the run.
+        state: file for the state of the run, which stays when it is done.
+        save_steps: steps between two states.
+
+    Raises:
+        ValueError: the state is one of other settings, there are too few rows, or the
+            loss is no longer a number.
+    """
+    weights = new_gates(base, settings)
+    parameters = list(weights.tensors().values())
+    optimizer = torch.optim.AdamW(parameters, weight_decay=settings.weight_decay)
+
+    def step(number: int, batch: list[torch.Tensor]) -> dict[str, str]:
+        now = rate(number, settings.steps, settings.warmup)
+        optimizer.param_groups[0]["lr"] = settings.learning_rate * now
+        return _step(base, batch, settings, weights, optimizer)
+
+    name = f"lambda {settings.sparsity_weight:g}"
+    tensors = weights.tensors()
+    Run(name, settings, tensors, optimizer, state, save_steps).take(rows, step)
+    return weights
+
+
+def _step(
+    base: Base,
+    batch: list[torch.Tensor],
+    settings: Settings,
+    weights: GateWeights,
+    optimizer: torch.optim.Optimizer,
+) -> dict[str, str]:
+    """Take one optimiser step, and return the last row's losses and mean gate."""
+    optimizer.zero_grad(set_to_none=True)
+    for row in batch:
+        with torch.no_grad():
+            teacher = base.hidden(row)
+        gating = Gating(weights, base.rope, settings.window, settings.sinks)
+        distilled = distillation(base.hidden(row, gating), teacher)
+        gates = torch.stack(list(gating.values.values()))
+        ruled = position_weights(len(row), settings.window, settings.sinks)
+        loss = distilled + settings.sparsity_weight * sparsity(gates, ruled)
+        if not loss.isfinite():
+            raise ValueError(f"loss: got {loss.item()}, expected a number")
+        (loss / len(batch)).backward()
+    optimizer.step()
+    return {"loss": f"{loss.item():.4f}", "distillation": f"{distilled.item():.4f}"}

@@ -1,0 +1,41 @@
+"""What WG-KV's gates are trained for: the teacher's outputs, from few kept tokens.
+
+Source: WG-KV (arXiv 2512.17452) section 3.4; the weight of positions, which the paper
+leaves out, is that of https://github.com/EMCLab-Sinica/WG-KV/blob/a6943894/src.
+Deviations: tokens that are kept in any case are free.
+"""
+
+import torch
+
+
+def distillation(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """Return the mean squared difference of two [..., d] hidden states, float32."""
+    return torch.nn.functional.mse_loss(student.float(), teacher.float())
+
+
+def position_weights(num_tokens: int, window: int, sinks: int = 0) -> torch.Tensor:
+    """Return the share of the queries that could see a token that its gate rules.
+
+    Args:
+        num_tokens: T, length of the sequence.
+        window: tokens that every query sees.
+        sinks: first tokens, whose gates rule nothing.
+
+    Returns:
+        [T] float32: w_j = 1 - min(1, window / (T - j)), 0 for sinks.
+    """
+    remaining = torch.arange(num_tokens, 0, -1, dtype=torch.float32)
+    weights = 1 - (window / remaining).clamp(max=1)
+    weights[:sinks] = 0
+    return weights
+
+
+def sparsity(gates: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the mean of 1 - w + w (g + g (1 - g)): 1 where all is kept.
+
+    Args:
+        gates: [..., T] floating point, g.
+        weights: [T], see `position_weights`.
+    """
+    weights = weights.to(gates.device)
+    return (1 - weights + weights * gates * (2 - gates)).mean()

@@ -1,0 +1,61 @@
+"""The command line of the trainer of write gates."""
+
+import argparse
+from collections.abc import Sequence
+
+from vllm_kvpolicy.train.options import (
+    add_machine,
+    add_model,
+    add_rows,
+    check_integers,
+    option,
+)
+from vllm_kvpolicy.train.wgkv.loop import Settings
+
+LAMBDAS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)  # the authors' grid
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line; `arguments` are those of the process unless given."""
+    parser = argparse.ArgumentParser(
+        prog="python -m vllm_kvpolicy.train.wgkv",
+        description="Train write gates (WG-KV) for a model; the defaults are the "
+        "authors'. A run that was cut off goes on when the same command is given.",
+    )
+    add_model(parser)
+    add_rows(parser, length=4096, validation_rows=750)
+    _add_method(parser)
+    add_machine(parser)
+    given = parser.parse_args(arguments)
+    check_integers(parser, given)
+    if not 0 <= given.warmup < 1:
+        parser.error(f"warmup: got {given.warmup}, expected 0 to below 1")
+    if not 0 < given.threshold < 1:
+        parser.error(f"threshold: got {given.threshold}, expected above 0, below 1")
+    return given
+
+
+def _add_method(parser: argparse.ArgumentParser) -> None:
+    """Add what `Settings` and the result are made of."""
+    plain = Settings(0)
+    parser.add_argument(
+        "--lambdas",
+        type=float,
+        nargs="+",
+        default=LAMBDAS,
+        help=f"sparsity weights, one file of gates each (default: {LAMBDAS})",
+    )
+    option(parser, "--window", int, plain.window, "tokens that every query sees")
+    option(parser, "--sinks", int, plain.sinks, "first tokens that are always kept")
+    option(parser, "--threshold", float, 0.1, "tokens with a gate above are kept")
+    option(parser, "--steps", int, plain.steps, "optimiser steps per sparsity weight")
+    option(parser, "--rows-per-step", int, plain.rows_per_step, "rows per step")
+    option(parser, "--learning-rate", float, plain.learning_rate, "at its highest")
+    option(parser, "--weight-decay", float, plain.weight_decay, "of AdamW")
+    option(parser, "--warmup", float, plain.warmup, "share of the steps")
+    option(parser, "--seed", int, plain.seed, "of first weights and order of rows")
+    parser.add_argument(
+        "--expansion",
+        type=float,
+        help="hidden units of a gate per channel (default: 4 for llama, 1.5 for qwen3)",
+    )

@@ -1,0 +1,1 @@
+"""The worker process: runs events before each forward pass."""

@@ -1,0 +1,1 @@
+"""vLLM's attention backends over compacted pages."""

@@ -1,0 +1,88 @@
+"""vLLM's CPU attention with a policy.
+
+Importing this module puts it in place of CPU_ATTN, which is the only door: the CPU
+platform ignores a chosen backend. Without a policy it behaves as the stock backend.
+"""
+
+from typing import Any
+
+from vllm import _custom_ops as ops
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from vllm_kvpolicy import compat
+from vllm_kvpolicy.worker.backends.mixins import (
+    KVPolicyImplMixin,
+    KVPolicyMetadataBuilderMixin,
+)
+from vllm_kvpolicy.worker.tiers.ragged_step import LayerBatch
+
+
+class KVPolicyCPUMetadataBuilder(
+    KVPolicyMetadataBuilderMixin, CPUAttentionMetadataBuilder
+):
+    """Stock CPU metadata over physical tables.
+
+    Where the machine has AMX the stock builder picks a page order of its own for it;
+    with a policy the AVX order is used, which `worker.pages` can read.
+    """
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if self.kv_policy is not None and self.isa == "amx":
+            self.isa = "vec"
+            self._set_isa_to_layers(layer_names)
+
+    def folded_layer(
+        self, built: Any, batch: LayerBatch, **changes: Any
+    ) -> CPUAttentionMetadata:
+        """Return stock metadata of one layer over a folded batch."""
+        schedule = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=len(batch.lengths),
+            num_heads=self.num_heads // self.num_kv_heads,
+            num_kv_heads=1,
+            head_dim=self.head_dim,
+            seq_lens=batch.lengths,
+            dtype=self.dtype,
+            query_start_loc=batch.query_start,
+            causal=True,
+            sliding_window_size=self.window_size,
+            isa=self.isa,
+            enable_kv_split=compat.environment_flag("VLLM_CPU_ATTN_SPLIT_KV"),
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
+        changes["scheduler_metadata"] = schedule
+        return super().folded_layer(built, batch, **changes)
+
+
+class KVPolicyCPUImpl(KVPolicyImplMixin, CPUAttentionBackendImpl):
+    """Stock CPU attention that saves queries."""
+
+
+class KVPolicyCPUBackend(CPUAttentionBackend):
+    """CPU_ATTN with a policy; cache layout and kernels are the stock ones."""
+
+    keys_are_columns = True
+
+    @staticmethod
+    def get_impl_cls() -> type[KVPolicyCPUImpl]:
+        """Return the implementation class."""
+        return KVPolicyCPUImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[KVPolicyCPUMetadataBuilder]:
+        """Return the metadata builder class."""
+        return KVPolicyCPUMetadataBuilder
+
+
+register_backend(
+    AttentionBackendEnum.CPU_ATTN,
+    f"{KVPolicyCPUBackend.__module__}.{KVPolicyCPUBackend.__qualname__}",
+)

@@ -1,0 +1,84 @@
+"""vLLM's FlashInfer attention with a policy.
+
+worker_gpu puts it in place of FLASHINFER. An engine without a policy in the same
+process gets stock kernels and metadata, over the cache layout named here.
+
+FlashInfer plans a step on the host. vLLM's bound on lengths is exact there as long as
+nothing is speculated, and events drop whole superblocks that the scheduler has counted;
+where heads have lengths of their own, only the device knows them (guards refuses that).
+"""
+
+from typing import Any
+
+from vllm.v1.attention.backends.flashinfer import (
+    FlashInferBackend,
+    FlashInferImpl,
+    FlashInferMetadataBuilder,
+)
+
+from vllm_kvpolicy.worker.backends.mixins import (
+    HeadMajorBackendMixin,
+    KVPolicyImplMixin,
+    KVPolicyMetadataBuilderMixin,
+)
+
+MAX_PAGE_TOKENS = 64  # of all its kernels; vLLM cuts larger blocks for them
+
+
+class WholeRowsBuilder(FlashInferMetadataBuilder):
+    """Stock metadata over tables whose rows lie one behind the other.
+
+    Some decode kernels (XQA, TensorRT-LLM) take no others. Physical tables are the
+    first columns of a wider buffer; with all columns, they are such tables.
+    """
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: Any,
+        fast_build: bool = False,
+    ) -> Any:
+        """Build the stock metadata of this step; see the stock builder."""
+        tables = common_attn_metadata.block_table_tensor
+        columns = tables.stride(0)
+        whole = tables.as_strided((len(tables), columns), (columns, 1))
+        common = common_attn_metadata.replace(block_table_tensor=whole)
+        return super().build(common_prefix_len, common, fast_build)
+
+
+class KVPolicyFlashInferMetadataBuilder(KVPolicyMetadataBuilderMixin, WholeRowsBuilder):
+    """Stock FlashInfer metadata over physical tables."""
+
+
+class KVPolicyFlashInferImpl(KVPolicyImplMixin, FlashInferImpl):
+    """Stock FlashInfer attention that saves queries."""
+
+
+class KVPolicyFlashInferBackend(HeadMajorBackendMixin, FlashInferBackend):
+    """FLASHINFER with a policy."""
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: Any,
+        kv_cache_dtype: Any,
+        block_size: Any,
+        *rest: Any,
+    ) -> str | None:
+        """Return why vLLM cannot choose this backend, None if it can."""
+        if block_size is not None and block_size > MAX_PAGE_TOKENS:
+            return f"--block-size above {MAX_PAGE_TOKENS}, which FlashInfer would cut"
+        return super().supports_combination(
+            head_size, dtype, kv_cache_dtype, block_size, *rest
+        )
+
+    @staticmethod
+    def get_impl_cls() -> type[KVPolicyFlashInferImpl]:
+        """Return the implementation class."""
+        return KVPolicyFlashInferImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[KVPolicyFlashInferMetadataBuilder]:
+        """Return the metadata builder class."""
+        return KVPolicyFlashInferMetadataBuilder

@@ -1,0 +1,62 @@
+"""vLLM's Triton attention with a policy.
+
+worker_gpu puts it in place of TRITON_ATTN. An engine without a policy in
+the same process gets stock kernels and metadata, over the cache layout named here.
+"""
+
+from typing import Any
+
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+    TritonAttentionMetadata,
+    TritonAttentionMetadataBuilder,
+)
+
+from vllm_kvpolicy.worker.backends.mixins import (
+    HeadMajorBackendMixin,
+    KVPolicyImplMixin,
+    KVPolicyMetadataBuilderMixin,
+)
+from vllm_kvpolicy.worker.tiers.ragged_step import LayerBatch
+
+
+class KVPolicyTritonMetadataBuilder(
+    KVPolicyMetadataBuilderMixin, TritonAttentionMetadataBuilder
+):
+    """Stock Triton metadata over physical tables."""
+
+    def folded_layer(
+        self, built: Any, batch: LayerBatch, **changes: Any
+    ) -> TritonAttentionMetadata:
+        """Return stock metadata of one layer over a folded batch.
+
+        The kernel cuts the tokens of a row into parts where there are few rows; the
+        scratch for that is the stock one, its axes (token, query head) read as (token,
+        KV head) and query head of that.
+        """
+        num_heads = self.num_heads_kv
+        for name in ("output", "max", "expsum"):
+            scratch = getattr(built, f"softmax_segm_{name}")
+            parts = scratch.unflatten(1, (num_heads, -1)).flatten(0, 1)
+            changes[f"softmax_segm_{name}"] = parts
+        changes["seq_threshold_3D"] = built.seq_threshold_3D * num_heads
+        return super().folded_layer(built, batch, **changes)
+
+
+class KVPolicyTritonImpl(KVPolicyImplMixin, TritonAttentionImpl):
+    """Stock Triton attention that saves queries."""
+
+
+class KVPolicyTritonBackend(HeadMajorBackendMixin, TritonAttentionBackend):
+    """TRITON_ATTN with a policy."""
+
+    @staticmethod
+    def get_impl_cls() -> type[KVPolicyTritonImpl]:
+        """Return the implementation class."""
+        return KVPolicyTritonImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[KVPolicyTritonMetadataBuilder]:
+        """Return the metadata builder class."""
+        return KVPolicyTritonMetadataBuilder

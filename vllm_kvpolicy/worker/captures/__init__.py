@@ -1,0 +1,1 @@
+"""What is recorded while tokens are computed, for policies to read at events."""

@@ -1,0 +1,187 @@
+"""Token signals: what each token showed when it was computed, by logical position.
+
+Planned by the metadata builder, measured in the forward pass, collected behind it, read
+at events. A request that is computed again after a preemption gets its signals again.
+Owned by worker.runtime.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_kvpolicy.kernels.token_signals import channel_variance
+from vllm_kvpolicy.policies.signals import TokenSignal
+from vllm_kvpolicy.worker.captures.hidden_states import HiddenSteps
+from vllm_kvpolicy.worker.captures.step_tokens import StepTokens
+from vllm_kvpolicy.worker.request_slots import RequestSlots
+from vllm_kvpolicy.worker.transfer import to_device
+
+
+class TokenSignals:
+    """One float32 per (request, signal, position).
+
+    Args:
+        signals: what to measure; without any, all methods do nothing.
+        num_layers: L, decoder layers of the model.
+        num_slots: requests that may be live at once.
+        max_model_len: longest request, in tokens.
+        step_tokens: most tokens of a step.
+        hidden_size: d, width of the residual stream.
+        dtype: the model's dtype.
+        device: where the model runs.
+
+    Raises:
+        ValueError: a signal of layers that the model does not have.
+    """
+
+    def __init__(
+        self,
+        signals: Sequence[TokenSignal],
+        num_layers: int,
+        num_slots: int,
+        max_model_len: int,
+        step_tokens: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.signals = tuple(signals)
+        self.num_layers = num_layers
+        self.device = device
+        self._slots = RequestSlots(num_slots)
+        shape = (num_slots + 1, len(signals), max_model_len)
+        self._table = torch.zeros(shape, device=device)
+        hidden = [s.layers(num_layers) for s in signals if s.kind == "hidden"]
+        self._hidden = HiddenSteps(
+            sorted({layer for layers in hidden for layer in layers}),
+            num_slots,
+            step_tokens,
+            hidden_size,
+            dtype,
+            device,
+        )
+        kinds = {signal.kind for signal in signals} - {"hidden"}
+        self._variances = {
+            kind: torch.zeros(num_layers, step_tokens, device=device) for kind in kinds
+        }
+        # Slot and position of each token of the step.
+        self._plan: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @classmethod
+    def of_engine(
+        cls,
+        signals: Sequence[TokenSignal],
+        model: nn.Module,
+        num_layers: int,
+        vllm_config: Any,
+        device: torch.device,
+    ) -> "TokenSignals":
+        """Size the tables for an engine and attach to its model.
+
+        Args:
+            signals: what to measure.
+            model: the loaded model, not yet compiled or captured.
+            num_layers: L, decoder layers of the model.
+            vllm_config: the engine's configuration.
+            device: where the model runs.
+
+        Raises:
+            ValueError: the layers cannot be found.
+        """
+        scheduler, model_config = vllm_config.scheduler_config, vllm_config.model_config
+        table = cls(
+            signals,
+            num_layers=num_layers,
+            num_slots=scheduler.max_num_seqs,
+            max_model_len=model_config.max_model_len,
+            step_tokens=scheduler.max_num_batched_tokens,
+            hidden_size=model_config.get_hidden_size(),
+            dtype=model_config.dtype,
+            device=device,
+        )
+        table.attach(model)
+        return table
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory."""
+        variances = sum(rows.nbytes for rows in self._variances.values())
+        return self._table.nbytes + self._hidden.nbytes + variances
+
+    def attach(self, model: nn.Module) -> None:
+        """Hook the model; before it is compiled or captured.
+
+        Raises:
+            ValueError: its decoder layers cannot be found.
+        """
+        if self._hidden.layers:
+            self._hidden.attach(model, self.num_layers)
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Forget requests that finished, were aborted or were preempted."""
+        self._slots.drop(request_ids)
+
+    def plan(self, request_ids: Sequence[str], metadata: Any) -> None:
+        """Say which tokens the coming forward pass computes.
+
+        Args:
+            request_ids: requests of the batch in row order.
+            metadata: vLLM's CommonAttentionMetadata with logical lengths.
+        """
+        if not self.signals:
+            return
+        slots = self._slots.take(request_ids, metadata.num_reqs)
+        tokens = StepTokens.of(metadata)
+        of_row = to_device(slots, self.device)
+        slot = torch.where(tokens.is_real, of_row[tokens.row], self._slots.null_slot)
+        self._hidden.plan(slot, tokens.is_first, tokens.is_last)
+        self._plan = slot, tokens.position
+
+    def observe(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Measure one layer's new keys and values; called by its attention.
+
+        Args:
+            layer: index of the layer in model order.
+            key: [T, H, D] model dtype, post-RoPE.
+            value: [T, H, D] model dtype.
+        """
+        for kind, vectors in (("key", key), ("value", value)):
+            if kind in self._variances:
+                self._variances[kind][layer, : len(vectors)] = channel_variance(vectors)
+
+    def collect(self) -> None:
+        """Write down what the forward pass measured, if one was planned."""
+        if self._plan is None:
+            return
+        slot, position = self._plan
+        values = [self._measured(signal, position) for signal in self.signals]
+        self._table[slot, :, position] = torch.stack(values, -1)
+        self._hidden.forget_plan()
+        self._plan = None
+
+    def _measured(self, signal: TokenSignal, position: torch.Tensor) -> torch.Tensor:
+        """Return [T] float32, the mean over the signal's layers."""
+        layers, num_tokens = signal.layers(self.num_layers), len(position)
+        if signal.kind != "hidden":
+            rows = self._variances[signal.kind][layers.start : layers.stop, :num_tokens]
+            return rows.double().mean(0).float()
+        first = self._hidden.layers.index(layers.start)
+        changes = self._hidden.changes[first : first + len(layers)]
+        mean = torch.stack([row[:num_tokens] for row in changes]).double().mean(0)
+        # There is no token before the first one.
+        return torch.where(position > 0, mean, 0.0).float()
+
+    def read(
+        self, request_ids: Sequence[str], num_positions: int
+    ) -> dict[TokenSignal, torch.Tensor]:
+        """Return every signal of some requests, each [E, num_positions] float32.
+
+        What lies behind a request's last computed token is unspecified.
+        """
+        if not self.signals:
+            return {}
+        slots = self._slots.take(request_ids, len(request_ids))
+        rows = self._table[to_device(slots, self.device), :, :num_positions]
+        return dict(zip(self.signals, rows.unbind(1), strict=True))

@@ -1,0 +1,210 @@
+"""Until when each cached token is seen, where tokens decide that as they are computed.
+
+One integer per slot of every head page, `kernels.visibility.visible_until`: written
+in the forward pass, read at events, carried along when survivors move.
+Owned by worker.runtime.
+"""
+
+from collections.abc import Container, Sequence
+from typing import Any
+
+import torch
+
+from vllm_kvpolicy.kernels.paged import PagedTokens
+from vllm_kvpolicy.kernels.until_attention import until_attention
+from vllm_kvpolicy.kernels.visibility import NEVER
+from vllm_kvpolicy.policies.base import Decider
+from vllm_kvpolicy.worker.captures.step_tokens import StepTokens
+from vllm_kvpolicy.worker.pages import PagePool
+from vllm_kvpolicy.worker.tiers.ragged_step import LayerBatch
+from vllm_kvpolicy.worker.transfer import to_device
+
+
+class Expiries:
+    """The first query position that no longer sees each cached token.
+
+    A token whose decision is not known yet counts as kept. Slots that hold no token of
+    a live request have unspecified values.
+
+    Args:
+        decider: says of each token whether it is kept behind the window.
+        num_sinks: tokens at positions below this are kept in any case.
+        block_size: N, tokens per superblock.
+        num_kv_heads: H.
+        step_tokens: most tokens of a step, padding included.
+        device: where the model runs.
+
+    Attributes:
+        until: one [P, N] int32 per layer, the same tensor where page ids name pages of
+            any layer; made by `bind`.
+    """
+
+    def __init__(
+        self,
+        decider: Decider,
+        num_sinks: int,
+        block_size: int,
+        num_kv_heads: int,
+        step_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self.decider, self.num_sinks = decider, num_sinks
+        self._block_size = block_size
+        # From a token's place in head 0 to its place in each head, in slots.
+        self._heads = torch.arange(num_kv_heads, device=device) * block_size
+        # Where each token of the step lies, in slots of head 0 of layer 0; vLLM's null
+        # block takes what belongs nowhere. At fixed addresses, for graphs.
+        self._own = torch.zeros(step_tokens, dtype=torch.int64, device=device)
+        self._governed = torch.zeros_like(self._own)
+        self._position = torch.zeros_like(self._own)
+        self.pool: PagePool
+        self.until: list[torch.Tensor] = []
+        self._base: list[int] = []
+
+    @staticmethod
+    def page_bytes_of(block_size: int) -> int:
+        """Return the bytes beside each page of a pool."""
+        return 4 * block_size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory held before the KV cache is made."""
+        return 3 * self._own.nbytes + self.decider.nbytes
+
+    def bind(self, pool: PagePool) -> None:
+        """Make a value for each slot of a pool."""
+        num_heads = pool.num_blocks * pool.num_heads
+        num_pages = num_heads * (pool.num_layers if pool.spans_layers else 1)
+        shape = num_pages, pool.block_size
+        groups = [
+            torch.full(shape, NEVER, dtype=torch.int32, device=self._own.device)
+            for _ in range(pool.num_groups)
+        ]
+        self.until = groups * pool.num_layers if pool.spans_layers else groups
+        self.pool = pool
+        step = num_heads * pool.block_size if pool.spans_layers else 0
+        self._base = [layer * step for layer in range(pool.num_layers)]
+
+    def plan(self, metadata: Any) -> None:
+        """Say where the coming forward pass writes its tokens.
+
+        Args:
+            metadata: vLLM's CommonAttentionMetadata with logical lengths.
+        """
+        tokens = StepTokens.of(metadata)
+        num_tokens, size = len(tokens.row), self._block_size
+        blocks, stride = metadata.block_table_tensor, len(self._heads) * size
+
+        def slots(position: torch.Tensor) -> torch.Tensor:
+            place = position.clamp_min(0)
+            block = blocks[tokens.row, place // size].long()
+            exists = tokens.is_real & (position >= 0)
+            return torch.where(exists, block * stride + place % size, 0)
+
+        self._own[:num_tokens] = slots(tokens.position)
+        self._governed[:num_tokens] = slots(tokens.position - self.decider.shift)
+        self._position[:num_tokens] = tokens.position
+
+    def forget_plan(self) -> None:
+        """Write nowhere until the next `plan`."""
+        self._own.zero_()
+        self._governed.zero_()
+
+    def write(self, layer: int, key: torch.Tensor) -> None:
+        """Let a layer's new tokens decide; called by its attention.
+
+        Args:
+            layer: index of the layer in model order.
+            key: [T, H, D] or [T, H * D] model dtype, post-RoPE.
+        """
+        if not self.until:  # the model runs once before there is a KV cache
+            return
+        num_tokens = len(key)
+        position = self._position[:num_tokens]
+        keys = key.view(num_tokens, len(self._heads), -1)
+        keeps = self.decider.keeps(layer, keys, position)
+        until = self.until[layer].view(-1)
+        if self.decider.shift:
+            until[self._slots(self._own, layer, num_tokens)] = NEVER
+        governed = position - self.decider.shift
+        last = (governed + self.decider.window).int()[:, None]
+        keeps = keeps | (governed < self.num_sinks)[:, None]
+        target = self._slots(self._governed, layer, num_tokens)
+        until[target] = torch.where(keeps, NEVER, last)
+
+    def _slots(self, places: torch.Tensor, layer: int, num_tokens: int) -> torch.Tensor:
+        """Return [T, H] slots of a layer's tokens."""
+        return places[:num_tokens, None] + self._heads + self._base[layer]
+
+    def read(self, pages: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Return [E, L, H, T] int32 of held tokens.
+
+        Args:
+            pages: [E, L, H, C] int64 page ids.
+            num_tokens: T; values on padding are unspecified.
+        """
+        pools = [until[..., None] for until in self.until]
+        return PagedTokens(pools, pages, num_tokens).dense[..., 0]
+
+    def ends(
+        self, metadata: Any, request_ids: Sequence[str], exempt: Container[str]
+    ) -> torch.Tensor:
+        """Return [R * H] int32 positions behind the newest token of each row.
+
+        Args:
+            metadata: vLLM's CommonAttentionMetadata with logical lengths.
+            request_ids: requests of the batch in row order.
+            exempt: requests that see all that is held: theirs are 0.
+        """
+        ends = metadata.seq_lens[: metadata.num_reqs]
+        rows = [n for n, name in enumerate(request_ids) if name in exempt]
+        if rows:
+            ends = ends.index_fill(0, to_device(rows, ends.device), 0)
+        return ends.repeat_interleave(len(self._heads))
+
+    def attend(
+        self,
+        layer: int,
+        batch: LayerBatch,
+        queries: torch.Tensor,
+        result: torch.Tensor,
+        scale: float,
+        max_queries: int,
+    ) -> None:
+        """Attend to what each query sees, in place of a stock kernel.
+
+        Args:
+            layer: index of the layer in model order.
+            batch: what the layer reads.
+            queries: [T * H, G, D] model dtype, folded.
+            result: like `queries`, written.
+            scale: softmax scale.
+            max_queries: no row has more.
+        """
+        width = -(-batch.max_length // self._block_size)
+        until_attention(
+            queries,
+            self.pool.keys[layer],
+            self.pool.values[layer],
+            batch.tables[:, :width],
+            batch.lengths,
+            batch.query_start,
+            batch.ends,
+            self.until[layer],
+            scale,
+            result,
+            max_queries,
+        )
+
+    def move(self, source: torch.Tensor, dest: torch.Tensor) -> None:
+        """Carry values along with survivors.
+
+        Args:
+            source: [E, M] int64, slots that survivors leave; see `layouts.move_slots`.
+            dest: [E, M] int64, slots that they go to.
+        """
+        groups = self.pool.num_groups
+        source, dest = (row.unflatten(1, (groups, -1)) for row in (source, dest))
+        for group in range(groups):
+            until = self.until[group].view(-1)
+            until[dest[:, group]] = until[source[:, group]]

@@ -1,0 +1,72 @@
+"""Sizes of what is allocated along with the KV cache: known before anything is.
+
+vLLM measures free memory before it makes the KV cache. What this package allocates
+afterwards, because it follows the size of the pool, must be left out of the pool.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from vllm_kvpolicy.worker.survivors import SurvivorMemory
+from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
+
+
+@dataclass(frozen=True)
+class LateTables:
+    """What a worker allocates once it knows how many superblocks the pool has.
+
+    Args:
+        num_slots: requests that may be live at once.
+        num_heads: n = L * H on this rank.
+        block_size: N, tokens per superblock.
+        max_global_blocks: most superblocks of survivors of one request in any pool.
+        max_local_tokens: most local tokens right after an event, per head.
+        num_memories: values that are remembered of each survivor.
+        is_ragged: heads have page lists of their own.
+        page_bytes: bytes that are known of each page beside its tokens.
+    """
+
+    num_slots: int
+    num_heads: int
+    block_size: int
+    max_global_blocks: int
+    max_local_tokens: int
+    num_memories: int
+    is_ragged: bool
+    page_bytes: int = 0
+
+    def global_blocks(self, num_blocks: int) -> int:
+        """Return the most superblocks of survivors of one request in a pool."""
+        return min(self.max_global_blocks, num_blocks)
+
+    def nbytes(self, num_blocks: int) -> int:
+        """Return the bytes beside a pool of `num_blocks` superblocks."""
+        each = SurvivorMemory.nbytes_of(
+            self.num_slots,
+            num_blocks,
+            self.num_heads,
+            self.block_size,
+            self.max_local_tokens,
+        )
+        beside = self.num_memories * each
+        beside += num_blocks * self.num_heads * self.page_bytes
+        if not self.is_ragged:
+            return beside
+        longest = self.global_blocks(num_blocks)
+        # One more slot stands for rows without an event.
+        tables = HeadTables.nbytes(self.num_slots + 1, longest, self.num_heads)
+        return beside + tables
+
+    def pool_blocks(self, available: int, superblock_bytes: int) -> int:
+        """Return how many superblocks fit beside these tables.
+
+        Args:
+            available: bytes for the KV cache and these tables together.
+            superblock_bytes: of all layers.
+        """
+
+        def total(num_blocks: int) -> int:
+            return num_blocks * superblock_bytes + self.nbytes(num_blocks)
+
+        most = max(available, 0) // superblock_bytes
+        return max(bisect_right(range(most + 1), available, key=total) - 1, 0)

@@ -1,0 +1,50 @@
+"""Merges dropped tokens into the survivors that a policy has paired them with."""
+
+import torch
+
+from vllm_kvpolicy.kernels.assign_pages import PageLists
+from vllm_kvpolicy.kernels.merge_pages import merge_pages_ref
+from vllm_kvpolicy.policies.base import EventInputs, Merge
+from vllm_kvpolicy.worker.pages import PagePool
+from vllm_kvpolicy.worker.tiers.layouts import Held, move_slots
+
+
+def merge_dropped(
+    pool: PagePool,
+    held: Held,
+    lists: PageLists,
+    placed: torch.Tensor,
+    inputs: EventInputs,
+    merge: Merge,
+) -> None:
+    """Rewrite keys and values of the survivors whose partner is gone.
+
+    A partner that came back when pages were filled up is not merged.
+
+    Args:
+        pool: the group's keys and values, mutated.
+        held: what was held.
+        lists: its pages after the event.
+        placed: [E, M] int64, head * T + token that each destination received.
+        inputs: the event, with keys and values.
+        merge: the policy's pairs.
+    """
+    index = placed.clamp_min(0)
+    partner = merge.partner.flatten(1).gather(1, index)
+    other = index - index % held.max_tokens + partner.clamp_min(0)
+    size = merge.partner[0].numel()
+    survives = torch.zeros(len(placed), size + 1, dtype=torch.bool, device=index.device)
+    survives = survives.scatter(1, torch.where(placed < 0, size, placed), True)
+    is_merged = (placed >= 0) & (partner >= 0) & ~survives.gather(1, other)
+    weight = torch.where(is_merged, merge.weight.flatten(1).gather(1, index), 1.0)
+    _, dest = move_slots(held, lists, placed, pool.block_size)
+    keys, values = (inputs.given(name).flatten(1, 3) for name in ("keys", "values"))
+    for group in range(pool.num_groups):
+        slots, others, weights = (
+            row.unflatten(1, (pool.num_groups, -1))[:, group]
+            for row in (dest, other, weight)
+        )
+        for pages, before in ((pool.keys[group], keys), (pool.values[group], values)):
+            taken = torch.take_along_dim(before, others[..., None], dim=1)
+            rows = slots.flatten(), taken.flatten(0, 1), weights.flatten()
+            merge_pages_ref(pages, *rows)

@@ -1,0 +1,64 @@
+"""Reads a model's rotary frequencies from the table that it rotates with."""
+
+import math
+from typing import Any
+
+import torch
+
+from vllm_kvpolicy.kernels.rope import Rope
+
+
+def model_rope(model: torch.nn.Module, head_dim: int) -> Rope:
+    """Return the rotary embedding that all layers of a model use.
+
+    Args:
+        model: the loaded model.
+        head_dim: D.
+
+    Raises:
+        ValueError: none, several that differ, or one of a kind that policies do not
+            know: pairs of neighbouring channels, or parts of a head.
+    """
+    modules = [each for each in model.modules() if hasattr(each, "cos_sin_cache")]
+    if not modules:
+        raise ValueError(
+            "rotary positions: expected a model with them, got one without"
+        )
+    first = modules[0]
+    for module in modules:
+        if not torch.equal(module.cos_sin_cache, first.cos_sin_cache):
+            raise ValueError("rotary positions: expected the same RoPE in all layers")
+    if not getattr(first, "is_neox_style", False):
+        raise ValueError(
+            "rotary positions: expected the half layout, got pairs of neighbours"
+        )
+    if _width(first) != head_dim:
+        raise ValueError(
+            "rotary positions: expected whole heads in half layout, got "
+            f"{_width(first)} of {head_dim} channels"
+        )
+    return rope_of_table(first.cos_sin_cache)
+
+
+def _width(module: Any) -> int:
+    return module.cos_sin_cache.shape[-1]
+
+
+def rope_of_table(table: torch.Tensor) -> Rope:
+    """Recover frequencies from cosines and sines at positions 0, 1, 2...
+
+    The angle at position 1 gives a first estimate; each doubling of the position, whose
+    full turns the estimate tells, halves its error.
+
+    Args:
+        table: [positions, D] floating point, D/2 cosines, then D/2 sines.
+    """
+    cos, sin = table.double().chunk(2, dim=-1)
+    scaling = float(torch.hypot(cos[0], sin[0]).mean())
+    angles = torch.atan2(sin, cos)
+    frequency, position = angles[1], 2
+    while position < len(table):
+        turns = ((frequency * position - angles[position]) / math.tau).round()
+        frequency = (angles[position] + turns * math.tau) / position
+        position *= 2
+    return Rope(frequency, scaling)

@@ -1,0 +1,1 @@
+"""How survivors are laid out: equal lengths for all heads, or ragged."""

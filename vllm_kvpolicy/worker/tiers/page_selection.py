@@ -1,0 +1,310 @@
+"""Which global pages each decoding query reads.
+
+Owns the bounds of all pages, made anew at events, and which requests select. Called by
+worker.compaction after each event, and by worker.runtime, whose folded batch it
+narrows down in each layer of a step.
+
+A query selects if it belongs to a generated token and its request has had an event;
+others read everything that is held. Several generated tokens of a request in one step,
+as after a preemption, are cut into rows of one token each: every token reads what it
+read when it was generated, whatever it is computed beside.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.kernels.chunks import CHUNK_BYTES
+from vllm_kvpolicy.kernels.page_bounds import page_bounds
+from vllm_kvpolicy.policies.build import build_selection
+from vllm_kvpolicy.policies.catalogue.names import parse
+from vllm_kvpolicy.policies.selections.quest import Quest
+from vllm_kvpolicy.protocol import CompactEvent
+from vllm_kvpolicy.worker.pages import PagePool
+from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.tiers.ragged_step import (
+    FoldedBatch,
+    LayerBatch,
+    fold_order,
+    fold_starts,
+)
+from vllm_kvpolicy.worker.transfer import to_device
+
+SORTED_BYTES = 33  # of what exists at a time for each page that is sorted
+
+
+@dataclass(frozen=True)
+class SelectedBatch:
+    """A folded batch of which some rows read a choice of their global pages.
+
+    S are the rows of the step, some of them cut; see the module.
+
+    Args:
+        folded: what is held, rows in the order (request, KV head).
+        quest: scores pages.
+        bounds: [2, P, D] of each layer; see `kernels.page_bounds`.
+        block_size: N.
+        rows: [S * H] int64, rows of `folded`; None where none is cut.
+        behind: [S * H] int64, tokens of the request behind each row's last.
+        local: [S * H] int64, local tokens that each row reads.
+        most: [S * H] int64, global pages that each row reads at most.
+        tokens: [S] int64, the query of each row that selects; any token of others.
+        query_start, order: of the S rows; see `folding.FoldedBatch`.
+    """
+
+    folded: FoldedBatch
+    quest: Quest
+    bounds: Sequence[torch.Tensor]
+    block_size: int
+    rows: torch.Tensor | None
+    behind: torch.Tensor
+    local: torch.Tensor
+    most: torch.Tensor
+    tokens: torch.Tensor
+    query_start: torch.Tensor
+    order: torch.Tensor | None
+
+    def of_layer(self, layer: int, query: torch.Tensor) -> LayerBatch:
+        """Return what one layer reads.
+
+        Args:
+            layer: index of the layer in model order.
+            query: [T, Hq, D] model dtype, post-RoPE.
+        """
+        width = -(-self.folded.max_length // self.block_size)
+        tables = self.folded.tables[layer, :, :width]
+        lengths, ends = self.folded.lengths[layer], self.folded.ends
+        if self.rows is not None:
+            tables, lengths = tables[self.rows], lengths[self.rows] - self.behind
+            ends = None if ends is None else (ends[self.rows] - self.behind).int()
+        num_global = (lengths - self.local) // self.block_size
+        num_read = torch.minimum(num_global, self.most)
+        # Rows that read all their pages have none scored.
+        scored = torch.where(num_read < num_global, num_global, 0).int()
+        num_rows, dim = len(num_global), query.shape[-1]
+        queries = query[self.tokens].view(num_rows, -1, dim)
+        scores = self.quest.scores(queries, tables, scored, self.bounds[layer])
+        read = num_read * self.block_size + self.local
+        return LayerBatch(
+            best_pages(tables, scores, num_global, num_read),
+            read.int(),
+            self.query_start,
+            self.folded.max_length,
+            self.order,
+            ends,
+        )
+
+
+class PageSelection:
+    """Bounds of all pages, and the requests whose queries select.
+
+    Args:
+        quest: chooses pages; requests cannot change its options, so it is the same one
+            for all policies of a server.
+        policies: names of those that have a selection.
+        slots: frontiers.
+        group: G, query heads per KV head.
+        page_bytes: that the bounds of one page take.
+    """
+
+    def __init__(
+        self,
+        quest: Quest,
+        policies: Sequence[str],
+        slots: SlotTable,
+        group: int,
+        page_bytes: int,
+    ) -> None:
+        self.quest, self.policies, self.slots = quest, frozenset(policies), slots
+        self.group, self.page_bytes = group, page_bytes
+        size = slots.null_slot + 1
+        self._selects = np.zeros(size, dtype=bool)
+        self._prompt_tokens = np.zeros(size, dtype=np.int64)
+        self.pool: PagePool
+        self.bounds: list[torch.Tensor]
+
+    @classmethod
+    def of_server(
+        cls, config: KVPolicyConfig, layer: Any, slots: SlotTable
+    ) -> "PageSelection | None":
+        """Build it for the policies of a server, None where no query selects.
+
+        Args:
+            config: the policies.
+            layer: one of vLLM's attention layers, all of which are alike.
+            slots: frontiers.
+        """
+        names = selecting(config)
+        if not names:
+            return None
+        quest = build_selection(names[0], config.options_of(names[0]))
+        assert quest is not None  # `names` says so
+        group = layer.num_heads // layer.num_kv_heads
+        bytes_of_key = layer.head_size * layer.kv_cache_torch_dtype.itemsize
+        return cls(quest, names, slots, group, 2 * bytes_of_key)
+
+    def bind(self, pool: PagePool) -> None:
+        """Make the bounds of all pages of a pool."""
+        self.pool = pool
+        made = [
+            keys.new_zeros(2, len(keys), pool.head_dim)
+            for keys in pool.keys[: pool.num_groups]
+        ]
+        self.bounds = made * pool.num_layers if pool.spans_layers else made
+
+    def update(
+        self, slots: Sequence[int], events: Sequence[CompactEvent], pages: torch.Tensor
+    ) -> None:
+        """Look at all pages of some requests anew, after their event.
+
+        Args:
+            slots: of the requests.
+            events: the events, of one policy.
+            pages: [E, C] int64, the requests' page lists; any valid id on padding.
+        """
+        selects = events[0].policy in self.policies
+        self._selects[list(slots)] = selects
+        self._prompt_tokens[list(slots)] = [event.prompt_tokens for event in events]
+        if not selects:
+            return
+        groups = self.pool.num_groups
+        by_group = pages.unflatten(1, (groups, -1))
+        for group in range(groups):
+            mine = by_group[:, group].flatten()
+            page_bounds(self.bounds[group], self.pool.keys[group], mine)
+
+    def rehearse(self) -> None:
+        """Score a page for nobody, so that the kernel is compiled."""
+        dim = self.pool.head_dim
+        queries = self.bounds[0].new_zeros(1, self.group, dim)
+        page = torch.zeros(1, 1, dtype=torch.int32, device=self.slots.device)
+        self.quest.scores(queries, page, page[0], self.bounds[0])
+
+    def narrow(
+        self, common: Any, request_ids: Sequence[str], folded: FoldedBatch
+    ) -> FoldedBatch | SelectedBatch:
+        """Return what a step reads: the folded batch itself where that is everything.
+
+        Args:
+            common: vLLM's CommonAttentionMetadata, logical.
+            request_ids: requests of the batch in row order; rows beyond are padding.
+            folded: what is held.
+        """
+        slots, block_size = self.slots, self.slots.block_size
+        which = slots.rows(request_ids, common.num_reqs)
+        selects = self._selects[which]
+        if not selects.any():
+            return folded
+        starts = common.query_start_loc_cpu[: common.num_reqs + 1].numpy()
+        ends = common.seq_lens_cpu_upper_bound.numpy()[: common.num_reqs]
+        generated = np.clip(ends - self._prompt_tokens[which], 0, np.diff(starts))
+        row, first, alone = cut_rows(starts, np.where(selects, generated, 0))
+        behind = starts[row + 1] - first[1:]
+        local = ends[row] - behind - slots.frontier_blocks_cpu[which][row] * block_size
+        width = -(-folded.max_length // block_size)
+        most = np.where(alone, self.quest.most_pages(local, block_size), width)
+        if (most >= width).all():
+            return folded
+        return self._selected(folded, starts, row, first, behind, local, most)
+
+    def _selected(
+        self,
+        folded: FoldedBatch,
+        starts: np.ndarray,
+        row: np.ndarray,
+        first: np.ndarray,
+        *numbers: np.ndarray,
+    ) -> SelectedBatch:
+        """Send rows to the device; `numbers` are behind, local and most, [S] each."""
+        num_heads, num_tokens = self.pool.num_heads, int(starts[-1])
+        tokens = np.minimum(first[:-1], max(num_tokens - 1, 0))
+        sent = to_device(np.stack([row, *numbers, tokens]), self.slots.device)
+        behind, local, most = sent[1:4].repeat_interleave(num_heads, dim=1)
+        query_start, order, rows = folded.query_start, folded.order, None
+        if len(row) != len(starts) - 1:
+            head = torch.arange(num_heads, dtype=torch.int32, device=sent.device)
+            rows = (sent[0, :, None] * num_heads + head).flatten()
+            edges = to_device(first, self.slots.device).int()
+            query_start = edges.new_empty(len(row) * num_heads + 1)
+            fold_starts(query_start, edges, head)
+            order = fold_order(edges, num_tokens, head)
+        return SelectedBatch(
+            folded,
+            self.quest,
+            self.bounds,
+            self.slots.block_size,
+            rows,
+            behind,
+            local,
+            most,
+            sent[-1],
+            query_start,
+            order,
+        )
+
+
+def selecting(config: KVPolicyConfig) -> list[str]:
+    """Return the policies of a server behind which queries choose what they read."""
+    return [name for name in config.policies if parse(name).selection is not None]
+
+
+def cut_rows(
+    starts: np.ndarray, alone: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cut rows so that some of their last tokens stand alone.
+
+    Args:
+        starts: [R + 1], first token of each row, and where the last row ends.
+        alone: [R], how many tokens at the end of each row become rows of their own.
+
+    Returns:
+        [S] row that each piece is of, [S + 1] first token of each piece and where the
+        last ends, [S] bool, whether it is one of those that stand alone. Rows without
+        tokens stay.
+    """
+    counts = np.diff(starts)
+    has_rest = (counts > alone) | (counts == 0)
+    pieces = alone + has_rest
+    row = np.repeat(np.arange(len(counts)), pieces)
+    sizes, stands_alone = np.ones_like(row), np.ones(len(row), dtype=bool)
+    rest = (np.cumsum(pieces) - pieces)[has_rest]
+    sizes[rest] = (counts - alone)[has_rest]
+    stands_alone[rest] = False
+    return row, starts[0] + np.r_[0, np.cumsum(sizes)], stands_alone
+
+
+def best_pages(
+    tables: torch.Tensor,
+    scores: torch.Tensor,
+    num_global: torch.Tensor,
+    num_read: torch.Tensor,
+) -> torch.Tensor:
+    """Leave out the global pages with the lowest scores; the others keep their order.
+
+    Args:
+        tables: [R, C] int32 page ids, global ones first.
+        scores: [R, C] float32; of equal ones the earlier page wins. The lowest number
+            behind the global pages.
+        num_global: [R] int64.
+        num_read: [R] int64, global pages that stay, at most `num_global`.
+
+    Returns:
+        [R, C] int32, pages that are read; any valid id behind the last one.
+    """
+    num_columns = tables.shape[1]
+    step = max(1, CHUNK_BYTES // (SORTED_BYTES * num_columns))
+    if len(tables) > step:
+        rows = tables, scores, num_global, num_read
+        parts = zip(*(each.split(step) for each in rows), strict=True)
+        return torch.cat([best_pages(*part) for part in parts])
+    column = torch.arange(num_columns, device=tables.device).expand(tables.shape)
+    best = scores.argsort(dim=-1, descending=True, stable=True)
+    rank = torch.empty_like(best).scatter_(-1, best, column)
+    is_read = (rank < num_read[:, None]) | (column >= num_global[:, None])
+    place = torch.where(is_read, is_read.cumsum(-1) - 1, num_columns)
+    read = tables.new_zeros(len(tables), num_columns + 1).scatter_(-1, place, tables)
+    return read[:, :-1]

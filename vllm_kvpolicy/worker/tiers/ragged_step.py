@@ -1,0 +1,326 @@
+"""KV heads folded into the batch: attention over heads of different lengths.
+
+Every (request, KV head) becomes a row of a stock paged kernel with one KV head and G
+query heads, its own page list and its own length. Filled once per step by the metadata
+builder, used by the attention implementation of each layer. The tensors stay where they
+are where graphs are captured, so that a graph reads what the step of its replay has put
+there.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+
+from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
+from vllm_kvpolicy.worker.transfer import to_device
+
+logger = init_logger("vllm.kv_policy")
+
+SPARE = 8  # rows and columns that a batch may grow by before tables are made anew
+
+
+@dataclass(frozen=True)
+class LayerBatch:
+    """What one layer of a step reads, rows in the order (request, KV head).
+
+    Args:
+        tables: [R * H, C] int32 page ids.
+        lengths: [R * H] int32, tokens that each row reads, this step's included.
+        query_start: [R * H + 1] int32, first query token of each row.
+        max_length: see `FoldedBatch`.
+        order: see `FoldedBatch`.
+        ends: [R * H] int32, logical position behind each row's newest token; None where
+            attention does not need it.
+    """
+
+    tables: torch.Tensor
+    lengths: torch.Tensor
+    query_start: torch.Tensor
+    max_length: int
+    order: torch.Tensor | None
+    ends: torch.Tensor | None
+
+    @property
+    def num_tokens(self) -> int:
+        """Folded query tokens: those of the step, once for each KV head."""
+        return len(self.lengths if self.order is None else self.order)
+
+
+@dataclass(frozen=True)
+class FoldedBatch:
+    """Page tables of a step, rows in the order (request, KV head).
+
+    Args:
+        tables: [L, R * H, C] int32 page ids.
+        lengths: [L, R * H] int32, tokens that each row holds, this step's included.
+        query_start: [R * H + 1] int32, first query token of each row.
+        max_length: no row holds more; of a batch without requests, which a graph may be
+            captured with, what vLLM says, since replays will hold more.
+        order: [T * H] int64, place of each (token, KV head) among the folded queries;
+            None where every request has one token, so that folding is a view.
+        ends: see `LayerBatch`.
+    """
+
+    tables: torch.Tensor
+    lengths: torch.Tensor
+    query_start: torch.Tensor
+    max_length: int
+    order: torch.Tensor | None
+    ends: torch.Tensor | None = None
+
+    def of_layer(self, layer: int, query: torch.Tensor) -> LayerBatch:
+        """Return what one layer reads: all that is held.
+
+        Args:
+            layer: index of the layer in model order.
+            query: [T, Hq, D] model dtype, post-RoPE.
+        """
+        return LayerBatch(
+            self.tables[layer],
+            self.lengths[layer],
+            self.query_start,
+            self.max_length,
+            self.order,
+            self.ends,
+        )
+
+
+class FoldedTables:
+    """Tensors that hold the tables of a batch.
+
+    Args:
+        num_layers, num_heads: L and H.
+        num_rows, num_pages: B rows of C pages at most.
+        device: where they live.
+        is_final: they may not be made anew, since graphs read them.
+
+    Attributes:
+        pages: [L, B, H, C] int32 page ids.
+        offsets: [L, B, H] int32, pages of a head less superblocks of its request.
+        lengths: [L, B, H] int32, tokens held.
+        starts: [B * H + 1] int32, first query tokens.
+        filled: what each row was filled for: a request and its number of superblocks.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_heads: int,
+        num_rows: int,
+        num_pages: int,
+        device: torch.device,
+        is_final: bool = False,
+    ) -> None:
+        self.is_final = is_final
+        shape = num_layers, num_rows, num_heads, num_pages
+        self.pages = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.offsets, self.lengths = self.pages.new_zeros(2, *shape[:3])
+        self.starts = self.pages.new_zeros(num_rows * num_heads + 1)
+        self.filled: list[tuple[str, int] | None] = [None] * num_rows
+
+    @classmethod
+    def of_engine(
+        cls,
+        num_layers: int,
+        num_heads: int,
+        num_rows: int,
+        num_pages: int,
+        device: torch.device,
+        is_final: bool,
+    ) -> "FoldedTables":
+        """Return tables of an engine, and say in the log how large they are.
+
+        Raises:
+            ValueError: the device has no room for them.
+        """
+        size = 4 * num_layers * num_rows * num_heads * num_pages / 2**20
+        try:
+            found = cls(num_layers, num_heads, num_rows, num_pages, device, is_final)
+        except torch.OutOfMemoryError:
+            raise ValueError(
+                f"kv_policy: tables of heads of their own lengths take {size:.0f} MiB, "
+                f"of {num_rows} requests with {num_pages} pages each, and the device "
+                "has less; lower --max-num-seqs or --max-model-len"
+            ) from None
+        if size:
+            logger.info("KV policy: %.0f MiB for tables of heads", size)
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory."""
+        tensors = self.pages, self.offsets, self.lengths, self.starts
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def with_room(self, num_rows: int, num_pages: int) -> "FoldedTables":
+        """Return these tables, or larger ones if the batch does not fit into them.
+
+        Raises:
+            RuntimeError: graphs read these, and the batch does not fit.
+        """
+        layers, rows, heads, columns = self.pages.shape
+        if num_rows <= rows and num_pages <= columns:
+            return self
+        if self.is_final:
+            raise RuntimeError(
+                f"{num_rows} requests of {num_pages} pages: expected at most {rows} of "
+                f"{columns}, for which tables stand that graphs read"
+            )
+        if num_rows > rows:
+            rows = max(num_rows + SPARE, 2 * rows)
+        if num_pages > columns:
+            columns = max(num_pages + SPARE, 2 * columns)
+        return FoldedTables(layers, heads, rows, columns, self.pages.device)
+
+
+class Folder:
+    """Fills the tables of a step, row by row where one has changed.
+
+    Args:
+        slots: frontiers.
+        lists: global pages of each head.
+        tables: what to fill; made anew when a batch does not fit.
+    """
+
+    def __init__(
+        self, slots: SlotTable, lists: HeadTables, tables: FoldedTables
+    ) -> None:
+        self.slots, self.lists, self.tables = slots, lists, tables
+        head = torch.arange(tables.pages.shape[2], dtype=torch.int32)
+        self._head = head.to(slots.device)
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Fill the rows of these requests anew: page lists or slots have changed."""
+        gone, tables = set(request_ids), self.tables
+        if not gone:
+            return
+        tables.filled = [
+            None if key is None or key[0] in gone else key for key in tables.filled
+        ]
+
+    def fold(self, common: Any, request_ids: Sequence[str]) -> FoldedBatch:
+        """Return the tables of a step.
+
+        Args:
+            common: vLLM's CommonAttentionMetadata, logical.
+            request_ids: requests of the batch in row order; rows beyond are padding.
+        """
+        num_rows, slots = common.num_reqs, self.slots
+        starts, order = common.query_start_loc[: num_rows + 1], None
+        if common.max_query_len > 1:
+            num_tokens = int(common.query_start_loc_cpu[num_rows])
+            order = fold_order(starts, num_tokens, self._head)
+        width = self._fill(common, request_ids)
+        tables, num_heads = self.tables, len(self._head)
+        held, offsets = common.seq_lens[:num_rows, None], tables.offsets[:, :num_rows]
+        lengths = tables.lengths[:, :num_rows]
+        torch.add(held, offsets, alpha=slots.block_size, out=lengths)
+        query_start = tables.starts[: num_rows * num_heads + 1]
+        fold_starts(query_start, starts, self._head)
+        return FoldedBatch(
+            tables=tables.pages[:, :num_rows].flatten(1, 2),
+            lengths=lengths.flatten(1),
+            query_start=query_start,
+            max_length=width * slots.block_size if request_ids else common.max_seq_len,
+            order=order,
+        )
+
+    def rehearse(self, num_columns: int) -> None:
+        """Fold a batch of nobody, so that kernels are compiled.
+
+        Args:
+            num_columns: of vLLM's block table.
+        """
+        one = torch.ones(2, dtype=torch.int32, device=self.slots.device)
+        nobody = SimpleNamespace(
+            num_reqs=1,
+            max_query_len=1,
+            max_seq_len=1,
+            seq_lens=one[:1],
+            seq_lens_cpu_upper_bound=torch.ones(1, dtype=torch.int32),
+            query_start_loc=one.cumsum(0, dtype=torch.int32) - 1,
+            block_table_tensor=one.new_zeros(1, num_columns),
+        )
+        self.fold(nobody, ())
+        self.tables.filled[0] = None
+
+    def _fill(self, common: Any, request_ids: Sequence[str]) -> int:
+        """Bring the rows of a batch up to date; return the columns in use."""
+        slots, num_rows = self.slots, common.num_reqs
+        held = common.seq_lens_cpu_upper_bound.numpy()
+        num_blocks = -(-held // slots.block_size)
+        rows = slots.rows(request_ids, num_rows)
+        frontier = slots.frontier_blocks_cpu[rows]
+        num_pages = num_blocks - frontier + self.lists.most(rows, frontier)
+        width = int(num_pages.max())
+        self.tables = tables = self.tables.with_room(num_rows, width)
+        names = [*request_ids, *[""] * (num_rows - len(request_ids))]
+        keys = list(zip(names, map(int, num_blocks), strict=True))
+        changed = [n for n, key in enumerate(keys) if key != tables.filled[n]]
+        if changed:
+            self.lists.expand(
+                tables.pages[..., :width],
+                tables.offsets,
+                to_device(changed, slots.device),
+                to_device(rows[changed], slots.device),
+                common.block_table_tensor,
+                slots.frontier_blocks,
+            )
+            tables.filled[:num_rows] = keys
+        return width
+
+
+def fold_starts(
+    query_start: torch.Tensor, starts: torch.Tensor, head: torch.Tensor
+) -> None:
+    """Write where the queries of each (row, KV head) start, and where the last end.
+
+    Args:
+        query_start: [R * H + 1] int32, mutated.
+        starts: [R + 1] int32, first token of each row.
+        head: [H] int32, 0 to H - 1.
+    """
+    num_heads = len(head)
+    first = query_start[:-1].view(-1, num_heads)
+    counts = starts.diff()[:, None]
+    torch.addcmul(starts[:-1, None] * num_heads, counts, head, out=first)
+    torch.mul(starts[-1:], num_heads, out=query_start[-1:])
+
+
+def fold_order(
+    starts: torch.Tensor, num_tokens: int, head: torch.Tensor
+) -> torch.Tensor:
+    """Return [T * H] int64 places of (token, KV head) among the folded queries.
+
+    Args:
+        starts: [R + 1] int32, first token of each row.
+        num_tokens: T.
+        head: [H] int32, 0 to H - 1.
+    """
+    token = torch.arange(num_tokens, dtype=torch.int32, device=starts.device)
+    row = torch.searchsorted(starts, token, right=True) - 1
+    first, end = starts[row], starts[row + 1]
+    places = (first * len(head) + token - first)[:, None]
+    return (places + (end - first)[:, None] * head).flatten().long()
+
+
+def fold_queries(
+    query: torch.Tensor, num_kv_heads: int, order: torch.Tensor | None
+) -> torch.Tensor:
+    """Return [T * H, G, D] of queries [T, Hq, D]; query head h reads KV head h // G."""
+    heads = query.unflatten(1, (num_kv_heads, -1)).flatten(0, 1)
+    return (
+        heads if order is None else torch.empty_like(heads).index_copy_(0, order, heads)
+    )
+
+
+def unfold_output(
+    folded: torch.Tensor, num_kv_heads: int, order: torch.Tensor
+) -> torch.Tensor:
+    """Return [T, Hq, D] of [T * H, G, D]: the reverse of `fold_queries`."""
+    return folded[order].unflatten(0, (-1, num_kv_heads)).flatten(1, 2)

@@ -1,0 +1,103 @@
+"""Events of requests that do not exist, so that no real one waits for a compiler.
+
+Triton compiles a kernel when it first meets sizes of a kind; these events have those of
+real ones. Called by worker.runtime, while the KV cache is still empty.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.protocol import CompactEvent
+
+NAMES = ("rehearsal 0", "rehearsal 1")  # of the requests
+NUM_EVENTS = 2  # of each: the first, and one that finds survivors
+
+
+def rehearsals(
+    config: KVPolicyConfig,
+    most: int,
+    block_size: int,
+    num_blocks: int,
+    max_model_len: int,
+) -> Iterator[list[CompactEvent]]:
+    """Yield the events of some steps, for every policy of a server.
+
+    Those of a request with a prompt of one token, alone and two at once, and of one
+    with the longest prompt, as far as they have events and the pool holds them.
+
+    Args:
+        config: the server's policies.
+        most: requests at once.
+        block_size: N, tokens per superblock.
+        num_blocks: superblocks of the pool, vLLM's null block included.
+        max_model_len: longest request, in tokens.
+    """
+    for policy in config.policies:
+        for prompt_tokens in (1, max_model_len - 1):
+            events = _events(config, policy, prompt_tokens, block_size, max_model_len)
+            # Every request has blocks of its own; the null block is nobody's.
+            held = -(-events[-1].position // block_size) if events else num_blocks
+            room = (num_blocks - 1) // held
+            # Two long prompts at once would take more memory than service ever does.
+            at_once = len(NAMES) if prompt_tokens == 1 else 1
+            for count in range(1, min(most, at_once, room) + 1):
+                for event in events:
+                    yield [_moved(event, n, n * held) for n in range(count)]
+
+
+def _events(
+    config: KVPolicyConfig,
+    policy: str,
+    prompt_tokens: int,
+    block_size: int,
+    max_model_len: int,
+) -> list[CompactEvent]:
+    """Return the first events of a request whose superblocks are 1, 2, 3, ..."""
+    asked = config.with_request({"kv_policy": policy})
+    assert asked is not None  # the name is one of the server's
+    footprint = asked.footprint(prompt_tokens, block_size)
+    protected = prompt_tokens if asked.protects_prompt else 0
+    events: list[CompactEvent] = []
+    held: tuple[int, ...] = ()
+    position, frontier = footprint.events.next_event(0), 0
+    while position < max_model_len and len(events) < NUM_EVENTS:
+        row = range(1, 1 + -(-position // block_size))
+        leaving = tuple(row[frontier : footprint.frontier_blocks(position)])
+        frontier = footprint.frontier_blocks(position)
+        events.append(
+            CompactEvent(
+                request_id=NAMES[0],
+                serial=-1,
+                policy=policy,
+                ordinal=len(events),
+                position=position,
+                frontier_blocks=frontier,
+                budget=footprint.events.budget,
+                sinks=max(asked.sink_tokens, protected),
+                prompt_tokens=prompt_tokens,
+                num_global=len(held),
+                source_blocks=held + leaving,
+                dest_blocks=(held + leaving)[: footprint.global_blocks(position)],
+                local_blocks=tuple(row[frontier:]),
+                window_slot=0 if asked.window_tokens() else -1,
+            )
+        )
+        held = events[-1].dest_blocks
+        position = footprint.events.next_event(position + 1)
+    return events
+
+
+def _moved(event: CompactEvent, number: int, distance: int) -> CompactEvent:
+    """Return the same event of another request, `distance` superblocks further on."""
+
+    def further(blocks: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(block + distance for block in blocks)
+
+    return replace(
+        event,
+        request_id=NAMES[number],
+        source_blocks=further(event.source_blocks),
+        dest_blocks=further(event.dest_blocks),
+        local_blocks=further(event.local_blocks),
+    )
