@@ -29,7 +29,7 @@ install_vllm() {
     echo "no vLLM, and no carry folder at $carry: tools/gpu/build_carry.sh makes it"
     return 1
   fi
-  if ! grep -qsF "$(cat "$site/build" 2>/dev/null || echo none)" \
+  if [ ! -e "$site/build" ] || ! grep -qF "$(cat "$site/build")" \
     "$carry"/part1/manifest.json; then
     for part in "$carry"/part*; do
       SITE=$site bash "$part/install_on_device.sh" "$part" || return 1
