@@ -115,11 +115,11 @@ def time_operation(
     """
     size = sizes(options)[name]
     if name == CHECKED and which != "reference":
-        wrong = check_operation(label, size, SEED, device, which)
+        wrong = check_operation(label, size, SEED, device, which, device)
         if wrong:
             raise RuntimeError(f"{label}, {which}: {'; '.join(wrong)}")
     operation = operations()[label.partition(",")[0]]
-    arguments = make(label, size, SEED, device)
+    arguments = make(label, size, SEED, device, device)
     moved = moved_bytes(operation.name, arguments, which)
     call = partial(operation.implementation(which), **arguments)
     milliseconds = median_ms(call, device, 2 if options.is_tiny else REPEATS)

@@ -92,7 +92,7 @@ def groups() -> dict[str, tuple[Callable[[Checks], None], dict[str, str]]]:
     return {
         "llama-3.1-8b": (partial(gpu_engines.check_shape, "llama-3.1-8b"), {}),
         "flash": (partial(gpu_engines.check_backend, "FLASH_ATTN"), {}),
-        "triton": (partial(gpu_engines.check_backend, "TRITON_ATTN"), {}),
+        "triton": (partial(gpu_engines.check_backend, "TRITON_ATTN"), IEEE),
         "flashinfer": (gpu_flashinfer.check_engines, {}),
         "qwen3-8b": (partial(gpu_engines.check_shape, "qwen3-8b"), {}),
         "kernels": (gpu_kernels.check_all, {}),

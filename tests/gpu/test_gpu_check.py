@@ -65,7 +65,7 @@ def details(checks: Checks) -> dict[str, str]:
 def where(model: Path) -> Where:
     """Return the tiny model on this CPU."""
     jobs = make_jobs((100, 150), 90, seed=5)
-    return Where(model, SETTINGS, 400, 11, jobs, False, "", POLICIES, 130, 12)
+    return Where(model, SETTINGS, 400, 11, jobs, False, "", POLICIES, 130)
 
 
 # -- engines ---------------------------------------------------------------------------
@@ -203,16 +203,19 @@ def agreement(gap: float = 0.0, worst: float = 0.0, tokens: int = 90) -> Agreeme
 
 def test_what_counts_as_alike() -> None:
     calm = agreement()
-    assert_alike(agreement(0.04, 0.02), calm)
-    assert_alike(agreement(0.3, 0.1), agreement(worst=0.1))
-    for bad, noise in (
-        (agreement(gap=0.06), calm),
-        (agreement(worst=0.021), calm),
-        (agreement(tokens=20), calm),
-        (calm, agreement(worst=0.3)),
+    assert_alike(agreement(0.04, 0.02), [calm], "bfloat16")
+    assert_alike(agreement(0.002, 0.001), [], "float32")
+    assert_alike(agreement(0.3, 0.1), [calm, agreement(worst=0.1)], "bfloat16")
+    for bad, noise, dtype in (
+        (agreement(gap=0.06), calm, "bfloat16"),
+        (agreement(worst=0.021), calm, "bfloat16"),
+        (agreement(worst=0.0011), calm, "float32"),
+        (agreement(gap=0.0021), calm, "float32"),
+        (agreement(tokens=20), calm, "bfloat16"),
+        (calm, agreement(worst=0.3), "bfloat16"),
     ):
         with pytest.raises(AssertionError):
-            assert_alike(bad, noise)
+            assert_alike(bad, [calm, noise], dtype)
 
 
 # -- waiting for the device ------------------------------------------------------------
@@ -287,7 +290,7 @@ def test_blame() -> None:
 
 
 def test_operations(checks: Checks, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_twins(checks, "reference", CPU, SMALL_SIZES)
+    check_twins(checks, ["reference"], CPU, SMALL_SIZES, SMALL_SIZES)
     assert len(details(checks)) == len(MAKERS)
     operation = operations()["resize"]
     monkeypatch.setattr(
@@ -299,7 +302,7 @@ def test_operations(checks: Checks, monkeypatch: pytest.MonkeyPatch) -> None:
             else lambda **given: ~operation.reference(**given)
         ),
     )
-    check_twins(checks, "triton", CPU, {"small": SMALL_SIZES["small"]})
+    check_twins(checks, ["triton"], CPU, {}, {"small": SMALL_SIZES["small"]})
     failed = [line["check"] for line in lines_of(checks) if not line["ok"]]
     assert "resize, triton" in failed
 
