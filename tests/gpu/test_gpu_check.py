@@ -238,7 +238,7 @@ class FakeMode:
 
 
 def test_steps_without_waits(tiny_model: Path, checks: Checks) -> None:
-    gpu_syncs.check_syncs(checks, where(tiny_model), FakeMode())
+    gpu_syncs.check_syncs(checks, where(tiny_model), RAGGED, FakeMode())
     found = details(checks)
     assert found["stock"] == "none" and "events in 90" in found[WATCHED]
     assert found['mode "error"'].endswith(" events")
@@ -259,7 +259,7 @@ def test_a_wait_in_an_event_is_found(
         begin(self, commands, gone)
 
     monkeypatch.setattr(runtime.KVPolicyRuntime, "begin_step", begin_and_wait)
-    gpu_syncs.check_syncs(checks, where(tiny_model), mode)
+    gpu_syncs.check_syncs(checks, where(tiny_model), RAGGED, mode)
     failed = {line["check"]: line for line in lines_of(checks) if not line["ok"]}
     assert set(failed) == {
         f"{check}{tier}"
