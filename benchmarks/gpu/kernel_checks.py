@@ -22,7 +22,30 @@ HALF_ROUNDINGS = 2
 # Cuts between tokens of nearly equal probability fall by rounding.
 NUCLEUS_SLACK = 1
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WITH_POOL = (
+    "window_usage",
+    "paged_norms",
+    "paged_cosines",
+    "paged_projections",
+    "paged_pair_projections",
+    "compact_pages",
+    "until_attention",
+    "paged_gates",
+    "page_bounds",
+    "page_scores",
+)
+"""Operations that read or write keys and values."""
 Outputs = dict[str, torch.Tensor]
+
+
+def reference_device(label: str, device: torch.device) -> torch.device:
+    """Return where a reference of real size runs.
+
+    What chooses tokens has it on the CPU, where ties fall as they should; what reads
+    or writes keys and values, much of them, beside its twins.
+    """
+    name = label.partition(",")[0]
+    return device if name in (*WITH_POOL, "save_rows") else CPU
 
 
 @contextmanager

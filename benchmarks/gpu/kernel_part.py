@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.kernel_checks import check_operation, outputs
+from benchmarks.gpu.kernel_checks import check_operation, outputs, reference_device
 from benchmarks.gpu.kernel_inputs import (
     MAKERS,
     SMALL_SIZES,
@@ -115,7 +115,9 @@ def time_operation(
     """
     size = sizes(options)[name]
     if name == CHECKED and which != "reference":
-        wrong = check_operation(label, size, SEED, device, which, device)
+        wrong = check_operation(
+            label, size, SEED, device, which, reference_device(label, device)
+        )
         if wrong:
             raise RuntimeError(f"{label}, {which}: {'; '.join(wrong)}")
     operation = operations()[label.partition(",")[0]]

@@ -16,7 +16,12 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.draw import CPU
-from benchmarks.gpu.kernel_checks import check_against, expected_outputs
+from benchmarks.gpu.kernel_checks import (
+    WITH_POOL,
+    check_against,
+    expected_outputs,
+    reference_device,
+)
 from benchmarks.gpu.kernel_inputs import (
     MAKERS,
     REAL_SIZES,
@@ -27,19 +32,6 @@ from benchmarks.gpu.kernel_inputs import (
 from vllm_kvpolicy.kernels.cuda.library import LIBRARY
 
 FAR = "far"
-WITH_POOL = (
-    "window_usage",
-    "paged_norms",
-    "paged_cosines",
-    "paged_projections",
-    "paged_pair_projections",
-    "compact_pages",
-    "until_attention",
-    "paged_gates",
-    "page_bounds",
-    "page_scores",
-)
-ON_THE_GPU = (*WITH_POOL, "save_rows")
 
 
 def check_all(checks: Any) -> None:
@@ -72,7 +64,7 @@ def check_twins(
     for label in MAKERS:
         name = label.partition(",")[0]
         has = [which for which in twins if which != "cuda" or known[name].in_cuda]
-        beside = device if name in ON_THE_GPU else CPU
+        beside = reference_device(label, device)
         cases = [(f"small, {each}", size, CPU) for each, size in small.items()]
         cases += [
             (each, size, beside)

@@ -22,6 +22,7 @@ from gpu_compare import Agreement, assert_alike, assert_same, compare
 from gpu_kernels import check_twins
 from gpu_where import Graphs, Where
 from helpers import Job, Result, Run, make_jobs
+from oracle_replay import Mismatch
 
 from benchmarks.gpu.kernel_inputs import CPU, MAKERS, SMALL_SIZES, operations
 from benchmarks.gpu.models import drawn_weights, write_model
@@ -126,6 +127,20 @@ def test_oracles(checks: Checks, ragged: bool) -> None:
     strained = found[f"a run that strains the engine{tier}"]
     assert "4 policies" in strained and len(found) == (3 if ragged else 4)
     assert "decisions, 0 differ" in found[f"selection is the policies'{tier}"]
+
+
+def test_every_request_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is wrong does not hide the next."""
+
+    def judge(decoder: Any, result: Result) -> float:
+        if result.job.name in ("b", "d"):
+            raise Mismatch(f"{result.job.name} is wrong")
+        return 1e-4 if result.job.name == "c" else 1e-5
+
+    monkeypatch.setattr(gpu_oracles, "check_replay", judge)
+    results = [Result(Job(name, [5], 1), [5], [], []) for name in "abcd"]
+    worst, wrong = gpu_oracles.replayed(None, results)
+    assert (worst, wrong) == (1e-4, ["b is wrong", "d is wrong"])
 
 
 def test_every_policy_is_tried() -> None:
