@@ -296,6 +296,44 @@ def hot_modules_do_not_sync(modules: Sources) -> list[str]:
     ]
 
 
+def hot_modules_fill_by_index(modules: Sources) -> list[str]:
+    """`x[index] = 0` copies the number to the device and waits: `index_fill_` not.
+
+    What is no tensor of the device says so: `sync-ok: numpy`.
+    """
+    found = []
+    for module, source in modules.items():
+        if not module.startswith(HOT_FOLDERS):
+            continue
+        lines = source.splitlines()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Assign) and _is_number(node.value):
+                line = lines[node.lineno - 1]
+                if any(map(_has_index, node.targets)) and "sync-ok:" not in line:
+                    found.append(f"{module}:{node.lineno}: {line.strip()}")
+    return found
+
+
+def _is_number(node: ast.AST) -> bool:
+    """Return whether it is a number, or the name of one by how it is written."""
+    if isinstance(node, ast.UnaryOp):
+        return _is_number(node.operand)
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, int | float)
+    name = getattr(node, "id", getattr(node, "attr", ""))
+    return name.isupper() or name in ("nan", "inf")
+
+
+def _has_index(node: ast.AST) -> bool:
+    """Return whether an assignment goes to places that a variable lists."""
+    if not isinstance(node, ast.Subscript):
+        return False
+    parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+    return not all(
+        isinstance(part, ast.Slice | ast.Constant | ast.UnaryOp) for part in parts
+    )
+
+
 PACKAGE_RULES = (
     every_module_has_a_room,
     imports_run_down,
@@ -307,6 +345,7 @@ PACKAGE_RULES = (
     only_compat_reads_versions,
     only_patch_assigns_onto_vllm,
     hot_modules_do_not_sync,
+    hot_modules_fill_by_index,
 )
 
 

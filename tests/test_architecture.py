@@ -37,6 +37,7 @@ VIOLATIONS = {
         "worker.base": DOC + "import vllm.a as b\nc = b.Worker\nc.run = print"
     },
     "hot_modules_do_not_sync": {"kernels.a": DOC + "x = y.item()"},
+    "hot_modules_fill_by_index": {"worker.a": DOC + "x[slots] = 0"},
 }
 MORE_VIOLATIONS = [
     (
@@ -67,6 +68,7 @@ MORE_VIOLATIONS = [
     (rules.leaves_use_the_standard_library, {"policies.__init__": "import torch"}),
     (rules.files_and_functions_are_small, {"config": "x = 1\n" * 401}),
     (rules.no_environment_variables, {"api.guards": "from vllm import envs"}),
+    (rules.hot_modules_fill_by_index, {"kernels.a": "x[:, rows[0], 1] = -NEVER"}),
     (
         rules.only_patch_assigns_onto_vllm,
         {"api.cli": "from vllm import LLM\nsetattr(LLM, 'chat', None)"},

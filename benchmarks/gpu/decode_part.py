@@ -4,7 +4,7 @@ Stock holds the contexts whole, the policy has cut them down to its budget.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu.engine import EngineSpec
 from benchmarks.gpu.models import token_bytes
 from benchmarks.gpu.plan import Options, Part, Verdict
-from benchmarks.gpu.process import EngineProcess, describe, running
+from benchmarks.gpu.process import EngineProcess, describe, groups_that_fit, running
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.serving_parts import FP8, POLICY, STOCK, TOKEN_IDS
 from benchmarks.gpu.timing import copy_bytes_per_second
@@ -21,6 +21,9 @@ from benchmarks.workload import Workload
 
 ATTENTION_NAMES = ("flash", "unified_attention", "reduce_segments", "fmha")
 """Parts of the names of attention kernels of vLLM's backends."""
+NOT_ATTENTION = "reshape_and_cache"
+SMALL_CARD, SMALL_CONTEXTS = 2**37, (8192, 16384)
+"""Bytes of a card on which stock cannot hold the longest contexts, and what it can."""
 COPY = "copy"
 SPEED_CONTEXT, SPEED_TARGET = 16384, 2.0
 FLOOR_TARGET = 0.85
@@ -40,7 +43,7 @@ class Steps:
         steps: timed by the host's clock.
         profiled: further steps, timed by kernel.
         limit_s: most seconds of one measurement.
-        groups: engines that are alive together: what fits on the GPU.
+        engines: measured, alive together as far as they fit on the GPU.
     """
 
     contexts: tuple[int, ...] = (8192, 16384, 32768)
@@ -51,7 +54,7 @@ class Steps:
     steps: int = 64
     profiled: int = 8
     limit_s: float = 60.0
-    groups: tuple[tuple[str, ...], ...] = ((STOCK, POLICY), (FP8,))
+    engines: tuple[str, ...] = (STOCK, POLICY, FP8)
 
     @property
     def output_tokens(self) -> int:
@@ -86,23 +89,22 @@ class Steps:
 
 
 STEPS = Steps()
-TINY_STEPS = Steps((96, 160), 2, 80, 48, 64, 6, 0, 60.0, ((STOCK, POLICY),))
+TINY_STEPS = Steps((96, 160), 2, 80, 48, 64, 6, 0, 60.0, (STOCK, POLICY))
 
 
 def steps_of(options: Options) -> Steps:
     """Return what to measure."""
-    return TINY_STEPS if options.is_tiny else STEPS
+    if options.is_tiny:
+        return TINY_STEPS
+    if torch.cuda.get_device_properties(0).total_memory < SMALL_CARD:
+        return replace(STEPS, contexts=SMALL_CONTEXTS)
+    return STEPS
 
 
 def step_names(options: Options) -> list[str]:
     """Return the names of part c's measurements."""
     plan = steps_of(options)
-    cells = [
-        f"{context}, {name}"
-        for group in plan.groups
-        for context in plan.contexts
-        for name in group
-    ]
+    cells = [f"{context}, {name}" for context in plan.contexts for name in plan.engines]
     return [COPY, *cells]
 
 
@@ -117,11 +119,13 @@ def run_steps(record: Record, options: Options) -> None:
         return {"bytes_per_second": speed}
 
     options.measure(record, COPY, 10, copy)
-    for group in plan.groups:
+    specs = [plan.engine(name, options) for name in plan.engines]
+    for together in groups_that_fit(specs):
+        group = [spec.name for spec in together]
         wanted = [f"{context}, {name}" for context in plan.contexts for name in group]
         if all(name in record.cells for name in wanted):
             continue
-        with running([plan.engine(name, options) for name in group]) as engines:
+        with running(together) as engines:
             facts = describe(engines)
             for name in group:
                 _decode(engines[name], plan, min(plan.contexts), facts[name])
@@ -151,6 +155,7 @@ def attention_ms(cell: dict[str, Any]) -> float | None:
         value
         for name, value in cell["kernels_ms"].items()
         if any(part in name.lower() for part in ATTENTION_NAMES)
+        and NOT_ATTENTION not in name.lower()
     ]
     return sum(times) or None
 
@@ -167,7 +172,7 @@ def step_table(
 ) -> tuple[Sequence[str], list[list[str]]]:
     """Return part c's figures."""
     header = ["context", "engine", "step ms", "/ stock", "held", "attention ms"]
-    header += ["floor ms", "floor / attention"]
+    header += ["floor ms", "floor / attention", "GB/s"]
     lines = []
     for name in step_names(options)[1:]:
         if name not in record.cells:
@@ -176,6 +181,7 @@ def step_table(
         context, engine = name.split(", ")
         base = record.cells.get(f"{context}, {STOCK}")
         spent, floor = attention_ms(cell), floor_ms(record, options, cell)
+        copied = record.cells[COPY]["bytes_per_second"]
         lines.append(
             [
                 context,
@@ -188,6 +194,7 @@ def step_table(
                 "-" if spent is None else f"{spent:.3f}",
                 f"{floor:.3f}",
                 "-" if spent is None else f"{floor / spent:.2f}",
+                "-" if spent is None else f"{copied * floor / spent / 1e9:.0f}",
             ]
         )
     return header, lines

@@ -44,17 +44,24 @@ class Size:
         return asdict(self) | {"dtype": str(self.dtype).removeprefix("torch.")}
 
 
+CPU = torch.device("cpu")
+
+
 class Draw:
-    """Random tensors on a device, the same on any.
+    """Random tensors on a device: those of a source, whatever the device.
 
     Args:
         seed: of all of them.
         device: where they go.
+        source: where they are drawn; a GPU is much faster than the host, and draws
+            other numbers. It must be the default device while tensors are made.
     """
 
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-        self.device = device
+    def __init__(
+        self, seed: int, device: torch.device, source: torch.device = CPU
+    ) -> None:
+        self.generator = torch.Generator(source).manual_seed(seed)
+        self.device, self.source = device, source
 
     def normal(self, *shape: int) -> torch.Tensor:
         """Return standard normal float32."""

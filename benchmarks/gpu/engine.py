@@ -15,7 +15,12 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.live_requests import Requests
-from benchmarks.gpu.models import drawn_weights, token_bytes, write_model
+from benchmarks.gpu.models import (
+    drawn_weights,
+    token_bytes,
+    weight_bytes,
+    write_model,
+)
 from benchmarks.gpu.timing import Spans, watched
 from benchmarks.stats import latencies
 from benchmarks.workload import Workload
@@ -28,6 +33,8 @@ ENVIRONMENT = {
 }
 SETTLE_STEPS = 8
 SETTLED_TOKENS = 4
+OVERHEAD_BYTES = 7 * 2**29
+"""Of an engine beside weights and pool: CUDA's own, graphs, a step's activations."""
 COUNTERS = (
     "events",
     "blocks_returned",
@@ -72,6 +79,11 @@ class EngineSpec:
     def pool_bytes(self) -> int:
         """Bytes of the pool, with what a policy holds beside it."""
         return self.pool_tokens * token_bytes(self.model, self.value_bytes)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes of a GPU that the engine takes, about."""
+        return weight_bytes(self.model) + self.pool_bytes + OVERHEAD_BYTES
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of vLLM's LLM; all else is vLLM's default."""
@@ -143,12 +155,15 @@ class BenchEngine:
         config = self.scheduler.kv_cache_config
         return sum(each.size for each in config.kv_cache_tensors) // config.num_blocks
 
-    def blocks_in(self, pool_bytes: int) -> int:
+    def blocks_in(self, pool_bytes: int, has_more: bool = False) -> int:
         """Return the usable blocks of a pool of so many bytes.
 
-        A policy pays for what it holds beside the pool, as it does at start-up.
+        Args:
+            pool_bytes: a policy pays from it for what it holds beside the pool, as it
+                does at start-up.
+            has_more: it does not, so that its pool has as many blocks as stock's.
         """
-        if self.runtime is None:
+        if self.runtime is None or has_more:
             return pool_bytes // self.block_bytes - 1
         available = pool_bytes - self.runtime.side_bytes
         return self.runtime.late.pool_blocks(available, self.block_bytes) - 1
@@ -175,6 +190,7 @@ class BenchEngine:
         workload: Workload,
         number: int,
         pool_bytes: int | None = None,
+        has_more: bool = False,
         extra: dict[str, Any] | None = None,
         limit_s: float = 600.0,
         watch: bool = False,
@@ -185,6 +201,7 @@ class BenchEngine:
             workload: the requests.
             number: chooses the contents of prompts.
             pool_bytes: size of the pool, None for all of it.
+            has_more: see `blocks_in`.
             extra: the requests' own knobs.
             limit_s: seconds after which what is left is aborted; the result then says
                 `complete: False` and its figures are those of the time until then.
@@ -195,7 +212,7 @@ class BenchEngine:
             preemptions, steps, COUNTERS; and as raw samples ttft_s per request, step_ms
             and running per step.
         """
-        blocks = None if pool_bytes is None else self.blocks_in(pool_bytes)
+        blocks = pool_bytes and self.blocks_in(pool_bytes, has_more)
         spans = Spans(self.device)
         before, preempted = self.counters(), self._preemptions
         with blocks_of(self.pool, blocks), watched(spans) if watch else nullcontext():

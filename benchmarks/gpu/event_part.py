@@ -14,7 +14,13 @@ from benchmarks.gpu.engine import EngineSpec
 from benchmarks.gpu.plan import Options, Part, Verdict
 from benchmarks.gpu.process import EngineProcess, describe, running
 from benchmarks.gpu.record import Record
-from benchmarks.gpu.serving_parts import POLICY, STOCK, TOKEN_IDS
+from benchmarks.gpu.serving_parts import (
+    POLICY,
+    SIDE_TOKENS,
+    STOCK,
+    TOKEN_IDS,
+    WARM_UP_SECONDS,
+)
 from benchmarks.gpu.timing import EVENT
 from benchmarks.workload import Workload
 
@@ -75,9 +81,11 @@ class Events:
             "budget": self.budget,
             "interval": self.intervals[0],
         }
+        held = max(self.prompt_tokens, self.budget + max(self.intervals))
+        more = {"pool_tokens": self.requests * (held + 64 + SIDE_TOKENS)}
         return [
             options.engine(STOCK, **fields),
-            options.engine(POLICY, **fields, policy=policy),
+            options.engine(POLICY, **fields | more, policy=policy),
         ]
 
 
@@ -105,9 +113,14 @@ def run_events(record: Record, options: Options) -> None:
     few = Workload(TOKEN_IDS, lengths[:9], plan.intervals[-1] + 8, 1)
     with running(plan.engines(options)) as engines:
         facts = describe(engines)
+        warmed: list[dict[str, Any] | None] = []
         for number, (_, _, knobs, _) in enumerate(plan.cells):
-            engine = engines[STOCK if knobs is None else POLICY]
-            engine.call("round", workload=few, number=-1 - number, extra=knobs)
+            if knobs not in warmed:
+                warmed.append(knobs)
+                engine = engines[STOCK if knobs is None else POLICY]
+                engine.call("round", workload=few, number=-1 - number, extra=knobs)
+        for engine in engines.values():  # with the sizes of the whole batch
+            engine.call("round", workload=workload, number=-99, limit_s=WARM_UP_SECONDS)
         for name, number, knobs, watch in plan.cells:
             which = STOCK if knobs is None else POLICY
             call = partial(

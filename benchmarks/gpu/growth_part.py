@@ -68,7 +68,7 @@ def time_event(
 ) -> dict[str, Any]:
     """Time the decision of a policy, or the moving of keys and values."""
     if what == COMPACT:
-        arguments = make("compact_pages", size, SEED, device).values()
+        arguments = make("compact_pages", size, SEED, device, device).values()
 
         def call() -> None:
             for _ in ("keys", "values"):
@@ -86,7 +86,7 @@ def event_inputs(
     size: Size, memory: tuple[str, ...], device: torch.device
 ) -> EventInputs:
     """Return an event in which every head holds all T tokens."""
-    made = make("window_usage", size, SEED, device)
+    made = make("window_usage", size, SEED, device, device)
     shape = size.events, size.layers, size.heads
     token = torch.arange(size.tokens, device=device)
     must = (token < SINKS) | (token >= size.tokens - RECENT)

@@ -1,4 +1,4 @@
-"""Owns the comparison of an operation's implementations with its reference on a CPU."""
+"""Owns the comparison of an operation's implementations with its reference."""
 
 import warnings
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.kernel_inputs import CPU, Arguments, Size, make, operations
-from vllm_kvpolicy.kernels.dispatch import Operation
+from vllm_kvpolicy.kernels.dispatch import Operation, forced
 
 # Sums of at most a few thousand float32 products, added up in another order.
 RELATIVE, ABSOLUTE = 1e-4, 1e-6
@@ -18,7 +18,30 @@ HALF_ROUNDINGS = 2
 # Cuts between tokens of nearly equal probability fall by rounding.
 NUCLEUS_SLACK = 1
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WITH_POOL = (
+    "window_usage",
+    "paged_norms",
+    "paged_cosines",
+    "paged_projections",
+    "paged_pair_projections",
+    "compact_pages",
+    "until_attention",
+    "paged_gates",
+    "page_bounds",
+    "page_scores",
+)
+"""Operations that read or write keys and values."""
 Outputs = dict[str, torch.Tensor]
+
+
+def reference_device(label: str, device: torch.device) -> torch.device:
+    """Return where a reference of real size runs.
+
+    What chooses tokens has it on the CPU, where ties fall as they should; what reads
+    or writes keys and values, much of them, beside its twins.
+    """
+    name = label.partition(",")[0]
+    return device if name in (*WITH_POOL, "save_rows") else CPU
 
 
 @contextmanager
@@ -96,7 +119,7 @@ def differences(found: Mapping[str, torch.Tensor], expected: Outputs) -> list[st
     """
     wrong = []
     for name, want in expected.items():
-        got = found[name].to(CPU)
+        got = found[name].to(want.device)
         if got.shape != want.shape or got.dtype != want.dtype:
             wrong.append(
                 f"{name}: {got.dtype} {list(got.shape)}, expected {want.dtype} "
@@ -128,9 +151,14 @@ def _is_near(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
 
 
 def check_operation(
-    label: str, size: Size, seed: int, device: torch.device, which: str
+    label: str,
+    size: Size,
+    seed: int,
+    device: torch.device,
+    which: str,
+    beside: torch.device = CPU,
 ) -> list[str]:
-    """Compare an implementation with the reference on a CPU, on the same numbers.
+    """Compare an implementation with the reference, on the same numbers.
 
     Args:
         label: one of kernel_inputs.MAKERS.
@@ -138,11 +166,35 @@ def check_operation(
         seed: of the numbers.
         device: where the implementation runs.
         which: one of dispatch.IMPLEMENTATIONS.
+        beside: where numbers are drawn and the reference runs.
 
     Returns:
         What is wrong, one sentence each.
     """
+    expected = expected_outputs(label, size, seed, beside)
+    return check_against(expected, label, size, seed, device, which, beside)
+
+
+def expected_outputs(
+    label: str, size: Size, seed: int, beside: torch.device
+) -> Outputs:
+    """Return what the reference gives; see `check_operation`."""
     operation = operations()[label.partition(",")[0]]
-    expected = outputs(operation, "reference", make(label, size, seed, CPU), False)
-    found = outputs(operation, which, make(label, size, seed, device))
-    return differences(found, expected)
+    arguments = make(label, size, seed, beside, beside)
+    with beside, forced("reference"):  # nothing that it calls is a twin
+        return outputs(operation, "reference", arguments, False)
+
+
+def check_against(
+    expected: Outputs,
+    label: str,
+    size: Size,
+    seed: int,
+    device: torch.device,
+    which: str,
+    beside: torch.device,
+) -> list[str]:
+    """Compare an implementation with `expected_outputs`; see `check_operation`."""
+    operation = operations()[label.partition(",")[0]]
+    arguments = make(label, size, seed, device, beside)
+    return differences(outputs(operation, which, arguments), expected)

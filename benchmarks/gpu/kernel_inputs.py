@@ -1,7 +1,7 @@
 """Owns random inputs for every operation, as an event or a step of a real model has.
 
-The same seed gives the same inputs on any device, so that an implementation on a GPU
-can be compared with the reference on a CPU.
+The same seed and source give the same inputs on any device, so that an implementation
+on a GPU can be compared with the reference on a CPU.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from pkgutil import iter_modules
 import torch
 
 from benchmarks.gpu.admission_inputs import make_paged_gates, make_until_attention
-from benchmarks.gpu.draw import Arguments, Draw, Size
+from benchmarks.gpu.draw import CPU, Arguments, Draw, Size
 from benchmarks.gpu.step_inputs import (
     make_head_page_tables,
     make_page_tables,
@@ -188,7 +188,8 @@ def make_top_k_mask(size: Size, draw: Draw) -> Arguments:
 
 def make_resize(size: Size, draw: Draw) -> Arguments:
     """Choices to fill up and choices to trim."""
-    arguments = make_fill_next_best(size, Draw(draw.generator.initial_seed(), CPU))
+    again = Draw(draw.generator.initial_seed(), draw.source, draw.source)
+    arguments = make_fill_next_best(size, again)
     must = arguments["valid"] & (torch.arange(size.tokens) < SINKS)
     return draw.here(arguments | {"must_keep": must})
 
@@ -269,7 +270,6 @@ def make_page_scores(size: Size, draw: Draw) -> Arguments:
     return draw.here(arguments)
 
 
-CPU = torch.device("cpu")
 MAKERS: dict[str, Callable[[Size, Draw], Arguments]] = {
     "window_usage": make_window_usage,
     "window_usage, nuclei": lambda size, draw: make_window_usage(size, draw, 0.9),
@@ -300,7 +300,13 @@ MAKERS: dict[str, Callable[[Size, Draw], Arguments]] = {
 """By operation, and what is special about the inputs behind a comma."""
 
 
-def make(label: str, size: Size, seed: int, device: torch.device) -> Arguments:
+def make(
+    label: str,
+    size: Size,
+    seed: int,
+    device: torch.device,
+    source: torch.device = CPU,
+) -> Arguments:
     """Return the arguments of one call of an operation.
 
     Args:
@@ -308,5 +314,7 @@ def make(label: str, size: Size, seed: int, device: torch.device) -> Arguments:
         size: of the event.
         seed: the same one gives the same numbers on every device.
         device: where tensors go.
+        source: where they are drawn.
     """
-    return MAKERS[label](size, Draw(seed, device))
+    with source:
+        return MAKERS[label](size, Draw(seed, device, source))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.kernel_checks import check_operation, outputs
+from benchmarks.gpu.kernel_checks import check_operation, outputs, reference_device
 from benchmarks.gpu.kernel_inputs import (
     MAKERS,
     SMALL_SIZES,
@@ -113,11 +113,13 @@ def time_operation(
     """
     size = sizes(options)[name]
     if name == CHECKED and which != "reference":
-        wrong = check_operation(label, size, SEED, device, which)
+        wrong = check_operation(
+            label, size, SEED, device, which, reference_device(label, device)
+        )
         if wrong:
             raise RuntimeError(f"{label}, {which}: {'; '.join(wrong)}")
     operation = operations()[label.partition(",")[0]]
-    arguments = make(label, size, SEED, device)
+    arguments = make(label, size, SEED, device, device)
     moved = moved_bytes(operation.name, arguments, which)
     call = partial(operation.implementation(which), **arguments)
     milliseconds = median_ms(call, device, 2 if options.is_tiny else REPEATS)

@@ -102,6 +102,21 @@ def token_bytes(name: str, value_bytes: int = 2) -> int:
     return 2 * heads * shape["head_dim"] * value_bytes
 
 
+def weight_bytes(name: str, value_bytes: int = 2) -> int:
+    """Return the bytes of a model's weights.
+
+    Args:
+        name: one of SHAPES.
+        value_bytes: of a number.
+    """
+    shape = SHAPES[name]
+    width, size = shape["hidden_size"], shape["head_dim"]
+    heads = 2 * (shape["num_attention_heads"] + shape["num_key_value_heads"])
+    layer = width * (heads * size + 3 * shape["intermediate_size"])
+    embedded = 2 * shape["vocab_size"] * width
+    return value_bytes * (shape["num_hidden_layers"] * layer + embedded)
+
+
 def drawn_weights() -> str:
     """Make vLLM able to draw weights; return the `load_format` that does it.
 

@@ -12,11 +12,14 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
+
 from benchmarks.gpu.engine import ENVIRONMENT, BenchEngine, EngineSpec
 
 START_SECONDS = 300.0
 CALL_SECONDS = 590.0
 STOP_SECONDS = 20.0
+RESERVED_BYTES = 2**30
 
 
 class EngineError(Exception):
@@ -105,6 +108,25 @@ def running(specs: Sequence[EngineSpec]) -> Iterator[dict[str, EngineProcess]]:
             engines[spec.name] = EngineProcess(spec)
             stack.callback(engines[spec.name].close)
         yield engines
+
+
+def groups_that_fit(specs: Sequence[EngineSpec]) -> list[list[EngineSpec]]:
+    """Return engines in groups that the GPU has memory for, in order.
+
+    Without a GPU they are one group.
+    """
+    if not torch.cuda.is_available():
+        return [list(specs)]
+    room = torch.cuda.get_device_properties(0).total_memory - RESERVED_BYTES
+    found: list[list[EngineSpec]] = []
+    for spec in specs:
+        group = found[-1] if found else []
+        taken = sum(each.needed_bytes for each in group)
+        if group and taken + spec.needed_bytes <= room:
+            group.append(spec)
+        else:
+            found.append([spec])
+    return found
 
 
 def describe(engines: Mapping[str, EngineProcess]) -> dict[str, dict[str, Any]]:

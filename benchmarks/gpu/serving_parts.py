@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.gpu.engine import EngineSpec
 from benchmarks.gpu.models import token_bytes
 from benchmarks.gpu.plan import Options, Part, Verdict
-from benchmarks.gpu.process import describe, running
+from benchmarks.gpu.process import describe, groups_that_fit, running
 from benchmarks.gpu.record import Record
 from benchmarks.workload import Workload
 
@@ -22,8 +22,13 @@ STOCK, FP8, POLICY = "stock", "fp8", "ams-tova"
 INTERVAL = 128
 TOKEN_IDS = tuple(range(10, 500))
 WARM_UP_REQUESTS = 9
+WARM_UP_SECONDS = 6.0
 MARGIN_TOKENS = 64
 """Beside the longest request, in max_model_len."""
+SIDE_TOKENS = 128
+"""Per request, of bytes that a policy's engine has beside the pool, at least."""
+BLOCK_TOKENS = 32
+"""What pools are rounded up to: a multiple of every block size in use."""
 COLUMNS = {
     "output_tok_s": ".0f",
     "ttft_ms": ".0f",
@@ -131,15 +136,24 @@ class Contest:
             "max_num_seqs": max(self.requests, WARM_UP_REQUESTS),
         }
         specs = [options.engine(STOCK, **fields)]
-        if self.with_fp8:
-            quantised = {"kv_cache_dtype": "fp8"}
-            specs.append(options.engine(FP8, **fields, settings=quantised))
         if self.budgets:
             budgets = [each or fields["max_model_len"] for each in self.budgets]
             policy = {"policy": POLICY, "budget": max(budgets)}
             policy["interval"] = self.interval
-            specs.append(options.engine(POLICY, **fields, policy=policy))
+            more = {"pool_tokens": fields["pool_tokens"] + SIDE_TOKENS * self.requests}
+            specs.append(options.engine(POLICY, **fields | more, policy=policy))
+        if self.with_fp8:
+            quantised = {"kv_cache_dtype": "fp8"}
+            specs.append(options.engine(FP8, **fields, settings=quantised))
         return specs
+
+    def pool_tokens(self, share: float) -> int:
+        """Return the tokens of a pool: of all requests, in whole blocks, times a share.
+
+        vLLM keeps one block of every pool for itself.
+        """
+        whole = -(-self.longest // BLOCK_TOKENS) * BLOCK_TOKENS * self.requests
+        return (-(-int(share * whole) // BLOCK_TOKENS) + 1) * BLOCK_TOKENS
 
 
 @dataclass(frozen=True)
@@ -206,24 +220,45 @@ def hold(
     record: Record,
     options: Options,
 ) -> None:
-    """Start the engines of a contest, warm them up, and measure in turn."""
-    specs = contest.engines(options)
+    """Start a contest's engines, as many as fit, warm them up, and measure in turn."""
+    for specs in groups_that_fit(contest.engines(options)):
+        hold_together(specs, contest, cells, record, options)
+
+
+def hold_together(
+    specs: Sequence[EngineSpec],
+    contest: Contest,
+    cells: Sequence[tuple[str, int, float, str]],
+    record: Record,
+    options: Options,
+) -> None:
+    """Measure those of a contest's engines that are alive together."""
+    alive = {spec.name for spec in specs}
+    variants = {
+        name: pair for name, pair in contest.variants.items() if pair[0] in alive
+    }
+    cells = [cell for cell in cells if cell[3] in variants]
+    if all(cell[0] in record.cells for cell in cells):
+        return
     workload = contest.workload()
-    whole = contest.requests * contest.longest
-    whole *= token_bytes(options.model, specs[0].value_bytes)
+    token = token_bytes(options.model, specs[0].value_bytes)
     with running(specs) as engines:
         facts = describe(engines)
-        for engine, extra in contest.variants.values():
+        for engine, extra in variants.values():
             few = contest.warm_up(extra and extra["kv_budget"])
-            engines[engine].call("round", workload=few, number=-1, extra=extra)
+            call = partial(engines[engine].call, "round", number=-1, extra=extra)
+            call(workload=few)
+            call(workload=workload, limit_s=WARM_UP_SECONDS)
         for name, number, share, variant in cells:
-            engine, extra = contest.variants[variant]
+            engine, extra = variants[variant]
             measured = partial(
                 engines[engine].call,
                 "round",
                 workload=workload,
                 number=number,
-                pool_bytes=int(share * whole),
+                pool_bytes=contest.pool_tokens(share) * token,
+                # With room for everybody the question is not what fits.
+                has_more=share == 1.0,
                 extra=extra,
                 limit_s=contest.limit_s,
             )
@@ -293,7 +328,9 @@ def verdicts(part: str, record: Record, options: Options) -> list[Verdict]:
         if variant in (STOCK, FP8) or ratio(found, key, RATIOS[0]) is None:
             continue
         speed, running_at_once, itl = (ratio(found, key, each) for each in RATIOS)
-        label = f"{prefix}, share {share:g}, {variant}"
+        base = found[(prefix, share, STOCK)]
+        preempted = f"{found[key]['preemptions']:.0f} : {base['preemptions']:.0f}"
+        label = f"{prefix}, share {share:g}, {variant} (preempted {preempted})"
         if variant == "never binding":
             if "shared" not in prefix:
                 answers.append(Verdict(f"{label}: output tok/s", speed, NEVER_TARGET))
@@ -309,12 +346,17 @@ def verdicts(part: str, record: Record, options: Options) -> list[Verdict]:
     return answers
 
 
-# Pools of two engines, their weights and what they need beside these stay below 135 GiB
-# on an 8-billion-parameter model in bfloat16.
+# Of an 8-billion-parameter model in bfloat16, `a` and `min-32` fit on a card of 80 GB
+# with two engines alive together, the other parts on one of 140 GB.
 CONTESTS = {
     "min": {
         "200 in, 4096 out": Contest(
             80, 200, 4096, (1.0, 0.3), budgets=(1024,), limit_s=110
+        )
+    },
+    "min-32": {
+        "32 x 200 in, 4096 out": Contest(
+            32, 200, 4096, (1.0, 0.3), budgets=(1024,), limit_s=110
         )
     },
     "a": {
@@ -345,6 +387,7 @@ CONTESTS = {
 }
 SUMMARIES = {
     "min": "the minimum set: long answers, budget 1,024, all and 0.3 of the memory",
+    "min-32": "the same with 32 requests, which fit on a card of 80 GB",
     "a": "policy on, never binding, beside stock and FP8",
     "b-short": "700 in + 1,024 out at four pool sizes",
     "b-long": "200 in + 8,192 out at four pool sizes",

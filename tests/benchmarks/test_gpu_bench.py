@@ -7,6 +7,7 @@ with one that fails at once.
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from benchmarks.gpu import admission_part, event_part, process, serving_parts
 from benchmarks.gpu.engine import BenchEngine, EngineSpec
 from benchmarks.gpu.kernel_checks import check_operation, poisoned
 from benchmarks.gpu.kernel_inputs import CPU, MAKERS, SMALL_SIZES, operations
-from benchmarks.gpu.models import SHAPES, token_bytes
+from benchmarks.gpu.models import SHAPES, token_bytes, weight_bytes
 from benchmarks.gpu.plan import Options, Verdict
 from benchmarks.gpu.process import EngineError, EngineProcess
 from benchmarks.gpu.record import Record
@@ -83,8 +84,11 @@ def test_the_minimum_set(
     assert ours["events"] > 4 and ours["blocks_returned"] > 0
     assert stock["events"] == whole["events"] == 0
     assert stock["blocks"] < whole["blocks"] and stock["preemptions"] > 0
-    # What a policy holds beside the pool comes off its pool.
+    # What a policy holds beside the pool comes off its pool, but where all have room.
     assert ours["blocks"] < stock["blocks"]
+    roomy = cells["200 in, 4096 out, share 1, budget 96, round 0"]
+    assert roomy["blocks"] == whole["blocks"]
+    assert roomy["preemptions"] == whole["preemptions"] == 0
     for cell in (stock, ours, whole):
         assert cell["complete"] and len(cell["ttft_s"]) == 4
         assert len(cell["step_ms"]) == len(cell["running"]) == cell["steps"] > 199
@@ -92,7 +96,7 @@ def test_the_minimum_set(
     assert whole["engine"]["policy"] is None and whole["engine"]["prefix_caching"]
     assert ours["engine"]["policy"]["budget"] == 96
     assert record["runs"][0]["sources"] and "| share" in printed
-    assert "share 1, budget 96: p99 ITL" in printed
+    assert "share 1, budget 96 (preempted 0 : 0): p99 ITL" in printed
     # Again: everything is there, and nothing is started.
     here.clear()
     status, again = run("min", tmp_path)
@@ -243,6 +247,37 @@ def test_real_pools_fit_on_the_gpu() -> None:
             assert sum(pools) + len(pools) * (15 + 6) < 139, contest
 
 
+@pytest.mark.parametrize("block", [16, 32])
+def test_whole_pools_hold_every_request(block: int) -> None:
+    for contests in CONTESTS.values():
+        for contest in contests.values():
+            blocks = contest.pool_tokens(1.0) // block - 1  # vLLM's null block
+            needed = contest.requests * -(-contest.longest // block)
+            assert needed <= blocks <= needed + 2 * contest.requests
+            assert contest.pool_tokens(0.3) < 0.31 * contest.pool_tokens(1.0) + 64
+
+
+@pytest.mark.parametrize(
+    ("card", "part", "expected"),
+    [
+        (85_017_493_504, "a", [["stock", "ams-tova"], ["fp8"]]),
+        (85_017_493_504, "min-32", [["stock", "ams-tova"]]),
+        (85_017_493_504, "min", [["stock"], ["ams-tova"]]),
+        (150_000_000_000, "min", [["stock", "ams-tova"]]),
+    ],
+)
+def test_engines_are_together_as_far_as_they_fit(
+    card: int, part: str, expected: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = SimpleNamespace(total_memory=card)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: about)
+    options = Options("llama-3.1-8b", Path(), 480.0)
+    contest = next(iter(CONTESTS[part].values()))
+    groups = process.groups_that_fit(contest.engines(options))
+    assert [[spec.name for spec in group] for group in groups] == expected
+
+
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-8b"])
 def test_shapes_are_those_of_eight_billion_parameters(model: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -253,6 +288,7 @@ def test_shapes_are_those_of_eight_billion_parameters(model: str) -> None:
         network = AutoModelForCausalLM.from_config(config)
     count = sum(weight.numel() for weight in network.parameters())
     assert count == {"llama-3.1-8b": 8_030_261_248, "qwen3-8b": 8_190_735_360}[model]
+    assert weight_bytes(model) == pytest.approx(2 * count, rel=1e-3)
 
 
 def test_prompts_that_begin_alike() -> None:

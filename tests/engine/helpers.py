@@ -1,9 +1,12 @@
 """Starts engines and drives them step by step: the one place that knows how."""
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ MOVERS = ("identity", "holes")
 TOP_LOGPROBS = 20
 MAX_STEPS = 5000
 FIRST_TOKEN, LAST_TOKEN = 3, 98  # the tiny model's characters
+NO_COMMANDS = SimpleNamespace(events=())  # of stock vLLM
 
 Prompt = list[int]
 
@@ -69,6 +73,7 @@ class Result:
         logprobs: per generated token, token id to log-probability.
         prompt_logprobs: the same for prompt tokens after the first, empty if not asked.
         passes: the request's events, one list for each time it was (re)computed.
+        computed_in: per generated token, the index of the pass that it comes from.
     """
 
     job: Job
@@ -76,6 +81,7 @@ class Result:
     logprobs: list[dict[int, float]]
     prompt_logprobs: list[dict[int, float]]
     passes: list[list[Record]] = field(default_factory=list)
+    computed_in: list[int] = field(default_factory=list)
 
     @property
     def all_tokens(self) -> Prompt:
@@ -176,7 +182,9 @@ class Engine:
         self.trace = trace
         self._read: set[Path] = set()
         self._preemptions = 0
+        self._passes = Passes()
         self._count_preemptions()
+        self._passes.watch(self.scheduler)
 
     # -- inside the engine --------------------------------------------------------
 
@@ -263,6 +271,60 @@ class Engine:
         return {} if self.trace is None else read_records(self.trace, self._read)
 
 
+class Passes:
+    """Knows which (re)computation of a request its events and tokens belong to.
+
+    Attributes:
+        events: events that a request had before each of its preemptions.
+        tokens: per generated token of a request, preemptions before it was computed.
+    """
+
+    def __init__(self) -> None:
+        self.events: dict[str, list[int]] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self._begun: Counter[str] = Counter()
+
+    def watch(self, scheduler: Any) -> None:
+        """Follow a scheduler from now on; it has no requests yet."""
+        after, preempt = scheduler._update_after_schedule, scheduler._preempt_request
+        take = scheduler.update_from_output
+
+        def scheduled(output: Any) -> None:
+            after(output)
+            for event in getattr(output, "kv_policy", NO_COMMANDS).events:
+                self._begun[event.request_id] += 1
+            # With the step, for it is answered when the next has been scheduled.
+            output.preemptions_before = {
+                name: len(self.events.get(name, ()))
+                for name in output.num_scheduled_tokens
+            }
+
+        def preempted(request: Any, *args: Any, **kwargs: Any) -> Any:
+            name = request.request_id
+            self.events.setdefault(name, []).append(self._begun[name])
+            return preempt(request, *args, **kwargs)
+
+        def taken(output: Any, answer: Any) -> Any:
+            before = output.preemptions_before
+            requests = [scheduler.requests.get(name) for name in before]
+            lengths = [each and each.num_output_tokens for each in requests]
+            found = take(output, answer)
+            for request, length in zip(requests, lengths, strict=True):
+                if request is not None:
+                    name = request.request_id
+                    new = request.num_output_tokens - length
+                    self.tokens.setdefault(name, []).extend([before[name]] * new)
+            return found
+
+        scheduler._update_after_schedule = scheduled
+        scheduler._preempt_request, scheduler.update_from_output = preempted, taken
+
+    def split(self, name: str, events: list[Record]) -> list[list[Record]]:
+        """Return a request's events, one list for each time it was (re)computed."""
+        edges = [0, *self.events.get(name, ()), len(events)]
+        return [events[first:last] for first, last in pairwise(edges)]
+
+
 def read_records(trace: Path, read: set[Path]) -> dict[str, list[list[Record]]]:
     """Return a folder's events: per vLLM request id, one list per (re)compute.
 
@@ -335,9 +397,14 @@ class Session:
 
     def finish(self) -> Run:
         """Return what the jobs gave."""
-        passes = self.engine._new_records()
+        records, passes = self.engine._new_records(), self.engine._passes
         results = {
-            job.name: _result(job, self.outputs[job.name], passes.get(request_id, []))
+            job.name: _result(
+                job,
+                self.outputs[job.name],
+                passes.split(request_id, sum(records.get(request_id, []), [])),
+                passes.tokens.get(request_id, []),
+            )
             for request_id, job in self.jobs.items()
             if job.name in self.outputs
         }
@@ -345,7 +412,9 @@ class Session:
         return Run(results, self.steps, preemptions)
 
 
-def _result(job: Job, output: Any, passes: list[list[Record]]) -> Result:
+def _result(
+    job: Job, output: Any, passes: list[list[Record]], computed_in: list[int]
+) -> Result:
     completion = output.outputs[0]
     prompt_logprobs = (output.prompt_logprobs or [])[1:]
     return Result(
@@ -354,6 +423,7 @@ def _result(job: Job, output: Any, passes: list[list[Record]]) -> Result:
         logprobs=[_plain(entry) for entry in completion.logprobs],
         prompt_logprobs=[_plain(entry) for entry in prompt_logprobs],
         passes=passes,
+        computed_in=computed_in,
     )
 
 

@@ -1,6 +1,8 @@
 """The oracles can fail: each of three mistakes in the worker makes them."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from reference_decoder import ReferenceDecoder
 
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies.compose import ComposedPolicy
+from vllm_kvpolicy.policies.scorers.random import RandomScorer
 from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
 from vllm_kvpolicy.worker.compaction import Compactor
 from vllm_kvpolicy.worker.slots import SlotTable
@@ -144,3 +147,30 @@ def test_one_head_dropped_when_deciding(engine, decoder, monkeypatch) -> None:
     selection, replay = oracles_agree(engine, decoder)
     assert not selection
     assert replay  # the server did keep what it recorded
+
+
+def test_a_pass_that_chooses_otherwise(
+    tiny_model: Path, tmp_path: Path, decoder, monkeypatch
+) -> None:
+    """After a preemption level scores may fall the other way; tokens stay as they were.
+
+    Each token is judged by the survivors that it was computed from, and by no others.
+    """
+    score, seeds = RandomScorer.score, count()
+
+    def drawn_anew(self: RandomScorer, inputs, usage):
+        self.seed = next(seeds)
+        return score(self, inputs, usage)
+
+    monkeypatch.setattr(RandomScorer, "score", drawn_anew)
+    values = {"policy": "random", **VALUES}
+    with Engine(tiny_model, values, tmp_path, num_blocks=17) as engine:
+        results = list(engine.run(make_jobs(LENGTHS, 150, seed=3)).results.values())
+    for result in results:
+        check_replay(decoder, result)
+    repeated = [result for result in results if len(set(result.computed_in)) > 1]
+    assert repeated
+    for result in repeated:
+        last = [len(result.passes) - 1] * len(result.tokens)
+        with pytest.raises(Mismatch, match="log-probabilities"):
+            check_replay(decoder, replace(result, computed_in=last))

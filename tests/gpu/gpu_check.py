@@ -37,7 +37,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "6",  # groups share the cores
+    "OMP_NUM_THREADS": "4",  # groups share the cores
 }
 IEEE = {"TRITON_F32_DEFAULT": "ieee"}  # float32 in vLLM's kernels, not TF32
 MAX_DETAIL = 160
@@ -90,16 +90,16 @@ def groups() -> dict[str, tuple[Callable[[Checks], None], dict[str, str]]]:
     import gpu_syncs
 
     return {
-        "llama-3.1-8b": (partial(gpu_engines.check_shape, "llama-3.1-8b"), {}),
         "flash": (partial(gpu_engines.check_backend, "FLASH_ATTN"), {}),
-        "triton": (partial(gpu_engines.check_backend, "TRITON_ATTN"), {}),
-        "flashinfer": (gpu_flashinfer.check_engines, {}),
-        "qwen3-8b": (partial(gpu_engines.check_shape, "qwen3-8b"), {}),
+        "triton": (partial(gpu_engines.check_backend, "TRITON_ATTN"), IEEE),
+        "llama-3.1-8b": (partial(gpu_engines.check_shape, "llama-3.1-8b"), {}),
         "kernels": (gpu_kernels.check_all, {}),
-        "oracles": (gpu_oracles.check_on_gpu, IEEE),
-        "attention": (check_attention, {}),
-        "syncs": (gpu_syncs.check_on_gpu, {}),
         "pytest": (check_pytest, {}),
+        "oracles": (gpu_oracles.check_on_gpu, IEEE),
+        "qwen3-8b": (partial(gpu_engines.check_shape, "qwen3-8b"), {}),
+        "syncs": (gpu_syncs.check_on_gpu, {}),
+        "attention": (check_attention, {}),
+        "flashinfer": (gpu_flashinfer.check_engines, {}),
     }
 
 

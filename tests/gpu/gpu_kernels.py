@@ -1,66 +1,97 @@
-"""Every twin on the GPU against its reference on the CPU, at the sizes of a real event.
+"""Every twin on the GPU against its reference, at the sizes of a real event.
 
-Fresh random numbers each time; fresh memory on the GPU is poisoned.
+Small sizes have their reference on the CPU. So have the real sizes of what chooses
+tokens, where ties must fall as they do there. What reads or writes keys and values has
+the reference of real sizes on the GPU too: plain PyTorch in float32, which the small
+sizes hold to the CPU's. Fresh random numbers each time, drawn where the reference runs;
+fresh memory on the GPU is poisoned.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.kernel_checks import check_operation
-from benchmarks.gpu.kernel_inputs import MAKERS, REAL_SIZES, Size, operations
+from benchmarks.gpu.draw import CPU
+from benchmarks.gpu.kernel_checks import (
+    WITH_POOL,
+    check_against,
+    expected_outputs,
+    reference_device,
+)
+from benchmarks.gpu.kernel_inputs import (
+    MAKERS,
+    REAL_SIZES,
+    SMALL_SIZES,
+    Size,
+    operations,
+)
 from vllm_kvpolicy.kernels.cuda.library import LIBRARY
 
 FAR = "far"
-WITH_POOL = (
-    "window_usage",
-    "paged_norms",
-    "paged_cosines",
-    "paged_projections",
-    "paged_pair_projections",
-    "compact_pages",
-    "until_attention",
-    "paged_gates",
-    "page_bounds",
-    "page_scores",
-)
 
 
 def check_all(checks: Any) -> None:
     """Check all twins; those in CUDA C++ where the extension was built."""
-    check_twins(checks, "triton", torch.device("cuda"), REAL_SIZES)
     with checks.case("CUDA C++") as notes:
         if not LIBRARY.exists():
             notes.append("NOT RUN: the extension was not built")
-    if LIBRARY.exists():
-        check_twins(checks, "cuda", torch.device("cuda"), REAL_SIZES)
+    twins = ["triton", *["cuda"] * LIBRARY.exists()]
+    check_twins(checks, twins, torch.device("cuda"), SMALL_SIZES, REAL_SIZES)
 
 
 def check_twins(
-    checks: Any, which: str, device: torch.device, sizes: Mapping[str, Size]
+    checks: Any,
+    twins: Sequence[str],
+    device: torch.device,
+    small: Mapping[str, Size],
+    real: Mapping[str, Size],
 ) -> None:
-    """Check one implementation of every operation that has it.
+    """Check implementations of every operation, those that it has.
 
     Args:
         checks: a gpu_check.Checks.
-        which: one of dispatch.IMPLEMENTATIONS.
-        device: where it runs.
-        sizes: by name; only operations that read or write a pool run at FAR.
+        twins: some of dispatch.IMPLEMENTATIONS.
+        device: where they run.
+        small: sizes by name, for the reference on the CPU.
+        real: sizes by name; only operations that read or write a pool run at FAR.
     """
     seed = time.time_ns() % 2**31
     known = operations()
     for label in MAKERS:
         name = label.partition(",")[0]
-        if which == "cuda" and not known[name].in_cuda:
-            continue
-        with checks.case(f"{label}, {which}") as notes:
+        has = [which for which in twins if which != "cuda" or known[name].in_cuda]
+        beside = reference_device(label, device)
+        cases = [(f"small, {each}", size, CPU) for each, size in small.items()]
+        cases += [
+            (each, size, beside)
+            for each, size in real.items()
+            if each != FAR or name in WITH_POOL
+        ]
+        with checks.case(f"{label}, {' and '.join(has)}") as notes:
             wrong = []
-            for size_name, size in sizes.items():
-                if size_name == FAR and name not in WITH_POOL:
-                    continue
-                found = check_operation(label, size, seed, device, which)
-                wrong += [f"{size_name}: {sentence}" for sentence in found]
+            for case, size, where in cases:
+                wrong += [
+                    f"{case}, {sentence}"
+                    for sentence in check_size(label, size, seed, device, has, where)
+                ]
             notes.append(f"seed {seed}")
             assert not wrong, "; ".join(wrong)
+
+
+def check_size(
+    label: str,
+    size: Size,
+    seed: int,
+    device: torch.device,
+    twins: Sequence[str],
+    beside: torch.device,
+) -> list[str]:
+    """Return what is wrong with an operation's twins, one sentence each."""
+    expected = expected_outputs(label, size, seed, beside)
+    wrong = []
+    for which in twins:
+        found = check_against(expected, label, size, seed, device, which, beside)
+        wrong += [f"{which}: {sentence}" for sentence in found]
+    return wrong

@@ -5,17 +5,19 @@ kept, are recomputed by a plain decoder on the CPU.
 """
 
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from calibration_files import options_for
 from gpu_engines import is_ragged, served_names
 from gpu_where import GPU, QUICK, Graphs, Where, assert_given_back
-from helpers import Engine, Job, make_prompt
+from helpers import Engine, Job, Result, make_prompt
 from oracle_plumbing import check_plumbing
-from oracle_replay import check_replay
+from oracle_replay import Mismatch, check_replay
 from oracle_selection import Report, check_selection
 from reference_decoder import ReferenceDecoder
 from tiny_model import make_tiny_model
@@ -92,8 +94,11 @@ def check_oracles(checks: Any, what: Oracles) -> None:
         decoder = ReferenceDecoder(model)
         results = list(run.results.values())
         with checks.case(f"log-probabilities follow from survivors{tier}") as notes:
-            worst = max(check_replay(decoder, result) for result in results)
+            notes.append(chosen_otherwise(results))
+            worst, wrong = replayed(decoder, results)
             notes.append(f"largest difference {worst:.1e}")
+            # All of them, for one policy says little about what is wrong.
+            assert not wrong, f"{len(wrong)} of {len(results)}: {'; '.join(wrong)}"
         with checks.case(f"selection is the policies'{tier}") as notes:
             report = Report()
             for result in results:
@@ -112,6 +117,34 @@ def check_oracles(checks: Any, what: Oracles) -> None:
                 config = request_config(values, result.job)
                 check_selection(decoder, result, config, BLOCK, report)
             notes.append(judged(report))
+
+
+def replayed(
+    decoder: ReferenceDecoder, results: Sequence[Result]
+) -> tuple[float, list[str]]:
+    """Return the largest difference of requests that agree, and what others lack."""
+    worst, wrong = 0.0, []
+    for result in results:
+        try:
+            worst = max(worst, check_replay(decoder, result))
+        except Mismatch as mismatch:
+            wrong.append(str(mismatch))
+    return worst, wrong
+
+
+def chosen_otherwise(results: Sequence[Result]) -> str:
+    """Return how many events ended in another way when they were computed anew."""
+    names: Counter[str] = Counter()
+    repeated = 0
+    for result in results:
+        for events in result.passes[:-1]:
+            for before in events:
+                after = result.events[before.ordinal]
+                repeated += 1
+                is_other = not np.array_equal(before.survivors, after.survivors)
+                names[result.job.name] += is_other
+    by_name = ", ".join(f"{name} {count}" for name, count in (+names).items())
+    return f"{repeated} events computed anew, other survivors: {by_name or 'none'}"
 
 
 def policy_values(what: Oracles, folder: Path) -> dict[str, Any]:

@@ -10,28 +10,17 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from gpu_engines import on_gpu
+from gpu_engines import OPTIONS, on_gpu, served_names
 from gpu_where import Where, settle
 from helpers import Engine, make_prompt
 
-POLICY = {
-    "policy": "ams-tova",
-    "allow": ["snapkv", "keydiff", "streaming", "h2o", "ams-keydiff"],
-    "budget": 128,
-    "interval": 64,
-    "events_per_step": 64,
-}
-RAGGED = {
-    **POLICY,
-    "policy": "adakv-snapkv",
-    "allow": ["hard-snapkv"],
-    "policy_config": {"hard_mode": "dynamic"},
-}
+POLICY = {"budget": 128, "interval": 64, "events_per_step": 64}
+DYNAMIC = {"hard_mode": "dynamic"}
 MESSAGE = "called a synchronizing CUDA operation"
 PACKAGE = "vllm_kvpolicy"
 REQUESTS, PROMPT_TOKENS, SETTLED_TOKENS, STEPS = 12, 100, 8, 200
@@ -40,15 +29,19 @@ Site = str
 
 def check_on_gpu(checks: Any) -> None:
     """Watch stock, then policies, on vLLM's default attention backend."""
-    check_syncs(checks, on_gpu("FLASH_ATTN"), torch.cuda.set_sync_debug_mode)
+    where, ragged = on_gpu("FLASH_ATTN"), served_names(ragged=True)
+    check_syncs(checks, where, ragged, torch.cuda.set_sync_debug_mode)
 
 
-def check_syncs(checks: Any, where: Where, set_mode: Callable[[str], None]) -> None:
+def check_syncs(
+    checks: Any, where: Where, ragged: Sequence[str], set_mode: Callable[[str], None]
+) -> None:
     """Check that policies add no synchronising call to the steps of decoding.
 
     Args:
         checks: a gpu_check.Checks.
-        where: what engines run on.
+        where: what engines run on, and policies of heads of equal length.
+        ragged: policies of heads of their own lengths.
         set_mode: torch.cuda.set_sync_debug_mode, or what stands in for it.
     """
     known: Counter[Site] = Counter()
@@ -57,8 +50,9 @@ def check_syncs(checks: Any, where: Where, set_mode: Callable[[str], None]) -> N
         assert not with_events
         known = without
         notes.append(listed(known))
-    check_policy(checks, where, set_mode, known, POLICY, "")
-    check_policy(checks, where, set_mode, known, RAGGED, ", own lengths")
+    options = OPTIONS if any("expected" in name for name in where.policies) else {}
+    check_policy(checks, where, set_mode, known, where.policies, options)
+    check_policy(checks, where, set_mode, known, ragged, DYNAMIC, ", own lengths")
 
 
 def check_policy(
@@ -66,12 +60,14 @@ def check_policy(
     where: Where,
     set_mode: Callable[[str], None],
     known: Counter[Site],
-    policy: dict[str, Any],
-    tier: str,
+    names: Sequence[str],
+    options: dict[str, Any],
+    tier: str = "",
 ) -> None:
     """Watch the policies of one server; `known` are stock's own calls."""
-    asked = [{"kv_policy": name} for name in (policy["policy"], *policy["allow"])]
-    with where.engine({**policy, "prefill_interval": 1024}) as engine:
+    asked = [{"kv_policy": name} for name in names]
+    served = {"policy": names[0], "allow": list(names[1:]), "policy_config": options}
+    with where.engine({**POLICY, **served, "prefill_interval": 1024}) as engine:
         with checks.case(f"steps without and with events{tier}") as notes:
             with_events, without = watch(engine, asked, set_mode)
             events = engine.counters()["events"]
@@ -79,7 +75,7 @@ def check_policy(
             for label, found in (("with", with_events), ("without", without)):
                 more = found - known if label == "without" else unknown(found, known)
                 assert not more, f"in steps {label} events: {listed(more)}"
-            assert events >= REQUESTS
+            assert events >= len(asked)
         with checks.case(f'mode "error"{tier}') as notes:
             if known:
                 notes.append(f"NOT RUN: stock itself synchronises, {listed(known)}")
@@ -126,7 +122,7 @@ def decode(engine: Engine, asked: list[Any], around: Callable[[int], Any]) -> No
 
     llm_engine = engine.llm.llm_engine
     counts: dict[str, int] = {}
-    for number in range(REQUESTS):
+    for number in range(max(REQUESTS, len(asked))):
         params = SamplingParams(
             temperature=0,
             max_tokens=STEPS + 4 * SETTLED_TOKENS,

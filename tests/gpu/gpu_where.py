@@ -47,7 +47,8 @@ class Where:
         backend: name of the attention backend.
         policies: names that are tried one beside another.
         policy_tokens: that each of them writes.
-        tight_policy_blocks: of a pool that makes these preempt each other.
+        other_backend: name of one that adds up in another order, for stock beside
+            itself; empty where float32 needs no such measure.
     """
 
     model: Path
@@ -59,7 +60,12 @@ class Where:
     backend: str
     policies: Sequence[str] = ()
     policy_tokens: int = 290
-    tight_policy_blocks: int = 0
+    other_backend: str = ""
+
+    @property
+    def dtype(self) -> str:
+        """Of the model."""
+        return self.settings.get("dtype", "float32")
 
     def engine(self, policy: dict[str, Any] | None = None) -> Engine:
         """Start an engine, stock without a policy."""
@@ -74,6 +80,32 @@ def storm(engine: Engine, jobs: Jobs, blocks: int) -> Run:
         settle(engine)
     assert run.preemptions > 0, "the pool was not too small"
     return run
+
+
+class Held:
+    """Follows how many blocks requests hold; given to `Engine.run`.
+
+    Attributes:
+        most: blocks of all requests together, at most.
+        most_of_one: of a single request.
+    """
+
+    def __init__(self) -> None:
+        self.most = self.most_of_one = 0
+
+    def __call__(self, engine: Engine) -> None:
+        """Look after a step."""
+        manager = engine.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+        held = [
+            sum(not block.is_null for block in blocks)
+            for blocks in manager.req_to_blocks.values()
+        ]
+        self.most = max(self.most, sum(held))
+        self.most_of_one = max(self.most_of_one, *held, 0)
+
+    def tight(self) -> int:
+        """Return the blocks of a pool in which each request fits, but not all do."""
+        return max(self.most_of_one + 1, self.most // 2)
 
 
 def settle(engine: Engine) -> None:

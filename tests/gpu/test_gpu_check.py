@@ -22,6 +22,7 @@ from gpu_compare import Agreement, assert_alike, assert_same, compare
 from gpu_kernels import check_twins
 from gpu_where import Graphs, Where
 from helpers import Job, Result, Run, make_jobs
+from oracle_replay import Mismatch
 
 from benchmarks.gpu.kernel_inputs import CPU, MAKERS, SMALL_SIZES, operations
 from benchmarks.gpu.models import drawn_weights, write_model
@@ -65,7 +66,7 @@ def details(checks: Checks) -> dict[str, str]:
 def where(model: Path) -> Where:
     """Return the tiny model on this CPU."""
     jobs = make_jobs((100, 150), 90, seed=5)
-    return Where(model, SETTINGS, 400, 11, jobs, False, "", POLICIES, 130, 12)
+    return Where(model, SETTINGS, 400, 11, jobs, False, "", POLICIES, 130)
 
 
 # -- engines ---------------------------------------------------------------------------
@@ -126,6 +127,20 @@ def test_oracles(checks: Checks, ragged: bool) -> None:
     strained = found[f"a run that strains the engine{tier}"]
     assert "4 policies" in strained and len(found) == (3 if ragged else 4)
     assert "decisions, 0 differ" in found[f"selection is the policies'{tier}"]
+
+
+def test_every_request_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is wrong does not hide the next."""
+
+    def judge(decoder: Any, result: Result) -> float:
+        if result.job.name in ("b", "d"):
+            raise Mismatch(f"{result.job.name} is wrong")
+        return 1e-4 if result.job.name == "c" else 1e-5
+
+    monkeypatch.setattr(gpu_oracles, "check_replay", judge)
+    results = [Result(Job(name, [5], 1), [5], [], []) for name in "abcd"]
+    worst, wrong = gpu_oracles.replayed(None, results)
+    assert (worst, wrong) == (1e-4, ["b is wrong", "d is wrong"])
 
 
 def test_every_policy_is_tried() -> None:
@@ -203,16 +218,19 @@ def agreement(gap: float = 0.0, worst: float = 0.0, tokens: int = 90) -> Agreeme
 
 def test_what_counts_as_alike() -> None:
     calm = agreement()
-    assert_alike(agreement(0.04, 0.02), calm)
-    assert_alike(agreement(0.3, 0.1), agreement(worst=0.1))
-    for bad, noise in (
-        (agreement(gap=0.06), calm),
-        (agreement(worst=0.021), calm),
-        (agreement(tokens=20), calm),
-        (calm, agreement(worst=0.3)),
+    assert_alike(agreement(0.04, 0.02), [calm], "bfloat16")
+    assert_alike(agreement(0.002, 0.001), [], "float32")
+    assert_alike(agreement(0.3, 0.1), [calm, agreement(worst=0.1)], "bfloat16")
+    for bad, noise, dtype in (
+        (agreement(gap=0.06), calm, "bfloat16"),
+        (agreement(worst=0.021), calm, "bfloat16"),
+        (agreement(worst=0.0011), calm, "float32"),
+        (agreement(gap=0.0021), calm, "float32"),
+        (agreement(tokens=20), calm, "bfloat16"),
+        (calm, agreement(worst=0.3), "bfloat16"),
     ):
         with pytest.raises(AssertionError):
-            assert_alike(bad, noise)
+            assert_alike(bad, [calm, noise], dtype)
 
 
 # -- waiting for the device ------------------------------------------------------------
@@ -235,7 +253,7 @@ class FakeMode:
 
 
 def test_steps_without_waits(tiny_model: Path, checks: Checks) -> None:
-    gpu_syncs.check_syncs(checks, where(tiny_model), FakeMode())
+    gpu_syncs.check_syncs(checks, where(tiny_model), RAGGED, FakeMode())
     found = details(checks)
     assert found["stock"] == "none" and "events in 90" in found[WATCHED]
     assert found['mode "error"'].endswith(" events")
@@ -256,7 +274,7 @@ def test_a_wait_in_an_event_is_found(
         begin(self, commands, gone)
 
     monkeypatch.setattr(runtime.KVPolicyRuntime, "begin_step", begin_and_wait)
-    gpu_syncs.check_syncs(checks, where(tiny_model), mode)
+    gpu_syncs.check_syncs(checks, where(tiny_model), RAGGED, mode)
     failed = {line["check"]: line for line in lines_of(checks) if not line["ok"]}
     assert set(failed) == {
         f"{check}{tier}"
@@ -290,7 +308,7 @@ def test_blame() -> None:
 
 
 def test_operations(checks: Checks, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_twins(checks, "reference", CPU, SMALL_SIZES)
+    check_twins(checks, ["reference"], CPU, SMALL_SIZES, SMALL_SIZES)
     assert len(details(checks)) == len(MAKERS)
     operation = operations()["resize"]
     monkeypatch.setattr(
@@ -302,7 +320,7 @@ def test_operations(checks: Checks, monkeypatch: pytest.MonkeyPatch) -> None:
             else lambda **given: ~operation.reference(**given)
         ),
     )
-    check_twins(checks, "triton", CPU, {"small": SMALL_SIZES["small"]})
+    check_twins(checks, ["triton"], CPU, {}, {"small": SMALL_SIZES["small"]})
     failed = [line["check"] for line in lines_of(checks) if not line["ok"]]
     assert "resize, triton" in failed
 

@@ -5,9 +5,12 @@
 # part of the benchmark (python -m benchmarks.gpu --help). Before the first one, vLLM is
 # unpacked from CARRY (runs/gpu/carry, see build_carry.sh) and this package is built and
 # installed beside it, its CUDA kernels too where nvcc is there. Both are kept, and done
-# anew only where their sources changed. Status 1 if any part failed.
+# anew only where their sources changed, and so is what vLLM and Triton compile.
+# PART:SECONDS gives a part a limit of its own. Each part leaves a JSON of its own.
+# Status 1 if any part failed.
 #   OUT=runs/gpu/out    results and log
 #   SECONDS_EACH=500    limit of one part; the benchmark begins nothing 30 s before it
+#   CHECK=              further arguments of gpu_check.py, such as "--only syncs"
 #   CARRY=runs/gpu/carry
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -16,9 +19,12 @@ carry=${CARRY:-runs/gpu/carry}
 limit=${SECONDS_EACH:-500}
 site=$PWD/runs/gpu/site
 plugin=$PWD/runs/gpu/plugin
-mkdir -p "$out" runs/gpu
+cache=$PWD/runs/gpu/cache
+export VLLM_CACHE_ROOT=$cache/vllm TRITON_CACHE_DIR=$cache/triton
+export TORCHINDUCTOR_CACHE_DIR=$cache/inductor
+mkdir -p "$out" "$cache"
 if [ $# = 0 ]; then
-  echo "usage: bash tools/gpu/run.sh first|check|PART..." >&2
+  echo "usage: bash tools/gpu/run.sh first|check|PART[:SECONDS]..." >&2
   exit 2
 fi
 
@@ -29,7 +35,7 @@ install_vllm() {
     echo "no vLLM, and no carry folder at $carry: tools/gpu/build_carry.sh makes it"
     return 1
   fi
-  if ! grep -qsF "$(cat "$site/build" 2>/dev/null || echo none)" \
+  if [ ! -e "$site/build" ] || ! grep -qF "$(cat "$site/build")" \
     "$carry"/part1/manifest.json; then
     for part in "$carry"/part*; do
       SITE=$site bash "$part/install_on_device.sh" "$part" || return 1
@@ -66,14 +72,16 @@ build_plugin() {
 }
 
 run_part() {
+  local limit=$2
   case $1 in
   first)
     timeout "$limit" bash -c 'python3 tools/gpu/device_check.py &&
       python3 tools/gpu/smoke.py --eager --check && python3 tools/gpu/smoke.py --check'
     ;;
   check)
-    timeout "$limit" python3 tests/gpu/gpu_check.py --seconds $((limit < 370 ? limit - 20 : 350)) \
-      --out "$out/gpu-check.json"
+    # shellcheck disable=SC2086  # several words
+    timeout "$limit" python3 tests/gpu/gpu_check.py ${CHECK:-} \
+      --seconds $((limit < 370 ? limit - 20 : 350)) --out "$out/gpu-check.json"
     ;;
   *)
     timeout "$limit" python3 -m benchmarks.gpu "$1" --out "$out" \
@@ -83,16 +91,18 @@ run_part() {
 }
 
 run_all() {
-  local part status
+  local word part status
   failed=0
   install_vllm && install_plugin || return 1
-  for part in "$@"; do
+  for word in "$@"; do
+    part=${word%%:*}
+    [ "$part" = "$word" ] && word=$part:$limit
     # Results of earlier calls go on where they stopped.
     cp -n benchmarks/results/gpu/gpu-"$part".json "$out"/ 2>/dev/null
     echo "== $part"
-    run_part "$part"
+    run_part "$part" "${word#*:}"
     status=$?
-    echo "== $part: status $status"
+    echo "== $part: status $status, $SECONDS s since the start"
     [ $status = 0 ] || failed=1
   done
   return $failed

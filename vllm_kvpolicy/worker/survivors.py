@@ -107,4 +107,4 @@ class SurvivorMemory:
 
         Its page lists are empty, so that it reads no survivors.
         """
-        self.local[slots] = 0
+        self.local.index_fill_(0, slots, 0)

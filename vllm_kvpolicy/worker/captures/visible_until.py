@@ -125,7 +125,8 @@ class Expiries:
         keeps = self.decider.keeps(layer, keys, position)
         until = self.until[layer].view(-1)
         if self.decider.shift:
-            until[self._slots(self._own, layer, num_tokens)] = NEVER
+            own = self._slots(self._own, layer, num_tokens)
+            until.index_fill_(0, own.flatten(), NEVER)
         governed = position - self.decider.shift
         last = (governed + self.decider.window).int()[:, None]
         keeps = keeps | (governed < self.num_sinks)[:, None]

@@ -57,8 +57,8 @@ class HeadTables:
 
     def clear(self, slots: Sequence[int], index: torch.Tensor) -> None:
         """Empty the lists of slots that a new request takes over."""
-        self.first[index] = 0
-        self._longest[list(slots)] = 0
+        self.first.index_fill_(0, index, 0)
+        self._longest[list(slots)] = 0  # sync-ok: numpy
         for slot in slots:
             self._arriving.pop(slot, None)
 

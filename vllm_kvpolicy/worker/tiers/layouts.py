@@ -103,7 +103,7 @@ class EqualLayout:
 
     def clear(self, slots: Sequence[int], index: torch.Tensor) -> None:
         """Forget what the slots held."""
-        self.slots.num_global[index] = 0
+        self.slots.num_global.index_fill_(0, index, 0)
 
     def held(
         self, events: Sequence[CompactEvent], slots: Sequence[int], index: torch.Tensor

@@ -273,7 +273,7 @@ def cut_rows(
     sizes, stands_alone = np.ones_like(row), np.ones(len(row), dtype=bool)
     rest = (np.cumsum(pieces) - pieces)[has_rest]
     sizes[rest] = (counts - alone)[has_rest]
-    stands_alone[rest] = False
+    stands_alone[rest] = False  # sync-ok: numpy
     return row, starts[0] + np.r_[0, np.cumsum(sizes)], stands_alone
 
 

@@ -75,7 +75,7 @@ def attach_borrowed(
     is_normed = source is not None
     source = attention.qkv_proj if source is None else source
     visible = torch.ones(num_heads, size, device=device, dtype=dtype)
-    visible[::group, channel] = 0
+    visible[::group, channel] = 0  # sync-ok: a slice
     rest = torch.ones(2 * logits.shape[1] * size, device=device, dtype=dtype)
     before = visible if is_normed else torch.cat([visible.flatten(), rest])
     first = torch.arange(0, num_heads, group, device=device)
