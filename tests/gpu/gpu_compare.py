@@ -7,7 +7,7 @@ nearly level. Stock beside itself, in another batch, shows how much that is.
 
 from dataclasses import dataclass
 
-from helpers import Run
+from support.engine.helpers import Run
 
 LOGPROB = 2e-2  # what rounding may change, at least
 GAP = 5e-2  # two best tokens closer than this are level

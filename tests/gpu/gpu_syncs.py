@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from gpu_engines import on_gpu
 from gpu_where import Where, settle
-from helpers import Engine, make_prompt
+
+from support.engine.helpers import Engine, make_prompt
 
 POLICY = {
     "policy": "ams-tova",
