@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen3 folder: 2 layers, 4 query heads, 2 KV heads, head size 32."""
-    from tiny_model import make_tiny_model
+    from support.tiny_model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("tiny_model"))
 
@@ -33,7 +33,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def policy_config(tiny_model: Path):
     """A finished VllmConfig of the tiny model with `--kv-policy ams-tova`."""
-    from engine_configs import engine_args
+    from support.engine_configs import engine_args
 
     policy = {"policy": "ams-tova", "budget": 128, "interval": 64}
     additional = {"kv_policy": policy}

@@ -4,8 +4,9 @@ import re
 import subprocess
 from pathlib import Path
 
-import architecture_rules as rules
 import pytest
+
+import architecture_rules as rules
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_CHECKOUT_BYTES = 25 * 1024**2

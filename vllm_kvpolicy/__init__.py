@@ -6,8 +6,20 @@ survivors at position p and moves its *frontier* F, above which tokens are *loca
 (dense, in their stock place) and below which only survivors are left (*global*);
 *budget* K, *interval* I, *recent* R and *sinks* S count tokens per KV head.
 
-Main path: plugin -> patch (cli, config, guards) -> scheduler -> block_manager.planner
--> block_manager.manager -> worker -> worker.runtime -> policies -> kernels.
+Main path of one request from the flag to the kernels, in the order of first calls:
+
+  start     plugin > api.patch > api.cli > config > api.guards > api.start_checks
+  request   api.patch > api.request_guards
+  schedule  block_manager.scheduler > block_manager.planner > block_manager.manager
+  step      worker.base > worker.runtime > worker.backends.mixins
+  capture   worker.captures.query_windows > kernels
+  free      block_manager.manager > block_manager.placement
+  event     worker.compaction > worker.tiers.layouts > policies.compose
+  decide    policies.scorers.tova > policies.allocators.ams > kernels.segment_quota
+  move      worker.compaction > kernels.compact_pages
+  attend    worker.tiers.equal_step > kernels.page_tables
+
+(`tests/test_main_path.py` walks it with `ams-tova`.)
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
 """Times one batched AMS selection, after checking it against loops over tokens.
 
-    python benchmarks/kernels/bench_segment_quota.py --threads 1
+    python -m benchmarks.kernels.bench_segment_quota --threads 1
 
-The check compares a few rows of the timed input with tests/policies/brute_ams.py, and
+The check compares a few rows of the timed input with tests/support/brute_ams.py, and
 stops the run if they differ. The last line is one JSON record with everything needed to
 run it again.
 """
@@ -20,16 +20,12 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "policies")]
-
-from brute_ams import brute_choose  # noqa: E402
-
-from vllm_kvpolicy.kernels.segment_quota import (  # noqa: E402
+from tests.support.brute_ams import brute_choose
+from vllm_kvpolicy.kernels.segment_quota import (
     segment_quota_ref,
     to_fixed_point,
 )
-from vllm_kvpolicy.policies.allocators.ams import (  # noqa: E402
+from vllm_kvpolicy.policies.allocators.ams import (
     PRESETS,
     AMSConfig,
     mass_with_credit,
@@ -106,7 +102,7 @@ def commit() -> str:
     """The checkout's commit, or "unknown" outside git."""
     done = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
-        cwd=ROOT,
+        cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
     )

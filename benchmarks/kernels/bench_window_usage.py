@@ -1,6 +1,6 @@
 """Times window attention in Triton on a GPU, after checking it against the reference.
 
-    python benchmarks/kernels/bench_window_usage.py --events 1 --tokens 2048
+    python -m benchmarks.kernels.bench_window_usage --events 1 --tokens 2048
 
 Keys lie on shuffled pages of one cache for all layers, each page's values behind its
 keys, and queries in a pool of windows, as in the engine. The check compares every
@@ -22,11 +22,8 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-from vllm_kvpolicy.kernels.paged import PagedTokens  # noqa: E402
-from vllm_kvpolicy.kernels.window_usage import (  # noqa: E402
+from vllm_kvpolicy.kernels.paged import PagedTokens
+from vllm_kvpolicy.kernels.window_usage import (
     window_usage,
     window_usage_ref,
 )
@@ -124,7 +121,7 @@ def commit() -> str:
     """The checkout's commit, or "unknown" outside git."""
     done = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
-        cwd=ROOT,
+        cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
     )

@@ -3,11 +3,11 @@
 import asyncio
 
 import pytest
-from chat_server import ChatServer, serve
 
 from benchmarks.accuracy.client import Asked, Client
 from benchmarks.accuracy.questions import EXACT, Question
 from benchmarks.load import LoadError
+from support.servers.chat_server import ChatServer, serve
 
 PATIENT = Client(timeout=5.0, tries=4, pause=0.01)
 PASSING = [500, 502, 503, 429, "reset", "bad_json", "cut_body", "no_choices", "aborted"]

@@ -6,12 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from chat_server import ChatServer, serve
 
 from benchmarks.accuracy import __main__ as command
 from benchmarks.accuracy import results, servers
 from benchmarks.accuracy.questions import questions_of
 from benchmarks.load import LoadError
+from support.servers.chat_server import ChatServer, serve
 
 POLICIES = ["--policies", "full", "tova"]
 NO_EMA = '{"x": {"ema_mix": 1.0}}'

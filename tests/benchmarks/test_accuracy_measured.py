@@ -5,10 +5,10 @@ import lzma
 import time
 
 import pytest
-from chat_server import ChatServer, serve
 
 from benchmarks.accuracy import measured, results, summary
 from benchmarks.accuracy.cost import cost_of
+from support.servers.chat_server import ChatServer, serve
 
 SETTINGS = {
     "block_size": 32,

@@ -9,10 +9,10 @@ import json
 from pathlib import Path
 
 import pytest
-from chat_server import ChatServer, serve
 
 from benchmarks import admission
 from benchmarks.server import Server
+from support.servers.chat_server import ChatServer, serve
 
 GAUGES = {admission.RUNNING: 0.0, admission.WAITING: 0.0, admission.USAGE: 0.0}
 

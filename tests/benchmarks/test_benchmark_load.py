@@ -4,10 +4,10 @@ import asyncio
 import time
 
 import pytest
-from fake_server import MAX_TOKENS, FakeServer, serve
 
 from benchmarks import load
 from benchmarks.load import LoadError, parse_event, run_one_by_one, run_together
+from support.servers.fake_server import MAX_TOKENS, FakeServer, serve
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,12 @@ import shlex
 from pathlib import Path
 
 import pytest
-from report_data import SETTINGS, event, lines, record, write_run
 
 from benchmarks import provenance
 from benchmarks.accuracy import summary
 from benchmarks.report import __main__ as command
 from benchmarks.report import tables, traces
+from support.report_data import SETTINGS, event, lines, record, write_run
 
 DOCS = provenance.ROOT / "docs"
 VARIANTS = {"variants": {"x": {"ema_mix": 1.0}}}

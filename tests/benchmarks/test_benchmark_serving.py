@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_server import FakeServer, serve
 
 from benchmarks import provenance, serving
 from benchmarks.load import Completion
@@ -21,6 +20,7 @@ from benchmarks.scenarios import DEFAULT, SCENARIOS, STOCK
 from benchmarks.server import Server
 from benchmarks.verify import VerificationError, verify
 from benchmarks.workload import Workload
+from support.servers.fake_server import FakeServer, serve
 
 WORKLOAD = Workload(tuple(range(5, 50)), (4, 9), output_tokens=6, seed=0)
 PRESSURE = replace(SCENARIOS["pressure"], policies=("ams-tova",), output_tokens=6)

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from chat_server import ChatServer, serve
 
 from benchmarks.accuracy import results, servers
 from benchmarks.accuracy.client import Asked, Client
@@ -28,6 +27,7 @@ from benchmarks.peer.process import PeerError, Worker
 from benchmarks.peer.prompts import Prompts
 from benchmarks.report import records, tables
 from reasoner.tokenizer import chat_prompt, encode
+from support.servers.chat_server import ChatServer, serve
 
 TASKS = ["copy:5", "sub:4"]
 FAKE = r"""

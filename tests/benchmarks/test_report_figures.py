@@ -3,13 +3,13 @@
 import sys
 
 import pytest
-from figure_checks import check_readable, panel_lines
 from PIL import Image
-from report_data import FAMILIES, large_record, record
 
 from benchmarks.report import __main__ as command
 from benchmarks.report import accuracy_figures, lines, panels, records, vote_figures
 from benchmarks.report.cost_figures import by_cost
+from support.figure_checks import check_readable, panel_lines
+from support.report_data import FAMILIES, large_record, record
 
 NAMES = [
     "accuracy-by-policy",

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from figure_checks import check_readable
-from report_data import event, write_run
 
 from benchmarks.report import panels, trace_figures, traces
+from support.figure_checks import check_readable
+from support.report_data import event, write_run
 from vllm_kvpolicy.policies.allocators.ams import PRESETS, choose
 
 SAME = [[[0, 1], [0, 1]], [[0, 1], [0, 1]]]

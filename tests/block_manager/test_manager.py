@@ -7,12 +7,12 @@ import random
 from dataclasses import replace
 
 import pytest
-from pool_engine import FIRST, PLAN, RECENT, SPEC, Engine, N
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
+from support.pool_engine import FIRST, PLAN, RECENT, SPEC, Engine, N
 from vllm_kvpolicy.block_manager.manager import (
     KVPolicyManager,
     KVPolicySpec,

@@ -5,8 +5,8 @@ test_planner_windows.
 """
 
 import pytest
-from requests_asked import asked
 
+from support.requests_asked import asked
 from vllm_kvpolicy.block_manager.planner import NO_SLOT, Planner
 from vllm_kvpolicy.events import EventPlan, positions_up_to
 from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands

@@ -5,8 +5,7 @@ Owns the tests of the window pool, by hand and under many random operations.
 
 import random
 
-from requests_asked import asked
-
+from support.requests_asked import asked
 from vllm_kvpolicy.block_manager.planner import NO_SLOT, Planner
 from vllm_kvpolicy.events import EventPlan
 from vllm_kvpolicy.sizes import PlannerLimits

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from pool_engine import Engine
 
+from support.pool_engine import Engine
 from vllm_kvpolicy.events import EventPlan
 from vllm_kvpolicy.policies.allocators.hard import scale_to
 from vllm_kvpolicy.protocol import CompactEvent, UsedBlocks

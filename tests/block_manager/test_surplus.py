@@ -6,8 +6,8 @@ Owns the tests of `surplus` and `give_back_surplus`, answers that come late incl
 import random
 
 import pytest
-from pool_engine import FIRST, PLAN, RECENT, Engine, N
 
+from support.pool_engine import FIRST, PLAN, RECENT, Engine, N
 from vllm_kvpolicy.events import EventPlan, Footprint
 from vllm_kvpolicy.protocol import CompactEvent, UsedBlocks
 

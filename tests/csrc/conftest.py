@@ -9,9 +9,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from cuda_on_fibres_library import ORDERS, build
 
 from benchmarks.gpu.kernel_checks import poisoned
+from support.cuda_on_fibres_library import ORDERS, build
 from vllm_kvpolicy.kernels.cuda import library
 from vllm_kvpolicy.kernels.dispatch import forced
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from cuda_on_fibres_library import ORDERS, STAND_INS, command_of, find_compiler
+
+from support.cuda_on_fibres_library import ORDERS, STAND_INS, command_of, find_compiler
 
 NUMBERS = list(range(64))
 # Two blocks shift them three times each.

@@ -7,11 +7,17 @@ from random import Random
 
 import pytest
 import torch
-from far_memory import DISTANCE, far_rows, moved_far
-from page_moves import INTEGERS, Rows, check_moves, move_arguments, random_layout
 
 from benchmarks.gpu.kernel_checks import check_operation
 from benchmarks.gpu.kernel_inputs import CPU, MAKERS, SMALL_SIZES, Size, operations
+from support.far_memory import DISTANCE, far_rows, moved_far
+from support.worker.page_moves import (
+    INTEGERS,
+    Rows,
+    check_moves,
+    move_arguments,
+    random_layout,
+)
 from vllm_kvpolicy.kernels import compact_pages as compaction
 from vllm_kvpolicy.kernels.compact_pages import compact_pages, compact_pages_ref
 from vllm_kvpolicy.kernels.page_tables import page_tables, page_tables_ref

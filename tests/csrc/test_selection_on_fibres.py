@@ -7,8 +7,8 @@ import math
 
 import pytest
 import torch
-from far_memory import moved_far
 
+from support.far_memory import moved_far
 from vllm_kvpolicy.kernels.ranking import top_k_mask, top_k_mask_ref
 from vllm_kvpolicy.kernels.segment_quota import pick_by_quota, pick_by_quota_ref
 

@@ -25,6 +25,6 @@ def one_thread() -> None:
 @pytest.fixture(scope="session")
 def oracle_runs(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory):
     """Runs that the oracles judge, each made once."""
-    from scenarios import OracleRuns
+    from support.engine.scenarios import OracleRuns
 
     return OracleRuns(tiny_model, tmp_path_factory.mktemp("oracle"))

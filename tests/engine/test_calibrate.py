@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import make_prompt
-from reference_decoder import ReferenceDecoder
 
+from support.engine.helpers import make_prompt
+from support.engine.reference_decoder import ReferenceDecoder
 from vllm_kvpolicy.calibrate import __main__ as calibrate
 from vllm_kvpolicy.policies.calibration import Calibration, load
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import BLOCK, Engine, make_jobs
-from simulator import Simulation
-from simulator_engine import random_scenario
 from vllm.config import ModelConfig
 
+from support.engine.helpers import BLOCK, Engine, make_jobs
+from support.engine.simulator import Simulation
+from support.engine.simulator_engine import random_scenario
 from vllm_kvpolicy.compat import COUNTING_CLASSES
 from vllm_kvpolicy.config import KVPolicyConfig
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from dms_decoder import DmsDecoder, dropped, say_dms
-from helpers import Engine, make_jobs
-from made_adapters import make_adapter
-from oracle_replay import activations, check_replay
 from safetensors.torch import save_file
-from tiny_model import make_tiny_model
 
+from support.engine.dms_decoder import DmsDecoder, dropped, say_dms
+from support.engine.helpers import Engine, make_jobs
+from support.engine.oracle_replay import activations, check_replay
+from support.made_adapters import make_adapter
+from support.tiny_model import make_tiny_model
 from vllm_kvpolicy.policies.admissions.dms.files import save
 
 LAYERS, HEADS, SIZE, WINDOW, SINKS, BUDGET = 2, 2, 32, 40, 7, 110

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from dms_decoder import DmsDecoder, dropped, say_dms
-from helpers import BLOCK, Engine, make_jobs
-from made_gates import make_gates
-from made_patterns import write_pattern
-from oracle_quest import QuestDecoder
-from oracle_replay import check_replay, visibility
-from reference_decoder import ReferenceDecoder
-from tiny_model import make_tiny_model
 
+from support.engine.dms_decoder import DmsDecoder, dropped, say_dms
+from support.engine.helpers import BLOCK, Engine, make_jobs
+from support.engine.oracle_quest import QuestDecoder
+from support.engine.oracle_replay import check_replay, visibility
+from support.engine.reference_decoder import ReferenceDecoder
+from support.made_gates import make_gates
+from support.made_patterns import write_pattern
+from support.tiny_model import make_tiny_model
 from vllm_kvpolicy.policies.admissions.wgkv.files import save
 from vllm_kvpolicy.policies.admissions.wgkv.gates import full_name
 

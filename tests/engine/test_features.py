@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import (
+
+from support.engine.helpers import (
     MOVERS,
     Engine,
     Job,
@@ -26,7 +27,8 @@ from helpers import (
     read_records,
 )
 
-SCRIPT = Path(__file__).with_name("run_features.py")
+TESTS = Path(__file__).parents[1]
+PROGRAM = "support.engine.run_features"  # a module, run within TESTS
 VALUES = {"budget": 96, "interval": 40, "prefill_interval": 128}
 LENGTHS = (40, 150, 300)
 PATTERN = "([a-m][n-z]){70}"
@@ -66,7 +68,8 @@ def run_elsewhere(specs: list[dict[str, Any]], folder: Path) -> list[dict[str, A
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
     }
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(spec), str(out)],
+        [sys.executable, "-m", PROGRAM, str(spec), str(out)],
+        cwd=TESTS,
         env={**os.environ, **changes},
         capture_output=True,
         text=True,

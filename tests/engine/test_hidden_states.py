@@ -12,11 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from reference_decoder import ReferenceDecoder
-from run_hidden_states import LENGTHS, NEW_TOKENS, run
-from tiny_model import make_tiny_model
 
-SCRIPT = Path(__file__).parent / "run_hidden_states.py"
+from support.engine.reference_decoder import ReferenceDecoder
+from support.engine.run_hidden_states import LENGTHS, NEW_TOKENS, run
+from support.tiny_model import make_tiny_model
+
+TESTS = Path(__file__).parents[1]
+PROGRAM = "support.engine.run_hidden_states"  # a module, run within TESTS
 LAYERS = 4
 SERVE_MODE = 2  # DYNAMO_TRACE_ONCE, what vLLM takes on CPU
 HIDDEN_LAYERS = (1, 2)  # 10 and 21 of 32, in a model of 4
@@ -77,7 +79,8 @@ def test_compiled_twice(model: Path, tmp_path: Path) -> None:
     for name in ("cold", "warm"):
         out = tmp_path / f"{name}.npz"
         done = subprocess.run(
-            [sys.executable, str(SCRIPT), str(model), str(out)],
+            [sys.executable, "-m", PROGRAM, str(model), str(out)],
+            cwd=TESTS,
             env={**os.environ, **caches},
             capture_output=True,
             text=True,

@@ -5,7 +5,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from helpers import POLICIES, Engine, Job, Run, make_jobs
+
+from support.engine.helpers import POLICIES, Engine, Job, Run, make_jobs
 
 # With ragged tables pages change heads and layers, too.
 RAGGED = " ragged"

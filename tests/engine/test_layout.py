@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import Engine, make_jobs
 
+from support.engine.helpers import Engine, make_jobs
 from vllm_kvpolicy.worker.pages import PagePool, check_layout
 
 NUM_BLOCKS, NUM_HEADS, HEAD_DIM = 5, 2, 64

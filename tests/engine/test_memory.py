@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from helpers import BLOCK, Engine, make_jobs
 
+from support.engine.helpers import BLOCK, Engine, make_jobs
 from vllm_kvpolicy.events import EventPlan, Footprint
 
 VALUES = {"policy": "ams-tova", "budget": 110, "interval": 56, "prefill_interval": 256}

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import Engine, Result, make_jobs
-from oracle_replay import Mismatch, check_replay
-from oracle_selection import Report, check_selection
-from reference_decoder import ReferenceDecoder
 
+from support.engine.helpers import Engine, Result, make_jobs
+from support.engine.oracle_replay import Mismatch, check_replay
+from support.engine.oracle_selection import Report, check_selection
+from support.engine.reference_decoder import ReferenceDecoder
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies.compose import ComposedPolicy
 from vllm_kvpolicy.policies.scorers.random import RandomScorer

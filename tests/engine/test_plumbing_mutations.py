@@ -7,12 +7,12 @@ from types import MappingProxyType
 
 import pytest
 import torch
-from helpers import Engine, Job, make_prompt
-from oracle_plumbing import check_plumbing
-from oracle_replay import Mismatch
-from oracle_selection import Report
-from reference_decoder import ReferenceDecoder
 
+from support.engine.helpers import Engine, Job, make_prompt
+from support.engine.oracle_plumbing import check_plumbing
+from support.engine.oracle_replay import Mismatch
+from support.engine.oracle_selection import Report
+from support.engine.reference_decoder import ReferenceDecoder
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
 from vllm_kvpolicy.worker.compaction import Compactor

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from calibration_files import options_for
-from helpers import Engine, Job, make_prompt
-from oracle_plumbing import check_plumbing
-from oracle_replay import check_replay
-from oracle_selection import Report
-from reference_decoder import ReferenceDecoder
 
+from support.calibration_files import options_for
+from support.engine.helpers import Engine, Job, make_prompt
+from support.engine.oracle_plumbing import check_plumbing
+from support.engine.oracle_replay import check_replay
+from support.engine.oracle_selection import Report
+from support.engine.reference_decoder import ReferenceDecoder
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies.catalogue.names import names, parse
 

@@ -12,9 +12,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import Engine, Run, engine_arguments, make_jobs, read_records
 
-SCRIPT = Path(__file__).with_name("run_multiprocess.py")
+from support.engine.helpers import (
+    Engine,
+    Run,
+    engine_arguments,
+    make_jobs,
+    read_records,
+)
+
+TESTS = Path(__file__).parents[1]
+PROGRAM = "support.engine.run_multiprocess"  # a module, run within TESTS
 VALUES = {"budget": 110, "interval": 40, "prefill_interval": 256}
 POLICIES = ("identity", "ams-snapkv")
 JOBS = make_jobs((40, 150, 300, 600), 200, seed=40)
@@ -40,7 +48,8 @@ def apart(tiny_model: Path, tmp_path_factory, traces) -> dict[str, dict[str, Any
         specs.append({"arguments": arguments, **fields})
     spec.write_text(json.dumps(specs))
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(spec), str(out)],
+        [sys.executable, "-m", PROGRAM, str(spec), str(out)],
+        cwd=TESTS,
         env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
         capture_output=True,
         text=True,

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import BLOCK, Engine, Run, make_jobs
-from made_gates import make_gates
-from oracle_quest import QuestDecoder
-from oracle_replay import check_replay
-from reference_decoder import ReferenceDecoder
 
+from support.engine.helpers import BLOCK, Engine, Run, make_jobs
+from support.engine.oracle_quest import QuestDecoder
+from support.engine.oracle_replay import check_replay
+from support.engine.reference_decoder import ReferenceDecoder
+from support.made_gates import make_gates
 from vllm_kvpolicy.policies.admissions.wgkv.files import save
 
 LAYERS, HEADS, DIM, WINDOW = 2, 2, 32, 40

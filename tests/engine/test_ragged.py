@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers import Engine, Job, Run, make_jobs
-from oracle_replay import check_replay
-from reference_decoder import ReferenceDecoder
 
+from support.engine.helpers import Engine, Job, Run, make_jobs
+from support.engine.oracle_replay import check_replay
+from support.engine.reference_decoder import ReferenceDecoder
 from vllm_kvpolicy.worker import pages
 
 VALUES = {"budget": 128, "interval": 56, "prefill_interval": 256}

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import make_prompt
-from reference_decoder import ReferenceDecoder
-from tiny_model import make_tiny_model
+
+from support.engine.helpers import make_prompt
+from support.engine.reference_decoder import ReferenceDecoder
+from support.tiny_model import make_tiny_model
 
 TOLERANCE = 1e-4
 SHAPES = [{}, {"layers": 3, "query_heads": 6, "kv_heads": 3, "head_dim": 64}]

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from helpers import Engine, make_jobs
 
+from support.engine.helpers import Engine, make_jobs
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.kernels.window_usage import window_usage
 from vllm_kvpolicy.worker.warmup import NAMES, rehearsals

@@ -1,8 +1,9 @@
 """A dense decoder that sees only the recorded survivors gives the server's numbers."""
 
 import pytest
-from helpers import MOVERS, POLICIES
-from oracle_replay import check_replay
+
+from support.engine.helpers import MOVERS, POLICIES
+from support.engine.oracle_replay import check_replay
 
 CASES = [
     (policy, name) for policy in POLICIES + MOVERS for name in ("tight", "aligned")

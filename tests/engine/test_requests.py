@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import BLOCK, Engine, Session, make_jobs
-from oracle_replay import check_replay
-from oracle_selection import Report, check_selection
-from reference_decoder import ReferenceDecoder
 
+from support.engine.helpers import BLOCK, Engine, Session, make_jobs
+from support.engine.oracle_replay import check_replay
+from support.engine.oracle_selection import Report, check_selection
+from support.engine.reference_decoder import ReferenceDecoder
 from vllm_kvpolicy.config import KVPolicyConfig
 
 VALUES = {"policy": "snapkv", "budget": 128, "interval": 64, "prefill_interval": 256}

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import POLICIES, Engine, Job, Result, Run, make_jobs
-from oracle_replay import check_replay
-from oracle_selection import Report, check_selection
-from reference_decoder import ReferenceDecoder
 
+from support.engine.helpers import POLICIES, Engine, Job, Result, Run, make_jobs
+from support.engine.oracle_replay import check_replay
+from support.engine.oracle_selection import Report, check_selection
+from support.engine.reference_decoder import ReferenceDecoder
 from vllm_kvpolicy.config import KVPolicyConfig
 
 VALUES = {"budget": 110, "interval": 56, "prefill_interval": 256}

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulator import Simulation
-from simulator_engine import RAGGED, Scenario, random_scenario
-from simulator_pages import SimulationFailure
-from simulator_worker import StorageWorker
 from vllm.config import ModelConfig
 
+from support.engine.simulator import Simulation
+from support.engine.simulator_engine import RAGGED, Scenario, random_scenario
+from support.engine.simulator_pages import SimulationFailure
+from support.engine.simulator_worker import StorageWorker
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager
 from vllm_kvpolicy.block_manager.planner import Planner
 from vllm_kvpolicy.block_manager.scheduler import KVPolicySchedulerMixin

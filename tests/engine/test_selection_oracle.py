@@ -3,8 +3,9 @@
 from functools import cache
 
 import pytest
-from helpers import POLICIES
-from oracle_selection import Report, check_selection
+
+from support.engine.helpers import POLICIES
+from support.engine.oracle_selection import Report, check_selection
 
 CASES = [(policy, name) for policy in POLICIES for name in ("tight", "aligned")]
 CASES += [("ams-tova", "wide"), ("snapkv", "wide")]

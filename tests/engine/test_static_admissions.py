@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import Engine, Run, make_jobs
-from made_patterns import write_pattern
-from oracle_replay import check_replay
-from reference_decoder import ReferenceDecoder
+
+from support.engine.helpers import Engine, Run, make_jobs
+from support.engine.oracle_replay import check_replay
+from support.engine.reference_decoder import ReferenceDecoder
+from support.made_patterns import write_pattern
 
 LAYERS, HEADS, SIZE, WINDOW, SINKS = 2, 2, 32, 40, 7
 BASE = {"interval": 48, "prefill_interval": 128, "recent": WINDOW, "sinks": SINKS}

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Engine, Run, make_jobs
-from made_gates import make_gates
-from oracle_replay import activations, check_replay
-from reference_decoder import ReferenceDecoder
 
+from support.engine.helpers import Engine, Run, make_jobs
+from support.engine.oracle_replay import activations, check_replay
+from support.engine.reference_decoder import ReferenceDecoder
+from support.made_gates import make_gates
 from vllm_kvpolicy.policies.admissions.wgkv.files import save
 from vllm_kvpolicy.policies.admissions.wgkv.gates import Gates, full_name
 

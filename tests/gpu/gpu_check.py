@@ -24,7 +24,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-for folder in (ROOT, HERE.parent, HERE.parent / "engine", HERE):
+for folder in (ROOT, HERE.parent, HERE):
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 

@@ -10,7 +10,7 @@ little is allowed.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from helpers import Run
+from support.engine.helpers import Run
 
 LOGPROB = {"bfloat16": 2e-2, "float32": 1e-3}  # what rounding may change, at least
 GAP = {"bfloat16": 5e-2, "float32": 2e-3}  # two best tokens closer than this are level

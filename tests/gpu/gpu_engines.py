@@ -19,12 +19,12 @@ from gpu_where import (
     assert_given_back,
     storm,
 )
-from helpers import Job, Run, make_jobs, make_prompt
-from made_gates import make_gates
 
 from benchmarks.gpu.models import drawn_weights, write_model
 from reasoner.problems import FAMILIES, generate
 from reasoner.tokenizer import chat_prompt, encode
+from support.engine.helpers import Job, Run, make_jobs, make_prompt
+from support.made_gates import make_gates
 from vllm_kvpolicy.policies.admissions.wgkv import files as wgkv_files
 from vllm_kvpolicy.policies.catalogue.names import names, parse
 

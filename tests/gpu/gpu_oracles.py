@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from calibration_files import options_for
 from gpu_engines import is_ragged, served_names
 from gpu_where import GPU, QUICK, Graphs, Where, assert_given_back
-from helpers import Engine, Job, Result, make_prompt
-from oracle_plumbing import check_plumbing
-from oracle_replay import Mismatch, check_replay
-from oracle_selection import Report, check_selection
-from reference_decoder import ReferenceDecoder
-from tiny_model import make_tiny_model
 
+from support.calibration_files import options_for
+from support.engine.helpers import Engine, Job, Result, make_prompt
+from support.engine.oracle_plumbing import check_plumbing
+from support.engine.oracle_replay import Mismatch, check_replay
+from support.engine.oracle_selection import Report, check_selection
+from support.engine.reference_decoder import ReferenceDecoder
+from support.tiny_model import make_tiny_model
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies.catalogue.names import names, parse
 

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from gpu_engines import OPTIONS, on_gpu, served_names
 from gpu_where import Where, settle
-from helpers import Engine, make_prompt
+
+from support.engine.helpers import Engine, make_prompt
 
 POLICY = {"budget": 128, "interval": 64, "events_per_step": 64}
 DYNAMIC = {"hard_mode": "dynamic"}

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from helpers import Engine, Job, Run
-
 from benchmarks.gpu.engine import blocks_of
+from support.engine.helpers import Engine, Job, Run
 
 # As fast a start as graphs allow: nothing compiled but vLLM's own kernels.
 QUICK = {

@@ -12,8 +12,8 @@ import pytest
 import torch
 from attention_oracles import agree, by_request, judge, others, page_lists, plain
 from attention_scene import POISON, Scene, Shape, requests
-from engine_configs import engine_args
 
+from support.engine_configs import engine_args
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.kernels.compact_pages import compact_pages
 from vllm_kvpolicy.worker.backends.cpu import KVPolicyCPUBackend

@@ -8,8 +8,14 @@ from random import Random
 
 import pytest
 import torch
-from page_moves import INTEGERS, Head, Rows, move_arguments, random_layout
 
+from support.worker.page_moves import (
+    INTEGERS,
+    Head,
+    Rows,
+    move_arguments,
+    random_layout,
+)
 from vllm_kvpolicy.kernels.compact_pages import compact_pages, compact_pages_ref
 from vllm_kvpolicy.kernels.cuda import library
 from vllm_kvpolicy.kernels.dispatch import forced

@@ -11,10 +11,10 @@ import pytest
 import torch
 from attention_oracles import FLOOR, plain
 from attention_scene import POISON, Shape, requests
-from engine_configs import engine_args
 from folded_oracles import by_head, judge, replay
 from folded_scene import FoldedScene
 
+from support.engine_configs import engine_args
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.worker.backends.cpu import KVPolicyCPUBackend
 

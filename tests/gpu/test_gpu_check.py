@@ -21,11 +21,11 @@ from gpu_check import Checks, run_all, table
 from gpu_compare import Agreement, assert_alike, assert_same, compare
 from gpu_kernels import check_twins
 from gpu_where import Graphs, Where
-from helpers import Job, Result, Run, make_jobs
-from oracle_replay import Mismatch
 
 from benchmarks.gpu.kernel_inputs import CPU, MAKERS, SMALL_SIZES, operations
 from benchmarks.gpu.models import drawn_weights, write_model
+from support.engine.helpers import Job, Result, Run, make_jobs
+from support.engine.oracle_replay import Mismatch
 from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.worker import runtime
 

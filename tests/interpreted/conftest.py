@@ -5,20 +5,16 @@ own; tests/kernels/test_under_the_interpreter.py starts it.
 """
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from scattered_pages import Make
 
+from support.scattered_pages import Make
 from vllm_kvpolicy.kernels.dispatch import forced
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
-# Worlds of events and their inputs are those of the references' tests.
-TESTS = Path(__file__).parents[1]
-sys.path += [str(TESTS / "attention"), str(TESTS / "policies")]
 collect_ignore_glob = [] if INTERPRETS else ["test_*.py"]
 
 

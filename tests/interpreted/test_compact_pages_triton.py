@@ -11,7 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from page_moves import (
+
+from support.worker.page_moves import (
     INTEGERS,
     Head,
     check_moves,
@@ -20,7 +21,6 @@ from page_moves import (
     move_arguments,
     random_layout,
 )
-
 from vllm_kvpolicy.kernels import compact_pages as shared
 from vllm_kvpolicy.kernels.compact_pages import compact_pages
 from vllm_kvpolicy.kernels.triton import compact_pages as twin

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from chain_engine import Chain, Setup
-from chain_policy import ScriptedPolicy
-from event_world import World
 
+from support.worker.chain_engine import Chain, Setup
+from support.worker.chain_policy import ScriptedPolicy
+from support.worker.event_world import World
 from vllm_kvpolicy.kernels.compact_pages import compact_pages
 from vllm_kvpolicy.kernels.dispatch import forced
 from vllm_kvpolicy.kernels.paged_reductions import paged_cosines, paged_norms

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from scattered_pages import Make, scattered
 
+from support.scattered_pages import Make, scattered
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.paged_gates import paged_gates
 from vllm_kvpolicy.kernels.rope import Rope

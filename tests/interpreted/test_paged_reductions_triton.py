@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from scattered_pages import Make, scattered
 
+from support.scattered_pages import Make, scattered
 from vllm_kvpolicy.kernels import paged_reductions as operations
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.triton import paged_reductions as twin

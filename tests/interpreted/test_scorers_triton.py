@@ -6,12 +6,12 @@ Tolerance: scores are float32 and of the size of one.
 from collections.abc import Callable
 from dataclasses import replace
 
-import event_inputs as events
 import pytest
 import torch
-from calibration_files import make_calibration
-from scattered_pages import scattered
 
+from support import event_inputs as events
+from support.calibration_files import make_calibration
+from support.scattered_pages import scattered
 from vllm_kvpolicy.kernels import paged_reductions
 from vllm_kvpolicy.kernels.dispatch import forced
 from vllm_kvpolicy.policies.scorers.base import BaseScorer

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from scattered_pages import Make
-from until_rows import Row, Step
 
+from support.scattered_pages import Make
+from support.worker.until_rows import Row, Step
 from vllm_kvpolicy.kernels.triton import block_lists
 from vllm_kvpolicy.kernels.triton import until_attention as twin
 from vllm_kvpolicy.kernels.until_attention import until_attention

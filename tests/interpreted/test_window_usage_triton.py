@@ -11,8 +11,8 @@ from math import log
 
 import pytest
 import torch
-from scattered_pages import Make, scattered
 
+from support.scattered_pages import Make, scattered
 from vllm_kvpolicy.kernels import chunks
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.triton import window_usage as twin

@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from page_moves import Head, check_moves, layouts, make_pages
 
+from support.worker.page_moves import Head, check_moves, layouts, make_pages
 from vllm_kvpolicy.kernels import compact_pages
 from vllm_kvpolicy.kernels.compact_pages import column_slices, compact_pages_ref
 from vllm_kvpolicy.kernels.cuda import library

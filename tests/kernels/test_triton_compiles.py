@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).with_name("compile_triton_kernels.py")
-TESTS = PROGRAM.parents[1]
+TESTS = Path(__file__).parents[1]
+PROGRAM = TESTS / "support" / "compile_triton_kernels.py"
 
 
 @dataclass(frozen=True)

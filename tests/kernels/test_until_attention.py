@@ -7,8 +7,8 @@ hold NaN. Tolerance: a float32 softmax over at most 200 tokens.
 
 import pytest
 import torch
-from until_rows import Row, Step
 
+from support.worker.until_rows import Row, Step
 from vllm_kvpolicy.kernels import until_attention as module
 from vllm_kvpolicy.kernels.until_attention import until_attention
 

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from calibration_files import options_for
-from event_inputs import GROUP, HEADS, LAYERS, SIZE
 
+from support.calibration_files import options_for
+from support.event_inputs import GROUP, HEADS, LAYERS, SIZE
 from vllm_kvpolicy.policies import build as factory
 from vllm_kvpolicy.policies.base import Policy
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from event_inputs import EVENTS, HEADS, LAYERS, SHORTEST, SIZE, make_inputs
-from made_gates import make_gates
 
+from support.event_inputs import EVENTS, HEADS, LAYERS, SHORTEST, SIZE, make_inputs
+from support.made_gates import make_gates
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.kernels import paged_gates
 from vllm_kvpolicy.kernels.paged import PagedTokens

@@ -5,9 +5,9 @@ from itertools import product
 
 import pytest
 import torch
-from brute_ams import best, deal
-from event_inputs import EVENTS, HEADS, LAYERS, LENGTHS, make_inputs
 
+from support.brute_ams import best, deal
+from support.event_inputs import EVENTS, HEADS, LAYERS, LENGTHS, make_inputs
 from vllm_kvpolicy.policies.allocators.adakv import AdaKVAllocator
 from vllm_kvpolicy.policies.allocators.chunk import ChunkAllocator
 from vllm_kvpolicy.policies.allocators.pyramid import PyramidAllocator

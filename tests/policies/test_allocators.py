@@ -5,7 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from event_inputs import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from support.event_inputs import (
     EVENTS,
     HEADS,
     LAYERS,
@@ -15,10 +19,6 @@ from event_inputs import (
     make_inputs,
     one_event,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
-
 from vllm_kvpolicy.kernels.ranking import limit_must_keep
 from vllm_kvpolicy.policies.base import Allocator, Decision, EventInputs
 from vllm_kvpolicy.policies.catalogue.words import ALLOCATORS

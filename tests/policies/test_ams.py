@@ -2,12 +2,12 @@
 
 import dataclasses
 
-import brute_ams
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support import brute_ams
 from vllm_kvpolicy.policies.allocators.ams import PRESETS, AMSConfig, choose, select
 
 DEFAULT = PRESETS["default"].config

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from event_inputs import EVENTS, GROUP, HEADS, LAYERS, SHORTEST, make_inputs
 
+from support.event_inputs import EVENTS, GROUP, HEADS, LAYERS, SHORTEST, make_inputs
 from vllm_kvpolicy.kernels.ranking import limit_must_keep
 from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs, Policy
 from vllm_kvpolicy.worker.notes import with_attention

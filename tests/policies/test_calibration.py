@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from calibration_files import make_calibration
 from safetensors.torch import load_file, save_file
 
+from support.calibration_files import make_calibration
 from vllm_kvpolicy.policies import build as factory
 from vllm_kvpolicy.policies.calibration import (
     FORMAT,

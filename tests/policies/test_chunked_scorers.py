@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from event_inputs import EVENTS, HEADS, LAYERS, TOKENS, make_inputs
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from support.event_inputs import EVENTS, HEADS, LAYERS, TOKENS, make_inputs
 from vllm_kvpolicy.kernels import chunks
 from vllm_kvpolicy.policies.scorers.epikv import LagScorer
 from vllm_kvpolicy.policies.scorers.keydiff import KeyDiffScorer

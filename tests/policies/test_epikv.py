@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from event_inputs import LENGTHS, make_inputs, one_event
 
+from support.event_inputs import LENGTHS, make_inputs, one_event
 from vllm_kvpolicy.policies import build as factory
 from vllm_kvpolicy.policies.base import EventInputs
 from vllm_kvpolicy.policies.catalogue.scorers import EPIKV_PARAMS, EPIKV_VARIANTS

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from brute_ams import best
-from event_inputs import EVENTS, GROUP, HEADS, LAYERS, TOKENS, make_inputs
 
+from support.brute_ams import best
+from support.event_inputs import EVENTS, GROUP, HEADS, LAYERS, TOKENS, make_inputs
 from vllm_kvpolicy.policies.allocators.hard import HardAllocator, scale_to
 from vllm_kvpolicy.policies.base import Decision, EventInputs
 from vllm_kvpolicy.policies.compose import measure_usage

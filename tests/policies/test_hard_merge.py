@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from event_inputs import (
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from support.event_inputs import (
     EVENTS,
     GROUP,
     HEADS,
@@ -16,8 +18,6 @@ from event_inputs import (
     on_device,
     one_event,
 )
-from torch._subclasses.fake_tensor import FakeTensorMode
-
 from vllm_kvpolicy.kernels.window_usage import window_usage_ref
 from vllm_kvpolicy.policies import build as factory
 from vllm_kvpolicy.policies.allocators.merging import choose_merge, pair_up

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from event_inputs import EVENTS, HEADS, LAYERS, SHORTEST, TOKENS, make_inputs, on_device
-from scorer_cases import VARIANTS, case_id
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -18,6 +16,16 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from support.event_inputs import (
+    EVENTS,
+    HEADS,
+    LAYERS,
+    SHORTEST,
+    TOKENS,
+    make_inputs,
+    on_device,
+)
+from support.scorer_cases import VARIANTS, case_id
 from vllm_kvpolicy.kernels.ranking import fill_next_best
 from vllm_kvpolicy.policies.allocators.ams import PRESETS, select
 from vllm_kvpolicy.policies.base import Policy

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-import brute_ams
 import pytest
 import torch
-from event_inputs import (
+
+from support import brute_ams
+from support.event_inputs import (
     EVENTS,
     HEADS,
     LAYERS,
@@ -16,7 +17,6 @@ from event_inputs import (
     make_inputs,
     one_event,
 )
-
 from vllm_kvpolicy.kernels.window_usage import (
     mean_over_group,
     pooled_usage,

@@ -2,11 +2,11 @@
 
 from itertools import product
 
-import event_inputs as events
 import pytest
 import torch
-from calibration_files import make_calibration
 
+from support import event_inputs as events
+from support.calibration_files import make_calibration
 from vllm_kvpolicy.policies.scorers.qfilter import QFilterScorer
 
 

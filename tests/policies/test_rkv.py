@@ -3,10 +3,10 @@
 from dataclasses import replace
 from itertools import product
 
-import event_inputs as events
 import pytest
 import torch
 
+from support import event_inputs as events
 from vllm_kvpolicy.policies import build as factory
 from vllm_kvpolicy.policies.base import EventInputs
 from vllm_kvpolicy.policies.scorers.rkv import RKVScorer

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from event_inputs import (
+
+from support.event_inputs import (
     EVENTS,
     HEADS,
     LENGTHS,
@@ -15,8 +16,7 @@ from event_inputs import (
     make_inputs,
     one_event,
 )
-from scorer_cases import CASES, READ_ALL_HEADS, case_id
-
+from support.scorer_cases import CASES, READ_ALL_HEADS, case_id
 from vllm_kvpolicy.policies.base import EventInputs, Policy, Scorer
 from vllm_kvpolicy.policies.compose import measure_usage
 

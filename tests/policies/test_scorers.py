@@ -4,11 +4,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-import event_inputs
 import numpy as np
 import pytest
 import torch
 
+from support import event_inputs
 from vllm_kvpolicy.policies.base import EventInputs
 from vllm_kvpolicy.policies.compose import measure_usage
 from vllm_kvpolicy.policies.scorers.base import BaseScorer

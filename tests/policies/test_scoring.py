@@ -5,10 +5,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import event_inputs
 import pytest
 import torch
 
+from support import event_inputs
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies import build as factory
 from vllm_kvpolicy.policies import score

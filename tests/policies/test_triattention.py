@@ -3,11 +3,11 @@
 from dataclasses import replace
 from pathlib import Path
 
-import event_inputs as events
 import pytest
 import torch
-from calibration_files import make_calibration, options_for
 
+from support import event_inputs as events
+from support.calibration_files import make_calibration, options_for
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies import build as factory
 from vllm_kvpolicy.policies.base import EventInputs, Needs

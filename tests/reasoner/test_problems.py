@@ -21,7 +21,7 @@ from reasoner.problems import (
     is_correct,
 )
 from reasoner.tokenizer import ASSISTANT, EOS, UNK, chat_prompt, encode, vocabulary
-from tests.reasoner.second_solver import solve
+from support.second_solver import solve
 
 SIZES = (1, 2, 3, 5, 8, 20, 75, 120)
 PROGRAMS = ("recall", "copy", "hot", "sub")

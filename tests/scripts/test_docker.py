@@ -21,8 +21,9 @@ from vllm_kvpolicy import compat
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "docker")]
 import install_cpu  # noqa: E402
-import serve  # noqa: E402
 import setup_env  # noqa: E402
+
+import serve  # noqa: E402
 
 IMAGES = ("cpu", "cuda")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from calibration_files import options_for
-from servers import serving
 
+from support.calibration_files import options_for
+from support.servers.servers import serving
 from vllm_kvpolicy.policies.catalogue.names import names, parse
 from vllm_kvpolicy.policies.catalogue.words import ADMISSIONS, ALLOCATORS, SELECTIONS
 

@@ -7,7 +7,8 @@ import time
 
 import httpx
 import pytest
-from servers import serving
+
+from support.servers.servers import serving
 
 BUDGET, INTERVAL, BLOCK = 96, 48, 32
 SETTINGS = f"""

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import openai
 import pytest
-from servers import serving
 from test_every_name import FLAGS, ONE_PER_ALLOCATOR, OPTIONS, calibration
 
+from support.servers.servers import serving
 from vllm_kvpolicy.policies.catalogue.names import names, parse
 
 pytestmark = pytest.mark.serve

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-PROGRAM = Path(__file__).with_name("run_policies.py")
+TESTS = Path(__file__).parents[1]
+PROGRAM = TESTS / "support" / "engine" / "run_policies.py"
 MIN_EVENTS = 3
 TRACED = ("ams-tova", "hard-snapkv")
 # Interpreted kernels: over two minutes on a quiet machine.

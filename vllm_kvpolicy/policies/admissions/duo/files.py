@@ -55,7 +55,7 @@ class Pattern:
         """
         order = self.use.flatten().argsort(stable=True)
         keeps = torch.ones_like(order, dtype=torch.bool)
-        keeps[order[: round(sparsity * len(order))]] = False  # sync-ok: numpy
+        keeps[order[: round(sparsity * len(order))]] = False  # sync-ok: on the CPU
         return keeps.view(self.use.shape)
 
 

@@ -1,0 +1,225 @@
+"""Every row of the table of refusals is triggered once, and nothing else with it."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from support.engine_configs import Overlay
+from vllm_kvpolicy import compat
+from vllm_kvpolicy.api.guards import REFUSALS, refusals
+from vllm_kvpolicy.api.request_guards import check_request
+from vllm_kvpolicy.config import KVPolicyConfig
+
+RAGGED_FLASHINFER = next(r.name for r in REFUSALS if r.name.startswith("FlashInfer"))
+SET = object()  # some configuration object, whatever is in it
+# Row -> what switches the feature on in a finished VllmConfig.
+TRIGGERS = {
+    "a worker class of one's own": {"parallel_config.worker_cls": "mine.Worker"},
+    "a scheduler class of one's own": {"scheduler_config.scheduler_cls": "mine.Sched"},
+    "prefix caching": {"cache_config.enable_prefix_caching": True},
+    "prefill without chunks": {"scheduler_config.enable_chunked_prefill": False},
+    "block sizes that the attention kernel cannot cut": {"cache_config.block_size": 16},
+    "other attention backends": {
+        "attention_config.backend": SimpleNamespace(name="FLEX_ATTENTION")
+    },
+    RAGGED_FLASHINFER: {
+        "attention_config.backend": SimpleNamespace(name="FLASHINFER"),
+        "additional_config": {"kv_policy": {"policy": "adakv-snapkv"}},
+    },
+    "tensor parallelism": {"parallel_config.tensor_parallel_size": 2},
+    "pipeline parallelism": {"parallel_config.pipeline_parallel_size": 2},
+    "data parallelism": {"parallel_config.data_parallel_size": 2},
+    "decode context parallelism": {"parallel_config.decode_context_parallel_size": 2},
+    "prefill context parallelism": {"parallel_config.prefill_context_parallel_size": 2},
+    "several nodes": {"parallel_config.nnodes": 2},
+    "executors other than one process or multiprocessing": {
+        "parallel_config.distributed_executor_backend": "ray"
+    },
+    "dual batch overlap": {"parallel_config.enable_dbo": True},
+    "microbatches": {"parallel_config.ubatch_size": 2},
+    "elastic expert parallelism": {"parallel_config.enable_elastic_ep": True},
+    "fault tolerance": {"parallel_config.enable_fault_tolerance": True},
+    "speculative decoding": {"speculative_config": SET},
+    "LoRA adapters": {"lora_config": SET},
+    "sliding-window attention": {
+        "model_config.hf_text_config.layer_types": ["sliding_attention"]
+    },
+    "layers other than full attention": {
+        "model_config.hf_text_config.layer_types": [
+            "chunked_attention",
+            "full_attention",
+        ]
+    },
+    "mamba and linear-attention hybrids": {"model_config.is_hybrid": True},
+    "attention-free models": {"model_config.is_attention_free": True},
+    "multi-head latent attention (MLA)": {"model_config.use_mla": True},
+    "hierarchical sparse attention (HiSparse)": {
+        "attention_config.hisparse_config": SET
+    },
+    "non-causal attention": {"attention_config.use_non_causal": True},
+    "KV sharing between layers": {"cache_config.kv_sharing_fast_prefill": True},
+    "quantised KV caches": {"cache_config.cache_dtype": "fp8"},
+    "KV connectors and KV offloading": {"cache_config.kv_offloading_size": 1.0},
+    "encoder-cache connectors": {"ec_transfer_config": SET},
+    "KV cache events": {
+        "kv_events_config": SimpleNamespace(enable_kv_cache_events=True)
+    },
+    "the hybrid KV cache manager switched off": {
+        "scheduler_config.disable_hybrid_kv_cache_manager": True
+    },
+    "cascade attention": {"model_config.disable_cascade_attn": False},
+    "pooling models": {"model_config.runner_type": "pooling"},
+    "encoder-decoder models": {"model_config.is_encoder_decoder": True},
+    "prefix-LM attention": {"model_config.is_mm_prefix_lm": True},
+    "residual sliding-window attention (R-SWA)": {"model_config.rswa_window": 512},
+    "diffusion models": {"model_config.is_diffusion": True},
+    "multimodal models": {"model_config.is_multimodal_model": True},
+    "prompt embeddings": {"model_config.enable_prompt_embeds": True},
+    "sleep mode": {"model_config.enable_sleep_mode": True},
+    "weight transfer": {"weight_transfer_config": SET},
+}
+# Rows that depend on the installation -> what switches them on there.
+MACHINE_TRIGGERS = {
+    "other vLLM versions": lambda patch: patch.setattr(
+        compat, "vllm_version", lambda: "0.33.0"
+    ),
+    "platforms other than CPU and CUDA": lambda patch: patch.setattr(
+        compat, "platform_name", lambda: "rocm"
+    ),
+    "batch-invariant mode": lambda patch: patch.setenv("VLLM_BATCH_INVARIANT", "1"),
+    "the Rust front end": lambda patch: patch.setenv("VLLM_USE_RUST_FRONTEND", "1"),
+}
+# Further ways to switch a feature on.
+MORE_TRIGGERS = [
+    ("sliding-window attention", {"cache_config.sliding_window": 512}),
+    ("KV connectors and KV offloading", {"kv_transfer_config": SET}),
+    ("diffusion models", {"diffusion_config": SET}),
+    (
+        "other attention backends",
+        {
+            "attention_config.backend_per_kind": {
+                "full_attention": SimpleNamespace(name="FLEX_ATTENTION")
+            }
+        },
+    ),
+]
+
+
+def expected(name):
+    (row,) = [row for row in REFUSALS if row.name == name]
+    return [f"{row.name}: {row.change}"]
+
+
+def test_every_row_has_its_trigger():
+    names = [row.name for row in REFUSALS]
+    assert len(set(names)) == len(names)
+    assert sorted(names) == sorted([*TRIGGERS, *MACHINE_TRIGGERS])
+    assert {row.name for row in REFUSALS if row.by_machine} == set(MACHINE_TRIGGERS)
+
+
+def test_a_plain_server_is_not_refused(policy_config):
+    assert refusals(policy_config) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [*TRIGGERS.items(), *MORE_TRIGGERS],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_each_feature_is_refused_by_its_own_row(policy_config, name, changes):
+    assert refusals(Overlay(policy_config, changes)) == expected(name)
+
+
+@pytest.mark.parametrize("name", MACHINE_TRIGGERS)
+def test_each_machine_is_refused_by_its_own_row(policy_config, monkeypatch, name):
+    MACHINE_TRIGGERS[name](monkeypatch)
+    assert refusals(policy_config) == expected(name)
+
+
+def test_kv_sharing_is_read_from_the_model_too(policy_config):
+    text_config = policy_config.model_config.hf_text_config
+    text_config.num_kv_shared_layers = 2
+    try:
+        assert refusals(policy_config) == expected("KV sharing between layers")
+    finally:
+        del text_config.num_kv_shared_layers
+
+
+def test_all_reasons_come_at_once(policy_config):
+    changes = {**TRIGGERS["tensor parallelism"], **TRIGGERS["LoRA adapters"]}
+    assert refusals(Overlay(policy_config, changes)) == [
+        *expected("tensor parallelism"),
+        *expected("LoRA adapters"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("version", "supported"),
+    [("0.32.0", True), ("0.32.4+cpu", True), ("0.33.0", False), ("0.3.2", False)],
+)
+def test_supported_versions(version, supported):
+    assert compat.supports(version) is supported
+
+
+def request(prompt_tokens=10, max_tokens=20, resumable=False, **extra_args):
+    return SimpleNamespace(
+        resumable=resumable,
+        prompt_token_ids=[0] * prompt_tokens,
+        sampling_params=SimpleNamespace(max_tokens=max_tokens, extra_args=extra_args),
+    )
+
+
+@pytest.fixture
+def server():
+    return KVPolicyConfig.from_dict({"policy": "tova", "budget": 128, "interval": 64})
+
+
+@pytest.fixture
+def small_pool(policy_config):
+    return Overlay(
+        policy_config, {"cache_config.num_gpu_blocks": 9, "cache_config.block_size": 32}
+    )
+
+
+def test_good_requests_pass(small_pool, server):
+    assert check_request(request(), small_pool, server) is None
+    assert check_request(request(kv_budget=96), small_pool, server) is None
+    fits = request(prompt_tokens=56, max_tokens=200, kv_policy="none")
+    assert check_request(fits, small_pool, server) is None
+
+
+def test_a_full_cache_larger_than_the_pool_is_refused(small_pool, server):
+    too_long = request(prompt_tokens=57, max_tokens=200, kv_policy="none")
+    advice = "lower max_tokens or leave the policy on$"
+    message = rf"up to 9 superblocks .* at most the 8 .*; {advice}"
+    with pytest.raises(ValueError, match=message):
+        check_request(too_long, small_pool, server)
+
+
+def test_a_protected_prompt_larger_than_the_pool_is_refused(small_pool):
+    server = KVPolicyConfig(
+        "tova", 128, 64, prefill_interval_tokens=64, protect_prompt=True
+    )
+    assert check_request(request(100, max_tokens=20), small_pool, server) is None
+    message = r"'tova' .* 10 superblocks .* the 8 .* or shorten the prompt, which is "
+    with pytest.raises(ValueError, match=message):
+        check_request(request(200, max_tokens=120), small_pool, server)
+
+
+def test_a_prompt_that_is_read_whole_names_the_prefill_interval(small_pool, server):
+    message = "lower max_tokens or kv_budget, .* prefill_interval below 4096$"
+    with pytest.raises(ValueError, match=message):
+        check_request(request(300, max_tokens=20), small_pool, server)
+
+
+def test_a_policy_that_keeps_everything_says_so(small_pool):
+    server = KVPolicyConfig("quest", interval_tokens=64)
+    with pytest.raises(ValueError, match="shorten the prompt: everything is kept$"):
+        check_request(request(200, max_tokens=120), small_pool, server)
+
+
+def test_bad_knobs_and_resumable_sessions_are_refused(small_pool, server):
+    with pytest.raises(ValueError, match="kv_budget: got 500"):
+        check_request(request(kv_budget=500), small_pool, server)
+    with pytest.raises(ValueError, match="resumable"):
+        check_request(request(resumable=True), small_pool, server)

@@ -1,0 +1,412 @@
+"""The wraps of vLLM: the table, the ways in, and what ends up in a VllmConfig."""
+
+import ast
+import inspect
+from types import SimpleNamespace
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
+from vllm.plugins import load_general_plugins
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from support.engine_configs import Overlay, engine_args
+from vllm_kvpolicy import plugin
+from vllm_kvpolicy.api import patch, patch_table
+from vllm_kvpolicy.metrics import CounterFile
+
+load_general_plugins()
+
+POLICY = {"policy": "ams-tova", "budget": 128, "interval": 64}
+FLAGS = ["--kv-policy", "ams-tova", "--kv-budget", "128", "--kv-interval", "64"]
+
+
+@pytest.fixture
+def parse(tiny_model):
+    """Return a function that makes EngineArgs as `vllm serve` would."""
+
+    def parse_words(*words):
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+        parser.add_argument("--config")
+        args = parser.parse_args(["--model", str(tiny_model), *words])
+        return EngineArgs.from_cli_args(args)
+
+    return parse_words
+
+
+def policy_of(engine_args):
+    return engine_args.additional_config["kv_policy"]
+
+
+def test_the_table_holds_against_this_vllm():
+    assert patch.signature_problems() == []
+
+
+def test_a_changed_signature_is_found():
+    changed = patch.Patch(
+        "vllm.engine.arg_utils:EngineArgs.add_cli_args", ("x",), "", ""
+    )
+    gone = patch.Patch("vllm.engine.arg_utils:EngineArgs.nothing", (), "", "")
+    problems = patch.signature_problems((changed, gone))
+    assert "takes parser, expected x" in problems[0]
+    assert "vLLM has no vllm.engine.arg_utils:EngineArgs.nothing" in problems[1]
+    assert all("install vLLM 0.32.x" in problem for problem in problems)
+
+
+def test_every_row_is_used_and_explained():
+    source = inspect.getsource(patch)
+    wrapped = {
+        ast.unparse(node.args[0])
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "_wrap"
+    }
+    rows = {
+        name
+        for name, value in vars(patch_table).items()
+        if isinstance(value, patch.Patch)
+    }
+    assert wrapped == rows
+    assert len(patch.PATCHES) == len(rows)
+    assert all(row.why and row.remove_when for row in patch.PATCHES)
+
+
+def test_installing_twice_wraps_once():
+    before = [vars(EngineArgs)[row.target.split(".")[-1]] for row in patch.PATCHES[:3]]
+    plugin.register()
+    after = [vars(EngineArgs)[row.target.split(".")[-1]] for row in patch.PATCHES[:3]]
+    assert all(one is other for one, other in zip(before, after, strict=True))
+    assert not hasattr(EngineArgs.add_cli_args.__wrapped__, "__wrapped__")
+
+
+def test_flags_reach_additional_config(parse):
+    assert policy_of(parse(*FLAGS)) == POLICY
+
+
+def test_underscores_and_json_options_are_read_like_vllms_own(parse):
+    found = policy_of(
+        parse("--kv_policy=ams-tova", "--kv-policy-config", '{"preset": "code"}')
+    )
+    assert found == {"policy": "ams-tova", "policy_config": {"preset": "code"}}
+
+
+def test_yaml_is_read(tmp_path, parse):
+    path = tmp_path / "serve.yaml"
+    path.write_text("kv-policy: ams-tova\nkv-budget: 128\nkv-interval: 64\n")
+    assert policy_of(parse("--config", str(path))) == POLICY
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--additional-config", '{"kv_policy": {"policy": "tova", "budget": 256}}'),
+        (
+            *("--additional-config.kv_policy.policy", "tova"),
+            *("--additional-config.kv_policy.budget", "256"),
+        ),
+    ],
+)
+def test_additional_config_is_read_and_flags_win(parse, words):
+    assert policy_of(parse(*words)) == {"policy": "tova", "budget": 256}
+    found = policy_of(parse(*words, "--kv-budget", "128"))
+    assert found == {"policy": "tova", "budget": 128}
+
+
+def test_without_flags_nothing_is_added(parse):
+    assert parse().additional_config == {}
+
+
+def test_processes_of_one_command_line_share_an_engine_name(tiny_model):
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    command = ["--model", str(tiny_model), "--kv-cache-memory-bytes", "8388608"]
+    args = parser.parse_args([*command, *FLAGS])
+    names = {
+        EngineArgs.from_cli_args(args).create_engine_config().instance_id
+        for _ in range(2)
+    }
+    other = EngineArgs.from_cli_args(parser.parse_args([*command, *FLAGS]))
+    assert len(names) == 1
+    assert other.create_engine_config().instance_id not in names
+
+
+def test_engines_made_in_code_have_names_of_their_own(tiny_model):
+    args = engine_args(tiny_model, additional_config={"kv_policy": POLICY})
+    names = {args.create_engine_config().instance_id for _ in range(2)}
+    assert len(names) == 2
+
+
+def test_a_finished_config_names_our_classes(policy_config):
+    scheduler = policy_config.scheduler_config
+    worker = policy_config.parallel_config.worker_cls
+    assert (
+        scheduler.scheduler_cls
+        == "vllm_kvpolicy.block_manager.scheduler.KVPolicyScheduler"
+    )
+    assert worker == "vllm_kvpolicy.worker.cpu.KVPolicyCPUWorker"
+    assert list(policy_config.additional_config) == ["kv_policy"]
+    assert policy_config.cache_config.block_size == 32
+    assert policy_config.cache_config.enable_prefix_caching is False
+
+
+def test_asynchronous_scheduling_and_cuda_have_their_own_classes():
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(worker_cls="vllm.v1.worker.gpu_worker.Worker"),
+        scheduler_config=SimpleNamespace(async_scheduling=True),
+        cache_config=SimpleNamespace(block_size=16),
+        additional_config={"kv_policy": POLICY, "other": 1},
+    )
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(patch, "refusals", lambda config: [])
+        parsed = patch.KVPolicyConfig.from_dict(POLICY)
+        patch._finish_config(config, parsed)
+    worker = config.parallel_config.worker_cls
+    assert worker == "vllm_kvpolicy.worker.gpu.KVPolicyGPUWorker"
+    scheduler = config.scheduler_config.scheduler_cls
+    assert scheduler == "vllm_kvpolicy.block_manager.scheduler.KVPolicyAsyncScheduler"
+    assert config.additional_config["other"] == 1
+
+
+@pytest.mark.parametrize(
+    ("major", "dtype", "has_flash", "expected"),
+    [
+        (9, "auto", True, "FLASH_ATTN"),
+        (8, "bfloat16", True, "FLASH_ATTN"),
+        (9, "float32", True, "TRITON_ATTN"),
+        (9, "auto", False, "TRITON_ATTN"),
+        (10, "auto", True, "TRITON_ATTN"),
+        (None, "auto", True, "TRITON_ATTN"),
+    ],
+)
+def test_cuda_gets_a_known_backend_and_blocks_of_16(
+    tiny_model, monkeypatch, major, dtype, has_flash, expected
+):
+    from vllm.platforms import current_platform
+
+    def load(name: str) -> None:
+        assert name == "vllm.v1.attention.backends.flash_attn"
+        if not has_flash:
+            raise ImportError(name)
+
+    capability = None if major is None else SimpleNamespace(major=major)
+    monkeypatch.setattr(patch.compat, "platform_name", lambda: "cuda")
+    monkeypatch.setattr(patch.compat, "import_module", load)
+    monkeypatch.setattr(
+        type(current_platform), "get_device_capability", lambda *args: capability
+    )
+    args = engine_args(tiny_model, dtype=dtype)
+    patch._prepare_arguments(args, patch.KVPolicyConfig.from_dict(POLICY))
+    assert args.block_size == 16
+    assert args.attention_backend.name == expected
+
+
+def test_what_the_user_chose_is_left_alone(tiny_model):
+    policy = {"kv_policy": POLICY}
+    args = engine_args(tiny_model, additional_config=policy, block_size=64)
+    assert args.create_engine_config().cache_config.block_size == 64
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"enable_prefix_caching": True}, ["prefix caching", "leave out"]),
+        ({"scheduler_cls": "mine.Scheduler"}, ["scheduler class", "--scheduler-cls"]),
+        ({"worker_cls": "mine.Worker"}, ["worker class", "--worker-cls"]),
+        ({"block_size": 16}, ["block sizes", "32 on CPU"]),
+        ({"kv_cache_dtype": "fp8"}, ["quantised KV caches", "--kv-cache-dtype"]),
+        (
+            {"tensor_parallel_size": 2, "enable_prefix_caching": True},
+            ["tensor parallelism", "prefix caching"],
+        ),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+            ["speculative decoding"],
+        ),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_real_arguments_are_refused(tiny_model, changes, words):
+    args = engine_args(tiny_model, additional_config={"kv_policy": POLICY}, **changes)
+    with pytest.raises(ValueError) as error:
+        args.create_engine_config()
+    message = str(error.value)
+    assert message.startswith("--kv-policy ams-tova is not supported together with:")
+    assert [word for word in words if word not in message] == []
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ({"budget": 128}, "policy: none given"),
+        ({**POLICY, "budget": 67}, "budget: got 67, expected at least 68"),
+        ({**POLICY, "prefill_interval": 100}, "prefill_interval: got 100"),
+        ("ams-tova", "expected a mapping"),
+    ],
+)
+def test_bad_policies_are_refused_before_an_engine_starts(tiny_model, policy, message):
+    args = engine_args(tiny_model, additional_config={"kv_policy": policy})
+    with pytest.raises(ValueError, match=message):
+        args.create_engine_config()
+
+
+def test_a_budget_above_the_context_is_valid(tiny_model):
+    policy = {**POLICY, "budget": 100_000}
+    args = engine_args(tiny_model, additional_config={"kv_policy": policy})
+    assert policy_of(args.create_engine_config())["budget"] == 100_000
+
+
+def request(**extra_args):
+    params = SimpleNamespace(max_tokens=4, extra_args=extra_args)
+    return SimpleNamespace(
+        resumable=False, prompt_token_ids=[1], sampling_params=params
+    )
+
+
+def test_bad_requests_are_client_errors_and_value_errors(policy_config):
+    wrapped = patch._with_request_check(lambda self, request: request)
+    processor = SimpleNamespace(vllm_config=policy_config)
+    good = request(kv_budget=96)
+    assert wrapped(processor, good) is good
+    with pytest.raises(VLLMValidationError, match="kv_budget: got 'many'") as error:
+        wrapped(processor, request(kv_budget="many"))
+    assert isinstance(error.value, ValueError)
+
+
+def test_each_engine_parses_its_policy_once(policy_config, monkeypatch):
+    parsed = []
+    from_dict = patch.KVPolicyConfig.from_dict
+
+    def count(values):
+        parsed.append(values["policy"])
+        return from_dict(values)
+
+    monkeypatch.setattr(patch.KVPolicyConfig, "from_dict", count)
+    check = patch._with_request_check(lambda self, request: request)
+    early = patch._with_early_check(lambda self, *args: args)
+    other = Overlay(
+        policy_config, {"additional_config": {"kv_policy": {"policy": "tova"}}}
+    )
+    for config in (policy_config, other):
+        owner = SimpleNamespace(vllm_config=config)
+        for _ in range(3):
+            check(owner, request(kv_budget=96))
+            early(owner, "hi", request(kv_budget=96).sampling_params)
+    assert parsed == ["ams-tova", "tova"]
+
+
+def test_engines_without_a_policy_check_nothing():
+    wrapped = patch._with_request_check(lambda self, request: request)
+    processor = SimpleNamespace(vllm_config=SimpleNamespace(additional_config={}))
+    bad = request(kv_budget="many")
+    assert wrapped(processor, bad) is bad
+
+
+def test_a_streamed_request_is_checked_before_it_streams(policy_config):
+    wrapped = patch._with_early_check(lambda self, *args, **kwargs: (args, kwargs))
+    engine = SimpleNamespace(vllm_config=policy_config)
+    good, bad = request(kv_budget=96), request(kv_budget=2.5)
+    answer = wrapped(engine, "hi", good.sampling_params, "id", priority=1)
+    assert answer == (("hi", good.sampling_params, "id"), {"priority": 1})
+    with pytest.raises(VLLMValidationError, match=r"kv_budget: got 2\.5"):
+        wrapped(engine, "hi", sampling_params=bad.sampling_params, request_id="id")
+
+
+def test_a_response_is_checked_before_it_streams(policy_config):
+    wrapped = patch._with_early_response_check(lambda self, *args, **kwargs: kwargs)
+    serving = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=policy_config))
+    words = {"request_id": "id", "engine_input": {"prompt_token_ids": [1]}}
+    good, bad = request(kv_budget=96), request(kv_budget=2.5)
+    answer = wrapped(serving, sampling_params=good.sampling_params, **words, context=1)
+    assert answer == {"context": 1}
+    with pytest.raises(VLLMValidationError, match=r"kv_budget: got 2\.5"):
+        wrapped(serving, sampling_params=bad.sampling_params, **words, context=1)
+
+
+def test_beam_search_refuses_keys_that_it_would_drop():
+    wrapped = patch._with_beam_check(lambda self, *args: args)
+    for xargs in (None, {}, {"session_id": "a"}):
+        assert wrapped(SimpleNamespace(vllm_xargs=xargs), 4, {}) == (4, {})
+    for xargs in ({"kv_budget": 96}, {"kv_policy": "none"}):
+        message = f"^{next(iter(xargs))}: has no effect beside use_beam_search"
+        with pytest.raises(VLLMValidationError, match=message):
+            wrapped(SimpleNamespace(vllm_xargs=xargs), 4, {})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--kv-budget", "36"], "budget: got 36, expected at least 68 tokens"),
+        (["--kv-policy-config", '{"windwo": 1}'], "kv_policy_config: got 'windwo'"),
+        (["--enable-prefix-caching"], "--kv-policy ams-tova is not supported togeth"),
+        (["--kv-policy-config", '{"trace": "/proc/x"}'], "trace: got '/proc/x'"),
+    ],
+)
+def test_a_wrong_command_line_ends_as_with_argparse(parse, capsys, words, message):
+    args = parse("--kv-cache-memory-bytes", "8388608", *FLAGS, *words)
+    with pytest.raises(SystemExit) as stopped:
+        args.create_engine_config()
+    assert stopped.value.code == 2
+    assert f"\nerror: {message}" in "\n" + capsys.readouterr().err
+
+
+@pytest.mark.parametrize("several_processes", [False, True])
+def test_metrics_have_the_series_of_their_own_engine(
+    several_processes, tmp_path, monkeypatch
+):
+    from fastapi import FastAPI
+    from starlette.testclient import TestClient
+    from vllm.entrypoints.serve.instrumentator import metrics
+
+    if several_processes:
+        monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+
+    def scrape(instance_id, additional, scheduler=None):
+        app = FastAPI()
+        app.state.vllm_config = SimpleNamespace(
+            instance_id=instance_id,
+            additional_config=additional,
+            model_config=SimpleNamespace(served_model_name=instance_id),
+            scheduler_config=SimpleNamespace(scheduler_cls=scheduler),
+        )
+        patch._with_counters(lambda app: None)(app)
+        return TestClient(app).get("/metrics").text
+
+    assert metrics.PrometheusResponse.media_type.startswith("text/plain")
+    files = {name: CounterFile(name, create=True) for name in ("first", "second")}
+    try:
+        for number, file in enumerate(files.values()):
+            file.add("events", 3 + number)
+        texts = {name: scrape(name, {"kv_policy": POLICY}) for name in files}
+        stock = scrape("first", {})
+        counted = scrape("second", {}, patch.compat.COUNTING_CLASSES[False])
+    finally:
+        for file in files.values():
+            file.remove()
+    for number, name in enumerate(files):
+        series = (
+            f'kvpolicy_events_total{{engine="0",model_name="{name}"}} {3 + number}.0'
+        )
+        assert series in texts[name]
+        assert texts[name].count("kvpolicy_events_total{") == 1
+    assert "kvpolicy" not in stock
+    assert 'kvpolicy_events_total{engine="0",model_name="second"} 4.0' in counted
+
+
+def test_stock_that_counts_keeps_its_way_of_scheduling(tiny_model):
+    classes = patch.compat.COUNTING_CLASSES
+    args = engine_args(tiny_model, async_scheduling=False, scheduler_cls=classes[True])
+    assert args.create_engine_config().scheduler_config.scheduler_cls == classes[False]
+    scheduler = SimpleNamespace(async_scheduling=True, scheduler_cls=classes[False])
+    patch._choose_counting(scheduler)
+    assert scheduler.scheduler_cls == classes[True]
+
+
+def test_an_unknown_version_is_refused_before_anything_is_read(tiny_model, monkeypatch):
+    monkeypatch.setattr(patch.compat, "vllm_version", lambda: "0.31.0")
+
+    def not_reached(*args):
+        raise AttributeError("an attribute that only 0.32 has")
+
+    monkeypatch.setattr(patch, "refusals", not_reached)
+    monkeypatch.setattr(patch, "_prepare_arguments", not_reached)
+    args = engine_args(tiny_model, additional_config={"kv_policy": POLICY})
+    with pytest.raises(ValueError, match=r"install vLLM 0\.32\.x"):
+        args.create_engine_config()

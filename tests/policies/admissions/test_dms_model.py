@@ -1,0 +1,209 @@
+"""What models that decide with DMS say of themselves, and what is refused."""
+
+import json
+import math
+from copy import copy
+from types import SimpleNamespace
+
+import pytest
+
+from support.engine_configs import Overlay
+from support.made_adapters import make_adapter
+from support.made_gates import make_gates
+from vllm_kvpolicy import plugin
+from vllm_kvpolicy.api.start_checks import check_files
+from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.policies.admissions.dms import model as dms_model
+from vllm_kvpolicy.policies.admissions.dms.files import save
+from vllm_kvpolicy.policies.admissions.dms.model import (
+    DmsRule,
+    missing_architecture,
+    model_folder,
+    refuse_plain,
+    rule_for,
+    rule_of_config,
+    rule_of_metadata,
+)
+from vllm_kvpolicy.policies.admissions.wgkv import files as wgkv_files
+
+NONE = dict.fromkeys(
+    ("dms_window", "dms_channel", "dms_shift", "dms_zero_after_rope"), None
+)
+
+
+def model_of(folder="none", kind="qwen3", **keys):
+    text = SimpleNamespace(model_type=kind, **keys)
+    return SimpleNamespace(hf_text_config=text, model=str(folder), revision=None)
+
+
+def test_keys_of_the_released_model():
+    keys = {
+        "dms_window_size": 512,
+        "dms_cr": 8,
+        "dms_alpha_scale": 100.0,
+        "dms_initial_alpha_offset": 5.0,
+    }
+    assert rule_of_config(SimpleNamespace(**keys)) == DmsRule()
+    assert rule_of_config(SimpleNamespace(model_type="qwen3")) is None
+    # Any of the keys will do; what is left out or null is as in the released model.
+    some = {"dms_alpha_scale": 100.0, "dms_window_size": None}
+    assert rule_of_config(SimpleNamespace(**some)) == DmsRule()
+
+
+def test_keys_of_a_checkpoint_with_adapters():
+    keys = {"dms_window_size": 64, "dms_separate_alpha": True, "dms_alpha_per": "layer"}
+    rule = rule_of_config(SimpleNamespace(**keys))
+    assert rule == DmsRule(is_borrowed=False, window=64, per_layer=True)
+
+
+def test_disabled_eviction_drops_nothing():
+    keys = {"dms_window_size": 64, "dms_disable_eviction": True}
+    assert rule_of_config(SimpleNamespace(**keys)).offset == math.inf
+
+
+def test_metadata_beside_a_plain_model(tmp_path):
+    assert rule_of_metadata(str(tmp_path)) is None
+    path = tmp_path / "dms_metadata.json"
+    path.write_text(json.dumps({"window_size": 256, "target_cr": 8}))
+    wanted = DmsRule(window=256, shift=0, zero_after_rope=False)
+    assert rule_of_metadata(str(tmp_path)) == wanted
+    for text in ("[1]", "{", '{"window_size": "many"}'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"dms_metadata\.json: got .*, expected"):
+            rule_of_metadata(str(tmp_path))
+
+
+def test_options_have_the_last_word():
+    options = {**NONE, "dms_window": 100, "dms_shift": 0, "dms_zero_after_rope": False}
+    rule = rule_for(model_of(dms_window_size=512), None, options)
+    assert rule == DmsRule(window=100, shift=0, zero_after_rope=False)
+
+
+def test_an_adapter_goes_before_a_plain_model():
+    rule = rule_for(model_of(), make_adapter(window=33, shift=0), NONE)
+    assert rule == DmsRule(False, 33, 50.0, 2.5, shift=0)
+
+
+def test_refusals_say_what_to_do():
+    with pytest.raises(ValueError, match="leave the adapter out"):
+        rule_for(model_of(dms_window_size=512), make_adapter(), NONE)
+    with pytest.raises(ValueError, match="give an adapter in dms_adapter"):
+        rule_for(model_of(), None, NONE)
+    with pytest.raises(ValueError, match="add --kv-policy dms --kv-recent 512"):
+        refuse_plain(model_of(dms_window_size=512))
+    with pytest.raises(ValueError, match="knows llama, qwen3, this is qwen2"):
+        refuse_plain(model_of(kind="qwen2", dms_window_size=512))
+    assert refuse_plain(model_of()) is None
+    assert refuse_plain(model_of(dms_window_size=9, dms_separate_alpha=True)) is None
+
+
+def deciding(policy_config, window):
+    """Return the tiny model's configuration with keys of a model that decides."""
+    text = copy(policy_config.model_config.hf_text_config)
+    if window is not None:
+        text.dms_window_size = window
+    return Overlay(policy_config, {"model_config.hf_text_config": text})
+
+
+@pytest.mark.parametrize("name", ["some/model:Q4_K_M", "s3://some/model", "x" * 99])
+def test_names_that_the_hub_does_not_know_are_plain_models(name):
+    assert rule_of_metadata(name) is None
+    assert refuse_plain(model_of(name)) is None
+
+
+def test_metadata_of_a_model_that_was_downloaded(tmp_path, monkeypatch):
+    """By its name on the hub; nobody is asked for what is not there."""
+    path = tmp_path / "dms_metadata.json"
+    path.write_text('{"window_size": 99}')
+    asked = []
+
+    def cached(name, file, revision):
+        asked.append((name, file, revision))
+        return str(path) if name == "some/model" else None
+
+    monkeypatch.setattr(dms_model, "try_to_load_from_cache", cached)
+    assert rule_of_metadata("some/model", "main").window == 99
+    assert rule_of_metadata("other/model") is None
+    assert asked[0] == ("some/model", "dms_metadata.json", "main") and len(asked) == 2
+
+
+def test_folder_of_a_model(tmp_path, monkeypatch):
+    def downloaded(name, revision, local_files_only):
+        assert local_files_only
+        return f"{tmp_path}/{name}/{revision}"
+
+    monkeypatch.setattr(dms_model, "snapshot_download", downloaded)
+    assert model_folder(model_of(tmp_path)) == tmp_path
+    assert model_folder(model_of("some/model")) == tmp_path / "some/model/None"
+
+
+def test_an_architecture_that_a_recipe_leaves_out(tmp_path):
+    path = tmp_path / "config.json"
+    assert missing_architecture(str(tmp_path)) is None
+    for config, wanted in (
+        ({"dms_separate_alpha": True}, "Qwen3ForCausalLMDMS"),
+        ({"dms_separate_alpha": True, "architectures": ["Mine"]}, None),
+        ({"dms_separate_alpha": False}, None),
+        ([], None),
+    ):
+        path.write_text(json.dumps(config))
+        assert missing_architecture(str(tmp_path)) == wanted
+    assert set(plugin.ARCHITECTURES) == {dms_model.ARCHITECTURE}
+
+
+def checked(policy_config, window=32, recent=32, options=None, **more):
+    """Check a server of the tiny model."""
+    asked = {"policy": "dms", "recent": recent, "policy_config": options or {}, **more}
+    check_files(KVPolicyConfig.from_dict(asked), deciding(policy_config, window))
+
+
+def test_start_checks_of_a_model_that_decides(policy_config):
+    checked(policy_config)
+    with pytest.raises(ValueError, match=r"^dms: decided for a window of 64 tokens"):
+        checked(policy_config, window=64)
+    with pytest.raises(ValueError, match=r"^dms: .* so it does not decide"):
+        checked(policy_config, window=None)
+    checked(policy_config, options={"dms_channel": 31})
+    for channel in (32, -33):
+        with pytest.raises(ValueError, match=f"got {channel}, expected one of 32"):
+            checked(policy_config, options={"dms_channel": channel})
+
+
+def test_two_admissions_that_decide_are_refused(policy_config, tmp_path):
+    path = tmp_path / "gates.safetensors"
+    wgkv_files.save(path, make_gates(2, 2, 32, window=32, rope_theta=1e4))
+    options = {"wgkv_gates": str(path)}
+    checked(policy_config, options=options, allow=["wgkv", "dms+snapkv"])
+    options["exact"] = True
+    with pytest.raises(ValueError, match="^allow: got dms and wgkv, expected one"):
+        checked(policy_config, options=options, allow=["wgkv"])
+
+
+def test_disabled_eviction_is_refused_where_adapters_decide(policy_config):
+    changed = deciding(policy_config, 32)
+    text = changed.model_config.hf_text_config
+    text.dms_separate_alpha, text.dms_disable_eviction = True, True
+    config = KVPolicyConfig.from_dict({"policy": "dms"})
+    with pytest.raises(ValueError, match="dms_disable_eviction is set"):
+        check_files(config, changed)
+
+
+def test_start_checks_of_an_adapter(policy_config, tmp_path):
+    path = tmp_path / "adapter.safetensors"
+    options = {"options": {"dms_adapter": str(path)}, "window": None}
+    save(path, make_adapter(2, 2, 64, window=32))
+    checked(policy_config, **options)
+    with pytest.raises(ValueError, match="set --kv-recent 32"):
+        checked(policy_config, recent=40, **options)
+    save(path, make_adapter(3, 2, 64, window=32))
+    with pytest.raises(ValueError, match="num_layers: got 3, expected 2"):
+        checked(policy_config, **options)
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="dms_adapter|dms adapter"):
+        checked(policy_config, **options)
+
+
+def test_a_policy_that_does_not_know_the_channel_is_refused(policy_config):
+    config = KVPolicyConfig.from_dict({"policy": "tova", "budget": 128})
+    with pytest.raises(ValueError, match="was trained with DMS"):
+        check_files(config, deciding(policy_config, 32))

@@ -1,0 +1,60 @@
+"""Calibrations of random numbers, for tests that need one of the right shape."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from support.made_gates import make_gates
+from vllm_kvpolicy.policies.admissions.wgkv import files as wgkv_files
+from vllm_kvpolicy.policies.calibration import Calibration, save
+from vllm_kvpolicy.policies.catalogue import names as registry
+
+
+def make_calibration(
+    kind: str, num_layers: int, num_kv_heads: int, group: int, head_dim: int
+) -> Calibration:
+    """Return a calibration of random numbers."""
+    fields = {
+        "kind": kind,
+        "model": "none",
+        "num_layers": num_layers,
+        "num_heads": num_kv_heads * group,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "rope_theta": 1e4,
+        "num_tokens": 100,
+    }
+    generator = torch.Generator().manual_seed(0)
+    shapes = Calibration(**fields, tensors={}).shapes
+    tensors = {
+        name: torch.randn(shape, generator=generator) for name, shape in shapes.items()
+    }
+    return Calibration(**fields, tensors=tensors)
+
+
+def options_for(
+    name: str, folder: Path, num_layers: int, num_kv_heads: int, group: int, size: int
+) -> dict[str, Any]:
+    """Return the options without which a policy cannot be built.
+
+    Args:
+        name: the policy.
+        folder: where to write a calibration file if it needs one.
+        num_layers: layers of the events that it is tested with.
+        num_kv_heads: KV heads.
+        group: query heads per KV head.
+        size: channels per head.
+    """
+    if name.startswith("wgkv"):
+        path = folder / "gates.safetensors"
+        sizes = num_layers, num_kv_heads, size
+        wgkv_files.save(path, make_gates(*sizes, window=32, rope_theta=1e4))
+        return {"wgkv_gates": str(path)}
+    kind = name.rpartition("-")[2]
+    key = f"{kind}_calibration"
+    if key not in {param.name for param in registry.parse(name).params}:
+        return {}
+    path = folder / f"{kind}.safetensors"
+    save(path, make_calibration(kind, num_layers, num_kv_heads, group, size))
+    return {key: str(path)}

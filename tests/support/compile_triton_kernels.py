@@ -1,0 +1,79 @@
+"""Compiles the package's Triton kernels for an H200 on a machine without a GPU."""
+
+import json
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from types import SimpleNamespace
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+
+import vllm_kvpolicy.kernels.triton as package
+from support.typical_launches import LAUNCHES
+
+TARGET = GPUTarget("cuda", 90, 32)
+SHARED_BYTES = 227 * 1024  # that a program may have there
+
+
+# Stands for one device that can be compiled for but not be used.
+NO_DEVICE = SimpleNamespace(
+    get_current_target=lambda: TARGET,
+    get_current_device=lambda: 0,
+    get_current_stream=lambda device: 0,
+)
+
+
+def written_kernels() -> dict[str, JITFunction]:
+    """Return every kernel and device function of the package as STEM.NAME."""
+    found = {}
+    for module in iter_modules(package.__path__):
+        loaded = import_module(f"{package.__name__}.{module.name}")
+        for name, value in vars(loaded).items():
+            if isinstance(value, triton.runtime.Autotuner):
+                raise TypeError(f"{module.name}.{name}: choose from sizes, not by time")
+            if isinstance(value, JITFunction) and value.__module__ == loaded.__name__:
+                found[f"{module.name}.{name}"] = value
+    return found
+
+
+def used_by(kernel: JITFunction) -> Iterator[JITFunction]:
+    """Yield a kernel and the device functions that its source names."""
+    yield kernel
+    for name in kernel.fn.__code__.co_names:
+        used = kernel.fn.__globals__.get(name)
+        if isinstance(used, JITFunction):
+            yield from used_by(used)
+
+
+def main(folder: Path) -> None:
+    """Compile everything and write the PTX of each variant into `folder`."""
+    driver.set_active(NO_DEVICE)
+    names = {id(kernel): name for name, kernel in written_kernels().items()}
+    variants: dict[str, dict[str, str]] = {name: {} for name in names.values()}
+    run = JITFunction.run
+
+    def compile_only(kernel: JITFunction, *args, grid, warmup, **options):
+        compiled = run(kernel, *args, grid=grid, warmup=True, **options)
+        assert compiled.metadata.target == TARGET and compiled.asm["cubin"]
+        assert compiled.metadata.shared <= SHARED_BYTES, kernel.__name__
+        for part in used_by(kernel):
+            if id(part) in names:
+                name = names[id(part)]
+                variants[name][f"{name}.{compiled.hash}.ptx"] = compiled.asm["ptx"]
+        return compiled
+
+    JITFunction.run = compile_only
+    for launch in LAUNCHES.values():
+        launch()
+    for texts in variants.values():
+        for file, text in texts.items():
+            (folder / file).write_text(text)
+    print(json.dumps({name: sorted(texts) for name, texts in variants.items()}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,302 @@
+"""The selection oracle: what a server should have kept, from dense keys and queries.
+
+Replays the survivors that the server recorded, and at every event recomputes usage,
+score and selection in float64, one head at a time, with no code of the policies but
+`policies.allocators.ams.select`, which has golden tests of its own.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+import torch
+
+from support.engine.oracle_replay import Mismatch, activations
+from support.engine.reference_decoder import Activations, ReferenceDecoder
+from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.events import event_positions
+from vllm_kvpolicy.policies.allocators.ams import AMSPreset, select
+
+GAP = 1e-5
+MAX_SHARE = 1e-3
+POOL = 5
+
+
+@dataclass
+class Report:
+    """Outcome of the oracle.
+
+    Args:
+        decisions: rows that were compared: (event, layer, KV head).
+        near_ties: one line for each row that differs where the reference's own scores
+            are closer than GAP at the cut.
+    """
+
+    decisions: int = 0
+    near_ties: list[str] = field(default_factory=list)
+
+    def check(self) -> None:
+        """Raise Mismatch where near ties are too many to be chance."""
+        if len(self.near_ties) > MAX_SHARE * self.decisions:
+            raise Mismatch(
+                f"{len(self.near_ties)} of {self.decisions} decisions differ at near "
+                f"ties, allowed {MAX_SHARE:.1%}: {self.near_ties[:5]}"
+            )
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one head of one layer holds at an event, in time order.
+
+    Args:
+        held: [T] true positions.
+        mean: [Hq per KV head, T] float64, window usage.
+        last: the same for the newest query alone.
+    """
+
+    held: np.ndarray
+    mean: np.ndarray
+    last: np.ndarray
+
+
+@dataclass
+class Selector:
+    """Selects as a policy should, for one request.
+
+    Args:
+        config: the engine's policy, with the request's own knobs.
+        decoder: gives the softmax scale and the shape of the model.
+        credit: EMA credit per (layer, head), of the tokens after the last event.
+    """
+
+    config: KVPolicyConfig
+    decoder: ReferenceDecoder
+    credit: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
+
+    @property
+    def allocator(self) -> str:
+        """The first word of the policy's name."""
+        return self.config.policy.rpartition("-")[0]
+
+    @property
+    def scorer(self) -> str:
+        """The last word of the policy's name."""
+        return self.config.policy.rpartition("-")[2]
+
+    @property
+    def window(self) -> int:
+        """Queries that the policy looks at."""
+        return self.config.window_tokens() or 1
+
+    def rows(self, seen: Activations, event: Any, previous: Any) -> list[list[Row]]:
+        """Measure the window's attention of every (layer, KV head)."""
+        layers = []
+        for layer in range(self.decoder.num_layers):
+            heads = []
+            for head in range(self.decoder.num_heads):
+                held = np.arange(event.position)
+                if previous is not None:
+                    old = previous.survivors_of(layer, head)
+                    held = np.r_[old, np.arange(previous.frontier, event.position)]
+                heads.append(self._measure(seen, layer, head, held, event.position))
+            layers.append(heads)
+        return layers
+
+    def _measure(
+        self, seen: Activations, layer: int, head: int, held: np.ndarray, end: int
+    ) -> Row:
+        group = self.decoder.num_q_heads // self.decoder.num_heads
+        keys = seen.keys[layer, head].numpy().astype(np.float64)[held]
+        shape = (group, self.window, len(held))
+        probs = np.zeros(shape)
+        for member in range(group):
+            queries = seen.queries[layer, head * group + member].numpy()
+            for step in range(self.window):
+                position = end - self.window + step
+                logits = keys @ queries[position].astype(np.float64)
+                logits = np.where(held > position, -np.inf, logits)
+                weight = np.exp((logits - logits.max()) * self.decoder.scale)
+                probs[member, step] = weight / weight.sum()
+        return Row(held, probs.mean(1), probs[:, -1])
+
+    def score(self, rows: list[Row], head: int) -> np.ndarray:
+        """Score the tokens of one head, higher is kept sooner.
+
+        TOVA averages query heads index by index, as its published code does; where the
+        heads of a layer hold different tokens, an index names different tokens.
+        """
+        row = rows[head]
+        if self.scorer == "streaming":
+            return np.arange(len(row.held), dtype=np.float64)
+        if self.scorer == "tova":
+            score = np.concatenate([other.last for other in rows]).mean(0)
+            score[-1] = score.max()
+            return score
+        return self.pooled(row)
+
+    def pooled(self, row: Row) -> np.ndarray:
+        """Usage of a KV head, smoothed; the window's own tokens get the maximum."""
+        num_older = len(row.held) - self.window
+        older = np.zeros(num_older + 2 * (POOL // 2))
+        older[POOL // 2 : POOL // 2 + num_older] = row.mean.mean(0)[:num_older]
+        smooth = [
+            older[start : start + POOL].sum() / POOL for start in range(num_older)
+        ]
+        return np.r_[smooth, np.full(self.window, max(smooth))]
+
+    def choose(
+        self, row: Row, score: np.ndarray, event: Any, layer: int, head: int
+    ) -> np.ndarray:
+        """Return the indices of the K tokens that should stay, ascending."""
+        num_sinks = self.config.sink_tokens
+        local = event.position - event.frontier
+        if self.allocator == "":
+            is_kept = np.zeros(len(score), dtype=bool)
+            is_kept[:num_sinks] = is_kept[len(score) - local :] = True
+            return fill(is_kept, score, event.budget)
+        preset = AMSPreset.from_options(self.config.options_of())
+        usage = self.pooled(row)
+        old = self.credit.get((layer, head))
+        choice = select(
+            torch.tensor(usage)[None],
+            torch.tensor(score)[None],
+            event.budget,
+            replace(preset.config, sinks=num_sinks, recent=local),
+            None if old is None else torch.tensor(old)[None],
+        )
+        mass = (usage + 1e-12) / (usage + 1e-12).sum()
+        before = np.zeros(len(mass))
+        if old is not None:
+            before[: len(old)] = old
+        decay = preset.config.ema_decay
+        self.credit[layer, head] = decay * before + (1 - decay) * mass
+        return choice.keep[0].numpy()
+
+    def keep_credit(self, layer: int, head: int, indices: np.ndarray) -> None:
+        """Carry the credit of the tokens that the server kept to the next event."""
+        if (layer, head) in self.credit:
+            self.credit[layer, head] = self.credit[layer, head][indices]
+
+
+def fill(is_kept: np.ndarray, score: np.ndarray, count: int) -> np.ndarray:
+    """Add the best tokens, the later of equal ones first; return `count` indices."""
+    order = sorted(range(len(score)), key=lambda index: (-score[index], -index))
+    chosen = set(np.flatnonzero(is_kept).tolist())
+    for index in order:
+        if len(chosen) >= count:
+            break
+        chosen.add(index)
+    return np.array(sorted(chosen))
+
+
+def cut_gap(score: np.ndarray, expected: Iterable[int], got: Iterable[int]) -> float:
+    """Return how far apart the reference's scores of the exchanged tokens are."""
+    missing = sorted(set(expected) - set(got))
+    surplus = sorted(set(got) - set(expected))
+    if len(missing) != len(surplus):
+        return np.inf
+    return float(np.abs(score[missing].max() - score[surplus].min()))
+
+
+def check_selection(
+    decoder: ReferenceDecoder,
+    result: Any,
+    config: KVPolicyConfig,
+    block_size: int,
+    report: Report,
+) -> None:
+    """Compare every decision of a request with the reference.
+
+    Args:
+        decoder: the model.
+        result: a `helpers.Result` with its events.
+        config: the request's policy.
+        block_size: N, tokens per superblock.
+        report: decisions and near ties are added to it.
+
+    Raises:
+        Mismatch: a decision differs where the reference leaves no doubt.
+    """
+    if config.protects_prompt:
+        protected = len(result.job.prompt)
+        config = replace(
+            config,
+            budget_tokens=config.budget_tokens + protected,
+            sink_tokens=max(config.sink_tokens, protected),
+        )
+    check_positions(result, config, block_size)
+    seen = activations(decoder, result)
+    selector = Selector(config, decoder)
+    previous = None
+    for event in result.events:
+        rows = selector.rows(seen, event, previous)
+        for layer, heads in enumerate(rows):
+            for head, row in enumerate(heads):
+                score = selector.score(heads, head)
+                kept = selector.choose(row, score, event, layer, head)
+                where = f"{result.job.name} p={event.position} l={layer} h={head}"
+                held = compare_row(row, score, kept, event, layer, head, where, report)
+                selector.keep_credit(layer, head, held)
+        previous = event
+
+
+def compare_row(
+    row: Row,
+    score: np.ndarray,
+    kept: np.ndarray,
+    event: Any,
+    layer: int,
+    head: int,
+    where: str,
+    report: Report,
+) -> np.ndarray:
+    """Compare one head's selection and survivors; return the indices it holds."""
+    selected = np.searchsorted(row.held, event.selected_of(layer, head))
+    survivors = event.survivors_of(layer, head)
+    local = np.arange(event.frontier, event.position)
+    holds = np.searchsorted(row.held, np.r_[survivors, local])
+    is_kept = np.zeros(len(score), dtype=bool)
+    is_kept[kept] = True
+    filled = fill(is_kept, score, len(holds))
+    report.decisions += 1
+    for name, expected, got in (
+        ("selected", kept, selected),
+        ("survivors", filled, holds),
+    ):
+        if len(expected) == len(got) and np.array_equal(expected, got):
+            continue
+        gap = cut_gap(score, expected, got)
+        line = f"{where}: {name} differ, gap {gap:.2e}"
+        if gap >= GAP:
+            raise Mismatch(
+                f"{line}: expected {row.held[expected]}, got {row.held[got]}"
+            )
+        report.near_ties.append(line)
+        break
+    return holds
+
+
+def check_positions(result: Any, config: KVPolicyConfig, block_size: int) -> None:
+    """Compare positions and frontiers with the event table.
+
+    Raises:
+        Mismatch: an event is missing, or is somewhere else.
+    """
+    positions = event_positions(
+        len(result.job.prompt),
+        config.budget_tokens,
+        config.interval_tokens,
+        config.prefill_interval_tokens,
+    )
+    # The newest token is never computed, so no event comes before it.
+    num_computed = len(result.all_tokens) - 1
+    expected = list(takewhile(lambda position: position < num_computed, positions))
+    got = [event.position for event in result.events]
+    if got != expected:
+        raise Mismatch(f"{result.job.name}: events at {got}, expected {expected}")
+    for event in result.events:
+        frontier = (event.position - config.recent_tokens) // block_size * block_size
+        if event.frontier != frontier:
+            raise Mismatch(f"{result.job.name}: frontier {event.frontier}")

@@ -1,0 +1,356 @@
+"""Drives the real schedulers with random traffic and a worker made of integers.
+
+Owns the traffic, the queue between scheduler and worker (one deep, or two deep as with
+asynchronous scheduling) and the block accounting after every `schedule()`.
+"""
+
+import pickle
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from vllm.config import ModelConfig
+from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from support.engine.simulator_engine import Scenario, make_scheduler
+from support.engine.simulator_pages import Asked, check
+from support.engine.simulator_tables import RaggedCheck, TableCheck
+from support.engine.simulator_worker import StorageWorker
+from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.events import EventPlan
+from vllm_kvpolicy.policies.catalogue.names import parse
+from vllm_kvpolicy.protocol import UsedBlocks
+from vllm_kvpolicy.sizes import max_global_blocks
+
+TOKEN, STOP_TOKEN = 5, 7
+MAX_IDLE_STEPS = 6
+
+
+class Simulation:
+    """One engine under random traffic, checked at every step.
+
+    Attributes:
+        totals: steps, events, preemptions, aborts... so far.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        model: ModelConfig,
+        tamper: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.scenario = scenario
+        self.rng = random.Random(scenario.seed)
+        self.scheduler = make_scheduler(scenario, model)
+        self.policy = KVPolicyConfig.from_dict(scenario.policy)
+        self.tamper = tamper
+        self.totals: Counter[str] = Counter()
+        self.asked: dict[str, Asked] = {}
+        self.peaks: dict[str, tuple[int, int]] = {}
+        self.queue: deque[tuple[Any, Any]] = deque()
+        self.idle = 0
+        limits = self.scheduler.kv_policy_limits
+        self.worker = StorageWorker(
+            num_blocks=self.pool.num_gpu_blocks,
+            block_size=scenario.block_size,
+            max_row=-(-scenario.longest // scenario.block_size),
+            window_slots=limits.window_slots,
+            window_tokens=limits.window_tokens,
+            rng=np.random.default_rng(scenario.seed),
+        )
+        sizes = (
+            scenario.max_num_seqs,
+            max_global_blocks(self.scheduler.vllm_config, self.policy),
+            scenario.block_size,
+        )
+        is_ragged = self.policy.is_ragged
+        self.tables = RaggedCheck(*sizes) if is_ragged else TableCheck(*sizes)
+        self.answers: list[tuple[int, int, UsedBlocks]] = []
+        self._count_clips()
+
+    def _count_clips(self) -> None:
+        """Count how often a request was held back and how often it sat a step out."""
+        planner = self.scheduler.kv_policy_planner
+        clip = planner.clip
+
+        def counting(request_id: str, computed: int, num_new: int) -> int:
+            allowed = clip(request_id, computed, num_new)
+            self.totals["clips"] += 0 < allowed < num_new
+            self.totals["sit-outs"] += allowed == 0 < num_new
+            return allowed
+
+        planner.clip = counting
+
+    @property
+    def pool(self) -> Any:
+        """Return vLLM's block pool."""
+        return self.scheduler.kv_cache_manager.block_pool
+
+    def run(self, num_steps: int) -> Counter[str]:
+        """Take this many steps of traffic, then let the engine drain.
+
+        Half of the engines abort first what is still waiting.
+        """
+        try:
+            while self.totals["steps"] < num_steps:
+                self._arrive()
+                self._abort()
+                self._turn()
+            if self.rng.random() < 0.5:
+                self._abort_waiting()
+            while self.scheduler.has_requests() or self.queue:
+                self._turn()
+                check(self.totals["steps"] < 20 * num_steps + 20_000, "does not drain")
+            self._check_empty()
+        except Exception as error:
+            error.add_note(f"{self.scenario}\n{dict(self.totals)}")
+            raise
+        finally:
+            self.totals += self.worker.totals
+            self.scheduler.shutdown()
+        return self.totals
+
+    # -- traffic ----------------------------------------------------------------
+
+    def _arrive(self) -> None:
+        """Sometimes add a request, and sometimes a burst of equal ones."""
+        rng, longest = self.rng, self.scenario.longest
+        if len(self.scheduler.waiting) > 12 or rng.random() > self.scenario.arrivals:
+            return
+        prompt_len = rng.randint(1, 100 if rng.random() < 0.7 else longest - 1)
+        max_tokens = rng.choice((rng.randint(1, 60), rng.randint(200, 500)))
+        extra_args = self._wishes(min(prompt_len + max_tokens, longest))
+        for _ in range(rng.choice((1, 1, 1, 5))):
+            self._add(prompt_len, max_tokens, extra_args)
+
+    def _add(self, prompt_len: int, max_tokens: int, extra_args: Any) -> None:
+        rng = self.rng
+        self.totals["arrivals"] += 1
+        self.totals["without policy"] += (extra_args or {}).get("kv_policy") == "none"
+        request_id = f"r{self.totals['arrivals']}"
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=[TOKEN] * prompt_len,
+            sampling_params=SamplingParams(
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                stop_token_ids=[STOP_TOKEN],
+                extra_args=extra_args,
+            ),
+            pooling_params=None,
+            priority=rng.randrange(3),
+        )
+        self.asked[request_id] = self._asked(prompt_len, extra_args)
+        self.scheduler.add_request(request)
+
+    def _wishes(self, num_tokens: int) -> dict[str, Any] | None:
+        """Return `extra_args`: mostly none, else smaller numbers or no policy."""
+        rng, policy = self.rng, self.policy
+        draw = rng.random()
+        fits = num_tokens <= (self.pool.num_gpu_blocks - 1) * self.scenario.block_size
+        if draw < 0.1 and fits:
+            return {"kv_policy": "none"}
+        wishes: dict[str, Any] = {}
+        if len(policy.policies) > 1 and rng.random() < 0.4:
+            wishes["kv_policy"] = rng.choice(policy.policies)
+        if draw < 0.3:
+            recent = rng.randint(0, policy.recent_tokens)
+            sinks = rng.randint(0, policy.sink_tokens)
+            least = recent + sinks + self.scenario.block_size
+            window = self.scheduler.kv_policy_limits.window_tokens
+            budget = rng.randint(least, policy.budget_tokens)
+            wishes["kv_interval"] = rng.randint(max(window, 1), policy.interval_tokens)
+            if parse(wishes.get("kv_policy", policy.policy)).admission is None:
+                wishes |= {"kv_budget": budget, "kv_recent": recent, "kv_sinks": sinks}
+        return wishes or None
+
+    def _asked(self, prompt_len: int, extra_args: dict[str, Any] | None) -> Asked:
+        wishes, policy = extra_args or {}, self.policy
+        name = wishes.get("kv_policy", policy.policy)
+        if name == "none":
+            return Asked(prompt_len)
+        info, options = parse(name), policy.options_of(name)
+        protected = prompt_len if policy.protects_prompt else 0
+        budget = wishes.get("kv_budget", policy.budget_tokens) + protected
+        if info.is_unbounded:
+            # Events begin when the first page has left the window.
+            least = policy.sink_tokens + policy.recent_tokens
+            budget = least + self.scenario.block_size
+        plan = EventPlan(
+            prompt_len,
+            budget,
+            wishes.get("kv_interval", policy.interval_tokens),
+            policy.prefill_interval_tokens,
+        )
+        return Asked(
+            prompt_len=prompt_len,
+            plan=plan,
+            recent=wishes.get("kv_recent", policy.recent_tokens),
+            sinks=max(wishes.get("kv_sinks", policy.sink_tokens), protected),
+            policy=name,
+            window=policy.window_tokens(name),
+            keeps_all=info.keeps_all,
+            is_ragged=info.is_ragged(options),
+            is_dynamic=options.get("hard_mode") == "dynamic"
+            or info.admission is not None,
+        )
+
+    def _abort(self) -> None:
+        if self.scheduler.requests and self.rng.random() < self.scenario.aborts:
+            victim = self.rng.choice(list(self.scheduler.requests))
+            self.totals["aborts"] += 1
+            self.scheduler.finish_requests(victim, RequestStatus.FINISHED_ABORTED)
+
+    def _abort_waiting(self) -> None:
+        waiting = [request.request_id for request in self.scheduler.waiting]
+        self.totals["aborts"] += len(waiting)
+        self.scheduler.finish_requests(waiting, RequestStatus.FINISHED_ABORTED)
+
+    # -- the engine's loop --------------------------------------------------------
+
+    def _turn(self) -> None:
+        """Schedule if the queue has room, else execute and process the oldest."""
+        if len(self.queue) < self.scenario.depth and self.scheduler.has_requests():
+            self._schedule()
+            # As EngineCore: keep the queue full before waiting for a result.
+            full = len(self.queue) == self.scenario.depth
+            if not full and self.rng.random() < 0.95:
+                return
+        if self.queue:
+            self._process()
+
+    def _schedule(self) -> None:
+        output = self.scheduler.schedule()
+        commands = pickle.loads(pickle.dumps(output.kv_policy))
+        if self.tamper is not None:
+            commands = self.tamper(commands)
+        self.queue.append((output, commands))
+        self.totals["steps"] += 1
+        self.totals["tokens"] += output.total_num_scheduled_tokens
+        self.totals["crowded steps"] += len(commands.events) > 1
+        self.totals["captures"] += len(commands.captures)
+        self.totals["preemptions"] += len(output.preempted_req_ids or ())
+        self.idle = 0 if output.num_scheduled_tokens else self.idle + 1
+        check(self.idle < MAX_IDLE_STEPS, "stalled with", list(self.scheduler.requests))
+        self._check_blocks(output)
+
+    def _process(self) -> None:
+        output, commands = self.queue.popleft()
+        sampling, answers = self.worker.execute(output, commands, self.asked)
+        self.tables.drop(output.finished_req_ids | (output.preempted_req_ids or set()))
+        self.tables.update(commands.events, self.worker.live)
+        if commands.events or self.rng.random() < 0.1:
+            self.tables.compare(output.num_scheduled_tokens, self.worker.live)
+        names = list(output.num_scheduled_tokens)
+        stop, draw = self.scenario.stops, self.rng.random
+        result = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=[
+                [STOP_TOKEN if draw() < stop else TOKEN] if name in sampling else []
+                for name in names
+            ],
+        )
+        result.kv_policy = self._due_answers(answers)
+        if self.scenario.depth > 1:
+            self._abort()
+        before = len(self.scheduler.requests)
+        manager = self.scheduler.kv_policy_manager
+        returned = manager.blocks_returned
+        self.scheduler.update_from_output(output, result)
+        self.totals["superblocks trimmed"] += manager.blocks_returned - returned
+        self.totals["finished"] += before - len(self.scheduler.requests)
+
+    def _due_answers(self, answers: list[UsedBlocks]) -> tuple[UsedBlocks, ...]:
+        """Return the answers that the scheduler hears now, some of them late.
+
+        Args:
+            answers: to the events of this step; most come within three steps more.
+        """
+        step = self.totals["processed"]
+        self.totals["processed"] += 1
+        for used in answers:
+            delay = self.rng.choice((0, 0, 1, 2, 3, 20))
+            number = self.worker.live[used.request_id].number
+            self.answers.append((step + delay, number, used))
+        due = [item for item in self.answers if item[0] <= step]
+        self.answers = [item for item in self.answers if item[0] > step]
+        for _, number, used in due:
+            self.totals[f"answers {self._fate(number, used)}"] += 1
+        return tuple(used for *_, used in due)
+
+    def _fate(self, number: int, used: UsedBlocks) -> str:
+        """Say what has become of the event that an answer is about."""
+        state = self.scheduler.kv_policy_planner.states.get(used.request_id)
+        if state is None:
+            return "after the end"
+        if state.serial == used.serial:
+            return "in time"
+        live = self.worker.live.get(used.request_id)
+        is_same = live is not None and live.number == number and state.ordinal
+        return "after another event" if is_same else "after a preemption"
+
+    # -- accounting -----------------------------------------------------------------
+
+    def _check_blocks(self, output: Any) -> None:
+        """Count every request's superblocks against the pool and its bound."""
+        manager, scheduler = self.scheduler.kv_policy_manager, self.scheduler
+        planner = scheduler.kv_policy_planner
+        for request_id in (output.preempted_req_ids or set()) | output.finished_req_ids:
+            self._check_peak(request_id)
+        owned: list[int] = []
+        num_global = 0
+        for request_id, blocks in manager.req_to_blocks.items():
+            mine = [block.block_id for block in blocks if not block.is_null]
+            held = len(mine)
+            owned += mine
+            end = scheduler.requests[request_id].num_computed_tokens
+            state = planner.states.get(request_id)
+            expected = len(blocks)
+            if state is not None:
+                expected += state.global_blocks - state.frontier_blocks
+                num_global += state.global_blocks
+            check(held == expected, request_id, "holds", held, "not", expected)
+            if request_id in output.num_scheduled_tokens:
+                most = max(held, self.peaks.get(request_id, (0, 0))[0])
+                self.peaks[request_id] = most, end
+                if state is not None and self.rng.random() < 0.05:
+                    bound = planner.peak_blocks(request_id, end)
+                    check(most <= bound, request_id, "held", most, "bound", bound)
+        total = len(owned)
+        check(len(set(owned)) == total, "a superblock is owned twice", sorted(owned))
+        used = self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks()
+        check(total == used, "requests hold", total, "of", used, "superblocks taken")
+        check(num_global == planner.num_global_blocks, "global", num_global)
+        check(manager.pool_counts() == (used - num_global, num_global), "pool counts")
+
+    def _check_peak(self, request_id: str) -> None:
+        """Compare the most that an incarnation held with the closed form."""
+        held, end = self.peaks.pop(request_id, (0, 0))
+        asked = self.asked[request_id]
+        if not end:
+            return
+        expected = -(-end // self.scenario.block_size)
+        if asked.plan is not None:
+            expected = asked.footprint(self.scenario.block_size).peak_blocks(end)
+            self.totals["incarnations"] += 1
+        fits = held <= expected if asked.is_dynamic else held == expected
+        check(fits, request_id, "held", held, "of", expected, "at", end)
+
+    def _check_empty(self) -> None:
+        """Check that nothing is left of any request; answers then change nothing."""
+        for _, _, used in self.answers:
+            self.scheduler.kv_policy_manager.give_back_surplus(used)
+        planner = self.scheduler.kv_policy_planner
+        free = self.pool.get_num_free_blocks()
+        check(free == self.pool.num_gpu_blocks - 1, "pool not full:", free)
+        check(not planner.states, "states left", planner.states)
+        check(not planner._windows, "windows left", planner._windows)
+        slots = sorted(planner._free_slots)
+        check(slots == list(range(planner.limits.window_slots)), "slots", slots)
+        check(planner.num_global_blocks == 0, "global", planner.num_global_blocks)
+        check(not self.scheduler.kv_policy_manager.req_to_blocks, "rows left")

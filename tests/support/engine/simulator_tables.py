@@ -1,0 +1,149 @@
+"""Checks the worker's real tables against the simulation's own page lists.
+
+Owns a SlotTable, and for heads of their own lengths HeadTables and a Folder; they live
+through the same events, drops and reuse as a worker's would, with exactly as many slots
+as the engine may run requests.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from support.engine.simulator_pages import NUM_HEADS, Incarnation, check, own_pages
+from vllm_kvpolicy.protocol import CompactEvent
+from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.tiers.equal_step import PhysicalTables
+from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
+from vllm_kvpolicy.worker.tiers.ragged_step import FoldedTables, Folder
+
+CPU = torch.device("cpu")
+LAYERS, HEADS = 2, NUM_HEADS // 2
+Live = Mapping[str, Incarnation]
+
+
+class TableCheck:
+    """Tables of all heads alike, and what their answers should be.
+
+    Args:
+        num_slots, max_global_blocks, block_size: see SlotTable.
+    """
+
+    def __init__(self, num_slots: int, max_global_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.slots = SlotTable(num_slots, max_global_blocks, block_size, CPU)
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Forget requests, as KVPolicyRuntime.begin_step does."""
+        self.slots.drop(request_ids)
+
+    def update(self, events: Sequence[CompactEvent], live: Live) -> None:
+        """Enter a step's events."""
+        if events:
+            slots = [self.slots.take(event.request_id) for event in events]
+            self.slots.update(slots, events)
+
+    def compare(self, scheduled: Mapping[str, int], live: Live) -> None:
+        """Compare tables and lengths of a batch with the worker's own.
+
+        Args:
+            scheduled: tokens by request, already computed.
+            live: the requests' true state.
+        """
+        if not scheduled:
+            return
+        size, names = self.block_size, list(scheduled)
+        states = [live[name] for name in names]
+        rows = torch.from_numpy(self.slots.rows(names, len(names)))
+        expected = [[*state.dest_blocks, *self._local(state)] for state in states]
+        table = torch.tensor(np.stack([state.row for state in states])).int()
+        width = max(map(len, expected))
+        computed = torch.tensor([state.computed for state in states]).int()
+        physical = PhysicalTables(self.slots, len(names), width)
+        tables, lengths = physical.fill(rows, table, computed, width)
+        found, dropped = tables.tolist(), (computed - lengths).tolist()
+        on_host = self.slots.dropped_tokens_cpu[rows.numpy()].tolist()
+        check(dropped == on_host, "lengths on host and device", names)
+        for name, state, want, have, gone in zip(
+            names, states, expected, found, dropped, strict=True
+        ):
+            check(have[: len(want)] == want, name, "table", have, "expected", want)
+            held = len(state.survivors[0]) + state.computed
+            held -= state.frontier_blocks * size
+            check(state.computed - gone == held, name, "length", state.computed, gone)
+
+    def _local(self, state: Incarnation) -> list[int]:
+        end = -(-state.computed // self.block_size)
+        return state.row[state.frontier_blocks : end].tolist()
+
+
+class RaggedCheck(TableCheck):
+    """Tables of every head, through the folded batch of each step.
+
+    Args:
+        num_slots, max_global_blocks, block_size: see SlotTable.
+    """
+
+    def __init__(self, num_slots: int, max_global_blocks: int, block_size: int) -> None:
+        super().__init__(num_slots, max_global_blocks, block_size)
+        # The simulation numbers pages superblock by superblock.
+        first = torch.arange(NUM_HEADS)
+        self.tables = HeadTables(num_slots, max_global_blocks, first, NUM_HEADS, CPU)
+        room = FoldedTables(LAYERS, HEADS, 0, 0, CPU)
+        self.folder = Folder(self.slots, self.tables, room)
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Forget requests, as KVPolicyRuntime.begin_step does."""
+        gone = list(request_ids)
+        super().drop(gone)
+        self.folder.forget(gone)
+
+    def update(self, events: Sequence[CompactEvent], live: Live) -> None:
+        """Enter a step's events and the lists that the worker has drawn."""
+        super().update(events, live)
+        for event in events:
+            pages = live[event.request_id].pages
+            slot = self.slots.slot_of[event.request_id]
+            index = torch.tensor([slot])
+            if not event.ordinal:
+                self.tables.clear([slot], index)
+            first = torch.tensor([[0, *map(len, pages)]]).cumsum(-1)
+            flat = torch.from_numpy(np.concatenate(pages))[None]
+            self.tables.update([slot], index, first, flat)
+            self.folder.forget([event.request_id])
+
+    def compare(self, scheduled: Mapping[str, int], live: Live) -> None:
+        """Compare the folded batch of a step with the worker's own lists."""
+        if not scheduled or not len(self.slots):
+            return
+        names = list(scheduled)
+        states = [live[name] for name in names]
+        ends = torch.tensor([state.computed for state in states], dtype=torch.int32)
+        counts = np.array(list(scheduled.values()))
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        common = SimpleNamespace(
+            num_reqs=len(names),
+            max_query_len=int(counts.max()),
+            seq_lens=ends,
+            seq_lens_cpu_upper_bound=ends,
+            query_start_loc=torch.from_numpy(starts).int(),
+            query_start_loc_cpu=torch.from_numpy(starts).int(),
+            block_table_tensor=torch.tensor(
+                np.stack([state.row for state in states])
+            ).int(),
+        )
+        folded = self.folder.fold(common, names)
+        tables = folded.tables.unflatten(1, (-1, HEADS)).numpy()
+        lengths = folded.lengths.unflatten(1, (-1, HEADS)).numpy()
+        for request, (name, state) in enumerate(zip(names, states, strict=True)):
+            stock = own_pages(self._local(state))
+            for number, own in enumerate(state.pages):
+                layer, head = divmod(number, HEADS)
+                want = np.concatenate([own, stock[number]])
+                have = tables[layer, request, head][: len(want)]
+                check(np.array_equal(have, want), name, "pages", have, want)
+                held = len(state.survivors[number]) + state.computed
+                held -= state.frontier_blocks * self.block_size
+                found = int(lengths[layer, request, head])
+                check(found == held, name, "length", found, held)

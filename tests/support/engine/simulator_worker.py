@@ -1,0 +1,307 @@
+"""A worker without a model: storage that remembers which token lies in every slot.
+
+Owns the physical side of the scheduler simulation. Each slot of each page holds
+`incarnation * 2**20 + position`; a request gets a new incarnation number each time it
+starts from nothing, so tokens of another request, or of the same one before its
+preemption, are strangers. Any disagreement raises SimulationFailure.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from support.engine.simulator_pages import (
+    EMPTY,
+    NUM_HEADS,
+    Asked,
+    Incarnation,
+    Lists,
+    check,
+    draw_pages,
+    draw_quota,
+    draw_survivors,
+    own_pages,
+    slots_of,
+)
+from vllm_kvpolicy.events import positions_up_to
+from vllm_kvpolicy.protocol import (
+    CompactEvent,
+    StepCommands,
+    UsedBlocks,
+    WindowCapture,
+)
+
+
+class StorageWorker:
+    """Executes scheduler outputs on integer storage and checks what attention reads.
+
+    Args:
+        num_blocks: superblocks of the pool, the null block included.
+        block_size: N.
+        max_row: most entries of a block table row.
+        window_slots, window_tokens: of the query window pool.
+        rng: draws survivors.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_row: int,
+        window_slots: int,
+        window_tokens: int,
+        rng: np.random.Generator,
+    ) -> None:
+        self.block_size = block_size
+        self.max_row = max_row
+        self.rng = rng
+        self.tokens = np.full(num_blocks * NUM_HEADS * block_size, EMPTY, np.int64)
+        self.windows = np.full((window_slots, window_tokens), EMPTY, np.int64)
+        self.live: dict[str, Incarnation] = {}
+        self.known: dict[str, int] = {}
+        self.num_incarnations = 0
+        self.totals: Counter[str] = Counter()
+
+    def execute(
+        self, output: Any, commands: StepCommands, asked: dict[str, Asked]
+    ) -> tuple[list[str], list[UsedBlocks]]:
+        """Run one step as vLLM's worker does.
+
+        Args:
+            output: vLLM's SchedulerOutput.
+            commands: the step's events and captures.
+            asked: by request id; read for requests that start.
+
+        Returns:
+            Ids of the requests that sample a token in this step, and answers to events.
+        """
+        self.drop(output.finished_req_ids, forget=True)
+        self.drop(output.preempted_req_ids or (), forget=False)
+        answers = [used for event in commands.events for used in self._run_event(event)]
+        self._update_rows(output, asked)
+        scheduled = output.num_scheduled_tokens
+        for request_id, count in scheduled.items():
+            self._write(request_id, count)
+        for capture in commands.captures:
+            self._capture(capture, scheduled)
+        self._check_positions(commands, scheduled)
+        sampling = [rid for rid, count in scheduled.items() if self._attend(rid, count)]
+        return sampling, answers
+
+    # -- life of a request ------------------------------------------------------
+
+    def drop(self, request_ids: Iterable[str], forget: bool) -> None:
+        """Forget what requests hold; their superblocks may belong to others now."""
+        for request_id in request_ids:
+            state = self.live.pop(request_id, None)
+            if forget:
+                self.known.pop(request_id, None)
+            if state is None:
+                continue
+            plan = state.asked.plan
+            expected = positions_up_to(plan, state.computed) if plan else []
+            check(state.positions == expected, "events", request_id, state.positions)
+            local = state.row[state.frontier_blocks : state.row_length]
+            for pages in (np.concatenate(state.pages), own_pages(local)):
+                self.tokens[slots_of(pages, self.block_size)] = EMPTY
+
+    def _update_rows(self, output: Any, asked: dict[str, Asked]) -> None:
+        for new in output.scheduled_new_reqs:
+            check(new.req_id not in self.live, "twice new", new.req_id)
+            self._start(new.req_id, asked[new.req_id], new.block_ids[0])
+            self.known[new.req_id] = asked[new.req_id].prompt_len
+        cached = output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            block_ids = cached.new_block_ids[index]
+            if request_id in cached.resumed_req_ids:
+                check(request_id not in self.live, "resumed but held", request_id)
+                self._start(request_id, asked[request_id], block_ids[0])
+                self.live[request_id].resumed = True
+            elif block_ids is not None:
+                self.live[request_id].extend(block_ids[0])
+            computed = cached.num_computed_tokens[index]
+            check(computed == self.live[request_id].computed, "computed", request_id)
+
+    def _start(self, request_id: str, asked: Asked, block_ids: list[int]) -> None:
+        self.num_incarnations += 1
+        row = np.zeros(self.max_row, np.int64)
+        state = Incarnation(asked, self.num_incarnations, row)
+        state.extend(block_ids)
+        self.live[request_id] = state
+
+    # -- events -----------------------------------------------------------------
+
+    def _run_event(self, event: CompactEvent) -> list[UsedBlocks]:
+        """Check an event against the rules, then choose and move survivors."""
+        name, size = event.request_id, self.block_size
+        state = self.live[name]
+        asked, position = state.asked, event.position
+        frontier = event.frontier_blocks * size
+        check(position == state.computed, name, "event not at its position", event)
+        check(event.ordinal == len(state.positions), name, "ordinal", event)
+        expected = (position - asked.recent) // size * size
+        check(frontier == expected, name, "wrong frontier", event)
+        check(event.policy == asked.policy, name, "policy", event)
+        check(event.sinks == asked.sinks, name, "sinks", event)
+        check(event.budget == asked.plan.budget, name, "budget", event)
+        self._check_blocks(state, event)
+        newly = np.arange(state.frontier_blocks * size, frontier)
+        leaving = own_pages(event.leaving_blocks)
+        pages = [
+            np.concatenate([old, new])
+            for old, new in zip(state.pages, leaving, strict=True)
+        ]
+        held = state.held(newly)
+        self._check_tokens(state, pages, held, name, "sources", event)
+        local = own_pages(event.local_blocks)
+        above = [np.arange(frontier, position)] * NUM_HEADS
+        self._check_tokens(state, list(local), above, name, "local", event)
+        self._check_window(event, state)
+        self._move(state, event, pages, held)
+        state.frontier_blocks = event.frontier_blocks
+        state.positions.append(position)
+        self.totals["events"] += 1
+        self.totals["replayed events"] += state.resumed
+        self.totals["events inside prompts"] += position < asked.prompt_len
+        if not asked.is_dynamic:
+            return []
+        return [UsedBlocks(name, event.serial, state.num_used)]
+
+    def _check_blocks(self, state: Incarnation, event: CompactEvent) -> None:
+        """Check how many superblocks an event has, and that they are the right ones."""
+        name, size, asked = event.request_id, self.block_size, state.asked
+        num_local = event.position - event.frontier_blocks * size
+        kept = len(event.dest_blocks) * size + num_local
+        budget = asked.plan.budget
+        if asked.keeps_all:
+            # Where answers have been heard, what is left goes to as many superblocks.
+            whole = min(event.frontier_blocks, len(event.source_blocks))
+            check(len(event.dest_blocks) == whole, name, "keeps", kept, event)
+            check(asked.is_dynamic or kept == event.position, name, "keeps", event)
+        elif asked.is_dynamic and len(event.dest_blocks) == len(event.source_blocks):
+            check(kept < budget + size, name, "keeps", kept, event)
+        else:
+            check(budget <= kept < budget + size, name, "keeps", kept, event)
+        check(0 not in event.dest_blocks + event.local_blocks, name, "null", event)
+        check(len(set(event.dest_blocks)) == len(event.dest_blocks), name, event)
+        # The scheduler may or may not have heard what the last event left over.
+        known = event.num_global
+        check(known in (len(state.dest_blocks), state.num_used), name, "trimmed", event)
+        old = tuple(state.row[state.frontier_blocks : event.frontier_blocks].tolist())
+        sources = state.dest_blocks[:known] + old
+        check(event.source_blocks == sources, name, "sources", event, sources)
+
+    def _check_tokens(
+        self, state: Incarnation, pages: Lists, positions: Lists, *context: Any
+    ) -> None:
+        """Check that page lists hold these positions, one list behind the other."""
+        slots = [
+            slots_of(own, self.block_size)[: len(tokens)]
+            for own, tokens in zip(pages, positions, strict=True)
+        ]
+        found = self.tokens[np.concatenate(slots)]
+        expected = state.first_code + np.concatenate(positions)
+        if not np.array_equal(found, expected):
+            wrong = np.flatnonzero(found != expected)
+            pairs = [(int(found[w]), int(expected[w])) for w in wrong[:4]]
+            check(False, *context, f"{len(wrong)} slots hold strangers", pairs)
+
+    def _move(
+        self, state: Incarnation, event: CompactEvent, pages: Lists, held: Lists
+    ) -> None:
+        """Draw survivors that contain the sinks and write them to the destinations."""
+        asked, size, dest = state.asked, self.block_size, event.dest_blocks
+        counts = [len(own) for own in pages]
+        check(len(dest) <= len(event.source_blocks), event.request_id, "grows", event)
+        quota = draw_quota(asked, counts, len(dest), size, self.rng)
+        chosen = draw_survivors(asked, held, quota, size, self.rng)
+        for tokens in chosen:
+            sinks = (tokens < asked.sinks).sum()
+            check(sinks == asked.sinks, event.request_id, "sinks lost", event)
+        # What is freed is anybody's from here on.
+        self.tokens[slots_of(own_pages(event.source_blocks), size)] = EMPTY
+        state.pages = draw_pages(asked, dest, quota, self.rng)
+        slots = slots_of(np.concatenate(state.pages), size)
+        self.tokens[slots] = state.first_code + np.concatenate(chosen)
+        state.survivors = chosen
+        state.dest_blocks, state.num_used = dest, -(-sum(quota) // NUM_HEADS)
+        self.totals["uneven events"] += len(set(quota)) > 1
+        self.totals["events with surplus"] += state.num_used < len(dest)
+
+    # -- windows ----------------------------------------------------------------
+
+    def _check_window(self, event: CompactEvent, state: Incarnation) -> None:
+        width = state.asked.window
+        if not width:
+            check(event.window_slot == -1, event.request_id, "window", event)
+            return
+        check(0 <= event.window_slot < len(self.windows), "window slot", event)
+        expected = state.first_code + np.arange(event.position - width, event.position)
+        rows = self.windows[event.window_slot][-width:]
+        check(np.array_equal(rows, expected), "window", event, rows - expected)
+
+    def _capture(self, capture: WindowCapture, scheduled: dict[str, int]) -> None:
+        name, state = capture.request_id, self.live[capture.request_id]
+        last_token = capture.first_token + capture.num_tokens
+        last_row = capture.first_row + capture.num_tokens
+        check(0 <= capture.window_slot < len(self.windows), name, "slot", capture)
+        check(0 <= capture.first_token < last_token <= scheduled[name], name, capture)
+        check(0 <= capture.first_row < last_row <= self.windows.shape[1], capture)
+        codes = state.first_code + state.computed + np.arange(scheduled[name])
+        rows = self.windows[capture.window_slot]
+        rows[capture.first_row : last_row] = codes[capture.first_token : last_token]
+
+    # -- the forward pass -----------------------------------------------------------
+
+    def _write(self, request_id: str, count: int) -> None:
+        """Write the step's tokens to vLLM's own slot mapping."""
+        state, size = self.live[request_id], self.block_size
+        end = state.computed + count
+        check(end <= self.known[request_id], request_id, "token not known yet", end)
+        check(state.row_length * size >= end, request_id, "no room for", end)
+        position = np.arange(state.computed, end)
+        blocks = state.row[position // size]
+        check(blocks.all(), request_id, "writes to the null block at", position)
+        slots = own_pages(blocks) * size + position % size
+        self.tokens[slots] = state.first_code + position
+
+    def _attend(self, request_id: str, count: int) -> bool:
+        """Check every slot that attention reads; return whether a token is sampled."""
+        state, size = self.live[request_id], self.block_size
+        end, first = state.computed + count, state.frontier_blocks * size
+        local_blocks = state.row[state.frontier_blocks : -(-end // size)]
+        pages = [
+            np.concatenate([old, new])
+            for old, new in zip(state.pages, own_pages(local_blocks), strict=True)
+        ]
+        self._check_tokens(
+            state, pages, state.held(np.arange(first, end)), request_id, "attends"
+        )
+        check(0 not in local_blocks, request_id, "attends the null block")
+        state.computed = end
+        if end < self.known[request_id]:
+            return False
+        self.known[request_id] += 1
+        return True
+
+    def _check_positions(
+        self, commands: StepCommands, scheduled: dict[str, int]
+    ) -> None:
+        """Check that no step runs across an event and none is missing."""
+        with_event = {event.request_id for event in commands.events}
+        check(len(with_event) == len(commands.events), "two events in a step", commands)
+        check(with_event <= scheduled.keys(), "event without tokens", commands)
+        for request_id, count in scheduled.items():
+            state = self.live[request_id]
+            if state.asked.plan is None:
+                check(request_id not in with_event, request_id, "asked for none")
+                continue
+            start = state.computed
+            due = state.asked.plan.next_event(start)
+            has_event = request_id in with_event
+            check(has_event or due != start, request_id, "event missing at", start)
+            check(due == start or not has_event, request_id, "no event due at", start)
+            following = state.asked.plan.next_event(start + 1)
+            check(start + count <= following, request_id, "straddles", following)

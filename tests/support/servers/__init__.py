@@ -1,0 +1,1 @@
+"""HTTP servers, real and fake."""

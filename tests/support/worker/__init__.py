@@ -1,0 +1,1 @@
+"""Caches and batches of events without an engine or a model."""

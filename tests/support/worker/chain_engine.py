@@ -1,0 +1,387 @@
+"""Scheduler's and worker's halves of an event, joined without vLLM's engine.
+
+The real planner, manager and block pool; the real compactor and tables on keys that say
+whose they are; every token of every head is checked after every step.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.v1.core.block_pool import BlockPool
+
+from support.worker.chain_oracle import Chosen, Rules, is_ascending, survivors
+from support.worker.chain_policy import MARK, Seen
+from support.worker.chain_requests import (
+    DIM,
+    HEADS,
+    LAYERS,
+    NUM_HEADS,
+    SIZE,
+    Live,
+    check_seen,
+    codes,
+)
+from vllm_kvpolicy.block_manager.manager import KVPolicyManager, KVPolicySpec
+from vllm_kvpolicy.block_manager.planner import Asked, Planner
+from vllm_kvpolicy.events import EventPlan, Footprint
+from vllm_kvpolicy.protocol import CompactEvent, UsedBlocks
+from vllm_kvpolicy.sizes import PlannerLimits
+from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
+from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
+from vllm_kvpolicy.worker.compaction import POSITIONS, Compactor
+from vllm_kvpolicy.worker.pages import PagePool
+from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.survivors import SurvivorMemory
+from vllm_kvpolicy.worker.tiers.equal_step import PhysicalTables
+from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
+from vllm_kvpolicy.worker.tiers.layouts import EqualLayout, Layout, RaggedLayout
+from vllm_kvpolicy.worker.tiers.ragged_step import FoldedTables, Folder
+
+RECENT, LONGEST, MOST_LIVE = 5, 130, 4
+BUDGET = 24
+POISON = -777.0
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One chain: policy, layout of the pool, and how late answers are.
+
+    `moves` drops nothing and leaves survivors in any order.
+    """
+
+    policy: Any
+    is_ragged: bool
+    one_allocation: bool = True
+    columns: bool = False
+    placement: str = "in_place"
+    latest: int = 0
+    moves: bool = False
+    num_blocks: int = 70
+    seed: int = 0
+
+
+class Chain:
+    """Several requests on one pool; see `Setup`."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.rng = setup, Random(setup.seed)
+        self.blocks = BlockPool(setup.num_blocks, False, hash_block_size=SIZE)
+        self.planner = Planner(PlannerLimits(SIZE, 0, 0, 3))
+        spec = KVPolicySpec(
+            block_size=SIZE,
+            num_kv_heads=HEADS,
+            head_size=DIM,
+            dtype=torch.float32,
+            max_blocks_per_request=setup.num_blocks,
+        )
+        self.manager = KVPolicyManager(
+            spec,
+            block_pool=self.blocks,
+            enable_caching=False,
+            kv_cache_group_id=0,
+            scheduler_block_size=SIZE,
+        )
+        self.manager.attach(self.planner, setup.placement)
+        self.caches = list(self._caches())
+        self.pool = PagePool(self.caches, setup.columns)
+        assert self.pool.spans_layers == setup.one_allocation
+        self.slots = SlotTable(MOST_LIVE, LONGEST, SIZE, CPU)
+        self.folder: Folder | None = None
+        self.compactor = self._compactor()
+        self.live: dict[str, Live] = {}
+        self.late: list[tuple[int, UsedBlocks]] = []
+        self.gone: set[str] = set()
+        self.totals: Counter[str] = Counter()
+
+    def _caches(self) -> Iterator[torch.Tensor]:
+        shape = (LAYERS, self.setup.num_blocks, HEADS, SIZE, 2 * DIM)
+        whole = torch.full(shape, POISON)
+        for layer in whole:
+            yield layer if self.setup.one_allocation else layer.clone()
+
+    def _compactor(self) -> Compactor:
+        def memory() -> SurvivorMemory:
+            most_local = RECENT + SIZE - 1
+            blocks = self.setup.num_blocks
+            return SurvivorMemory(self.slots, blocks, NUM_HEADS, most_local)
+
+        layout: Layout = EqualLayout(self.slots, self.pool)
+        if self.setup.is_ragged:
+            first = self.pool.own_pages(torch.zeros(1, 1, dtype=torch.int64)).flatten()
+            tables = HeadTables(MOST_LIVE, LONGEST, first, HEADS, CPU)
+            layout = RaggedLayout(self.slots, self.pool, tables)
+            room = FoldedTables(LAYERS, HEADS, 0, 0, CPU)
+            self.folder = Folder(self.slots, tables, room)
+        return Compactor(
+            policies={"scripted": self.setup.policy},
+            pool=self.pool,
+            layout=layout,
+            slots=self.slots,
+            windows=QueryWindows(0, 0, LAYERS, HEADS, DIM, 0, torch.float32, CPU),
+            memory={MARK: memory(), POSITIONS: memory()},
+            signals=TokenSignals((), LAYERS, MOST_LIVE, 1, 1, 1, torch.float32, CPU),
+            rope=None,
+            tracer=None,
+            scale=1.0,
+        )
+
+    # -- the scheduler's half ---------------------------------------------------
+
+    def run(self, num_steps: int) -> Counter[str]:
+        """Take steps of random traffic, then end all requests."""
+        for _ in range(num_steps):
+            self._step()
+        for name in list(self.live):
+            self._end(name)
+        for _, used in self.late:
+            self.manager.give_back_surplus(used)
+        assert self.blocks.get_num_free_blocks() == self.setup.num_blocks - 1
+        assert self.planner.num_global_blocks == 0
+        return self.totals
+
+    def _step(self) -> None:
+        rng = self.rng
+        if len(self.live) < MOST_LIVE and rng.random() < 0.4:
+            self._start()
+        counts: dict[str, int] = {}
+        for name in rng.sample(list(self.live), len(self.live)):
+            self._schedule(name, counts)
+        events = self.planner.finish_step(counts).events
+        self.slots.drop(self.gone)
+        if self.folder is not None:
+            self.folder.forget(self.gone | {event.request_id for event in events})
+        self.gone = set()
+        answers = self._execute(events)
+        for name, count in counts.items():
+            self._write(name, count)
+        self.totals["steps"] += 1
+        step = self.totals["steps"]
+        self.late += [(step + rng.randint(0, self.setup.latest), a) for a in answers]
+        for due, used in [item for item in self.late if item[0] <= step]:
+            self._answer(used)
+            self.late.remove((due, used))
+        self._check_blocks()
+        self._check_batch(counts)
+        for name in list(self.live):
+            if self.live[name].computed == self.live[name].last or rng.random() < 0.01:
+                self._end(name)
+                self.totals["finished"] += 1
+
+    def _start(self) -> None:
+        rng = self.rng
+        self.totals["started"] += 1
+        name = f"r{self.totals['started']}"
+        budget = BUDGET + rng.choice((0, 0, 5))
+        plan = EventPlan(rng.randint(1, 90), budget, rng.choice((3, 6, 11)), 3 * SIZE)
+        bounded = rng.random() < 0.9
+        self.live[name] = Live(
+            number=self.totals["started"],
+            last=rng.randint(40, LONGEST if bounded else 80),
+            plan=plan if bounded else None,
+            sinks=rng.choice((0, 2, 9)),
+        )
+        if bounded:
+            footprint = Footprint(plan, RECENT, SIZE, self.setup.moves)
+            asked = Asked("scripted", footprint, self.live[name].sinks)
+            self.planner.add(name, asked)
+
+    def _schedule(self, name: str, counts: dict[str, int]) -> None:
+        """Play vLLM's `allocate_slots`: preempt others until there is room."""
+        if name not in self.live:
+            return
+        state, rng = self.live[name], self.rng
+        wanted = min(rng.choice((1, 1, 1, 4, 30)), state.last - state.computed)
+        count = self.planner.clip(name, state.computed, wanted)
+        if not count:
+            return
+        self.manager.remove_skipped_blocks(name, state.computed)
+        end = state.computed + count
+        while self._needed(name, end) > self.blocks.get_num_free_blocks():
+            if not state.computed:
+                return
+            victim = [other for other in self.live if self.live[other].computed][-1]
+            self._preempt(victim)
+            counts.pop(victim, None)
+            if victim == name:
+                return
+        self.manager.allocate_new_blocks(name, end, end)
+        counts[name] = count
+
+    def _needed(self, name: str, end: int) -> int:
+        start = self.live[name].computed
+        return self.manager.get_num_blocks_to_allocate(name, end, (), start, start, end)
+
+    def _preempt(self, name: str) -> None:
+        self.totals["preempted"] += 1
+        old = self.live[name]
+        self.manager.free(name)
+        self.planner.restart(name)
+        self.live[name] = Live(old.number, old.last, old.plan, old.sinks)
+        self.gone.add(name)
+
+    def _end(self, name: str) -> None:
+        self.manager.free(name)
+        self.planner.remove(name)
+        del self.live[name]
+        self.gone.add(name)
+
+    def _answer(self, used: UsedBlocks) -> None:
+        before = self.blocks.get_num_free_blocks()
+        self.manager.give_back_surplus(used)
+        self.totals["answers"] += 1
+        self.totals["given back"] += self.blocks.get_num_free_blocks() - before
+
+    # -- the worker's half ------------------------------------------------------
+
+    def _execute(self, events: tuple[CompactEvent, ...]) -> list[UsedBlocks]:
+        """Run a step's events and learn from the policy what should be left."""
+        self.totals["events"] += len(events)
+        self.totals["crowded steps"] += len(events) > 1
+        seen = getattr(self.setup.policy, "seen", [])
+        seen.clear()
+        found = [row for each in self.compactor.run(events) for row in each.read()]
+        answers = [
+            UsedBlocks(event.request_id, event.serial, used) for event, _, used in found
+        ]
+        notes = {note.request: note for note in seen}
+        for event in events:
+            self._expect(event, notes.get(self.live[event.request_id].number))
+        return answers
+
+    def _expect(self, event: CompactEvent, note: Seen | None) -> None:
+        """Follow one event; `note` is what the policy saw of it."""
+        state = self.live[event.request_id]
+        held = [state.held(head) for head in range(NUM_HEADS)]
+        frontier = event.frontier_blocks * SIZE
+        assert event.position == state.computed
+        if note is not None:
+            check_seen(state, note, frontier)
+        num_local = state.computed - frontier
+        if self.setup.moves:
+            state.kept = [row[: len(row) - num_local] for row in held]
+        else:
+            assert note is not None, "the policy was not asked"
+            rules = Rules(
+                block_size=SIZE,
+                num_groups=1 if self.setup.one_allocation else LAYERS,
+                is_ragged=self.setup.is_ragged,
+                is_dynamic=self.setup.policy.dynamic,
+            )
+            parts = (note.keep, note.must_keep, note.score)
+            pages = [(len(row) - num_local) // SIZE for row in held]
+            chosen = Chosen(*(part.tolist() for part in parts))
+            num_dest = len(event.dest_blocks)
+            left = survivors(rules, chosen, pages, state.sinks, num_dest)
+            state.kept = [
+                [row[token] for token in tokens]
+                for row, tokens in zip(held, left, strict=True)
+            ]
+        self.totals["uneven events"] += len(set(map(len, state.kept))) > 1
+        self.totals["events without survivors of a head"] += [] in state.kept
+        state.frontier, state.last_event = frontier, state.computed
+
+    def _write(self, name: str, count: int) -> None:
+        """Write a step's tokens where vLLM's slot mapping puts them."""
+        state = self.live[name]
+        row = self.manager.req_to_blocks[name]
+        positions = range(state.computed, state.computed + count)
+        state.computed += count
+        blocks = torch.tensor([row[p // SIZE].block_id for p in positions])
+        offsets = torch.tensor([p % SIZE for p in positions])
+        for head in range(NUM_HEADS):
+            # [B, N, 2D] pages of this head, seen as the kernels write them.
+            pages = self.caches[head // HEADS][:, head % HEADS]
+            keys = codes(state.number, head, positions)
+            if not self.setup.columns:
+                pages[blocks, offsets] = torch.cat([keys, -keys], dim=-1)
+                continue
+            halves = pages.view(-1, 2, SIZE * DIM)
+            halves[:, 0].view(-1, DIM, SIZE)[blocks, :, offsets] = keys
+            halves[:, 1].view(-1, SIZE, DIM)[blocks, offsets] = -keys
+
+    # -- checks -----------------------------------------------------------------
+
+    def _check_blocks(self) -> None:
+        """Every superblock is one request's or nobody's; poison what is nobody's."""
+        rows: Mapping[str, Any] = self.manager.req_to_blocks
+        owned = [block.block_id for row in rows.values() for block in row]
+        owned = [block for block in owned if block]
+        assert len(owned) == len(set(owned)), "a superblock has two owners"
+        num_free = self.blocks.get_num_free_blocks()
+        assert len(owned) + num_free == self.setup.num_blocks - 1, "blocks are lost"
+        nobodys = sorted(set(range(self.setup.num_blocks)) - set(owned))
+        for cache in self.caches:
+            assert (cache[0] == POISON).all(), "something wrote to the null block"
+            cache[nobodys] = POISON
+
+    def _check_batch(self, counts: Mapping[str, int]) -> None:
+        """Compare what attention reads of all requests with what should be there."""
+        names = [name for name, state in self.live.items() if state.computed]
+        if not names:
+            return
+        rows = [[b.block_id for b in self.manager.req_to_blocks[n]] for n in names]
+        width = max(map(len, rows)) + 1
+        padded = [row + [0] * (width - len(row)) for row in rows]
+        ends = torch.tensor([self.live[name].computed for name in names])
+        queries = torch.tensor([counts.get(name, 1) for name in names])
+        starts = torch.nn.functional.pad(queries.cumsum(0), (1, 0)).int()
+        common = SimpleNamespace(
+            num_reqs=len(names),
+            max_query_len=int(queries.max()),
+            seq_lens_cpu_upper_bound=ends,
+            seq_lens=ends.int(),
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
+            block_table_tensor=torch.tensor(padded, dtype=torch.int32),
+        )
+        tables, lengths = self._stock(common, names)
+        if self.folder is not None and len(self.slots):
+            folded = self.folder.fold(common, names)
+            tables = folded.tables.unflatten(1, (-1, HEADS))
+            lengths = folded.lengths.unflatten(1, (-1, HEADS))
+        for index, name in enumerate(names):
+            pages, sizes = tables[:, index].flatten(0, 1), lengths[:, index].flatten()
+            self._check_request(name, set(rows[index]), pages, sizes.tolist())
+
+    def _stock(
+        self, common: Any, names: list[str]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return page ids [L, R, H, P] and lengths [L, R, H] of stock attention."""
+        slots = torch.from_numpy(self.slots.rows(names, len(names)))
+        table = common.block_table_tensor
+        physical = PhysicalTables(self.slots, *table.shape)
+        blocks, held = physical.fill(slots, table, common.seq_lens, table.shape[1])
+        lengths = held[:, None].expand(LAYERS, len(names), HEADS)
+        return self.pool.own_pages(blocks.long()).transpose(0, 1), lengths
+
+    def _check_request(
+        self, name: str, row: set[int], pages: torch.Tensor, lengths: list[int]
+    ) -> None:
+        """Compare a request's page lists [n, P] with what each head should hold."""
+        state = self.live[name]
+        taken: list[tuple[int, int]] = []
+        for head, length in enumerate(lengths):
+            layer, expected = head // HEADS, state.held(head)
+            assert is_ascending(expected) and length == len(expected), (name, head)
+            mine = pages[head, : -(-length // SIZE)]
+            group = 0 if self.setup.one_allocation else layer
+            taken += [(group, page) for page in mine.tolist()]
+            keys, values = (
+                part[layer][mine].flatten(0, 1)[:length]
+                for part in (self.pool.keys, self.pool.values)
+            )
+            if self.setup.moves:
+                order = keys[:, 2].argsort()
+                keys, values = keys[order], values[order]
+            want = codes(state.number, head, expected)
+            assert torch.equal(keys, want), (name, head, keys.tolist(), expected)
+            assert torch.equal(values, -want), (name, head)
+        assert len(set(taken)) == len(taken), "a page has two owners"
+        blocks = {page // HEADS % self.setup.num_blocks for _, page in taken}
+        assert blocks <= row - {0}, "a page of somebody else's superblock"

@@ -1,0 +1,282 @@
+"""Event positions and footprints against hand-written cases and a token-by-token walk.
+
+Owns the proof that the closed forms of events say what the design says.
+"""
+
+import random
+from itertools import islice, repeat
+
+import pytest
+
+from support.event_oracle import Case, walk_events, walk_peak
+from vllm_kvpolicy.events import (
+    EventPlan,
+    Footprint,
+    event_positions,
+    positions_up_to,
+    worst_case_blocks,
+)
+
+# name, prompt length, K, I, prefill interval, first event positions.
+# Only events at which the rule of the design says "held" are listed, by hand:
+# (i) multiples of the prefill interval inside the prompt with more than K held,
+# (ii) the prompt's end with at least K + I held, (iii) then K + I held, then every I.
+TABLE = [
+    ("prompt of one token", 1, 10, 5, 4096, [15, 20, 25]),
+    ("prompt shorter than the budget", 10, 100, 50, 4096, [150, 200, 250]),
+    ("prompt equal to the budget", 100, 100, 50, 4096, [150, 200, 250]),
+    ("prompt one above the budget", 101, 100, 50, 4096, [150, 200, 250]),
+    ("prompt of K + I - 1", 149, 100, 50, 4096, [150, 200, 250]),
+    ("prompt of K + I", 150, 100, 50, 4096, [150, 200, 250]),
+    ("prompt of K + I + 1", 151, 100, 50, 4096, [151, 201, 251]),
+    ("long prompt in one stretch", 1000, 100, 50, 4096, [1000, 1050, 1100]),
+    ("events inside the prompt", 1000, 100, 50, 256, [256, 512, 768, 1000, 1050]),
+    ("prompt a multiple of the grid", 768, 100, 50, 256, [256, 512, 768, 818]),
+    ("the same, interval above the grid", 768, 100, 300, 256, [256, 512, 812, 1112]),
+    ("the same, interval equal to the grid", 768, 100, 256, 256, [256, 512, 768, 1024]),
+    ("the same, interval one above", 768, 100, 257, 256, [256, 512, 769, 1026]),
+    ("prompt ends one after an event", 513, 100, 50, 256, [256, 512, 562, 612]),
+    ("prompt ends I - 1 after an event", 561, 100, 50, 256, [256, 512, 562, 612]),
+    ("prompt ends I after an event", 562, 100, 50, 256, [256, 512, 562, 612]),
+    ("prompt ends I + 1 after an event", 563, 100, 50, 256, [256, 512, 563, 613]),
+    ("budget above the grid", 1000, 300, 50, 256, [512, 768, 1000, 1050]),
+    ("budget equal to the grid", 1000, 256, 50, 256, [512, 768, 1000, 1050]),
+    ("budget one below the grid", 1000, 255, 50, 256, [256, 512, 768, 1000]),
+    ("budget one above the grid", 1000, 257, 50, 256, [512, 768, 1000, 1050]),
+    ("budget twice the grid", 1000, 512, 50, 256, [768, 1000, 1050]),
+    ("fine grid, prompt below the budget", 200, 300, 50, 64, [350, 400, 450]),
+    ("fine grid, end not due", 400, 300, 50, 64, [320, 384, 434, 484]),
+    ("fine grid, end just due", 400, 300, 16, 64, [320, 384, 400, 416]),
+    ("fine grid, end just not due", 400, 300, 17, 64, [320, 384, 401, 418]),
+    ("exactly K on the grid", 257, 256, 64, 256, [320, 384, 448]),
+    ("exactly K on the grid, end due", 320, 256, 64, 256, [320, 384, 448]),
+    ("interval 1, short prompt", 10, 20, 1, 4096, [21, 22, 23, 24]),
+    ("interval 1, prompt of K", 20, 20, 1, 4096, [21, 22, 23, 24]),
+    ("interval 1, prompt of K + 1", 21, 20, 1, 4096, [21, 22, 23, 24]),
+    ("interval 1, long prompt", 30, 20, 1, 4096, [30, 31, 32, 33]),
+    ("interval 1, end after an event", 33, 20, 1, 16, [32, 33, 34, 35]),
+    ("grid of one token", 15, 10, 5, 1, [11, 12, 13, 14, 19, 24]),
+    ("grid and interval of one token", 13, 10, 1, 1, [11, 12, 13, 14]),
+    ("interval above the budget", 5, 10, 100, 4096, [110, 210, 310]),
+    ("interval above the budget, long prompt", 120, 10, 100, 4096, [120, 220, 320]),
+    ("interval above grid and budget", 100, 10, 100, 32, [32, 64, 96, 196, 296]),
+    ("interval not a multiple of a block", 50, 64, 33, 4096, [97, 130, 163]),
+    ("defaults, prompt on the grid", 4096, 2048, 512, 4096, [4096, 4608, 5120]),
+    ("defaults, prompt one above the grid", 4097, 2048, 512, 4096, [4096, 4608, 5120]),
+    ("defaults, two events inside", 10000, 2048, 512, 4096, [4096, 8192, 10000, 10512]),
+    ("defaults, end just due", 8704, 2048, 512, 4096, [4096, 8192, 8704, 9216]),
+    ("budget that never binds in 4096", 3000, 4096, 512, 4096, [4608, 5120, 5632]),
+]
+
+
+@pytest.mark.parametrize(
+    "prompt_len, budget, interval, grid, expected",
+    [row[1:] for row in TABLE],
+    ids=[row[0] for row in TABLE],
+)
+def test_event_positions_by_hand(prompt_len, budget, interval, grid, expected):
+    positions = event_positions(prompt_len, budget, interval, grid)
+    assert list(islice(positions, len(expected))) == expected
+    case = Case(prompt_len, budget, interval, grid)
+    assert walk_events(case, expected[-1]) == expected
+
+
+def test_the_table_is_long_enough_and_has_no_duplicates():
+    assert len({row[1:5] for row in TABLE}) == len(TABLE) >= 30
+
+
+def random_case(rng: random.Random, longest: int) -> Case:
+    """Draw a request that the configuration would accept, small numbers more often."""
+    block_size = rng.choice((4, 8, 16, 32))
+    recent = rng.choice((0, rng.randrange(3 * block_size)))
+    least = recent + block_size
+    return Case(
+        prompt_len=rng.randint(1, longest),
+        budget=least + rng.choice((0, 1, rng.randrange(longest), 3 * block_size)),
+        interval=rng.choice((1, 2, block_size, rng.randint(1, longest))),
+        prefill_interval=block_size * rng.choice((1, 2, 3, rng.randint(1, 20))),
+        recent=recent,
+        block_size=block_size,
+    )
+
+
+def plan_of(case: Case) -> EventPlan:
+    return EventPlan(case.prompt_len, case.budget, case.interval, case.prefill_interval)
+
+
+def test_closed_form_equals_a_walk_over_tokens():
+    rng = random.Random(1)
+    num_events = 0
+    for _ in range(4000):
+        case = random_case(rng, 300)
+        last = rng.randrange(700)
+        expected = walk_events(case, last)
+        assert positions_up_to(plan_of(case), last + 1) == expected, case
+        num_events += len(expected)
+    assert num_events > 40_000
+
+
+def test_the_grid_need_not_be_a_multiple_of_anything():
+    rng = random.Random(2)
+    for _ in range(3000):
+        case = Case(*(rng.randint(1, 60) for _ in range(4)))
+        assert positions_up_to(plan_of(case), 251) == walk_events(case, 250), case
+
+
+def test_next_event_equals_the_generator():
+    rng = random.Random(3)
+    for _ in range(300):
+        case = random_case(rng, 200)
+        plan = plan_of(case)
+        expected = iter(walk_events(case, 2000))
+        following = next(expected, None)
+        for position in range(500):
+            if following is not None and position > following:
+                following = next(expected, None)
+            found = plan.next_event(position)
+            assert found == following or (following is None and found > 2000), (
+                case,
+                position,
+            )
+
+
+def test_no_event_before_more_than_the_budget_is_held():
+    rng = random.Random(4)
+    for _ in range(2000):
+        case = random_case(rng, 300)
+        assert plan_of(case).next_event(0) > case.budget, case
+
+
+@pytest.mark.parametrize("keeps_all", [False, True])
+def test_peak_blocks_is_exact_for_single_tokens_and_random_chunks(keeps_all):
+    rng = random.Random(5)
+    binding = 0
+    for _ in range(1500):
+        case = random_case(rng, 250)
+        num_tokens = rng.randint(1, 600)
+        footprint = Footprint(
+            plan_of(case), case.recent, case.block_size, keeps_all=keeps_all
+        )
+        expected = footprint.peak_blocks(num_tokens)
+        singles = walk_peak(case, num_tokens, repeat(1), keeps_all)
+        sizes = (rng.choice((1, 7, 64, 500)) for _ in repeat(None))
+        chunked = walk_peak(case, num_tokens, sizes, keeps_all)
+        assert (singles, chunked) == (expected, expected), (case, num_tokens)
+        binding += expected < -(-num_tokens // case.block_size)
+    assert (binding == 0) if keeps_all else (binding > 500)
+
+
+def test_peak_blocks_far_past_the_point_where_it_settles():
+    rng = random.Random(6)
+    for _ in range(40):
+        block_size = rng.choice((4, 8, 16))
+        recent = rng.randrange(20)
+        case = Case(
+            prompt_len=rng.randint(1, 100),
+            budget=recent + block_size + rng.randrange(60),
+            interval=rng.randint(1, 40),
+            prefill_interval=block_size * rng.randint(1, 4),
+            recent=recent,
+            block_size=block_size,
+        )
+        footprint = Footprint(plan_of(case), case.recent, block_size)
+        num_tokens = 100 + 2 * block_size * case.interval + rng.randrange(500)
+        expected = walk_peak(case, num_tokens, repeat(1))
+        assert footprint.peak_blocks(num_tokens) == expected, case
+
+
+def test_an_event_holds_the_budget_and_less_than_a_page_more():
+    rng = random.Random(7)
+    for _ in range(1000):
+        case = random_case(rng, 300)
+        footprint = Footprint(plan_of(case), case.recent, case.block_size)
+        for position in walk_events(case, 700):
+            local = position - footprint.frontier_blocks(position) * case.block_size
+            held = footprint.global_blocks(position) * case.block_size + local
+            assert case.recent <= local < case.recent + case.block_size
+            assert case.budget <= held < case.budget + case.block_size, (case, position)
+
+
+# The bound takes the worst alignment of local tokens to blocks after an event that
+# does not end on whole blocks, which a given interval need not reach.
+WORST_CASE_SLACK_BLOCKS = 1
+
+
+def test_worst_case_bounds_every_prompt_length_and_is_tight():
+    rng = random.Random(8)
+    slacks = []
+    for _ in range(150):
+        longest = rng.randint(40, 500)
+        case = random_case(rng, longest)
+        bound = worst_case_blocks(
+            longest,
+            case.budget,
+            case.interval,
+            case.prefill_interval,
+            case.recent,
+            case.block_size,
+        )
+        peak = 0
+        for prompt_len in range(1, longest + 1):
+            plan = EventPlan(
+                prompt_len, case.budget, case.interval, case.prefill_interval
+            )
+            footprint = Footprint(plan, case.recent, case.block_size)
+            peak = max(peak, footprint.peak_blocks(longest))
+        assert peak <= bound, (case, longest)
+        assert bound <= -(-longest // case.block_size)
+        slacks.append(bound - peak)
+    assert max(slacks) <= WORST_CASE_SLACK_BLOCKS
+    assert slacks.count(0) > 0.8 * len(slacks)
+
+
+def test_worst_case_of_the_server_bounds_requests_with_smaller_numbers():
+    rng = random.Random(9)
+    for _ in range(6000):
+        longest = rng.randint(40, 400)
+        case = random_case(rng, longest)
+        bound = worst_case_blocks(
+            longest,
+            case.budget,
+            case.interval,
+            case.prefill_interval,
+            case.recent,
+            case.block_size,
+        )
+        recent = max(case.recent - rng.choice((0, 1, case.recent)), 0)
+        less = rng.choice((0, 1, 2, rng.randint(0, case.budget)))
+        budget = max(case.budget - less, recent + case.block_size)
+        interval = max(case.interval - rng.choice((0, 1, 2, 50)), 1)
+        prompt_len = rng.choice((case.prompt_len, budget + interval))
+        plan = EventPlan(prompt_len, budget, interval, case.prefill_interval)
+        peak = Footprint(plan, recent, case.block_size).peak_blocks(longest)
+        assert peak <= bound, (case, longest, budget, interval, recent)
+
+
+@pytest.mark.parametrize(
+    "longest, expected",
+    [
+        (4096, 256),  # one prompt may fill it before the first event
+        (4097, 256),  # 126 + 2 blocks and one token more, 129, are less
+        (6000, 256),  # 126 + 2 blocks and 1904 tokens, 247, are less
+        (6200, 260),  # 126 + 2 blocks and 2104 tokens are more: 126 + 134
+        (8192, 384),  # 126 + 2 blocks and 4096 tokens: 126 + 258
+        (131072, 384),
+    ],
+)
+def test_worst_case_by_hand_with_the_defaults(longest, expected):
+    # An event at 4096 leaves 32 local tokens and 2048 - 32 = 126 * 16 survivors.
+    assert worst_case_blocks(longest, 2048, 512, 4096, 32, 16) == expected
+
+
+def test_a_request_with_a_smaller_interval_may_need_a_block_more_at_its_worst():
+    # 65 tokens, N = 32: the first event of K = 32, I = 30 is at 62 and leaves
+    # 30 local tokens and one block of survivors; 92 tokens would straddle a third.
+    assert Footprint(EventPlan(28, 32, 30, 32), 0, 32).peak_blocks(65) == 3
+    assert worst_case_blocks(65, 32, 32, 32, 0, 32) == 3
+
+
+def test_a_budget_that_never_binds_is_bounded_by_the_longest_request():
+    for longest in (100, 128, 4096, 4097):
+        blocks = worst_case_blocks(longest, longest, 512, 4096, 32, 16)
+        assert blocks == -(-longest // 16)

@@ -1,0 +1,152 @@
+"""One request passes the files that the package's docstring names, in their order."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "vllm_kvpolicy"
+PROGRAM = "support.engine.main_path"  # a module, run within TESTS
+# Rooms whose files must all be named if the request passes them, but for these.
+WHOLE_ROOMS = ("api.", "block_manager.")
+UNNAMED = {
+    "api.patch_table": "rows that api.patch reads",
+    "block_manager.counting": "adds to counters, the same without a policy",
+}
+# A line of the docstring: two spaces, what happens, then files from first to last.
+LINE = re.compile(r"^  (\w+) +((?:[\w.]+ > )*[\w.]+)$", re.M)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What a request passed; modules without the package's name.
+
+    Attributes:
+        start: modules called until the engine was there, by first call.
+        serve: modules called while it served the request, by first call.
+        stacks: modules on the stack at calls of kernels, the kernels included.
+        num_tokens: generated tokens.
+    """
+
+    start: list[str]
+    serve: list[str]
+    stacks: list[list[str]]
+    num_tokens: int
+
+
+@pytest.fixture(scope="module")
+def walk(tiny_model: Path) -> Walk:
+    """Serve one request of an equal-length policy, in a process of its own."""
+    command = [sys.executable, "-m", PROGRAM, str(tiny_model)]
+    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    called = found.pop("called")
+    return Walk(called["start"], called["serve"], **found)
+
+
+def main_path() -> dict[str, list[str]]:
+    """Return the names of each line of the docstring's main path, by what happens."""
+    docstring = ast.get_docstring(ast.parse((PACKAGE / "__init__.py").read_text()))
+    _, found, path = (docstring or "").partition("Main path")
+    assert found
+    return {what: names.split(" > ") for what, names in LINE.findall(path)}
+
+
+def problems(path: dict[str, list[str]], walk: Walk) -> list[str]:
+    """Say what is wrong with a main path; a folder stands for any file in it."""
+    found = []
+    for what, names in path.items():
+        called = walk.start if what == "start" else walk.serve
+        firsts = [first_call(name, called) for name in names]
+        missing = [name for name, first in zip(names, firsts, strict=True) if not first]
+        found += [f"{what}: the request does not pass {name}" for name in missing]
+        ordered = [first for first in firsts if first]
+        if ordered != sorted(ordered):
+            found.append(f"{what}: the request passes these files in another order")
+    named = {name for names in path.values() for name in names}
+    return found + [
+        f"leaves out {module}"
+        for module in sorted(main_steps(walk))
+        if not any(is_in(module, name) for name in named)
+    ]
+
+
+def is_in(module: str, name: str) -> bool:
+    """Return whether a name is that of a module or of a folder above it."""
+    return module == name or module.startswith(f"{name}.")
+
+
+def first_call(name: str, called: list[str]) -> int:
+    """Return when a file, or the first of a folder, was called; 1 is first, 0 never."""
+    places = (at for at, module in enumerate(called, 1) if is_in(module, name))
+    return next(places, 0)
+
+
+def main_steps(walk: Walk) -> set[str]:
+    """Return the files that must be named.
+
+    Those on the way to a kernel, those of `WHOLE_ROOMS`, and kernels as a whole.
+    """
+    on_stacks = {
+        module
+        for stack in walk.stacks
+        for module in stack
+        if not module.startswith("kernels.")
+    }
+    whole = {
+        module
+        for module in walk.start + walk.serve
+        if module.startswith(WHOLE_ROOMS) and module not in UNNAMED
+    }
+    return {"kernels"} | on_stacks | whole
+
+
+def test_a_request_passes_the_main_path(walk: Walk) -> None:
+    assert problems(main_path(), walk) == []
+
+
+def test_the_walk_has_an_event(walk: Walk) -> None:
+    """An equal-length policy chose tokens, moved them, and read a table of the rest."""
+    assert walk.num_tokens == 64
+    kernels = {module for stack in walk.stacks for module in stack}
+    assert {"kernels.segment_quota", "kernels.compact_pages"} <= kernels
+    assert "kernels.page_tables" in kernels
+
+
+def test_what_is_unnamed_is_passed(walk: Walk) -> None:
+    assert UNNAMED.keys() <= {*walk.start, *walk.serve}
+
+
+def test_a_file_that_is_left_out_is_found(walk: Walk) -> None:
+    for what, names in main_path().items():
+        for name in names:
+            rest = {**main_path(), what: [other for other in names if other != name]}
+            steps = [step for step in main_steps(walk) if is_in(step, name)]
+            found = problems(rest, walk)
+            others = [other for line in rest.values() for other in line]
+            is_named_twice = any(is_in(name, other) for other in others)
+            expected = [] if is_named_twice else [f"leaves out {s}" for s in steps]
+            assert found == expected
+
+
+def test_a_file_that_is_not_passed_is_found(walk: Walk) -> None:
+    path = main_path()
+    path["event"] = [*path["event"], "worker.tiers.ragged_step"]
+    assert problems(path, walk) == [
+        "event: the request does not pass worker.tiers.ragged_step"
+    ]
+
+
+def test_another_order_is_found(walk: Walk) -> None:
+    path = main_path()
+    path["schedule"] = path["schedule"][::-1]
+    assert problems(path, walk) == [
+        "schedule: the request passes these files in another order"
+    ]

@@ -1,0 +1,232 @@
+"""Every module, class and command that a string names exists; nothing is imported."""
+
+import ast
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FIRST_PARTY = ("vllm_kvpolicy", "benchmarks", "reasoner")
+# "vllm_kvpolicy.a.b", "vllm_kvpolicy.a.b.Class" and "vllm_kvpolicy.a.b:Class".
+NAME = re.compile(r"(?<![\w./])vllm_kvpolicy(?:\.[a-zA-Z_]\w*)+(?::\w+)?")
+COMMAND = re.compile(rf"-m ((?:{'|'.join(FIRST_PARTY)})(?:\.\w+)*)")
+FOLDERS = "tests|benchmarks|docs|scripts|csrc|tools|docker|reasoner|vllm_kvpolicy"
+# Names with capitals stand for others: csrc/STEM.cu.
+FILE = re.compile(rf"(?<![\w./{{-])((?:{FOLDERS})/[a-z_\d./-]*[a-z_\d])(?![\w*])")
+PAGES = ("*.md", "Makefile", "docker/*", "tools/gpu/*.sh", "*.toml", ".ci/*")
+ROOM_FILE = re.compile(r"`([a-z_\d]+(?:/[a-z_\d]+)+\.py)`")
+ROOMS = [path.name for path in (ROOT / "vllm_kvpolicy").iterdir() if path.is_dir()]
+ROOM_NAME = re.compile(rf"`((?:{'|'.join(ROOMS)})(?:\.(?!py\b)\w+)+)`")
+READ = ("docs/*.md", "README.md", "CONTRIBUTING.md")
+SOURCES = ("vllm_kvpolicy/*.py", "benchmarks/*.py", "scripts/*.py", "setup.py")
+# Made by the build, by the reader of docs/add_a_policy.md, by a run on a GPU.
+MADE = re.compile(r"vllm_kvpolicy\._C$|.*[./]vnorm\b|benchmarks/results/gpu/")
+
+
+def tracked(patterns: tuple[str, ...]) -> list[Path]:
+    """Return the files of the checkout that match, those not yet added included."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    answer = subprocess.run(
+        [*command, "--", *patterns], cwd=ROOT, capture_output=True, text=True
+    )
+    if answer.returncode:
+        pytest.skip("not a git checkout")
+    paths = [ROOT / name for name in answer.stdout.split("\0") if name]
+    return [path for path in paths if path.is_file()]
+
+
+def strings_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (line, text) for each string of a Python file, or each line of a page."""
+    if path.suffix != ".py":
+        yield from enumerate(path.read_text().splitlines(), 1)
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+
+
+@cache
+def source_of(module: str) -> ast.Module | None:
+    """Return the syntax tree of a module or of a package's `__init__`, if it exists."""
+    path = ROOT.joinpath(*module.split("."))
+    for file in (path.with_suffix(".py"), path / "__init__.py"):
+        if file.is_file():
+            return ast.parse(file.read_text())
+    return ast.Module([], []) if path.is_dir() else None
+
+
+def defined_in(body: list[ast.stmt]) -> dict[str, list[ast.stmt]]:
+    """Return what a body defines, with the bodies of its classes."""
+    found: dict[str, list[ast.stmt]] = {}
+    for node in body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found[node.name] = node.body if isinstance(node, ast.ClassDef) else []
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = (alias.asname or alias.name for alias in node.names)
+            found |= {name.partition(".")[0]: [] for name in names}
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = (item for target in targets for item in ast.walk(target))
+            found |= {item.id: [] for item in names if isinstance(item, ast.Name)}
+        elif isinstance(node, ast.If | ast.Try):
+            found |= defined_in([*node.body, *node.orelse])
+    return found
+
+
+def lazily_defined(tree: ast.Module) -> set[str]:
+    """Return the names that a module's `__getattr__` knows: the strings in it."""
+    return {
+        item.value
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name == "__getattr__"
+        for item in ast.walk(node)
+        if isinstance(item, ast.Constant) and isinstance(item.value, str)
+    }
+
+
+def resolves(name: str) -> bool:
+    """Return whether a dotted name is a module, or what one defines."""
+    dotted, _, after_colon = name.partition(":")
+    parts = dotted.split(".")
+    sizes = range(len(parts), 0, -1)
+    size = next((n for n in sizes if source_of(".".join(parts[:n])) is not None), 0)
+    tree = source_of(".".join(parts[:size])) if size else None
+    if tree is None:
+        return False
+    attributes = parts[size:] + ([after_colon] if after_colon else [])
+    if attributes and attributes[0] in lazily_defined(tree):
+        return len(attributes) == 1
+    body = tree.body
+    for attribute in attributes:
+        known = defined_in(body)
+        if attribute not in known:
+            return False
+        body = known[attribute]
+    return True
+
+
+def resolves_within(name: str) -> bool:
+    """Return whether a name resolves within the package."""
+    return resolves(f"vllm_kvpolicy.{name}")
+
+
+def runs(module: str) -> bool:
+    """Return whether `python -m` runs a module: a program, or `__main__`."""
+    if source_of(f"{module}.__main__") is not None:
+        return True
+    tree = source_of(module)
+    return tree is not None and any(
+        isinstance(node, ast.If) and "__main__" in ast.unparse(node.test)
+        for node in tree.body
+    )
+
+
+def exists(path: str) -> bool:
+    """Return whether a path within the checkout is a file or a folder."""
+    return (ROOT / path).exists()
+
+
+def in_a_room(path: str) -> bool:
+    """Return whether a path is a file of the checkout or of the package."""
+    return exists(path) or exists(f"vllm_kvpolicy/{path}")
+
+
+def found_in(
+    pattern: re.Pattern[str], patterns: tuple[str, ...]
+) -> Iterator[tuple[str, str]]:
+    """Yield (place, what) for each match in the strings and pages of the checkout."""
+    for path in tracked(patterns):
+        for line, text in strings_of(path):
+            for match in pattern.finditer(text):
+                what = match[match.lastindex or 0]
+                yield f"{path.relative_to(ROOT)}:{line}", what
+
+
+def missing(
+    pattern: re.Pattern[str], patterns: tuple[str, ...], is_good: Callable[[str], bool]
+) -> list[str]:
+    """Return "place: what" for each match that names nothing."""
+    named = list(found_in(pattern, patterns))
+    assert len(named) > 20
+    return [
+        f"{place}: {what}"
+        for place, what in named
+        if not MADE.match(what) and not is_good(what)
+    ]
+
+
+def test_names_of_the_package_exist() -> None:
+    found = missing(NAME, SOURCES + PAGES, resolves)
+    assert not found, "\n".join(found)
+
+
+def test_commands_run() -> None:
+    found = missing(COMMAND, SOURCES + PAGES, runs)
+    assert not found, "\n".join(found)
+
+
+def test_files_exist() -> None:
+    found = missing(FILE, SOURCES + PAGES, exists)
+    assert not found, "\n".join(found)
+
+
+def test_files_of_rooms_exist() -> None:
+    """Pages name a file of the package by its room: `kernels/ranking.py`."""
+    found = missing(ROOM_FILE, READ, in_a_room)
+    assert not found, "\n".join(found)
+
+
+def test_names_within_the_package_exist() -> None:
+    """Docstrings and pages leave the package's name out: `policies.base`."""
+    found = missing(ROOM_NAME, SOURCES + READ, resolves_within)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_good"),
+    [
+        ("vllm_kvpolicy.worker.runtime", True),
+        ("vllm_kvpolicy.worker", True),
+        ("vllm_kvpolicy.compat.BLOCK_TOKENS", True),
+        ("vllm_kvpolicy.policies.scorers.tova:TovaScorer", True),
+        ("vllm_kvpolicy.policies.scorers.tova.TovaScorer.score", True),
+        ("vllm_kvpolicy.policies.score", True),  # found when it is asked for
+        ("vllm_kvpolicy.LLM", True),
+        ("vllm_kvpolicy.attention.folding", False),
+        ("vllm_kvpolicy.policies.scorers.tova:SnapKVScorer", False),
+        ("vllm_kvpolicy.policies.scorers.tova.TovaScorer.novelty", False),
+        ("vllm_kvpolicy.policies.novelty", False),
+        ("vllm_kvpolicy.LLM.novelty", False),
+    ],
+)
+def test_names_are_judged(name: str, is_good: bool) -> None:
+    assert resolves(name) == is_good
+
+
+@pytest.mark.parametrize(
+    ("module", "is_good"),
+    [
+        ("benchmarks.gpu", True),
+        ("vllm_kvpolicy.api.report", True),
+        ("benchmarks.stats", False),  # no program
+        ("vllm_kvpolicy.worker", False),  # no `__main__`
+        ("benchmarks.novelty", False),
+    ],
+)
+def test_commands_are_judged(module: str, is_good: bool) -> None:
+    assert runs(module) == is_good
+
+
+def test_what_is_named_is_found() -> None:
+    text = "see `vllm_kvpolicy.a.b:C`, /x/vllm_kvpolicy.d and vllm_kvpolicy.e.f."
+    assert NAME.findall(text) == ["vllm_kvpolicy.a.b:C", "vllm_kvpolicy.e.f"]
+    assert COMMAND.findall("$(PY) -m benchmarks.gpu x; -m pytest") == ["benchmarks.gpu"]
+    assert FILE.findall("in tests/a/b.py, ./docs/c.md, csrc/STEM.cu.") == [
+        "tests/a/b.py"
+    ]
+    assert ROOM_FILE.findall("`kernels/a.py` and `b.py`") == ["kernels/a.py"]
+    assert not in_a_room("kernels/a.py") and in_a_room("kernels/ranking.py")

@@ -1,0 +1,65 @@
+"""Chains of events over several requests: every head holds its own tokens, in order."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from support.worker.chain_engine import Chain, Setup
+from support.worker.chain_policy import ScriptedPolicy
+from vllm_kvpolicy.policies.testing import MovementPolicy
+
+STEPS = 110
+APART = {"one_allocation": False}
+# Name: whether the policy is dynamic, and the setup.
+SETUPS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "equal": (False, {"is_ragged": False}),
+    "equal, layers apart": (False, {"is_ragged": False, **APART}),
+    "ragged": (False, {"is_ragged": True}),
+    "ragged, columns": (False, {"is_ragged": True, "columns": True}),
+    "ragged, layers apart": (False, {"is_ragged": True, **APART}),
+    "dynamic": (True, {"is_ragged": True}),
+    "dynamic, late": (True, {"is_ragged": True, "latest": 4}),
+    "dynamic, layers apart": (True, {"is_ragged": True, **APART}),
+}
+# The roomy pool never preempts, the tight one does all the time.
+POOLS = {"roomy": 70, "tight": 26}
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_every_head_holds_its_own_tokens(name: str) -> None:
+    dynamic, changes = SETUPS[name]
+    is_ragged = changes["is_ragged"]
+    totals: Counter[str] = Counter()
+    for seed, num_blocks in enumerate(POOLS.values()):
+        policy = ScriptedPolicy(is_ragged, dynamic)
+        setup = Setup(policy, num_blocks=num_blocks, seed=seed, **changes)
+        totals += Chain(setup).run(STEPS)
+    print(dict(totals))
+    assert totals["events"] > 120 and totals["crowded steps"] > 25
+    assert totals["finished"] > 20 and totals["preempted"] > 5
+    assert (totals["uneven events"] > 60) == is_ragged
+    crosses_layers = is_ragged and changes.get("one_allocation", True)
+    if crosses_layers:
+        assert totals["events without survivors of a head"] > 10
+    assert (totals["given back"] > 50) == (dynamic and crosses_layers)
+
+
+@pytest.mark.parametrize("placement", ["shuffled", "exchanged"])
+@pytest.mark.parametrize("one_allocation", [True, False], ids=["one", "apart"])
+@pytest.mark.parametrize("is_ragged", [False, True], ids=["equal", "ragged"])
+def test_moving_loses_nothing(
+    is_ragged: bool, one_allocation: bool, placement: str
+) -> None:
+    totals: Counter[str] = Counter()
+    for num_blocks in (60, 45):
+        setup = Setup(
+            MovementPolicy(is_ragged),
+            is_ragged=is_ragged,
+            one_allocation=one_allocation,
+            placement=placement,
+            moves=True,
+            num_blocks=num_blocks,
+        )
+        totals += Chain(setup).run(70)
+    assert totals["events"] > 80 and totals["preempted"] > 5, totals

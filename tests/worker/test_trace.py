@@ -1,0 +1,151 @@
+"""The tracer follows true positions and writes down what it is given."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from support.made_traces import rows
+from vllm_kvpolicy.kernels.assign_pages import PageLists
+from vllm_kvpolicy.policies.base import Decision
+from vllm_kvpolicy.protocol import CompactEvent
+from vllm_kvpolicy.trace.files import EventRecord, read_trace, run_in, to_arrays
+from vllm_kvpolicy.worker import trace
+from vllm_kvpolicy.worker.tiers.layouts import Held
+from vllm_kvpolicy.worker.trace import Tracer
+
+BLOCK = 2
+# One layer, two heads that hold 7 tokens: three full pages and one local token.
+FIRST = CompactEvent(
+    request_id="r0",
+    serial=0,
+    policy="ams-tova",
+    ordinal=0,
+    position=7,
+    frontier_blocks=3,
+    budget=3,
+    sinks=1,
+    prompt_tokens=6,
+    num_global=0,
+    source_blocks=(1, 2, 3),
+    dest_blocks=(1,),
+    local_blocks=(4,),
+    window_slot=-1,
+)
+
+
+def record(tracer: Tracer, event: CompactEvent, survivors: list[list[int]]) -> None:
+    """Record an event of two requests, which keeps one page of `survivors` per head.
+
+    The policy chose the older survivor and the local token; notes of the second request
+    are 100 larger.
+    """
+    keep = torch.zeros(2, 1, 2, 7, dtype=torch.bool)
+    for head, kept in enumerate(survivors):
+        keep[:, 0, head, [kept[0], 6]] = True
+    # Pages of two heads: id = superblock * 2 + head.
+    blocks = torch.tensor(event.source_blocks + event.local_blocks)
+    held = Held(
+        pages=(blocks * 2 + torch.arange(2)[:, None]).expand(2, -1, -1),
+        num_pages=torch.full((2, 2), len(event.source_blocks)),
+        num_local=torch.full((2,), event.local_tokens(BLOCK)),
+        max_tokens=7,
+    )
+    lists = PageLists(
+        torch.tensor([[0, 1, 2]]).expand(2, -1),
+        torch.tensor([[2, 3]]).expand(2, -1),
+        None,
+    )
+    larger = torch.tensor([0, 100])[:, None, None, None]
+    notes = {
+        "mass": torch.arange(14.0).double().view(1, 2, 7) + larger,
+        "quotas": torch.tensor([[[1, 2], [3, 0]]]) + larger,
+    }
+    decision = Decision(keep, torch.zeros(2, 1, 2, 7), notes=notes)
+    placed = torch.tensor([[head * 7 + t for head in (0, 1) for t in survivors[head]]])
+    events = [event, replace(event, request_id="r1")]
+    tracer.record(events, [0, 1], held, lists, decision, placed.expand(2, -1))
+
+
+def two_events(folder: Path, max_bytes: int = 2**30) -> list[EventRecord]:
+    """Return the records of two events of two requests."""
+    tracer = Tracer(str(folder), BLOCK, max_bytes)
+    record(tracer, FIRST, [[0, 1], [2, 5]])
+    second = replace(
+        FIRST,
+        ordinal=1,
+        position=11,
+        frontier_blocks=5,
+        num_global=1,
+        source_blocks=(1, 4, 5),
+        local_blocks=(6,),
+    )
+    record(tracer, second, [[1, 4], [0, 5]])
+    return list(read_trace(folder))
+
+
+def test_survivors_are_true_positions(tmp_path):
+    first, _, second, other = two_events(tmp_path)
+    assert np.array_equal(first.held, rows(range(7), range(7)))
+    assert np.array_equal(first.survivors, rows([0, 1], [2, 5]))
+    assert np.array_equal(first.selected, rows([0, 6], [2, 6]))
+    # Positions 6 to 10 came since.
+    assert np.array_equal(
+        second.held, rows([0, 1, 6, 7, 8, 9, 10], [2, 5, 6, 7, 8, 9, 10])
+    )
+    assert np.array_equal(second.survivors, rows([1, 8], [2, 9]))
+    assert np.array_equal(second.survivors, other.survivors)
+    assert np.array_equal(second.selected, rows([1, 10], [2, 10]))
+
+
+def test_the_rest_is_the_events(tmp_path):
+    first, other, second, _ = two_events(tmp_path)
+    assert (first.ordinal, second.ordinal) == (0, 1)
+    assert (first.frontier, second.frontier) == (6, 10)
+    assert (first.request_id, other.request_id) == ("r0", "r1")
+    assert first.policy == "ams-tova"
+    assert (first.position, first.budget, first.prompt, first.sinks) == (7, 3, 6, 1)
+    assert first.block_size == BLOCK
+    # Both tokens of head 1 leave their pages; then all but its oldest token move.
+    assert (first.moved, second.moved) == (0.5, 0.75)
+
+
+def test_notes_are_kept_small(tmp_path):
+    first, other, *_ = two_events(tmp_path)
+    assert first.notes["mass"].dtype == np.float32
+    assert np.array_equal(first.notes["mass"], np.arange(14).reshape(1, 2, 7))
+    assert other.notes["quotas"].dtype == np.int32
+    assert np.array_equal(other.notes["quotas"], [[[101, 102], [103, 100]]])
+
+
+def test_two_servers_of_one_trace_do_not_mix(tmp_path):
+    one, other = (Tracer(str(tmp_path), BLOCK) for _ in range(2))
+    record(one, FIRST, [[0, 1], [2, 5]])
+    record(other, FIRST, [[1, 4], [0, 5]])
+    firsts = [next(read_trace(tracer.directory)) for tracer in (one, other)]
+    assert [event.survivors.tolist() for event in firsts] == [
+        [[[0, 1], [2, 5]]],
+        [[[1, 4], [0, 5]]],
+    ]
+    with pytest.raises(ValueError, match="holds 2 runs"):
+        list(read_trace(tmp_path))
+
+
+def test_a_full_trace_ends_and_says_so_once(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(trace.logger, "propagate", True)
+    caplog.set_level("INFO", trace.logger.name)
+    first, *rest = two_events(tmp_path / "whole")
+    assert len(rest) == 3
+    assert caplog.messages == [f"events are recorded in {run_in(tmp_path / 'whole')}"]
+    caplog.clear()
+    size = sum(array.nbytes for array in to_arrays(first).values())
+    assert len(two_events(tmp_path / "one", size)) == 1
+    run = run_in(tmp_path / "one")
+    assert caplog.messages == [
+        f"events are recorded in {run}",
+        f"the trace in {run} is full after 1 events: later ones are not recorded",
+    ]
+    with pytest.raises(ValueError, match="no events"):
+        two_events(tmp_path / "none", size - 1)
