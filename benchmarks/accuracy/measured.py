@@ -11,7 +11,7 @@ from benchmarks.server import parse_metrics
 PLACE_FIELDS = KEY_FIELDS[:4]
 """What makes answers a batch: policy, budget, interval, task."""
 COUNTERS = ("steps", "request_steps", "block_steps", "requests", "peak_blocks")
-"""Of the engine: see README, Numbers."""
+"""Of the engine: see docs/metrics.md."""
 COMPARED = ("held_tokens", "peak_tokens", "tok_s")
 """Figures that are compared with those of full KV."""
 

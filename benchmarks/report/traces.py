@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from vllm_kvpolicy.trace.diagnostics import summarise
 from vllm_kvpolicy.trace.files import EventRecord, read_trace
 from vllm_kvpolicy.trace.measures import kept_mask, overlap
+from vllm_kvpolicy.trace.report import summarise
 
 BUDGETS = "budgets"
 IOU_BY_LAYER = "iou_by_layer"

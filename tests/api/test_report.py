@@ -1,5 +1,6 @@
 """What `python -m vllm_kvpolicy.api.report` says, and the page from the same tables."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from vllm_kvpolicy.policies.catalogue.words import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 
 def test_the_report_names_versions_platform_and_policies(capsys):
@@ -44,13 +46,29 @@ def test_the_support_page_is_up_to_date(monkeypatch):
         assert f"| {row.name} | {row.change} |" in text
 
 
-def test_the_readme_names_every_policy_flag_and_series():
-    text = (ROOT / "README.md").read_text()
+def test_the_docs_name_every_policy_flag_and_series():
+    readme, flags, metrics = (
+        (ROOT / name).read_text()
+        for name in ("README.md", "docs/flags.md", "docs/metrics.md")
+    )
     words = [*filter(None, ALLOCATORS), *SCORERS, *ADMISSIONS, *SELECTIONS]
-    flags = [f"--kv-{key.key}" for key in FLAG_KEYS]
-    series = [f"kvpolicy_{entry.name}" for entry in SERIES]
-    for word in (*words, *flags, "--kv-policy-config", *series):
-        assert f"`{word}" in text, word
+    for word in (*words, "--kv-policy-config"):
+        assert f"`{word}" in flags, word
+    for entry in SERIES:
+        assert f"`kvpolicy_{entry.name}" in metrics, entry.name
     for key in FLAG_KEYS:
         default = getattr(KVPolicyConfig, key.field)
-        assert f"| `--kv-{key.key}` | {default} |" in text
+        assert f"| `--kv-{key.key}` | {default} |" in readme
+
+
+def test_the_readme_is_short_and_every_link_of_the_docs_leads_somewhere():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+    pages = [ROOT / "README.md", ROOT / "docker" / "README.md"]
+    links = [
+        (page, target)
+        for page in [*pages, *(ROOT / "docs").glob("*.md")]
+        for target in LINK.findall(page.read_text())
+    ]
+    assert len(links) > 40
+    for page, target in links:
+        assert (page.parent / target).exists(), (page.name, target)

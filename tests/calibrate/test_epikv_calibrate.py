@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from vllm_kvpolicy.calibrate.__main__ import main
 from vllm_kvpolicy.calibrate.epikv_collect import StepReader
 from vllm_kvpolicy.calibrate.epikv_files import append
 from vllm_kvpolicy.calibrate.epikv_layers import (
@@ -17,7 +18,6 @@ from vllm_kvpolicy.calibrate.epikv_layers import (
     correlate,
     find_band,
     join,
-    main,
     proposals,
     spearman,
 )
@@ -130,7 +130,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     for name, lines in (("traces", traces), ("labels", labels[::-1])):
         append(tmp_path / f"{name}.jsonl", lines)
     files = [f"--{name}={tmp_path / name}.jsonl" for name in ("traces", "labels")]
-    main([*files, f"--output={tmp_path / 'table.csv'}", "--window=16"])
+    main(["epikv-layers", *files, f"--output={tmp_path / 'table.csv'}", "--window=16"])
     printed = capsys.readouterr().out
     (line,) = (x for x in printed.splitlines() if '"band"' in x)
     options = json.loads(line.split("'")[1])
@@ -141,7 +141,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     strongest = [abs(float(row["spearman_rho"])) for row in rows]
     assert strongest == sorted(strongest, reverse=True)
     with pytest.raises(SystemExit):
-        main([files[0], f"--labels={tmp_path / 'none.jsonl'}"])
+        main(["epikv-layers", files[0], f"--labels={tmp_path / 'none.jsonl'}"])
     assert "cannot read" in capsys.readouterr().err
 
 

@@ -7,7 +7,8 @@ import torch
 
 from support.engine.helpers import make_prompt
 from support.engine.reference_decoder import ReferenceDecoder
-from vllm_kvpolicy.calibrate import __main__ as calibrate
+from vllm_kvpolicy.calibrate import queries as calibrate
+from vllm_kvpolicy.calibrate.__main__ import main
 from vllm_kvpolicy.policies.calibration import Calibration, load
 
 TOKENS, PASSAGE = 700, 300
@@ -109,7 +110,7 @@ def test_the_command_writes_what_it_made(
     monkeypatch.setattr(calibrate, "calibrate", fake)
     output = tmp_path / "file"
     command = f"qfilter --model {tiny_model} --text {text} --tokens 99".split()
-    calibrate.main([*command, "--output", str(output)])
+    main([*command, "--output", str(output)])
     assert calls == [("qfilter", str(tiny_model), 99)]
     got = load(output, "qfilter")
     assert (got.num_tokens, got.tensors["filters"].sum()) == (99, 66)
@@ -134,5 +135,5 @@ def test_the_command_refuses_before_it_loads_the_model(
     given = {"--model": str(tiny_model), "--text": str(text), "--output": "file"}
     given = {**given, "--tokens": "100", **change}
     with pytest.raises(SystemExit):
-        calibrate.main(["qfilter", *(word for pair in given.items() for word in pair)])
+        main(["qfilter", *(word for pair in given.items() for word in pair)])
     assert message in capsys.readouterr().err

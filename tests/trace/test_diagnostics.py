@@ -1,4 +1,4 @@
-"""What `python -m vllm_kvpolicy.trace.diagnostics` says of traces it can check."""
+"""What `python -m vllm_kvpolicy.trace report` prints of traces made by hand."""
 
 import json
 import subprocess
@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from support.made_traces import make_event, rows, run_request, write_trace
-from vllm_kvpolicy.trace.diagnostics import LABELS, main, summarise
+from vllm_kvpolicy.trace.__main__ import main
 from vllm_kvpolicy.trace.files import new_run
+from vllm_kvpolicy.trace.report import LABELS, summarise
 
 SINKS = 4
 
@@ -139,7 +140,7 @@ def test_notes_are_averaged_and_policies_kept_apart(tmp_path):
 def test_the_command_prints_a_table_and_writes_json(tmp_path):
     events = [*run_request(newest), *run_request(newest, policy="streaming")]
     folder, file = write_trace(tmp_path / "trace", events), tmp_path / "out.json"
-    command = [sys.executable, "-m", "vllm_kvpolicy.trace.diagnostics", folder]
+    command = [sys.executable, "-m", "vllm_kvpolicy.trace", "report", folder]
     done = subprocess.run(
         [*command, "--json", file], capture_output=True, text=True, timeout=100
     )
@@ -156,7 +157,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path):
 def test_json_that_cannot_be_written_is_one_line(tmp_path, capsys):
     folder, file = write_trace(tmp_path, run_request(newest)), tmp_path / "no" / "x"
     with pytest.raises(SystemExit) as stopped:
-        main([str(folder), "--json", str(file)])
+        main(["report", str(folder), "--json", str(file)])
     assert stopped.value.code == 2
     message = f"error: --json: cannot write {str(file)!r}: No such file or directory\n"
     assert capsys.readouterr().err.endswith(message)
@@ -168,7 +169,7 @@ def test_json_that_cannot_be_written_is_one_line(tmp_path, capsys):
 )
 def test_a_folder_without_events_is_refused(tmp_path, capsys, name, message):
     with pytest.raises(SystemExit) as stopped:
-        main([str(tmp_path / name)])
+        main(["report", str(tmp_path / name)])
     assert stopped.value.code == 2
     assert f"error: {message} '{tmp_path / name}'" in capsys.readouterr().err
 
@@ -178,7 +179,7 @@ def test_a_restarted_server_is_measured_apart(tmp_path, capsys):
     assert summarise(tmp_path) == summarise(first)
     second = write_trace(new_run(tmp_path), run_request(newest, events=2))
     with pytest.raises(SystemExit):
-        main([str(tmp_path)])
+        main(["report", str(tmp_path)])
     assert f"name one of them: {first}, {second}" in capsys.readouterr().err
-    main([str(second)])
+    main(["report", str(second)])
     assert summarise(second)["snapkv"]["events"] == 2

@@ -1,4 +1,4 @@
-"""What `python -m vllm_kvpolicy.trace.plot` writes, and what it refuses."""
+"""What `python -m vllm_kvpolicy.trace plot` writes, and what it refuses."""
 
 import subprocess
 import sys
@@ -11,6 +11,7 @@ from PIL import Image
 
 from support.made_traces import make_event, rows, run_request, write_trace
 from vllm_kvpolicy.trace import plot
+from vllm_kvpolicy.trace.__main__ import main
 
 HEADS = {"selected": rows([0, 6, 7, 8, 9], [6, 7, 8, 9]), "survivors": rows([0], [])}
 
@@ -35,7 +36,7 @@ def trace(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def drawn(trace: Path) -> Path:
     """The plots of the trace, drawn by the command."""
-    command = [sys.executable, "-m", "vllm_kvpolicy.trace.plot", trace]
+    command = [sys.executable, "-m", "vllm_kvpolicy.trace", "plot", trace]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stderr) == (0, "")
     return trace / "plots"
@@ -113,7 +114,7 @@ def test_what_cannot_be_drawn_is_refused(tmp_path, capsys, content, arguments, m
     if content == b"broken":
         (tmp_path / "000000.npz").write_bytes(content)
     with pytest.raises(SystemExit) as stopped:
-        plot.main([str(tmp_path), *arguments])
+        main(["plot", str(tmp_path), *arguments])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "plots").exists()
@@ -124,7 +125,7 @@ def test_an_output_that_cannot_be_written_is_one_line(tmp_path, capsys):
     file.write_text("")
     folder = write_trace(tmp_path / "trace", [make_event()])
     with pytest.raises(SystemExit) as stopped:
-        plot.main([str(folder), "--output", str(file)])
+        main(["plot", str(folder), "--output", str(file)])
     assert stopped.value.code == 2
     message = f"error: --output: cannot write {str(file)!r}: "
     assert message in capsys.readouterr().err
@@ -133,7 +134,7 @@ def test_an_output_that_cannot_be_written_is_one_line(tmp_path, capsys):
 def test_without_matplotlib_it_says_what_to_install(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(SystemExit):
-        plot.main([str(write_trace(tmp_path, [make_event()]))])
+        main(["plot", str(write_trace(tmp_path, [make_event()]))])
     message = "matplotlib is not installed, plots need it: pip install matplotlib\n"
     assert capsys.readouterr().err.endswith(f"error: {message}")
     assert not (tmp_path / "plots").exists()

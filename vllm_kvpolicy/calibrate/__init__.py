@@ -1,1 +1,1 @@
-"""Makes the files that calibrated policies read."""
+"""Measures models for the scorers that need it."""

@@ -1,9 +1,10 @@
-"""Answers problems and measures every layer.
+"""`calibrate epikv-collect`: answers problems and records each layer's steps.
 
-    python -m vllm_kvpolicy.calibrate.epikv_collect
+A *step* is how far a layer's output moves from one token to the next. Stock vLLM
+answers a batch of problems greedily, in this process and without compiled graphs. Then
+each answer passes the model once more, alone and as a prompt, and hooks on the decoder
+layers record the steps.
 
-Stock vLLM answers greedily, within this process and without compiled graphs, so that
-the decoder layers can be listened to while each answer is read once more, alone.
 Source: EpiKV (arXiv 2606.26472) section 3 and
 https://github.com/stevenkolawole/epiphany-kv-cache/blob/d424208/scripts/collect_traces.py.
 Deviations: none.
@@ -38,11 +39,11 @@ from vllm_kvpolicy.policies.model_parts import decoder_layers
 INSTRUCTION = (
     "Reason step by step, and put your final answer within \\boxed{}."  # system prompt
 )
-BATCH = 64  # problems answered together; what a run that is stopped may lose
+BATCH = 64  # problems answered together; an interrupted run loses at most these
 
 
 class StepReader:
-    """Listens to the steps of all layers while one sequence at a time is computed.
+    """Records the steps of all layers for one sequence at a time, by hooks.
 
     Args:
         model: a model of vLLM that runs eagerly, all of it in this process.
@@ -67,19 +68,19 @@ class StepReader:
         self._last[index] = state[-1:]
 
     def take(self) -> dict[str, list[float]]:
-        """Return the steps of the sequence by signal, and expect another one."""
+        """Return the steps of the sequence by signal name, and start a new one."""
         rows = [torch.cat(chunks).tolist() for chunks in self._steps]
         self.forget()
         return {f"{STEP_SIGNAL}{index}": row for index, row in enumerate(rows)}
 
     def forget(self) -> None:
-        """Expect another sequence."""
+        """Discard the current sequence and start a new one."""
         self._steps = [[] for _ in self._steps]
         self._last = [None] * len(self._last)
 
 
 def start_engine(model: str, **engine_args: Any) -> LLMEngine:
-    """Start stock vLLM within this process.
+    """Start stock vLLM in this process.
 
     Args:
         model: folder or name, as for vLLM.
@@ -88,17 +89,17 @@ def start_engine(model: str, **engine_args: Any) -> LLMEngine:
     config = EngineArgs(
         model=model, enforce_eager=True, enable_prefix_caching=False, **engine_args
     ).create_engine_config()
-    # Not by the class methods, which may put the model into another process.
+    # The engine's class methods may start the model in another process.
     return LLMEngine(config, UniProcExecutor, log_stats=False)
 
 
 def run(
     engine: LLMEngine, prompts: Sequence[Sequence[int]], max_tokens: int
 ) -> list[RequestOutput]:
-    """Continue prompts greedily; returns what became of each, in their order."""
+    """Continue prompts greedily and return the outputs in the order of the prompts."""
     longest = engine.model_config.max_model_len
     for number, prompt in enumerate(prompts):
-        # One token less than fits: the whole must go through once more as a prompt.
+        # One token less than fits, because the whole becomes a prompt afterwards.
         room = max(1, min(max_tokens, longest - len(prompt) - 1))
         params = SamplingParams(temperature=0, max_tokens=room)
         tokens = TokensPrompt(prompt_token_ids=list(prompt))
@@ -113,11 +114,11 @@ def run(
 def collect(
     engine: LLMEngine, problems: Sequence[dict[str, Any]], max_tokens: int
 ) -> Iterator[Trace]:
-    """Answer problems and measure the answers.
+    """Answer problems and yield a trace with the steps of each answer.
 
     Args:
         engine: see `start_engine`.
-        problems: with `problem` and `ground_truth`; other keys go into the trace.
+        problems: with `problem` and `ground_truth`; other keys are copied to the trace.
         max_tokens: most tokens of an answer.
     """
     num_layers = engine.model_config.hf_text_config.num_hidden_layers
@@ -154,18 +155,29 @@ def _prompt(tokenizer: Any, problem: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command; `arguments` are those of the process unless given."""
-    parser = argparse.ArgumentParser(
-        prog="python -m vllm_kvpolicy.calibrate.epikv_collect",
-        description="Answer problems, and write down how far each layer's output moves "
-        "at each token. Goes on where an earlier run stopped.",
+def add_commands(commands: Any) -> None:
+    """Add the subcommand `epikv-collect`."""
+    parser = commands.add_parser(
+        "epikv-collect",
+        help="1st step for epikv: answer problems, record every layer's step",
+        description="Answer problems and record how far each layer's output moves at "
+        "each token. Continues where an interrupted run stopped.",
     )
-    parser.add_argument("--model", required=True, help="folder or name, as for vLLM")
-    parser.add_argument("--problems", required=True, type=Path, help="JSONL to read")
-    parser.add_argument("--output", required=True, type=Path, help="JSONL to write")
-    parser.add_argument("--max-tokens", type=int, default=8192, help="of an answer")
-    given = parser.parse_args(arguments)
+    add = parser.add_argument
+    add("--model", required=True, help="folder or name, as for vLLM")
+    add("--problems", required=True, type=Path, help="JSONL to read")
+    add("--output", required=True, type=Path, help="JSONL to write")
+    add(
+        "--max-tokens",
+        type=int,
+        default=8192,
+        help="most tokens of an answer (default: 8192)",
+    )
+    parser.set_defaults(run=partial(_run, parser))
+
+
+def _run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """Append a trace to the output for each problem that is not in it yet."""
     try:
         problems = read_lines(given.problems, PROBLEM_KEYS)
         done = {trace["problem"] for trace in resume(given.output)}
@@ -178,7 +190,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
         append(given.output, tqdm(traces, total=len(due), unit=" traces"))
     finally:
         engine.engine_core.shutdown()
-
-
-if __name__ == "__main__":
-    main()
+    print(f"wrote {given.output}: {len(due)} new traces, {len(done)} from before")

@@ -1,9 +1,12 @@
-"""Files and answers of EpiKV's calibration: what its three commands share.
+"""Reads and writes the traces of EpiKV's calibration, and compares answers.
 
-A trace is one JSON object per line: `token_ids`, prompt and answer; `prompt_len`;
-`ground_truth`; `correct`; and, as far as it was made, `signals`, by name one number per
-token, and `importance`, one label per token: 1 where the answer depends on it, 0 where
-not, -1 in the answer itself.
+A trace is one JSON object per line:
+
+* `token_ids`: prompt and answer; `prompt_len`: tokens of the prompt
+* `ground_truth` and `correct`
+* `signals`, from epikv-collect: by name, one number per token
+* `importance`, from epikv-labels: one label per token, 1 where the answer depends on
+  it, 0 where it does not, -1 in the answer itself
 
 Source: the file format of https://github.com/stevenkolawole/epiphany-kv-cache/blob/d424208/scripts.
 """
@@ -17,9 +20,9 @@ from typing import Any
 Trace = dict[str, Any]
 TRACE_KEYS = ("token_ids", "prompt_len")
 PROBLEM_KEYS = ("problem", "ground_truth")
-STEP_SIGNAL = "hs_l2_diff_l"  # step of a layer's hidden state, the layer behind it
+STEP_SIGNAL = "hs_l2_diff_l"  # a layer's step; the layer's number follows
 THINK_END, BOXED = "</think>", "\\boxed{"
-ANSWER_TOKENS = 64  # taken for the answer where nothing marks it
+ANSWER_TOKENS = 64  # length of an answer that nothing marks
 _SILENT = re.compile(r"\\(?:left|right|[,;!])|[\s$]")
 
 
@@ -28,10 +31,10 @@ def read_lines(path: Path, keys: Sequence[str] = TRACE_KEYS) -> list[dict[str, A
 
     Args:
         path: the file.
-        keys: what each object must have.
+        keys: required keys of each object.
 
     Raises:
-        ValueError: the file cannot be read, or a line is something else.
+        ValueError: the file cannot be read, or a line is not such an object.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -50,9 +53,9 @@ def read_lines(path: Path, keys: Sequence[str] = TRACE_KEYS) -> list[dict[str, A
 
 
 def resume(path: Path) -> list[Trace]:
-    """Read the traces of a file that is being made, none if there is no file.
+    """Read the traces of an unfinished output file; none if there is no file.
 
-    A last line that was cut off is removed from it.
+    Removes an incomplete last line from the file.
     """
     if not path.exists():
         return []
@@ -63,7 +66,7 @@ def resume(path: Path) -> list[Trace]:
 
 
 def append(path: Path, traces: Iterable[Trace]) -> None:
-    """Write traces behind those in a file, each as soon as it is made."""
+    """Append traces to a file, each as soon as it is ready."""
     with path.open("a", encoding="utf-8") as file:
         for trace in traces:
             file.write(json.dumps(trace) + "\n")
@@ -71,7 +74,7 @@ def append(path: Path, traces: Iterable[Trace]) -> None:
 
 
 def _parsed(line: str, keys: Sequence[str] = TRACE_KEYS) -> dict[str, Any] | None:
-    """Return the object in a line, None if it is not one with these keys."""
+    """Return the JSON object of a line, None if it is not one with these keys."""
     try:
         value = json.loads(line)
     except json.JSONDecodeError:
@@ -80,7 +83,7 @@ def _parsed(line: str, keys: Sequence[str] = TRACE_KEYS) -> dict[str, Any] | Non
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""Return what the last \boxed{...} of a text holds, None without one."""
+    r"""Return the content of the last \boxed{...} of a text, None if there is none."""
     start = text.rfind(BOXED)
     depth = 1
     for index in range(start + len(BOXED), len(text) if start >= 0 else 0):
@@ -91,7 +94,7 @@ def boxed_answer(text: str) -> str | None:
 
 
 def same_answer(given: str | None, truth: str) -> bool:
-    """Tell whether two answers agree, but for how they are written."""
+    """Return whether two answers agree, apart from notation."""
     return given is not None and _plain(given) == _plain(truth)
 
 
@@ -106,8 +109,8 @@ def _plain(answer: str) -> str:
 def answer_start(pieces: Sequence[str], prompt_len: int) -> int:
     r"""Find the token where the answer begins.
 
-    That is behind the last "</think>" and the white space that follows, else at the
-    last "\boxed{", else 64 tokens before the end.
+    It begins after the last "</think>" and the white space that follows; without one,
+    at the last "\boxed{"; without either, 64 tokens before the end.
 
     Args:
         pieces: text of each token, prompt included.
@@ -129,7 +132,7 @@ def answer_start(pieces: Sequence[str], prompt_len: int) -> int:
 
 
 def _ends(pieces: Iterable[str]) -> Iterator[int]:
-    """Yield the number of characters up to the end of each piece."""
+    """Yield the number of characters up to the end of each piece: 2, 5 for ab, cde."""
     end = 0
     for piece in pieces:
         end += len(piece)

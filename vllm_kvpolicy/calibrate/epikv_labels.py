@@ -1,19 +1,19 @@
-"""Finds the tokens that answers depend on.
+"""`calibrate epikv-labels`: finds the tokens that answers depend on.
 
-    python -m vllm_kvpolicy.calibrate.epikv_labels
+Windows of 32 tokens, one every 16, are overwritten one at a time. If the model then
+gives another answer, the window's tokens are labelled important.
 
-Windows of 32 tokens, one every 16, are written over; if the model then gives another
-answer, the tokens of the window are important.
 Source: EpiKV (arXiv 2606.26472) section 3 and
 https://github.com/stevenkolawole/epiphany-kv-cache/blob/d424208/scripts/label_importance.py.
-Deviations: the filler is named in each label; theirs is the end token wherever a model
-pads with it, which changes more answers than other fillers do.
+Deviations: each label names its filler. Theirs is the end token wherever a model pads
+with it, which changes more answers than other fillers do.
 """
 
 import argparse
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +30,26 @@ from vllm_kvpolicy.calibrate.epikv_files import (
     same_answer,
 )
 
-PROMPT, ANSWER = 1, -1  # labels of tokens that no window covers
+PROMPT, ANSWER = 1, -1  # labels of tokens outside all windows
 FILLERS = ("eos", "pad", "random")
-# Takes contexts, returns the text that the model puts behind each.
+# Takes contexts and returns the text with which the model continues each.
 Continue = Callable[[list[list[int]]], list[str]]
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Where tokens are written over, and with what.
+    """Which spans of tokens are overwritten, and with what.
 
     Args:
         size: tokens per window.
         stride: tokens from one window to the next.
         filler: a name in FILLERS.
-        token: what stands in the window; None for tokens drawn from `vocabulary`,
-            another draw for each window, the same in each run.
+        token: fills the window; None for tokens drawn from `vocabulary`, a new draw
+            for each window and the same in each run.
         vocabulary: tokens to draw from.
+
+    Example:
+        With size 4 and stride 2, `spans(10, 15)` is 10 to 13, 12 to 14 and 14 to 14.
     """
 
     size: int = 32
@@ -56,12 +59,12 @@ class Windows:
     vocabulary: Sequence[int] = ()
 
     def spans(self, first: int, end: int) -> list[range]:
-        """Return the windows between two tokens; the last ones end there."""
+        """Return the windows in [first, end); the last ones are cut at `end`."""
         starts = range(first, end, self.stride)
         return [range(start, min(start + self.size, end)) for start in starts]
 
     def without(self, tokens: Sequence[int], span: range, end: int) -> list[int]:
-        """Return the tokens before `end`, those of one window written over."""
+        """Return the tokens before `end` with one window overwritten."""
         if self.token is None:
             draw = random.Random(f"window {span.start}")
             fill = [draw.choice(self.vocabulary) for _ in span]
@@ -78,11 +81,11 @@ def label(
     Args:
         trace: a trace with its `ground_truth`.
         pieces: text of each of its tokens.
-        windows: what is written over.
+        windows: the spans to overwrite.
         complete: the model.
 
     Returns:
-        The trace with `importance`, and `label_stats` about how it came about.
+        The trace with `importance`, and with `label_stats`: counts behind the labels.
     """
     tokens, prompt_len = trace["token_ids"], trace["prompt_len"]
     end = answer_start(pieces, prompt_len)
@@ -111,17 +114,17 @@ def label_all(
     pieces_of: Callable[[Sequence[int]], list[str]],
     complete: Continue,
 ) -> int:
-    """Label the traces with a right answer that are not in the file yet.
+    """Label the correctly answered traces that are not in the file yet.
 
     Args:
         traces: in any order.
-        output: file that the labelled traces are written to, one by one.
-        windows: what is written over.
+        output: file that labelled traces are appended to, one by one.
+        windows: the spans to overwrite.
         pieces_of: returns the text of each token.
         complete: the model.
 
     Returns:
-        How many were labelled now.
+        The number of traces labelled in this call.
     """
     done = {tuple(trace["token_ids"]) for trace in resume(output)}
     due = [
@@ -139,10 +142,10 @@ def label_all(
 
 
 def _windows(given: argparse.Namespace, tokenizer: Any) -> Windows:
-    """Return the windows that the command line asks for.
+    """Return the windows set on the command line.
 
     Raises:
-        ValueError: the tokenizer has no such token.
+        ValueError: the tokenizer has no token for the filler.
     """
     tokens = {"eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
     token = tokens.get(given.filler)
@@ -153,21 +156,47 @@ def _windows(given: argparse.Namespace, tokenizer: Any) -> Windows:
     return Windows(given.window, given.stride, given.filler, token, vocabulary)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command; `arguments` are those of the process unless given."""
-    parser = argparse.ArgumentParser(
-        prog="python -m vllm_kvpolicy.calibrate.epikv_labels",
-        description="Label the tokens of traces by what the answer depends on. Goes on "
-        "where an earlier run stopped.",
+def add_commands(commands: Any) -> None:
+    """Add the subcommand `epikv-labels`."""
+    parser = commands.add_parser(
+        "epikv-labels",
+        help="2nd step for epikv: find the tokens that answers depend on",
+        description="Label the tokens of traces by whether the answer depends on them. "
+        "Continues where an interrupted run stopped.",
     )
-    parser.add_argument("--model", required=True, help="folder or name, as for vLLM")
-    parser.add_argument("--traces", required=True, type=Path, help="JSONL to read")
-    parser.add_argument("--output", required=True, type=Path, help="JSONL to write")
-    parser.add_argument("--window", type=int, default=32, help="tokens written over")
-    parser.add_argument("--stride", type=int, default=16, help="tokens between windows")
-    parser.add_argument("--filler", choices=FILLERS, default="eos")
-    parser.add_argument("--max-tokens", type=int, default=512, help="of a new answer")
-    given = parser.parse_args(arguments)
+    add = parser.add_argument
+    add("--model", required=True, help="folder or name, as for vLLM")
+    add("--traces", required=True, type=Path, help="JSONL to read")
+    add("--output", required=True, type=Path, help="JSONL to write")
+    add(
+        "--window",
+        type=int,
+        default=32,
+        help="tokens that are overwritten together (default: 32)",
+    )
+    add(
+        "--stride",
+        type=int,
+        default=16,
+        help="tokens from one window's start to the next (default: 16)",
+    )
+    add(
+        "--filler",
+        choices=FILLERS,
+        default="eos",
+        help="what windows are overwritten with (default: eos)",
+    )
+    add(
+        "--max-tokens",
+        type=int,
+        default=512,
+        help="most tokens of a new answer (default: 512)",
+    )
+    parser.set_defaults(run=partial(_run, parser))
+
+
+def _run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """Append a labelled trace to the output for each one that is not in it yet."""
     try:
         traces = read_lines(given.traces)
     except ValueError as error:
@@ -184,8 +213,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def pieces_of(tokens: Sequence[int]) -> list[str]:
         return [tokenizer.decode([token]) for token in tokens]
 
-    label_all(traces, given.output, _windows(given, tokenizer), pieces_of, complete)
-
-
-if __name__ == "__main__":
-    main()
+    windows = _windows(given, tokenizer)
+    number = label_all(traces, given.output, windows, pieces_of, complete)
+    print(f"wrote {given.output}: {number} new labelled traces")

@@ -1,14 +1,13 @@
-"""Finds the layers whose steps tell what answers depend on.
+"""`calibrate epikv-layers`: finds the layers whose steps predict important tokens.
 
-    python -m vllm_kvpolicy.calibrate.epikv_layers
+Computes Spearman's rank correlation of each layer's step, averaged over 64 tokens, with
+the labels. One band of layers correlates positively, another negatively.
 
-Prints Spearman's rank correlation of each layer's step, averaged over 64 tokens, with
-the labels, and the two bands of layers that follow.
 Source: EpiKV (arXiv 2606.26472) section 3 and
 https://github.com/stevenkolawole/epiphany-kv-cache/blob/d424208/scripts/signal_ablation.py.
-Deviations: bands are found, not read off a plot: the neighbouring layers whose
-correlation has one sign in every fold of the traces, the run of layers with the largest
-sum. The weight of a band is its mean correlation (theirs that of one layer).
+Deviations: bands are computed instead of read off a plot. A band is the run of
+neighbouring layers with the largest sum of correlations, all of one sign in every fold
+of the traces. Its weight is its mean correlation (theirs: that of one layer).
 """
 
 import argparse
@@ -16,6 +15,7 @@ import csv
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,12 @@ COLUMNS = ("signal", "spearman_rho", "stable", "n_pairs")
 
 @dataclass(frozen=True)
 class Correlation:
-    """How one signal goes with the labels.
+    """How one signal correlates with the labels.
 
     Args:
         rho: Spearman's rank correlation over the tokens of all traces.
-        folds: the same over parts of the traces.
-        num_pairs: tokens.
+        folds: the same for each part of the traces.
+        num_pairs: number of tokens.
     """
 
     rho: float
@@ -44,12 +44,12 @@ class Correlation:
 
     @property
     def is_stable(self) -> bool:
-        """Whether all folds have the sign of the whole."""
+        """Whether every fold has the sign of the whole."""
         return all(np.sign(fold) == np.sign(self.rho) for fold in self.folds)
 
 
 def spearman(first: np.ndarray, second: np.ndarray) -> float:
-    """Correlate ranks; equal values share the mean of theirs.
+    """Return the correlation of ranks; equal values share their mean rank.
 
     Args:
         first: [n] numbers.
@@ -65,9 +65,10 @@ def spearman(first: np.ndarray, second: np.ndarray) -> float:
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
+    """Return ranks from 1 on: [5, 7, 7] has ranks [1, 2.5, 2.5]."""
     _, group, size = np.unique(values, return_inverse=True, return_counts=True)
-    behind = np.cumsum(size)
-    return (behind - (size - 1) / 2)[group]
+    last_rank = np.cumsum(size)
+    return (last_rank - (size - 1) / 2)[group]
 
 
 def correlate(
@@ -77,11 +78,11 @@ def correlate(
 
     Args:
         traces: with `signals` and `importance`.
-        window: tokens averaged over, the last one included.
-        num_folds: parts that the traces are dealt out to, one after another.
+        window: tokens averaged over, up to and including the current one.
+        num_folds: parts of the traces; part i has traces i, i + num_folds and so on.
 
     Raises:
-        ValueError: no traces, or signals and labels of different lengths.
+        ValueError: no traces, or signals and labels differ in length.
     """
     if not traces:
         raise ValueError("traces: none has both signals and importance")
@@ -120,10 +121,10 @@ def _smoothed(trace: Trace, name: str, window: int) -> np.ndarray:
 
 
 def find_band(rhos: Mapping[int, Correlation], sign: int) -> tuple[int, int] | None:
-    """Return the first and last layer of the band of one sign, None without any.
+    """Return the first and last layer of the band of one sign, None if there is none.
 
     Args:
-        rhos: by layer.
+        rhos: correlations by layer.
         sign: 1 or -1.
     """
     runs: list[list[int]] = []
@@ -141,10 +142,10 @@ def find_band(rhos: Mapping[int, Correlation], sign: int) -> tuple[int, int] | N
 
 
 def proposals(found: Mapping[str, Correlation]) -> list[dict[str, Any]]:
-    """Turn correlations into `--kv-policy-config`, for two variants.
+    """Return two values of `--kv-policy-config`: single layers, and bands.
 
     Raises:
-        ValueError: no layer goes with the labels, or none against them.
+        ValueError: no layer correlates positively, or none negatively.
     """
     steps = {
         int(name.removeprefix(STEP_SIGNAL)): correlation
@@ -156,7 +157,7 @@ def proposals(found: Mapping[str, Correlation]) -> list[dict[str, Any]]:
         missing = ", ".join(name for name, band in bands.items() if band is None)
         raise ValueError(
             f"no layers of a stable sign for band {missing}: EpiKV has nothing to go "
-            "by in this model; label more traces, or take a variant of keys and values"
+            "by in this model; label more traces, or use a variant of keys and values"
         )
     single: dict[str, Any] = {"variant": "detrend"}
     band: dict[str, Any] = {"variant": "band"}
@@ -172,7 +173,7 @@ def proposals(found: Mapping[str, Correlation]) -> list[dict[str, Any]]:
 
 
 def write_table(path: Path, found: Mapping[str, Correlation]) -> None:
-    """Write correlations as CSV, the strongest first."""
+    """Write correlations as CSV, strongest first."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
@@ -181,7 +182,7 @@ def write_table(path: Path, found: Mapping[str, Correlation]) -> None:
 
 
 def join(traces: Sequence[Trace], labels: Sequence[Trace]) -> list[Trace]:
-    """Return the traces that have signals, with the labels of the same tokens."""
+    """Return the traces that have signals and labels, with both in one object."""
     importance = {
         tuple(line["token_ids"]): line["importance"]
         for line in labels
@@ -194,18 +195,35 @@ def join(traces: Sequence[Trace], labels: Sequence[Trace]) -> list[Trace]:
     ]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command; `arguments` are those of the process unless given."""
-    parser = argparse.ArgumentParser(
-        prog="python -m vllm_kvpolicy.calibrate.epikv_layers",
-        description="Find the layers that EpiKV should read in a model.",
+def add_commands(commands: Any) -> None:
+    """Add the subcommand `epikv-layers`."""
+    parser = commands.add_parser(
+        "epikv-layers",
+        help="3rd step for epikv: find the layers to read",
+        description="Find the layers whose steps correlate with the labels, and print "
+        "values of --kv-policy-config for epikv.",
     )
-    parser.add_argument("--traces", required=True, type=Path, help="JSONL with signals")
-    parser.add_argument("--labels", required=True, type=Path, help="JSONL with labels")
-    parser.add_argument("--output", type=Path, help="CSV of all correlations to write")
-    parser.add_argument("--window", type=int, default=64, help="tokens averaged over")
-    parser.add_argument("--folds", type=int, default=4, help="parts that must agree")
-    given = parser.parse_args(arguments)
+    add = parser.add_argument
+    add("--traces", required=True, type=Path, help="JSONL from epikv-collect")
+    add("--labels", required=True, type=Path, help="JSONL from epikv-labels")
+    add("--output", type=Path, help="CSV of all correlations to write")
+    add(
+        "--window",
+        type=int,
+        default=64,
+        help="tokens that steps are averaged over (default: 64)",
+    )
+    add(
+        "--folds",
+        type=int,
+        default=4,
+        help="parts of the traces whose correlations must agree in sign (default: 4)",
+    )
+    parser.set_defaults(run=partial(_run, parser))
+
+
+def _run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """Print correlations by signal and the values of `--kv-policy-config`."""
     try:
         traces = join(read_lines(given.traces), read_lines(given.labels))
         found = correlate(traces, given.window, given.folds)
@@ -217,7 +235,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"--kv-policy-config '{json.dumps(choice)}'")
     except ValueError as error:
         parser.error(str(error))
-
-
-if __name__ == "__main__":
-    main()

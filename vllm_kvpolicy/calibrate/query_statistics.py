@@ -1,12 +1,12 @@
-"""Statistics of a model's queries, summed up over the tokens of a text.
+"""Computes statistics of a model's queries over the tokens of a text.
 
 Source: TriAttention (arXiv 2604.04921) and Q-Filters (arXiv 2503.02812) section 3;
 https://github.com/WeianMao/triattention/blob/c3744ee6a50522a1559a577f85aef2b165a344f2/scripts/calibrate.py,
 https://github.com/NathanGodey/qfilters/blob/cda5c38d3aa3f11815cf991661be80cb4f345815/make_filters.py.
-Deviations: queries before RoPE are those after the query norm of models that have one
-(TriAttention's script leaves it out, its scores do not); a filter is made from all
-queries (theirs from 3000, drawn at random) and its sign from their mean projection, as
-in the paper (the script counts signs).
+Deviations: queries before RoPE are taken after the query norm of models that have one
+(TriAttention's script omits the norm, its scores do not); a filter is computed from all
+queries (theirs: 3000 random ones) and its sign from their mean projection, as in the
+paper (the script counts signs).
 """
 
 from typing import Protocol
@@ -15,10 +15,10 @@ import torch
 
 
 class QueryStatistics(Protocol):
-    """What a calibration file is made from."""
+    """Sums queries up and returns the tensors of a calibration file."""
 
     def add(self, layer: int, before: torch.Tensor, after: torch.Tensor) -> None:
-        """Count queries [N, Hq, D] of N tokens, before and after RoPE."""
+        """Add queries [N, Hq, D] of N tokens, before and after RoPE."""
         ...
 
     def result(self, num_tokens: int, num_kv_heads: int) -> dict[str, torch.Tensor]:
@@ -27,7 +27,7 @@ class QueryStatistics(Protocol):
 
 
 class TriAttentionStatistics:
-    """Mean and mean length of the queries before RoPE, channel pair by channel pair."""
+    """Mean and mean length of the queries before RoPE, per channel pair."""
 
     def __init__(self) -> None:
         self.queries: dict[int, torch.Tensor] = {}
@@ -53,8 +53,8 @@ class TriAttentionStatistics:
 class QFilterStatistics:
     """Direction away from the queries after RoPE, mean over the heads of a group.
 
-    Of each query head it is the first right singular vector of all queries, whose mean
-    projection on it is negative.
+    For each query head this is the first right singular vector of all queries, with the
+    sign that makes their mean projection negative.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class QFilterStatistics:
 
     def result(self, num_tokens: int, num_kv_heads: int) -> dict[str, torch.Tensor]:
         """See `QueryStatistics`."""
-        # Right singular vectors of Q are the eigenvectors of Q^T Q, the first one last.
+        # Q's right singular vectors are the eigenvectors of Q^T Q, in reverse order.
         vectors = torch.linalg.eigh(_stacked(self.products)).eigenvectors[..., -1]
         projection = (vectors * _stacked(self.queries)).sum(-1, keepdim=True)
         away = torch.where(projection > 0, -vectors, vectors)
@@ -84,5 +84,5 @@ STATISTICS: dict[str, type[QueryStatistics]] = {
 
 
 def _stacked(layers: dict[int, torch.Tensor]) -> torch.Tensor:
-    """Put the layers together, in order and on the host."""
+    """Stack the layers in order, on the host."""
     return torch.stack([layers[layer].cpu() for layer in sorted(layers)])

@@ -1,1 +1,1 @@
-"""Traces of what events kept: their files, measures and figures."""
+"""Reads, measures and draws traces of what events kept."""

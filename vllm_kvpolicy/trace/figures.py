@@ -1,4 +1,4 @@
-"""The figures of a trace, drawn with matplotlib."""
+"""Draws the figures of a trace with matplotlib."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 WIDTH = 10.0  # inches
 PANEL_HEIGHT = 1.5  # inches per head
-MAX_COLUMNS = 1000  # a map's positions are averaged into at most as many
-MAX_NUMBERS = 128  # heat maps of more heads show colours only
+MAX_COLUMNS = 1000  # positions of a map are averaged into at most this many
+MAX_NUMBERS = 128  # heat maps of more heads have colours without numbers
 CURVE_COLUMNS = 4
 CURVE_HEIGHT = 1.7  # inches
 RETENTION_TITLE = "Tokens kept by relative position, mean over heads and events"
 OTHERS = "; grey: the other policies"
-MASS_DECADES = 6  # below the largest mass, shown
+MASS_DECADES = 6  # shown below the largest mass
 
 
 def new_figure(
@@ -27,12 +27,12 @@ def new_figure(
 ) -> tuple["Figure", Any]:
     """Return a figure and its panels [rows * columns], row by row.
 
-    Panels share their x axis, and beside each other their y axis, too.
+    All panels share the x axis; with several columns they share the y axis, too.
 
     Args:
-        rows: panels below each other.
+        rows: rows of panels.
         height: of the figure, inches.
-        columns: panels beside each other.
+        columns: columns of panels.
         width: of the figure, inches.
 
     Raises:
@@ -65,8 +65,8 @@ def retention_map(events: Sequence[EventRecord], layer: int, title: str) -> "Fig
 
     Args:
         events: of one request, in order.
-        layer: which.
-        title: what is said above, beside the layer.
+        layer: layer to draw.
+        title: stands above, followed by the layer.
     """
     last = events[-1].position
     columns = min(last, MAX_COLUMNS)
@@ -103,12 +103,12 @@ def retention_map(events: Sequence[EventRecord], layer: int, title: str) -> "Fig
 
 
 def segment_map(event: EventRecord, layer: int, title: str) -> "Figure":
-    """Draw mass and segments of each head of a layer, and how much segments keep.
+    """Draw attention mass, segments and kept shares of each head of a layer.
 
     Args:
         event: with the notes `mass` and `segments`.
-        layer: which.
-        title: what is said above, beside the layer.
+        layer: layer to draw.
+        title: stands above, followed by the layer.
     """
     heads = event.held.shape[1]
     figure, panels = _by_head(layer, heads, title)
@@ -142,8 +142,8 @@ def head_map(values: np.ndarray, title: str, unit: str) -> "Figure":
 
     Args:
         values: [L, H].
-        title: what is said above.
-        unit: what the colour bar says.
+        title: stands above.
+        unit: label of the colour bar.
     """
     layers, heads = values.shape
     figure, (panel,) = new_figure(1, 0.35 * layers + 2)
@@ -170,9 +170,9 @@ def retention_curves(
     """Draw the share of tokens kept by relative position, a panel per policy.
 
     Args:
-        retention: by policy, shares of bins of equal width, oldest first; in each panel
+        retention: by policy, shares in bins of equal width, oldest first; in each panel
             the other policies are grey.
-        title: what is said above; None for nothing.
+        title: stands above; None for no title.
     """
     columns = min(CURVE_COLUMNS, len(retention))
     rows = -(-len(retention) // columns)

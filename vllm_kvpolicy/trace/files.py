@@ -1,7 +1,6 @@
-"""The files of a trace: one .npz per event, numbered as the events happened.
+"""Reads and writes the files of a trace: one .npz per event, numbered in order.
 
-Written by worker.trace, read by diagnostics and plot. Every run of a server makes a
-folder of its own within the trace's.
+Each start of a server makes a folder of its own in the trace's folder.
 """
 
 import tempfile
@@ -20,23 +19,23 @@ NOTE = "note_"  # prefix of the notes' names within a file
 
 @dataclass(frozen=True)
 class EventRecord:
-    """One event; positions are logical, counted from 0; rows of heads end in -1.
+    """One event. Positions are logical and count from 0; -1 pads the rows of heads.
 
     Args:
         request_id: vLLM's request id.
         policy: name of the request's policy.
         position: tokens computed before the event.
-        ordinal: 0 for the request's first event, counting again after a preemption.
-        frontier: tokens at and above it are local: kept, and not in the global pool.
+        ordinal: 0 for the request's first event, and again after a preemption.
+        frontier: tokens at this position and later are local, all kept.
         budget: K, tokens per KV head.
         prompt: tokens of the prompt.
         sinks: first tokens that are always kept, protected prompt included.
         block_size: N, tokens per page.
-        held: [L, H, T] int32, what was held before, oldest first as the policy saw it.
-        selected: [L, H, K] int32, what the policy chose, before pages are filled up.
-        survivors: [L, H, C] int32, what the global pool holds, in physical order.
-        moved: fraction of (head, token) pairs in the pool that changed their place.
-        notes: by name, [L, H, ...], float32 or int32, what more is known:
+        held: [L, H, T] int32, tokens held before the event, oldest first.
+        selected: [L, H, K] int32, tokens chosen by the policy, before filling pages.
+        survivors: [L, H, C] int32, tokens in the global pool, in physical order.
+        moved: share of (head, token) pairs in the pool that changed place.
+        notes: further arrays by name, [L, H, ...], float32 or int32:
             mass, segments, quotas: see `ams`; of `held`, [L, H, T], half-open
             ranges of it, [L, H, S, 2], and tokens, [L, H, S];
             retained_mass, lse_drop, density_60, density_90: see `worker.notes`.
@@ -59,7 +58,7 @@ class EventRecord:
 
 
 def to_arrays(record: EventRecord) -> dict[str, np.ndarray]:
-    """Return what the file of a record holds, by name."""
+    """Return the arrays of a record's file, by name."""
     values: dict[str, Any] = dict(vars(record))
     notes = values.pop("notes")
     values |= {NOTE + name: value for name, value in notes.items()}
@@ -67,7 +66,7 @@ def to_arrays(record: EventRecord) -> dict[str, np.ndarray]:
 
 
 def read_event(path: Path) -> EventRecord:
-    """Read one file.
+    """Read the event in one file.
 
     Raises:
         ValueError: it cannot be read, or does not hold the fields of a record.
@@ -85,7 +84,7 @@ def read_event(path: Path) -> EventRecord:
     expected = {item.name for item in fields(EventRecord)} - {"notes"}
     if arrays.keys() != expected:
         raise ValueError(
-            f"trace: {str(path)!r} is no event of this release, its fields differ in "
+            f"trace: {str(path)!r} is not an event of this release, fields differ in "
             f"{sorted(arrays.keys() ^ expected)}"
         )
     values: dict[str, Any] = {
@@ -95,10 +94,10 @@ def read_event(path: Path) -> EventRecord:
 
 
 def check_trace(folder: Path) -> None:
-    """Check that runs can write into a folder; made if missing.
+    """Check that a folder can be written to, and create it if it is missing.
 
     Raises:
-        ValueError: they cannot.
+        ValueError: it cannot be created or written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -112,9 +111,9 @@ def check_trace(folder: Path) -> None:
 
 
 def new_run(folder: Path) -> Path:
-    """Make the folder of a run that starts now, and return it.
+    """Create and return the folder of a run that starts now.
 
-    Names are in the order of their starts, in UTC; no two runs share one.
+    Names begin with the time in UTC, so they sort by start, and are unique.
     """
     started = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
     run = folder / f"{started}-{uuid4().hex[:8]}"
@@ -123,10 +122,10 @@ def new_run(folder: Path) -> Path:
 
 
 def run_in(folder: Path) -> Path:
-    """Return the folder itself or the one below it that holds events.
+    """Return the folder that holds events: the given one or one below it.
 
     Args:
-        folder: of one run, or of a trace with one run that had events.
+        folder: a run, or a trace in which one run has events.
 
     Raises:
         ValueError: no such folder, no events, or several runs with events.
@@ -154,6 +153,6 @@ def read_trace(folder: Path) -> Iterator[EventRecord]:
         folder: see `run_in`.
 
     Raises:
-        ValueError: see `run_in`; or a file is no event.
+        ValueError: see `run_in`; or a file is not an event.
     """
     yield from map(read_event, sorted(run_in(folder).glob("*.npz")))

@@ -1,10 +1,11 @@
-"""What events keep, as numbers: the definitions behind diagnostics and plot.
+"""Defines the measures of what events keep.
 
 Axes: L layers, H KV heads, P logical positions, n tokens of one row, N tokens per
 superblock. A head *keeps* what it holds after an event: survivors of its pool and local
 tokens.
+
 Source: AMS (arXiv 2605.23200) names IoU, wipe-outs, bursts, retention and repetition
-without defining them, so the definitions are ours; Hard-KV for memory-time.
+without defining them, so the definitions are ours; memory-time is Hard-KV's.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,7 @@ from vllm_kvpolicy.trace.files import EventRecord
 
 
 def mask_of(rows: np.ndarray, num_positions: int) -> np.ndarray:
-    """Mark positions.
+    """Return a mask of positions: [0, 2, -1] of 4 is [True, False, True, False].
 
     Args:
         rows: [L, H, T] positions below `num_positions`; negative ones are padding.
@@ -30,7 +31,7 @@ def mask_of(rows: np.ndarray, num_positions: int) -> np.ndarray:
 
 
 def kept_mask(event: EventRecord) -> np.ndarray:
-    """Mark what each head keeps, [L, H, position] bool."""
+    """Return which tokens each head keeps, [L, H, position] bool."""
     mask = mask_of(event.survivors, event.position)
     mask[..., event.frontier :] = True
     return mask
@@ -39,12 +40,12 @@ def kept_mask(event: EventRecord) -> np.ndarray:
 def overlap(before: np.ndarray, after: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Compare what two consecutive events keep.
 
-    Uniformly random choice of half the tokens, with nothing kept for sure, gives an IoU
-    of 1/3; with |before| = |after| it is s / (2 - s) for a survival s.
+    If both events keep a random half of the tokens, the IoU is 1/3. If both keep
+    equally many, it is s / (2 - s) for a survival s.
 
     Args:
-        before: [..., P] bool, what the earlier event keeps.
-        after: [..., at least P] bool, what the later one keeps.
+        before: [..., P] bool, tokens that the earlier event keeps.
+        after: [..., at least P] bool, tokens that the later one keeps.
 
     Returns:
         IoU = |before and after| / |before or after| and survival = |before and after| /
@@ -56,12 +57,13 @@ def overlap(before: np.ndarray, after: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def wiped_regions(kept: np.ndarray, size: int, percent: float) -> tuple[int, int]:
-    """Count the regions of a row of which almost nothing is kept.
+    """Count the regions of a row that are wiped out.
 
-    The row is cut into regions of `size` tokens from its start; a shorter rest is left
-    out. A region is wiped out if at most `percent` % of its tokens are kept. Over held
-    tokens, in time order, the share of wiped regions is the region wipe-out rate; over
-    positions, whether held or dropped before, it is the rate in absolute time.
+    The row is cut into regions of `size` tokens from its start; a shorter rest at its
+    end is ignored. A region is wiped out if at most `percent` % of its tokens are kept:
+    with size 2 and 0 %, the row 1 0 0 0 1 has 1 of 2. If the row has the held tokens in
+    time order, the share of wiped regions is the wipe-out rate of one event; if it has
+    all positions, it is the share of the text that is gone.
 
     Args:
         kept: [..., n] bool.
@@ -69,7 +71,7 @@ def wiped_regions(kept: np.ndarray, size: int, percent: float) -> tuple[int, int
         percent: 0 to 100.
 
     Returns:
-        Regions wiped out, and all regions.
+        Number of regions wiped out, and of all regions.
     """
     count = kept.shape[-1] // size
     regions = kept[..., : count * size].reshape(*kept.shape[:-1], count, size)
@@ -78,7 +80,7 @@ def wiped_regions(kept: np.ndarray, size: int, percent: float) -> tuple[int, int
 
 
 def longest_run(marked: np.ndarray) -> int:
-    """Return the length of the longest run of True in [n] bool, 0 if there is none."""
+    """Return the length of the longest run of True in [n] bool, 0 without any."""
     edges = np.flatnonzero(np.diff(marked, prepend=False, append=False))
     return int(np.max(edges[1::2] - edges[::2], initial=0))
 
@@ -86,12 +88,12 @@ def longest_run(marked: np.ndarray) -> int:
 def kept_by_bin(
     kept: np.ndarray, bins: int, num_positions: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Count kept tokens by relative position: p falls into bin bins * p // P'.
+    """Count kept tokens by relative position; p is in bin `bins * p // P'`.
 
     Args:
         kept: [..., P] bool by logical position.
         bins: number of bins.
-        num_positions: P', at least P; P for positions relative to the event's own.
+        num_positions: P', at least P; P makes positions relative to the event's.
 
     Returns:
         Kept tokens [..., bins], and tokens [bins] below P, dropped ones included.
@@ -104,7 +106,7 @@ def kept_by_bin(
 
 
 def superblocks(event: EventRecord) -> int:
-    """Return the superblocks that the survivors of an event take."""
+    """Return the number of superblocks that the survivors of an event occupy."""
     pages = np.count_nonzero(event.survivors >= 0) // event.block_size
     heads = event.survivors.shape[0] * event.survivors.shape[1]
     return -(-pages // heads)
@@ -127,10 +129,10 @@ def memory_time(
     Args:
         positions: of the request's events, ascending, tokens.
         frontiers: F of each event, tokens.
-        global_blocks: B of each event, superblocks that its survivors take.
-        start: position of the first token that counts, the prompt's length for all of
-            decoding.
-        end: the request's final length, tokens computed.
+        global_blocks: B of each event, superblocks that its survivors occupy.
+        start: position of the first token that counts; the prompt's length counts all
+            of decoding.
+        end: tokens computed when the request ends.
         block_size: N.
     """
     token = np.arange(start, end)
@@ -144,8 +146,8 @@ def repetition(samples: Iterable[Sequence[int]], size: int) -> float:
     """Return the mean over samples of 1 - unique / all n-grams.
 
     Args:
-        samples: output token ids; one shorter than n repeats nothing.
-        size: n; 4, 8 and 20 are customary.
+        samples: output token ids; a sample shorter than n has no repetition.
+        size: n, commonly 4, 8 or 20.
 
     Raises:
         ValueError: no samples.

@@ -1,19 +1,20 @@
-"""`python -m vllm_kvpolicy.trace.plot`: pictures of what the events of a trace kept."""
+"""`trace plot`: draws what the events of a trace kept, as PNGs and one page."""
 
 import argparse
 import base64
 import html
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vllm_kvpolicy.trace import figures
-from vllm_kvpolicy.trace.diagnostics import summarise, table
 from vllm_kvpolicy.trace.files import EventRecord, read_trace
+from vllm_kvpolicy.trace.report import summarise, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,13 +49,13 @@ FIGURE = """<figure id="{name}">
 
 @dataclass
 class PolicyEvents:
-    """What is drawn of one policy.
+    """The events of one policy to draw.
 
     Args:
-        events: of its request with the most events, or of the one asked for; after a
-            preemption, those since.
-        sums: by name of `HEAD_MAPS`, [L, H], added up over all its events.
-        count: number of all its events.
+        events: of the request asked for, else of the one with the most events; of a
+            preempted request, those since the last preemption.
+        sums: by name of `HEAD_MAPS`, [L, H], summed over all events of the policy.
+        count: number of these events.
     """
 
     events: list[EventRecord] = field(default_factory=list)
@@ -72,15 +73,15 @@ class PolicyEvents:
 
 
 def read_policies(trace: Path, request: str | None = None) -> dict[str, PolicyEvents]:
-    """Return what is drawn, by policy.
+    """Return the events to draw, by policy.
 
     Args:
         trace: folder that workers recorded.
-        request: id of the request to draw; the one with most events of each policy
-            unless given.
+        request: id of the request to draw; by default the one of each policy with the
+            most events.
 
     Raises:
-        ValueError: no events, a file that is none, or no such request.
+        ValueError: no events, a file that is not one, or no such request.
     """
     policies: dict[str, PolicyEvents] = {}
     requests: dict[str, list[EventRecord]] = {}
@@ -104,12 +105,12 @@ def draw(
     retention: Mapping[str, Sequence[float]],
     layers: Sequence[int] | None,
 ) -> Iterator[tuple[str, "Figure"]]:
-    """Yield figures with the names of their files.
+    """Yield the names of figures, without ending, and the figures.
 
     Args:
-        policies: what is drawn.
-        retention: by policy, shares kept by relative position.
-        layers: which to draw by head; at most MAX_LAYERS, evenly spread, unless given.
+        policies: events to draw, by policy.
+        retention: shares kept by relative position, by policy.
+        layers: layers to draw by head; by default up to MAX_LAYERS, evenly spread.
 
     Raises:
         ValueError: no such layer, or matplotlib is not installed.
@@ -138,7 +139,7 @@ def draw(
 
 
 def _layers(wanted: Sequence[int] | None, count: int) -> list[int]:
-    """Return the layers to draw of `count`."""
+    """Return the layers to draw; of 10 layers 0, 1, 3, 4, 5, 6, 8 and 9 by default."""
     if wanted is None:
         spread = np.linspace(0, count - 1, min(count, MAX_LAYERS))
         return spread.round().astype(int).tolist()
@@ -166,8 +167,8 @@ def plot(
         Names of the figures.
 
     Raises:
-        ValueError: no events, a file that is none, no such request or layer, or
-            matplotlib is not installed; nothing is written then.
+        ValueError: no events, a file that is not one, no such request or layer, or
+            matplotlib is not installed; then nothing is written.
     """
     summaries = summarise(trace)
     retention = {policy: values["retention"] for policy, values in summaries.items()}
@@ -189,26 +190,32 @@ def plot(
     return [name for name, _ in drawn]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command; `arguments` are those of the process unless given."""
-    parser = argparse.ArgumentParser(
-        prog="python -m vllm_kvpolicy.trace.plot",
+def add_command(commands: Any) -> None:
+    """Add the subcommand `plot`.
+
+    Args:
+        commands: the subparsers of `python -m vllm_kvpolicy.trace`.
+    """
+    parser = commands.add_parser(
+        "plot",
+        help="draw figures",
         description="Draw what the events of a trace kept, as PNGs and as one page.",
     )
-    parser.add_argument("trace", type=Path, help="folder that workers recorded")
-    parser.add_argument(
-        "--output", type=Path, help="folder for the figures (default: TRACE/plots)"
-    )
-    parser.add_argument(
-        "--request", help="request to draw (default: of each policy the longest)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("trace", type=Path, help="folder that workers recorded")
+    add("--output", type=Path, help="folder for the figures (default: TRACE/plots)")
+    add("--request", help="request to draw (default: the longest of each policy)")
+    add(
         "--layers",
         type=int,
         nargs="+",
         help=f"layers to draw by head (default: up to {MAX_LAYERS}, evenly spread)",
     )
-    given = parser.parse_args(arguments)
+    parser.set_defaults(run=partial(_run, parser))
+
+
+def _run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """Write the figures and print where the page is."""
     output = given.output or given.trace / "plots"
     try:
         names = plot(given.trace, output, given.request, given.layers)
@@ -216,8 +223,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     except OSError as error:
         parser.error(f"--output: cannot write {str(output)!r}: {error.strerror}")
-    print(f"{output / 'index.html'}: {len(names)} figures, a PNG each beside it")
-
-
-if __name__ == "__main__":
-    main()
+    print(f"wrote {output / 'index.html'} and {len(names)} figures beside it")

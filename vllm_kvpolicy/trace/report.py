@@ -1,9 +1,10 @@
-"""`python -m vllm_kvpolicy.trace.diagnostics`: what the events of a trace kept."""
+"""`trace report`: measures what the events of a trace kept, per policy."""
 
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,10 @@ from vllm_kvpolicy.trace.measures import (
     wiped_regions,
 )
 
-REGIONS = tuple(product((16, 32, 64), (0, 5)))  # tokens, and % kept if wiped out
+REGIONS = tuple(product((16, 32, 64), (0, 5)))  # tokens, most % kept if wiped out
 BINS = 20
 HEAD_NOTES = ("retained_mass", "lse_drop", "density_60", "density_90")
-Sums = tuple[Any, Any]  # what to divide by what
+Sums = tuple[Any, Any]  # numerator and denominator, each summed over events
 
 LABELS = {
     "requests": "requests",
@@ -66,8 +67,8 @@ def measure(event: EventRecord, previous: EventRecord | None) -> dict[str, Sums]
         previous: the event before it, None for the first of a request.
 
     Returns:
-        By name as in `LABELS`, and `retention` by bin: what to divide by what, once
-        both are added up over events.
+        Numerator and denominator of each figure, by name as in `LABELS`; of
+        `retention`, one of each per bin.
     """
     kept = kept_mask(event)
     heads = kept.shape[0] * kept.shape[1]
@@ -91,7 +92,7 @@ def measure(event: EventRecord, previous: EventRecord | None) -> dict[str, Sums]
 
 
 def _gaps(event: EventRecord, kept: np.ndarray) -> dict[str, Sums]:
-    """Measure what each head drops: regions between sinks and local tokens, and runs.
+    """Measure dropped regions between sinks and local tokens, and dropped runs.
 
     Args:
         event: the event.
@@ -113,7 +114,7 @@ def _gaps(event: EventRecord, kept: np.ndarray) -> dict[str, Sums]:
 
 
 def _notes(event: EventRecord, heads: int) -> dict[str, Sums]:
-    """Measure what the event's notes say, as far as there are any."""
+    """Measure what the event's notes record, if it has any."""
     notes = event.notes
     sums: dict[str, Sums] = {
         name: (notes[name].sum(dtype=float), heads)
@@ -131,10 +132,10 @@ def _notes(event: EventRecord, heads: int) -> dict[str, Sums]:
 
 
 def _memory_time(event: EventRecord, previous: EventRecord) -> dict[str, Sums]:
-    """Integrate from the event before to this one, but not over the prompt.
+    """Integrate memory from the previous event to this one, leaving out the prompt.
 
-    A trace does not know how long requests ran after their last event, and what they
-    hold before their first is the same for all policies.
+    The time after a request's last event is not in the trace, and what requests hold
+    before their first event is the same for all policies.
     """
     span = (max(previous.position, event.prompt), event.position, event.block_size)
     state = ([previous.position], [previous.frontier], [superblocks(previous)])
@@ -148,14 +149,14 @@ def _memory_time(event: EventRecord, previous: EventRecord) -> dict[str, Sums]:
 def summarise(trace: Path) -> dict[str, dict[str, Any]]:
     """Return the figures of each policy of a trace, by name as in `LABELS`.
 
-    Besides, `retention` is a list of 20 shares kept, by position over the event's.
-    Figures that nothing was recorded for are left out.
+    `retention` is a list of 20 shares: of the tokens in each twentieth of the text so
+    far, those that are kept. Figures without any record are left out.
 
     Args:
         trace: folder that workers recorded.
 
     Raises:
-        ValueError: no events, or a file that is none.
+        ValueError: no events, or a file that is not one.
     """
     totals: dict[str, dict[str, Sums]] = defaultdict(dict)
     requests: dict[str, set[str]] = defaultdict(set)
@@ -206,15 +207,24 @@ def _cell(value: float | None) -> str:
     return f"{value}" if isinstance(value, int) else f"{value:.3f}"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command; `arguments` are those of the process unless given."""
-    parser = argparse.ArgumentParser(
-        prog="python -m vllm_kvpolicy.trace.diagnostics",
+def add_command(commands: Any) -> None:
+    """Add the subcommand `report`.
+
+    Args:
+        commands: the subparsers of `python -m vllm_kvpolicy.trace`.
+    """
+    parser = commands.add_parser(
+        "report",
+        help="print a table",
         description="Print what the events of a trace kept, per policy.",
     )
     parser.add_argument("trace", type=Path, help="folder that workers recorded")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    given = parser.parse_args(arguments)
+    parser.set_defaults(run=partial(_run, parser))
+
+
+def _run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """Print the table and write the JSON file if one is asked for."""
     try:
         summaries = summarise(given.trace)
     except ValueError as error:
@@ -225,7 +235,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
             given.json.write_text(json.dumps(summaries, indent=2) + "\n")
         except OSError as error:
             parser.error(f"--json: cannot write {str(given.json)!r}: {error.strerror}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,224 @@
+"""Makes the calibration file of a scorer from a model and a text.
+
+Stock vLLM reads the text as prompts, in this process and without compiled graphs, so
+that hooks on the model's modules see the queries.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from vllm import EngineArgs, SamplingParams, TokensPrompt
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.tokenizers import get_tokenizer
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from vllm_kvpolicy.calibrate.query_statistics import STATISTICS, QueryStatistics
+from vllm_kvpolicy.policies.calibration import Calibration, save
+
+PASSAGE_TOKENS = 4096  # the text is cut into passages of at most this many tokens
+NUM_BLOCKS = PASSAGE_TOKENS // 16 + 2  # enough for a passage at any block size
+
+
+class QueryReader:
+    """Records the queries of a model's layers, before and after RoPE, by hooks.
+
+    Layers may share one rotary embedding. The query that it receives belongs to the
+    attention layer that is called next.
+
+    Args:
+        model: a model of vLLM that runs eagerly, all of it in this process.
+        statistics: receives the queries.
+
+    Attributes:
+        layers: the attention layers in model order.
+        rope: one rotary embedding of the model.
+        num_tokens: tokens that have passed the last layer.
+
+    Raises:
+        ValueError: RoPE does not rotate whole heads in the half layout.
+    """
+
+    def __init__(self, model: torch.nn.Module, statistics: QueryStatistics) -> None:
+        modules = list(model.modules())
+        self.layers = [item for item in modules if isinstance(item, Attention)]
+        ropes = [item for item in modules if isinstance(item, RotaryEmbedding)]
+        if not ropes or not all(
+            rope.is_neox_style and rope.rotary_dim == rope.head_size for rope in ropes
+        ):
+            raise ValueError(
+                "model: expected rotary embeddings that rotate whole heads, channel i "
+                f"with i + D/2, got {ropes}"
+            )
+        self.rope = ropes[0]
+        self.num_tokens = 0
+        self._statistics = statistics
+        self._before: torch.Tensor | None = None
+        hooks = [(rope, self._on_rope) for rope in ropes]
+        hooks += [
+            (layer, partial(self._on_attention, index))
+            for index, layer in enumerate(self.layers)
+        ]
+        self._handles = [
+            module.register_forward_pre_hook(hook) for module, hook in hooks
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks, because vLLM shares rotary embeddings between models."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _on_rope(self, rope: Any, args: tuple[Any, ...]) -> None:
+        self._before = args[1].clone()  # RoPE rotates it in place
+
+    def _on_attention(self, index: int, layer: Any, args: tuple[Any, ...]) -> None:
+        before, self._before = self._before, None
+        if before is None:
+            raise ValueError(f"model: attention layer {index} has no rotary embedding")
+        heads = (-1, layer.num_heads, layer.head_size)
+        self._statistics.add(index, before.view(heads), args[0].view(heads))
+        if index == len(self.layers) - 1:
+            self.num_tokens += len(before)
+
+
+def read_tokens(model: str, text: Path, num_tokens: int) -> list[int]:
+    """Return the first tokens of a text file.
+
+    Raises:
+        ValueError: the file cannot be read or is too short, or `num_tokens` is below 1.
+    """
+    if num_tokens < 1:
+        raise ValueError(f"tokens: got {num_tokens}, expected an integer >= 1")
+    try:
+        content = text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"text: cannot read {str(text)!r}: {error}") from None
+    tokens = get_tokenizer(model).encode(content)[:num_tokens]
+    if len(tokens) < num_tokens:
+        raise ValueError(
+            f"text: {str(text)!r} has {len(tokens)} tokens, expected {num_tokens} or "
+            "more; give more text or a smaller --tokens"
+        )
+    return tokens
+
+
+def calibrate(
+    kind: str, model: str, tokens: Sequence[int], **engine_args: Any
+) -> Calibration:
+    """Run a model on tokens and return the statistics of its queries.
+
+    Args:
+        kind: "triattention" or "qfilter".
+        model: folder or name, as for vLLM.
+        tokens: token ids of a text.
+        engine_args: further arguments of vLLM's engine, such as `dtype`.
+
+    Raises:
+        ValueError: a model whose queries the hooks cannot see.
+    """
+    config = EngineArgs(
+        model=model,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        max_num_seqs=1,
+        max_model_len=-1,  # the smaller of the model's and what these blocks hold
+        num_gpu_blocks_override=NUM_BLOCKS,
+        **engine_args,
+    ).create_engine_config()
+    # The engine's class methods may start the model in another process.
+    engine = LLMEngine(config, UniProcExecutor, log_stats=False)
+    try:
+        return _read_queries(kind, model, tokens, engine)
+    finally:
+        engine.engine_core.shutdown()
+
+
+def _read_queries(
+    kind: str, model: str, tokens: Sequence[int], engine: LLMEngine
+) -> Calibration:
+    statistics = STATISTICS[kind]()
+    (reader,) = engine.apply_model(lambda module: QueryReader(module, statistics))
+    with closing(reader), tqdm(total=len(tokens), unit=" tokens", desc=kind) as shown:
+        size = min(PASSAGE_TOKENS, engine.model_config.max_model_len - 1)
+        for start in range(0, len(tokens), size):
+            passage = TokensPrompt(prompt_token_ids=list(tokens[start : start + size]))
+            params = SamplingParams(max_tokens=1, detokenize=False)
+            engine.add_request(str(start), passage, params)
+            while engine.has_unfinished_requests():
+                engine.step()
+            shown.update(reader.num_tokens - shown.n)
+    if reader.num_tokens != len(tokens):
+        raise RuntimeError(
+            f"read queries of {reader.num_tokens} tokens, not {len(tokens)}"
+        )
+    first = reader.layers[0]
+    return Calibration(
+        kind=kind,
+        model=model,
+        num_layers=len(reader.layers),
+        num_heads=first.num_heads,
+        num_kv_heads=first.num_kv_heads,
+        head_dim=first.head_size,
+        rope_theta=float(reader.rope.base),
+        num_tokens=len(tokens),
+        tensors=statistics.result(len(tokens), first.num_kv_heads),
+    )
+
+
+def add_commands(commands: Any) -> None:
+    """Add a subcommand for each scorer that reads query statistics.
+
+    Args:
+        commands: the subparsers of `python -m vllm_kvpolicy.calibrate`.
+    """
+    for kind in STATISTICS:
+        parser = commands.add_parser(
+            kind,
+            help=f"file that {kind} reads, from a model and a text",
+            description=f"Make the file that {kind} reads. The text should resemble "
+            "what the model will serve.",
+        )
+        add = parser.add_argument
+        add("--model", required=True, help="folder or name, as for vLLM")
+        add("--text", required=True, type=Path, help="UTF-8 text file")
+        add(
+            "--tokens",
+            type=int,
+            default=32768,
+            help="tokens of the text to read (default: 32768)",
+        )
+        add("--output", required=True, type=Path, help="file to write")
+        add(
+            "--gpu-memory-utilization",
+            type=float,
+            default=argparse.SUPPRESS,
+            help="share of the GPU memory that vLLM may use; set it lower beside "
+            "another server",
+        )
+        parser.set_defaults(run=partial(_run, parser))
+
+
+def _run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """Write the file of one scorer and print how to serve with it."""
+    memory = {
+        key: value
+        for key, value in vars(given).items()
+        if key == "gpu_memory_utilization"
+    }
+    try:
+        tokens = read_tokens(given.model, given.text, given.tokens)
+    except ValueError as error:
+        parser.error(str(error))
+    if not given.output.parent.is_dir():
+        parser.error(f"output: {str(given.output.parent)!r} is no folder")
+    save(given.output, calibrate(given.command, given.model, tokens, **memory))
+    key = json.dumps({f"{given.command}_calibration": str(given.output)})
+    print(f"wrote {given.output}; serve with --kv-policy-config '{key}'")
