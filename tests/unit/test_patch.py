@@ -13,6 +13,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_kvpolicy import plugin
 from vllm_kvpolicy.api import patch, patch_table
+from vllm_kvpolicy.kernels import preferences
 from vllm_kvpolicy.metrics import CounterFile
 
 load_general_plugins()
@@ -245,6 +246,21 @@ def test_bad_policies_are_refused_before_an_engine_starts(tiny_model, policy, me
     args = engine_args(tiny_model, additional_config={"kv_policy": policy})
     with pytest.raises(ValueError, match=message):
         args.create_engine_config()
+
+
+def test_kernels_that_are_not_there_are_refused(tiny_model, monkeypatch):
+    monkeypatch.setattr(preferences, "demanded", lambda: "cuda")
+    args = engine_args(tiny_model, additional_config={"kv_policy": POLICY})
+    message = "KVPOLICY_KERNELS=cuda: needs an NVIDIA GPU, got platform cpu"
+    with pytest.raises(ValueError, match=message):
+        args.create_engine_config()
+
+
+def test_the_start_says_which_kernels_run(tiny_model, caplog):
+    caplog.set_level("INFO", patch.logger.name)
+    args = engine_args(tiny_model, additional_config={"kv_policy": POLICY})
+    args.create_engine_config()
+    assert f"KV policy kernels: {preferences.summary('cpu')}" in caplog.messages
 
 
 def test_a_budget_above_the_context_is_valid(tiny_model):

@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.config import server_config
+from vllm_kvpolicy.kernels import preferences
 from vllm_kvpolicy.policies.catalogue.words import ADMISSIONS, ALLOCATORS, SELECTIONS
 
 
@@ -332,7 +333,8 @@ REFUSALS = (
 def machine_refusals() -> list[str]:
     """Return what keeps any policy from running on this installation."""
     rows = [row for row in REFUSALS if row.by_machine and row.applies(None)]
-    return [f"{row.name}: {row.change}" for row in rows]
+    reasons = [f"{row.name}: {row.change}" for row in rows]
+    return reasons + preferences.unmet_demands(compat.platform_name())
 
 
 def refusals(vllm_config: Any) -> list[str]:

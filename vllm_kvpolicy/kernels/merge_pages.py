@@ -1,6 +1,6 @@
 """Mix another token into tokens of the cache.
 
-Source: Hard-KV, appendix G, theorem G.1, for pairs: `kernels.lse_merge` with the
+Source: Hard-KV, appendix G, theorem G.1, for pairs: the merge of a group with the
 logarithms of the weights as logits; https://github.com/SuDIS-ZJU/HARDInfer.
 Deviations: none.
 """
