@@ -26,12 +26,9 @@ from vllm_kvpolicy.api.patch_table import (
     CREATE_ENGINE_CONFIG,
     FROM_CLI_ARGS,
     GENERATE,
-    OFFLINE_PATCHES,
-    PATCHES,
     PROCESS_INPUTS,
     RESPONSES,
     Patch,
-    signature_problems,
 )
 from vllm_kvpolicy.api.request_guards import (
     check_beam_search,
@@ -134,10 +131,9 @@ def _with_policy(original: Callable) -> Callable:
         is_command = ENGINE_KEY in additional
         with _start_errors(is_command):
             config = KVPolicyConfig.from_dict(values)
-            needed = PATCHES if serves_http else OFFLINE_PATCHES
             # Other refusals read a VllmConfig that only a known version is sure to
             # have.
-            _refuse(config, machine_refusals() + signature_problems(needed))
+            _refuse(config, machine_refusals())
             _prepare_arguments(self, config)
         vllm_config = original(self, *args, **kwargs)
         with _start_errors(is_command):

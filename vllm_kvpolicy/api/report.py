@@ -20,19 +20,12 @@ def main() -> int:
     print(_table(_platform()))
     print(_heading("Policies"))
     print(_table(_policies()))
-    reasons = machine_refusals()
+    reasons = guards.machine_refusals()
     print(_heading("Refusals for this machine"))
     print("\n".join(reasons) or "none")
     count = len(guards.REFUSALS)
     print(f"\n{count} features are refused beside a policy; see docs/support.md.")
     return 1 if reasons else 0
-
-
-def machine_refusals() -> list[str]:
-    """Return what keeps any policy from running here, each with what to change."""
-    from vllm_kvpolicy.api.patch_table import signature_problems
-
-    return guards.machine_refusals() + signature_problems()
 
 
 def _versions() -> list[tuple[str, str]]:
