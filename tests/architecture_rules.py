@@ -16,7 +16,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("sizes", "metrics", "trace.files"),
     ("block_manager", "worker"),
     ("api",),
-    ("plugin", "llm"),
+    ("plugin", "llm", "__main__"),
 )
 # Commands of their own: they import from the layers, and nothing imports them.
 OFFLINE = ("calibrate", "trace", "train")
@@ -29,7 +29,7 @@ NAMED_EXCEPTIONS = {("worker.base", "block_manager.manager")}
 MAX_TOP_FILES = 12
 MAX_FOLDER_FILES = 30
 # Imports inside functions: only where loading late is the point.
-LATE_IMPORTS = ("__init__", "plugin", "api.report")
+LATE_IMPORTS = ("__init__", "plugin")
 HOT_FOLDERS = ("worker.", "policies.", "kernels.")
 HOST_SYNC = re.compile(
     r"\.(item|tolist|cpu|nonzero)\(|torch\.(unique|nonzero)\(|\.synchronize\("

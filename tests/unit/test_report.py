@@ -1,8 +1,9 @@
-"""What `python -m vllm_kvpolicy.api.report` says, and the page from the same tables."""
+"""What `python -m vllm_kvpolicy report` says, and the page from the same tables."""
 
 import sys
 from pathlib import Path
 
+from vllm_kvpolicy import __main__ as command
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.api import report
 from vllm_kvpolicy.api.guards import REFUSALS
@@ -29,6 +30,22 @@ def test_the_report_names_versions_platform_and_policies(capsys):
     assert "PyTorch for all" in kernels
     assert text.split("Refusals for this machine")[1].split()[1] == "none"
     assert status == 0
+
+
+def test_the_command_prints_the_report(capsys, monkeypatch):
+    assert command.main(["report"]) == 0
+    printed = capsys.readouterr()
+    assert "vllm-kvpolicy  0.1.0" in printed.out and not printed.err
+    monkeypatch.setattr(report, "main", lambda: 1)
+    assert command.main(["report"]) == 1
+
+
+def test_another_command_is_told_what_there_is(capsys):
+    assert command.main(["--help"]) == 0
+    assert capsys.readouterr().out.strip() == command.USAGE
+    for words in ([], ["reprot"], ["report", "now"]):
+        assert command.main(words) == 2
+        assert capsys.readouterr().err.strip() == command.USAGE
 
 
 def test_the_report_fails_where_no_policy_can_run(capsys, monkeypatch):

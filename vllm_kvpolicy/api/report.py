@@ -1,7 +1,6 @@
-"""`python -m vllm_kvpolicy.api.report`: what is installed here and what it can do."""
+"""The command `report`: what is installed here and what it can do."""
 
 import platform
-import sys
 from collections.abc import Iterable
 
 from vllm_kvpolicy import compat
@@ -84,7 +83,3 @@ def _table(lines: Iterable[tuple[str, ...]]) -> str:
         ).rstrip()
         for row in rows
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())
