@@ -18,7 +18,7 @@ from chain_requests import DIM, HEADS, LAYERS, NUM_HEADS, SIZE, Live, check_seen
 from vllm.v1.core.block_pool import BlockPool
 
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager, KVPolicySpec
-from vllm_kvpolicy.block_manager.planner import Asked, Planner
+from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
 from vllm_kvpolicy.events import EventPlan, Footprint
 from vllm_kvpolicy.protocol import CompactEvent, UsedBlocks
 from vllm_kvpolicy.sizes import PlannerLimits
@@ -179,7 +179,7 @@ class Chain:
         )
         if bounded:
             footprint = Footprint(plan, RECENT, SIZE, self.setup.moves)
-            asked = Asked("scripted", footprint, self.live[name].sinks)
+            asked = RequestPlan("scripted", footprint, self.live[name].sinks)
             self.planner.add(name, asked)
 
     def _schedule(self, name: str, counts: dict[str, int]) -> None:

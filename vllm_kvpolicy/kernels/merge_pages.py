@@ -8,7 +8,7 @@ Deviations: none.
 import torch
 
 
-def merge_pages_ref(
+def merge_pages(
     pages: torch.Tensor, slots: torch.Tensor, others: torch.Tensor, weight: torch.Tensor
 ) -> None:
     """Replace each token x by weight * x + (1 - weight) * other, computed in float32.
