@@ -7,7 +7,7 @@ test_planner_windows.
 import pytest
 from request_plans import request_plan
 
-from vllm_kvpolicy.block_manager.planner import NO_SLOT, Planner
+from vllm_kvpolicy.block_manager.planner import NO_WINDOW, Planner
 from vllm_kvpolicy.events import EventPlan, positions_up_to
 from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands
 from vllm_kvpolicy.sizes import PlannerLimits
@@ -97,7 +97,7 @@ def test_the_message_says_what_happened():
     assert event.local_blocks == (9, 8)
     assert (event.policy, event.prompt_tokens, event.serial) == ("tova", 10, 0)
     assert event.num_global == 0 and event.leaving_blocks == event.source_blocks
-    assert event.window_slot == NO_SLOT
+    assert event.window_slot == NO_WINDOW
     state = planner.states["a"]
     assert (state.frontier_blocks, state.global_blocks) == (3, 2)
     assert state.dropped_tokens == 16
