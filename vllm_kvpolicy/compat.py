@@ -1,9 +1,12 @@
 """What depends on vLLM's version, platform and environment, in one place."""
 
+import os
 from importlib import import_module, metadata
 from typing import Any
 
 SUPPORTED_VLLM = "0.32"
+# Names the implementation that every operation of `kernels` must run on a GPU.
+KERNELS_VARIABLE = "KVPOLICY_KERNELS"
 # Classes that vLLM picks by platform, and the ones that take their place.
 WORKER_CLASSES = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_kvpolicy.worker.cpu.KVPolicyCPUWorker",
@@ -94,6 +97,11 @@ def environment_flag(name: str) -> bool:
     from vllm import envs
 
     return bool(getattr(envs, name))
+
+
+def demanded_kernels() -> str | None:
+    """Return the value of KVPOLICY_KERNELS, None where it is unset or empty."""
+    return os.environ.get(KERNELS_VARIABLE) or None
 
 
 def forget_chosen_backends() -> None:

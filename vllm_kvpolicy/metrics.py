@@ -249,3 +249,28 @@ class Collector:
             )
             family.add_metric(tuple(self.labels.values()), values[series.name])
             yield family
+
+
+def exposition(registry: Any, vllm_config: Any | None) -> bytes:
+    """Return a page of metrics in Prometheus's text format.
+
+    Args:
+        registry: vLLM's CollectorRegistry.
+        vllm_config: of the engine whose counters are added; None for no engine.
+    """
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    text = generate_latest(registry)
+    if vllm_config is not None:
+        counters = CollectorRegistry()
+        labels = _labels(vllm_config)
+        counters.register(Collector(vllm_config.instance_id, labels))
+        text += generate_latest(counters)
+    return text
+
+
+def _labels(vllm_config: Any) -> dict[str, str]:
+    """Return the labels that vLLM puts on its own series."""
+    name = vllm_config.model_config.served_model_name
+    name = name[0] if isinstance(name, list) else name
+    return {"model_name": str(name), "engine": "0"}

@@ -7,7 +7,7 @@ import pytest
 from support.engine_configs import Overlay
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.api.guards import REFUSALS, refusals
-from vllm_kvpolicy.api.request_guards import check_request
+from vllm_kvpolicy.api.request_guards import check_prepared
 from vllm_kvpolicy.config import KVPolicyConfig
 
 RAGGED_FLASHINFER = next(r.name for r in REFUSALS if r.name.startswith("FlashInfer"))
@@ -181,11 +181,17 @@ def small_pool(policy_config):
     )
 
 
+def check(request, vllm_config, server):
+    """Check a request as vLLM's InputProcessor does once it is prepared."""
+    processor = SimpleNamespace(vllm_config=vllm_config, kv_policy_server=server)
+    return check_prepared(processor, request, request.sampling_params)
+
+
 def test_good_requests_pass(small_pool, server):
-    assert check_request(request(), small_pool, server) is None
-    assert check_request(request(kv_budget=96), small_pool, server) is None
+    assert check(request(), small_pool, server) is None
+    assert check(request(kv_budget=96), small_pool, server) is None
     fits = request(prompt_tokens=56, max_tokens=200, kv_policy="none")
-    assert check_request(fits, small_pool, server) is None
+    assert check(fits, small_pool, server) is None
 
 
 def test_a_full_cache_larger_than_the_pool_is_refused(small_pool, server):
@@ -193,33 +199,33 @@ def test_a_full_cache_larger_than_the_pool_is_refused(small_pool, server):
     advice = "lower max_tokens or leave the policy on$"
     message = rf"up to 9 superblocks .* at most the 8 .*; {advice}"
     with pytest.raises(ValueError, match=message):
-        check_request(too_long, small_pool, server)
+        check(too_long, small_pool, server)
 
 
 def test_a_protected_prompt_larger_than_the_pool_is_refused(small_pool):
     server = KVPolicyConfig(
         "tova", 128, 64, prefill_interval_tokens=64, protect_prompt=True
     )
-    assert check_request(request(100, max_tokens=20), small_pool, server) is None
+    assert check(request(100, max_tokens=20), small_pool, server) is None
     message = r"'tova' .* 10 superblocks .* the 8 .* or shorten the prompt, which is "
     with pytest.raises(ValueError, match=message):
-        check_request(request(200, max_tokens=120), small_pool, server)
+        check(request(200, max_tokens=120), small_pool, server)
 
 
 def test_a_prompt_that_is_read_whole_names_the_prefill_interval(small_pool, server):
     message = "lower max_tokens or kv_budget, .* prefill_interval below 4096$"
     with pytest.raises(ValueError, match=message):
-        check_request(request(300, max_tokens=20), small_pool, server)
+        check(request(300, max_tokens=20), small_pool, server)
 
 
 def test_a_policy_that_keeps_everything_says_so(small_pool):
     server = KVPolicyConfig("quest", interval_tokens=64)
     with pytest.raises(ValueError, match="shorten the prompt: everything is kept$"):
-        check_request(request(200, max_tokens=120), small_pool, server)
+        check(request(200, max_tokens=120), small_pool, server)
 
 
 def test_bad_knobs_and_resumable_sessions_are_refused(small_pool, server):
     with pytest.raises(ValueError, match="kv_budget: got 500"):
-        check_request(request(kv_budget=500), small_pool, server)
+        check(request(kv_budget=500), small_pool, server)
     with pytest.raises(ValueError, match="resumable"):
-        check_request(request(resumable=True), small_pool, server)
+        check(request(resumable=True), small_pool, server)

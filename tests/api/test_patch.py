@@ -5,14 +5,17 @@ import inspect
 from types import SimpleNamespace
 
 import pytest
+from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.plugins import load_general_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from support.engine_configs import Overlay, engine_args
-from vllm_kvpolicy import plugin
-from vllm_kvpolicy.api import patch, patch_table
+from vllm_kvpolicy import compat, plugin
+from vllm_kvpolicy.api import patch, patch_table, request_guards, startup
+from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.kernels import preferences
 from vllm_kvpolicy.metrics import CounterFile
 
 load_general_plugins()
@@ -38,21 +41,6 @@ def policy_of(engine_args):
     return engine_args.additional_config["kv_policy"]
 
 
-def test_the_table_holds_against_this_vllm():
-    assert patch.signature_problems() == []
-
-
-def test_a_changed_signature_is_found():
-    changed = patch.Patch(
-        "vllm.engine.arg_utils:EngineArgs.add_cli_args", ("x",), "", ""
-    )
-    gone = patch.Patch("vllm.engine.arg_utils:EngineArgs.nothing", (), "", "")
-    problems = patch.signature_problems((changed, gone))
-    assert "takes parser, expected x" in problems[0]
-    assert "vLLM has no vllm.engine.arg_utils:EngineArgs.nothing" in problems[1]
-    assert all("install vLLM 0.32.x" in problem for problem in problems)
-
-
 def test_every_row_is_used_and_explained():
     source = inspect.getsource(patch)
     wrapped = {
@@ -63,17 +51,21 @@ def test_every_row_is_used_and_explained():
     rows = {
         name
         for name, value in vars(patch_table).items()
-        if isinstance(value, patch.Patch)
+        if isinstance(value, patch_table.Patch)
     }
     assert wrapped == rows
-    assert len(patch.PATCHES) == len(rows)
-    assert all(row.why and row.remove_when for row in patch.PATCHES)
+    assert len(patch_table.PATCHES) == len(rows)
+    assert all(row.why and row.remove_when for row in patch_table.PATCHES)
 
 
 def test_installing_twice_wraps_once():
-    before = [vars(EngineArgs)[row.target.split(".")[-1]] for row in patch.PATCHES[:3]]
+    before = [
+        vars(EngineArgs)[row.target.split(".")[-1]] for row in patch_table.PATCHES[:3]
+    ]
     plugin.register()
-    after = [vars(EngineArgs)[row.target.split(".")[-1]] for row in patch.PATCHES[:3]]
+    after = [
+        vars(EngineArgs)[row.target.split(".")[-1]] for row in patch_table.PATCHES[:3]
+    ]
     assert all(one is other for one, other in zip(before, after, strict=True))
     assert not hasattr(EngineArgs.add_cli_args.__wrapped__, "__wrapped__")
 
@@ -155,9 +147,13 @@ def test_asynchronous_scheduling_and_cuda_have_their_own_classes():
         additional_config={"kv_policy": POLICY, "other": 1},
     )
     with pytest.MonkeyPatch.context() as context:
-        context.setattr(patch, "refusals", lambda config: [])
-        parsed = patch.KVPolicyConfig.from_dict(POLICY)
-        patch._finish_config(config, parsed)
+        context.setattr(startup, "refusals", lambda config: [])
+        context.setattr(startup, "check_files", lambda *args: None)
+        parsed = KVPolicyConfig.from_dict(POLICY)
+        arguments = SimpleNamespace(
+            additional_config={}, _api_process_count=1, _api_process_rank=0
+        )
+        startup.finish(arguments, config, parsed)
     worker = config.parallel_config.worker_cls
     assert worker == "vllm_kvpolicy.worker.gpu.KVPolicyGPUWorker"
     scheduler = config.scheduler_config.scheduler_cls
@@ -187,13 +183,14 @@ def test_cuda_gets_a_known_backend_and_blocks_of_16(
             raise ImportError(name)
 
     capability = None if major is None else SimpleNamespace(major=major)
-    monkeypatch.setattr(patch.compat, "platform_name", lambda: "cuda")
-    monkeypatch.setattr(patch.compat, "import_module", load)
+    monkeypatch.setattr(compat, "platform_name", lambda: "cuda")
+    monkeypatch.setattr(compat, "import_module", load)
     monkeypatch.setattr(
         type(current_platform), "get_device_capability", lambda *args: capability
     )
-    args = engine_args(tiny_model, dtype=dtype)
-    patch._prepare_arguments(args, patch.KVPolicyConfig.from_dict(POLICY))
+    policy = {"kv_policy": POLICY}
+    args = engine_args(tiny_model, dtype=dtype, additional_config=policy)
+    startup.prepare(args)
     assert args.block_size == 16
     assert args.attention_backend.name == expected
 
@@ -247,6 +244,21 @@ def test_bad_policies_are_refused_before_an_engine_starts(tiny_model, policy, me
         args.create_engine_config()
 
 
+def test_kernels_that_are_not_there_are_refused(tiny_model, monkeypatch):
+    monkeypatch.setattr(preferences, "demanded", lambda: "cuda")
+    args = engine_args(tiny_model, additional_config={"kv_policy": POLICY})
+    message = "KVPOLICY_KERNELS=cuda: needs an NVIDIA GPU, got platform cpu"
+    with pytest.raises(ValueError, match=message):
+        args.create_engine_config()
+
+
+def test_the_start_says_which_kernels_run(tiny_model, caplog):
+    caplog.set_level("INFO", startup.logger.name)
+    args = engine_args(tiny_model, additional_config={"kv_policy": POLICY})
+    args.create_engine_config()
+    assert f"KV policy kernels: {preferences.summary('cpu')}" in caplog.messages
+
+
 def test_a_budget_above_the_context_is_valid(tiny_model):
     policy = {**POLICY, "budget": 100_000}
     args = engine_args(tiny_model, additional_config={"kv_policy": policy})
@@ -260,26 +272,42 @@ def request(**extra_args):
     )
 
 
+def prepare(self, request_id, prompt, params):
+    """Do as InputProcessor.process_inputs, whose requests have copies of `params`."""
+    made = request(**params.extra_args)
+    made.prompt_token_ids = prompt
+    return made
+
+
+def processor_of(config):
+    """Return a function that prepares and checks parameters for an engine."""
+    owner = SimpleNamespace(vllm_config=config)
+    wrapped = patch._with_request_check(prepare)
+    return lambda params, prompt=(1,): wrapped(owner, "id", prompt, params)
+
+
+def params(**extra_args):
+    return request(**extra_args).sampling_params
+
+
 def test_bad_requests_are_client_errors_and_value_errors(policy_config):
-    wrapped = patch._with_request_check(lambda self, request: request)
-    processor = SimpleNamespace(vllm_config=policy_config)
-    good = request(kv_budget=96)
-    assert wrapped(processor, good) is good
+    process = processor_of(policy_config)
+    assert process(params(kv_budget=96)).sampling_params.max_tokens == 4
     with pytest.raises(VLLMValidationError, match="kv_budget: got 'many'") as error:
-        wrapped(processor, request(kv_budget="many"))
+        process(params(kv_budget="many"))
     assert isinstance(error.value, ValueError)
 
 
 def test_each_engine_parses_its_policy_once(policy_config, monkeypatch):
     parsed = []
-    from_dict = patch.KVPolicyConfig.from_dict
+    from_dict = KVPolicyConfig.from_dict
 
     def count(values):
         parsed.append(values["policy"])
         return from_dict(values)
 
-    monkeypatch.setattr(patch.KVPolicyConfig, "from_dict", count)
-    check = patch._with_request_check(lambda self, request: request)
+    monkeypatch.setattr(KVPolicyConfig, "from_dict", count)
+    check = patch._with_request_check(prepare)
     early = patch._with_early_check(lambda self, *args: args)
     other = Overlay(
         policy_config, {"additional_config": {"kv_policy": {"policy": "tova"}}}
@@ -287,16 +315,51 @@ def test_each_engine_parses_its_policy_once(policy_config, monkeypatch):
     for config in (policy_config, other):
         owner = SimpleNamespace(vllm_config=config)
         for _ in range(3):
-            check(owner, request(kv_budget=96))
-            early(owner, "hi", request(kv_budget=96).sampling_params)
+            check(owner, "id", (1,), params(kv_budget=96))
+            early(owner, "hi", params(kv_budget=96))
     assert parsed == ["ams-tova", "tova"]
 
 
+def test_a_request_is_checked_once_and_again_when_it_has_changed(
+    policy_config, monkeypatch
+):
+    checked = []
+    monkeypatch.setattr(request_guards, "check_params", lambda *args: checked.append(1))
+    early = patch._with_early_check(lambda self, *args: args)
+    owner = SimpleNamespace(vllm_config=policy_config)
+    process = processor_of(policy_config)
+    asked = params(kv_budget=96)
+    early(owner, {"prompt_token_ids": [1]}, asked)
+    process(asked)
+    assert len(checked) == 1, "the note of the first check is found"
+    process(asked, prompt=(1, 2))
+    assert len(checked) == 2, "the prompt turned out longer"
+    asked.extra_args["kv_budget"] = "many"
+    early(owner, {"prompt_token_ids": [1, 2]}, asked)
+    assert len(checked) == 3, "the keys have changed"
+    asked.max_tokens = 5
+    process(asked, prompt=(1, 2))
+    assert len(checked) == 4, "the length has changed"
+    processor_of(Overlay(policy_config, {"instance_id": "other"}))(asked, (1, 2))
+    assert len(checked) == 5, "another engine"
+
+
+def test_what_was_refused_once_is_refused_again(policy_config):
+    process, bad = processor_of(policy_config), params(kv_budget="many")
+    for _ in range(2):
+        with pytest.raises(VLLMValidationError, match="kv_budget: got 'many'"):
+            process(bad)
+
+
+def test_vllms_parameters_take_the_note(policy_config):
+    asked = SamplingParams(max_tokens=4, extra_args={"kv_budget": 96})
+    processor_of(policy_config)(asked)
+    assert asked.kv_policy_checked[1:3] == (1, 4)
+
+
 def test_engines_without_a_policy_check_nothing():
-    wrapped = patch._with_request_check(lambda self, request: request)
-    processor = SimpleNamespace(vllm_config=SimpleNamespace(additional_config={}))
-    bad = request(kv_budget="many")
-    assert wrapped(processor, bad) is bad
+    process = processor_of(SimpleNamespace(additional_config={}))
+    assert process(params(kv_budget="many")).prompt_token_ids == (1,)
 
 
 def test_a_streamed_request_is_checked_before_it_streams(policy_config):
@@ -376,7 +439,7 @@ def test_metrics_have_the_series_of_their_own_engine(
             file.add("events", 3 + number)
         texts = {name: scrape(name, {"kv_policy": POLICY}) for name in files}
         stock = scrape("first", {})
-        counted = scrape("second", {}, patch.compat.COUNTING_CLASSES[False])
+        counted = scrape("second", {}, compat.COUNTING_CLASSES[False])
     finally:
         for file in files.values():
             file.remove()
@@ -391,22 +454,22 @@ def test_metrics_have_the_series_of_their_own_engine(
 
 
 def test_stock_that_counts_keeps_its_way_of_scheduling(tiny_model):
-    classes = patch.compat.COUNTING_CLASSES
+    classes = compat.COUNTING_CLASSES
     args = engine_args(tiny_model, async_scheduling=False, scheduler_cls=classes[True])
     assert args.create_engine_config().scheduler_config.scheduler_cls == classes[False]
     scheduler = SimpleNamespace(async_scheduling=True, scheduler_cls=classes[False])
-    patch._choose_counting(scheduler)
+    startup._choose_counting(scheduler)
     assert scheduler.scheduler_cls == classes[True]
 
 
 def test_an_unknown_version_is_refused_before_anything_is_read(tiny_model, monkeypatch):
-    monkeypatch.setattr(patch.compat, "vllm_version", lambda: "0.31.0")
+    monkeypatch.setattr(compat, "vllm_version", lambda: "0.31.0")
 
     def not_reached(*args):
         raise AttributeError("an attribute that only 0.32 has")
 
-    monkeypatch.setattr(patch, "refusals", not_reached)
-    monkeypatch.setattr(patch, "_prepare_arguments", not_reached)
+    monkeypatch.setattr(startup, "refusals", not_reached)
+    monkeypatch.setattr(startup, "_choose", not_reached)
     args = engine_args(tiny_model, additional_config={"kv_policy": POLICY})
     with pytest.raises(ValueError, match=r"install vLLM 0\.32\.x"):
         args.create_engine_config()

@@ -1,14 +1,16 @@
-"""What `python -m vllm_kvpolicy.api.report` says, and the page from the same tables."""
+"""What `python -m vllm_kvpolicy report` says, and the page from the same tables."""
 
 import re
 import sys
 from pathlib import Path
 
+from vllm_kvpolicy import __main__ as command
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.api import report
 from vllm_kvpolicy.api.guards import REFUSALS
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.config_keys import FLAG_KEYS
+from vllm_kvpolicy.kernels import preferences
 from vllm_kvpolicy.metrics import SERIES
 from vllm_kvpolicy.policies.catalogue.words import (
     ADMISSIONS,
@@ -26,14 +28,41 @@ def test_the_report_names_versions_platform_and_policies(capsys):
     text = capsys.readouterr().out
     for word in ("vllm-kvpolicy  0.1.0", "torch", "platform", "32 tokens", "snapkv"):
         assert word in text, word
+    (kernels,) = (line for line in text.splitlines() if line.startswith("kernels "))
+    assert "PyTorch for all" in kernels
     assert text.split("Refusals for this machine")[1].split()[1] == "none"
     assert status == 0
+
+
+def test_the_command_prints_the_report(capsys, monkeypatch):
+    assert command.main(["report"]) == 0
+    printed = capsys.readouterr()
+    assert "vllm-kvpolicy  0.1.0" in printed.out and not printed.err
+    monkeypatch.setattr(report, "main", lambda: 1)
+    assert command.main(["report"]) == 1
+
+
+def test_another_command_is_told_what_there_is(capsys):
+    assert command.main(["--help"]) == 0
+    assert capsys.readouterr().out.strip() == command.USAGE
+    for words in ([], ["reprot"], ["report", "now"]):
+        assert command.main(words) == 2
+        assert capsys.readouterr().err.strip() == command.USAGE
 
 
 def test_the_report_fails_where_no_policy_can_run(capsys, monkeypatch):
     monkeypatch.setattr(compat, "vllm_version", lambda: "0.33.0")
     assert report.main() == 1
     assert "other vLLM versions: install vLLM 0.32.x" in capsys.readouterr().out
+
+
+def test_the_report_fails_where_kernels_are_demanded_that_are_not_there(
+    capsys, monkeypatch
+):
+    monkeypatch.setattr(preferences, "demanded", lambda: "cuda")
+    assert report.main() == 1
+    refusals = capsys.readouterr().out.split("Refusals for this machine")[1]
+    assert "KVPOLICY_KERNELS=cuda: needs an NVIDIA GPU" in refusals
 
 
 def test_the_support_page_is_up_to_date(monkeypatch):

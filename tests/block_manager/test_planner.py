@@ -6,8 +6,8 @@ test_planner_windows.
 
 import pytest
 
-from support.requests_asked import asked
-from vllm_kvpolicy.block_manager.planner import NO_SLOT, Planner
+from support.request_plans import request_plan
+from vllm_kvpolicy.block_manager.planner import NO_WINDOW, Planner
 from vllm_kvpolicy.events import EventPlan, positions_up_to
 from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands
 from vllm_kvpolicy.sizes import PlannerLimits
@@ -20,7 +20,7 @@ def make_planner(events_per_step: int = 8, num_requests: int = 1) -> Planner:
     """Return a planner without windows and requests a, b, c... of PLAN."""
     planner = Planner(PlannerLimits(16, 0, 0, events_per_step))
     for name in "abcdefgh"[:num_requests]:
-        planner.add(name, asked(planner, PLAN, 4, 2))
+        planner.add(name, request_plan(planner, PLAN, 4, 2))
     return planner
 
 
@@ -97,7 +97,7 @@ def test_the_message_says_what_happened():
     assert event.local_blocks == (9, 8)
     assert (event.policy, event.prompt_tokens, event.serial) == ("tova", 10, 0)
     assert event.num_global == 0 and event.leaving_blocks == event.source_blocks
-    assert event.window_slot == NO_SLOT
+    assert event.window_slot == NO_WINDOW
     state = planner.states["a"]
     assert (state.frontier_blocks, state.global_blocks) == (3, 2)
     assert state.dropped_tokens == 16
@@ -187,7 +187,7 @@ def test_peak_blocks_is_the_footprint_of_that_request():
     planner = make_planner()
     planner.add(
         "big",
-        asked(planner, EventPlan(10, 400, 20, 4096), 4, 2),
+        request_plan(planner, EventPlan(10, 400, 20, 4096), 4, 2),
     )
     assert planner.peak_blocks("a", 30) == 2
     assert planner.peak_blocks("a", 1000) < planner.peak_blocks("big", 1000)
@@ -215,7 +215,7 @@ def test_the_order_of_visits_starves_nobody():
     for request_id in computed:
         planner.add(
             request_id,
-            asked(planner, EventPlan(1, 64, interval, 64), 8, 4),
+            request_plan(planner, EventPlan(1, 64, interval, 64), 8, 4),
         )
     for _ in range(num_steps):
         scheduled = {}

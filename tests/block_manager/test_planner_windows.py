@@ -5,8 +5,8 @@ Owns the tests of the window pool, by hand and under many random operations.
 
 import random
 
-from support.requests_asked import asked
-from vllm_kvpolicy.block_manager.planner import NO_SLOT, Planner
+from support.request_plans import request_plan
+from vllm_kvpolicy.block_manager.planner import NO_WINDOW, Planner
 from vllm_kvpolicy.events import EventPlan
 from vllm_kvpolicy.sizes import PlannerLimits
 
@@ -20,7 +20,7 @@ def make_planner(window_slots: int, names: str = "ab", **changes: int) -> Planne
     limits = {"events_per_step": 8, "block_size": 16, "window_tokens": W} | changes
     planner = Planner(PlannerLimits(window_slots=window_slots, **limits))
     for name in names:
-        planner.add(name, asked(planner, PLAN, 4, 2))
+        planner.add(name, request_plan(planner, PLAN, 4, 2))
     return planner
 
 
@@ -37,7 +37,7 @@ def step(planner: Planner, **requests: tuple[int, int]):
 
 
 def num_open(planner: Planner) -> int:
-    return planner.limits.window_slots - len(planner._free_slots)
+    return planner.limits.window_slots - len(planner._free_windows)
 
 
 def test_a_step_before_the_window_opens_nothing():
@@ -55,7 +55,7 @@ def test_a_step_that_ends_in_the_window_captures_its_tail():
     _, commands = step(planner, a=(55, 100))
     (capture,) = commands.captures
     assert (capture.first_token, capture.first_row, capture.num_tokens) == (0, 3, 5)
-    assert capture.window_slot == planner.states["a"].window_slot != NO_SLOT
+    assert capture.window_slot == planner.states["a"].window != NO_WINDOW
 
 
 def test_the_event_names_the_slot_and_gives_it_back():
@@ -66,7 +66,7 @@ def test_the_event_names_the_slot_and_gives_it_back():
     assert commands.events[0].window_slot == slot
     assert commands.captures == ()
     assert num_open(planner) == 0
-    assert planner.states["a"].window_slot == NO_SLOT
+    assert planner.states["a"].window == NO_WINDOW
 
 
 def test_the_next_window_may_begin_in_the_step_of_the_event():
@@ -117,7 +117,7 @@ def test_a_request_that_was_never_admitted_gives_its_slot_back():
     assert num_open(planner) == 1
     planner.finish_step({})  # vLLM had no blocks for it
     assert num_open(planner) == 0
-    assert planner.states["a"].window_slot == NO_SLOT
+    assert planner.states["a"].window == NO_WINDOW
 
 
 def test_a_request_that_sits_a_step_out_keeps_its_window():
@@ -137,7 +137,7 @@ def test_preemption_and_end_give_slots_back_and_they_are_used_again():
     assert num_open(planner) == 1
     planner.remove("b")
     assert num_open(planner) == 0
-    planner.add("c", asked(planner, PLAN, 4, 2))
+    planner.add("c", request_plan(planner, PLAN, 4, 2))
     _, commands = step(planner, a=(50, 5), c=(51, 5))
     assert {capture.window_slot for capture in commands.captures} == {0, 1}
 
@@ -178,7 +178,7 @@ class Traffic:
             self.computed[f"r{self.born}"] = 0
             planner.add(
                 f"r{self.born}",
-                asked(planner, plan, rng.randrange(4), 0),
+                request_plan(planner, plan, rng.randrange(4), 0),
             )
             self.born += 1
         counts = {}
@@ -222,11 +222,11 @@ class Traffic:
                 rows[capture.first_row + index] = (name, token)
         for name, count in counts.items():
             self.computed[name] += count
-        free, windows = self.planner._free_slots, self.planner._windows
-        held = [state.window_slot for state in windows.values()]
+        free, windows = self.planner._free_windows, self.planner._windows
+        held = [state.window for state in windows.values()]
         assert sorted(free + held) == list(range(self.slots)), "lost or shared"
         for name, state in self.planner.states.items():
-            assert (state.window_slot != NO_SLOT) == (name in windows)
+            assert (state.window != NO_WINDOW) == (name in windows)
 
 
 def test_no_window_is_lost_shared_or_mixed_up_under_random_traffic():
@@ -237,7 +237,7 @@ def test_no_window_is_lost_shared_or_mixed_up_under_random_traffic():
             traffic.step()
         for name in list(traffic.planner.states):
             traffic.planner.remove(name)
-        assert sorted(traffic.planner._free_slots) == list(range(traffic.slots))
+        assert sorted(traffic.planner._free_windows) == list(range(traffic.slots))
         assert not traffic.planner._windows
         events, sat_out = events + traffic.events, sat_out + traffic.sat_out
         lost += traffic.lost

@@ -200,7 +200,7 @@ def test_notices_admission_that_never_lets_anyone_in(model, monkeypatch):
 def test_notices_a_window_slot_that_is_never_given_back(model, monkeypatch):
     def forget(self: Planner, request_id: str, state: Any) -> None:
         if self._windows.pop(request_id, None) is not None:
-            state.window_slot = -1
+            state.window = -1
 
     monkeypatch.setattr(Planner, "_close_window", forget)
     expect_failure(model, "stalled")

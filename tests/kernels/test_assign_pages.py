@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvpolicy.kernels.assign_pages import PageLists, assign_pages_ref
+from vllm_kvpolicy.kernels.assign_pages import PageLists, assign_pages
 
 CASES = settings(max_examples=120, deadline=None, derandomize=True)
 
@@ -63,7 +63,7 @@ def assign(batch: list[Event]) -> PageLists:
         ]
         held.append(rows)
         cells.append([[place.get(page, -1) for page in row] for row in rows])
-    return assign_pages_ref(
+    return assign_pages(
         torch.tensor(held),
         torch.tensor([[len(row) for row in event.held] for event in batch]),
         torch.tensor(cells),

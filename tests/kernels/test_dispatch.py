@@ -1,18 +1,29 @@
-"""Which implementation runs: by device, by force, counted."""
+"""Which implementation runs: by device, by table, by demand, by force; counted."""
 
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from vllm_kvpolicy.kernels import dispatch
+from vllm_kvpolicy import compat, kernels
+from vllm_kvpolicy.kernels import dispatch, preferences
+from vllm_kvpolicy.kernels.cuda import library
 from vllm_kvpolicy.kernels.dispatch import Operation, forced
 from vllm_kvpolicy.kernels.paged import PagedTokens
+from vllm_kvpolicy.kernels.preferences import Preference
 
 
 def double_ref(values: torch.Tensor, times: int = 1) -> torch.Tensor:
     """Double."""
     return values * 2 * times
+
+
+def triple_ref(values: torch.Tensor) -> torch.Tensor:
+    """Triple."""
+    return values * 3
 
 
 @pytest.fixture
@@ -22,10 +33,30 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def load(name: str) -> SimpleNamespace:
         asked.append(name)
-        return SimpleNamespace(double=lambda values, times=1: values * 0 - times)
+        return SimpleNamespace(
+            double=lambda values, times=1: values * 0 - times,
+            triple=lambda values: values * 0 - 1,
+        )
 
     monkeypatch.setattr(dispatch, "import_module", load)
+    table = {**preferences.TABLE, "double": Preference(in_cuda=True)}
+    monkeypatch.setattr(dispatch, "TABLE", {**table, "triple": Preference()})
     return asked
+
+
+@pytest.fixture(autouse=True)
+def demand(monkeypatch: pytest.MonkeyPatch):
+    """Return a function that sets KVPOLICY_KERNELS as a fresh process would find it."""
+
+    def set_demand(value: str | None) -> None:
+        monkeypatch.delenv(compat.KERNELS_VARIABLE, raising=False)
+        if value is not None:
+            monkeypatch.setenv(compat.KERNELS_VARIABLE, value)
+        preferences.demanded.cache_clear()
+
+    set_demand(None)
+    yield set_demand
+    preferences.demanded.cache_clear()
 
 
 def test_a_cpu_runs_the_reference(modules: list[str]) -> None:
@@ -34,29 +65,129 @@ def test_a_cpu_runs_the_reference(modules: list[str]) -> None:
     assert (double.name, double.calls, modules) == ("double", {"reference": 1}, [])
 
 
-def test_a_gpu_runs_triton(modules: list[str]) -> None:
-    double = Operation(double_ref)
+def run_on_gpu(operation: Operation) -> dict[str, int]:
+    """Return the calls of an operation after one more on what stands in for a GPU."""
     on_gpu = SimpleNamespace(device=torch.device("cuda", 0))
     with pytest.raises(TypeError):  # what stands in for a tensor cannot be multiplied
-        double(on_gpu)
-    assert double.calls == {"triton": 1}
+        operation(on_gpu)
+    return dict(operation.calls)
+
+
+def test_a_gpu_runs_what_the_table_prefers(modules, monkeypatch) -> None:
+    double = Operation(double_ref)
+    assert run_on_gpu(double) == {"triton": 1}
     assert modules == ["vllm_kvpolicy.kernels.triton.test_dispatch"]
+    row = Preference(in_cuda=True, on_gpu="cuda")
+    monkeypatch.setitem(dispatch.TABLE, "double", row)
+    assert run_on_gpu(Operation(double_ref)) == {"cuda": 1}
+    assert modules[1:] == ["vllm_kvpolicy.kernels.cuda.test_dispatch"]
+
+
+@pytest.mark.parametrize("demanded", preferences.IMPLEMENTATIONS)
+def test_a_demand_wins_on_a_gpu_and_only_there(modules, demand, demanded) -> None:
+    demand(demanded)
+    both, one = Operation(double_ref), Operation(triple_ref)
+    assert run_on_gpu(both) == {demanded: 1}
+    without_twin = "triton" if demanded == "cuda" else demanded
+    assert run_on_gpu(one) == {without_twin: 1}
+    assert both(torch.tensor(3)) == 6 and both.calls["reference"] >= 1
+
+
+def test_an_unknown_demand_is_refused(demand) -> None:
+    demand("fast")
+    (reason,) = preferences.unmet_demands("cuda")
+    assert reason.startswith("KVPOLICY_KERNELS: got 'fast', expected one of reference,")
+
+
+@pytest.mark.parametrize("demanded", ["triton", "cuda"])
+def test_a_demand_for_a_gpu_is_refused_without_one(demand, demanded) -> None:
+    demand(demanded)
+    (reason,) = preferences.unmet_demands("cpu")
+    assert reason.startswith(f"KVPOLICY_KERNELS={demanded}: needs an NVIDIA GPU")
+
+
+def test_a_demand_for_kernels_that_were_not_built_is_refused(
+    demand, monkeypatch, tmp_path
+) -> None:
+    monkeypatch.setattr(library, "LIBRARY", tmp_path / "none.so")
+    demand("cuda")
+    (reason,) = preferences.unmet_demands("cuda")
+    assert reason.startswith("KVPOLICY_KERNELS=cuda: vllm-kvpolicy was built without")
+
+
+def test_a_demand_for_triton_is_refused_where_it_is_not_installed(
+    demand, monkeypatch
+) -> None:
+    monkeypatch.setattr(preferences, "find_spec", lambda name: None)
+    demand("triton")
+    (reason,) = preferences.unmet_demands("cuda")
+    assert reason.startswith("KVPOLICY_KERNELS=triton: Triton is not installed")
+
+
+def test_demands_that_can_be_met_are_not_refused(demand, monkeypatch) -> None:
+    monkeypatch.setattr(library, "_loaded", {library.LIBRARY})
+    monkeypatch.setattr(preferences, "find_spec", lambda name: SimpleNamespace())
+    for value in (None, *preferences.IMPLEMENTATIONS):
+        demand(value)
+        assert preferences.unmet_demands("cuda") == []
+    demand("reference")
+    assert preferences.unmet_demands("cpu") == []
+
+
+def test_the_line_names_every_operation(demand) -> None:
+    count = len(preferences.TABLE)
+    assert preferences.summary("cpu") == f"PyTorch for all {count} operations"
+    assert preferences.summary("cuda") == f"Triton for all {count} operations"
+    demand("cuda")
+    in_cuda, in_triton = preferences.summary("cuda").split("; ")
+    assert in_cuda == (
+        "CUDA C++ for compact_pages, page_tables, pick_by_quota, top_k_mask"
+    )
+    assert in_triton.startswith("Triton for ascending_indices, fill_next_best")
+    names = f"{in_cuda}, {in_triton}".replace("Triton for", "").replace(",", "").split()
+    assert set(preferences.TABLE) <= set(names)
+
+
+def test_the_table_has_a_row_for_every_operation_and_no_more() -> None:
+    found = {}
+    for stem in iter_modules(kernels.__path__):
+        module = import_module(f"vllm_kvpolicy.kernels.{stem.name}")
+        found |= {
+            value.name: value
+            for value in vars(module).values()
+            if isinstance(value, Operation)
+        }
+    assert set(found) == set(preferences.TABLE)
+    sources = {name: source_of_twin(operation) for name, operation in found.items()}
+    in_cuda = {name for name, row in preferences.TABLE.items() if row.in_cuda}
+    assert {name for name, source in sources.items() if f"def {name}(" in source} == (
+        in_cuda
+    )
+    for row in preferences.TABLE.values():
+        assert row.on_cpu == "reference"
+        assert row.on_gpu == "triton" or (row.on_gpu == "cuda" and row.in_cuda)
+
+
+def source_of_twin(operation: Operation) -> str:
+    """Return the source of the file where a CUDA twin would stand, "" for none."""
+    path = Path(library.__file__).with_name(f"{operation.stem}.py")
+    return path.read_text() if path.exists() else ""
 
 
 def test_force_wins_where_there_is_such_a_twin(modules: list[str]) -> None:
-    both, one = Operation(double_ref, in_cuda=True), Operation(double_ref)
+    both, one = Operation(double_ref), Operation(triple_ref)
     with forced("triton"):
         assert both(torch.tensor(3)) == -1
     with forced("cuda"):
         assert both(torch.tensor(3), times=4) == -4
-        assert one(torch.tensor(3)) == 6, "no such twin, so the reference"
+        assert one(torch.tensor(3)) == 9, "no such twin, so the reference"
     assert both(torch.tensor(3)) == 6, "the force ends"
     assert both.calls == {"triton": 1, "cuda": 1, "reference": 1}
     with pytest.raises(ValueError, match="which: expected one of"), forced("fast"):
         pass
 
 
-def test_an_operation_without_a_tensor_is_an_error() -> None:
+def test_an_operation_without_a_tensor_is_an_error(modules: list[str]) -> None:
     with pytest.raises(TypeError, match="expected a tensor"):
         Operation(double_ref)(3)
 

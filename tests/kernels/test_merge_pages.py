@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from lse_merge import lse_merge
 
-from vllm_kvpolicy.kernels.lse_merge import lse_merge_ref
-from vllm_kvpolicy.kernels.merge_pages import merge_pages_ref
+from vllm_kvpolicy.kernels.merge_pages import merge_pages
 
 PAGES, BLOCK, SIZE = 6, 4, 8
 SLOTS = torch.tensor([3, 17, 0, 8, 23])
@@ -22,9 +22,9 @@ def test_pairs_are_merged_as_in_closed_form(dtype: torch.dtype) -> None:
     before = pages.clone().flatten(0, 1)
     pairs = torch.stack([before[SLOTS], others], dim=1)
     # The closed form treats keys and values alike.
-    want = lse_merge_ref(pairs, pairs, logits)
+    want = lse_merge(pairs, pairs, logits)
     weight = torch.softmax(logits, -1)[:, 0].float()
-    merge_pages_ref(pages, SLOTS, others, weight)
+    merge_pages(pages, SLOTS, others, weight)
     got = pages.flatten(0, 1)
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]
     torch.testing.assert_close(
@@ -41,13 +41,13 @@ def test_whole_weights_leave_tokens_alone_whatever_the_others_are() -> None:
     before = pages.clone()
     twice = torch.tensor([5, 0, 0, 11])
     others = torch.full((4, SIZE), torch.nan)
-    merge_pages_ref(pages, twice, others, torch.ones(4))
+    merge_pages(pages, twice, others, torch.ones(4))
     assert torch.equal(pages, before)
 
 
 def test_strided_pages_are_written_in_place() -> None:
     cache = drawn(PAGES, BLOCK, 2 * SIZE)
     keys, values = cache[..., :SIZE], cache[..., SIZE:].clone()
-    merge_pages_ref(keys, SLOTS, torch.zeros(len(SLOTS), SIZE), torch.zeros(len(SLOTS)))
+    merge_pages(keys, SLOTS, torch.zeros(len(SLOTS), SIZE), torch.zeros(len(SLOTS)))
     assert not cache.flatten(0, 1)[SLOTS, :SIZE].any()
     assert torch.equal(cache[..., SIZE:], values)

@@ -8,10 +8,10 @@ import torch
 from vllm_kvpolicy.kernels import chunks
 from vllm_kvpolicy.kernels.nucleus import (
     nucleus_counts,
-    nucleus_counts_ref,
     nucleus_mask,
-    nucleus_votes_ref,
-    retained_mass_ref,
+    nucleus_votes,
+    retained_mass,
+    row_nucleus_counts,
     window_mean,
 )
 from vllm_kvpolicy.kernels.paged import PagedTokens
@@ -67,8 +67,8 @@ def nucleus_of(probs: list[float], mass: float) -> list[int]:
 @pytest.mark.parametrize("mass", [0.05, 0.6, 0.9, 0.999])
 def test_counts_and_votes(mass: float) -> None:
     queries, keys, lengths, scale = window()
-    counts = nucleus_counts_ref(queries, keys, lengths, scale, mass)
-    votes = nucleus_votes_ref(queries, keys, lengths, scale, mass)
+    counts = nucleus_counts(queries, keys, lengths, scale, mass)
+    votes = nucleus_votes(queries, keys, lengths, scale, mass)
     assert counts.shape == (EVENTS, LAYERS, HEADS, WINDOW)
     usage = window_usage_ref(
         queries, PagedTokens.from_dense(keys), lengths, scale, mass
@@ -89,7 +89,7 @@ def test_counts_and_votes(mass: float) -> None:
 
 def test_mass_one_is_every_visible_token() -> None:
     queries, keys, lengths, _ = window()
-    counts = nucleus_counts_ref(queries, keys, lengths, 40.0, 1.0)
+    counts = nucleus_counts(queries, keys, lengths, 40.0, 1.0)
     newest = lengths[..., None] - WINDOW + torch.arange(WINDOW)
     want = (newest + 1).clamp(min=0)
     assert torch.equal(counts[..., -1], lengths)
@@ -101,11 +101,11 @@ def test_results_do_not_depend_on_chunks_or_padding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     queries, keys, lengths, scale = window()
-    counts = nucleus_counts_ref(queries, keys, lengths, scale, 0.9)
+    counts = nucleus_counts(queries, keys, lengths, scale, 0.9)
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 1)
-    assert torch.equal(nucleus_counts_ref(queries, keys, lengths, scale, 0.9), counts)
+    assert torch.equal(nucleus_counts(queries, keys, lengths, scale, 0.9), counts)
     wider = torch.nn.functional.pad(keys, (0, 0, 0, 13), value=math.inf)
-    assert torch.equal(nucleus_counts_ref(queries, wider, lengths, scale, 0.9), counts)
+    assert torch.equal(nucleus_counts(queries, wider, lengths, scale, 0.9), counts)
 
 
 def test_sums_are_exact() -> None:
@@ -129,7 +129,7 @@ def test_retained_mass_and_lse_deficit() -> None:
     generator = torch.Generator().manual_seed(2)
     keep = torch.rand(EVENTS, LAYERS, HEADS, TOKENS, generator=generator) < 0.5
     keep[..., 0] = True
-    got = retained_mass_ref(queries, keys, lengths, scale, keep)
+    got = retained_mass(queries, keys, lengths, scale, keep)
     deficit = window_mean(-got.log(), lengths)
     for e in range(EVENTS):
         for layer in range(LAYERS):
@@ -152,7 +152,7 @@ def test_retained_mass_and_lse_deficit() -> None:
 def test_nothing_lost_if_all_is_kept() -> None:
     queries, keys, lengths, scale = window()
     keep = torch.arange(TOKENS) < lengths[..., None]
-    got = retained_mass_ref(queries, keys, lengths, scale, keep)
+    got = retained_mass(queries, keys, lengths, scale, keep)
     assert (got == 1).all()
 
 
@@ -166,8 +166,8 @@ def test_both_sorts_count_the_same(mass: float) -> None:
     logits = (logits * 3).round().masked_fill(logits > 1.5, -math.inf)
     logits[0] = -math.inf
     want = nucleus_mask(logits, mass).sum(-1)
-    assert torch.equal(nucleus_counts(logits, mass), want)
-    elsewhere = nucleus_counts(logits.as_subclass(Elsewhere), mass)
+    assert torch.equal(row_nucleus_counts(logits, mass), want)
+    elsewhere = row_nucleus_counts(logits.as_subclass(Elsewhere), mass)
     assert torch.equal(elsewhere.as_subclass(torch.Tensor), want)
 
 
@@ -176,7 +176,7 @@ def test_a_broken_key_is_no_others_loss(broken: float) -> None:
     queries, keys, lengths, scale = window()
     queries = queries.abs()  # so that an infinite key has an infinite logit
     keys[0, 0, 0, 7] = broken
-    counts = nucleus_counts_ref(queries, keys, lengths, scale, 1.0)[0, 0, 0]
+    counts = nucleus_counts(queries, keys, lengths, scale, 1.0)[0, 0, 0]
     seen = int(lengths[0, 0, 0]) - WINDOW + torch.arange(WINDOW) + 1
     # Every visible token, but for one whose logit is NaN or minus infinity.
     assert torch.equal(counts, seen - int(broken != math.inf))

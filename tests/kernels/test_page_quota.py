@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvpolicy.kernels.page_quota import page_quota_ref
+from vllm_kvpolicy.kernels.page_quota import page_quota
 
 CASES = settings(max_examples=100, deadline=None, derandomize=True)
 Rows = list[list[int]]
@@ -31,7 +31,7 @@ def quota(
     tokens: Rows, floors: Rows, caps: Rows, total: list[int], block_size: int
 ) -> Rows:
     parts = map(torch.tensor, (tokens, floors, caps, total))
-    return page_quota_ref(*parts, block_size).tolist()
+    return page_quota(*parts, block_size).tolist()
 
 
 def deal(
@@ -150,6 +150,6 @@ def test_counts_of_a_real_model() -> None:
     tokens = torch.randint(0, 2**20, (4, 288), generator=generator)
     total = (tokens.sum(-1) // 16) + torch.tensor([0, 1000, -100000, 144])
     caps = torch.full_like(tokens, 2**16)
-    got = page_quota_ref(tokens, torch.full_like(tokens, 3), caps, total, 16)
+    got = page_quota(tokens, torch.full_like(tokens, 3), caps, total, 16)
     assert torch.equal(got.sum(-1), total)
     assert (got >= 3).all() and (got <= 2**16).all()

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from vllm.v1.core.block_pool import BlockPool
 
-from support.requests_asked import asked
+from support.request_plans import request_plan
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager, KVPolicySpec
 from vllm_kvpolicy.block_manager.planner import Planner
 from vllm_kvpolicy.events import EventPlan
@@ -61,7 +61,9 @@ class Engine:
         return [block.block_id for block in self.manager.req_to_blocks[name]]
 
     def add(self, name: str, plan: EventPlan = PLAN, recent: int = RECENT) -> None:
-        self.planner.add(name, asked(self.planner, plan, recent, 2, self.keeps_all))
+        self.planner.add(
+            name, request_plan(self.planner, plan, recent, 2, self.keeps_all)
+        )
 
     def wanted(self, name: str, start: int, end: int, cap: bool = False) -> int:
         return self.manager.get_num_blocks_to_allocate(

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_kvpolicy import compat
+from vllm_kvpolicy.api import relied_on
 from vllm_kvpolicy.config import server_config
+from vllm_kvpolicy.kernels import preferences
 from vllm_kvpolicy.policies.catalogue.words import ADMISSIONS, ALLOCATORS, SELECTIONS
 
 
@@ -330,9 +332,11 @@ REFUSALS = (
 
 
 def machine_refusals() -> list[str]:
-    """Return what keeps any policy from running on this installation."""
+    """Return what keeps any policy from running here, each with what to change."""
     rows = [row for row in REFUSALS if row.by_machine and row.applies(None)]
-    return [f"{row.name}: {row.change}" for row in rows]
+    reasons = [f"{row.name}: {row.change}" for row in rows]
+    platform = compat.platform_name()
+    return reasons + preferences.unmet_demands(platform) + relied_on.problems(platform)
 
 
 def refusals(vllm_config: Any) -> list[str]:

@@ -1,15 +1,12 @@
 """The functions of vLLM that are wrapped, as one table: why, and until when.
 
-Read by patch, which wraps them, and by report. A function that vLLM has changed or
-dropped is found before anything is wrapped.
+`patch` wraps them; `relied_on` checks them before, beside what is overridden and read.
 """
 
 import inspect
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
-
-from vllm_kvpolicy import compat
 
 
 @dataclass(frozen=True)
@@ -142,28 +139,14 @@ RESPONSES = Patch(
     "a streamed response calls generate once its status has been sent",
     "as for process_inputs",
 )
-OFFLINE_PATCHES = (ADD_CLI_ARGS, FROM_CLI_ARGS, CREATE_ENGINE_CONFIG, PROCESS_INPUTS)
-SERVER_PATCHES = (GENERATE, RESPONSES, BEAM_COMPLETION, BEAM_CHAT, ATTACH_METRICS)
-PATCHES = (*OFFLINE_PATCHES, *SERVER_PATCHES)
-
-
-def signature_problems(patches: tuple[Patch, ...] = PATCHES) -> list[str]:
-    """Return a sentence for each function that vLLM has changed or dropped."""
-    problems = []
-    for patch in patches:
-        try:
-            owner, name = patch.resolve()
-        except (ImportError, AttributeError):
-            problems.append(f"vLLM has no {patch.target}: {_version_advice()}")
-            continue
-        found = tuple(inspect.signature(getattr(owner, name)).parameters)
-        if found != patch.parameters:
-            problems.append(
-                f"{patch.target} takes {', '.join(found)}, expected "
-                f"{', '.join(patch.parameters)}: {_version_advice()}"
-            )
-    return problems
-
-
-def _version_advice() -> str:
-    return f"install vLLM {compat.SUPPORTED_VLLM}.x"
+PATCHES = (
+    ADD_CLI_ARGS,
+    FROM_CLI_ARGS,
+    CREATE_ENGINE_CONFIG,
+    PROCESS_INPUTS,
+    GENERATE,
+    RESPONSES,
+    BEAM_COMPLETION,
+    BEAM_CHAT,
+    ATTACH_METRICS,
+)

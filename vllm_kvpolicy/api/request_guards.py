@@ -1,9 +1,12 @@
 """Checks one request in the API process, so that a bad one never reaches the engine."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from vllm_kvpolicy.config import PER_REQUEST_OFF, KVPolicyConfig
+from vllm.exceptions import VLLMValidationError
+
+from vllm_kvpolicy.config import PER_REQUEST_OFF, KVPolicyConfig, server_config
 from vllm_kvpolicy.config_keys import request_keys
 from vllm_kvpolicy.policies.catalogue.names import parse
 
@@ -20,25 +23,87 @@ REQUEST_REFUSALS = {
 }
 
 
-def check_request(request: Any, vllm_config: Any, server: KVPolicyConfig) -> None:
-    """Raise ValueError where the engine could not honour a prepared request.
+class KVPolicyRequestError(VLLMValidationError, ValueError):
+    """A request that the policy refuses: HTTP 400, and ValueError for `LLM` users."""
+
+
+def check_prepared(processor: Any, request: Any, params: Any) -> None:
+    """Refuse what the engine could not honour, once vLLM has prepared a request.
 
     Args:
-        request: vLLM's EngineCoreRequest.
-        vllm_config: of the engine that the request goes to.
-        server: the engine's policy.
+        processor: vLLM's InputProcessor.
+        request: the EngineCoreRequest that it has made.
+        params: the SamplingParams or PoolingParams that it was made from.
 
     Raises:
-        ValueError: a resumable session, or what `check_params` refuses.
+        KVPolicyRequestError: a resumable session, or what `check_params` refuses.
     """
-    if request.resumable:
-        raise ValueError(
-            f"resumable: got a streaming-input session, which --kv-policy "
-            f"{server.policy} does not support, expected each turn as its own request"
-        )
-    if request.sampling_params is not None:
-        prompt_tokens = len(request.prompt_token_ids or ())
-        check_params(request.sampling_params, prompt_tokens, vllm_config, server)
+    server = _server_of(processor)
+    if server is None:
+        return
+    with _client_errors():
+        if request.resumable:
+            raise ValueError(
+                "resumable: got a streaming-input session, which --kv-policy "
+                f"{server.policy} does not support, expected each turn as its own "
+                "request"
+            )
+        if request.sampling_params is not None:
+            prompt_tokens = len(request.prompt_token_ids or ())
+            _check_once(params, prompt_tokens, processor.vllm_config, server)
+
+
+def check_early(engine: Any, prompt: Any, params: Any) -> None:
+    """Check a request whose answer has not begun, its prompt as far as it is known.
+
+    Args:
+        engine: vLLM's AsyncLLM.
+        prompt: text, or a mapping that may hold `prompt_token_ids`.
+        params: the request's SamplingParams.
+
+    Raises:
+        KVPolicyRequestError: what `check_params` refuses.
+    """
+    server = _server_of(engine)
+    if server is not None:
+        known = isinstance(prompt, dict) and prompt.get("prompt_token_ids")
+        with _client_errors():
+            _check_once(params, len(known or ()), engine.vllm_config, server)
+
+
+def _check_once(
+    params: Any, prompt_tokens: int, vllm_config: Any, server: KVPolicyConfig
+) -> None:
+    """Do as `check_params`, unless the same has passed for the same engine.
+
+    An HTTP request comes here before its answer begins and again when vLLM prepares it,
+    where it finds the note of its check. Offline requests come here once.
+    """
+    asked = dict(params.extra_args or {})
+    seen = (vllm_config.instance_id, prompt_tokens, params.max_tokens, asked)
+    if getattr(params, "kv_policy_checked", None) != seen:
+        check_params(params, prompt_tokens, vllm_config, server)
+        params.kv_policy_checked = seen
+
+
+def _server_of(owner: Any) -> KVPolicyConfig | None:
+    """Return the policy of the engine that an object of vLLM belongs to, parsed once.
+
+    Args:
+        owner: has `vllm_config`; the answer is kept on it.
+    """
+    if not hasattr(owner, "kv_policy_server"):
+        owner.kv_policy_server = server_config(owner.vllm_config)
+    return owner.kv_policy_server
+
+
+@contextmanager
+def _client_errors() -> Iterator[None]:
+    """Turn ValueError into the error that vLLM answers with HTTP 400."""
+    try:
+        yield
+    except ValueError as error:
+        raise KVPolicyRequestError(str(error)) from None
 
 
 def check_params(
@@ -101,14 +166,17 @@ def _other_advice(config: KVPolicyConfig | None) -> str:
 
 
 def check_beam_search(extra_args: Mapping[str, Any] | None) -> None:
-    """Raise ValueError where a beam search comes with keys that it would not follow.
+    """Refuse a beam search that comes with keys that it would not follow.
 
     Args:
         extra_args: the request's `vllm_xargs`.
+
+    Raises:
+        KVPolicyRequestError: naming the first such key, or one that is unknown.
     """
-    asked = request_keys(extra_args)
-    if asked:
-        raise ValueError(
-            f"{next(iter(asked))}: has no effect beside use_beam_search, expected one "
-            "or the other"
-        )
+    with _client_errors():
+        for key in request_keys(extra_args):
+            raise ValueError(
+                f"{key}: has no effect beside use_beam_search, expected one or the "
+                "other"
+            )

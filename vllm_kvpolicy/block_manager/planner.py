@@ -14,11 +14,11 @@ from vllm_kvpolicy.protocol import (
 )
 from vllm_kvpolicy.sizes import PlannerLimits
 
-NO_SLOT = -1
+NO_WINDOW = -1
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestPlan:
     """What a request's events look like.
 
     Args:
@@ -39,35 +39,35 @@ class RequestState:
     """What the engine knows of one request.
 
     Args:
-        asked: what its events look like.
+        plan: what its events look like.
         computed: position at the last `clip`.
         target: the next event position, at or after `computed`.
         frontier_blocks: current F / N.
         global_blocks: superblocks that hold survivors.
         ordinal: events since the request (re)started.
-        window_slot: open query window, or NO_SLOT.
+        window: number of its open query window, or NO_WINDOW.
         due: an event decided in this step, not yet taken by the manager.
-        fresh_slot: the window was opened in this step.
+        fresh_window: the window was opened in this step.
         serial: number of the last event, -1 before the first.
         most_held: most superblocks held just before some were given back.
     """
 
-    asked: Asked
+    plan: RequestPlan
     computed: int = 0
     target: int = -1
     frontier_blocks: int = 0
     global_blocks: int = 0
     ordinal: int = 0
-    window_slot: int = NO_SLOT
+    window: int = NO_WINDOW
     due: bool = False
-    fresh_slot: bool = False
+    fresh_window: bool = False
     serial: int = -1
     most_held: int = 0
 
     @property
     def footprint(self) -> Footprint:
         """When the request has events and what it holds between them."""
-        return self.asked.footprint
+        return self.plan.footprint
 
     @property
     def dropped_tokens(self) -> int:
@@ -89,7 +89,7 @@ class Planner:
     limits: PlannerLimits
     states: dict[str, RequestState] = field(default_factory=dict)
     num_global_blocks: int = 0
-    _free_slots: list[int] = field(default_factory=list)
+    _free_windows: list[int] = field(default_factory=list)
     _windows: dict[str, RequestState] = field(default_factory=dict)
     _events: dict[str, CompactEvent] = field(default_factory=dict)
     _num_due: int = 0
@@ -100,13 +100,13 @@ class Planner:
     _invited: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        self._free_slots = list(range(self.limits.window_slots))
+        self._free_windows = list(range(self.limits.window_slots))
 
     # -- life of a request ------------------------------------------------------
 
-    def add(self, request_id: str, asked: Asked) -> None:
+    def add(self, request_id: str, plan: RequestPlan) -> None:
         """Start planning for a request; it holds nothing yet."""
-        self.states[request_id] = RequestState(asked)
+        self.states[request_id] = RequestState(plan)
 
     def restart(self, request_id: str) -> None:
         """Forget what a preempted request held; its event positions stay the same."""
@@ -117,7 +117,7 @@ class Planner:
         self._events.pop(request_id, None)
         self._late.pop(request_id, None)
         self.num_global_blocks -= state.global_blocks
-        self.states[request_id] = RequestState(state.asked)
+        self.states[request_id] = RequestState(state.plan)
 
     def remove(self, request_id: str) -> None:
         """Forget a finished or aborted request."""
@@ -146,10 +146,10 @@ class Planner:
             target = events.next_event(computed + 1)
             state.due = True
         num_new = min(num_new, target - computed)
-        window_tokens = state.asked.window_tokens
+        window_tokens = state.plan.window_tokens
         window_start = target - window_tokens
         if window_tokens and computed + num_new > window_start:
-            has_window = state.window_slot != NO_SLOT
+            has_window = state.window != NO_WINDOW
             if not has_window and not self._open_window(request_id, state):
                 num_new = max(window_start - computed, 0)
         return num_new
@@ -182,18 +182,18 @@ class Planner:
         self._events[request_id] = CompactEvent(
             request_id=request_id,
             serial=state.serial,
-            policy=state.asked.policy,
+            policy=state.plan.policy,
             ordinal=state.ordinal,
             position=position,
             frontier_blocks=state.frontier_blocks,
             budget=state.footprint.events.budget,
-            sinks=state.asked.sinks,
+            sinks=state.plan.sinks,
             prompt_tokens=state.footprint.events.prompt_len,
             num_global=num_global,
             source_blocks=source_blocks,
             dest_blocks=dest_blocks,
             local_blocks=local_blocks,
-            window_slot=state.window_slot,
+            window_slot=state.window,
         )
         state.ordinal += 1
 
@@ -243,9 +243,9 @@ class Planner:
                     captures.append(capture)
                 elif request_id in self._events:
                     self._close_window(request_id, state)
-            elif state.fresh_slot:
+            elif state.fresh_window:
                 self._close_window(request_id, state)
-            state.fresh_slot = False
+            state.fresh_window = False
         missing = self._events.keys() - num_scheduled.keys()
         if missing:
             raise RuntimeError(
@@ -282,31 +282,31 @@ class Planner:
     # -- query windows ------------------------------------------------------------
 
     def _open_window(self, request_id: str, state: RequestState) -> bool:
-        if not self._free_slots:
+        if not self._free_windows:
             return False
-        state.window_slot = self._free_slots.pop()
-        state.fresh_slot = True
+        state.window = self._free_windows.pop()
+        state.fresh_window = True
         self._windows[request_id] = state
         return True
 
     def _close_window(self, request_id: str, state: RequestState) -> None:
-        if state.window_slot != NO_SLOT:
-            self._free_slots.append(state.window_slot)
-            state.window_slot = NO_SLOT
+        if state.window != NO_WINDOW:
+            self._free_windows.append(state.window)
+            state.window = NO_WINDOW
             del self._windows[request_id]
 
     def _capture(
         self, request_id: str, state: RequestState, num_tokens: int
     ) -> WindowCapture | None:
         target = state.footprint.events.next_event(state.computed + 1)
-        window_start = target - state.asked.window_tokens
+        window_start = target - state.plan.window_tokens
         first = max(state.computed, window_start)
         count = state.computed + num_tokens - first
         if count <= 0:
             return None
         return WindowCapture(
             request_id=request_id,
-            window_slot=state.window_slot,
+            window_slot=state.window,
             first_token=first - state.computed,
             first_row=first - target + self.limits.window_tokens,
             num_tokens=count,

@@ -14,7 +14,7 @@ from vllm.v1.request import Request
 
 from vllm_kvpolicy.block_manager.counting import CountingMixin
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager
-from vllm_kvpolicy.block_manager.planner import Asked, Planner
+from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.sizes import capacity_line, planner_limits
@@ -70,13 +70,13 @@ class KVPolicySchedulerMixin(CountingMixin):
             return
         prompt_tokens = request.num_prompt_tokens
         protected = prompt_tokens if config.protects_prompt else 0
-        asked = Asked(
+        plan = RequestPlan(
             policy=config.policy,
             footprint=config.footprint(prompt_tokens, self.kv_policy_limits.block_size),
             sinks=max(config.sink_tokens, protected),
             window_tokens=config.window_tokens(),
         )
-        self.kv_policy_planner.add(request_id, asked)
+        self.kv_policy_planner.add(request_id, plan)
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int

@@ -27,7 +27,7 @@ class PageLists:
     unmoved: torch.Tensor | None
 
 
-def assign_pages_ref(
+def assign_pages(
     held: torch.Tensor,
     num_held: torch.Tensor,
     cells: torch.Tensor,

@@ -54,7 +54,7 @@ def compact_pages_ref(
     _write(pages, dest_slots[changed], scratch)
 
 
-compact_pages = Operation(compact_pages_ref, in_cuda=True)
+compact_pages = Operation(compact_pages_ref)
 
 
 def column_slices(

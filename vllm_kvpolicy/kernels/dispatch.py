@@ -1,7 +1,7 @@
-"""Which implementation an operation runs: the reference, or a faster twin of it.
+"""Operations: a PyTorch reference and faster twins of one name, signature and result.
 
-An operation is a PyTorch reference and, under the same name in kernels.triton and in
-kernels.cuda, twins with its signature and its results.
+`preferences` says which of them runs. The twins of an operation stand in kernels.triton
+and kernels.cuda, in a file of the same name as the reference's.
 """
 
 from collections import Counter
@@ -14,41 +14,53 @@ from typing import Generic, ParamSpec, TypeVar
 
 import torch
 
+from vllm_kvpolicy.kernels.preferences import (
+    IMPLEMENTATIONS,
+    TABLE,
+    implementation_of,
+)
+
 P = ParamSpec("P")
 R = TypeVar("R")
-IMPLEMENTATIONS = ("reference", "triton", "cuda")
 _forced: ContextVar[str | None] = ContextVar("implementation", default=None)
 
 
 class Operation(Generic[P, R]):
     """Calls the implementation for the device of its first tensor.
 
-    A CPU runs the reference, a GPU the twin in Triton unless `forced` says otherwise.
-
     Args:
-        reference: a function called NAME_ref, in module kernels.STEM. Its twins are
-            NAME in kernels.triton.STEM and, if `in_cuda`, in kernels.cuda.STEM.
-        in_cuda: there is a twin in CUDA C++.
+        reference: a function called NAME_ref, in module kernels.STEM. NAME has a row in
+            `preferences.TABLE`. Its twins are NAME in kernels.triton.STEM and, where
+            the row says so, in kernels.cuda.STEM.
 
     Attributes:
         name: NAME.
         reference: the reference.
+        preference: the row of NAME.
         calls: how often each implementation has run in this process.
+
+    Raises:
+        KeyError: NAME has no row.
     """
 
-    def __init__(self, reference: Callable[P, R], in_cuda: bool = False) -> None:
+    def __init__(self, reference: Callable[P, R]) -> None:
         update_wrapper(self, reference)
         self.reference = reference
         self.name = self.__name__ = reference.__name__.removesuffix("_ref")
         self.stem = reference.__module__.rpartition(".")[2]
-        self.in_cuda = in_cuda
+        self.preference = TABLE[self.name]
         self.calls: Counter[str] = Counter()
 
+    @property
+    def in_cuda(self) -> bool:
+        """Whether there is a twin in CUDA C++."""
+        return self.preference.in_cuda
+
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run the implementation of the moment."""
+        """Run the implementation that is forced, demanded or preferred."""
         which = _forced.get()
         if which is None or (which == "cuda" and not self.in_cuda):
-            which = "triton" if _device(args).type == "cuda" else "reference"
+            which = implementation_of(self.preference, _device(args).type)
         self.calls[which] += 1
         return self.implementation(which)(*args, **kwargs)
 

@@ -11,7 +11,7 @@ import torch
 TILE_BYTES = 64 * 2**20
 
 
-def last_similar_ref(
+def last_similar(
     unit: torch.Tensor, threshold: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Find the last key whose cosine with key i is above the threshold, i left out.

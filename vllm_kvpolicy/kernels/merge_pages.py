@@ -1,6 +1,6 @@
 """Mix another token into tokens of the cache.
 
-Source: Hard-KV, appendix G, theorem G.1, for pairs: `kernels.lse_merge` with the
+Source: Hard-KV, appendix G, theorem G.1, for pairs: the merge of a group with the
 logarithms of the weights as logits; https://github.com/SuDIS-ZJU/HARDInfer.
 Deviations: none.
 """
@@ -8,7 +8,7 @@ Deviations: none.
 import torch
 
 
-def merge_pages_ref(
+def merge_pages(
     pages: torch.Tensor, slots: torch.Tensor, others: torch.Tensor, weight: torch.Tensor
 ) -> None:
     """Replace each token x by weight * x + (1 - weight) * other, computed in float32.

@@ -41,7 +41,7 @@ def nucleus_mask(logits: torch.Tensor, mass: float) -> torch.Tensor:
     return torch.zeros_like(inside).scatter_(-1, order, inside)
 
 
-def nucleus_counts(logits: torch.Tensor, mass: float) -> torch.Tensor:
+def row_nucleus_counts(logits: torch.Tensor, mass: float) -> torch.Tensor:
     """Count the fewest largest logits that hold `mass` of their row's softmax.
 
     Args:
@@ -64,7 +64,7 @@ def nucleus_counts(logits: torch.Tensor, mass: float) -> torch.Tensor:
     return logits.shape[-1] - torch.searchsorted(running, rest, right=True)[..., 0]
 
 
-def nucleus_counts_ref(
+def nucleus_counts(
     queries: torch.Tensor,
     keys: torch.Tensor,
     lengths: torch.Tensor,
@@ -84,11 +84,11 @@ def nucleus_counts_ref(
         [E, L, H, W] int64 tokens; 0 for rows outside a short request's window.
     """
 
-    function = partial(nucleus_counts, mass=mass)
+    function = partial(row_nucleus_counts, mass=mass)
     return _map_logits(function, scale, queries, keys, lengths)
 
 
-def nucleus_votes_ref(
+def nucleus_votes(
     queries: torch.Tensor,
     keys: torch.Tensor,
     lengths: torch.Tensor,
@@ -97,7 +97,7 @@ def nucleus_votes_ref(
 ) -> torch.Tensor:
     """Count the rows of the window whose nucleus holds a key.
 
-    Args: as for `nucleus_counts_ref`.
+    Args: as for `nucleus_counts`.
 
     Returns:
         [E, L, H, T] int64, at most W; 0 on padding.
@@ -109,7 +109,7 @@ def nucleus_votes_ref(
     return _map_logits(votes, scale, queries, keys, lengths)
 
 
-def retained_mass_ref(
+def retained_mass(
     queries: torch.Tensor,
     keys: torch.Tensor,
     lengths: torch.Tensor,
@@ -121,7 +121,7 @@ def retained_mass_ref(
     Its logarithm is what a row's LSE changes by when the other tokens go.
 
     Args:
-        queries, keys, lengths, scale: as for `nucleus_counts_ref`.
+        queries, keys, lengths, scale: as for `nucleus_counts`.
         keep: [E, L, H, T] bool, survivors.
 
     Returns:
@@ -141,8 +141,8 @@ def retained_mass_ref(
 def window_mean(rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Average over the rows of the window that count.
 
-    Of `nucleus_counts_ref` that is a head's mean nucleus, of minus the logarithm of
-    `retained_mass_ref` its LSE deficit.
+    Of `nucleus_counts` that is a head's mean nucleus, of minus the logarithm of
+    `retained_mass` its LSE deficit.
 
     Args:
         rows: [E, L, H, W], 0 for rows outside a short request's window.
@@ -194,7 +194,7 @@ def _map_logits(
 
     Args:
         function: also takes the pairs' `others`, [n, ...] each.
-        scale, queries, keys, lengths: as for `nucleus_counts_ref`.
+        scale, queries, keys, lengths: as for `nucleus_counts`.
         others: [E, L, ...] each.
     """
     num_heads, num_tokens = keys.shape[2:4]

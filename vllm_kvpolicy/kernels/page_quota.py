@@ -16,7 +16,7 @@ MOST_TOKENS = 2**35
 BASE = 16  # shifts tried at once, a power of two
 
 
-def page_quota_ref(
+def page_quota(
     tokens: torch.Tensor,
     floors: torch.Tensor,
     caps: torch.Tensor,

@@ -45,4 +45,4 @@ def page_tables_ref(
     head.copy_(torch.where(is_global, global_blocks[rows, :width], head))
 
 
-page_tables = Operation(page_tables_ref, in_cuda=True)
+page_tables = Operation(page_tables_ref)

@@ -187,6 +187,6 @@ def ascending_indices_ref(mask: torch.Tensor, count: int) -> torch.Tensor:
 
 
 fill_next_best = Operation(fill_next_best_ref)
-top_k_mask = Operation(top_k_mask_ref, in_cuda=True)
+top_k_mask = Operation(top_k_mask_ref)
 resize = Operation(resize_ref)
 ascending_indices = Operation(ascending_indices_ref)

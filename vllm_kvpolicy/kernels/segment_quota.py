@@ -270,4 +270,4 @@ def round_robin(capacity: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
 
 
 segment_quota = Operation(segment_quota_ref)
-pick_by_quota = Operation(pick_by_quota_ref, in_cuda=True)
+pick_by_quota = Operation(pick_by_quota_ref)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from vllm_kvpolicy.kernels.chunks import map_pairs_to_many
 from vllm_kvpolicy.kernels.dispatch import Operation
-from vllm_kvpolicy.kernels.nucleus import nucleus_counts
+from vllm_kvpolicy.kernels.nucleus import row_nucleus_counts
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.softmax import softmax
 from vllm_kvpolicy.kernels.window_logits import effective_window, window_logits
@@ -82,7 +82,7 @@ def window_usage_ref(
         queries: torch.Tensor, keys: torch.Tensor, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         logits = window_logits(queries, keys, lengths, scale)
-        counts = () if mass is None else (nucleus_counts(logits.amax(2), mass),)
+        counts = () if mass is None else (row_nucleus_counts(logits.amax(2), mass),)
         probs = softmax(logits)
         count = effective_window(lengths, window)[..., None, None]
         mean = (probs.sum(3) / count).flatten(1, 2)

@@ -3,7 +3,7 @@
 import torch
 
 from vllm_kvpolicy.kernels.assign_pages import PageLists
-from vllm_kvpolicy.kernels.merge_pages import merge_pages_ref
+from vllm_kvpolicy.kernels.merge_pages import merge_pages
 from vllm_kvpolicy.policies.base import EventInputs, Merge
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.tiers.layouts import Held, move_slots
@@ -47,4 +47,4 @@ def merge_dropped(
         for pages, before in ((pool.keys[group], keys), (pool.values[group], values)):
             taken = torch.take_along_dim(before, others[..., None], dim=1)
             rows = slots.flatten(), taken.flatten(0, 1), weights.flatten()
-            merge_pages_ref(pages, *rows)
+            merge_pages(pages, *rows)

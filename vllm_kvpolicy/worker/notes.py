@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from vllm_kvpolicy.kernels.nucleus import (
     WEIGHT_UNIT,
-    nucleus_counts_ref,
-    retained_mass_ref,
+    nucleus_counts,
+    retained_mass,
     window_mean,
 )
 from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
@@ -36,12 +36,12 @@ def with_attention(decision: Decision, needs: Needs, inputs: EventInputs) -> Dec
     queries = inputs.given("queries")[..., -needs.window_tokens :, :]
     lengths = inputs.lengths
     window = (queries, inputs.given("keys"), lengths, inputs.scale)
-    retained = retained_mass_ref(*window, decision.keep)
+    retained = retained_mass(*window, decision.keep)
     notes = {
         "retained_mass": 1 - window_mean(1 - retained, lengths),
         "lse_drop": window_mean(-retained.clamp(1 / WEIGHT_UNIT).log(), lengths),
     }
     for percent in DENSITY_PERCENTS:
-        counts = nucleus_counts_ref(*window, percent / 100)
+        counts = nucleus_counts(*window, percent / 100)
         notes[f"density_{percent}"] = window_mean(counts, lengths) / lengths
     return replace(decision, notes={**decision.notes, **notes})

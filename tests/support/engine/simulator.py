@@ -350,7 +350,7 @@ class Simulation:
         check(free == self.pool.num_gpu_blocks - 1, "pool not full:", free)
         check(not planner.states, "states left", planner.states)
         check(not planner._windows, "windows left", planner._windows)
-        slots = sorted(planner._free_slots)
+        slots = sorted(planner._free_windows)
         check(slots == list(range(planner.limits.window_slots)), "slots", slots)
         check(planner.num_global_blocks == 0, "global", planner.num_global_blocks)
         check(not self.scheduler.kv_policy_manager.req_to_blocks, "rows left")

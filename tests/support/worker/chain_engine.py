@@ -27,7 +27,7 @@ from support.worker.chain_requests import (
     codes,
 )
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager, KVPolicySpec
-from vllm_kvpolicy.block_manager.planner import Asked, Planner
+from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
 from vllm_kvpolicy.events import EventPlan, Footprint
 from vllm_kvpolicy.protocol import CompactEvent, UsedBlocks
 from vllm_kvpolicy.sizes import PlannerLimits
@@ -188,7 +188,7 @@ class Chain:
         )
         if bounded:
             footprint = Footprint(plan, RECENT, SIZE, self.setup.moves)
-            asked = Asked("scripted", footprint, self.live[name].sinks)
+            asked = RequestPlan("scripted", footprint, self.live[name].sinks)
             self.planner.add(name, asked)
 
     def _schedule(self, name: str, counts: dict[str, int]) -> None:

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from vllm_kvpolicy.kernels.nucleus import nucleus_votes_ref
-from vllm_kvpolicy.kernels.page_quota import page_quota_ref
+from vllm_kvpolicy.kernels.nucleus import nucleus_votes
+from vllm_kvpolicy.kernels.page_quota import page_quota
 from vllm_kvpolicy.kernels.ranking import (
     fill_in_order,
     limit_must_keep,
@@ -124,7 +124,7 @@ class HardAllocator:
         if self.order == "attention":
             queries = inputs.given("queries")[..., -self.needs.window_tokens :, :]
             window = (queries, inputs.given("keys"), inputs.lengths, inputs.scale)
-            votes = nucleus_votes_ref(*window, self.mass)
+            votes = nucleus_votes(*window, self.mass)
             score = -rank_by(votes, score).float()  # exact below 2^24
             return score, ranked_positions(score), votes > 0
         order, nobody = ranked_positions(score), torch.zeros_like(inputs.must_keep)
@@ -183,4 +183,4 @@ def scale_to(
     """
     whole = sizes.sum(-1, keepdim=True).clamp(min=1)
     share = sizes * (total[:, None] * SHARE_UNIT) // whole
-    return page_quota_ref(share, floors, caps, total, SHARE_UNIT, SHARE_UNIT * most)
+    return page_quota(share, floors, caps, total, SHARE_UNIT, SHARE_UNIT * most)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from vllm_kvpolicy.kernels.page_quota import page_quota_ref
+from vllm_kvpolicy.kernels.page_quota import page_quota
 from vllm_kvpolicy.kernels.ranking import fill_next_best, limit_must_keep, top_k_mask
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
@@ -58,7 +58,7 @@ class PyramidAllocator:
         held = inputs.lengths.flatten(1).sum(-1) // (num_layers * num_heads)
         planned = self.plan(num_layers, budget, held)
         total = num_layers * num_heads * budget
-        quota = page_quota_ref(
+        quota = page_quota(
             planned[..., None].expand(-1, -1, num_heads).flatten(1),
             must_keep.sum(-1).flatten(1),
             inputs.lengths.flatten(1),

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_kvpolicy.kernels.chunks import map_pairs
-from vllm_kvpolicy.kernels.last_similar import last_similar_ref
+from vllm_kvpolicy.kernels.last_similar import last_similar
 from vllm_kvpolicy.kernels.softmax import masked_softmax
 from vllm_kvpolicy.kernels.window_logits import effective_window
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
@@ -135,7 +135,7 @@ def redundancy(
     unit = held / (torch.linalg.vector_norm(held, dim=-1, keepdim=True) + NORM_EPS)
     total = unit.sum(1, keepdim=True, dtype=torch.float64).float()
     column = (unit * (total - unit)).sum(-1).double()
-    last, cosine = last_similar_ref(unit, threshold)
+    last, cosine = last_similar(unit, threshold)
     column = column.scatter_add(-1, last, -cosine.double()).view(valid.shape)
     mean = column / valid.sum(-1, keepdim=True)
     return masked_softmax(mean.float(), valid)

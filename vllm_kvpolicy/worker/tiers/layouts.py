@@ -11,8 +11,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from vllm_kvpolicy.kernels.assign_pages import PageLists, assign_pages_ref
-from vllm_kvpolicy.kernels.page_quota import page_quota_ref
+from vllm_kvpolicy.kernels.assign_pages import PageLists, assign_pages
+from vllm_kvpolicy.kernels.page_quota import page_quota
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.slots import SlotTable
@@ -219,7 +219,7 @@ class RaggedLayout:
             # One page at least, so that an event always has a destination.
             wanted = (-(-keep // block_size)).sum(-1).clamp(min=1)
             total = torch.minimum(total, wanted)
-        quota = page_quota_ref(
+        quota = page_quota(
             keep.reshape(shape),
             torch.minimum(floors, held.num_pages.reshape(shape)),
             held.num_pages.reshape(shape),
@@ -240,7 +240,7 @@ class RaggedLayout:
         arena = self.pool.own_pages(dest).view(num_events, groups, per_group, num_dest)
         arena = arena.transpose(-1, -2).flatten(0, 1).flatten(1)
         shape = (num_events * groups, per_group)
-        lists = assign_pages_ref(
+        lists = assign_pages(
             held.pages.view(*shape, -1),
             held.num_pages.reshape(shape),
             self._cells(held.pages, dest).view(*shape, -1),

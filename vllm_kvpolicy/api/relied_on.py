@@ -1,0 +1,378 @@
+"""What our classes override and read of vLLM, as one table that a start checks.
+
+A row is a class or module of vLLM that is not wrapped (those stand in patch_table) but
+overridden by a class of ours, or read beyond what vLLM documents. Every name stands
+with the class whose body defines it. `problems` finds what vLLM has changed or dropped
+without importing it.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from vllm_kvpolicy import compat
+from vllm_kvpolicy.api import vllm_source
+from vllm_kvpolicy.api.patch_table import PATCHES, Patch
+
+# The parameters of an override that hands on whatever it is given.
+ANY = "*"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A class or module of vLLM.
+
+    Args:
+        target: "module:Class", or "module" for its functions.
+        overridden: method or attribute -> the names of its parameters, one blank
+            between two; `ANY` where ours hands on all that it is given; "" for what is
+            no method.
+        read: names of attributes and methods that we read, blanks between them.
+        platform: vLLM's name of the platform that loads it; None for all.
+    """
+
+    target: str
+    overridden: Mapping[str, str] = field(default_factory=dict)
+    read: str = ""
+    platform: str | None = None
+
+    def path(self, name: str) -> str:
+        """Return "module:name" or "module:Class.name"."""
+        return f"{self.target}{'.' if ':' in self.target else ':'}{name}"
+
+
+_ENGINE = (
+    Owner(
+        "vllm.v1.core.sched.scheduler:Scheduler",
+        {
+            "__init__": ANY,
+            "add_request": "self request",
+            "update_from_output": "self scheduler_output model_runner_output",
+            "shutdown": "self",
+            "_free_request": ANY,
+            "_preempt_request": ANY,
+            "_reserve_prefill_lookahead": (
+                "self request num_computed_tokens num_new_tokens"
+            ),
+            "_update_after_schedule": "self scheduler_output",
+        },
+        read="kv_cache_manager requests running vllm_config",
+    ),
+    Owner(
+        "vllm.v1.core.sched.async_scheduler:AsyncScheduler",
+        {"__init__": ANY, "_update_after_schedule": "self scheduler_output"},
+    ),
+    Owner(
+        "vllm.v1.core.sched.output:SchedulerOutput",
+        read=(
+            "num_scheduled_tokens total_num_scheduled_tokens finished_req_ids "
+            "preempted_req_ids"
+        ),
+    ),
+    Owner(
+        "vllm.v1.request:Request",
+        read="request_id sampling_params num_prompt_tokens num_computed_tokens",
+    ),
+    Owner("vllm.v1.core.kv_cache_manager:KVCacheManager", read="coordinator"),
+    Owner(
+        "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator",
+        read="single_type_managers",
+    ),
+    Owner(
+        "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager",
+        {
+            "get_num_blocks_to_allocate": (
+                "self request_id num_tokens new_computed_blocks total_computed_tokens "
+                "num_local_computed_tokens num_tokens_main_model apply_admission_cap "
+                "prefill_end"
+            ),
+            "remove_skipped_blocks": (
+                "self request_id processed_computed_tokens num_prompt_tokens"
+            ),
+        },
+        read="block_pool block_size req_to_blocks _null_block",
+    ),
+    Owner(
+        "vllm.v1.core.block_pool:BlockPool",
+        read="num_gpu_blocks get_num_free_blocks get_new_blocks free_blocks",
+    ),
+    Owner(
+        "vllm.v1.core.kv_cache_utils:KVCacheBlock",
+        read="block_id block_hash ref_cnt is_null",
+    ),
+    Owner(
+        "vllm.v1.kv_cache_interface:FullAttentionSpec",
+        {"max_memory_usage_bytes": "self vllm_config", "merge": "specs"},
+    ),
+    Owner("vllm.v1.kv_cache_interface:KVCacheSpec", {"prefix_cacheable": "self"}),
+    Owner("vllm.v1.kv_cache_interface:AttentionSpec", read="page_size_bytes"),
+    Owner(
+        "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry",
+        read="register _ensure_registered",
+    ),
+)
+
+_WORKER = (
+    Owner(
+        "vllm.v1.worker.gpu_worker:Worker",
+        {
+            "load_model": ANY,
+            "get_kv_cache_spec": "self",
+            "determine_available_memory": "self",
+            "initialize_from_config": "self kv_cache_config",
+            "compile_or_warm_up_model": "self",
+            "execute_model": "self scheduler_output",
+            "sample_tokens": "self grammar_output",
+        },
+        read="use_v2_model_runner",
+    ),
+    Owner(
+        "vllm.v1.worker.cpu_worker:CPUWorker",
+        {"determine_available_memory": "self"},
+        platform="cpu",
+    ),
+    Owner(
+        "vllm.v1.worker.worker_base:WorkerBase",
+        read="cache_config device model_config model_runner vllm_config",
+    ),
+    Owner(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
+        read="discard_request_mask get_model input_batch",
+    ),
+    Owner(
+        "vllm.v1.worker.gpu_input_batch:InputBatch",
+        read="generators num_reqs req_ids",
+    ),
+    Owner(
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner",
+        read="get_model prepare_attn",
+    ),
+    Owner("vllm.v1.worker.gpu.input_batch:InputBatch", read="req_ids"),
+    Owner("vllm.v1.outputs:AsyncModelRunnerOutput", {"get_output": "self"}),
+    Owner(
+        "vllm.model_executor.layers.attention.attention:Attention",
+        read=(
+            "attn_backend impl kv_cache_dtype kv_sharing_target_layer_name num_heads "
+            "num_kv_heads"
+        ),
+    ),
+    Owner(
+        "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbeddingBase",
+        read="cos_sin_cache is_neox_style",
+    ),
+    Owner(
+        "vllm.model_executor.models.qwen3:Qwen3ForCausalLM",
+        {"load_weights": "self weights"},
+    ),
+)
+
+_BUILD = "self common_prefix_len common_attn_metadata fast_build"
+_MAKE_BUILDER = "self kv_cache_spec layer_names vllm_config device"
+_FORWARD = (
+    "self layer query key value kv_cache attn_metadata output output_scale "
+    "output_block_scale"
+)
+_IMPL_READS = "alibi_slopes do_kv_cache_update logits_soft_cap num_kv_heads scale sinks"
+_BACKEND = {"get_builder_cls": "", "get_impl_cls": ""}
+
+_ATTENTION = (
+    Owner("vllm.v1.attention.selector", read="_cached_get_attn_backend"),
+    Owner(
+        "vllm.v1.attention.backends.registry",
+        read="AttentionBackendEnum register_backend",
+    ),
+    Owner(
+        "vllm.v1.attention.backend:AttentionBackend",
+        {"supported_kv_cache_layouts": ""},
+    ),
+    Owner(
+        "vllm.v1.attention.backend:AttentionMetadataBuilder",
+        {
+            "get_cudagraph_support": "vllm_config kv_cache_spec",
+            "supports_update_block_table": "",
+        },
+    ),
+    Owner(
+        "vllm.v1.attention.backend:CommonAttentionMetadata",
+        read=(
+            "block_table_tensor max_query_len max_seq_len num_actual_tokens num_reqs "
+            "query_start_loc query_start_loc_cpu replace seq_lens "
+            "seq_lens_cpu_upper_bound"
+        ),
+    ),
+    Owner(
+        "vllm.v1.attention.backend:AttentionCGSupport",
+        read="NEVER UNIFORM_SINGLE_TOKEN_DECODE",
+    ),
+    Owner("vllm.v1.kv_cache_layout:KVCacheLayout", read="LBHNC"),
+    Owner("vllm.config.compilation:CompilationConfig", read="static_forward_context"),
+)
+
+_CPU = (
+    Owner(
+        "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend",
+        _BACKEND,
+        platform="cpu",
+    ),
+    Owner(
+        "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder",
+        {"__init__": _MAKE_BUILDER, "build": _BUILD},
+        read=(
+            "dtype head_dim isa kv_cache_dtype num_heads num_kv_heads window_size "
+            "_set_isa_to_layers"
+        ),
+        platform="cpu",
+    ),
+    Owner(
+        "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl",
+        {"forward": _FORWARD},
+        read=_IMPL_READS,
+        platform="cpu",
+    ),
+    Owner("vllm._custom_ops", read="cpu_attn_get_scheduler_metadata", platform="cpu"),
+)
+
+_CUDA = (
+    Owner(
+        "vllm.v1.attention.backends.flash_attn:FlashAttentionBackend",
+        _BACKEND,
+        platform="cuda",
+    ),
+    Owner(
+        "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder",
+        {
+            "__init__": _MAKE_BUILDER,
+            "build": _BUILD,
+            "get_cudagraph_support": "vllm_config kv_cache_spec",
+            "supports_update_block_table": "",
+        },
+        read="aot_schedule",
+        platform="cuda",
+    ),
+    Owner(
+        "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl",
+        {"forward": _FORWARD},
+        read=_IMPL_READS,
+        platform="cuda",
+    ),
+    Owner(
+        "vllm.v1.attention.backends.triton_attn:TritonAttentionBackend",
+        _BACKEND,
+        platform="cuda",
+    ),
+    Owner(
+        "vllm.v1.attention.backends.triton_attn:TritonAttentionMetadataBuilder",
+        {"__init__": _MAKE_BUILDER, "build": _BUILD},
+        read="num_heads_kv",
+        platform="cuda",
+    ),
+    Owner(
+        "vllm.v1.attention.backends.triton_attn:TritonAttentionMetadata",
+        read=(
+            "seq_threshold_3D softmax_segm_expsum softmax_segm_max softmax_segm_output"
+        ),
+        platform="cuda",
+    ),
+    Owner(
+        "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl",
+        {"forward": _FORWARD},
+        read=_IMPL_READS,
+        platform="cuda",
+    ),
+    Owner(
+        "vllm.v1.attention.backends.flashinfer:FlashInferBackend",
+        {
+            **_BACKEND,
+            "supported_kv_cache_layouts": "",
+            "supports_combination": (
+                "head_size dtype kv_cache_dtype block_size use_mla has_sink use_sparse "
+                "use_mm_prefix device_capability"
+            ),
+        },
+        platform="cuda",
+    ),
+    Owner(
+        "vllm.v1.attention.backends.flashinfer:FlashInferMetadataBuilder",
+        {
+            "__init__": _MAKE_BUILDER,
+            "build": _BUILD,
+            "get_cudagraph_support": "vllm_config kv_cache_spec",
+        },
+        platform="cuda",
+    ),
+    Owner(
+        "vllm.v1.attention.backends.flashinfer:FlashInferImpl",
+        {"forward": _FORWARD},
+        read=_IMPL_READS,
+        platform="cuda",
+    ),
+)
+
+_API = (
+    Owner("vllm.entrypoints.llm:LLM", {"__init__": ANY}),
+    Owner(
+        "vllm.engine.arg_utils:EngineArgs",
+        read=(
+            "additional_config attention_backend attention_config block_size "
+            "enable_prefix_caching hf_overrides _api_process_count _api_process_rank"
+        ),
+    ),
+    Owner("vllm.platforms.interface:Platform", read="_enum"),
+    Owner("vllm.v1.metrics.prometheus", read="get_prometheus_registry"),
+    Owner("vllm.entrypoints.serve.instrumentator.metrics", read="PrometheusResponse"),
+)
+
+OWNERS = (*_API, *_ENGINE, *_WORKER, *_ATTENTION, *_CPU, *_CUDA)
+
+
+def problems(
+    platform: str | None,
+    patches: Iterable[Patch] = PATCHES,
+    owners: Iterable[Owner] = OWNERS,
+) -> list[str]:
+    """Return a sentence for each name of vLLM that it has changed or dropped.
+
+    Args:
+        platform: vLLM's name of the platform; None checks the rows of all.
+        patches: what will be wrapped.
+        owners: what is overridden and read.
+    """
+    found = [_problem(patch.target, patch.parameters) for patch in patches]
+    for owner in owners:
+        if platform in (None, owner.platform) or owner.platform is None:
+            found += _problems_of(owner)
+    return [sentence for sentence in found if sentence is not None]
+
+
+def _problems_of(owner: Owner) -> Iterator[str | None]:
+    for name, parameters in owner.overridden.items():
+        is_checked = parameters not in (ANY, "")
+        wanted = tuple(parameters.split()) if is_checked else None
+        yield _problem(owner.path(name), wanted)
+    for name in owner.read.split():
+        yield _problem(owner.path(name), None)
+
+
+def _problem(target: str, wanted: tuple[str, ...] | None) -> str | None:
+    """Return what is wrong with one name of vLLM, None if nothing is.
+
+    Args:
+        target: see `vllm_source.defines`.
+        wanted: the names that its signature must have; None for any.
+    """
+    if not vllm_source.defines(target):
+        return f"vLLM has no {target}: {_advice()}"
+    if wanted is None:
+        return None
+    found = vllm_source.parameters(target)
+    if found is None:
+        return f"{target} is no function, expected one: {_advice()}"
+    if found != wanted:
+        return (
+            f"{target} takes {', '.join(found)}, expected {', '.join(wanted)}: "
+            f"{_advice()}"
+        )
+    return None
+
+
+def _advice() -> str:
+    return f"install vLLM {compat.SUPPORTED_VLLM}.x"

@@ -1,0 +1,192 @@
+"""What happens when an engine is configured: read the policy, refuse, choose classes.
+
+`patch` calls `prepare` before vLLM makes its VllmConfig from the arguments, then
+`finish` with the result. Nothing here assigns onto vLLM's classes or modules.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from uuid import uuid4
+
+from vllm.logger import init_logger
+
+from vllm_kvpolicy import compat
+from vllm_kvpolicy.api import cli
+from vllm_kvpolicy.api.guards import machine_refusals, refusals
+from vllm_kvpolicy.api.start_checks import check_files
+from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
+from vllm_kvpolicy.kernels import preferences
+from vllm_kvpolicy.policies.admissions.dms.model import (
+    missing_architecture,
+    refuse_plain,
+)
+
+logger = init_logger("vllm.kv_policy")
+
+# The name that all processes of a server know its counters by, beside CONFIG_KEY. Only
+# command lines are given one.
+ENGINE_KEY = "kv_policy_engine"
+
+
+@contextmanager
+def errors(is_command: bool) -> Iterator[None]:
+    """Answer a wrong command line as argparse does; Python code gets the ValueError.
+
+    Args:
+        is_command: the arguments come from a command line.
+
+    Raises:
+        SystemExit: with status 2, in place of a ValueError.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if not is_command:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def read_command_line(engine_args: Any, args: Any) -> None:
+    """Put what a command line says about the policy into the engine's arguments.
+
+    Args:
+        engine_args: EngineArgs; changed.
+        args: the parsed command line; changed in the same way, because API servers are
+            started with it and each makes its own VllmConfig.
+    """
+    with errors(is_command=True):
+        given = cli.given_values(vars(args))
+        merged = cli.merge(engine_args.additional_config, given)
+    if isinstance(merged, dict) and CONFIG_KEY in merged:
+        merged = {ENGINE_KEY: uuid4().hex, **merged}
+        engine_args.additional_config = merged
+        args.additional_config = merged
+
+
+def serves_http(args: tuple, kwargs: dict) -> bool:
+    """Tell from the arguments of create_engine_config whether it is for a server."""
+    from vllm.usage.usage_lib import UsageContext
+
+    context = args[0] if args else kwargs.get("usage_context")
+    return context is UsageContext.OPENAI_API_SERVER
+
+
+def prepare(engine_args: Any) -> KVPolicyConfig | None:
+    """Return the policy that arguments ask for, None for none.
+
+    What the user left open and the policy depends on is chosen here.
+
+    Args:
+        engine_args: EngineArgs; changed.
+
+    Raises:
+        ValueError: the policy is not valid, or cannot run on this machine.
+    """
+    additional = engine_args.additional_config
+    values = additional.get(CONFIG_KEY) if isinstance(additional, dict) else None
+    if values is None:
+        return None
+    with errors(_is_command(engine_args)):
+        config = KVPolicyConfig.from_dict(values)
+        # Other refusals read a VllmConfig that only a known version is sure to have.
+        _refuse(config, machine_refusals())
+        _choose(engine_args, config)
+    return config
+
+
+def finish(engine_args: Any, vllm_config: Any, config: KVPolicyConfig) -> None:
+    """Refuse what is not supported, name our classes and check the policy's files.
+
+    Args:
+        engine_args: EngineArgs that `prepare` has seen.
+        vllm_config: the VllmConfig that vLLM has made of them; changed.
+        config: what `prepare` returned.
+
+    Raises:
+        ValueError: with every reason at once.
+    """
+    with errors(_is_command(engine_args)):
+        _refuse(config, refusals(vllm_config))
+        config.validate_block_size(vllm_config.cache_config.block_size)
+        _name_classes(vllm_config, config)
+        if compat.is_first_process(engine_args):
+            check_files(config, vllm_config)
+
+
+def finish_stock(vllm_config: Any, is_command: bool) -> None:
+    """Do what an engine without a policy needs.
+
+    Args:
+        vllm_config: VllmConfig; changed where requests are counted.
+        is_command: it is for a server.
+    """
+    with errors(is_command):
+        refuse_plain(vllm_config.model_config)
+    if is_counted(vllm_config):
+        _choose_counting(vllm_config.scheduler_config)
+
+
+def is_counted(vllm_config: Any) -> bool:
+    """Return whether an engine without a policy was asked to count what it holds."""
+    scheduler = vllm_config.scheduler_config
+    return scheduler.scheduler_cls in compat.COUNTING_CLASSES.values()
+
+
+def _is_command(engine_args: Any) -> bool:
+    return ENGINE_KEY in engine_args.additional_config
+
+
+def _choose_counting(scheduler: Any) -> None:
+    """Name the counting class that schedules as vLLM would without it."""
+    is_async = bool(scheduler.async_scheduling)
+    scheduler.scheduler_cls = compat.COUNTING_CLASSES[is_async]
+
+
+def _choose(engine_args: Any, config: KVPolicyConfig) -> None:
+    """Choose what the user left open and a policy depends on."""
+    if engine_args.enable_prefix_caching is None:
+        engine_args.enable_prefix_caching = False
+    missing = missing_architecture(engine_args.model)
+    if missing and not engine_args.hf_overrides:
+        engine_args.hf_overrides = {"architectures": [missing]}
+    platform = compat.platform_name()
+    if engine_args.block_size is None:
+        engine_args.block_size = compat.BLOCK_TOKENS.get(platform)
+    chosen = (engine_args.attention_backend, engine_args.attention_config.backend)
+    if platform == "cuda" and chosen == (None, None):
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        chosen_name = compat.cuda_attention_backend(str(engine_args.dtype))
+        engine_args.attention_backend = AttentionBackendEnum[chosen_name]
+    logger.info(
+        "--kv-policy %s: prefix caching is off, block size %s, attention backend %s",
+        config.policy,
+        engine_args.block_size,
+        engine_args.attention_backend or "as the platform chooses",
+    )
+    logger.info("KV policy kernels: %s", preferences.summary(platform))
+
+
+def _refuse(config: KVPolicyConfig, reasons: list[str]) -> None:
+    """Raise ValueError with every reason at once, if there is any."""
+    if reasons:
+        lines = "".join(f"\n  - {reason}" for reason in reasons)
+        raise ValueError(
+            f"--kv-policy {config.policy} is not supported together with:{lines}"
+        )
+
+
+def _name_classes(vllm_config: Any, config: KVPolicyConfig) -> None:
+    """Put our worker and scheduler, the policy and the engine's name into a config."""
+    parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+    parallel.worker_cls = compat.WORKER_CLASSES[parallel.worker_cls]
+    is_async = bool(scheduler.async_scheduling)
+    scheduler.scheduler_cls = compat.SCHEDULER_CLASSES[is_async]
+    additional = dict(vllm_config.additional_config)
+    # Not left in the config: vLLM's compile cache is keyed by it.
+    engine = additional.pop(ENGINE_KEY, None) or uuid4().hex
+    vllm_config.additional_config = {**additional, CONFIG_KEY: config.to_dict()}
+    vllm_config.instance_id = engine

@@ -1,0 +1,146 @@
+"""Which implementation each operation runs: one table, and what a user may demand.
+
+On a CPU every operation runs its PyTorch reference. On a GPU it runs what the table
+prefers, or what the environment variable KVPOLICY_KERNELS demands; an operation without
+a CUDA twin runs Triton where CUDA C++ is demanded. A demand that this machine cannot
+meet is refused at start-up.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+
+from vllm_kvpolicy import compat
+from vllm_kvpolicy.kernels.cuda import library
+
+IMPLEMENTATIONS = ("reference", "triton", "cuda")
+LABELS = {"reference": "PyTorch", "triton": "Triton", "cuda": "CUDA C++"}
+
+
+@dataclass(frozen=True)
+class Preference:
+    """What one operation has beside its reference, and what each device runs.
+
+    Args:
+        in_cuda: there is a twin in CUDA C++; every operation has one in Triton.
+        on_cpu: the implementation for tensors on a CPU.
+        on_gpu: the implementation for tensors on an NVIDIA GPU, unless the user demands
+            another.
+    """
+
+    in_cuda: bool = False
+    on_cpu: str = "reference"
+    on_gpu: str = "triton"
+
+
+# A CUDA twin becomes the preference once committed timings of both on one GPU say so.
+TABLE: Mapping[str, Preference] = {
+    "ascending_indices": Preference(),
+    "compact_pages": Preference(in_cuda=True),
+    "fill_next_best": Preference(),
+    "head_page_tables": Preference(),
+    "page_bounds": Preference(),
+    "page_scores": Preference(),
+    "page_tables": Preference(in_cuda=True),
+    "paged_cosines": Preference(),
+    "paged_gates": Preference(),
+    "paged_norms": Preference(),
+    "paged_pair_projections": Preference(),
+    "paged_projections": Preference(),
+    "pick_by_quota": Preference(in_cuda=True),
+    "resize": Preference(),
+    "save_rows": Preference(),
+    "segment_quota": Preference(),
+    "top_k_mask": Preference(in_cuda=True),
+    "until_attention": Preference(),
+    "window_usage": Preference(),
+}
+
+
+@cache
+def demanded() -> str | None:
+    """Return what KVPOLICY_KERNELS demands, None where it is not set.
+
+    Read once per process.
+
+    Raises:
+        ValueError: it is not one of `IMPLEMENTATIONS`.
+    """
+    value = compat.demanded_kernels()
+    if value is not None and value not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"{compat.KERNELS_VARIABLE}: got {value!r}, expected one of "
+            f"{', '.join(IMPLEMENTATIONS)}, or leave it unset"
+        )
+    return value
+
+
+def implementation_of(preference: Preference, device_type: str) -> str:
+    """Return the implementation that an operation runs on a type of device.
+
+    Args:
+        preference: the operation's row.
+        device_type: `torch.device.type`. What is neither "cpu" nor "cuda" runs the
+            reference.
+    """
+    if device_type == "cpu":
+        return preference.on_cpu
+    if device_type != "cuda":
+        return "reference"
+    wanted = demanded() or preference.on_gpu
+    return "triton" if wanted == "cuda" and not preference.in_cuda else wanted
+
+
+def unmet_demands(platform: str) -> list[str]:
+    """Return why KVPOLICY_KERNELS cannot be followed here, at most one sentence.
+
+    Args:
+        platform: vLLM's name of the platform, such as "cpu" or "cuda".
+    """
+    try:
+        wanted = demanded()
+    except ValueError as error:
+        return [str(error)]
+    label = f"{compat.KERNELS_VARIABLE}={wanted}"
+    if wanted in (None, "reference"):
+        return []
+    if platform != "cuda":
+        return [
+            f"{label}: needs an NVIDIA GPU, got platform {platform}; unset it or set "
+            f"it to reference"
+        ]
+    try:
+        _LOADERS[wanted or ""]()
+    except ImportError as error:
+        return [f"{label}: {error}"]
+    return []
+
+
+def _load_triton() -> None:
+    if find_spec("triton") is None:
+        raise ImportError("Triton is not installed; install it or unset the variable")
+
+
+_LOADERS: dict[str, Callable[[], None]] = {
+    "triton": _load_triton,
+    "cuda": library.load,
+}
+
+
+def summary(device_type: str) -> str:
+    """Return one line that says which implementation each operation runs.
+
+    Example: "CUDA C++ for compact_pages, page_tables; Triton for window_usage".
+
+    Args:
+        device_type: as for `implementation_of`.
+    """
+    names: dict[str, list[str]] = {}
+    for name, preference in TABLE.items():
+        names.setdefault(implementation_of(preference, device_type), []).append(name)
+    if len(names) == 1:
+        return f"{LABELS[next(iter(names))]} for all {len(TABLE)} operations"
+    return "; ".join(
+        f"{LABELS[which]} for {', '.join(names[which])}" for which in sorted(names)
+    )
