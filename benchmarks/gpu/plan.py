@@ -11,6 +11,8 @@ from benchmarks.gpu.engine import EngineSpec
 from benchmarks.gpu.record import Record
 
 TINY = "tiny"
+START_SECONDS = 30.0
+"""That engines take to start, at least."""
 
 
 @dataclass
@@ -50,6 +52,18 @@ class Options:
         return EngineSpec(
             name, self.model, self.folder, pool_tokens, settings=settings, **fields
         )
+
+    def has_time(self, names: Sequence[str], limit_s: float) -> bool:
+        """Return whether engines can start and measure once; else note what is left.
+
+        Args:
+            names: of the measurements.
+            limit_s: the most seconds that one of them may take.
+        """
+        if self.elapsed + START_SECONDS + limit_s <= self.seconds:
+            return True
+        self.left += names
+        return False
 
     def measure(
         self, record: Record, name: str, limit_s: float, call: Callable[[], Any]

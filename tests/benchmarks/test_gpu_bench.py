@@ -228,6 +228,13 @@ def test_time_ends_a_run_and_the_next_goes_on(tmp_path: Path) -> None:
         Record(tmp_path / "x.json", "e", {"model": "other"})
 
 
+@pytest.mark.parametrize("part", ["min-32", "c", "d"])
+def test_no_engine_starts_too_late(part: str, tmp_path: Path, here: list[str]) -> None:
+    words = [part, "--model", "tiny", "--out", str(tmp_path), "--seconds", "60"]
+    assert command.main(words, SETTINGS) == 1
+    assert here == []
+
+
 def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
     assert not torch.cuda.is_available()
     assert command.main(["min", "--out", str(tmp_path / "never")]) == 2
