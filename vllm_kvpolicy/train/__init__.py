@@ -1,3 +1,1 @@
-"""Trains what policies need besides the model: the write gates of WG-KV, the decisions
-of DMS.
-"""
+"""Trains WG-KV's write gates and DMS's drop decisions."""

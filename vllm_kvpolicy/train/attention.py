@@ -1,4 +1,4 @@
-"""Attention of a transformers model whose student sees older keys less, or not at all.
+"""Attention of a transformers model in which a student sees older keys less.
 
 Source: the biases of WG-KV (arXiv 2512.17452) section 3.4 and DMS (arXiv 2506.05345)
 section 3. Deviations: an explicit bias on blocks of queries.
@@ -15,21 +15,21 @@ from transformers import AttentionInterface
 from vllm_kvpolicy.kernels.visibility import visible, visible_until
 
 NAME = "kvpolicy_student"  # of the attention function, in transformers
-BLOCK = 512  # queries whose weights are in memory at a time
+BLOCK = 512  # queries whose attention weights are in memory at once
 
 
 class Student(ABC):
-    """One pass through a model that sees less than the model does."""
+    """One forward pass in which queries see less than in the teacher's."""
 
     def enter(self, layer: int, hidden: torch.Tensor) -> None:
-        """See the residual stream [B, T, d] in front of a layer's input norm."""
+        """Receive the residual stream [B, T, d] before a layer's input norm."""
         return None
 
     @abstractmethod
     def prepare(
         self, layer: int, query: torch.Tensor, key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Say what a layer's queries are, and what becomes of its keys.
+        """Return a layer's queries and what `bias` needs to know about its keys.
 
         Args:
             layer: its index.
@@ -37,16 +37,16 @@ class Student(ABC):
             key: [B, H, T, D], after RoPE.
 
         Returns:
-            The queries, changed or not, and what `bias` needs to know about each key,
-            [B, H, T]; None where all is seen.
+            The queries, possibly changed, and one number per key, [B, H, T]; None if
+            queries see all keys.
         """
 
     @abstractmethod
     def bias(self, known: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-        """Return what is added to the logits of some queries.
+        """Return the bias that is added to the attention logits of some queries.
 
         Args:
-            known: [..., T], by `prepare`; may end behind the last of the queries.
+            known: [..., T], from `prepare`; may end after the last of the queries.
             queries: [Q] integers, positions.
 
         Returns:
@@ -57,7 +57,7 @@ class Student(ABC):
 def weighed(
     log_weights: torch.Tensor, window: int, sinks: int, queries: torch.Tensor
 ) -> torch.Tensor:
-    """Return a bias: a key's own outside the window, 0 within and for sinks.
+    """Return a bias: each key's log weight outside the window, 0 inside and for sinks.
 
     Args:
         log_weights: [..., T] float32.
@@ -66,7 +66,7 @@ def weighed(
         queries: [Q] integers, positions.
 
     Returns:
-        [..., Q, T] float32, minus infinity for keys behind their query.
+        [..., Q, T] float32, minus infinity for keys after their query.
     """
     shape, device = log_weights.shape[-1:], log_weights.device
     none = torch.zeros(shape, dtype=torch.bool, device=device)
@@ -79,7 +79,7 @@ def weighed(
 def hidden(
     keep: torch.Tensor, window: int, sinks: int, queries: torch.Tensor
 ) -> torch.Tensor:
-    """Return a bias as `weighed` does, which hides keys that are not kept [..., T]."""
+    """Return a bias that hides keys outside the window unless `keep` [..., T]."""
     seen = visible(visible_until(keep, window, sinks=sinks), queries)
     return torch.zeros_like(seen, dtype=torch.float32).masked_fill_(~seen, -torch.inf)
 
@@ -94,7 +94,7 @@ def attention(
     student: Student | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend causally over whole, unpadded sequences, as a student if one is given.
+    """Attend causally over whole, unpadded sequences, with a student's bias if given.
 
     Args:
         module: the layer's attention module.
@@ -103,7 +103,7 @@ def attention(
         value: [B, H, T, D].
         attention_mask: None.
         scaling: factor on the logits.
-        student: passed to the model's forward by that name.
+        student: the keyword argument of that name of the model's forward.
 
     Returns:
         [B, T, Hq, D], and None for the weights.
@@ -125,7 +125,7 @@ def attention(
         stop = min(start + BLOCK, num_tokens)
         seen = (t[:, :, :stop] for t in (key, value, known))
         rows = query[:, :, start:stop]
-        # Weights are computed again in the backward pass rather than kept.
+        # The backward pass recomputes attention weights instead of keeping them.
         parts.append(
             checkpoint(
                 _attend, rows, *seen, student, scaling, start, use_reentrant=False
@@ -143,7 +143,7 @@ def _attend(
     scaling: float,
     start: int,
 ) -> torch.Tensor:
-    """Attend from the queries at start, start + 1... to all the keys given."""
+    """Attend from the queries at positions start, start + 1... to the given keys."""
     positions = torch.arange(start, start + query.shape[-2], device=query.device)
     bias = student.bias(known, positions).to(query.dtype)
     bias = bias.repeat_interleave(query.shape[1] // key.shape[1], dim=1)

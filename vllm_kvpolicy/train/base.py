@@ -1,4 +1,4 @@
-"""The model that something is trained for: teacher and, in another pass, student."""
+"""Loads the model to train for: the teacher and, in another pass, the student."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +10,13 @@ from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.admissions.wgkv.gates import FLAVOURS
 from vllm_kvpolicy.train.attention import NAME, Student
 
-# Kinds of RoPE whose frequencies do not change with the length of a sequence.
+# RoPE whose frequencies do not depend on the sequence length.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
 class Base:
-    """A model, and its shape.
+    """A loaded model and its shape.
 
     Args:
         model: the transformers module with its output embedding.
@@ -25,11 +25,11 @@ class Base:
         num_kv_heads: H.
         head_dim: D.
         hidden_size: d.
-        rope: how it rotates, on the device of the model.
+        rope: its rotary embedding, on the device of the model.
         rope_theta: base of its rotary embedding.
-        epsilon: of its norms, added to mean squares.
+        epsilon: its norms add this to mean squares.
         ends: token ids that end a text.
-        dtype: that it computes in.
+        dtype: dtype of computation.
     """
 
     model: Any
@@ -51,15 +51,15 @@ class Base:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device that the model is on."""
         return self.rope.inv_freq.device
 
     def hidden(self, row: torch.Tensor, student: Student | None = None) -> torch.Tensor:
-        """Run one row and return its hidden states behind the final norm.
+        """Run one row and return its hidden states after the final norm.
 
         Args:
             row: [T] int64 token ids.
-            student: what sees less; None for the teacher.
+            student: limits what queries see; None for the teacher.
 
         Returns:
             [1, T, d] floating point.
@@ -75,13 +75,13 @@ class Base:
             return self.model.get_output_embeddings()(hidden).float()
 
     def _computing(self) -> torch.autocast:
-        """Compute in `dtype`, whatever the weights are stored in."""
+        """Return a context that computes in `dtype`, whatever the weights' dtype."""
         mixed = self.dtype != self.model.dtype
         return torch.autocast(self.device.type, self.dtype, enabled=mixed)
 
 
 def _tell_student(module: Any, given: tuple, named: dict[str, Any]) -> None:
-    """Show the student of a pass, if there is one, what a layer starts from."""
+    """Pass a layer's input to the student, if this pass has one."""
     student = named.get("student")
     if student is not None:
         hidden = given[0] if given else named["hidden_states"]
@@ -91,16 +91,16 @@ def _tell_student(module: Any, given: tuple, named: dict[str, Any]) -> None:
 def load_base(
     model: str, device: str, dtype: torch.dtype, trained: bool = False
 ) -> Base:
-    """Load a model, frozen unless it is to be trained.
+    """Load a model, frozen unless `trained`.
 
     Args:
         model: folder or name, as for transformers.
-        device: where to put it, as for torch.
-        dtype: that it computes in, and of its weights unless they are trained.
-        trained: whether its weights are to be trained; they are float32 then.
+        device: as for torch.
+        dtype: dtype of computation, and of weights that are not trained.
+        trained: the weights will be trained and are float32.
 
     Raises:
-        ValueError: students of such a model are not known.
+        ValueError: a kind of model that cannot have a student here.
     """
     config = AutoConfig.from_pretrained(model)
     if config.model_type not in FLAVOURS:

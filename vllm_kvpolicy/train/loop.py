@@ -1,4 +1,4 @@
-"""Takes the steps of a training run, from where it was left off."""
+"""Runs training steps and resumes from a state file."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -10,20 +10,20 @@ import torch
 from tqdm import tqdm
 
 Step = Callable[[int, list[torch.Tensor]], dict[str, str]]
-"""Takes one step, given its number and rows; returns what the progress bar shows."""
+"""Takes one step of a number and rows; returns text for the progress bar by name."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run, and the file that its state is in.
+    """A training run and its state file.
 
     Args:
-        name: what the progress bar calls it.
+        name: label of the progress bar.
         settings: a dataclass with `steps` and `rows_per_step`.
-        tensors: what is trained, by name.
-        optimizer: of these.
-        state: file for the state of the run, which stays when it is done.
-        save_steps: steps between two states.
+        tensors: trained tensors by name.
+        optimizer: updates these tensors.
+        state: state file; kept when the run is done.
+        save_steps: steps between two saves.
     """
 
     name: str
@@ -39,16 +39,16 @@ class Run:
         step: Step,
         milestones: Mapping[int, Callable[[], None]] | None = None,
     ) -> None:
-        """Train to the end, from the state file on if there is one.
+        """Train to the end, starting from the state file if there is one.
 
         Args:
-            rows: [T] int64 token ids each; the same ones in the same order each time,
-                since those that a state has seen are skipped.
-            step: takes one.
-            milestones: what to do after so many steps; the state is saved there.
+            rows: [T] int64 token ids each. A resumed run skips the rows that the state
+                has seen, so they must come in the same order each time.
+            step: takes one step.
+            milestones: called after this many steps; the state is then saved.
 
         Raises:
-            ValueError: the state is one of other settings, or there are too few rows.
+            ValueError: the state has other settings, or there are too few rows.
         """
         steps, num_rows = self.settings.steps, self.settings.rows_per_step
         milestones = milestones or {}
@@ -71,7 +71,7 @@ class Run:
                     self._save(done)
 
     def _save(self, step: int) -> None:
-        """Write the state by one rename."""
+        """Write the state to a new file and rename it, so that no half file remains."""
         content = {
             "settings": asdict(self.settings),
             "step": step,
@@ -84,7 +84,7 @@ class Run:
 
     @torch.no_grad()
     def _load(self) -> int:
-        """Restore the state, if there is one; return the steps that it has done."""
+        """Restore the state if there is one, and return its number of steps, else 0."""
         path = self.state
         if not path.exists():
             return 0

@@ -1,4 +1,4 @@
-"""Rows of tokens to train on: problems of the repository's reasoner, with traces."""
+"""Makes training rows from problems of this repository's reasoner, with traces."""
 
 import json
 import random
@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-MAX_MISSES = 2000  # problems in a row that are left out
-VALIDATION_SEED = 1 << 42  # its problems are held out, those for training are not
+MAX_MISSES = 2000  # give up after this many unsuitable problems in a row
+VALIDATION_SEED = 1 << 42  # draws held-out problems, training seeds the others
 
 
 @dataclass(frozen=True)
 class ReasonerRows:
-    """Prompt and trace of problems of all families and sizes that a model knows.
+    """Rows with prompt and trace, of all families and sizes that a model knows.
 
     Args:
         largest: the largest size of each family, in lines.
-        length: longer rows are left out, in tokens.
+        length: most tokens of a row; longer ones are skipped.
         validation: [T] int64 token ids each, of held-out problems.
     """
 
@@ -29,30 +29,30 @@ class ReasonerRows:
     validation: list[torch.Tensor]
 
     def shuffled(self, seed: int) -> Iterator[torch.Tensor]:
-        """Yield rows, [T] int64 token ids each, without end."""
+        """Yield rows, [T] int64 token ids each, endlessly."""
         return _rows(self.largest, self.length, seed, held=False)
 
 
 def read_reasoner(
     model: Path, tokenizer: Any, length: int, num_validation: int
 ) -> ReasonerRows:
-    """Find out what problems a reasoner knows, and draw those for validation.
+    """Read which problems a reasoner knows, and draw rows for validation.
 
     Args:
         model: its checkpoint folder.
-        tokenizer: of transformers, its own.
-        length: longer rows are left out, in tokens.
+        tokenizer: the model's own, from transformers.
+        length: most tokens of a row; longer ones are skipped.
         num_validation: rows for validation.
 
     Raises:
-        ValueError: no package `reasoner`, a model that is not one of its, or no problem
+        ValueError: no package `reasoner`, a model that it did not train, or no problem
             that is short enough.
     """
     try:
         from reasoner.tokenizer import vocabulary
     except ImportError:
         raise ValueError(
-            "reasoner: there is no such package; run in a checkout of the repository"
+            "reasoner: the package is missing; run in a checkout of the repository"
         ) from None
     try:
         largest = json.loads((model / "training.json").read_text())["lines"]
@@ -69,7 +69,7 @@ def read_reasoner(
 def _rows(
     largest: Mapping[str, int], length: int, seed: int, held: bool
 ) -> Iterator[torch.Tensor]:
-    """Yield rows of problems that are all held out from training, or all not."""
+    """Yield rows of held-out problems, or of those that are not."""
     from reasoner.problems import TRAINED_TEMPLATES, generate, held_out
     from reasoner.tokenizer import EOS, chat_prompt, encode
 
@@ -86,6 +86,6 @@ def _rows(
             yield torch.tensor(row)
         elif (misses := misses + 1) == MAX_MISSES:
             raise ValueError(
-                f"length: got {length}, expected more: none of {misses} problems has "
-                "so few tokens"
+                f"length: got {length}, expected more: none of {misses} problems is "
+                "that short"
             )

@@ -1,4 +1,4 @@
-"""Rows of tokens to train on, out of text files."""
+"""Makes training rows from text files."""
 
 import json
 import random
@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows, [T] int64 token ids each, apart for training and for validation.
+    """Rows for training and for validation, [T] int64 token ids each.
 
     Args:
         training: at least one.
@@ -23,7 +23,7 @@ class Rows:
     validation: Sequence[torch.Tensor]
 
     def shuffled(self, seed: int) -> Iterator[torch.Tensor]:
-        """Yield training rows without end, each once before any comes again."""
+        """Yield training rows endlessly, all of them in each round."""
         order = list(range(len(self.training)))
         generator = random.Random(seed)
         while True:
@@ -35,16 +35,17 @@ class Rows:
 def read_rows(
     path: Path, tokenizer: Any, length: int, instruction: str, num_validation: int
 ) -> Rows:
-    """Make rows from a text file, the last ones for validation.
+    """Make rows from a text file; the last ones are for validation.
 
-    A `.jsonl` file has one object with `text` per line; each long enough makes one row
-    and is cut to its length. Any other file is one text, cut into rows.
+    Each line of a `.jsonl` file is an object with `text`. A text of at least `length`
+    tokens makes one row of its first `length` tokens; shorter ones are skipped. Any
+    other file is one text, cut into rows.
 
     Args:
         path: the file, UTF-8.
-        tokenizer: of transformers.
+        tokenizer: from transformers.
         length: tokens of text per row.
-        instruction: each text becomes a user's message behind this; "" for text alone.
+        instruction: the user's message is this, then the text; "" for text alone.
         num_validation: rows for validation.
 
     Raises:

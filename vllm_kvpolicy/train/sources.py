@@ -1,4 +1,4 @@
-"""What both trainers read as their command lines say: a model's rows, and its dtype."""
+"""Turns options that both trainers share into rows and a dtype."""
 
 import argparse
 from pathlib import Path
@@ -11,7 +11,7 @@ from vllm_kvpolicy.train.rows import Rows, read_rows
 
 
 def rows_of(given: argparse.Namespace) -> Rows | ReasonerRows:
-    """Return the rows that options ask for, see `options.add_rows`.
+    """Return the rows of the options; see `options.add_rows`.
 
     Raises:
         ValueError: there are none, or too few.
@@ -26,12 +26,12 @@ def rows_of(given: argparse.Namespace) -> Rows | ReasonerRows:
 
 
 def words_of(given: argparse.Namespace) -> str:
-    """Return what rows are made from, in words that tell one run from another."""
+    """Return a description of the rows that distinguishes runs."""
     source = f"{given.text} {given.instruction!r}" if given.text else "reasoner"
     return f"{given.model}, {source}, length {given.length}"
 
 
 def dtype_of(given: argparse.Namespace) -> torch.dtype:
-    """Return the dtype that models compute in."""
+    """Return the dtype of computation."""
     on_gpu = torch.device(given.device).type != "cpu"
     return getattr(torch, given.dtype or ("bfloat16" if on_gpu else "float32"))

@@ -1,1 +1,1 @@
-"""Trains a model to decide which tokens it drops (DMS)."""
+"""Trains a model to decide which tokens to drop (DMS)."""

@@ -1,8 +1,8 @@
-"""`python -m vllm_kvpolicy.train.dms`: teaches a model which tokens it may drop.
+"""`python -m vllm_kvpolicy.train.dms`: trains a model to decide which tokens to drop.
 
-With an adapter the model stays as it is and one small file per compression ratio says
-what is dropped. With borrowed channels all weights change, and each ratio makes a
-checkpoint folder.
+With an adapter the model is not changed, and each compression ratio gives one small
+file. With borrowed channels all weights are trained, and each ratio gives a checkpoint
+folder.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from vllm_kvpolicy.train.sources import dtype_of, rows_of, words_of
 
 
 def settings_of(given: argparse.Namespace) -> Settings:
-    """Return the settings of a run."""
+    """Return the settings of the run."""
     names = [item.name for item in fields(Settings) if item.name != "data"]
     return Settings(
         data=words_of(given), **{name: getattr(given, name) for name in names}
@@ -38,7 +38,7 @@ def settings_of(given: argparse.Namespace) -> Settings:
 
 
 def retrofit_of(given: argparse.Namespace) -> Retrofit:
-    """Return a model that has learned nothing yet."""
+    """Return teacher and student before training."""
     settings, dtype = settings_of(given), dtype_of(given)
     teacher = load_base(given.model, given.device, dtype)
     if settings.flavour == "adapter":
@@ -50,7 +50,7 @@ def retrofit_of(given: argparse.Namespace) -> Retrofit:
 def adapter_of(
     base: Base, model: str, retrofit: Retrofit, target: float, found: Figures
 ) -> DmsAdapter:
-    """Return what an adapter's file says."""
+    """Return a trained adapter with the header of its file."""
     settings = retrofit.settings
     return DmsAdapter(
         model=model,
@@ -74,7 +74,7 @@ def write(
     given: argparse.Namespace,
     target: float,
 ) -> None:
-    """Measure a model that has reached a target, and write what comes of it."""
+    """Measure the student at a target ratio, and write the result."""
     base, output = retrofit.teacher, given.output
     if retrofit.weights is not None:
         path = output / f"dms-{target:g}.safetensors"
@@ -83,7 +83,7 @@ def write(
     else:
         path = output / f"dms-{target:g}"
         save_checkpoint(path, retrofit, given.model, target)
-        # Weights are a bit different in the dtype that they were written in.
+        # Measured as written: the file's dtype rounds the weights.
         student = load_base(str(path), given.device, base.dtype)
         found = measure(replace(retrofit, student=student), rows.validation)
     result = {"file": path.name, "target": target, **found.to_dict()}
@@ -98,7 +98,7 @@ def write(
 
 
 def _record(path: Path, model: str, settings: Settings, result: dict[str, Any]) -> None:
-    """Put a result beside those of the same run in a file, or in place of its like."""
+    """Add a result to those of the same run; drop those of this and later targets."""
     known = json.loads(path.read_text()) if path.exists() else {}
     same = json.loads(json.dumps({"model": model, "settings": asdict(settings)}))
     others = known.get("results", []) if known.items() >= same.items() else []

@@ -1,9 +1,9 @@
-"""One pass through a model that drops tokens as DMS does, softly or for good.
+"""A forward pass that drops tokens as DMS does: softly in training, or for good.
 
 Source: DMS (arXiv 2506.05345) section 3; https://github.com/NVIDIA/Model-Optimizer/
-tree/a2fbac7b/experimental/dms, whose decisions are about the token before. Deviations:
-borrowed channels are read off rotated queries, turned back; while they fade they do so
-behind RoPE too, so that nothing jumps when the first tokens are dropped.
+tree/a2fbac7b/experimental/dms, where a token decides on the one before it. Deviations:
+borrowed channels are read from rotated queries by undoing the rotation; they fade
+before and after RoPE, so that nothing jumps when the first tokens are dropped.
 """
 
 import random
@@ -24,18 +24,18 @@ SHIFT = 1  # the token at t decides on the one at t - SHIFT
 
 @dataclass
 class Dropping(Student):
-    """How one pass through a model drops tokens, and the logits that decide.
+    """How one forward pass drops tokens, and the logits that decide.
 
     Args:
-        settings: of the run.
-        rope: how the model rotates.
-        epsilon: of its norms.
+        settings: settings of the run.
+        rope: the model's rotary embedding.
+        epsilon: its norms add this to mean squares.
         weights: adapter of all layers; None where channels are borrowed.
-        noise: [L, H, T] float32 for decisions as in training: between 0 and 1, with
-            noise. None for those of a server.
+        noise: [L, H, T] float32, added to logits; decisions are then between 0 and 1,
+            as in training. None: they are 0 or 1, as in a server.
         least: without noise, tokens with a logit above this are dropped.
-        fade: factor on borrowed channels while nothing is dropped; None behind that.
-        logits: by layer, [B, H, T] float32, written in the pass.
+        fade: factor on borrowed channels while nothing is dropped yet; None afterwards.
+        logits: by layer, [B, H, T] float32, written during the pass.
     """
 
     settings: Settings
@@ -48,7 +48,7 @@ class Dropping(Student):
     logits: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def enter(self, layer: int, hidden: torch.Tensor) -> None:
-        """Let the adapter decide, if there is one."""
+        """Compute the adapter's logits, if there is one."""
         if self.weights is not None:
             scale, offset = self.settings.alpha_scale, self.settings.alpha_offset
             weights = self.weights.layer(layer)
@@ -58,10 +58,10 @@ class Dropping(Student):
     def prepare(
         self, layer: int, query: torch.Tensor, key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return queries without borrowed channels, and what decides on each key.
+        """Return queries without borrowed channels, and the logit that decides per key.
 
-        That is the logit of the next token: with noise where there is some, and
-        minus infinity for the last key.
+        This is the next token's logit, with noise if there is any. The last key has
+        minus infinity.
         """
         if self.weights is None:
             fade = self.fade or 0.0
@@ -76,19 +76,19 @@ class Dropping(Student):
         return query, F.pad(logits[..., SHIFT:], (0, SHIFT), value=-torch.inf)
 
     def bias(self, known: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-        """Return what is added to the logits of queries [Q], by `prepare`."""
+        """Return the bias on the logits of queries [Q]; see `Student`."""
         window = self.settings.window + 1
         if self.noise is not None:
             return weighed(F.logsigmoid(-known), window, 0, queries)
         return hidden(known <= self.least, window, 0, queries)
 
     def keep(self) -> torch.Tensor:
-        """Return the keep bits [L, B, H, T] of the pass as a server has them."""
+        """Return the keep bits [L, B, H, T] of the pass, as in a server."""
         logits = torch.stack([self.logits[i] for i in sorted(self.logits)])
         return settled(logits <= self.least, SHIFT)
 
     def alphas(self) -> torch.Tensor:
-        """Return decisions [L, B, H, T]: 0 or 1, with the gradient of those between."""
+        """Return decisions [L, B, H, T]: 0 or 1, with the gradient of the soft ones."""
         logits = torch.stack([self.logits[i] for i in sorted(self.logits)])
         assert self.noise is not None, "decisions of training have noise"
         noisy = (logits + self.noise[:, None]) / self.settings.temperature
@@ -99,16 +99,16 @@ class Dropping(Student):
 def without_channel(
     query: torch.Tensor, num_kv_heads: int, rope: Rope, share: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Take the last channel from the first query head of each KV head.
+    """Remove the last channel of the first query head of each KV head.
 
     Args:
         query: [B, Hq, T, D], after RoPE.
         num_kv_heads: H.
-        rope: how the model rotates.
-        share: what is left of the channel, before RoPE and again after it.
+        rope: the model's rotary embedding.
+        share: factor on the channel, before RoPE and again after it.
 
     Returns:
-        The queries without it, and its values [B, H, T] float32 before RoPE.
+        The queries without the channel, and its values [B, H, T] float32 before RoPE.
     """
     group = query.shape[1] // num_kv_heads
     first = query[:, ::group].float()
@@ -127,14 +127,14 @@ def without_channel(
 
 
 def noise_of(base: Base, num_tokens: int, *place: int) -> torch.Tensor:
-    """Return the noise [L, H, T] float32 on the logits of a row.
+    """Return logistic noise [L, H, T] float32 for the logits of a row.
 
-    It is the difference of two Gumbel variables, which is logistic.
+    The difference of two Gumbel variables has this distribution.
 
     Args:
         base: the model.
         num_tokens: T.
-        place: integers that tell a row from others; the same ones give the same noise.
+        place: integers that identify the row; equal ones give equal noise.
     """
     generator = torch.Generator()
     generator.manual_seed(random.Random(str(place)).getrandbits(32))

@@ -1,8 +1,8 @@
-"""Checkpoint folders of models whose queries decide what is dropped.
+"""Writes checkpoint folders of models with borrowed channels.
 
 Source: the keys of config.json are those of https://huggingface.co/nvidia/
-Qwen3-8B-DMS-8x. Deviations: no code comes with it. A library that knows nothing of
-these keys loads it as the model that it was, and runs it with the channels that decide.
+Qwen3-8B-DMS-8x. Deviations: no code is included. A library that does not know these
+keys loads the folder as an ordinary model and attends with the channels that decide.
 """
 
 from pathlib import Path
@@ -17,25 +17,25 @@ from vllm_kvpolicy.train.dms.retrofit import Retrofit
 def save_checkpoint(
     folder: Path, retrofit: Retrofit, model: str, target: float
 ) -> None:
-    """Write the student in the dtype of the model's config, over what is there.
+    """Write the student in the dtype of the model's config; overwrites the folder.
 
     Args:
-        folder: where to.
-        retrofit: with borrowed channels.
-        model: folder or name of the model as it was, for its tokenizer.
-        target: compression ratio that it was trained for.
+        folder: to write to.
+        retrofit: one with borrowed channels.
+        model: folder or name of the original model, for its tokenizer.
+        target: compression ratio reached.
     """
     settings, student = retrofit.settings, retrofit.student.model
     config = AutoConfig.from_pretrained(model)
     dtype = config.dtype or torch.float32
-    made: dict[int, torch.Tensor] = {}  # by address, so that what is tied stays so
+    made: dict[int, torch.Tensor] = {}  # by address, so that tied weights stay tied
     weights = {
         name: made.setdefault(tensor.data_ptr(), tensor.to(dtype))
         for name, tensor in student.state_dict().items()
     }
     student.save_pretrained(folder, state_dict=weights)
     for path in folder.glob("*.safetensors"):
-        path.chmod(path.stat().st_mode | 0o444)  # a server may run as somebody else
+        path.chmod(path.stat().st_mode | 0o444)  # a server may run as another user
     config.dms_window_size = settings.window
     config.dms_cr = int(target) if target == int(target) else target
     config.dms_alpha_scale = settings.alpha_scale

@@ -1,4 +1,4 @@
-"""Trains a model to drop tokens, from where it was left off.
+"""Trains a model to drop tokens; resumes interrupted runs.
 
 Source: DMS (arXiv 2506.05345) section 3; https://github.com/NVIDIA/Model-Optimizer/
 tree/a2fbac7b/experimental/dms. Deviations: channels fade while the teacher is
@@ -16,7 +16,8 @@ from vllm_kvpolicy.train.dms.losses import compression, distillation
 from vllm_kvpolicy.train.dms.retrofit import Retrofit
 from vllm_kvpolicy.train.loop import Run
 
-BETAS, LARGEST_GRADIENT = (0.9, 0.95), 1.0  # of Adam; norm that gradients are cut to
+BETAS = (0.9, 0.95)  # of Adam
+LARGEST_GRADIENT = 1.0  # gradients are clipped to this norm
 
 
 def train(
@@ -26,18 +27,18 @@ def train(
     reached: Callable[[float], None],
     save_steps: int = 100,
 ) -> None:
-    """Train to the end, in place, from the state file on if there is one.
+    """Train in place to the end, starting from the state file if there is one.
 
     Args:
-        retrofit: what is trained.
-        rows: [T] int64 token ids each; the same ones in the same order each time.
-        state: file for the state of the run, which stays when it is done.
+        retrofit: teacher and student.
+        rows: [T] int64 token ids each, in the same order each time; see `Run.take`.
+        state: state file; kept when the run is done.
         reached: called with each target when it is reached.
-        save_steps: steps between two states.
+        save_steps: steps between two saves.
 
     Raises:
-        ValueError: the state is one of other settings, there are too few rows, or the
-            loss is no longer a number.
+        ValueError: the state has other settings, there are too few rows, or the loss is
+            not finite.
     """
     settings, tensors = retrofit.settings, retrofit.tensors()
     optimizer = torch.optim.Adam(list(tensors.values()), betas=BETAS)
@@ -59,7 +60,7 @@ def _step(
     batch: list[torch.Tensor],
     optimizer: torch.optim.Optimizer,
 ) -> dict[str, str]:
-    """Take one optimiser step, and return the means of what it came to."""
+    """Take one optimiser step and return its mean losses as text."""
     settings = retrofit.settings
     if retrofit.weights is None and number == settings.fade_steps:
         retrofit.clear_channels()

@@ -1,7 +1,8 @@
-"""What DMS is trained for: the teacher's probabilities, from few tokens.
+"""The losses of DMS: divergence from the teacher, and too few tokens dropped.
 
 Source: DMS (arXiv 2506.05345) section 3; https://github.com/NVIDIA/Model-Optimizer/
-tree/a2fbac7b/experimental/dms. Deviations: blocks of tokens, not of the vocabulary.
+tree/a2fbac7b/experimental/dms. Deviations: computed in blocks of tokens instead of
+blocks of the vocabulary.
 """
 
 import torch
@@ -9,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vllm_kvpolicy.train.base import Base
 
-BLOCK = 512  # tokens whose logits are in memory at a time
+BLOCK = 512  # tokens whose logits are in memory at once
 
 
 def distillation(
@@ -22,18 +23,18 @@ def distillation(
     """Return the mean divergence KL(student || teacher) of next tokens, float32.
 
     Args:
-        student: whose output embedding makes logits of `student_hidden`.
+        student: its output embedding turns `student_hidden` into logits.
         student_hidden: [1, T, d], see `Base.hidden`.
         teacher: like `student`.
         teacher_hidden: like `student_hidden`.
-        row: [T] int64, the tokens; what follows the end of a text does not count.
+        row: [T] int64 token ids; tokens that follow the end of a text do not count.
     """
     ends = torch.tensor(teacher.ends, dtype=row.dtype)
     counts = ~torch.isin(row, ends).to(teacher.device)
     total = torch.zeros((), device=teacher.device)
     for start in range(0, len(row), BLOCK):
         part = slice(start, start + BLOCK)
-        # Logits are computed again in the backward pass rather than kept.
+        # The backward pass recomputes logits instead of keeping them.
         total = total + checkpoint(
             _divergence,
             student,
@@ -53,7 +54,7 @@ def _divergence(
     teacher_hidden: torch.Tensor,
     counts: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the sum of the divergences of tokens that count."""
+    """Return the sum of the divergences of the tokens that count."""
     own = student.logits(student_hidden).log_softmax(-1)
     wanted = teacher.logits(teacher_hidden).log_softmax(-1)
     divergences = (own.exp() * (own - wanted)).sum(-1)
@@ -61,5 +62,5 @@ def _divergence(
 
 
 def compression(alphas: torch.Tensor, wanted: float) -> torch.Tensor:
-    """Return by how much less than `wanted` the mean decision is, at least 0."""
+    """Return how far the mean decision is below `wanted`, 0 if it is above."""
     return (wanted - alphas.mean()).clamp(min=0)

@@ -1,4 +1,4 @@
-"""What a trained model keeps, and how far its outputs then are from the teacher's."""
+"""Measures what a trained model keeps and how far it is from the teacher."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -10,25 +10,25 @@ from vllm_kvpolicy.train.dms.attention import SHIFT, noise_of
 from vllm_kvpolicy.train.dms.losses import distillation
 from vllm_kvpolicy.train.dms.retrofit import Retrofit
 
-VALIDATION = -1  # stands for the step in the seed of noise
+VALIDATION = -1  # replaces the step in the seed of noise
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Means over rows of text that were not trained on.
+    """Means over validation rows.
 
     Args:
-        kept_fraction: share of the tokens that are kept, of all that were decided on,
-            of all layers and heads.
+        kept_fraction: share of the decided tokens that are kept, mean over layers and
+            heads.
         kept_by_head: the same, [L][H].
-        cached_fraction: share of the tokens that are in the cache after a row: those
-            kept, and the window.
+        cached_fraction: share of tokens in the cache after a row: those kept, and the
+            window.
         compression_ratio: tokens per token in the cache, 1 / cached_fraction.
         soft_loss: divergence KL(student || teacher) with noisy, soft decisions, as
             trained; nats per token.
         hard_loss: the same with tokens kept or dropped, as served.
-        window_loss: the same with every token dropped that leaves the window.
-        tokens: tokens measured.
+        window_loss: the same if every token is dropped that leaves the window.
+        tokens: number of tokens measured.
     """
 
     kept_fraction: float
@@ -47,7 +47,7 @@ class Figures:
 
 @torch.no_grad()
 def measure(retrofit: Retrofit, rows: Sequence[torch.Tensor]) -> Figures:
-    """Measure a model on rows, [T] int64 token ids each, at least one."""
+    """Measure a model on validation rows: [T] int64 token ids each, at least one."""
     base, settings = retrofit.teacher, retrofit.settings
     kept = torch.zeros(base.num_layers, base.num_kv_heads, device=base.device)
     losses = torch.zeros(3)

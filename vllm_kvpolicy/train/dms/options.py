@@ -1,4 +1,4 @@
-"""The command line of the trainer of DMS."""
+"""The command line of `python -m vllm_kvpolicy.train.dms`."""
 
 import argparse
 import math
@@ -32,7 +32,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         prog="python -m vllm_kvpolicy.train.dms",
         description="Train a model to drop tokens (DMS). The defaults are those of "
         "NVIDIA's recipe for Qwen3-8B with an adapter, the paper's with borrowed "
-        "channels. A run that was cut off goes on when the same command is given.",
+        "channels. The same command continues an interrupted run.",
     )
     add_model(parser)
     add_rows(parser, length=0, validation_rows=64)
@@ -51,7 +51,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    """Refuse what no run can be made of."""
+    """End the command if a number is out of range."""
     for name in POSITIVE:
         value = getattr(given, name)
         if not 0 < value < math.inf:
@@ -68,13 +68,13 @@ def _check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
 
 
 def _add_method(parser: argparse.ArgumentParser) -> None:
-    """Add what `Settings` are made of; None stands for the default of the flavour."""
+    """Add the options of the method; None means the default of the flavour."""
     parser.add_argument(
         "--flavour",
         choices=tuple(SETTINGS),
         default="adapter",
-        help="adapter: layers of its own decide and the model stays as it is; "
-        "borrowed: a channel of its queries does and all weights are trained "
+        help="adapter: added layers decide, the model is not changed; borrowed: a "
+        "channel of the queries decides, all weights are trained "
         "(default: adapter)",
     )
 
@@ -86,18 +86,18 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
         told = f"{text} (default: {both})"
         parser.add_argument(flag, type=kind, help=told, **more)
 
-    text = "compression ratios that are reached in turn, with a result each"
+    text = "compression ratios to reach one after the other, each with a result"
     add("targets", float, text, nargs="+", metavar="RATIO")
     add("steps_per_ratio", float, "steps in which the ratio rises by 1")
-    add("hold_steps", int, "steps for which it rests at each target")
-    add("fade_steps", int, "steps in which borrowed channels fade, before all that")
-    add("window", int, "a query sees all tokens up to so many before it")
-    add("alpha_scale", float, "factor on what decides")
-    add("alpha_offset", float, "subtracted from that")
-    add("temperature", float, "of decisions in training")
-    text = "factor on the loss for too few tokens dropped"
+    add("hold_steps", int, "steps that the ratio rests at each target")
+    add("fade_steps", int, "steps at the start in which borrowed channels fade")
+    add("window", int, "tokens before each query that it always sees")
+    add("alpha_scale", float, "factor on the number that decides")
+    add("alpha_offset", float, "subtracted from the product")
+    add("temperature", float, "temperature of decisions in training")
+    text = "weight of the loss for dropping too few tokens"
     add("compression_weight", float, text)
     add("rows_per_step", int, "rows per step")
-    add("learning_rate", float, "of Adam")
+    add("learning_rate", float, "learning rate of Adam")
     add("hold_rate", float, "factor on the learning rate while the ratio rests")
-    add("seed", int, "of noise and order of rows")
+    add("seed", int, "for noise and the order of rows")

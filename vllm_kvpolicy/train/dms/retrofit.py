@@ -1,9 +1,9 @@
-"""A model that is retrofitted: what learns in it, and whom it learns from.
+"""The teacher and the student of a DMS run.
 
 Source: DMS (arXiv 2506.05345) section 3.2 and appendix B; https://github.com/NVIDIA/
-Model-Optimizer/tree/a2fbac7b/experimental/dms. Deviations: where channels are borrowed,
-the rows of weights that make them become 0 when they have faded, so that decisions
-start from -offset.
+Model-Optimizer/tree/a2fbac7b/experimental/dms. Deviations: the weights that produce
+borrowed channels are set to 0 when these have faded, so that decisions start from
+-offset.
 """
 
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ from vllm_kvpolicy.train.dms.settings import Settings
 
 @dataclass(frozen=True)
 class Retrofit:
-    """A teacher, a student, and what decides.
+    """A teacher, a student, and the adapter if there is one.
 
     Args:
-        settings: of the run.
-        teacher: the model as it was.
-        student: the same with an adapter, another one with borrowed channels.
+        settings: settings of the run.
+        teacher: the original model.
+        student: the same object with an adapter, a copy with borrowed channels.
         weights: the adapter of all layers, float32; None where channels are borrowed.
     """
 
@@ -34,19 +34,19 @@ class Retrofit:
     weights: DecisionWeights | None = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return what is trained, by name."""
+        """Return the trained tensors by name."""
         if self.weights is None:
             return dict(self.student.model.named_parameters())
         return {"norm": self.weights.norm, "projection": self.weights.projection}
 
     def dropping(self, **how: Any) -> Dropping:
-        """Return a pass; `how` has fields of `Dropping`."""
+        """Return a student's pass; `how` has fields of `Dropping`."""
         base = self.student
         return Dropping(self.settings, base.rope, base.epsilon, self.weights, **how)
 
     @torch.no_grad()
     def clear_channels(self) -> None:
-        """Make borrowed channels 0 for all tokens, by the weights that they come of."""
+        """Set the weights that produce borrowed channels to 0."""
         for layer in self.student.decoder.layers:
             projection, size = layer.self_attn.q_proj, self.student.head_dim
             heads = projection.out_features // size

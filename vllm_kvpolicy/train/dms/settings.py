@@ -1,8 +1,8 @@
-"""What a DMS run is made of, and which compression it aims at in each step.
+"""Settings and schedule of a DMS run.
 
 Source: DMS (arXiv 2506.05345) section 3 and appendix; https://github.com/NVIDIA/
-Model-Optimizer/tree/a2fbac7b/experimental/dms. Deviations: the compression may rest at
-targets, with a learning rate of its own.
+Model-Optimizer/tree/a2fbac7b/experimental/dms. Deviations: the compression ratio may
+rest at targets, with another learning rate.
 """
 
 from dataclasses import dataclass
@@ -10,24 +10,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Settings:
-    """A run; the defaults are those of NVIDIA's recipe for Qwen3-8B, with adapters.
+    """Settings of a run; the defaults are NVIDIA's recipe for Qwen3-8B with adapters.
 
     Args:
         flavour: "adapter" or "borrowed".
         targets: compression ratios, rising, each above 1; a result is written at each.
         steps_per_ratio: steps in which the ratio rises by 1.
-        hold_steps: steps for which it rests at each target; the recipe has none.
-        fade_steps: steps in front of all that, in which borrowed channels fade.
+        hold_steps: steps that it rests at each target; the recipe has none.
+        fade_steps: steps at the start in which borrowed channels fade.
         window: W; query i sees key j where i - j <= W.
-        alpha_scale: factor on what decides.
-        alpha_offset: subtracted from that.
-        temperature: of the sigmoid.
-        compression_weight: factor on the loss for too few tokens dropped.
+        alpha_scale: factor on the number that decides.
+        alpha_offset: subtracted from the product.
+        temperature: temperature of the sigmoid.
+        compression_weight: weight of the loss for dropping too few tokens.
         rows_per_step: sequences per step.
-        learning_rate: of Adam, the same in all steps but those of `hold_rate`.
+        learning_rate: Adam's, constant except for `hold_rate`.
         hold_rate: factor on the learning rate while the ratio rests.
-        seed: of the noise and of the order of rows.
-        data: what the rows are made from, in words.
+        seed: for noise and the order of rows.
+        data: description of the rows.
     """
 
     flavour: str = "adapter"
@@ -48,7 +48,7 @@ class Settings:
 
     @property
     def milestones(self) -> dict[int, float]:
-        """Steps done when each target is reached, and rested at."""
+        """Targets by the step at which their rest ends, such as {34: 2.0, 102: 4.0}."""
         done, reached, found = self.fade_steps, 1.0, {}
         for target in self.targets:
             done += self._rise(reached, target) + self.hold_steps
@@ -61,7 +61,7 @@ class Settings:
         return max(self.milestones)
 
     def ratio(self, step: int) -> float:
-        """Return the compression ratio that a step aims at, 1 while channels fade."""
+        """Return the compression ratio of a step's loss; 1 while channels fade."""
         return self._place(step)[0]
 
     def rate(self, step: int) -> float:
@@ -69,7 +69,7 @@ class Settings:
         return self.learning_rate * (self.hold_rate if self._place(step)[1] else 1)
 
     def _place(self, step: int) -> tuple[float, bool]:
-        """Return the ratio of a step, and whether it rests there."""
+        """Return the ratio of a step and whether the ratio rests."""
         step, reached = step - self.fade_steps, 1.0
         if step < 0:
             return reached, False
@@ -83,22 +83,22 @@ class Settings:
         return reached, True
 
     def dropped(self, step: int) -> float:
-        """Return the share of tokens that a step wants dropped, 1 - 1 / ratio."""
+        """Return the share of tokens to drop at a step, 1 - 1 / ratio."""
         return 1 - 1 / self.ratio(step)
 
     def fade(self, step: int) -> float | None:
-        """Return the factor on borrowed channels, falling to 0; None behind that."""
+        """Return the factor on borrowed channels, which falls to 0; None afterwards."""
         if step >= self.fade_steps:
             return None
         return 1 - (step + 1) / self.fade_steps
 
     def _rise(self, reached: float, target: float) -> int:
-        """Return the steps from one ratio to another, at least one."""
+        """Return the number of steps from one ratio to another, at least one."""
         return max(1, round((target - reached) * self.steps_per_ratio))
 
 
 ADAPTER = Settings()
-# The paper's, whose learning rate we do not know: the recipe's stands in.
+# The paper's; it gives no learning rate, so this is the recipe's.
 BORROWED = Settings(
     flavour="borrowed",
     targets=(2.0, 4.0, 8.0),

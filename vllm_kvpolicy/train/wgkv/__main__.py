@@ -1,7 +1,7 @@
 """`python -m vllm_kvpolicy.train.wgkv`: trains the write gates of a model.
 
-The model stays as it is. Its gates learn which tokens the model can do without once
-they are outside a window; one file of gates for each sparsity weight says how many.
+The model is not changed. Its gates learn which tokens outside the window the model can
+do without. Each sparsity weight gives one file of gates.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from vllm_kvpolicy.train.wgkv.options import parse
 
 
 def settings_of(given: argparse.Namespace, sparsity_weight: float) -> Settings:
-    """Return the settings of one run."""
+    """Return the settings of one sparsity weight's run."""
     names = asdict(Settings(0)).keys() - {"sparsity_weight", "data"}
     same = {name: getattr(given, name) for name in names}
     return Settings(sparsity_weight, data=words_of(given), **same)
@@ -38,7 +38,7 @@ def gates_of(
     weights: GateWeights,
     found: Figures,
 ) -> Gates:
-    """Return what a file of gates says."""
+    """Return trained gates with the header of their file."""
     return Gates(
         model=given.model,
         flavour=base.flavour,
@@ -56,7 +56,7 @@ def gates_of(
 
 
 def run_all(base: Base, rows: Rows | ReasonerRows, given: argparse.Namespace) -> None:
-    """Train and measure gates for each sparsity weight, and write what comes of it."""
+    """Train, measure and write gates for each sparsity weight."""
     given.output.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, Any]] = []
     for sparsity_weight in given.lambdas:

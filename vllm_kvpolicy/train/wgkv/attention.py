@@ -1,7 +1,7 @@
-"""One pass through a model whose older keys weigh as much as their gates say.
+"""A forward pass in which older keys are weighted by their gates.
 
 Source: WG-KV (arXiv 2512.17452) section 3.4. Deviations: gates are evaluated in
-float32, on keys whose rotation is undone, as they are when a model is served.
+float32, and the key before RoPE is computed from the rotated one, as in a server.
 """
 
 from dataclasses import dataclass, field
@@ -12,21 +12,21 @@ from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights, gate
 from vllm_kvpolicy.train.attention import Student, hidden, weighed
 
-LEAST = 1e-3  # smallest gate in a logarithm; none has a gradient below
+LEAST = 1e-3  # smallest gate in a logarithm; there is no gradient below it
 
 
 @dataclass
 class Gating(Student):
-    """How one pass through a model is gated, and the gates that it came to.
+    """The gating of one forward pass, and its gate values.
 
     Args:
         weights: gates of all layers.
-        rope: how the model rotates.
+        rope: the model's rotary embedding.
         window: tokens that every query sees, itself included.
         sinks: first tokens that every query sees.
-        threshold: None to weigh keys by their gates; a number to hide those whose
-            gate is not above it, as a server does.
-        values: gates by layer, [B, H, T] float32, written in the pass.
+        threshold: None weights keys by their gates, as in training; a number hides
+            keys whose gate is not above it, as in a server.
+        values: gates by layer, [B, H, T] float32, written during the pass.
     """
 
     weights: GateWeights
@@ -37,7 +37,7 @@ class Gating(Student):
     values: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def evaluate(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
-        """Return and note the gates [B, H, T] of cached keys [B, H, T, D]."""
+        """Return and store the gates [B, H, T] of rotated keys [B, H, T, D]."""
         positions = torch.arange(keys.shape[-2], device=keys.device)
         before = self.rope.unrotate(keys, positions)
         self.values[layer] = gate(before, keys, self.weights.layer(layer))
@@ -46,11 +46,11 @@ class Gating(Student):
     def prepare(
         self, layer: int, query: torch.Tensor, key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the queries as they are, and the gates of the keys."""
+        """Return the unchanged queries and the gates of the keys."""
         return query, self.evaluate(layer, key)
 
     def bias(self, known: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-        """Return what is added to the logits of queries [Q], by gates [..., T]."""
+        """Return the bias on the logits of queries [Q], given gates [..., T]."""
         if self.threshold is None:
             return log_bias(known, self.window, self.sinks, queries)
         return hidden(known > self.threshold, self.window, self.sinks, queries)

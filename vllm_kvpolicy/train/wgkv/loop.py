@@ -1,4 +1,4 @@
-"""Trains the gates of a model for one sparsity weight, from where it was left off.
+"""Trains the gates of a model for one sparsity weight; resumes interrupted runs.
 
 Source: WG-KV (arXiv 2512.17452) section 3.4 and appendix;
 https://github.com/EMCLab-Sinica/WG-KV/blob/a6943894/scripts/train.py.
@@ -23,20 +23,20 @@ EXPANSION = {"llama": 4.0, "qwen3": 1.5}  # hidden units per channel of a head
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run is made of; the defaults are the authors'.
+    """Settings of a run; the defaults are the authors'.
 
     Args:
         sparsity_weight: the paper's lambda.
         window: tokens that every query sees, itself included.
-        sinks: first tokens that are kept in any case.
+        sinks: first tokens, always kept.
         steps: optimiser steps.
         rows_per_step: sequences per step.
-        learning_rate: of AdamW, at its highest.
-        weight_decay: of AdamW.
+        learning_rate: highest learning rate of AdamW.
+        weight_decay: AdamW's.
         warmup: share of the steps in which the learning rate rises.
         expansion: hidden units of a gate per channel of a head; None for the authors'.
-        seed: of the first weights and of the order of rows.
-        data: what the rows are made from, in words.
+        seed: for initial weights and the order of rows.
+        data: description of the rows.
     """
 
     sparsity_weight: float
@@ -53,9 +53,10 @@ class Settings:
 
 
 def rate(step: int, steps: int, warmup: float) -> float:
-    """Return the share of the highest learning rate at a step, 0 <= step < steps.
+    """Return the factor on the highest learning rate at a step, 0 <= step < steps.
 
-    It rises in a line over the share `warmup` of the steps and falls as half a cosine.
+    Linear warm-up over the share `warmup` of the steps, then a cosine decay. Of 100
+    steps with a warm-up of 0.1, step 0 has 1/11, step 10 has 1 and step 55 has 0.5.
     """
     rising = round(steps * warmup)
     if step < rising:
@@ -64,9 +65,10 @@ def rate(step: int, steps: int, warmup: float) -> float:
 
 
 def new_gates(base: Base, settings: Settings) -> GateWeights:
-    """Return gates of about 0.5, as torch initialises grouped convolutions.
+    """Return untrained gates, whose values are about 0.5.
 
-    Norm weights are 1; the others are uniform, up to 1 / sqrt(inputs) in size.
+    Norm weights are 1, the others uniform in +-1 / sqrt(inputs), as torch initialises
+    grouped convolutions.
     """
     expansion = settings.expansion or EXPANSION[base.flavour]
     layers, heads, channels = base.num_layers, base.num_kv_heads, base.head_dim
@@ -97,19 +99,18 @@ def train(
     state: Path,
     save_steps: int = 100,
 ) -> GateWeights:
-    """Train gates to the end, from the state file on if there is one.
+    """Train gates to the end, starting from the state file if there is one.
 
     Args:
         base: the frozen model.
-        rows: [T] int64 token ids each; the same ones in the same order each time, since
-            those that a state has seen are skipped.
-        settings: of the run.
-        state: file for the state of the run, which stays when it is done.
-        save_steps: steps between two states.
+        rows: [T] int64 token ids each, in the same order each time; see `Run.take`.
+        settings: settings of the run.
+        state: state file; kept when the run is done.
+        save_steps: steps between two saves.
 
     Raises:
-        ValueError: the state is one of other settings, there are too few rows, or the
-            loss is no longer a number.
+        ValueError: the state has other settings, there are too few rows, or the loss is
+            not finite.
     """
     weights = new_gates(base, settings)
     parameters = list(weights.tensors().values())
@@ -133,7 +134,7 @@ def _step(
     weights: GateWeights,
     optimizer: torch.optim.Optimizer,
 ) -> dict[str, str]:
-    """Take one optimiser step, and return the last row's losses and mean gate."""
+    """Take one optimiser step and return the last row's losses as text."""
     optimizer.zero_grad(set_to_none=True)
     for row in batch:
         with torch.no_grad():

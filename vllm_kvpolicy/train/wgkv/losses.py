@@ -1,8 +1,8 @@
-"""What WG-KV's gates are trained for: the teacher's outputs, from few kept tokens.
+"""The losses of WG-KV's gates: distance from the teacher, and tokens kept.
 
 Source: WG-KV (arXiv 2512.17452) section 3.4; the weight of positions, which the paper
-leaves out, is that of https://github.com/EMCLab-Sinica/WG-KV/blob/a6943894/src.
-Deviations: tokens that are kept in any case are free.
+omits, is that of https://github.com/EMCLab-Sinica/WG-KV/blob/a6943894/src.
+Deviations: sinks, which are always kept, cost nothing.
 """
 
 import torch
@@ -14,12 +14,14 @@ def distillation(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
 
 
 def position_weights(num_tokens: int, window: int, sinks: int = 0) -> torch.Tensor:
-    """Return the share of the queries that could see a token that its gate rules.
+    """Return the share of later queries for which a token's gate matters.
+
+    With 4 tokens and a window of 2 the weights are [0.5, 1/3, 0, 0].
 
     Args:
         num_tokens: T, length of the sequence.
         window: tokens that every query sees.
-        sinks: first tokens, whose gates rule nothing.
+        sinks: first tokens, whose gates are ignored.
 
     Returns:
         [T] float32: w_j = 1 - min(1, window / (T - j)), 0 for sinks.
@@ -31,7 +33,7 @@ def position_weights(num_tokens: int, window: int, sinks: int = 0) -> torch.Tens
 
 
 def sparsity(gates: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the mean of 1 - w + w (g + g (1 - g)): 1 where all is kept.
+    """Return the mean of 1 - w + w (g + g (1 - g)); it is 1 if all gates are 1.
 
     Args:
         gates: [..., T] floating point, g.

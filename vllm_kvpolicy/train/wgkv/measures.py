@@ -1,4 +1,4 @@
-"""What trained gates keep, and how far outputs then are from the teacher's."""
+"""Measures what trained gates keep and how far outputs are from the teacher's."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,18 +14,18 @@ from vllm_kvpolicy.train.wgkv.losses import distillation
 
 @dataclass(frozen=True)
 class Figures:
-    """Means over rows of text that gates were not trained on.
+    """Means over validation rows.
 
     Args:
-        kept_fraction: share of the tokens with a gate above the threshold, or that are
-            sinks, of all layers and heads.
+        kept_fraction: share of tokens that are sinks or have a gate above the
+            threshold, mean over layers and heads.
         kept_by_head: the same, [L][H].
-        cached_fraction: share of the tokens that are in the cache after a row: those
-            kept, and the window.
-        soft_loss: distillation loss with keys weighed by their gates, as trained.
+        cached_fraction: share of tokens in the cache after a row: those kept, and the
+            window.
+        soft_loss: distillation loss with keys weighted by their gates, as trained.
         hard_loss: the same with tokens kept or dropped, as served.
-        window_loss: the same with every token dropped that leaves the window.
-        tokens: tokens measured.
+        window_loss: the same if every token is dropped that leaves the window.
+        tokens: number of tokens measured.
     """
 
     kept_fraction: float
@@ -50,14 +50,14 @@ def measure(
     sinks: int,
     threshold: float,
 ) -> Figures:
-    """Measure gates.
+    """Measure gates on validation rows.
 
     Args:
         base: the frozen model.
         rows: [T] int64 token ids each, at least one.
         weights: the gates.
         window: tokens that every query sees, itself included.
-        sinks: first tokens that are kept in any case.
+        sinks: first tokens, always kept.
         threshold: tokens with a gate above this are kept.
     """
     kept = torch.zeros(base.num_layers, base.num_kv_heads, device=base.device)

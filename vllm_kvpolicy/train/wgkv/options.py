@@ -1,4 +1,4 @@
-"""The command line of the trainer of write gates."""
+"""The command line of `python -m vllm_kvpolicy.train.wgkv`."""
 
 import argparse
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m vllm_kvpolicy.train.wgkv",
         description="Train write gates (WG-KV) for a model; the defaults are the "
-        "authors'. A run that was cut off goes on when the same command is given.",
+        "authors'. The same command continues an interrupted run.",
     )
     add_model(parser)
     add_rows(parser, length=4096, validation_rows=750)
@@ -36,24 +36,28 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _add_method(parser: argparse.ArgumentParser) -> None:
-    """Add what `Settings` and the result are made of."""
+    """Add the options of the method."""
     plain = Settings(0)
     parser.add_argument(
         "--lambdas",
         type=float,
         nargs="+",
         default=LAMBDAS,
-        help=f"sparsity weights, one file of gates each (default: {LAMBDAS})",
+        help=f"sparsity weights, each gives a file of gates (default: {LAMBDAS})",
     )
-    option(parser, "--window", int, plain.window, "tokens that every query sees")
-    option(parser, "--sinks", int, plain.sinks, "first tokens that are always kept")
-    option(parser, "--threshold", float, 0.1, "tokens with a gate above are kept")
+    option(parser, "--window", int, plain.window, "newest tokens that every query sees")
+    option(parser, "--sinks", int, plain.sinks, "first tokens, always kept")
+    option(parser, "--threshold", float, 0.1, "tokens with a gate above this are kept")
     option(parser, "--steps", int, plain.steps, "optimiser steps per sparsity weight")
     option(parser, "--rows-per-step", int, plain.rows_per_step, "rows per step")
-    option(parser, "--learning-rate", float, plain.learning_rate, "at its highest")
-    option(parser, "--weight-decay", float, plain.weight_decay, "of AdamW")
-    option(parser, "--warmup", float, plain.warmup, "share of the steps")
-    option(parser, "--seed", int, plain.seed, "of first weights and order of rows")
+    option(
+        parser, "--learning-rate", float, plain.learning_rate, "highest learning rate"
+    )
+    option(parser, "--weight-decay", float, plain.weight_decay, "weight decay of AdamW")
+    option(parser, "--warmup", float, plain.warmup, "warm-up, a share of the steps")
+    option(
+        parser, "--seed", int, plain.seed, "for initial weights and the order of rows"
+    )
     parser.add_argument(
         "--expansion",
         type=float,
