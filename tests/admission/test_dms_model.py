@@ -11,15 +11,17 @@ from made_adapters import make_adapter
 from made_gates import make_gates
 
 from vllm_kvpolicy import plugin
-from vllm_kvpolicy.api.start_checks import check_files
+from vllm_kvpolicy.api.start_checks import (
+    check_files,
+    missing_architecture,
+    refuse_plain,
+)
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies.admissions.dms import model as dms_model
 from vllm_kvpolicy.policies.admissions.dms.files import save
 from vllm_kvpolicy.policies.admissions.dms.model import (
     DmsRule,
-    missing_architecture,
     model_folder,
-    refuse_plain,
     rule_for,
     rule_of_config,
     rule_of_metadata,

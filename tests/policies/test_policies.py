@@ -23,10 +23,9 @@ from vllm_kvpolicy.kernels.window_usage import (
     window_usage_ref,
 )
 from vllm_kvpolicy.policies import build as factory
-from vllm_kvpolicy.policies.allocators.ams import CREDIT
+from vllm_kvpolicy.policies.allocators.ams import CREDIT, PRESETS
 from vllm_kvpolicy.policies.base import Needs, Policy
 from vllm_kvpolicy.policies.catalogue import names as registry
-from vllm_kvpolicy.policies.catalogue.options import AMS_PRESETS
 
 Build = Callable[..., Policy]
 EVICTIONS = [name for name in registry.names() if not registry.parse(name).is_test]
@@ -113,7 +112,7 @@ def test_uniform_is_top_k_by_score(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ams-tova", "ams-snapkv"])
-@pytest.mark.parametrize("preset", list(AMS_PRESETS))
+@pytest.mark.parametrize("preset", list(PRESETS))
 def test_ams_policy_equals_loops(name: str, preset: str) -> None:
     options = {"preset": preset, "window": 16, "pool_kernel": 3, "suffix_pad": "mean"}
     policy = factory.build(name, options)
@@ -134,7 +133,7 @@ def test_ams_policy_equals_loops(name: str, preset: str) -> None:
             got.score[held].tolist(),
             set(inputs.must_keep[row].nonzero().flatten().tolist()),
             BUDGET,
-            AMS_PRESETS[preset],
+            PRESETS[preset].model_dump(),
             inputs.memory[CREDIT][held].tolist(),
         )
         assert got.keep[row].nonzero().flatten().tolist() == keep

@@ -6,7 +6,9 @@ from typing import Any
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.config import server_config
-from vllm_kvpolicy.policies.catalogue.words import ADMISSIONS, ALLOCATORS, SELECTIONS
+from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
+from vllm_kvpolicy.policies.catalogue.allocators import ALLOCATORS
+from vllm_kvpolicy.policies.catalogue.selections import SELECTIONS
 
 
 @dataclass(frozen=True)

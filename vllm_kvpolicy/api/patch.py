@@ -38,7 +38,11 @@ from vllm_kvpolicy.api.request_guards import (
     check_params,
     check_request,
 )
-from vllm_kvpolicy.api.start_checks import check_files
+from vllm_kvpolicy.api.start_checks import (
+    check_files,
+    missing_architecture,
+    refuse_plain,
+)
 from vllm_kvpolicy.config import (
     CONFIG_KEY,
     KVPolicyConfig,
@@ -46,10 +50,6 @@ from vllm_kvpolicy.config import (
     server_config,
 )
 from vllm_kvpolicy.metrics import Collector
-from vllm_kvpolicy.policies.admissions.dms.model import (
-    missing_architecture,
-    refuse_plain,
-)
 
 logger = init_logger("vllm.kv_policy")
 

@@ -10,7 +10,7 @@ filled up to whole pages with refused tokens, best first, which the next event m
 """
 
 from dataclasses import replace
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 
@@ -21,24 +21,34 @@ MEMORY = "admission"
 LEAST = 2.0**-126  # stands for a gate of 0 in memory, where 0 means not evaluated
 
 
-class Admission(Protocol):
-    """Says of how much use a token will be once it has left the window.
+class BaseAdmission:
+    """Predicts how useful a token will be after it leaves the window.
 
-    One that needs `until` is a `Decider`: its gates, 1 or 0, follow from that.
+    Subclasses define `gates`, or need `until` and are a `Decider`: gates, 1 or 0,
+    follow from its decisions then.
 
     Attributes:
         needs: what `gates` reads.
         threshold: tokens with a gate above this are admitted.
     """
 
-    needs: Needs
-    threshold: float
+    needs = Needs()
+    threshold = 0.5
 
     def check_model(
         self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
     ) -> None:
-        """Raise ValueError if it was trained for another model."""
-        ...
+        """Check at start-up that the admission can serve the model.
+
+        Args:
+            num_layers: L, attention layers.
+            num_heads: Hq, query heads per layer.
+            num_kv_heads: H, KV heads per layer.
+            head_dim: D, channels per head.
+
+        Raises:
+            ValueError: it was trained for a model of another shape.
+        """
 
     def gates(self, inputs: EventInputs, token: torch.Tensor) -> torch.Tensor:
         """Evaluate the gates of some tokens.
@@ -50,7 +60,7 @@ class Admission(Protocol):
         Returns:
             [E, L, H, F] float32 between 0 and 1.
         """
-        ...
+        raise NotImplementedError
 
 
 class AdmittedPolicy:
@@ -63,7 +73,7 @@ class AdmittedPolicy:
 
     dynamic = True
 
-    def __init__(self, admission: Admission, eviction: Policy | None) -> None:
+    def __init__(self, admission: BaseAdmission, eviction: Policy | None) -> None:
         self.admission, self.eviction = admission, eviction
         self.needs = admission.needs
         if not self.needs.until:

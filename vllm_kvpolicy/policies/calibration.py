@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies import model_files
+from vllm_kvpolicy.policies.startup import ModelShape, Startup, errors_name
 
 NAME = "calibration"
 _expect = partial(model_files.expect, NAME)
@@ -106,6 +108,38 @@ def load(path: str | Path, kind: str) -> Calibration:
     _expect(path, "tensors", sorted(tensors), sorted(calibration.shapes))
     model_files.check_tensors(NAME, path, tensors, calibration.shapes)
     return calibration
+
+
+class CalibrationStartup(Startup):
+    """Before an engine starts: the calibration is of the word's kind and fits.
+
+    Attributes:
+        kind: what the file has to hold; its option is the kind plus "_calibration".
+    """
+
+    kind: str
+
+    def check(self, options: Any, config: KVPolicyConfig, vllm_config: Any) -> None:
+        """Check the file; see `Startup`."""
+        key = f"{self.kind}_calibration"
+        with errors_name(key):
+            found = load(getattr(options, key), self.kind)
+            shape = ModelShape.of(vllm_config)
+            found.check_model(
+                shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_dim
+            )
+
+
+class TriAttentionStartup(CalibrationStartup):
+    """The calibration of `triattention`."""
+
+    kind = "triattention"
+
+
+class QFilterStartup(CalibrationStartup):
+    """The calibration of `qfilter`."""
+
+    kind = "qfilter"
 
 
 def rank_slice(tensor: torch.Tensor, axis: int, rank: int, size: int) -> torch.Tensor:

@@ -3,9 +3,6 @@
 Source: this project. Deviations: none.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
@@ -16,11 +13,6 @@ class KeepAll:
 
     needs = Needs()
     dynamic = False
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "KeepAll":
-        """Build from options that `registry.resolve_options` has checked."""
-        return cls()
 
     def check_model(
         self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int

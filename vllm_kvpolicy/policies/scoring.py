@@ -5,15 +5,23 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.build import build
-from vllm_kvpolicy.policies.catalogue.options import Param, check
-from vllm_kvpolicy.policies.catalogue.words import SCORERS, Word
+from vllm_kvpolicy.policies.catalogue.options import Options
+from vllm_kvpolicy.policies.catalogue.rows import WordRow
+from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
 from vllm_kvpolicy.policies.scorers.epikv import signals_from_hidden
 
-SINKS = Param("sinks", "int", 4, "leading tokens that some scorers leave out")
+
+class ScoreOptions(Options):
+    """What `score` reads beside the scorer's own options."""
+
+    sinks: int = Field(
+        4, ge=0, description="leading tokens that some scorers leave out"
+    )
 
 
 def score(
@@ -28,7 +36,7 @@ def score(
     """Score the tokens that one layer holds, whatever must stay by other rules.
 
     Args:
-        name: a scorer, a key of `policies.catalogue.words.SCORERS`.
+        name: a scorer, a key of `policies.catalogue.scorers.SCORERS`.
         k: [Hk, T, D] floating point, cached post-RoPE keys, oldest first.
         v: [Hk, T, D] floating point, cached values.
         q: [Hq, W, D] floating point, the newest W post-RoPE queries, newest last; query
@@ -56,16 +64,20 @@ def score(
     _check_shapes(k, v, q, positions)
     positions, (num_heads, _, size) = positions.long(), k.shape
     keys = _option_keys(SCORERS[name])
+    own = {key: value for key, value in params.items() if key == "sinks"}
+    sinks = ScoreOptions(**own).sinks
     options = {keys[key]: value for key, value in params.items() if key in keys}
     if "window" in keys and q.shape[1]:
         options.setdefault(keys["window"], q.shape[1])
     policy: Any = build(name, options)
     policy.scorer.check_model(1, len(q), num_heads, size)
-    _check_params(name, params, (*keys, SINKS.name), _tensors_of(policy.needs))
+    _check_params(
+        name, params, (*keys, *ScoreOptions.model_fields), _tensors_of(policy.needs)
+    )
     _check_queries(policy.needs, q, positions)
     rope = Rope.from_theta(rope_theta, size)
     inputs = EventInputs(
-        **_rows(k, v, params.get(SINKS.name, SINKS.default)),
+        **_rows(k, v, sinks),
         **_history(policy.needs, k, positions, params),
         scale=size**-0.5,
         queries=q[None, None],
@@ -75,14 +87,14 @@ def score(
     return policy.decide(inputs, budget=1).score[0, 0].contiguous()
 
 
-def _option_keys(word: Word) -> dict[str, str]:
+def _option_keys(row: WordRow) -> dict[str, str]:
     """Map the parameters of `score` to keys of `--kv-policy-config`."""
     keys = {}
-    for param in word.params:
-        name = "window" if param.name == word.window_key else param.name
+    for key in row.options.model_fields:
+        name = "window" if key == row.window else key
         for short in ("kernel", "calibration"):
             name = short if name.endswith(f"_{short}") else name
-        keys[name] = param.name
+        keys[name] = key
     return keys
 
 
@@ -94,7 +106,6 @@ def _tensors_of(needs: Needs) -> tuple[str, ...]:
 
 def _rows(k: torch.Tensor, v: torch.Tensor, sinks: int) -> dict[str, Any]:
     """Fields of an event with one layer, all of whose heads hold all tokens."""
-    check(SINKS, {SINKS.name: sinks})
     rows = (1, 1, *k.shape[:2])
     token = torch.arange(rows[3], device=k.device)
     return {

@@ -3,9 +3,6 @@
 Source: this project. Deviations: none.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from vllm_kvpolicy.kernels.mixing import mix
@@ -19,13 +16,8 @@ class MovementPolicy(KeepAll):
         ragged: shuffle the pages of all layers and heads among them, too.
     """
 
-    def __init__(self, ragged: bool = False) -> None:
+    def __init__(self, ragged: bool) -> None:
         self.ragged = ragged
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "MovementPolicy":
-        """Build from options that `registry.resolve_options` has checked."""
-        return cls(options["ragged"])
 
     def arrange(
         self, sources: torch.Tensor, heads: torch.Tensor, seeds: torch.Tensor

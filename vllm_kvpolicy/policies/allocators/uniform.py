@@ -5,9 +5,6 @@ Deviations: exactly `budget` tokens, must-keep tokens included; survivors stay i
 order (theirs are left in score order, which later events take for time order).
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from vllm_kvpolicy.kernels.ranking import limit_must_keep, top_k_mask
@@ -19,11 +16,6 @@ class UniformTopK:
     """Keeps the must-keep tokens and the highest scores of each head."""
 
     needs = Needs()
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "UniformTopK":
-        """Build; reads no option."""
-        return cls()
 
     def choose(
         self,

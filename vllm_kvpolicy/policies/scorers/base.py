@@ -4,7 +4,6 @@ Subclassed by the scorers of this folder.
 """
 
 from collections.abc import Mapping
-from typing import Any, Self
 
 import torch
 
@@ -16,11 +15,6 @@ class BaseScorer:
     """A scorer; subclasses set `needs` and define `score`."""
 
     needs = Needs()
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> Self:
-        """Build from options that `registry.resolve_options` has checked."""
-        return cls()
 
     def check_model(
         self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int

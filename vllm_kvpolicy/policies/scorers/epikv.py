@@ -137,22 +137,25 @@ def scores_from_hidden(
     return mix.scores(measured, first, stat_window)[0, 1:]
 
 
-class EpiKVScorer(BaseScorer):
-    """One of the scorers below, by the option `variant`."""
+def from_options(
+    variant: str, stat_window: int, epikv_chunk: int, **bands: Any
+) -> BaseScorer:
+    """Build the scorer of a variant.
 
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "EpiKVScorer":
-        """Build from options that `registry.resolve_options` has checked."""
-        variant, window = options["variant"], options["stat_window"]
-        chunk = options["epikv_chunk"]
-        if variant == "lag-kv":
-            return LagScorer(chunk)
-        if variant == "segment":
-            return SegmentScorer(_mix("detrend", options), window, chunk)
-        return MixScorer(_mix(variant, options), window)
+    Args:
+        variant: a key of `MIXES`, "lag-kv" or "segment".
+        stat_window: tokens in the rolling statistics.
+        epikv_chunk: tokens per chunk, for "lag-kv" and "segment".
+        **bands: layers and weight, see `_mix`.
+    """
+    if variant == "lag-kv":
+        return LagScorer(epikv_chunk)
+    if variant == "segment":
+        return SegmentScorer(_mix("detrend", bands), stat_window, epikv_chunk)
+    return MixScorer(_mix(variant, bands), stat_window)
 
 
-class MixScorer(EpiKVScorer):
+class MixScorer(BaseScorer):
     """Scores a token by what it showed when it was computed, once and for all heads.
 
     Prompt tokens that nobody protects get the highest score of their request, at
@@ -163,7 +166,7 @@ class MixScorer(EpiKVScorer):
         stat_window: tokens in the rolling statistics.
     """
 
-    def __init__(self, mix: Mix = MIXES["detrend"], stat_window: int = 64) -> None:
+    def __init__(self, mix: Mix, stat_window: int) -> None:
         self.mix = mix
         self.stat_window = stat_window
         self.needs = Needs(positions=True, signals=mix.signals)
@@ -223,7 +226,7 @@ class SegmentScorer(MixScorer):
         return score + (highest - lowest + 1) * is_best.view(score.shape)
 
 
-class LagScorer(EpiKVScorer):
+class LagScorer(BaseScorer):
     """Scores a token by the spread of its key and value, seen from the chunk before.
 
     Args:
@@ -232,7 +235,7 @@ class LagScorer(EpiKVScorer):
 
     needs = Needs(keys=True, values=True)
 
-    def __init__(self, chunk: int = 128) -> None:
+    def __init__(self, chunk: int) -> None:
         self.chunk = chunk
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
@@ -243,17 +246,22 @@ class LagScorer(EpiKVScorer):
         return spread[:, None, None].expand(valid.shape)
 
 
-def _mix(variant: str, options: Mapping[str, Any]) -> Mix:
-    """Return a mix with the layers and the weight that the options name."""
+def _mix(variant: str, bands: Mapping[str, Any]) -> Mix:
+    """Return a mix with the layers and the weight that the options name.
+
+    Args:
+        variant: a key of `MIXES`.
+        bands: `a_first`, `a_last`, `b_first`, `b_last` and `a_weight`.
+    """
     mix = MIXES[variant]
     if len(mix.signals) < 2:
         return mix
     signals = []
     for band, signal in zip("ab", mix.signals, strict=True):
-        ends = {end: options[f"{band}_{end}"] for end in ("first", "last")}
+        ends = {end: bands[f"{band}_{end}"] for end in ("first", "last")}
         chosen = {end: layer for end, layer in ends.items() if layer >= 0}
         signals.append(replace(signal, **chosen))
-    weight = options["a_weight"] or mix.weights[0]
+    weight = bands["a_weight"] or mix.weights[0]
     return Mix(tuple(signals), (weight, mix.weights[1]), mix.statistic)
 
 

@@ -9,9 +9,6 @@ as zero (theirs divides by zero). Blocks start behind the sinks, which are the l
 run of must-keep tokens: a protected prompt as a whole.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
@@ -36,14 +33,9 @@ class LagKVScorer(BaseScorer):
 
     needs = Needs(keys=True, values=True)
 
-    def __init__(self, lag: int = 128, cross: bool = False) -> None:
+    def __init__(self, lag: int, cross: bool) -> None:
         self.lag = lag
         self.cross = cross
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "LagKVScorer":
-        """Build from options that `registry.resolve_options` has checked."""
-        return cls(options["lag"], options["cross"])
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score [E, L, H, T] float32 in [0, 1]."""

@@ -21,11 +21,25 @@ from vllm_kvpolicy.policies.admissions.dms.adapter import DmsAdapter
 from vllm_kvpolicy.policies.admissions.dms.files import load
 from vllm_kvpolicy.policies.admissions.dms.hooks import attach_adapter, attach_borrowed
 from vllm_kvpolicy.policies.admissions.dms.model import DmsRule, model_folder, rule_for
+from vllm_kvpolicy.policies.admitted import BaseAdmission
 from vllm_kvpolicy.policies.base import Needs
 from vllm_kvpolicy.policies.model_parts import attention_modules, decoder_layers
 
 
-class DelayedEviction:
+def from_options(**options: Any) -> "DelayedEviction":
+    """Build the admission, with an adapter where the options name one.
+
+    Args:
+        **options: those of `catalogue.admissions.DMSOptions`.
+
+    Raises:
+        ValueError: the adapter's file is missing, broken, or something else.
+    """
+    path = options["dms_adapter"]
+    return DelayedEviction(None if path is None else load(path), options)
+
+
+class DelayedEviction(BaseAdmission):
     """The decisions of a model that was trained with DMS.
 
     Args:
@@ -33,29 +47,12 @@ class DelayedEviction:
         options: resolved options of the policy.
     """
 
-    threshold = 0.5
-
     def __init__(self, adapter: DmsAdapter | None, options: Mapping[str, Any]) -> None:
         self.adapter, self.options = adapter, options
         self.needs = Needs(until=True, exact=options["exact"])
         self.rule = DmsRule()
         self.weights: DecisionWeights | None = None
         self._logits: list[torch.Tensor] = []
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "DelayedEviction":
-        """Build from options that `registry.resolve_options` has checked.
-
-        Raises:
-            ValueError: the adapter's file is missing, broken, or something else.
-        """
-        path = options["dms_adapter"]
-        return cls(None if path is None else load(path), options)
-
-    def check_model(
-        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
-    ) -> None:
-        """Serve any model that it can be attached to; see `attach`."""
 
     @property
     def window(self) -> int:

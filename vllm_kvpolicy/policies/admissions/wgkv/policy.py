@@ -5,7 +5,7 @@ Deviations: gates are evaluated from cached keys and their positions, at events;
 attention has to be exact, while tokens are computed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,22 @@ from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
 from vllm_kvpolicy.policies.admissions.wgkv.files import load
 from vllm_kvpolicy.policies.admissions.wgkv.gates import Gates
+from vllm_kvpolicy.policies.admitted import BaseAdmission
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 
 
-class WriteGates:
+def from_options(
+    wgkv_gates: str, wgkv_threshold: float | None, exact: bool
+) -> "WriteGates":
+    """Build the admission from its file of gates.
+
+    Raises:
+        ValueError: the file is missing, broken, or holds something else.
+    """
+    return WriteGates(load(wgkv_gates), wgkv_threshold, exact)
+
+
+class WriteGates(BaseAdmission):
     """The trained gates of a model.
 
     Args:
@@ -31,24 +43,12 @@ class WriteGates:
 
     shift = 0
 
-    def __init__(
-        self, gates: Gates, threshold: float | None = None, exact: bool = False
-    ) -> None:
+    def __init__(self, gates: Gates, threshold: float | None, exact: bool) -> None:
         self.needs = Needs(keys=not exact, rope=True, until=exact, exact=exact)
         self.file = gates
         self.window = gates.window
         self.threshold = gates.threshold if threshold is None else threshold
         self.weights = GateWeights(**gates.stacked())
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "WriteGates":
-        """Build from options that `registry.resolve_options` has checked.
-
-        Raises:
-            ValueError: the file is missing, broken, or holds something else.
-        """
-        gates = load(options["wgkv_gates"])
-        return cls(gates, options["wgkv_threshold"], options["exact"])
 
     def check_model(
         self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
@@ -91,7 +91,7 @@ class WriteGates:
         return (paged_gates(*rows, self._rope, weights)[0, 0] > self.threshold).T
 
     def gates(self, inputs: EventInputs, token: torch.Tensor) -> torch.Tensor:
-        """Evaluate [E, L, H, F] gates of held tokens; see `Admission`."""
+        """Evaluate [E, L, H, F] gates of held tokens; see `BaseAdmission`."""
         keys = inputs.paged("keys")
         # Weights move to the device, and to the dtype of the model, once.
         self.weights = self.weights.to(keys.device, keys.pools[0].dtype)
