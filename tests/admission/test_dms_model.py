@@ -10,7 +10,6 @@ from engine_configs import Overlay
 from made_adapters import make_adapter
 from made_gates import make_gates
 
-from vllm_kvpolicy import plugin
 from vllm_kvpolicy.api.start_checks import (
     check_files,
     missing_architecture,
@@ -27,6 +26,7 @@ from vllm_kvpolicy.policies.admissions.dms.model import (
     rule_of_metadata,
 )
 from vllm_kvpolicy.policies.admissions.wgkv import files as wgkv_files
+from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
 
 NONE = dict.fromkeys(
     ("dms_window", "dms_channel", "dms_shift", "dms_zero_after_rope"), None
@@ -150,7 +150,7 @@ def test_an_architecture_that_a_recipe_leaves_out(tmp_path):
     ):
         path.write_text(json.dumps(config))
         assert missing_architecture(str(tmp_path)) == wanted
-    assert set(plugin.ARCHITECTURES) == {dms_model.ARCHITECTURE}
+    assert list(ADMISSIONS["dms"].architectures) == ["Qwen3ForCausalLMDMS"]
 
 
 def checked(policy_config, window=32, recent=32, options=None, **more):

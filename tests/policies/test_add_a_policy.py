@@ -3,19 +3,21 @@
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from event_inputs import make_inputs
+from event_inputs import TOKENS, make_inputs
 
 from vllm_kvpolicy.api.start_checks import check_files
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies import admissions as admissions_folder
 from vllm_kvpolicy.policies import build as factory
 from vllm_kvpolicy.policies import scorers as scorers_folder
+from vllm_kvpolicy.policies.admitted import MEMORY
 from vllm_kvpolicy.policies.catalogue import admissions, scorers
 from vllm_kvpolicy.policies.catalogue import names as registry
 
@@ -73,6 +75,8 @@ def test_one_folder_and_one_row_make_an_admission(example: None) -> None:
     assert registry.parse("shortkeys+ams-snapkv+quest").is_ragged({})
     policy = factory.build("shortkeys", {"shortkeys_limit": 2.0})
     inputs = make_inputs(policy.needs)
+    unknown = {MEMORY: torch.zeros(inputs.must_keep.shape)}
+    inputs = replace(inputs, memory=unknown, fresh_tokens=TOKENS)
     kept = policy.decide(inputs, budget=1).keep
     is_short = inputs.given("keys").norm(dim=-1) < 2.0
     assert torch.equal(kept, inputs.valid & (inputs.must_keep | is_short))

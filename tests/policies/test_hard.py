@@ -86,11 +86,11 @@ def test_unbounded_heads_keep_their_candidates() -> None:
 def test_by_their_own_attention_heads_keep_what_got_a_vote() -> None:
     score, inputs = case()
     allocator = hard(
-        hard_p=0.6,
-        hard_lower=0.0,
-        hard_upper=9.0,
-        hard_order="attention",
-        hard_mode="dynamic",
+        p=0.6,
+        lower=0.0,
+        upper=9.0,
+        order="attention",
+        mode="dynamic",
     )
     got = choose(allocator, score, inputs, TOKENS)
     for at in ROWS:
@@ -105,9 +105,7 @@ def test_by_their_own_attention_heads_keep_what_got_a_vote() -> None:
 
 def test_under_a_cap_votes_decide_before_scores() -> None:
     score, inputs = case()
-    allocator = hard(
-        hard_p=0.9, hard_lower=0.25, hard_upper=1.0, hard_order="attention"
-    )
+    allocator = hard(p=0.9, lower=0.25, upper=1.0, order="attention")
     got = choose(allocator, score, inputs, 60)
     assert (got.keep.sum(-1) == 60).all()
     for at in ROWS:
@@ -135,11 +133,11 @@ def test_mass_one_and_an_ample_budget_keep_all() -> None:
     score, inputs = case()
     for order in ("method", "attention"):
         allocator = hard(
-            hard_p=1.0,
-            hard_lower=0.25,
-            hard_upper=4.0,
-            hard_order=order,
-            hard_mode="dynamic",
+            p=1.0,
+            lower=0.25,
+            upper=4.0,
+            order=order,
+            mode="dynamic",
         )
         got = choose(allocator, score, inputs, TOKENS).keep
         assert torch.equal(got, inputs.valid)

@@ -64,8 +64,7 @@ def score(
     _check_shapes(k, v, q, positions)
     positions, (num_heads, _, size) = positions.long(), k.shape
     keys = _option_keys(SCORERS[name])
-    own = {key: value for key, value in params.items() if key == "sinks"}
-    sinks = ScoreOptions(**own).sinks
+    sinks = ScoreOptions(**{k: params[k] for k in ("sinks",) if k in params}).sinks
     options = {keys[key]: value for key, value in params.items() if key in keys}
     if "window" in keys and q.shape[1]:
         options.setdefault(keys["window"], q.shape[1])

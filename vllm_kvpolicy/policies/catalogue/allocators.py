@@ -24,7 +24,7 @@ class AMSOptions(PoolOptions):
     """
 
     preset: Literal["default", "paper", "code"] = Field(
-        "default", description="which values the keys take that are not given"
+        "default", description="named set of values for the keys that are not given"
     )
     segment_mass: float = Field(
         0.1, ge=0.001, lt=1, description="attention mass of a segment"
@@ -35,9 +35,7 @@ class AMSOptions(PoolOptions):
     max_segment: Annotated[int, AfterValidator(AtLeast("min_segment"))] = Field(
         256, ge=1, description="longer segments are split, tokens"
     )
-    min_quota: int = Field(
-        1, ge=0, description="tokens that each segment may keep at least"
-    )
+    min_quota: int = Field(1, ge=0, description="smallest quota of a segment, tokens")
     ema_decay: float = Field(
         0.9, ge=0, lt=1, description="share of the old credit that survives an event"
     )

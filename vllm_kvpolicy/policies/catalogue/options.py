@@ -118,12 +118,11 @@ def valid_range(field: FieldInfo) -> str:
     noun = "an odd integer" if _odd in checks else noun
     low, high, end = (_bound(rules, name) for name in ("ge", "le", "lt"))
     if high is None and end is None:
-        words = f"{noun} >= {low:g}"
+        words = f"{noun} >= {low}"
     else:
-        words = f"{noun} in [{low:g}, "
-        words += f"{high:g}]" if end is None else f"{end:g})"
-    others = [check.key for check in checks if isinstance(check, AtLeast)]
-    return words + "".join(f", at least {key}" for key in others)
+        words = f"{noun} in [{low}, " + (f"{high}]" if end is None else f"{end})")
+    keys = [check.key for check in checks if isinstance(check, AtLeast)]
+    return words + "".join(f", at least {key}" for key in keys)
 
 
 def default_in_words(field: FieldInfo) -> str:
