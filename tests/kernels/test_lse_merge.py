@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-
-from vllm_kvpolicy.kernels.lse_merge import lse_merge_ref
+from support.lse_merge import lse_merge
 
 SIZE, SCALE = 16, 0.25
 
@@ -29,7 +28,7 @@ def attend(
 def test_pair(seed: int) -> None:
     query, keys, values = drawn(SIZE, seed=seed), drawn(2, SIZE), drawn(2, SIZE, seed=9)
     logits = keys @ query * SCALE
-    merged = lse_merge_ref(keys, values, logits)
+    merged = lse_merge(keys, values, logits)
     share = float(torch.sigmoid(logits[0] - logits[1]))
     entropy = -share * math.log(share) - (1 - share) * math.log(1 - share)
     output, lse = attend(query, keys, values)
@@ -43,7 +42,7 @@ def test_pair(seed: int) -> None:
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_with_its_bias_the_whole_output_is_unchanged(size: int) -> None:
     query, keys, values = drawn(SIZE), drawn(20, SIZE, seed=1), drawn(20, SIZE, seed=2)
-    merged = lse_merge_ref(keys[:size], values[:size], keys[:size] @ query * SCALE)
+    merged = lse_merge(keys[:size], values[:size], keys[:size] @ query * SCALE)
     fewer_keys = torch.cat([merged.key.double()[None], keys[size:]])
     fewer_values = torch.cat([merged.value.double()[None], values[size:]])
     bias = torch.zeros(len(fewer_keys), dtype=torch.float64)
@@ -59,12 +58,12 @@ def test_with_its_bias_the_whole_output_is_unchanged(size: int) -> None:
 def test_a_dominating_token_survives_as_it_is() -> None:
     keys, values = drawn(3, 2, SIZE), drawn(3, 2, SIZE, seed=1)
     logits = torch.tensor([[0.0, -math.inf]]).expand(3, 2)
-    merged = lse_merge_ref(keys, values, logits)
+    merged = lse_merge(keys, values, logits)
     assert torch.equal(merged.key, keys[:, 0].float())
     assert torch.equal(merged.value, values[:, 0].float())
     assert (merged.deficit == 0).all()
 
 
 def test_equal_tokens_cost_the_logarithm_of_their_number() -> None:
-    merged = lse_merge_ref(drawn(5, SIZE), drawn(5, SIZE), torch.zeros(5))
+    merged = lse_merge(drawn(5, SIZE), drawn(5, SIZE), torch.zeros(5))
     assert float(merged.deficit) == pytest.approx(math.log(5), abs=1e-6)

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from support.lse_merge import lse_merge
 
-from vllm_kvpolicy.kernels.lse_merge import lse_merge_ref
 from vllm_kvpolicy.kernels.merge_pages import merge_pages_ref
 
 PAGES, BLOCK, SIZE = 6, 4, 8
@@ -22,7 +22,7 @@ def test_pairs_are_merged_as_in_closed_form(dtype: torch.dtype) -> None:
     before = pages.clone().flatten(0, 1)
     pairs = torch.stack([before[SLOTS], others], dim=1)
     # The closed form treats keys and values alike.
-    want = lse_merge_ref(pairs, pairs, logits)
+    want = lse_merge(pairs, pairs, logits)
     weight = torch.softmax(logits, -1)[:, 0].float()
     merge_pages_ref(pages, SLOTS, others, weight)
     got = pages.flatten(0, 1)

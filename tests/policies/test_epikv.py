@@ -6,6 +6,7 @@ from typing import get_args
 import pytest
 import torch
 from event_inputs import LENGTHS, make_inputs, one_event
+from support.epikv_trace import scores_from_hidden
 
 from vllm_kvpolicy.policies import build as factory
 from vllm_kvpolicy.policies.base import EventInputs
@@ -14,7 +15,6 @@ from vllm_kvpolicy.policies.scorers.base import BaseScorer
 from vllm_kvpolicy.policies.scorers.epikv import (
     MIXES,
     Mix,
-    scores_from_hidden,
     signals_from_hidden,
 )
 from vllm_kvpolicy.policies.scorers.epikv_cache import best_of_segments

@@ -8,6 +8,7 @@ from typing import Any
 import event_inputs
 import pytest
 import torch
+from support.epikv_trace import scores_from_hidden
 
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies import build as factory
@@ -15,7 +16,6 @@ from vllm_kvpolicy.policies import score
 from vllm_kvpolicy.policies.base import EventInputs
 from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
 from vllm_kvpolicy.policies.compose import measure_usage
-from vllm_kvpolicy.policies.scorers.epikv import scores_from_hidden
 
 HEADS, GROUP, SIZE = event_inputs.HEADS, event_inputs.GROUP, event_inputs.SIZE
 TOKENS, WINDOW, THETA = 60, 20, 5e4

@@ -192,26 +192,35 @@ class Decision:
     merge: Merge | None = None
 
 
-class Policy(Protocol):
-    """Scores, allocates and selects in one call.
+class Policy:
+    """Scores, allocates and selects in one call; subclasses define `decide`.
 
     Attributes:
         needs: what `decide` reads.
         dynamic: the choice may be smaller than the budget.
     """
 
-    needs: Needs
-    dynamic: bool
+    needs = Needs()
+    dynamic = False
 
     def check_model(
         self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
     ) -> None:
-        """Raise ValueError if the policy was calibrated for another model."""
-        ...
+        """Check at start-up that the policy can serve the model.
+
+        Args:
+            num_layers: L, attention layers.
+            num_heads: Hq, query heads per layer.
+            num_kv_heads: H, KV heads per layer.
+            head_dim: D, channels per head.
+
+        Raises:
+            ValueError: it was calibrated for a model of another shape.
+        """
 
     def decide(self, inputs: EventInputs, budget: int) -> Decision:
         """Choose `budget` tokens per row; pure, no host sync, no state."""
-        ...
+        raise NotImplementedError
 
     def arrange(
         self, sources: torch.Tensor, heads: torch.Tensor, seeds: torch.Tensor
@@ -225,19 +234,19 @@ class Policy(Protocol):
             seeds: [E] int64, one per event, a pure function of the request.
 
         Returns:
-            [E, M] int64, `sources` itself for every policy but those that test the
-            moving of tokens.
+            [E, M] int64; survivors stay in time order, except under policies that test
+            the moving of tokens.
         """
-        ...
+        return sources
 
     def arrange_pages(self, pages: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
         """Choose which page [E, C] serves which place of the heads' lists.
 
         Returns:
-            [E, C] int64, `pages` itself for every policy but those that test the
-            moving of tokens.
+            [E, C] int64; pages stay where they are, except under policies that test
+            the moving of tokens.
         """
-        ...
+        return pages
 
 
 class Decider(Protocol):
@@ -285,35 +294,6 @@ class Decider(Protocol):
 
         Returns:
             [T, H] bool, keep or drop the token at t - shift.
-        """
-        ...
-
-
-class Scorer(Protocol):
-    """Says how important each token is; knows nothing about budgets."""
-
-    needs: Needs
-
-    def check_model(
-        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
-    ) -> None:
-        """Raise ValueError if it was calibrated for a model of another shape."""
-        ...
-
-    def remember(self, score: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Return what `needs.memory` names, [E, L, H, T] float32 each."""
-        ...
-
-    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
-        """Score every token.
-
-        Args:
-            inputs: the event.
-            usage: attention of the window, None if nobody asked for queries.
-
-        Returns:
-            [E, L, H, T] float32, higher is kept sooner; NaN counts as minus infinity;
-            unspecified on padding. May be a broadcast view.
         """
         ...
 

@@ -30,9 +30,7 @@ class Merged:
     deficit: torch.Tensor
 
 
-def lse_merge_ref(
-    keys: torch.Tensor, values: torch.Tensor, logits: torch.Tensor
-) -> Merged:
+def lse_merge(keys: torch.Tensor, values: torch.Tensor, logits: torch.Tensor) -> Merged:
     """Merge each group of M tokens; a pair is M = 2.
 
     Args:

@@ -1,0 +1,6 @@
+"""What tests share: made-up inputs, plain references and small worlds to run them in.
+
+Test files import from here and never from each other. Shared by every room: this
+folder; `engine`: real engines and the oracles that judge them; `worker`: caches and
+batches without an engine; `servers`: HTTP servers, real and fake.
+"""
