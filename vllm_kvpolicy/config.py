@@ -114,7 +114,8 @@ class KVPolicyConfig:
             ValueError: a value outside its range, or none where one is required.
         """
         info = parse(policy_name or self.policy)
-        given = {k: value for k, value in self.options.items() if k in info.options}
+        known = info.options
+        given = {key: value for key, value in self.options.items() if key in known}
         return resolve_options(info, given)
 
     def window_tokens(self, policy_name: str | None = None) -> int:

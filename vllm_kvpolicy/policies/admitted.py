@@ -2,10 +2,10 @@
 
 A token's gate is evaluated once, while it is computed or at the first event after that,
 and remembered for as long as the token is held. Admission alone has no budget; an
-eviction behind it chooses among what was admitted.
+eviction after it chooses among the admitted tokens.
 
 Source: WG-KV (arXiv 2512.17452) sections 3.2 and 3.3, and appendix K.1 for eviction
-behind it. Deviations: tokens leave the window at events, not one by one; heads are
+after it. Deviations: tokens leave the window at events, not one by one; heads are
 filled up to whole pages with refused tokens, best first, which the next event may drop.
 """
 
@@ -64,7 +64,7 @@ class BaseAdmission:
 
 
 class AdmittedPolicy(Policy):
-    """Keeps what is admitted, or what an eviction chooses of that.
+    """Keeps the admitted tokens, or those that an eviction chooses among them.
 
     Args:
         admission: the gates.
@@ -83,7 +83,7 @@ class AdmittedPolicy(Policy):
 
     @property
     def decider(self) -> Decider | None:
-        """What decides while tokens are computed, None where gates wait for events."""
+        """What decides while tokens are computed; None where gates wait for events."""
         return cast(Decider, self.admission) if self.needs.until else None
 
     def check_model(
@@ -104,7 +104,7 @@ class AdmittedPolicy(Policy):
         if self.eviction is None:
             return Decision(admitted, gates, memory, notes)
         chosen = self.eviction.decide(replace(inputs, candidates=admitted), budget)
-        # Refused tokens fill pages behind all others, best gates first.
+        # Refused tokens fill up pages after all others, best gates first.
         lowest = torch.finfo(gates.dtype).min
         return replace(
             chosen,
@@ -117,9 +117,9 @@ class AdmittedPolicy(Policy):
         """Return [E, L, H, T] float32 gates, new tokens' evaluated, others' remembered.
 
         What is remembered comes first in a row: survivors, then local tokens of the
-        last event. A row that has fewer new tokens than another one evaluates some of
-        its padding, too, whose gates nobody reads. Where tokens decided while they were
-        computed, that is remembered along with them.
+        last event. A row that has fewer new tokens than another one also evaluates
+        some of its padding, whose gates nobody reads. Decisions made while tokens were
+        computed are remembered along with the tokens.
         """
         if self.needs.until:
             return (inputs.given("until") == NEVER).float()

@@ -22,7 +22,7 @@ from vllm_kvpolicy.policies.signals import TokenSignal
 
 @dataclass(frozen=True)
 class Needs:
-    """What a policy reads at an event beside lengths and the must-keep set.
+    """What a policy reads at an event, besides lengths and the must-keep set.
 
     Args:
         window_tokens: W, newest queries; 0 for none.
@@ -35,8 +35,8 @@ class Needs:
         signals: what is measured at every token while it is computed.
         memory: names of the float32 values that it keeps per survivor from event to
             event.
-        until: what tokens decided when they were computed; see `Decider`.
-        exact: attention follows that, too, not only events.
+        until: the decisions made while tokens were computed; see `Decider`.
+        exact: attention follows these decisions, not only events.
     """
 
     window_tokens: int = 0
@@ -137,7 +137,7 @@ class EventInputs:
         return value.dense if isinstance(value, PagedTokens) else value
 
     def paged(self, name: str) -> PagedTokens:
-        """Return keys or values where they lie.
+        """Return keys or values on their pages, without a copy.
 
         Raises:
             ValueError: they were not given.
@@ -148,7 +148,7 @@ class EventInputs:
         return PagedTokens.from_dense(self.given(name))
 
     def copied(self) -> "EventInputs":
-        """Return the same with keys and values that outlive the moving of tokens."""
+        """Copy the keys and values, so that they survive the moving of tokens."""
         names = [name for name in ("keys", "values") if getattr(self, name) is not None]
         return replace(self, **{name: self.given(name) for name in names})
 
@@ -250,10 +250,10 @@ class Policy:
 
 
 class Decider(Protocol):
-    """Says while a token is computed which token stays behind the window.
+    """Decides, while tokens are computed, which ones stay after the window.
 
     Attributes:
-        window: queries that see a token in any case, the token's own included.
+        window: queries that always see a token, its own included.
         shift: the token at t decides on the one at t - shift, 0 or 1.
         nbytes: bytes of device memory, once it is attached.
     """
@@ -299,7 +299,7 @@ class Decider(Protocol):
 
 
 class Allocator(Protocol):
-    """Says how the budget is spent over layers, heads and regions, given scores."""
+    """Shares the budget among layers, heads and regions, given scores."""
 
     needs: Needs
 

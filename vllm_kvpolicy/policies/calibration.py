@@ -1,9 +1,7 @@
-"""Calibration files: what scorers know of a model's queries before they see any.
+"""Calibration files: statistics of a model's queries, made before it serves.
 
-Written by `calibrate`.
-
-A safetensors file with the fields of `Calibration` as text in its header; nothing in it
-can run.
+`calibrate` writes them: safetensors with the fields of `Calibration` as text in the
+header; they cannot run code.
 """
 
 from collections.abc import Mapping
@@ -67,7 +65,7 @@ class Calibration:
     def check_model(
         self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
     ) -> None:
-        """Check that the model has the shape of the one that this was made from.
+        """Check that a model has the shape of the calibrated one.
 
         Raises:
             ValueError: naming the file, the field, and both values.
@@ -87,7 +85,7 @@ HEADER: dict[str, Any] = {
 
 
 def save(path: str | Path, calibration: Calibration) -> None:
-    """Write a calibration file, over one that is there already."""
+    """Write a calibration file; overwrites one that exists."""
     header = {name: getattr(calibration, name) for name in HEADER}
     model_files.save(path, FORMAT, header, calibration.tensors)
 
@@ -111,7 +109,7 @@ def load(path: str | Path, kind: str) -> Calibration:
 
 
 class CalibrationStartup(Startup):
-    """Before an engine starts: the calibration is of the word's kind and fits.
+    """Checks that a calibration is of the word's kind and fits the model.
 
     Attributes:
         kind: what the file has to hold; its option is the kind plus "_calibration".

@@ -1,4 +1,4 @@
-"""Scores of plain tensors: what a scorer ranks tokens by, without an engine."""
+"""Scores plain tensors as a scorer does at an event, without an engine."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 
+from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.build import build
@@ -20,7 +21,9 @@ class ScoreOptions(Options):
     """What `score` reads beside the scorer's own options."""
 
     sinks: int = Field(
-        4, ge=0, description="leading tokens that some scorers leave out"
+        KVPolicyConfig.sink_tokens,
+        ge=0,
+        description="leading tokens that some scorers leave out",
     )
 
 
@@ -33,7 +36,7 @@ def score(
     rope_theta: float,
     **params: Any,
 ) -> torch.Tensor:
-    """Score the tokens that one layer holds, whatever must stay by other rules.
+    """Score the tokens of one layer.
 
     Args:
         name: a scorer, a key of `policies.catalogue.scorers.SCORERS`.
@@ -64,7 +67,6 @@ def score(
     _check_shapes(k, v, q, positions)
     positions, (num_heads, _, size) = positions.long(), k.shape
     keys = _option_keys(SCORERS[name])
-    sinks = ScoreOptions(**{k: params[k] for k in ("sinks",) if k in params}).sinks
     options = {keys[key]: value for key, value in params.items() if key in keys}
     if "window" in keys and q.shape[1]:
         options.setdefault(keys["window"], q.shape[1])
@@ -76,7 +78,7 @@ def score(
     _check_queries(policy.needs, q, positions)
     rope = Rope.from_theta(rope_theta, size)
     inputs = EventInputs(
-        **_rows(k, v, sinks),
+        **_rows(k, v, params),
         **_history(policy.needs, k, positions, params),
         scale=size**-0.5,
         queries=q[None, None],
@@ -98,13 +100,17 @@ def _option_keys(row: WordRow) -> dict[str, str]:
 
 
 def _tensors_of(needs: Needs) -> tuple[str, ...]:
-    """Name the parameters that hold tensors which `needs` asks for."""
+    """Return the names of the parameters with tensors that `needs` asks for."""
     asked = {"state": needs.memory, "hidden": needs.signals}
     return tuple(name for name, what in asked.items() if what)
 
 
-def _rows(k: torch.Tensor, v: torch.Tensor, sinks: int) -> dict[str, Any]:
-    """Fields of an event with one layer, all of whose heads hold all tokens."""
+def _rows(
+    k: torch.Tensor, v: torch.Tensor, params: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the fields of an event of one layer whose heads hold all tokens."""
+    own = {key: params[key] for key in ScoreOptions.model_fields if key in params}
+    sinks = ScoreOptions(**own).sinks
     rows = (1, 1, *k.shape[:2])
     token = torch.arange(rows[3], device=k.device)
     return {
@@ -118,7 +124,7 @@ def _rows(k: torch.Tensor, v: torch.Tensor, sinks: int) -> dict[str, Any]:
 def _history(
     needs: Needs, k: torch.Tensor, positions: torch.Tensor, params: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Fields about the time up to an event and what it left behind."""
+    """Return the fields about earlier tokens: the end, memory and signals."""
     fields: dict[str, Any] = {"end": positions[-1:] + 1}
     if needs.memory:
         state = params["state"]
@@ -150,7 +156,7 @@ def _check_params(
     optional: tuple[str, ...],
     required: tuple[str, ...],
 ) -> None:
-    """Raise ValueError for a parameter that is not known or not there."""
+    """Raise ValueError for an unknown parameter, or a missing one."""
     for key in params:
         if key not in optional + required:
             raise ValueError(
@@ -163,7 +169,7 @@ def _check_params(
 
 
 def _check_queries(needs: Needs, q: torch.Tensor, positions: torch.Tensor) -> None:
-    """Raise ValueError if the window is not there, or has gaps that RoPE would see."""
+    """Raise ValueError for too few queries, or gaps between them under RoPE."""
     window = needs.window_tokens
     if q.shape[1] < window:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Local attention with sinks: nothing stays behind the recent window.
+"""Local attention with sinks: nothing older than the recent window stays.
 
 Source: the baseline of WG-KV (arXiv 2512.17452) section 4, after StreamingLLM (arXiv
 2309.17453). Deviations: tokens leave the window at events; heads keep a page at least.
@@ -11,7 +11,7 @@ from vllm_kvpolicy.policies.base import EventInputs
 
 
 class LocalAttention(BaseAdmission):
-    """Admits no token; sinks and the window are kept in any case."""
+    """Admits no token; sinks and the window are always kept."""
 
     def gates(self, inputs: EventInputs, token: torch.Tensor) -> torch.Tensor:
         """Return [E, L, H, F] zeros; see `BaseAdmission`."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from pydantic import Field
 
+from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.kernels.ranking import (
     limit_must_keep,
     top_k_mask,
@@ -51,8 +52,8 @@ class AMSConfig(AMSOptions):
         ValueError: a field outside its range.
     """
 
-    sinks: int = Field(4, ge=0)
-    recent: int = Field(32, ge=0)
+    sinks: int = Field(KVPolicyConfig.sink_tokens, ge=0)
+    recent: int = Field(KVPolicyConfig.recent_tokens, ge=0)
 
     @property
     def cuts(self) -> dict[str, Any]:
@@ -179,7 +180,7 @@ def _normalise_as_code(values: torch.Tensor, valid: torch.Tensor) -> torch.Tenso
 
 
 def _normalise(values: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """As `_normalise_as_code`, but no result depends on padding or on a sum's order.
+    """Scale to sum 1 like `_normalise_as_code`, independent of padding and sum order.
 
     Values are rounded to 2^-32 of the row's largest one and added up as integers.
     """

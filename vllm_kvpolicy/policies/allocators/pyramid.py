@@ -24,7 +24,7 @@ from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
 
 
 class PyramidAllocator:
-    """Gives deeper layers smaller budgets, the same at events of the same length.
+    """Gives deeper layers smaller budgets; they depend only on the tokens held.
 
     Args:
         pyramid_beta: the budget divided by that of the last layer.

@@ -1,6 +1,6 @@
 """Stratified control: each block of B tokens keeps equally many, its best ones.
 
-What quotas buy without any attention mass: AMS with blocks for segments.
+Shows what quotas achieve without attention mass: AMS with blocks for segments.
 
 Source: this project. Deviations: none.
 """

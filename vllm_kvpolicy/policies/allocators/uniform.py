@@ -26,6 +26,6 @@ class UniformTopK:
     ) -> Decision:
         """Pick `budget` tokens per row of `score` [E, L, H, T], must-keep first."""
         must_keep = limit_must_keep(inputs.must_keep, budget)
-        # A row may hold less behind an admission.
+        # After an admission a row may hold fewer tokens than the budget.
         size = inputs.lengths.clamp(max=budget)
         return Decision(top_k_mask(score, must_keep, inputs.valid, size), score)

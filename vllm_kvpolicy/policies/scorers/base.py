@@ -1,4 +1,4 @@
-"""What every scorer is: what it reads, and a score for each token."""
+"""The base class of scorers."""
 
 from collections.abc import Mapping
 

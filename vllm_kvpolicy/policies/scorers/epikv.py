@@ -39,7 +39,7 @@ SHARES, SHARE_OF = (8, 32, 64), 128
 
 @dataclass(frozen=True)
 class Mix:
-    """A score that a token gets once: the weighted sum of rolling statistics.
+    """The score of a token: a weighted sum of rolling statistics of its signals.
 
     Args:
         signals: what is measured at each token.
@@ -134,7 +134,7 @@ def from_options(
 
 
 class MixScorer(BaseScorer):
-    """Scores a token by what it showed when it was computed, once and for all heads.
+    """Scores a token once, by signals measured while it was computed, for all heads.
 
     Prompt tokens that nobody protects get the highest score of their request, at
     least 0.

@@ -79,7 +79,7 @@ class ExpectedAttentionScorer(BaseScorer):
 
 
 def turn_ahead(queries: torch.Tensor, rope: Rope, num_future: int) -> torch.Tensor:
-    """Average each query's rotations to the `num_future` positions behind the window.
+    """Average each query's rotations to the `num_future` positions after the window.
 
     Args:
         queries: [..., W, D] floating point, post-RoPE, consecutive, newest last.
@@ -106,7 +106,7 @@ def _expected_attention(
     keys: torch.Tensor,
     measured: torch.Tensor,
 ) -> torch.Tensor:
-    """Mean over the group of softmax(z), [n, H, T] float32.
+    """Return the mean over the group of softmax(z), [n, H, T] float32.
 
     Args:
         scale: softmax scale.

@@ -5,7 +5,7 @@ and max are each channel's in the next block.
 Source: LagKV (arXiv 2504.04704) section 3;
 https://github.com/NVIDIA/kvpress/blob/main/kvpress/presses/lagkv_press.py.
 Deviations: computed in float32; a channel that does not vary in the next block counts
-as zero (theirs divides by zero). Blocks start behind the sinks, which are the leading
+as zero (theirs divides by zero). Blocks start after the sinks, which are the leading
 run of must-keep tokens: a protected prompt as a whole.
 """
 
@@ -23,7 +23,7 @@ from vllm_kvpolicy.policies.scorers.unmeasured import leading_run
 class LagKVScorer(BaseScorer):
     """Scores a token by how far its channels spread, seen from the next block.
 
-    Sinks, the last block and the tokens behind it have no next block: they score 1.
+    Sinks, the last block and the tokens after it have no next block: they score 1.
     Where fewer than two blocks are held, later tokens score higher.
 
     Args:

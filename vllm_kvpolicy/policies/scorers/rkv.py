@@ -86,7 +86,7 @@ def _attention(
     is_older: torch.Tensor,
     selects: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention of the window to the older keys, [n, H, T] float32.
+    """Return the attention of the window to the older keys, [n, H, T] float32.
 
     Args:
         scale: softmax scale.
@@ -106,7 +106,7 @@ def _attention(
 def redundancy(
     threshold: float, keys: torch.Tensor, valid: torch.Tensor
 ) -> torch.Tensor:
-    """How much each key resembles the other keys of its row.
+    """Measure how much each key resembles the other keys of its row.
 
     With keys k of length 1, the sum of column i is k_i . sum_j k_j - k_i . k_i, less
     the cosines of the rows whose last similar key is i.

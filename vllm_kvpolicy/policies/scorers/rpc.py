@@ -25,7 +25,7 @@ from vllm_kvpolicy.policies.scorers.unmeasured import fill_with_highest, leading
 
 
 class RPCScorer(BaseScorer):
-    """Scores a token by what the newest queries pay to it among the older tokens.
+    """Scores a token by its share of the newest queries' attention to older tokens.
 
     Args:
         rpc_window: W, queries that score, and newest tokens that they do not score.

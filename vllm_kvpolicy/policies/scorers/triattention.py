@@ -41,7 +41,7 @@ def from_options(
 
 
 class TriAttentionScorer(BaseScorer):
-    """Scores a token by the attention that queries to come are expected to pay to it.
+    """Scores a token by the attention expected from future queries.
 
     Args:
         calibration: of kind "triattention".

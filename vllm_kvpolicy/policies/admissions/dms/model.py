@@ -1,10 +1,10 @@
-"""What a model that was trained with DMS says of itself: the rule of its decisions.
+"""Finds out how a model that was trained with DMS decides: the rule of its decisions.
 
-Three kinds of models carry their decisions. Released ones (nvidia/Qwen3-8B-DMS-8x) have
+Three kinds of models decide themselves. Released ones (nvidia/Qwen3-8B-DMS-8x) have
 `dms_*` keys in their config.json and borrow a channel of the first query head of each
 group. Those of Model-Optimizer's recipe have more keys and adapters of their own beside
 the model's weights. Third parties put `dms_metadata.json` beside a plain model whose
-channel is borrowed, too.
+channel is also borrowed.
 
 Source: Dynamic Memory Sparsification, arXiv 2506.05345, section 3 and appendix B, and
 https://github.com/NVIDIA/Model-Optimizer/tree/a2fbac7/experimental/dms. Deviations of
@@ -42,7 +42,7 @@ class DmsRule:
         offset: taken from that.
         channel: which channel is borrowed; counts from the end if negative.
         shift: the token at t decides on the one at t - shift, 0 or 1.
-        zero_after_rope: the borrowed channel is set to 0 behind the rotation, too.
+        zero_after_rope: the borrowed channel is also set to 0 after the rotation.
         per_layer: the first KV head decides for all of its layer.
     """
 
@@ -56,7 +56,7 @@ class DmsRule:
     per_layer: bool = False
 
     def with_options(self, options: Mapping[str, Any]) -> "DmsRule":
-        """Return the rule with what the user says otherwise.
+        """Return the rule with the values that the user overrides.
 
         Args:
             options: resolved options of the policy.
@@ -103,7 +103,7 @@ def model_folder(model_config: Any) -> Path:
 
 
 def _metadata_file(model: str, revision: str | None) -> Path | None:
-    """Return a model's `dms_metadata.json` on this machine; asks nobody else."""
+    """Return the path of a model's `dms_metadata.json`; uses the local cache only."""
     path = Path(model) / METADATA_FILE
     if path.is_file():
         return path

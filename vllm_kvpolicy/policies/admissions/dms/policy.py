@@ -1,4 +1,4 @@
-"""DMS: a model that was trained for it says itself which tokens leave its cache.
+"""DMS: a model trained for it decides itself which tokens leave its cache.
 
 A token is dropped once it is more than `window` tokens old if the logit of its
 successor is above 0: scale * x - offset, x a channel of the model's queries or the
@@ -40,10 +40,10 @@ def from_options(**options: Any) -> "DelayedEviction":
 
 
 class DelayedEviction(BaseAdmission):
-    """The decisions of a model that was trained with DMS.
+    """Reads the decisions of a model that was trained with DMS.
 
     Args:
-        adapter: decides in front of each layer; None for what the model itself has.
+        adapter: decides before each layer; None for what the model itself has.
         options: resolved options of the policy.
     """
 
@@ -56,12 +56,12 @@ class DelayedEviction(BaseAdmission):
 
     @property
     def window(self) -> int:
-        """Queries that see a token in any case, the token's own included."""
+        """Queries that always see a token, its own included."""
         return self.rule.window + 1
 
     @property
     def shift(self) -> int:
-        """How far behind a token the one is that it decides on."""
+        """Distance from a token to the older one that it decides on, 0 or 1."""
         return self.rule.shift
 
     @property

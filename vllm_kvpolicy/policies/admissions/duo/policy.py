@@ -22,11 +22,11 @@ def from_options(duo_pattern: str, duo_sparsity: float) -> "RetrievalHeads":
 
 
 class RetrievalHeads(BaseAdmission):
-    """Admits every token to heads that retrieve, and none to others.
+    """Admits every token to the heads that profit most, and none to the others.
 
     Args:
-        pattern: of how much use a full cache is to each head.
-        sparsity: share of the heads that get none.
+        pattern: how much each head profits from a full cache.
+        sparsity: share of the heads, those that profit least, that get no token.
     """
 
     def __init__(self, pattern: Pattern, sparsity: float) -> None:
@@ -40,6 +40,6 @@ class RetrievalHeads(BaseAdmission):
         self.pattern.check_shape(num_layers, num_kv_heads)
 
     def gates(self, inputs: EventInputs, token: torch.Tensor) -> torch.Tensor:
-        """Return [E, L, H, F], 1 in heads that retrieve; see `BaseAdmission`."""
+        """Return [E, L, H, F], 1 in heads that keep everything; see `BaseAdmission`."""
         self.keeps = self.keeps.to(token.device)
         return self.keeps[..., None].expand(token.shape)

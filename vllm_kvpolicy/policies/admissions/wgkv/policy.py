@@ -33,7 +33,7 @@ def from_options(
 
 
 class WriteGates(BaseAdmission):
-    """The trained gates of a model.
+    """Admits the tokens whose trained gate is above a threshold.
 
     Args:
         gates: as read from a file.
@@ -68,7 +68,7 @@ class WriteGates(BaseAdmission):
         vllm_config: Any,
         rope: Rope | None,
     ) -> None:
-        """Take what gates are evaluated with; see `Decider`."""
+        """Move the gates to the model's device and dtype; see `Decider`."""
         self._rope = rope
         first = next(model.parameters())
         self.weights = self.weights.to(first.device, vllm_config.model_config.dtype)
@@ -96,7 +96,7 @@ class WriteGates(BaseAdmission):
         # Weights move to the device, and to the dtype of the model, once.
         self.weights = self.weights.to(keys.device, keys.pools[0].dtype)
         # Nothing has been dropped since the last event: positions count to the end.
-        behind = token - inputs.lengths[..., None]
-        positions = inputs.end[:, None, None, None] + behind
+        offset = token - inputs.lengths[..., None]
+        positions = inputs.end[:, None, None, None] + offset
         rope = inputs.given("rope")
         return paged_gates(keys, token, positions, rope, self.weights)
