@@ -7,14 +7,13 @@ from vllm_kvpolicy.api.request_guards import REQUEST_REFUSALS
 from vllm_kvpolicy.compat import ATTENTION_BACKENDS, BLOCK_TOKENS, SUPPORTED_VLLM
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.config_keys import INTEGER_KEYS
-from vllm_kvpolicy.policies.catalogue.words import (
-    ADMISSIONS,
-    ALLOCATORS,
-    SCORERS,
-    SELECTIONS,
-    TEST_POLICIES,
-    Word,
-)
+from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
+from vllm_kvpolicy.policies.catalogue.allocators import ALLOCATORS
+from vllm_kvpolicy.policies.catalogue.options import default_in_words, valid_range
+from vllm_kvpolicy.policies.catalogue.rows import WordRow
+from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
+from vllm_kvpolicy.policies.catalogue.selections import SELECTIONS
+from vllm_kvpolicy.policies.catalogue.testing import TEST_POLICIES
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "support.md"
 
@@ -53,7 +52,7 @@ def _policies() -> list[str]:
     ]
     for name, word in SCORERS.items():
         prompt = "protected" if word.protect_prompt else ""
-        window = word.window_tokens or ""
+        window = word.window_tokens({}) or ""
         cells = (f"`{name}`", word.summary, window, prompt, word.source)
         lines.append(_row(*cells))
     lines += ["", "| allocator | keeps | heads | source |", "|---|---|---|---|"]
@@ -77,7 +76,7 @@ def _policies() -> list[str]:
     return [*lines, "", f"Test policies, which drop nothing: {tests}.", ""]
 
 
-def _refused(word: Word, pair: str) -> list[str]:
+def _refused(word: WordRow, pair: str) -> list[str]:
     """Return a row per reason for which a word is not combined with others.
 
     Args:
@@ -91,7 +90,7 @@ def _refused(word: Word, pair: str) -> list[str]:
     return rows
 
 
-def _tests() -> list[tuple[str, Word]]:
+def _tests() -> list[tuple[str, WordRow]]:
     return list(TEST_POLICIES.items())
 
 
@@ -115,17 +114,16 @@ def _options() -> list[str]:
     ]
     words = {**SCORERS, **ALLOCATORS, **ADMISSIONS, **SELECTIONS}
     words |= TEST_POLICIES
-    params = {param.name: param for word in words.values() for param in word.params}
-    for key, param in params.items():
-        users = ", ".join(f"`{n}`" for n, word in words.items() if param in word.params)
-        default = "the file's" if param.optional else param.default
-        default = "required" if param.required else default
-        cells = (f"`{key}`", default, users, param.valid_range, param.summary)
-        lines.append(_row(*cells))
+    fields = {k: f for w in words.values() for k, f in w.options.model_fields.items()}
+    for key, field in fields.items():
+        users = [n for n, word in words.items() if key in word.options.model_fields]
+        shown = ", ".join(f"`{name}`" for name in users)
+        cells = default_in_words(field), shown, valid_range(field), field.description
+        lines.append(_row(f"`{key}`", *cells))
     presets = {n: values for w in words.values() for n, values in w.presets.items()}
     for name, values in presets.items():
-        shown = ", ".join(f"{k} {v}" for k, v in values.items() if k in params)
-        lines += ["", f"Preset `{name}`: {shown}."]
+        changed = ", ".join(f"{key} {value}" for key, value in values.items())
+        lines += ["", f"Preset `{name}`: {changed or 'the defaults'}."]
     return [*lines, ""]
 
 

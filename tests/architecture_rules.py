@@ -21,8 +21,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 # Commands of their own: they import from the layers, and nothing imports them.
 OFFLINE = ("calibrate", "trace", "train")
 OFFLINE_LAYER = 4
-# Imported before anybody asks for a policy: the standard library alone.
+# Imported before anybody asks for a policy: the standard library alone, but for the
+# models of options, which loads neither torch nor vLLM.
 LEAVES = ("events", "protocol", "config", "config_keys", "policies.catalogue")
+LEAF_LIBRARIES = {"policies.catalogue": "pydantic"}
 # The engine and the worker meet in `protocol`. vLLM finds the manager of a spec in a
 # registry of the process that made the spec, so the worker must import the manager.
 NAMED_EXCEPTIONS = {("worker.base", "block_manager.manager")}
@@ -130,8 +132,9 @@ def _area(module: str) -> str | None:
 def leaves_use_the_standard_library(modules: Sources) -> list[str]:
     """The leaves and the `__init__` files load without torch and vLLM."""
     found = []
-    known = {*sys.stdlib_module_names, PACKAGE}
     for module, source in modules.items():
+        library = LEAF_LIBRARIES.get(area_of(module, LEAVES) or "", PACKAGE)
+        known = {*sys.stdlib_module_names, PACKAGE, library}
         if area_of(module, LEAVES) is None and not _is_init(module):
             continue
         for node in ast.walk(ast.parse(source)):

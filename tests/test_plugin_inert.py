@@ -83,21 +83,25 @@ ENTRY_MODULES = {
     "policies.admissions.dms.adapter",
     "policies.admissions.dms.files",
     "policies.admissions.dms.model",
+    "policies.admissions.dms.startup",
     "policies.admissions.duo",
     "policies.admissions.duo.files",
+    "policies.admissions.duo.startup",
     "policies.admissions.wgkv",
     "policies.admissions.wgkv.files",
     "policies.admissions.wgkv.gates",
-    "policies.calibration",
+    "policies.admissions.wgkv.startup",
     "policies.catalogue",
     "policies.catalogue.admissions",
     "policies.catalogue.allocators",
     "policies.catalogue.names",
     "policies.catalogue.options",
+    "policies.catalogue.rows",
     "policies.catalogue.scorers",
     "policies.catalogue.selections",
-    "policies.catalogue.words",
+    "policies.catalogue.testing",
     "policies.model_files",
+    "policies.startup",
     "protocol",
     "trace",
     "trace.files",
@@ -169,8 +173,11 @@ def test_the_entry_point_loads_entry_modules_only(with_plugin):
 
 
 @pytest.mark.parametrize("module", ["vllm_kvpolicy", "vllm_kvpolicy.plugin"])
-def test_importing_the_entry_point_loads_neither_torch_nor_vllm(module):
-    code = f"import sys, {module}; print({{'torch', 'vllm'}} & set(sys.modules))"
+def test_importing_the_entry_point_loads_no_library(module):
+    code = (
+        f"import sys, {module}; "
+        "print({'torch', 'vllm', 'numpy', 'pydantic'} & set(sys.modules))"
+    )
     answer = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True
     )

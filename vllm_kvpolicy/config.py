@@ -1,13 +1,12 @@
-"""The one configuration object, from plain data and back.
+"""The configuration of a server or a request, from plain data and back.
 
-Built from flags, YAML, `additional_config` or keyword arguments by cli, patch and llm;
+Built from flags, YAML, `additional_config` or keyword arguments in the API process;
 rebuilt from `VllmConfig.additional_config["kv_policy"]` by scheduler and worker. Keys
 of the plain form are the flags without their prefix: `--kv-budget` is `budget`.
 """
 
 from collections.abc import Iterable, Mapping
-from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm_kvpolicy.config_keys import (
@@ -26,7 +25,10 @@ PER_REQUEST_OFF = "none"
 
 @dataclass(frozen=True)
 class KVPolicyConfig:
-    """What a server was asked to keep. Tokens are counted per KV head.
+    """What a server, or one request, keeps. Tokens are counted per KV head.
+
+    `from_dict` checks what a server is given; `with_request` makes the configuration of
+    a request from that of its server, and checks only what the request changes.
 
     Args:
         policy: name in the grammar of policies.catalogue.names.
@@ -44,10 +46,6 @@ class KVPolicyConfig:
         options: options of the policies as the user gave them; each policy reads those
             that it knows.
         trace_dir: folder in which workers record survivors; None for off.
-
-    Raises:
-        ValueError: a value is not valid, alone or beside the others. What depends on
-            the block size is left to `validate_block_size`.
     """
 
     policy: str
@@ -61,16 +59,20 @@ class KVPolicyConfig:
     allow: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     trace_dir: str | None = None
-    # By policy; follows from `options`, and requests share it with their server.
-    _windows: dict[str, int] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    # A cache by policy name: it follows from `options`, and requests share it with
+    # their server.
+    _windows: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Check every value, alone and beside the others.
+
+        What depends on the block size is left to `validate_block_size`.
+
+        Raises:
+            ValueError: naming the key, its value and what is valid.
+        """
         parse(self.policy)
-        _check_type("policy_config", self.options, Mapping, "a mapping of options")
-        object.__setattr__(self, "options", dict(self.options))
-        object.__setattr__(self, "allow", _checked_names(self.policy, self.allow))
+        _check_allowed(self.policy, self.allow)
         _check_known(self.options, self.policies)
         for key in INTEGER_KEYS:
             value = getattr(self, key.field)
@@ -99,39 +101,52 @@ class KVPolicyConfig:
 
     @property
     def is_exact(self) -> bool:
-        """Whether tokens leave what is seen one by one, not page by page."""
+        """Whether a dropped token is masked at once instead of at the next event."""
         return any(self.options_of(n).get("exact", False) for n in self.policies)
 
-    def options_of(self, policy: str | None = None) -> dict[str, Any]:
+    def options_of(self, policy_name: str | None = None) -> dict[str, Any]:
         """Return all options of one of `policies`, defaults and presets filled in.
 
         Args:
-            policy: its name, by default the server's own.
+            policy_name: by default the server's own.
 
         Raises:
             ValueError: a value outside its range, or none where one is required.
         """
-        info = parse(policy or self.policy)
-        known = {param.name for param in info.params}
+        info = parse(policy_name or self.policy)
+        known = info.options
         given = {key: value for key, value in self.options.items() if key in known}
         return resolve_options(info, given)
 
-    def window_tokens(self, policy: str | None = None) -> int:
+    def window_tokens(self, policy_name: str | None = None) -> int:
         """Return the queries that one of `policies` reads, by default the server's."""
-        name = policy or self.policy
+        name = policy_name or self.policy
         if name not in self._windows:
             self._windows[name] = parse(name).window_tokens(self.options_of(name))
         return self._windows[name]
 
-    def _check_windows(self, policy: str) -> None:
-        """Raise ValueError where a policy's query window is longer than an interval."""
-        window = self.window_tokens(policy)
-        _check_window("interval", self.interval_tokens, policy, window)
-        _check_window("prefill_interval", self.prefill_interval_tokens, policy, window)
+    def _check_windows(self, policy_name: str, prefix: str = "") -> None:
+        """Raise ValueError where a policy's query window is longer than an interval.
+
+        Args:
+            policy_name: one of `policies`.
+            prefix: what the keys begin with where the user gave them.
+        """
+        window = self.window_tokens(policy_name)
+        intervals = {
+            "interval": self.interval_tokens,
+            "prefill_interval": self.prefill_interval_tokens,
+        }
+        for key, tokens in intervals.items():
+            if tokens < window:
+                raise ValueError(
+                    f"{prefix}{key}: got {tokens}, expected at least {window} tokens, "
+                    f"the query window of {policy_name!r}"
+                )
 
     @property
     def protects_prompt(self) -> bool:
-        """Whether prompts are kept whole: the user's word, else the policy's."""
+        """Whether prompts are kept whole: as the user says, else as the policy does."""
         if self.protect_prompt is not None:
             return self.protect_prompt
         return parse(self.policy).protect_prompt
@@ -186,9 +201,17 @@ class KVPolicyConfig:
                 f"policy: none given, expected {grammar()}, beside "
                 f"{_listed(given) or 'no other key'}"
             )
+        options = given.get("policy_config", {})
+        _check_type("policy_config", options, Mapping, "a mapping of options")
+        allow = given.get("allow", ())
+        if isinstance(allow, str) or not isinstance(allow, Iterable):
+            raise ValueError(f"allow: got {allow!r}, expected a list of policies")
+        given |= {"policy_config": dict(options), "allow": tuple(allow)}
         fields = {"policy_config": "options"}
         fields |= {key.key: key.field for key in INTEGER_KEYS}
-        return cls(**{fields.get(key, key): value for key, value in given.items()})
+        config = cls(**{fields.get(key, key): value for key, value in given.items()})
+        config.check()
+        return config
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plain form: JSON-able, and `from_dict` makes an equal object."""
@@ -210,7 +233,7 @@ class KVPolicyConfig:
             ValueError: the budget has no room for a page beside the tokens that are
                 always kept, or prompts cannot be cut at whole superblocks.
         """
-        _check_budget(self, "budget", block_size)
+        self._check_budget("budget", block_size)
         for name in self.policies:
             self._check_windows(name)
         if self.prefill_interval_tokens % block_size:
@@ -240,28 +263,28 @@ class KVPolicyConfig:
             ValueError: an unknown key that begins with `kv_`, or a bad value.
         """
         asked = request_keys(extra_args)
-        policy = asked.pop("kv_policy", self.policy)
-        if policy == PER_REQUEST_OFF and not asked:
+        policy_name = asked.pop("kv_policy", self.policy)
+        if policy_name == PER_REQUEST_OFF and not asked:
             return None
-        if policy == PER_REQUEST_OFF:
+        if policy_name == PER_REQUEST_OFF:
             raise ValueError(
                 f"{next(iter(asked))}: has no effect beside kv_policy 'none', expected "
                 "one or the other"
             )
-        if policy not in self.policies:
+        if policy_name not in self.policies:
             raise ValueError(
-                f"kv_policy: got {policy!r}, expected 'none' or one that the server "
-                f"allows: {_listed(map(repr, self.policies))}"
+                f"kv_policy: got {policy_name!r}, expected 'none' or one that the "
+                f"server allows: {_listed(map(repr, self.policies))}"
             )
         changes: dict[str, Any] = {}
-        if policy != self.policy:
-            changes = {"policy": policy, "allow": self.policies}
+        if policy_name != self.policy:
+            changes = {"policy": policy_name, "allow": self.policies}
         for key in FLAG_KEYS:
             label = f"kv_{key.key}"
             if label in asked:
                 value, limit = asked[label], getattr(self, key.field)
                 changes[key.field] = key.check(value, label)
-                is_fixed = key.key in parse(policy).fixed_keys
+                is_fixed = key.key in parse(policy_name).fixed_keys
                 if value > limit or (is_fixed and value < limit):
                     most = "" if is_fixed else "at most "
                     raise ValueError(
@@ -269,15 +292,26 @@ class KVPolicyConfig:
                     )
         if not changes:
             return self
-        # Not `replace`, which checks again what the server's start has checked.
-        config = copy(self)
-        vars(config).update(changes)
-        try:
-            config._check_windows(policy)
-            _check_budget(config, "budget", block_size)
-        except ValueError as error:
-            raise ValueError(f"kv_{error}") from None
+        config = replace(self, **changes)
+        config._check_windows(policy_name, prefix="kv_")
+        config._check_budget("kv_budget", block_size)
         return config
+
+    def _check_budget(self, key: str, page_tokens: int) -> None:
+        """Raise ValueError unless a page fits beside the tokens that are always kept.
+
+        For example 4 sinks and 32 recent tokens need a budget of 68 with pages of 32.
+        """
+        if parse(self.policy).is_unbounded:
+            return
+        sinks, recent = self.sink_tokens, self.recent_tokens
+        least = sinks + recent + page_tokens
+        if self.budget_tokens < least:
+            page = f"one page of {page_tokens}" if page_tokens > 1 else "one page"
+            raise ValueError(
+                f"{key}: got {self.budget_tokens}, expected at least {least} tokens "
+                f"({sinks} sinks + {recent} recent + {page})"
+            )
 
 
 def has_policy(vllm_config: Any) -> bool:
@@ -299,36 +333,24 @@ def _check_type(key: str, value: Any, kind: type, expected: str) -> None:
         raise ValueError(f"{key}: got {value!r}, expected {expected}")
 
 
-def _checked_names(policy: str, allow: Any) -> tuple[str, ...]:
-    """Return the names in `allow`.
-
-    Raises:
-        ValueError: not a list of policies, or a test policy among several.
-    """
-    if isinstance(allow, str) or not isinstance(allow, Iterable):
-        raise ValueError(f"allow: got {allow!r}, expected a list of policies")
-    allowed = tuple(allow)
-    for name in allowed:
-        try:
-            parse(name)
-        except ValueError as error:
-            raise ValueError(str(error).replace("kv_policy:", "allow:", 1)) from None
-    tests = [name for name in (policy, *allowed) if parse(name).is_test]
-    if allowed and tests:
+def _check_allowed(policy_name: str, allow: tuple[str, ...]) -> None:
+    """Raise ValueError for an unknown name, or a test policy among several."""
+    infos = [parse(policy_name), *(parse(name, key="allow") for name in allow)]
+    tests = [info.name for info in infos if info.is_test]
+    if allow and tests:
         raise ValueError(
             f"allow: got the test policy {tests[0]!r} among others, expected it alone"
         )
-    return allowed
 
 
 def _check_known(options: Mapping[str, Any], policies: Iterable[str]) -> None:
     """Raise ValueError where no policy knows an option."""
-    params = {param.name for name in policies for param in parse(name).params}
+    known = {key: None for name in policies for key in parse(name).options}
     for key in options:
-        if key not in params:
+        if key not in known:
             raise ValueError(
                 f"kv_policy_config: got {key!r}, expected keys of "
-                f"{_listed(map(repr, policies))} ({_listed(params) or 'none'}), or "
+                f"{_listed(map(repr, policies))} ({_listed(known) or 'none'}), or "
                 f"{_listed(SERVER_OPTIONS)}"
             )
 
@@ -352,29 +374,6 @@ def _with_server_options(values: Mapping[str, Any]) -> dict[str, Any]:
         key: value for key, value in options.items() if key not in SERVER_OPTIONS
     }
     return moved
-
-
-def _check_budget(config: KVPolicyConfig, label: str, page_tokens: int) -> None:
-    """Raise ValueError unless a page fits beside the tokens that are always kept."""
-    if parse(config.policy).is_unbounded:
-        return
-    sinks, recent = config.sink_tokens, config.recent_tokens
-    least = sinks + recent + page_tokens
-    if config.budget_tokens < least:
-        page = f"one page of {page_tokens}" if page_tokens > 1 else "one page"
-        raise ValueError(
-            f"{label}: got {config.budget_tokens}, expected at least {least} tokens "
-            f"({sinks} sinks + {recent} recent + {page})"
-        )
-
-
-def _check_window(key: str, tokens: int, policy: str, window: int) -> None:
-    """Raise ValueError where a policy's query window is longer than an interval."""
-    if tokens < window:
-        raise ValueError(
-            f"{key}: got {tokens}, expected at least {window} tokens, the query window "
-            f"of {policy!r}"
-        )
 
 
 def _listed(words: Iterable[str]) -> str:

@@ -1,6 +1,6 @@
 """Keys of the plain form of a configuration, and the integers among them.
 
-Read by config, cli and the documentation.
+Flags, checks, per-request keys and docs iterate these.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class IntegerKey:
-    """One integer of the configuration; help texts and docs iterate these.
+    """One integer of the configuration.
 
     Args:
         key: name in the plain form; the flag is `--kv-` plus this name.

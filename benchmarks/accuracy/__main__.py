@@ -141,7 +141,7 @@ def check(args: argparse.Namespace) -> None:
             "url: expected no --policy-config, --variants, --evict-prompts, "
             "--serve-args or --trace, which are that server's own"
         )
-    known = {param.name for name in parts() for param in parse(name).params}
+    known = {key for name in parts() for key in parse(name).options}
     if unknown := sorted(args.policy_config.keys() - known):
         raise ValueError(
             f"policy-config: expected options of policies, got {unknown}; "
@@ -154,7 +154,7 @@ def check(args: argparse.Namespace) -> None:
             f"--policies name, got {sorted(args.variants)}"
         )
     for name, variant in asked:
-        known = {param.name for param in parse(name).params}
+        known = parse(name).options
         if unknown := sorted(args.variants[variant].keys() - known):
             raise ValueError(
                 f"variants: expected options of {name} in {variant}, got {unknown}; "

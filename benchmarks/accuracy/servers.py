@@ -104,7 +104,7 @@ def options_of(
         settings: `policy_config`, and `variants` by name.
     """
     options = settings["policy_config"] | settings["variants"].get(variant, {})
-    known = {param.name for name in policies for param in parse(name).params}
+    known = {key for name in policies for key in parse(name).options}
     return {key: value for key, value in options.items() if key in known}
 
 

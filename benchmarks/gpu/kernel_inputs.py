@@ -143,7 +143,7 @@ def segment_arguments(size: Size, draw: Draw, preset: str) -> Arguments:
     usage[:, :2] += 0.1 * size.tokens / 7
     usage = usage * valid
     choosable = (valid & ~exempt).sum(-1)
-    config = PRESETS[preset].config
+    config = PRESETS[preset]
     keys = ("segment_mass", "min_segment", "max_segment", "min_quota")
     return {
         "mass": to_fixed_point(usage / usage.sum(-1, keepdim=True)),

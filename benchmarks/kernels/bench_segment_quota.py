@@ -8,7 +8,6 @@ run it again.
 """
 
 import argparse
-import dataclasses
 import json
 import platform
 import shlex
@@ -29,8 +28,8 @@ from vllm_kvpolicy.policies.allocators.ams import (
     PRESETS,
     AMSConfig,
     mass_with_credit,
-    select,
 )
+from vllm_kvpolicy.policies.ams import select  # noqa: E402
 
 
 def parse_args() -> argparse.Namespace:
@@ -72,7 +71,7 @@ def verify(
             score[r].tolist(),
             must,
             budget,
-            dataclasses.asdict(config),
+            config.model_dump(),
             credit[r].tolist(),
         )
         used = len(segments)
@@ -112,7 +111,7 @@ def commit() -> str:
 def main() -> None:
     args = parse_args()
     torch.set_num_threads(args.threads)
-    config = PRESETS[args.preset].config
+    config = PRESETS[args.preset]
     rows = make_rows(args)
     verify(rows, args.budget, config)
     usage, score, credit = rows

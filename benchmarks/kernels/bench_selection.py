@@ -74,7 +74,7 @@ def make_calls(num_rows: int, num_tokens: int, device: str) -> Iterator[Call]:
 
     mass = torch.rand(shape, generator=generator, device=device).double() ** 8
     mass = to_fixed_point(mass / mass.sum(-1, keepdim=True))
-    config = PRESETS["default"].config
+    config = PRESETS["default"]
     cuts = {**config.cuts, "min_quota": config.min_quota}
     rows = (mass, lengths, must_keep, budget - SINKS - RECENT)
     made = segment_quota_ref(*rows, **cuts)

@@ -48,9 +48,9 @@ def test_grids_are_valid_and_have_the_same_options_for_all(path):
     read = set.intersection(
         *(
             {
-                param.name
+                key
                 for label in {grid.split(label)[0] for label in grids.policies} - {FULL}
-                for param in parse(label).params
+                for key in parse(label).options
             }
             for grids in (args, standard)
         )
@@ -64,7 +64,7 @@ def test_grids_are_valid_and_have_the_same_options_for_all(path):
 def test_every_option_of_the_standard_grid_is_some_policys():
     args = command.parse_args(["--grid", str(STANDARD)])
     names = [name for name in args.policies if name != FULL]
-    known = {param.name for name in names for param in parse(name).params}
+    known = {key for name in names for key in parse(name).options}
     assert set(args.policy_config) <= known
 
 

@@ -98,7 +98,7 @@ def test_at_most_two_heads_of_the_middle_layer_are_kept(tmp_path):
 
 
 def test_numbers_agree_with_what_ams_decides(tmp_path):
-    config, torch_rng = PRESETS["default"].config, torch.Generator().manual_seed(0)
+    config, torch_rng = PRESETS["default"], torch.Generator().manual_seed(0)
     events = []
     for ordinal in range(2):
         count = BUDGET + INTERVAL

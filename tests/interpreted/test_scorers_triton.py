@@ -14,8 +14,8 @@ from support.calibration_files import make_calibration
 from support.scattered_pages import scattered
 from vllm_kvpolicy.kernels import paged_reductions
 from vllm_kvpolicy.kernels.dispatch import forced
+from vllm_kvpolicy.policies.catalogue.scorers import SCORERS as ROWS
 from vllm_kvpolicy.policies.scorers.base import BaseScorer
-from vllm_kvpolicy.policies.scorers.expected import ExpectedAttentionScorer
 from vllm_kvpolicy.policies.scorers.keydiff import KeyDiffScorer
 from vllm_kvpolicy.policies.scorers.knorm import KnormScorer
 from vllm_kvpolicy.policies.scorers.qfilter import QFilterScorer
@@ -26,13 +26,17 @@ SIZES = events.LAYERS, events.HEADS, events.GROUP, events.SIZE
 SCORERS: dict[str, tuple[Callable[[], BaseScorer], str, str]] = {
     "knorm": (KnormScorer, "paged_norms", "keys"),
     "keydiff": (KeyDiffScorer, "paged_cosines", "keys"),
-    "expected": (lambda: ExpectedAttentionScorer(16), "paged_norms", "values"),
+    "expected": (
+        lambda: ROWS["expected"].build({"expected_window": 16}),
+        "paged_norms",
+        "values",
+    ),
     "qfilter": (
         lambda: QFilterScorer(make_calibration("qfilter", *SIZES)),
         *("paged_projections", "keys"),
     ),
     "triattention": (
-        lambda: TriAttentionScorer(make_calibration("triattention", *SIZES)),
+        lambda: TriAttentionScorer(make_calibration("triattention", *SIZES), "max"),
         *("paged_pair_projections", "keys"),
     ),
 }

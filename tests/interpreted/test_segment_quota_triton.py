@@ -24,7 +24,8 @@ from vllm_kvpolicy.kernels.segment_quota import (
     to_fixed_point,
 )
 from vllm_kvpolicy.kernels.triton.radix_select import GROUP_TILE, MAX_TILE
-from vllm_kvpolicy.policies.allocators.ams import PRESETS, AMSConfig, choose, select
+from vllm_kvpolicy.policies.allocators.ams import PRESETS, AMSConfig, choose
+from vllm_kvpolicy.policies.ams import select
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "ams_parity.npz"
 SPECIAL = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -1.0])
@@ -345,9 +346,9 @@ def test_a_whole_choice(name: str) -> None:
     must_keep = (position < 4) | recent
     credit = torch.rand(3, 700, generator=generator) / 700
     inputs = (usage, scores(3, 700, generator), must_keep, lengths, 200)
-    got = choose(*inputs, PRESETS[name].config, credit)
+    got = choose(*inputs, PRESETS[name], credit)
     with forced("reference"):
-        want = choose(*inputs, PRESETS[name].config, credit)
+        want = choose(*inputs, PRESETS[name], credit)
     for field in ("keep", "segments", "quotas"):
         assert torch.equal(getattr(got, field), getattr(want, field))
     assert (got.keep.sum(-1) == 200).all()

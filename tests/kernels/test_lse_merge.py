@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from lse_merge import lse_merge
+
+from support.lse_merge import lse_merge
 
 SIZE, SCALE = 16, 0.25
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from lse_merge import lse_merge
 
+from support.lse_merge import lse_merge
 from vllm_kvpolicy.kernels.merge_pages import merge_pages
 
 PAGES, BLOCK, SIZE = 6, 4, 8

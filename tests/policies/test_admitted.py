@@ -158,9 +158,9 @@ def test_gates_do_not_depend_on_how_many_are_copied_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gates = make_gates(LAYERS, HEADS, SIZE)
-    inputs = make_inputs(WriteGates(gates).needs)
+    inputs = make_inputs(WriteGates(gates, None, False).needs)
     token = torch.arange(30).expand(EVENTS, LAYERS, HEADS, -1)
-    whole = WriteGates(gates).gates(inputs, token)
+    whole = WriteGates(gates, None, False).gates(inputs, token)
     sizes = []
     some = paged_gates._some
 
@@ -171,7 +171,9 @@ def test_gates_do_not_depend_on_how_many_are_copied_at_a_time(
     monkeypatch.setattr(paged_gates, "_some", counted)
     copied = 7 * 8 * EVENTS * LAYERS * HEADS * SIZE
     monkeypatch.setattr(paged_gates, "CHUNK_BYTES", copied)
-    assert torch.allclose(WriteGates(gates).gates(inputs, token), whole, atol=1e-6)
+    assert torch.allclose(
+        WriteGates(gates, None, False).gates(inputs, token), whole, atol=1e-6
+    )
     assert sizes == [7, 7, 7, 7, 2]
 
 

@@ -1,6 +1,5 @@
 """What every allocator must do, whatever the scores."""
 
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from support.event_inputs import (
 )
 from vllm_kvpolicy.kernels.ranking import limit_must_keep
 from vllm_kvpolicy.policies.base import Allocator, Decision, EventInputs
-from vllm_kvpolicy.policies.catalogue.words import ALLOCATORS
+from vllm_kvpolicy.policies.catalogue.allocators import ALLOCATORS
 from vllm_kvpolicy.policies.compose import measure_usage
 
 NAMES = list(ALLOCATORS)
@@ -31,10 +30,7 @@ SPECIAL = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1.0])
 
 
 def build(name: str, **options: Any) -> Allocator:
-    word = ALLOCATORS[name]
-    values = {param.name: param.default for param in word.params} | options
-    module, _, attribute = word.path.partition(":")
-    return getattr(import_module(module), attribute).from_options(values)
+    return ALLOCATORS[name].build(options)
 
 
 def make_score(kind: str, shape: torch.Size, seed: int = 0) -> torch.Tensor:

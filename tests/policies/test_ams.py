@@ -1,6 +1,6 @@
 """AMS as served: against loops over tokens, and properties that must always hold."""
 
-import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -8,10 +8,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support import brute_ams
-from vllm_kvpolicy.policies.allocators.ams import PRESETS, AMSConfig, choose, select
+from vllm_kvpolicy.policies.allocators.ams import PRESETS, AMSConfig, choose
+from vllm_kvpolicy.policies.ams import select
 
-DEFAULT = PRESETS["default"].config
+DEFAULT = PRESETS["default"]
 KINDS = ("random", "sinky", "zeros", "one_hot", "flat", "ties", "nan")
+
+
+def of_table(
+    mass: float,
+    low: int,
+    high: int,
+    quota: int,
+    decay: float,
+    mix: float,
+    **others: Any,
+) -> AMSConfig:
+    """A configuration in the order of the paper's Table 15."""
+    names = "segment_mass", "min_segment", "max_segment", "min_quota"
+    values = zip(names, (mass, low, high, quota), strict=True)
+    return AMSConfig(**dict(values), ema_decay=decay, ema_mix=mix, **others)
+
+
+def changed(config: AMSConfig, **values: Any) -> AMSConfig:
+    return AMSConfig(**{**config.model_dump(), **values})
 
 
 def make_usage(kind: str, rows: int, tokens: int, seed: int) -> torch.Tensor:
@@ -88,7 +108,7 @@ def test_equals_loops_over_tokens(
             score[r, :n].tolist(),
             set(must[r].nonzero().flatten().tolist()),
             budget,
-            dataclasses.asdict(config),
+            config.model_dump(),
             None if credit is None else credit[r, :n].tolist(),
         )
         assert got.keep[r].nonzero().flatten().tolist() == keep
@@ -124,7 +144,7 @@ def test_select_keeps_exactly_the_budget(
     # The authors' code has no rule for NaN usage.
     if parity and usage_kind == "nan":
         usage_kind = "random"
-    config = dataclasses.replace(config, parity=parity)
+    config = changed(config, parity=parity)
     rows, budget = 3, max(1, round(share * tokens))
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(budget, tokens + 1, (rows,), generator=generator)
@@ -160,7 +180,7 @@ def test_select_keeps_exactly_the_budget(
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_segment_gets_its_floor(seed: int) -> None:
-    config = dataclasses.replace(DEFAULT, min_quota=8)
+    config = changed(DEFAULT, min_quota=8)
     usage = make_usage(KINDS[seed % 4], 6, 400, seed)
     score = make_usage("random", 6, 400, seed + 100)
     got = select(usage, score, 250, config)
@@ -173,7 +193,7 @@ def test_every_segment_gets_its_floor(seed: int) -> None:
 
 @pytest.mark.parametrize("parity", [False, True])
 def test_a_row_does_not_depend_on_its_batch(parity: bool) -> None:
-    config = dataclasses.replace(DEFAULT, parity=parity)
+    config = changed(DEFAULT, parity=parity)
     lengths = torch.tensor([200, 333, 256, 400, 201])
     usage = make_usage("random", 5, 400, 1)
     score = make_usage("ties", 5, 400, 2)
@@ -212,7 +232,7 @@ def test_padding_may_hold_anything() -> None:
 
 @pytest.mark.parametrize("parity", [False, True])
 def test_more_segments_than_budget(parity: bool) -> None:
-    config = AMSConfig(0.02, 1, 4, 3, 0, 0, 0.9, 0.9, parity)
+    config = of_table(0.02, 1, 4, 3, 0.9, 0.9, sinks=0, recent=0, parity=parity)
     usage = make_usage("random", 3, 200, 5)
     got = select(usage, make_usage("random", 3, 200, 6), 10, config)
     used = (got.segments[..., 0] < 200).sum(-1)
@@ -229,7 +249,7 @@ def test_more_segments_than_budget(parity: bool) -> None:
 @pytest.mark.parametrize("parity", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 17, 65])
 def test_nothing_to_drop(tokens: int, parity: bool) -> None:
-    config = dataclasses.replace(DEFAULT, parity=parity)
+    config = changed(DEFAULT, parity=parity)
     usage = make_usage("random", 2, tokens, 0)
     got = select(usage, usage, tokens, config)
     assert torch.equal(got.keep, torch.arange(tokens).expand(2, -1))
@@ -240,7 +260,7 @@ def test_one_token_to_drop() -> None:
     lowest = [30, 4, 56]
     score[torch.arange(3), lowest] = -1.0
     score[:, [0, 3, 57, 64]] = -2.0  # must be kept all the same
-    config = AMSConfig(0.1, 4096, 4096, 0, 4, 8, 0.9, 0.9)
+    config = of_table(0.1, 4096, 4096, 0, 0.9, 0.9, sinks=4, recent=8)
     got = select(torch.ones(3, 65), score, 64, config)
     for r in range(3):
         assert set(range(65)) - set(got.keep[r].tolist()) == {lowest[r]}
@@ -248,7 +268,7 @@ def test_one_token_to_drop() -> None:
 
 @pytest.mark.parametrize("parity", [False, True])
 def test_of_equal_scores_the_later_position_wins(parity: bool) -> None:
-    config = AMSConfig(0.95, 1, 4096, 0, 0, 0, 0.9, 0.9, parity)
+    config = of_table(0.95, 1, 4096, 0, 0.9, 0.9, sinks=0, recent=0, parity=parity)
     usage = torch.zeros(1, 50)
     usage[0, 49] = 1.0  # one cut, at the last token
     got = select(usage, torch.zeros(1, 50), 20, config)
@@ -257,16 +277,16 @@ def test_of_equal_scores_the_later_position_wins(parity: bool) -> None:
 
 def test_must_keep_beyond_the_budget() -> None:
     usage = make_usage("random", 1, 50, 0)
-    config = dataclasses.replace(DEFAULT, sinks=4, recent=32)
+    config = changed(DEFAULT, sinks=4, recent=32)
     paper = select(usage, usage, 16, config)
     assert paper.keep.tolist() == [[0, 1, 2, 3, *range(38, 50)]]
-    config = dataclasses.replace(config, parity=True)
+    config = changed(config, parity=True)
     code = select(usage, usage, 16, config)
     assert code.keep.tolist() == [list(range(34, 50))]
 
 
 def test_credit_is_mixed_into_the_mass_and_gathered() -> None:
-    config = dataclasses.replace(DEFAULT, ema_decay=0.5, ema_mix=0.5)
+    config = changed(DEFAULT, ema_decay=0.5, ema_mix=0.5)
     usage = make_usage("random", 2, 100, 0)
     first = select(usage, usage, 60, config)
     mass = usage.double() / usage.double().sum(-1, keepdim=True)
@@ -281,17 +301,17 @@ def test_credit_is_mixed_into_the_mass_and_gathered() -> None:
 
 
 def test_without_the_average_credit_changes_nothing() -> None:
-    config = dataclasses.replace(DEFAULT, ema_mix=1.0)
+    config = changed(DEFAULT, ema_mix=1.0)
     usage, score = make_usage("random", 3, 200, 0), make_usage("random", 3, 200, 1)
     credit = make_usage("sinky", 3, 200, 2)
     alone = select(usage, score, 120, config)
     assert torch.equal(select(usage, score, 120, config, credit).keep, alone.keep)
-    mixed = select(usage, score, 120, dataclasses.replace(config, ema_mix=0.5), credit)
+    mixed = select(usage, score, 120, changed(config, ema_mix=0.5), credit)
     assert not torch.equal(mixed.keep, alone.keep)
 
 
 def test_uniform_quotas_differ_by_one_at_most_but_for_full_segments() -> None:
-    config = dataclasses.replace(DEFAULT, quotas="uniform", sinks=0, recent=0)
+    config = changed(DEFAULT, quotas="uniform", sinks=0, recent=0)
     usage, score = make_usage("sinky", 3, 400, 0), make_usage("random", 3, 400, 1)
     got = select(usage, score, 250, config)
     size = got.segments[..., 1] - got.segments[..., 0]
@@ -301,13 +321,13 @@ def test_uniform_quotas_differ_by_one_at_most_but_for_full_segments() -> None:
         assert open_quotas.max() - open_quotas.min() <= 1
         assert (got.quotas[r][is_full] <= open_quotas.max()).all()
     # The mass still cuts, and by mass the shares are others.
-    by_mass = select(usage, score, 250, dataclasses.replace(config, quotas="mass"))
+    by_mass = select(usage, score, 250, changed(config, quotas="mass"))
     assert torch.equal(by_mass.segments, got.segments)
     assert not torch.equal(by_mass.quotas, got.quotas)
 
 
 def test_fixed_segments() -> None:
-    config = dataclasses.replace(DEFAULT, segments="fixed")
+    config = changed(DEFAULT, segments="fixed")
     lengths = torch.tensor([300, 256])
     usage, score = make_usage("random", 2, 300, 0), make_usage("random", 2, 300, 1)
     got = select(usage, score, 100, config, lengths=lengths)
@@ -339,7 +359,7 @@ def test_config_refuses(field: str, value: object) -> None:
     with pytest.raises(
         ValueError, match=f"{field}: got {value!r}, expected ".replace("(", r"\(")
     ):
-        dataclasses.replace(DEFAULT, **{field: value})
+        changed(DEFAULT, **{field: value})
 
 
 def test_select_refuses() -> None:
@@ -356,8 +376,8 @@ def test_select_refuses() -> None:
 
 def test_presets() -> None:
     default, paper, code = (PRESETS[name] for name in ("default", "paper", "code"))
-    assert default.config == AMSConfig(0.1, 16, 256, 1, 4, 32, 0.9, 0.9)
-    assert (default.window_tokens, default.pool_kernel) == (32, 5)
-    assert paper.config == default.config and paper.window_tokens == 128
-    assert code.config == AMSConfig(0.02, 32, 1024, 8, 4, 32, 0.8, 0.7)
-    assert code.window_tokens == 32
+    assert default == of_table(0.1, 16, 256, 1, 0.9, 0.9)
+    assert (default.sinks, default.recent) == (4, 32)
+    assert (default.window, default.pool_kernel, default.suffix_pad) == (32, 5, "max")
+    assert paper == default.model_copy(update={"window": 128})
+    assert code == of_table(0.02, 32, 1024, 8, 0.8, 0.7)

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from support.calibrated_temperature import calibrate, top_mass
 from vllm_kvpolicy.kernels.nucleus import nucleus_mask
-from vllm_kvpolicy.policies.allocators.calibrated_temperature import calibrate, top_mass
 
 ROWS, TOKENS, POOL = 32, 800, 7
 

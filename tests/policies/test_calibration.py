@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import Field
 from safetensors.torch import load_file, save_file
 
 from support.calibration_files import make_calibration
@@ -19,7 +20,8 @@ from vllm_kvpolicy.policies.calibration import (
     save,
 )
 from vllm_kvpolicy.policies.catalogue import names as registry
-from vllm_kvpolicy.policies.catalogue.options import Param, check
+from vllm_kvpolicy.policies.catalogue.options import Options
+from vllm_kvpolicy.policies.catalogue.options import Path as FilePath
 
 KINDS = ("triattention", "qfilter")
 SHAPE = {"num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
@@ -143,10 +145,12 @@ def test_a_policy_without_its_file(kind: str, allocator: str) -> None:
 
 
 def test_other_files_may_be_left_out() -> None:
-    param = Param("words", "path", None, "words to look for")
-    check(param, {"words": None})
+    class Words(Options):
+        words: FilePath | None = Field(None, description="words to look for")
+
+    assert Words(words=None) == Words()
     with pytest.raises(ValueError, match="words: got 3, expected a file: words to"):
-        check(param, {"words": 3})
+        Words(words=3)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,32 +1,33 @@
 """EpiKV's scorers at events: ragged heads, gaps, padding, prompts, options."""
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
 
+from support.epikv_trace import scores_from_hidden
 from support.event_inputs import LENGTHS, make_inputs, one_event
 from vllm_kvpolicy.policies import build as factory
 from vllm_kvpolicy.policies.base import EventInputs
-from vllm_kvpolicy.policies.catalogue.scorers import EPIKV_PARAMS, EPIKV_VARIANTS
+from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
+from vllm_kvpolicy.policies.scorers.base import BaseScorer
 from vllm_kvpolicy.policies.scorers.epikv import (
     MIXES,
-    EpiKVScorer,
     Mix,
-    scores_from_hidden,
     signals_from_hidden,
 )
 from vllm_kvpolicy.policies.scorers.epikv_cache import best_of_segments
 
-DEFAULTS = {param.name: param.default for param in EPIKV_PARAMS}
+VARIANTS = get_args(SCORERS["epikv"].options.model_fields["variant"].annotation)
 STEP_VARIANTS = ("detrend", "variance", "band")
 
 
-def build(**options: object) -> EpiKVScorer:
-    return EpiKVScorer.from_options({**DEFAULTS, **options})
+def build(**options: object) -> BaseScorer:
+    return SCORERS["epikv"].build(options)
 
 
-def events(scorer: EpiKVScorer, seed: int = 0) -> EventInputs:
+def events(scorer: BaseScorer, seed: int = 0) -> EventInputs:
     """Ragged events whose requests have prompts of different lengths."""
     inputs = make_inputs(scorer.needs, seed=seed)
     if not scorer.needs.signals:
@@ -44,14 +45,14 @@ def events(scorer: EpiKVScorer, seed: int = 0) -> EventInputs:
     return replace(inputs, signals=signals, prompt_lengths=prompts)
 
 
-def score(scorer: EpiKVScorer, inputs: EventInputs) -> torch.Tensor:
+def score(scorer: BaseScorer, inputs: EventInputs) -> torch.Tensor:
     result = scorer.score(inputs, None)
     assert result.shape == inputs.must_keep.shape
     assert result.dtype == torch.float32
     return result
 
 
-@pytest.mark.parametrize("variant", EPIKV_VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_nothing_but_the_event_itself_counts(variant: str) -> None:
     """Neighbours, padding and what lies behind a request's end change no bit."""
     scorer = build(variant=variant, epikv_chunk=16)
@@ -199,7 +200,7 @@ def test_options_choose_layers_weight_and_window() -> None:
 
 
 def test_every_variant_is_a_policy() -> None:
-    for variant in EPIKV_VARIANTS:
+    for variant in VARIANTS:
         policy = factory.build("epikv", {"variant": variant})
         assert policy.needs.signals or (policy.needs.keys and policy.needs.values)
     with pytest.raises(ValueError, match="variant: got 'hs', expected one of detrend"):

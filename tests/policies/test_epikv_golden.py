@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
+from support.epikv_trace import scores_from_hidden
 from vllm_kvpolicy.kernels.ranking import top_k_mask
 from vllm_kvpolicy.kernels.rolling import rolling_zscore
 from vllm_kvpolicy.kernels.token_signals import channel_variance
 from vllm_kvpolicy.policies.scorers.epikv import (
     MIXES,
     Mix,
-    scores_from_hidden,
     signals_from_hidden,
 )
 from vllm_kvpolicy.policies.scorers.epikv_cache import best_of_segments, lag_spread

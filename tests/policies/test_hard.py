@@ -11,15 +11,24 @@ from support.brute_ams import best
 from support.event_inputs import EVENTS, GROUP, HEADS, LAYERS, TOKENS, make_inputs
 from vllm_kvpolicy.policies.allocators.hard import HardAllocator, scale_to
 from vllm_kvpolicy.policies.base import Decision, EventInputs
+from vllm_kvpolicy.policies.catalogue.allocators import ALLOCATORS
 from vllm_kvpolicy.policies.compose import measure_usage
 
 WINDOW, BUDGET, SHARP = 8, 70, 3.0
 ROWS = list(product(range(EVENTS), range(LAYERS), range(HEADS)))
 
 
+def hard(
+    p: float = 0.9, lower: float = 0.25, upper: float = 4.0, **options: str
+) -> HardAllocator:
+    values = {"p": p, "lower": lower, "upper": upper, **options}
+    named = {f"hard_{key}": value for key, value in values.items()}
+    return ALLOCATORS["hard"].build({"window": WINDOW, **named})
+
+
 def case(**changes: Any) -> tuple[torch.Tensor, EventInputs]:
     """Scores, and an event whose heads attend more or less sharply."""
-    inputs = make_inputs(HardAllocator(WINDOW).needs, **changes)
+    inputs = make_inputs(hard().needs, **changes)
     sharpness = torch.linspace(0.3, SHARP, LAYERS * HEADS).view(LAYERS, HEADS, 1, 1)
     score = torch.rand(
         inputs.must_keep.shape, generator=torch.Generator().manual_seed(1)
@@ -62,7 +71,7 @@ def kept(keep: torch.Tensor, at: tuple[int, int, int]) -> set[int]:
 def test_unbounded_heads_keep_their_candidates() -> None:
     # A budget that sizes never reach, and no lower bound: sizes stay as counted.
     score, inputs = case()
-    allocator = HardAllocator(WINDOW, 0.6, 0.0, 9.0, dynamic=True)
+    allocator = hard(0.6, 0.0, 9.0, mode="dynamic")
     got = choose(allocator, score, inputs, TOKENS).keep
     sizes = set()
     for at in ROWS:
@@ -76,7 +85,13 @@ def test_unbounded_heads_keep_their_candidates() -> None:
 
 def test_by_their_own_attention_heads_keep_what_got_a_vote() -> None:
     score, inputs = case()
-    allocator = HardAllocator(WINDOW, 0.6, 0.0, 9.0, order="attention", dynamic=True)
+    allocator = hard(
+        p=0.6,
+        lower=0.0,
+        upper=9.0,
+        order="attention",
+        mode="dynamic",
+    )
     got = choose(allocator, score, inputs, TOKENS)
     for at in ROWS:
         rows = nuclei(inputs, at, 0.6)
@@ -90,7 +105,7 @@ def test_by_their_own_attention_heads_keep_what_got_a_vote() -> None:
 
 def test_under_a_cap_votes_decide_before_scores() -> None:
     score, inputs = case()
-    allocator = HardAllocator(WINDOW, 0.9, 0.25, 1.0, order="attention")
+    allocator = hard(p=0.9, lower=0.25, upper=1.0, order="attention")
     got = choose(allocator, score, inputs, 60)
     assert (got.keep.sum(-1) == 60).all()
     for at in ROWS:
@@ -103,7 +118,7 @@ def test_under_a_cap_votes_decide_before_scores() -> None:
 @pytest.mark.parametrize("scope", ["model", "layer"])
 def test_fixed_total_and_bounds(scope: str) -> None:
     score, inputs = case()
-    allocator = HardAllocator(WINDOW, 0.9, 0.8, 1.5, scope=scope)
+    allocator = hard(0.9, 0.8, 1.5, scope=scope)
     count = choose(allocator, score, inputs, BUDGET).keep.sum(-1)
     per_layer = count.sum(-1)
     assert (per_layer.sum(-1) == LAYERS * HEADS * BUDGET).all()
@@ -117,15 +132,21 @@ def test_fixed_total_and_bounds(scope: str) -> None:
 def test_mass_one_and_an_ample_budget_keep_all() -> None:
     score, inputs = case()
     for order in ("method", "attention"):
-        allocator = HardAllocator(WINDOW, 1.0, 0.25, 4.0, order, dynamic=True)
+        allocator = hard(
+            p=1.0,
+            lower=0.25,
+            upper=4.0,
+            order=order,
+            mode="dynamic",
+        )
         got = choose(allocator, score, inputs, TOKENS).keep
         assert torch.equal(got, inputs.valid)
 
 
 def test_dynamic_spends_no_more_than_the_budget() -> None:
     score, inputs = case()
-    dynamic = HardAllocator(WINDOW, 0.9, 0.0, 9.0, dynamic=True)
-    fixed = HardAllocator(WINDOW, 0.9, 0.0, 9.0)
+    dynamic = hard(0.9, 0.0, 9.0, mode="dynamic")
+    fixed = hard(0.9, 0.0, 9.0)
     free = choose(dynamic, score, inputs, TOKENS).keep.sum((1, 2, 3))
     for budget in (55, 80, 130, 150):
         bound = budget * LAYERS * HEADS

@@ -27,7 +27,7 @@ from support.event_inputs import (
 )
 from support.scorer_cases import VARIANTS, case_id
 from vllm_kvpolicy.kernels.ranking import fill_next_best
-from vllm_kvpolicy.policies.allocators.ams import PRESETS, select
+from vllm_kvpolicy.policies.ams import PRESETS, select
 from vllm_kvpolicy.policies.base import Policy
 from vllm_kvpolicy.policies.catalogue import names as registry
 
@@ -76,6 +76,6 @@ def test_decide_and_arrange(
 def test_select(preset: str) -> None:
     with FakeTensorMode():
         usage = torch.zeros(6, TOKENS)
-        config = PRESETS[preset].config
+        config = PRESETS[preset]
         got = select(usage, usage, BUDGET, config, torch.zeros(6, BUDGET))
         assert got.keep.shape == (6, BUDGET)

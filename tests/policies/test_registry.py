@@ -1,10 +1,10 @@
 """The grammar of policy names and their options."""
 
+import inspect
 import re
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -13,15 +13,17 @@ from vllm_kvpolicy.policies import build as factory
 from vllm_kvpolicy.policies.allocators.ams import AMSAllocator
 from vllm_kvpolicy.policies.base import Policy
 from vllm_kvpolicy.policies.catalogue import names as registry
-from vllm_kvpolicy.policies.catalogue.words import (
-    ALLOCATORS,
-    SCORERS,
-    SELECTIONS,
-    TEST_POLICIES,
-)
+from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
+from vllm_kvpolicy.policies.catalogue.allocators import ALLOCATORS
+from vllm_kvpolicy.policies.catalogue.options import valid_range
+from vllm_kvpolicy.policies.catalogue.rows import WordRow, load
+from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
+from vllm_kvpolicy.policies.catalogue.selections import SELECTIONS
+from vllm_kvpolicy.policies.catalogue.testing import TEST_POLICIES
 from vllm_kvpolicy.policies.keep_all import KeepAll
 from vllm_kvpolicy.policies.scorers.snapkv import SnapKVScorer
 from vllm_kvpolicy.policies.selections.quest import Quest
+from vllm_kvpolicy.policies.startup import Startup, startup_of
 
 # The words that the documentation promises; others may be added without a change here.
 SCORER_WORDS = (
@@ -60,27 +62,40 @@ def test_every_name_parses_and_builds(name: str, build: Callable[..., Policy]) -
     assert callable(policy.decide) and callable(policy.arrange)
 
 
-@pytest.mark.parametrize(
-    "word", {**SCORERS, **ALLOCATORS, **TEST_POLICIES, **SELECTIONS}.values()
-)
-def test_every_word_names_its_class_and_knows_its_options(word: Any) -> None:
-    module, _, attribute = word.path.partition(":")
-    assert getattr(import_module(module), attribute).from_options
-    names = [param.name for param in word.params]
-    assert len(set(names)) == len(names)
-    assert word.window_key is None or word.window_key in names
-    for param in word.params:
-        assert param.required or param.accepts(param.default), param.name
-        if param.name == word.window_key:
-            assert param.default == word.window_tokens
-    assert set(word.refuses) <= set(SCORERS)
+ROWS = {**SCORERS, **ALLOCATORS, **ADMISSIONS, **SELECTIONS, **TEST_POLICIES}
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=list(ROWS))
+def test_every_row_names_what_its_options_build(row: WordRow) -> None:
+    fields = row.options.model_fields
+    assert inspect.signature(load(row.path)).bind(**fields)
+    assert isinstance(row.window, int) or row.window in fields
+    for field in fields.values():
+        assert field.description and valid_range(field)
+    required = {key: "file" for key, field in fields.items() if field.is_required()}
+    assert row.read(required).model_dump().keys() == fields.keys()
+    words = ALLOCATORS if row in ADMISSIONS.values() else SCORERS
+    assert set(row.refuses) <= set(words)
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=list(ROWS))
+def test_every_row_names_its_startup_and_its_models(row: WordRow) -> None:
+    assert isinstance(startup_of(row), Startup)
+    assert all(load(path).__name__ == name for name, path in row.architectures.items())
 
 
 def test_words_that_share_an_option_agree_on_it() -> None:
     by_name: dict[str, Any] = {}
-    for word in [*SCORERS.values(), *ALLOCATORS.values()]:
-        for param in word.params:
-            assert by_name.setdefault(param.name, param) == param
+    for row in ROWS.values():
+        for key, field in row.options.model_fields.items():
+            assert repr(by_name.setdefault(key, field)) == repr(field)
+
+
+def test_options_are_plain_data_that_cannot_change() -> None:
+    options = SCORERS["snapkv"].read({"window": 8, "lag": 3})
+    assert options.model_dump() == {"window": 8, "pool_kernel": 5}
+    with pytest.raises(ValueError, match="frozen"):
+        options.window = 9
 
 
 @pytest.mark.parametrize(
@@ -118,8 +133,9 @@ def test_an_admission_adds_its_options_and_drops_the_budget_alone() -> None:
     alone, both = registry.parse("wgkv"), registry.parse("wgkv+ams-snapkv")
     eviction = registry.parse("ams-snapkv")
     assert alone.keeps_all and not both.keeps_all
-    assert alone.ragged and both.ragged and not eviction.ragged
-    assert both.params == alone.params + eviction.params
+    assert alone.is_ragged({}) and both.is_ragged({}) and not eviction.is_ragged({})
+    assert both.parts == alone.parts + eviction.parts
+    assert list(both.options) == [*alone.options, *eviction.options]
     assert both.window_tokens({}) == eviction.window_tokens({}) > 0
     assert not (alone.is_test or both.is_test)
     with pytest.raises(ValueError, match="wgkv_gates"):
@@ -131,11 +147,11 @@ def test_an_admission_adds_its_options_and_drops_the_budget_alone() -> None:
 )
 def test_a_selection_stands_behind_what_it_reads(front: str) -> None:
     before, behind = registry.parse(front), registry.parse(f"{front}+quest")
-    assert behind.name == f"{front}+quest" and behind.ragged
+    assert behind.name == f"{front}+quest" and behind.is_ragged({})
     assert before.selection is None and behind.selection is not None
-    assert behind.params == before.params + SELECTIONS["quest"].params
-    same = "path", "scorer", "allocator", "admission", "windows", "protect_prompt"
-    same += "keeps_all", "is_unbounded", "fixed_keys", "placement", "presets"
+    assert behind.parts == (*before.parts, SELECTIONS["quest"])
+    same = "whole", "scorer", "allocator", "admission", "protect_prompt"
+    same += "keeps_all", "is_unbounded", "fixed_keys", "placement"
     for name in same:
         assert getattr(behind, name) == getattr(before, name), name
     assert not behind.is_test
@@ -143,7 +159,9 @@ def test_a_selection_stands_behind_what_it_reads(front: str) -> None:
 
 def test_a_selection_alone_keeps_everything() -> None:
     info = registry.parse("quest")
-    assert info.keeps_all and info.is_unbounded and info.ragged and not info.is_test
+    assert (
+        info.keeps_all and info.is_unbounded and info.is_ragged({}) and not info.is_test
+    )
     assert info.fixed_keys == ("budget",) and info.window_tokens({}) == 0
     assert registry.resolve_options(info, {}) == {"quest_budget": 1024}
     assert isinstance(factory.build("quest", {"quest_budget": 7}), KeepAll)
@@ -194,8 +212,8 @@ def resolved(name: str, **options: object) -> dict[str, object]:
 def test_defaults_equal_the_default_preset() -> None:
     for name in ("ams-tova", "ams-snapkv"):
         assert resolved(name) == resolved(name, preset="default")
-        params = registry.parse(name).params
-        assert resolved(name) == {param.name: param.default for param in params}
+        options = registry.parse(name).options
+        assert resolved(name) == {k: field.default for k, field in options.items()}
 
 
 def test_explicit_options_override_presets() -> None:
@@ -230,9 +248,9 @@ def test_options_reach_the_parts() -> None:
     )
     assert isinstance(policy.allocator, AMSAllocator)
     assert isinstance(policy.scorer, SnapKVScorer)
-    preset = policy.allocator.preset
-    assert preset.config.parity and preset.config.max_segment == 1024
-    assert (preset.pool_kernel, preset.suffix_pad) == (7, "mean")
+    config = policy.allocator.config
+    assert config.parity and config.max_segment == 1024
+    assert (config.pool_kernel, config.suffix_pad) == (7, "mean")
     assert policy.scorer.pool_kernel == 7
 
 

@@ -9,6 +9,7 @@ import torch
 from support import event_inputs as events
 from vllm_kvpolicy.policies import build as factory
 from vllm_kvpolicy.policies.base import EventInputs
+from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
 from vllm_kvpolicy.policies.scorers.rkv import RKVScorer
 
 SHORT = (((9, 8), (7, 2)), ((8, 3), (9, 6)), ((4, 9), (5, 2)))
@@ -46,7 +47,8 @@ def by_loops(
 
 @pytest.mark.parametrize("lengths", [events.LENGTHS, SHORT])
 @pytest.mark.parametrize(
-    "scorer", [RKVScorer(), RKVScorer(16, 3, 0.4, 0.1), RKVScorer(1, 1, 1.0, 0.9)]
+    "scorer",
+    [SCORERS["rkv"].build({}), RKVScorer(16, 3, 0.4, 0.1), RKVScorer(1, 1, 1.0, 0.9)],
 )
 def test_equals_loops(scorer: RKVScorer, lengths: tuple) -> None:
     inputs = events.make_inputs(scorer.needs, lengths=lengths)
@@ -61,7 +63,7 @@ def test_equals_loops(scorer: RKVScorer, lengths: tuple) -> None:
 
 
 def test_only_the_newest_queries_count() -> None:
-    scorer = RKVScorer()
+    scorer = SCORERS["rkv"].build({})
     inputs = events.make_inputs(scorer.needs, window=20)
     few = replace(inputs, queries=inputs.queries[..., -8:, :])
     assert torch.equal(
@@ -70,7 +72,7 @@ def test_only_the_newest_queries_count() -> None:
 
 
 def test_a_request_of_one_token_has_a_score() -> None:
-    scorer = RKVScorer()
+    scorer = SCORERS["rkv"].build({})
     inputs = events.make_inputs(scorer.needs, lengths=(((1, 1),),), local=(1,))
     assert not scorer.score(inputs, None)[..., 0].isnan().any()
 
@@ -79,4 +81,4 @@ def test_options_reach_the_scorer() -> None:
     options = {"rkv_window": 9, "rkv_kernel": 5, "rkv_lambda": 0.2}
     scorer = factory.build("rkv", {**options, "rkv_threshold": 0.3}).scorer
     assert vars(scorer) == vars(RKVScorer(9, 5, 0.2, 0.3))
-    assert vars(factory.build("rkv").scorer) == vars(RKVScorer())
+    assert vars(factory.build("rkv").scorer) == vars(SCORERS["rkv"].build({}))

@@ -8,7 +8,8 @@ import torch
 
 from vllm_kvpolicy.kernels.ranking import ascending_indices, top_k_mask
 from vllm_kvpolicy.policies.base import EventInputs
-from vllm_kvpolicy.policies.scorers.rkv import RKVScorer, redundancy
+from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
+from vllm_kvpolicy.policies.scorers.rkv import redundancy
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "rkv_original.npz"
 SINGLES, CHAINS = 28, 5
@@ -38,7 +39,13 @@ def score(p: dict[str, float], keys: np.ndarray, queries: np.ndarray) -> torch.T
         keys=torch.from_numpy(keys)[None, None],
         queries=torch.from_numpy(queries)[None, None],
     )
-    scorer = RKVScorer(int(p["W"]), int(p["kernel"]), p["lambda"])
+    scorer = SCORERS["rkv"].build(
+        {
+            "rkv_window": int(p["W"]),
+            "rkv_kernel": int(p["kernel"]),
+            "rkv_lambda": p["lambda"],
+        }
+    )
     return scorer.score(inputs, None)[0, 0]
 
 

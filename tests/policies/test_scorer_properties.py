@@ -17,8 +17,9 @@ from support.event_inputs import (
     one_event,
 )
 from support.scorer_cases import CASES, READ_ALL_HEADS, case_id
-from vllm_kvpolicy.policies.base import EventInputs, Policy, Scorer
+from vllm_kvpolicy.policies.base import EventInputs, Policy
 from vllm_kvpolicy.policies.compose import measure_usage
+from vllm_kvpolicy.policies.scorers.base import BaseScorer
 
 Build = Callable[..., Policy]
 Options = dict[str, Any]
@@ -28,7 +29,7 @@ TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}
 every_scorer = pytest.mark.parametrize(("name", "options"), CASES, ids=case_id)
 
 
-def score(scorer: Scorer, inputs: EventInputs) -> torch.Tensor:
+def score(scorer: BaseScorer, inputs: EventInputs) -> torch.Tensor:
     """Score, NaN on padding."""
     usage = measure_usage(scorer.needs, inputs)
     got = scorer.score(inputs, usage)

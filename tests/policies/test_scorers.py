@@ -10,6 +10,7 @@ import torch
 
 from support import event_inputs
 from vllm_kvpolicy.policies.base import EventInputs
+from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
 from vllm_kvpolicy.policies.compose import measure_usage
 from vllm_kvpolicy.policies.scorers.base import BaseScorer
 from vllm_kvpolicy.policies.scorers.expected import ExpectedAttentionScorer
@@ -194,13 +195,13 @@ def test_expected_attention(covariance: bool, value_norm: bool) -> None:
 
 
 def test_expected_attention_ignores_queries_before_the_first_token() -> None:
-    scorer = ExpectedAttentionScorer(7, 20)
+    scorer = SCORERS["expected"].build({"expected_window": 7, "n_future": 20})
     inputs = make_inputs(scorer)
     inputs.end[0] = 4
     inputs.queries[0, :, :, :3] = torch.nan
     short = score(scorer, inputs)
     assert torch.isfinite(short[inputs.valid]).all()
-    four = ExpectedAttentionScorer(4, 20)
+    four = SCORERS["expected"].build({"expected_window": 4, "n_future": 20})
     torch.testing.assert_close(short[:1], score_newest(four, inputs)[:1])
 
 
@@ -245,7 +246,7 @@ def test_lagkv(cross: bool) -> None:
 
 
 def test_lagkv_channels_that_do_not_vary_say_nothing() -> None:
-    scorer = LagKVScorer(5, cross=True)
+    scorer = LagKVScorer(5, True)
     inputs = make_inputs(scorer)
     inputs.values[..., 3] = 1.0
     got = score(scorer, inputs)[inputs.valid]
@@ -269,16 +270,16 @@ def test_keydiff_and_knorm() -> None:
 
 
 def test_random_draws_for_each_token_event_and_seed() -> None:
-    inputs = make_inputs(RandomScorer())
-    got = score(RandomScorer(), inputs)
+    inputs = make_inputs(RandomScorer(0))
+    got = score(RandomScorer(0), inputs)
     assert (got >= 0).all() and (got < 1).all()
     assert len(got.unique()) > 0.99 * got.numel()
     assert abs(float(got.mean()) - 0.5) < 0.05
-    assert torch.equal(score(RandomScorer(), inputs), got)
+    assert torch.equal(score(RandomScorer(0), inputs), got)
     other = score(RandomScorer(1), inputs)
     assert (other == got).float().mean() < 0.01
     inputs.end[0] += 1
-    later = score(RandomScorer(), inputs)
+    later = score(RandomScorer(0), inputs)
     assert (later[0] == got[0]).float().mean() < 0.01
     assert torch.equal(later[1], got[1])
 
@@ -297,7 +298,9 @@ def test_cross_head_mean_keeps_the_axis() -> None:
     torch.testing.assert_close(got[:, :, 0], rows.sum(2) / 8)
 
 
-@pytest.mark.parametrize("scorer", [TovaScorer(), SnapKVScorer(), H2OScorer()])
+@pytest.mark.parametrize(
+    "scorer", [TovaScorer(), SCORERS["snapkv"].build({}), SCORERS["h2o"].build({})]
+)
 def test_missing_usage_is_an_error(scorer: BaseScorer) -> None:
     with pytest.raises(ValueError, match="usage: expected"):
         scorer.score(make_inputs(scorer), None)
@@ -308,9 +311,9 @@ def test_missing_usage_is_an_error(scorer: BaseScorer) -> None:
     [
         (KeyDiffScorer(), "keys"),
         (KnormScorer(), "keys"),
-        (LagKVScorer(), "values"),
-        (RPCScorer(), "queries"),
-        (ExpectedAttentionScorer(), "rope"),
+        (SCORERS["lagkv"].build({}), "values"),
+        (SCORERS["rpc"].build({}), "queries"),
+        (SCORERS["expected"].build({}), "rope"),
     ],
 )
 def test_missing_inputs_are_errors(scorer: BaseScorer, field: str) -> None:

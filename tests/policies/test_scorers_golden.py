@@ -8,13 +8,12 @@ import torch
 
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.base import EventInputs
+from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
 from vllm_kvpolicy.policies.compose import measure_usage
 from vllm_kvpolicy.policies.scorers.base import BaseScorer
-from vllm_kvpolicy.policies.scorers.expected import ExpectedAttentionScorer
 from vllm_kvpolicy.policies.scorers.keydiff import KeyDiffScorer
 from vllm_kvpolicy.policies.scorers.knorm import KnormScorer
 from vllm_kvpolicy.policies.scorers.lagkv import LagKVScorer
-from vllm_kvpolicy.policies.scorers.snapkv import SnapKVScorer
 from vllm_kvpolicy.policies.scorers.streaming import StreamingScorer
 from vllm_kvpolicy.policies.scorers.tova import TovaScorer
 
@@ -24,9 +23,9 @@ SINKS = 4
 WHOLE_ROW = {
     "keydiff": KeyDiffScorer(),
     "knorm": KnormScorer(),
-    "lagkv_lag128": LagKVScorer(),
-    "lagkv_lag32": LagKVScorer(32),
-    "lagkv_lag32_cross": LagKVScorer(32, cross=True),
+    "lagkv_lag128": SCORERS["lagkv"].build({}),
+    "lagkv_lag32": LagKVScorer(32, False),
+    "lagkv_lag32_cross": LagKVScorer(32, True),
 }
 # kvpress' variants of Expected Attention as options.
 EXPECTED = {
@@ -98,9 +97,9 @@ def test_scores_without_queries(
 @pytest.mark.parametrize("case", [0, 1])
 def test_lagkv_over_several_blocks(golden: dict[str, np.ndarray], case: int) -> None:
     inputs = event(golden, f"lagkvx{case}_")
-    ranked = score(LagKVScorer(), inputs)
+    ranked = score(SCORERS["lagkv"].build({}), inputs)
     np.testing.assert_array_equal(ranked, golden[f"lagkvx{case}_score"])
-    check_close(score(LagKVScorer(cross=True), inputs), golden[f"lagkvx{case}_cross"])
+    check_close(score(LagKVScorer(128, True), inputs), golden[f"lagkvx{case}_cross"])
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -109,7 +108,9 @@ def test_expected_attention(
 ) -> None:
     # kvpress takes all queries but the first four, and knows the position right.
     queries = torch.from_numpy(golden[prefix + "q"])
-    scorer = ExpectedAttentionScorer(queries.shape[1] - 4, **EXPECTED[name])
+    scorer = SCORERS["expected"].build(
+        {"expected_window": queries.shape[1] - 4, **EXPECTED[name]}
+    )
     got = score(scorer, event(golden, prefix, queries))
     check_close(got[:, SINKS:], golden[f"{prefix}score_{name}"][:, SINKS:])
     highest = got[:, SINKS:].max(-1, keepdims=True)
@@ -124,7 +125,8 @@ def test_expected_attention_from_a_buffer(
     before = torch.from_numpy(golden[prefix + "q_prerope"])[:, -44:]
     rope = event(golden, prefix).given("rope")
     queries = rope.unrotate(before, -torch.arange(4, 48))
-    got = score(ExpectedAttentionScorer(44), event(golden, prefix, queries, end=48))
+    expected = SCORERS["expected"].build({"expected_window": 44})
+    got = score(expected, event(golden, prefix, queries, end=48))
     want = golden[f"{prefix}score_expected_buf48"]
     check_close(got[:, SINKS:], want[:, SINKS:])
 
@@ -134,7 +136,9 @@ def test_window_attention(
     golden: dict[str, np.ndarray], prefix: str, window: int
 ) -> None:
     name = "tova" if window == 1 else f"snapkv_w{window}"
-    scorer = TovaScorer() if window == 1 else SnapKVScorer(window)
+    scorer = (
+        TovaScorer() if window == 1 else SCORERS["snapkv"].build({"window": window})
+    )
     got = score(scorer, event(golden, prefix, torch.from_numpy(golden[prefix + "q"])))
     check_close(got[:, :-window], golden[f"{prefix}score_{name}"][:, :-window])
     # kvpress protects the newest with the maximum over all heads plus 1, we per head.

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from support import event_inputs
+from support.epikv_trace import scores_from_hidden
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies import build as factory
 from vllm_kvpolicy.policies import score
 from vllm_kvpolicy.policies.base import EventInputs
-from vllm_kvpolicy.policies.catalogue.words import SCORERS
+from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
 from vllm_kvpolicy.policies.compose import measure_usage
-from vllm_kvpolicy.policies.scorers.epikv import scores_from_hidden
 
 HEADS, GROUP, SIZE = event_inputs.HEADS, event_inputs.GROUP, event_inputs.SIZE
 TOKENS, WINDOW, THETA = 60, 20, 5e4
@@ -71,10 +71,10 @@ def test_every_scorer_scores(name: str, scorer_options: Options) -> None:
 @pytest.mark.parametrize("name", [name for name in SCORERS if name != "epikv"])
 def test_equals_the_scorer_at_an_event(name: str, scorer_options: Options) -> None:
     params, given = required(name, scorer_options), tensors()
-    word = SCORERS[name]
+    row = SCORERS[name]
     options = scorer_options(name, num_layers=1)
-    if word.window_key is not None:
-        options[word.window_key] = WINDOW
+    if isinstance(row.window, str):
+        options[row.window] = WINDOW
     scorer = factory.build(name, options).scorer
     rows = (1, 1, HEADS, TOKENS)
     inputs = EventInputs(

@@ -48,7 +48,7 @@ def scorer(
     calibration = Calibration(
         "triattention", "", num_layers, num_heads, num_kv_heads, size, 0, 0, tensors
     )
-    return TriAttentionScorer(calibration, **variant)
+    return TriAttentionScorer(calibration, **{"aggregate": "max", **variant})
 
 
 def event(golden: dict[str, np.ndarray], case: int) -> EventInputs:

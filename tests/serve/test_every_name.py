@@ -11,8 +11,10 @@ import pytest
 
 from support.calibration_files import options_for
 from support.servers.servers import serving
+from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
+from vllm_kvpolicy.policies.catalogue.allocators import ALLOCATORS
 from vllm_kvpolicy.policies.catalogue.names import names, parse
-from vllm_kvpolicy.policies.catalogue.words import ADMISSIONS, ALLOCATORS, SELECTIONS
+from vllm_kvpolicy.policies.catalogue.selections import SELECTIONS
 
 pytestmark = pytest.mark.serve
 FLAGS = {
@@ -45,8 +47,8 @@ def test_it_is_served(
 ) -> None:
     # Names of sockets, which vLLM makes in it, have to be short.
     folder = tmp_path_factory.mktemp("serve")
-    params = {param.name: param for param in parse(name).params}
-    options = {key: value for key, value in OPTIONS.items() if key in params}
+    read = parse(name).options
+    options = {key: value for key, value in OPTIONS.items() if key in read}
     options |= calibration(name, tiny_model, folder)
     arguments = [word for flag in FLAGS.items() for word in flag]
     arguments += ["--kv-policy", name, "--enforce-eager"]

@@ -53,7 +53,7 @@ def options_for(
         return {"wgkv_gates": str(path)}
     kind = name.rpartition("-")[2]
     key = f"{kind}_calibration"
-    if key not in {param.name for param in registry.parse(name).params}:
+    if key not in registry.parse(name).options:
         return {}
     path = folder / f"{kind}.safetensors"
     save(path, make_calibration(kind, num_layers, num_kv_heads, group, size))

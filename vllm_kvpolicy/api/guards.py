@@ -8,7 +8,9 @@ from vllm_kvpolicy import compat
 from vllm_kvpolicy.api import relied_on
 from vllm_kvpolicy.config import server_config
 from vllm_kvpolicy.kernels import preferences
-from vllm_kvpolicy.policies.catalogue.words import ADMISSIONS, ALLOCATORS, SELECTIONS
+from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
+from vllm_kvpolicy.policies.catalogue.allocators import ALLOCATORS
+from vllm_kvpolicy.policies.catalogue.selections import SELECTIONS
 
 
 @dataclass(frozen=True)

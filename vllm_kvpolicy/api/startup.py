@@ -15,13 +15,13 @@ from vllm.logger import init_logger
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.api import cli
 from vllm_kvpolicy.api.guards import machine_refusals, refusals
-from vllm_kvpolicy.api.start_checks import check_files
-from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
-from vllm_kvpolicy.kernels import preferences
-from vllm_kvpolicy.policies.admissions.dms.model import (
+from vllm_kvpolicy.api.start_checks import (
+    check_files,
     missing_architecture,
     refuse_plain,
 )
+from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
+from vllm_kvpolicy.kernels import preferences
 
 logger = init_logger("vllm.kv_policy")
 

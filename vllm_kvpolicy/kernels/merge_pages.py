@@ -1,7 +1,7 @@
 """Mix another token into tokens of the cache.
 
-Source: Hard-KV, appendix G, theorem G.1, for pairs: the merge of a group with the
-logarithms of the weights as logits; https://github.com/SuDIS-ZJU/HARDInfer.
+Source: Hard-KV, appendix G, theorem G.1, for pairs, with the logarithms of the
+weights as logits; https://github.com/SuDIS-ZJU/HARDInfer.
 Deviations: none.
 """
 

@@ -1,6 +1,7 @@
-"""Which tokens a KV head keeps: scorers, allocators and the policies they form.
+"""Policies: which tokens a KV head keeps, as pure functions of tensors.
 
-`score` gives what a scorer ranks by for plain tensors, see `policies.scoring`.
+Without an engine, `score` returns the scores of plain tensors (`policies.scoring`), and
+`ams.select` the selection of AMS.
 """
 
 from typing import Any

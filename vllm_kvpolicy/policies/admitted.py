@@ -2,15 +2,15 @@
 
 A token's gate is evaluated once, while it is computed or at the first event after that,
 and remembered for as long as the token is held. Admission alone has no budget; an
-eviction behind it chooses among what was admitted.
+eviction after it chooses among the admitted tokens.
 
 Source: WG-KV (arXiv 2512.17452) sections 3.2 and 3.3, and appendix K.1 for eviction
-behind it. Deviations: tokens leave the window at events, not one by one; heads are
+after it. Deviations: tokens leave the window at events, not one by one; heads are
 filled up to whole pages with refused tokens, best first, which the next event may drop.
 """
 
 from dataclasses import replace
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 
@@ -21,24 +21,34 @@ MEMORY = "admission"
 LEAST = 2.0**-126  # stands for a gate of 0 in memory, where 0 means not evaluated
 
 
-class Admission(Protocol):
-    """Says of how much use a token will be once it has left the window.
+class BaseAdmission:
+    """Predicts how useful a token will be after it leaves the window.
 
-    One that needs `until` is a `Decider`: its gates, 1 or 0, follow from that.
+    Subclasses define `gates`, or need `until` and are a `Decider`: gates, 1 or 0,
+    follow from its decisions then.
 
     Attributes:
         needs: what `gates` reads.
         threshold: tokens with a gate above this are admitted.
     """
 
-    needs: Needs
-    threshold: float
+    needs = Needs()
+    threshold = 0.5
 
     def check_model(
         self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
     ) -> None:
-        """Raise ValueError if it was trained for another model."""
-        ...
+        """Check at start-up that the admission can serve the model.
+
+        Args:
+            num_layers: L, attention layers.
+            num_heads: Hq, query heads per layer.
+            num_kv_heads: H, KV heads per layer.
+            head_dim: D, channels per head.
+
+        Raises:
+            ValueError: it was trained for a model of another shape.
+        """
 
     def gates(self, inputs: EventInputs, token: torch.Tensor) -> torch.Tensor:
         """Evaluate the gates of some tokens.
@@ -50,11 +60,11 @@ class Admission(Protocol):
         Returns:
             [E, L, H, F] float32 between 0 and 1.
         """
-        ...
+        raise NotImplementedError
 
 
-class AdmittedPolicy:
-    """Keeps what is admitted, or what an eviction chooses of that.
+class AdmittedPolicy(Policy):
+    """Keeps the admitted tokens, or those that an eviction chooses among them.
 
     Args:
         admission: the gates.
@@ -63,7 +73,7 @@ class AdmittedPolicy:
 
     dynamic = True
 
-    def __init__(self, admission: Admission, eviction: Policy | None) -> None:
+    def __init__(self, admission: BaseAdmission, eviction: Policy | None) -> None:
         self.admission, self.eviction = admission, eviction
         self.needs = admission.needs
         if not self.needs.until:
@@ -73,7 +83,7 @@ class AdmittedPolicy:
 
     @property
     def decider(self) -> Decider | None:
-        """What decides while tokens are computed, None where gates wait for events."""
+        """What decides while tokens are computed; None where gates wait for events."""
         return cast(Decider, self.admission) if self.needs.until else None
 
     def check_model(
@@ -94,7 +104,7 @@ class AdmittedPolicy:
         if self.eviction is None:
             return Decision(admitted, gates, memory, notes)
         chosen = self.eviction.decide(replace(inputs, candidates=admitted), budget)
-        # Refused tokens fill pages behind all others, best gates first.
+        # Refused tokens fill up pages after all others, best gates first.
         lowest = torch.finfo(gates.dtype).min
         return replace(
             chosen,
@@ -107,9 +117,9 @@ class AdmittedPolicy:
         """Return [E, L, H, T] float32 gates, new tokens' evaluated, others' remembered.
 
         What is remembered comes first in a row: survivors, then local tokens of the
-        last event. A row that has fewer new tokens than another one evaluates some of
-        its padding, too, whose gates nobody reads. Where tokens decided while they were
-        computed, that is remembered along with them.
+        last event. A row that has fewer new tokens than another one also evaluates
+        some of its padding, whose gates nobody reads. Decisions made while tokens were
+        computed are remembered along with the tokens.
         """
         if self.needs.until:
             return (inputs.given("until") == NEVER).float()
@@ -119,13 +129,3 @@ class AdmittedPolicy:
         token = torch.minimum(token, inputs.lengths[..., None] - 1)
         gates = self.admission.gates(inputs, token).clamp_min(LEAST)
         return known.scatter(-1, token, gates)
-
-    def arrange(
-        self, sources: torch.Tensor, heads: torch.Tensor, seeds: torch.Tensor
-    ) -> torch.Tensor:
-        """Keep survivors in time order: `sources` [E, M] int64 as they are."""
-        return sources
-
-    def arrange_pages(self, pages: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
-        """Leave `pages` [E, C] int64 where they are."""
-        return pages

@@ -22,7 +22,7 @@ from vllm_kvpolicy.policies.signals import TokenSignal
 
 @dataclass(frozen=True)
 class Needs:
-    """What a policy reads at an event beside lengths and the must-keep set.
+    """What a policy reads at an event, besides lengths and the must-keep set.
 
     Args:
         window_tokens: W, newest queries; 0 for none.
@@ -35,8 +35,8 @@ class Needs:
         signals: what is measured at every token while it is computed.
         memory: names of the float32 values that it keeps per survivor from event to
             event.
-        until: what tokens decided when they were computed; see `Decider`.
-        exact: attention follows that, too, not only events.
+        until: the decisions made while tokens were computed; see `Decider`.
+        exact: attention follows these decisions, not only events.
     """
 
     window_tokens: int = 0
@@ -137,7 +137,7 @@ class EventInputs:
         return value.dense if isinstance(value, PagedTokens) else value
 
     def paged(self, name: str) -> PagedTokens:
-        """Return keys or values where they lie.
+        """Return keys or values on their pages, without a copy.
 
         Raises:
             ValueError: they were not given.
@@ -148,7 +148,7 @@ class EventInputs:
         return PagedTokens.from_dense(self.given(name))
 
     def copied(self) -> "EventInputs":
-        """Return the same with keys and values that outlive the moving of tokens."""
+        """Copy the keys and values, so that they survive the moving of tokens."""
         names = [name for name in ("keys", "values") if getattr(self, name) is not None]
         return replace(self, **{name: self.given(name) for name in names})
 
@@ -192,26 +192,35 @@ class Decision:
     merge: Merge | None = None
 
 
-class Policy(Protocol):
-    """Scores, allocates and selects in one call.
+class Policy:
+    """Scores, allocates and selects in one call; subclasses define `decide`.
 
     Attributes:
         needs: what `decide` reads.
         dynamic: the choice may be smaller than the budget.
     """
 
-    needs: Needs
-    dynamic: bool
+    needs = Needs()
+    dynamic = False
 
     def check_model(
         self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
     ) -> None:
-        """Raise ValueError if the policy was calibrated for another model."""
-        ...
+        """Check at start-up that the policy can serve the model.
+
+        Args:
+            num_layers: L, attention layers.
+            num_heads: Hq, query heads per layer.
+            num_kv_heads: H, KV heads per layer.
+            head_dim: D, channels per head.
+
+        Raises:
+            ValueError: it was calibrated for a model of another shape.
+        """
 
     def decide(self, inputs: EventInputs, budget: int) -> Decision:
         """Choose `budget` tokens per row; pure, no host sync, no state."""
-        ...
+        raise NotImplementedError
 
     def arrange(
         self, sources: torch.Tensor, heads: torch.Tensor, seeds: torch.Tensor
@@ -225,26 +234,26 @@ class Policy(Protocol):
             seeds: [E] int64, one per event, a pure function of the request.
 
         Returns:
-            [E, M] int64, `sources` itself for every policy but those that test the
-            moving of tokens.
+            [E, M] int64; survivors stay in time order, except under policies that test
+            the moving of tokens.
         """
-        ...
+        return sources
 
     def arrange_pages(self, pages: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
         """Choose which page [E, C] serves which place of the heads' lists.
 
         Returns:
-            [E, C] int64, `pages` itself for every policy but those that test the
-            moving of tokens.
+            [E, C] int64; pages stay where they are, except under policies that test
+            the moving of tokens.
         """
-        ...
+        return pages
 
 
 class Decider(Protocol):
-    """Says while a token is computed which token stays behind the window.
+    """Decides, while tokens are computed, which ones stay after the window.
 
     Attributes:
-        window: queries that see a token in any case, the token's own included.
+        window: queries that always see a token, its own included.
         shift: the token at t decides on the one at t - shift, 0 or 1.
         nbytes: bytes of device memory, once it is attached.
     """
@@ -289,37 +298,8 @@ class Decider(Protocol):
         ...
 
 
-class Scorer(Protocol):
-    """Says how important each token is; knows nothing about budgets."""
-
-    needs: Needs
-
-    def check_model(
-        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
-    ) -> None:
-        """Raise ValueError if it was calibrated for a model of another shape."""
-        ...
-
-    def remember(self, score: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Return what `needs.memory` names, [E, L, H, T] float32 each."""
-        ...
-
-    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
-        """Score every token.
-
-        Args:
-            inputs: the event.
-            usage: attention of the window, None if nobody asked for queries.
-
-        Returns:
-            [E, L, H, T] float32, higher is kept sooner; NaN counts as minus infinity;
-            unspecified on padding. May be a broadcast view.
-        """
-        ...
-
-
 class Allocator(Protocol):
-    """Says how the budget is spent over layers, heads and regions, given scores."""
+    """Shares the budget among layers, heads and regions, given scores."""
 
     needs: Needs
 

@@ -1,7 +1,6 @@
 """Builds a policy object from its name and options."""
 
 from collections.abc import Mapping
-from importlib import import_module
 from typing import Any
 
 from vllm_kvpolicy.policies.admitted import AdmittedPolicy
@@ -15,7 +14,7 @@ def build(name: str, options: Mapping[str, Any] | None = None) -> Policy:
     """Build the policy `name`.
 
     Args:
-        name: see `registry.names`.
+        name: see `catalogue.names`.
         options: `--kv-policy-config` as the user gave it; None is empty.
 
     Raises:
@@ -23,15 +22,15 @@ def build(name: str, options: Mapping[str, Any] | None = None) -> Policy:
     """
     info = parse(name)
     resolved = resolve_options(info, options or {})
-    if info.path is not None:
-        return _load(info.path).from_options(resolved)
+    if info.whole is not None:
+        return info.whole.build(resolved)
     eviction: Any = None
-    if info.scorer is not None:
-        parts = info.scorer, info.allocator
-        eviction = ComposedPolicy(*(_load(p).from_options(resolved) for p in parts))
+    if info.scorer is not None and info.allocator is not None:
+        scorer, allocator = info.scorer.build(resolved), info.allocator.build(resolved)
+        eviction = ComposedPolicy(scorer, allocator)
     if info.admission is None:
         return eviction
-    return AdmittedPolicy(_load(info.admission).from_options(resolved), eviction)
+    return AdmittedPolicy(info.admission.build(resolved), eviction)
 
 
 def build_selection(
@@ -49,10 +48,4 @@ def build_selection(
     info = parse(name)
     if info.selection is None:
         return None
-    return _load(info.selection).from_options(resolve_options(info, options or {}))
-
-
-def _load(path: str | None) -> Any:
-    """Import the class that "module:class" names."""
-    module, _, attribute = str(path).partition(":")
-    return getattr(import_module(module), attribute)
+    return info.selection.build(resolve_options(info, options or {}))

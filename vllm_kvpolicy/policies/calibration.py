@@ -1,9 +1,7 @@
-"""Calibration files: what scorers know of a model's queries before they see any.
+"""Calibration files: statistics of a model's queries, made before it serves.
 
-Written by `calibrate`.
-
-A safetensors file with the fields of `Calibration` as text in its header; nothing in it
-can run.
+`calibrate` writes them: safetensors with the fields of `Calibration` as text in the
+header; they cannot run code.
 """
 
 from collections.abc import Mapping
@@ -14,7 +12,9 @@ from typing import Any
 
 import torch
 
+from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies import model_files
+from vllm_kvpolicy.policies.startup import ModelShape, Startup, errors_name
 
 NAME = "calibration"
 _expect = partial(model_files.expect, NAME)
@@ -65,7 +65,7 @@ class Calibration:
     def check_model(
         self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
     ) -> None:
-        """Check that the model has the shape of the one that this was made from.
+        """Check that a model has the shape of the calibrated one.
 
         Raises:
             ValueError: naming the file, the field, and both values.
@@ -85,7 +85,7 @@ HEADER: dict[str, Any] = {
 
 
 def save(path: str | Path, calibration: Calibration) -> None:
-    """Write a calibration file, over one that is there already."""
+    """Write a calibration file; overwrites one that exists."""
     header = {name: getattr(calibration, name) for name in HEADER}
     model_files.save(path, FORMAT, header, calibration.tensors)
 
@@ -106,6 +106,38 @@ def load(path: str | Path, kind: str) -> Calibration:
     _expect(path, "tensors", sorted(tensors), sorted(calibration.shapes))
     model_files.check_tensors(NAME, path, tensors, calibration.shapes)
     return calibration
+
+
+class CalibrationStartup(Startup):
+    """Checks that a calibration is of the word's kind and fits the model.
+
+    Attributes:
+        kind: what the file has to hold; its option is the kind plus "_calibration".
+    """
+
+    kind: str
+
+    def check(self, options: Any, config: KVPolicyConfig, vllm_config: Any) -> None:
+        """Check the file; see `Startup`."""
+        key = f"{self.kind}_calibration"
+        with errors_name(key):
+            found = load(getattr(options, key), self.kind)
+            shape = ModelShape.of(vllm_config)
+            found.check_model(
+                shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_dim
+            )
+
+
+class TriAttentionStartup(CalibrationStartup):
+    """The calibration of `triattention`."""
+
+    kind = "triattention"
+
+
+class QFilterStartup(CalibrationStartup):
+    """The calibration of `qfilter`."""
+
+    kind = "qfilter"
 
 
 def rank_slice(tensor: torch.Tensor, axis: int, rank: int, size: int) -> torch.Tensor:

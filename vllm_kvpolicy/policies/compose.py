@@ -11,11 +11,12 @@ from vllm_kvpolicy.policies.base import (
     Decision,
     EventInputs,
     Needs,
-    Scorer,
+    Policy,
 )
+from vllm_kvpolicy.policies.scorers.base import BaseScorer
 
 
-class ComposedPolicy:
+class ComposedPolicy(Policy):
     """Measures the window's attention once, then scores, then allocates.
 
     Args:
@@ -23,7 +24,7 @@ class ComposedPolicy:
         allocator: says how the budget is spent.
     """
 
-    def __init__(self, scorer: Scorer, allocator: Allocator) -> None:
+    def __init__(self, scorer: BaseScorer, allocator: Allocator) -> None:
         self.scorer = scorer
         self.allocator = allocator
         self.needs = scorer.needs | allocator.needs
@@ -35,7 +36,7 @@ class ComposedPolicy:
     def check_model(
         self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
     ) -> None:
-        """Check at start-up that the policy can serve the model; see `Scorer`."""
+        """Check at start-up that the policy can serve the model; see `Policy`."""
         self.scorer.check_model(num_layers, num_heads, num_kv_heads, head_dim)
 
     def decide(self, inputs: EventInputs, budget: int) -> Decision:
@@ -65,16 +66,6 @@ class ComposedPolicy:
         if inputs.candidates is not None:
             decision = replace(decision, keep=decision.keep & inputs.candidates)
         return replace(decision, memory={**decision.memory, **remembered})
-
-    def arrange(
-        self, sources: torch.Tensor, heads: torch.Tensor, seeds: torch.Tensor
-    ) -> torch.Tensor:
-        """Keep survivors in time order: `sources` [E, M] int64 as they are."""
-        return sources
-
-    def arrange_pages(self, pages: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
-        """Leave `pages` [E, C] int64 where they are."""
-        return pages
 
 
 def measure_usage(needs: Needs, inputs: EventInputs) -> WindowUsage | None:

@@ -15,10 +15,10 @@ Types = Mapping[str, type]
 def save(
     path: str | Path, format_name: str, fields: Mapping[str, Any], tensors: Mapping
 ) -> None:
-    """Write a file, over one that is there already.
+    """Write a file; overwrites one that exists.
 
     Args:
-        path: where to.
+        path: of the file.
         format_name: first field of the header.
         fields: the others; written as text.
         tensors: by name.
@@ -31,7 +31,7 @@ def save(
 def load(
     kind: str, path: str | Path, format_name: str, types: Types, valid: str
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return the fields and the tensors of a file; nothing in it can run.
+    """Return the fields and the tensors of a file; it cannot run code.
 
     Args:
         kind: what errors call the file.

@@ -1,19 +1,30 @@
-"""Scores of plain tensors: what a scorer ranks tokens by, without an engine."""
+"""Scores plain tensors as a scorer does at an event, without an engine."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 
+from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.build import build
-from vllm_kvpolicy.policies.catalogue.options import Param, check
-from vllm_kvpolicy.policies.catalogue.words import SCORERS, Word
+from vllm_kvpolicy.policies.catalogue.options import Options
+from vllm_kvpolicy.policies.catalogue.rows import WordRow
+from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
 from vllm_kvpolicy.policies.scorers.epikv import signals_from_hidden
 
-SINKS = Param("sinks", "int", 4, "leading tokens that some scorers leave out")
+
+class ScoreOptions(Options):
+    """What `score` reads beside the scorer's own options."""
+
+    sinks: int = Field(
+        KVPolicyConfig.sink_tokens,
+        ge=0,
+        description="leading tokens that some scorers leave out",
+    )
 
 
 def score(
@@ -25,10 +36,10 @@ def score(
     rope_theta: float,
     **params: Any,
 ) -> torch.Tensor:
-    """Score the tokens that one layer holds, whatever must stay by other rules.
+    """Score the tokens of one layer.
 
     Args:
-        name: a scorer, a key of `policies.catalogue.words.SCORERS`.
+        name: a scorer, a key of `policies.catalogue.scorers.SCORERS`.
         k: [Hk, T, D] floating point, cached post-RoPE keys, oldest first.
         v: [Hk, T, D] floating point, cached values.
         q: [Hq, W, D] floating point, the newest W post-RoPE queries, newest last; query
@@ -61,11 +72,13 @@ def score(
         options.setdefault(keys["window"], q.shape[1])
     policy: Any = build(name, options)
     policy.scorer.check_model(1, len(q), num_heads, size)
-    _check_params(name, params, (*keys, SINKS.name), _tensors_of(policy.needs))
+    _check_params(
+        name, params, (*keys, *ScoreOptions.model_fields), _tensors_of(policy.needs)
+    )
     _check_queries(policy.needs, q, positions)
     rope = Rope.from_theta(rope_theta, size)
     inputs = EventInputs(
-        **_rows(k, v, params.get(SINKS.name, SINKS.default)),
+        **_rows(k, v, params),
         **_history(policy.needs, k, positions, params),
         scale=size**-0.5,
         queries=q[None, None],
@@ -75,26 +88,29 @@ def score(
     return policy.decide(inputs, budget=1).score[0, 0].contiguous()
 
 
-def _option_keys(word: Word) -> dict[str, str]:
+def _option_keys(row: WordRow) -> dict[str, str]:
     """Map the parameters of `score` to keys of `--kv-policy-config`."""
     keys = {}
-    for param in word.params:
-        name = "window" if param.name == word.window_key else param.name
+    for key in row.options.model_fields:
+        name = "window" if key == row.window else key
         for short in ("kernel", "calibration"):
             name = short if name.endswith(f"_{short}") else name
-        keys[name] = param.name
+        keys[name] = key
     return keys
 
 
 def _tensors_of(needs: Needs) -> tuple[str, ...]:
-    """Name the parameters that hold tensors which `needs` asks for."""
+    """Return the names of the parameters with tensors that `needs` asks for."""
     asked = {"state": needs.memory, "hidden": needs.signals}
     return tuple(name for name, what in asked.items() if what)
 
 
-def _rows(k: torch.Tensor, v: torch.Tensor, sinks: int) -> dict[str, Any]:
-    """Fields of an event with one layer, all of whose heads hold all tokens."""
-    check(SINKS, {SINKS.name: sinks})
+def _rows(
+    k: torch.Tensor, v: torch.Tensor, params: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the fields of an event of one layer whose heads hold all tokens."""
+    own = {key: params[key] for key in ScoreOptions.model_fields if key in params}
+    sinks = ScoreOptions(**own).sinks
     rows = (1, 1, *k.shape[:2])
     token = torch.arange(rows[3], device=k.device)
     return {
@@ -108,7 +124,7 @@ def _rows(k: torch.Tensor, v: torch.Tensor, sinks: int) -> dict[str, Any]:
 def _history(
     needs: Needs, k: torch.Tensor, positions: torch.Tensor, params: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Fields about the time up to an event and what it left behind."""
+    """Return the fields about earlier tokens: the end, memory and signals."""
     fields: dict[str, Any] = {"end": positions[-1:] + 1}
     if needs.memory:
         state = params["state"]
@@ -140,7 +156,7 @@ def _check_params(
     optional: tuple[str, ...],
     required: tuple[str, ...],
 ) -> None:
-    """Raise ValueError for a parameter that is not known or not there."""
+    """Raise ValueError for an unknown parameter, or a missing one."""
     for key in params:
         if key not in optional + required:
             raise ValueError(
@@ -153,7 +169,7 @@ def _check_params(
 
 
 def _check_queries(needs: Needs, q: torch.Tensor, positions: torch.Tensor) -> None:
-    """Raise ValueError if the window is not there, or has gaps that RoPE would see."""
+    """Raise ValueError for too few queries, or gaps between them under RoPE."""
     window = needs.window_tokens
     if q.shape[1] < window:
         raise ValueError(

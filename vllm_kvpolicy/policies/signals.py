@@ -1,4 +1,4 @@
-"""What a policy asks the worker to measure at every token while it is computed.
+"""Signals: numbers that the worker measures at every token while it is computed.
 
 Imported by policies.base; measured by worker.captures.token_signals.
 """

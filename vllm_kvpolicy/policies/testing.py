@@ -3,9 +3,6 @@
 Source: this project. Deviations: none.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from vllm_kvpolicy.kernels.mixing import mix
@@ -16,26 +13,21 @@ class MovementPolicy(KeepAll):
     """Keeps every token and shuffles the survivors of each head.
 
     Args:
-        ragged: shuffle the pages of all layers and heads among them, too.
+        ragged: also shuffle pages among all layers and heads.
     """
 
-    def __init__(self, ragged: bool = False) -> None:
+    def __init__(self, ragged: bool) -> None:
         self.ragged = ragged
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "MovementPolicy":
-        """Build from options that `registry.resolve_options` has checked."""
-        return cls(options["ragged"])
 
     def arrange(
         self, sources: torch.Tensor, heads: torch.Tensor, seeds: torch.Tensor
     ) -> torch.Tensor:
         """Shuffle [E, M] within each head; a function of (seed, head, entry) alone."""
         draw = self._draw(sources, seeds)
-        # Draws are below 2^32: heads stay in their order, and what is no survivor
-        # (a negative source) stays behind them.
-        behind = heads.amax(-1, keepdim=True) + 1
-        key = torch.where(sources < 0, behind, heads) * 2**32 + draw
+        # Draws are below 2^32: heads stay in their order, and padding (a negative
+        # source) stays after them.
+        last = heads.amax(-1, keepdim=True) + 1
+        key = torch.where(sources < 0, last, heads) * 2**32 + draw
         return sources.gather(-1, key.argsort(dim=-1, stable=True))
 
     def arrange_pages(self, pages: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:

@@ -10,21 +10,23 @@ import pytest
 from support.engine_configs import Overlay
 from support.made_adapters import make_adapter
 from support.made_gates import make_gates
-from vllm_kvpolicy import plugin
-from vllm_kvpolicy.api.start_checks import check_files
+from vllm_kvpolicy.api.start_checks import (
+    check_files,
+    missing_architecture,
+    refuse_plain,
+)
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies.admissions.dms import model as dms_model
 from vllm_kvpolicy.policies.admissions.dms.files import save
 from vllm_kvpolicy.policies.admissions.dms.model import (
     DmsRule,
-    missing_architecture,
     model_folder,
-    refuse_plain,
     rule_for,
     rule_of_config,
     rule_of_metadata,
 )
 from vllm_kvpolicy.policies.admissions.wgkv import files as wgkv_files
+from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
 
 NONE = dict.fromkeys(
     ("dms_window", "dms_channel", "dms_shift", "dms_zero_after_rope"), None
@@ -148,7 +150,7 @@ def test_an_architecture_that_a_recipe_leaves_out(tmp_path):
     ):
         path.write_text(json.dumps(config))
         assert missing_architecture(str(tmp_path)) == wanted
-    assert set(plugin.ARCHITECTURES) == {dms_model.ARCHITECTURE}
+    assert list(ADMISSIONS["dms"].architectures) == ["Qwen3ForCausalLMDMS"]
 
 
 def checked(policy_config, window=32, recent=32, options=None, **more):

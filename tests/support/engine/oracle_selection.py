@@ -2,7 +2,7 @@
 
 Replays the survivors that the server recorded, and at every event recomputes usage,
 score and selection in float64, one head at a time, with no code of the policies but
-`policies.allocators.ams.select`, which has golden tests of its own.
+`policies.ams.select`, which has golden tests of its own.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from support.engine.oracle_replay import Mismatch, activations
 from support.engine.reference_decoder import Activations, ReferenceDecoder
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.events import event_positions
-from vllm_kvpolicy.policies.allocators.ams import AMSPreset, select
+from vllm_kvpolicy.policies.ams import AMSConfig, select
 
 GAP = 1e-5
 MAX_SHARE = 1e-3
@@ -156,21 +156,21 @@ class Selector:
             is_kept = np.zeros(len(score), dtype=bool)
             is_kept[:num_sinks] = is_kept[len(score) - local :] = True
             return fill(is_kept, score, event.budget)
-        preset = AMSPreset.from_options(self.config.options_of())
+        config = AMSConfig(**self.config.options_of(), sinks=num_sinks, recent=local)
         usage = self.pooled(row)
         old = self.credit.get((layer, head))
         choice = select(
             torch.tensor(usage)[None],
             torch.tensor(score)[None],
             event.budget,
-            replace(preset.config, sinks=num_sinks, recent=local),
+            config,
             None if old is None else torch.tensor(old)[None],
         )
         mass = (usage + 1e-12) / (usage + 1e-12).sum()
         before = np.zeros(len(mass))
         if old is not None:
             before[: len(old)] = old
-        decay = preset.config.ema_decay
+        decay = config.ema_decay
         self.credit[layer, head] = decay * before + (1 - decay) * mass
         return choice.keep[0].numpy()
 

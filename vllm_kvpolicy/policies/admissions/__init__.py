@@ -1,1 +1,1 @@
-"""Admissions: what may stay in the cache once it leaves the newest tokens."""
+"""Admissions: which tokens may stay in the cache after the recent window."""

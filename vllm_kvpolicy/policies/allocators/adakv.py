@@ -10,9 +10,6 @@ dropped tokens with ones that get no attention, and later events score those); t
 must-keep set comes on top of a head's own share (theirs is part of it).
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from vllm_kvpolicy.kernels.ranking import fill_next_best, limit_must_keep, top_k_mask
@@ -24,18 +21,13 @@ class AdaKVAllocator:
     """Shares a layer's budget among its heads by score.
 
     Args:
-        floor: a, share of the budget that each head has to itself.
+        adakv_floor: a, share of the budget that each head has to itself.
     """
 
     needs = Needs()
 
-    def __init__(self, floor: float = 0.2) -> None:
-        self.floor = floor
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "AdaKVAllocator":
-        """Build from options that `registry.resolve_options` has checked."""
-        return cls(options["adakv_floor"])
+    def __init__(self, adakv_floor: float) -> None:
+        self.floor = adakv_floor
 
     def choose(
         self,

@@ -10,9 +10,6 @@ chunks (theirs are those of the batch's first). Chunks go by cache index, as the
 where heads have cut a chunk differently, one index names different tokens in them.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
@@ -25,18 +22,13 @@ class ChunkAllocator:
     """Keeps neighbours together.
 
     Args:
-        length: tokens per chunk.
+        chunk_length: tokens per chunk.
     """
 
     needs = Needs()
 
-    def __init__(self, length: int = 20) -> None:
-        self.length = length
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "ChunkAllocator":
-        """Build from options that `registry.resolve_options` has checked."""
-        return cls(options["chunk_length"])
+    def __init__(self, chunk_length: int) -> None:
+        self.length = chunk_length
 
     def choose(
         self,

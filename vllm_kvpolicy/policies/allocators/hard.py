@@ -11,15 +11,13 @@ Source: Hard-KV, Problem 1, Constraint 1 and Cautious Update, as the paper has t
 code, https://github.com/SuDIS-ZJU/HARDInfer, keeps equally many in all heads.
 Deviations: no temperatures: a top-p set of the calibrated distribution is the first K_w
 in the method's order, so sizes come from raw attention and the order from the scorer
-(see calibrated_temperature). One order for all rows makes the union as long as
-the largest K_w and votes fall with rank; with `order` "attention" each row has its own.
+(tests solve for the temperatures and compare). One order for all rows makes the union
+as long as the largest K_w and votes fall with rank; with `order` "attention" each row
+has its own.
 W is 32, not 128. K is a mean over heads, not a cap on each: `upper` 4 is how far the
 widest head exceeds the mean in the paper's profile of head sizes, `lower` the inverse
 (AdaKV protects 0.2).
 """
-
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -39,59 +37,46 @@ SHARE_UNIT = 16  # shares of the total are exact to 1/16 token
 
 
 class HardAllocator:
-    """Sizes each head by its attention; options are those of `HARD_PARAMS`.
+    """Sizes each head by how many keys hold most of its attention.
 
     Args:
-        window_tokens: W.
-        mass: p.
-        lower: least size of a head, in budgets.
-        upper: largest size of a head, in budgets.
-        order: "method" or "attention".
-        scope: "model" or "layer", the heads that share a budget.
-        dynamic: sizes are scaled down only: the budget is a bound, not a target.
-        merge: survivors take dropped tokens in.
+        window: W, newest queries that count.
+        hard_p: p, attention mass of a nucleus.
+        hard_lower: smallest size of a head, in budgets.
+        hard_upper: largest size of a head, in budgets.
+        hard_order: "method" or "attention".
+        hard_mode: "fixed", or "dynamic": sizes are only scaled down, so that the
+            budget is a bound and not a target.
+        hard_scope: "model" or "layer", the heads that share a budget.
+        hard_merge: merge dropped tokens into survivors.
     """
 
     def __init__(
         self,
-        window_tokens: int = 32,
-        mass: float = 0.9,
-        lower: float = 0.25,
-        upper: float = 4.0,
-        order: str = "method",
-        scope: str = "model",
-        dynamic: bool = False,
-        merge: bool = False,
+        window: int,
+        hard_p: float,
+        hard_lower: float,
+        hard_upper: float,
+        hard_order: str,
+        hard_mode: str,
+        hard_scope: str,
+        hard_merge: bool,
     ) -> None:
-        own_order = order == "attention"  # each row's nucleus in its own order
+        own_order = hard_order == "attention"  # each row's nucleus in its own order
         self.needs = Needs(
-            window_tokens=window_tokens,
-            usage=merge or not own_order,
-            mass=0.0 if own_order else mass,
+            window_tokens=window,
+            usage=hard_merge or not own_order,
+            mass=0.0 if own_order else hard_p,
             keys=True,
-            values=merge,
+            values=hard_merge,
         )
-        self.mass = mass
-        self.lower = lower
-        self.upper = upper
-        self.order = order
-        self.scope = scope
-        self.dynamic = dynamic
-        self.merge = merge
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "HardAllocator":
-        """Build from options that `registry.resolve_options` has checked."""
-        return cls(
-            options["window"],
-            options["hard_p"],
-            options["hard_lower"],
-            options["hard_upper"],
-            options["hard_order"],
-            options["hard_scope"],
-            options["hard_mode"] == "dynamic",
-            options["hard_merge"],
-        )
+        self.mass = hard_p
+        self.lower = hard_lower
+        self.upper = hard_upper
+        self.order = hard_order
+        self.scope = hard_scope
+        self.dynamic = hard_mode == "dynamic"
+        self.merge = hard_merge
 
     def choose(
         self,

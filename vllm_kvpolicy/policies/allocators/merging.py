@@ -1,4 +1,4 @@
-"""Pairs survivors with dropped tokens that are to be folded into them.
+"""Pairs survivors with the dropped tokens that are merged into them.
 
 a_i = attention to token i, mean over the window and over the group's query heads. Of m
 dropped tokens and n survivors, the r-th strongest survivor by a takes the r-th weakest,
@@ -44,7 +44,10 @@ def pair_up(
     attention: torch.Tensor,
     order: torch.Tensor,
 ) -> torch.Tensor:
-    """Give the r-th of the strong tokens the r-th last of as many weak ones.
+    """Pair the r-th strong token with the r-th last of as many weak ones.
+
+    For example strong tokens A, B, C by attention and weak ones x, y, z, u by order: u
+    goes without, A takes z, B takes y and C takes x.
 
     Args:
         strong: [..., T] bool, ranked by attention.

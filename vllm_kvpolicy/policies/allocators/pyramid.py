@@ -15,9 +15,6 @@ instead); a single layer keeps K (theirs max). A layer that must keep more than 
 holds less, passes the difference on to all others evenly.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from vllm_kvpolicy.kernels.page_quota import page_quota
@@ -27,23 +24,18 @@ from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
 
 
 class PyramidAllocator:
-    """Gives deeper layers smaller budgets, the same at events of the same length.
+    """Gives deeper layers smaller budgets; they depend only on the tokens held.
 
     Args:
-        beta: budget over that of the last layer.
-        headroom: tokens that a layer may hold beyond the budget.
+        pyramid_beta: the budget divided by that of the last layer.
+        pyramid_headroom: tokens that a layer may hold beyond the budget.
     """
 
     needs = Needs()
 
-    def __init__(self, beta: float = 20.0, headroom: int = 512) -> None:
-        self.beta = beta
-        self.headroom = headroom
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "PyramidAllocator":
-        """Build from options that `registry.resolve_options` has checked."""
-        return cls(options["pyramid_beta"], options["pyramid_headroom"])
+    def __init__(self, pyramid_beta: float, pyramid_headroom: int) -> None:
+        self.beta = pyramid_beta
+        self.headroom = pyramid_headroom
 
     def choose(
         self,

@@ -1,12 +1,9 @@
 """Stratified control: each block of B tokens keeps equally many, its best ones.
 
-What quotas buy without any attention mass: AMS with blocks for segments.
+Shows what quotas achieve without attention mass: AMS with blocks for segments.
 
 Source: this project. Deviations: none.
 """
-
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -20,18 +17,13 @@ class StratifiedAllocator:
     """Shares each head's budget evenly among blocks by index, oldest first.
 
     Args:
-        block: B, tokens; must-keep tokens take no quota of their block.
+        strat_block: B, tokens; must-keep tokens take no quota of their block.
     """
 
     needs = Needs()
 
-    def __init__(self, block: int = 256) -> None:
-        self.block = block
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "StratifiedAllocator":
-        """Build from options that `registry.resolve_options` has checked."""
-        return cls(options["strat_block"])
+    def __init__(self, strat_block: int) -> None:
+        self.block = strat_block
 
     def choose(
         self,

@@ -5,9 +5,6 @@ Deviations: exactly `budget` tokens, must-keep tokens included; survivors stay i
 order (theirs are left in score order, which later events take for time order).
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from vllm_kvpolicy.kernels.ranking import limit_must_keep, top_k_mask
@@ -20,11 +17,6 @@ class UniformTopK:
 
     needs = Needs()
 
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "UniformTopK":
-        """Build; reads no option."""
-        return cls()
-
     def choose(
         self,
         score: torch.Tensor,
@@ -34,6 +26,6 @@ class UniformTopK:
     ) -> Decision:
         """Pick `budget` tokens per row of `score` [E, L, H, T], must-keep first."""
         must_keep = limit_must_keep(inputs.must_keep, budget)
-        # A row may hold less behind an admission.
+        # After an admission a row may hold fewer tokens than the budget.
         size = inputs.lengths.clamp(max=budget)
         return Decision(top_k_mask(score, must_keep, inputs.valid, size), score)

@@ -1,61 +1,68 @@
-"""Names of policies: the grammar, what each policy needs, and its options.
+"""Names of policies: the grammar, and what a name says about its policy.
 
 A name is `[ADMISSION][+EVICTION][+SELECTION]`, at least one part; EVICTION is
-`[ALLOCATOR-]SCORER`.
+`[ALLOCATOR-]SCORER`. For example `wgkv+ams-snapkv+quest` has all four words.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
-from vllm_kvpolicy.policies.catalogue.options import Options, Param, check
-from vllm_kvpolicy.policies.catalogue.words import (
-    ADMISSIONS,
-    ALLOCATORS,
-    KEEP_ALL,
-    SCORERS,
-    SELECTIONS,
-    TEST_POLICIES,
-    Word,
-)
+from pydantic.fields import FieldInfo
+
+from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
+from vllm_kvpolicy.policies.catalogue.allocators import ALLOCATORS
+from vllm_kvpolicy.policies.catalogue.rows import WordRow
+from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
+from vllm_kvpolicy.policies.catalogue.selections import KEEP_ALL, SELECTIONS
+from vllm_kvpolicy.policies.catalogue.testing import TEST_POLICIES
 
 
 @dataclass(frozen=True)
 class PolicyInfo:
-    """What the rest of the system knows about a policy before it is built.
+    """What a name means: the rows of its words.
 
     Args:
         name: the name as given.
-        path: "module:class" of a policy that is not composed, else None.
-        scorer: "module:class", None unless composed.
-        allocator: "module:class", None unless composed.
-        summary: one line.
-        source: where its parts are published.
-        windows: per part, queries it reads and the option that overrides them.
-        protect_prompt: prompt tokens are kept unless the user says otherwise.
-        is_test: outside the grammar, drops nothing.
-        placement: where survivors go; a name in block_manager.placement.
-        params: valid keys of `--kv-policy-config`.
-        presets: option values by preset name.
-        admission: "module:class", None for none.
-        selection: "module:class" of what chooses pages to read, None for all.
+        admission: row of its admission, None for none.
+        scorer: row of its scorer, None where nothing is evicted.
+        allocator: row of its allocator; every scorer has one.
+        whole: row of a policy that is not composed: a test policy, or the one that
+            keeps everything under a selection.
+        selection: row of what chooses pages to read, None where all are read.
     """
 
     name: str
-    path: str | None
-    scorer: str | None
-    allocator: str | None
-    summary: str
-    source: str
-    windows: tuple[tuple[str | None, int], ...] = ()
-    ragged: bool = False
-    protect_prompt: bool = False
-    is_test: bool = False
-    placement: str = "in_place"
-    params: tuple[Param, ...] = ()
-    presets: Mapping[str, Options] = field(default_factory=dict)
-    admission: str | None = None
-    selection: str | None = None
+    admission: WordRow | None = None
+    scorer: WordRow | None = None
+    allocator: WordRow | None = None
+    whole: WordRow | None = None
+    selection: WordRow | None = None
+
+    @property
+    def parts(self) -> tuple[WordRow, ...]:
+        """The rows that there are, in the order in which they act."""
+        rows = self.admission, self.scorer, self.allocator, self.whole, self.selection
+        return tuple(row for row in rows if row is not None)
+
+    @property
+    def summary(self) -> str:
+        """One line: what each part does."""
+        return "; ".join(row.summary for row in self.parts)
+
+    @property
+    def options(self) -> dict[str, FieldInfo]:
+        """The keys of `--kv-policy-config` that it reads."""
+        return {
+            key: field
+            for row in self.parts
+            for key, field in row.options.model_fields.items()
+        }
+
+    @property
+    def is_test(self) -> bool:
+        """Whether it is outside the grammar and drops nothing."""
+        return self.whole in TEST_POLICIES.values()
 
     @property
     def keeps_all(self) -> bool:
@@ -76,27 +83,46 @@ class PolicyInfo:
         keys = () if self.admission is None else ("recent", "sinks")
         return (*keys, "budget") if self.is_unbounded else keys
 
-    def window_tokens(self, options: Options) -> int:
-        """Queries captured before an event, given resolved options."""
-        sizes = (options.get(key or "", default) for key, default in self.windows)
-        return max(sizes, default=0)
+    @property
+    def protect_prompt(self) -> bool:
+        """Whether prompt tokens are kept unless the user says otherwise."""
+        return any(row.protect_prompt for row in self.parts)
 
-    def is_ragged(self, options: Options) -> bool:
-        """Whether heads may hold different numbers of tokens."""
-        return self.ragged or bool(options.get("ragged", False))
+    @property
+    def placement(self) -> str:
+        """Where survivors go; a name in block_manager.placement."""
+        return "in_place" if self.whole is None else self.whole.placement
+
+    def window_tokens(self, options: Mapping[str, Any]) -> int:
+        """Return how many queries are captured before an event.
+
+        Args:
+            options: resolved options; a missing one takes its default.
+        """
+        return max(row.window_tokens(options) for row in self.parts)
+
+    def is_ragged(self, options: Mapping[str, Any]) -> bool:
+        """Return whether heads may hold different numbers of tokens."""
+        is_ragged = any(row.ragged for row in self.parts)
+        return is_ragged or bool(options.get("ragged", False))
+
+    def decides(self, options: Mapping[str, Any]) -> bool:
+        """Return whether its admission decides while tokens are computed."""
+        decides = self.admission is not None and self.admission.decides
+        return decides or bool(options.get("exact", False))
 
 
 def names() -> list[str]:
     """List every eviction, test policies last.
 
-    `parse` also knows each admission and each selection alone, and with `+` in front of
-    an eviction and behind one.
+    `parse` also accepts each admission and each selection alone, and with `+` before
+    and after an eviction.
     """
     evictions = [
         f"{allocator}-{scorer}" if allocator else scorer
-        for allocator, word in ALLOCATORS.items()
+        for allocator, row in ALLOCATORS.items()
         for scorer in SCORERS
-        if scorer not in word.refuses
+        if scorer not in row.refuses
     ]
     return evictions + list(TEST_POLICIES)
 
@@ -111,165 +137,94 @@ def grammar() -> str:
     allocators = ", ".join(filter(None, ALLOCATORS))
     refused = [
         f"{allocator}-{scorer}"
-        for allocator, word in ALLOCATORS.items()
-        for scorer in word.refuses
+        for allocator, row in ALLOCATORS.items()
+        for scorer in row.refuses
     ]
     return (
         f"SCORER or ALLOCATOR-SCORER; scorers {', '.join(SCORERS)}; allocators "
         f"{allocators}; not {', '.join(refused)}; or ADMISSION, alone or as ADMISSION+ "
-        f"in front; admissions {', '.join(ADMISSIONS)}; or SELECTION, alone or as "
-        f"+SELECTION behind; selections {', '.join(SELECTIONS)}; for tests "
+        f"before that; admissions {', '.join(ADMISSIONS)}; or SELECTION, alone or as "
+        f"+SELECTION after that; selections {', '.join(SELECTIONS)}; for tests "
         f"{', '.join(TEST_POLICIES)}"
     )
 
 
-def parse(name: str) -> PolicyInfo:
+def parse(name: str, key: str = "kv_policy") -> PolicyInfo:
     """Look a policy up by name.
+
+    Args:
+        name: of the policy.
+        key: where the user gave it, for errors.
 
     Raises:
         ValueError: an unknown name, or a combination that makes no sense.
     """
-    word = TEST_POLICIES.get(name) if isinstance(name, str) else None
-    if word is not None:
-        return replace(_of_path(name, word), is_test=True)
-    parts = str(name).split("+")
-    admission = parts.pop(0) if parts[0] in ADMISSIONS else ""
-    selection = parts.pop() if parts and parts[-1] in SELECTIONS else ""
-    if len(parts) > 1 or not (parts or admission or selection):
-        raise ValueError(f"kv_policy: got {name!r}, expected {grammar()}")
-    info = _eviction(name, parts[0]) if parts else None
-    if admission:
-        info = _admitted(name, ADMISSIONS[admission], info)
-    elif info is None:
-        info = _of_path(name, KEEP_ALL)
-    return _selecting(name, info, SELECTIONS[selection]) if selection else info
-
-
-def _of_path(name: str, word: Word) -> PolicyInfo:
-    """Describe a policy that is not composed."""
+    test = TEST_POLICIES.get(name) if isinstance(name, str) else None
+    if test is not None:
+        return PolicyInfo(name, whole=test)
+    words = str(name).split("+")
+    admission = words.pop(0) if words[0] in ADMISSIONS else ""
+    selection = words.pop() if words and words[-1] in SELECTIONS else ""
+    if len(words) > 1 or not (words or admission or selection):
+        raise ValueError(f"{key}: got {name!r}, expected {grammar()}")
+    allocator, _, scorer = words[0].rpartition("-") if words else ("", "", "")
+    if words:
+        _check_eviction(name, words[0], key)
+    if words and admission and allocator in ADMISSIONS[admission].refuses:
+        reason = ADMISSIONS[admission].refuses[allocator]
+        raise ValueError(f"{key}: got {name!r}, refused because {reason}")
     return PolicyInfo(
         name,
-        word.path,
-        None,
-        None,
-        word.summary,
-        word.source,
-        placement=word.placement,
-        params=word.params,
+        admission=ADMISSIONS.get(admission),
+        scorer=SCORERS.get(scorer),
+        allocator=ALLOCATORS[allocator] if words else None,
+        whole=None if words or admission else KEEP_ALL,
+        selection=SELECTIONS.get(selection),
     )
 
 
-def _eviction(name: str, part: str) -> PolicyInfo:
-    """Describe the part of a name that is `[ALLOCATOR-]SCORER`.
-
-    Raises:
-        ValueError: it is not, or one refuses the other.
-    """
-    allocator, _, scorer = part.rpartition("-")
+def _check_eviction(name: str, eviction: str, key: str) -> None:
+    """Raise ValueError unless a part of a name is `[ALLOCATOR-]SCORER`."""
+    allocator, _, scorer = eviction.rpartition("-")
     # A leading dash is no name, though the empty word is an allocator.
     known = allocator in ALLOCATORS and scorer in SCORERS
-    if not known or part.startswith("-"):
-        raise ValueError(f"kv_policy: got {name!r}, expected {grammar()}")
+    if not known or eviction.startswith("-"):
+        raise ValueError(f"{key}: got {name!r}, expected {grammar()}")
     if scorer in ALLOCATORS[allocator].refuses:
         reason = ALLOCATORS[allocator].refuses[scorer]
-        raise ValueError(f"kv_policy: got {name!r}, refused because {reason}")
-    return _compose(part, ALLOCATORS[allocator], SCORERS[scorer])
+        raise ValueError(f"{key}: got {name!r}, refused because {reason}")
 
 
-def _compose(name: str, allocator: Word, scorer: Word) -> PolicyInfo:
-    """Describe the policy that an allocator and a scorer form."""
-    params = {param.name: param for param in scorer.params + allocator.params}
-    return PolicyInfo(
-        name=name,
-        path=None,
-        scorer=scorer.path,
-        allocator=allocator.path,
-        summary=f"{scorer.summary}; {allocator.summary}",
-        source=f"{scorer.source}; {allocator.source}",
-        windows=tuple(
-            (word.window_key, word.window_tokens) for word in (scorer, allocator)
-        ),
-        ragged=allocator.ragged,
-        protect_prompt=scorer.protect_prompt or allocator.protect_prompt,
-        params=tuple(params.values()),
-        presets={**scorer.presets, **allocator.presets},
-    )
-
-
-def _admitted(name: str, admission: Word, eviction: PolicyInfo | None) -> PolicyInfo:
-    """Describe an admission, alone or in front of an eviction.
-
-    Raises:
-        ValueError: it refuses the eviction.
-    """
-    if eviction is None:
-        return PolicyInfo(
-            name=name,
-            path=None,
-            scorer=None,
-            allocator=None,
-            summary=admission.summary,
-            source=admission.source,
-            ragged=admission.ragged,
-            params=admission.params,
-            admission=admission.path,
-        )
-    allocator = eviction.name.rpartition("-")[0]
-    if allocator in admission.refuses:
-        reason = admission.refuses[allocator]
-        raise ValueError(f"kv_policy: got {name!r}, refused because {reason}")
-    return replace(
-        eviction,
-        name=name,
-        summary=f"{admission.summary}; {eviction.summary}",
-        source=f"{admission.source}; {eviction.source}",
-        ragged=True,
-        params=admission.params + eviction.params,
-        admission=admission.path,
-    )
-
-
-def _selecting(name: str, info: PolicyInfo, selection: Word) -> PolicyInfo:
-    """Describe a policy behind which only some of what it keeps is read."""
-    return replace(
-        info,
-        name=name,
-        summary=f"{info.summary}; {selection.summary}",
-        source=f"{info.source}; {selection.source}",
-        ragged=True,
-        params=info.params + selection.params,
-        selection=selection.path,
-    )
-
-
-def resolve_options(info: PolicyInfo, options: Options) -> dict[str, Any]:
+def resolve_options(info: PolicyInfo, given: Mapping[str, Any]) -> dict[str, Any]:
     """Check `--kv-policy-config` and complete it: explicit, else preset, else default.
+
+    For example `ams-tova` with `{"preset": "paper", "min_segment": 8}` has the window
+    of 128 queries of its preset, the given 8, and defaults for the rest.
 
     Args:
         info: the policy.
-        options: keys and values as the user gave them.
+        given: keys and values as the user gave them.
 
     Returns:
-        A value for every key that the policy knows.
+        A value for every key that the policy reads.
 
     Raises:
         ValueError: an unknown key, or a value outside its range.
     """
-    params = {param.name: param for param in info.params}
-    for key in options:
-        if key not in params:
-            valid = ", ".join(params) or "none"
+    known = info.options
+    for key in given:
+        if key not in known:
+            valid = ", ".join(known) or "none"
             raise ValueError(
                 f"kv_policy_config: got {key!r}, expected keys of {info.name!r} "
                 f"({valid})"
             )
-    for key in options:
-        check(params[key], options)
-    values = {name: param.default for name, param in params.items()}
-    if "preset" in params:
-        preset = info.presets[options.get("preset", values["preset"])]
-        values.update((key, preset[key]) for key in params if key in preset)
-    values.update(options)
-    for param in info.params:
-        check(param, values)
-    return values
+    values = {**_preset(info, given), **given}
+    return {key: value for row in info.parts for key, value in row.read(values)}
+
+
+def _preset(info: PolicyInfo, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the values of the preset that the user named; none for a wrong one."""
+    presets = {name: keys for row in info.parts for name, keys in row.presets.items()}
+    chosen = given.get("preset")
+    return presets.get(chosen, {}) if isinstance(chosen, str) else {}

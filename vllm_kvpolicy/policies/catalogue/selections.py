@@ -1,13 +1,36 @@
-"""Options of the selections."""
+"""The selections: a row and a model of options for each.
 
-from vllm_kvpolicy.policies.catalogue.options import Param
+A selection says which of the kept pages a decoding step reads.
+"""
 
-QUEST_PARAMS = (
-    Param(
-        "quest_budget",
-        "int",
+from pydantic import Field
+
+from vllm_kvpolicy.policies.catalogue.options import Options
+from vllm_kvpolicy.policies.catalogue.rows import WordRow
+
+
+class QuestOptions(Options):
+    """Options of `quest`."""
+
+    quest_budget: int = Field(
         1024,
-        "tokens per KV head that a step reads, local tokens included",
-        1,
+        ge=1,
+        description="tokens per KV head that a step reads, local tokens included",
+    )
+
+
+SELECTIONS = {
+    "quest": WordRow(
+        "vllm_kvpolicy.policies.selections.quest:Quest",
+        "each generated token reads the pages whose keys may match its query best",
+        "Quest, arXiv 2406.10774",
+        options=QuestOptions,
+        ragged=True,
     ),
+}
+# The policy of a name that is a selection alone.
+KEEP_ALL = WordRow(
+    "vllm_kvpolicy.policies.keep_all:KeepAll",
+    "keeps everything",
+    "this project",
 )

@@ -1,10 +1,6 @@
-"""What most scorers have in common: no options, no memory.
-
-Subclassed by the scorers of this folder.
-"""
+"""The base class of scorers."""
 
 from collections.abc import Mapping
-from typing import Any, Self
 
 import torch
 
@@ -13,14 +9,12 @@ from vllm_kvpolicy.policies.base import EventInputs, Needs
 
 
 class BaseScorer:
-    """A scorer; subclasses set `needs` and define `score`."""
+    """Says how important each token is; knows nothing about budgets.
+
+    Subclasses set `needs` and define `score`.
+    """
 
     needs = Needs()
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> Self:
-        """Build from options that `registry.resolve_options` has checked."""
-        return cls()
 
     def check_model(
         self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
@@ -38,9 +32,22 @@ class BaseScorer:
         """
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
-        """Score [E, L, H, T] float32; see `base.Scorer`."""
+        """Score every token.
+
+        Args:
+            inputs: the event.
+            usage: attention of the window, None unless `needs` asks for it.
+
+        Returns:
+            [E, L, H, T] float32, higher is kept sooner; NaN counts as minus infinity;
+            unspecified on padding. May be a broadcast view.
+        """
         raise NotImplementedError
 
     def remember(self, score: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Return what `needs.memory` names, from the score just computed."""
+        """Return what `needs.memory` names, [E, L, H, T] float32 each.
+
+        Args:
+            score: as `score` just returned it.
+        """
         return {}

@@ -39,7 +39,7 @@ SHARES, SHARE_OF = (8, 32, 64), 128
 
 @dataclass(frozen=True)
 class Mix:
-    """A score that a token gets once: the weighted sum of rolling statistics.
+    """The score of a token: a weighted sum of rolling statistics of its signals.
 
     Args:
         signals: what is measured at each token.
@@ -115,45 +115,26 @@ def signals_from_hidden(
     return measured
 
 
-def scores_from_hidden(
-    hidden: torch.Tensor, mix: Mix = MIXES["detrend"], stat_window: int = 64
-) -> torch.Tensor:
-    """Score the generated tokens of one trace.
+def from_options(
+    variant: str, stat_window: int, epikv_chunk: int, **bands: Any
+) -> BaseScorer:
+    """Build the scorer of a variant.
 
     Args:
-        hidden: [N, S + 1, d] floating point, outputs of all N decoder layers at the
-            prompt's last token and at S generated ones.
-        mix: a value of `MIXES` that reads hidden states.
+        variant: a key of `MIXES`, "lag-kv" or "segment".
         stat_window: tokens in the rolling statistics.
-
-    Returns:
-        [S] float32, higher is kept sooner.
-
-    Raises:
-        ValueError: a mix of keys or values, or of layers that are not there.
+        epikv_chunk: tokens per chunk, for "lag-kv" and "segment".
+        **bands: layers and weight, see `_mix`.
     """
-    measured = signals_from_hidden(mix.signals, hidden)
-    first = torch.ones(1, dtype=torch.int64, device=hidden.device)
-    return mix.scores(measured, first, stat_window)[0, 1:]
+    if variant == "lag-kv":
+        return LagScorer(epikv_chunk)
+    if variant == "segment":
+        return SegmentScorer(_mix("detrend", bands), stat_window, epikv_chunk)
+    return MixScorer(_mix(variant, bands), stat_window)
 
 
-class EpiKVScorer(BaseScorer):
-    """One of the scorers below, by the option `variant`."""
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "EpiKVScorer":
-        """Build from options that `registry.resolve_options` has checked."""
-        variant, window = options["variant"], options["stat_window"]
-        chunk = options["epikv_chunk"]
-        if variant == "lag-kv":
-            return LagScorer(chunk)
-        if variant == "segment":
-            return SegmentScorer(_mix("detrend", options), window, chunk)
-        return MixScorer(_mix(variant, options), window)
-
-
-class MixScorer(EpiKVScorer):
-    """Scores a token by what it showed when it was computed, once and for all heads.
+class MixScorer(BaseScorer):
+    """Scores a token once, by signals measured while it was computed, for all heads.
 
     Prompt tokens that nobody protects get the highest score of their request, at
     least 0.
@@ -163,7 +144,7 @@ class MixScorer(EpiKVScorer):
         stat_window: tokens in the rolling statistics.
     """
 
-    def __init__(self, mix: Mix = MIXES["detrend"], stat_window: int = 64) -> None:
+    def __init__(self, mix: Mix, stat_window: int) -> None:
         self.mix = mix
         self.stat_window = stat_window
         self.needs = Needs(positions=True, signals=mix.signals)
@@ -223,7 +204,7 @@ class SegmentScorer(MixScorer):
         return score + (highest - lowest + 1) * is_best.view(score.shape)
 
 
-class LagScorer(EpiKVScorer):
+class LagScorer(BaseScorer):
     """Scores a token by the spread of its key and value, seen from the chunk before.
 
     Args:
@@ -232,7 +213,7 @@ class LagScorer(EpiKVScorer):
 
     needs = Needs(keys=True, values=True)
 
-    def __init__(self, chunk: int = 128) -> None:
+    def __init__(self, chunk: int) -> None:
         self.chunk = chunk
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
@@ -243,17 +224,22 @@ class LagScorer(EpiKVScorer):
         return spread[:, None, None].expand(valid.shape)
 
 
-def _mix(variant: str, options: Mapping[str, Any]) -> Mix:
-    """Return a mix with the layers and the weight that the options name."""
+def _mix(variant: str, bands: Mapping[str, Any]) -> Mix:
+    """Return a mix with the layers and the weight that the options name.
+
+    Args:
+        variant: a key of `MIXES`.
+        bands: `a_first`, `a_last`, `b_first`, `b_last` and `a_weight`.
+    """
     mix = MIXES[variant]
     if len(mix.signals) < 2:
         return mix
     signals = []
     for band, signal in zip("ab", mix.signals, strict=True):
-        ends = {end: options[f"{band}_{end}"] for end in ("first", "last")}
+        ends = {end: bands[f"{band}_{end}"] for end in ("first", "last")}
         chosen = {end: layer for end, layer in ends.items() if layer >= 0}
         signals.append(replace(signal, **chosen))
-    weight = options["a_weight"] or mix.weights[0]
+    weight = bands["a_weight"] or mix.weights[0]
     return Mix(tuple(signals), (weight, mix.weights[1]), mix.statistic)
 
 

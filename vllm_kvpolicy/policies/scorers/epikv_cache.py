@@ -1,4 +1,4 @@
-"""The parts of EpiKV's variants that look at the cache as it is at an event."""
+"""The parts of EpiKV's variants that read the cache at an event."""
 
 from collections.abc import Sequence
 

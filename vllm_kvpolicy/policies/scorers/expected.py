@@ -14,9 +14,7 @@ theirs, the softmax leaves out the sinks, here the leading run of must-keep toke
 gives them the highest score, here of their row (theirs of all heads and requests).
 """
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -34,8 +32,8 @@ class ExpectedAttentionScorer(BaseScorer):
     """Scores a token by the attention that queries like the newest will pay to it.
 
     Args:
-        window_tokens: W, queries that stand for future ones.
-        num_future: N, future positions.
+        expected_window: W, queries that stand for future ones.
+        n_future: N, future positions.
         covariance: add the half variance to z.
         value_norm: multiply by the length of the value.
         epsilon: eps, added to the attention before that.
@@ -43,30 +41,19 @@ class ExpectedAttentionScorer(BaseScorer):
 
     def __init__(
         self,
-        window_tokens: int = 128,
-        num_future: int = 512,
-        covariance: bool = True,
-        value_norm: bool = True,
-        epsilon: float = 1e-2,
+        expected_window: int,
+        n_future: int,
+        covariance: bool,
+        value_norm: bool,
+        epsilon: float,
     ) -> None:
         self.needs = Needs(
-            window_tokens=window_tokens, keys=True, values=value_norm, rope=True
+            window_tokens=expected_window, keys=True, values=value_norm, rope=True
         )
-        self.num_future = num_future
+        self.num_future = n_future
         self.covariance = covariance
         self.value_norm = value_norm
         self.epsilon = epsilon
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "ExpectedAttentionScorer":
-        """Build from options that `registry.resolve_options` has checked."""
-        return cls(
-            options["expected_window"],
-            options["n_future"],
-            options["covariance"],
-            options["value_norm"],
-            options["epsilon"],
-        )
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score [E, L, H, T] float32."""
@@ -92,7 +79,7 @@ class ExpectedAttentionScorer(BaseScorer):
 
 
 def turn_ahead(queries: torch.Tensor, rope: Rope, num_future: int) -> torch.Tensor:
-    """Average each query's rotations to the `num_future` positions behind the window.
+    """Average each query's rotations to the `num_future` positions after the window.
 
     Args:
         queries: [..., W, D] floating point, post-RoPE, consecutive, newest last.
@@ -119,7 +106,7 @@ def _expected_attention(
     keys: torch.Tensor,
     measured: torch.Tensor,
 ) -> torch.Tensor:
-    """Mean over the group of softmax(z), [n, H, T] float32.
+    """Return the mean over the group of softmax(z), [n, H, T] float32.
 
     Args:
         scale: softmax scale.

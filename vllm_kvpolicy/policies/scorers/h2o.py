@@ -10,7 +10,6 @@ must-keep set that all policies share.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -22,17 +21,16 @@ RECEIVED = "h2o"  # name of the running sum in a policy's memory
 
 
 class H2OScorer(BaseScorer):
-    """Scores a token by the attention it has received so far."""
+    """Scores a token by the attention it has received so far.
 
-    def __init__(self, window_tokens: int = 32) -> None:
+    Args:
+        window: W, newest queries that count at each event.
+    """
+
+    def __init__(self, window: int) -> None:
         self.needs = Needs(
-            window_tokens=window_tokens, usage=True, keys=True, memory=(RECEIVED,)
+            window_tokens=window, usage=True, keys=True, memory=(RECEIVED,)
         )
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "H2OScorer":
-        """Build from options that `registry.resolve_options` has checked."""
-        return cls(options["window"])
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score [E, L, H, T] float32; what a token got from queries, never less."""

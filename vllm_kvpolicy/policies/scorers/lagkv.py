@@ -5,12 +5,9 @@ and max are each channel's in the next block.
 Source: LagKV (arXiv 2504.04704) section 3;
 https://github.com/NVIDIA/kvpress/blob/main/kvpress/presses/lagkv_press.py.
 Deviations: computed in float32; a channel that does not vary in the next block counts
-as zero (theirs divides by zero). Blocks start behind the sinks, which are the leading
+as zero (theirs divides by zero). Blocks start after the sinks, which are the leading
 run of must-keep tokens: a protected prompt as a whole.
 """
-
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +23,7 @@ from vllm_kvpolicy.policies.scorers.unmeasured import leading_run
 class LagKVScorer(BaseScorer):
     """Scores a token by how far its channels spread, seen from the next block.
 
-    Sinks, the last block and the tokens behind it have no next block: they score 1.
+    Sinks, the last block and the tokens after it have no next block: they score 1.
     Where fewer than two blocks are held, later tokens score higher.
 
     Args:
@@ -36,14 +33,9 @@ class LagKVScorer(BaseScorer):
 
     needs = Needs(keys=True, values=True)
 
-    def __init__(self, lag: int = 128, cross: bool = False) -> None:
+    def __init__(self, lag: int, cross: bool) -> None:
         self.lag = lag
         self.cross = cross
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "LagKVScorer":
-        """Build from options that `registry.resolve_options` has checked."""
-        return cls(options["lag"], options["cross"])
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score [E, L, H, T] float32 in [0, 1]."""

@@ -5,9 +5,6 @@ https://github.com/NVIDIA/kvpress/blob/main/kvpress/presses/qfilter_press.py.
 Deviations: none. As in the published filters, f points away from the queries.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from vllm_kvpolicy.kernels.paged_reductions import paged_projections
@@ -15,6 +12,15 @@ from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.calibration import Calibration, load
 from vllm_kvpolicy.policies.scorers.base import BaseScorer
+
+
+def from_options(qfilter_calibration: str) -> "QFilterScorer":
+    """Build the scorer from its calibration file.
+
+    Raises:
+        ValueError: the file is missing, broken, or holds something else.
+    """
+    return QFilterScorer(load(qfilter_calibration, "qfilter"))
 
 
 class QFilterScorer(BaseScorer):
@@ -29,11 +35,6 @@ class QFilterScorer(BaseScorer):
     def __init__(self, calibration: Calibration) -> None:
         self.calibration = calibration
         self.filters = calibration.tensors["filters"]
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "QFilterScorer":
-        """Build from options that `registry.resolve_options` has checked."""
-        return cls(load(options["qfilter_calibration"], "qfilter"))
 
     def check_model(
         self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int

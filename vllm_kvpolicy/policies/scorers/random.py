@@ -3,9 +3,6 @@
 Source: this project. Deviations: none.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from vllm_kvpolicy.kernels.mixing import mix
@@ -15,15 +12,14 @@ from vllm_kvpolicy.policies.scorers.base import BaseScorer
 
 
 class RandomScorer(BaseScorer):
-    """Draws a score for each token, anew at each event, the same in every run."""
+    """Draws a score for each token, anew at each event, the same in every run.
 
-    def __init__(self, seed: int = 0) -> None:
+    Args:
+        seed: a different one draws different scores.
+    """
+
+    def __init__(self, seed: int) -> None:
         self.seed = seed
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "RandomScorer":
-        """Build from options that `registry.resolve_options` has checked."""
-        return cls(options["seed"])
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score [E, L, H, T] float32, uniform in [0, 1)."""

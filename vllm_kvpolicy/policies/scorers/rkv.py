@@ -12,9 +12,7 @@ terms to the model dtype); no matrix of T^2 cosines; the newest W tokens get the
 highest score (theirs keeps them whatever they score).
 """
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,33 +33,23 @@ class RKVScorer(BaseScorer):
     """Scores a token by the window's attention and by how few keys resemble its key.
 
     Args:
-        window_tokens: W, queries that score, and newest tokens that they do not score.
-        pool_kernel: neighbours whose maximum is taken, odd.
-        attention_weight: lambda, 0 to 1.
-        threshold: cosine above which two keys are similar, at least 0.
+        rkv_window: W, queries that score, and newest tokens that they do not score.
+        rkv_kernel: neighbours whose maximum is taken, odd.
+        rkv_lambda: lambda, weight of the attention, 0 to 1.
+        rkv_threshold: cosine above which two keys are similar, at least 0.
     """
 
     def __init__(
         self,
-        window_tokens: int = 8,
-        pool_kernel: int = 7,
-        attention_weight: float = 0.07,
-        threshold: float = 0.5,
+        rkv_window: int,
+        rkv_kernel: int,
+        rkv_lambda: float,
+        rkv_threshold: float,
     ) -> None:
-        self.needs = Needs(window_tokens=window_tokens, keys=True)
-        self.pool_kernel = pool_kernel
-        self.attention_weight = attention_weight
-        self.threshold = threshold
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "RKVScorer":
-        """Build from options that `registry.resolve_options` has checked."""
-        return cls(
-            options["rkv_window"],
-            options["rkv_kernel"],
-            options["rkv_lambda"],
-            options["rkv_threshold"],
-        )
+        self.needs = Needs(window_tokens=rkv_window, keys=True)
+        self.pool_kernel = rkv_kernel
+        self.attention_weight = rkv_lambda
+        self.threshold = rkv_threshold
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score [E, L, H, T] float32; the newest tokens get the highest."""
@@ -98,7 +86,7 @@ def _attention(
     is_older: torch.Tensor,
     selects: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention of the window to the older keys, [n, H, T] float32.
+    """Return the attention of the window to the older keys, [n, H, T] float32.
 
     Args:
         scale: softmax scale.
@@ -118,7 +106,7 @@ def _attention(
 def redundancy(
     threshold: float, keys: torch.Tensor, valid: torch.Tensor
 ) -> torch.Tensor:
-    """How much each key resembles the other keys of its row.
+    """Measure how much each key resembles the other keys of its row.
 
     With keys k of length 1, the sum of column i is k_i . sum_j k_j - k_i . k_i, less
     the cosines of the rows whose last similar key is i.

@@ -9,9 +9,7 @@ always keeps, get the row's highest score. As in `tova`, the mean over all
 query heads of the layer goes by cache index.
 """
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,21 +25,16 @@ from vllm_kvpolicy.policies.scorers.unmeasured import fill_with_highest, leading
 
 
 class RPCScorer(BaseScorer):
-    """Scores a token by what the newest queries pay to it among the older tokens.
+    """Scores a token by its share of the newest queries' attention to older tokens.
 
     Args:
-        window_tokens: W, queries that score, and newest tokens that they do not score.
-        pool_kernel: neighbours averaged over, odd.
+        rpc_window: W, queries that score, and newest tokens that they do not score.
+        rpc_kernel: neighbours averaged over, odd.
     """
 
-    def __init__(self, window_tokens: int = 32, pool_kernel: int = 7) -> None:
-        self.needs = Needs(window_tokens=window_tokens, keys=True)
-        self.pool_kernel = pool_kernel
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "RPCScorer":
-        """Build from options that `registry.resolve_options` has checked."""
-        return cls(options["rpc_window"], options["rpc_kernel"])
+    def __init__(self, rpc_window: int, rpc_kernel: int) -> None:
+        self.needs = Needs(window_tokens=rpc_window, keys=True)
+        self.pool_kernel = rpc_kernel
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score [E, L, H, T] float32; prompt and newest tokens get the highest."""

@@ -7,9 +7,6 @@ as in kvpress (the original takes a maximum); the newest W tokens get the row's 
 score (kvpress takes the maximum over all heads and requests, in later versions plus 1).
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from vllm_kvpolicy.kernels.window_usage import (
@@ -23,16 +20,16 @@ from vllm_kvpolicy.policies.scorers.base import BaseScorer
 
 
 class SnapKVScorer(BaseScorer):
-    """Scores a token by the window's attention, smoothed over its neighbours."""
+    """Scores a token by the window's attention, smoothed over its neighbours.
 
-    def __init__(self, window_tokens: int = 32, pool_kernel: int = 5) -> None:
-        self.needs = Needs(window_tokens=window_tokens, usage=True, keys=True)
+    Args:
+        window: W, newest queries that count.
+        pool_kernel: neighbours averaged over, odd.
+    """
+
+    def __init__(self, window: int, pool_kernel: int) -> None:
+        self.needs = Needs(window_tokens=window, usage=True, keys=True)
         self.pool_kernel = pool_kernel
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "SnapKVScorer":
-        """Build from options that `registry.resolve_options` has checked."""
-        return cls(options["window"], options["pool_kernel"])
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score [E, L, H, T] float32, zero on padding."""

@@ -14,9 +14,6 @@ are float32 up to 70000 rad); no noise on ties. Mean and deviation are those of 
 tokens but the leading run of must-keep tokens (theirs: but the prompt).
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from vllm_kvpolicy.kernels.paged_reductions import paged_pair_projections
@@ -31,8 +28,20 @@ NUM_DISTANCES = 17  # d = 1, 2, 4 .. 65536
 MIN_DEVIATION = 1e-6
 
 
+def from_options(
+    triattention_calibration: str, tri_aggregate: str
+) -> "TriAttentionScorer":
+    """Build the scorer from its calibration file.
+
+    Raises:
+        ValueError: the file is missing, broken, or holds something else.
+    """
+    calibration = load(triattention_calibration, "triattention")
+    return TriAttentionScorer(calibration, tri_aggregate)
+
+
 class TriAttentionScorer(BaseScorer):
-    """Scores a token by the attention that queries to come are expected to pay to it.
+    """Scores a token by the attention expected from future queries.
 
     Args:
         calibration: of kind "triattention".
@@ -46,7 +55,7 @@ class TriAttentionScorer(BaseScorer):
     def __init__(
         self,
         calibration: Calibration,
-        aggregate: str = "max",
+        aggregate: str,
         has_direction: bool = True,
         has_mean_length: bool = True,
     ) -> None:
@@ -56,12 +65,6 @@ class TriAttentionScorer(BaseScorer):
         query = torch.complex(stored["query_real"], stored["query_imag"])
         self.by_length = stored["query_abs"] - query.abs() * has_mean_length
         self.query = query * has_direction
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "TriAttentionScorer":
-        """Build from options that `registry.resolve_options` has checked."""
-        calibration = load(options["triattention_calibration"], "triattention")
-        return cls(calibration, options["tri_aggregate"])
 
     def check_model(
         self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int

@@ -1,4 +1,4 @@
-"""Tokens that a scorer leaves out of what it measures, and the score they get."""
+"""Handles tokens that a scorer does not measure: which they are, what they score."""
 
 import torch
 
@@ -16,7 +16,7 @@ def leading_run(must_keep: torch.Tensor) -> torch.Tensor:
 
 
 def fill_with_highest(score: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
-    """Give the other tokens of each row the highest score that was measured in it.
+    """Give unmeasured tokens the highest measured score of their row.
 
     Args:
         score: [..., T] float32; may hold anything where nothing was measured.

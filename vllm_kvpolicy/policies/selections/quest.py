@@ -15,9 +15,6 @@ Deviations: all layers select (Quest leaves out the first two); Quest itself has
 local tokens beside its newest page, and one choice per query head.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -28,16 +25,11 @@ class Quest:
     """Chooses pages by bounds on the keys in them.
 
     Args:
-        budget: tokens per KV head that a query reads, local tokens included.
+        quest_budget: tokens per KV head that a query reads, local tokens included.
     """
 
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "Quest":
-        """Build from options that `registry.resolve_options` has checked."""
-        return cls(options["quest_budget"])
+    def __init__(self, quest_budget: int) -> None:
+        self.budget = quest_budget
 
     def most_pages(self, local: np.ndarray, block_size: int) -> np.ndarray:
         """Return [S] int64 global pages that queries read at most.

@@ -1,4 +1,4 @@
-"""The adapter that decides in DMS: its tensors, by the authors' names, and its facts.
+"""DMS adapters: a small projection per layer that decides which tokens to drop.
 
 Source: names and shapes as the checkpoints of
 https://github.com/NVIDIA/Model-Optimizer/tree/a2fbac7b/experimental/dms have them.
@@ -25,7 +25,7 @@ NAMES = {
 
 
 def full_name(layer: int, name: str) -> str:
-    """Return the name that a tensor of `NAMES` has in a file."""
+    """Return the name of a tensor of `NAMES` in a file."""
     return f"model.layers.{layer}.self_attn.{name}"
 
 
@@ -33,7 +33,7 @@ def full_name(layer: int, name: str) -> str:
 class DmsAdapter:
     """The adapter of a model, and what it was trained for.
 
-    It reads the residual stream h in front of each layer's input norm and says of each
+    It reads the residual stream h before each layer's input norm and decides for each
     token and KV head whether to drop a token: where alpha_scale * projection(RMSNorm(h,
     norm)) - alpha_offset is above 0. The norm's epsilon is the model's `rms_norm_eps`.
 
@@ -46,9 +46,9 @@ class DmsAdapter:
         window: W; query i sees key j where i - j <= W, W + 1 keys with itself.
         alpha_scale: factor on the projection's output.
         alpha_offset: subtracted from that.
-        shift: the decision of the token at t is on the one at t - shift.
+        shift: the token at t decides on the one at t - shift.
         target_cr: tokens per token kept that it was trained for.
-        kept_fraction: kept share of the tokens that were looked at after training, of
+        kept_fraction: kept share of the tokens that were evaluated after training, of
             all layers and heads; NaN where a file does not say.
         tensors: float32 by name, see `shapes`.
         path: where it was read from, for errors.
@@ -82,7 +82,7 @@ class DmsAdapter:
     def check_model(
         self, flavour: str, num_layers: int, num_kv_heads: int, hidden_size: int
     ) -> None:
-        """Check that a model is shaped like the one that the adapter belongs to.
+        """Check that the adapter was trained for a model of this kind and shape.
 
         Raises:
             ValueError: naming the file, the field, and both values.

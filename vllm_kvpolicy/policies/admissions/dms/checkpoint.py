@@ -1,8 +1,8 @@
-"""Model classes of checkpoints that carry DMS adapters beside the model's own weights.
+"""Model classes of checkpoints that hold DMS adapters beside the model's own weights.
 
-Registered with vLLM by plugin, by the name in their config.json. The base model is
-unchanged, so without a policy they run as what they were made from; `policy` reads
-the adapters from the same files.
+The entry point registers them with vLLM under the names in the catalogue. The base
+model is unchanged, so without a policy they run as the model that they were made from;
+`policy` reads the adapters from the same files.
 
 Source: https://github.com/NVIDIA/Model-Optimizer/tree/a2fbac7/experimental/dms, whose
 recipe writes them. Deviations: none.
@@ -17,7 +17,7 @@ ADAPTER = ".self_attn.dms_proj_alpha"
 
 
 class Qwen3ForCausalLMDMS(Qwen3ForCausalLM):
-    """Qwen3 that leaves the adapters' tensors to `--kv-policy dms`."""
+    """Qwen3 that skips the adapters' tensors, which `--kv-policy dms` reads."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load all but the adapters; returns the names of what was loaded."""

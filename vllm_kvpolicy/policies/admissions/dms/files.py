@@ -1,10 +1,8 @@
-"""Files of DMS adapters: ours, and checkpoints that NVIDIA's trainer wrote.
+"""Reads and writes DMS adapters: our files, and checkpoints of NVIDIA's trainer.
 
-Written by train.dms, read where a model is served.
-
-Ours are safetensors with the other fields of `DmsAdapter` as text in the header. A
-checkpoint is a folder with the whole model, of which the adapter's tensors are read
-and nothing else. Nothing in either can run.
+Our files, which train.dms writes, are safetensors with the other fields of `DmsAdapter`
+as text in the header. A checkpoint is a folder with the whole model, of which only the
+adapter's tensors are read. Neither can run code.
 
 Source: https://github.com/NVIDIA/Model-Optimizer/tree/a2fbac7b/experimental/dms.
 Deviations: tensors of checkpoints become float32.
@@ -48,7 +46,7 @@ _HEADER: dict[str, Any] = {
 
 
 def save(path: str | Path, adapter: DmsAdapter) -> None:
-    """Write a safetensors file, over one that is there already."""
+    """Write a safetensors file; overwrites one that exists."""
     header = {name: getattr(adapter, name) for name in _HEADER}
     model_files.save(path, FORMAT, header, adapter.tensors)
 
@@ -76,7 +74,7 @@ def load(path: str | Path) -> DmsAdapter:
 
 
 def _check_fields(adapter: DmsAdapter) -> None:
-    """Check what is not a tensor."""
+    """Check the fields that are not tensors."""
     path = adapter.path
     if adapter.flavour not in FLAVOURS:
         expect(path, "flavour", adapter.flavour, " or ".join(FLAVOURS))
@@ -173,7 +171,7 @@ def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _follow_first_head(adapter: DmsAdapter) -> None:
-    """Let all heads of a layer decide as its first one does."""
+    """Give all heads of a layer the weights of its first one."""
     (name,) = (name for name, field in NAMES.items() if field == "projection")
     for layer in range(adapter.num_layers):
         weight = adapter.tensors[full_name(layer, name)]

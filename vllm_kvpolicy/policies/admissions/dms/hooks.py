@@ -20,7 +20,7 @@ from vllm_kvpolicy.policies.admissions.dms.model import DmsRule
 
 
 class HeadLogits(nn.Module):
-    """Logits of a layer's new tokens, and what is needed to compute them.
+    """Holds the logits of a layer's new tokens, and what they are computed with.
 
     A submodule of the module that it is hooked to, so that compiled code which vLLM
     saves and loads again finds its buffers by their names.
@@ -48,7 +48,7 @@ def attach_borrowed(
     num_heads: int,
     dtype: torch.dtype,
 ) -> None:
-    """Take a channel of the first query head of each group, and hide it.
+    """Read a channel of the first query head of each group, and zero it.
 
     Args:
         attention: vLLM's attention module of a decoder layer: projections and, as
@@ -90,7 +90,7 @@ def attach_borrowed(
 
 
 def _borrow(module: nn.Module, _args: Any, output: Any) -> Any:
-    """Write down the borrowed channels of [T, Hq, D] or of [T, (Hq + 2H) * D]."""
+    """Copy the borrowed channels of [T, Hq, D] or of [T, (Hq + 2H) * D]."""
     values = output[0] if isinstance(output, tuple) else output
     taken = module.kv_policy_logits
     taken(values.flatten(1)[:, taken.channels])
@@ -108,7 +108,7 @@ def _hide(layer: nn.Module, args: tuple) -> tuple:
 def attach_adapter(
     layer: nn.Module, logits: torch.Tensor, weights: DecisionWeights, epsilon: float
 ) -> None:
-    """Compute logits from the residual stream in front of a decoder layer.
+    """Compute logits from the residual stream before a decoder layer.
 
     Args:
         layer: vLLM's decoder layer, called with positions, hidden states and residual.
@@ -124,7 +124,7 @@ def attach_adapter(
 
 
 def _adapt(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Write down what an adapter says of [T, d]; a pre-hook."""
+    """Store an adapter's logits for [T, d]; a pre-hook."""
     given = dict(zip(("positions", "hidden_states", "residual"), args, strict=False))
     given |= kwargs
     hidden, residual = given["hidden_states"], given["residual"]
@@ -140,7 +140,7 @@ def _note_head_values(values: torch.Tensor, noted: torch.Tensor) -> None:
 
 
 def _note_head_values_fake(values: torch.Tensor, noted: torch.Tensor) -> None:
-    """Have no result: what is written is among the arguments."""
+    """Return nothing: the op writes to its argument."""
 
 
 _LIBRARY = torch.library.Library("vllm_kvpolicy", "FRAGMENT")

@@ -1,11 +1,10 @@
-"""What a model that was trained with DMS says of itself: the rule of its decisions.
+"""Finds out how a model that was trained with DMS decides: the rule of its decisions.
 
-
-Three kinds of models carry their decisions. Released ones (nvidia/Qwen3-8B-DMS-8x) have
+Three kinds of models decide themselves. Released ones (nvidia/Qwen3-8B-DMS-8x) have
 `dms_*` keys in their config.json and borrow a channel of the first query head of each
 group. Those of Model-Optimizer's recipe have more keys and adapters of their own beside
 the model's weights. Third parties put `dms_metadata.json` beside a plain model whose
-channel is borrowed, too.
+channel is also borrowed.
 
 Source: Dynamic Memory Sparsification, arXiv 2506.05345, section 3 and appendix B, and
 https://github.com/NVIDIA/Model-Optimizer/tree/a2fbac7/experimental/dms. Deviations of
@@ -22,9 +21,8 @@ from typing import Any
 from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
-from vllm_kvpolicy.policies.admissions.dms.adapter import FLAVOURS, DmsAdapter
+from vllm_kvpolicy.policies.admissions.dms.adapter import DmsAdapter
 
-ARCHITECTURE = "Qwen3ForCausalLMDMS"
 METADATA_FILE = "dms_metadata.json"
 # Of the released models, where their files leave a value out.
 WINDOW, SCALE, OFFSET = 512, 100.0, 5.0
@@ -44,7 +42,7 @@ class DmsRule:
         offset: taken from that.
         channel: which channel is borrowed; counts from the end if negative.
         shift: the token at t decides on the one at t - shift, 0 or 1.
-        zero_after_rope: the borrowed channel is set to 0 behind the rotation, too.
+        zero_after_rope: the borrowed channel is also set to 0 after the rotation.
         per_layer: the first KV head decides for all of its layer.
     """
 
@@ -58,7 +56,7 @@ class DmsRule:
     per_layer: bool = False
 
     def with_options(self, options: Mapping[str, Any]) -> "DmsRule":
-        """Return the rule with what the user says otherwise.
+        """Return the rule with the values that the user overrides.
 
         Args:
             options: resolved options of the policy.
@@ -105,7 +103,7 @@ def model_folder(model_config: Any) -> Path:
 
 
 def _metadata_file(model: str, revision: str | None) -> Path | None:
-    """Return a model's `dms_metadata.json` on this machine; asks nobody else."""
+    """Return the path of a model's `dms_metadata.json`; uses the local cache only."""
     path = Path(model) / METADATA_FILE
     if path.is_file():
         return path
@@ -200,38 +198,3 @@ def rule_for(
             "adapter in dms_adapter, made by `python -m vllm_kvpolicy.train.dms`"
         )
     return rule.with_options(options)
-
-
-def refuse_plain(model_config: Any) -> None:
-    """Refuse to run a model that borrows a channel without a policy that knows it.
-
-    Raises:
-        ValueError: saying what to add.
-    """
-    rule = rule_of_model(model_config)
-    if rule is not None and rule.is_borrowed:
-        kind = model_config.hf_text_config.model_type
-        advice = (
-            f"add --kv-policy dms --kv-recent {rule.window}"
-            if kind in FLAVOURS
-            else f"--kv-policy dms knows {', '.join(FLAVOURS)}, this is {kind}"
-        )
-        raise ValueError(
-            f"{model_config.model} was trained with DMS: a channel of its queries says "
-            "which tokens leave the KV cache, and is no part of attention. Served as a "
-            f"plain model it would give wrong answers without an error; {advice}"
-        )
-
-
-def missing_architecture(model: str) -> str | None:
-    """Return the architecture of a folder with adapters whose config.json names none.
-
-    The recipe that writes them leaves it out, and vLLM then takes the model for one
-    that does not generate.
-    """
-    try:
-        config = json.loads((Path(model) / "config.json").read_text())
-    except (OSError, ValueError):
-        return None
-    is_ours = isinstance(config, dict) and config.get("dms_separate_alpha")
-    return ARCHITECTURE if is_ours and not config.get("architectures") else None

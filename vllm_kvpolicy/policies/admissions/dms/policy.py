@@ -1,4 +1,4 @@
-"""DMS: a model that was trained for it says itself which tokens leave its cache.
+"""DMS: a model trained for it decides itself which tokens leave its cache.
 
 A token is dropped once it is more than `window` tokens old if the logit of its
 successor is above 0: scale * x - offset, x a channel of the model's queries or the
@@ -21,19 +21,31 @@ from vllm_kvpolicy.policies.admissions.dms.adapter import DmsAdapter
 from vllm_kvpolicy.policies.admissions.dms.files import load
 from vllm_kvpolicy.policies.admissions.dms.hooks import attach_adapter, attach_borrowed
 from vllm_kvpolicy.policies.admissions.dms.model import DmsRule, model_folder, rule_for
+from vllm_kvpolicy.policies.admitted import BaseAdmission
 from vllm_kvpolicy.policies.base import Needs
 from vllm_kvpolicy.policies.model_parts import attention_modules, decoder_layers
 
 
-class DelayedEviction:
-    """The decisions of a model that was trained with DMS.
+def from_options(**options: Any) -> "DelayedEviction":
+    """Build the admission, with an adapter where the options name one.
 
     Args:
-        adapter: decides in front of each layer; None for what the model itself has.
+        **options: those of `catalogue.admissions.DMSOptions`.
+
+    Raises:
+        ValueError: the adapter's file is missing, broken, or something else.
+    """
+    path = options["dms_adapter"]
+    return DelayedEviction(None if path is None else load(path), options)
+
+
+class DelayedEviction(BaseAdmission):
+    """Reads the decisions of a model that was trained with DMS.
+
+    Args:
+        adapter: decides before each layer; None for what the model itself has.
         options: resolved options of the policy.
     """
-
-    threshold = 0.5
 
     def __init__(self, adapter: DmsAdapter | None, options: Mapping[str, Any]) -> None:
         self.adapter, self.options = adapter, options
@@ -42,29 +54,14 @@ class DelayedEviction:
         self.weights: DecisionWeights | None = None
         self._logits: list[torch.Tensor] = []
 
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "DelayedEviction":
-        """Build from options that `registry.resolve_options` has checked.
-
-        Raises:
-            ValueError: the adapter's file is missing, broken, or something else.
-        """
-        path = options["dms_adapter"]
-        return cls(None if path is None else load(path), options)
-
-    def check_model(
-        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
-    ) -> None:
-        """Serve any model that it can be attached to; see `attach`."""
-
     @property
     def window(self) -> int:
-        """Queries that see a token in any case, the token's own included."""
+        """Queries that always see a token, its own included."""
         return self.rule.window + 1
 
     @property
     def shift(self) -> int:
-        """How far behind a token the one is that it decides on."""
+        """Distance from a token to the older one that it decides on, 0 or 1."""
         return self.rule.shift
 
     @property

@@ -1,10 +1,9 @@
-"""Patterns of DuoAttention: of how much use a full cache is to each KV head.
+"""Reads DuoAttention patterns: how much each KV head profits from a full cache.
 
-Read by start_checks and policies.admissions.duo.policy.
-
-A folder as the authors publish them (https://github.com/mit-han-lab/duo-attention at
-0aef1ae, `attn_patterns`): `full_attention_heads.tsv`, a row of numbers from 0 to 1 for
-each layer, and `config.json` with `sink_size` and `recent_size`.
+A pattern is a folder as the authors publish them
+(https://github.com/mit-han-lab/duo-attention at 0aef1ae, `attn_patterns`):
+`full_attention_heads.tsv`, a row of numbers from 0 to 1 for each layer, and
+`config.json` with `sink_size` and `recent_size`.
 """
 
 import json
@@ -24,7 +23,7 @@ VALID = f"a folder with {HEADS_FILE} and {CONFIG_FILE}"
 
 @dataclass(frozen=True)
 class Pattern:
-    """What was learned about a model's heads.
+    """How much each head of a model profits from a full cache.
 
     Args:
         use: [L, H] float64 from 0 to 1.
@@ -39,7 +38,7 @@ class Pattern:
     path: str | Path
 
     def check_shape(self, num_layers: int, num_kv_heads: int) -> None:
-        """Check that the pattern is that of a model of this shape.
+        """Check that the pattern fits a model of this shape.
 
         Raises:
             ValueError: naming the folder and both shapes.
@@ -48,7 +47,7 @@ class Pattern:
         expect(self.path, "layers and KV heads", list(self.use.shape), shape)
 
     def retrieving(self, sparsity: float) -> torch.Tensor:
-        """Return [L, H] bool: all heads but the `sparsity` of them of least use.
+        """Return [L, H] bool: all heads but the share `sparsity` that profits least.
 
         Args:
             sparsity: from 0 to 1; rounded to whole heads.

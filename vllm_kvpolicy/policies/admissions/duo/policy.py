@@ -5,38 +5,33 @@ Source: DuoAttention, arXiv 2410.10819, section 2; a baseline of WG-KV (arXiv
 model order, not at random.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from vllm_kvpolicy.policies.admissions.duo.files import Pattern, load
-from vllm_kvpolicy.policies.base import EventInputs, Needs
+from vllm_kvpolicy.policies.admitted import BaseAdmission
+from vllm_kvpolicy.policies.base import EventInputs
 
 
-class RetrievalHeads:
-    """Admits every token to heads that retrieve, and none to others.
+def from_options(duo_pattern: str, duo_sparsity: float) -> "RetrievalHeads":
+    """Build the admission from the files of a pattern.
+
+    Raises:
+        ValueError: the files are missing, broken, or hold something else.
+    """
+    return RetrievalHeads(load(duo_pattern), duo_sparsity)
+
+
+class RetrievalHeads(BaseAdmission):
+    """Admits every token to the heads that profit most, and none to the others.
 
     Args:
-        pattern: of how much use a full cache is to each head.
-        sparsity: share of the heads that get none.
+        pattern: how much each head profits from a full cache.
+        sparsity: share of the heads, those that profit least, that get no token.
     """
-
-    needs = Needs()
-    threshold = 0.5
 
     def __init__(self, pattern: Pattern, sparsity: float) -> None:
         self.pattern = pattern
         self.keeps = pattern.retrieving(sparsity).float()
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "RetrievalHeads":
-        """Build from options that `registry.resolve_options` has checked.
-
-        Raises:
-            ValueError: the files are missing, broken, or hold something else.
-        """
-        return cls(load(options["duo_pattern"]), options["duo_sparsity"])
 
     def check_model(
         self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
@@ -45,6 +40,6 @@ class RetrievalHeads:
         self.pattern.check_shape(num_layers, num_kv_heads)
 
     def gates(self, inputs: EventInputs, token: torch.Tensor) -> torch.Tensor:
-        """Return [E, L, H, F], 1 in heads that retrieve; see `Admission`."""
+        """Return [E, L, H, F], 1 in heads that keep everything; see `BaseAdmission`."""
         self.keeps = self.keeps.to(token.device)
         return self.keeps[..., None].expand(token.shape)

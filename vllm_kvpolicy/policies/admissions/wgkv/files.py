@@ -1,4 +1,4 @@
-"""Files of WG-KV gates: what the authors released, and what we train.
+"""Reads and writes WG-KV gates: the authors' released files, and ours.
 
 Written by `train.wgkv`.
 
@@ -48,7 +48,7 @@ _HEADER: dict[str, Any] = {
 
 
 def save(path: str | Path, gates: Gates) -> None:
-    """Write a safetensors file, over one that is there already."""
+    """Write a safetensors file; overwrites one that exists."""
     header = {name: getattr(gates, name) for name in _HEADER}
     model_files.save(path, FORMAT, header, gates.tensors)
 
@@ -76,7 +76,7 @@ def load(path: str | Path) -> Gates:
 
 
 def _load_ours(path: str | Path) -> Gates:
-    """Read a file that `save` wrote; its tensors are not looked at."""
+    """Read a file that `save` wrote; does not check its tensors."""
     valid = "a safetensors file, or a .pt file that the authors released"
     values, tensors = model_files.load(NAME, path, FORMAT, _HEADER, valid)
     gates = Gates(**values, tensors=tensors, path=path)
@@ -95,7 +95,7 @@ def _load_ours(path: str | Path) -> Gates:
 
 
 def _load_released(path: str | Path) -> Gates:
-    """Read a file of the authors; what its tensors do not say is the paper's."""
+    """Read a file of the authors; fields that it leaves out are the paper's."""
     tensors = _read_pickle(path)
     matches = [_NAME.fullmatch(name) for name in tensors]
     # Counted, since a name could hold any number.

@@ -1,4 +1,4 @@
-"""The gates of a model: their tensors, by the authors' names, and what they are for.
+"""Write gates: a small network per layer and KV head that admits tokens.
 
 Source: names and shapes as the weights at https://huggingface.co/WG-KV/checkpoints have
 them. Deviations: none.
@@ -31,7 +31,7 @@ NAMES = {
 
 
 def full_name(layer: int, name: str) -> str:
-    """Return the name that a tensor of `NAMES` has in a file."""
+    """Return the name of a tensor of `NAMES` in a file."""
     return f"model.layers.{layer}.self_attn.g_predictors.{name}"
 
 
@@ -98,7 +98,7 @@ class Gates:
         head_dim: int,
         rope_theta: float,
     ) -> None:
-        """Check that a model is shaped like the one that these gates belong to.
+        """Check that the gates were trained for a model of this kind and shape.
 
         Raises:
             ValueError: naming the file, the field, and both values.
@@ -114,7 +114,7 @@ class Gates:
             expect(self.path, "rope_theta", self.rope_theta, rope_theta)
 
     def check_shape(self, num_layers: int, num_kv_heads: int, head_dim: int) -> None:
-        """Check as `check_model` does what every file says.
+        """Check the sizes, which every file holds.
 
         Raises:
             ValueError: naming the file, the field, and both values.

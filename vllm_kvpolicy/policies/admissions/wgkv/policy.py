@@ -5,7 +5,7 @@ Deviations: gates are evaluated from cached keys and their positions, at events;
 attention has to be exact, while tokens are computed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,23 @@ from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
 from vllm_kvpolicy.policies.admissions.wgkv.files import load
 from vllm_kvpolicy.policies.admissions.wgkv.gates import Gates
+from vllm_kvpolicy.policies.admitted import BaseAdmission
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 
 
-class WriteGates:
-    """The trained gates of a model.
+def from_options(
+    wgkv_gates: str, wgkv_threshold: float | None, exact: bool
+) -> "WriteGates":
+    """Build the admission from its file of gates.
+
+    Raises:
+        ValueError: the file is missing, broken, or holds something else.
+    """
+    return WriteGates(load(wgkv_gates), wgkv_threshold, exact)
+
+
+class WriteGates(BaseAdmission):
+    """Admits the tokens whose trained gate is above a threshold.
 
     Args:
         gates: as read from a file.
@@ -31,24 +43,12 @@ class WriteGates:
 
     shift = 0
 
-    def __init__(
-        self, gates: Gates, threshold: float | None = None, exact: bool = False
-    ) -> None:
+    def __init__(self, gates: Gates, threshold: float | None, exact: bool) -> None:
         self.needs = Needs(keys=not exact, rope=True, until=exact, exact=exact)
         self.file = gates
         self.window = gates.window
         self.threshold = gates.threshold if threshold is None else threshold
         self.weights = GateWeights(**gates.stacked())
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "WriteGates":
-        """Build from options that `registry.resolve_options` has checked.
-
-        Raises:
-            ValueError: the file is missing, broken, or holds something else.
-        """
-        gates = load(options["wgkv_gates"])
-        return cls(gates, options["wgkv_threshold"], options["exact"])
 
     def check_model(
         self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
@@ -68,7 +68,7 @@ class WriteGates:
         vllm_config: Any,
         rope: Rope | None,
     ) -> None:
-        """Take what gates are evaluated with; see `Decider`."""
+        """Move the gates to the model's device and dtype; see `Decider`."""
         self._rope = rope
         first = next(model.parameters())
         self.weights = self.weights.to(first.device, vllm_config.model_config.dtype)
@@ -91,12 +91,12 @@ class WriteGates:
         return (paged_gates(*rows, self._rope, weights)[0, 0] > self.threshold).T
 
     def gates(self, inputs: EventInputs, token: torch.Tensor) -> torch.Tensor:
-        """Evaluate [E, L, H, F] gates of held tokens; see `Admission`."""
+        """Evaluate [E, L, H, F] gates of held tokens; see `BaseAdmission`."""
         keys = inputs.paged("keys")
         # Weights move to the device, and to the dtype of the model, once.
         self.weights = self.weights.to(keys.device, keys.pools[0].dtype)
         # Nothing has been dropped since the last event: positions count to the end.
-        behind = token - inputs.lengths[..., None]
-        positions = inputs.end[:, None, None, None] + behind
+        offset = token - inputs.lengths[..., None]
+        positions = inputs.end[:, None, None, None] + offset
         rope = inputs.given("rope")
         return paged_gates(keys, token, positions, rope, self.weights)

@@ -3,7 +3,7 @@
 f is a method's logits, K the size of the nucleus of raw attention at mass p. With tau
 solved per row the nucleus of the calibrated softmax has K tokens again, and it is the
 first K by f: `hard` takes the count from raw attention and the order from f, and
-needs no tau. A diagnostic: nothing in serving calls it.
+needs no tau.
 
 Source: Hard-KV, Problem 1, Constraint 1 and algorithm 2;
 https://github.com/SuDIS-ZJU/HARDInfer. Deviations: the largest K of the row, not the

@@ -1,0 +1,93 @@
+"""Checks of models that were trained with DMS, before an engine starts."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.policies.admissions.dms.adapter import FLAVOURS, DmsAdapter
+from vllm_kvpolicy.policies.admissions.dms.files import load
+from vllm_kvpolicy.policies.admissions.dms.model import rule_for, rule_of_model
+from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS, DMSOptions
+from vllm_kvpolicy.policies.startup import ModelShape, Startup
+
+
+class DMSStartup(Startup):
+    """A model or its adapter decides, and the server has the window of the rule."""
+
+    def check(
+        self, options: DMSOptions, config: KVPolicyConfig, vllm_config: Any
+    ) -> None:
+        """Check the model, and its adapter where there is one; see `Startup`."""
+        model_config = vllm_config.model_config
+        kind = model_config.hf_text_config.model_type
+        if kind not in FLAVOURS:
+            raise ValueError(
+                f"dms: got a model of type {kind}, expected one of "
+                f"{', '.join(FLAVOURS)}"
+            )
+        adapter = _adapter(options.dms_adapter, vllm_config)
+        rule = rule_for(model_config, adapter, dict(options))
+        size = model_config.get_head_size()
+        if not -size <= rule.channel < size:
+            raise ValueError(
+                f"dms_channel: got {rule.channel}, expected one of {size} channels"
+            )
+        if math.isinf(rule.offset) and not rule.is_borrowed:
+            raise ValueError(
+                "dms: dms_disable_eviction is set in config.json, so nothing is "
+                "dropped; leave out --kv-policy"
+            )
+        if config.recent_tokens != rule.window:
+            raise ValueError(
+                f"dms: decided for a window of {rule.window} tokens, got --kv-recent "
+                f"{config.recent_tokens}; set --kv-recent {rule.window}"
+            )
+
+    def refuse_plain(self, model_config: Any) -> None:
+        """Refuse a model that borrows a channel of its queries; see `Startup`."""
+        rule = rule_of_model(model_config)
+        if rule is None or not rule.is_borrowed:
+            return
+        kind = model_config.hf_text_config.model_type
+        advice = (
+            f"add --kv-policy dms --kv-recent {rule.window}"
+            if kind in FLAVOURS
+            else f"--kv-policy dms knows {', '.join(FLAVOURS)}, this is {kind}"
+        )
+        raise ValueError(
+            f"{model_config.model} was trained with DMS: a channel of its queries says "
+            "which tokens leave the KV cache, and is no part of attention. Served as a "
+            f"plain model it would give wrong answers without an error; {advice}"
+        )
+
+    def missing_architecture(self, model: str) -> str | None:
+        """Return the architecture of a folder with adapters that does not name it.
+
+        The recipe that writes such folders leaves it out of config.json, and vLLM then
+        takes the model for one that does not generate.
+        """
+        try:
+            config = json.loads((Path(model) / "config.json").read_text())
+        except (OSError, ValueError):
+            return None
+        if not isinstance(config, dict) or config.get("architectures"):
+            return None
+        (architecture,) = ADMISSIONS["dms"].architectures
+        return architecture if config.get("dms_separate_alpha") else None
+
+
+def _adapter(path: str | None, vllm_config: Any) -> DmsAdapter | None:
+    """Load an adapter and check that it fits the model; None for none."""
+    if path is None:
+        return None
+    adapter, shape = load(path), ModelShape.of(vllm_config)
+    model = vllm_config.model_config
+    adapter.check_model(
+        model.hf_text_config.model_type,
+        shape.num_layers,
+        shape.num_kv_heads,
+        model.get_hidden_size(),
+    )
+    return adapter
