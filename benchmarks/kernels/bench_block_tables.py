@@ -19,7 +19,7 @@ ours     each (layer, head) has a list of its own of whole pages, and any page o
 
 A superblock has one page per (layer, head). Newest tokens are left out: they are the
 same everywhere. Tables of the first four are models of the paper's, those of "ours"
-and of "rewrite" are what the plugin builds: `RaggedLayout`, `HeadTables`, `Folder` and
+and of "rewrite" are what the plugin builds: `RaggedTier`, `HeadTables`, `Folder` and
 `SlotTable`. Before anything is timed, its lists are compared with the accounting.
 """
 
@@ -37,12 +37,13 @@ import torch
 
 from benchmarks import provenance
 from vllm_kvpolicy.protocol import CompactEvent
+from vllm_kvpolicy.worker.batch import Batch
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.slots import SlotTable
-from vllm_kvpolicy.worker.tiers.equal_step import PhysicalTables
+from vllm_kvpolicy.worker.tiers.equal import PhysicalTables
 from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
-from vllm_kvpolicy.worker.tiers.layouts import RaggedLayout
-from vllm_kvpolicy.worker.tiers.ragged_step import FoldedBatch, FoldedTables, Folder
+from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
+from vllm_kvpolicy.worker.tiers.ragged_step import FoldedBatch, FoldedTables
 
 ID_BYTES = 4  # int32, ids of pages and lengths
 REFERENCE = "rewrite"  # what times are relative to
@@ -191,9 +192,9 @@ class HeadPages:
             case.heads,
             device,
         )
-        self.layout = RaggedLayout(self.slots, pool, tables)
         room = FoldedTables(case.layers, case.heads, 0, 0, device)
-        self.folder = Folder(self.slots, tables, room)
+        self.tier = RaggedTier(self.slots, pool, tables, room)
+        self.folder = self.tier.folder
         self.physical = PhysicalTables(self.slots, case.requests, case.tokens)
         order = torch.randperm(
             num_blocks, generator=torch.Generator().manual_seed(0)
@@ -237,17 +238,18 @@ class HeadPages:
             window_slot=-1,
         )
         keep = self.case.kept().view(1, -1).to(self.device)
-        slots = [self.slots.take(request_id)]
-        index = self.slots.to_device(slots)
+        rows = [self.slots.take(request_id)]
+        index = self.slots.to_device(rows)
+        policy: Any = SimpleNamespace(dynamic=True)
 
         def find() -> Any:
-            held = self.layout.held([event], slots, index)
-            quota = self.layout.quota([event], held, keep, may_shrink=True)
-            return self.layout.place([event], held, quota)
+            held = self.tier.held([event], rows, index)
+            batch = Batch([event], policy, rows, index, held)
+            return batch, self.tier.place(batch, keep)[1]
 
-        lists, milliseconds = timed(find, self.device)
-        self.layout.update(slots, index, lists)
-        self.slots.update(slots, [event])
+        (batch, lists), milliseconds = timed(find, self.device)
+        self.tier.commit(batch, lists)
+        self.slots.update(rows, [event])
         return milliseconds
 
     def build(self) -> FoldedBatch:

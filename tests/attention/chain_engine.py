@@ -22,15 +22,14 @@ from vllm_kvpolicy.block_manager.planner import Asked, Planner
 from vllm_kvpolicy.events import EventPlan, Footprint
 from vllm_kvpolicy.protocol import CompactEvent, UsedBlocks
 from vllm_kvpolicy.sizes import PlannerLimits
-from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
-from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
 from vllm_kvpolicy.worker.compaction import POSITIONS, Compactor
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.slots import SlotTable
 from vllm_kvpolicy.worker.survivors import SurvivorMemory
-from vllm_kvpolicy.worker.tiers.equal_step import PhysicalTables
+from vllm_kvpolicy.worker.tiers.base import Tier
+from vllm_kvpolicy.worker.tiers.equal import EqualTier, PhysicalTables
 from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
-from vllm_kvpolicy.worker.tiers.layouts import EqualLayout, Layout, RaggedLayout
+from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
 from vllm_kvpolicy.worker.tiers.ragged_step import FoldedTables, Folder
 
 RECENT, LONGEST, MOST_LIVE = 5, 130, 4
@@ -102,25 +101,27 @@ class Chain:
             blocks = self.setup.num_blocks
             return SurvivorMemory(self.slots, blocks, NUM_HEADS, most_local)
 
-        layout: Layout = EqualLayout(self.slots, self.pool)
-        if self.setup.is_ragged:
-            first = self.pool.own_pages(torch.zeros(1, 1, dtype=torch.int64)).flatten()
-            tables = HeadTables(MOST_LIVE, LONGEST, first, HEADS, CPU)
-            layout = RaggedLayout(self.slots, self.pool, tables)
-            room = FoldedTables(LAYERS, HEADS, 0, 0, CPU)
-            self.folder = Folder(self.slots, tables, room)
         return Compactor(
             policies={"scripted": self.setup.policy},
             pool=self.pool,
-            layout=layout,
+            tier=self._tier(),
             slots=self.slots,
-            windows=QueryWindows(0, 0, LAYERS, HEADS, DIM, 0, torch.float32, CPU),
+            captures=[],
             memory={MARK: memory(), POSITIONS: memory()},
-            signals=TokenSignals((), LAYERS, MOST_LIVE, 1, 1, 1, torch.float32, CPU),
             rope=None,
-            tracer=None,
             scale=1.0,
         )
+
+    def _tier(self) -> Tier:
+        if not self.setup.is_ragged:
+            physical = PhysicalTables(self.slots, 0, 0)
+            return EqualTier(self.slots, self.pool, physical)
+        first = self.pool.own_pages(torch.zeros(1, 1, dtype=torch.int64)).flatten()
+        tables = HeadTables(MOST_LIVE, LONGEST, first, HEADS, CPU)
+        room = FoldedTables(LAYERS, HEADS, 0, 0, CPU)
+        tier = RaggedTier(self.slots, self.pool, tables, room)
+        self.folder = tier.folder
+        return tier
 
     # -- the scheduler's half ---------------------------------------------------
 

@@ -184,7 +184,7 @@ def test_tables_that_graphs_read_are_not_made_anew() -> None:
 def test_a_captured_batch_may_hold_the_longest_request() -> None:
     """Kernels choose how to share out work by a length that replays will exceed."""
     batch = Batch(0, (8, 80))
-    batch.folder.rehearse(ROW)
+    batch.folder.warm_up(ROW)
     batch.names, batch.rows, batch.ends = [], {}, {}
     folded = batch.fold([], padding=3, max_seq_len=320)
     assert folded.max_length == 320 and folded.order is None

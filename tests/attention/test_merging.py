@@ -20,8 +20,10 @@ from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
 from vllm_kvpolicy.worker.compaction import Compactor
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.tiers.equal import EqualTier, PhysicalTables
 from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
-from vllm_kvpolicy.worker.tiers.layouts import EqualLayout, RaggedLayout
+from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
+from vllm_kvpolicy.worker.tiers.ragged_step import FoldedTables
 
 LAYERS, HEADS, BLOCK, SIZE, BLOCKS, SINKS = 2, 3, 4, 8, 40, 2
 NUM_HEADS = LAYERS * HEADS
@@ -96,21 +98,20 @@ class World:
             self._event(row, blocks.tolist()) for row, blocks in enumerate(first_blocks)
         ]
         self.before = {at: self._held(*at) for at in self.heads()}
-        whole_layout = (
-            RaggedLayout(self.slots, self.pool, self.tables)
+        room = FoldedTables(LAYERS, HEADS, 0, 0, CPU)
+        tier = (
+            RaggedTier(self.slots, self.pool, self.tables, room)
             if self.is_ragged
-            else EqualLayout(self.slots, self.pool)
+            else EqualTier(self.slots, self.pool, PhysicalTables(self.slots, 0, 0))
         )
         self.compactor = Compactor(
             policies={"hard": self.policy},
             pool=self.pool,
-            layout=whole_layout,
+            tier=tier,
             slots=self.slots,
-            windows=self.windows,
+            captures=[self.windows],
             memory={},
-            signals=None,
             rope=None,
-            tracer=None,
             scale=SCALE,
         )
         answers = [a for each in self.compactor.run(self.events) for a in each.read()]
@@ -173,7 +174,7 @@ class World:
         return self._read(head, pages, count * BLOCK + event.local_tokens(BLOCK))
 
     def query(self, row: int, head: int) -> torch.Tensor:
-        windows = self.windows.read(torch.tensor([row]))
+        windows = self.windows.queries(torch.tensor([row]))
         return windows[0, head // HEADS, head % HEADS, 0].double()
 
     def merge(self, row: int, head: int) -> Merge:

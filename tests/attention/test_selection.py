@@ -107,8 +107,8 @@ class Step:
         assert self.pool.spans_layers
         self.slots = SlotTable(6, MOST, SIZE, CPU)
         self.budget = budget
-        self.selection = PageSelection(Quest(budget), ["q"], self.slots, GROUP, 0)
-        self.selection.bind(self.pool)
+        quest = Quest(budget)
+        self.selection = PageSelection(quest, ["q"], self.slots, self.pool, GROUP)
         self.selection.bounds[0].fill_(torch.nan)  # of all layers, one tensor
         own = self.pool.own_pages(torch.zeros(1, 1, dtype=torch.int64)).flatten()
         self.own = own
@@ -275,8 +275,7 @@ def test_layers_in_allocations_of_their_own_have_bounds_of_their_own() -> None:
     pool = PagePool(caches, keys_are_columns=False)
     assert not pool.spans_layers
     slots = SlotTable(2, MOST, SIZE, CPU)
-    selection = PageSelection(Quest(8), ["q"], slots, GROUP, 0)
-    selection.bind(pool)
+    selection = PageSelection(Quest(8), ["q"], slots, pool, GROUP)
     event: Any = SimpleNamespace(policy="q", prompt_tokens=5)
     selection.update([0], [event], torch.tensor([[3, 5, 5, 7]]))
     for layer, pages in enumerate(([3, 5], [5, 7])):

@@ -14,7 +14,7 @@ from simulator_pages import NUM_HEADS, Incarnation, check, own_pages
 
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.slots import SlotTable
-from vllm_kvpolicy.worker.tiers.equal_step import PhysicalTables
+from vllm_kvpolicy.worker.tiers.equal import PhysicalTables
 from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
 from vllm_kvpolicy.worker.tiers.ragged_step import FoldedTables, Folder
 
@@ -35,7 +35,7 @@ class TableCheck:
         self.slots = SlotTable(num_slots, max_global_blocks, block_size, CPU)
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """Forget requests, as KVPolicyRuntime.begin_step does."""
+        """Forget requests, as KVPolicyRuntime.begin does."""
         self.slots.drop(request_ids)
 
     def update(self, events: Sequence[CompactEvent], live: Live) -> None:
@@ -94,7 +94,7 @@ class RaggedCheck(TableCheck):
         self.folder = Folder(self.slots, self.tables, room)
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """Forget requests, as KVPolicyRuntime.begin_step does."""
+        """Forget requests, as KVPolicyRuntime.begin does."""
         gone = list(request_ids)
         super().drop(gone)
         self.folder.forget(gone)

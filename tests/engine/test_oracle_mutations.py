@@ -1,6 +1,7 @@
 """The oracles can fail: each of three mistakes in the worker makes them."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from reference_decoder import ReferenceDecoder
 
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies.compose import ComposedPolicy
+from vllm_kvpolicy.worker.batch import Batch, Choice, Placement
 from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
 from vllm_kvpolicy.worker.compaction import Compactor
 from vllm_kvpolicy.worker.slots import SlotTable
@@ -70,13 +72,13 @@ def test_both_oracles_agree_without_a_mutation(engine, decoder) -> None:
 
 def test_window_shifted_by_one(engine, decoder, monkeypatch) -> None:
     """Queries one token too old: other survivors, which the replay then replays."""
-    read = QueryWindows.read
+    queries = QueryWindows.queries
 
-    def shifted(self: QueryWindows, slots: torch.Tensor) -> torch.Tensor:
-        window = read(self, slots)
+    def shifted(self: QueryWindows, windows: torch.Tensor) -> torch.Tensor:
+        window = queries(self, windows)
         return torch.cat([window[:, :, :, :1], window[:, :, :, :-1]], dim=3)
 
-    monkeypatch.setattr(QueryWindows, "read", shifted)
+    monkeypatch.setattr(QueryWindows, "queries", shifted)
     selection, _ = oracles_agree(engine, decoder)
     assert not selection
 
@@ -103,12 +105,12 @@ def test_two_requests_rows_swapped(engine, decoder, monkeypatch) -> None:
 
 def test_two_requests_windows_swapped(engine, decoder, monkeypatch) -> None:
     """Two requests that have an event together are judged by each other's queries."""
-    read = QueryWindows.read
+    queries = QueryWindows.queries
 
-    def swapped(self: QueryWindows, slots: torch.Tensor) -> torch.Tensor:
-        return read(self, slots.flip(0))
+    def swapped(self: QueryWindows, windows: torch.Tensor) -> torch.Tensor:
+        return queries(self, windows.flip(0))
 
-    monkeypatch.setattr(QueryWindows, "read", swapped)
+    monkeypatch.setattr(QueryWindows, "queries", swapped)
     selection, _ = oracles_agree(engine, decoder)
     assert not selection
 
@@ -117,11 +119,11 @@ def test_one_head_dropped_when_moving(engine, decoder, monkeypatch) -> None:
     """The last head's pages receive the tokens that the first head keeps."""
     move = Compactor._move
 
-    def wrong(self, events, held, lists, placed: torch.Tensor, is_ordered) -> None:
-        num_heads, size = held.pages.shape[1], held.max_tokens
-        heads = placed.unflatten(1, (num_heads, -1)).clone()
+    def wrong(self, batch: Batch, choice: Choice, placement: Placement) -> None:
+        num_heads, size = batch.held.pages.shape[1], batch.held.max_tokens
+        heads = placement.sources.unflatten(1, (num_heads, -1)).clone()
         heads[:, -1] = heads[:, 0] + (num_heads - 1) * size
-        move(self, events, held, lists, heads.flatten(1), is_ordered)
+        move(self, batch, choice, replace(placement, sources=heads.flatten(1)))
 
     monkeypatch.setattr(Compactor, "_move", wrong)
     _, replay = oracles_agree(engine, decoder)

@@ -20,7 +20,7 @@ from vllm_kvpolicy.kernels.compact_pages import compact_pages
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.slots import SlotTable
-from vllm_kvpolicy.worker.tiers.equal_step import PhysicalTables
+from vllm_kvpolicy.worker.tiers.equal import PhysicalTables
 
 POISON = 50.0  # in all places that nobody holds: it would win every softmax
 NAME = "model.layers.0.self_attn.attn"

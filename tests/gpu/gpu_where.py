@@ -126,7 +126,7 @@ class Graphs:
         engine = self.engine
         config = engine.llm.llm_engine.vllm_config
         captured = len(engine.worker.model_runner.cudagraph_manager.graphs)
-        backend = engine.runtime.layers[0].attn_backend.get_name()
+        backend = engine.worker.kv_policy_setup.layers[0].attn_backend.get_name()
         assert engine.worker.use_v2_model_runner, "not the V2 runner"
         assert config.scheduler_config.async_scheduling, "no asynchronous scheduling"
         assert backend == self.where.backend, backend

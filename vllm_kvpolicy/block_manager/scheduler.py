@@ -98,7 +98,7 @@ class KVPolicySchedulerMixin(CountingMixin):
             scheduled = scheduler_output.num_scheduled_tokens.keys()
             exempt = frozenset(self._sees_all & scheduled)
             commands = replace(commands, exempt=exempt)
-        scheduler_output.kv_policy = commands
+        scheduler_output.kv_policy_commands = commands
         super()._update_after_schedule(scheduler_output)
         self._count()
 
@@ -106,7 +106,7 @@ class KVPolicySchedulerMixin(CountingMixin):
         self, scheduler_output: SchedulerOutput, model_runner_output: Any
     ) -> Any:
         """Take the step's results, the workers' answers to events first."""
-        for used in getattr(model_runner_output, "kv_policy", ()):
+        for used in getattr(model_runner_output, "kv_policy_answers", ()):
             self.kv_policy_manager.give_back_surplus(used)
         return super().update_from_output(scheduler_output, model_runner_output)
 

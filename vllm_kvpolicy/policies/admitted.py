@@ -119,13 +119,3 @@ class AdmittedPolicy:
         token = torch.minimum(token, inputs.lengths[..., None] - 1)
         gates = self.admission.gates(inputs, token).clamp_min(LEAST)
         return known.scatter(-1, token, gates)
-
-    def arrange(
-        self, sources: torch.Tensor, heads: torch.Tensor, seeds: torch.Tensor
-    ) -> torch.Tensor:
-        """Keep survivors in time order: `sources` [E, M] int64 as they are."""
-        return sources
-
-    def arrange_pages(self, pages: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
-        """Leave `pages` [E, C] int64 where they are."""
-        return pages

@@ -66,16 +66,6 @@ class ComposedPolicy:
             decision = replace(decision, keep=decision.keep & inputs.candidates)
         return replace(decision, memory={**decision.memory, **remembered})
 
-    def arrange(
-        self, sources: torch.Tensor, heads: torch.Tensor, seeds: torch.Tensor
-    ) -> torch.Tensor:
-        """Keep survivors in time order: `sources` [E, M] int64 as they are."""
-        return sources
-
-    def arrange_pages(self, pages: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
-        """Leave `pages` [E, C] int64 where they are."""
-        return pages
-
 
 def measure_usage(needs: Needs, inputs: EventInputs) -> WindowUsage | None:
     """Measure the attention of the newest `needs.window_tokens` queries.

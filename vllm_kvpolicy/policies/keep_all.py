@@ -32,13 +32,3 @@ class KeepAll:
         keep = inputs.valid
         position = torch.arange(keep.shape[-1], device=keep.device)
         return Decision(keep, position.float().expand(keep.shape))
-
-    def arrange(
-        self, sources: torch.Tensor, heads: torch.Tensor, seeds: torch.Tensor
-    ) -> torch.Tensor:
-        """Keep survivors in time order: `sources` [E, M] int64 as they are."""
-        return sources
-
-    def arrange_pages(self, pages: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
-        """Leave `pages` [E, C] int64 where they are."""
-        return pages

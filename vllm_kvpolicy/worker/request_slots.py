@@ -1,4 +1,4 @@
-"""Which row of a table belongs to which request."""
+"""Assigns rows of tables, called slots, to requests."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,13 +6,13 @@ import numpy as np
 
 
 class Slots:
-    """Hands out slots; the last one belongs to nobody.
+    """Assigns slots to requests; the last slot belongs to none.
 
     Args:
         num_slots: requests that may be live at once.
 
     Attributes:
-        null_slot: stands for padding and for requests without a slot.
+        null_slot: the slot of padding and of requests without one.
         slot_of: slots by request.
     """
 
@@ -26,7 +26,7 @@ class Slots:
         return len(self.slot_of)
 
     def take_one(self, request_id: str) -> int:
-        """Return the request's slot, a fresh one if it has none."""
+        """Return the request's slot; assign a free one if it has none."""
         if request_id not in self.slot_of:
             self.slot_of[request_id] = self._free.pop()
         return self.slot_of[request_id]
@@ -52,10 +52,10 @@ class Slots:
 
 
 class RequestSlots(Slots):
-    """Slots of requests from their first token on."""
+    """Slots that requests have from their first token on."""
 
     def take(self, request_ids: Sequence[str], num_rows: int) -> np.ndarray:
-        """Return `rows` of a batch, with fresh slots for new requests."""
+        """Return `rows` of a batch after assigning slots to new requests."""
         for request_id in request_ids:
             self.take_one(request_id)
         return self.rows(request_ids, num_rows)

@@ -1,7 +1,4 @@
-"""Which token sits where: one slot per request that has had an event.
-
-Written by worker.compaction, read by worker.tiers.equal_step each step.
-"""
+"""The slot table: which superblocks hold each request's survivors, and its frontier."""
 
 from collections.abc import Sequence
 
@@ -14,10 +11,11 @@ from vllm_kvpolicy.worker.transfer import to_device
 
 
 class SlotTable(Slots):
-    """Superblocks of the global pool and the frontier, per slot, on the device.
+    """Superblocks of survivors and frontier of each request, on the device.
 
-    The last slot belongs to nobody and says "no event yet", so that rows of such
-    requests, of padding and of capture batches need no branch.
+    A request has a slot from its first event on. The last slot belongs to no request
+    and says "no event yet", so that requests without an event, padding and batches of
+    graph capture need no branch.
 
     Args:
         num_slots: requests that may be live at once.
@@ -47,11 +45,11 @@ class SlotTable(Slots):
         self.positions_cpu = np.zeros(size, dtype=np.int64)  # of the last events
 
     def take(self, request_id: str) -> int:
-        """Return the request's slot, a fresh one at its first event."""
+        """Return the request's slot; its first event gets a fresh one."""
         return self.take_one(request_id)
 
     def update(self, slots: Sequence[int], events: Sequence[CompactEvent]) -> None:
-        """Set the tables of the requests of these events."""
+        """Enter the destinations and frontiers of these events."""
         width = max(len(event.dest_blocks) for event in events)
         blocks = [
             event.dest_blocks + (0,) * (width - len(event.dest_blocks))
@@ -72,7 +70,7 @@ class SlotTable(Slots):
             self.positions_cpu[slot] = event.position
 
     def fresh_tokens(self, slots: Sequence[int], events: Sequence[CompactEvent]) -> int:
-        """Return the most tokens that any of these computed since its last event."""
+        """Return the most tokens that a request computed since its last event."""
         return max(
             event.position - int(self.positions_cpu[slot] if event.ordinal else 0)
             for slot, event in zip(slots, events, strict=True)
@@ -81,5 +79,5 @@ class SlotTable(Slots):
     def to_device(
         self, values: Sequence[int] | Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        """Copy host integers to the tables' device as int64, without waiting."""
+        """Copy host integers to the device of the table as int64, without waiting."""
         return to_device(values, self.device)

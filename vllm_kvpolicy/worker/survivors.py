@@ -1,21 +1,26 @@
-"""What the worker remembers of each request's survivors from event to event.
+"""Remembers values of each request's survivors from event to event.
 
-The values that policies ask to keep per token, and true positions. Values of survivors
-lie by superblock, so that the memory follows the pool and not the longest request.
+These are the values that policies ask to keep per token, and true positions. They are
+stored by superblock, so that the memory grows with the pool and not with the longest
+request.
 """
 
 import torch
 
+from vllm_kvpolicy.worker.batch import HeldPages
 from vllm_kvpolicy.worker.slots import SlotTable
-from vllm_kvpolicy.worker.tiers.layouts import Held
 
 
 class SurvivorMemory:
     """One float32 per (layer, KV head, token right after an event).
 
-    Values of the global pool lie in the order of a request's page lists, a superblock's
-    worth of them in the row of each of its superblocks; those of local tokens lie
-    apart, per slot and head.
+    Values of global tokens follow the order of a request's page lists, laid end to end;
+    each of its superblocks has a row that holds n * N of them. Values of local tokens
+    are stored per slot and head.
+
+    Example: n = 2 heads, N = 4. Head 0 keeps 1 page, head 1 keeps 3, on superblocks 9
+    and 6. Row 9 holds the 4 values of head 0 and the first 4 of head 1, row 6 the other
+    8 of head 1.
 
     Args:
         slots: superblocks of each slot.
@@ -75,18 +80,18 @@ class SurvivorMemory:
         slots: torch.Tensor,
         values: torch.Tensor,
         sources: torch.Tensor,
-        held: Held,
+        held: HeldPages,
         block_size: int,
     ) -> None:
-        """Replace what is known of the slots' survivors.
+        """Replace the values of the slots' survivors.
 
-        Called once the slot table names the superblocks that they have moved to.
+        The slot table must already name the superblocks that they have moved to.
 
         Args:
             slots: [E] int64.
             values: [E, n, T] float32, before survivors are gathered.
             sources: [E, M] int64, head * T + token of each survivor in the order of
-                the new page lists; negative behind the last. M tokens fill the new
+                the new page lists; negative after the last. M tokens fill the new
                 superblocks.
             held: what the requests held.
             block_size: N, tokens per page.
@@ -105,6 +110,6 @@ class SurvivorMemory:
     def clear(self, slots: torch.Tensor) -> None:
         """Forget the local tokens of slots that a new request takes over.
 
-        Its page lists are empty, so that it reads no survivors.
+        Its page lists are empty, so it reads no values of survivors.
         """
         self.local[slots] = 0

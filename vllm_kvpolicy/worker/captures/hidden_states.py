@@ -1,8 +1,8 @@
-"""How far the outputs of chosen decoder layers move from token to token.
+"""Measures how far the outputs of chosen decoder layers move from token to token.
 
 Forward hooks on the loaded model's decoder layers call a custom op that reads and
 writes buffers at fixed addresses, so that torch.compile traces them as any other op
-and a captured graph replays them. Owned by worker.captures.token_signals.
+and a captured graph replays them.
 """
 
 from collections.abc import Sequence
@@ -116,7 +116,7 @@ class HiddenSteps:
     def plan(
         self, slot: torch.Tensor, is_first: torch.Tensor, is_last: torch.Tensor
     ) -> None:
-        """Say which tokens of the coming forward pass belong together.
+        """Note which tokens of the coming forward pass belong together.
 
         Args:
             slot: [T] int64, the slot of each token's request.
@@ -127,7 +127,7 @@ class HiddenSteps:
         self._before[:num_tokens] = torch.where(is_first, slot, FROM_BATCH)
         self._after[:num_tokens] = torch.where(is_last, slot, self.null_slot)
 
-    def forget_plan(self) -> None:
+    def end_step(self) -> None:
         """Leave the slots alone until the next `plan`."""
         self._after.fill_(self.null_slot)
 
@@ -173,7 +173,7 @@ def _note_hidden_step_fake(
     left: torch.Tensor,
     change: torch.Tensor,
 ) -> None:
-    """Have no result: what is written is among the arguments."""
+    """Return nothing: the op writes into its arguments."""
 
 
 _LIBRARY = torch.library.Library("vllm_kvpolicy", "FRAGMENT")

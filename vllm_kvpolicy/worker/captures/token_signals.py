@@ -1,11 +1,10 @@
-"""Token signals: what each token showed when it was computed, by logical position.
+"""Token signals: values measured when a token is computed, by logical position.
 
-Planned by the metadata builder, measured in the forward pass, collected behind it, read
-at events. A request that is computed again after a preemption gets its signals again.
-Owned by worker.runtime.
+Measured in the forward pass, collected after it, read at events. A request that is
+computed again after a preemption gets its signals again.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,17 +12,19 @@ from torch import nn
 
 from vllm_kvpolicy.kernels.token_signals import channel_variance
 from vllm_kvpolicy.policies.signals import TokenSignal
+from vllm_kvpolicy.worker.batch import Batch
+from vllm_kvpolicy.worker.captures.base import Capture
 from vllm_kvpolicy.worker.captures.hidden_states import HiddenSteps
-from vllm_kvpolicy.worker.captures.step_tokens import StepTokens
 from vllm_kvpolicy.worker.request_slots import RequestSlots
+from vllm_kvpolicy.worker.step import Step, StepTokens
 from vllm_kvpolicy.worker.transfer import to_device
 
 
-class TokenSignals:
+class TokenSignals(Capture):
     """One float32 per (request, signal, position).
 
     Args:
-        signals: what to measure; without any, all methods do nothing.
+        signals: what to measure.
         num_layers: L, decoder layers of the model.
         num_slots: requests that may be live at once.
         max_model_len: longest request, in tokens.
@@ -123,42 +124,31 @@ class TokenSignals:
         """Forget requests that finished, were aborted or were preempted."""
         self._slots.drop(request_ids)
 
-    def plan(self, request_ids: Sequence[str], metadata: Any) -> None:
-        """Say which tokens the coming forward pass computes.
-
-        Args:
-            request_ids: requests of the batch in row order.
-            metadata: vLLM's CommonAttentionMetadata with logical lengths.
-        """
-        if not self.signals:
-            return
-        slots = self._slots.take(request_ids, metadata.num_reqs)
-        tokens = StepTokens.of(metadata)
+    def plan(self, step: Step) -> None:
+        """Note which tokens the coming forward pass computes."""
+        slots = self._slots.take(step.request_ids, step.metadata.num_reqs)
+        tokens = StepTokens.of(step.metadata)
         of_row = to_device(slots, self.device)
         slot = torch.where(tokens.is_real, of_row[tokens.row], self._slots.null_slot)
         self._hidden.plan(slot, tokens.is_first, tokens.is_last)
         self._plan = slot, tokens.position
 
-    def observe(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Measure one layer's new keys and values; called by its attention.
-
-        Args:
-            layer: index of the layer in model order.
-            key: [T, H, D] model dtype, post-RoPE.
-            value: [T, H, D] model dtype.
-        """
+    def observe(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Measure one layer's new keys and values, [T, H, D] each."""
         for kind, vectors in (("key", key), ("value", value)):
             if kind in self._variances:
                 self._variances[kind][layer, : len(vectors)] = channel_variance(vectors)
 
-    def collect(self) -> None:
+    def end_step(self) -> None:
         """Write down what the forward pass measured, if one was planned."""
         if self._plan is None:
             return
         slot, position = self._plan
         values = [self._measured(signal, position) for signal in self.signals]
         self._table[slot, :, position] = torch.stack(values, -1)
-        self._hidden.forget_plan()
+        self._hidden.end_step()
         self._plan = None
 
     def _measured(self, signal: TokenSignal, position: torch.Tensor) -> torch.Tensor:
@@ -173,15 +163,21 @@ class TokenSignals:
         # There is no token before the first one.
         return torch.where(position > 0, mean, 0.0).float()
 
-    def read(
+    def read(self, batch: Batch) -> Mapping[str, Any]:
+        """Return the signals of the batch's requests up to their events."""
+        if not batch.policy.needs.signals:
+            return {}
+        request_ids = [event.request_id for event in batch.events]
+        longest = max(event.position for event in batch.events)
+        return {"signals": self.values(request_ids, longest)}
+
+    def values(
         self, request_ids: Sequence[str], num_positions: int
     ) -> dict[TokenSignal, torch.Tensor]:
         """Return every signal of some requests, each [E, num_positions] float32.
 
-        What lies behind a request's last computed token is unspecified.
+        Values after a request's last computed token are unspecified.
         """
-        if not self.signals:
-            return {}
         slots = self._slots.take(request_ids, len(request_ids))
         rows = self._table[to_device(slots, self.device), :, :num_positions]
         return dict(zip(self.signals, rows.unbind(1), strict=True))

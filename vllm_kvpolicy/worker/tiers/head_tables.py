@@ -1,8 +1,7 @@
 """Page lists per (slot, layer, KV head), for heads of different lengths.
 
-Written at events, read by them and by the folded attention of each
-step. The lists of a request lie one behind the other, so that memory follows the pages
-held and not the longest head.
+The lists of a request lie end to end, so that memory grows with the pages held and not
+with the longest head.
 """
 
 from collections.abc import Sequence
@@ -11,13 +10,16 @@ import numpy as np
 import torch
 
 from vllm_kvpolicy.kernels.head_page_tables import head_page_tables
-from vllm_kvpolicy.worker.transfer import Arriving
+from vllm_kvpolicy.worker.transfer import HostCopy
 
 
 class HeadTables:
     """Global pages of every head of every slot, on the device.
 
-    The last slot belongs to nobody and has empty lists.
+    The last slot belongs to no request and has empty lists.
+
+    Example: three heads that hold pages [4, 7], [] and [2, 9, 1] have the row
+    [4, 7, 2, 9, 1, ...] of `pages` and the row [0, 2, 2, 5] of `first`.
 
     Args:
         num_slots: requests that may be live at once.
@@ -48,7 +50,7 @@ class HeadTables:
             (size, num_heads + 1), dtype=torch.int32, device=device
         )
         self._longest = np.zeros(size, dtype=np.int64)
-        self._arriving: dict[int, tuple[Arriving, int]] = {}
+        self._arriving: dict[int, tuple[HostCopy, int]] = {}
 
     @staticmethod
     def nbytes(num_slots: int, max_global_blocks: int, num_heads: int) -> int:
@@ -79,13 +81,13 @@ class HeadTables:
         """
         self.first[index] = first.int()
         self.pages[index, : pages.shape[-1]] = pages.int()
-        longest = Arriving(first.diff(dim=-1).amax(-1))
+        longest = HostCopy(first.diff(dim=-1).amax(-1))
         self._arriving |= {slot: (longest, n) for n, slot in enumerate(slots)}
 
     def longest(self, slots: Sequence[int]) -> np.ndarray:
         """Return [E] pages of the longest list of each slot; waits for the last update.
 
-        On a GPU that was an event's, and is over long before the request's next.
+        On a GPU that update belongs to an event that ended long before the next one.
         """
         for slot in slots:
             if slot in self._arriving:
@@ -94,11 +96,11 @@ class HeadTables:
         return self._longest[list(slots)]
 
     def most(self, slots: np.ndarray, otherwise: np.ndarray) -> np.ndarray:
-        """Return [R] numbers of pages that no list of a slot exceeds; does not wait.
+        """Return [R] upper bounds on the pages of each slot's lists; does not wait.
 
         Args:
             slots: [R] slots.
-            otherwise: [R] what is known of a slot whose lists are still being made.
+            otherwise: [R] bounds to use for slots whose last update is still running.
         """
         here = [
             slot for slot, (values, _) in self._arriving.items() if values.is_here()

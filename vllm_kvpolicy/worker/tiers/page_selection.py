@@ -1,13 +1,9 @@
-"""Which global pages each decoding query reads.
-
-Owns the bounds of all pages, made anew at events, and which requests select. Called by
-worker.compaction after each event, and by worker.runtime, whose folded batch it
-narrows down in each layer of a step.
+"""Selects the global pages that each decoding query reads.
 
 A query selects if it belongs to a generated token and its request has had an event;
-others read everything that is held. Several generated tokens of a request in one step,
-as after a preemption, are cut into rows of one token each: every token reads what it
-read when it was generated, whatever it is computed beside.
+other queries read everything that is held. Several generated tokens of a request in one
+step, as after a preemption, are cut into rows of one token each, so that every token
+reads what it read when it was generated, whatever else the step computes.
 """
 
 from collections.abc import Sequence
@@ -39,9 +35,9 @@ SORTED_BYTES = 33  # of what exists at a time for each page that is sorted
 
 @dataclass(frozen=True)
 class SelectedBatch:
-    """A folded batch of which some rows read a choice of their global pages.
+    """A folded batch in which some rows read only selected global pages.
 
-    S are the rows of the step, some of them cut; see the module.
+    S counts the rows of the step after cutting; see the module.
 
     Args:
         folded: what is held, rows in the order (request, KV head).
@@ -49,11 +45,11 @@ class SelectedBatch:
         bounds: [2, P, D] of each layer; see `kernels.page_bounds`.
         block_size: N.
         rows: [S * H] int64, rows of `folded`; None where none is cut.
-        behind: [S * H] int64, tokens of the request behind each row's last.
+        later: [S * H] int64, tokens of the request in this step after each row's last.
         local: [S * H] int64, local tokens that each row reads.
         most: [S * H] int64, global pages that each row reads at most.
         tokens: [S] int64, the query of each row that selects; any token of others.
-        query_start, order: of the S rows; see `folding.FoldedBatch`.
+        query_start, order: of the S rows; see `ragged_step.FoldedBatch`.
     """
 
     folded: FoldedBatch
@@ -61,7 +57,7 @@ class SelectedBatch:
     bounds: Sequence[torch.Tensor]
     block_size: int
     rows: torch.Tensor | None
-    behind: torch.Tensor
+    later: torch.Tensor
     local: torch.Tensor
     most: torch.Tensor
     tokens: torch.Tensor
@@ -79,8 +75,8 @@ class SelectedBatch:
         tables = self.folded.tables[layer, :, :width]
         lengths, ends = self.folded.lengths[layer], self.folded.ends
         if self.rows is not None:
-            tables, lengths = tables[self.rows], lengths[self.rows] - self.behind
-            ends = None if ends is None else (ends[self.rows] - self.behind).int()
+            tables, lengths = tables[self.rows], lengths[self.rows] - self.later
+            ends = None if ends is None else (ends[self.rows] - self.later).int()
         num_global = (lengths - self.local) // self.block_size
         num_read = torch.minimum(num_global, self.most)
         # Rows that read all their pages have none scored.
@@ -100,15 +96,15 @@ class SelectedBatch:
 
 
 class PageSelection:
-    """Bounds of all pages, and the requests whose queries select.
+    """Keeps the bounds of all pages, and which requests' queries select.
 
     Args:
         quest: chooses pages; requests cannot change its options, so it is the same one
             for all policies of a server.
         policies: names of those that have a selection.
         slots: frontiers.
+        pool: the pages that are chosen from.
         group: G, query heads per KV head.
-        page_bytes: that the bounds of one page take.
     """
 
     def __init__(
@@ -116,20 +112,23 @@ class PageSelection:
         quest: Quest,
         policies: Sequence[str],
         slots: SlotTable,
+        pool: PagePool,
         group: int,
-        page_bytes: int,
     ) -> None:
         self.quest, self.policies, self.slots = quest, frozenset(policies), slots
-        self.group, self.page_bytes = group, page_bytes
+        self.pool, self.group = pool, group
         size = slots.null_slot + 1
         self._selects = np.zeros(size, dtype=bool)
         self._prompt_tokens = np.zeros(size, dtype=np.int64)
-        self.pool: PagePool
-        self.bounds: list[torch.Tensor]
+        made = [
+            keys.new_zeros(2, len(keys), pool.head_dim)
+            for keys in pool.keys[: pool.num_groups]
+        ]
+        self.bounds = made * pool.num_layers if pool.spans_layers else made
 
     @classmethod
     def of_server(
-        cls, config: KVPolicyConfig, layer: Any, slots: SlotTable
+        cls, config: KVPolicyConfig, layer: Any, slots: SlotTable, pool: PagePool
     ) -> "PageSelection | None":
         """Build it for the policies of a server, None where no query selects.
 
@@ -137,29 +136,25 @@ class PageSelection:
             config: the policies.
             layer: one of vLLM's attention layers, all of which are alike.
             slots: frontiers.
+            pool: the pages that are chosen from.
         """
         names = selecting(config)
         if not names:
             return None
         quest = build_selection(names[0], config.options_of(names[0]))
         assert quest is not None  # `names` says so
-        group = layer.num_heads // layer.num_kv_heads
-        bytes_of_key = layer.head_size * layer.kv_cache_torch_dtype.itemsize
-        return cls(quest, names, slots, group, 2 * bytes_of_key)
+        return cls(quest, names, slots, pool, layer.num_heads // layer.num_kv_heads)
 
-    def bind(self, pool: PagePool) -> None:
-        """Make the bounds of all pages of a pool."""
-        self.pool = pool
-        made = [
-            keys.new_zeros(2, len(keys), pool.head_dim)
-            for keys in pool.keys[: pool.num_groups]
-        ]
-        self.bounds = made * pool.num_layers if pool.spans_layers else made
+    @staticmethod
+    def page_bytes(config: KVPolicyConfig, layer: Any) -> int:
+        """Return the bytes that the bounds of one page take, 0 without a selection."""
+        bytes_of_key = layer.head_size * layer.kv_cache_torch_dtype.itemsize
+        return 2 * bytes_of_key if selecting(config) else 0
 
     def update(
         self, slots: Sequence[int], events: Sequence[CompactEvent], pages: torch.Tensor
     ) -> None:
-        """Look at all pages of some requests anew, after their event.
+        """Compute the bounds of all pages of some requests, after their event.
 
         Args:
             slots: of the requests.
@@ -177,8 +172,8 @@ class PageSelection:
             mine = by_group[:, group].flatten()
             page_bounds(self.bounds[group], self.pool.keys[group], mine)
 
-    def rehearse(self) -> None:
-        """Score a page for nobody, so that the kernel is compiled."""
+    def warm_up(self) -> None:
+        """Score the null page, so that the kernel is compiled."""
         dim = self.pool.head_dim
         queries = self.bounds[0].new_zeros(1, self.group, dim)
         page = torch.zeros(1, 1, dtype=torch.int32, device=self.slots.device)
@@ -203,13 +198,13 @@ class PageSelection:
         ends = common.seq_lens_cpu_upper_bound.numpy()[: common.num_reqs]
         generated = np.clip(ends - self._prompt_tokens[which], 0, np.diff(starts))
         row, first, alone = cut_rows(starts, np.where(selects, generated, 0))
-        behind = starts[row + 1] - first[1:]
-        local = ends[row] - behind - slots.frontier_blocks_cpu[which][row] * block_size
+        later = starts[row + 1] - first[1:]
+        local = ends[row] - later - slots.frontier_blocks_cpu[which][row] * block_size
         width = -(-folded.max_length // block_size)
         most = np.where(alone, self.quest.most_pages(local, block_size), width)
         if (most >= width).all():
             return folded
-        return self._selected(folded, starts, row, first, behind, local, most)
+        return self._selected(folded, starts, row, first, later, local, most)
 
     def _selected(
         self,
@@ -219,11 +214,11 @@ class PageSelection:
         first: np.ndarray,
         *numbers: np.ndarray,
     ) -> SelectedBatch:
-        """Send rows to the device; `numbers` are behind, local and most, [S] each."""
+        """Send rows to the device; `numbers` are later, local and most, [S] each."""
         num_heads, num_tokens = self.pool.num_heads, int(starts[-1])
         tokens = np.minimum(first[:-1], max(num_tokens - 1, 0))
         sent = to_device(np.stack([row, *numbers, tokens]), self.slots.device)
-        behind, local, most = sent[1:4].repeat_interleave(num_heads, dim=1)
+        later, local, most = sent[1:4].repeat_interleave(num_heads, dim=1)
         query_start, order, rows = folded.query_start, folded.order, None
         if len(row) != len(starts) - 1:
             head = torch.arange(num_heads, dtype=torch.int32, device=sent.device)
@@ -238,7 +233,7 @@ class PageSelection:
             self.bounds,
             self.slots.block_size,
             rows,
-            behind,
+            later,
             local,
             most,
             sent[-1],
@@ -248,7 +243,7 @@ class PageSelection:
 
 
 def selecting(config: KVPolicyConfig) -> list[str]:
-    """Return the policies of a server behind which queries choose what they read."""
+    """Return the policies of a server whose queries select the pages that they read."""
     return [name for name in config.policies if parse(name).selection is not None]
 
 
@@ -256,6 +251,10 @@ def cut_rows(
     starts: np.ndarray, alone: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cut rows so that some of their last tokens stand alone.
+
+    Example: rows of 3 and 2 tokens, starts [0, 3, 5], of which the last 2 and 0 stand
+    alone: pieces of rows [0, 0, 0, 1] that start at [0, 1, 2, 3] and end at 5; the
+    second and third stand alone.
 
     Args:
         starts: [R + 1], first token of each row, and where the last row ends.
@@ -285,15 +284,18 @@ def best_pages(
 ) -> torch.Tensor:
     """Leave out the global pages with the lowest scores; the others keep their order.
 
+    Example: pages [10, 11, 12, 13, 14], of which the first 4 are global with scores
+    [0.5, 3, -1, 2]; 2 of them are read: [11, 13, 14].
+
     Args:
         tables: [R, C] int32 page ids, global ones first.
-        scores: [R, C] float32; of equal ones the earlier page wins. The lowest number
-            behind the global pages.
+        scores: [R, C] float32; of equal ones the earlier page wins. Columns after the
+            global pages hold the lowest number.
         num_global: [R] int64.
         num_read: [R] int64, global pages that stay, at most `num_global`.
 
     Returns:
-        [R, C] int32, pages that are read; any valid id behind the last one.
+        [R, C] int32, pages that are read; any valid id after the last one.
     """
     num_columns = tables.shape[1]
     step = max(1, CHUNK_BYTES // (SORTED_BYTES * num_columns))

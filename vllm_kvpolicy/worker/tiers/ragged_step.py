@@ -1,10 +1,9 @@
-"""KV heads folded into the batch: attention over heads of different lengths.
+"""Folds KV heads into the batch: attention over heads of different lengths.
 
 Every (request, KV head) becomes a row of a stock paged kernel with one KV head and G
-query heads, its own page list and its own length. Filled once per step by the metadata
-builder, used by the attention implementation of each layer. The tensors stay where they
-are where graphs are captured, so that a graph reads what the step of its replay has put
-there.
+query heads, its own page list and its own length. The tables are filled once per step
+and read by the attention of each layer. Where graphs are captured the tensors stay in
+place, so that a graph reads what the step of its replay has put there.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +20,7 @@ from vllm_kvpolicy.worker.transfer import to_device
 
 logger = init_logger("vllm.kv_policy")
 
-SPARE = 8  # rows and columns that a batch may grow by before tables are made anew
+SPARE = 8  # rows and columns by which a batch may grow before tables are replaced
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class LayerBatch:
         query_start: [R * H + 1] int32, first query token of each row.
         max_length: see `FoldedBatch`.
         order: see `FoldedBatch`.
-        ends: [R * H] int32, logical position behind each row's newest token; None where
+        ends: [R * H] int32, logical position after each row's newest token; None where
             attention does not need it.
     """
 
@@ -59,8 +58,8 @@ class FoldedBatch:
         tables: [L, R * H, C] int32 page ids.
         lengths: [L, R * H] int32, tokens that each row holds, this step's included.
         query_start: [R * H + 1] int32, first query token of each row.
-        max_length: no row holds more; of a batch without requests, which a graph may be
-            captured with, what vLLM says, since replays will hold more.
+        max_length: no row holds more. For a batch without requests, with which a graph
+            may be captured, it is vLLM's bound, since replays will hold more.
         order: [T * H] int64, place of each (token, KV head) among the folded queries;
             None where every request has one token, so that folding is a view.
         ends: see `LayerBatch`.
@@ -97,11 +96,11 @@ class FoldedTables:
         num_layers, num_heads: L and H.
         num_rows, num_pages: B rows of C pages at most.
         device: where they live.
-        is_final: they may not be made anew, since graphs read them.
+        is_final: they must not be replaced, since graphs read them.
 
     Attributes:
         pages: [L, B, H, C] int32 page ids.
-        offsets: [L, B, H] int32, pages of a head less superblocks of its request.
+        offsets: [L, B, H] int32, pages of a head minus superblocks of its request.
         lengths: [L, B, H] int32, tokens held.
         starts: [B * H + 1] int32, first query tokens.
         filled: what each row was filled for: a request and its number of superblocks.
@@ -179,12 +178,12 @@ class FoldedTables:
 
 
 class Folder:
-    """Fills the tables of a step, row by row where one has changed.
+    """Fills the rows of a step's tables that have changed since the step before.
 
     Args:
         slots: frontiers.
         lists: global pages of each head.
-        tables: what to fill; made anew when a batch does not fit.
+        tables: what to fill; replaced by larger ones when a batch does not fit.
     """
 
     def __init__(
@@ -195,7 +194,7 @@ class Folder:
         self._head = head.to(slots.device)
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Fill the rows of these requests anew: page lists or slots have changed."""
+        """Fill the rows of these requests again: page lists or slots have changed."""
         gone, tables = set(request_ids), self.tables
         if not gone:
             return
@@ -230,14 +229,14 @@ class Folder:
             order=order,
         )
 
-    def rehearse(self, num_columns: int) -> None:
-        """Fold a batch of nobody, so that kernels are compiled.
+    def warm_up(self, num_columns: int) -> None:
+        """Fold a dummy batch, so that the kernels are compiled.
 
         Args:
             num_columns: of vLLM's block table.
         """
         one = torch.ones(2, dtype=torch.int32, device=self.slots.device)
-        nobody = SimpleNamespace(
+        dummy = SimpleNamespace(
             num_reqs=1,
             max_query_len=1,
             max_seq_len=1,
@@ -246,7 +245,7 @@ class Folder:
             query_start_loc=one.cumsum(0, dtype=torch.int32) - 1,
             block_table_tensor=one.new_zeros(1, num_columns),
         )
-        self.fold(nobody, ())
+        self.fold(dummy, ())
         self.tables.filled[0] = None
 
     def _fill(self, common: Any, request_ids: Sequence[str]) -> int:
@@ -280,6 +279,9 @@ def fold_starts(
 ) -> None:
     """Write where the queries of each (row, KV head) start, and where the last end.
 
+    Example: H = 2, and rows of 1 and 2 tokens: starts [0, 1, 3] become
+    [0, 1, 2, 4, 6].
+
     Args:
         query_start: [R * H + 1] int32, mutated.
         starts: [R + 1] int32, first token of each row.
@@ -296,6 +298,12 @@ def fold_order(
     starts: torch.Tensor, num_tokens: int, head: torch.Tensor
 ) -> torch.Tensor:
     """Return [T * H] int64 places of (token, KV head) among the folded queries.
+
+    The folded queries are ordered by row, then KV head, then token of the row.
+
+    Example: H = 2, and rows of 1 and 2 tokens: starts [0, 1, 3]. Token 0 is alone in
+    its row, so its heads have places 0 and 1. Row 1 has places 2 to 5: head 0 of tokens
+    1 and 2 at 2 and 3, head 1 at 4 and 5. The result is [0, 1, 2, 4, 3, 5].
 
     Args:
         starts: [R + 1] int32, first token of each row.

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_kvpolicy.worker.late_tables import LateTables
+from vllm_kvpolicy.worker.side_tables import SideTables
 
 GIB = 2**30
 # 80 layers, 8 KV heads of 128 channels in bf16, 256 requests of up to 128k tokens.
 HEADS, SIZE, SLOTS = 80 * 8, 32, 256
 SUPERBLOCK = HEADS * SIZE * 2 * 128 * 2
-LARGE = LateTables(
+LARGE = SideTables(
     num_slots=SLOTS,
     num_heads=HEADS,
     block_size=SIZE,

@@ -1,7 +1,7 @@
-"""Sizes of what is allocated along with the KV cache: known before anything is.
+"""Sizes of what is allocated along with the KV cache, known before it is made.
 
-vLLM measures free memory before it makes the KV cache. What this package allocates
-afterwards, because it follows the size of the pool, must be left out of the pool.
+vLLM measures free memory before it makes the KV cache. Tables whose size follows from
+the number of superblocks are allocated later, so the pool must leave room for them.
 """
 
 from bisect import bisect_right
@@ -12,8 +12,8 @@ from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
 
 
 @dataclass(frozen=True)
-class LateTables:
-    """What a worker allocates once it knows how many superblocks the pool has.
+class SideTables:
+    """What a worker allocates once the number of superblocks of the pool is known.
 
     Args:
         num_slots: requests that may be live at once.
@@ -22,8 +22,8 @@ class LateTables:
         max_global_blocks: most superblocks of survivors of one request in any pool.
         max_local_tokens: most local tokens right after an event, per head.
         num_memories: values that are remembered of each survivor.
-        is_ragged: heads have page lists of their own.
-        page_bytes: bytes that are known of each page beside its tokens.
+        is_ragged: whether heads have page lists of their own.
+        page_bytes: bytes beside each head page, for captures and page bounds.
     """
 
     num_slots: int
