@@ -24,7 +24,7 @@ from vllm_kvpolicy.protocol import CompactEvent, UsedBlocks
 from vllm_kvpolicy.sizes import PlannerLimits
 from vllm_kvpolicy.worker.compaction import POSITIONS, Compactor
 from vllm_kvpolicy.worker.pages import PagePool
-from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.survivors import SurvivorMemory
 from vllm_kvpolicy.worker.tiers.base import Tier
 from vllm_kvpolicy.worker.tiers.equal import EqualTier, PhysicalTables
@@ -81,7 +81,7 @@ class Chain:
         self.caches = list(self._caches())
         self.pool = PagePool(self.caches, setup.columns)
         assert self.pool.spans_layers == setup.one_allocation
-        self.slots = SlotTable(MOST_LIVE, LONGEST, SIZE, CPU)
+        self.requests = RequestTable(MOST_LIVE, LONGEST, SIZE, CPU)
         self.folder: Folder | None = None
         self.compactor = self._compactor()
         self.live: dict[str, Live] = {}
@@ -99,13 +99,13 @@ class Chain:
         def memory() -> SurvivorMemory:
             most_local = RECENT + SIZE - 1
             blocks = self.setup.num_blocks
-            return SurvivorMemory(self.slots, blocks, NUM_HEADS, most_local)
+            return SurvivorMemory(self.requests, blocks, NUM_HEADS, most_local)
 
         return Compactor(
             policies={"scripted": self.setup.policy},
             pool=self.pool,
             tier=self._tier(),
-            slots=self.slots,
+            requests=self.requests,
             captures=[],
             memory={MARK: memory(), POSITIONS: memory()},
             rope=None,
@@ -114,12 +114,12 @@ class Chain:
 
     def _tier(self) -> Tier:
         if not self.setup.is_ragged:
-            physical = PhysicalTables(self.slots, 0, 0)
-            return EqualTier(self.slots, self.pool, physical)
+            physical = PhysicalTables(self.requests, 0, 0)
+            return EqualTier(self.requests, self.pool, physical)
         first = self.pool.own_pages(torch.zeros(1, 1, dtype=torch.int64)).flatten()
         tables = HeadTables(MOST_LIVE, LONGEST, first, HEADS, CPU)
         room = FoldedTables(LAYERS, HEADS, 0, 0, CPU)
-        tier = RaggedTier(self.slots, self.pool, tables, room)
+        tier = RaggedTier(self.requests, self.pool, tables, room)
         self.folder = tier.folder
         return tier
 
@@ -145,7 +145,7 @@ class Chain:
         for name in rng.sample(list(self.live), len(self.live)):
             self._schedule(name, counts)
         events = self.planner.finish_step(counts).events
-        self.slots.drop(self.gone)
+        self.requests.drop(self.gone)
         if self.folder is not None:
             self.folder.forget(self.gone | {event.request_id for event in events})
         self.gone = set()
@@ -333,7 +333,7 @@ class Chain:
             block_table_tensor=torch.tensor(padded, dtype=torch.int32),
         )
         tables, lengths = self._stock(common, names)
-        if self.folder is not None and len(self.slots):
+        if self.folder is not None and len(self.requests):
             folded = self.folder.fold(common, names)
             tables = folded.tables.unflatten(1, (-1, HEADS))
             lengths = folded.lengths.unflatten(1, (-1, HEADS))
@@ -345,9 +345,9 @@ class Chain:
         self, common: Any, names: list[str]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return page ids [L, R, H, P] and lengths [L, R, H] of stock attention."""
-        slots = torch.from_numpy(self.slots.rows(names, len(names)))
+        slots = torch.from_numpy(self.requests.rows(names, len(names)))
         table = common.block_table_tensor
-        physical = PhysicalTables(self.slots, *table.shape)
+        physical = PhysicalTables(self.requests, *table.shape)
         blocks, held = physical.fill(slots, table, common.seq_lens, table.shape[1])
         lengths = held[:, None].expand(LAYERS, len(names), HEADS)
         return self.pool.own_pages(blocks.long()).transpose(0, 1), lengths

@@ -13,7 +13,7 @@ from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
 from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
 from vllm_kvpolicy.worker.compaction import POSITIONS, Compactor
 from vllm_kvpolicy.worker.pages import PagePool
-from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.step import Step
 from vllm_kvpolicy.worker.survivors import SurvivorMemory
 from vllm_kvpolicy.worker.tiers.base import Tier
@@ -57,7 +57,7 @@ class World:
         shape = (LAYERS, BLOCKS, HEADS, SIZE, 2 * DIM)
         self.caches = draw(*shape, device=where)
         self.pool = PagePool(list(self.caches), False)
-        self.slots = SlotTable(NUM_SLOTS, BLOCKS, SIZE, where)
+        self.requests = RequestTable(NUM_SLOTS, BLOCKS, SIZE, where)
         signals = TokenSignals(
             needs.signals, LAYERS, NUM_SLOTS, 200, 100, DIM, torch.float32, where
         )
@@ -70,10 +70,12 @@ class World:
             policies={name: self.policy},
             pool=self.pool,
             tier=self._tier(info.is_ragged(resolve_options(info, options))),
-            slots=self.slots,
+            requests=self.requests,
             captures=self.captures,
             memory={
-                each: SurvivorMemory(self.slots, BLOCKS, NUM_HEADS, RECENT + SIZE - 1)
+                each: SurvivorMemory(
+                    self.requests, BLOCKS, NUM_HEADS, RECENT + SIZE - 1
+                )
                 for each in names
             },
             rope=None,
@@ -84,14 +86,14 @@ class World:
         self.free = list(range(1, BLOCKS))
 
     def _tier(self, is_ragged: bool) -> Tier:
-        device = self.slots.device
+        device = self.requests.device
         if not is_ragged:
-            tables = PhysicalTables(self.slots, 3, BLOCKS)
-            return EqualTier(self.slots, self.pool, tables)
+            tables = PhysicalTables(self.requests, 3, BLOCKS)
+            return EqualTier(self.requests, self.pool, tables)
         first = self.pool.own_pages(torch.zeros(1, 1, dtype=torch.int64)).flatten()
         lists = HeadTables(NUM_SLOTS, BLOCKS, first, HEADS, device)
         room = FoldedTables(LAYERS, HEADS, 0, 0, device)
-        return RaggedTier(self.slots, self.pool, lists, room)
+        return RaggedTier(self.requests, self.pool, lists, room)
 
     def step(self, ordinal: int) -> None:
         """Compute some tokens of both requests, then give both an event."""
@@ -99,21 +101,21 @@ class World:
         self._forward(position)
         events = [self._event(n, ordinal, position) for n in range(len(REQUESTS))]
         self.compactor.run(events)
-        rows = self.slots.to_device(self.slots.rows(REQUESTS, 3))
-        table = torch.zeros(3, BLOCKS, dtype=torch.int32, device=self.slots.device)
-        lengths = torch.zeros(3, dtype=torch.int32, device=self.slots.device)
-        physical = PhysicalTables(self.slots, 3, BLOCKS)
+        rows = self.requests.to_device(self.requests.rows(REQUESTS, 3))
+        table = torch.zeros(3, BLOCKS, dtype=torch.int32, device=self.requests.device)
+        lengths = torch.zeros(3, dtype=torch.int32, device=self.requests.device)
+        physical = PhysicalTables(self.requests, 3, BLOCKS)
         self.tables = physical.fill(rows, table, lengths, BLOCKS)
 
     def _forward(self, position: int) -> None:
         """Measure what the step's last tokens show."""
-        device = self.slots.device
+        device = self.requests.device
         metadata = SimpleNamespace(
             num_reqs=2,
             num_actual_tokens=2 * STEP,
-            query_start_loc=self.slots.to_device(STARTS),
+            query_start_loc=self.requests.to_device(STARTS),
             query_start_loc_cpu=HostTensor(),
-            seq_lens=self.slots.to_device([position, position]),
+            seq_lens=self.requests.to_device([position, position]),
         )
         wanted = tuple(
             WindowCapture(request, slot, 0, WINDOW - STEP, STEP)

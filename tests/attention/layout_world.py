@@ -10,7 +10,7 @@ import torch
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.batch import Batch
 from vllm_kvpolicy.worker.pages import PagePool
-from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.tiers.base import Tier
 from vllm_kvpolicy.worker.tiers.equal import EqualTier, PhysicalTables
 from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
@@ -51,14 +51,14 @@ class LayoutWorld:
         whole = torch.zeros(LAYERS, BLOCKS, HEADS, SIZE, 2 * DIM)
         apart = kind.endswith("apart")
         self.pool = PagePool([x.clone() if apart else x for x in whole], False)
-        self.slots = SlotTable(SLOTS, MOST_BLOCKS, SIZE, CPU)
-        physical = PhysicalTables(self.slots, 0, 0)
-        self.tier: Tier = EqualTier(self.slots, self.pool, physical)
+        self.table = RequestTable(SLOTS, MOST_BLOCKS, SIZE, CPU)
+        physical = PhysicalTables(self.table, 0, 0)
+        self.tier: Tier = EqualTier(self.table, self.pool, physical)
         if self.is_ragged:
             first = self.pool.own_pages(torch.zeros(1, 1, dtype=torch.int64))
             tables = HeadTables(SLOTS, MOST_BLOCKS, first.flatten(), HEADS, CPU)
             room = FoldedTables(LAYERS, HEADS, 0, 0, CPU)
-            self.tier = RaggedTier(self.slots, self.pool, tables, room)
+            self.tier = RaggedTier(self.table, self.pool, tables, room)
         self.num_groups = LAYERS if self.is_ragged and apart else 1
         self.free = self.rng.sample(range(1, BLOCKS), BLOCKS - 1)
         self.requests = {f"r{number}": Request() for number in range(3)}
@@ -134,7 +134,7 @@ class LayoutWorld:
 
     def open(self, events: list[CompactEvent], dynamic: bool = False) -> Batch:
         """Return the events as a batch, its rows empty at first events."""
-        rows = [self.slots.take(event.request_id) for event in events]
+        rows = [self.table.take(event.request_id) for event in events]
         index = torch.tensor(rows)
         if events[0].ordinal == 0:
             self.tier.clear(rows, index)

@@ -36,7 +36,7 @@ def run_round(
     quota = [world.random_quota(event, fills) for event in events]
     lists = world.tier.assign(batch, torch.tensor(quota))
     world.tier.commit(batch, lists)
-    world.slots.update(batch.rows, events)
+    world.table.update(batch.rows, events)
     for row, event in enumerate(events):
         world.requests[event.request_id].lists = split(lists, row)
     return events, batch.held, quota, lists, before
@@ -69,7 +69,7 @@ def test_first_says_where_lists_start(kind: str, seed: int) -> None:
     world = LayoutWorld(kind, seed)
     for _ in range(ROUNDS):
         events, _, _, lists, _ = run_round(world, kind != "ragged")
-        index = torch.tensor([world.slots.slot_of[e.request_id] for e in events])
+        index = torch.tensor([world.table.row_of[e.request_id] for e in events])
         assert torch.equal(world.tier.starts(index), lists.first)
 
 
@@ -134,7 +134,7 @@ def test_equal_heads_keep_their_own_pages_of_the_destinations() -> None:
 def test_a_request_that_takes_a_slot_over_starts_empty(kind: str) -> None:
     world = LayoutWorld(kind, 1)
     events, *_ = run_round(world, True)
-    slots = [world.slots.slot_of[event.request_id] for event in events]
+    slots = [world.table.row_of[event.request_id] for event in events]
     assert world.tier.starts(torch.tensor(slots)).any()
     world.tier.clear(slots[:1], torch.tensor(slots[:1]))
     first = world.tier.starts(torch.tensor(slots))

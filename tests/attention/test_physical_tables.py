@@ -16,7 +16,7 @@ from vllm_kvpolicy.protocol import (
 )
 from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
 from vllm_kvpolicy.worker.pages import PagePool
-from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.step import Step
 from vllm_kvpolicy.worker.tiers.equal import EqualTier, PhysicalTables
 
@@ -25,9 +25,9 @@ NAMES = ["new", "old"]  # requests of the batch; a third row is padding
 LENGTHS = [11, 29]
 
 
-def make_slots() -> SlotTable:
+def make_slots() -> RequestTable:
     """One request has 24 tokens below its frontier and keeps two superblocks."""
-    slots = SlotTable(2, 3, SIZE, CPU)
+    slots = RequestTable(2, 3, SIZE, CPU)
     event = CompactEvent(
         request_id="old",
         policy="tova",
@@ -70,7 +70,7 @@ def metadata(num_rows: int = 3) -> CommonAttentionMetadata:
     )
 
 
-def make_tier(slots: SlotTable, is_captured: bool) -> EqualTier:
+def make_tier(slots: RequestTable, is_captured: bool) -> EqualTier:
     """A tier over an empty cache."""
     pool = PagePool([torch.zeros(2, 1, SIZE, 2)], keys_are_columns=False)
     return EqualTier(slots, pool, PhysicalTables(slots, 4, COLUMNS), is_captured)
@@ -126,7 +126,7 @@ def test_what_is_captured_outside_steps_reads_our_tables() -> None:
 def test_without_graphs_stock_metadata_stays() -> None:
     tier, given = make_tier(make_slots(), False), metadata()
     assert of_nobody(tier, given) is given
-    tier = make_tier(SlotTable(2, 3, SIZE, CPU), False)
+    tier = make_tier(RequestTable(2, 3, SIZE, CPU), False)
     assert physical(tier, given) is given
 
 

@@ -11,7 +11,7 @@ GIB = 2**30
 HEADS, SIZE, SLOTS = 80 * 8, 32, 256
 SUPERBLOCK = HEADS * SIZE * 2 * 128 * 2
 LARGE = SideTables(
-    num_slots=SLOTS,
+    num_requests=SLOTS,
     num_heads=HEADS,
     block_size=SIZE,
     max_global_blocks=131072 // SIZE,
@@ -25,7 +25,7 @@ CASES = {
     "two memories": replace(LARGE, num_memories=2),
     "ragged": replace(LARGE, is_ragged=True),
     "bounds": replace(LARGE, is_ragged=True, page_bytes=2 * 128 * 2),
-    "ragged, many requests": replace(LARGE, is_ragged=True, num_slots=8192),
+    "ragged, many requests": replace(LARGE, is_ragged=True, num_requests=8192),
 }
 
 

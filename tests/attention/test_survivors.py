@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vllm_kvpolicy.worker.batch import HeldPages
-from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.survivors import SurvivorMemory
 
 SLOTS, LAYERS, HEADS, SIZE, MOST_LOCAL, MOST_BLOCKS = 3, 2, 3, 4, 7, 8
@@ -18,7 +18,7 @@ Values = list[list[float]]  # per head, oldest token first
 
 
 def make_memory() -> SurvivorMemory:
-    slots = SlotTable(SLOTS, MOST_BLOCKS, SIZE, CPU)
+    slots = RequestTable(SLOTS, MOST_BLOCKS, SIZE, CPU)
     return SurvivorMemory(slots, POOL_BLOCKS, NUM_HEADS, MOST_LOCAL)
 
 
@@ -117,7 +117,7 @@ class Chain:
         taken = {block for blocks in self.blocks.values() for block in blocks}
         free = [block for block in range(POOL_BLOCKS) if block not in taken]
         self.rng.shuffle(free)
-        table = self.memory.slots.global_blocks
+        table = self.memory.requests.global_blocks
         for slot in slots:
             self.blocks[slot] = [free.pop() for _ in range(size)]
             table[slot, :size] = torch.tensor(self.blocks[slot])

@@ -19,7 +19,7 @@ from vllm_kvpolicy.worker.side_tables import SideTables
 ANSWERS = (UsedBlocks("a", 3, 2), UsedBlocks("b", 4, 1))
 PAGE, LAYERS, EARLY = 4096, 3, 5000
 TABLES = SideTables(
-    num_slots=2,
+    num_requests=2,
     num_heads=6,
     block_size=4,
     max_global_blocks=8,

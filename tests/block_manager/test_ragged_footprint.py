@@ -17,7 +17,7 @@ from vllm_kvpolicy.policies.allocators.hard import scale_to
 from vllm_kvpolicy.protocol import CompactEvent, UsedBlocks
 from vllm_kvpolicy.worker.batch import Batch, HeldPages
 from vllm_kvpolicy.worker.pages import PagePool
-from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
 from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
 from vllm_kvpolicy.worker.tiers.ragged_step import FoldedTables
@@ -69,7 +69,7 @@ def page_quota(
     event: CompactEvent, block_size: int, keep: torch.Tensor, dynamic: bool
 ) -> torch.Tensor:
     """Return [n] pages per head, by the worker's own tier."""
-    slots = SlotTable(1, 1, block_size, CPU)
+    slots = RequestTable(1, 1, block_size, CPU)
     pool = PagePool(torch.zeros(LAYERS, 2, HEADS, block_size, 2).unbind(), False)
     own = pool.own_pages(torch.zeros(1, 1, dtype=torch.int64)).flatten()
     room = FoldedTables(LAYERS, HEADS, 0, 0, CPU)

@@ -17,7 +17,7 @@ from vllm_kvpolicy.policies.compose import ComposedPolicy
 from vllm_kvpolicy.worker.batch import Batch, Choice, Placement
 from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
 from vllm_kvpolicy.worker.compaction import Compactor
-from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.request_table import RequestTable
 
 VALUES = {"budget": 110, "interval": 56, "prefill_interval": 256}
 LENGTHS = (150, 150, 300)
@@ -85,19 +85,19 @@ def test_window_shifted_by_one(engine, decoder, monkeypatch) -> None:
 
 def test_two_requests_rows_swapped(engine, decoder, monkeypatch) -> None:
     """Two requests of equal length read each other's survivors."""
-    rows = SlotTable.rows
+    rows = RequestTable.rows
     swaps = []
 
-    def swapped(self: SlotTable, request_ids, num_rows: int) -> np.ndarray:
+    def swapped(self: RequestTable, request_ids, num_rows: int) -> np.ndarray:
         result = rows(self, request_ids, num_rows)
-        first, second = (*result, self.null_slot)[:2]
+        first, second = (*result, self.null_row)[:2]
         dropped = self.dropped_tokens_cpu
         if dropped[first] and dropped[first] == dropped[second]:
             result[:2] = second, first
             swaps.append(num_rows)
         return result
 
-    monkeypatch.setattr(SlotTable, "rows", swapped)
+    monkeypatch.setattr(RequestTable, "rows", swapped)
     _, replay = oracles_agree(engine, decoder)
     assert swaps
     assert not replay

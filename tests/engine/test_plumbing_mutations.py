@@ -17,7 +17,7 @@ from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.worker.batch import HeldPages
 from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
 from vllm_kvpolicy.worker.compaction import Compactor
-from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.survivors import SurvivorMemory
 from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
 
@@ -116,16 +116,16 @@ def test_memory_is_put_down_before_the_slots_have_moved(
     engine, decoder, monkeypatch
 ) -> None:
     """Values land on the superblocks of the event before."""
-    update, late = SlotTable.update, {}
+    update, late = RequestTable.update, {}
     remember = Compactor._remember
 
     def early(self, *given) -> None:
         remember(self, *given)
-        for slots, events in late.pop(self.slots, []):
-            update(self.slots, slots, events)
+        for slots, events in late.pop(self.requests, []):
+            update(self.requests, slots, events)
 
     monkeypatch.setattr(
-        SlotTable,
+        RequestTable,
         "update",
         lambda self, slots, events: late.setdefault(self, []).append((slots, events)),
     )

@@ -26,7 +26,7 @@ def test_answers_are_those_of_an_engine_that_did_not_warm_up(
                 before = window_usage.calls["reference"]
                 warm_up(runtime, engine.worker.kv_policy_config, 500)
                 assert window_usage.calls["reference"] > before
-                assert not runtime.slots.slot_of and not runtime.answers.take()
+                assert not runtime.requests.row_of and not runtime.answers.take()
             answers.append(engine.run(make_jobs((40, 100, 150), 60, seed=4)).tokens)
             events.append(engine.counters()["events"])
     assert answers[0] == answers[1]

@@ -193,7 +193,7 @@ class FoldedScene:
 
     def _note(self, number: int, drawn: list[int], pages: list[int]) -> None:
         """Tell the runtime's tables about an event: pages of heads in order."""
-        slots, folder = self.runtime.slots, self.runtime.tier.folder
+        slots, folder = self.runtime.requests, self.runtime.tier.folder
         slot, frontier = slots.take(self.names[number]), self.batch[number].frontier
         slots.frontier_blocks[slot] = frontier
         slots.frontier_blocks_cpu[slot] = frontier

@@ -87,7 +87,7 @@ def assert_given_back(engine: Engine) -> None:
     """Raise unless the pool is full again and the worker has forgotten all requests."""
     settle(engine)
     assert engine.num_free == engine.num_usable, (engine.num_free, engine.num_usable)
-    assert not len(engine.runtime.slots), "requests that finished still have a slot"
+    assert not len(engine.runtime.requests), "requests that finished still have a row"
 
 
 class Graphs:
@@ -107,7 +107,7 @@ class Graphs:
 
             def counted(*args: Any, **kwargs: Any) -> Any:
                 self.replays += 1
-                self.after_events += bool(len(engine.runtime.slots))
+                self.after_events += bool(len(engine.runtime.requests))
                 return replay(*args, **kwargs)
 
             manager.run_fullgraph = counted

@@ -78,7 +78,7 @@ def test_scenes_are_what_they_should_be(config: Any, queries: int) -> None:
 def test_pages_change_layers_and_heads(config: Any) -> None:
     scene = make(config)
     folder = scene.runtime.tier.folder
-    slot = scene.runtime.slots.slot_of[str(NUMBER)]
+    slot = scene.runtime.requests.row_of[str(NUMBER)]
     first = folder.lists.first[slot]
     pages = folder.lists.pages[slot, : int(first[-1])]
     lists = pages.split(first.diff().tolist())

@@ -153,7 +153,7 @@ def fake_engine(**facts: Any) -> Any:
                 layers=[SimpleNamespace(attn_backend=backend)]
             ),
         ),
-        runtime=SimpleNamespace(slots=facts.get("slots", {"r": 0})),
+        runtime=SimpleNamespace(requests=facts.get("requests", {"r": 0})),
         llm=SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config)),
     )
 
@@ -171,7 +171,7 @@ def test_graphs_are_counted() -> None:
     assert replayed(fake_engine(), 9).proof(10) == "1 graphs, 9 replays in 10 steps"
     with pytest.raises(AssertionError, match="7 of 10 steps"):
         replayed(fake_engine(), 7).proof(10)
-    before_events = replayed(fake_engine(slots={}), 9)
+    before_events = replayed(fake_engine(requests={}), 9)
     assert before_events.proof(10, with_events=False)
     with pytest.raises(AssertionError, match="0 of 10"):
         before_events.proof(10)

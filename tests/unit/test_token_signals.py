@@ -13,7 +13,7 @@ from vllm_kvpolicy.policies.scorers.epikv import signals_from_hidden
 from vllm_kvpolicy.policies.signals import TokenSignal
 from vllm_kvpolicy.protocol import NO_COMMANDS
 from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
-from vllm_kvpolicy.worker.request_slots import RequestSlots
+from vllm_kvpolicy.worker.request_table import RequestRows
 from vllm_kvpolicy.worker.step import Step
 
 LAYERS, SIZE, SLOTS, STEP_TOKENS, MAX_LEN = 4, 8, 5, 128, 100
@@ -69,7 +69,7 @@ class Run:
         self.signals = TokenSignals(
             SIGNALS,
             num_layers=LAYERS,
-            num_slots=SLOTS,
+            num_requests=SLOTS,
             max_model_len=MAX_LEN,
             step_tokens=STEP_TOKENS,
             hidden_size=SIZE,
@@ -231,12 +231,12 @@ def test_layers_by_depth() -> None:
             TokenSignal("hidden", first, last).layers(4)
 
 
-def test_slots_are_handed_out_once_and_come_back() -> None:
-    slots = RequestSlots(2)
-    assert sorted(slots.take(["a", "b"], 3)) == [0, 1, slots.null_slot]
-    first = slots.take(["a"], 1)
-    assert slots.take(["a"], 1) == first
+def test_rows_are_handed_out_once_and_come_back() -> None:
+    rows = RequestRows(2)
+    assert sorted(rows.take_all(["a", "b"], 3)) == [0, 1, rows.null_row]
+    first = rows.take_all(["a"], 1)
+    assert rows.take_all(["a"], 1) == first
     with pytest.raises(IndexError):
-        slots.take(["c"], 1)
-    slots.drop(["a", "unknown"])
-    assert slots.take(["c"], 1) == first
+        rows.take_all(["c"], 1)
+    rows.drop(["a", "unknown"])
+    assert rows.take_all(["c"], 1) == first

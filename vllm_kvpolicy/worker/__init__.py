@@ -9,7 +9,7 @@ What the worker keeps of one request, all of it dropped or emptied when the requ
 ends, is preempted, or its row goes to another:
 
 ==================================  ====================================================
-`slots.SlotTable`                   its row; superblocks of survivors, frontier and last
+`request_table.RequestTable`        its row; superblocks of survivors, frontier and last
                                     event
 `tiers.head_tables.HeadTables`      page lists of its heads, in a ragged tier
 `tiers.ragged_step.FoldedTables`    the same with local pages, until they change

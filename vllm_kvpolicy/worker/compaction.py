@@ -7,8 +7,8 @@ The order of the five is what makes an event correct:
   before its first write, for all its events: the destinations of one may be the sources
   of another;
 * move: values kept by slot and then keys and values, whose old places are lost now;
-* commit: page lists and the slot table first, then what is remembered of survivors,
-  which lies on the superblocks that the slot table names.
+* commit: page lists and the request table first, then what is remembered of survivors,
+  which lies on the superblocks that the request table names.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ from vllm_kvpolicy.worker.batch import Batch, Choice, Placement, move_slots
 from vllm_kvpolicy.worker.captures.base import Capture
 from vllm_kvpolicy.worker.merging import merge_dropped
 from vllm_kvpolicy.worker.pages import PagePool
-from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.survivors import SurvivorMemory
 from vllm_kvpolicy.worker.tiers.base import Tier
 from vllm_kvpolicy.worker.trace import NoTrace
@@ -65,7 +65,7 @@ class Compactor:
         policies: by name, each decides which tokens survive.
         pool: the group's keys and values.
         tier: lays out survivors.
-        slots: updated after each event.
+        requests: updated after each event.
         captures: what the forward pass showed.
         memory: by name, what policies remember of survivors, true positions included.
         rope: the model's rotary embedding, None where no policy asks for it.
@@ -76,7 +76,7 @@ class Compactor:
     policies: Mapping[str, Policy]
     pool: PagePool
     tier: Tier
-    slots: SlotTable
+    requests: RequestTable
     captures: Sequence[Capture]
     memory: Mapping[str, SurvivorMemory]
     rope: Rope | None
@@ -113,15 +113,15 @@ class Compactor:
 
     def _open(self, events: Sequence[CompactEvent]) -> Batch:
         """Find the requests' rows and pages; first events find theirs empty."""
-        rows = [self.slots.take(event.request_id) for event in events]
+        rows = [self.requests.take(event.request_id) for event in events]
         pairs = zip(rows, events, strict=True)
         fresh = [row for row, event in pairs if not event.ordinal]
         if fresh:
-            index = self.slots.to_device(fresh)
+            index = self.requests.to_device(fresh)
             self.tier.clear(fresh, index)
             for memory in self.memory.values():
                 memory.clear(index)
-        index = self.slots.to_device(rows)
+        index = self.requests.to_device(rows)
         held = self.tier.held(events, rows, index)
         return Batch(events, self.policies[events[0].policy], rows, index, held)
 
@@ -139,7 +139,7 @@ class Compactor:
     def _inputs(self, batch: Batch) -> EventInputs:
         """Return what the policy of a batch sees."""
         events, held, needs = batch.events, batch.held, batch.policy.needs
-        block_size, to_device = self.pool.block_size, self.slots.to_device
+        block_size, to_device = self.pool.block_size, self.requests.to_device
         num_global = held.num_pages * block_size
         lengths = num_global + held.num_local[:, None]
         token = torch.arange(held.max_tokens, device=batch.index.device)
@@ -167,7 +167,7 @@ class Compactor:
             rope=self.rope,
             prompt_lengths=to_device([event.prompt_tokens for event in events]),
             memory={name: value.view(*shape, -1) for name, value in memory.items()},
-            fresh_tokens=self.slots.fresh_tokens(batch.rows, events),
+            fresh_tokens=self.requests.fresh_tokens(batch.rows, events),
             **optional,
         )
 
@@ -222,7 +222,7 @@ class Compactor:
         if not isinstance(policy, MovementPolicy):
             return placement
         seeds = [event_seed(event.ordinal, event.position) for event in batch.events]
-        seed, groups = self.slots.to_device(seeds), self.pool.num_groups
+        seed, groups = self.requests.to_device(seeds), self.pool.num_groups
         pages = lists.pages.unflatten(1, (groups, -1)).flatten(0, 1)
         pages = policy.shuffle_pages(pages, seed.repeat_interleave(groups))
         heads = placement.sources.div(batch.held.max_tokens, rounding_mode="floor")
@@ -262,7 +262,7 @@ class Compactor:
         """Enter the new pages into the tables and remember values of survivors."""
         self.trace.record(batch, choice.decision, placement)
         self.tier.commit(batch, placement.lists)
-        self.slots.update(batch.rows, batch.events)
+        self.requests.update(batch.rows, batch.events)
         self._remember(batch, choice, placement)
         if not batch.policy.dynamic:
             return []

@@ -15,7 +15,7 @@ from vllm_kvpolicy.policies.base import Policy
 from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands, UsedBlocks
 from vllm_kvpolicy.worker.captures.base import Capture
 from vllm_kvpolicy.worker.compaction import Compactor, EventAnswer
-from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.step import Step
 from vllm_kvpolicy.worker.tiers.base import StepMetadata, Tier
 
@@ -60,7 +60,7 @@ class KVPolicyRuntime:
 
     Args:
         policies: by name.
-        slots: superblocks and frontiers by request.
+        requests: superblocks and frontiers by request.
         tier: lays out survivors.
         captures: see every forward pass.
         compactor: runs events.
@@ -75,13 +75,13 @@ class KVPolicyRuntime:
     def __init__(
         self,
         policies: Mapping[str, Policy],
-        slots: SlotTable,
+        requests: RequestTable,
         tier: Tier,
         captures: Sequence[Capture],
         compactor: Compactor,
         counters: WorkerCounters,
     ) -> None:
-        self.policies, self.slots = policies, slots
+        self.policies, self.requests = policies, requests
         self.tier, self.captures, self.compactor = tier, captures, compactor
         self.counters, self.answers = counters, AnswerBox(counters)
         self.batch_request_ids: Callable[[], Sequence[str]] = tuple
@@ -94,7 +94,7 @@ class KVPolicyRuntime:
             commands: what the scheduler attached to its output.
             gone: requests that finished or were preempted before this step.
         """
-        self.slots.drop(gone)
+        self.requests.drop(gone)
         for capture in self.captures:
             capture.drop(gone)
         self.tier.forget({event.request_id for event in commands.events}.union(gone))

@@ -1,4 +1,4 @@
-"""Builds a worker's part of a policy: sizes before the KV cache, the runtime after.
+"""Builds the worker's half of a policy in two phases, before and after the KV cache.
 
 vLLM measures free memory between the two.
 """
@@ -26,10 +26,10 @@ from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
 from vllm_kvpolicy.worker.compaction import POSITIONS, Compactor
 from vllm_kvpolicy.worker.pages import PagePool, check_layout
 from vllm_kvpolicy.worker.refused import refused_for
+from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.rotary import model_rope
 from vllm_kvpolicy.worker.runtime import KVPolicyRuntime
 from vllm_kvpolicy.worker.side_tables import SideTables
-from vllm_kvpolicy.worker.slots import SlotTable
 from vllm_kvpolicy.worker.survivors import SurvivorMemory
 from vllm_kvpolicy.worker.tiers.base import Tier
 from vllm_kvpolicy.worker.tiers.equal import EqualTier, PhysicalTables
@@ -44,7 +44,7 @@ logger = init_logger("vllm.kv_policy")
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """All of a worker's part that has a size before the KV cache exists.
+    """What a worker holds before the KV cache exists; `bind` makes the runtime of it.
 
     Args:
         vllm_config: the engine's configuration.
@@ -54,7 +54,7 @@ class WorkerSetup:
         limits: block size and query windows.
         layers: the model's attention layers, in model order.
         rope: the model's rotary embedding, None where no policy asks for it.
-        slots: superblocks and frontiers by request.
+        requests: superblocks and frontiers by request.
         captures: hooked to the model.
         tables: what attention will read in a step.
         side_tables: sizes of what is made along with the KV cache.
@@ -67,7 +67,7 @@ class WorkerSetup:
     limits: PlannerLimits
     layers: Sequence[Any]
     rope: Rope | None
-    slots: SlotTable
+    requests: RequestTable
     captures: Sequence[Capture]
     tables: PhysicalTables | FoldedTables
     side_tables: SideTables
@@ -76,10 +76,10 @@ class WorkerSetup:
     def early_bytes(self) -> int:
         """Bytes of device memory that are held before the KV cache is made."""
         captured = sum(capture.nbytes for capture in self.captures)
-        return captured + self.slots.global_blocks.nbytes + self.tables.nbytes
+        return captured + self.requests.global_blocks.nbytes + self.tables.nbytes
 
     def bind(self, keys_are_columns: bool) -> KVPolicyRuntime:
-        """Take hold of the KV caches that vLLM has made; layers learn their runtime.
+        """Build the runtime over vLLM's KV caches and attach it to the layers.
 
         Args:
             keys_are_columns: see `worker.pages.PagePool`.
@@ -94,7 +94,7 @@ class WorkerSetup:
             policies=self.policies,
             pool=pool,
             tier=tier,
-            slots=self.slots,
+            requests=self.requests,
             captures=self.captures,
             memory=self._memory(pool),
             rope=self.rope,
@@ -103,7 +103,7 @@ class WorkerSetup:
         )
         counters = WorkerCounters(self.vllm_config.instance_id, self.limits.block_size)
         runtime = KVPolicyRuntime(
-            self.policies, self.slots, tier, self.captures, compactor, counters
+            self.policies, self.requests, tier, self.captures, compactor, counters
         )
         for index, layer in enumerate(self.layers):
             layer.kv_policy_runtime = runtime
@@ -114,7 +114,7 @@ class WorkerSetup:
         sizes = self.side_tables
         return {
             name: SurvivorMemory(
-                slots=self.slots,
+                requests=self.requests,
                 num_blocks=pool.num_blocks,
                 num_heads=sizes.num_heads,
                 max_local_tokens=sizes.max_local_tokens,
@@ -129,29 +129,29 @@ class WorkerSetup:
     def _tier(self, pool: PagePool) -> Tier:
         is_captured = compat.captures_attention(self.vllm_config)
         if isinstance(self.tables, PhysicalTables):
-            return EqualTier(self.slots, pool, self.tables, is_captured)
+            return EqualTier(self.requests, pool, self.tables, is_captured)
         if not pool.spans_layers:
             logger.warning(
                 "KV policy: layers lie in allocations of their own, so pages cannot "
                 "change layers; a request holds the maximum over layers of what its "
                 "heads need"
             )
-        block = torch.zeros(1, 1, dtype=torch.int64, device=self.slots.device)
+        block = torch.zeros(1, 1, dtype=torch.int64, device=self.requests.device)
         lists = HeadTables(
-            num_slots=self.slots.null_slot,
+            num_requests=self.requests.null_row,
             max_global_blocks=self.side_tables.global_blocks(pool.num_blocks),
             own_page=pool.own_pages(block).flatten(),
             stride=pool.num_heads,
-            device=self.slots.device,
+            device=self.requests.device,
         )
         deciding = [each for each in self.captures if isinstance(each, VisibleUntil)]
         return RaggedTier(
-            self.slots,
+            self.requests,
             pool,
             lists,
             self.tables,
             is_captured,
-            PageSelection.of_server(self.config, self.layers[0], self.slots, pool),
+            PageSelection.of_server(self.config, self.layers[0], self.requests, pool),
             deciding[0] if self.needs.exact else None,
         )
 
@@ -184,14 +184,15 @@ def prepare(
             policy.check_model(len(layers), *shape)
     with refused_for(policies, lambda needs: needs.rope):
         rope = model_rope(model, first.head_size) if needs.rope else None
-    num_slots = vllm_config.scheduler_config.max_num_seqs
+    num_requests = vllm_config.scheduler_config.max_num_seqs
     num_global = max_global_blocks(vllm_config, config)
-    slots = SlotTable(num_slots, num_global, limits.block_size, device)
-    tables = _step_tables(vllm_config, config, layers, slots)
-    captures = _captures(vllm_config, config, policies, model, layers, rope, device)
+    requests = RequestTable(num_requests, num_global, limits.block_size, device)
+    tables = _step_tables(vllm_config, config, layers, requests)
+    given = model, layers, rope, device
+    captures = _captures(vllm_config, config, policies, needs, *given)
     page_bytes = sum(capture.page_bytes for capture in captures)
     side_tables = SideTables(
-        num_slots=num_slots,
+        num_requests=num_requests,
         num_heads=len(layers) * first.num_kv_heads,
         block_size=limits.block_size,
         max_global_blocks=num_global,
@@ -208,7 +209,7 @@ def prepare(
         limits,
         list(layers),
         rope,
-        slots,
+        requests,
         captures,
         tables,
         side_tables,
@@ -221,32 +222,35 @@ def remembered(needs: Needs) -> tuple[str, ...]:
 
 
 def _step_tables(
-    vllm_config: Any, config: KVPolicyConfig, layers: Sequence[Any], slots: SlotTable
+    vllm_config: Any,
+    config: KVPolicyConfig,
+    layers: Sequence[Any],
+    requests: RequestTable,
 ) -> PhysicalTables | FoldedTables:
-    """Return what attention reads in a step: the one place that chooses a tier."""
+    """Return what attention reads in a step; this is where the tier is chosen."""
     num_rows = compat.padded_rows(vllm_config)
-    num_columns = -(-vllm_config.model_config.max_model_len // slots.block_size)
+    num_columns = -(-vllm_config.model_config.max_model_len // requests.block_size)
     if not config.is_ragged:
-        return PhysicalTables(slots, num_rows, num_columns)
-    is_final = compat.captures_attention(vllm_config) or slots.device.type != "cpu"
+        return PhysicalTables(requests, num_rows, num_columns)
+    is_final = compat.captures_attention(vllm_config) or requests.device.type != "cpu"
     if not is_final:
         num_rows, num_columns = 0, 0
     num_heads = layers[0].num_kv_heads
     sizes = num_heads, num_rows, num_columns
-    return FoldedTables.of_engine(len(layers), *sizes, slots.device, is_final)
+    return FoldedTables.of_engine(len(layers), *sizes, requests.device, is_final)
 
 
 def _captures(
     vllm_config: Any,
     config: KVPolicyConfig,
     policies: Mapping[str, Policy],
+    needs: Needs,
     model: torch.nn.Module,
     layers: Sequence[Any],
     rope: Rope | None,
     device: torch.device,
 ) -> list[Capture]:
-    """Return what the policies want to see of forward passes, hooked to the model."""
-    needs = reduce(or_, (policy.needs for policy in policies.values()))
+    """Return the captures that the policies need, hooked to the model."""
     limits, first = planner_limits(vllm_config, config), layers[0]
     captures: list[Capture] = [
         QueryWindows.of_engine(limits, len(layers), first, vllm_config, device)

@@ -16,7 +16,7 @@ class SideTables:
     """What a worker allocates once the number of superblocks of the pool is known.
 
     Args:
-        num_slots: requests that may be live at once.
+        num_requests: requests that may be live at once.
         num_heads: n = L * H on this rank.
         block_size: N, tokens per superblock.
         max_global_blocks: most superblocks of survivors of one request in any pool.
@@ -26,7 +26,7 @@ class SideTables:
         page_bytes: bytes beside each head page, for captures and page bounds.
     """
 
-    num_slots: int
+    num_requests: int
     num_heads: int
     block_size: int
     max_global_blocks: int
@@ -42,7 +42,7 @@ class SideTables:
     def nbytes(self, num_blocks: int) -> int:
         """Return the bytes beside a pool of `num_blocks` superblocks."""
         each = SurvivorMemory.nbytes_of(
-            self.num_slots,
+            self.num_requests,
             num_blocks,
             self.num_heads,
             self.block_size,
@@ -53,8 +53,8 @@ class SideTables:
         if not self.is_ragged:
             return beside
         longest = self.global_blocks(num_blocks)
-        # One more slot stands for rows without an event.
-        tables = HeadTables.nbytes(self.num_slots + 1, longest, self.num_heads)
+        # One more row stands for requests without an event.
+        tables = HeadTables.nbytes(self.num_requests + 1, longest, self.num_heads)
         return beside + tables
 
     def pool_blocks(self, available: int, superblock_bytes: int) -> int:

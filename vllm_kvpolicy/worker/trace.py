@@ -23,7 +23,7 @@ Rows = list[np.ndarray]  # one array of positions per head
 
 
 class NoTrace:
-    """Records nothing: what a server does unless a folder is named."""
+    """Records nothing; the default, unless a trace folder is named."""
 
     def annotate(
         self, decision: Decision, needs: Needs, inputs: EventInputs
@@ -135,7 +135,7 @@ def _host(values: torch.Tensor) -> np.ndarray:
 
 
 def _small(values: torch.Tensor) -> np.ndarray:
-    """Return float32 or int32, whichever fits the kind."""
+    """Return floats as float32 and all else as int32."""
     is_float = values.is_floating_point()
     return _host(values.to(torch.float32 if is_float else torch.int32))
 

@@ -19,20 +19,20 @@ NUM_EVENTS = 2  # of each: the first, and one that finds survivors
 def warm_up(
     runtime: KVPolicyRuntime, config: KVPolicyConfig, max_model_len: int
 ) -> None:
-    """Run dummy events, and the kernels that a step needs around them.
+    """Run dummy events, and the other kernels of a step.
 
     Args:
         runtime: the worker's.
         config: the server's policies.
         max_model_len: longest request, in tokens.
     """
-    slots, pool = runtime.slots, runtime.compactor.pool
+    requests, pool = runtime.requests, runtime.compactor.pool
     untraced = replace(runtime.compactor, trace=NoTrace())
-    sizes = slots.null_slot, slots.block_size, pool.num_blocks, max_model_len
+    sizes = requests.null_row, requests.block_size, pool.num_blocks, max_model_len
     for events in dummy_events(config, *sizes):
         untraced.run(events)
-    slots.drop(NAMES)
-    runtime.tier.warm_up(-(-max_model_len // slots.block_size))
+    requests.drop(NAMES)
+    runtime.tier.warm_up(-(-max_model_len // requests.block_size))
     for capture in runtime.captures:
         capture.drop(NAMES)
         capture.warm_up()
@@ -45,7 +45,7 @@ def dummy_events(
     num_blocks: int,
     max_model_len: int,
 ) -> Iterator[list[CompactEvent]]:
-    """Yield the events of some steps, for every policy of a server.
+    """Yield the dummy events of each step, for every policy of a server.
 
     Those of a request with a prompt of one token, alone and two at once, and of one
     with the longest prompt, as far as they have events and the pool holds them.
@@ -113,7 +113,7 @@ def _events(
 
 
 def _moved(event: CompactEvent, number: int, distance: int) -> CompactEvent:
-    """Return the same event of another request, `distance` superblocks further on."""
+    """Return the same event of another request, its superblocks `distance` higher."""
 
     def further(blocks: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(block + distance for block in blocks)

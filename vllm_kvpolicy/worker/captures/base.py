@@ -1,4 +1,4 @@
-"""The life of a capture: something seen in the forward pass and wanted at events."""
+"""The interface of a capture: it records in forward passes what events read."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,12 +11,12 @@ from vllm_kvpolicy.worker.step import Step
 
 
 class Capture:
-    """Sees every forward pass, and answers at events; here it does nothing.
+    """Records something of each forward pass for events; this base does nothing.
 
-    A capture is made before the KV cache and bound to it once. In each step it is told
-    which tokens are computed (`plan`), sees them in every layer (`observe`) and ends
-    the step. At an event it is read, and moves what it keeps by slot along with the
-    survivors. It drops requests that end.
+    A capture is made before the KV cache exists and bound to it once. In each step it
+    learns which tokens are computed (`plan`), sees them in every layer (`observe`) and
+    closes the step (`end_step`). At an event it is read, and it moves values that it
+    keeps by slot along with the survivors. It drops requests that end.
     """
 
     @property
@@ -30,7 +30,7 @@ class Capture:
         return 0
 
     def bind(self, pool: PagePool) -> None:
-        """Make what has one entry per page, once there is a KV cache."""
+        """Allocate what has one entry per page, once the KV cache exists."""
 
     def plan(self, step: Step) -> None:
         """Note which tokens the coming forward pass computes."""
@@ -51,11 +51,11 @@ class Capture:
         """Collect what the step showed, and see nothing until the next `plan`."""
 
     def read(self, batch: Batch) -> Mapping[str, Any]:
-        """Return fields of `EventInputs`, those that the batch's policy needs."""
+        """Return the fields of `EventInputs` that this capture fills for the batch."""
         return {}
 
     def move(self, source: torch.Tensor, dest: torch.Tensor) -> None:
-        """Move what is kept by slot along with survivors.
+        """Move values that are kept by slot along with survivors.
 
         Args:
             source: [E, M] int64, slots that survivors leave; see `batch.move_slots`.

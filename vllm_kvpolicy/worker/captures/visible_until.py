@@ -1,4 +1,4 @@
-"""Keeps until when each cached token is visible, where an admission decides that.
+"""Keeps for each cached token until when it is visible, if an admission decides that.
 
 One integer per slot of every head page: written in the forward pass, read at events and
 by attention, moved along with survivors.
@@ -51,10 +51,10 @@ class VisibleUntil(Capture):
     ) -> None:
         self.decider, self.num_sinks = decider, num_sinks
         self._block_size = block_size
-        # From a token's place in head 0 to its place in each head, in slots.
+        # Distance in slots from a token in head 0 to the same token in each head.
         self._heads = torch.arange(num_kv_heads, device=device) * block_size
-        # Where each token of the step lies, in slots of head 0 of layer 0; vLLM's null
-        # block takes what belongs nowhere. At fixed addresses, for graphs.
+        # Slot of each token of the step in head 0 of layer 0; padding goes to vLLM's
+        # null block. The addresses are fixed, for graphs.
         self._own = torch.zeros(step_tokens, dtype=torch.int64, device=device)
         self._governed = torch.zeros_like(self._own)
         self._position = torch.zeros_like(self._own)
@@ -73,7 +73,7 @@ class VisibleUntil(Capture):
         return 4 * self._block_size
 
     def bind(self, pool: PagePool) -> None:
-        """Make a value for each slot of a pool."""
+        """Allocate a value for each slot of a pool."""
         num_heads = pool.num_blocks * pool.num_heads
         num_pages = num_heads * (pool.num_layers if pool.spans_layers else 1)
         shape = num_pages, pool.block_size
@@ -129,7 +129,7 @@ class VisibleUntil(Capture):
         return places[:num_tokens, None] + self._heads + self._base[layer]
 
     def read(self, batch: Batch) -> Mapping[str, Any]:
-        """Return [E, L, H, T] int32 of the held tokens; unspecified on padding."""
+        """Return until when the held tokens are visible; unspecified on padding."""
         if not batch.policy.needs.until:
             return {}
         heads = self.pool.num_layers, self.pool.num_heads

@@ -15,7 +15,7 @@ from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.batch import Batch, HeldPages
 from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
 from vllm_kvpolicy.worker.pages import PagePool
-from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.step import Step
 from vllm_kvpolicy.worker.tiers.page_selection import SelectedBatch
 from vllm_kvpolicy.worker.tiers.ragged_step import FoldedBatch
@@ -41,12 +41,12 @@ class Tier(ABC):
     """Lays out the survivors of a server's requests.
 
     Args:
-        slots: superblocks and frontiers by request.
+        requests: superblocks and frontiers by request.
         pool: the pages of the KV cache.
     """
 
-    def __init__(self, slots: SlotTable, pool: PagePool) -> None:
-        self.slots, self.pool = slots, pool
+    def __init__(self, requests: RequestTable, pool: PagePool) -> None:
+        self.requests, self.pool = requests, pool
         self.num_heads = pool.num_layers * pool.num_heads
 
     @abstractmethod
@@ -121,7 +121,7 @@ class Tier(ABC):
         """
 
 
-def block_table(rows: Sequence[Sequence[int]], slots: SlotTable) -> torch.Tensor:
+def block_table(rows: Sequence[Sequence[int]], requests: RequestTable) -> torch.Tensor:
     """Return [E, P] int64 superblock ids, padded with vLLM's null block."""
     width = max(map(len, rows))
-    return slots.to_device([tuple(row) + (0,) * (width - len(row)) for row in rows])
+    return requests.to_device([tuple(row) + (0,) * (width - len(row)) for row in rows])

@@ -21,7 +21,7 @@ from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.policies.selections.quest import Quest
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.pages import PagePool
-from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.tiers.ragged_step import (
     FoldedBatch,
     LayerBatch,
@@ -79,7 +79,7 @@ class SelectedBatch:
             ends = None if ends is None else (ends[self.rows] - self.later).int()
         num_global = (lengths - self.local) // self.block_size
         num_read = torch.minimum(num_global, self.most)
-        # Rows that read all their pages have none scored.
+        # Rows that read all their pages need no scores.
         scored = torch.where(num_read < num_global, num_global, 0).int()
         num_rows, dim = len(num_global), query.shape[-1]
         queries = query[self.tokens].view(num_rows, -1, dim)
@@ -102,7 +102,7 @@ class PageSelection:
         quest: chooses pages; requests cannot change its options, so it is the same one
             for all policies of a server.
         policies: names of those that have a selection.
-        slots: frontiers.
+        requests: frontiers.
         pool: the pages that are chosen from.
         group: G, query heads per KV head.
     """
@@ -111,13 +111,13 @@ class PageSelection:
         self,
         quest: Quest,
         policies: Sequence[str],
-        slots: SlotTable,
+        requests: RequestTable,
         pool: PagePool,
         group: int,
     ) -> None:
-        self.quest, self.policies, self.slots = quest, frozenset(policies), slots
+        self.quest, self.policies, self.requests = quest, frozenset(policies), requests
         self.pool, self.group = pool, group
-        size = slots.null_slot + 1
+        size = requests.null_row + 1
         self._selects = np.zeros(size, dtype=bool)
         self._prompt_tokens = np.zeros(size, dtype=np.int64)
         made = [
@@ -128,14 +128,14 @@ class PageSelection:
 
     @classmethod
     def of_server(
-        cls, config: KVPolicyConfig, layer: Any, slots: SlotTable, pool: PagePool
+        cls, config: KVPolicyConfig, layer: Any, requests: RequestTable, pool: PagePool
     ) -> "PageSelection | None":
-        """Build it for the policies of a server, None where no query selects.
+        """Build the selection of a server, None where no query selects.
 
         Args:
             config: the policies.
             layer: one of vLLM's attention layers, all of which are alike.
-            slots: frontiers.
+            requests: frontiers.
             pool: the pages that are chosen from.
         """
         names = selecting(config)
@@ -143,7 +143,7 @@ class PageSelection:
             return None
         quest = build_selection(names[0], config.options_of(names[0]))
         assert quest is not None  # `names` says so
-        return cls(quest, names, slots, pool, layer.num_heads // layer.num_kv_heads)
+        return cls(quest, names, requests, pool, layer.num_heads // layer.num_kv_heads)
 
     @staticmethod
     def page_bytes(config: KVPolicyConfig, layer: Any) -> int:
@@ -152,18 +152,18 @@ class PageSelection:
         return 2 * bytes_of_key if selecting(config) else 0
 
     def update(
-        self, slots: Sequence[int], events: Sequence[CompactEvent], pages: torch.Tensor
+        self, rows: Sequence[int], events: Sequence[CompactEvent], pages: torch.Tensor
     ) -> None:
         """Compute the bounds of all pages of some requests, after their event.
 
         Args:
-            slots: of the requests.
+            rows: of the requests.
             events: the events, of one policy.
             pages: [E, C] int64, the requests' page lists; any valid id on padding.
         """
         selects = events[0].policy in self.policies
-        self._selects[list(slots)] = selects
-        self._prompt_tokens[list(slots)] = [event.prompt_tokens for event in events]
+        self._selects[list(rows)] = selects
+        self._prompt_tokens[list(rows)] = [event.prompt_tokens for event in events]
         if not selects:
             return
         groups = self.pool.num_groups
@@ -176,21 +176,21 @@ class PageSelection:
         """Score the null page, so that the kernel is compiled."""
         dim = self.pool.head_dim
         queries = self.bounds[0].new_zeros(1, self.group, dim)
-        page = torch.zeros(1, 1, dtype=torch.int32, device=self.slots.device)
+        page = torch.zeros(1, 1, dtype=torch.int32, device=self.requests.device)
         self.quest.scores(queries, page, page[0], self.bounds[0])
 
     def narrow(
         self, common: Any, request_ids: Sequence[str], folded: FoldedBatch
     ) -> FoldedBatch | SelectedBatch:
-        """Return what a step reads: the folded batch itself where that is everything.
+        """Return what a step reads; the folded batch itself if no row selects.
 
         Args:
             common: vLLM's CommonAttentionMetadata, logical.
             request_ids: requests of the batch in row order; rows beyond are padding.
             folded: what is held.
         """
-        slots, block_size = self.slots, self.slots.block_size
-        which = slots.rows(request_ids, common.num_reqs)
+        requests, block_size = self.requests, self.requests.block_size
+        which = requests.rows(request_ids, common.num_reqs)
         selects = self._selects[which]
         if not selects.any():
             return folded
@@ -199,7 +199,9 @@ class PageSelection:
         generated = np.clip(ends - self._prompt_tokens[which], 0, np.diff(starts))
         row, first, alone = cut_rows(starts, np.where(selects, generated, 0))
         later = starts[row + 1] - first[1:]
-        local = ends[row] - later - slots.frontier_blocks_cpu[which][row] * block_size
+        local = (
+            ends[row] - later - requests.frontier_blocks_cpu[which][row] * block_size
+        )
         width = -(-folded.max_length // block_size)
         most = np.where(alone, self.quest.most_pages(local, block_size), width)
         if (most >= width).all():
@@ -217,13 +219,13 @@ class PageSelection:
         """Send rows to the device; `numbers` are later, local and most, [S] each."""
         num_heads, num_tokens = self.pool.num_heads, int(starts[-1])
         tokens = np.minimum(first[:-1], max(num_tokens - 1, 0))
-        sent = to_device(np.stack([row, *numbers, tokens]), self.slots.device)
+        sent = to_device(np.stack([row, *numbers, tokens]), self.requests.device)
         later, local, most = sent[1:4].repeat_interleave(num_heads, dim=1)
         query_start, order, rows = folded.query_start, folded.order, None
         if len(row) != len(starts) - 1:
             head = torch.arange(num_heads, dtype=torch.int32, device=sent.device)
             rows = (sent[0, :, None] * num_heads + head).flatten()
-            edges = to_device(first, self.slots.device).int()
+            edges = to_device(first, self.requests.device).int()
             query_start = edges.new_empty(len(row) * num_heads + 1)
             fold_starts(query_start, edges, head)
             order = fold_order(edges, num_tokens, head)
@@ -231,7 +233,7 @@ class PageSelection:
             folded,
             self.quest,
             self.bounds,
-            self.slots.block_size,
+            self.requests.block_size,
             rows,
             later,
             local,

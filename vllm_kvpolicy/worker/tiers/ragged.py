@@ -12,7 +12,7 @@ from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.batch import Batch, HeldPages
 from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
 from vllm_kvpolicy.worker.pages import PagePool
-from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.step import Step
 from vllm_kvpolicy.worker.tiers.base import StepMetadata, Tier, block_table
 from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
@@ -27,7 +27,7 @@ class RaggedTier(Tier):
     out its own part of the superblocks.
 
     Args:
-        slots: superblocks and frontiers by request.
+        requests: superblocks and frontiers by request.
         pool: the pages of the KV cache.
         lists: global pages of each head.
         tables: what attention reads in a step.
@@ -38,7 +38,7 @@ class RaggedTier(Tier):
 
     def __init__(
         self,
-        slots: SlotTable,
+        requests: RequestTable,
         pool: PagePool,
         lists: HeadTables,
         tables: FoldedTables,
@@ -46,8 +46,8 @@ class RaggedTier(Tier):
         selection: PageSelection | None = None,
         exact: VisibleUntil | None = None,
     ) -> None:
-        super().__init__(slots, pool)
-        self.lists, self.folder = lists, Folder(slots, lists, tables)
+        super().__init__(requests, pool)
+        self.lists, self.folder = lists, Folder(requests, lists, tables)
         self.num_groups = pool.num_groups
         self.is_captured, self.selection, self.exact = is_captured, selection, exact
 
@@ -63,7 +63,7 @@ class RaggedTier(Tier):
         self, events: Sequence[CompactEvent], rows: Sequence[int], index: torch.Tensor
     ) -> HeldPages:
         """Return what the requests hold before their events."""
-        block_size, to_device = self.pool.block_size, self.slots.to_device
+        block_size, to_device = self.pool.block_size, self.requests.to_device
         recent = [event.leaving_blocks + event.local_blocks for event in events]
         leaving = [len(event.leaving_blocks) for event in events]
         num_local = [event.local_tokens(block_size) for event in events]
@@ -75,8 +75,8 @@ class RaggedTier(Tier):
             (1, len(events), self.num_heads), dtype=torch.int32, device=index.device
         )
         pages = count.new_empty((*count.shape, width))
-        skip = torch.zeros_like(self.slots.frontier_blocks)
-        blocks = block_table(recent, self.slots).int()
+        skip = torch.zeros_like(self.requests.frontier_blocks)
+        blocks = block_table(recent, self.requests).int()
         self.lists.expand(pages, count, which, index, blocks, skip)
         return HeldPages(
             pages=pages[0].long(),
@@ -93,9 +93,9 @@ class RaggedTier(Tier):
         """
         events, held = batch.events, batch.held
         block_size, per_group = self.pool.block_size, self.num_heads // self.num_groups
-        num_dest = self.slots.to_device([len(e.dest_blocks) for e in events])
+        num_dest = self.requests.to_device([len(e.dest_blocks) for e in events])
         pinned = [min(e.sinks, e.frontier_blocks * block_size) for e in events]
-        floor = -(-self.slots.to_device(pinned) // block_size)
+        floor = -(-self.requests.to_device(pinned) // block_size)
         shape = (len(events) * self.num_groups, per_group)
         floors = floor[:, None].expand(counts.shape).reshape(shape)
         total = (num_dest * per_group).repeat_interleave(self.num_groups)
@@ -116,7 +116,7 @@ class RaggedTier(Tier):
     def assign(self, batch: Batch, quota: torch.Tensor) -> PageLists:
         """Share the pages of the destination superblocks out among the heads."""
         held = batch.held
-        dest = self.slots.to_device([event.dest_blocks for event in batch.events])
+        dest = self.requests.to_device([event.dest_blocks for event in batch.events])
         num_events, num_dest = dest.shape
         groups, per_group = self.num_groups, self.num_heads // self.num_groups
         # Superblock-major: the first cells are those of the first superblocks.
@@ -169,7 +169,7 @@ class RaggedTier(Tier):
 
     def metadata(self, step: Step) -> StepMetadata:
         """Return vLLM's metadata with page tables per head; see `Tier`."""
-        has_own_pages = len(self.slots) or self.exact is not None
+        has_own_pages = len(self.requests) or self.exact is not None
         is_replayed = self.is_captured and step.metadata.max_query_len == 1
         if not ((step.is_real and has_own_pages) or is_replayed):
             return StepMetadata(step.metadata)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
-from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
 from vllm_kvpolicy.worker.transfer import to_device
 
@@ -181,20 +181,20 @@ class Folder:
     """Fills the rows of a step's tables that have changed since the step before.
 
     Args:
-        slots: frontiers.
+        requests: frontiers.
         lists: global pages of each head.
         tables: what to fill; replaced by larger ones when a batch does not fit.
     """
 
     def __init__(
-        self, slots: SlotTable, lists: HeadTables, tables: FoldedTables
+        self, requests: RequestTable, lists: HeadTables, tables: FoldedTables
     ) -> None:
-        self.slots, self.lists, self.tables = slots, lists, tables
+        self.requests, self.lists, self.tables = requests, lists, tables
         head = torch.arange(tables.pages.shape[2], dtype=torch.int32)
-        self._head = head.to(slots.device)
+        self._head = head.to(requests.device)
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Fill the rows of these requests again: page lists or slots have changed."""
+        """Fill the rows of these requests again: their page lists have changed."""
         gone, tables = set(request_ids), self.tables
         if not gone:
             return
@@ -209,7 +209,7 @@ class Folder:
             common: vLLM's CommonAttentionMetadata, logical.
             request_ids: requests of the batch in row order; rows beyond are padding.
         """
-        num_rows, slots = common.num_reqs, self.slots
+        num_rows, requests = common.num_reqs, self.requests
         starts, order = common.query_start_loc[: num_rows + 1], None
         if common.max_query_len > 1:
             num_tokens = int(common.query_start_loc_cpu[num_rows])
@@ -218,14 +218,16 @@ class Folder:
         tables, num_heads = self.tables, len(self._head)
         held, offsets = common.seq_lens[:num_rows, None], tables.offsets[:, :num_rows]
         lengths = tables.lengths[:, :num_rows]
-        torch.add(held, offsets, alpha=slots.block_size, out=lengths)
+        torch.add(held, offsets, alpha=requests.block_size, out=lengths)
         query_start = tables.starts[: num_rows * num_heads + 1]
         fold_starts(query_start, starts, self._head)
         return FoldedBatch(
             tables=tables.pages[:, :num_rows].flatten(1, 2),
             lengths=lengths.flatten(1),
             query_start=query_start,
-            max_length=width * slots.block_size if request_ids else common.max_seq_len,
+            max_length=width * requests.block_size
+            if request_ids
+            else common.max_seq_len,
             order=order,
         )
 
@@ -235,7 +237,7 @@ class Folder:
         Args:
             num_columns: of vLLM's block table.
         """
-        one = torch.ones(2, dtype=torch.int32, device=self.slots.device)
+        one = torch.ones(2, dtype=torch.int32, device=self.requests.device)
         dummy = SimpleNamespace(
             num_reqs=1,
             max_query_len=1,
@@ -250,11 +252,11 @@ class Folder:
 
     def _fill(self, common: Any, request_ids: Sequence[str]) -> int:
         """Bring the rows of a batch up to date; return the columns in use."""
-        slots, num_rows = self.slots, common.num_reqs
+        requests, num_rows = self.requests, common.num_reqs
         held = common.seq_lens_cpu_upper_bound.numpy()
-        num_blocks = -(-held // slots.block_size)
-        rows = slots.rows(request_ids, num_rows)
-        frontier = slots.frontier_blocks_cpu[rows]
+        num_blocks = -(-held // requests.block_size)
+        rows = requests.rows(request_ids, num_rows)
+        frontier = requests.frontier_blocks_cpu[rows]
         num_pages = num_blocks - frontier + self.lists.most(rows, frontier)
         width = int(num_pages.max())
         self.tables = tables = self.tables.with_room(num_rows, width)
@@ -265,10 +267,10 @@ class Folder:
             self.lists.expand(
                 tables.pages[..., :width],
                 tables.offsets,
-                to_device(changed, slots.device),
-                to_device(rows[changed], slots.device),
+                to_device(changed, requests.device),
+                to_device(rows[changed], requests.device),
                 common.block_table_tensor,
-                slots.frontier_blocks,
+                requests.frontier_blocks,
             )
             tables.filled[:num_rows] = keys
         return width
