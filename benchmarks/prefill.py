@@ -145,7 +145,7 @@ def write_gates(model: Path, path: Path) -> None:
 def search_threshold(engine: Any, tokens: int, kept: float) -> float:
     """Return the threshold at which about the share `kept` is admitted."""
     worker = core(engine).model_executor.driver_worker.worker
-    (policy,) = worker.kv_policy.policies.values()
+    (policy,) = worker.kv_policy_setup.policies.values()
     low, high = 0.0, 1.0
     for step in range(SEARCH_STEPS):
         policy.admission.threshold = (low + high) / 2

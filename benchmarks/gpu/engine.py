@@ -123,7 +123,7 @@ class BenchEngine:
         self.scheduler = self.core.scheduler
         self.worker = self.core.model_executor.driver_worker.worker
         self.device = torch.device(self.worker.device)
-        self.runtime = getattr(self.worker, "kv_policy", None)
+        self.setup = getattr(self.worker, "kv_policy_setup", None)
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self._preemptions = 0
         self._count_preemptions()
@@ -146,7 +146,7 @@ class BenchEngine:
             "v2_runner": bool(self.worker.use_v2_model_runner),
             "graphs": config.compilation_config.cudagraph_mode.name,
             "backends": sorted(backends),
-            "side_bytes": getattr(self.runtime, "side_bytes", 0),
+            "side_bytes": getattr(self.setup, "early_bytes", 0),
         }
 
     @property
@@ -163,10 +163,10 @@ class BenchEngine:
                 does at start-up.
             has_more: it does not, so that its pool has as many blocks as stock's.
         """
-        if self.runtime is None or has_more:
+        if self.setup is None or has_more:
             return pool_bytes // self.block_bytes - 1
-        available = pool_bytes - self.runtime.side_bytes
-        return self.runtime.late.pool_blocks(available, self.block_bytes) - 1
+        available = pool_bytes - self.setup.early_bytes
+        return self.setup.side_tables.pool_blocks(available, self.block_bytes) - 1
 
     def _count_preemptions(self) -> None:
         preempt = self.scheduler._preempt_request
@@ -179,7 +179,7 @@ class BenchEngine:
 
     def counters(self) -> dict[str, float]:
         """Return the policy's own counters; zeros without a policy."""
-        if self.runtime is None:
+        if self.setup is None:
             return dict.fromkeys(COUNTERS, 0.0)
         return self.scheduler.kv_policy_counters.file.read()
 

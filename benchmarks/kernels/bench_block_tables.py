@@ -19,8 +19,8 @@ ours     each (layer, head) has a list of its own of whole pages, and any page o
 
 A superblock has one page per (layer, head). Newest tokens are left out: they are the
 same everywhere. Tables of the first four are models of the paper's, those of "ours"
-and of "rewrite" are what the plugin builds: `RaggedLayout`, `HeadTables`, `Folder` and
-`SlotTable`. Before anything is timed, its lists are compared with the accounting.
+and of "rewrite" are what the plugin builds: `RaggedTier`, `HeadTables`, `Folder` and
+`RequestTable`. Before anything is timed, its lists are compared with the accounting.
 """
 
 import argparse
@@ -37,12 +37,13 @@ import torch
 
 from benchmarks import provenance
 from vllm_kvpolicy.protocol import CompactEvent
+from vllm_kvpolicy.worker.batch import Batch
 from vllm_kvpolicy.worker.pages import PagePool
-from vllm_kvpolicy.worker.slots import SlotTable
-from vllm_kvpolicy.worker.tiers.equal_step import PhysicalTables
+from vllm_kvpolicy.worker.request_table import RequestTable
+from vllm_kvpolicy.worker.tiers.equal import PhysicalTables
 from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
-from vllm_kvpolicy.worker.tiers.layouts import RaggedLayout
-from vllm_kvpolicy.worker.tiers.ragged_step import FoldedBatch, FoldedTables, Folder
+from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
+from vllm_kvpolicy.worker.tiers.ragged_step import FoldedBatch, FoldedTables
 
 ID_BYTES = 4  # int32, ids of pages and lengths
 REFERENCE = "rewrite"  # what times are relative to
@@ -182,7 +183,7 @@ class HeadPages:
         pool = PagePool(
             list(torch.empty(shape, dtype=torch.uint8, device=device)), False
         )
-        self.slots = SlotTable(case.requests, self.num_dest, case.page, device)
+        self.requests = RequestTable(case.requests, self.num_dest, case.page, device)
         block = torch.zeros(1, 1, dtype=torch.int64, device=device)
         tables = HeadTables(
             case.requests,
@@ -191,10 +192,10 @@ class HeadPages:
             case.heads,
             device,
         )
-        self.layout = RaggedLayout(self.slots, pool, tables)
         room = FoldedTables(case.layers, case.heads, 0, 0, device)
-        self.folder = Folder(self.slots, tables, room)
-        self.physical = PhysicalTables(self.slots, case.requests, case.tokens)
+        self.tier = RaggedTier(self.requests, pool, tables, room)
+        self.folder = self.tier.folder
+        self.physical = PhysicalTables(self.requests, case.requests, case.tokens)
         order = torch.randperm(
             num_blocks, generator=torch.Generator().manual_seed(0)
         ).view(case.requests, -1)
@@ -237,17 +238,18 @@ class HeadPages:
             window_slot=-1,
         )
         keep = self.case.kept().view(1, -1).to(self.device)
-        slots = [self.slots.take(request_id)]
-        index = self.slots.to_device(slots)
+        rows = [self.requests.take(request_id)]
+        index = self.requests.to_device(rows)
+        policy: Any = SimpleNamespace(dynamic=True)
 
         def find() -> Any:
-            held = self.layout.held([event], slots, index)
-            quota = self.layout.quota([event], held, keep, may_shrink=True)
-            return self.layout.place([event], held, quota)
+            held = self.tier.held([event], rows, index)
+            batch = Batch([event], policy, rows, index, held)
+            return batch, self.tier.place(batch, keep)[1]
 
-        lists, milliseconds = timed(find, self.device)
-        self.layout.update(slots, index, lists)
-        self.slots.update(slots, [event])
+        (batch, lists), milliseconds = timed(find, self.device)
+        self.tier.commit(batch, lists)
+        self.requests.update(rows, [event])
         return milliseconds
 
     def build(self) -> FoldedBatch:
@@ -261,7 +263,7 @@ class HeadPages:
 
     def build_equal(self, superblocks: int) -> torch.Tensor:
         """Return [R, P] int32, a step's table if all heads held `superblocks`."""
-        slots = self.slots.rows(self.ids, len(self.ids))
+        slots = self.requests.rows(self.ids, len(self.ids))
         rows = torch.from_numpy(slots).to(self.device)
         common = self.common
         tables, _ = self.physical.fill(

@@ -105,11 +105,11 @@ def test_the_plugin_builds_what_is_accounted() -> None:
 
 def test_other_lists_than_accounted_stop_the_run() -> None:
     ours = HeadPages(SMALL, CPU)
-    ours.layout.tables.pages[1] = ours.layout.tables.pages[0]
+    ours.tier.lists.pages[1] = ours.tier.lists.pages[0]
     with pytest.raises(RuntimeError, match="differ from the accounting"):
         ours.verify()
     longer = HeadPages(SMALL, CPU)
-    longer.layout.tables.first[0, -1] += 1
+    longer.tier.lists.first[0, -1] += 1
     with pytest.raises(RuntimeError, match="differ from the accounting"):
         longer.verify()
 

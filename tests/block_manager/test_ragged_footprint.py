@@ -5,6 +5,8 @@ heads whose appetite falls by layer and head as in the profiles of Hard-KV's pap
 """
 
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +15,12 @@ from support.pool_engine import Engine
 from vllm_kvpolicy.events import EventPlan
 from vllm_kvpolicy.policies.allocators.hard import scale_to
 from vllm_kvpolicy.protocol import CompactEvent, UsedBlocks
+from vllm_kvpolicy.worker.batch import Batch, HeldPages
 from vllm_kvpolicy.worker.pages import PagePool
-from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
-from vllm_kvpolicy.worker.tiers.layouts import Held, RaggedLayout
+from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
+from vllm_kvpolicy.worker.tiers.ragged_step import FoldedTables
 
 LAYERS, HEADS = 36, 8
 NUM_HEADS = LAYERS * HEADS
@@ -64,18 +68,20 @@ def head_sizes(budget: int, fewest: int, mean: int) -> torch.Tensor:
 def page_quota(
     event: CompactEvent, block_size: int, keep: torch.Tensor, dynamic: bool
 ) -> torch.Tensor:
-    """Return [n] pages per head, by the worker's own layout."""
-    slots = SlotTable(1, 1, block_size, CPU)
+    """Return [n] pages per head, by the worker's own tier."""
+    slots = RequestTable(1, 1, block_size, CPU)
     pool = PagePool(torch.zeros(LAYERS, 2, HEADS, block_size, 2).unbind(), False)
     own = pool.own_pages(torch.zeros(1, 1, dtype=torch.int64)).flatten()
-    layout = RaggedLayout(slots, pool, HeadTables(1, 1, own, HEADS, CPU))
-    held = Held(
+    room = FoldedTables(LAYERS, HEADS, 0, 0, CPU)
+    tier = RaggedTier(slots, pool, HeadTables(1, 1, own, HEADS, CPU), room)
+    held = HeldPages(
         pages=torch.zeros(1, NUM_HEADS, 1, dtype=torch.int64),
         num_pages=torch.full((1, NUM_HEADS), len(event.source_blocks)),
         num_local=torch.tensor([event.local_tokens(block_size)]),
         max_tokens=event.position,
     )
-    return layout.quota([event], held, keep, dynamic)[0]
+    policy: Any = SimpleNamespace(dynamic=dynamic)
+    return tier.quota(Batch([event], policy, [0], torch.tensor([0]), held), keep)[0]
 
 
 def serve(budget: int, block_size: int, offset: int = 0, share: float = 1.0) -> Outcome:

@@ -72,7 +72,7 @@ def test_amx_machines_use_the_known_order(
     with Engine(
         tiny_model, values, tmp_path, dtype="bfloat16", block_size=block_size
     ) as engine:
-        assert {layer.isa for layer in engine.runtime.layers} == {"vec"}
+        assert {layer.isa for layer in engine.worker.kv_policy_setup.layers} == {"vec"}
         assert engine.runtime.compactor.pool.keys[0].dtype is torch.bfloat16
         engine.run(make_jobs((100, 300), 200, seed=30))
         counters = engine.counters()

@@ -85,7 +85,7 @@ def test_the_pool_is_full_after_the_last_request(engine: Engine) -> None:
     assert engine.num_free == engine.num_usable
     assert (counters["local_blocks"], counters["global_blocks"]) == (0, 0)
     assert not engine.scheduler.kv_policy_planner.states
-    assert len(engine.runtime.slots) == 0
+    assert len(engine.runtime.requests) == 0
 
 
 def test_counters_agree_with_the_trace(engine: Engine) -> None:

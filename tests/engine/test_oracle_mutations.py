@@ -16,9 +16,10 @@ from support.engine.reference_decoder import ReferenceDecoder
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies.compose import ComposedPolicy
 from vllm_kvpolicy.policies.scorers.random import RandomScorer
+from vllm_kvpolicy.worker.batch import Batch, Choice, Placement
 from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
 from vllm_kvpolicy.worker.compaction import Compactor
-from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.request_table import RequestTable
 
 VALUES = {"budget": 110, "interval": 56, "prefill_interval": 256}
 LENGTHS = (150, 150, 300)
@@ -73,32 +74,32 @@ def test_both_oracles_agree_without_a_mutation(engine, decoder) -> None:
 
 def test_window_shifted_by_one(engine, decoder, monkeypatch) -> None:
     """Queries one token too old: other survivors, which the replay then replays."""
-    read = QueryWindows.read
+    queries = QueryWindows.queries
 
-    def shifted(self: QueryWindows, slots: torch.Tensor) -> torch.Tensor:
-        window = read(self, slots)
+    def shifted(self: QueryWindows, windows: torch.Tensor) -> torch.Tensor:
+        window = queries(self, windows)
         return torch.cat([window[:, :, :, :1], window[:, :, :, :-1]], dim=3)
 
-    monkeypatch.setattr(QueryWindows, "read", shifted)
+    monkeypatch.setattr(QueryWindows, "queries", shifted)
     selection, _ = oracles_agree(engine, decoder)
     assert not selection
 
 
 def test_two_requests_rows_swapped(engine, decoder, monkeypatch) -> None:
     """Two requests of equal length read each other's survivors."""
-    rows = SlotTable.rows
+    rows = RequestTable.rows
     swaps = []
 
-    def swapped(self: SlotTable, request_ids, num_rows: int) -> np.ndarray:
+    def swapped(self: RequestTable, request_ids, num_rows: int) -> np.ndarray:
         result = rows(self, request_ids, num_rows)
-        first, second = (*result, self.null_slot)[:2]
+        first, second = (*result, self.null_row)[:2]
         dropped = self.dropped_tokens_cpu
         if dropped[first] and dropped[first] == dropped[second]:
             result[:2] = second, first
             swaps.append(num_rows)
         return result
 
-    monkeypatch.setattr(SlotTable, "rows", swapped)
+    monkeypatch.setattr(RequestTable, "rows", swapped)
     _, replay = oracles_agree(engine, decoder)
     assert swaps
     assert not replay
@@ -106,12 +107,12 @@ def test_two_requests_rows_swapped(engine, decoder, monkeypatch) -> None:
 
 def test_two_requests_windows_swapped(engine, decoder, monkeypatch) -> None:
     """Two requests that have an event together are judged by each other's queries."""
-    read = QueryWindows.read
+    queries = QueryWindows.queries
 
-    def swapped(self: QueryWindows, slots: torch.Tensor) -> torch.Tensor:
-        return read(self, slots.flip(0))
+    def swapped(self: QueryWindows, windows: torch.Tensor) -> torch.Tensor:
+        return queries(self, windows.flip(0))
 
-    monkeypatch.setattr(QueryWindows, "read", swapped)
+    monkeypatch.setattr(QueryWindows, "queries", swapped)
     selection, _ = oracles_agree(engine, decoder)
     assert not selection
 
@@ -120,11 +121,11 @@ def test_one_head_dropped_when_moving(engine, decoder, monkeypatch) -> None:
     """The last head's pages receive the tokens that the first head keeps."""
     move = Compactor._move
 
-    def wrong(self, events, held, lists, placed: torch.Tensor, is_ordered) -> None:
-        num_heads, size = held.pages.shape[1], held.max_tokens
-        heads = placed.unflatten(1, (num_heads, -1)).clone()
+    def wrong(self, batch: Batch, choice: Choice, placement: Placement) -> None:
+        num_heads, size = batch.held.pages.shape[1], batch.held.max_tokens
+        heads = placement.sources.unflatten(1, (num_heads, -1)).clone()
         heads[:, -1] = heads[:, 0] + (num_heads - 1) * size
-        move(self, events, held, lists, heads.flatten(1), is_ordered)
+        move(self, batch, choice, replace(placement, sources=heads.flatten(1)))
 
     monkeypatch.setattr(Compactor, "_move", wrong)
     _, replay = oracles_agree(engine, decoder)

@@ -14,11 +14,12 @@ from support.engine.oracle_replay import Mismatch
 from support.engine.oracle_selection import Report
 from support.engine.reference_decoder import ReferenceDecoder
 from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.worker.batch import HeldPages
 from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
 from vllm_kvpolicy.worker.compaction import Compactor
-from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.survivors import SurvivorMemory
-from vllm_kvpolicy.worker.tiers.layouts import Held, RaggedLayout
+from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
 
 # Of heads of own lengths, of memory, of positions and signals.
 RAGGED, REMEMBERS, SIGNALLED = "pyramid-snapkv", "h2o", "epikv"
@@ -81,23 +82,23 @@ def test_it_agrees_without_a_mutation(engine, decoder, name: str) -> None:
 
 
 def test_heads_read_each_others_pages(engine, decoder, monkeypatch) -> None:
-    held = RaggedLayout.held
+    held = RaggedTier.held
 
-    def swapped(self, events, slots, index) -> Held:
-        right = held(self, events, slots, index)
+    def swapped(self, events, rows, index) -> HeldPages:
+        right = held(self, events, rows, index)
         return replace(right, pages=right.pages.flip(1))
 
-    monkeypatch.setattr(RaggedLayout, "held", swapped)
+    monkeypatch.setattr(RaggedTier, "held", swapped)
     assert "differ" in complaint(engine, decoder, RAGGED)
 
 
 def test_heads_get_each_others_number_of_pages(engine, decoder, monkeypatch) -> None:
-    quota = RaggedLayout.quota
+    quota = RaggedTier.quota
 
-    def swapped(self, events, held, keep, may_shrink) -> torch.Tensor:
-        return quota(self, events, held, keep.flip(1), may_shrink)
+    def swapped(self, batch, counts) -> torch.Tensor:
+        return quota(self, batch, counts.flip(1))
 
-    monkeypatch.setattr(RaggedLayout, "quota", swapped)
+    monkeypatch.setattr(RaggedTier, "quota", swapped)
     assert "survivors, expected" in complaint(engine, decoder, RAGGED)
 
 
@@ -115,16 +116,16 @@ def test_memory_is_put_down_before_the_slots_have_moved(
     engine, decoder, monkeypatch
 ) -> None:
     """Values land on the superblocks of the event before."""
-    update, late = SlotTable.update, {}
+    update, late = RequestTable.update, {}
     remember = Compactor._remember
 
     def early(self, *given) -> None:
         remember(self, *given)
-        for slots, events in late.pop(self.slots, []):
-            update(self.slots, slots, events)
+        for slots, events in late.pop(self.requests, []):
+            update(self.requests, slots, events)
 
     monkeypatch.setattr(
-        SlotTable,
+        RequestTable,
         "update",
         lambda self, slots, events: late.setdefault(self, []).append((slots, events)),
     )
@@ -154,19 +155,19 @@ def test_true_positions_are_forgotten(engine, decoder, monkeypatch) -> None:
 
 
 def test_signals_of_the_token_before(engine, decoder, monkeypatch) -> None:
-    read = TokenSignals.read
+    values = TokenSignals.values
 
     def shifted(self, request_ids, num_positions: int):
-        found = read(self, request_ids, num_positions)
+        found = values(self, request_ids, num_positions)
         return {signal: rows.roll(1, -1) for signal, rows in found.items()}
 
-    monkeypatch.setattr(TokenSignals, "read", shifted)
+    monkeypatch.setattr(TokenSignals, "values", shifted)
     assert "selected differ" in complaint(engine, decoder, SIGNALLED)
 
 
 def test_signals_of_another_request(engine, decoder, monkeypatch) -> None:
-    read = TokenSignals.read
+    values = TokenSignals.values
     monkeypatch.setattr(
-        TokenSignals, "read", lambda self, ids, size: read(self, ids[::-1], size)
+        TokenSignals, "values", lambda self, ids, size: values(self, ids[::-1], size)
     )
     assert "selected differ" in complaint(engine, decoder, SIGNALLED)

@@ -111,7 +111,7 @@ def test_layers_in_allocations_of_their_own(
     with Engine(tiny_model) as engine:
         stock = engine.run(jobs())
     with Engine(tiny_model, values, tmp_path) as engine:
-        assert not engine.runtime.pool.spans_layers
+        assert not engine.runtime.compactor.pool.spans_layers
         run = engine.run(jobs())
     if policy == "identity":
         assert run.tokens == stock.tokens

@@ -7,7 +7,7 @@ import pytest
 from support.engine.helpers import Engine, make_jobs
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.kernels.window_usage import window_usage
-from vllm_kvpolicy.worker.warmup import NAMES, rehearsals
+from vllm_kvpolicy.worker.warmup import NAMES, dummy_events, warm_up
 
 POLICY = {"policy": "ams-tova", "budget": 64, "interval": 32, "recent": 8}
 
@@ -15,18 +15,18 @@ POLICY = {"policy": "ams-tova", "budget": 64, "interval": 32, "recent": 8}
 @pytest.mark.parametrize(
     "allow", [[], ["snapkv", "epikv", "keydiff"], ["hard-snapkv", "tova+quest"]]
 )
-def test_answers_are_those_of_an_engine_that_did_not_rehearse(
+def test_answers_are_those_of_an_engine_that_did_not_warm_up(
     tiny_model: Path, allow: list[str]
 ) -> None:
     answers, events = [], []
-    for rehearses in (False, True):
+    for warms_up in (False, True):
         with Engine(tiny_model, policy=POLICY | {"allow": allow}) as engine:
             runtime = engine.runtime
-            if rehearses:
+            if warms_up:
                 before = window_usage.calls["reference"]
-                runtime.rehearse(500)
+                warm_up(runtime, engine.worker.kv_policy_config, 500)
                 assert window_usage.calls["reference"] > before
-                assert not runtime.slots.slot_of and not runtime.take_answers()
+                assert not runtime.requests.row_of and not runtime.answers.take()
             answers.append(engine.run(make_jobs((40, 100, 150), 60, seed=4)).tokens)
             events.append(engine.counters()["events"])
     assert answers[0] == answers[1]
@@ -35,7 +35,7 @@ def test_answers_are_those_of_an_engine_that_did_not_rehearse(
 
 def test_events_have_the_sizes_of_real_ones() -> None:
     config = KVPolicyConfig.from_dict(POLICY | {"allow": ["keydiff"]})
-    steps = list(rehearsals(config, 4, 32, 100, 600))
+    steps = list(dummy_events(config, 4, 32, 100, 600))
     assert {event.policy for step in steps for event in step} == {"ams-tova", "keydiff"}
     assert {len(step) for step in steps} == {1, 2}
     for step in steps:
@@ -50,7 +50,9 @@ def test_events_have_the_sizes_of_real_ones() -> None:
         assert len(set(blocks)) == len(blocks) and 0 < min(blocks) <= max(blocks) < 100
     positions = {step[0].position for step in steps}
     assert {96, 128, 599} == positions
-    alone = list(rehearsals(config, 1, 32, 100, 600))
+    alone = list(dummy_events(config, 1, 32, 100, 600))
     assert alone == [step for step in steps if len(step) == 1]
-    assert not list(rehearsals(config, 4, 32, 4, 600)), "the pool holds no such request"
-    assert not list(rehearsals(config, 4, 32, 100, 80)), "no request has an event"
+    assert not list(dummy_events(config, 4, 32, 4, 600)), (
+        "the pool holds no such request"
+    )
+    assert not list(dummy_events(config, 4, 32, 100, 80)), "no request has an event"

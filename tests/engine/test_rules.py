@@ -106,7 +106,7 @@ def test_crowded_events_wait_and_do_not_move(
     values = {"policy": "snapkv", **VALUES, **limits}
     jobs = make_jobs([100] * 12, 330, seed=15)
     with Engine(tiny_model, values, tmp_path) as engine:
-        slots = engine.runtime.limits.window_slots
+        slots = engine.worker.kv_policy_setup.limits.window_slots
         run = engine.run(jobs)
     assert limits.get("events_per_step", slots) < len(jobs)
     assert run.steps > jobs[0].max_tokens
@@ -139,12 +139,14 @@ def test_a_reused_slot_starts_clean(
     old[1], old[4] = replace(old[1], aborted=80), replace(old[4], aborted=120)
     with Engine(tiny_model, REUSE, tmp_path, max_num_seqs=4) as engine:
         engine.run(old)
-        assert len(engine.runtime.slots) == 0
+        assert len(engine.runtime.requests) == 0
         if poison:
-            engine.runtime.memory["ams_credit"].survivors.fill_(1e30)
-            engine.runtime.memory["ams_credit"].local.fill_(1e30)
-            engine.runtime.windows.rows.fill_(1e30)
-            engine.runtime.slots.global_blocks[:-1] = 1
+            memory = engine.runtime.compactor.memory["ams_credit"]
+            memory.survivors.fill_(1e30)
+            memory.local.fill_(1e30)
+            (windows,) = engine.runtime.captures
+            windows.rows.fill_(1e30)
+            engine.runtime.requests.global_blocks[:-1] = 1
         after = engine.run(make_jobs((180, 75, 330, 120), 160, seed=10))
     assert after.tokens == fresh.tokens
     for name, result in after.results.items():

@@ -19,8 +19,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_kvpolicy.kernels.compact_pages import compact_pages
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.pages import PagePool
-from vllm_kvpolicy.worker.slots import SlotTable
-from vllm_kvpolicy.worker.tiers.equal_step import PhysicalTables
+from vllm_kvpolicy.worker.request_table import RequestTable
+from vllm_kvpolicy.worker.tiers.equal import PhysicalTables
 
 POISON = 50.0  # in all places that nobody holds: it would win every softmax
 NAME = "model.layers.0.self_attn.attn"
@@ -116,7 +116,7 @@ class Scene:
         self.pool = PagePool([self.cache], backend.keys_are_columns)
         count = sum(r.queries for r in batch)
         self.query = self._draw(count, shape.heads * shape.group)
-        self.slots = SlotTable(len(batch), num_blocks, shape.block, device)
+        self.requests = RequestTable(len(batch), num_blocks, shape.block, device)
         self.held = [self._fill(number) for number in range(len(batch))]
         self.tables, self.lengths = self._tables()
 
@@ -188,8 +188,8 @@ class Scene:
         for pages in (self.pool.keys[0], self.pool.values[0]):
             compact_pages(pages, source, target, first, moved)
         self.cache[sorted(set(below) - set(dest))] = POISON
-        self.slots.update(
-            [self.slots.take(str(number))],
+        self.requests.update(
+            [self.requests.take(str(number))],
             [
                 CompactEvent(
                     request_id=str(number),
@@ -215,9 +215,9 @@ class Scene:
         count, columns = len(self.batch), max(map(len, self.rows))
         table = [row + [0] * (columns - len(row)) for row in self.rows]
         names = [str(number) for number in range(count)]
-        physical = PhysicalTables(self.slots, count, columns + 2)
+        physical = PhysicalTables(self.requests, count, columns + 2)
         return physical.fill(
-            self.slots.to_device(self.slots.rows(names, count)),
+            self.requests.to_device(self.requests.rows(names, count)),
             torch.tensor(table, dtype=torch.int32, device=self.device),
             torch.tensor([r.computed for r in self.batch], device=self.device).int(),
             max(-(-len(keys) // self.shape.block) for keys, _ in self.held),

@@ -67,9 +67,9 @@ def replay(scene: FoldedScene) -> torch.Tensor:
     call = partial(scene.forward, built, output)
     if scene.device.type == "cuda":
         call = captured(call)
-    tables = scene.runtime.folder.tables
+    tables = scene.runtime.tier.folder.tables
     scene.build()
-    assert scene.runtime.folder.tables is tables, "the tables have moved"
+    assert scene.runtime.tier.folder.tables is tables, "the tables have moved"
     call()
     return output[:, : scene.num_tokens]
 

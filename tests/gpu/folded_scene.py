@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.protocol import StepCommands
-from vllm_kvpolicy.worker.runtime import KVPolicyRuntime
+from vllm_kvpolicy.worker.setup import prepare
 
 LAYERS, SPARE_BLOCKS = 2, 3
 NAMES = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
@@ -86,9 +86,7 @@ class FoldedScene:
             self.layers = [self._layer(name).to(device) for name in NAMES]
             policy = KVPolicyConfig.from_dict(POLICY)
             model = torch.nn.Module()
-            self.runtime = KVPolicyRuntime(
-                self.config, policy, model, self.layers, device
-            )
+            setup = prepare(self.config, policy, model, self.layers, device)
             spec = FullAttentionSpec(
                 block_size=shape.block,
                 num_kv_heads=shape.heads,
@@ -101,7 +99,7 @@ class FoldedScene:
         self.cache = torch.zeros(size, dtype=shape.dtype, device=device)
         for layer, cache in zip(self.layers, self.cache, strict=True):
             layer.kv_cache = cache
-        self.runtime.bind(self.backend.keys_are_columns)
+        self.runtime = setup.bind(self.backend.keys_are_columns)
         self.runtime.batch_request_ids = lambda: self.names
         self.cache.fill_(POISON)
 
@@ -171,7 +169,7 @@ class FoldedScene:
         drawn = [self.rng.randint(0, request.frontier) for _ in range(num_heads)]
         drawn[self.rng.randrange(num_heads)] = 0
         drawn[(drawn.index(0) + 1) % num_heads] = request.frontier
-        pool = self.runtime.pool
+        pool = self.runtime.compactor.pool
         stock = pool.own_pages(torch.tensor([below], device=self.device))
         pages = stock.flatten().tolist()
         self.rng.shuffle(pages)
@@ -195,7 +193,7 @@ class FoldedScene:
 
     def _note(self, number: int, drawn: list[int], pages: list[int]) -> None:
         """Tell the runtime's tables about an event: pages of heads in order."""
-        slots, folder = self.runtime.slots, self.runtime.folder
+        slots, folder = self.runtime.requests, self.runtime.tier.folder
         slot, frontier = slots.take(self.names[number]), self.batch[number].frontier
         slots.frontier_blocks[slot] = frontier
         slots.frontier_blocks_cpu[slot] = frontier
@@ -210,7 +208,7 @@ class FoldedScene:
 
     def build(self) -> Any:
         """Return the metadata of the step, as a worker builds it."""
-        self.runtime.begin_step(StepCommands((), ()), ())
+        self.runtime.begin(StepCommands((), ()), ())
         ends = [request.computed for request in self.batch] + [0] * self.padding
         starts = self.starts() + [self.num_tokens] * self.padding
         columns = max(map(len, self.rows)) + 2
@@ -225,7 +223,7 @@ class FoldedScene:
         No request is there, every row has one token, and the longest is what a server
         allows.
         """
-        self.runtime.end_step()
+        self.runtime.end()
         count, longest = len(self.batch) + self.padding, self.config.model_config
         starts, ones = list(range(count + 1)), [1] * count
         table = [[0] * -(-longest.max_model_len // self.shape.block)] * count

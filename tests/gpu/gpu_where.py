@@ -118,7 +118,7 @@ def assert_given_back(engine: Engine) -> None:
     """Raise unless the pool is full again and the worker has forgotten all requests."""
     settle(engine)
     assert engine.num_free == engine.num_usable, (engine.num_free, engine.num_usable)
-    assert not len(engine.runtime.slots), "requests that finished still have a slot"
+    assert not len(engine.runtime.requests), "requests that finished still have a row"
 
 
 class Graphs:
@@ -138,7 +138,7 @@ class Graphs:
 
             def counted(*args: Any, **kwargs: Any) -> Any:
                 self.replays += 1
-                self.after_events += bool(len(engine.runtime.slots))
+                self.after_events += bool(len(engine.runtime.requests))
                 return replay(*args, **kwargs)
 
             manager.run_fullgraph = counted
@@ -157,7 +157,7 @@ class Graphs:
         engine = self.engine
         config = engine.llm.llm_engine.vllm_config
         captured = len(engine.worker.model_runner.cudagraph_manager.graphs)
-        backend = engine.runtime.layers[0].attn_backend.get_name()
+        backend = engine.worker.kv_policy_setup.layers[0].attn_backend.get_name()
         assert engine.worker.use_v2_model_runner, "not the V2 runner"
         assert config.scheduler_config.async_scheduling, "no asynchronous scheduling"
         assert backend == self.where.backend, backend

@@ -58,7 +58,7 @@ def test_folded_attention_is_float32_on_what_heads_hold(
 @pytest.mark.parametrize("queries", [1, 9])
 def test_scenes_are_what_they_should_be(config: Any, queries: int) -> None:
     scene = make(config, queries, padding=2)
-    pool = scene.runtime.pool
+    pool = scene.runtime.compactor.pool
     assert pool.spans_layers
     for number, request in enumerate(scene.batch):
         counts = scene.counts[number]
@@ -73,14 +73,14 @@ def test_scenes_are_what_they_should_be(config: Any, queries: int) -> None:
     assert sum(counts is None for counts in scene.counts) == 2
     query = scene.parts(1)[0]
     assert not query.is_contiguous() and query.data_ptr() > scene.qkv.data_ptr()
-    folded = scene.build().kv_policy.batch
+    folded = scene.build().kv_policy_folded.batch
     assert (folded.order is None) == (queries == 1)
 
 
 def test_pages_change_layers_and_heads(config: Any) -> None:
     scene = make(config)
-    folder = scene.runtime.folder
-    slot = scene.runtime.slots.slot_of[str(NUMBER)]
+    folder = scene.runtime.tier.folder
+    slot = scene.runtime.requests.row_of[str(NUMBER)]
     first = folder.lists.first[slot]
     pages = folder.lists.pages[slot, : int(first[-1])]
     lists = pages.split(first.diff().tolist())
@@ -99,11 +99,11 @@ def test_a_call_recorded_at_length_one_serves_long_steps(
     config: Any, with_graphs: None, padding: int, seed: int
 ) -> None:
     scene = make(config, 1, padding, seed)
-    rows, columns = scene.runtime.folder.tables.pages.shape[1::2]
+    rows, columns = scene.runtime.tier.folder.tables.pages.shape[1::2]
     assert rows > len(scene.batch) + padding
     longest = config.model_config.max_model_len
     assert columns == longest // SHAPE.block
-    assert scene.build_empty().kv_policy.batch.max_length == longest
+    assert scene.build_empty().kv_policy_folded.batch.max_length == longest
     judge(scene, replay(scene)).check()
 
 
@@ -121,7 +121,7 @@ def test_a_mistake_is_found(config: Any, mistake: str) -> None:
     scene = make(config, 9 if mistake == "order" else 1)
     judge(scene, scene.attend()).check()
     built, output = scene.build(), scene.output()
-    tables = scene.runtime.folder.tables
+    tables = scene.runtime.tier.folder.tables
     if mistake == "page":
         tables.pages[1, NUMBER, :, 0] = tables.pages[1, NUMBER - 1, :, 0]
     elif mistake == "length":
@@ -129,7 +129,7 @@ def test_a_mistake_is_found(config: Any, mistake: str) -> None:
     elif mistake == "head":
         tables.pages[:] = tables.pages.flip(2)
     else:
-        order = built.kv_policy.batch.order
+        order = built.kv_policy_folded.batch.order
         order[:] = order.flip(0)
     scene.forward(built, output)
     with pytest.raises(AssertionError, match="allowed"):

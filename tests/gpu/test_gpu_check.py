@@ -28,6 +28,8 @@ from support.engine.helpers import Job, Result, Run, make_jobs
 from support.engine.oracle_replay import Mismatch
 from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.worker import runtime
+from vllm_kvpolicy.worker.tiers.base import StepMetadata
+from vllm_kvpolicy.worker.tiers.equal import EqualTier
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="tries the checks out where there is no GPU"
@@ -108,7 +110,7 @@ def test_a_model_without_weights(
     assert set(details(checks)) == {"stock beside itself, alone", "holes"}
     # Attention that reads vLLM's own tables, as a graph of stock vLLM would, is found.
     monkeypatch.setattr(
-        runtime.KVPolicyRuntime, "physical", lambda self, metadata: metadata
+        EqualTier, "metadata", lambda self, step: StepMetadata(step.metadata)
     )
     gpu_engines.check_movers(checks, place, stock, ("holes",))
     last = lines_of(checks)[-1]
@@ -159,11 +161,14 @@ def fake_engine(**facts: Any) -> Any:
     scheduler = SimpleNamespace(async_scheduling=facts.get("async_scheduling", True))
     config = SimpleNamespace(scheduler_config=scheduler)
     return SimpleNamespace(
-        worker=SimpleNamespace(model_runner=runner, use_v2_model_runner=True),
-        runtime=SimpleNamespace(
-            slots=facts.get("slots", {"r": 0}),
-            layers=[SimpleNamespace(attn_backend=backend)],
+        worker=SimpleNamespace(
+            model_runner=runner,
+            use_v2_model_runner=True,
+            kv_policy_setup=SimpleNamespace(
+                layers=[SimpleNamespace(attn_backend=backend)]
+            ),
         ),
+        runtime=SimpleNamespace(requests=facts.get("requests", {"r": 0})),
         llm=SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config)),
     )
 
@@ -181,7 +186,7 @@ def test_graphs_are_counted() -> None:
     assert replayed(fake_engine(), 9).proof(10) == "1 graphs, 9 replays in 10 steps"
     with pytest.raises(AssertionError, match="7 of 10 steps"):
         replayed(fake_engine(), 7).proof(10)
-    before_events = replayed(fake_engine(slots={}), 9)
+    before_events = replayed(fake_engine(requests={}), 9)
     assert before_events.proof(10, with_events=False)
     with pytest.raises(AssertionError, match="0 of 10"):
         before_events.proof(10)
@@ -266,14 +271,14 @@ def test_a_wait_in_an_event_is_found(
     tiny_model: Path, checks: Checks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mode = FakeMode()
-    begin = runtime.KVPolicyRuntime.begin_step
+    begin = runtime.KVPolicyRuntime.begin
 
     def begin_and_wait(self: Any, commands: Any, gone: Any) -> None:
         if commands.events:
             mode.touch()
         begin(self, commands, gone)
 
-    monkeypatch.setattr(runtime.KVPolicyRuntime, "begin_step", begin_and_wait)
+    monkeypatch.setattr(runtime.KVPolicyRuntime, "begin", begin_and_wait)
     gpu_syncs.check_syncs(checks, where(tiny_model), RAGGED, mode)
     failed = {line["check"]: line for line in lines_of(checks) if not line["ok"]}
     assert set(failed) == {

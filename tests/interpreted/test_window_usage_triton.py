@@ -50,7 +50,7 @@ def make_case(
     dtype: torch.dtype = HALF,
     num_tokens: int | None = None,
 ) -> Case:
-    """Random queries as `QueryWindows.read` returns them, and keys of these lengths."""
+    """Random queries as `QueryWindows` returns them, and keys of these lengths."""
     generator = torch.Generator().manual_seed(1)
     num_events, num_layers, num_heads = lengths.shape
     shape = (num_layers, num_events, window, num_heads * group, size)

@@ -30,6 +30,7 @@ from vllm_kvpolicy.kernels.ranking import fill_next_best
 from vllm_kvpolicy.policies.ams import PRESETS, select
 from vllm_kvpolicy.policies.base import Policy
 from vllm_kvpolicy.policies.catalogue import names as registry
+from vllm_kvpolicy.policies.testing import MovementPolicy
 
 BUDGET = SHORTEST
 DEVICE = "meta"  # no CPU: tensors that policies make must be on it, too
@@ -54,7 +55,7 @@ def test_fake_tensors_notice() -> None:
     [*((name, {}) for name in registry.names()), *VARIANTS],
     ids=case_id,
 )
-def test_decide_and_arrange(
+def test_decide_and_shuffle(
     name: str, options: dict[str, Any], build: Callable[..., Policy]
 ) -> None:
     policy = build(name, options)
@@ -68,8 +69,9 @@ def test_decide_and_arrange(
         assert fuller.shape == got.keep.shape
         entries = torch.zeros(EVENTS, 40, dtype=torch.int64, device=DEVICE)
         seeds = torch.zeros(EVENTS, dtype=torch.int64, device=DEVICE)
-        assert policy.arrange(entries, entries, seeds).shape == entries.shape
-        assert policy.arrange_pages(entries, seeds).shape == entries.shape
+        if isinstance(policy, MovementPolicy):
+            assert policy.shuffle(entries, entries, seeds).shape == entries.shape
+            assert policy.shuffle_pages(entries, seeds).shape == entries.shape
 
 
 @pytest.mark.parametrize("preset", list(PRESETS))

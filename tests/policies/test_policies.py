@@ -26,6 +26,7 @@ from vllm_kvpolicy.policies import build as factory
 from vllm_kvpolicy.policies.allocators.ams import CREDIT, PRESETS
 from vllm_kvpolicy.policies.base import Needs, Policy
 from vllm_kvpolicy.policies.catalogue import names as registry
+from vllm_kvpolicy.policies.testing import MovementPolicy
 
 Build = Callable[..., Policy]
 EVICTIONS = [name for name in registry.names() if not registry.parse(name).is_test]
@@ -172,10 +173,10 @@ def test_ams_and_uniform_differ() -> None:
 
 @pytest.mark.parametrize("name", EVICTIONS)
 def test_normal_policies_keep_time_order(name: str, build: Build) -> None:
-    sources, policy = torch.arange(24).view(1, 24), build(name)
-    seeds, heads = torch.tensor([7]), sources // 6
-    assert policy.arrange(sources, heads, seeds) is sources
-    assert policy.arrange_pages(sources, seeds) is sources
+    """Nothing but a `MovementPolicy` can shuffle survivors."""
+    policy = build(name)
+    assert not isinstance(policy, MovementPolicy)
+    assert not hasattr(policy, "shuffle") and not hasattr(policy, "shuffle_pages")
 
 
 @pytest.mark.parametrize("name", TESTS)
@@ -196,14 +197,14 @@ def survivors(num_events: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_movement_shuffles_within_each_head_and_event(name: str) -> None:
     policy, seeds = factory.build(name), torch.tensor([11, -(2**40)])
     sources, heads = survivors(2)
-    got = policy.arrange(sources, heads, seeds)
+    got = policy.shuffle(sources, heads, seeds)
     by_head = got.view(2, 12, 100)
     assert torch.equal(by_head.sort(-1).values, sources.view(2, 12, 100))
     assert len({tuple(row) for row in by_head.flatten(0, 1).tolist()}) == 24
     assert (got == sources).float().mean() < 0.05
-    assert torch.equal(policy.arrange(sources, heads, seeds), got)
-    assert torch.equal(policy.arrange(sources[1:], heads[1:], seeds[1:]), got[1:])
-    other = policy.arrange(sources, heads, seeds + 1)
+    assert torch.equal(policy.shuffle(sources, heads, seeds), got)
+    assert torch.equal(policy.shuffle(sources[1:], heads[1:], seeds[1:]), got[1:])
+    other = policy.shuffle(sources, heads, seeds + 1)
     assert (other == got).float().mean() < 0.05
 
 
@@ -211,9 +212,9 @@ def test_movement_shuffles_within_each_head_and_event(name: str) -> None:
 def test_movement_leaves_padding_on_the_right(name: str) -> None:
     policy, seeds = factory.build(name), torch.tensor([3])
     sources, heads = survivors(1)
-    want = policy.arrange(sources, heads, seeds)
+    want = policy.shuffle(sources, heads, seeds)
     padded = torch.nn.functional.pad(sources, (0, 14), value=-1)
-    got = policy.arrange(
+    got = policy.shuffle(
         padded, torch.nn.functional.pad(heads, (0, 14), value=11), seeds
     )
     assert torch.equal(got[:, :1200], want) and (got[:, 1200:] == -1).all()
@@ -222,13 +223,13 @@ def test_movement_leaves_padding_on_the_right(name: str) -> None:
 @pytest.mark.parametrize("name", TESTS)
 def test_ragged_movement_shuffles_pages(name: str) -> None:
     pages, seeds = torch.arange(200).expand(2, 200), torch.tensor([5, 6])
-    assert factory.build(name).arrange_pages(pages, seeds) is pages
+    assert factory.build(name).shuffle_pages(pages, seeds) is pages
     policy = factory.build(name, {"ragged": True})
-    got = policy.arrange_pages(pages, seeds)
+    got = policy.shuffle_pages(pages, seeds)
     assert torch.equal(got.sort(-1).values, pages)
     assert not torch.equal(got[0], got[1])
     assert (got == pages).float().mean() < 0.05
-    assert torch.equal(policy.arrange_pages(pages[1:], seeds[1:]), got[1:])
+    assert torch.equal(policy.shuffle_pages(pages[1:], seeds[1:]), got[1:])
 
 
 def test_policies_refuse_what_they_cannot_do() -> None:

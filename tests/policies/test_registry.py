@@ -24,6 +24,7 @@ from vllm_kvpolicy.policies.keep_all import KeepAll
 from vllm_kvpolicy.policies.scorers.snapkv import SnapKVScorer
 from vllm_kvpolicy.policies.selections.quest import Quest
 from vllm_kvpolicy.policies.startup import Startup, startup_of
+from vllm_kvpolicy.policies.testing import MovementPolicy
 
 # The words that the documentation promises; others may be added without a change here.
 SCORER_WORDS = (
@@ -59,7 +60,8 @@ def test_every_name_parses_and_builds(name: str, build: Callable[..., Policy]) -
     assert info.is_test == info.keeps_all == (name in TEST_POLICIES)
     assert info.protect_prompt == name.endswith(("rpc", "epikv"))
     policy = build(name)
-    assert callable(policy.decide) and callable(policy.arrange)
+    assert callable(policy.decide)
+    assert isinstance(policy, MovementPolicy) == (name in TEST_POLICIES)
 
 
 ROWS = {**SCORERS, **ALLOCATORS, **ADMISSIONS, **SELECTIONS, **TEST_POLICIES}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
 from vllm_kvpolicy.worker.tiers.ragged_step import (
     FoldedBatch,
@@ -30,10 +30,10 @@ class Batch:
 
     def __init__(self, seed: int, room: tuple[int, int] = (0, 0)) -> None:
         self.rng = Random(seed)
-        self.slots = SlotTable(SLOTS, MOST_BLOCKS, SIZE, CPU)
+        self.requests = RequestTable(SLOTS, MOST_BLOCKS, SIZE, CPU)
         self.tables = HeadTables(SLOTS, MOST_BLOCKS, OWN, HEADS, CPU)
         room_for = FoldedTables(LAYERS, HEADS, *room, CPU)
-        self.folder = Folder(self.slots, self.tables, room_for)
+        self.folder = Folder(self.requests, self.tables, room_for)
         self.lists: dict[str, list[list[int]]] = {"none": [[]] * NUM_HEADS}
         self.frontier = {"none": 0}
         for name in "abc":
@@ -53,12 +53,12 @@ class Batch:
         sizes = [self.rng.randint(0, MOST_BLOCKS) for _ in range(NUM_HEADS)]
         lists = [[self.rng.randrange(1, 500) for _ in range(size)] for size in sizes]
         flat = [page for pages in lists for page in pages] or [0]
-        slot = self.slots.take(name)
+        slot = self.requests.take(name)
         first = torch.tensor([[0, *sizes]]).cumsum(-1)
         index = torch.tensor([slot])
         self.tables.update([slot], index, first, torch.tensor([flat]))
-        self.slots.frontier_blocks[slot] = frontier
-        self.slots.frontier_blocks_cpu[slot] = frontier
+        self.requests.frontier_blocks[slot] = frontier
+        self.requests.frontier_blocks_cpu[slot] = frontier
         self.lists[name], self.frontier[name] = lists, frontier
         self.folder.forget([name, "not in the batch"])
 
@@ -184,7 +184,7 @@ def test_tables_that_graphs_read_are_not_made_anew() -> None:
 def test_a_captured_batch_may_hold_the_longest_request() -> None:
     """Kernels choose how to share out work by a length that replays will exceed."""
     batch = Batch(0, (8, 80))
-    batch.folder.rehearse(ROW)
+    batch.folder.warm_up(ROW)
     batch.names, batch.rows, batch.ends = [], {}, {}
     folded = batch.fold([], padding=3, max_seq_len=320)
     assert folded.max_length == 320 and folded.order is None

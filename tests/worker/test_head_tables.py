@@ -137,7 +137,7 @@ class Late:
 
 def test_longest_lists_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step takes what is known otherwise until they are here; an event waits."""
-    monkeypatch.setattr(head_tables, "Arriving", Late)
+    monkeypatch.setattr(head_tables, "HostCopy", Late)
     tables, rng = make_tables(), Random(1)
     lists = {slot: random_lists(rng) for slot in range(SLOTS)}
     longest = [max(map(len, rows)) for rows in lists.values()]

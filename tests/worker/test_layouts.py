@@ -8,7 +8,8 @@ import torch
 from support.worker.layout_world import KINDS, NUM_HEADS, SIZE, LayoutWorld
 from vllm_kvpolicy.kernels.assign_pages import PageLists
 from vllm_kvpolicy.protocol import CompactEvent
-from vllm_kvpolicy.worker.tiers.layouts import Held, head_starts, move_slots
+from vllm_kvpolicy.worker.batch import HeldPages, move_slots
+from vllm_kvpolicy.worker.compaction import head_starts
 
 SEEDS = range(12)
 ROUNDS = 4
@@ -23,23 +24,22 @@ def split(lists: PageLists, row: int) -> list[list[int]]:
 
 def run_round(
     world: LayoutWorld, fills: bool
-) -> tuple[list[CompactEvent], Held, list[list[int]], PageLists, list]:
+) -> tuple[list[CompactEvent], HeldPages, list[list[int]], PageLists, list]:
     """Run one round of events with random quotas.
 
     Returns:
         Events, what was held, quotas, new lists, and each event's lists before.
     """
     events = world.events()
-    slots, index = world.take(events)
-    held = world.layout.held(events, slots, index)
+    batch = world.open(events)
     before = [world.before(event) for event in events]
     quota = [world.random_quota(event, fills) for event in events]
-    lists = world.layout.place(events, held, torch.tensor(quota))
-    world.layout.update(slots, index, lists)
-    world.slots.update(slots, events)
+    lists = world.tier.assign(batch, torch.tensor(quota))
+    world.tier.commit(batch, lists)
+    world.table.update(batch.rows, events)
     for row, event in enumerate(events):
         world.requests[event.request_id].lists = split(lists, row)
-    return events, held, quota, lists, before
+    return events, batch.held, quota, lists, before
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -69,8 +69,8 @@ def test_first_says_where_lists_start(kind: str, seed: int) -> None:
     world = LayoutWorld(kind, seed)
     for _ in range(ROUNDS):
         events, _, _, lists, _ = run_round(world, kind != "ragged")
-        index = torch.tensor([world.slots.slot_of[e.request_id] for e in events])
-        assert torch.equal(world.layout.first(index), lists.first)
+        index = torch.tensor([world.table.row_of[e.request_id] for e in events])
+        assert torch.equal(world.tier.starts(index), lists.first)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -134,14 +134,14 @@ def test_equal_heads_keep_their_own_pages_of_the_destinations() -> None:
 def test_a_request_that_takes_a_slot_over_starts_empty(kind: str) -> None:
     world = LayoutWorld(kind, 1)
     events, *_ = run_round(world, True)
-    slots = [world.slots.slot_of[event.request_id] for event in events]
-    assert world.layout.first(torch.tensor(slots)).any()
-    world.layout.clear(slots[:1], torch.tensor(slots[:1]))
-    first = world.layout.first(torch.tensor(slots))
+    slots = [world.table.row_of[event.request_id] for event in events]
+    assert world.tier.starts(torch.tensor(slots)).any()
+    world.tier.clear(slots[:1], torch.tensor(slots[:1]))
+    first = world.tier.starts(torch.tensor(slots))
     assert not first[0].any() and first[1:].any(-1).all()
 
 
-def random_keep(world: LayoutWorld, held: Held) -> torch.Tensor:
+def random_keep(world: LayoutWorld, held: HeldPages) -> torch.Tensor:
     """Return [E, n] tokens below the frontier that a policy might choose."""
     draws = [
         [world.rng.randint(0, pages * SIZE) for pages in row]
@@ -159,10 +159,10 @@ def test_ragged_quotas_fill_the_destinations(
     world = LayoutWorld(kind, seed)
     run_round(world, True)
     events = world.events()
-    slots, index = world.take(events)
-    held = world.layout.held(events, slots, index)
+    batch = world.open(events, may_shrink)
+    held = batch.held
     keep = random_keep(world, held)
-    quota = world.layout.quota(events, held, keep, may_shrink)
+    quota = world.tier.quota(batch, keep)
     width = NUM_HEADS // world.num_groups
     for row, event in enumerate(events):
         pages, chosen = quota[row].tolist(), keep[row].tolist()
@@ -182,10 +182,8 @@ def test_an_event_that_wants_nothing_keeps_a_page() -> None:
     world = LayoutWorld("ragged", 2)
     run_round(world, True)
     events = [replace(event, sinks=0) for event in world.events()]
-    slots, index = world.take(events)
-    held = world.layout.held(events, slots, index)
-    nothing = torch.zeros_like(held.num_pages)
-    quota = world.layout.quota(events, held, nothing, True)
+    batch = world.open(events, dynamic=True)
+    quota = world.tier.quota(batch, torch.zeros_like(batch.held.num_pages))
     assert quota.sum(-1).tolist() == [1] * len(events)
 
 
@@ -195,18 +193,17 @@ def test_equal_choices_are_given_as_they_are(kind: str) -> None:
     world = LayoutWorld(kind, 5)
     run_round(world, True)
     events = world.events()
-    slots, index = world.take(events)
-    held = world.layout.held(events, slots, index)
+    batch = world.open(events)
     num_dest = len(events[0].dest_blocks)
-    keep = torch.full_like(held.num_pages, num_dest * SIZE)
+    keep = torch.full_like(batch.held.num_pages, num_dest * SIZE)
     # As if every head had been equally long until now.
-    held = replace(held, num_pages=torch.full_like(keep, num_dest + 1))
-    quota = world.layout.quota(events, held, keep, False)
+    held = replace(batch.held, num_pages=torch.full_like(keep, num_dest + 1))
+    quota = world.tier.quota(replace(batch, held=held), keep)
     assert torch.equal(quota * SIZE, keep)
 
 
 def test_survivors_that_do_not_exist_stay_in_the_null_block() -> None:
-    held = Held(
+    held = HeldPages(
         pages=torch.tensor([[[7, 3], [5, 0]]]),
         num_pages=torch.tensor([[2, 1]]),
         num_local=torch.tensor([0]),

@@ -19,9 +19,11 @@ from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
 from vllm_kvpolicy.worker.compaction import Compactor
 from vllm_kvpolicy.worker.pages import PagePool
-from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.request_table import RequestTable
+from vllm_kvpolicy.worker.tiers.equal import EqualTier, PhysicalTables
 from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
-from vllm_kvpolicy.worker.tiers.layouts import EqualLayout, RaggedLayout
+from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
+from vllm_kvpolicy.worker.tiers.ragged_step import FoldedTables
 
 LAYERS, HEADS, BLOCK, SIZE, BLOCKS, SINKS = 2, 3, 4, 8, 40, 2
 NUM_HEADS = LAYERS * HEADS
@@ -81,7 +83,7 @@ class World:
         self.pool = PagePool(apart if "apart" in layout else list(whole), False)
         self.null = self.pool.own_pages(torch.zeros(1, 1, dtype=torch.int64)).flatten()
         self.is_ragged, self.is_dynamic = layout != "equal", layout == DYNAMIC
-        self.slots = SlotTable(len(REQUESTS), BLOCKS, BLOCK, CPU)
+        self.requests = RequestTable(len(REQUESTS), BLOCKS, BLOCK, CPU)
         self.tables = HeadTables(len(REQUESTS), BLOCKS, self.null, HEADS, CPU)
         self.windows = QueryWindows(2, 1, LAYERS, HEADS, SIZE, 0, dtype, CPU)
         self.windows.rows.copy_(
@@ -96,21 +98,22 @@ class World:
             self._event(row, blocks.tolist()) for row, blocks in enumerate(first_blocks)
         ]
         self.before = {at: self._held(*at) for at in self.heads()}
-        whole_layout = (
-            RaggedLayout(self.slots, self.pool, self.tables)
+        room = FoldedTables(LAYERS, HEADS, 0, 0, CPU)
+        tier = (
+            RaggedTier(self.requests, self.pool, self.tables, room)
             if self.is_ragged
-            else EqualLayout(self.slots, self.pool)
+            else EqualTier(
+                self.requests, self.pool, PhysicalTables(self.requests, 0, 0)
+            )
         )
         self.compactor = Compactor(
             policies={"hard": self.policy},
             pool=self.pool,
-            layout=whole_layout,
-            slots=self.slots,
-            windows=self.windows,
+            tier=tier,
+            requests=self.requests,
+            captures=[self.windows],
             memory={},
-            signals=None,
             rope=None,
-            tracer=None,
             scale=SCALE,
         )
         answers = [a for each in self.compactor.run(self.events) for a in each.read()]
@@ -155,12 +158,12 @@ class World:
     def _left(self, row: int, head: int) -> torch.Tensor:
         event = self.events[row]
         local = torch.tensor([event.local_blocks])
-        slot = torch.tensor([self.slots.slot_of[event.request_id]])
+        slot = torch.tensor([self.requests.row_of[event.request_id]])
         if self.is_ragged:
             listed = self.tables.first[slot].diff()[0]
             count = int(listed[head])
             row = torch.empty(1, 1, NUM_HEADS, 40, dtype=torch.int32)
-            nothing = torch.zeros_like(self.slots.frontier_blocks)
+            nothing = torch.zeros_like(self.requests.frontier_blocks)
             self.tables.expand(
                 row, row[..., 0].clone(), slot * 0, slot, local.int(), nothing
             )
@@ -173,7 +176,7 @@ class World:
         return self._read(head, pages, count * BLOCK + event.local_tokens(BLOCK))
 
     def query(self, row: int, head: int) -> torch.Tensor:
-        windows = self.windows.read(torch.tensor([row]))
+        windows = self.windows.queries(torch.tensor([row]))
         return windows[0, head // HEADS, head % HEADS, 0].double()
 
     def merge(self, row: int, head: int) -> Merge:

@@ -31,7 +31,7 @@ def test_equal_heads_wait_for_nothing(
         world = World(name, "meta")
         for ordinal in range(3):
             world.step(ordinal)
-        assert len(world.slots) == len(REQUESTS)
+        assert len(world.requests) == len(REQUESTS)
     assert numbers.count == 0
 
 

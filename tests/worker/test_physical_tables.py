@@ -1,26 +1,33 @@
 """Tables and lengths that stay where they are, against lists of superblocks."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvpolicy.kernels.save_rows import save_rows
-from vllm_kvpolicy.protocol import NO_COMMANDS, CompactEvent, WindowCapture
+from vllm_kvpolicy.protocol import (
+    NO_COMMANDS,
+    CompactEvent,
+    StepCommands,
+    WindowCapture,
+)
 from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
-from vllm_kvpolicy.worker.runtime import KVPolicyRuntime
-from vllm_kvpolicy.worker.slots import SlotTable
-from vllm_kvpolicy.worker.tiers.equal_step import PhysicalTables
+from vllm_kvpolicy.worker.pages import PagePool
+from vllm_kvpolicy.worker.request_table import RequestTable
+from vllm_kvpolicy.worker.step import Step
+from vllm_kvpolicy.worker.tiers.equal import EqualTier, PhysicalTables
 
 SIZE, COLUMNS, CPU = 4, 8, torch.device("cpu")
 NAMES = ["new", "old"]  # requests of the batch; a third row is padding
 LENGTHS = [11, 29]
 
 
-def make_slots() -> SlotTable:
+def make_slots() -> RequestTable:
     """One request has 24 tokens below its frontier and keeps two superblocks."""
-    slots = SlotTable(2, 3, SIZE, CPU)
+    slots = RequestTable(2, 3, SIZE, CPU)
     event = CompactEvent(
         request_id="old",
         policy="tova",
@@ -63,21 +70,27 @@ def metadata(num_rows: int = 3) -> CommonAttentionMetadata:
     )
 
 
-def make_runtime(slots: SlotTable, is_captured: bool) -> KVPolicyRuntime:
-    """A runtime as far as tables go."""
-    runtime = object.__new__(KVPolicyRuntime)
-    runtime.slots, runtime.folder = slots, None
-    runtime.is_captured, runtime._commands = is_captured, NO_COMMANDS
-    runtime.limits = SimpleNamespace(block_size=SIZE)
-    runtime.tables = PhysicalTables(slots, 4, COLUMNS)
-    runtime.batch_request_ids = lambda: NAMES
-    return runtime
+def make_tier(slots: RequestTable, is_captured: bool) -> EqualTier:
+    """A tier over an empty cache."""
+    pool = PagePool([torch.zeros(2, 1, SIZE, 2)], keys_are_columns=False)
+    return EqualTier(slots, pool, PhysicalTables(slots, 4, COLUMNS), is_captured)
+
+
+def physical(tier: EqualTier, common: CommonAttentionMetadata) -> Any:
+    """Return what stock attention reads in a step of `NAMES`."""
+    found = tier.metadata(Step(common, NAMES, NO_COMMANDS))
+    assert found.folded is None and found.exact is None
+    return found.common
+
+
+def of_nobody(tier: EqualTier, common: CommonAttentionMetadata) -> Any:
+    """Return what stock attention reads outside a step."""
+    return tier.metadata(Step(common, (), NO_COMMANDS, is_real=False)).common
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
 def test_survivors_stand_before_local_superblocks(is_captured: bool) -> None:
-    runtime = make_runtime(make_slots(), is_captured)
-    found = runtime.physical(metadata())
+    found = physical(make_tier(make_slots(), is_captured), metadata())
     assert found.block_table_tensor[0, :3].tolist() == [5, 6, 7]
     # Survivors' superblocks, then the row from the frontier on.
     assert found.block_table_tensor[1, :4].tolist() == [9, 8, 46, 47]
@@ -88,10 +101,10 @@ def test_survivors_stand_before_local_superblocks(is_captured: bool) -> None:
 
 def test_tables_stay_where_they_are() -> None:
     slots = make_slots()
-    runtime = make_runtime(slots, True)
-    first = runtime.physical(metadata())
+    tier = make_tier(slots, True)
+    first = physical(tier, metadata())
     slots.drop(["old"])
-    other = runtime.physical(metadata(2))
+    other = physical(tier, metadata(2))
     for name in ("block_table_tensor", "seq_lens"):
         assert getattr(first, name).data_ptr() == getattr(other, name).data_ptr()
     assert first.block_table_tensor.stride() == other.block_table_tensor.stride()
@@ -101,22 +114,33 @@ def test_tables_stay_where_they_are() -> None:
 
 def test_what_is_captured_outside_steps_reads_our_tables() -> None:
     """Capture batches have no commands, and no request of theirs has a slot."""
-    runtime = make_runtime(make_slots(), True)
-    runtime._commands = None
+    tier = make_tier(make_slots(), True)
     given = metadata().replace(max_seq_len=COLUMNS * SIZE)
-    found = runtime.physical(given)
-    assert found.block_table_tensor.data_ptr() == runtime.tables.tables.data_ptr()
+    found = of_nobody(tier, given)
+    assert found.block_table_tensor.data_ptr() == tier.tables.tables.data_ptr()
     assert torch.equal(found.block_table_tensor, given.block_table_tensor)
     assert torch.equal(found.seq_lens, given.seq_lens)
     assert found.max_seq_len == given.max_seq_len
 
 
 def test_without_graphs_stock_metadata_stays() -> None:
-    runtime, given = make_runtime(make_slots(), False), metadata()
-    runtime._commands = None
-    assert runtime.physical(given) is given
-    runtime = make_runtime(SlotTable(2, 3, SIZE, CPU), False)
-    assert runtime.physical(given) is given
+    tier, given = make_tier(make_slots(), False), metadata()
+    assert of_nobody(tier, given) is given
+    tier = make_tier(RequestTable(2, 3, SIZE, CPU), False)
+    assert physical(tier, given) is given
+
+
+def see(windows: QueryWindows, queries: torch.Tensor) -> None:
+    """Show one layer's queries; keys and values do not matter."""
+    windows.observe(0, queries, torch.empty(0), torch.empty(0))
+
+
+def plan(
+    windows: QueryWindows, wanted: list[WindowCapture], names: list[str], *starts: int
+) -> None:
+    """Plan a step whose requests' tokens start at `starts`."""
+    common = SimpleNamespace(query_start_loc_cpu=torch.tensor(starts))
+    windows.plan(Step(common, names, StepCommands((), tuple(wanted))))
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
@@ -124,16 +148,16 @@ def test_a_graph_always_contains_the_saving(is_captured: bool) -> None:
     """What is recorded before anything is planned saves what is planned later."""
     windows = QueryWindows(1, 2, 1, 2, 4, 8, torch.float32, CPU, is_captured)
     before = save_rows.calls["reference"]
-    windows.capture(0, torch.randn(3, 2, 4))
+    see(windows, torch.randn(3, 2, 4))
     assert save_rows.calls["reference"] - before == is_captured
     queries, replayed = torch.randn(3, 2, 4), (windows.rows[0], windows.targets)
-    windows.plan([WindowCapture("a", 0, 1, 0, 2)], ["a"], torch.tensor([0, 3]).numpy())
+    plan(windows, [WindowCapture("a", 0, 1, 0, 2)], ["a"], 0, 3)
     rows, targets = replayed
     save_rows(rows, queries, targets)
-    found = windows.read(torch.tensor([0]))[0, 0].transpose(0, 1)
+    found = windows.queries(torch.tensor([0]))[0, 0].transpose(0, 1)
     assert torch.equal(found, queries[1:])
     with pytest.raises(AssertionError, match="too many tokens"):
-        windows.capture(0, torch.randn(9, 2, 4))
+        see(windows, torch.randn(9, 2, 4))
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
@@ -141,18 +165,17 @@ def test_queries_go_to_their_windows(is_captured: bool) -> None:
     windows = QueryWindows(2, 3, 1, 2, 4, 8, torch.float32, CPU, is_captured)
     address = windows.targets.data_ptr()
     queries = torch.randn(8, 2, 4)
-    windows.capture(0, queries)
+    see(windows, queries)
     assert not windows.rows[0, :-1].any(), "nothing was planned"
     captures = [WindowCapture("b", 1, 1, 1, 2), WindowCapture("a", 0, 0, 2, 1)]
-    starts = torch.tensor([0, 2, 6]).numpy()
-    windows.plan(captures, ["a", "b"], starts)
-    windows.capture(0, queries.flatten(1))
-    found = windows.read(torch.tensor([0, 1]))  # [E, L, Hq, W, D]
+    plan(windows, captures, ["a", "b"], 0, 2, 6)
+    see(windows, queries.flatten(1))
+    found = windows.queries(torch.tensor([0, 1]))  # [E, L, Hq, W, D]
     expected = torch.zeros(2, 1, 2, 3, 4)
     expected[0, 0, :, 2] = queries[0]
     expected[1, 0, :, 1:] = queries[3:5].transpose(0, 1)
     assert torch.equal(found, expected)
-    windows.forget_plan()
-    windows.capture(0, torch.randn(8, 2, 4))
-    assert torch.equal(windows.read(torch.tensor([0, 1])), expected)
+    windows.end_step()
+    see(windows, torch.randn(8, 2, 4))
+    assert torch.equal(windows.queries(torch.tensor([0, 1])), expected)
     assert windows.targets.data_ptr() == address

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vllm_kvpolicy.policies.selections.quest import Quest
 from vllm_kvpolicy.worker.pages import PagePool
-from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
 from vllm_kvpolicy.worker.tiers.page_selection import (
     PageSelection,
@@ -105,16 +105,16 @@ class Step:
         self.caches = torch.randn(shape, generator=self.draws)
         self.pool = PagePool(list(self.caches), keys_are_columns=False)
         assert self.pool.spans_layers
-        self.slots = SlotTable(6, MOST, SIZE, CPU)
+        self.requests = RequestTable(6, MOST, SIZE, CPU)
         self.budget = budget
-        self.selection = PageSelection(Quest(budget), ["q"], self.slots, GROUP, 0)
-        self.selection.bind(self.pool)
+        quest = Quest(budget)
+        self.selection = PageSelection(quest, ["q"], self.requests, self.pool, GROUP)
         self.selection.bounds[0].fill_(torch.nan)  # of all layers, one tensor
         own = self.pool.own_pages(torch.zeros(1, 1, dtype=torch.int64)).flatten()
         self.own = own
         self.lists = HeadTables(6, MOST, own, HEADS, CPU)
         self.folder = Folder(
-            self.slots, self.lists, FoldedTables(LAYERS, HEADS, 0, 0, CPU)
+            self.requests, self.lists, FoldedTables(LAYERS, HEADS, 0, 0, CPU)
         )
         self.pages: dict[str, list[list[int]]] = {"n": [[]] * (LAYERS * HEADS)}
         self.frontier, self.prompt = {"n": 0}, {"n": 3}
@@ -126,13 +126,13 @@ class Step:
     def _event(self, name: str, free: list[int]) -> None:
         sizes = [self.rng.randint(0, MOST) for _ in range(LAYERS * HEADS)]
         lists = [[free.pop() for _ in range(size)] for size in sizes]
-        slot, index = self.slots.take(name), torch.tensor([self.slots.take(name)])
+        slot, index = self.requests.take(name), torch.tensor([self.requests.take(name)])
         flat = torch.tensor([[page for pages in lists for page in pages] + [0]])
         first = torch.tensor([[0, *sizes]]).cumsum(-1)
         self.lists.update([slot], index, first, flat)
         self.frontier[name] = self.rng.randint(2, 6)
-        self.slots.frontier_blocks[slot] = self.frontier[name]
-        self.slots.frontier_blocks_cpu[slot] = self.frontier[name]
+        self.requests.frontier_blocks[slot] = self.frontier[name]
+        self.requests.frontier_blocks_cpu[slot] = self.frontier[name]
         self.prompt[name] = self.frontier[name] * SIZE + self.rng.randint(0, 3)
         self.pages[name] = lists
         policy = "stock" if name == "s" else "q"
@@ -244,7 +244,7 @@ def test_nothing_is_chosen_where_all_may_be_read() -> None:
 def test_requests_that_are_gone_select_no_longer() -> None:
     """Their slot may be another's, who has had no event of a selecting policy."""
     step = Step(1, budget=14)
-    slot = step.slots.slot_of["a"]
+    slot = step.requests.row_of["a"]
     assert step.selection._selects[slot]
     event: Any = SimpleNamespace(policy="stock", prompt_tokens=5)
     step.selection.update([slot], [event], torch.zeros(1, 4, dtype=torch.int64))
@@ -274,9 +274,8 @@ def test_layers_in_allocations_of_their_own_have_bounds_of_their_own() -> None:
     caches = [torch.randn(9, HEADS, SIZE, 2 * DIM) for _ in range(LAYERS)]
     pool = PagePool(caches, keys_are_columns=False)
     assert not pool.spans_layers
-    slots = SlotTable(2, MOST, SIZE, CPU)
-    selection = PageSelection(Quest(8), ["q"], slots, GROUP, 0)
-    selection.bind(pool)
+    slots = RequestTable(2, MOST, SIZE, CPU)
+    selection = PageSelection(Quest(8), ["q"], slots, pool, GROUP)
     event: Any = SimpleNamespace(policy="q", prompt_tokens=5)
     selection.update([0], [event], torch.tensor([[3, 5, 5, 7]]))
     for layer, pages in enumerate(([3, 5], [5, 7])):

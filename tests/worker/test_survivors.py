@@ -6,9 +6,9 @@ from random import Random
 import pytest
 import torch
 
-from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.batch import HeldPages
+from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.survivors import SurvivorMemory
-from vllm_kvpolicy.worker.tiers.layouts import Held
 
 SLOTS, LAYERS, HEADS, SIZE, MOST_LOCAL, MOST_BLOCKS = 3, 2, 3, 4, 7, 8
 NUM_HEADS, POOL_BLOCKS = LAYERS * HEADS, 1 + SLOTS * MOST_BLOCKS
@@ -18,7 +18,7 @@ Values = list[list[float]]  # per head, oldest token first
 
 
 def make_memory() -> SurvivorMemory:
-    slots = SlotTable(SLOTS, MOST_BLOCKS, SIZE, CPU)
+    slots = RequestTable(SLOTS, MOST_BLOCKS, SIZE, CPU)
     return SurvivorMemory(slots, POOL_BLOCKS, NUM_HEADS, MOST_LOCAL)
 
 
@@ -100,7 +100,7 @@ class Chain:
                 self.known[slot][head] = mine[[*chosen, *local]].tolist()
                 numbers += [head * longest + token for token in chosen]
             sources.append(numbers + [-1] * (width - len(numbers)))
-        held = Held(
+        held = HeldPages(
             pages=torch.zeros(0),
             num_pages=torch.tensor(num_pages),
             num_local=torch.tensor([newer[slot][1] for slot in slots]),
@@ -117,7 +117,7 @@ class Chain:
         taken = {block for blocks in self.blocks.values() for block in blocks}
         free = [block for block in range(POOL_BLOCKS) if block not in taken]
         self.rng.shuffle(free)
-        table = self.memory.slots.global_blocks
+        table = self.memory.requests.global_blocks
         for slot in slots:
             self.blocks[slot] = [free.pop() for _ in range(size)]
             table[slot, :size] = torch.tensor(self.blocks[slot])

@@ -11,8 +11,10 @@ from torch import nn
 from vllm_kvpolicy.policies.model_parts import decoder_layers
 from vllm_kvpolicy.policies.scorers.epikv import signals_from_hidden
 from vllm_kvpolicy.policies.signals import TokenSignal
+from vllm_kvpolicy.protocol import NO_COMMANDS
 from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
-from vllm_kvpolicy.worker.request_slots import RequestSlots
+from vllm_kvpolicy.worker.request_table import RequestRows
+from vllm_kvpolicy.worker.step import Step
 
 LAYERS, SIZE, SLOTS, STEP_TOKENS, MAX_LEN = 4, 8, 5, 128, 100
 HIDDEN = (
@@ -67,7 +69,7 @@ class Run:
         self.signals = TokenSignals(
             SIGNALS,
             num_layers=LAYERS,
-            num_slots=SLOTS,
+            num_requests=SLOTS,
             max_model_len=MAX_LEN,
             step_tokens=STEP_TOKENS,
             hidden_size=SIZE,
@@ -95,12 +97,12 @@ class Run:
             query_start_loc=torch.tensor([*start, len(tokens)], dtype=torch.int32),
             seq_lens=torch.tensor([*lengths, 0], dtype=torch.int32),
         )
-        self.signals.plan(list(chunks), metadata)
+        self.signals.plan(Step(metadata, list(chunks), NO_COMMANDS))
         self.forward(batch)
         for layer in range(LAYERS):
             states = (vectors(batch, kind, layer) for kind in ("key", "value"))
-            self.signals.observe(layer, *states)
-        self.signals.collect()
+            self.signals.observe(layer, torch.empty(0), *states)
+        self.signals.end_step()
 
     def drop(self, name: str) -> None:
         del self.computed[name]
@@ -121,7 +123,7 @@ def expected(model: nn.Module, tokens: list[int]) -> dict[TokenSignal, torch.Ten
 def check(run: Run, model: nn.Module, sequences: dict[str, list[int]]) -> None:
     """Compare what the table holds of all live requests; calls assert."""
     names = list(run.computed)
-    read = run.signals.read(names, MAX_LEN)
+    read = run.signals.values(names, MAX_LEN)
     assert set(read) == set(SIGNALS)
     for row, name in enumerate(names):
         size = run.computed[name]
@@ -202,7 +204,7 @@ def test_a_forward_pass_without_a_plan_changes_nothing() -> None:
     run.step(sequences, {"a": 9})
     with torch.no_grad():
         model(torch.full((STEP_TOKENS,), 77))
-    run.signals.collect()
+    run.signals.end_step()
     run.step(sequences, {"a": 9})
     check(run, model, sequences)
 
@@ -229,12 +231,12 @@ def test_layers_by_depth() -> None:
             TokenSignal("hidden", first, last).layers(4)
 
 
-def test_slots_are_handed_out_once_and_come_back() -> None:
-    slots = RequestSlots(2)
-    assert sorted(slots.take(["a", "b"], 3)) == [0, 1, slots.null_slot]
-    first = slots.take(["a"], 1)
-    assert slots.take(["a"], 1) == first
+def test_rows_are_handed_out_once_and_come_back() -> None:
+    rows = RequestRows(2)
+    assert sorted(rows.take_all(["a", "b"], 3)) == [0, 1, rows.null_row]
+    first = rows.take_all(["a"], 1)
+    assert rows.take_all(["a"], 1) == first
     with pytest.raises(IndexError):
-        slots.take(["c"], 1)
-    slots.drop(["a", "unknown"])
-    assert slots.take(["c"], 1) == first
+        rows.take_all(["c"], 1)
+    rows.drop(["a", "unknown"])
+    assert rows.take_all(["c"], 1) == first

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from vllm_kvpolicy.policies.base import Decision
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.trace.files import EventRecord, read_trace, run_in, to_arrays
 from vllm_kvpolicy.worker import trace
-from vllm_kvpolicy.worker.tiers.layouts import Held
+from vllm_kvpolicy.worker.batch import Batch, HeldPages, Placement
 from vllm_kvpolicy.worker.trace import Tracer
 
 BLOCK = 2
@@ -47,7 +48,7 @@ def record(tracer: Tracer, event: CompactEvent, survivors: list[list[int]]) -> N
         keep[:, 0, head, [kept[0], 6]] = True
     # Pages of two heads: id = superblock * 2 + head.
     blocks = torch.tensor(event.source_blocks + event.local_blocks)
-    held = Held(
+    held = HeldPages(
         pages=(blocks * 2 + torch.arange(2)[:, None]).expand(2, -1, -1),
         num_pages=torch.full((2, 2), len(event.source_blocks)),
         num_local=torch.full((2,), event.local_tokens(BLOCK)),
@@ -64,9 +65,12 @@ def record(tracer: Tracer, event: CompactEvent, survivors: list[list[int]]) -> N
         "quotas": torch.tensor([[[1, 2], [3, 0]]]) + larger,
     }
     decision = Decision(keep, torch.zeros(2, 1, 2, 7), notes=notes)
-    placed = torch.tensor([[head * 7 + t for head in (0, 1) for t in survivors[head]]])
+    sources = torch.tensor([[head * 7 + t for head in (0, 1) for t in survivors[head]]])
     events = [event, replace(event, request_id="r1")]
-    tracer.record(events, [0, 1], held, lists, decision, placed.expand(2, -1))
+    policy: Any = None
+    batch = Batch(events, policy, [0, 1], torch.tensor([0, 1]), held)
+    placement = Placement(lists, sources.expand(2, -1), is_ordered=True)
+    tracer.record(batch, decision, placement)
 
 
 def two_events(folder: Path, max_bytes: int = 2**30) -> list[EventRecord]:

@@ -61,9 +61,10 @@ def test_plain_layers_are_fine_and_none_are_not():
 
 def test_lost_commands_stop_the_worker():
     worker = KVPolicyWorkerMixin()
-    warm_up, step = SimpleNamespace(), SimpleNamespace(kv_policy=StepCommands((), ()))
+    warm_up, step = SimpleNamespace(), SimpleNamespace()
+    step.kv_policy_commands = StepCommands((), ())
     assert worker._commands_of(warm_up) == NO_COMMANDS
-    assert worker._commands_of(step) == step.kv_policy
+    assert worker._commands_of(step) == step.kv_policy_commands
     with pytest.raises(RuntimeError, match="without the KV policy's commands"):
         worker._commands_of(warm_up)
 

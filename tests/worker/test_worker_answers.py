@@ -14,12 +14,12 @@ from vllm.v1.outputs import (
 
 from vllm_kvpolicy.protocol import UsedBlocks
 from vllm_kvpolicy.worker.base import KVPolicyWorkerMixin
-from vllm_kvpolicy.worker.late_tables import LateTables
+from vllm_kvpolicy.worker.side_tables import SideTables
 
 ANSWERS = (UsedBlocks("a", 3, 2), UsedBlocks("b", 4, 1))
 PAGE, LAYERS, EARLY = 4096, 3, 5000
-TABLES = LateTables(
-    num_slots=2,
+TABLES = SideTables(
+    num_requests=2,
     num_heads=6,
     block_size=4,
     max_global_blocks=8,
@@ -60,8 +60,9 @@ class Worker(KVPolicyWorkerMixin, Stock):
 
     def __init__(self, device: str = "cpu", explicit: int | None = None) -> None:
         self.answers: Any = self.read
-        self.kv_policy = SimpleNamespace(
-            take_answers=self.take, side_bytes=EARLY, late=TABLES
+        self.kv_policy_setup = SimpleNamespace(early_bytes=EARLY, side_tables=TABLES)
+        self.kv_policy_runtime = SimpleNamespace(
+            answers=SimpleNamespace(take=self.take)
         )
         self.device = torch.device(device)
         self.cache_config = SimpleNamespace(kv_cache_memory_bytes=explicit)
@@ -92,17 +93,18 @@ def test_answers_reach_the_scheduler_once(later: bool) -> None:
         assert isinstance(got, AsyncModelRunnerOutput)
         got = got.get_output()
     assert isinstance(got, ModelRunnerOutput)
-    assert got.kv_policy == ANSWERS and got.req_ids == ["a"]
-    assert pickle.loads(pickle.dumps(got)).kv_policy == ANSWERS  # to another process
-    assert not hasattr(output, "kv_policy")
+    assert got.kv_policy_answers == ANSWERS and got.req_ids == ["a"]
+    sent = pickle.loads(pickle.dumps(got))  # to another process
+    assert sent.kv_policy_answers == ANSWERS
+    assert not hasattr(output, "kv_policy_answers")
     assert worker.sample_tokens() is worker.output
 
 
 def test_answers_do_not_stick_to_the_empty_output() -> None:
     worker = Worker()
     worker.output = EMPTY_MODEL_RUNNER_OUTPUT
-    assert worker.sample_tokens().kv_policy == ANSWERS
-    assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, "kv_policy")
+    assert worker.sample_tokens().kv_policy_answers == ANSWERS
+    assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, "kv_policy_answers")
 
 
 @pytest.mark.parametrize(

@@ -27,22 +27,22 @@ class KVPolicySchedulerMixin(CountingMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.kv_policy = KVPolicyConfig.from_dict(
+        self.kv_policy_config = KVPolicyConfig.from_dict(
             self.vllm_config.additional_config[CONFIG_KEY]
         )
-        policy = parse(self.kv_policy.policy)
+        policy = parse(self.kv_policy_config.policy)
         managers = self.kv_cache_manager.coordinator.single_type_managers
         manager = managers[0]
         if len(managers) != 1 or not isinstance(manager, KVPolicyManager):
             raise TypeError(
                 f"expected one KV cache group with a KVPolicyManager, got {managers}"
             )
-        self.kv_policy_limits = planner_limits(self.vllm_config, self.kv_policy)
+        self.kv_policy_limits = planner_limits(self.vllm_config, self.kv_policy_config)
         self.kv_policy_planner = Planner(self.kv_policy_limits)
         self.kv_policy_manager = manager
         manager.attach(self.kv_policy_planner, policy.placement)
         num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
-        logger.info(capacity_line(self.vllm_config, self.kv_policy, num_blocks))
+        logger.info(capacity_line(self.vllm_config, self.kv_policy_config, num_blocks))
         self._sees_all: set[str] = set()
 
     def add_request(self, request: Request) -> None:
@@ -54,7 +54,7 @@ class KVPolicySchedulerMixin(CountingMixin):
         request_id, params = request.request_id, request.sampling_params
         extra_args = params.extra_args if params is not None else None
         try:
-            config = self.kv_policy.with_request(
+            config = self.kv_policy_config.with_request(
                 extra_args, self.kv_policy_limits.block_size
             )
         except ValueError as error:
@@ -63,7 +63,7 @@ class KVPolicySchedulerMixin(CountingMixin):
             logger.warning(
                 "request %s keeps the server's policy: %s", request_id, error
             )
-            config = self.kv_policy
+            config = self.kv_policy_config
         if config is None or not config.options_of().get("exact", False):
             self._sees_all.add(request_id)
         if config is None or request_id in self.requests:
@@ -94,11 +94,11 @@ class KVPolicySchedulerMixin(CountingMixin):
         commands = self.kv_policy_planner.finish_step(
             scheduler_output.num_scheduled_tokens
         )
-        if self.kv_policy.is_exact:
+        if self.kv_policy_config.is_exact:
             scheduled = scheduler_output.num_scheduled_tokens.keys()
             exempt = frozenset(self._sees_all & scheduled)
             commands = replace(commands, exempt=exempt)
-        scheduler_output.kv_policy = commands
+        scheduler_output.kv_policy_commands = commands
         super()._update_after_schedule(scheduler_output)
         self._count()
 
@@ -106,7 +106,7 @@ class KVPolicySchedulerMixin(CountingMixin):
         self, scheduler_output: SchedulerOutput, model_runner_output: Any
     ) -> Any:
         """Take the step's results, the workers' answers to events first."""
-        for used in getattr(model_runner_output, "kv_policy", ()):
+        for used in getattr(model_runner_output, "kv_policy_answers", ()):
             self.kv_policy_manager.give_back_surplus(used)
         return super().update_from_output(scheduler_output, model_runner_output)
 

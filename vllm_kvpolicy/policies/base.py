@@ -222,32 +222,6 @@ class Policy:
         """Choose `budget` tokens per row; pure, no host sync, no state."""
         raise NotImplementedError
 
-    def arrange(
-        self, sources: torch.Tensor, heads: torch.Tensor, seeds: torch.Tensor
-    ) -> torch.Tensor:
-        """Choose which survivor goes to which place of its head's list.
-
-        Args:
-            sources: [E, M] int64, survivors, head by head and oldest first; negative
-                entries are padding on the right.
-            heads: [E, M] int64, the head that each belongs to, ascending.
-            seeds: [E] int64, one per event, a pure function of the request.
-
-        Returns:
-            [E, M] int64; survivors stay in time order, except under policies that test
-            the moving of tokens.
-        """
-        return sources
-
-    def arrange_pages(self, pages: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
-        """Choose which page [E, C] serves which place of the heads' lists.
-
-        Returns:
-            [E, C] int64; pages stay where they are, except under policies that test
-            the moving of tokens.
-        """
-        return pages
-
 
 class Decider(Protocol):
     """Decides, while tokens are computed, which ones stay after the window.

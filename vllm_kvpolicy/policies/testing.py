@@ -19,10 +19,20 @@ class MovementPolicy(KeepAll):
     def __init__(self, ragged: bool) -> None:
         self.ragged = ragged
 
-    def arrange(
+    def shuffle(
         self, sources: torch.Tensor, heads: torch.Tensor, seeds: torch.Tensor
     ) -> torch.Tensor:
-        """Shuffle [E, M] within each head; a function of (seed, head, entry) alone."""
+        """Shuffle survivors within each head; a function of (seed, head, entry) alone.
+
+        Args:
+            sources: [E, M] int64, survivors, head by head and oldest first; negative
+                entries are padding on the right.
+            heads: [E, M] int64, the head that each belongs to, ascending.
+            seeds: [E] int64, one per event, a pure function of the request.
+
+        Returns:
+            [E, M] int64.
+        """
         draw = self._draw(sources, seeds)
         # Draws are below 2^32: heads stay in their order, and padding (a negative
         # source) stays after them.
@@ -30,7 +40,7 @@ class MovementPolicy(KeepAll):
         key = torch.where(sources < 0, last, heads) * 2**32 + draw
         return sources.gather(-1, key.argsort(dim=-1, stable=True))
 
-    def arrange_pages(self, pages: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+    def shuffle_pages(self, pages: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
         """Shuffle [E, C] pages among all heads and layers if `ragged`."""
         if not self.ragged:
             return pages

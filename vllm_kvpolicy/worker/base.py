@@ -1,7 +1,4 @@
-"""What a policy adds to vLLM's worker: six short overrides.
-
-Mixed into the platform's worker by worker_cpu and worker_gpu.
-"""
+"""What a policy adds to vLLM's worker: six short overrides."""
 
 from collections.abc import Callable, Mapping
 from copy import copy
@@ -19,18 +16,18 @@ from vllm_kvpolicy.block_manager.manager import KVPolicySpec
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands, UsedBlocks
 from vllm_kvpolicy.sizes import max_blocks_per_request
-from vllm_kvpolicy.worker.runtime import KVPolicyRuntime
+from vllm_kvpolicy.worker.setup import prepare
 
 logger = init_logger("vllm.kv_policy")
 
 
 class KVPolicyWorkerMixin:
-    """Runs events before each forward pass and tells vLLM the true footprint."""
+    """Runs events before forward passes; tells vLLM the compressed footprint."""
 
     _has_scheduler = False
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model with our attention backend and attach the runtime to it."""
+        """Load the model with our attention backend and hook captures to it."""
         compat.forget_chosen_backends()
         super().load_model(*args, **kwargs)
         config = KVPolicyConfig.from_dict(
@@ -42,7 +39,7 @@ class KVPolicyWorkerMixin:
             lines = "".join(f"\n  - {reason}" for reason in reasons)
             raise ValueError(f"--kv-policy {config.policy} cannot run here:{lines}")
         self.kv_policy_config = config
-        self.kv_policy = KVPolicyRuntime(
+        self.kv_policy_setup = prepare(
             self.vllm_config,
             config,
             self.model_runner.get_model(),
@@ -59,49 +56,51 @@ class KVPolicyWorkerMixin:
         }
 
     def determine_available_memory(self) -> int:
-        """Return the bytes for the KV cache, less what policies hold beside it.
+        """Return the bytes for the KV cache, minus what policies hold beside it.
 
         Raises:
-            ValueError: that leaves no room for a superblock.
+            ValueError: not even one superblock fits.
         """
         available = super().determine_available_memory()
         specs = self.get_kv_cache_spec().values()
         superblock = sum(spec.page_size_bytes for spec in specs)
         is_explicit = self.cache_config.kv_cache_memory_bytes is not None
-        # Elsewhere vLLM has measured what is in use on the device, this included.
+        # Otherwise vLLM has already measured it as memory in use on the device.
         is_ours_to_count = is_explicit or self.device.type == "cpu"
-        early = self.kv_policy.side_bytes if is_ours_to_count else 0
-        late = self.kv_policy.late
-        num_blocks = late.pool_blocks(available - early, superblock)
+        early = self.kv_policy_setup.early_bytes if is_ours_to_count else 0
+        beside = self.kv_policy_setup.side_tables
+        num_blocks = beside.pool_blocks(available - early, superblock)
         if not num_blocks:
             raise ValueError(
                 f"KV cache memory: expected {superblock} bytes for a superblock beside "
-                f"{early + late.nbytes(1)} for query windows and tables of "
+                f"{early + beside.nbytes(1)} for query windows and tables of "
                 f"--kv-policy, got {available} for both: lower --max-num-seqs or give "
                 "more memory"
             )
         logger.info(
-            "KV policy: %.1f MiB of %.1f MiB for query windows, tables and what is "
+            "KV policy: %.1f MiB of %.1f MiB hold query windows, tables and values "
             "remembered of survivors",
-            (early + late.nbytes(num_blocks)) / 2**20,
+            (early + beside.nbytes(num_blocks)) / 2**20,
             available / 2**20,
         )
         return num_blocks * superblock
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Make the KV cache and take hold of it."""
+        """Make the KV cache, then build the runtime over it."""
         super().initialize_from_config(kv_cache_config)
-        self.kv_policy.bind(self.kv_policy.layers[0].attn_backend.keys_are_columns)
+        first = self.kv_policy_setup.layers[0]
+        columns = first.attn_backend.keys_are_columns
+        self.kv_policy_runtime = self.kv_policy_setup.bind(columns)
         self._watch_rows()
 
     def _watch_rows(self) -> None:
-        """Learn which request each row of a batch is, from either model runner.
+        """Let the runtime see which request each row of a batch belongs to.
 
-        The V1 runner keeps the list, in row order, when it builds metadata. The V2
-        runner hands its batch to `prepare_attn` just before; that one method of this
-        one instance is wrapped.
+        The V1 runner has the list, in row order, when it builds metadata. The V2 runner
+        passes its batch to `prepare_attn` just before; that method of this one instance
+        is wrapped.
         """
-        runner, runtime = self.model_runner, self.kv_policy
+        runner, runtime = self.model_runner, self.kv_policy_runtime
         if not self.use_v2_model_runner:
             runtime.batch_request_ids = lambda: runner.input_batch.req_ids
             return
@@ -117,44 +116,45 @@ class KVPolicyWorkerMixin:
         """Return the step's commands; vLLM's own warm-up steps have none.
 
         Raises:
-            RuntimeError: a step without commands after one with: the scheduler's
-                messages are lost, and blocks are freed that nobody compacted.
+            RuntimeError: a step without commands follows one with commands: the
+                scheduler's messages are lost, and it frees blocks whose survivors have
+                not been moved.
         """
-        commands = getattr(scheduler_output, "kv_policy", None)
+        commands = getattr(scheduler_output, "kv_policy_commands", None)
         if commands is None and self._has_scheduler:
             raise RuntimeError("a step came without the KV policy's commands")
         self._has_scheduler |= commands is not None
         return commands or NO_COMMANDS
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """Run the step's events, then the step."""
+        """Run the step's events, then its forward pass."""
         commands = self._commands_of(scheduler_output)
         gone = scheduler_output.finished_req_ids | (
             scheduler_output.preempted_req_ids or set()
         )
-        self.kv_policy.begin_step(commands, gone)
+        self.kv_policy_runtime.begin(commands, gone)
         try:
             return super().execute_model(scheduler_output)
         finally:
-            self.kv_policy.end_step()
+            self.kv_policy_runtime.end()
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """Sample, and let the scheduler hear what events left of their blocks."""
+        """Sample, and tell the scheduler how many blocks events have left in use."""
         output = super().sample_tokens(*args, **kwargs)
-        read_answers = self.kv_policy.take_answers()
+        read_answers = self.kv_policy_runtime.answers.take()
         if read_answers is None:
             return output
         if isinstance(output, AsyncModelRunnerOutput):
-            return AnsweredLater(output, read_answers)
+            return LateAnswers(output, read_answers)
         return _answered(output, read_answers)
 
 
-class AnsweredLater(AsyncModelRunnerOutput):
-    """An output whose tokens are still under way, with answers to its step's events.
+class LateAnswers(AsyncModelRunnerOutput):
+    """An asynchronous output that carries the answers to its step's events.
 
     Args:
         output: what vLLM's model runner returned.
-        read_answers: returns what the scheduler has to hear.
+        read_answers: waits for the answers and returns them.
     """
 
     def __init__(
@@ -165,21 +165,21 @@ class AnsweredLater(AsyncModelRunnerOutput):
         self.output, self.read_answers = output, read_answers
 
     def get_output(self) -> ModelRunnerOutput:
-        """Wait for the tokens, computed after what the answers tell."""
+        """Wait for the tokens; the answers were computed before them."""
         return _answered(self.output.get_output(), self.read_answers)
 
 
 def _answered(output: Any, read_answers: Callable[[], tuple[UsedBlocks, ...]]) -> Any:
-    """Return a copy with answers: vLLM shares one object between empty outputs."""
+    """Return a copy with the answers: vLLM shares one object for all empty outputs."""
     output = copy(output)
-    output.kv_policy = read_answers()
+    output.kv_policy_answers = read_answers()
     return output
 
 
 def layer_refusals(layers: Mapping[str, Any]) -> list[str]:
-    """Return why these attention layers cannot run with a policy, one line a reason.
+    """Return why these attention layers cannot run with a policy, one line per reason.
 
-    What only a loaded model tells; everything else is refused earlier, by guards.
+    Only what the loaded model tells; `api.guards` refuses everything else earlier.
 
     Args:
         layers: vLLM's attention layers by name.

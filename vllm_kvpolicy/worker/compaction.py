@@ -1,37 +1,45 @@
-"""Runs the events of a step: read, decide, fill up pages, move, remember."""
+"""Runs the events of a step: open, decide, place, move, commit.
+
+The order of the five is what makes an event correct:
+
+* open: rows of new requests are emptied before anything of them is read;
+* decide and place: everything that a batch reads of the cache and of the tables is read
+  before its first write, for all its events: the destinations of one may be the sources
+  of another;
+* move: values kept by slot and then keys and values, whose old places are lost now;
+* commit: page lists and the request table first, then what is remembered of survivors,
+  which lies on the superblocks that the request table names.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from vllm_kvpolicy.events import event_seed
-from vllm_kvpolicy.kernels.assign_pages import PageLists
 from vllm_kvpolicy.kernels.compact_pages import compact_pages
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.ranking import ascending_indices, resize
 from vllm_kvpolicy.kernels.rope import Rope
-from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs, Policy
-from vllm_kvpolicy.policies.signals import TokenSignal
+from vllm_kvpolicy.policies.base import EventInputs, Policy
+from vllm_kvpolicy.policies.testing import MovementPolicy
 from vllm_kvpolicy.protocol import CompactEvent
-from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
-from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
-from vllm_kvpolicy.worker.captures.visible_until import Expiries
+from vllm_kvpolicy.worker.batch import Batch, Choice, Placement, move_slots
+from vllm_kvpolicy.worker.captures.base import Capture
 from vllm_kvpolicy.worker.merging import merge_dropped
-from vllm_kvpolicy.worker.notes import with_attention
 from vllm_kvpolicy.worker.pages import PagePool
-from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.survivors import SurvivorMemory
-from vllm_kvpolicy.worker.tiers.layouts import Held, Layout, head_starts, move_slots
-from vllm_kvpolicy.worker.tiers.page_selection import PageSelection
-from vllm_kvpolicy.worker.trace import Tracer
-from vllm_kvpolicy.worker.transfer import Arriving
+from vllm_kvpolicy.worker.tiers.base import Tier
+from vllm_kvpolicy.worker.trace import NoTrace
+from vllm_kvpolicy.worker.transfer import HostCopy
 
 POSITIONS = "positions"  # name under which true positions are remembered
 
 
 @dataclass(frozen=True)
-class Answer:
+class EventAnswer:
     """How many superblocks some requests held and hold, on its way to the host.
 
     Args:
@@ -41,7 +49,7 @@ class Answer:
     """
 
     events: Sequence[CompactEvent]
-    counts: Arriving
+    counts: HostCopy
 
     def read(self) -> list[tuple[CompactEvent, int, int]]:
         """Wait for it, and return each event with both numbers."""
@@ -56,41 +64,35 @@ class Compactor:
     Args:
         policies: by name, each decides which tokens survive.
         pool: the group's keys and values.
-        layout: where held tokens lie.
-        slots: updated after each event.
-        windows: queries that policies asked for.
+        tier: lays out survivors.
+        requests: updated after each event.
+        captures: what the forward pass showed.
         memory: by name, what policies remember of survivors, true positions included.
-        signals: what tokens showed when they were computed.
         rope: the model's rotary embedding, None where no policy asks for it.
-        tracer: records survivors with true positions, None unless asked for.
         scale: softmax scale of the model's attention.
-        expiries: what tokens decided when they were computed, None where none do.
-        selection: looks at pages anew after an event; None where nothing selects.
+        trace: records survivors with true positions.
     """
 
     policies: Mapping[str, Policy]
     pool: PagePool
-    layout: Layout
-    slots: SlotTable
-    windows: QueryWindows
+    tier: Tier
+    requests: RequestTable
+    captures: Sequence[Capture]
     memory: Mapping[str, SurvivorMemory]
-    signals: TokenSignals
     rope: Rope | None
-    tracer: Tracer | None
     scale: float
-    expiries: Expiries | None = None
-    selection: PageSelection | None = None
+    trace: NoTrace = NoTrace()
 
-    def run(self, events: Sequence[CompactEvent]) -> list[Answer]:
+    def run(self, events: Sequence[CompactEvent]) -> list[EventAnswer]:
         """Carry out a step's events.
+
+        Events are batched where policy, budget and number of destination blocks agree.
+        Batches keep the order of the message, in which a block is freed before it is
+        taken.
 
         Returns:
             What the scheduler has to hear, where the policy may leave some of the
             destinations empty.
-
-        Events are batched where policy, budget and number of destination blocks agree.
-        All decisions and sources of a batch are read before its first write. Batches
-        keep the order of the message, in which a block is freed before it is taken.
         """
         batches: list[list[CompactEvent]] = []
         for event in events:
@@ -100,115 +102,82 @@ class Compactor:
                 batches.append([event])
         return [answer for batch in batches for answer in self._run_batch(batch)]
 
-    def _run_batch(self, events: Sequence[CompactEvent]) -> list[Answer]:
-        slots = self._take_slots(events)
-        index = self.slots.to_device(slots)
-        held = self.layout.held(events, slots, index)
-        fresh_tokens = self.slots.fresh_tokens(slots, events)
-        inputs = self._inputs(events, index, held, fresh_tokens)
-        policy = self.policies[events[0].policy]
-        decision = policy.decide(inputs, events[0].budget)
-        lists, sources = self._survivors(events, held, inputs, decision)
-        seeds = [event_seed(event.ordinal, event.position) for event in events]
-        seed = self.slots.to_device(seeds)
-        groups = self.pool.num_groups
-        pages = lists.pages.unflatten(1, (groups, -1)).flatten(0, 1)
-        pages = policy.arrange_pages(pages, seed.repeat_interleave(groups))
-        lists = replace(lists, pages=pages.view_as(lists.pages))
-        heads = sources.div(held.max_tokens, rounding_mode="floor")
-        placed = policy.arrange(sources, heads, seed)
-        if self.tracer is not None:
-            decision = with_attention(decision, policy.needs, inputs)
-        if decision.merge is not None:
-            inputs = inputs.copied()
-        self._move(events, held, lists, placed, is_ordered=placed is sources)
-        if decision.merge is not None:
-            merge_dropped(self.pool, held, lists, placed, inputs, decision.merge)
-        if self.tracer is not None:
-            self.tracer.record(events, slots, held, lists, decision, placed)
-        self.layout.update(slots, index, lists)
-        self.slots.update(slots, events)
-        if self.selection is not None:
-            self.selection.update(slots, events, lists.pages)
-        self._remember(index, held, inputs, decision, placed)
-        if not policy.dynamic:
-            return []
-        pages = torch.stack([held.num_pages.sum(-1), lists.first[:, -1]])
-        return [Answer(events, Arriving(-(-pages // held.pages.shape[1])))]
+    def _run_batch(self, events: Sequence[CompactEvent]) -> list[EventAnswer]:
+        batch = self._open(events)
+        choice = self._decide(batch)
+        placement = self._place(batch, choice)
+        self._move(batch, choice, placement)
+        return self._commit(batch, choice, placement)
 
-    def _take_slots(self, events: Sequence[CompactEvent]) -> list[int]:
-        """Return the events' slots; first events find theirs empty."""
-        slots = [self.slots.take(event.request_id) for event in events]
-        pairs = zip(slots, events, strict=True)
-        fresh = [slot for slot, event in pairs if not event.ordinal]
+    # -- open --------------------------------------------------------------------------
+
+    def _open(self, events: Sequence[CompactEvent]) -> Batch:
+        """Find the requests' rows and pages; first events find theirs empty."""
+        rows = [self.requests.take(event.request_id) for event in events]
+        pairs = zip(rows, events, strict=True)
+        fresh = [row for row, event in pairs if not event.ordinal]
         if fresh:
-            index = self.slots.to_device(fresh)
-            self.layout.clear(fresh, index)
+            index = self.requests.to_device(fresh)
+            self.tier.clear(fresh, index)
             for memory in self.memory.values():
                 memory.clear(index)
-        return slots
+        index = self.requests.to_device(rows)
+        held = self.tier.held(events, rows, index)
+        return Batch(events, self.policies[events[0].policy], rows, index, held)
 
-    def _inputs(
-        self,
-        events: Sequence[CompactEvent],
-        slots: torch.Tensor,
-        held: Held,
-        fresh_tokens: int,
-    ) -> EventInputs:
-        """Return what the policy of these events sees."""
-        needs = self.policies[events[0].policy].needs
-        block_size, to_device = self.pool.block_size, self.slots.to_device
+    # -- decide ------------------------------------------------------------------------
+
+    def _decide(self, batch: Batch) -> Choice:
+        """Ask the policy which tokens survive."""
+        inputs = self._inputs(batch)
+        decision = batch.policy.decide(inputs, batch.events[0].budget)
+        decision = self.trace.annotate(decision, batch.policy.needs, inputs)
+        if decision.merge is not None:
+            inputs = inputs.copied()
+        return Choice(inputs, decision)
+
+    def _inputs(self, batch: Batch) -> EventInputs:
+        """Return what the policy of a batch sees."""
+        events, held, needs = batch.events, batch.held, batch.policy.needs
+        block_size, to_device = self.pool.block_size, self.requests.to_device
         num_global = held.num_pages * block_size
         lengths = num_global + held.num_local[:, None]
-        token = torch.arange(held.max_tokens, device=slots.device)
+        token = torch.arange(held.max_tokens, device=batch.index.device)
         sinks = to_device([event.sinks for event in events])[:, None, None]
         is_local = (token >= num_global[..., None]) & (token < lengths[..., None])
         end = to_device([event.position for event in events])
         shape = (len(events), self.pool.num_layers, self.pool.num_heads)
-        pages = held.pages.view(*shape, -1)
-        windows = None
-        if needs.window_tokens:
-            windows = self.windows.read(to_device([e.window_slot for e in events]))
-        first = self.layout.first(slots) * block_size
-        recalled = {
-            name: self.memory[name].read(slots, first, held.max_tokens)
-            for name in needs.memory
-        }
-        positions = None
+        names = needs.memory + (POSITIONS,) * needs.positions
+        memory = self._recalled(batch, names)
+        optional: dict[str, Any] = {}
         if needs.positions:
-            old = self.memory[POSITIONS].read(slots, first, held.max_tokens)
-            positions = self._positions(old, lengths, end, token).view(*shape, -1)
+            positions = self._positions(memory.pop(POSITIONS), lengths, end, token)
+            optional["positions"] = positions.view(*shape, -1)
+        for capture in self.captures:
+            optional |= capture.read(batch)
+        for name, pages in (("keys", self.pool.keys), ("values", self.pool.values)):
+            if getattr(needs, name):
+                ids = held.pages.view(*shape, -1)
+                optional[name] = PagedTokens(pages, ids, held.max_tokens)
         return EventInputs(
             lengths=lengths.view(shape),
             must_keep=((token < sinks) | is_local).view(*shape, -1),
             end=end,
             scale=self.scale,
-            keys=_paged(self.pool.keys, pages, held, needs.keys),
-            values=_paged(self.pool.values, pages, held, needs.values),
-            queries=windows,
-            positions=positions,
             rope=self.rope,
-            signals=self._signals(events, needs),
             prompt_lengths=to_device([event.prompt_tokens for event in events]),
-            memory={name: value.view(*shape, -1) for name, value in recalled.items()},
-            fresh_tokens=fresh_tokens,
-            until=self._until(pages, held, needs),
+            memory={name: value.view(*shape, -1) for name, value in memory.items()},
+            fresh_tokens=self.requests.fresh_tokens(batch.rows, events),
+            **optional,
         )
 
-    def _until(
-        self, pages: torch.Tensor, held: Held, needs: Needs
-    ) -> torch.Tensor | None:
-        if self.expiries is None or not needs.until:
-            return None
-        return self.expiries.read(pages, held.max_tokens)
-
-    def _signals(
-        self, events: Sequence[CompactEvent], needs: Needs
-    ) -> dict[TokenSignal, torch.Tensor] | None:
-        if not needs.signals:
-            return None
-        request_ids = [event.request_id for event in events]
-        return self.signals.read(request_ids, max(event.position for event in events))
+    def _recalled(self, batch: Batch, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return what is remembered of the held tokens, [E, n, T] float32 by name."""
+        first = self.tier.starts(batch.index) * self.pool.block_size
+        return {
+            name: self.memory[name].read(batch.index, first, batch.held.max_tokens)
+            for name in names
+        }
 
     @staticmethod
     def _positions(
@@ -224,84 +193,125 @@ class Compactor:
         recent = end[:, None, None] - lengths[..., None] + token
         return torch.where(remembered > 0, remembered.long() - 1, recent)
 
-    def _survivors(
-        self,
-        events: Sequence[CompactEvent],
-        held: Held,
-        inputs: EventInputs,
-        decision: Decision,
-    ) -> tuple[PageLists, torch.Tensor]:
-        """Round the choice to whole pages: fill heads up with their next-best tokens.
+    # -- place -------------------------------------------------------------------------
 
-        Returns:
-            The page lists after the event, and [E, M] int64 head * T + token of the
-            survivors in their order, ascending; -1 behind the last.
-        """
+    def _place(self, batch: Batch, choice: Choice) -> Placement:
+        """Round the choice to whole pages; next-best tokens fill them up."""
+        held, decision = batch.held, choice.decision
         block_size = self.pool.block_size
         shape = (*held.num_pages.shape, held.max_tokens)
         token = torch.arange(held.max_tokens, device=held.pages.device)
         is_global = token < (held.num_pages * block_size)[..., None]
         keep = decision.keep.reshape(shape) & is_global
-        dynamic = self.policies[events[0].policy].dynamic
-        quota = self.layout.quota(events, held, keep.sum(-1), dynamic)
+        quota, lists = self.tier.place(batch, keep.sum(-1))
         survives = resize(
             keep.flatten(0, 1),
             decision.score.reshape(shape).flatten(0, 1),
-            (inputs.must_keep.view(shape) & is_global).flatten(0, 1),
+            (choice.inputs.must_keep.view(shape) & is_global).flatten(0, 1),
             is_global.flatten(0, 1),
             (quota * block_size).flatten(),
         )
-        lists = self.layout.place(events, held, quota)
-        num_survivors = lists.pages.shape[-1] * block_size
-        survives = survives.view(len(events), -1)
-        return lists, ascending_indices(survives, num_survivors)
+        survives = survives.view(len(batch.events), -1)
+        num_places = lists.pages.shape[-1] * block_size
+        sources = ascending_indices(survives, num_places)
+        return self._shuffled(batch, Placement(lists, sources, is_ordered=True))
 
-    def _move(
-        self,
-        events: Sequence[CompactEvent],
-        held: Held,
-        lists: PageLists,
-        placed: torch.Tensor,
-        is_ordered: bool,
-    ) -> None:
-        """Copy survivors [E, M] to their pages."""
+    def _shuffled(self, batch: Batch, placement: Placement) -> Placement:
+        """Let a policy that tests the moving of tokens shuffle pages and survivors."""
+        policy, lists = batch.policy, placement.lists
+        if not isinstance(policy, MovementPolicy):
+            return placement
+        seeds = [event_seed(event.ordinal, event.position) for event in batch.events]
+        seed, groups = self.requests.to_device(seeds), self.pool.num_groups
+        pages = lists.pages.unflatten(1, (groups, -1)).flatten(0, 1)
+        pages = policy.shuffle_pages(pages, seed.repeat_interleave(groups))
+        heads = placement.sources.div(batch.held.max_tokens, rounding_mode="floor")
+        return Placement(
+            replace(lists, pages=pages.view_as(lists.pages)),
+            policy.shuffle(placement.sources, heads, seed),
+            is_ordered=False,
+        )
+
+    # -- move --------------------------------------------------------------------------
+
+    def _move(self, batch: Batch, choice: Choice, placement: Placement) -> None:
+        """Copy survivors to their pages, and merge into them what they take in."""
         block_size, groups = self.pool.block_size, self.pool.num_groups
-        moves = list(move_slots(held, lists, placed, block_size))
-        if self.expiries is not None:
-            self.expiries.move(*moves)
-        if not is_ordered:
-            moves.append(torch.zeros_like(placed, dtype=torch.bool))
+        lists, sources = placement.lists, placement.sources
+        moves = list(move_slots(batch.held, lists, sources, block_size))
+        for capture in self.captures:
+            capture.move(*moves)
+        if not placement.is_ordered:
+            moves.append(torch.zeros_like(sources, dtype=torch.bool))
         elif lists.unmoved is not None:
             moves.append(lists.unmoved.repeat_interleave(block_size, dim=-1))
-        starts = head_starts(lists.first * block_size, placed.shape[-1], groups)
+        starts = head_starts(lists.first * block_size, sources.shape[-1], groups)
         for group in range(groups):
             rows = [row.unflatten(1, (groups, -1))[:, group].flatten() for row in moves]
             source, dest, *stays = rows
             for pages in (self.pool.keys[group], self.pool.values[group]):
                 compact_pages(pages, source, dest, starts[group], *stays)
+        if choice.decision.merge is not None:
+            merge_dropped(self.pool, batch.held, placement, choice)
 
-    def _remember(
-        self,
-        slots: torch.Tensor,
-        held: Held,
-        inputs: EventInputs,
-        decision: Decision,
-        placed: torch.Tensor,
-    ) -> None:
+    # -- commit ------------------------------------------------------------------------
+
+    def _commit(
+        self, batch: Batch, choice: Choice, placement: Placement
+    ) -> list[EventAnswer]:
+        """Enter the new pages into the tables and remember values of survivors."""
+        self.trace.record(batch, choice.decision, placement)
+        self.tier.commit(batch, placement.lists)
+        self.requests.update(batch.rows, batch.events)
+        self._remember(batch, choice, placement)
+        if not batch.policy.dynamic:
+            return []
+        held, used = batch.held.num_pages.sum(-1), placement.lists.first[:, -1]
+        num_heads = batch.held.pages.shape[1]
+        counts = -(-torch.stack([held, used]) // num_heads)
+        return [EventAnswer(batch.events, HostCopy(counts))]
+
+    def _remember(self, batch: Batch, choice: Choice, placement: Placement) -> None:
         """Keep what the policy wants to find again, and true positions."""
-        values = dict(decision.memory)
-        if inputs.positions is not None:
-            values[POSITIONS] = inputs.positions.float() + 1
+        values = dict(choice.decision.memory)
+        if batch.policy.needs.positions:
+            values[POSITIONS] = choice.inputs.given("positions").float() + 1
         for name, value in values.items():
             self.memory[name].write(
-                slots, value.flatten(1, 2), placed, held, self.pool.block_size
+                batch.index,
+                value.flatten(1, 2),
+                placement.sources,
+                batch.held,
+                self.pool.block_size,
             )
 
 
-def _paged(
-    pools: Sequence[torch.Tensor], pages: torch.Tensor, held: Held, is_read: bool
-) -> PagedTokens | None:
-    return PagedTokens(pools, pages, held.max_tokens) if is_read else None
+def head_starts(first: torch.Tensor, num_places: int, groups: int) -> torch.Tensor:
+    """Return where each head's survivors start when events are laid end to end.
+
+    Example: one group, M = 8 places per event. Heads of the first event start at
+    [0, 2, 5] and end at 7; of the second they start at [0, 1, 3] and end at 8. The
+    result is [[0, 2, 5, 7, 8, 9, 11, 16, 16]]: place 7 is a row of padding between the
+    events, the second event's row of padding is empty, and the last entry is its end.
+
+    Args:
+        first: [E, n + 1] int64, of each event; the last entry is where it ends.
+        num_places: M, survivors of an event at most.
+        groups: sets of heads that are moved apart, n / groups heads and M / groups
+            places each.
+
+    Returns:
+        [groups, E * (n / groups + 1) + 1] int64: the heads of an event are followed by
+        a row of padding; the last entry is where the last event ends.
+    """
+    num_events, per_group = len(first), (first.shape[-1] - 1) // groups
+    size = num_places // groups
+    group = torch.arange(groups, device=first.device)[:, None]
+    head = torch.arange(per_group + 1, device=first.device)
+    starts = first[:, group * per_group + head] - group * size
+    event = torch.arange(num_events, device=first.device)[:, None, None]
+    starts = (starts + event * size).transpose(0, 1).flatten(1)
+    return torch.nn.functional.pad(starts, (0, 1), value=num_events * size)
 
 
 def _kind(event: CompactEvent) -> tuple[str, int, int]:

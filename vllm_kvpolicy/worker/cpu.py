@@ -14,12 +14,12 @@ class KVPolicyCPUWorker(KVPolicyWorkerMixin, CPUWorker):
     """CPU worker that runs events."""
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Sample, without the seeds of requests whose sample is thrown away.
+        """Sample, and hide the generators of requests whose sample is discarded.
 
-        A step that computes only part of a request's known tokens samples for it all
-        the same, and vLLM 0.32 then rewinds the request's generator, which CPU
-        generators cannot do: the engine would end. Events cut prompts and
-        recomputations into such steps. A generator that is not used needs no rewinding.
+        A step that computes only part of a request's known tokens samples for it
+        anyway. vLLM 0.32 then rewinds the request's generator, which CPU generators do
+        not support, and the engine would stop. Events cut prompts and recomputations
+        into such steps. A generator that is not used needs no rewinding.
         """
         runner = self.model_runner
         if self.use_v2_model_runner or not runner.input_batch.generators:

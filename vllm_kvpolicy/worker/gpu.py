@@ -10,6 +10,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.worker.base import KVPolicyWorkerMixin
+from vllm_kvpolicy.worker.warmup import warm_up
 
 for _name, _path in compat.GPU_BACKENDS.items():
     register_backend(AttentionBackendEnum[_name], _path)
@@ -19,6 +20,7 @@ class KVPolicyGPUWorker(KVPolicyWorkerMixin, Worker):
     """GPU worker that runs events."""
 
     def compile_or_warm_up_model(self) -> Any:
-        """Compile kernels of events too, before vLLM captures its graphs."""
-        self.kv_policy.rehearse(self.model_config.max_model_len)
+        """Warm up the kernels of events, too, before vLLM captures its graphs."""
+        longest = self.model_config.max_model_len
+        warm_up(self.kv_policy_runtime, self.kv_policy_config, longest)
         return super().compile_or_warm_up_model()

@@ -2,33 +2,26 @@
 
 import torch
 
-from vllm_kvpolicy.kernels.assign_pages import PageLists
 from vllm_kvpolicy.kernels.merge_pages import merge_pages
-from vllm_kvpolicy.policies.base import EventInputs, Merge
+from vllm_kvpolicy.worker.batch import Choice, HeldPages, Placement, move_slots
 from vllm_kvpolicy.worker.pages import PagePool
-from vllm_kvpolicy.worker.tiers.layouts import Held, move_slots
 
 
 def merge_dropped(
-    pool: PagePool,
-    held: Held,
-    lists: PageLists,
-    placed: torch.Tensor,
-    inputs: EventInputs,
-    merge: Merge,
+    pool: PagePool, held: HeldPages, placement: Placement, choice: Choice
 ) -> None:
     """Rewrite keys and values of the survivors whose partner is gone.
 
-    A partner that came back when pages were filled up is not merged.
+    A partner that was kept after all, to fill a page, is not merged.
 
     Args:
         pool: the group's keys and values, mutated.
         held: what was held.
-        lists: its pages after the event.
-        placed: [E, M] int64, head * T + token that each destination received.
-        inputs: the event, with keys and values.
-        merge: the policy's pairs.
+        placement: where it went.
+        choice: the policy's pairs, and keys and values from before the move.
     """
+    placed, inputs, merge = placement.sources, choice.inputs, choice.decision.merge
+    assert merge is not None
     index = placed.clamp_min(0)
     partner = merge.partner.flatten(1).gather(1, index)
     other = index - index % held.max_tokens + partner.clamp_min(0)
@@ -37,7 +30,7 @@ def merge_dropped(
     survives = survives.scatter(1, torch.where(placed < 0, size, placed), True)
     is_merged = (placed >= 0) & (partner >= 0) & ~survives.gather(1, other)
     weight = torch.where(is_merged, merge.weight.flatten(1).gather(1, index), 1.0)
-    _, dest = move_slots(held, lists, placed, pool.block_size)
+    _, dest = move_slots(held, placement.lists, placed, pool.block_size)
     keys, values = (inputs.given(name).flatten(1, 3) for name in ("keys", "values"))
     for group in range(pool.num_groups):
         slots, others, weights = (

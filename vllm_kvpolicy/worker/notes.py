@@ -1,4 +1,4 @@
-"""What the chosen tokens hold of the window's attention: notes for the trace."""
+"""Measures how much of the window's attention the chosen tokens retain, for a trace."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""vLLM's KV cache as head pages: one page per (superblock, layer, KV head)."""
+"""Views vLLM's KV cache as head pages: one per (superblock, layer, KV head)."""
 
 from collections.abc import Sequence
 
@@ -8,10 +8,13 @@ import torch
 class PagePool:
     """Every head page of one KV cache group.
 
-    Where all layers lie in one allocation at equal distances, as in vLLM 0.32, a page
-    of any layer has one id and any (layer, head) may own it: id (l * B + b) * H + h.
-    Elsewhere ids are b * H + h and valid within their layer, so that pages can change
-    heads but not layers.
+    Where all layers lie in one allocation at equal distances, as in vLLM 0.32, the page
+    of layer l, block b and head h has the id (l * B + b) * H + h, and any (layer, head)
+    may own it. Otherwise ids are b * H + h and valid within their layer, so that pages
+    can change heads but not layers.
+
+    Example: B = 10 blocks, H = 2 heads. In one allocation, head 1 of block 3 in layer 2
+    is page (2 * 10 + 3) * 2 + 1 = 47; in allocations per layer it is page 7 of layer 2.
 
     Args:
         kv_caches: one [B, H, N, 2D] tensor per layer, in model order, block interiors
@@ -20,8 +23,8 @@ class PagePool:
             values, and keys are stored [D, N].
 
     Attributes:
-        spans_layers: pages may change layers.
-        num_groups: sets of layers between which pages do not move.
+        spans_layers: whether pages may change layers.
+        num_groups: 1 if they may, else the number of layers.
         base: [L] int64, id of the first page of each layer.
     """
 
@@ -47,7 +50,7 @@ class PagePool:
         self.values = [values for _, values in views]
 
     def pages_of(self, layer: int) -> torch.Tensor:
-        """Return [P, 1, N, 2D], the pages that ids of this layer's tables name."""
+        """Return [P, 1, N, 2D]: the pages to which page ids of this layer refer."""
         return self._pools[layer].unsqueeze(1)
 
     def own_pages(self, blocks: torch.Tensor) -> torch.Tensor:
@@ -58,7 +61,7 @@ class PagePool:
 
 
 def _one_allocation(kv_caches: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """View all layers as one [L * B * H, N, 2D] tensor; None where they are apart."""
+    """View all layers as one [L * B * H, N, 2D] tensor; None if they lie apart."""
     first = kv_caches[0]
     if not all(cache.is_contiguous() for cache in kv_caches):
         raise ValueError("KV caches: expected block interiors head-major (LBHNC)")
@@ -90,14 +93,14 @@ def _keys_and_values(
 def check_layout(layer: object, pool: PagePool, index: int) -> None:
     """Write one token with the backend's own kernel and read it through our view.
 
-    Uses the last slot of the empty cache and leaves zeros behind.
+    Writes the last slot of the empty cache and sets it back to zeros.
 
     Args:
         layer: vLLM's attention layer number `index`.
         pool: the view to check.
 
     Raises:
-        RuntimeError: the view reads something else than the backend wrote.
+        RuntimeError: the view does not read what the backend wrote.
     """
     keys, values = pool.keys[index], pool.values[index]
     shape = (2, 1, pool.num_heads, pool.head_dim)

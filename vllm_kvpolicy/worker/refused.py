@@ -1,4 +1,4 @@
-"""Says which policies a refusal at start-up is about."""
+"""Names the policies that a refusal at start-up concerns."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,14 +11,14 @@ from vllm_kvpolicy.policies.base import Needs, Policy
 def refused_for(
     policies: Mapping[str, Policy], reads: Callable[[Needs], Any] = lambda needs: True
 ) -> Iterator[None]:
-    """Say which policies a refusal inside is about.
+    """Add to a refusal the names of the policies that it concerns.
 
     Args:
         policies: by name.
-        reads: whether a policy is concerned, from its needs; by default all are.
+        reads: returns from its needs whether a policy is concerned; by default all are.
 
     Raises:
-        ValueError: what was raised inside, with the policies' names.
+        ValueError: the one raised inside, with the policies' names.
     """
     try:
         yield

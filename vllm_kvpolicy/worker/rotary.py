@@ -16,8 +16,8 @@ def model_rope(model: torch.nn.Module, head_dim: int) -> Rope:
         head_dim: D.
 
     Raises:
-        ValueError: none, several that differ, or one of a kind that policies do not
-            know: pairs of neighbouring channels, or parts of a head.
+        ValueError: there is none, layers differ, or it is of a kind that policies do
+            not support: interleaved pairs of channels, or only a part of each head.
     """
     modules = [each for each in model.modules() if hasattr(each, "cos_sin_cache")]
     if not modules:
@@ -47,8 +47,8 @@ def _width(module: Any) -> int:
 def rope_of_table(table: torch.Tensor) -> Rope:
     """Recover frequencies from cosines and sines at positions 0, 1, 2...
 
-    The angle at position 1 gives a first estimate; each doubling of the position, whose
-    full turns the estimate tells, halves its error.
+    The angle at position 1 gives a first estimate. Each doubling of the position, whose
+    full turns follow from the estimate, halves its error.
 
     Args:
         table: [positions, D] floating point, D/2 cosines, then D/2 sines.

@@ -11,18 +11,31 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 
-from vllm_kvpolicy.kernels.assign_pages import PageLists
-from vllm_kvpolicy.policies.base import Decision
+from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.trace.files import EventRecord, new_run, to_arrays
-from vllm_kvpolicy.worker.tiers.layouts import Held, move_slots
+from vllm_kvpolicy.worker.batch import Batch, Placement, move_slots
+from vllm_kvpolicy.worker.notes import with_attention
 
 logger = init_logger("vllm.kv_policy")
 
 Rows = list[np.ndarray]  # one array of positions per head
 
 
-class Tracer:
+class NoTrace:
+    """Records nothing; the default, unless a trace folder is named."""
+
+    def annotate(
+        self, decision: Decision, needs: Needs, inputs: EventInputs
+    ) -> Decision:
+        """Return the decision as it is."""
+        return decision
+
+    def record(self, batch: Batch, decision: Decision, placement: Placement) -> None:
+        """Write nothing."""
+
+
+class Tracer(NoTrace):
     """Follows true positions of survivors and writes them down; see `EventRecord`.
 
     Args:
@@ -39,32 +52,28 @@ class Tracer:
         self._positions: dict[int, Rows] = {}
         self._count = 0
 
-    def record(
-        self,
-        events: Sequence[CompactEvent],
-        slots: Sequence[int],
-        held: Held,
-        lists: PageLists,
-        decision: Decision,
-        placed: torch.Tensor,
-    ) -> None:
-        """Write one record per event; call before the tables are updated.
+    def annotate(
+        self, decision: Decision, needs: Needs, inputs: EventInputs
+    ) -> Decision:
+        """Note the attention that the decision retains; needs the cache as it was."""
+        return with_attention(decision, needs, inputs)
+
+    def record(self, batch: Batch, decision: Decision, placement: Placement) -> None:
+        """Write one record per event, before the tables are updated.
 
         Args:
-            events: a batch of events.
-            slots: their slots.
-            held: what the requests hold.
-            lists: their pages after the event.
+            batch: the events and what their requests held.
             decision: the policy's choice.
-            placed: [E, M] int64, head * T + token that each destination receives.
+            placement: where the survivors went.
         """
-        source, dest = move_slots(held, lists, placed, self.block_size)
+        held, lists, sources = batch.held, placement.lists, placement.sources
+        source, dest = move_slots(held, lists, sources, self.block_size)
         moved = _host((source != dest).double().mean(-1))
         pages, starts = _host(held.num_pages), _host(lists.first) * self.block_size
-        keep, order = _host(decision.keep.flatten(1, 2)), _host(placed)
+        keep, order = _host(decision.keep.flatten(1, 2)), _host(sources)
         notes = {name: _small(value) for name, value in decision.notes.items()}
-        for row, (event, slot) in enumerate(zip(events, slots, strict=True)):
-            before = self._before(event, slot, pages[row])
+        for row, (event, own) in enumerate(zip(batch.events, batch.rows, strict=True)):
+            before = self._before(event, own, pages[row])
             chosen = [
                 np.sort(tokens[mask[: len(tokens)]])
                 for tokens, mask in zip(before, keep[row], strict=True)
@@ -72,7 +81,7 @@ class Tracer:
             token = order[row] % held.max_tokens
             heads = zip(before, starts[row][:-1], starts[row][1:], strict=True)
             survivors = [tokens[token[start:end]] for tokens, start, end in heads]
-            self._positions[slot] = survivors
+            self._positions[own] = survivors
             shape = decision.keep.shape[1:3]
             self._write(
                 EventRecord(
@@ -93,12 +102,12 @@ class Tracer:
                 )
             )
 
-    def _before(self, event: CompactEvent, slot: int, num_pages: np.ndarray) -> Rows:
+    def _before(self, event: CompactEvent, own: int, num_pages: np.ndarray) -> Rows:
         """Return the positions that each head holds, in physical order."""
         num_local = event.local_tokens(self.block_size)
         old: Rows = [np.empty(0, np.int32)] * len(num_pages)
         if event.ordinal:
-            old = self._positions[slot]
+            old = self._positions[own]
         rows = []
         for kept, pages in zip(old, num_pages, strict=True):
             count = int(pages) * self.block_size + num_local - len(kept)
@@ -126,7 +135,7 @@ def _host(values: torch.Tensor) -> np.ndarray:
 
 
 def _small(values: torch.Tensor) -> np.ndarray:
-    """Return float32 or int32, whichever fits the kind."""
+    """Return floats as float32 and all else as int32."""
     is_float = values.is_floating_point()
     return _host(values.to(torch.float32 if is_float else torch.int32))
 

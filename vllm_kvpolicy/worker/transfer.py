@@ -1,4 +1,4 @@
-"""Integers to the device and back without waiting for it."""
+"""Copies integers to the device and back without waiting for it."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ import torch
 def to_device(
     values: np.ndarray | Sequence[int] | Sequence[Sequence[int]], device: torch.device
 ) -> torch.Tensor:
-    """Copy integers through pinned memory; the stream orders copy and use.
+    """Copy integers through pinned memory; the stream orders the copy before its use.
 
     Args:
         values: rectangular integers on the host.
@@ -24,8 +24,8 @@ def to_device(
     return host.pin_memory().to(device, non_blocking=True)
 
 
-class Arriving:
-    """Integers on their way to the host, which need not wait for them.
+class HostCopy:
+    """Integers that are being copied to the host, which need not wait for them.
 
     Args:
         values: a few integers, any shape.
@@ -41,11 +41,11 @@ class Arriving:
             self._event.record()
 
     def is_here(self) -> bool:
-        """Return whether `read` would not wait."""
+        """Return whether `read` returns without waiting."""
         return self._event is None or self._event.query()
 
     def read(self) -> np.ndarray:
-        """Return the integers; waits for them, and for nothing that came later."""
+        """Wait for the copy, and for nothing after it; return the integers."""
         if self._event is not None:
             self._event.synchronize()  # sync-ok: see the docstring
         return self._host.numpy()

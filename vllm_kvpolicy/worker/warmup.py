@@ -1,7 +1,7 @@
-"""Events of requests that do not exist, so that no real one waits for a compiler.
+"""Warm-up: runs dummy events so that Triton compiles before the first request.
 
-Triton compiles a kernel when it first meets sizes of a kind; these events have those of
-real ones. Called by worker.runtime, while the KV cache is still empty.
+Triton compiles a kernel when it first meets sizes of a kind; these events have the
+sizes of real ones. They run while the KV cache is still empty.
 """
 
 from collections.abc import Iterator
@@ -9,19 +9,43 @@ from dataclasses import replace
 
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.protocol import CompactEvent
+from vllm_kvpolicy.worker.runtime import KVPolicyRuntime
+from vllm_kvpolicy.worker.trace import NoTrace
 
-NAMES = ("rehearsal 0", "rehearsal 1")  # of the requests
+NAMES = ("warm-up 0", "warm-up 1")  # of the requests
 NUM_EVENTS = 2  # of each: the first, and one that finds survivors
 
 
-def rehearsals(
+def warm_up(
+    runtime: KVPolicyRuntime, config: KVPolicyConfig, max_model_len: int
+) -> None:
+    """Run dummy events, and the other kernels of a step.
+
+    Args:
+        runtime: the worker's.
+        config: the server's policies.
+        max_model_len: longest request, in tokens.
+    """
+    requests, pool = runtime.requests, runtime.compactor.pool
+    untraced = replace(runtime.compactor, trace=NoTrace())
+    sizes = requests.null_row, requests.block_size, pool.num_blocks, max_model_len
+    for events in dummy_events(config, *sizes):
+        untraced.run(events)
+    requests.drop(NAMES)
+    runtime.tier.warm_up(-(-max_model_len // requests.block_size))
+    for capture in runtime.captures:
+        capture.drop(NAMES)
+        capture.warm_up()
+
+
+def dummy_events(
     config: KVPolicyConfig,
     most: int,
     block_size: int,
     num_blocks: int,
     max_model_len: int,
 ) -> Iterator[list[CompactEvent]]:
-    """Yield the events of some steps, for every policy of a server.
+    """Yield the dummy events of each step, for every policy of a server.
 
     Those of a request with a prompt of one token, alone and two at once, and of one
     with the longest prompt, as far as they have events and the pool holds them.
@@ -36,7 +60,7 @@ def rehearsals(
     for policy in config.policies:
         for prompt_tokens in (1, max_model_len - 1):
             events = _events(config, policy, prompt_tokens, block_size, max_model_len)
-            # Every request has blocks of its own; the null block is nobody's.
+            # Every request has blocks of its own, and none has the null block.
             held = -(-events[-1].position // block_size) if events else num_blocks
             room = (num_blocks - 1) // held
             # Two long prompts at once would take more memory than service ever does.
@@ -89,7 +113,7 @@ def _events(
 
 
 def _moved(event: CompactEvent, number: int, distance: int) -> CompactEvent:
-    """Return the same event of another request, `distance` superblocks further on."""
+    """Return the same event of another request, its superblocks `distance` higher."""
 
     def further(blocks: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(block + distance for block in blocks)

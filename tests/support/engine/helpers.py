@@ -206,7 +206,7 @@ class Engine:
     @property
     def runtime(self) -> Any:
         """The worker's half of the policy."""
-        return self.worker.kv_policy
+        return self.worker.kv_policy_runtime
 
     @property
     def num_free(self) -> int:

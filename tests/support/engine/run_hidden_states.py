@@ -43,7 +43,8 @@ def run(model: Path, **changes: Any) -> dict[str, np.ndarray]:
         def read(_: Engine) -> None:
             for request_id, request in engine.scheduler.requests.items():
                 size = request.num_computed_tokens
-                rows = engine.runtime.signals.read([request_id], size)
+                _, signals = engine.runtime.captures
+                rows = signals.values([request_id], size)
                 count = {"hidden": 0, "key": 0}
                 for signal, row in rows.items():
                     name = f"{request_id.partition('-')[0]}_{signal.kind}"

@@ -109,19 +109,24 @@ def install(attention_backend: str) -> None:
 def count_builds() -> dict[str, int]:
     """Count how often our metadata builder really replaces the tables."""
     from vllm_kvpolicy.worker.backends.mixins import KVPolicyMetadataBuilderMixin
+    from vllm_kvpolicy.worker.tiers.equal import EqualTier
 
     counts = {"builds": 0, "physical": 0, "folded": 0}
-    build = KVPolicyMetadataBuilderMixin.build
+    build, describe = KVPolicyMetadataBuilderMixin.build, EqualTier.metadata
 
     def counting(self: Any, prefix: int, metadata: Any, *args: Any, **kw: Any) -> Any:
         counts["builds"] += 1
-        if self.kv_policy is not None:
-            counts["physical"] += self.kv_policy.physical(metadata) is not metadata
         built = build(self, prefix, metadata, *args, **kw)
-        counts["folded"] += hasattr(built, "kv_policy")
+        counts["folded"] += hasattr(built, "kv_policy_folded")
         return built
 
+    def describing(self: EqualTier, step: Any) -> Any:
+        found = describe(self, step)
+        counts["physical"] += found.common is not step.metadata
+        return found
+
     KVPolicyMetadataBuilderMixin.build = counting
+    EqualTier.metadata = describing
     return counts
 
 
@@ -133,22 +138,23 @@ def note_signals() -> dict[str, list[list[float]]]:
     from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
 
     found: dict[str, list[list[float]]] = {}
-    plan, collect = TokenSignals.plan, TokenSignals.collect
+    plan, end_step = TokenSignals.plan, TokenSignals.end_step
     ends: dict[str, int] = {}
 
-    def planned(self: TokenSignals, request_ids: Any, metadata: Any) -> None:
-        plan(self, request_ids, metadata)
-        ends.update(zip(request_ids, metadata.seq_lens.tolist(), strict=False))
+    def planned(self: TokenSignals, step: Any) -> None:
+        plan(self, step)
+        lengths = step.metadata.seq_lens.tolist()
+        ends.update(zip(step.request_ids, lengths, strict=False))
 
     def collected(self: TokenSignals) -> None:
-        collect(self)
+        end_step(self)
         for request_id, end in ends.items():
-            rows = self.read([request_id], end)
+            rows = self.values([request_id], end)
             name = request_id.split("-")[0]
             found[name] = [row[0].tolist() for row in rows.values()]
         ends.clear()
 
-    TokenSignals.plan, TokenSignals.collect = planned, collected
+    TokenSignals.plan, TokenSignals.end_step = planned, collected
     return found
 
 

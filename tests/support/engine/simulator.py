@@ -225,7 +225,7 @@ class Simulation:
 
     def _schedule(self) -> None:
         output = self.scheduler.schedule()
-        commands = pickle.loads(pickle.dumps(output.kv_policy))
+        commands = pickle.loads(pickle.dumps(output.kv_policy_commands))
         if self.tamper is not None:
             commands = self.tamper(commands)
         self.queue.append((output, commands))
@@ -255,7 +255,7 @@ class Simulation:
                 for name in names
             ],
         )
-        result.kv_policy = self._due_answers(answers)
+        result.kv_policy_answers = self._due_answers(answers)
         if self.scenario.depth > 1:
             self._abort()
         before = len(self.scheduler.requests)

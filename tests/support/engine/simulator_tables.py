@@ -1,8 +1,8 @@
 """Checks the worker's real tables against the simulation's own page lists.
 
-Owns a SlotTable, and for heads of their own lengths HeadTables and a Folder; they live
-through the same events, drops and reuse as a worker's would, with exactly as many slots
-as the engine may run requests.
+Owns a RequestTable, and for heads of their own lengths HeadTables and a Folder; they
+live through the same events, drops and reuse as a worker's would, with exactly as many
+rows as the engine may run requests.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,8 +13,8 @@ import torch
 
 from support.engine.simulator_pages import NUM_HEADS, Incarnation, check, own_pages
 from vllm_kvpolicy.protocol import CompactEvent
-from vllm_kvpolicy.worker.slots import SlotTable
-from vllm_kvpolicy.worker.tiers.equal_step import PhysicalTables
+from vllm_kvpolicy.worker.request_table import RequestTable
+from vllm_kvpolicy.worker.tiers.equal import PhysicalTables
 from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
 from vllm_kvpolicy.worker.tiers.ragged_step import FoldedTables, Folder
 
@@ -27,22 +27,24 @@ class TableCheck:
     """Tables of all heads alike, and what their answers should be.
 
     Args:
-        num_slots, max_global_blocks, block_size: see SlotTable.
+        num_requests, max_global_blocks, block_size: see RequestTable.
     """
 
-    def __init__(self, num_slots: int, max_global_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, num_requests: int, max_global_blocks: int, block_size: int
+    ) -> None:
         self.block_size = block_size
-        self.slots = SlotTable(num_slots, max_global_blocks, block_size, CPU)
+        self.requests = RequestTable(num_requests, max_global_blocks, block_size, CPU)
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """Forget requests, as KVPolicyRuntime.begin_step does."""
-        self.slots.drop(request_ids)
+        """Forget requests, as KVPolicyRuntime.begin does."""
+        self.requests.drop(request_ids)
 
     def update(self, events: Sequence[CompactEvent], live: Live) -> None:
         """Enter a step's events."""
         if events:
-            slots = [self.slots.take(event.request_id) for event in events]
-            self.slots.update(slots, events)
+            slots = [self.requests.take(event.request_id) for event in events]
+            self.requests.update(slots, events)
 
     def compare(self, scheduled: Mapping[str, int], live: Live) -> None:
         """Compare tables and lengths of a batch with the worker's own.
@@ -55,15 +57,15 @@ class TableCheck:
             return
         size, names = self.block_size, list(scheduled)
         states = [live[name] for name in names]
-        rows = torch.from_numpy(self.slots.rows(names, len(names)))
+        rows = torch.from_numpy(self.requests.rows(names, len(names)))
         expected = [[*state.dest_blocks, *self._local(state)] for state in states]
         table = torch.tensor(np.stack([state.row for state in states])).int()
         width = max(map(len, expected))
         computed = torch.tensor([state.computed for state in states]).int()
-        physical = PhysicalTables(self.slots, len(names), width)
+        physical = PhysicalTables(self.requests, len(names), width)
         tables, lengths = physical.fill(rows, table, computed, width)
         found, dropped = tables.tolist(), (computed - lengths).tolist()
-        on_host = self.slots.dropped_tokens_cpu[rows.numpy()].tolist()
+        on_host = self.requests.dropped_tokens_cpu[rows.numpy()].tolist()
         check(dropped == on_host, "lengths on host and device", names)
         for name, state, want, have, gone in zip(
             names, states, expected, found, dropped, strict=True
@@ -82,19 +84,21 @@ class RaggedCheck(TableCheck):
     """Tables of every head, through the folded batch of each step.
 
     Args:
-        num_slots, max_global_blocks, block_size: see SlotTable.
+        num_requests, max_global_blocks, block_size: see RequestTable.
     """
 
-    def __init__(self, num_slots: int, max_global_blocks: int, block_size: int) -> None:
-        super().__init__(num_slots, max_global_blocks, block_size)
+    def __init__(
+        self, num_requests: int, max_global_blocks: int, block_size: int
+    ) -> None:
+        super().__init__(num_requests, max_global_blocks, block_size)
         # The simulation numbers pages superblock by superblock.
         first = torch.arange(NUM_HEADS)
-        self.tables = HeadTables(num_slots, max_global_blocks, first, NUM_HEADS, CPU)
+        self.tables = HeadTables(num_requests, max_global_blocks, first, NUM_HEADS, CPU)
         room = FoldedTables(LAYERS, HEADS, 0, 0, CPU)
-        self.folder = Folder(self.slots, self.tables, room)
+        self.folder = Folder(self.requests, self.tables, room)
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """Forget requests, as KVPolicyRuntime.begin_step does."""
+        """Forget requests, as KVPolicyRuntime.begin does."""
         gone = list(request_ids)
         super().drop(gone)
         self.folder.forget(gone)
@@ -104,7 +108,7 @@ class RaggedCheck(TableCheck):
         super().update(events, live)
         for event in events:
             pages = live[event.request_id].pages
-            slot = self.slots.slot_of[event.request_id]
+            slot = self.requests.row_of[event.request_id]
             index = torch.tensor([slot])
             if not event.ordinal:
                 self.tables.clear([slot], index)
@@ -115,7 +119,7 @@ class RaggedCheck(TableCheck):
 
     def compare(self, scheduled: Mapping[str, int], live: Live) -> None:
         """Compare the folded batch of a step with the worker's own lists."""
-        if not scheduled or not len(self.slots):
+        if not scheduled or not len(self.requests):
             return
         names = list(scheduled)
         states = [live[name] for name in names]

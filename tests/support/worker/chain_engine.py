@@ -31,15 +31,14 @@ from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
 from vllm_kvpolicy.events import EventPlan, Footprint
 from vllm_kvpolicy.protocol import CompactEvent, UsedBlocks
 from vllm_kvpolicy.sizes import PlannerLimits
-from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
-from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
 from vllm_kvpolicy.worker.compaction import POSITIONS, Compactor
 from vllm_kvpolicy.worker.pages import PagePool
-from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.survivors import SurvivorMemory
-from vllm_kvpolicy.worker.tiers.equal_step import PhysicalTables
+from vllm_kvpolicy.worker.tiers.base import Tier
+from vllm_kvpolicy.worker.tiers.equal import EqualTier, PhysicalTables
 from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
-from vllm_kvpolicy.worker.tiers.layouts import EqualLayout, Layout, RaggedLayout
+from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
 from vllm_kvpolicy.worker.tiers.ragged_step import FoldedTables, Folder
 
 RECENT, LONGEST, MOST_LIVE = 5, 130, 4
@@ -91,7 +90,7 @@ class Chain:
         self.caches = list(self._caches())
         self.pool = PagePool(self.caches, setup.columns)
         assert self.pool.spans_layers == setup.one_allocation
-        self.slots = SlotTable(MOST_LIVE, LONGEST, SIZE, CPU)
+        self.requests = RequestTable(MOST_LIVE, LONGEST, SIZE, CPU)
         self.folder: Folder | None = None
         self.compactor = self._compactor()
         self.live: dict[str, Live] = {}
@@ -109,27 +108,29 @@ class Chain:
         def memory() -> SurvivorMemory:
             most_local = RECENT + SIZE - 1
             blocks = self.setup.num_blocks
-            return SurvivorMemory(self.slots, blocks, NUM_HEADS, most_local)
+            return SurvivorMemory(self.requests, blocks, NUM_HEADS, most_local)
 
-        layout: Layout = EqualLayout(self.slots, self.pool)
-        if self.setup.is_ragged:
-            first = self.pool.own_pages(torch.zeros(1, 1, dtype=torch.int64)).flatten()
-            tables = HeadTables(MOST_LIVE, LONGEST, first, HEADS, CPU)
-            layout = RaggedLayout(self.slots, self.pool, tables)
-            room = FoldedTables(LAYERS, HEADS, 0, 0, CPU)
-            self.folder = Folder(self.slots, tables, room)
         return Compactor(
             policies={"scripted": self.setup.policy},
             pool=self.pool,
-            layout=layout,
-            slots=self.slots,
-            windows=QueryWindows(0, 0, LAYERS, HEADS, DIM, 0, torch.float32, CPU),
+            tier=self._tier(),
+            requests=self.requests,
+            captures=[],
             memory={MARK: memory(), POSITIONS: memory()},
-            signals=TokenSignals((), LAYERS, MOST_LIVE, 1, 1, 1, torch.float32, CPU),
             rope=None,
-            tracer=None,
             scale=1.0,
         )
+
+    def _tier(self) -> Tier:
+        if not self.setup.is_ragged:
+            physical = PhysicalTables(self.requests, 0, 0)
+            return EqualTier(self.requests, self.pool, physical)
+        first = self.pool.own_pages(torch.zeros(1, 1, dtype=torch.int64)).flatten()
+        tables = HeadTables(MOST_LIVE, LONGEST, first, HEADS, CPU)
+        room = FoldedTables(LAYERS, HEADS, 0, 0, CPU)
+        tier = RaggedTier(self.requests, self.pool, tables, room)
+        self.folder = tier.folder
+        return tier
 
     # -- the scheduler's half ---------------------------------------------------
 
@@ -153,7 +154,7 @@ class Chain:
         for name in rng.sample(list(self.live), len(self.live)):
             self._schedule(name, counts)
         events = self.planner.finish_step(counts).events
-        self.slots.drop(self.gone)
+        self.requests.drop(self.gone)
         if self.folder is not None:
             self.folder.forget(self.gone | {event.request_id for event in events})
         self.gone = set()
@@ -341,7 +342,7 @@ class Chain:
             block_table_tensor=torch.tensor(padded, dtype=torch.int32),
         )
         tables, lengths = self._stock(common, names)
-        if self.folder is not None and len(self.slots):
+        if self.folder is not None and len(self.requests):
             folded = self.folder.fold(common, names)
             tables = folded.tables.unflatten(1, (-1, HEADS))
             lengths = folded.lengths.unflatten(1, (-1, HEADS))
@@ -353,9 +354,9 @@ class Chain:
         self, common: Any, names: list[str]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return page ids [L, R, H, P] and lengths [L, R, H] of stock attention."""
-        slots = torch.from_numpy(self.slots.rows(names, len(names)))
+        slots = torch.from_numpy(self.requests.rows(names, len(names)))
         table = common.block_table_tensor
-        physical = PhysicalTables(self.slots, *table.shape)
+        physical = PhysicalTables(self.requests, *table.shape)
         blocks, held = physical.fill(slots, table, common.seq_lens, table.shape[1])
         lengths = held[:, None].expand(LAYERS, len(names), HEADS)
         return self.pool.own_pages(blocks.long()).transpose(0, 1), lengths

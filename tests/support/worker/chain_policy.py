@@ -112,13 +112,3 @@ class ScriptedPolicy:
                 score=score.clone(),
             )
         )
-
-    def arrange(
-        self, sources: torch.Tensor, heads: torch.Tensor, seeds: torch.Tensor
-    ) -> torch.Tensor:
-        """Leave survivors in time order."""
-        return sources
-
-    def arrange_pages(self, pages: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
-        """Leave pages where they are."""
-        return pages

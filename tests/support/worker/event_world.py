@@ -3,25 +3,38 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_kvpolicy.policies import build as factory
 from vllm_kvpolicy.policies.catalogue.names import resolve_options
-from vllm_kvpolicy.protocol import CompactEvent, WindowCapture
+from vllm_kvpolicy.protocol import CompactEvent, StepCommands, WindowCapture
 from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
 from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
 from vllm_kvpolicy.worker.compaction import POSITIONS, Compactor
 from vllm_kvpolicy.worker.pages import PagePool
-from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.request_table import RequestTable
+from vllm_kvpolicy.worker.step import Step
 from vllm_kvpolicy.worker.survivors import SurvivorMemory
-from vllm_kvpolicy.worker.tiers.equal_step import PhysicalTables
+from vllm_kvpolicy.worker.tiers.base import Tier
+from vllm_kvpolicy.worker.tiers.equal import EqualTier, PhysicalTables
 from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
-from vllm_kvpolicy.worker.tiers.layouts import EqualLayout, Layout, RaggedLayout
+from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
+from vllm_kvpolicy.worker.tiers.ragged_step import FoldedTables
 
 LAYERS, HEADS, GROUP, DIM, SIZE, BLOCKS = 2, 2, 2, 8, 4, 60
 NUM_HEADS, NUM_SLOTS, WINDOW = LAYERS * HEADS, 4, 32
 RECENT, POSITION, STEP, BUDGET = 4, 48, 16, 24
 REQUESTS = ("a", "b")
+# Where tokens of the requests start, and the last end.
+STARTS = (0, STEP, 2 * STEP)
+
+
+class HostTensor:
+    """Stands for `STARTS` on the host, where all other tensors may be fake."""
+
+    def numpy(self) -> np.ndarray:
+        return np.array(STARTS)
 
 
 class World:
@@ -44,39 +57,43 @@ class World:
         shape = (LAYERS, BLOCKS, HEADS, SIZE, 2 * DIM)
         self.caches = draw(*shape, device=where)
         self.pool = PagePool(list(self.caches), False)
-        self.slots = SlotTable(NUM_SLOTS, BLOCKS, SIZE, where)
-        self.signals = TokenSignals(
+        self.requests = RequestTable(NUM_SLOTS, BLOCKS, SIZE, where)
+        signals = TokenSignals(
             needs.signals, LAYERS, NUM_SLOTS, 200, 100, DIM, torch.float32, where
         )
-        self.windows = QueryWindows(
+        windows = QueryWindows(
             2, WINDOW, LAYERS, HEADS * GROUP, DIM, 100, torch.float32, where
         )
+        self.captures = [windows, signals] if needs.signals else [windows]
         names = needs.memory + (POSITIONS,) * needs.positions
         self.compactor = Compactor(
             policies={name: self.policy},
             pool=self.pool,
-            layout=self._layout(info.is_ragged(resolve_options(info, options))),
-            slots=self.slots,
-            windows=self.windows,
+            tier=self._tier(info.is_ragged(resolve_options(info, options))),
+            requests=self.requests,
+            captures=self.captures,
             memory={
-                each: SurvivorMemory(self.slots, BLOCKS, NUM_HEADS, RECENT + SIZE - 1)
+                each: SurvivorMemory(
+                    self.requests, BLOCKS, NUM_HEADS, RECENT + SIZE - 1
+                )
                 for each in names
             },
-            signals=self.signals,
             rope=None,
-            tracer=None,
             scale=1.0,
         )
         self.name = name
         self.held: dict[str, list[int]] = {request: [] for request in REQUESTS}
         self.free = list(range(1, BLOCKS))
 
-    def _layout(self, is_ragged: bool) -> Layout:
+    def _tier(self, is_ragged: bool) -> Tier:
+        device = self.requests.device
         if not is_ragged:
-            return EqualLayout(self.slots, self.pool)
+            tables = PhysicalTables(self.requests, 3, BLOCKS)
+            return EqualTier(self.requests, self.pool, tables)
         first = self.pool.own_pages(torch.zeros(1, 1, dtype=torch.int64)).flatten()
-        tables = HeadTables(NUM_SLOTS, BLOCKS, first, HEADS, self.slots.device)
-        return RaggedLayout(self.slots, self.pool, tables)
+        lists = HeadTables(NUM_SLOTS, BLOCKS, first, HEADS, device)
+        room = FoldedTables(LAYERS, HEADS, 0, 0, device)
+        return RaggedTier(self.requests, self.pool, lists, room)
 
     def step(self, ordinal: int) -> None:
         """Compute some tokens of both requests, then give both an event."""
@@ -84,33 +101,36 @@ class World:
         self._forward(position)
         events = [self._event(n, ordinal, position) for n in range(len(REQUESTS))]
         self.compactor.run(events)
-        rows = self.slots.to_device(self.slots.rows(REQUESTS, 3))
-        table = torch.zeros(3, BLOCKS, dtype=torch.int32, device=self.slots.device)
-        lengths = torch.zeros(3, dtype=torch.int32, device=self.slots.device)
-        physical = PhysicalTables(self.slots, 3, BLOCKS)
+        rows = self.requests.to_device(self.requests.rows(REQUESTS, 3))
+        table = torch.zeros(3, BLOCKS, dtype=torch.int32, device=self.requests.device)
+        lengths = torch.zeros(3, dtype=torch.int32, device=self.requests.device)
+        physical = PhysicalTables(self.requests, 3, BLOCKS)
         self.tables = physical.fill(rows, table, lengths, BLOCKS)
 
     def _forward(self, position: int) -> None:
         """Measure what the step's last tokens show."""
-        device, starts = self.slots.device, [0, STEP, 2 * STEP]
+        device = self.requests.device
         metadata = SimpleNamespace(
             num_reqs=2,
             num_actual_tokens=2 * STEP,
-            query_start_loc=self.slots.to_device(starts),
-            seq_lens=self.slots.to_device([position, position]),
+            query_start_loc=self.requests.to_device(STARTS),
+            query_start_loc_cpu=HostTensor(),
+            seq_lens=self.requests.to_device([position, position]),
         )
-        self.signals.plan(REQUESTS, metadata)
-        captures = [
+        wanted = tuple(
             WindowCapture(request, slot, 0, WINDOW - STEP, STEP)
             for slot, request in enumerate(REQUESTS)
-        ]
-        self.windows.plan(captures, REQUESTS, starts)
+        )
+        step = Step(metadata, REQUESTS, StepCommands((), wanted))
+        for capture in self.captures:
+            capture.plan(step)
         for layer in range(LAYERS):
             query = self.draw(2 * STEP, HEADS * GROUP, DIM, device=device)
-            self.windows.capture(layer, query)
             vectors = self.draw(2 * STEP, HEADS, DIM, device=device)
-            self.signals.observe(layer, vectors, vectors)
-        self.signals.collect()
+            for capture in self.captures:
+                capture.observe(layer, query, vectors, vectors)
+        for capture in self.captures:
+            capture.end_step()
 
     def _event(self, number: int, ordinal: int, position: int) -> CompactEvent:
         request = REQUESTS[number]

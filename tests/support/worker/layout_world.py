@@ -2,14 +2,20 @@
 
 from dataclasses import dataclass, field
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from vllm_kvpolicy.protocol import CompactEvent
+from vllm_kvpolicy.worker.batch import Batch
 from vllm_kvpolicy.worker.pages import PagePool
-from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.request_table import RequestTable
+from vllm_kvpolicy.worker.tiers.base import Tier
+from vllm_kvpolicy.worker.tiers.equal import EqualTier, PhysicalTables
 from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
-from vllm_kvpolicy.worker.tiers.layouts import EqualLayout, RaggedLayout
+from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
+from vllm_kvpolicy.worker.tiers.ragged_step import FoldedTables
 
 LAYERS, BLOCKS, HEADS, SIZE, DIM = 3, 60, 2, 4, 2
 NUM_HEADS = LAYERS * HEADS
@@ -31,7 +37,7 @@ class Request:
 
 
 class LayoutWorld:
-    """A layout, its tables, and requests that share superblocks out among them.
+    """A tier, its tables, and requests that share superblocks out among them.
 
     Args:
         kind: one of `KINDS`.
@@ -45,12 +51,14 @@ class LayoutWorld:
         whole = torch.zeros(LAYERS, BLOCKS, HEADS, SIZE, 2 * DIM)
         apart = kind.endswith("apart")
         self.pool = PagePool([x.clone() if apart else x for x in whole], False)
-        self.slots = SlotTable(SLOTS, MOST_BLOCKS, SIZE, CPU)
-        self.layout: EqualLayout | RaggedLayout = EqualLayout(self.slots, self.pool)
+        self.table = RequestTable(SLOTS, MOST_BLOCKS, SIZE, CPU)
+        physical = PhysicalTables(self.table, 0, 0)
+        self.tier: Tier = EqualTier(self.table, self.pool, physical)
         if self.is_ragged:
             first = self.pool.own_pages(torch.zeros(1, 1, dtype=torch.int64))
             tables = HeadTables(SLOTS, MOST_BLOCKS, first.flatten(), HEADS, CPU)
-            self.layout = RaggedLayout(self.slots, self.pool, tables)
+            room = FoldedTables(LAYERS, HEADS, 0, 0, CPU)
+            self.tier = RaggedTier(self.table, self.pool, tables, room)
         self.num_groups = LAYERS if self.is_ragged and apart else 1
         self.free = self.rng.sample(range(1, BLOCKS), BLOCKS - 1)
         self.requests = {f"r{number}": Request() for number in range(3)}
@@ -124,12 +132,14 @@ class LayoutWorld:
             for head, pages in enumerate(request.lists)
         ]
 
-    def take(self, events: list[CompactEvent]) -> tuple[list[int], torch.Tensor]:
-        """Return the events' slots, on host and device, empty at first events."""
-        slots = [self.slots.take(event.request_id) for event in events]
+    def open(self, events: list[CompactEvent], dynamic: bool = False) -> Batch:
+        """Return the events as a batch, its rows empty at first events."""
+        rows = [self.table.take(event.request_id) for event in events]
+        index = torch.tensor(rows)
         if events[0].ordinal == 0:
-            self.layout.clear(slots, torch.tensor(slots))
-        return slots, torch.tensor(slots)
+            self.tier.clear(rows, index)
+        policy: Any = SimpleNamespace(dynamic=dynamic)
+        return Batch(events, policy, rows, index, self.tier.held(events, rows, index))
 
     def random_quota(self, event: CompactEvent, fills: bool) -> list[int]:
         """Return pages per head, at most those held and those of the destinations."""

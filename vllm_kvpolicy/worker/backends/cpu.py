@@ -1,7 +1,7 @@
 """vLLM's CPU attention with a policy.
 
-Importing this module puts it in place of CPU_ATTN, which is the only door: the CPU
-platform ignores a chosen backend. Without a policy it behaves as the stock backend.
+Importing this module replaces CPU_ATTN, which is the only way in: the CPU platform
+ignores a chosen backend. Without a policy it behaves as the stock backend.
 """
 
 from typing import Any
@@ -16,6 +16,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from vllm_kvpolicy import compat
+from vllm_kvpolicy.config import server_config
 from vllm_kvpolicy.worker.backends.mixins import (
     KVPolicyImplMixin,
     KVPolicyMetadataBuilderMixin,
@@ -28,15 +29,15 @@ class KVPolicyCPUMetadataBuilder(
 ):
     """Stock CPU metadata over physical tables.
 
-    Where the machine has AMX the stock builder picks a page order of its own for it;
-    with a policy the AVX order is used, which `worker.pages` can read.
+    On a machine with AMX the stock builder uses another page order; with a policy it
+    uses the AVX order, which `worker.pages` can read.
     """
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        if self.kv_policy is not None and self.isa == "amx":
+        if server_config(vllm_config) is not None and self.isa == "amx":
             self.isa = "vec"
             self._set_isa_to_layers(layer_names)
 

@@ -1,6 +1,6 @@
 """vLLM's FlashAttention with a policy.
 
-worker_gpu puts it in place of FLASH_ATTN. An engine without a policy in the
+It replaces FLASH_ATTN where `worker.gpu` is imported. An engine without a policy in the
 same process gets stock kernels and metadata, over the cache layout named here.
 """
 
@@ -12,6 +12,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
+from vllm_kvpolicy.config import server_config
 from vllm_kvpolicy.worker.backends.mixins import (
     HeadMajorBackendMixin,
     KVPolicyImplMixin,
@@ -24,16 +25,17 @@ class KVPolicyFlashMetadataBuilder(
 ):
     """Stock FlashAttention metadata over physical tables.
 
-    FlashAttention 3 can be told before a step how to share out the work of all layers.
-    Where heads have lengths of their own that differs from layer to layer: each call
-    then works it out by itself, on the device.
+    FlashAttention 3 can schedule the work of all layers before a step. Where heads have
+    lengths of their own the schedule differs from layer to layer, so that each call
+    computes its own on the device.
     """
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        if self.kv_policy is not None and self.kv_policy.config.is_ragged:
+        config = server_config(vllm_config)
+        if config is not None and config.is_ragged:
             self.aot_schedule = False
 
 

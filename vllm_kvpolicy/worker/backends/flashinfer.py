@@ -1,11 +1,11 @@
 """vLLM's FlashInfer attention with a policy.
 
-worker_gpu puts it in place of FLASHINFER. An engine without a policy in the same
-process gets stock kernels and metadata, over the cache layout named here.
+It replaces FLASHINFER where `worker.gpu` is imported. An engine without a policy in the
+same process gets stock kernels and metadata, over the cache layout named here.
 
-FlashInfer plans a step on the host. vLLM's bound on lengths is exact there as long as
-nothing is speculated, and events drop whole superblocks that the scheduler has counted;
-where heads have lengths of their own, only the device knows them (guards refuses that).
+FlashInfer plans a step on the host. vLLM's upper bound on lengths is exact there unless
+tokens are speculated, and events drop whole superblocks, which the scheduler counts.
+Where heads have lengths of their own only the device knows them; guards refuse that.
 """
 
 from typing import Any
@@ -26,10 +26,10 @@ MAX_PAGE_TOKENS = 64  # of all its kernels; vLLM cuts larger blocks for them
 
 
 class WholeRowsBuilder(FlashInferMetadataBuilder):
-    """Stock metadata over tables whose rows lie one behind the other.
+    """Stock metadata over tables whose rows are contiguous.
 
-    Some decode kernels (XQA, TensorRT-LLM) take no others. Physical tables are the
-    first columns of a wider buffer; with all columns, they are such tables.
+    Some decode kernels (XQA, TensorRT-LLM) accept no others. Physical tables are the
+    first columns of a wider buffer; all of its columns together are contiguous.
     """
 
     def build(

@@ -1,8 +1,4 @@
-"""Stock builders and implementations over physical tables and lengths.
-
-Mixed into vLLM's own classes by worker.backends.cpu, backend_flash and
-backend_triton.
-"""
+"""What a policy adds to vLLM's metadata builders and attention implementations."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,6 +10,8 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_kvpolicy.config import server_config
+from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
+from vllm_kvpolicy.worker.runtime import KVPolicyRuntime
 from vllm_kvpolicy.worker.tiers.page_selection import SelectedBatch, selecting
 from vllm_kvpolicy.worker.tiers.ragged_step import (
     FoldedBatch,
@@ -25,21 +23,23 @@ from vllm_kvpolicy.worker.tiers.ragged_step import (
 
 @dataclass(frozen=True)
 class FoldedMetadata:
-    """What the attention of each layer needs where heads have tables of their own.
+    """What the attention of each layer reads where heads have page tables of their own.
 
     Args:
         batch: page tables per head.
         stock: returns stock metadata over what one layer reads.
         max_queries: no request has more tokens in this step.
+        exact: attends in place of the stock kernel, None where that does.
     """
 
     batch: FoldedBatch | SelectedBatch
     stock: Callable[[LayerBatch], Any]
     max_queries: int
+    exact: VisibleUntil | None
 
 
 class KVPolicyMetadataBuilderMixin:
-    """Replaces the common metadata, then lets the stock builder do its work.
+    """Replaces the common metadata and passes it on to the stock builder.
 
     An engine without a policy in the same process gets the stock metadata untouched:
     its layers carry no runtime.
@@ -53,17 +53,22 @@ class KVPolicyMetadataBuilderMixin:
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layers = vllm_config.compilation_config.static_forward_context
-        self.kv_policy = getattr(layers[layer_names[0]], "kv_policy", None)
+        self._first_layer = layers[layer_names[0]]
+
+    @property
+    def kv_policy_runtime(self) -> KVPolicyRuntime | None:
+        """The worker's runtime; None without a policy or before the KV cache exists."""
+        return getattr(self._first_layer, "kv_policy_runtime", None)
 
     @classmethod
     def get_cudagraph_support(
         cls, vllm_config: Any, kv_cache_spec: Any
     ) -> AttentionCGSupport:
-        """Return what the stock builder does; less where heads have their own tables.
+        """Return the stock builder's support, or less where heads have own tables.
 
-        Queries of several tokens of a request are reordered for those, outside graphs.
-        Where queries choose what they read, or tokens say until when they are seen, so
-        is all attention.
+        With those, steps with several tokens of a request reorder queries, which graphs
+        cannot contain. Where queries choose what they read, or tokens are masked as
+        soon as they are dropped, no attention can be captured.
         """
         support = super().get_cudagraph_support(vllm_config, kv_cache_spec)
         config = server_config(vllm_config)
@@ -82,24 +87,19 @@ class KVPolicyMetadataBuilderMixin:
         **kwargs: Any,
     ) -> Any:
         """Build the stock metadata of this step; see the stock builder."""
-        runtime = self.kv_policy
+        runtime = self.kv_policy_runtime
         if runtime is None:
             return super().build(
                 common_prefix_len, common_attn_metadata, fast_build, **kwargs
             )
-        runtime.plan_measurements(common_attn_metadata)
-        built = super().build(
-            common_prefix_len,
-            runtime.physical(common_attn_metadata),
-            fast_build,
-            **kwargs,
-        )
-        folded = runtime.folded(common_attn_metadata)
-        if folded is not None:
-            built.kv_policy = FoldedMetadata(
-                folded,
+        step = runtime.build(common_attn_metadata)
+        built = super().build(common_prefix_len, step.common, fast_build, **kwargs)
+        if step.folded is not None:
+            built.kv_policy_folded = FoldedMetadata(
+                step.folded,
                 partial(self.folded_layer, built),
                 common_attn_metadata.max_query_len,
+                step.exact,
             )
         return built
 
@@ -123,18 +123,18 @@ class KVPolicyMetadataBuilderMixin:
 
 
 class HeadMajorBackendMixin:
-    """A backend for GPUs: stock kernels, block interiors head-major."""
+    """A backend for GPUs: stock kernels over head-major blocks."""
 
     keys_are_columns = False
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Return the one order in which a head's page is contiguous."""
+        """Return the only layout in which a head's page is contiguous."""
         return (KVCacheLayout.LBHNC,)
 
 
 class KVPolicyImplMixin:
-    """Saves the queries of requests near an event; attends per head where asked."""
+    """Shows new tokens to the captures; attends per head where tables say so."""
 
     def forward(
         self,
@@ -149,9 +149,9 @@ class KVPolicyImplMixin:
         **kwargs: Any,
     ) -> Any:
         """Run stock attention on the physical tables; see the stock implementation."""
-        runtime = getattr(layer, "kv_policy", None)
+        runtime = getattr(layer, "kv_policy_runtime", None)
         attend = super().forward
-        folded = getattr(attn_metadata, "kv_policy", None)
+        folded = getattr(attn_metadata, "kv_policy_folded", None)
         if runtime is not None:
             runtime.observe(layer.kv_policy_index, query, key, value)
         if runtime is None or folded is None:
@@ -167,11 +167,11 @@ class KVPolicyImplMixin:
             if batch.order is None
             else torch.empty_like(queries)
         )
-        if batch.ends is not None:
+        if folded.exact is not None:
             sizes = self.scale, folded.max_queries
-            runtime.expiries.attend(index, batch, queries, result, *sizes)
+            folded.exact.attend(index, batch, queries, result, *sizes)
         else:
-            pages, metadata = runtime.pool.pages_of(index), folded.stock(batch)
+            pages, metadata = runtime.tier.pool.pages_of(index), folded.stock(batch)
             attend(layer, queries, key, value, pages, metadata, result, *args, **kwargs)
         if batch.order is not None:
             output[:num_tokens] = unfold_output(result, num_heads, batch.order)

@@ -1,6 +1,6 @@
 """vLLM's Triton attention with a policy.
 
-worker_gpu puts it in place of TRITON_ATTN. An engine without a policy in
+It replaces TRITON_ATTN where `worker.gpu` is imported. An engine without a policy in
 the same process gets stock kernels and metadata, over the cache layout named here.
 """
 
@@ -31,9 +31,9 @@ class KVPolicyTritonMetadataBuilder(
     ) -> TritonAttentionMetadata:
         """Return stock metadata of one layer over a folded batch.
 
-        The kernel cuts the tokens of a row into parts where there are few rows; the
-        scratch for that is the stock one, its axes (token, query head) read as (token,
-        KV head) and query head of that.
+        Where there are few rows the kernel splits the tokens of each into segments. It
+        gets the stock scratch for that, whose axes (token, query head) are viewed as
+        (token * KV head, query head of that KV head).
         """
         num_heads = self.num_heads_kv
         for name in ("output", "max", "expsum"):

@@ -1,1 +1,1 @@
-"""What is recorded while tokens are computed, for policies to read at events."""
+"""Captures: what the forward pass shows of tokens, for policies to read at events."""

@@ -1,8 +1,8 @@
-"""How far the outputs of chosen decoder layers move from token to token.
+"""Measures how far the outputs of chosen decoder layers move from token to token.
 
 Forward hooks on the loaded model's decoder layers call a custom op that reads and
 writes buffers at fixed addresses, so that torch.compile traces them as any other op
-and a captured graph replays them. Owned by worker.captures.token_signals.
+and a captured graph replays them.
 """
 
 from collections.abc import Sequence
@@ -25,9 +25,9 @@ class HiddenStep(nn.Module):
     module's buffers by their names, but loses tensors that a hook closes over.
 
     Args:
-        before: [step_tokens] int64, slot of the token before, or FROM_BATCH.
-        after: [step_tokens] int64, slot that takes a token's output.
-        left: [slots, d] model dtype, the output at each request's last token.
+        before: [step_tokens] int64, row of the token before, or FROM_BATCH.
+        after: [step_tokens] int64, row that takes a token's output.
+        left: [rows, d] model dtype, the output at each request's last token.
         change: [step_tokens] float32, what is measured.
     """
 
@@ -54,12 +54,12 @@ class HiddenStep(nn.Module):
 class HiddenSteps:
     """Measures some layers for the tokens of each step.
 
-    What a request's last token left is kept per slot for its next step, so that chunks
-    of a prompt do not matter.
+    The output at a request's last token is kept for its next step, so that chunks of a
+    prompt do not matter.
 
     Args:
         layers: decoder layers to measure, ascending.
-        num_slots: requests that may be live at once; one more slot is for padding.
+        num_requests: requests that may be live at once; one more row is for padding.
         step_tokens: most tokens of a step.
         hidden_size: d, width of the residual stream.
         dtype: the model's dtype.
@@ -72,18 +72,18 @@ class HiddenSteps:
     def __init__(
         self,
         layers: Sequence[int],
-        num_slots: int,
+        num_requests: int,
         step_tokens: int,
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.layers = tuple(layers)
-        self.null_slot = num_slots
+        self.null_row = num_requests
         tokens = torch.zeros(step_tokens, dtype=torch.int64, device=device)
         self._before = torch.full_like(tokens, FROM_BATCH)
-        self._after = torch.full_like(tokens, num_slots)
-        left = torch.zeros(num_slots + 1, hidden_size, dtype=dtype, device=device)
+        self._after = torch.full_like(tokens, num_requests)
+        left = torch.zeros(num_requests + 1, hidden_size, dtype=dtype, device=device)
         change = torch.zeros(step_tokens, device=device)
         # Copies, not views: compiled graphs must not be given parts of one buffer.
         self._steps = [
@@ -114,26 +114,26 @@ class HiddenSteps:
             found[index].register_forward_hook(_note_output)
 
     def plan(
-        self, slot: torch.Tensor, is_first: torch.Tensor, is_last: torch.Tensor
+        self, row: torch.Tensor, is_first: torch.Tensor, is_last: torch.Tensor
     ) -> None:
-        """Say which tokens of the coming forward pass belong together.
+        """Note which tokens of the coming forward pass belong together.
 
         Args:
-            slot: [T] int64, the slot of each token's request.
+            row: [T] int64, row of each token's request.
             is_first: [T] bool, first of its request in this step.
             is_last: [T] bool, last of its request in this step.
         """
-        num_tokens = len(slot)
-        self._before[:num_tokens] = torch.where(is_first, slot, FROM_BATCH)
-        self._after[:num_tokens] = torch.where(is_last, slot, self.null_slot)
+        num_tokens = len(row)
+        self._before[:num_tokens] = torch.where(is_first, row, FROM_BATCH)
+        self._after[:num_tokens] = torch.where(is_last, row, self.null_row)
 
-    def forget_plan(self) -> None:
-        """Leave the slots alone until the next `plan`."""
-        self._after.fill_(self.null_slot)
+    def end_step(self) -> None:
+        """Leave the rows alone until the next `plan`."""
+        self._after.fill_(self.null_row)
 
 
 def _note_output(layer: nn.Module, _args: Any, output: Any) -> None:
-    """Hand a layer's output to its `HiddenStep`; a forward hook."""
+    """Pass a layer's output to its `HiddenStep`; a forward hook."""
     hidden, residual = output if isinstance(output, tuple) else (output, None)
     layer.kv_policy_step(hidden, residual)
 
@@ -151,9 +151,9 @@ def _note_hidden_step(
     Args:
         hidden: [T, d] model dtype, what the layer adds last, or all of its output.
         residual: [T, d] model dtype, what it adds to, or None.
-        before: [>= T] int64, slot of the token before, or FROM_BATCH.
-        after: [>= T] int64, slot that takes this token's output.
-        left: [slots, d] model dtype, read, then written.
+        before: [>= T] int64, row of the token before, or FROM_BATCH.
+        after: [>= T] int64, row that takes this token's output.
+        left: [rows, d] model dtype, read, then written.
         change: [>= T] float32, written.
     """
     num_tokens = len(hidden)
@@ -173,7 +173,7 @@ def _note_hidden_step_fake(
     left: torch.Tensor,
     change: torch.Tensor,
 ) -> None:
-    """Have no result: what is written is among the arguments."""
+    """Return nothing: the op writes into its arguments."""
 
 
 _LIBRARY = torch.library.Library("vllm_kvpolicy", "FRAGMENT")

@@ -1,10 +1,10 @@
-"""The newest queries of requests that are about to have an event.
+"""Saves the newest queries of requests that are about to have an event.
 
-Filled inside the attention forward, read at the event. A small pool: only requests
-within W tokens of an event have a slot, which the scheduler hands out.
+A small pool: only requests within W tokens of an event have a window, which the
+scheduler hands out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,16 +12,18 @@ import torch
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.kernels.save_rows import save_rows
-from vllm_kvpolicy.protocol import WindowCapture
 from vllm_kvpolicy.sizes import PlannerLimits
+from vllm_kvpolicy.worker.batch import Batch
+from vllm_kvpolicy.worker.captures.base import Capture
+from vllm_kvpolicy.worker.step import Step
 from vllm_kvpolicy.worker.transfer import to_device
 
 
-class QueryWindows:
+class QueryWindows(Capture):
     """A pool of query windows.
 
     Args:
-        num_slots: windows that may be open at once.
+        num_windows: windows that may be open at once.
         window_tokens: W, rows of a window; 0 where the policy needs no queries.
         num_layers, num_heads, head_dim: L, Hq and D of the model on this rank.
         step_tokens: most tokens of a step, padding included.
@@ -33,7 +35,7 @@ class QueryWindows:
 
     def __init__(
         self,
-        num_slots: int,
+        num_windows: int,
         window_tokens: int,
         num_layers: int,
         num_heads: int,
@@ -44,12 +46,12 @@ class QueryWindows:
         is_captured: bool = False,
     ) -> None:
         self.window_tokens = window_tokens
-        # The last row takes the queries that nobody asked for.
-        self._nobody = num_slots * window_tokens
-        shape = (num_layers, self._nobody + 1, num_heads, head_dim)
+        # The last row takes all queries that no window asks for.
+        self._unwanted = num_windows * window_tokens
+        shape = (num_layers, self._unwanted + 1, num_heads, head_dim)
         self.rows = torch.zeros(shape, dtype=dtype, device=device)
-        self.targets = torch.full((step_tokens,), self._nobody, device=device)
-        self._is_captured = is_captured and bool(num_slots)
+        self.targets = torch.full((step_tokens,), self._unwanted, device=device)
+        self._is_captured = is_captured and bool(num_windows)
         self._is_planned = False
 
     @classmethod
@@ -82,25 +84,23 @@ class QueryWindows:
             compat.captures_attention(vllm_config),
         )
 
-    def plan(
-        self,
-        captures: Sequence[WindowCapture],
-        request_ids: Sequence[str],
-        query_start: np.ndarray,
-    ) -> None:
-        """Say which row of a window each token of the step goes to.
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory."""
+        return self.rows.nbytes
 
-        Args:
-            captures: what the scheduler asked for.
-            request_ids: requests of the batch in row order.
-            query_start: [rows + 1] first token of each row, host memory.
+    def plan(self, step: Step) -> None:
+        """Note which row of a window each token of the step goes to.
 
         Raises:
-            KeyError: a capture names a request that is not in the batch.
+            KeyError: a command names a request that is not in the batch.
         """
-        row_of = {request_id: row for row, request_id in enumerate(request_ids)}
-        targets = np.full(query_start[-1], self._nobody)
-        for capture in captures:
+        if not step.commands.captures:
+            return
+        query_start = step.metadata.query_start_loc_cpu.numpy()
+        row_of = {request_id: row for row, request_id in enumerate(step.request_ids)}
+        targets = np.full(query_start[-1], self._unwanted)
+        for capture in step.commands.captures:
             first = int(query_start[row_of[capture.request_id]]) + capture.first_token
             target = capture.window_slot * self.window_tokens + capture.first_row
             end = target + capture.num_tokens
@@ -108,29 +108,33 @@ class QueryWindows:
         self.targets[: len(targets)] = to_device(targets, self.rows.device)
         self._is_planned = True
 
-    def forget_plan(self) -> None:
-        """Capture nothing until the next `plan`."""
+    def end_step(self) -> None:
+        """Save nothing until the next `plan`."""
         if self._is_planned:
-            self.targets.fill_(self._nobody)
+            self.targets.fill_(self._unwanted)
         self._is_planned = False
 
-    def capture(self, layer: int, query: torch.Tensor) -> None:
-        """Save the planned tokens' queries of one layer.
-
-        Args:
-            layer: index of the layer in model order.
-            query: [tokens, Hq, D] or [tokens, Hq * D], post-RoPE.
-        """
+    def observe(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Save the planned tokens' queries [T, Hq, D] or [T, Hq * D] of one layer."""
         if self._is_planned or self._is_captured:
             assert len(query) <= len(self.targets), "a step with too many tokens"
             rows = query.view(len(query), *self.rows.shape[2:])
             save_rows(self.rows[layer], rows, self.targets)
 
-    def rehearse(self) -> None:
-        """Save a query that nobody asked for, so that the kernel is compiled."""
+    def warm_up(self) -> None:
+        """Save a query that no window asks for."""
         save_rows(self.rows[0], self.rows[0, -1:].clone(), self.targets)
 
-    def read(self, slots: torch.Tensor) -> torch.Tensor:
+    def read(self, batch: Batch) -> Mapping[str, Any]:
+        """Return the newest queries of the batch's requests."""
+        if not batch.policy.needs.window_tokens:
+            return {}
+        windows = [event.window_slot for event in batch.events]
+        return {"queries": self.queries(to_device(windows, self.rows.device))}
+
+    def queries(self, windows: torch.Tensor) -> torch.Tensor:
         """Return [E, L, Hq, W, D] queries of the windows [E] int64, newest last."""
-        windows = self.rows[:, :-1].unflatten(1, (-1, self.window_tokens))[:, slots]
-        return windows.permute(1, 0, 3, 2, 4)
+        rows = self.rows[:, :-1].unflatten(1, (-1, self.window_tokens))[:, windows]
+        return rows.permute(1, 0, 3, 2, 4)

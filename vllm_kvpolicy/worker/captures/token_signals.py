@@ -1,11 +1,10 @@
-"""Token signals: what each token showed when it was computed, by logical position.
+"""Token signals: values measured when a token is computed, by logical position.
 
-Planned by the metadata builder, measured in the forward pass, collected behind it, read
-at events. A request that is computed again after a preemption gets its signals again.
-Owned by worker.runtime.
+Measured in the forward pass, collected after it, read at events. A request that is
+computed again after a preemption gets its signals again.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,19 +12,21 @@ from torch import nn
 
 from vllm_kvpolicy.kernels.token_signals import channel_variance
 from vllm_kvpolicy.policies.signals import TokenSignal
+from vllm_kvpolicy.worker.batch import Batch
+from vllm_kvpolicy.worker.captures.base import Capture
 from vllm_kvpolicy.worker.captures.hidden_states import HiddenSteps
-from vllm_kvpolicy.worker.captures.step_tokens import StepTokens
-from vllm_kvpolicy.worker.request_slots import RequestSlots
+from vllm_kvpolicy.worker.request_table import RequestRows
+from vllm_kvpolicy.worker.step import Step, StepTokens
 from vllm_kvpolicy.worker.transfer import to_device
 
 
-class TokenSignals:
+class TokenSignals(Capture):
     """One float32 per (request, signal, position).
 
     Args:
-        signals: what to measure; without any, all methods do nothing.
+        signals: what to measure.
         num_layers: L, decoder layers of the model.
-        num_slots: requests that may be live at once.
+        num_requests: requests that may be live at once.
         max_model_len: longest request, in tokens.
         step_tokens: most tokens of a step.
         hidden_size: d, width of the residual stream.
@@ -40,7 +41,7 @@ class TokenSignals:
         self,
         signals: Sequence[TokenSignal],
         num_layers: int,
-        num_slots: int,
+        num_requests: int,
         max_model_len: int,
         step_tokens: int,
         hidden_size: int,
@@ -50,13 +51,13 @@ class TokenSignals:
         self.signals = tuple(signals)
         self.num_layers = num_layers
         self.device = device
-        self._slots = RequestSlots(num_slots)
-        shape = (num_slots + 1, len(signals), max_model_len)
+        self._rows = RequestRows(num_requests)
+        shape = (num_requests + 1, len(signals), max_model_len)
         self._table = torch.zeros(shape, device=device)
         hidden = [s.layers(num_layers) for s in signals if s.kind == "hidden"]
         self._hidden = HiddenSteps(
             sorted({layer for layers in hidden for layer in layers}),
-            num_slots,
+            num_requests,
             step_tokens,
             hidden_size,
             dtype,
@@ -66,7 +67,7 @@ class TokenSignals:
         self._variances = {
             kind: torch.zeros(num_layers, step_tokens, device=device) for kind in kinds
         }
-        # Slot and position of each token of the step.
+        # Row and position of each token of the step.
         self._plan: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
@@ -94,7 +95,7 @@ class TokenSignals:
         table = cls(
             signals,
             num_layers=num_layers,
-            num_slots=scheduler.max_num_seqs,
+            num_requests=scheduler.max_num_seqs,
             max_model_len=model_config.max_model_len,
             step_tokens=scheduler.max_num_batched_tokens,
             hidden_size=model_config.get_hidden_size(),
@@ -121,44 +122,33 @@ class TokenSignals:
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """Forget requests that finished, were aborted or were preempted."""
-        self._slots.drop(request_ids)
+        self._rows.drop(request_ids)
 
-    def plan(self, request_ids: Sequence[str], metadata: Any) -> None:
-        """Say which tokens the coming forward pass computes.
+    def plan(self, step: Step) -> None:
+        """Note which tokens the coming forward pass computes."""
+        rows = self._rows.take_all(step.request_ids, step.metadata.num_reqs)
+        tokens = StepTokens.of(step.metadata)
+        of_batch = to_device(rows, self.device)
+        row = torch.where(tokens.is_real, of_batch[tokens.row], self._rows.null_row)
+        self._hidden.plan(row, tokens.is_first, tokens.is_last)
+        self._plan = row, tokens.position
 
-        Args:
-            request_ids: requests of the batch in row order.
-            metadata: vLLM's CommonAttentionMetadata with logical lengths.
-        """
-        if not self.signals:
-            return
-        slots = self._slots.take(request_ids, metadata.num_reqs)
-        tokens = StepTokens.of(metadata)
-        of_row = to_device(slots, self.device)
-        slot = torch.where(tokens.is_real, of_row[tokens.row], self._slots.null_slot)
-        self._hidden.plan(slot, tokens.is_first, tokens.is_last)
-        self._plan = slot, tokens.position
-
-    def observe(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Measure one layer's new keys and values; called by its attention.
-
-        Args:
-            layer: index of the layer in model order.
-            key: [T, H, D] model dtype, post-RoPE.
-            value: [T, H, D] model dtype.
-        """
+    def observe(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Measure one layer's new keys and values, [T, H, D] each."""
         for kind, vectors in (("key", key), ("value", value)):
             if kind in self._variances:
                 self._variances[kind][layer, : len(vectors)] = channel_variance(vectors)
 
-    def collect(self) -> None:
+    def end_step(self) -> None:
         """Write down what the forward pass measured, if one was planned."""
         if self._plan is None:
             return
-        slot, position = self._plan
+        row, position = self._plan
         values = [self._measured(signal, position) for signal in self.signals]
-        self._table[slot, :, position] = torch.stack(values, -1)
-        self._hidden.forget_plan()
+        self._table[row, :, position] = torch.stack(values, -1)
+        self._hidden.end_step()
         self._plan = None
 
     def _measured(self, signal: TokenSignal, position: torch.Tensor) -> torch.Tensor:
@@ -170,18 +160,24 @@ class TokenSignals:
         first = self._hidden.layers.index(layers.start)
         changes = self._hidden.changes[first : first + len(layers)]
         mean = torch.stack([row[:num_tokens] for row in changes]).double().mean(0)
-        # There is no token before the first one.
+        # The first token has no token before it.
         return torch.where(position > 0, mean, 0.0).float()
 
-    def read(
+    def read(self, batch: Batch) -> Mapping[str, Any]:
+        """Return the signals of the batch's requests up to their events."""
+        if not batch.policy.needs.signals:
+            return {}
+        request_ids = [event.request_id for event in batch.events]
+        longest = max(event.position for event in batch.events)
+        return {"signals": self.values(request_ids, longest)}
+
+    def values(
         self, request_ids: Sequence[str], num_positions: int
     ) -> dict[TokenSignal, torch.Tensor]:
         """Return every signal of some requests, each [E, num_positions] float32.
 
-        What lies behind a request's last computed token is unspecified.
+        Values after a request's last computed token are unspecified.
         """
-        if not self.signals:
-            return {}
-        slots = self._slots.take(request_ids, len(request_ids))
-        rows = self._table[to_device(slots, self.device), :, :num_positions]
-        return dict(zip(self.signals, rows.unbind(1), strict=True))
+        rows = self._rows.take_all(request_ids, len(request_ids))
+        values = self._table[to_device(rows, self.device), :, :num_positions]
+        return dict(zip(self.signals, values.unbind(1), strict=True))

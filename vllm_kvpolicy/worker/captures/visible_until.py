@@ -1,11 +1,10 @@
-"""Until when each cached token is seen, where tokens decide that as they are computed.
+"""Keeps for each cached token until when it is visible, if an admission decides that.
 
-One integer per slot of every head page, `kernels.visibility.visible_until`: written
-in the forward pass, read at events, carried along when survivors move.
-Owned by worker.runtime.
+One integer per slot of every head page: written in the forward pass, read at events and
+by attention, moved along with survivors.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,20 +13,22 @@ from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.until_attention import until_attention
 from vllm_kvpolicy.kernels.visibility import NEVER
 from vllm_kvpolicy.policies.base import Decider
-from vllm_kvpolicy.worker.captures.step_tokens import StepTokens
+from vllm_kvpolicy.worker.batch import Batch
+from vllm_kvpolicy.worker.captures.base import Capture
 from vllm_kvpolicy.worker.pages import PagePool
+from vllm_kvpolicy.worker.step import Step, StepTokens
 from vllm_kvpolicy.worker.tiers.ragged_step import LayerBatch
 from vllm_kvpolicy.worker.transfer import to_device
 
 
-class Expiries:
+class VisibleUntil(Capture):
     """The first query position that no longer sees each cached token.
 
     A token whose decision is not known yet counts as kept. Slots that hold no token of
     a live request have unspecified values.
 
     Args:
-        decider: says of each token whether it is kept behind the window.
+        decider: decides of each token whether it is kept after the window.
         num_sinks: tokens at positions below this are kept in any case.
         block_size: N, tokens per superblock.
         num_kv_heads: H.
@@ -50,10 +51,10 @@ class Expiries:
     ) -> None:
         self.decider, self.num_sinks = decider, num_sinks
         self._block_size = block_size
-        # From a token's place in head 0 to its place in each head, in slots.
+        # Distance in slots from a token in head 0 to the same token in each head.
         self._heads = torch.arange(num_kv_heads, device=device) * block_size
-        # Where each token of the step lies, in slots of head 0 of layer 0; vLLM's null
-        # block takes what belongs nowhere. At fixed addresses, for graphs.
+        # Slot of each token of the step in head 0 of layer 0; padding goes to vLLM's
+        # null block. The addresses are fixed, for graphs.
         self._own = torch.zeros(step_tokens, dtype=torch.int64, device=device)
         self._governed = torch.zeros_like(self._own)
         self._position = torch.zeros_like(self._own)
@@ -61,18 +62,18 @@ class Expiries:
         self.until: list[torch.Tensor] = []
         self._base: list[int] = []
 
-    @staticmethod
-    def page_bytes_of(block_size: int) -> int:
-        """Return the bytes beside each page of a pool."""
-        return 4 * block_size
-
     @property
     def nbytes(self) -> int:
         """Bytes of device memory held before the KV cache is made."""
         return 3 * self._own.nbytes + self.decider.nbytes
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes beside each head page: an int32 for each of its slots."""
+        return 4 * self._block_size
+
     def bind(self, pool: PagePool) -> None:
-        """Make a value for each slot of a pool."""
+        """Allocate a value for each slot of a pool."""
         num_heads = pool.num_blocks * pool.num_heads
         num_pages = num_heads * (pool.num_layers if pool.spans_layers else 1)
         shape = num_pages, pool.block_size
@@ -85,15 +86,11 @@ class Expiries:
         step = num_heads * pool.block_size if pool.spans_layers else 0
         self._base = [layer * step for layer in range(pool.num_layers)]
 
-    def plan(self, metadata: Any) -> None:
-        """Say where the coming forward pass writes its tokens.
-
-        Args:
-            metadata: vLLM's CommonAttentionMetadata with logical lengths.
-        """
-        tokens = StepTokens.of(metadata)
+    def plan(self, step: Step) -> None:
+        """Note where the coming forward pass writes its tokens."""
+        tokens = StepTokens.of(step.metadata)
         num_tokens, size = len(tokens.row), self._block_size
-        blocks, stride = metadata.block_table_tensor, len(self._heads) * size
+        blocks, stride = step.metadata.block_table_tensor, len(self._heads) * size
 
         def slots(position: torch.Tensor) -> torch.Tensor:
             place = position.clamp_min(0)
@@ -105,20 +102,15 @@ class Expiries:
         self._governed[:num_tokens] = slots(tokens.position - self.decider.shift)
         self._position[:num_tokens] = tokens.position
 
-    def forget_plan(self) -> None:
+    def end_step(self) -> None:
         """Write nowhere until the next `plan`."""
         self._own.zero_()
         self._governed.zero_()
 
-    def write(self, layer: int, key: torch.Tensor) -> None:
-        """Let a layer's new tokens decide; called by its attention.
-
-        Args:
-            layer: index of the layer in model order.
-            key: [T, H, D] or [T, H * D] model dtype, post-RoPE.
-        """
-        if not self.until:  # the model runs once before there is a KV cache
-            return
+    def observe(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Let a layer's new tokens decide by their keys [T, H, D] or [T, H * D]."""
         num_tokens = len(key)
         position = self._position[:num_tokens]
         keys = key.view(num_tokens, len(self._heads), -1)
@@ -137,28 +129,24 @@ class Expiries:
         """Return [T, H] slots of a layer's tokens."""
         return places[:num_tokens, None] + self._heads + self._base[layer]
 
-    def read(self, pages: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Return [E, L, H, T] int32 of held tokens.
-
-        Args:
-            pages: [E, L, H, C] int64 page ids.
-            num_tokens: T; values on padding are unspecified.
-        """
+    def read(self, batch: Batch) -> Mapping[str, Any]:
+        """Return until when the held tokens are visible; unspecified on padding."""
+        if not batch.policy.needs.until:
+            return {}
+        heads = self.pool.num_layers, self.pool.num_heads
+        pages = batch.held.pages.unflatten(1, heads)
         pools = [until[..., None] for until in self.until]
-        return PagedTokens(pools, pages, num_tokens).dense[..., 0]
+        held = PagedTokens(pools, pages, batch.held.max_tokens)
+        return {"until": held.dense[..., 0]}
 
-    def ends(
-        self, metadata: Any, request_ids: Sequence[str], exempt: Container[str]
-    ) -> torch.Tensor:
-        """Return [R * H] int32 positions behind the newest token of each row.
+    def ends(self, step: Step) -> torch.Tensor:
+        """Return [R * H] int32 position after the newest token of each row.
 
-        Args:
-            metadata: vLLM's CommonAttentionMetadata with logical lengths.
-            request_ids: requests of the batch in row order.
-            exempt: requests that see all that is held: theirs are 0.
+        Requests that are exempt see all that is held: theirs is 0.
         """
-        ends = metadata.seq_lens[: metadata.num_reqs]
-        rows = [n for n, name in enumerate(request_ids) if name in exempt]
+        ends = step.metadata.seq_lens[: step.metadata.num_reqs]
+        exempt = step.commands.exempt
+        rows = [n for n, name in enumerate(step.request_ids) if name in exempt]
         if rows:
             ends = ends.index_fill(0, to_device(rows, ends.device), 0)
         return ends.repeat_interleave(len(self._heads))
@@ -198,12 +186,7 @@ class Expiries:
         )
 
     def move(self, source: torch.Tensor, dest: torch.Tensor) -> None:
-        """Carry values along with survivors.
-
-        Args:
-            source: [E, M] int64, slots that survivors leave; see `layouts.move_slots`.
-            dest: [E, M] int64, slots that they go to.
-        """
+        """Carry values along with survivors; see `Capture.move`."""
         groups = self.pool.num_groups
         source, dest = (row.unflatten(1, (groups, -1)) for row in (source, dest))
         for group in range(groups):

@@ -1,1 +1,1 @@
-"""How survivors are laid out: equal lengths for all heads, or ragged."""
+"""Tiers: how survivors are laid out, equally many tokens per head or ragged."""

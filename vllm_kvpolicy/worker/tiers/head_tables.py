@@ -1,8 +1,7 @@
-"""Page lists per (slot, layer, KV head), for heads of different lengths.
+"""Page lists per (request, layer, KV head), for heads of different lengths.
 
-Written at events, read by them and by the folded attention of each
-step. The lists of a request lie one behind the other, so that memory follows the pages
-held and not the longest head.
+The lists of a request lie end to end, so that memory grows with the pages held and not
+with the longest head.
 """
 
 from collections.abc import Sequence
@@ -11,35 +10,38 @@ import numpy as np
 import torch
 
 from vllm_kvpolicy.kernels.head_page_tables import head_page_tables
-from vllm_kvpolicy.worker.transfer import Arriving
+from vllm_kvpolicy.worker.transfer import HostCopy
 
 
 class HeadTables:
-    """Global pages of every head of every slot, on the device.
+    """Global pages of every head of every request, on the device.
 
-    The last slot belongs to nobody and has empty lists.
+    The last row belongs to no request and has empty lists.
+
+    Example: three heads that hold pages [4, 7], [] and [2, 9, 1] have the row
+    [4, 7, 2, 9, 1, ...] of `pages` and the row [0, 2, 2, 5] of `first`.
 
     Args:
-        num_slots: requests that may be live at once.
+        num_requests: requests that may be live at once.
         max_global_blocks: most superblocks of survivors of one request.
         own_page: [n] int64, id of each head's page of superblock 0, n = L * H.
         stride: distance in ids between a head's pages of neighbouring superblocks.
         device: where the tables live.
 
     Attributes:
-        pages: [slots + 1, max_global_blocks * n] int32 page ids.
-        first: [slots + 1, n + 1] int32, where each head's list starts and ends.
+        pages: [num_requests + 1, max_global_blocks * n] int32 page ids.
+        first: [num_requests + 1, n + 1] int32, where each head's list starts and ends.
     """
 
     def __init__(
         self,
-        num_slots: int,
+        num_requests: int,
         max_global_blocks: int,
         own_page: torch.Tensor,
         stride: int,
         device: torch.device,
     ) -> None:
-        num_heads, size = len(own_page), num_slots + 1
+        num_heads, size = len(own_page), num_requests + 1
         self.own_page, self.stride = own_page, stride
         self.pages = torch.zeros(
             (size, max_global_blocks * num_heads), dtype=torch.int32, device=device
@@ -48,76 +50,74 @@ class HeadTables:
             (size, num_heads + 1), dtype=torch.int32, device=device
         )
         self._longest = np.zeros(size, dtype=np.int64)
-        self._arriving: dict[int, tuple[Arriving, int]] = {}
+        self._arriving: dict[int, tuple[HostCopy, int]] = {}
 
     @staticmethod
-    def nbytes(num_slots: int, max_global_blocks: int, num_heads: int) -> int:
+    def nbytes(num_requests: int, max_global_blocks: int, num_heads: int) -> int:
         """Return the bytes of the tables on the device, int32 all of them."""
-        return 4 * num_slots * (max_global_blocks * num_heads + num_heads + 1)
+        return 4 * num_requests * (max_global_blocks * num_heads + num_heads + 1)
 
-    def clear(self, slots: Sequence[int], index: torch.Tensor) -> None:
-        """Empty the lists of slots that a new request takes over."""
+    def clear(self, rows: Sequence[int], index: torch.Tensor) -> None:
+        """Empty the lists in rows that a new request takes over."""
         self.first.index_fill_(0, index, 0)
-        self._longest[list(slots)] = 0  # sync-ok: numpy
-        for slot in slots:
-            self._arriving.pop(slot, None)
+        self._longest[list(rows)] = 0  # sync-ok: numpy
+        for row in rows:
+            self._arriving.pop(row, None)
 
     def update(
         self,
-        slots: Sequence[int],
+        rows: Sequence[int],
         index: torch.Tensor,
         first: torch.Tensor,
         pages: torch.Tensor,
     ) -> None:
-        """Replace the lists of slots.
+        """Replace the lists of some requests.
 
         Args:
-            slots: the slots, on the host.
+            rows: of the requests, on the host.
             index: [E] int64, the same on the device.
             first: [E, n + 1] int64.
             pages: [E, C] int64 page ids.
         """
         self.first[index] = first.int()
         self.pages[index, : pages.shape[-1]] = pages.int()
-        longest = Arriving(first.diff(dim=-1).amax(-1))
-        self._arriving |= {slot: (longest, n) for n, slot in enumerate(slots)}
+        longest = HostCopy(first.diff(dim=-1).amax(-1))
+        self._arriving |= {row: (longest, n) for n, row in enumerate(rows)}
 
-    def longest(self, slots: Sequence[int]) -> np.ndarray:
-        """Return [E] pages of the longest list of each slot; waits for the last update.
+    def longest(self, rows: Sequence[int]) -> np.ndarray:
+        """Return [E] pages of each request's longest list; waits for the last update.
 
-        On a GPU that was an event's, and is over long before the request's next.
+        On a GPU that update belongs to an event that ended long before the next one.
         """
-        for slot in slots:
-            if slot in self._arriving:
-                values, row = self._arriving.pop(slot)
-                self._longest[slot] = values.read()[row]
-        return self._longest[list(slots)]
+        for row in rows:
+            if row in self._arriving:
+                values, place = self._arriving.pop(row)
+                self._longest[row] = values.read()[place]
+        return self._longest[list(rows)]
 
-    def most(self, slots: np.ndarray, otherwise: np.ndarray) -> np.ndarray:
-        """Return [R] numbers of pages that no list of a slot exceeds; does not wait.
+    def most(self, rows: np.ndarray, otherwise: np.ndarray) -> np.ndarray:
+        """Return [R] upper bounds on the pages of each request's lists; does not wait.
 
         Args:
-            slots: [R] slots.
-            otherwise: [R] what is known of a slot whose lists are still being made.
+            rows: [R] rows of the table.
+            otherwise: [R] bounds for requests whose last update is still running.
         """
-        here = [
-            slot for slot, (values, _) in self._arriving.items() if values.is_here()
-        ]
+        here = [row for row, (values, _) in self._arriving.items() if values.is_here()]
         self.longest(here)
-        unknown = np.isin(slots, list(self._arriving))
-        return np.where(unknown, otherwise, self._longest[slots])
+        unknown = np.isin(rows, list(self._arriving))
+        return np.where(unknown, otherwise, self._longest[rows])
 
     def expand(
         self,
         tables: torch.Tensor,
         offsets: torch.Tensor,
         which: torch.Tensor,
-        slots: torch.Tensor,
+        rows: torch.Tensor,
         blocks: torch.Tensor,
         skip: torch.Tensor,
     ) -> None:
         """Put global pages in front of local ones; see `kernels.head_page_tables`."""
         lists = self.pages, self.first, self.own_page
         head_page_tables(
-            tables, offsets, which, slots, blocks, skip, *lists, self.stride
+            tables, offsets, which, rows, blocks, skip, *lists, self.stride
         )

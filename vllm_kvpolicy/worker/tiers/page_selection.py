@@ -1,13 +1,9 @@
-"""Which global pages each decoding query reads.
-
-Owns the bounds of all pages, made anew at events, and which requests select. Called by
-worker.compaction after each event, and by worker.runtime, whose folded batch it
-narrows down in each layer of a step.
+"""Selects the global pages that each decoding query reads.
 
 A query selects if it belongs to a generated token and its request has had an event;
-others read everything that is held. Several generated tokens of a request in one step,
-as after a preemption, are cut into rows of one token each: every token reads what it
-read when it was generated, whatever it is computed beside.
+other queries read everything that is held. Several generated tokens of a request in one
+step, as after a preemption, are cut into rows of one token each, so that every token
+reads what it read when it was generated, whatever else the step computes.
 """
 
 from collections.abc import Sequence
@@ -25,7 +21,7 @@ from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.policies.selections.quest import Quest
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.pages import PagePool
-from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.tiers.ragged_step import (
     FoldedBatch,
     LayerBatch,
@@ -39,9 +35,9 @@ SORTED_BYTES = 33  # of what exists at a time for each page that is sorted
 
 @dataclass(frozen=True)
 class SelectedBatch:
-    """A folded batch of which some rows read a choice of their global pages.
+    """A folded batch in which some rows read only selected global pages.
 
-    S are the rows of the step, some of them cut; see the module.
+    S counts the rows of the step after cutting; see the module.
 
     Args:
         folded: what is held, rows in the order (request, KV head).
@@ -49,11 +45,11 @@ class SelectedBatch:
         bounds: [2, P, D] of each layer; see `kernels.page_bounds`.
         block_size: N.
         rows: [S * H] int64, rows of `folded`; None where none is cut.
-        behind: [S * H] int64, tokens of the request behind each row's last.
+        later: [S * H] int64, tokens of the request in this step after each row's last.
         local: [S * H] int64, local tokens that each row reads.
         most: [S * H] int64, global pages that each row reads at most.
         tokens: [S] int64, the query of each row that selects; any token of others.
-        query_start, order: of the S rows; see `folding.FoldedBatch`.
+        query_start, order: of the S rows; see `ragged_step.FoldedBatch`.
     """
 
     folded: FoldedBatch
@@ -61,7 +57,7 @@ class SelectedBatch:
     bounds: Sequence[torch.Tensor]
     block_size: int
     rows: torch.Tensor | None
-    behind: torch.Tensor
+    later: torch.Tensor
     local: torch.Tensor
     most: torch.Tensor
     tokens: torch.Tensor
@@ -79,11 +75,11 @@ class SelectedBatch:
         tables = self.folded.tables[layer, :, :width]
         lengths, ends = self.folded.lengths[layer], self.folded.ends
         if self.rows is not None:
-            tables, lengths = tables[self.rows], lengths[self.rows] - self.behind
-            ends = None if ends is None else (ends[self.rows] - self.behind).int()
+            tables, lengths = tables[self.rows], lengths[self.rows] - self.later
+            ends = None if ends is None else (ends[self.rows] - self.later).int()
         num_global = (lengths - self.local) // self.block_size
         num_read = torch.minimum(num_global, self.most)
-        # Rows that read all their pages have none scored.
+        # Rows that read all their pages need no scores.
         scored = torch.where(num_read < num_global, num_global, 0).int()
         num_rows, dim = len(num_global), query.shape[-1]
         queries = query[self.tokens].view(num_rows, -1, dim)
@@ -100,75 +96,74 @@ class SelectedBatch:
 
 
 class PageSelection:
-    """Bounds of all pages, and the requests whose queries select.
+    """Keeps the bounds of all pages, and which requests' queries select.
 
     Args:
         quest: chooses pages; requests cannot change its options, so it is the same one
             for all policies of a server.
         policies: names of those that have a selection.
-        slots: frontiers.
+        requests: frontiers.
+        pool: the pages that are chosen from.
         group: G, query heads per KV head.
-        page_bytes: that the bounds of one page take.
     """
 
     def __init__(
         self,
         quest: Quest,
         policies: Sequence[str],
-        slots: SlotTable,
+        requests: RequestTable,
+        pool: PagePool,
         group: int,
-        page_bytes: int,
     ) -> None:
-        self.quest, self.policies, self.slots = quest, frozenset(policies), slots
-        self.group, self.page_bytes = group, page_bytes
-        size = slots.null_slot + 1
+        self.quest, self.policies, self.requests = quest, frozenset(policies), requests
+        self.pool, self.group = pool, group
+        size = requests.null_row + 1
         self._selects = np.zeros(size, dtype=bool)
         self._prompt_tokens = np.zeros(size, dtype=np.int64)
-        self.pool: PagePool
-        self.bounds: list[torch.Tensor]
-
-    @classmethod
-    def of_server(
-        cls, config: KVPolicyConfig, layer: Any, slots: SlotTable
-    ) -> "PageSelection | None":
-        """Build it for the policies of a server, None where no query selects.
-
-        Args:
-            config: the policies.
-            layer: one of vLLM's attention layers, all of which are alike.
-            slots: frontiers.
-        """
-        names = selecting(config)
-        if not names:
-            return None
-        quest = build_selection(names[0], config.options_of(names[0]))
-        assert quest is not None  # `names` says so
-        group = layer.num_heads // layer.num_kv_heads
-        bytes_of_key = layer.head_size * layer.kv_cache_torch_dtype.itemsize
-        return cls(quest, names, slots, group, 2 * bytes_of_key)
-
-    def bind(self, pool: PagePool) -> None:
-        """Make the bounds of all pages of a pool."""
-        self.pool = pool
         made = [
             keys.new_zeros(2, len(keys), pool.head_dim)
             for keys in pool.keys[: pool.num_groups]
         ]
         self.bounds = made * pool.num_layers if pool.spans_layers else made
 
-    def update(
-        self, slots: Sequence[int], events: Sequence[CompactEvent], pages: torch.Tensor
-    ) -> None:
-        """Look at all pages of some requests anew, after their event.
+    @classmethod
+    def of_server(
+        cls, config: KVPolicyConfig, layer: Any, requests: RequestTable, pool: PagePool
+    ) -> "PageSelection | None":
+        """Build the selection of a server, None where no query selects.
 
         Args:
-            slots: of the requests.
+            config: the policies.
+            layer: one of vLLM's attention layers, all of which are alike.
+            requests: frontiers.
+            pool: the pages that are chosen from.
+        """
+        names = selecting(config)
+        if not names:
+            return None
+        quest = build_selection(names[0], config.options_of(names[0]))
+        assert quest is not None  # `names` says so
+        return cls(quest, names, requests, pool, layer.num_heads // layer.num_kv_heads)
+
+    @staticmethod
+    def page_bytes(config: KVPolicyConfig, layer: Any) -> int:
+        """Return the bytes that the bounds of one page take, 0 without a selection."""
+        bytes_of_key = layer.head_size * layer.kv_cache_torch_dtype.itemsize
+        return 2 * bytes_of_key if selecting(config) else 0
+
+    def update(
+        self, rows: Sequence[int], events: Sequence[CompactEvent], pages: torch.Tensor
+    ) -> None:
+        """Compute the bounds of all pages of some requests, after their event.
+
+        Args:
+            rows: of the requests.
             events: the events, of one policy.
             pages: [E, C] int64, the requests' page lists; any valid id on padding.
         """
         selects = events[0].policy in self.policies
-        self._selects[list(slots)] = selects
-        self._prompt_tokens[list(slots)] = [event.prompt_tokens for event in events]
+        self._selects[list(rows)] = selects
+        self._prompt_tokens[list(rows)] = [event.prompt_tokens for event in events]
         if not selects:
             return
         groups = self.pool.num_groups
@@ -177,25 +172,25 @@ class PageSelection:
             mine = by_group[:, group].flatten()
             page_bounds(self.bounds[group], self.pool.keys[group], mine)
 
-    def rehearse(self) -> None:
-        """Score a page for nobody, so that the kernel is compiled."""
+    def warm_up(self) -> None:
+        """Score the null page, so that the kernel is compiled."""
         dim = self.pool.head_dim
         queries = self.bounds[0].new_zeros(1, self.group, dim)
-        page = torch.zeros(1, 1, dtype=torch.int32, device=self.slots.device)
+        page = torch.zeros(1, 1, dtype=torch.int32, device=self.requests.device)
         self.quest.scores(queries, page, page[0], self.bounds[0])
 
     def narrow(
         self, common: Any, request_ids: Sequence[str], folded: FoldedBatch
     ) -> FoldedBatch | SelectedBatch:
-        """Return what a step reads: the folded batch itself where that is everything.
+        """Return what a step reads; the folded batch itself if no row selects.
 
         Args:
             common: vLLM's CommonAttentionMetadata, logical.
             request_ids: requests of the batch in row order; rows beyond are padding.
             folded: what is held.
         """
-        slots, block_size = self.slots, self.slots.block_size
-        which = slots.rows(request_ids, common.num_reqs)
+        requests, block_size = self.requests, self.requests.block_size
+        which = requests.rows(request_ids, common.num_reqs)
         selects = self._selects[which]
         if not selects.any():
             return folded
@@ -203,13 +198,15 @@ class PageSelection:
         ends = common.seq_lens_cpu_upper_bound.numpy()[: common.num_reqs]
         generated = np.clip(ends - self._prompt_tokens[which], 0, np.diff(starts))
         row, first, alone = cut_rows(starts, np.where(selects, generated, 0))
-        behind = starts[row + 1] - first[1:]
-        local = ends[row] - behind - slots.frontier_blocks_cpu[which][row] * block_size
+        later = starts[row + 1] - first[1:]
+        local = (
+            ends[row] - later - requests.frontier_blocks_cpu[which][row] * block_size
+        )
         width = -(-folded.max_length // block_size)
         most = np.where(alone, self.quest.most_pages(local, block_size), width)
         if (most >= width).all():
             return folded
-        return self._selected(folded, starts, row, first, behind, local, most)
+        return self._selected(folded, starts, row, first, later, local, most)
 
     def _selected(
         self,
@@ -219,16 +216,16 @@ class PageSelection:
         first: np.ndarray,
         *numbers: np.ndarray,
     ) -> SelectedBatch:
-        """Send rows to the device; `numbers` are behind, local and most, [S] each."""
+        """Send rows to the device; `numbers` are later, local and most, [S] each."""
         num_heads, num_tokens = self.pool.num_heads, int(starts[-1])
         tokens = np.minimum(first[:-1], max(num_tokens - 1, 0))
-        sent = to_device(np.stack([row, *numbers, tokens]), self.slots.device)
-        behind, local, most = sent[1:4].repeat_interleave(num_heads, dim=1)
+        sent = to_device(np.stack([row, *numbers, tokens]), self.requests.device)
+        later, local, most = sent[1:4].repeat_interleave(num_heads, dim=1)
         query_start, order, rows = folded.query_start, folded.order, None
         if len(row) != len(starts) - 1:
             head = torch.arange(num_heads, dtype=torch.int32, device=sent.device)
             rows = (sent[0, :, None] * num_heads + head).flatten()
-            edges = to_device(first, self.slots.device).int()
+            edges = to_device(first, self.requests.device).int()
             query_start = edges.new_empty(len(row) * num_heads + 1)
             fold_starts(query_start, edges, head)
             order = fold_order(edges, num_tokens, head)
@@ -236,9 +233,9 @@ class PageSelection:
             folded,
             self.quest,
             self.bounds,
-            self.slots.block_size,
+            self.requests.block_size,
             rows,
-            behind,
+            later,
             local,
             most,
             sent[-1],
@@ -248,7 +245,7 @@ class PageSelection:
 
 
 def selecting(config: KVPolicyConfig) -> list[str]:
-    """Return the policies of a server behind which queries choose what they read."""
+    """Return the policies of a server whose queries select the pages that they read."""
     return [name for name in config.policies if parse(name).selection is not None]
 
 
@@ -256,6 +253,10 @@ def cut_rows(
     starts: np.ndarray, alone: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cut rows so that some of their last tokens stand alone.
+
+    Example: rows of 3 and 2 tokens, starts [0, 3, 5], of which the last 2 and 0 stand
+    alone: pieces of rows [0, 0, 0, 1] that start at [0, 1, 2, 3] and end at 5; the
+    second and third stand alone.
 
     Args:
         starts: [R + 1], first token of each row, and where the last row ends.
@@ -285,15 +286,18 @@ def best_pages(
 ) -> torch.Tensor:
     """Leave out the global pages with the lowest scores; the others keep their order.
 
+    Example: pages [10, 11, 12, 13, 14], of which the first 4 are global with scores
+    [0.5, 3, -1, 2]; 2 of them are read: [11, 13, 14].
+
     Args:
         tables: [R, C] int32 page ids, global ones first.
-        scores: [R, C] float32; of equal ones the earlier page wins. The lowest number
-            behind the global pages.
+        scores: [R, C] float32; of equal ones the earlier page wins. Columns after the
+            global pages hold the lowest number.
         num_global: [R] int64.
         num_read: [R] int64, global pages that stay, at most `num_global`.
 
     Returns:
-        [R, C] int32, pages that are read; any valid id behind the last one.
+        [R, C] int32, pages that are read; any valid id after the last one.
     """
     num_columns = tables.shape[1]
     step = max(1, CHUNK_BYTES // (SORTED_BYTES * num_columns))

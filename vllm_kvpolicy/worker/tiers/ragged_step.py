@@ -1,10 +1,9 @@
-"""KV heads folded into the batch: attention over heads of different lengths.
+"""Folds KV heads into the batch: attention over heads of different lengths.
 
 Every (request, KV head) becomes a row of a stock paged kernel with one KV head and G
-query heads, its own page list and its own length. Filled once per step by the metadata
-builder, used by the attention implementation of each layer. The tensors stay where they
-are where graphs are captured, so that a graph reads what the step of its replay has put
-there.
+query heads, its own page list and its own length. The tables are filled once per step
+and read by the attention of each layer. Where graphs are captured the tensors stay in
+place, so that a graph reads what the step of its replay has put there.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,13 +14,13 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
-from vllm_kvpolicy.worker.slots import SlotTable
+from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
 from vllm_kvpolicy.worker.transfer import to_device
 
 logger = init_logger("vllm.kv_policy")
 
-SPARE = 8  # rows and columns that a batch may grow by before tables are made anew
+SPARE = 8  # rows and columns by which a batch may grow before tables are replaced
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class LayerBatch:
         query_start: [R * H + 1] int32, first query token of each row.
         max_length: see `FoldedBatch`.
         order: see `FoldedBatch`.
-        ends: [R * H] int32, logical position behind each row's newest token; None where
+        ends: [R * H] int32, logical position after each row's newest token; None where
             attention does not need it.
     """
 
@@ -59,8 +58,8 @@ class FoldedBatch:
         tables: [L, R * H, C] int32 page ids.
         lengths: [L, R * H] int32, tokens that each row holds, this step's included.
         query_start: [R * H + 1] int32, first query token of each row.
-        max_length: no row holds more; of a batch without requests, which a graph may be
-            captured with, what vLLM says, since replays will hold more.
+        max_length: no row holds more. For a batch without requests, with which a graph
+            may be captured, it is vLLM's bound, since replays will hold more.
         order: [T * H] int64, place of each (token, KV head) among the folded queries;
             None where every request has one token, so that folding is a view.
         ends: see `LayerBatch`.
@@ -97,11 +96,11 @@ class FoldedTables:
         num_layers, num_heads: L and H.
         num_rows, num_pages: B rows of C pages at most.
         device: where they live.
-        is_final: they may not be made anew, since graphs read them.
+        is_final: they must not be replaced, since graphs read them.
 
     Attributes:
         pages: [L, B, H, C] int32 page ids.
-        offsets: [L, B, H] int32, pages of a head less superblocks of its request.
+        offsets: [L, B, H] int32, pages of a head minus superblocks of its request.
         lengths: [L, B, H] int32, tokens held.
         starts: [B * H + 1] int32, first query tokens.
         filled: what each row was filled for: a request and its number of superblocks.
@@ -179,23 +178,23 @@ class FoldedTables:
 
 
 class Folder:
-    """Fills the tables of a step, row by row where one has changed.
+    """Fills the rows of a step's tables that have changed since the step before.
 
     Args:
-        slots: frontiers.
+        requests: frontiers.
         lists: global pages of each head.
-        tables: what to fill; made anew when a batch does not fit.
+        tables: what to fill; replaced by larger ones when a batch does not fit.
     """
 
     def __init__(
-        self, slots: SlotTable, lists: HeadTables, tables: FoldedTables
+        self, requests: RequestTable, lists: HeadTables, tables: FoldedTables
     ) -> None:
-        self.slots, self.lists, self.tables = slots, lists, tables
+        self.requests, self.lists, self.tables = requests, lists, tables
         head = torch.arange(tables.pages.shape[2], dtype=torch.int32)
-        self._head = head.to(slots.device)
+        self._head = head.to(requests.device)
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Fill the rows of these requests anew: page lists or slots have changed."""
+        """Fill the rows of these requests again: their page lists have changed."""
         gone, tables = set(request_ids), self.tables
         if not gone:
             return
@@ -210,7 +209,7 @@ class Folder:
             common: vLLM's CommonAttentionMetadata, logical.
             request_ids: requests of the batch in row order; rows beyond are padding.
         """
-        num_rows, slots = common.num_reqs, self.slots
+        num_rows, requests = common.num_reqs, self.requests
         starts, order = common.query_start_loc[: num_rows + 1], None
         if common.max_query_len > 1:
             num_tokens = int(common.query_start_loc_cpu[num_rows])
@@ -219,25 +218,27 @@ class Folder:
         tables, num_heads = self.tables, len(self._head)
         held, offsets = common.seq_lens[:num_rows, None], tables.offsets[:, :num_rows]
         lengths = tables.lengths[:, :num_rows]
-        torch.add(held, offsets, alpha=slots.block_size, out=lengths)
+        torch.add(held, offsets, alpha=requests.block_size, out=lengths)
         query_start = tables.starts[: num_rows * num_heads + 1]
         fold_starts(query_start, starts, self._head)
         return FoldedBatch(
             tables=tables.pages[:, :num_rows].flatten(1, 2),
             lengths=lengths.flatten(1),
             query_start=query_start,
-            max_length=width * slots.block_size if request_ids else common.max_seq_len,
+            max_length=width * requests.block_size
+            if request_ids
+            else common.max_seq_len,
             order=order,
         )
 
-    def rehearse(self, num_columns: int) -> None:
-        """Fold a batch of nobody, so that kernels are compiled.
+    def warm_up(self, num_columns: int) -> None:
+        """Fold a dummy batch, so that the kernels are compiled.
 
         Args:
             num_columns: of vLLM's block table.
         """
-        one = torch.ones(2, dtype=torch.int32, device=self.slots.device)
-        nobody = SimpleNamespace(
+        one = torch.ones(2, dtype=torch.int32, device=self.requests.device)
+        dummy = SimpleNamespace(
             num_reqs=1,
             max_query_len=1,
             max_seq_len=1,
@@ -246,16 +247,16 @@ class Folder:
             query_start_loc=one.cumsum(0, dtype=torch.int32) - 1,
             block_table_tensor=one.new_zeros(1, num_columns),
         )
-        self.fold(nobody, ())
+        self.fold(dummy, ())
         self.tables.filled[0] = None
 
     def _fill(self, common: Any, request_ids: Sequence[str]) -> int:
         """Bring the rows of a batch up to date; return the columns in use."""
-        slots, num_rows = self.slots, common.num_reqs
+        requests, num_rows = self.requests, common.num_reqs
         held = common.seq_lens_cpu_upper_bound.numpy()
-        num_blocks = -(-held // slots.block_size)
-        rows = slots.rows(request_ids, num_rows)
-        frontier = slots.frontier_blocks_cpu[rows]
+        num_blocks = -(-held // requests.block_size)
+        rows = requests.rows(request_ids, num_rows)
+        frontier = requests.frontier_blocks_cpu[rows]
         num_pages = num_blocks - frontier + self.lists.most(rows, frontier)
         width = int(num_pages.max())
         self.tables = tables = self.tables.with_room(num_rows, width)
@@ -266,10 +267,10 @@ class Folder:
             self.lists.expand(
                 tables.pages[..., :width],
                 tables.offsets,
-                to_device(changed, slots.device),
-                to_device(rows[changed], slots.device),
+                to_device(changed, requests.device),
+                to_device(rows[changed], requests.device),
                 common.block_table_tensor,
-                slots.frontier_blocks,
+                requests.frontier_blocks,
             )
             tables.filled[:num_rows] = keys
         return width
@@ -279,6 +280,9 @@ def fold_starts(
     query_start: torch.Tensor, starts: torch.Tensor, head: torch.Tensor
 ) -> None:
     """Write where the queries of each (row, KV head) start, and where the last end.
+
+    Example: H = 2, and rows of 1 and 2 tokens: starts [0, 1, 3] become
+    [0, 1, 2, 4, 6].
 
     Args:
         query_start: [R * H + 1] int32, mutated.
@@ -296,6 +300,12 @@ def fold_order(
     starts: torch.Tensor, num_tokens: int, head: torch.Tensor
 ) -> torch.Tensor:
     """Return [T * H] int64 places of (token, KV head) among the folded queries.
+
+    The folded queries are ordered by row, then KV head, then token of the row.
+
+    Example: H = 2, and rows of 1 and 2 tokens: starts [0, 1, 3]. Token 0 is alone in
+    its row, so its heads have places 0 and 1. Row 1 has places 2 to 5: head 0 of tokens
+    1 and 2 at 2 and 3, head 1 at 4 and 5. The result is [0, 1, 2, 4, 3, 5].
 
     Args:
         starts: [R + 1] int32, first token of each row.

@@ -1,9 +1,30 @@
-"""Which request and which position each token of a step belongs to, on the device."""
+"""One forward pass: its batch, what the scheduler asks of it, and its tokens."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from vllm_kvpolicy.protocol import StepCommands
+
+
+@dataclass(frozen=True)
+class Step:
+    """A batch as vLLM describes it, with the scheduler's commands.
+
+    Args:
+        metadata: vLLM's CommonAttentionMetadata with logical lengths.
+        request_ids: requests of the batch in row order; rows beyond are padding.
+        commands: what the scheduler asks of this step.
+        is_real: False where vLLM builds metadata for a dummy batch, as it does to
+            capture a graph; there are no request ids and no commands then.
+    """
+
+    metadata: Any
+    request_ids: Sequence[str]
+    commands: StepCommands
+    is_real: bool = True
 
 
 @dataclass(frozen=True)

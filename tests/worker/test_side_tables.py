@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_kvpolicy.worker.late_tables import LateTables
+from vllm_kvpolicy.worker.side_tables import SideTables
 
 GIB = 2**30
 # 80 layers, 8 KV heads of 128 channels in bf16, 256 requests of up to 128k tokens.
 HEADS, SIZE, SLOTS = 80 * 8, 32, 256
 SUPERBLOCK = HEADS * SIZE * 2 * 128 * 2
-LARGE = LateTables(
-    num_slots=SLOTS,
+LARGE = SideTables(
+    num_requests=SLOTS,
     num_heads=HEADS,
     block_size=SIZE,
     max_global_blocks=131072 // SIZE,
@@ -25,7 +25,7 @@ CASES = {
     "two memories": replace(LARGE, num_memories=2),
     "ragged": replace(LARGE, is_ragged=True),
     "bounds": replace(LARGE, is_ragged=True, page_bytes=2 * 128 * 2),
-    "ragged, many requests": replace(LARGE, is_ragged=True, num_slots=8192),
+    "ragged, many requests": replace(LARGE, is_ragged=True, num_requests=8192),
 }
 
 

@@ -1,7 +1,7 @@
-"""Sizes of what is allocated along with the KV cache: known before anything is.
+"""Sizes of what is allocated along with the KV cache, known before it is made.
 
-vLLM measures free memory before it makes the KV cache. What this package allocates
-afterwards, because it follows the size of the pool, must be left out of the pool.
+vLLM measures free memory before it makes the KV cache. Tables whose size follows from
+the number of superblocks are allocated later, so the pool must leave room for them.
 """
 
 from bisect import bisect_right
@@ -12,21 +12,21 @@ from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
 
 
 @dataclass(frozen=True)
-class LateTables:
-    """What a worker allocates once it knows how many superblocks the pool has.
+class SideTables:
+    """What a worker allocates once the number of superblocks of the pool is known.
 
     Args:
-        num_slots: requests that may be live at once.
+        num_requests: requests that may be live at once.
         num_heads: n = L * H on this rank.
         block_size: N, tokens per superblock.
         max_global_blocks: most superblocks of survivors of one request in any pool.
         max_local_tokens: most local tokens right after an event, per head.
         num_memories: values that are remembered of each survivor.
-        is_ragged: heads have page lists of their own.
-        page_bytes: bytes that are known of each page beside its tokens.
+        is_ragged: whether heads have page lists of their own.
+        page_bytes: bytes beside each head page, for captures and page bounds.
     """
 
-    num_slots: int
+    num_requests: int
     num_heads: int
     block_size: int
     max_global_blocks: int
@@ -42,7 +42,7 @@ class LateTables:
     def nbytes(self, num_blocks: int) -> int:
         """Return the bytes beside a pool of `num_blocks` superblocks."""
         each = SurvivorMemory.nbytes_of(
-            self.num_slots,
+            self.num_requests,
             num_blocks,
             self.num_heads,
             self.block_size,
@@ -53,8 +53,8 @@ class LateTables:
         if not self.is_ragged:
             return beside
         longest = self.global_blocks(num_blocks)
-        # One more slot stands for rows without an event.
-        tables = HeadTables.nbytes(self.num_slots + 1, longest, self.num_heads)
+        # One more row stands for requests without an event.
+        tables = HeadTables.nbytes(self.num_requests + 1, longest, self.num_heads)
         return beside + tables
 
     def pool_blocks(self, available: int, superblock_bytes: int) -> int:

@@ -1,0 +1,69 @@
+"""The interface of a capture: it records in forward passes what events read."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from vllm_kvpolicy.worker.batch import Batch
+from vllm_kvpolicy.worker.pages import PagePool
+from vllm_kvpolicy.worker.step import Step
+
+
+class Capture:
+    """Records something of each forward pass for events; this base does nothing.
+
+    A capture is made before the KV cache exists and bound to it once. In each step it
+    learns which tokens are computed (`plan`), sees them in every layer (`observe`) and
+    closes the step (`end_step`). At an event it is read, and it moves values that it
+    keeps by slot along with the survivors. It drops requests that end.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that are held before the KV cache is made."""
+        return 0
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of device memory beside each head page of the pool."""
+        return 0
+
+    def bind(self, pool: PagePool) -> None:
+        """Allocate what has one entry per page, once the KV cache exists."""
+
+    def plan(self, step: Step) -> None:
+        """Note which tokens the coming forward pass computes."""
+
+    def observe(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """See one layer's new tokens, from inside its attention.
+
+        Args:
+            layer: index of the layer in model order.
+            query: [T, Hq, D] model dtype, post-RoPE.
+            key: [T, H, D] model dtype, post-RoPE.
+            value: [T, H, D] model dtype.
+        """
+
+    def end_step(self) -> None:
+        """Collect what the step showed, and see nothing until the next `plan`."""
+
+    def read(self, batch: Batch) -> Mapping[str, Any]:
+        """Return the fields of `EventInputs` that this capture fills for the batch."""
+        return {}
+
+    def move(self, source: torch.Tensor, dest: torch.Tensor) -> None:
+        """Move values that are kept by slot along with survivors.
+
+        Args:
+            source: [E, M] int64, slots that survivors leave; see `batch.move_slots`.
+            dest: [E, M] int64, slots that they go to.
+        """
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Forget requests that finished, were aborted or were preempted."""
+
+    def warm_up(self) -> None:
+        """Run the kernels of a step on dummy tokens, so that they are compiled."""

@@ -1,0 +1,279 @@
+"""Builds the worker's half of a policy in two phases, before and after the KV cache.
+
+vLLM measures free memory between the two.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+
+from vllm_kvpolicy import compat
+from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.kernels.rope import Rope
+from vllm_kvpolicy.metrics import WorkerCounters
+from vllm_kvpolicy.policies.base import Needs, Policy
+from vllm_kvpolicy.policies.build import build
+from vllm_kvpolicy.sizes import PlannerLimits, max_global_blocks, planner_limits
+from vllm_kvpolicy.worker.captures.base import Capture
+from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
+from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
+from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
+from vllm_kvpolicy.worker.compaction import POSITIONS, Compactor
+from vllm_kvpolicy.worker.pages import PagePool, check_layout
+from vllm_kvpolicy.worker.refused import refused_for
+from vllm_kvpolicy.worker.request_table import RequestTable
+from vllm_kvpolicy.worker.rotary import model_rope
+from vllm_kvpolicy.worker.runtime import KVPolicyRuntime
+from vllm_kvpolicy.worker.side_tables import SideTables
+from vllm_kvpolicy.worker.survivors import SurvivorMemory
+from vllm_kvpolicy.worker.tiers.base import Tier
+from vllm_kvpolicy.worker.tiers.equal import EqualTier, PhysicalTables
+from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
+from vllm_kvpolicy.worker.tiers.page_selection import PageSelection
+from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
+from vllm_kvpolicy.worker.tiers.ragged_step import FoldedTables
+from vllm_kvpolicy.worker.trace import NoTrace, Tracer
+
+logger = init_logger("vllm.kv_policy")
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """What a worker holds before the KV cache exists; `bind` makes the runtime of it.
+
+    Args:
+        vllm_config: the engine's configuration.
+        config: the engine's policies.
+        policies: by name.
+        needs: what any of them reads.
+        limits: block size and query windows.
+        layers: the model's attention layers, in model order.
+        rope: the model's rotary embedding, None where no policy asks for it.
+        requests: superblocks and frontiers by request.
+        captures: hooked to the model.
+        tables: what attention will read in a step.
+        side_tables: sizes of what is made along with the KV cache.
+    """
+
+    vllm_config: Any
+    config: KVPolicyConfig
+    policies: Mapping[str, Policy]
+    needs: Needs
+    limits: PlannerLimits
+    layers: Sequence[Any]
+    rope: Rope | None
+    requests: RequestTable
+    captures: Sequence[Capture]
+    tables: PhysicalTables | FoldedTables
+    side_tables: SideTables
+
+    @property
+    def early_bytes(self) -> int:
+        """Bytes of device memory that are held before the KV cache is made."""
+        captured = sum(capture.nbytes for capture in self.captures)
+        return captured + self.requests.global_blocks.nbytes + self.tables.nbytes
+
+    def bind(self, keys_are_columns: bool) -> KVPolicyRuntime:
+        """Build the runtime over vLLM's KV caches and attach it to the layers.
+
+        Args:
+            keys_are_columns: see `worker.pages.PagePool`.
+        """
+        pool = PagePool([layer.kv_cache for layer in self.layers], keys_are_columns)
+        for index, layer in enumerate(self.layers):
+            check_layout(layer, pool, index)
+        for capture in self.captures:
+            capture.bind(pool)
+        tier = self._tier(pool)
+        compactor = Compactor(
+            policies=self.policies,
+            pool=pool,
+            tier=tier,
+            requests=self.requests,
+            captures=self.captures,
+            memory=self._memory(pool),
+            rope=self.rope,
+            scale=self.layers[0].impl.scale,
+            trace=self._trace(),
+        )
+        counters = WorkerCounters(self.vllm_config.instance_id, self.limits.block_size)
+        runtime = KVPolicyRuntime(
+            self.policies, self.requests, tier, self.captures, compactor, counters
+        )
+        for index, layer in enumerate(self.layers):
+            layer.kv_policy_runtime = runtime
+            layer.kv_policy_index = index
+        return runtime
+
+    def _memory(self, pool: PagePool) -> dict[str, SurvivorMemory]:
+        sizes = self.side_tables
+        return {
+            name: SurvivorMemory(
+                requests=self.requests,
+                num_blocks=pool.num_blocks,
+                num_heads=sizes.num_heads,
+                max_local_tokens=sizes.max_local_tokens,
+            )
+            for name in remembered(self.needs)
+        }
+
+    def _trace(self) -> NoTrace:
+        folder = self.config.trace_dir
+        return Tracer(folder, self.limits.block_size) if folder else NoTrace()
+
+    def _tier(self, pool: PagePool) -> Tier:
+        is_captured = compat.captures_attention(self.vllm_config)
+        if isinstance(self.tables, PhysicalTables):
+            return EqualTier(self.requests, pool, self.tables, is_captured)
+        if not pool.spans_layers:
+            logger.warning(
+                "KV policy: layers lie in allocations of their own, so pages cannot "
+                "change layers; a request holds the maximum over layers of what its "
+                "heads need"
+            )
+        block = torch.zeros(1, 1, dtype=torch.int64, device=self.requests.device)
+        lists = HeadTables(
+            num_requests=self.requests.null_row,
+            max_global_blocks=self.side_tables.global_blocks(pool.num_blocks),
+            own_page=pool.own_pages(block).flatten(),
+            stride=pool.num_heads,
+            device=self.requests.device,
+        )
+        deciding = [each for each in self.captures if isinstance(each, VisibleUntil)]
+        return RaggedTier(
+            self.requests,
+            pool,
+            lists,
+            self.tables,
+            is_captured,
+            PageSelection.of_server(self.config, self.layers[0], self.requests, pool),
+            deciding[0] if self.needs.exact else None,
+        )
+
+
+def prepare(
+    vllm_config: Any,
+    config: KVPolicyConfig,
+    model: torch.nn.Module,
+    layers: Sequence[Any],
+    device: torch.device,
+) -> WorkerSetup:
+    """Build policies, tables and captures, and hook the captures to the model.
+
+    Args:
+        vllm_config: the engine's configuration.
+        config: the engine's policies.
+        model: the loaded model, not yet compiled or captured.
+        layers: its attention layers in model order.
+        device: where the model runs.
+
+    Raises:
+        ValueError: a policy that cannot serve this model.
+    """
+    policies = {name: build(name, config.options_of(name)) for name in config.policies}
+    needs = reduce(or_, (policy.needs for policy in policies.values()))
+    first, limits = layers[0], planner_limits(vllm_config, config)
+    shape = first.num_heads, first.num_kv_heads, first.head_size
+    for name, policy in policies.items():
+        with refused_for({name: policy}):
+            policy.check_model(len(layers), *shape)
+    with refused_for(policies, lambda needs: needs.rope):
+        rope = model_rope(model, first.head_size) if needs.rope else None
+    num_requests = vllm_config.scheduler_config.max_num_seqs
+    num_global = max_global_blocks(vllm_config, config)
+    requests = RequestTable(num_requests, num_global, limits.block_size, device)
+    tables = _step_tables(vllm_config, config, layers, requests)
+    given = model, layers, rope, device
+    captures = _captures(vllm_config, config, policies, needs, *given)
+    page_bytes = sum(capture.page_bytes for capture in captures)
+    side_tables = SideTables(
+        num_requests=num_requests,
+        num_heads=len(layers) * first.num_kv_heads,
+        block_size=limits.block_size,
+        max_global_blocks=num_global,
+        max_local_tokens=config.recent_tokens + limits.block_size - 1,
+        num_memories=len(remembered(needs)),
+        is_ragged=config.is_ragged,
+        page_bytes=page_bytes + PageSelection.page_bytes(config, first),
+    )
+    return WorkerSetup(
+        vllm_config,
+        config,
+        policies,
+        needs,
+        limits,
+        list(layers),
+        rope,
+        requests,
+        captures,
+        tables,
+        side_tables,
+    )
+
+
+def remembered(needs: Needs) -> tuple[str, ...]:
+    """Return the names of the values that the worker remembers of each survivor."""
+    return needs.memory + (POSITIONS,) * needs.positions
+
+
+def _step_tables(
+    vllm_config: Any,
+    config: KVPolicyConfig,
+    layers: Sequence[Any],
+    requests: RequestTable,
+) -> PhysicalTables | FoldedTables:
+    """Return what attention reads in a step; this is where the tier is chosen."""
+    num_rows = compat.padded_rows(vllm_config)
+    num_columns = -(-vllm_config.model_config.max_model_len // requests.block_size)
+    if not config.is_ragged:
+        return PhysicalTables(requests, num_rows, num_columns)
+    is_final = compat.captures_attention(vllm_config) or requests.device.type != "cpu"
+    if not is_final:
+        num_rows, num_columns = 0, 0
+    num_heads = layers[0].num_kv_heads
+    sizes = num_heads, num_rows, num_columns
+    return FoldedTables.of_engine(len(layers), *sizes, requests.device, is_final)
+
+
+def _captures(
+    vllm_config: Any,
+    config: KVPolicyConfig,
+    policies: Mapping[str, Policy],
+    needs: Needs,
+    model: torch.nn.Module,
+    layers: Sequence[Any],
+    rope: Rope | None,
+    device: torch.device,
+) -> list[Capture]:
+    """Return the captures that the policies need, hooked to the model."""
+    limits, first = planner_limits(vllm_config, config), layers[0]
+    captures: list[Capture] = [
+        QueryWindows.of_engine(limits, len(layers), first, vllm_config, device)
+    ]
+    if needs.signals:
+        with refused_for(policies, lambda needs: needs.signals):
+            signals = TokenSignals.of_engine(
+                needs.signals, model, len(layers), vllm_config, device
+            )
+        captures.append(signals)
+    # Names that differ only after the admission share one decider.
+    deciders = [getattr(policy, "decider", None) for policy in policies.values()]
+    for decider in [each for each in deciders if each is not None][:1]:
+        with refused_for(policies, lambda needs: needs.until):
+            decider.attach(model, layers, vllm_config, rope)
+        captures.append(
+            VisibleUntil(
+                decider,
+                config.sink_tokens,
+                limits.block_size,
+                first.num_kv_heads,
+                vllm_config.scheduler_config.max_num_batched_tokens,
+                device,
+            )
+        )
+    return captures

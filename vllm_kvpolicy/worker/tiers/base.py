@@ -1,0 +1,127 @@
+"""The interface of a tier: what is held, place, commit, and metadata of a step.
+
+A server has one tier for all its requests. Only `setup` knows which one it is.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_kvpolicy.kernels.assign_pages import PageLists
+from vllm_kvpolicy.protocol import CompactEvent
+from vllm_kvpolicy.worker.batch import Batch, HeldPages
+from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
+from vllm_kvpolicy.worker.pages import PagePool
+from vllm_kvpolicy.worker.request_table import RequestTable
+from vllm_kvpolicy.worker.step import Step
+from vllm_kvpolicy.worker.tiers.page_selection import SelectedBatch
+from vllm_kvpolicy.worker.tiers.ragged_step import FoldedBatch
+
+
+@dataclass(frozen=True)
+class StepMetadata:
+    """What the attention of a step reads.
+
+    Args:
+        common: CommonAttentionMetadata for vLLM's own metadata builder.
+        folded: page tables per head, None where the stock metadata is all.
+        exact: masks tokens as soon as they are dropped, in place of a stock kernel;
+            None where a dropped token is masked at the next event.
+    """
+
+    common: Any
+    folded: FoldedBatch | SelectedBatch | None = None
+    exact: VisibleUntil | None = None
+
+
+class Tier(ABC):
+    """Lays out the survivors of a server's requests.
+
+    Args:
+        requests: superblocks and frontiers by request.
+        pool: the pages of the KV cache.
+    """
+
+    def __init__(self, requests: RequestTable, pool: PagePool) -> None:
+        self.requests, self.pool = requests, pool
+        self.num_heads = pool.num_layers * pool.num_heads
+
+    @abstractmethod
+    def clear(self, rows: Sequence[int], index: torch.Tensor) -> None:
+        """Forget what rows of the table held; new requests take them over.
+
+        Args:
+            rows: the rows, on the host.
+            index: [E] int64, the same on the device.
+        """
+
+    @abstractmethod
+    def starts(self, index: torch.Tensor) -> torch.Tensor:
+        """Return [E, n + 1] int64: where each head's global pages start and end.
+
+        Example: heads that hold 2, 0 and 3 global pages have [0, 2, 2, 5].
+        """
+
+    @abstractmethod
+    def held(
+        self, events: Sequence[CompactEvent], rows: Sequence[int], index: torch.Tensor
+    ) -> HeldPages:
+        """Return what the requests hold before their events."""
+
+    def place(
+        self, batch: Batch, counts: torch.Tensor
+    ) -> tuple[torch.Tensor, PageLists]:
+        """Round a choice to whole pages and choose the pages.
+
+        Args:
+            batch: the events.
+            counts: [E, n] int64, tokens below the frontier that the policy chose.
+
+        Returns:
+            [E, n] int64 global pages of each head after the event, and which they are,
+            pages [E, C].
+        """
+        quota = self.quota(batch, counts)
+        return quota, self.assign(batch, quota)
+
+    @abstractmethod
+    def quota(self, batch: Batch, counts: torch.Tensor) -> torch.Tensor:
+        """Return [E, n] int64 global pages of each head after the event."""
+
+    @abstractmethod
+    def assign(self, batch: Batch, quota: torch.Tensor) -> PageLists:
+        """Return which pages of the destinations each head gets, pages [E, C]."""
+
+    @abstractmethod
+    def commit(self, batch: Batch, lists: PageLists) -> None:
+        """Remember the pages of a batch, once its survivors are there."""
+
+    @abstractmethod
+    def metadata(self, step: Step) -> StepMetadata:
+        """Return what the attention of a step reads.
+
+        Positions, slot mapping and query layout stay logical. The metadata is vLLM's
+        own outside a step and before any request has had an event, unless a graph may
+        be captured or replayed: that always reads our tables.
+        """
+
+    @abstractmethod
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Forget step tables of requests that are gone or whose pages change."""
+
+    @abstractmethod
+    def warm_up(self, num_columns: int) -> None:
+        """Run the kernels of a step on a dummy batch, so that they are compiled.
+
+        Args:
+            num_columns: of vLLM's block table.
+        """
+
+
+def block_table(rows: Sequence[Sequence[int]], requests: RequestTable) -> torch.Tensor:
+    """Return [E, P] int64 superblock ids, padded with vLLM's null block."""
+    width = max(map(len, rows))
+    return requests.to_device([tuple(row) + (0,) * (width - len(row)) for row in rows])
