@@ -54,7 +54,7 @@ class Setup:
         return f"{policy}:{self.variant}" if self.variant else policy
 
     def arguments(self, args: argparse.Namespace) -> list[str]:
-        """Return arguments of `vllm serve` with room for all requests at full length."""
+        """Return arguments of `vllm serve` that leave every request its full length."""
         blocks = args.concurrency * -(-args.max_model_len // args.block_size) + 1
         settings = EngineSettings(
             model=str(args.model),
