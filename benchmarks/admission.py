@@ -1,12 +1,11 @@
-"""Owns the comparison of requests at once: write gates and stock on one small pool.
+"""Compares how many requests run at once: write gates and stock on one small pool.
 
     python -m benchmarks.admission --out admission.json
 
-Both servers are alive from start to end, have the same KV blocks, and get the same
-problems in turn, A B, B A; what they hold is limited by the pool alone. Answers end by
-themselves, so the gates meet the texts that they are for. Requests at once are counted
-by the scheduler at every step, here over the steps in which another request waits: at
-a round's start and end there is nothing to wait for.
+Both servers run from start to end, have the same number of KV blocks, and get the same
+problems in turn (A B, B A). Only the pool limits what they hold. Answers are not cut to
+a length, so the gates see texts like those of their training. The scheduler counts
+running requests at every step; only steps count in which another request waits.
 """
 
 import argparse
@@ -104,11 +103,11 @@ def servers_of(args: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def asked_of(args: argparse.Namespace, number: int) -> list[Asked]:
-    """Return the requests of a round; no two rounds have a problem in common.
+    """Return the requests of a round; no two rounds share a problem.
 
     Args:
         args: the parsed command line.
-        number: of the round, from 0.
+        number: the round, from 0.
     """
     last = (number + 1) * args.problems
     by_task = [questions_of(task, last, args.seed, Path()) for task in args.tasks]
@@ -121,7 +120,7 @@ def asked_of(args: argparse.Namespace, number: int) -> list[Asked]:
 
 
 def measure(server: Server, asked: Sequence[Asked], max_tokens: int) -> Row:
-    """Ask everything at once and return the columns of the round.
+    """Send a round's requests at once and return its columns.
 
     Args:
         server: healthy and idle.
@@ -144,9 +143,9 @@ def measure(server: Server, asked: Sequence[Asked], max_tokens: int) -> Row:
 
 
 def settled(server: Server) -> dict[str, float]:
-    """Return the metrics of a server that holds nothing any more.
+    """Wait until a server holds no blocks, and return its metrics.
 
-    What it still holds after SETTLE_SECONDS is a leak, and stands in the metrics.
+    Blocks that it still holds after SETTLE_SECONDS are a leak and show in the metrics.
     """
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
@@ -165,7 +164,7 @@ def figures(
     Args:
         lines: its answers.
         seconds: from the first request to the last answer.
-        samples: /metrics in order: before, meanwhile, and when nothing runs any more.
+        samples: /metrics in order: before, during and after the round.
 
     Returns:
         `mean_running`: requests in a step, mean over the steps between the first and
@@ -214,7 +213,7 @@ def in_units(row: Row, args: argparse.Namespace) -> Row:
 
 
 def summarise(rows: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
-    """Return what the rounds of both servers say together.
+    """Return ratios of the policy to stock over all rounds.
 
     Args:
         rows: by server, pair by pair.

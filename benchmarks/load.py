@@ -1,4 +1,4 @@
-"""Owns the streaming client of /v1/completions and the arrival time of every token."""
+"""Sends streaming requests to /v1/completions and times the arrival of every token."""
 
 import asyncio
 import json
@@ -18,12 +18,12 @@ DONE = b"[DONE]"
 
 
 class LoadError(Exception):
-    """A request that failed, or did not give what it was forced to give."""
+    """A request that failed, or whose output has not the forced length."""
 
 
 @dataclass
 class Completion:
-    """What one request gave.
+    """The output of one request.
 
     Attributes:
         started: time at which it was sent, in seconds of `time.perf_counter`.
@@ -71,7 +71,7 @@ async def complete(
     """Send one request and read its stream to the end.
 
     Args:
-        session: with the server's root as base.
+        session: a session whose base is the server's root.
         prompt: token ids.
         output_tokens: forced length of the output.
         extra: `vllm_xargs` of the request.
@@ -135,7 +135,7 @@ async def run_together(
 async def sampled(
     work: Awaitable[Result], sample: Callable[[], dict[str, float]]
 ) -> tuple[Result, list[dict[str, float]]]:
-    """Wait for work and sample a server's metrics meanwhile; see `run_together`.
+    """Wait for `work` and sample a server's metrics until it ends; see `run_together`.
 
     Raises:
         LoadError: sampling failed.

@@ -1,8 +1,8 @@
 """Times a policy against stock vLLM or another policy, both in this process.
 
-No HTTP, no other process: what is left is the policy's own work. Engines take turns on
-the same requests. Without a budget the policy never has an event, and outputs must be
-equal before anything is reported.
+Without HTTP and other processes, the difference is the policy's own work. Engines take
+turns on the same requests. Without `--budget` the policy never has an event, and
+nothing is reported unless outputs are equal.
 
     python -m benchmarks.overhead [--model DIR] [--policy ams-tova] [--pairs 25]
     python -m benchmarks.overhead --policy adakv-snapkv --beside snapkv --budget 128
@@ -28,7 +28,7 @@ ENVIRONMENT = {
 
 
 def make_engine(model: str, policy: str | None, budget: int) -> Any:
-    """Return an engine, stock without a policy."""
+    """Return an engine; without a policy it is stock vLLM."""
     from vllm import LLM
 
     extra: dict[str, Any] = {}

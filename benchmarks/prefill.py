@@ -1,8 +1,8 @@
 """Times the attention of a long prompt under write gates beside stock vLLM.
 
-Both engines are in this process and take turns on the same random tokens. Gates are of
-random weights, and their threshold is searched for until the wanted share of the tokens
-that leave the window is admitted: what a mask costs does not depend on what it is for.
+Both engines run in this process and take turns on the same random tokens. Gates have
+random weights. Their threshold is chosen so that they admit the wanted share of the
+tokens that leave the window, because the time depends on this share only.
 
     python -m benchmarks.prefill [--tokens 8192] [--kept 0.25] [--pairs 5] [--out FILE]
 """
@@ -27,7 +27,7 @@ SEARCH_STEPS, NEAR = 12, 0.01
 
 
 def make_engine(model: str, tokens: int, policy: dict[str, Any] | None) -> Any:
-    """Return an engine for prompts of `tokens` tokens, stock without a policy."""
+    """Return an engine for prompts of `tokens` tokens; without a policy it is stock."""
     from vllm import LLM
 
     return LLM(
@@ -77,7 +77,7 @@ def attention_clock(engine: Any) -> Iterator[list[float]]:
 
 
 def read_prompt(engine: Any, tokens: int, seed: int) -> dict[str, float]:
-    """Read a prompt of random tokens; return seconds, and the share that was kept."""
+    """Read a prompt of random tokens; return the seconds and the share kept."""
     from vllm import SamplingParams, TokensPrompt
 
     rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Owns the record of what a measurement was made with."""
+"""Records the command, versions, commit and machine of a measurement."""
 
 import os
 import platform
@@ -21,7 +21,7 @@ def collect(module: str) -> dict[str, Any]:
     """Return command, versions, commit and machine.
 
     Args:
-        module: what was run, as `python -m` takes it.
+        module: module that was run, as for `python -m`.
     """
     changes = git("status", "--porcelain")
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
@@ -57,7 +57,7 @@ def package_version(name: str) -> str | None:
 
 
 def git(*arguments: str) -> str | None:
-    """Return what git says about the repository, or None where it says nothing."""
+    """Return the output of a git command on the repository, None if it fails."""
     try:
         done = subprocess.run(
             ["git", "-C", str(ROOT), *arguments],

@@ -1,4 +1,4 @@
-"""Owns the serving scenarios: what is sent, and which servers meet it."""
+"""Defines the serving scenarios: their requests and their servers."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,21 +28,21 @@ class Scenario:
 
     Attributes:
         name: `pressure`, `ragged` or `neutral`.
-        policies: names for `--kv-policy`; each is a server of that name.
+        policies: names for `--kv-policy`; each has a server of that name.
         pairs: timed rounds.
-        requests: sent at once, in each round.
+        requests: number sent at once in each round.
         output_tokens: forced length of each output.
-        budget: `--kv-budget`; None for one that is never reached.
+        budget: `--kv-budget`; None for a budget that is never reached.
         interval: `--kv-interval`.
         pool_share: usable blocks / blocks that stock needs for all at full length.
-        block_size: tokens per block, policies and stock.
-        max_model_len: of all servers.
-        max_num_seqs: of all servers.
-        seed: of lengths and contents.
-        count_windows: take the memory of a policy's query windows off its pool, as a
-            server without `--num-gpu-blocks-override` does; otherwise all pools have
-            the same number of blocks and the windows come on top.
-        baselines: servers that every other policy is compared with.
+        block_size: tokens per block, for policies and stock.
+        max_model_len: the same for all servers.
+        max_num_seqs: the same for all servers.
+        seed: for lengths and contents.
+        count_windows: subtract the memory of a policy's query windows from its pool, as
+            a server without `--num-gpu-blocks-override` does; otherwise all pools have
+            the same number of blocks and the windows are additional.
+        baselines: servers that all policies are compared with.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Scenario:
         )
 
     def pool(self, workload: Workload, share: float) -> int:
-        """Return the blocks of a pool, vLLM's null block included.
+        """Return the number of blocks of a pool, vLLM's null block included.
 
         Raises:
             ValueError: stock could not start, because the pool does not hold one

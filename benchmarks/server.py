@@ -27,19 +27,19 @@ CACHE_INFO = "vllm:cache_config_info"
 
 
 class ServerError(Exception):
-    """A server that did not start, or died."""
+    """A server that did not start or has died."""
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What all servers of a comparison have in common.
+    """Settings that all servers of a comparison share.
 
     Attributes:
         model: folder of the model.
         max_model_len: longest request, in tokens, prompt and output together.
         max_num_seqs: most requests in one engine step.
         kv_cache_bytes: memory for the KV cache.
-        seed: of vLLM.
+        seed: vLLM's seed.
     """
 
     model: str
@@ -67,8 +67,8 @@ class Server:
     """A running server.
 
     Attributes:
-        name: of the server in tables.
-        arguments: what follows `vllm serve`, port excluded.
+        name: the server's name in tables.
+        arguments: arguments of `vllm serve` without the port.
         url: root of its HTTP interface.
         log: file with its standard output and error.
         process: the process, leader of its own process group.
@@ -93,7 +93,7 @@ class Server:
         raise ServerError(f"{self.name}: /metrics has no {CACHE_INFO}")
 
     def is_healthy(self) -> bool:
-        """Return whether the server answers; raise ServerError if it is gone."""
+        """Return whether the server answers; raise ServerError if it has died."""
         if self.process.poll() is not None:
             raise ServerError(
                 f"{self.name}: exited with status {self.process.returncode}; the log "
@@ -106,10 +106,10 @@ class Server:
         return True
 
     def wait_until_healthy(self, seconds: float = START_SECONDS) -> None:
-        """Return once the server answers.
+        """Wait until the server answers.
 
         Raises:
-            ServerError: it is gone, or silent for `seconds`.
+            ServerError: it has died, or has not answered for `seconds`.
         """
         deadline = time.monotonic() + seconds
         while not self.is_healthy():
@@ -121,7 +121,7 @@ class Server:
             time.sleep(POLL_SECONDS)
 
     def stop(self) -> None:
-        """End the process group, politely first."""
+        """End the process group: first by SIGTERM, then by SIGKILL."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(self.process.pid, number)
@@ -140,13 +140,12 @@ class Server:
 def start(name: str, arguments: Sequence[str], log_folder: Path) -> Server:
     """Start a server without waiting for it.
 
-    From then on this program ends by SIGTERM as it does by Ctrl-C, so that whoever
-    started a server stops it.
+    From then on SIGTERM ends this program like Ctrl-C, so that it stops its servers.
 
     Args:
-        name: of the server and of its log file.
-        arguments: what follows `vllm serve`.
-        log_folder: where the log goes; must exist.
+        name: of the server and its log file.
+        arguments: arguments of `vllm serve`.
+        log_folder: existing folder for the log.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -169,14 +168,14 @@ def start(name: str, arguments: Sequence[str], log_folder: Path) -> Server:
 def running(
     arguments: dict[str, list[str]], log_folder: Path
 ) -> Iterator[dict[str, Server]]:
-    """Keep several servers alive, started together, all stopped at the end.
+    """Start several servers together and stop them all at the end.
 
     Args:
-        arguments: server name -> what follows `vllm serve`.
-        log_folder: where the logs go; must exist.
+        arguments: server name -> arguments of `vllm serve`.
+        log_folder: existing folder for the logs.
 
     Yields:
-        Server name -> server, all healthy.
+        Server name -> healthy server.
     """
     with ExitStack() as stack:
         servers = {}
@@ -198,7 +197,7 @@ def free_port() -> int:
 def parse_metrics(text: str) -> dict[str, float]:
     """Return samples of Prometheus text by name, summed over labels.
 
-    Buckets and creation times are left out; counters keep their `_total`, histograms
+    Buckets and creation times are omitted; counters keep their `_total`, histograms
     give `_count` and `_sum`.
     """
     values: dict[str, float] = {}

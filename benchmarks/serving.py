@@ -1,12 +1,12 @@
-"""Owns the serving comparison: policies and stock in turn, through the OpenAI API.
+"""Compares the speed of policies and stock vLLM through the OpenAI API.
 
     python -m benchmarks.serving pressure --out pressure.json
     python -m benchmarks.serving neutral --pairs 15 --out neutral.json
 
-All servers of a comparison are alive from start to end and get the same requests in
-turn, A B C, B C A, C A B, so a ratio compares neighbours in time and no server always
-comes first. They are verified, then warmed up with one round that is not counted, then
-timed. Timings mean something only on a machine that does nothing else.
+All servers of a comparison run from start to end and get the same requests in turn
+(A B C, B C A, C A B), so a ratio compares neighbours in time and no server always comes
+first. They are verified, warmed up with one round that does not count, and then timed.
+Timings are meaningful only on an otherwise idle machine.
 """
 
 import argparse
@@ -76,8 +76,8 @@ def measure(server: Server, workload: Workload, round_number: int) -> Row:
 
     Args:
         server: healthy and idle.
-        workload: what to send.
-        round_number: chooses the contents of the prompts.
+        workload: the requests.
+        round_number: seeds the contents of the prompts.
 
     Returns:
         See `figures`.
@@ -97,7 +97,7 @@ def figures(
     before: Mapping[str, float],
     after: Mapping[str, float],
 ) -> Row:
-    """Return the columns of one round; None where a server has no such figure.
+    """Return the columns of one round; None for figures that a server does not have.
 
     Args:
         completions: all requests of the round.
@@ -176,7 +176,7 @@ def compare(
 
 
 def summarise(rows: Sequence[Row]) -> Row:
-    """Return the median of every column over the rounds that have it."""
+    """Return the median of each column over the rounds that have it."""
     summary: Row = {}
     for column in rows[0]:
         values = [row[column] for row in rows if row[column] is not None]
@@ -248,7 +248,7 @@ def run(scenario: Scenario, model: Path, log_folder: Path) -> dict[str, Any]:
     Args:
         scenario: what to compare.
         model: folder of the model.
-        log_folder: where the servers' logs go.
+        log_folder: folder for the servers' logs.
 
     Returns:
         A JSON-able record of everything.
@@ -314,13 +314,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--count-windows",
         action="store_true",
-        help="take the memory of query windows off the policies' pools",
+        help="subtract the memory of query windows from the policies' pools",
     )
     return parser.parse_args(argv)
 
 
 def choose_scenario(args: argparse.Namespace) -> Scenario:
-    """Return the scenario with the changes that the command line asks for."""
+    """Return the scenario with the changes of the command line."""
     scenario = SCENARIOS[args.scenario]
     changes = {
         name: value
@@ -333,10 +333,10 @@ def choose_scenario(args: argparse.Namespace) -> Scenario:
 
 
 def find_model(asked: Path, folder: Path) -> Path:
-    """Return the model's folder; a random tiny one if the packaged one is not there.
+    """Return the model's folder; a random tiny model if the packaged one is missing.
 
     Args:
-        asked: what the command line names.
+        asked: folder named on the command line.
         folder: where a tiny model may be written.
     """
     if asked != PACKAGED_MODEL or (asked / "config.json").is_file():

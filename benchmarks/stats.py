@@ -1,4 +1,4 @@
-"""Owns the arithmetic of a comparison: latencies, paired ratios, tests, intervals."""
+"""Computes latencies, paired ratios, tests and intervals of a comparison."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ class Ratio:
     """The median of paired ratios with its bootstrap interval.
 
     Attributes:
-        median: of the ratios.
+        median: median of the ratios.
         low: lower end of the interval.
-        high: upper end.
+        high: upper end of the interval.
         ratios: one per pair.
     """
 
@@ -83,8 +83,8 @@ def median_ratio(
 
     Args:
         ours: one value per pair.
-        theirs: the value of the same pair that ours is divided by.
-        seed: of the resampling.
+        theirs: divides the value of the same pair.
+        seed: for the resampling.
     """
     ratios = paired_ratios(ours, theirs)
     rng = np.random.default_rng(seed)
@@ -108,7 +108,7 @@ def mcnemar(only_ours: int, only_theirs: int) -> float:
 
     Returns:
         The chance that a fair coin splits the differing pairs at least as unevenly; 1
-        where none differ.
+        if none differ. With 10 and 2 it is 0.039.
 
     Raises:
         ValueError: a negative count.

@@ -1,4 +1,4 @@
-"""Owns the checks that a serving comparison passes before anything is timed."""
+"""Checks the servers of a serving comparison before anything is timed."""
 
 import asyncio
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ Outputs = list[list[int]]
 
 
 class VerificationError(Exception):
-    """A server does not do what the comparison takes for granted."""
+    """A server does not behave as the comparison requires."""
 
 
 def verify(
@@ -25,15 +25,15 @@ def verify(
     """Check the servers of a scenario.
 
     Args:
-        scenario: what they were started for.
+        scenario: the scenario that they were started for.
         workload: its requests.
-        servers: by name; with AMPLE where the scenario is pressed.
+        servers: by name; with AMPLE if the scenario is pressed.
 
     Returns:
         One sentence for each check that passed.
 
     Raises:
-        VerificationError: the first check that did not.
+        VerificationError: a check failed.
     """
     prompts = workload.prompts(VERIFICATION_ROUND)[:CHECKED_PROMPTS]
 
@@ -68,14 +68,14 @@ def verify(
 
 
 def _grown(name: str, before: Mapping[str, float], after: Mapping[str, float]) -> float:
-    """Return by how much a series grew; one that is not there is an error."""
+    """Return how much a series grew; a missing series is an error."""
     if name not in after:
         raise VerificationError(f"/metrics has no {name}")
     return after[name] - before.get(name, 0.0)
 
 
 def _same(found: Mapping[str, Outputs], expected: str, name: str) -> str:
-    """Return a sentence, or raise at the first token that differs."""
+    """Return a sentence if all tokens are equal, else raise."""
     for number, pair in enumerate(zip(found[name], found[expected], strict=True)):
         tokens = zip(*pair, strict=True)
         differs = [i for i, (ours, theirs) in enumerate(tokens) if ours != theirs]
@@ -88,7 +88,7 @@ def _same(found: Mapping[str, Outputs], expected: str, name: str) -> str:
 
 
 def _expect(holds: bool, sentence: str) -> str:
-    """Return the sentence, or raise it."""
+    """Return the sentence if the check holds, else raise it."""
     if not holds:
         raise VerificationError(sentence)
     return sentence

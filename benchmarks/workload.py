@@ -1,4 +1,4 @@
-"""Owns the requests of a serving comparison and the size of the pool they meet."""
+"""Makes the requests of a serving comparison and computes the size of its pool."""
 
 import json
 import random
@@ -15,13 +15,13 @@ NULL_BLOCKS = 1
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests that are sent at once.
+    """A set of requests that are sent at once.
 
     Attributes:
-        token_ids: what prompts are drawn from.
+        token_ids: prompts are drawn from these.
         prompt_tokens: length of each prompt.
         output_tokens: forced length of each output.
-        seed: of the contents.
+        seed: for the contents.
     """
 
     token_ids: tuple[int, ...]
@@ -46,7 +46,8 @@ def blocks_needed(
 ) -> int:
     """Return the blocks that stock vLLM holds when all requests are at full length.
 
-    The last output token is never fed back, so it has no place in the KV cache.
+    The last output token is never fed back, so it is not in the KV cache: a prompt of
+    10 and an output of 23 tokens need 2 blocks of 16.
 
     Args:
         prompt_tokens: length of each prompt.

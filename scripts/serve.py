@@ -59,12 +59,12 @@ def build_command(options: argparse.Namespace, device: str) -> list[str]:
 
 
 def has_policy(options: argparse.Namespace) -> bool:
-    """Say whether the server gets a policy; `POLICY=none` is stock vLLM."""
+    """Return whether the server gets a policy; `POLICY=none` is stock vLLM."""
     return options.policy not in ("", "none")
 
 
 def check_policy(options: argparse.Namespace, device: str) -> None:
-    """Refuse bad numbers at once, not after vLLM's imports.
+    """Refuse bad numbers before vLLM is imported.
 
     Args:
         options: the parsed command line of this script.
@@ -89,7 +89,7 @@ def check_policy(options: argparse.Namespace, device: str) -> None:
 
 
 def check_port(host: str, port: int) -> None:
-    """Refuse a port that another process listens on; its answers would look like ours.
+    """Refuse a port on which another process listens and would answer in our place.
 
     Raises:
         OSError: naming the port and what to do.
@@ -110,12 +110,12 @@ def check_port(host: str, port: int) -> None:
 
 
 def served_name(model: str) -> str:
-    """Return the name under which clients ask for `model`."""
+    """Return the name of `model` in requests."""
     return PACKAGED_NAME if model == PACKAGED_MODEL else model
 
 
 def wait_and_explain(options: argparse.Namespace, server_pid: int) -> None:
-    """Print how to call the server when it answers; give up when it is gone.
+    """Wait until the server answers and print how to call it; stop if it ends.
 
     Args:
         options: the parsed command line of this script.
@@ -147,7 +147,7 @@ def wait_and_explain(options: argparse.Namespace, server_pid: int) -> None:
 
 
 def example_prompt(model: str) -> str:
-    """Return a prompt that `model` was made for, as JSON-safe text."""
+    """Return an example prompt for `model`, as JSON-safe text."""
     path = ROOT / Path(model) / "example_prompt.txt"
     if path.is_file():
         return path.read_text().strip().replace("\n", "\\n").replace('"', '\\"')
@@ -155,20 +155,20 @@ def example_prompt(model: str) -> str:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Return the options; what follows `--` goes to `vllm serve` as it is."""
+    """Return the options; arguments after `--` go to `vllm serve` unchanged."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=PACKAGED_MODEL)
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--policy", default="ams-tova")
+    parser.add_argument("--model", default=PACKAGED_MODEL, help="folder or name")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on")
+    parser.add_argument("--policy", default="ams-tova", help="none: stock vLLM")
     parser.add_argument("--budget", default="512", help="tokens per KV head")
     parser.add_argument("--interval", default="64", help="tokens between events")
-    parser.add_argument("extra", nargs="*")
+    parser.add_argument("extra", nargs="*", help="more arguments of `vllm serve`")
     return parser.parse_args(arguments)
 
 
 def main() -> int:
-    """Replace this process by the server; returns only where it cannot start."""
+    """Replace this process by the server; return only if it cannot start."""
     options = parse(sys.argv[1:])
     folder = ROOT / options.model
     if options.model == PACKAGED_MODEL and not (folder / "config.json").is_file():

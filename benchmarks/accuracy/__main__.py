@@ -4,11 +4,11 @@
         --budgets 96 128 192 --tasks recall:60 copy:40 --n 200 --out accuracy.jsonl
     python -m benchmarks.accuracy --grid benchmarks/grids/standard.yaml --shard 1/4
 
-One server per budget, interval and tier (heads of equal or of own lengths), one after
-the other; requests name their policies, and each policy is asked one task at a time.
-`full` is vLLM without a policy and has neither budget nor interval. Run again with the
-same settings, it goes on where the output file ends. A summary goes to standard output
-and to OUT.summary.json.
+Servers run one after the other, one per budget, interval and tier (heads of equal or of
+different lengths). Requests name their policies, and one task of one policy runs at a
+time. `full` is vLLM without a policy and has neither budget nor interval. With the same
+settings the command continues where the output file ends. A summary goes to standard
+output and to OUT.summary.json.
 """
 
 import argparse
@@ -43,18 +43,20 @@ Line = dict[str, Any]
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line; every option but NOT_IN_GRIDS may stand in a grid."""
+    """Return the parser; every option except NOT_IN_GRIDS may stand in a grid."""
     made = argparse.ArgumentParser(
         prog="python -m benchmarks.accuracy", description=__doc__.partition("\n")[0]
     )
     add = made.add_argument
     add("--grid", type=Path, help="YAML file with values for the options below")
     add("--shard", type=shard, default=(1, 1), metavar="I/N", help="part I of N")
-    add("--dry-run", action="store_true", help="only say how long it would take")
+    add("--dry-run", action="store_true", help="only print how long it would take")
     add("--model", type=Path, default=PACKAGED_MODEL, help="a folder")
-    add("--url", help="root of a server that is there already, instead of own ones")
-    add("--served-name", default="model", help="the model as the server calls it")
-    add("--serve-args", default="", help="more for `vllm serve`, one string")
+    add("--url", help="root of a running server; none is started")
+    add("--served-name", default="model", help="the server's name of the model")
+    add(
+        "--serve-args", default="", help="more arguments of `vllm serve`, as one string"
+    )
     add("--policies", nargs="+", metavar="NAME")
     add("--budgets", nargs="+", type=int, default=[128], help="tokens")
     add("--intervals", "--interval", nargs="+", type=int, default=[64], help="tokens")
@@ -63,33 +65,37 @@ def parser() -> argparse.ArgumentParser:
         type=json.loads,
         default={},
         metavar="JSON",
-        help="options; each server gets those that its policies know",
+        help="options; each server gets those of its policies",
     )
     add(
         "--variants",
         type=json.loads,
         default={},
         metavar="JSON",
-        help="further options by name, for policies written NAME:VARIANT",
+        help="further options by variant, for policies written NAME:VARIANT",
     )
     add(
         "--evict-prompts",
         action="store_true",
-        help="no policy protects the prompt, so that all hold the same",
+        help="no policy protects the prompt, so that all hold equally much",
     )
     add("--tasks", nargs="+", default=DEFAULT_TASKS, help="see docs/accuracy.md")
     add("--data", type=Path, default=Path("data"), help="folder of local JSONL files")
     add("--n", type=int, default=200, help="problems per task")
-    add("--seed", type=int, default=0, help="of the first generated problem")
+    add("--seed", type=int, default=0, help="seed of the first generated problem")
     add("--samples", type=int, default=1, help="answers to each problem")
     add("--temperature", type=float, default=0.0, help="0: greedy")
-    add("--max-tokens", type=int, help="of an answer; default: each task's own limit")
-    add("--max-trace", type=int, help="most tokens that a worked answer may have")
+    add(
+        "--max-tokens",
+        type=int,
+        help="most tokens of an answer; default: the task's limit",
+    )
+    add("--max-trace", type=int, help="most tokens of a worked answer")
     add("--max-model-len", type=int, default=4096, help="tokens")
     add("--block-size", type=int, default=32, help="tokens")
     add("--concurrency", type=int, default=16, help="requests at once")
     add("--timeout", type=float, default=600.0, help="seconds for one try")
-    add("--tries", type=int, default=5, help="of one request")
+    add("--tries", type=int, default=5, help="tries of one request")
     add("--math-verify", action="store_true", help="judge LaTeX with math-verify, too")
     add("--out", type=Path, default=Path("accuracy.jsonl"))
     add("--logs", type=Path, help="folder for the servers' logs")
@@ -106,7 +112,7 @@ def shard(text: str) -> tuple[int, int]:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line; what it says wins over what a grid says."""
+    """Read the command line, which wins over a grid."""
     made = parser()
     args = made.parse_args(argv)
     try:
@@ -125,7 +131,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ValueError where values are not valid, alone or together."""
+    """Raise ValueError if values are invalid, alone or together."""
     if not args.policies:
         raise ValueError("policies: expected at least one, got none")
     for task in args.tasks:
@@ -163,11 +169,11 @@ def check(args: argparse.Namespace) -> None:
 
 
 def settings_of(args: argparse.Namespace, judge: str | None) -> Line:
-    """Return what the lines of a file have in common.
+    """Return the settings that all lines of a file share.
 
     Args:
         args: the parsed command line.
-        judge: version of math-verify, None without it.
+        judge: version of math-verify, None if it is not used.
     """
     weights = args.model / "model.safetensors"
     known = not args.url and weights.is_file()
@@ -195,7 +201,7 @@ def run(
     lines: list[Line],
     log_folder: Path,
 ) -> tuple[dict[str, float], list[str]]:
-    """Ask every server what the output file does not have yet, after a warm-up.
+    """Send each server the requests that the output file lacks, after a warm-up.
 
     Args:
         args: the parsed command line.
@@ -205,10 +211,10 @@ def run(
         log_folder: where the servers' logs go.
 
     Returns:
-        Server -> events that it counted meanwhile; and a sentence per failed problem.
+        Server -> events that it counted; and a sentence per failed problem.
 
     Raises:
-        LoadError: too many problems failed, or a given server knows no policies.
+        LoadError: too many problems failed, or the server of `--url` has no policies.
     """
     events: dict[str, float] = {}
     failures: list[str] = []
@@ -252,7 +258,7 @@ def ask_batches(
     write: Callable[[Line], None],
     failures: list[str],
 ) -> Iterator[Line]:
-    """Ask a server policy by policy, task by task; yield what it measured of each.
+    """Send requests by policy and task; yield what the server measured for each.
 
     Args:
         client: sends the requests.
@@ -284,11 +290,11 @@ def ask_batches(
 
 
 def _forget(_: Line) -> None:
-    """Take the line of a request that only warms up."""
+    """Ignore the line of a warm-up request."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure the accuracy of each policy; return 1 where a problem failed."""
+    """Measure the accuracy of each policy; return 1 if a problem failed."""
     args = parse_args(argv)
     version, equal = scoring.math_verify() if args.math_verify else (None, None)
     questions = grid.read_questions(args)

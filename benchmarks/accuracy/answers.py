@@ -1,8 +1,8 @@
-r"""Owns answers in text: the last `\boxed{...}`, and whether two answers are equal.
+r"""Finds the last `\boxed{...}` of a text and compares answers.
 
-Called by scoring and summary. Pure functions. Equality is of the plain kind: after
-units, dollar signs, LaTeX spacing and the like are gone, equal text or equal rational
-numbers, part by part in tuples and sets. What needs algebra is left to `math-verify`.
+Two answers are equal if, without units, dollar signs and LaTeX spacing, they are the
+same text or the same rational number; tuples and sets are compared part by part.
+Algebra is left to `math-verify`.
 """
 
 import re
@@ -32,12 +32,11 @@ _OPEN, _CLOSE = "([{", ")]}"
 def last_boxed(text: str) -> str | None:
     r"""Return what the last `\boxed{...}` of a text holds, without outer white space.
 
-    Braces nest; `\{` and `\}` are characters like any others. Of a box within a box the
-    inner one counts. A last box that is never closed is no answer, whatever stands
-    before it.
+    Braces nest; `\{` and `\}` are ordinary characters. Of nested boxes the inner one
+    counts. If the last box is not closed there is no answer, even with earlier boxes.
 
     Returns:
-        None where there is no box, or the last one is not closed or empty.
+        None without a box, or if the last one is empty or not closed.
     """
     starts = [found.end() for found in BOX.finditer(text)]
     if not starts:
@@ -48,7 +47,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _closing_brace(text: str, start: int) -> int | None:
-    """Return where the brace that opened just before `start` is closed."""
+    """Return the index of the brace that closes the one just before `start`."""
     depth, place = 1, start
     while place < len(text):
         if text[place] == "\\":
@@ -62,7 +61,7 @@ def _closing_brace(text: str, start: int) -> int | None:
 
 
 def normal_form(answer: str) -> str:
-    """Return an answer without what does not change its meaning; for votes, too."""
+    """Return an answer without units, dollar signs and spacing; also used for votes."""
     text = answer.strip().rstrip(".").strip()
     for mark in ("$$", "$"):
         if len(text) > 2 * len(mark) and text.startswith(mark) and text.endswith(mark):
@@ -101,7 +100,7 @@ def _same(given: str, expected: str) -> bool:
 
 
 def number(text: str) -> Fraction | None:
-    """Return the rational number that a normal form is, or None."""
+    """Return a normal form as a rational number, None if it is not one."""
     if _WHOLE_NUMBER.fullmatch(text):
         return Fraction(text)
     ratio = _RATIO.fullmatch(text)
@@ -115,7 +114,7 @@ def number(text: str) -> Fraction | None:
 
 
 def _parts(text: str) -> list[str]:
-    """Cut a tuple, set or list at its top-level commas; brackets are parts."""
+    """Split a tuple, set or list at its top-level commas; brackets are parts."""
     parts, depth = [""], 0
     outer = len(text) > 1 and text[0] in _OPEN and text[-1] in _CLOSE
     body = text[1:-1] if outer else text

@@ -1,4 +1,4 @@
-"""Owns the requests of an accuracy run: sent, sent again, judged."""
+"""Sends the requests of an accuracy run, retries them and scores the answers."""
 
 import asyncio
 import hashlib
@@ -28,8 +28,8 @@ class Asked:
 
     Attributes:
         key: fields that name the output line.
-        question: what to ask.
-        sample: which of several answers to the same question.
+        question: the question.
+        sample: number of the answer among several to the same question.
         extra: `vllm_xargs`, or None.
     """
 
@@ -41,17 +41,17 @@ class Asked:
 
 @dataclass(frozen=True)
 class Client:
-    """How requests are sent.
+    """Sends requests with fixed settings.
 
     Attributes:
         concurrency: most requests at once.
         timeout: seconds for one try.
-        tries: of one request, at least 1.
+        tries: tries of one request, at least 1.
         pause: seconds before the second try; doubled for each further one.
         temperature: 0 for greedy decoding.
-        max_tokens: of an answer; None for each question's own limit.
-        max_failures: problems that may fail before the rest is not asked.
-        model: as the server calls it.
+        max_tokens: most tokens of an answer; None for each question's limit.
+        max_failures: problems that may fail before the run stops.
+        model: the server's name of the model.
         equal: see `scoring.judge`.
     """
 
@@ -66,7 +66,7 @@ class Client:
     equal: Equal | None = None
 
     def body(self, asked: Asked) -> Line:
-        """Return the request's body; the same for the same request, always."""
+        """Return the request's body, always the same for the same request."""
         question = asked.question
         name = f"{question.task}/{question.id}/{asked.sample}"
         digest = hashlib.sha256(name.encode()).digest()
@@ -81,10 +81,10 @@ class Client:
         return body | ({"vllm_xargs": asked.extra} if asked.extra else {})
 
     async def ask(self, session: aiohttp.ClientSession, asked: Asked) -> Line:
-        """Send one request until it is answered, and judge the answer.
+        """Send one request, retry it if needed, and score the answer.
 
         Returns:
-            A whole output line.
+            A complete output line.
 
         Raises:
             LoadError: it was refused, or failed `tries` times.
@@ -123,7 +123,7 @@ class Client:
         raise LoadError(message)
 
     def _line(self, asked: Asked, answer: Any) -> Line:
-        """Return what an answer says, judged."""
+        """Return the output line of a scored answer."""
         try:
             (choice,) = answer["choices"]
             text = choice["message"]["content"] or ""
@@ -162,9 +162,9 @@ class Client:
 
         Args:
             url: root of the server.
-            wanted: what to send, in this order.
-            write: called with each line when it is known.
-            failures: of earlier calls, which count as well; new ones are added.
+            wanted: requests, sent in this order.
+            write: called with each output line.
+            failures: those of earlier calls count, too; new ones are added.
 
         Returns:
             A sentence for each problem that failed.
@@ -202,10 +202,10 @@ class Client:
 
 
 class _PassingError(Exception):
-    """What another try may cure.
+    """An error that another try may fix.
 
     Attributes:
-        wait: seconds that the server asks for, 0 if it does not say.
+        wait: seconds that the server asks to wait, 0 if it does not.
     """
 
     def __init__(self, message: str, retry_after: str = "") -> None:

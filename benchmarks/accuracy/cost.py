@@ -1,4 +1,4 @@
-"""Owns what an answer costs in KV tokens, by arithmetic from lengths and events."""
+"""Computes the cost of an answer in KV tokens from lengths and event positions."""
 
 import numpy as np
 
@@ -15,13 +15,13 @@ def cost_of(
     """Return the cost of one answer.
 
     Args:
-        line: of an output file.
-        settings: of that file.
-        length: tokens after which the answer is cut off; None for its own length.
+        line: line of an output file.
+        settings: settings of that file.
+        length: tokens after which the answer is cut off; None for its full length.
 
     Returns:
         KV tokens read in decoding, summed over its steps, and the most KV tokens that
-        its blocks have room for at once; None where that depends on the text.
+        its blocks have room for at once; None if the cost depends on the text.
     """
     output = min(line["output_tokens"], length or line["output_tokens"])
     block = settings["block_size"]
@@ -44,7 +44,7 @@ def cost_of(
 
 
 def depends_on_text(config: KVPolicyConfig) -> bool:
-    """Return whether a policy may hold or read less than its budget, or has none."""
+    """Return whether a policy has no budget or may hold or read less than it."""
     info, options = parse(config.policy), config.options_of(config.policy)
     is_chosen = info.admission is not None or info.selection is not None
     return is_chosen or options.get("hard_mode") == "dynamic"
@@ -53,8 +53,9 @@ def depends_on_text(config: KVPolicyConfig) -> bool:
 def full_cost(prompt: int, output: int, block: int) -> tuple[int, int]:
     """Return the cost without a policy; see `cost_of`.
 
-    The token that is fed at position p reads p + 1 tokens; the first output token comes
-    from the prompt's last step, and the last one is never fed.
+    The token that is fed at position p reads p + 1 tokens. The first output token comes
+    from the prompt's last step, and the last one is never fed: a prompt of 3 and an
+    output of 3 tokens read 4 + 5 = 9.
 
     Args:
         prompt: tokens of the prompt.

@@ -1,4 +1,4 @@
-"""Owns the formats of local files of problems: one JSON object per line."""
+"""Reads local files of problems: one JSON object per line."""
 
 import json
 from collections.abc import Mapping
@@ -15,12 +15,12 @@ class Format:
 
     Attributes:
         question: keys of the question.
-        answer: keys of the answer; a text, a number or a list of texts.
-        id: keys of the id; the line number where a row has none.
-        max_tokens: of an answer, unless the command line says otherwise.
-        context: keys of a text that stands before the question.
-        is_math: the answer stands in a box.
-        after: what the answer follows within its value, such as `####`.
+        answer: keys of the answer: a text, a number or a list of texts.
+        id: keys of the id; without one it is the line number.
+        max_tokens: default for the most tokens of an answer.
+        context: keys of a text before the question.
+        is_math: the answer is in a box.
+        after: mark within the value after which the answer begins, such as `####`.
     """
 
     question: tuple[str, ...]
@@ -34,7 +34,7 @@ class Format:
 
 @dataclass(frozen=True)
 class Row:
-    """One problem of a file: its id, what is asked, and what is right."""
+    """One problem of a file: id, question and right answers."""
 
     id: str
     prompt: str
@@ -55,12 +55,12 @@ _LONGBENCH = Format(
 
 
 def is_known(task: str) -> bool:
-    """Return whether a task is a file's."""
+    """Return whether a task is read from a file."""
     return task in FORMATS or (task.startswith(LONGBENCH) and task != LONGBENCH)
 
 
 def names() -> list[str]:
-    """Return the tasks that files may have."""
+    """Return the tasks that are read from files."""
     return [*FORMATS, f"{LONGBENCH}NAME"]
 
 
@@ -72,7 +72,7 @@ def format_of(task: str) -> Format:
 def read(task: str, folder: Path) -> list[Row]:
     """Return the problems of a task in the order of its file.
 
-    U-MATH's rows with `has_image` are left out: a question in text cannot ask them.
+    U-MATH's rows with `has_image` are skipped, because they need an image.
 
     Raises:
         ValueError: no such file, a line that is not a JSON object, a key that is

@@ -1,4 +1,4 @@
-"""What a run asks: policies x budgets x intervals x tasks, its shards, its time."""
+"""Builds the grid of a run: policies x budgets x intervals x tasks, and its shards."""
 
 import argparse
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -57,7 +57,7 @@ def setups_of(
 
 
 def cells_of(args: argparse.Namespace) -> list[Cell]:
-    """Return the points of the grid, those of one server together."""
+    """Return the points of the grid, grouped by server."""
     setups = setups_of(args.policies, args.budgets, args.intervals)
     return [
         Cell(policy, setup, task)
@@ -89,12 +89,12 @@ def read_questions(args: argparse.Namespace) -> dict[str, list[Question]]:
 def shard_of(
     cells: Sequence[Cell], questions: Questions, part: int, parts: int
 ) -> list[Cell]:
-    """Return the cells of one shard: a run of neighbours, so that few servers start.
+    """Return the cells of one shard: neighbours, so that few servers start.
 
     Args:
-        cells: all of them.
-        questions: by task; what a cell costs.
-        part: from 1 to `parts`.
+        cells: all cells.
+        questions: by task; they determine a cell's cost.
+        part: the shard, from 1 to `parts`.
         parts: number of shards, of about equal cost.
     """
     costs = [_tokens(questions[cell.task]) for cell in cells]
@@ -113,14 +113,14 @@ def asked_of(
     done: Collection[tuple],
     is_given: bool,
 ) -> dict[Setup, list[Asked]]:
-    """Return what is still to ask, by server.
+    """Return the requests that are still to be sent, by server.
 
     Args:
-        cells: of this run.
+        cells: cells of this run.
         questions: by task.
         samples: answers to each question.
-        done: keys of lines that are there.
-        is_given: whether the server is one that was already there.
+        done: keys of existing lines.
+        is_given: whether the server is that of `--url`.
     """
     wanted: dict[Setup, list[Asked]] = {}
     for cell in cells:
@@ -140,11 +140,11 @@ def asked_of(
 def estimate(
     wanted: Mapping[Setup, Sequence[Asked]], lines: Sequence[Line], concurrency: int
 ) -> tuple[int, float]:
-    """Return how many answers are to come, and in about how many seconds.
+    """Return the number of missing answers and an estimate of the seconds.
 
     Args:
-        wanted: what is to ask, by server.
-        lines: answers that are there: their speed is taken, if there are any.
+        wanted: missing requests, by server.
+        lines: existing answers; the estimate uses their speed if there are any.
         concurrency: requests at once.
     """
     speed = TOKENS_PER_SECOND
@@ -160,11 +160,11 @@ def _tokens(questions: Sequence[Question]) -> int:
 
 
 def read_grid(path: Path, known: Collection[str]) -> dict[str, Any]:
-    """Return the arguments that a YAML file gives.
+    """Return the arguments of a YAML file.
 
     Args:
-        path: a mapping of names of long options, dashes as underscores, to values.
-        known: names that are valid.
+        path: maps names of long options, with underscores for dashes, to values.
+        known: valid names.
 
     Raises:
         ValueError: not a mapping, or an unknown name.

@@ -1,4 +1,4 @@
-"""Owns what servers measured while the answers of one policy and task came."""
+"""Reads what servers measured while one task of one policy ran."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ def place_of(line: Line) -> tuple:
 
 
 def counted(url: str) -> dict[str, float] | None:
-    """Return what a server has counted so far; None for one that does not count."""
+    """Return a server's counters; None if it does not count."""
     with urlopen(url + "/metrics", timeout=30) as response:
         metrics = parse_metrics(response.read().decode())
     series = {name: f"kvpolicy_{name}_total" for name in COUNTERS}
@@ -34,13 +34,13 @@ def counted(url: str) -> dict[str, float] | None:
 def measure(
     url: str, place: tuple, clients: int, ask: Callable[[], list[Line]]
 ) -> Line:
-    """Ask a batch and return what the server did meanwhile.
+    """Run a batch and return what the server counted during it.
 
     Args:
-        url: root of a server that nobody else asks anything.
+        url: root of a server without other clients.
         place: see `place_of`.
         clients: most requests at once.
-        ask: asks and returns the answers.
+        ask: sends the requests and returns the answers.
 
     Returns:
         The fields of PLACE_FIELDS; `answers`, `output_tokens`, of those; `seconds`,
@@ -100,7 +100,7 @@ def figures(batches: Sequence[Line], block_size: int) -> dict[str, Any]:
 def ratios_to_full(
     ours: Mapping[str, Line], full: Mapping[str, Line], pooled: str
 ) -> dict[str, dict[str, Any]]:
-    """Return each family's figures over those of full KV.
+    """Return each family's figures divided by those of full KV.
 
     Args:
         ours: family -> figures of a policy.

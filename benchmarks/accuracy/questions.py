@@ -1,4 +1,4 @@
-"""Owns what a question is and which task gives which questions."""
+"""Makes the questions of each task."""
 
 import hashlib
 from collections.abc import Iterator
@@ -17,16 +17,16 @@ BOX_PLEASE = "\n\nReason step by step and put the final answer within \\boxed{}.
 
 @dataclass(frozen=True)
 class Question:
-    """One problem as it is asked and judged.
+    """One problem with its prompt and its right answers.
 
     Attributes:
-        task: name of the task it belongs to.
+        task: name of its task.
         id: of the problem within its task.
-        prompt: what the user says.
-        answers: what is right; `EXACT` and `MATH` have one.
-        judged: how; one of the constants of this module.
-        expected_tokens: of the answer, about; what estimates of time go by.
-        max_tokens: of the answer.
+        prompt: the user's message.
+        answers: right answers; `EXACT` and `MATH` have one.
+        judged: how it is scored; one of the constants of this module.
+        expected_tokens: rough length of the answer, for estimates of time.
+        max_tokens: most tokens of the answer.
     """
 
     task: str
@@ -39,16 +39,16 @@ class Question:
 
     @property
     def digest(self) -> str:
-        """Eight characters that change with the prompt or the answers."""
+        """Return eight characters that depend on the prompt and the answers."""
         text = "\0".join([self.prompt, *self.answers])
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def check_task(task: str) -> str:
-    """Return a task's name if there is such a task.
+    """Return the name of a task if it exists.
 
     Raises:
-        ValueError: there is none.
+        ValueError: it does not exist.
     """
     name, colon, size = task.partition(":")
     sized = name in FAMILIES or name in ruler.GENERATORS
@@ -61,16 +61,16 @@ def check_task(task: str) -> str:
 
 
 def questions_of(task: str, n: int, seed: int, data: Path) -> list[Question]:
-    """Return the questions of a task, the same ones whenever it is called.
+    """Return the questions of a task, always the same ones.
 
     Args:
         task: its name.
         n: most questions; a file may have fewer.
-        seed: where generated problems start; of a file, the first `n` rows are taken.
+        seed: first generated problem; of a file the first `n` rows are used.
         data: folder of local files.
 
     Raises:
-        ValueError: no such task or file, or a row that is not of its format.
+        ValueError: no such task or file, or a row of another format.
     """
     name, _, size = check_task(task).partition(":")
     if name in FAMILIES:
@@ -81,7 +81,7 @@ def questions_of(task: str, n: int, seed: int, data: Path) -> list[Question]:
 
 
 def _worked(task: str, family: str, lines: int, seed: int) -> Iterator[Question]:
-    """Yield problems of the packaged model that its training never saw.
+    """Yield problems of the packaged model that its training skipped.
 
     An answer may take a quarter more tokens than the worked one.
     """

@@ -1,8 +1,7 @@
-"""Owns the output file of a run: settings in its first line, then a line per answer.
+"""Reads and writes the output file of a run: a line of settings, a line per answer.
 
-Called by the command and by report. A file is continued where it ends, never written
-anew; no answer is in it twice. Behind the answers of each batch stands a line with what
-the server measured meanwhile, see `measured.measure`.
+A run appends to its file and never rewrites it; no answer is in it twice. The answers
+of a batch are followed by a line with what the server measured, see `measured.measure`.
 """
 
 import json
@@ -21,21 +20,21 @@ Line = dict[str, Any]
 
 
 def key_of(line: Line) -> tuple:
-    """Return what makes a line unique."""
+    """Return the key that identifies a line."""
     return tuple(line[field] for field in KEY_FIELDS)
 
 
 def continue_file(path: Path, settings: Line) -> list[Line]:
-    """Return the lines of an earlier run; start the file if there is none.
+    """Return the lines of an earlier run; create the file if there is none.
 
-    A last line that was cut off is dropped from the file.
+    Removes an incomplete last line from the file.
 
     Args:
         path: output file.
-        settings: of this run.
+        settings: settings of this run.
 
     Raises:
-        ValueError: the file was written with other settings, or is no such file.
+        ValueError: the file has other settings, or is not an output file.
     """
     if not path.exists() or not path.stat().st_size:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,10 +58,10 @@ def parse_file(path: Path, text: str) -> tuple[Line, list[Line]]:
 
     Args:
         path: for messages.
-        text: what the file holds, whole lines.
+        text: contents of the file, complete lines.
 
     Raises:
-        ValueError: something else, or an answer that comes twice.
+        ValueError: not an output file, or an answer occurs twice.
     """
     try:
         rows = [json.loads(row) for row in text.split("\n")[:-1]]
@@ -80,7 +79,7 @@ def parse_file(path: Path, text: str) -> tuple[Line, list[Line]]:
 
 
 def batches_of(paths: Sequence[Path]) -> list[Line]:
-    """Return what servers measured, from output files that `parse_file` can read."""
+    """Return what servers measured, from output files."""
     rows = [
         json.loads(row) for path in paths for row in _whole_lines(path).split("\n")[:-1]
     ]
@@ -88,7 +87,7 @@ def batches_of(paths: Sequence[Path]) -> list[Line]:
 
 
 def _whole_lines(path: Path) -> str:
-    """Return a file's lines but for a last one that was cut off; unpacks `.xz`."""
+    """Return a file's complete lines; unpacks `.xz`."""
     is_packed = path.suffix == ".xz"
     content = lzma.decompress(path.read_bytes()) if is_packed else path.read_bytes()
     text = content.decode("utf-8")
@@ -96,14 +95,14 @@ def _whole_lines(path: Path) -> str:
 
 
 def check_digests(lines: Iterable[Line], digests: dict[tuple[str, str], str]) -> None:
-    """Check that the answers on file are answers to today's questions.
+    """Check that the answers in a file belong to today's questions.
 
     Args:
-        lines: of the file.
-        digests: of questions by task and id; lines of others are not checked.
+        lines: lines of the file.
+        digests: digests by task and id; lines of other questions are not checked.
 
     Raises:
-        ValueError: a question has changed since.
+        ValueError: a question has changed.
     """
     for line in lines:
         now = digests.get((line["task"], line["id"]), line["digest"])
@@ -121,7 +120,7 @@ def merge(paths: Sequence[Path]) -> tuple[Line, list[Line]]:
         paths: output files; `.xz` ones are packed.
 
     Raises:
-        ValueError: files of different settings, or an answer that is in two of them.
+        ValueError: settings differ, or an answer is in two files.
     """
     settings: Line | None = None
     lines: dict[tuple, Line] = {}

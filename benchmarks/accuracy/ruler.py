@@ -1,4 +1,4 @@
-"""Owns generated long prompts: needles in a haystack, and variables to follow."""
+"""Generates long prompts: needles in a haystack, and chains of variables."""
 
 import random
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def _sentence(rng: random.Random) -> str:
 
 
 def _hide(rng: random.Random, lines: list[str], words: int) -> str:
-    """Return the lines, in their order, at random places of a haystack of `words`."""
+    """Return a haystack of `words` words with the lines, in order, at random places."""
     hay: list[str] = []
     count = sum(len(line.split()) for line in lines)
     while count < words:

@@ -1,7 +1,7 @@
-"""Owns the judgement of an answer.
+"""Scores answers.
 
-`math-verify`, where installed and asked for, gets those LaTeX answers that are not
-plainly equal; a run's settings say whether it did.
+If it is installed and requested, `math-verify` compares LaTeX answers that are not
+plainly equal; the settings of a run record this.
 """
 
 import re
@@ -20,13 +20,13 @@ Equal = Callable[[str, str], bool]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an answer is worth.
+    """The score of an answer.
 
     Attributes:
         correct: whether it counts as right.
         score: from 0 to 1. The share of the answers found where all were wanted, the
             F1 of words where one of several was, else 1 for right and 0 for wrong.
-        answer: what was taken for the answer, for votes; None where there is none.
+        answer: the part that counts as the answer, for votes; None if there is none.
     """
 
     correct: bool
@@ -37,13 +37,13 @@ class Verdict:
 def judge(
     question: Question, text: str, is_whole: bool, equal: Equal | None = None
 ) -> Verdict:
-    """Judge an answer.
+    """Score an answer.
 
     Args:
-        question: what was asked.
-        text: what came back.
-        is_whole: whether the model ended it; False where a limit did.
-        equal: asked where two LaTeX answers are not plainly equal; None for never.
+        question: the question.
+        text: the model's output.
+        is_whole: the model ended the answer; False if a limit did.
+        equal: compares LaTeX answers that are not plainly equal; None: they differ.
     """
     if not is_whole:
         return Verdict(False, 0.0, None)

@@ -1,4 +1,4 @@
-"""The servers of an accuracy run and what they are started with."""
+"""Describes and starts the servers of an accuracy run."""
 
 import argparse
 import json
@@ -32,7 +32,7 @@ class Setup:
         policies: names, all of one tier; `FULL` alone is vLLM without a policy.
         budget: of every request; None for `FULL`.
         interval: tokens between events; None for `FULL`.
-        variant: name of options of its own, empty for none.
+        variant: name of its own options, empty for none.
     """
 
     policies: tuple[str, ...]
@@ -50,11 +50,11 @@ class Setup:
         return f"{name}-{self.variant}" if self.variant else name
 
     def label_of(self, policy: str) -> str:
-        """Return what a policy of this server is called: `NAME` or `NAME:VARIANT`."""
+        """Return the name of a policy of this server: `NAME` or `NAME:VARIANT`."""
         return f"{policy}:{self.variant}" if self.variant else policy
 
     def arguments(self, args: argparse.Namespace) -> list[str]:
-        """Return what follows `vllm serve`: every request has room at full length."""
+        """Return arguments of `vllm serve` that leave every request its full length."""
         blocks = args.concurrency * -(-args.max_model_len // args.block_size) + 1
         settings = EngineSettings(
             model=str(args.model),
@@ -96,11 +96,11 @@ def split(label: str) -> tuple[str, str]:
 def options_of(
     policies: Iterable[str], variant: str, settings: Options
 ) -> dict[str, Any]:
-    """Return the options that policies get.
+    """Return the options of a server's policies.
 
     Args:
-        policies: names; options that none of them knows are left out.
-        variant: whose options win over those for all.
+        policies: names; options that none of them has are omitted.
+        variant: its options win over those for all policies.
         settings: `policy_config`, and `variants` by name.
     """
     options = settings["policy_config"] | settings["variants"].get(variant, {})
@@ -112,9 +112,9 @@ def extra_of(policy: str, setup: Setup, is_given: bool) -> dict[str, Any] | None
     """Return the `vllm_xargs` of a request.
 
     Args:
-        policy: its policy.
-        setup: of the server that it is for.
-        is_given: whether the server is one that was already there.
+        policy: policy of the request.
+        setup: the server.
+        is_given: whether the server is that of `--url`.
     """
     if policy == FULL:
         return NO_POLICY if is_given else None
@@ -127,7 +127,7 @@ def extra_of(policy: str, setup: Setup, is_given: bool) -> dict[str, Any] | None
 
 @contextmanager
 def serving(setup: Setup, args: argparse.Namespace, log_folder: Path) -> Iterator[str]:
-    """Keep a server alive, or take the one of `--url`, and yield its root URL."""
+    """Start a server, or use that of `--url`, and yield its root URL."""
     if args.url:
         yield args.url.rstrip("/")
         return
@@ -136,10 +136,10 @@ def serving(setup: Setup, args: argparse.Namespace, log_folder: Path) -> Iterato
 
 
 def count_events(url: str, setup: Setup) -> float | None:
-    """Return the events that a server has counted; None for `FULL`.
+    """Return the number of events of a server; None for `FULL`.
 
     Raises:
-        LoadError: the server knows no policies.
+        LoadError: the server has no policies.
     """
     if setup.budget is None:
         return None

@@ -1,4 +1,4 @@
-"""Owns the summary of a run: shares right, paired tests, cost, votes of samples."""
+"""Summarises a run: shares right, paired tests, cost and votes of samples."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -29,12 +29,12 @@ Groups = dict[tuple[Place, str], list[Line]]
 def summarise(
     lines: Sequence[Line], settings: Line, batches: Sequence[Line] = ()
 ) -> dict[str, list[Row]]:
-    """Return the summary of lines.
+    """Return the summary of output lines.
 
     Args:
-        lines: of output files, each answer once.
-        settings: of those files.
-        batches: what servers measured, of the same files.
+        lines: lines of output files, each answer once.
+        settings: settings of those files.
+        batches: what servers measured, from the same files.
 
     Returns:
         `summary`: a row per policy, budget, interval and task, see `row_of`, with
@@ -57,7 +57,7 @@ def summarise(
 
 
 def grouped(lines: Sequence[Line]) -> Groups:
-    """Return lines by policy, budget and interval, and by task; in a fixed order."""
+    """Return lines by policy, budget and interval, then by task, in a fixed order."""
     first = {name: index for index, name in enumerate(_names(lines))}
     ordered = sorted(
         lines,
@@ -91,7 +91,7 @@ def _names(lines: Sequence[Line]) -> list[str]:
 
 
 def bases_of(policy: str) -> list[str]:
-    """Return what a policy is compared with, where it was measured.
+    """Return the policies that a policy is compared with.
 
     FULL; itself without its variant; its scorer without an allocator, and with the same
     variant; and AMS with equal quotas for equal blocks.
@@ -106,7 +106,7 @@ def bases_of(policy: str) -> list[str]:
 
 
 def _natural(line: Line) -> tuple[int, str, int]:
-    """Return what orders ids: numbers by size, before other names."""
+    """Return a sort key of ids: numbers by size, before other names."""
     name = line["id"]
     return int(name) if name.isdigit() else 10**12, name, line["sample"]
 
@@ -157,7 +157,7 @@ def row_of(members: Sequence[Line], settings: Line) -> Row:
 
 
 def measured_by(batches: Sequence[Line], block_size: int) -> dict[tuple, Row]:
-    """Return what servers measured, by policy, budget, interval and family.
+    """Return measured figures by policy, budget, interval and family.
 
     Returns:
         `measured.figures`, with `to_full`, see `measured.ratios_to_full`.
@@ -225,7 +225,7 @@ def by_question(members: Sequence[Line]) -> dict[tuple[str, str], list[Line]]:
 
 
 def votes_of(groups: Groups, settings: Line) -> Iterator[Row]:
-    """Yield what majority votes give: length x width x ratio.
+    """Yield the accuracy of majority votes: length x width x ratio.
 
     Length: answers longer than a share of their task's longest answer have no vote, as
     if cut off there. Width: the first 1, 2, 4... samples vote at once; the answer named
@@ -277,7 +277,7 @@ def votes_of(groups: Groups, settings: Line) -> Iterator[Row]:
 
 
 def _mean_costs(costs: Sequence[tuple[int, int] | None], count: int) -> Row:
-    """Return the sums of both costs over a count; None where one is not known."""
+    """Return both costs divided by a count; None if one is unknown."""
     known = [cost for cost in costs if cost is not None]
     if len(known) < len(costs):
         return {"kv_read": None, "kv_peak": None}
@@ -286,7 +286,7 @@ def _mean_costs(costs: Sequence[tuple[int, int] | None], count: int) -> Row:
 
 
 def majority(samples: Sequence[Line], length: int | None = None) -> bool:
-    """Return whether the answer that most samples give is right.
+    """Return whether the most frequent answer of the samples is right.
 
     Args:
         samples: answers to one question.

@@ -1,4 +1,4 @@
-"""The same questions, weights and budgets on a peer: kvpress, in its own environment.
+"""Compares with kvpress on the same questions, weights and budgets.
 
 Run as `python -m benchmarks.peer`; see `docs/peer.md`.
 """

@@ -1,15 +1,15 @@
-"""Asks the harness' questions on kvpress, one at a time, and the same on our server.
+"""Runs the harness' questions on kvpress, one at a time, and on our server.
 
     python -m benchmarks.peer setup
     python -m benchmarks.peer ask --budgets 192 --n 6
     python -m benchmarks.peer ours --budgets 192 --n 6 --concurrencies 1 16
 
 `setup` makes the peer's environment in runs/peer-venv. `ask` writes FOLDER/peer.jsonl
-and `ours` FOLDER/ours-C.jsonl, a line per answer, and go on where those end. Both write
-the record of the peer's file and of ours at the concurrencies named last. All other
-options are those of benchmarks.accuracy, but for UNUSED, with the standard grid, 6
-problems per task and a budget of 192 unless they say otherwise; policies are those that
-kvpress has a press for.
+and `ours` FOLDER/ours-C.jsonl, a line per answer, and continue where those end. Both
+write the record of the peer's file and of ours at the concurrencies named last. All
+other options are those of benchmarks.accuracy except UNUSED. Defaults are the standard
+grid, 6 problems per task and a budget of 192; policies are those that kvpress has a
+press for.
 """
 
 import argparse
@@ -53,11 +53,15 @@ def parse_args(
     )
     commands = made.add_subparsers(dest="command", required=True)
     commands.add_parser("setup", help="make the peer's environment")
-    ask = commands.add_parser("ask", help="ask kvpress", allow_abbrev=False)
+    ask = commands.add_parser(
+        "ask", help="run questions on kvpress", allow_abbrev=False
+    )
     ask.add_argument("--python", type=Path, default=environment.PYTHON)
     ask.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    ask.add_argument("--threads", type=int, default=1, help="of the peer")
-    own = commands.add_parser("ours", help="ask our server", allow_abbrev=False)
+    ask.add_argument("--threads", type=int, default=1, help="threads of the peer")
+    own = commands.add_parser(
+        "ours", help="run questions on our server", allow_abbrev=False
+    )
     own.add_argument("--concurrencies", nargs="+", type=int, default=[1, 16])
     for command in (ask, own):
         command.add_argument("--folder", type=Path, default=Path("runs/peer"))
@@ -78,7 +82,7 @@ def parse_args(
 
 
 def check_used(command: str, words: Sequence[str]) -> None:
-    """Raise ValueError where words hold an option that a command would not look at."""
+    """Raise ValueError for options that the command does not use."""
     made, absent = harness.parser(), object()
     made.set_defaults(**dict.fromkeys(vars(made.parse_args([])), absent))
     values = vars(made.parse_args(words))
@@ -89,7 +93,7 @@ def check_used(command: str, words: Sequence[str]) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ValueError where the harness' options do not fit a peer."""
+    """Raise ValueError if the harness' options do not fit a peer."""
     rows_of(args.policies)
     if args.samples > 1 or args.temperature:
         raise ValueError(
@@ -101,7 +105,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def ask(args: argparse.Namespace, asked: argparse.Namespace) -> int:
-    """Ask the peer what its file does not have yet."""
+    """Run the questions on the peer that its file lacks."""
     from transformers import AutoTokenizer
 
     judge, equal = scoring.math_verify() if asked.math_verify else (None, None)
@@ -143,7 +147,7 @@ def ask(args: argparse.Namespace, asked: argparse.Namespace) -> int:
 
 
 def measure(args: argparse.Namespace, asked: argparse.Namespace) -> int:
-    """Ask our server what its files do not have yet; return 1 where some failed."""
+    """Run the questions on our server that its files lack; return 1 if some failed."""
     judge, equal = scoring.math_verify() if asked.math_verify else (None, None)
     questions = grid.read_questions(asked)
     asked.concurrency = max(args.concurrencies)
@@ -167,23 +171,23 @@ def measure(args: argparse.Namespace, asked: argparse.Namespace) -> int:
 
 
 def announce(args: argparse.Namespace, answers: int, seconds: float) -> None:
-    """Say how much is to come."""
+    """Print how many answers are missing and the estimated time."""
     log(f"{args.folder}: {answers} answers to come, about {seconds / 60:.0f} minutes")
 
 
 def done_of(lines: list[Line], questions: grid.Questions) -> set[tuple]:
-    """Return the keys of lines, checked to be answers to these questions."""
+    """Return the keys of lines, after checking that they answer these questions."""
     digests = {(q.task, q.id): q.digest for some in questions.values() for q in some}
     results.check_digests(lines, digests)
     return {results.key_of(line) for line in lines}
 
 
 def keep_facts(args: argparse.Namespace, **more: Any) -> None:
-    """Keep what output files do not say of this command, and write the record.
+    """Store facts that output files lack, and write the record.
 
     Args:
         args: our own options.
-        more: facts beside the provenance.
+        more: facts in addition to the provenance.
     """
     known = facts.read(args.folder)
     made = {"provenance": provenance.collect("benchmarks.peer"), **more}

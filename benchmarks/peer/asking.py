@@ -1,4 +1,4 @@
-"""Asks the peer the questions of a run, one at a time, and judges the answers."""
+"""Runs questions on the peer, one at a time, and scores the answers."""
 
 import argparse
 import json
@@ -37,12 +37,12 @@ def wanted_of(
     questions: Mapping[str, Sequence[Question]],
     done: Collection[tuple],
 ) -> dict[str, list[Asked]]:
-    """Return what is still to ask, by row of the table.
+    """Return the missing questions, by row of the table.
 
     Args:
         args: of the harness: `policies`, `budgets`, `intervals`.
         questions: by task.
-        done: keys of lines that are there.
+        done: keys of existing lines.
     """
     wanted: dict[str, list[Asked]] = {}
     bounded = list(product(args.budgets, args.intervals))
@@ -59,7 +59,7 @@ def wanted_of(
 
 
 def options_of(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return the options of every press, ours where both sides have one."""
+    """Return the options of every press; those that both sides have take our value."""
     options = {}
     for policy in PRESSES:
         given = servers.options_of((policy,), "", vars(args))
@@ -71,11 +71,11 @@ def options_of(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 def estimate(
     wanted: Mapping[str, Sequence[Asked]], lines: Sequence[Line]
 ) -> tuple[int, float]:
-    """Return how many answers are to come, and in about how many seconds.
+    """Return the number of missing answers and an estimate of the seconds.
 
     Args:
         wanted: see `wanted_of`.
-        lines: answers that are there: their speed is taken, if there are any.
+        lines: existing answers; the estimate uses their speed if there are any.
     """
     pace = SECONDS_PER_TOKEN
     if tokens := sum(line["output_tokens"] for line in lines):
@@ -95,12 +95,13 @@ def ask_all(
     """Yield an output line per answer, in the order of the rows.
 
     Args:
-        worker: alive.
+        worker: a running worker.
         args: of the harness.
         prompts: token ids and texts.
         wanted: see `wanted_of`.
         equal: see `scoring.judge`.
-        refused: filled: what kvpress said by place; the rest of a place is not asked.
+        refused: filled with kvpress' messages by place, whose other questions are
+            skipped.
     """
     options = options_of(args)
     interval = 0.5 if sys.stderr.isatty() else LOG_SECONDS
@@ -158,7 +159,7 @@ def line_of(
 
 
 def append(path: Path, lines: Iterator[Line]) -> list[Line]:
-    """Write lines to the end of a file as they come, and return them."""
+    """Append lines to a file one by one, and return them."""
     written = []
     with path.open("a", encoding="utf-8") as file:
         for line in lines:

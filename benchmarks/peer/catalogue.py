@@ -1,4 +1,4 @@
-"""Owns which press of the peer stands for which of our policies, and its options."""
+"""Maps our policies to presses of the peer and their options."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,14 +14,14 @@ SINKS = 4
 
 @dataclass(frozen=True)
 class Press:
-    """One press.
+    """A press of kvpress.
 
     Attributes:
-        name: of its class in kvpress.
-        options: its option -> ours of the same meaning.
+        name: its class in kvpress.
+        options: its option -> our option of the same meaning.
         inner: policy whose press it wraps, empty for none.
-        is_sortable: whether it gathers what it keeps in the order of the scores.
-        note: what a reader of its row has to know, empty for nothing.
+        is_sortable: it stores kept tokens in the order of their scores.
+        note: remark on its row, empty for none.
     """
 
     name: str
@@ -86,7 +86,7 @@ PRESSES = {
 
 
 def rows_of(policies: list[str]) -> list[str]:
-    """Return the rows of policies: as shipped, then sorted where that can differ.
+    """Return the rows of policies: as shipped, and sorted if that can differ.
 
     Args:
         policies: our names.
@@ -107,7 +107,7 @@ def rows_of(policies: list[str]) -> list[str]:
 
 
 def options_of(policy: str, ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a policy's press, those of the press it wraps apart.
+    """Return the options of a policy's press and, apart, of the press that it wraps.
 
     Args:
         policy: a key of PRESSES.

@@ -1,9 +1,9 @@
-"""Checks that our loop gives what kvpress' own pipeline gives, text for text.
+"""Checks that our loop gives the same texts as kvpress' own pipeline.
 
     PEER/bin/python -m benchmarks.peer.check [--model FOLDER] [--tasks copy:48 hot:40]
 
-Run by hand in the peer's environment. Presses are kvpress' own in the pipeline and
-watched in our loop; the sorted rows have no counterpart.
+Run it in the peer's environment. The pipeline uses kvpress' own presses, our loop the
+watched ones; the sorted rows have no counterpart.
 """
 
 import argparse
@@ -28,7 +28,7 @@ OPTIONS |= {"lagkv": {"lag_size": 32}}
 
 
 def main() -> int:
-    """Print a line per row and question; return 1 where a text differs."""
+    """Print a line per row and question; return 1 if a text differs."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="reasoner/checkpoint")
     parser.add_argument("--tasks", nargs="+", default=["copy:48", "hot:40"])

@@ -1,4 +1,4 @@
-"""Owns the greedy loop of the peer: one prompt in, token ids and times out."""
+"""Decodes greedily on the peer: one prompt in, token ids and times out."""
 
 import time
 from contextlib import nullcontext
@@ -18,8 +18,8 @@ def answer(
         model: a causal language model of transformers.
         press: context manager of kvpress, or None.
         prompt: token ids.
-        start: tokens of the prompt that stand before the user's words, at least 1.
-        max_tokens: of the answer, its end included.
+        start: tokens of the prompt before the user's words, at least 1.
+        max_tokens: most tokens of the answer, its end included.
 
     Returns:
         `tokens`: ids of the answer, its end included; `stopped`: whether the model
@@ -60,5 +60,5 @@ def answer(
 
 
 def mean_length(cache: Any) -> float:
-    """Return the tokens that a cache holds, mean over layers."""
+    """Return the number of tokens in a cache, mean over layers."""
     return sum(layer.keys.shape[2] for layer in cache.layers) / len(cache.layers)

@@ -1,4 +1,4 @@
-"""The peer's own virtual environment, made from a lock file."""
+"""Makes the peer's virtual environment from a lock file."""
 
 import subprocess
 import sys
@@ -15,10 +15,10 @@ PYTHON = FOLDER / "bin" / "python"
 
 
 def set_up(folder: Path = FOLDER) -> None:
-    """Make the environment, or bring it up to date.
+    """Create or update the environment.
 
     Args:
-        folder: of the environment.
+        folder: folder of the environment.
 
     Raises:
         PeerError: pip could not install the lock.

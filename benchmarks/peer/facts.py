@@ -1,4 +1,4 @@
-"""Owns what output files do not say: provenance by command, refusals, concurrencies."""
+"""Stores facts that output files lack: provenance, refusals and concurrencies."""
 
 import json
 from collections import Counter
@@ -40,13 +40,13 @@ def merged(
     asked: Collection[Place],
     lines: Iterable[Line],
 ) -> list[Refusal]:
-    """Return all refusals that still hold.
+    """Return all refusals that are still valid.
 
     Args:
-        known: of earlier commands with the same settings.
-        new: message by place, of this command.
-        asked: places that this command asked; it says what they refuse now.
-        lines: of the output file; a known refusal ends where a place has got more.
+        known: refusals of earlier commands with the same settings.
+        new: this command's refusals: message by place.
+        asked: places that this command tried; only its refusals count for them.
+        lines: lines of the output file; a place with new answers is no longer refused.
     """
     there = Counter(place_of(line) for line in lines)
     kept = [

@@ -1,4 +1,4 @@
-"""Owns what may stand side by side, and paired tests of the peer against us."""
+"""Checks that files are comparable, and tests the peer against us in pairs."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,13 +19,13 @@ Read = tuple[Line, Sequence[Line]]
 
 
 def check_same(files: Mapping[Path, Read]) -> None:
-    """Check that files hold answers to the same questions, asked alike.
+    """Check that files have the same questions and comparable settings.
 
     Args:
-        files: what each holds.
+        files: contents of each.
 
     Raises:
-        ValueError: settings differ that can change an answer, or a question does.
+        ValueError: questions differ, or settings that can change an answer.
     """
     digests: dict[tuple, tuple[str, Path]] = {}
     first, (settings, _) = next(iter(files.items()))
@@ -76,7 +76,7 @@ def against_ours(theirs: Sequence[Line], ours: Sequence[Line]) -> Iterator[Row]:
 
 
 def pooled(lines: Sequence[Line]) -> dict[tuple, dict[tuple, bool]]:
-    """Return whether each question was answered right, by policy, budget, interval."""
+    """Return which questions are right, by policy, budget and interval."""
     groups: Groups = summary.grouped(lines)
     return {
         place: {(line["task"], line["id"]): line["correct"] for line in members}

@@ -1,4 +1,4 @@
-"""Owns the same questions on our server: answers, and tokens per second."""
+"""Runs the questions on our server: answers, and tokens per second."""
 
 import argparse
 import asyncio
@@ -34,12 +34,12 @@ def wanted_of(
     questions: Mapping[str, Sequence[Question]],
     done: Mapping[int, set[tuple]],
 ) -> dict[Setup, Rounds]:
-    """Return the rounds that are still to do, by server, policy and concurrency.
+    """Return the missing rounds, by server, policy and concurrency.
 
     Args:
         args: of the harness.
         questions: by task.
-        done: keys of the lines that are there, by concurrency.
+        done: keys of existing lines, by concurrency.
     """
     wanted: dict[Setup, Rounds] = {}
     for concurrency, keys in done.items():
@@ -53,7 +53,7 @@ def wanted_of(
 
 
 def estimate(wanted: Mapping[Setup, Rounds]) -> tuple[int, float]:
-    """Return how many answers are to come, and in about how many seconds."""
+    """Return the number of missing answers and an estimate of the seconds."""
     answers, seconds = 0, START_SECONDS * len(wanted)
     for rounds in wanted.values():
         for (_, concurrency), asked in rounds.items():
@@ -70,12 +70,12 @@ def measure(
     equal: Equal | None,
     logs: Path,
 ) -> list[str]:
-    """Do the rounds and write their lines.
+    """Run the rounds and write their lines.
 
     Args:
         args: of the harness.
         wanted: see `wanted_of`.
-        files: where lines go.
+        files: output files.
         equal: see `scoring.judge`.
         logs: folder for the servers' logs.
 
@@ -114,7 +114,7 @@ def measure(
 def client_of(
     args: argparse.Namespace, concurrency: int, equal: Equal | None
 ) -> Client:
-    """Return how requests are sent."""
+    """Return the client that sends the requests."""
     return Client(
         concurrency=concurrency,
         timeout=args.timeout,
@@ -126,7 +126,7 @@ def client_of(
 
 
 def _forget(_: Any) -> None:
-    """Take the line of a request that only warms up."""
+    """Ignore the line of a warm-up request."""
 
 
 def speeds_of(lines: Sequence[Line], concurrency: int) -> list[dict[str, Any]]:
@@ -144,7 +144,7 @@ def speeds_of(lines: Sequence[Line], concurrency: int) -> list[dict[str, Any]]:
 
 
 def speed_of(lines: Sequence[Line]) -> dict[str, Any]:
-    """Return output tokens, seconds, their ratio, and events that the server counted.
+    """Return output tokens, seconds, their ratio, and the server's events.
 
     Rounds differ in their seconds; `events` is None without a policy.
     """

@@ -1,4 +1,4 @@
-"""Owns how presses are built from kvpress' classes."""
+"""Builds presses from kvpress' classes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,10 +18,10 @@ def build(
 
     Args:
         row: `POLICY` or `POLICY:sorted`.
-        budget: tokens a head keeps.
+        budget: tokens that a head keeps.
         interval: tokens between events.
-        options: of the press, by policy.
-        tracker: notes events; None for kvpress' classes untouched.
+        options: options of the press, by policy.
+        tracker: records events; None for kvpress' own classes.
 
     Raises:
         AssertionError: the decoding press does not take this press.
@@ -48,7 +48,7 @@ def build(
 
 
 def watched(mixin: type, kind: type, tracker: Tracker, in_order: bool) -> type:
-    """Return a press class with a mixin of `tracking` in front."""
+    """Return a press class that a mixin of `tracking` watches."""
     return type(
         f"Watched{kind.__name__}",
         (mixin, kind),

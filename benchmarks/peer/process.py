@@ -1,4 +1,4 @@
-"""Owns the worker as a process: one JSON line to it, one back."""
+"""Runs the peer's worker as a process: one JSON line in, one out."""
 
 import json
 import os
@@ -11,18 +11,18 @@ from benchmarks.provenance import ROOT
 
 
 class PeerError(Exception):
-    """A peer that is not installed, or a worker that is gone."""
+    """The peer is not installed, or its worker has died."""
 
 
 class Worker:
-    """A running worker; a context manager that ends it.
+    """A running worker; as a context manager it ends with the block.
 
     Args:
-        command: what starts it.
+        command: command line that starts it.
         settings: `model`, `dtype`, `threads`; see `worker`.
 
     Attributes:
-        versions: what it says that it is made of.
+        versions: versions that it reports.
 
     Raises:
         PeerError: it does not start.
@@ -51,7 +51,7 @@ class Worker:
         """Return the answer to one line.
 
         Raises:
-            PeerError: the worker is gone.
+            PeerError: the worker has died.
         """
         assert self._process.stdin and self._process.stdout
         try:
@@ -67,13 +67,13 @@ class Worker:
 
 
 def command(python: Path) -> list[str]:
-    """Return what starts the worker.
+    """Return the command line that starts the worker.
 
     Args:
         python: interpreter of the peer's environment.
 
     Raises:
-        PeerError: there is none.
+        PeerError: it does not exist.
     """
     if not python.exists():
         raise PeerError(

@@ -1,4 +1,4 @@
-"""Owns prompts as token ids, the same ones that our server sees."""
+"""Makes prompts as token ids, the same that our server sees."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,11 +13,11 @@ class Prompts:
         tokenizer: with a chat template.
 
     Attributes:
-        start: tokens of every prompt that stand before the user's words.
+        start: tokens of every prompt before the user's words.
 
     Raises:
-        ValueError: no chat template, or nothing stands before the user's words, so
-            that kvpress, which reads that part first, has nothing to read.
+        ValueError: no chat template, or no token before the user's words; kvpress
+            reads that part first.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -33,10 +33,10 @@ class Prompts:
             )
 
     def ids(self, content: str) -> list[int]:
-        """Return the token ids of what a user says, as a chat.
+        """Return the token ids of a user's message as a chat.
 
         Raises:
-            ValueError: the words change how the template's first tokens are read.
+            ValueError: the message changes the template's first tokens.
         """
         ids = self._encode(self._render(content))
         if ids[: self.start] != self._first:

@@ -1,4 +1,4 @@
-"""Owns the record: the peer's rows, ours beside them, and pairs of both."""
+"""Assembles the record: the peer's rows, ours, and paired tests."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ from vllm_kvpolicy.events import positions_up_to
 
 
 def assemble(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record of what a folder has.
+    """Return the record of a folder.
 
     Args:
         folder: with `peer.jsonl`, and `ours-C.jsonl` by concurrency C; not all need be
@@ -30,7 +30,7 @@ def assemble(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
         `peer_part`; `ours`, see `our_part`; `against_ours`, see there.
 
     Raises:
-        ValueError: files that may not stand side by side, see `joining.check_same`.
+        ValueError: files are not comparable, see `joining.check_same`.
     """
     peer = folder / "peer.jsonl"
     counts = facts.get("ours", {}).get("concurrencies", [])
@@ -55,7 +55,7 @@ def assemble(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
 def peer_part(
     lines: Sequence[Line], settings: Line, refused: Sequence[Refusal]
 ) -> dict[str, Any]:
-    """Return what the peer's answers say.
+    """Return the peer's part of the record.
 
     Args:
         lines: of its output file.
@@ -108,7 +108,7 @@ def more_of(members: Sequence[Line]) -> Row:
 
 
 def mean_of(members: Sequence[Line], name: str) -> float | None:
-    """Return the mean of a figure over the lines that have it, None without any."""
+    """Return the mean of a figure over the lines that have it, None if none has."""
     return _mean(line[name] for line in members if line[name] is not None)
 
 
@@ -118,10 +118,10 @@ def _mean(values: Iterable[float]) -> float | None:
 
 
 def our_part(files: Mapping[int, Read]) -> dict[str, Any]:
-    """Return what our server's answers say.
+    """Return our part of the record.
 
     Args:
-        files: what the output file of each concurrency holds.
+        files: contents of the output file of each concurrency.
 
     Returns:
         `settings` and `summary` of the smallest concurrency, see `summary.summarise`,
@@ -144,8 +144,7 @@ def our_part(files: Mapping[int, Read]) -> dict[str, Any]:
 def kept_of(line: Line, settings: Line) -> list[int]:
     """Return the tokens that a head of our server keeps at each event of an answer.
 
-    Survivors fill whole blocks, so this is up to a block less one token more than the
-    budget.
+    Survivors fill whole blocks of N tokens, so this is budget to budget + N - 1.
     """
     if line["policy"] == FULL:
         return []
@@ -167,6 +166,6 @@ def read(path: Path) -> tuple[Line, list[Line]]:
     """Return the settings and the lines of an output file.
 
     Raises:
-        ValueError: it is no such file.
+        ValueError: it is not an output file.
     """
     return results.parse_file(path, path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Owns what an event of a press kept: which positions, and in which order.
+"""Records which positions an event of a press keeps, and in which order.
 
 Axes: H KV heads, T tokens in the cache before an event, K after it, D head size.
 """
@@ -13,10 +13,10 @@ from benchmarks.peer.catalogue import SINKS
 
 
 class Note(NamedTuple):
-    """What an event did to a layer.
+    """The effect of an event on a layer.
 
     Attributes:
-        is_shorter: whether it dropped or masked a token.
+        is_shorter: it dropped or masked a token.
         sinks: share of the first SINKS tokens that are held after it, mean over heads.
         kept: tokens that a head keeps, mean over heads.
         revived: share of those whose keys an earlier event had overwritten; None where
@@ -32,8 +32,8 @@ class Note(NamedTuple):
 class Tracker:
     """The positions that each head of each layer holds, through one answer.
 
-    Every layer is noted each time that its press is called, so that the notes of all
-    layers belong together where some of them drop nothing.
+    Every call of a press is recorded, even if it drops nothing, so that the records of
+    all layers have the same events.
     """
 
     def __init__(self) -> None:
@@ -43,13 +43,13 @@ class Tracker:
         self._notes: dict[int, list[Note]] = {}
 
     def keep(self, layer: int, total: int, indices: Tensor) -> None:
-        """Note what a press gathered.
+        """Record the tokens that a press kept.
 
         Args:
             layer: index of the layer.
             total: T.
             indices: [H, K] int64, places in the cache that are kept, in their new
-                order; all T where nothing is dropped.
+                order; all T if nothing is dropped.
         """
         heads, count = indices.shape
         held = self._held.get(layer, indices.new_empty(heads, 0))
@@ -62,13 +62,13 @@ class Tracker:
         self._note(layer, Note(count < total, sinks, count, None))
 
     def mask(self, layer: int, kept: Tensor) -> None:
-        """Note what a press masked; all tokens stay in the cache.
+        """Record the tokens that a press masked; all stay in the cache.
 
-        A masked key is overwritten for good: no later event brings it back.
+        A masked key is overwritten, so no later event can restore it.
 
         Args:
             layer: index of the layer.
-            kept: [H, T] bool; all true where nothing is masked.
+            kept: [H, T] bool; all true if nothing is masked.
         """
         gone = torch.zeros_like(kept)
         if (before := self._masked.get(layer)) is not None:
@@ -83,7 +83,7 @@ class Tracker:
         self._notes.setdefault(layer, []).append(note)
 
     def figures(self) -> dict[str, Any]:
-        """Return what the events did; one in which no layer lost a token is none.
+        """Return figures over the events in which a layer lost a token.
 
         Returns:
             `events`: their number; `sinks_held`: after each of them, the share of the
@@ -122,15 +122,15 @@ def take(states: Tensor, indices: Tensor) -> Tensor:
 
 
 class Watching:
-    """Mixin in front of a ScorerPress: notes what it keeps, and can sort it.
+    """Mixin for a ScorerPress: records what it keeps, and can sort it.
 
-    kvpress gathers the best tokens in the order of `topk`, which is that of no cache.
-    The mixin finds the same places again from the same scores and checks that they
-    give what the press gave.
+    kvpress stores the best tokens in the order of `topk`, not in cache order. The mixin
+    computes the same places from the same scores and checks that they give the press'
+    result.
 
     Attributes:
-        tracker: notes the events.
-        in_order: whether tokens keep their order in the cache.
+        tracker: records the events.
+        in_order: tokens keep their order in the cache.
     """
 
     tracker: Any
@@ -153,7 +153,7 @@ class Watching:
         """Return what the press keeps of keys and values, [B, H, K, D] each.
 
         Raises:
-            RuntimeError: the press kept something else than its best scores.
+            RuntimeError: the press did not keep its best scores.
         """
         kept = super().compress(  # type: ignore[misc]
             module, hidden_states, keys, values, attentions, kwargs
@@ -174,10 +174,10 @@ class Watching:
 
 
 class WatchingMask:
-    """Mixin in front of AdaKVPress: notes which keys it masks.
+    """Mixin for AdaKVPress: records which keys it masks.
 
     Attributes:
-        tracker: notes the events.
+        tracker: records the events.
     """
 
     tracker: Any
@@ -185,7 +185,7 @@ class WatchingMask:
     def compress(
         self, module: Any, hidden_states: Tensor, keys: Tensor, *args: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return keys and values whole, [B, H, T, D] each; the press masks later."""
+        """Return all keys and values, [B, H, T, D] each; the press masks later."""
         whole = super().compress(module, hidden_states, keys, *args)  # type: ignore[misc]
         kept = torch.ones(keys.shape[1:3], dtype=torch.bool)
         if self.compression_ratio:  # type: ignore[attr-defined]

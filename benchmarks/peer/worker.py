@@ -1,4 +1,4 @@
-"""Answers questions on the peer: JSON lines in, a JSON line out for each.
+"""Answers questions on the peer: one JSON line in, one out.
 
 PEER/bin/python -m benchmarks.peer.worker
 """
@@ -21,10 +21,10 @@ PACKAGES = ("kvpress", "transformers", "torch")
 
 
 def load(settings: dict[str, Any]) -> Any:
-    """Return the model, warm.
+    """Load the model and warm it up.
 
     Args:
-        settings: `model`, a folder; `dtype`, a name of torch; `threads`.
+        settings: `model`, a folder; `dtype`, torch's name; `threads`.
     """
     disable_progress_bar()
     torch.set_num_threads(settings["threads"])
@@ -36,7 +36,7 @@ def load(settings: dict[str, Any]) -> Any:
 
 
 def reply(model: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer to one line, or what kvpress asserts and does not find."""
+    """Return the answer to one line, or kvpress' failed assertion."""
     tracker = Tracker()
     size = asked["budget"], asked["interval"]
     question = asked["prompt"], asked["start"], asked["max_tokens"]
@@ -49,7 +49,7 @@ def reply(model: Any, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer line by line until the input ends."""
+    """Answer lines until the input ends."""
     replies, sys.stdout = sys.stdout, sys.stderr
     model = None
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""Tables and figures of the docs, made from committed result files.
+"""Makes tables and figures of the docs from committed result files.
 
 Run as `python -m benchmarks.report`; see `docs/accuracy.md`.
 """

@@ -5,10 +5,10 @@
     python -m benchmarks.report draw standard.json traces.json --output docs/figures
     python -m benchmarks.report docs docs/results.md [--check]
 
-`merge` turns the output of all shards into one summary, `trace` what workers recorded;
-both are small enough to commit to benchmarks/results. `draw` makes a PNG per figure.
-`docs` writes the tables of a document anew; `--check` only says whether they are up to
-date.
+`merge` turns the output of all shards into one summary, `trace` a trace into figures;
+both results are small enough to commit to benchmarks/results. `draw` makes a PNG per
+figure. `docs` updates the tables of a document; `--check` only tells whether they are
+up to date.
 """
 
 import argparse
@@ -38,25 +38,33 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         prog="python -m benchmarks.report", description=__doc__.partition("\n")[0]
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    merge = commands.add_parser("merge", help="one summary of several output files")
-    merge.add_argument("files", type=Path, nargs="+", help="of benchmarks.accuracy")
-    trace = commands.add_parser("trace", help="the figures of a trace")
-    trace.add_argument("folder", type=Path, help="that workers recorded in one run")
+    merge = commands.add_parser(
+        "merge", help="make one summary of several output files"
+    )
+    merge.add_argument(
+        "files", type=Path, nargs="+", help="output files of benchmarks.accuracy"
+    )
+    trace = commands.add_parser("trace", help="measure a trace")
+    trace.add_argument(
+        "folder", type=Path, help="folder that workers recorded in one run"
+    )
     for command in (merge, trace):
         command.add_argument("--out", type=Path, required=True, help="JSON to write")
-    draw = commands.add_parser("draw", help="a PNG per figure")
+    draw = commands.add_parser("draw", help="draw figures as PNGs")
     draw.add_argument("files", type=Path, nargs="+", help="written by merge or trace")
     draw.add_argument("--output", type=Path, required=True, help="folder for the PNGs")
     draw.add_argument(
         "--about",
         default="",
         metavar="TEXT",
-        help="what captions say of model and task (default: the model's name)",
+        help="model and task as captions name them (default: the model's name)",
     )
-    docs = commands.add_parser("docs", help="the tables of documents")
-    docs.add_argument("files", type=Path, nargs="+", help="Markdown")
-    docs.add_argument("--results", type=Path, default=RESULTS, help="folder")
-    docs.add_argument("--check", action="store_true", help="write nothing")
+    docs = commands.add_parser("docs", help="update the tables of documents")
+    docs.add_argument("files", type=Path, nargs="+", help="Markdown files")
+    docs.add_argument(
+        "--results", type=Path, default=RESULTS, help="folder of result files"
+    )
+    docs.add_argument("--check", action="store_true", help="only check, write nothing")
     return parser.parse_args(argv)
 
 
@@ -83,7 +91,7 @@ def draw(paths: Sequence[Path], output: Path, about: str = "") -> list[str]:
     Args:
         paths: written by `merge` or `trace`.
         output: folder for the PNGs; made if missing.
-        about: what captions say of model and task.
+        about: model and task as captions name them.
 
     Raises:
         ValueError: a file of another kind, a policy that two traces have, or matplotlib
@@ -110,7 +118,7 @@ def draw(paths: Sequence[Path], output: Path, about: str = "") -> list[str]:
 
 
 def docs(paths: Sequence[Path], folder: Path, is_check: bool) -> list[Path]:
-    """Write the tables of documents anew and return the documents that changed."""
+    """Update the tables of documents and return the documents that changed."""
     changed = []
     for path in paths:
         text = path.read_text(encoding="utf-8")
@@ -123,7 +131,7 @@ def docs(paths: Sequence[Path], folder: Path, is_check: bool) -> list[Path]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 1 where `--check` finds a table out of date."""
+    """Run the command; return 1 if `--check` finds a table out of date."""
     args = parse_args(argv)
     if args.command == "docs":
         changed = docs(args.files, args.results, args.check)

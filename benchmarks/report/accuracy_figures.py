@@ -1,4 +1,4 @@
-"""Owns the figures of accuracy runs: by policy and by budget, and repetition."""
+"""Draws the figures of accuracy runs: by policy, by budget, and repetition."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -33,14 +33,14 @@ PANEL = 2.7, 2.2  # inches
 def draw_accuracy(record: Row, about: str = "") -> Iterator[tuple[str, "Figure"]]:
     """Yield the figures of an accuracy run with the names of their files.
 
-    `accuracy-by-policy`; of several budgets `accuracy-by-budget` and, where the tokens
-    of answers are known, `repetition-by-budget`; `accuracy-by-COST` and, of several
-    samples, `votes-by-COST`. A panel is a family; what an older file does not hold, and
-    costs that depend on the text, are not drawn.
+    Always `accuracy-by-policy` and `accuracy-by-COST`; with several budgets
+    `accuracy-by-budget` and, if tokens of answers are known, `repetition-by-budget`;
+    with several samples `votes-by-COST`. Each panel is a family. Figures that an older
+    file lacks and costs that depend on the text are not drawn.
 
     Args:
         record: a result file of benchmarks.accuracy.
-        about: what captions say of model and task; the model's name by default.
+        about: model and task as captions name them; by default the model's name.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -66,7 +66,7 @@ def _with_costs(rows: Sequence[Row]) -> list[Row]:
 
 
 def setting_of(record: Row, about: str) -> str:
-    """Return the sentence that says how the answers of a record were made."""
+    """Return a sentence about the settings of a record."""
     settings, rows = record["settings"], record["summary"]
     counts = [row["problems"] for row in rows if row["family"] != POOLED]
     few, many = min(counts), max(counts)
@@ -85,7 +85,7 @@ def by_policy(rows: Sequence[Row], setting: str) -> "Figure":
     """Draw every policy's accuracy with its interval, a panel per family.
 
     Args:
-        rows: of a summary.
+        rows: rows of a summary.
         setting: first sentence of the caption.
     """
     from matplotlib import colormaps
@@ -132,7 +132,7 @@ def by_budget(rows: Sequence[Row], setting: str) -> "Figure":
     """Draw accuracy over the budget, a panel per family and a line per policy.
 
     Args:
-        rows: of a summary.
+        rows: rows of a summary.
         setting: first sentence of the caption.
     """
     figure, panels = _over_budget(
@@ -170,13 +170,13 @@ def _over_budget(
     label: str,
     has_interval: bool,
 ) -> tuple["Figure", list[Any]]:
-    """Draw a value over the budget, lines side by side so that bars can be told apart.
+    """Draw a value over the budget; lines are shifted to keep error bars apart.
 
     Args:
         rows: of a summary.
-        value: what is drawn of a row, in per cent; None for nothing.
+        value: returns a row's value in per cent, None for no point.
         label: of the value.
-        has_interval: whether the interval of the share right is drawn, too.
+        has_interval: also draw the interval of the share right.
     """
     families, budgets, styles = families_of(rows), budgets_of(rows), styles_of(rows)
     shown = [name for name, style in styles.items() if style.is_shown and name != FULL]

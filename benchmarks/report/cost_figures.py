@@ -1,4 +1,4 @@
-"""Owns the figures of accuracy over KV tokens."""
+"""Draws accuracy over KV tokens."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -35,10 +35,10 @@ def by_cost(
     """Draw accuracy over a cost, a panel per family and a line per policy.
 
     Args:
-        rows: of a summary, with the cost.
+        rows: rows of a summary with this cost.
         cost: a key of COSTS.
         setting: first sentence of the caption.
-        styles: of the file's lines; those of `rows` by default.
+        styles: styles of the file's lines; by default those of `rows`.
     """
     families, budgets = families_of(rows), budgets_of(rows)
     styles = styles_of(rows) if styles is None else styles

@@ -1,4 +1,4 @@
-"""Owns which lines the rows of a summary make, and how each looks."""
+"""Groups the rows of a summary into lines and gives each a style."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ CONTROL = "random"
 
 @dataclass(frozen=True)
 class Style:
-    """How a line is drawn; the fields are matplotlib's."""
+    """The style of a line; the fields are matplotlib's."""
 
     color: str = GREY
     marker: str = ""
@@ -27,18 +27,18 @@ class Style:
 
     @property
     def is_shown(self) -> bool:
-        """Whether the line is told apart from others."""
+        """Whether the line has a colour of its own."""
         return self.color != GREY
 
     @property
     def options(self) -> dict[str, Any]:
-        """What matplotlib is told; grey lines are thin and lie below the others."""
+        """Options for matplotlib; grey lines are thin and lie below the others."""
         width, order = (1.6, 3) if self.is_shown else (0.8, 2)
         return vars(self) | {"linewidth": width, "zorder": order, "markersize": 5}
 
 
 def families_of(rows: Sequence[Row]) -> list[str]:
-    """Return the families, pooled ones first; a single one alone."""
+    """Return the families, the pooled one first; it is left out beside a single one."""
     families = list(dict.fromkeys(row["family"] for row in rows))
     others = [family for family in families if family != POOLED]
     has_pooled = POOLED in families and len(others) > 1
@@ -46,7 +46,7 @@ def families_of(rows: Sequence[Row]) -> list[str]:
 
 
 def titles_of(families: Sequence[str]) -> list[str]:
-    """Return what stands above the families' panels."""
+    """Return the titles of the families' panels."""
     return ["all families" if family == POOLED else family for family in families]
 
 
@@ -67,7 +67,7 @@ def lines_of(rows: Sequence[Row], family: str) -> dict[str, list[Row]]:
 
 
 def _name(row: Row, intervals: int) -> str:
-    """Return what a line is called: its policy, and its interval among several."""
+    """Return the name of a line: its policy, and its interval if there are several."""
     interval = row.get("interval")
     if interval is None or intervals < 2:
         return row["policy"]
@@ -75,7 +75,7 @@ def _name(row: Row, intervals: int) -> str:
 
 
 def ranked(rows: Sequence[Row]) -> list[str]:
-    """Return the lines but FULL, the largest mean over budgets and families first."""
+    """Return the lines except FULL by falling mean over budgets and families."""
     shares: dict[str, list[float]] = {}
     for family in families_of(rows):
         for name, members in lines_of(rows, family).items():
@@ -86,7 +86,7 @@ def ranked(rows: Sequence[Row]) -> list[str]:
 
 
 def styles_of(rows: Sequence[Row]) -> dict[str, Style]:
-    """Return how each line looks, FULL first, then the best."""
+    """Return the style of each line, FULL first, then the best."""
     styles: dict[str, Style] = {}
     if any(row["policy"] == FULL for row in rows):
         styles[FULL] = Style("black", "x", "--")
@@ -100,13 +100,13 @@ def styles_of(rows: Sequence[Row]) -> dict[str, Style]:
 
 
 def legend_of(rows: Sequence[Row]) -> list[Any]:
-    """Return a legend's entries for the lines that are told apart."""
+    """Return a legend's entries for the lines in colour."""
     styles = styles_of(rows).items()
     return [handle(name, **style.options) for name, style in styles if style.is_shown]
 
 
 def note_on_grey(rows: Sequence[Row]) -> str:
-    """Return the sentence of a caption that says which lines are grey, if any are."""
+    """Return the caption's sentence about grey lines, empty without any."""
     grey = sum(not style.is_shown for style in styles_of(rows).values())
     if not grey:
         return ""

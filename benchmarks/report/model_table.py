@@ -1,4 +1,4 @@
-"""Owns the table of the packaged model's own accuracy, with its whole cache."""
+"""Makes the table of the packaged model's accuracy with its full cache."""
 
 from pathlib import Path
 
@@ -6,11 +6,11 @@ from benchmarks.report.records import Row, check_keys, read
 
 
 def by_size(wanted: Row, folder: Path) -> list[list[str]]:
-    """Return a table with a row per family, and sizes from small to beyond training.
+    """Return a table with a row per family and columns by size.
 
     Args:
         wanted: `file`.
-        folder: of the file.
+        folder: folder of the file.
 
     Raises:
         ValueError: see `tables.fill`.

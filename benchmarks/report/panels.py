@@ -1,4 +1,4 @@
-"""Owns what the report's figures share: a grid of panels, titles, captions, files."""
+"""Provides grids of panels, titles, captions and files for the report's figures."""
 
 import textwrap
 from collections.abc import Sequence
@@ -31,11 +31,11 @@ def grid(
     """Return a figure and a panel per title, row by row.
 
     Args:
-        titles: of the panels, which share their axes.
-        columns: panels beside each other, at most.
+        titles: titles of the panels, which share their axes.
+        columns: most columns.
         size: width and height of a panel, inches.
-        x_label: of the lowest panel of each column.
-        y_label: of the first panel of each row.
+        x_label: stands at the lowest panel of each column.
+        y_label: stands at the first panel of each row.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -77,14 +77,14 @@ def log_ticks(panel: Any) -> None:
 def explain(
     figure: "Figure", title: str, caption: str, groups: Sequence[Sequence[Any]] = ()
 ) -> None:
-    """Add above the panels a title, what a reader needs to know, and a legend.
+    """Add a title, a caption and a legend above the panels.
 
     Args:
-        figure: whose panels are there; it grows.
+        figure: a figure with panels; its height grows.
         title: one line.
         caption: sentences.
-        groups: of the legend's entries, see `handle`: several stand beside each other,
-            a single one fills as many columns as there is room for.
+        groups: groups of legend entries, see `handle`. Several groups stand side by
+            side; a single one is spread over as many columns as fit.
     """
     width, panels_height = figure.get_size_inches()
     lines = textwrap.wrap(caption, int(width / LETTER), break_on_hyphens=False)
@@ -114,14 +114,14 @@ def explain(
 
 
 def handle(name: str, **options: Any) -> Any:
-    """Return an entry of a legend; `options` as of matplotlib's lines."""
+    """Return an entry of a legend; `options` are those of matplotlib's lines."""
     from matplotlib.lines import Line2D
 
     return Line2D([], [], label=name, **options)
 
 
 def _filled(group: Sequence[Any], count: int) -> list[Any]:
-    """Return a group with empty entries behind it."""
+    """Return a group padded with empty entries."""
     return [*group, *(handle("", linestyle="") for _ in range(count - len(group)))]
 
 

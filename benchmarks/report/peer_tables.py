@@ -1,4 +1,4 @@
-"""Owns the tables of the peer beside us."""
+"""Makes the tables that compare the peer with us."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +19,7 @@ def side_by_side(wanted: Row, folder: Path) -> list[list[str]]:
 
     Args:
         wanted: `file`; `budget` and `interval`, by default the only ones.
-        folder: of the file.
+        folder: folder of the file.
 
     Raises:
         ValueError: see `tables.fill`.
@@ -44,7 +44,7 @@ def speeds(wanted: Row, folder: Path) -> list[list[str]]:
 
     Args:
         wanted: `file`; `budget` and `interval`, by default the only ones.
-        folder: of the file.
+        folder: folder of the file.
 
     Raises:
         ValueError: see `tables.fill`.
@@ -69,7 +69,7 @@ def speeds(wanted: Row, folder: Path) -> list[list[str]]:
 
 
 def _read(wanted: Row, folder: Path) -> Row:
-    """Return the record, checked to have both sides."""
+    """Return the record after checking that it has both sides."""
     check_keys(wanted, {"file"}, set(PLACE) - {"policy"})
     return read(folder / wanted["file"], "against_ours")
 
@@ -92,7 +92,7 @@ def _ours(record: Row, wanted: Row) -> Iterator[tuple[str, Row]]:
 
 
 def _theirs(record: Row, name: str, own: Row) -> Row | str:
-    """Return the peer's row beside ours, or the word that stands for it."""
+    """Return the peer's row for our policy, or the word that replaces it."""
     place = name, *place_of(own)[1:]
     if place in map(place_of, record["refused"]):
         return "refused"
@@ -101,7 +101,7 @@ def _theirs(record: Row, name: str, own: Row) -> Row | str:
 
 
 def _test(record: Row, name: str, own: Row) -> str:
-    """Return the paired test of a peer's row against ours; a dash where it has none."""
+    """Return the paired test of a peer's row against ours; a dash without one."""
     if isinstance(_theirs(record, name, own), str):
         return "-"
     place = name, *place_of(own)[1:]
@@ -112,6 +112,6 @@ def _test(record: Row, name: str, own: Row) -> str:
 
 
 def _sinks(row: Row) -> str:
-    """Return the shares of the first tokens that a head still holds, in per cent."""
+    """Return the shares of the first tokens that heads still hold, in per cent."""
     held = [row["sinks_held"][event] for event in ("first", "second", "last")]
     return ", ".join("-" if share is None else f"{100 * share:.0f} %" for share in held)

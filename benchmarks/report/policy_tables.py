@@ -1,4 +1,4 @@
-"""Owns the tables of policies: what share of the problems each gets right."""
+"""Makes the tables of policies: the share of problems that each gets right."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ def by_family(wanted: Row, folder: Path) -> list[list[str]]:
     Args:
         wanted: `files`, `rows`; `budget` and `interval`, by default the only ones;
             `against`, optional: paired test, see `pair_of`.
-        folder: of the files.
+        folder: folder of the files.
 
     Raises:
         ValueError: see `tables.fill`.
@@ -52,7 +52,7 @@ def by_budget(wanted: Row, folder: Path) -> list[list[str]]:
         wanted: `files`, `rows`; `interval`, by default the only one; `against`,
             optional: paired test at the `budget` named, or at each of a list, see
             `pair_of`.
-        folder: of the files.
+        folder: folder of the files.
 
     Raises:
         ValueError: see `tables.fill`.
@@ -95,7 +95,7 @@ def _against(wanted: Row) -> list[str]:
 
 
 def _row(name: str, records: list[dict[str, Any]]) -> tuple[str, Row, str]:
-    """Return what a row is called, the record that has it, and its policy."""
+    """Return the label of a row, the record that has it, and its policy."""
     policy, has_star = name.removesuffix("*"), name.endswith("*")
     if has_star >= len(records):
         raise ValueError(f"table: expected a second file for {name}, got one")
@@ -103,7 +103,7 @@ def _row(name: str, records: list[dict[str, Any]]) -> tuple[str, Row, str]:
 
 
 def rows_of(record: Row, policy: str, wanted: Row) -> dict[str, Row]:
-    """Return a policy's rows by family, at the budget and interval that are wanted.
+    """Return a policy's rows by family, at the wanted budget and interval.
 
     Raises:
         ValueError: several budgets or intervals, and none is named.
@@ -126,11 +126,11 @@ def rows_of(record: Row, policy: str, wanted: Row) -> dict[str, Row]:
 
 
 def pair_of(record: Row, row: Row, against: str) -> str:
-    """Return the paired test of a pooled row; a dash where there is none.
+    """Return the paired test of a pooled row; a dash without one.
 
     Args:
         record: the result file.
-        row: of it.
+        row: a row of it.
         against: `full`; `base` for the policy without its variant or, where it has
             none, for the scorer without an allocator; or the word of an allocator.
     """

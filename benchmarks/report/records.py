@@ -1,4 +1,4 @@
-"""Owns how tables and figures read result files."""
+"""Reads result files for tables and figures."""
 
 import json
 from collections.abc import Mapping
@@ -13,10 +13,10 @@ def read(path: Path, key: str = "summary") -> dict[str, Any]:
 
     Args:
         path: JSON.
-        key: what it must have: "summary" for one of benchmarks.accuracy.
+        key: required key; "summary" for a file of benchmarks.accuracy.
 
     Raises:
-        ValueError: it cannot be read, or is another file.
+        ValueError: it cannot be read, or lacks the key.
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -28,7 +28,7 @@ def read(path: Path, key: str = "summary") -> dict[str, Any]:
 
 
 def check_keys(wanted: Row, needed: set[str], optional: set[str]) -> None:
-    """Raise ValueError where a table's description lacks a key or has another one."""
+    """Raise ValueError if a table's description lacks a key or has an unknown one."""
     if not needed <= wanted.keys() <= needed | optional:
         raise ValueError(
             f"table: expected {sorted(needed)} and any of {sorted(optional)}, got "

@@ -1,7 +1,7 @@
-"""Owns the tables of the docs: filled in from result files, the text around them kept.
+"""Fills the tables of the docs from result files and keeps the text around them.
 
-Called by the command. A table stands between two comments; the first names its kind and
-says in YAML what is in it, and everything up to the second is written anew::
+A table stands between two comments. The first names its kind and describes it in YAML;
+everything up to the second is replaced::
 
     <!-- table families
     files: [one.json, two.json]
@@ -10,7 +10,7 @@ says in YAML what is in it, and everything up to the second is written anew::
     ...
     <!-- /table -->
 
-Kinds are the keys of KINDS; what they take stands at their functions.
+Kinds are the keys of KINDS; their functions document the descriptions.
 """
 
 import re
@@ -37,15 +37,14 @@ KINDS: dict[str, Callable[[Mapping[str, Any], Path], Rows]] = {
 
 
 def fill(text: str, folder: Path) -> str:
-    """Return a document with every table written anew.
+    """Return a document with all tables updated.
 
     Args:
         text: the document.
-        folder: of result files.
+        folder: folder of result files.
 
     Raises:
-        ValueError: a description or a file that is not valid, or a row that no file
-            has.
+        ValueError: an invalid description or file, or a row that no file has.
     """
 
     def one(found: re.Match) -> str:

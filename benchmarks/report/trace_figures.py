@@ -1,4 +1,4 @@
-"""Owns the figures of traces: retention, wipe-outs, IoU by layer, segments of AMS."""
+"""Draws the figures of traces: retention, wipe-outs, IoU by layer, AMS segments."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,8 +25,8 @@ def draw_traces(policies: Policies, about: str = "") -> Iterator[tuple[str, "Fig
     """Yield `retention`, `wipe-outs`, `iou-by-layer` and, of AMS, `segments-POLICY`.
 
     Args:
-        policies: by name, what `traces.read_policies` gives.
-        about: what captions say of model and task.
+        policies: by name, see `traces.read_policies`.
+        about: model and task as captions name them.
 
     Raises:
         ValueError: traces of models of different depth, or matplotlib is not installed.
@@ -47,7 +47,7 @@ def draw_traces(policies: Policies, about: str = "") -> Iterator[tuple[str, "Fig
 
 
 def setting_of(policies: Policies, about: str) -> str:
-    """Return the sentence that says what was recorded."""
+    """Return a sentence about what was recorded."""
     values = policies.values()
     budgets = sorted({budget for each in values for budget in each[BUDGETS]})
     requests = _range([each["requests"] for each in values])
@@ -64,7 +64,7 @@ def _range(counts: Sequence[int]) -> str:
 
 
 def retention(policies: Policies, setting: str) -> "Figure":
-    """Draw what events keep by relative position, a panel per policy."""
+    """Draw the share kept by relative position, a panel per policy."""
     shares = {name: values["retention"] for name, values in policies.items()}
     figure = retention_curves(shares, title=None)
     caption = (
@@ -111,7 +111,7 @@ def wipe_outs(policies: Policies, setting: str) -> "Figure":
 
 
 def iou_map(layers: Mapping[str, Sequence[float]], setting: str) -> "Figure":
-    """Draw by policy and layer how much two consecutive events share."""
+    """Draw the IoU of consecutive events by policy and layer."""
     depths = sorted({len(values) for values in layers.values()})
     if len(depths) > 1:
         raise ValueError(f"traces: expected those of one model, got {depths} layers")
@@ -143,8 +143,8 @@ def segments(policy: str, values: Row, about: str) -> "Figure":
 
     Args:
         policy: its name.
-        values: of it, with SEGMENTS.
-        about: what the caption says of model and task.
+        values: its values, with SEGMENTS.
+        about: model and task as the caption names them.
     """
     heads = values[SEGMENTS]
     titles = [

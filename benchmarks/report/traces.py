@@ -1,4 +1,4 @@
-"""Owns what a trace of events says, as one result file small enough to commit."""
+"""Summarises a trace as one result file that is small enough to commit."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -25,13 +25,13 @@ def read_policies(trace: Path) -> dict[str, dict[str, Any]]:
         trace: folder that workers recorded, of one run.
 
     Returns:
-        By policy what `diagnostics.summarise` gives; `budgets`: those of its requests;
+        By policy, the figures of `report.summarise`; `budgets`: those of its requests;
         where a request had two events, `iou_by_layer`: a list of L means over heads and
         pairs of consecutive events; and of AMS `segments_of_heads`, see
         `segments_of_heads`.
 
     Raises:
-        ValueError: no events, several runs, or a file that is no event.
+        ValueError: no events, several runs, or a file that is not an event.
     """
     summaries = summarise(trace)
     budgets: dict[str, set[int]] = defaultdict(set)
@@ -59,7 +59,7 @@ def read_policies(trace: Path) -> dict[str, dict[str, Any]]:
 
 
 def segments_of_heads(pair: Pair) -> Iterator[dict[str, Any]]:
-    """Yield how AMS shared out the first heads of the middle layer at two events.
+    """Yield the AMS segments of the first heads of the middle layer at two events.
 
     Args:
         pair: consecutive events of one request, with notes of `allocators.ams`.
@@ -95,5 +95,5 @@ def segments_of_heads(pair: Pair) -> Iterator[dict[str, Any]]:
 
 
 def _short(values: np.ndarray) -> list[float]:
-    """Return values of four digits, so that files stay small."""
+    """Return values rounded to four digits, so that files stay small."""
     return [float(f"{value:.4g}") for value in values]

@@ -1,4 +1,4 @@
-"""Owns the figures of majority votes over KV tokens: length x width x ratio."""
+"""Draws majority votes over KV tokens: length x width x ratio."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -30,13 +30,12 @@ def by_votes(
 ) -> "Figure":
     """Draw accuracy of majority votes over their cost: length x width x ratio.
 
-    Of each policy the votes that nothing cheaper equals are marked and joined, the
-    others are dots. Colour is the policy, shape the budget, fill the length, size the
-    width.
+    For each policy, votes that no cheaper vote equals are marked and joined; the others
+    are dots. Colour is the policy, shape the budget, fill the length, size the width.
 
     Args:
-        votes: of a summary.
-        styles: of the lines of that summary.
+        votes: votes of a summary.
+        styles: styles of the lines of that summary.
         cost: a key of COSTS.
         setting: first sentence of the caption.
     """
@@ -79,7 +78,7 @@ def by_votes(
 
 
 def _note_on_size(rows: Sequence[Row]) -> str:
-    """Return what the numbers of questions in the panels are good for."""
+    """Return a sentence about the number of questions in the panels."""
     parts = []
     for count in sorted({row["problems"] for row in rows}):
         low, high = (100 * end for end in wilson(count // 2, count))
@@ -93,7 +92,7 @@ def _note_on_size(rows: Sequence[Row]) -> str:
 def _legend_of_votes(
     votes: Sequence[Row], styles: Mapping[str, Style], widths: Sequence[int]
 ) -> list[list]:
-    """Return a column per property of a mark."""
+    """Return a column of legend entries per property of a mark."""
     budgets = budgets_of(votes)
     grey = {"color": "dimgrey", "linestyle": "", "marker": "o"}
     return [

@@ -160,3 +160,14 @@ def test_the_reader_joins_chunks_and_tells_sequences_apart() -> None:
         for index in range(2):
             want = [0.0, *states[index].diff(dim=0).norm(dim=-1).tolist()]
             assert steps[f"hs_l2_diff_l{index}"] == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("step", ["collect", "labels", "layers"])
+def test_each_step_is_a_subcommand_with_help(
+    step: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([f"epikv-{step}", "--help"])
+    assert stopped.value.code == 0
+    printed = capsys.readouterr().out
+    assert f"calibrate epikv-{step} " in printed and "--output" in printed
