@@ -30,6 +30,16 @@ LEAF_LIBRARIES = {"policies.catalogue": "pydantic"}
 NAMED_EXCEPTIONS = {("worker.base", "block_manager.manager")}
 MAX_TOP_FILES = 12
 MAX_FOLDER_FILES = 30
+# Modules that serve every policy, and the methods that they do not know.
+SERVES_ALL = (
+    "plugin",
+    "config",
+    "config_keys",
+    "api.patch",
+    "api.start_checks",
+    "block_manager.scheduler",
+)
+METHODS = re.compile(r"\b(dms|wgkv|duo|quest|triattention|qfilter|epikv)\b", re.I)
 # Imports inside functions: only where loading late is the point.
 LATE_IMPORTS = ("__init__", "plugin")
 HOT_FOLDERS = ("worker.", "policies.", "kernels.")
@@ -150,6 +160,17 @@ def leaves_use_the_standard_library(modules: Sources) -> list[str]:
                 or (_is_init(module) and _is_ours(name))
             ]
     return found
+
+
+def methods_are_named_by_the_catalogue(modules: Sources) -> list[str]:
+    """What serves every policy asks the rows of the catalogue, and names no method."""
+    return [
+        f"{module}:{number}: {line.strip()}"
+        for module, source in modules.items()
+        if module in SERVES_ALL
+        for number, line in enumerate(source.splitlines(), 1)
+        if METHODS.search(line)
+    ]
 
 
 def no_import_cycles(modules: Sources) -> list[str]:
@@ -343,6 +364,7 @@ PACKAGE_RULES = (
     every_module_has_a_room,
     imports_run_down,
     leaves_use_the_standard_library,
+    methods_are_named_by_the_catalogue,
     no_import_cycles,
     imports_stand_at_the_top,
     files_and_functions_are_small,

@@ -374,6 +374,13 @@ def test_select_refuses() -> None:
         select(usage, usage, 5, DEFAULT, credit=torch.rand(2, 11))
 
 
+def test_the_example_of_the_module() -> None:
+    usage = torch.zeros(1, 64)
+    usage[0, 40:50] = 1.0
+    kept = select(usage, usage, 16, AMSConfig(sinks=2, recent=4, min_quota=0)).keep
+    assert kept[0].tolist() == [0, 1, *range(40, 50), *range(60, 64)]
+
+
 def test_presets() -> None:
     default, paper, code = (PRESETS[name] for name in ("default", "paper", "code"))
     assert default == of_table(0.1, 16, 256, 1, 0.9, 0.9)

@@ -2,13 +2,13 @@
 
 `select` is the selection of the AMS paper, and with `parity` the authors' own code; see
 `policies.allocators.ams` for both and for what differs. For example, one row of 64
-tokens in which the last of the older tokens have all the attention:
+tokens in which tokens 40 to 49 have all the attention:
 
     usage = torch.zeros(1, 64)
     usage[0, 40:50] = 1.0
     kept = select(usage, usage, 16, AMSConfig(sinks=2, recent=4, min_quota=0)).keep
 
-keeps tokens 0 and 1, the 10 used ones, and 60 to 63.
+keeps the sinks 0 and 1, tokens 40 to 49, and the newest ones, 60 to 63.
 
 Axes: R rows, one per (request, layer, KV head); T tokens (right-padded); K budget.
 """
