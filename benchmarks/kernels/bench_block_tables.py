@@ -11,7 +11,7 @@ rewrite  survivors move to the front of one list, without a mask. Fits equal sha
          only: every head keeps the mean of the profile.
 max      each head's survivors move to the front of a list of its own, as long as the
          longest of any layer, so that layers can share it; a mask hides the rest.
-sum      the allocations of a layer's heads lie one behind the other in one list, as
+sum      the allocations of a layer's heads lie one after the other in one list, as
          long as the widest layer's, which every head walks under its mask. (Over layers
          as well it would hold N * L * H * 12.5 % tokens.)
 ours     each (layer, head) has a list of its own of whole pages, and any page of the

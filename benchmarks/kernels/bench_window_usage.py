@@ -2,7 +2,7 @@
 
     python -m benchmarks.kernels.bench_window_usage --events 1 --tokens 2048
 
-Keys lie on shuffled pages of one cache for all layers, each page's values behind its
+Keys lie on shuffled pages of one cache for all layers, each page's values after its
 keys, and queries in a pool of windows, as in the engine. The check compares every
 number and stops the run if one differs. Between two timed calls the L2 cache is filled
 with other data. The last line is one JSON record with everything needed to run it
