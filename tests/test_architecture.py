@@ -79,6 +79,7 @@ BAD_TESTS = {
     "asserts nothing": "def test_a():\n    print(1)",
     "returns early": "def test_a():\n    if x:\n        return\n    assert x",
 }
+NO_TESTS = ("architecture_rules.py", "conftest.py")
 # Absolute paths of a machine, written so that this file does not match itself.
 MACHINE_PATH = re.compile(r"(?<![\w.}])/(?:home|root|work|Users|mnt)/\w")
 
@@ -152,6 +153,17 @@ def test_folders_of_tests_are_rooms():
     folders = [path.name for path in (ROOT / "tests").iterdir() if path.is_dir()]
     unknown = {name for name in folders if not name.startswith(("_", "."))}
     assert unknown - {*rooms, *others} == set()
+
+
+def test_what_is_no_test_is_in_support():
+    folder = ROOT / "tests"
+    found = [
+        str(path.relative_to(folder))
+        for path in folder.rglob("*.py")
+        if not path.name.startswith("test_") and path.name not in NO_TESTS
+        if path.relative_to(folder).parts[0] not in ("support", "gpu")
+    ]
+    assert found == []
 
 
 def test_test_files_import_no_test_file():
