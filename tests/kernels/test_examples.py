@@ -18,5 +18,6 @@ MODULES = [
 
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_hold(name: str) -> None:
-    result = doctest.testmod(import_module(f"vllm_kvpolicy.{name}"))
+    flags = doctest.NORMALIZE_WHITESPACE
+    result = doctest.testmod(import_module(f"vllm_kvpolicy.{name}"), optionflags=flags)
     assert result.attempted > 0 and result.failed == 0

@@ -1,5 +1,20 @@
 """Decides which head page goes to which KV head after an event.
 
+Example: two heads hold pages 0, 2, 4 and 1, 3, 5. The request keeps pages 0 to 3.
+Head 0, which gets three of them, keeps 0 and 2 and takes 3 from head 1.
+
+>>> made = assign_pages(
+...     held=torch.tensor([[[0, 2, 4], [1, 3, 5]]]),
+...     num_held=torch.tensor([[3, 3]]),
+...     cells=torch.tensor([[[0, 2, -1], [1, 3, -1]]]),
+...     arena=torch.tensor([[0, 1, 2, 3]]),
+...     quota=torch.tensor([[3, 1]]),
+... )
+>>> made.first, made.pages
+(tensor([[0, 3, 4]]), tensor([[0, 2, 3, 1]]))
+>>> made.unmoved
+tensor([[ True,  True, False,  True]])
+
 Source: this project. Deviations: none.
 """
 
@@ -39,21 +54,6 @@ def assign_pages(
     The arena is the list of pages that a request owns after the event; a place in it is
     a cell. A head keeps the first of its pages that are in the arena, in their order.
     Pages that no head keeps fill the shortfalls, lowest cell to lowest head.
-
-    Example: two heads hold pages 0, 2, 4 and 1, 3, 5. The request keeps pages 0 to 3.
-    Head 0, which gets three of them, keeps 0 and 2 and takes 3 from head 1.
-
-    >>> made = assign_pages(
-    ...     held=torch.tensor([[[0, 2, 4], [1, 3, 5]]]),
-    ...     num_held=torch.tensor([[3, 3]]),
-    ...     cells=torch.tensor([[[0, 2, -1], [1, 3, -1]]]),
-    ...     arena=torch.tensor([[0, 1, 2, 3]]),
-    ...     quota=torch.tensor([[3, 1]]),
-    ... )
-    >>> made.first, made.pages
-    (tensor([[0, 3, 4]]), tensor([[0, 2, 3, 1]]))
-    >>> made.unmoved
-    tensor([[ True,  True, False,  True]])
 
     Args:
         held: [G, n, P] int64 page ids of each head before the event, in list order.

@@ -29,8 +29,8 @@ def compact_pages_ref(
     >>> pages = torch.arange(32.0).view(8, 4, 1)
     >>> source, dest, first = map(torch.tensor, ([22], [12], [0, 1]))
     >>> compact_pages_ref(pages, source, dest, first)
-    >>> pages[3, 0].item()
-    22.0
+    >>> pages[3, 0]
+    tensor([22.])
 
     Tokens that stay on their head's own page in the same place of its list are copied
     in place, chunk by chunk: a head's survivors ascend, so each destination is at or

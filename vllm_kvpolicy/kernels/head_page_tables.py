@@ -1,5 +1,29 @@
 """Fills the page tables of a step where every KV head has its own list of pages.
 
+Example: a request whose local superblocks are 7 and 9, at entries 3 and 4 of its
+row. Head 0 has the global pages 4 and 5, head 1 has page 8. Superblock b holds page
+2b of head 0 and 2b + 1 of head 1, so local pages are 14, 18 and 15, 19. vLLM counts
+five superblocks; the heads hold 4 and 3 pages, so the offsets are -1 and -2.
+
+>>> tables = torch.zeros(1, 1, 2, 4, dtype=torch.int32)
+>>> offsets = torch.zeros(1, 1, 2, dtype=torch.int32)
+>>> head_page_tables_ref(
+...     tables,
+...     offsets,
+...     which=torch.tensor([0]),
+...     slots=torch.tensor([0]),
+...     blocks=torch.tensor([[0, 0, 0, 7, 9]], dtype=torch.int32),
+...     skip=torch.tensor([3], dtype=torch.int32),
+...     pages=torch.tensor([[4, 5, 8]], dtype=torch.int32),
+...     first=torch.tensor([[0, 2, 3]], dtype=torch.int32),
+...     own_page=torch.tensor([0, 1]),
+...     stride=2,
+... )
+>>> tables, offsets
+(tensor([[[[ 4,  5, 14, 18],
+           [ 8, 15, 19, 19]]]], dtype=torch.int32),
+ tensor([[[-1, -2]]], dtype=torch.int32))
+
 Source: this project. Deviations: none.
 """
 
@@ -21,28 +45,6 @@ def head_page_tables_ref(
     stride: int,
 ) -> None:
     """Put each head's global pages in front of its own pages of local superblocks.
-
-    Example: a request whose local superblocks are 7 and 9, at entries 3 and 4 of its
-    row. Head 0 has the global pages 4 and 5, head 1 has page 8. Superblock b holds page
-    2b of head 0 and 2b + 1 of head 1, so local pages are 14, 18 and 15, 19. vLLM counts
-    five superblocks; the heads hold 4 and 3 pages, so the offsets are -1 and -2.
-
-    >>> tables = torch.zeros(1, 1, 2, 4, dtype=torch.int32)
-    >>> offsets = torch.zeros(1, 1, 2, dtype=torch.int32)
-    >>> head_page_tables_ref(
-    ...     tables,
-    ...     offsets,
-    ...     which=torch.tensor([0]),
-    ...     slots=torch.tensor([0]),
-    ...     blocks=torch.tensor([[0, 0, 0, 7, 9]], dtype=torch.int32),
-    ...     skip=torch.tensor([3], dtype=torch.int32),
-    ...     pages=torch.tensor([[4, 5, 8]], dtype=torch.int32),
-    ...     first=torch.tensor([[0, 2, 3]], dtype=torch.int32),
-    ...     own_page=torch.tensor([0, 1]),
-    ...     stride=2,
-    ... )
-    >>> tables.tolist(), offsets.tolist()
-    ([[[[4, 5, 14, 18], [8, 15, 19, 19]]]], [[[-1, -2]]])
 
     Args:
         tables: [L, B, H, C] int32, rows `which` mutated: page ids; any valid id after

@@ -37,8 +37,8 @@ def page_tables_ref(
     ...     frontier_blocks=torch.tensor([3], dtype=torch.int32),
     ...     block_size=16,
     ... )
-    >>> tables.tolist(), lengths.tolist()
-    ([[4, 6, 7, 9]], [54])
+    >>> tables, lengths
+    (tensor([[4, 6, 7, 9]], dtype=torch.int32), tensor([54], dtype=torch.int32))
 
     Args:
         tables: [R, C] int32, mutated; entries after a row's length are unspecified.

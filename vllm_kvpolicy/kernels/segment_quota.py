@@ -80,8 +80,8 @@ def segment_quota_ref(
     ...     max_segment=8,
     ...     min_quota=1,
     ... )
-    >>> made.segments.tolist(), made.quotas.tolist(), made.segment_of.tolist()
-    ([[[0, 2], [2, 6]]], [[1, 2]], [[0, 0, 1, 1, 1, 1]])
+    >>> made.quotas, made.segment_of
+    (tensor([[1, 2]]), tensor([[0, 0, 1, 1, 1, 1]]))
 
     Args:
         mass: [R, T] int64 in units of 1 / MASS_UNIT (exact, for serving) or float64
