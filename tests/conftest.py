@@ -22,6 +22,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the dearest files first; within a file nothing changes."""
+    from support.collection import rank
+
+    items.sort(key=lambda item: rank(item.path))
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen3 folder: 2 layers, 4 query heads, 2 KV heads, head size 32."""

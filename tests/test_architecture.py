@@ -1,5 +1,6 @@
 """The package keeps its shape, and every rule that says so can fail."""
 
+import ast
 import re
 import subprocess
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import architecture_rules as rules
+from support.collection import DEAREST, rank
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_CHECKOUT_BYTES = 25 * 1024**2
@@ -86,6 +88,7 @@ BAD_TESTS = {
     "asserts nothing": "def test_a():\n    print(1)",
     "returns early": "def test_a():\n    if x:\n        return\n    assert x",
 }
+NO_TESTS = ("architecture_rules.py", "conftest.py")
 # Absolute paths of a machine, written so that this file does not match itself.
 MACHINE_PATH = re.compile(r"(?<![\w.}])/(?:home|root|work|Users|mnt)/\w")
 
@@ -140,6 +143,68 @@ def test_every_test_can_fail():
 def test_a_test_that_cannot_fail_is_found(message):
     (found,) = rules.tests_can_fail({"test_x": BAD_TESTS[message]})
     assert message in found
+
+
+def test_the_dearest_files_come_first():
+    tests = ROOT / "tests"
+    missing = [name for name in DEAREST if not (tests / name).is_file()]
+    assert not missing and len(set(DEAREST)) == len(DEAREST)
+    first, other = tests / DEAREST[0], tests / "test_architecture.py"
+    assert rank(first) == 0 < rank(tests / DEAREST[1]) < rank(other)
+    assert rank(other) == rank(Path("elsewhere/test_a.py"))
+
+
+def test_folders_of_tests_are_rooms():
+    """Those of the package, and those that are named here because they are no room."""
+    others = ["benchmarks", "csrc", "engine", "golden", "gpu", "interpreted"]
+    others += ["reasoner", "scripts", "serve", "support", "v2_runner"]
+    rooms = [path.name for path in (ROOT / rules.PACKAGE).iterdir() if path.is_dir()]
+    folders = [path.name for path in (ROOT / "tests").iterdir() if path.is_dir()]
+    unknown = {name for name in folders if not name.startswith(("_", "."))}
+    assert unknown - {*rooms, *others} == set()
+
+
+def test_what_is_no_test_is_in_support():
+    folder = ROOT / "tests"
+    found = [
+        str(path.relative_to(folder))
+        for path in folder.rglob("*.py")
+        if not path.name.startswith("test_") and path.name not in NO_TESTS
+        if path.relative_to(folder).parts[0] not in ("support", "gpu")
+    ]
+    assert found == []
+
+
+def test_test_files_import_no_test_file():
+    """What two of them need is in tests/support."""
+    folder = ROOT / "tests"
+    tests = {path.stem for path in folder.rglob("test_*.py")}
+    found = [
+        f"{path.relative_to(folder)}: imports {name}"
+        for path in folder.rglob("*.py")
+        for name in imported_by(path.read_text())
+        if name.rpartition(".")[2] in tests
+    ]
+    assert found == []
+
+
+def imported_by(source):
+    """Return the modules that a source's import statements name."""
+    return [
+        name
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in (
+            [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else [alias.name for alias in node.names]
+        )
+    ]
+
+
+def test_imports_are_found():
+    source = "import a.test_b\ndef f():\n    from test_c import d"
+    assert imported_by(source) == ["a.test_b", "test_c"]
 
 
 def test_files_name_no_path_of_a_machine():

@@ -24,7 +24,9 @@ ROOM_NAME = re.compile(rf"`((?:{'|'.join(ROOMS)})(?:\.(?!py\b)\w+)+)`")
 READ = ("docs/*.md", "README.md", "CONTRIBUTING.md")
 SOURCES = ("vllm_kvpolicy/*.py", "benchmarks/*.py", "scripts/*.py", "setup.py")
 # Made by the build, by the reader of docs/add_a_policy.md, by a run on a GPU.
-MADE = re.compile(r"vllm_kvpolicy\._C$|.*[./]vnorm\b|benchmarks/results/gpu/")
+MADE = re.compile(
+    r"vllm_kvpolicy\._C$|.*[./](?:vnorm|shortkeys)\b|benchmarks/results/gpu/"
+)
 
 
 def tracked(patterns: tuple[str, ...]) -> list[Path]:

@@ -22,6 +22,15 @@ def event_positions(
     there. (iii) From then on the first position at which `budget + interval` are held,
     then every `interval`. An event at p runs before the token at p is computed.
 
+    Example: K = 64, I = 32. A prompt of 100 ends in an event, because 96 or more tokens
+    are held there; one of 90 does not, so the first event is at 96.
+
+    >>> [next(event_positions(length, 64, 32, 4096)) for length in (100, 90)]
+    [100, 96]
+    >>> positions = event_positions(9000, 2048, 512, 4096)
+    >>> [next(positions) for _ in range(4)]
+    [4096, 8192, 9000, 9512]
+
     Args:
         prompt_len: tokens in the prompt, >= 1.
         budget: K, tokens a KV head may attend right after an event.
@@ -77,6 +86,16 @@ class EventPlan:
 @dataclass(frozen=True)
 class Footprint:
     """How many superblocks a request holds: events plus block geometry.
+
+    Example: K = 64, I = 32, R = 8, N = 16 and a prompt of 100 tokens. The event at 100
+    moves the frontier to superblock (100 - 8) // 16 = 5; 20 tokens are local, so that
+    44 survivors fill 3 superblocks. The prompt itself takes 7, which is the peak.
+
+    >>> footprint = Footprint(EventPlan(100, 64, 32, 4096), recent=8, block_size=16)
+    >>> footprint.frontier_blocks(100), footprint.global_blocks(100)
+    (5, 3)
+    >>> footprint.peak_blocks(200)
+    7
 
     Args:
         events: the request's event positions.

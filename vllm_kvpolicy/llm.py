@@ -19,7 +19,7 @@ class LLM(vllm.LLM):
         kv_sinks: first tokens that are always kept.
         kv_policy_config: options of the policy.
         additional_config: vLLM's own; values given here as keywords win over it.
-        kwargs: everything else that vLLM's `LLM` takes.
+        **kwargs: everything else that vLLM's `LLM` takes.
 
     Raises:
         ValueError: a value is not valid, or something is refused beside a policy.

@@ -1,9 +1,9 @@
 """Counters that cross processes: one small memory-mapped file per engine.
 
-Written by the scheduler mixin (engine) and the worker, read at scrape time by the API
-process. Each field has one writer and is one aligned 8-byte float, so there is no lock
-on values. The file itself is locked by the process that made it for as long as that
-lives: a file without a lock was left behind, and the next engine removes it.
+The scheduler and the worker write it; the API process reads it when it is scraped.
+Each field has one writer and is one aligned 8-byte float, so values need no lock. The
+process that makes the file locks it for as long as it lives: a file without a lock is
+stale, and the next engine removes it.
 """
 
 import fcntl
@@ -32,20 +32,34 @@ class Series:
 
 
 SERIES = (
-    Series("events", "counter", "Events carried out: compactions of one request."),
+    Series("events", "counter", "Events carried out; one compacts one request."),
     Series("blocks_returned", "counter", "Superblocks given back to the scheduler."),
     Series("tokens_kept", "counter", "Tokens per KV head kept, summed over events."),
-    Series("tokens_dropped", "counter", "Tokens per KV head dropped at events."),
-    Series("event_seconds", "counter", "Host seconds of the worker in events."),
-    Series("local_blocks", "gauge", "Superblocks at and above the frontiers."),
+    Series(
+        "tokens_dropped", "counter", "Tokens per KV head dropped, summed over events."
+    ),
+    Series(
+        "event_seconds", "counter", "Seconds that the worker's host spent on events."
+    ),
+    Series(
+        "local_blocks", "gauge", "Superblocks of tokens at and above the frontiers."
+    ),
     Series("global_blocks", "gauge", "Superblocks that hold survivors."),
-    Series("keep_ratio", "gauge", "Tokens held / tokens computed, live requests."),
+    Series("keep_ratio", "gauge", "Tokens held / tokens computed over live requests."),
     Series("steps", "counter", "Engine steps that computed tokens."),
     Series("request_steps", "counter", "Running requests, summed over steps."),
     Series("block_steps", "counter", "Superblocks held, summed over steps."),
     Series("requests", "counter", "Requests that ended after they held superblocks."),
-    Series("tokens_left", "counter", "Tokens per KV head that events judged first."),
-    Series("peak_blocks", "counter", "Most superblocks held by each ended request."),
+    Series(
+        "tokens_left",
+        "counter",
+        "Tokens per KV head scored for the first time, summed over events.",
+    ),
+    Series(
+        "peak_blocks",
+        "counter",
+        "Peak superblocks of a request, summed over ended requests.",
+    ),
 )
 INDEX = {series.name: index for index, series in enumerate(SERIES)}
 SIZE_BYTES = 8 * len(SERIES)
@@ -133,7 +147,7 @@ class CounterFile:
 
 
 class EngineCounters:
-    """What only the scheduler knows: superblocks, and tokens of live requests."""
+    """Writes what only the scheduler knows: superblocks and tokens of requests."""
 
     def __init__(self, file: CounterFile) -> None:
         self.file = file
@@ -180,7 +194,7 @@ class EngineCounters:
 
 
 class WorkerCounters:
-    """What the worker did; it counts the events that it has carried out.
+    """Writes what the worker knows: the events that it has carried out.
 
     The scheduler makes the file after the worker has started, so it is opened late.
     """

@@ -1,6 +1,6 @@
 """What the scheduler tells the workers each step: frozen, picklable, plain integers.
 
-Built by scheduler, read by worker; travels on vLLM's own SchedulerOutput, so that an
+The scheduler attaches it to vLLM's own SchedulerOutput for the worker, so that an
 event runs before the forward pass whose `schedule()` freed its superblocks.
 """
 
@@ -28,7 +28,8 @@ class CompactEvent:
         dest_blocks: superblocks that hold the survivors afterwards, in time order;
             may share blocks with `source_blocks` or not.
         local_blocks: superblocks of the tokens at and above F.
-        window_slot: slot with the newest queries, -1 where the policy needs none.
+        window_slot: number of the query window with the newest queries, -1 where the
+            policy reads none.
     """
 
     request_id: str
@@ -58,11 +59,11 @@ class CompactEvent:
 
 @dataclass(frozen=True)
 class WindowCapture:
-    """Save queries of this step's forward pass into a window slot.
+    """Save queries of this step's forward pass into a query window.
 
     Args:
         request_id: vLLM's request id.
-        window_slot: destination slot.
+        window_slot: number of the query window.
         first_token: offset among the request's tokens of this step.
         first_row: row of the window that the first of them fills.
         num_tokens: how many to save.
@@ -96,7 +97,7 @@ class StepCommands:
 
 @dataclass(frozen=True)
 class UsedBlocks:
-    """A worker's answer to an event whose policy need not fill its destinations.
+    """A worker's answer to an event: how many of its destinations are in use.
 
     Args:
         request_id: vLLM's request id.

@@ -1,6 +1,6 @@
-"""Sizes of an engine with a policy, from its configuration: one formula for all.
+"""Sizes of an engine with a policy, from its configuration alone.
 
-Used by the scheduler mixin, the worker and the start-up line.
+Scheduler, worker and start-up line use the same formulas.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class PlannerLimits:
 def planner_limits(vllm_config: Any, config: KVPolicyConfig) -> PlannerLimits:
     """Return window and event limits of an engine.
 
-    A request needs a window slot in the last W of every I steps, and has one event in
+    A request needs a query window in the last W of every I steps, and has one event in
     I steps. Twice these shares of the largest batch, at least 8, are enough for all but
     unlucky coincidences, and those wait a step.
     """

@@ -80,24 +80,6 @@ def test_survivors_depend_on_the_request_alone(comparison, way: str) -> None:
     assert differ <= MAX_SHARE * total
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_survivors_are_the_same_after_a_preemption(oracle_runs, policy: str) -> None:
-    """Every event that a preempted request had, it has again, with the same outcome."""
-    results = oracle_runs.get(policy, "tight").run.results.values()
-    repeated = differ = 0
-    for result in results:
-        for events in result.passes[:-1]:
-            for before in events:
-                after = result.events[before.ordinal]
-                assert before.position == after.position
-                for name in ("selected", "survivors"):
-                    unequal = getattr(before, name) != getattr(after, name)
-                    differ += int(unequal.any(-1).sum())
-                repeated += 1
-    assert repeated > 0
-    assert differ == 0
-
-
 @pytest.mark.parametrize("limits", [{"events_per_step": 2}, {"interval": 200}])
 def test_crowded_events_wait_and_do_not_move(
     tiny_model: Path, tmp_path: Path, limits: dict[str, int]

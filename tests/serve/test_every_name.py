@@ -1,4 +1,4 @@
-"""`vllm serve --kv-policy NAME` for one name per allocator, or for every name.
+"""`vllm serve --kv-policy NAME` for a name of each tier, or for every name.
 
 All names are served one by one where pytest is given `--every-name` (`make test-all`).
 """
@@ -9,7 +9,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from support.calibration_files import options_for
+from support.servers.names_served import (
+    FLAGS,
+    ONE_PER_ALLOCATOR,
+    OPTIONS,
+    calibration,
+)
 from support.servers.servers import serving
 from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
 from vllm_kvpolicy.policies.catalogue.allocators import ALLOCATORS
@@ -17,20 +22,9 @@ from vllm_kvpolicy.policies.catalogue.names import names, parse
 from vllm_kvpolicy.policies.catalogue.selections import SELECTIONS
 
 pytestmark = pytest.mark.serve
-FLAGS = {
-    "--kv-budget": "128",
-    "--kv-interval": "64",
-    "--dtype": "float32",
-    "--max-model-len": "1024",
-    "--max-num-seqs": "8",
-    "--kv-cache-memory-bytes": "8388608",
-    "--served-model-name": "tiny",
-}
-# Options that fit the short interval of this test.
-OPTIONS = {"expected_window": 48}
-ONE_PER_ALLOCATOR = ("keydiff", "ams-expected", "adakv-snapkv", "pyramid-h2o")
-ONE_PER_ALLOCATOR += ("chunk-lagkv", "hard-rkv", "strat-random", "wgkv+snapkv")
-ONE_PER_ALLOCATOR += ("snapkv+quest",)
+# Served alone: heads of equal lengths, heads of their own with an admission's file. On
+# one server per tier, chosen per request, test_one_server serves one per allocator.
+ALONE = ("ams-expected", "wgkv+snapkv")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -39,7 +33,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     every = metafunc.config.getoption("--every-name")
     served = [name for name in names() if not parse(name).is_test]
-    metafunc.parametrize("name", served if every else ONE_PER_ALLOCATOR)
+    metafunc.parametrize("name", served if every else ALONE)
 
 
 def test_it_is_served(
@@ -64,17 +58,14 @@ def test_it_is_served(
     assert sum(float(line.rpartition(" ")[2]) for line in lines) >= 1
 
 
-def calibration(name: str, model: Path, folder: Path) -> dict[str, str]:
-    """Return the option that names a calibration file, where a policy needs one."""
-    config = json.loads((model / "config.json").read_text())
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    layers, size = config["num_hidden_layers"], config["head_dim"]
-    return options_for(name, folder, layers, kv_heads, heads // kv_heads, size)
-
-
 def test_one_name_per_allocator_is_listed() -> None:
     *evictions, admitted, selected = ONE_PER_ALLOCATOR
     allocators = {name.rpartition("-")[0] for name in evictions}
     assert allocators == set(ALLOCATORS)
     assert admitted.partition("+")[0] in ADMISSIONS
     assert selected.rpartition("+")[2] in SELECTIONS
+
+
+def test_a_name_of_each_tier_is_served_alone() -> None:
+    assert {parse(name).is_ragged({}) for name in ALONE} == {False, True}
+    assert set(ALONE) <= set(ONE_PER_ALLOCATOR)

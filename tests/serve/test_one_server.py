@@ -4,21 +4,43 @@ All names where pytest is given `--every-name` (`make test-all`), else a few.
 """
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
-from test_every_name import FLAGS, ONE_PER_ALLOCATOR, OPTIONS, calibration
 
+from support.servers.names_served import (
+    FLAGS,
+    ONE_PER_ALLOCATOR,
+    OPTIONS,
+    calibration,
+)
 from support.servers.servers import serving
 from vllm_kvpolicy.policies.catalogue.names import names, parse
 
 pytestmark = pytest.mark.serve
 OUTPUT_TOKENS = 300
 NO_POLICY = "none"
+MIN_EVENTS = 3  # of budget 128, interval 64, and 90 + 300 tokens
 Answers = dict[str, tuple[str, int]]
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a server gave.
+
+    Attributes:
+        asked: names of policies.
+        answers: by name, asked all at once: text and number of tokens.
+        events: by name, asked one after another.
+    """
+
+    asked: list[str]
+    answers: Answers
+    events: dict[str, float]
 
 
 def is_ragged(name: str) -> bool:
@@ -30,8 +52,8 @@ def served(
     request: pytest.FixtureRequest,
     tiny_model: Path,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[list[str], Answers]]:
-    """Names that a server of the tier answers, and text and length of its answers."""
+) -> Served:
+    """Answers of a server of the tier to every name that it may serve."""
     every = request.config.getoption("--every-name")
     asked = [n for n in names() if not parse(n).is_test] if every else ONE_PER_ALLOCATOR
     asked = [n for n in asked if request.param == "ragged" or not is_ragged(n)]
@@ -56,21 +78,38 @@ def served(
             )
             return answer.choices[0].text, answer.usage.completion_tokens
 
+        def events_of(name: str) -> float:
+            before = num_events(url)
+            ask(name)
+            return num_events(url) - before
+
+        order = [*asked, NO_POLICY]
         with ThreadPoolExecutor(8) as pool:
-            order = [*asked, NO_POLICY]
-            yield asked, dict(zip(order, pool.map(ask, order), strict=True))
+            answers = dict(zip(order, pool.map(ask, order), strict=True))
+        return Served(asked, answers, {name: events_of(name) for name in order})
 
 
-def test_every_name_answers(served: tuple[list[str], Answers]) -> None:
-    asked, answers = served
-    assert set(asked) >= {n for n in ONE_PER_ALLOCATOR if not is_ragged(n)}
-    lengths = {name: answers[name][1] for name in asked}
-    assert lengths == dict.fromkeys(asked, OUTPUT_TOKENS)
+def num_events(url: str) -> float:
+    """Return how many events a server has had."""
+    text = httpx.get(f"{url}/metrics", timeout=30).text
+    lines = [line for line in text.splitlines() if "kvpolicy_events_total{" in line]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
-def test_policies_change_what_is_said(served: tuple[list[str], Answers]) -> None:
+def test_every_name_answers(served: Served) -> None:
+    assert set(served.asked) >= {n for n in ONE_PER_ALLOCATOR if not is_ragged(n)}
+    lengths = {name: served.answers[name][1] for name in served.asked}
+    assert lengths == dict.fromkeys(served.asked, OUTPUT_TOKENS)
+
+
+def test_every_name_has_events(served: Served) -> None:
+    too_few = [n for n in served.asked if served.events[n] < MIN_EVENTS]
+    assert not too_few, served.events
+    assert served.events[NO_POLICY] == 0
+
+
+def test_policies_change_what_is_said(served: Served) -> None:
     """Were the choice ignored, all names would answer the same."""
-    asked, answers = served
-    texts = {answers[name][0] for name in asked}
+    texts = {served.answers[name][0] for name in served.asked}
     assert len(texts) > 1
-    assert answers[NO_POLICY][0] not in texts or len(texts) > 2
+    assert served.answers[NO_POLICY][0] not in texts or len(texts) > 2

@@ -1,1 +1,1 @@
-"""The API process: flags, checks before an engine starts and of each request, wraps."""
+"""The API process: flags, checks of engines and requests, and the wraps of vLLM."""

@@ -1,4 +1,4 @@
-"""The argument group `KVPolicy` and the way from given values to plain data."""
+"""Adds the argument group `KVPolicy` and merges given values into plain data."""
 
 import argparse
 import json

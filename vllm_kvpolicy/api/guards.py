@@ -1,4 +1,4 @@
-"""What a policy is not tested with, as one table of refusals."""
+"""Refuses what a policy is not tested with: one table of features."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """Counts what running requests hold, for schedulers with a policy and for vLLM's own.
 
-The mixin is the base of scheduler's. The classes are for servers without a policy that
-policies are compared with: `--scheduler-cls` takes COUNTING_CLASSES of compat, patch
-then shows the counters on /metrics.
+The scheduler with events extends the mixin. The classes are for servers without a
+policy that serve as a baseline: `--scheduler-cls` takes COUNTING_CLASSES of compat, and
+/metrics shows the counters.
 """
 
 from typing import Any
@@ -18,10 +18,10 @@ from vllm_kvpolicy.metrics import CounterFile, EngineCounters
 class CountingMixin:
     """Counts superblocks and running requests of every step, and each request's peak.
 
-    What a request holds only grows but where an event or the answer to it gives some
-    back, at a preemption and at the end, so its peak is the most of what it held just
-    before those. With prefix caching a
-    block of several requests counts once in a step and in each one's peak.
+    A request gives superblocks back only at an event, at the answer to one, at a
+    preemption and at its end, so its peak is the most that it held just before one of
+    these. With prefix caching a block of several requests counts once in a step, and
+    once in the peak of each.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

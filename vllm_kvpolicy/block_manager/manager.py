@@ -2,8 +2,8 @@
 
 The spec states the compressed footprint to vLLM's start-up checks; the manager gives
 superblocks back inside vLLM's own `allocate_slots`. Importing this module registers
-both, so it is imported by the worker and the scheduler of an engine with a policy, and
-by unpickling the spec, but never by the entry point.
+both. Workers and schedulers of an engine with a policy import it, and so does
+unpickling the spec; the entry point never does.
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ class KVPolicySpec(FullAttentionSpec):
 
 
 def is_private(block: KVCacheBlock) -> bool:
-    """Whether an event may overwrite or free this superblock on its own account."""
+    """Return whether this request alone holds a superblock, uncached."""
     return block.ref_cnt == 1 and block.block_hash is None and not block.is_null
 
 
@@ -69,7 +69,7 @@ class KVPolicyManager(FullAttentionManager):
     blocks_returned: int
 
     def attach(self, planner: Planner, placement_name: str) -> None:
-        """Connect to the engine's planner; called once by the scheduler mixin."""
+        """Connect to the engine's planner; the scheduler does so once."""
         self.planner = planner
         self.placement_name = placement_name
         self.blocks_returned = 0
@@ -98,7 +98,7 @@ class KVPolicyManager(FullAttentionManager):
                 f"request {request_id}: superblocks {shared} are shared or cached and "
                 "cannot be compacted; prefix caching must be off"
             )
-        # An event that left surplus behind may have fewer than this one may fill.
+        # After an event that left surplus, fewer may be owned than this one may fill.
         count = min(state.footprint.global_blocks(state.computed), len(owned))
         seed = event_seed(state.ordinal, state.computed)
         dest = PLACEMENTS[self.placement_name](owned, count, self._take, seed)

@@ -1,4 +1,4 @@
-"""Where survivors go: which superblocks stay with the request after an event."""
+"""Chooses the superblocks that stay with a request after an event."""
 
 import random
 from collections.abc import Callable, Sequence

@@ -19,7 +19,7 @@ NO_WINDOW = -1
 
 @dataclass(frozen=True)
 class RequestPlan:
-    """What a request's events look like.
+    """When a request has events, and what they may read and must keep.
 
     Args:
         policy: name of its policy.
@@ -36,10 +36,10 @@ class RequestPlan:
 
 @dataclass
 class RequestState:
-    """What the engine knows of one request.
+    """Where one request stands: its frontier, its next event, its query window.
 
     Args:
-        plan: what its events look like.
+        plan: when it has events.
         computed: position at the last `clip`.
         target: the next event position, at or after `computed`.
         frontier_blocks: current F / N.
@@ -124,7 +124,7 @@ class Planner:
         self.restart(request_id)
         self.states.pop(request_id, None)
 
-    # -- called while vLLM schedules ----------------------------------------------
+    # -- while vLLM schedules ----------------------------------------------
 
     def clip(self, request_id: str, computed: int, num_new: int) -> int:
         """Return how many of `num_new` tokens the request may compute in this step.

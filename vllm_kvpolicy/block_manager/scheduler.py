@@ -1,6 +1,6 @@
 """vLLM's schedulers with events: clip steps, attach each step's commands.
 
-Named by the finished VllmConfig; run by EngineCore in place of vLLM's classes.
+A VllmConfig with a policy names these classes in place of vLLM's.
 """
 
 from dataclasses import replace

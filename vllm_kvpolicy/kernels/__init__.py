@@ -1,1 +1,1 @@
-"""Operations on tensors, each with a PyTorch reference."""
+"""Operations on tensors: a PyTorch reference each, and faster twins of some."""

@@ -1,4 +1,19 @@
-"""Which head page goes to which KV head after an event, pages staying where they can.
+"""Decides which head page goes to which KV head after an event.
+
+Example: two heads hold pages 0, 2, 4 and 1, 3, 5. The request keeps pages 0 to 3.
+Head 0, which gets three of them, keeps 0 and 2 and takes 3 from head 1.
+
+>>> made = assign_pages(
+...     held=torch.tensor([[[0, 2, 4], [1, 3, 5]]]),
+...     num_held=torch.tensor([[3, 3]]),
+...     cells=torch.tensor([[[0, 2, -1], [1, 3, -1]]]),
+...     arena=torch.tensor([[0, 1, 2, 3]]),
+...     quota=torch.tensor([[3, 1]]),
+... )
+>>> made.first, made.pages
+(tensor([[0, 3, 4]]), tensor([[0, 2, 3, 1]]))
+>>> made.unmoved
+tensor([[ True,  True, False,  True]])
 
 Source: this project. Deviations: none.
 """
@@ -12,12 +27,12 @@ from vllm_kvpolicy.kernels.ranking import ascending_indices
 
 @dataclass(frozen=True)
 class PageLists:
-    """Page lists of all heads of a request, one behind the other.
+    """Page lists of all heads of a request, concatenated.
 
     Args:
         first: [G, n + 1] int64, where each head's list starts; the last entry is the
             number of pages in use.
-        pages: [G, C] int64 page ids; 0 behind the last list.
+        pages: [G, C] int64 page ids; 0 after the last list.
         unmoved: [G, C] bool, the page had the same owner and place in its list before;
             None where that is so for all.
     """
@@ -34,10 +49,11 @@ def assign_pages(
     arena: torch.Tensor,
     quota: torch.Tensor,
 ) -> PageLists:
-    """Give each head its quota of an arena's pages, its own ones first.
+    """Give each head its quota of the request's pages, its own pages first.
 
-    A head keeps the first of its pages that are in the arena, in their order; pages
-    that nobody keeps fill the shortfalls, lowest cell to lowest head.
+    The arena is the list of pages that a request owns after the event; a place in it is
+    a cell. A head keeps the first of its pages that are in the arena, in their order.
+    Pages that no head keeps fill the shortfalls, lowest cell to lowest head.
 
     Args:
         held: [G, n, P] int64 page ids of each head before the event, in list order.

@@ -1,4 +1,4 @@
-"""Move kept tokens to their places.
+"""Moves survivors to their places after an event.
 
 Source: this project. Deviations: none.
 """
@@ -23,6 +23,15 @@ def compact_pages_ref(
 ) -> None:
     """Copy tokens between pages; nothing is overwritten before it is read.
 
+    Example: with N = 4, a survivor at offset 2 of page 5 has the source slot 22; to
+    become the first of page 3 it has the destination slot 12.
+
+    >>> pages = torch.arange(32.0).view(8, 4, 1)
+    >>> source, dest, first = map(torch.tensor, ([22], [12], [0, 1]))
+    >>> compact_pages_ref(pages, source, dest, first)
+    >>> pages[3, 0]
+    tensor([22.])
+
     Tokens that stay on their head's own page in the same place of its list are copied
     in place, chunk by chunk: a head's survivors ascend, so each destination is at or
     before its source. Only tokens that change pages pass through scratch memory.
@@ -31,11 +40,11 @@ def compact_pages_ref(
         pages: [P, N, D] model dtype, any strides, mutated: keys or values.
         source_slots: [M] int64, page * N + offset of each survivor, ascending within
             each head.
-        dest_slots: [M] int64, page * N + offset; no slot twice, but for survivors that
-            do not exist, which move slot 0 of vLLM's unused null block onto itself.
+        dest_slots: [M] int64, page * N + offset; no slot twice except for padding,
+            which moves slot 0 of vLLM's unused null block onto itself.
         first: [rows + 1] int64, where each head's survivors start, ascending from 0 to
-            M. Survivors that do not exist have rows of their own, by whose first move
-            they are known.
+            M. Padding has rows of its own; a row whose first source is slot 0 is
+            padding.
         in_place: [M] bool; None where it holds for all.
 
     Exact: moves are bitwise.

@@ -1,4 +1,28 @@
-"""Page lists of every KV head, as attention kernels read them: one row per head.
+"""Fills the page tables of a step where every KV head has its own list of pages.
+
+Example: a request whose local superblocks are 7 and 9, at entries 3 and 4 of its
+row. Head 0 has the global pages 4 and 5, head 1 has page 8. Superblock b holds page
+2b of head 0 and 2b + 1 of head 1, so local pages are 14, 18 and 15, 19. vLLM counts
+five superblocks; the heads hold 4 and 3 pages, so the offsets are -1 and -2.
+
+>>> tables = torch.zeros(1, 1, 2, 4, dtype=torch.int32)
+>>> offsets = torch.zeros(1, 1, 2, dtype=torch.int32)
+>>> head_page_tables_ref(
+...     tables,
+...     offsets,
+...     which=torch.tensor([0]),
+...     slots=torch.tensor([0]),
+...     blocks=torch.tensor([[0, 0, 0, 7, 9]], dtype=torch.int32),
+...     skip=torch.tensor([3], dtype=torch.int32),
+...     pages=torch.tensor([[4, 5, 8]], dtype=torch.int32),
+...     first=torch.tensor([[0, 2, 3]], dtype=torch.int32),
+...     own_page=torch.tensor([0, 1]),
+...     stride=2,
+... )
+>>> tables, offsets
+(tensor([[[[ 4,  5, 14, 18],
+           [ 8, 15, 19, 19]]]], dtype=torch.int32),
+ tensor([[[-1, -2]]], dtype=torch.int32))
 
 Source: this project. Deviations: none.
 """
@@ -23,7 +47,7 @@ def head_page_tables_ref(
     """Put each head's global pages in front of its own pages of local superblocks.
 
     Args:
-        tables: [L, B, H, C] int32, rows `which` mutated: page ids; any valid id behind
+        tables: [L, B, H, C] int32, rows `which` mutated: page ids; any valid id after
             the last page. Rows of C are contiguous.
         offsets: [L, B, H] int32, rows `which` mutated: pages of a head less superblocks
             of its request, vLLM's count.
@@ -31,8 +55,7 @@ def head_page_tables_ref(
         slots: [R] int64, slot of each of them.
         blocks: [B, P] int32 superblock ids, indexed by logical position // N.
         skip: [slots] int32, leading entries of `blocks` that are not local, by slot.
-        pages: [slots, A] int32, global pages of the heads of a slot, one behind the
-            other.
+        pages: [slots, A] int32, global pages of the heads of a slot, concatenated.
         first: [slots, L * H + 1] int32, where each head's start and end.
         own_page: [L * H] int64, id of each head's page of superblock 0.
         stride: distance in ids between a head's pages of neighbouring superblocks.

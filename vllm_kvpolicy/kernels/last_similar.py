@@ -1,4 +1,4 @@
-"""For each key of a row, the last other key that points almost the same way.
+"""Finds, for each key of a row, the last other key of almost the same direction.
 
 Source: R-KV (arXiv 2505.24133) section 3.3 and `cal_similarity` in
 https://github.com/Zefan-Cai/R-KV/blob/d15c9767/rkv/utils.py, direction "last".

@@ -1,4 +1,4 @@
-"""Mix another token into tokens of the cache.
+"""Merges a dropped token into a token of the cache, by weight.
 
 Source: Hard-KV, appendix G, theorem G.1, for pairs, with the logarithms of the
 weights as logits; https://github.com/SuDIS-ZJU/HARDInfer.

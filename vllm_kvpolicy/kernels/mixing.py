@@ -1,4 +1,4 @@
-"""A hash of integers, for choices that look random and are a function of their inputs.
+"""Hashes integers, for choices that look random but follow from their inputs alone.
 
 Source: https://nullprogram.com/blog/2018/07/31/ (lowbias32).
 """

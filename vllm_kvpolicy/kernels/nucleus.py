@@ -1,4 +1,4 @@
-"""How many keys hold most of a query's attention, and how much of it survivors hold.
+"""Counts the keys that hold most of a query's attention; measures what survivors hold.
 
 All of it is raw attention per KV head: the logit of a key is the largest of the group's
 query heads, a row is one of the newest W queries, and the softmax goes over every token

@@ -1,4 +1,4 @@
-"""The smallest and largest key of each page, and what a query can find in a page.
+"""Bounds the keys of each page, and with them the scores of a query on that page.
 
 Source: Quest (arXiv 2406.10774) section 3. Deviations: none.
 """
@@ -38,7 +38,7 @@ def page_scores_ref(
 
     Args:
         queries: [R, G, D] model dtype, the query heads of each row.
-        pages: [R, C] int32 page ids; any valid id behind the last.
+        pages: [R, C] int32 page ids; any valid id after the last.
         counts: [R] int32, leading pages of each row that are scored.
         bounds: [2, P, D] model dtype; see `page_bounds`. Those of pages that are not
             scored are ignored whatever they hold.

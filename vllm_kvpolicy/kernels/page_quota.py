@@ -1,4 +1,4 @@
-"""Whole pages per KV head from token counts: largest remainder, total met exactly.
+"""Shares whole pages among KV heads: largest remainder, the total met exactly.
 
 The same number of tokens is added to every head, or taken from every head, until the
 pages they fill add up to the total; what a floor or a cap keeps a head from giving or
@@ -26,13 +26,20 @@ def page_quota(
 ) -> torch.Tensor:
     """Share `total` pages among the n heads of each group.
 
+    Example: heads ask for 100, 40 and 20 tokens, 6.25, 2.5 and 1.25 pages of 16. The
+    whole pages make 9; the tenth goes to the largest remainder, that of the second.
+
+    >>> tokens, floors = torch.tensor([[100, 40, 20]]), torch.tensor([[1, 1, 1]])
+    >>> page_quota(tokens, floors, 9 * floors, torch.tensor([10]), block_size=16)
+    tensor([[6, 3, 1]])
+
     Args:
         tokens: [G, n] int64, tokens that each head asks for, at most `most`.
         floors: [G, n] int64 pages, at least 0.
         caps: [G, n] int64 pages, at least `floors`; in tokens at most `most`.
         total: [G] int64 pages.
         block_size: N, tokens per page.
-        most: a bound that saves passes where it is low.
+        most: a bound on `tokens`; a lower one takes fewer passes.
 
     Returns:
         [G, n] int64 pages between floors and caps. They add up to `total`, or to the

@@ -1,4 +1,4 @@
-"""Page tables and lengths of a step, as attention kernels read them.
+"""Fills the page tables and lengths of a step where all KV heads share them.
 
 Source: this project. Deviations: none.
 """
@@ -21,8 +21,27 @@ def page_tables_ref(
 ) -> None:
     """Put each row's global superblocks in front of its local ones.
 
+    Example: 70 tokens in superblocks of 16, frontier 3, survivors in superblocks 4 and
+    6. The row reads 4, 6 and its local superblocks 7, 9; it holds 70 - 48 + 32 tokens.
+
+    >>> tables = torch.zeros(1, 4, dtype=torch.int32)
+    >>> lengths = torch.zeros(1, dtype=torch.int32)
+    >>> page_tables_ref(
+    ...     tables,
+    ...     lengths,
+    ...     rows=torch.tensor([0]),
+    ...     block_table=torch.tensor([[0, 0, 0, 7, 9]], dtype=torch.int32),
+    ...     seq_lens=torch.tensor([70], dtype=torch.int32),
+    ...     global_blocks=torch.tensor([[4, 6]], dtype=torch.int32),
+    ...     num_global=torch.tensor([2], dtype=torch.int32),
+    ...     frontier_blocks=torch.tensor([3], dtype=torch.int32),
+    ...     block_size=16,
+    ... )
+    >>> tables, lengths
+    (tensor([[4, 6, 7, 9]], dtype=torch.int32), tensor([54], dtype=torch.int32))
+
     Args:
-        tables: [R, C] int32, mutated; what lies behind a row's length is unspecified.
+        tables: [R, C] int32, mutated; entries after a row's length are unspecified.
         lengths: [R] int32, mutated, tokens held.
         rows: [R] int64, slot of each row.
         block_table: [R, P] int32, vLLM's rows, indexed by logical position // N.

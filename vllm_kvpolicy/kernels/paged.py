@@ -1,6 +1,6 @@
-"""Keys or values of held tokens, read where they lie or copied out.
+"""Keys or values of held tokens, read in place on their pages or as a dense copy.
 
-Made by worker.compaction from the KV cache, and by anybody from a plain tensor.
+The worker makes them from the KV cache; `from_dense` makes them from a tensor.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class PagedTokens:
             all layers where a page id names a page of any layer.
         pages: [E, L, H, C] int64, page ids of each row, oldest token first; any valid
             id on padding. Row r's token t lies at offset t % N of its page t // N.
-        num_tokens: T, tokens per row, at most C * N; what lies behind a row's own
+        num_tokens: T, tokens per row, at most C * N; what lies after a row's own
             length is unspecified.
     """
 

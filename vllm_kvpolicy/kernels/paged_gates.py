@@ -1,4 +1,4 @@
-"""Write gates of tokens whose keys lie on pages.
+"""Evaluates the write gates of tokens whose keys are on pages.
 
 Source: WG-KV (arXiv 2512.17452) section 3.2; see kernels.wgkv_gate. Deviations: there.
 """

@@ -1,4 +1,4 @@
-"""Numbers of single tokens that take one look at their keys or values.
+"""Reduces each token's key or value to one number: a norm, a cosine, a projection.
 
 Source: this project. Deviations: none.
 """

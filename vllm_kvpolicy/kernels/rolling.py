@@ -19,7 +19,7 @@ def rolling_mean(
 
     Args:
         values: [R, T] floating point.
-        first: [R] int64, entries before it do not exist, whatever they hold.
+        first: [R] int64, entries before it are padding, whatever they hold.
         window: entries that count, the last one included, at least 1.
 
     Returns:
@@ -36,7 +36,7 @@ def rolling_zscore(
 
     Args:
         values: [R, T] floating point.
-        first: [R] int64, entries before it do not exist, whatever they hold.
+        first: [R] int64, entries before it are padding, whatever they hold.
         window: entries that count, the last one included, at least 1.
 
     Returns:

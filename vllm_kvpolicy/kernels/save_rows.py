@@ -1,4 +1,4 @@
-"""Keep some of a step's rows: the queries of requests that are near an event.
+"""Saves the queries of requests that are near an event.
 
 Source: this project. Deviations: none.
 """

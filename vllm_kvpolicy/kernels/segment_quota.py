@@ -65,6 +65,24 @@ def segment_quota_ref(
 ) -> SegmentQuotas:
     """Segment every row and share `total` tokens among its segments.
 
+    Example: with thresholds every half of the mass, tokens of mass .3 .1 .1 .1 .1 .3
+    form the segments [0, 2) and [2, 6). The first token is exempt, so the segments have
+    the masses .1 and .6 to share three tokens by, and each gets at least one.
+
+    >>> mass = torch.tensor([[0.3, 0.1, 0.1, 0.1, 0.1, 0.3]], dtype=torch.float64)
+    >>> made = segment_quota_ref(
+    ...     to_fixed_point(mass),
+    ...     lengths=torch.tensor([6]),
+    ...     exempt=torch.tensor([[True] + [False] * 5]),
+    ...     total=torch.tensor([3]),
+    ...     segment_mass=0.5,
+    ...     min_segment=1,
+    ...     max_segment=8,
+    ...     min_quota=1,
+    ... )
+    >>> made.quotas, made.segment_of
+    (tensor([[1, 2]]), tensor([[0, 0, 1, 1, 1, 1]]))
+
     Args:
         mass: [R, T] int64 in units of 1 / MASS_UNIT (exact, for serving) or float64
             summing to 1 (as the authors' code); non-negative, zero on padding.
@@ -99,6 +117,13 @@ def pick_by_quota_ref(
     score: torch.Tensor, group: torch.Tensor, quotas: torch.Tensor
 ) -> torch.Tensor:
     """Mark the best tokens of each group, as many as its quota.
+
+    Example: one token of group 0 and two of group 1.
+
+    >>> score = torch.tensor([[9.0, 1.0, 5.0, 3.0, 7.0, 2.0]])
+    >>> group = torch.tensor([[0, 0, 1, 1, 1, 1]])
+    >>> pick_by_quota_ref(score, group, quotas=torch.tensor([[1, 2]]))
+    tensor([[ True, False,  True, False,  True, False]])
 
     Args:
         score: [R, T] floating point; NaN allowed.
@@ -249,6 +274,12 @@ def round_robin(capacity: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
 
     Closed form: every segment gets min(capacity, level) with the highest level that
     `total` covers; the first segments still open get one more.
+
+    Example: six tokens for segments that hold 3, 1 and 5. Level 2 takes 2 + 1 + 2, and
+    the sixth goes to the first segment that is still open.
+
+    >>> round_robin(torch.tensor([[3, 1, 5]]), torch.tensor([[6]]))
+    tensor([[3, 1, 2]])
 
     Args:
         capacity: [R, S] int64, non-negative.

@@ -1,5 +1,7 @@
-"""What a token shows while it is computed: how far the hidden state moved, and how much
-the channels of its key or value differ.
+"""Measures what a token shows while it is computed.
+
+That is how far its hidden state moves, and how much the channels of its key or value
+differ.
 """
 
 import torch

@@ -1,8 +1,8 @@
-"""Attention over pages whose tokens say themselves until when they are seen.
+"""Attention over pages where each token carries the position until which it is visible.
 
 Memory order: D may have any stride in keys and values, so that keys may be stored as
 columns (worker.pages); query and output are read and written by their strides. All
-else is read as it lies, nothing is copied.
+else is read in place; nothing is copied.
 Source: the mask is that of kernels.visibility.visible_until, read per slot, WG-KV
 (arXiv 2512.17452) section 3.3; softmax in base 2 as in FlashAttention-2
 (arXiv 2307.08691). Deviations: none.
@@ -43,14 +43,14 @@ def until_attention_ref(
         query: [Tq, G, D] floating point, row after row.
         keys, values: [P, N, D], dtype of the queries, any strides.
         tables: [R, C] int32, pages of each row, oldest token first; any valid id
-            behind the last page. Rows of C are contiguous.
+            after the last page. Rows of C are contiguous.
         lengths: [R] int32, tokens held, those of the queries included; at most C * N.
         query_start: [R + 1] int32, first query of each row; rows may have none.
-        ends: [R] int32, logical position behind the newest token.
+        ends: [R] int32, logical position after the newest token.
         until: [P, N] int32, position of the first query that no longer sees the token
             in a slot; see `visibility.visible_until`.
         scale: factor on dot products.
-        output: [Tq, G, D], dtype of the queries, written. What lies behind the last
+        output: [Tq, G, D], dtype of the queries, written. What lies after the last
             row's queries is unspecified.
         max_queries: no row has more; 1 where the batch decodes.
     """

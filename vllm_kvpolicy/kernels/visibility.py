@@ -1,4 +1,4 @@
-"""Who sees whom where tokens are kept or dropped as they leave a window.
+"""Tells which queries see which keys where tokens may be dropped after a window.
 
 Query i sees key j <= i while i - j < window, and for ever where j is kept. One integer
 per key says so: the first query that no longer sees it.
@@ -95,8 +95,8 @@ def extra_visible(
         queries: [Q] integers, positions below T.
 
     Returns:
-        [..., Q] int64, at most page - 1: dropped tokens behind the window in the page
-        that the window has not left.
+        [..., Q] int64, at most page - 1: dropped tokens older than the window, in the
+            page that the window has not left.
     """
     dropped_before = torch.nn.functional.pad((~keep).long().cumsum(-1), (1, 0))
     window_start = (queries - window + 1).clamp(min=0)

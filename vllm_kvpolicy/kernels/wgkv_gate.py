@@ -1,4 +1,4 @@
-"""The write gate of WG-KV: of how much use a token is outside the window.
+"""The write gate of WG-KV: predicts how useful a token will be after the window.
 
 Source: WG-KV (arXiv 2512.17452) section 3.2 and
 https://github.com/EMCLab-Sinica/WG-KV/blob/a6943894/src/modeling_layers.py.

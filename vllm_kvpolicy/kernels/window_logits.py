@@ -1,4 +1,4 @@
-"""What the newest W queries see of the cached keys, as logits.
+"""Logits of the newest W queries over the cached keys that they see.
 
 Source: causal attention of the captured queries, each at its own position (AMS,
 arXiv 2605.23200, section 3.1, rotates the whole window to the current one).

@@ -1,4 +1,4 @@
-"""How much attention the newest W queries pay to each cached key.
+"""Measures the attention that the newest W queries pay to each cached key.
 
 Source: AMS (arXiv 2605.23200) section 3.1 and its code
 https://github.com/EIT-NLP/AdaptiveMassSegment/blob/7eb32cd75600c55888f223dddd2827a81d4f6a80/kvpress/presses/adaptive_segment_head_press.py.

@@ -1,4 +1,5 @@
 """Twins in CUDA C++ of operations in the folder above: same files, names and results.
 
-Imported where they are asked for; their kernels are in csrc/, built by setup.py.
+They run where `kernels.preferences` or KVPOLICY_KERNELS chooses them. Their kernels are
+in csrc/; setup.py builds them.
 """

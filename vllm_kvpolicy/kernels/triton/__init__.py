@@ -1,4 +1,4 @@
 """Twins in Triton of the operations in the folder above: same files, names and results.
 
-Imported when an operation first runs on a GPU.
+They are imported when an operation first runs on a GPU.
 """

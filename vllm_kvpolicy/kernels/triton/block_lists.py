@@ -1,4 +1,4 @@
-"""Which blocks of keys a tile of queries has to read: lists, made on the device.
+"""Lists, on the device, the blocks of keys that each tile of queries has to read.
 
 One launch writes down the latest `until` of every block of keys of a row, another one
 sifts a row's blocks for each tile. Their sizes follow from those of the batch.
@@ -26,7 +26,7 @@ def lists_of_tiles(
     """List the blocks of keys that any query of a tile sees.
 
     Row r's tiles begin at number query_start[r] // queries + r, which leaves room for
-    all of them. Blocks that reach behind a tile's first query are not listed.
+    all of them. Blocks that end after a tile's first query are not listed.
 
     Args:
         rows: tables, stride of their rows, lengths, query_start and ends of

@@ -1,4 +1,4 @@
-"""Write gates of keys read where they lie, one program per tile of a row's tokens.
+"""Write gates of keys that are read in place: a program per tile of a row's tokens.
 
 A program turns the keys of its tile back, normalises both halves of both, and goes
 through the hidden units block by block; nothing of the size of keys or units is stored.
@@ -113,7 +113,7 @@ def _cos_and_sin(turn):
 def _scaled(low, high, norm, number, SIZE: tl.constexpr):
     """Normalise keys in two halves [TILE, HALF] float32; return them in `norm`'s dtype.
 
-    Numbers behind a half are zero and stay so.
+    Numbers past the end of a half are zero and stay so.
     """
     is_number = number < SIZE // 2
     mean = (tl.sum(low * low, 1) + tl.sum(high * high, 1)) / SIZE

@@ -153,7 +153,7 @@ def _read(
 ):  # fmt: skip
     """Return numbers FIRST .. END - 1 of tokens, [TILE, WIDTH] float32.
 
-    Zero behind the row's length and from END on.
+    Zero past the row's length and from END on.
     """
     is_held = token < tl.load(lengths + row)
     page = tl.load(pages + row * num_pages + token // page_size, is_held, other=0)

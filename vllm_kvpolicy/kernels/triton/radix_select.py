@@ -30,7 +30,7 @@ def mark_best(
         group: [R, T] integers, contiguous; those outside 0..S-1 are not looked at.
         quotas: [R, S] integers, contiguous; tokens, none where 0 or below.
         ranges: [R, S] int32 each, contiguous: T minus a group's first position, and
-            one behind its last. None where groups may lie anywhere.
+            one past its last. None where groups may lie anywhere.
         marked: [R, T] bool, contiguous; True is written, never False.
     """
     (num_rows, num_tokens), num_groups = score.shape, quotas.shape[-1]
@@ -73,7 +73,7 @@ def _mark_best(
     group,  # [R, T]
     quotas,  # [R, S]
     begins,  # [R, S] int32, T minus the first position of a group, or None
-    ends,  # [R, S] int32, one behind its last position, or None
+    ends,  # [R, S] int32, one past its last position, or None
     marked,  # [R, T] bool
     num_tokens,
     num_groups,

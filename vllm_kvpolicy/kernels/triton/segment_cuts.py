@@ -13,7 +13,7 @@ import triton.language as tl
 from vllm_kvpolicy.kernels.segment_quota import MASS_UNIT, num_thresholds
 from vllm_kvpolicy.kernels.triton.radix_select import launch_sizes
 
-NOWHERE: tl.constexpr = tl.constexpr(2**31 - 1)  # behind all tokens
+NOWHERE: tl.constexpr = tl.constexpr(2**31 - 1)  # after all tokens
 
 
 def cut_rows(
@@ -37,7 +37,7 @@ def cut_rows(
 
     Returns:
         [3, R, S + 1] int64: start of each segment, open tokens before it, open mass
-        before it; entries behind the last segment are those of the row's end. And the
+        before it; entries after the last segment are those of the row's end. And the
         number of each token's segment, [R, T] int64, S on padding.
     """
     num_rows, num_tokens = mass.shape
@@ -182,7 +182,7 @@ def _threshold(number, step):
 def _next_start(cut_at, last_cut, earliest, max_segment):
     """Find the first position from `earliest` on where a segment may start.
 
-    Segments start at cuts and every `max_segment` tokens behind one.
+    Segments start at cuts and every `max_segment` tokens after one.
 
     Args:
         cut_at: [TILE] int32, positions of this tile's cuts.
@@ -190,7 +190,7 @@ def _next_start(cut_at, last_cut, earliest, max_segment):
         earliest: a position, in any tile.
 
     Returns:
-        The position, or one behind the tile if it is not in this tile.
+        The position, or one after the tile if it is not in this tile.
     """
     is_behind = cut_at > earliest
     from_cut = tl.maximum(last_cut, tl.max(tl.where(is_behind, 0, cut_at)))

@@ -97,7 +97,7 @@ def pick_by_quota(
 def _find_groups(
     group,  # [R, T] int64
     begins,  # [R, S] int32, T minus the first position of a group; zero before
-    ends,  # [R, S] int32, one behind its last position; zero before
+    ends,  # [R, S] int32, one past its last position; zero before
     picked,  # [R, T] bool, cleared
     num_tokens,
     num_groups,

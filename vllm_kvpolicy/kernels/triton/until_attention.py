@@ -3,7 +3,7 @@
 Prompts: a program takes a tile of queries with all their heads, so that tensor cores
 get full tiles. Two small launches first write down the latest `until` of every block of
 keys, and for each tile the blocks that any of its queries sees; the loop over these is
-free of branches, so that loads run ahead of products. Only blocks that reach behind
+free of branches, so that loads run ahead of products. Only blocks that reach past
 the tile's first query take the causal mask. The longest tiles start first.
 Decoding: a program takes a share of a row's blocks, a second launch puts shares
 together (flash decoding). How many shares there are follows from R, C and N alone,

@@ -50,8 +50,8 @@ def window_usage(
     """Causal softmax of the newest queries over the cached keys, reduced over them.
 
     Args: as for `kernels.window_usage.window_usage_ref`. Queries and pools may have any
-        strides and are not copied. Where all layers share one view of a pool, so do
-        they the launches.
+        strides and are not copied. Layers that share one view
+        of a pool share the launches.
 
     Returns:
         Usage per query head, in float32, to rounding that of the reference.
@@ -158,7 +158,7 @@ def _open(
 ):  # fmt: skip
     """Read a tile of keys: length of the row, tokens, keys, first query head.
 
-    Keys are [TILE, WIDTH], zero behind the row's length and behind the head's size.
+    Keys are [TILE, WIDTH], zero past the row's length and past the head's size.
     """
     queries += row // (LAYERS * HEADS) * q_event + row // HEADS % LAYERS * q_layer
     queries += row % HEADS * GROUP * q_head

@@ -1,0 +1,45 @@
+"""The order in which two processes share the test files: the dearest first.
+
+A process takes the next file when it is done with one. Were a file of minutes the last
+to be taken, the other process would have nothing to do meanwhile.
+"""
+
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+# Files of more than half a minute of one core, the dearest first.
+DEAREST = (
+    "kernels/test_under_the_interpreter.py",
+    "engine/test_scheduler_simulation.py",
+    "v2_runner/test_v2_runner.py",
+    "engine/test_oracles.py",
+    "engine/test_identity.py",
+    "engine/test_dms.py",
+    "engine/test_exact.py",
+    "engine/test_features.py",
+    "engine/test_plumbing_oracle.py",
+    "engine/test_rules.py",
+    "serve/test_http.py",
+    "serve/test_one_server.py",
+    "serve/test_every_name.py",
+    "engine/test_wgkv.py",
+    "engine/test_ragged.py",
+    "engine/test_oracle_mutations.py",
+    "engine/test_plumbing_mutations.py",
+    "engine/test_requests.py",
+    "gpu/test_gpu_check.py",
+    "kernels/test_triton_compiles.py",
+    "csrc/test_cuda_sources_compile.py",
+    "engine/test_hidden_states.py",
+    "engine/test_processes.py",
+    "engine/test_counting.py",
+    "benchmarks/test_gpu_bench.py",
+    "engine/test_quest.py",
+    "engine/test_static_admissions.py",
+)
+
+
+def rank(path: Path) -> int:
+    """Return the place of a test file among the dearest; all others come after them."""
+    name = path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else ""
+    return DEAREST.index(name) if name in DEAREST else len(DEAREST)

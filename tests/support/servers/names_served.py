@@ -1,0 +1,29 @@
+"""Flags and options with which servers of the tiny model serve names of policies."""
+
+import json
+from pathlib import Path
+
+from support.calibration_files import options_for
+
+FLAGS = {
+    "--kv-budget": "128",
+    "--kv-interval": "64",
+    "--dtype": "float32",
+    "--max-model-len": "1024",
+    "--max-num-seqs": "8",
+    "--kv-cache-memory-bytes": "8388608",
+    "--served-model-name": "tiny",
+}
+# Options that fit the short interval.
+OPTIONS = {"expected_window": 48}
+ONE_PER_ALLOCATOR = ("keydiff", "ams-expected", "adakv-snapkv", "pyramid-h2o")
+ONE_PER_ALLOCATOR += ("chunk-lagkv", "hard-rkv", "strat-random", "wgkv+snapkv")
+ONE_PER_ALLOCATOR += ("snapkv+quest",)
+
+
+def calibration(name: str, model: Path, folder: Path) -> dict[str, str]:
+    """Return the option that names a calibration file, where a policy needs one."""
+    config = json.loads((model / "config.json").read_text())
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    layers, size = config["num_hidden_layers"], config["head_dim"]
+    return options_for(name, folder, layers, kv_heads, heads // kv_heads, size)
