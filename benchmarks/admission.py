@@ -263,7 +263,7 @@ def report(rows: Mapping[str, Sequence[Row]], summary: Mapping[str, Any]) -> str
         [
             table(["server", "round", *COLUMNS], rounds),
             table([f"{POLICY} / {STOCK}", "median (range of the pairs)"], ratios),
-            f"At most {summary['kept_fraction']:.3f} of the tokens that left the window "
+            f"At most {summary['kept_fraction']:.3f} of the tokens leaving the window "
             f"kept, {summary['blocks_left']} blocks in use at the end. Target (each "
             f"pair at least {TARGET} x at {MOST_KEPT} or less, none left): {verdict}",
         ]
