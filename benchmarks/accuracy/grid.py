@@ -47,7 +47,7 @@ def setups_of(
     for label in policies:
         if label != FULL:
             name, variant = split(label)
-            kinds.setdefault((parse(name).ragged, variant), []).append(name)
+            kinds.setdefault((parse(name).is_ragged({}), variant), []).append(name)
     full = [Setup((FULL,), None, None)] if FULL in policies else []
     return full + [
         Setup(tuple(names), budget, interval, variant)
