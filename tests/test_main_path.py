@@ -20,6 +20,7 @@ UNNAMED = {
     "block_manager.counting": "adds to counters, the same without a policy",
 }
 # A line of the docstring: two spaces, what happens, then files from first to last.
+AT_START = ("flag", "checks", "worker")
 LINE = re.compile(r"^  (\w+) +((?:[\w.]+ > )*[\w.]+)$", re.M)
 
 
@@ -63,7 +64,7 @@ def problems(path: dict[str, list[str]], walk: Walk) -> list[str]:
     """Say what is wrong with a main path; a folder stands for any file in it."""
     found = []
     for what, names in path.items():
-        called = walk.start if what == "start" else walk.serve
+        called = walk.start if what in AT_START else walk.serve
         firsts = [first_call(name, called) for name in names]
         missing = [name for name, first in zip(names, firsts, strict=True) if not first]
         found += [f"{what}: the request does not pass {name}" for name in missing]

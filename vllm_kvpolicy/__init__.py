@@ -8,16 +8,18 @@ survivors at position p and moves its *frontier* F, above which tokens are *loca
 
 Main path of one request from the flag to the kernels, in the order of first calls:
 
-  start     plugin > api.patch > api.cli > config > api.guards > api.start_checks
+  flag      plugin > api.patch > api.cli > api.startup > config
+  checks    api.startup > api.guards > api.relied_on > api.vllm_source > api.start_checks
+  worker    worker.base > worker.setup > policies.build
   request   api.patch > api.request_guards
   schedule  block_manager.scheduler > block_manager.planner > block_manager.manager
   step      worker.base > worker.runtime > worker.backends.mixins
   capture   worker.captures.query_windows > kernels
   free      block_manager.manager > block_manager.placement
-  event     worker.compaction > worker.tiers.layouts > policies.compose
+  event     worker.compaction > policies.compose > kernels.window_usage
   decide    policies.scorers.tova > policies.allocators.ams > kernels.segment_quota
   move      worker.compaction > kernels.compact_pages
-  attend    worker.tiers.equal_step > kernels.page_tables
+  attend    worker.tiers.equal > kernels.page_tables
 
 (`tests/test_main_path.py` walks it with `ams-tova`.)
 """
