@@ -9,7 +9,8 @@ survivors at position p and moves its *frontier* F, above which tokens are *loca
 Main path of one request from the flag to the kernels, in the order of first calls:
 
   flag      plugin > api.patch > api.cli > api.startup > config
-  checks    api.startup > api.guards > api.relied_on > api.vllm_source > api.start_checks
+  checks    api.startup > api.guards > api.relied_on > api.vllm_source
+  files     api.start_checks
   worker    worker.base > worker.setup > policies.build
   request   api.patch > api.request_guards
   schedule  block_manager.scheduler > block_manager.planner > block_manager.manager
