@@ -151,7 +151,7 @@ def test_requests_may_ask_for_less():
 
 def test_a_request_is_not_checked_as_a_server_is(monkeypatch):
     server = config(policy_config={"allow": ["snapkv", "epikv"]})
-    monkeypatch.setattr(KVPolicyConfig, "check", None)
+    monkeypatch.setattr(KVPolicyConfig, "_check", None)
     request = server.with_request({"kv_policy": "snapkv", "kv_budget": 96}, 32)
     assert (request.policy, request.budget_tokens) == ("snapkv", 96)
     assert (server.policy, server.budget_tokens) == ("tova", 128)
@@ -265,3 +265,20 @@ def test_windows_of_allowed_policies_are_checked_at_start():
     )
     with pytest.raises(ValueError, match=message):
         server.validate_block_size(32)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"policy": "nonsense"},
+        {"budget_tokens": -1},
+        {"sink_tokens": True},
+        {"allow": "snapkv"},
+        {"options": {"bogus": 1}},
+        {"options": None},
+        {"trace_dir": 3},
+    ],
+)
+def test_an_object_made_directly_is_checked(values):
+    with pytest.raises(ValueError, match="got"):
+        KVPolicyConfig(**{"policy": "tova", **values})

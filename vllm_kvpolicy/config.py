@@ -6,7 +6,7 @@ of the plain form are the flags without their prefix: `--kv-budget` is `budget`.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
 from vllm_kvpolicy.config_keys import (
@@ -27,8 +27,8 @@ PER_REQUEST_OFF = "none"
 class KVPolicyConfig:
     """What a server, or one request, keeps. Tokens are counted per KV head.
 
-    `from_dict` checks what a server is given; `with_request` makes the configuration of
-    a request from that of its server, and checks only what the request changes.
+    A new object checks every value. `with_request` makes the configuration of a request
+    from that of its server, and checks only what the request changes.
 
     Args:
         policy: name in the grammar of policies.catalogue.names.
@@ -62,9 +62,15 @@ class KVPolicyConfig:
     # A cache by policy name: it follows from `options`, and requests share it with
     # their server.
     _windows: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
+    # Not a value of the configuration: whether its values have been checked before.
+    is_checked: InitVar[bool] = False
 
-    def check(self) -> None:
-        """Check every value, alone and beside the others.
+    def __post_init__(self, is_checked: bool) -> None:
+        if not is_checked:
+            self._check()
+
+    def _check(self) -> None:
+        """Check every value, alone and together with the others.
 
         What depends on the block size is left to `validate_block_size`.
 
@@ -72,6 +78,13 @@ class KVPolicyConfig:
             ValueError: naming the key, its value and what is valid.
         """
         parse(self.policy)
+        for key, value, kind in (
+            ("policy_config", self.options, Mapping),
+            ("allow", self.allow, tuple),
+        ):
+            if not isinstance(value, kind):
+                expected = kind.__name__.lower()
+                raise ValueError(f"{key}: got {value!r}, expected a {expected}")
         _check_allowed(self.policy, self.allow)
         _check_known(self.options, self.policies)
         for key in INTEGER_KEYS:
@@ -209,9 +222,7 @@ class KVPolicyConfig:
         given |= {"policy_config": dict(options), "allow": tuple(allow)}
         fields = {"policy_config": "options"}
         fields |= {key.key: key.field for key in INTEGER_KEYS}
-        config = cls(**{fields.get(key, key): value for key, value in given.items()})
-        config.check()
-        return config
+        return cls(**{fields.get(key, key): value for key, value in given.items()})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plain form: JSON-able, and `from_dict` makes an equal object."""
@@ -292,7 +303,7 @@ class KVPolicyConfig:
                     )
         if not changes:
             return self
-        config = replace(self, **changes)
+        config = replace(self, is_checked=True, **changes)
         config._check_windows(policy_name, prefix="kv_")
         config._check_budget("kv_budget", block_size)
         return config

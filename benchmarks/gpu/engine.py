@@ -146,7 +146,7 @@ class BenchEngine:
             "v2_runner": bool(self.worker.use_v2_model_runner),
             "graphs": config.compilation_config.cudagraph_mode.name,
             "backends": sorted(backends),
-            "side_bytes": getattr(self.setup, "early_bytes", 0),
+            "side_bytes": 0 if self.setup is None else self.setup.early_bytes,
         }
 
     @property

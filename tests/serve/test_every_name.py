@@ -24,7 +24,7 @@ from vllm_kvpolicy.policies.catalogue.selections import SELECTIONS
 pytestmark = pytest.mark.serve
 # Served alone: heads of equal lengths, heads of their own with an admission's file. On
 # one server per tier, chosen per request, test_one_server serves one per allocator.
-ALONE = ("ams-expected", "wgkv+snapkv")
+ALONE = ("ams-expected", "keydiff", "wgkv+snapkv")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -196,7 +196,7 @@ _ATTENTION = (
         read=(
             "block_table_tensor max_query_len max_seq_len num_actual_tokens num_reqs "
             "query_start_loc query_start_loc_cpu replace seq_lens "
-            "seq_lens_cpu_upper_bound"
+            "seq_lens_cpu_upper_bound _num_computed_tokens_cache"
         ),
     ),
     Owner(

@@ -50,7 +50,7 @@ def refuse_plain(model_config: Any, served: Iterable[WordRow] = ()) -> None:
         ValueError: saying what to add.
     """
     for row in ADMISSIONS.values():
-        if row not in served:
+        if row.architectures and row not in served:
             startup_of(row).refuse_plain(model_config)
 
 
@@ -63,7 +63,8 @@ def missing_architecture(model: str) -> str | None:
     Returns:
         None where no word of the catalogue knows the model.
     """
-    found = (startup_of(row).missing_architecture(model) for row in ADMISSIONS.values())
+    rows = [row for row in ADMISSIONS.values() if row.architectures]
+    found = (startup_of(row).missing_architecture(model) for row in rows)
     return next(filter(None, found), None)
 
 

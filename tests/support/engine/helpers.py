@@ -291,7 +291,10 @@ class Passes:
 
         def scheduled(output: Any) -> None:
             after(output)
-            for event in getattr(output, "kv_policy", NO_COMMANDS).events:
+            # Stock schedulers attach no commands.
+            is_stock = not hasattr(scheduler, "kv_policy_planner")
+            commands = NO_COMMANDS if is_stock else output.kv_policy_commands
+            for event in commands.events:
                 self._begun[event.request_id] += 1
             # With the step, for it is answered when the next has been scheduled.
             output.preemptions_before = {

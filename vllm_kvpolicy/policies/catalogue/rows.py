@@ -28,7 +28,8 @@ class WordRow:
         startup: "module:class" of its `policies.startup.Startup`, None for the plain
             one.
         architectures: "module:class" of model classes that vLLM must know to load the
-            models that it serves, by the name in their config.json.
+            models that it serves, by the name in their config.json. Only words with
+            such models are asked, by their `startup`, about models without a policy.
     """
 
     path: str

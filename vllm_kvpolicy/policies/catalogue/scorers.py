@@ -74,13 +74,17 @@ class RKVOptions(Options):
     )
 
 
-_CALIBRATION = "the model's query statistics, from `python -m vllm_kvpolicy.calibrate`"
+_CALIBRATION = (
+    "the model's query statistics, from `python -m vllm_kvpolicy.calibrate {}`"
+)
 
 
 class TriAttentionOptions(Options):
     """Options of `triattention`."""
 
-    triattention_calibration: Path = Field(description=_CALIBRATION)
+    triattention_calibration: Path = Field(
+        description=_CALIBRATION.format("triattention")
+    )
     tri_aggregate: Literal["max", "mean"] = Field(
         "max", description="how the query heads of a KV head are combined"
     )
@@ -89,7 +93,7 @@ class TriAttentionOptions(Options):
 class QFilterOptions(Options):
     """Options of `qfilter`."""
 
-    qfilter_calibration: Path = Field(description=_CALIBRATION)
+    qfilter_calibration: Path = Field(description=_CALIBRATION.format("qfilter"))
 
 
 class RandomOptions(Options):
