@@ -78,13 +78,10 @@ class KVPolicyConfig:
             ValueError: naming the key, its value and what is valid.
         """
         parse(self.policy)
-        for key, value, kind in (
-            ("policy_config", self.options, Mapping),
-            ("allow", self.allow, tuple),
-        ):
-            if not isinstance(value, kind):
-                expected = kind.__name__.lower()
-                raise ValueError(f"{key}: got {value!r}, expected a {expected}")
+        if not isinstance(self.options, Mapping):
+            raise ValueError(f"policy_config: got {self.options!r}, expected a mapping")
+        if not isinstance(self.allow, tuple):
+            raise ValueError(f"allow: got {self.allow!r}, expected a tuple of names")
         _check_allowed(self.policy, self.allow)
         _check_known(self.options, self.policies)
         for key in INTEGER_KEYS:
