@@ -64,7 +64,7 @@ class KVPolicyConfig:
     _windows: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
 
     def check(self) -> None:
-        """Check every value, alone and beside the others.
+        """Check every value, alone and together with the others.
 
         What depends on the block size is left to `validate_block_size`.
 
@@ -230,7 +230,7 @@ class KVPolicyConfig:
             block_size: N, tokens per superblock.
 
         Raises:
-            ValueError: the budget has no room for a page beside the tokens that are
+            ValueError: the budget has no room for a page after the tokens that are
                 always kept, or prompts cannot be cut at whole superblocks.
         """
         self._check_budget("budget", block_size)
@@ -298,7 +298,7 @@ class KVPolicyConfig:
         return config
 
     def _check_budget(self, key: str, page_tokens: int) -> None:
-        """Raise ValueError unless a page fits beside the tokens that are always kept.
+        """Raise ValueError unless the always-kept tokens leave room for a page.
 
         For example 4 sinks and 32 recent tokens need a budget of 68 with pages of 32.
         """
