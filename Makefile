@@ -16,8 +16,8 @@ INTERVAL ?= 64
 MODEL ?= reasoner/checkpoint
 PART ?= min
 GPU_PYTHON ?=
-# Tests run in two processes of one thread each, file by file, the dearest files first
-# (tests/conftest.py), so that neither process waits for the other at the end.
+# Tests run in two processes of one thread each, file by file, the slowest files first
+# (tests/support/collection.py), so that neither process waits for the other at the end.
 WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 # What `make check` runs; of the random engines and of the servers one each.
 CHECKED = tests/test_*.py tests/api tests/policies tests/block_manager \

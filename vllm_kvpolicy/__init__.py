@@ -1,10 +1,13 @@
 """Bounded, well-chosen KV caches for vLLM: `vllm serve MODEL --kv-policy NAME`.
 
-Words: a *superblock* is vLLM's KV block; a *head page* its part of one layer and KV
-head; *keep* is what a policy does to tokens; an *event* re-selects one request's
-survivors at position p and moves its *frontier* F, above which tokens are *local*
-(dense, in their stock place) and below which only survivors are left (*global*);
-*budget* K, *interval* I, *recent* R and *sinks* S count tokens per KV head.
+Words: a *superblock* is vLLM's KV block of N tokens; a *head page* is its part of one
+layer and KV head; a *slot*, page * N + offset, is the place of one token; an *event*
+decides at position p which tokens of a request stay, and moves its *frontier* F; a
+token is *kept* if it stays in the cache after an event, else it is *dropped*; tokens at
+and above F are *local* (dense, in their stock place); a *survivor* is a kept token
+below F, and survivors are all that is left there (*global*); a *row* is a request's
+place in the worker's tables; *budget* K, *interval* I, *recent* R and *sinks* S count
+tokens per KV head.
 
 Main path of one request from the flag to the kernels, in the order of first calls:
 

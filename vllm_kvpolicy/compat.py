@@ -118,7 +118,7 @@ def forget_chosen_backends() -> None:
 def captures_attention(vllm_config: Any) -> bool:
     """Return whether the attention of a step may be the replay of a CUDA graph.
 
-    vLLM may still give such graphs up later, not take them up.
+    Later in its start vLLM may still turn such graphs off, but never on.
     """
     mode = vllm_config.compilation_config.cudagraph_mode
     return bool(mode) and mode.has_full_cudagraphs()

@@ -238,7 +238,7 @@ class KVPolicyConfig:
             block_size: N, tokens per superblock.
 
         Raises:
-            ValueError: the budget has no room for a page beside the tokens that are
+            ValueError: the budget has no room for a page after the tokens that are
                 always kept, or prompts cannot be cut at whole superblocks.
         """
         self._check_budget("budget", block_size)
@@ -306,7 +306,7 @@ class KVPolicyConfig:
         return config
 
     def _check_budget(self, key: str, page_tokens: int) -> None:
-        """Raise ValueError unless a page fits beside the tokens that are always kept.
+        """Raise ValueError unless the always-kept tokens leave room for a page.
 
         For example 4 sinks and 32 recent tokens need a budget of 68 with pages of 32.
         """

@@ -1,6 +1,7 @@
 """Keys of the plain form of a configuration, and the integers among them.
 
-Flags, checks, per-request keys and docs iterate these.
+Flags, checks, per-request keys and docs iterate these; `llm.LLM` lists its keywords by
+hand.
 """
 
 from collections.abc import Mapping

@@ -22,7 +22,7 @@ class LLM(vllm.LLM):
         **kwargs: everything else that vLLM's `LLM` takes.
 
     Raises:
-        ValueError: a value is not valid, or something is refused beside a policy.
+        ValueError: a value is not valid, or a feature is refused with a policy.
     """
 
     def __init__(

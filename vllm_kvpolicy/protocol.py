@@ -21,9 +21,9 @@ class CompactEvent:
         budget: K in tokens, protected prompt included.
         sinks: first tokens that are always kept, protected prompt included.
         prompt_tokens: length of the prompt.
-        num_global: leading entries of `source_blocks` that were destinations of the
-            last event, less those given back since; where the policy may leave some
-            empty, the last may hold no survivor. The others were local until now.
+        num_global: number of leading `source_blocks` that already hold survivors of the
+            previous event; under a dynamic policy the last of them may be empty. The
+            others were local until now.
         source_blocks: superblocks of all tokens below F, in time order.
         dest_blocks: superblocks that hold the survivors afterwards, in time order;
             may share blocks with `source_blocks` or not.
@@ -86,8 +86,8 @@ class StepCommands:
     Args:
         events: compactions before the forward pass.
         captures: queries to save in it.
-        exempt: requests whose tokens see all that is held, where those of the server's
-            policy see less.
+        exempt: requests that attend to every cached token; all others mask dropped
+            tokens. Only with `exact`.
     """
 
     events: tuple[CompactEvent, ...]
@@ -101,8 +101,9 @@ class UsedBlocks:
 
     Args:
         request_id: vLLM's request id.
-        serial: of the event.
-        num_blocks: leading destination superblocks that hold survivors.
+        serial: number of the event, as in `CompactEvent`.
+        num_blocks: how many leading destination superblocks hold survivors; the others
+            are empty.
     """
 
     request_id: str

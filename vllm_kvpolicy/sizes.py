@@ -31,9 +31,12 @@ class PlannerLimits:
 def planner_limits(vllm_config: Any, config: KVPolicyConfig) -> PlannerLimits:
     """Return window and event limits of an engine.
 
-    A request needs a query window in the last W of every I steps, and has one event in
-    I steps. Twice these shares of the largest batch, at least 8, are enough for all but
-    unlucky coincidences, and those wait a step.
+    While it generates, a request holds a query window for W of every I steps and has
+    one event in them. The limits are twice the average that follows for the largest
+    batch, and at least 8; requests beyond a limit wait for a later step.
+
+    Example: 256 requests, W = 16, I = 128. On average 32 windows are open and a step
+    carries 2 events; the limits are 64 windows and 8 events.
     """
     max_num_seqs = vllm_config.scheduler_config.max_num_seqs
     window_tokens = max(map(config.window_tokens, config.policies))

@@ -1,6 +1,7 @@
 """The functions of vLLM that are wrapped, as one table: why, and until when.
 
-`patch` wraps them; `relied_on` checks them before, beside what is overridden and read.
+`patch` wraps them; `relied_on` first checks them, together with what is overridden and
+read.
 """
 
 import inspect

@@ -1,7 +1,7 @@
 """What our classes override and read of vLLM, as one table that a start checks.
 
-A row is a class or module of vLLM that is not wrapped (those stand in patch_table) but
-overridden by a class of ours, or read beyond what vLLM documents. Every name stands
+A row is a class or module of vLLM that is not wrapped (those are in patch_table) but
+overridden by a class of ours, or read beyond what vLLM documents. Every name is listed
 with the class whose body defines it. `problems` finds what vLLM has changed or dropped
 without importing it.
 """

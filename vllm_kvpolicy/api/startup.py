@@ -25,8 +25,8 @@ from vllm_kvpolicy.kernels import preferences
 
 logger = init_logger("vllm.kv_policy")
 
-# The name that all processes of a server know its counters by, beside CONFIG_KEY. Only
-# command lines are given one.
+# Key in additional_config, next to CONFIG_KEY, of the name under which all processes of
+# a server find its counters. Set only for engines that a command line starts.
 ENGINE_KEY = "kv_policy_engine"
 
 

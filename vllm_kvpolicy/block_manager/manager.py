@@ -82,9 +82,11 @@ class KVPolicyManager(FullAttentionManager):
     ) -> None:
         """Carry out the event that the planner has decided for this step, if any.
 
-        vLLM calls this before it allocates for the request. Freeing at the scheduled
-        rather than the processed position is safe: the event travels with this step
-        and runs before its forward pass, after those of all earlier steps.
+        `processed_computed_tokens` is ignored: it counts only tokens of steps that have
+        ended, and with asynchronous scheduling that lags behind the position at which
+        the planner has scheduled the event. Freeing at that position is safe: the event
+        travels with this step and runs before its forward pass, after those of all
+        earlier steps. vLLM calls this before it allocates for the request.
         """
         state = self.planner.take_due(request_id)
         if state is None:

@@ -36,11 +36,11 @@ class RequestPlan:
 
 @dataclass
 class RequestState:
-    """Where one request stands: its frontier, its next event, its query window.
+    """Progress of one request: its frontier, its next event, its query window.
 
     Args:
         plan: when it has events.
-        computed: position at the last `clip`.
+        computed: tokens computed before this step.
         target: the next event position, at or after `computed`.
         frontier_blocks: current F / N.
         global_blocks: superblocks that hold survivors.
@@ -204,15 +204,15 @@ class Planner:
             state.most_held = max(state.most_held, num_blocks)
 
     def surplus(self, used: UsedBlocks) -> tuple[int, int] | None:
-        """Return which of a request's superblocks an event turned out not to need.
+        """Take the superblocks that an event did not need off the request's count.
 
         Args:
             used: the worker's answer, maybe late: the request may have finished,
                 started again, or had another event since.
 
         Returns:
-            First and last + 1 entry of its block list, None where there is nothing to
-            give back. The request no longer counts them as its own.
+            First and last + 1 of their entries in its block list, for the manager to
+            free; None where there is nothing to give back.
         """
         state = self.states.get(used.request_id)
         if state is None or state.serial != used.serial:

@@ -18,7 +18,7 @@ def map_pairs(
         tensors: [E, L, ...] each.
 
     Returns:
-        [E, L, ...], the results put together.
+        [E, L, ...], the results combined.
     """
     return map_pairs_to_many(lambda *part: (function(*part),), pair_bytes, *tensors)[0]
 

@@ -1,6 +1,6 @@
 """Operations: a PyTorch reference and faster twins of one name, signature and result.
 
-`preferences` says which of them runs. The twins of an operation stand in kernels.triton
+`preferences` says which of them runs. The twins of an operation are in kernels.triton
 and kernels.cuda, in a file of the same name as the reference's.
 """
 

@@ -52,11 +52,11 @@ def head_page_tables_ref(
         offsets: [L, B, H] int32, rows `which` mutated: pages of a head less superblocks
             of its request, vLLM's count.
         which: [R] int64, rows to fill, of `tables`, `offsets` and `blocks`.
-        slots: [R] int64, slot of each of them.
+        slots: [R] int64, each one's row of the request table, which has S rows.
         blocks: [B, P] int32 superblock ids, indexed by logical position // N.
-        skip: [slots] int32, leading entries of `blocks` that are not local, by slot.
-        pages: [slots, A] int32, global pages of the heads of a slot, concatenated.
-        first: [slots, L * H + 1] int32, where each head's start and end.
+        skip: [S] int32, leading entries of a request's `blocks` that are not local.
+        pages: [S, A] int32, global pages of a request's heads, concatenated.
+        first: [S, L * H + 1] int32, where each head's start and end.
         own_page: [L * H] int64, id of each head's page of superblock 0.
         stride: distance in ids between a head's pages of neighbouring superblocks.
     """

@@ -33,7 +33,7 @@ def nucleus_mask(logits: torch.Tensor, mass: float) -> torch.Tensor:
         mass: p, above 0, at most 1.
 
     Returns:
-        [..., T] bool; of equal logits the later ones are marked first.
+        [..., T] bool; ties go to the later ones.
     """
     order = ranked_positions(logits)
     weight = _weights(logits).gather(-1, order)

@@ -43,12 +43,12 @@ def page_tables_ref(
     Args:
         tables: [R, C] int32, mutated; entries after a row's length are unspecified.
         lengths: [R] int32, mutated, tokens held.
-        rows: [R] int64, slot of each row.
+        rows: [R] int64, each row's row of the request table, which has S rows.
         block_table: [R, P] int32, vLLM's rows, indexed by logical position // N.
         seq_lens: [R] int32, tokens computed after the step.
-        global_blocks: [slots, A] int32, superblocks of survivors.
-        num_global: [slots] int32, how many of them count.
-        frontier_blocks: [slots] int32, frontier in superblocks.
+        global_blocks: [S, A] int32, superblocks of survivors.
+        num_global: [S] int32, how many of them are in use.
+        frontier_blocks: [S] int32, frontier in superblocks.
         block_size: N, tokens per superblock.
     """
     held, frontier = num_global[rows], frontier_blocks[rows]

@@ -20,7 +20,7 @@ LABELS = {"reference": "PyTorch", "triton": "Triton", "cuda": "CUDA C++"}
 
 @dataclass(frozen=True)
 class Preference:
-    """What one operation has beside its reference, and what each device runs.
+    """What one operation has in addition to its reference, and what each device runs.
 
     Args:
         in_cuda: there is a twin in CUDA C++; every operation has one in Triton.

@@ -1,7 +1,7 @@
 """One total order over tokens, and the few selections that every policy is made of.
 
-The order: higher score first; NaN counts as minus infinity; of equal scores the later
-position wins. All functions work on rows [R, T], never wait for the device, and their
+The order: higher score first; NaN counts as minus infinity; ties go to the later
+position. All functions work on rows [R, T], never wait for the device, and their
 result for a row does not depend on other rows or on padding.
 """
 

@@ -14,11 +14,11 @@ def save_rows_ref(
     """Copy row t of `values` to row `targets[t]` of `saved`.
 
     Args:
-        saved: [C + 1, Hq, D] model dtype, contiguous, mutated. The last row is nobody's
-            and holds anything afterwards.
+        saved: [C + 1, Hq, D] model dtype, contiguous, mutated. The last row
+            collects the values that are not wanted; its content is unspecified.
         values: [T, Hq, D] model dtype, rows contiguous.
-        targets: [T or more] int64, 0..C - 1, no row twice, or C for rows that are not
-            kept.
+        targets: [T or more] int64, 0..C - 1, no row twice, or C for values that are not
+            wanted.
     """
     saved.index_copy_(0, targets[: len(values)], values)
 

@@ -255,8 +255,8 @@ def _shrink_floors(
 ) -> torch.Tensor:
     """Lower floors [R, S] that exceed the budget by `surplus` [R, 1] tokens.
 
-    First round robin down to one token each; then the segments of least mass (of equal
-    ones the older) lose their last token.
+    First round robin down to one token each; then the segments of least mass (ties go
+    to the older) lose their last token.
     """
     spare = (floor - 1).clamp(min=0)
     left = (surplus - spare.sum(-1, keepdim=True)).clamp(min=0)

@@ -33,11 +33,11 @@ def until_attention_ref(
 ) -> None:
     """Attend from each row's queries to the held tokens that they see.
 
-    A row is one (request, KV head). Of its n queries, number k stands at logical
-    position ends - n + k, and at place lengths - n + k among the tokens held. It sees
+    A row is one (request, KV head). Of its n queries, number k has the logical
+    position ends - n + k and the place lengths - n + k among the tokens held. It sees
     the tokens at its own place and before whose `until` is above its position. A token
-    must see itself. Whatever lies in slots that none of a row's queries sees, NaN too,
-    changes nothing.
+    must see itself. Slots that none of a row's queries sees are ignored, even if they
+    hold NaN.
 
     Args:
         query: [Tq, G, D] floating point, row after row.

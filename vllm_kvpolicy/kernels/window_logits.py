@@ -27,7 +27,7 @@ def effective_window(lengths: torch.Tensor, window_tokens: int) -> torch.Tensor:
 def window_logits(
     queries: torch.Tensor, keys: torch.Tensor, lengths: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Dot products of n (event, layer) pairs; query w stands at lengths - W + w.
+    """Dot products of n (event, layer) pairs; query w has index lengths - W + w.
 
     Args:
         queries: [n, Hq, W, D] model dtype, post-RoPE, newest last.

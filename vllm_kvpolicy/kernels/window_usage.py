@@ -52,7 +52,7 @@ def window_usage_ref(
 ) -> WindowUsage:
     """Causal softmax of the newest queries over the cached keys, reduced over them.
 
-    Query w of W stands at index lengths - W + w and sees the keys up to its own index.
+    Query w of W has index lengths - W + w and sees the keys up to its own index.
 
     Args:
         queries: [E, L, Hq, W, D] model dtype, post-RoPE, newest last. Rows of queries

@@ -24,8 +24,8 @@ LEAST = 2.0**-126  # stands for a gate of 0 in memory, where 0 means not evaluat
 class BaseAdmission:
     """Predicts how useful a token will be after it leaves the window.
 
-    Subclasses define `gates`, or need `until` and are a `Decider`: gates, 1 or 0,
-    follow from its decisions then.
+    A subclass either defines `gates`, or sets `needs.until` and implements `Decider`;
+    its decisions then act as gates of 0 or 1.
 
     Attributes:
         needs: what `gates` reads.

@@ -22,11 +22,13 @@ from vllm_kvpolicy.policies.signals import TokenSignal
 
 @dataclass(frozen=True)
 class Needs:
-    """What a policy reads at an event, besides lengths and the must-keep set.
+    """What a policy reads at an event, in addition to lengths and the must-keep set.
 
     Args:
         window_tokens: W, newest queries; 0 for none.
-        usage: the window's attention to the keys, measured once for all who read it.
+        usage: the window's attention to the keys, measured once for scorer and
+            allocator, over the larger window of those that read it. A scorer with a
+            window of its own asks for queries instead and slices them itself.
         mass: of the nuclei, measured along with the usage; 0 for none.
         keys: cached post-RoPE keys.
         values: cached values.
@@ -91,7 +93,7 @@ class EventInputs:
         signals: by signal, [E, P] float32 by position, also of tokens dropped since;
             P is at least the largest `end`, entries from a request's own `end` on are
             unspecified.
-        prompt_lengths: [E] int64, tokens of the prompt; given along with signals.
+        prompt_lengths: [E] int64, tokens of the prompt; the worker always sets it.
         memory: by name, [E, L, H, T] float32: what the policy returned at the
             request's last event, gathered along with the survivors; zero for newer
             tokens and everywhere at a first event.

@@ -43,7 +43,8 @@ def score(
         k: [Hk, T, D] floating point, cached post-RoPE keys, oldest first.
         v: [Hk, T, D] floating point, cached values.
         q: [Hq, W, D] floating point, the newest W post-RoPE queries, newest last; query
-            w stands at `positions[T - W + w]`. W may be 0 for scorers without queries.
+            w has position `positions[T - W + w]`. W may be 0 for scorers without
+            queries.
         positions: [T] integers, ascending.
         rope_theta: base of the rotary embedding.
         **params: the scorer's options, named as in `--kv-policy-config`, but `window`,

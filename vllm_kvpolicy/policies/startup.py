@@ -1,7 +1,9 @@
 """What a word checks before an engine starts: its files, its model, its settings.
 
-A row of the catalogue names its `Startup` by a dotted path, so that a server loads only
-those of the words that it uses. `api.start_checks` calls them.
+A row of the catalogue names its `Startup` by a dotted path, so that importing the
+catalogue loads none. `api.start_checks` loads those of the words that a server uses,
+and those of admissions in any case, because some of them refuse models that must not be
+served without them.
 """
 
 from collections.abc import Iterator

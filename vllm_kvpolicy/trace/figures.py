@@ -66,7 +66,7 @@ def retention_map(events: Sequence[EventRecord], layer: int, title: str) -> "Fig
     Args:
         events: of one request, in order.
         layer: layer to draw.
-        title: stands above, followed by the layer.
+        title: shown above, followed by the layer.
     """
     last = events[-1].position
     columns = min(last, MAX_COLUMNS)
@@ -108,7 +108,7 @@ def segment_map(event: EventRecord, layer: int, title: str) -> "Figure":
     Args:
         event: with the notes `mass` and `segments`.
         layer: layer to draw.
-        title: stands above, followed by the layer.
+        title: shown above, followed by the layer.
     """
     heads = event.held.shape[1]
     figure, panels = _by_head(layer, heads, title)
@@ -142,7 +142,7 @@ def head_map(values: np.ndarray, title: str, unit: str) -> "Figure":
 
     Args:
         values: [L, H].
-        title: stands above.
+        title: shown above.
         unit: label of the colour bar.
     """
     layers, heads = values.shape
@@ -172,7 +172,7 @@ def retention_curves(
     Args:
         retention: by policy, shares in bins of equal width, oldest first; in each panel
             the other policies are grey.
-        title: stands above; None for no title.
+        title: shown above; None for no title.
     """
     columns = min(CURVE_COLUMNS, len(retention))
     rows = -(-len(retention) // columns)

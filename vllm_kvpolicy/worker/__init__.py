@@ -5,20 +5,34 @@ end), `compaction` (the step's events) and a tier, which describes the step to t
 attention backends. `setup` builds all of them: sizes before the KV cache exists, the
 runtime after.
 
-What the worker keeps of one request, all of it dropped or emptied when the request
-ends, is preempted, or its row goes to another:
+What the worker keeps of one request, and what becomes of it when the request goes:
 
-==================================  ====================================================
-`request_table.RequestTable`        its row; superblocks of survivors, frontier and last
-                                    event
-`tiers.head_tables.HeadTables`      page lists of its heads, in a ragged tier
-`tiers.ragged_step.FoldedTables`    the same with local pages, until they change
-`tiers.page_selection`              whether it selects, and bounds of its pages
-`survivors.SurvivorMemory`          values that policies remember of its survivors
-`captures.query_windows`            newest queries, in a window that the scheduler chose
-`captures.token_signals`            signals by position, and its last hidden state
-`captures.visible_until`            until when its tokens are visible, by slot
-==================================  ====================================================
+==================================  ==========================  ========================
+where                               what                        when the request goes
+==================================  ==========================  ========================
+`request_table.RequestTable`        superblocks of survivors,   row freed at once,
+                                    frontier, last event        values overwritten
+`tiers.head_tables.HeadTables`      page lists of its heads,    overwritten
+                                    in a ragged tier
+`tiers.ragged_step.FoldedTables`    the same with local pages,  dropped at once, by
+                                    until they change           `Tier.forget`
+`tiers.page_selection`              whether it selects, and     overwritten
+                                    bounds of its pages
+`survivors.SurvivorMemory`          values that policies        overwritten
+                                    remember of its survivors
+`captures.query_windows`            newest queries, in a        overwritten
+                                    window that the scheduler
+                                    chose
+`captures.token_signals`            signals by position, and    row freed at once,
+                                    its last hidden state       values overwritten
+`captures.visible_until`            until when its tokens are   overwritten
+                                    visible, by slot
+`worker.trace.Tracer`               true positions, where a     overwritten
+                                    trace is asked for
+==================================  ==========================  ========================
 
-A trace, where one is asked for, follows true positions besides.
+"At once" is in `begin` of the next step, which is told the requests that have finished,
+were aborted or were preempted; to the worker these are all the same. What is
+"overwritten" stays until the next owner of the row, window or page empties or fills it
+before anything of it is read.
 """

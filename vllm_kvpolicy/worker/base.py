@@ -56,7 +56,7 @@ class KVPolicyWorkerMixin:
         }
 
     def determine_available_memory(self) -> int:
-        """Return the bytes for the KV cache, minus what policies hold beside it.
+        """Return the bytes for the KV cache, after the tables of policies.
 
         Raises:
             ValueError: not even one superblock fits.

@@ -55,8 +55,8 @@ class Choice:
     """What the policy of a batch saw and what it decided.
 
     Args:
-        inputs: what it saw; keys and values are copies where survivors take in dropped
-            tokens, and otherwise read the cache, which the move overwrites.
+        inputs: what it saw. Keys and values read the cache, which the move overwrites;
+            where survivors take in dropped tokens they are copies made before.
         decision: what it decided.
     """
 

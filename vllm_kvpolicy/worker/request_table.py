@@ -65,11 +65,11 @@ class RequestRows:
 
 
 class RequestTable(RequestRows):
-    """Superblocks of survivors and frontier of each request, on the device.
+    """Gives each request a row from its first event on.
 
-    A request has a row from its first event on. The last row belongs to no request
-    and says "no event yet", so that requests without an event, padding and batches of
-    graph capture need no branch.
+    A row holds superblocks of survivors and the frontier, on the device. The last row
+    belongs to no request and says "no event yet", so that requests without an event,
+    padding and batches of graph capture need no branch.
 
     Args:
         num_requests: requests that may be live at once.

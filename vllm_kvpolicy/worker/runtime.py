@@ -21,7 +21,10 @@ from vllm_kvpolicy.worker.tiers.base import StepMetadata, Tier
 
 
 class AnswerBox:
-    """What the scheduler has yet to hear about events.
+    """Collects the answers to events of dynamic policies until the scheduler gets them.
+
+    A policy is dynamic if it may leave destination blocks of an event empty. How many
+    it fills is known only on the device, so the scheduler learns it later.
 
     Args:
         counters: count the tokens of dynamic policies once their answers are read.

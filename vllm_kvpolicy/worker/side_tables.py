@@ -23,7 +23,7 @@ class SideTables:
         max_local_tokens: most local tokens right after an event, per head.
         num_memories: values that are remembered of each survivor.
         is_ragged: whether heads have page lists of their own.
-        page_bytes: bytes beside each head page, for captures and page bounds.
+        page_bytes: bytes for each head page, of captures and page bounds.
     """
 
     num_requests: int
@@ -40,7 +40,7 @@ class SideTables:
         return min(self.max_global_blocks, num_blocks)
 
     def nbytes(self, num_blocks: int) -> int:
-        """Return the bytes beside a pool of `num_blocks` superblocks."""
+        """Return the bytes that these take with a pool of `num_blocks` superblocks."""
         each = SurvivorMemory.nbytes_of(
             self.num_requests,
             num_blocks,
@@ -53,12 +53,12 @@ class SideTables:
         if not self.is_ragged:
             return beside
         longest = self.global_blocks(num_blocks)
-        # One more row stands for requests without an event.
+        # One more row is for requests without an event.
         tables = HeadTables.nbytes(self.num_requests + 1, longest, self.num_heads)
         return beside + tables
 
     def pool_blocks(self, available: int, superblock_bytes: int) -> int:
-        """Return how many superblocks fit beside these tables.
+        """Return how many superblocks fit together with these tables.
 
         Args:
             available: bytes for the KV cache and these tables together.

@@ -36,7 +36,7 @@ class NoTrace:
 
 
 class Tracer(NoTrace):
-    """Follows true positions of survivors and writes them down; see `EventRecord`.
+    """Follows true positions of survivors and stores them; see `EventRecord`.
 
     Args:
         directory: of the trace; records go into a new folder in it.

@@ -1,4 +1,6 @@
-"""Twins in Triton of the operations in the folder above: same files, names and results.
+"""Twins in Triton of the operations in the folder above: same names and results.
 
-They are imported when an operation first runs on a GPU.
+A twin's file has the name of its reference's. `block_lists`, `radix_select` and
+`segment_cuts` are helpers without a reference. All of them are imported when an
+operation first runs on a GPU.
 """

@@ -1,6 +1,6 @@
 """Lists, on the device, the blocks of keys that each tile of queries has to read.
 
-One launch writes down the latest `until` of every block of keys of a row, another one
+One launch stores the latest `until` of every block of keys of a row, another one
 sifts a row's blocks for each tile. Their sizes follow from those of the batch.
 """
 

@@ -54,9 +54,9 @@ def _head_page_tables(
     which,  # [R] int64
     slots,  # [R] int64
     blocks,  # [B, P] int32
-    skip,  # [slots] int32
-    pages,  # [slots, A] int32
-    first,  # [slots, n + 1] int32
+    skip,  # [S] int32
+    pages,  # [S, A] int32
+    first,  # [S, n + 1] int32
     own_page,  # [n] int64
     tables_layer: tl.int64,
     tables_row: tl.int64,

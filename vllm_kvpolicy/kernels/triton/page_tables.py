@@ -49,9 +49,9 @@ def _page_tables(
     rows,  # [R] int64
     block_table,  # [R, P] int32
     seq_lens,  # [R] int32
-    global_blocks,  # [slots, A] int32
-    num_global,  # [slots] int32
-    frontier_blocks,  # [slots] int32
+    global_blocks,  # [S, A] int32
+    num_global,  # [S] int32
+    frontier_blocks,  # [S] int32
     tables_stride: tl.int64,
     block_table_stride: tl.int64,
     global_stride: tl.int64,

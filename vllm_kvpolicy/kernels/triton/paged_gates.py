@@ -3,8 +3,8 @@
 A program turns the keys of its tile back, normalises both halves of both, and goes
 through the hidden units block by block; nothing of the size of keys or units is stored.
 Angles are reduced to one turn in float64. Tiles follow from the model alone, so a
-token's gate depends on nothing but its own key and position. Where all layers share one
-view of a pool, so do they the launch.
+token's gate depends on nothing but its own key and position. Layers that share one view
+of the pool also share one kernel launch.
 Deviations from the reference, all of them rounding: the order of sums; sines and
 cosines in float32; and in half precision, hidden units and logits stay in float32,
 where the reference rounds them to the dtype of the weights.

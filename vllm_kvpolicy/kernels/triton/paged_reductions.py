@@ -2,8 +2,8 @@
 
 Keys and values are read where they lie and nothing of their size is stored: norms and
 projections read them once, cosines twice. The tile's size follows from the head size
-alone, and the tiles of a row are put together in order, so a row's result depends on
-nothing but its own tokens. Where all layers share one view of a pool, so do they the
+alone, and the tiles of a row are combined in order, so a row's result depends on
+nothing but its own tokens. Layers that share one view of the pool also share one kernel
 launch.
 Deviations from the reference, all of them rounding: the order in which products are
 added up; unit keys are summed up without having been rounded to float32, and cosines
@@ -109,7 +109,7 @@ def _over_tiles(
     """Launch a kernel over all tiles of all rows, once for each view of a pool.
 
     Args:
-        kernel: takes what is put together here, then `others`.
+        kernel: takes the arguments that are built here, then `others`.
         tokens: what it reads.
         lengths: [E, L, H] int64, tokens held.
         others: its further inputs and outputs, one row after the other.

@@ -162,7 +162,8 @@ def _share_row(
         dealt = _round_robin(room, tl.abs(excess))
         quota = tl.where(excess > 0, wish - dealt, wish + dealt)
         if tl.sum(quota) > budget:
-            # One token each is too many: those of most mass, of equal ones the newer.
+            # One token each is too many: only segments of most mass get one; ties
+            # go to the newer.
             cut, passed = find_cut(
                 mass, quota > 0, budget, None, None, 0, 0, 0, TILE, False
             )

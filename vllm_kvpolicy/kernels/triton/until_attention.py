@@ -1,7 +1,7 @@
 """Attention over pages, hidden tokens left out, in blocks of keys.
 
 Prompts: a program takes a tile of queries with all their heads, so that tensor cores
-get full tiles. Two small launches first write down the latest `until` of every block of
+get full tiles. Two small launches first store the latest `until` of every block of
 keys, and for each tile the blocks that any of its queries sees; the loop over these is
 free of branches, so that loads run ahead of products. Only blocks that reach past
 the tile's first query take the causal mask. The longest tiles start first.

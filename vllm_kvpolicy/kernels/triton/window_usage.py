@@ -8,7 +8,7 @@ backward also recomputes them). Nuclei take a third pass, which stores one weigh
 (KV head, query, key) of a bounded number of rows, and a search for the smallest weight
 inside.
 
-The tile's size follows from the model alone, and a row's tiles are put together in
+The tile's size follows from the model alone, and a row's tiles are combined in
 order, so a row's result depends on nothing but its own queries and keys.
 Deviations from the reference, all of them rounding: the order in which dot products and
 sums of weights are added up, and the GPU's exp. Sums of weights are float32 within a

@@ -40,7 +40,7 @@ class AdaKVAllocator:
         must_keep = limit_must_keep(inputs.must_keep, budget)
         own = must_keep.sum(-1) + int(self.floor * budget)
         protected = top_k_mask(score, must_keep, inputs.valid, own.clamp(max=budget))
-        # By token first: of equal scores the later position wins, then the later head.
+        # By token first: ties go to the later position, then to the later head.
         best = fill_next_best(
             _as_one_row(protected),
             _as_one_row(score),

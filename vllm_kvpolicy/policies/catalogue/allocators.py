@@ -62,7 +62,7 @@ class AMSOptions(PoolOptions):
 
 AMS_PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
-    # Table 15 as it stands; the paper leaves the number of recent tokens open.
+    # Table 15 as printed; the paper leaves the number of recent tokens open.
     "paper": {"window": 128},
     # The defaults of the authors' evaluation registry.
     "code": {

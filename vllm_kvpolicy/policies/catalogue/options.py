@@ -1,7 +1,7 @@
 """Options: the keys of `--kv-policy-config`, as one pydantic model per word.
 
-A field is one key: its type, range, default and description are the only place where
-these stand. Validation, error messages and docs/support.md come from it. A model holds
+A field is one key and the only place that defines its type, range, default and
+description. Validation, error messages and docs/support.md come from it. A model holds
 plain data: strings are files, choices are `Literal`, None stands for a default that a
 file or the model names.
 """

@@ -19,7 +19,7 @@ class WordRow:
         source: where the method is published.
         options: the keys of `--kv-policy-config` that the part reads.
         window: queries that the part reads: a number, or the option that holds it.
-        ragged: heads end up with different numbers of tokens.
+        ragged: heads end up with different numbers of tokens; an admission must set it.
         protect_prompt: prompt tokens are kept unless the user says otherwise.
         decides: it always decides while tokens are computed, not at events.
         presets: option values by the name of a preset.

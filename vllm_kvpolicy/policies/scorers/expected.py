@@ -1,7 +1,7 @@
 """Expected Attention: score_i = (mean over group of softmax_i(z) + eps) * |v_i|,
 z_i = E_w[x_wi] + Var_w[x_wi] / 2 with x_wi = mean_j R(W - w + j) q_w . k_i * scale.
 
-R(n) turns a query n positions ahead, so w = 0..W-1 stands at position end - W + w and
+R(n) turns a query n positions ahead, so w = 0..W-1 has position end - W + w and
 mean_j, j = 0..N-1, spreads it over the next N positions end + j. E and Var go over the
 window: z is the logarithm of the expected weight if future queries are Gaussian.
 

@@ -6,13 +6,13 @@ the page has a larger product with a query q than
     sum_c max(q_c lo_c, q_c hi_c).
 
 A page's score for a KV head is the maximum of that over the head's query heads. Pages
-with the highest scores are read, as many as the budget leaves beside the local tokens,
-which are all read.
+with the highest scores are read, as many as the budget has room for after the local
+tokens, which are all read.
 
 Source: Quest (arXiv 2406.10774) section 3; the budget that includes local tokens, and
 the maximum over query heads, from WG-KV (arXiv 2512.17452) and its authors' code.
 Deviations: all layers select (Quest leaves out the first two); Quest itself has no
-local tokens beside its newest page, and one choice per query head.
+local tokens but its newest page, and one choice per query head.
 """
 
 import numpy as np

@@ -109,7 +109,7 @@ class KVPolicyMetadataBuilderMixin:
         Args:
             built: the stock metadata of the step.
             batch: what the layer reads.
-            **changes: fields that the backend keeps beside those that all have.
+            **changes: fields that the backend has in addition to the common ones.
         """
         return replace(
             built,

@@ -26,7 +26,7 @@ class Capture:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of device memory beside each head page of the pool."""
+        """Bytes of device memory that it needs for each head page of the pool."""
         return 0
 
     def bind(self, pool: PagePool) -> None:

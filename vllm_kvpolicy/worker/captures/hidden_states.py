@@ -15,7 +15,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from vllm_kvpolicy.kernels.token_signals import hidden_change
 from vllm_kvpolicy.policies.model_parts import decoder_layers
 
-FROM_BATCH = -1  # the token before stands just before in the batch
+FROM_BATCH = -1  # the token before is just before it in the batch
 
 
 class HiddenStep(nn.Module):
@@ -149,8 +149,9 @@ def _note_hidden_step(
     """Measure one layer's output against that of each token before.
 
     Args:
-        hidden: [T, d] model dtype, what the layer adds last, or all of its output.
-        residual: [T, d] model dtype, what it adds to, or None.
+        hidden: [T, d] model dtype, the layer's output, or, where `residual` is given,
+            the part of it that has yet to be added to the residual stream.
+        residual: [T, d] model dtype, the residual stream; None where `hidden` is whole.
         before: [>= T] int64, row of the token before, or FROM_BATCH.
         after: [>= T] int64, row that takes this token's output.
         left: [rows, d] model dtype, read, then written.

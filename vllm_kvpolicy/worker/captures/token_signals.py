@@ -142,7 +142,7 @@ class TokenSignals(Capture):
                 self._variances[kind][layer, : len(vectors)] = channel_variance(vectors)
 
     def end_step(self) -> None:
-        """Write down what the forward pass measured, if one was planned."""
+        """Store what the forward pass measured, if one was planned."""
         if self._plan is None:
             return
         row, position = self._plan

@@ -69,7 +69,7 @@ class VisibleUntil(Capture):
 
     @property
     def page_bytes(self) -> int:
-        """Bytes beside each head page: an int32 for each of its slots."""
+        """Bytes that it needs for each head page: an int32 for each of its slots."""
         return 4 * self._block_size
 
     def bind(self, pool: PagePool) -> None:

@@ -139,7 +139,7 @@ class EqualTier(Tier):
         dest = self.requests.to_device([event.dest_blocks for event in batch.events])
         pages = self.pool.own_pages(dest).flatten(1, 2)
         first = torch.nn.functional.pad(quota.cumsum(-1), (1, 0))
-        unmoved = None
+        unmoved = None  # every page keeps its owner and place in the list
         if any(
             event.dest_blocks != event.source_blocks[: len(event.dest_blocks)]
             for event in batch.events

@@ -45,7 +45,8 @@ class SelectedBatch:
         bounds: [2, P, D] of each layer; see `kernels.page_bounds`.
         block_size: N.
         rows: [S * H] int64, rows of `folded`; None where none is cut.
-        later: [S * H] int64, tokens of the request in this step after each row's last.
+        later: [S * H] int64, how many tokens this step computes of the same request
+            after each row's last one.
         local: [S * H] int64, local tokens that each row reads.
         most: [S * H] int64, global pages that each row reads at most.
         tokens: [S] int64, the query of each row that selects; any token of others.
@@ -252,11 +253,11 @@ def selecting(config: KVPolicyConfig) -> list[str]:
 def cut_rows(
     starts: np.ndarray, alone: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut rows so that some of their last tokens stand alone.
+    """Cut rows so that some of their last tokens become rows of their own.
 
-    Example: rows of 3 and 2 tokens, starts [0, 3, 5], of which the last 2 and 0 stand
-    alone: pieces of rows [0, 0, 0, 1] that start at [0, 1, 2, 3] and end at 5; the
-    second and third stand alone.
+    Example: rows of 3 and 2 tokens, starts [0, 3, 5], of which the last 2 and 0 are
+    cut off: pieces of rows [0, 0, 0, 1] that start at [0, 1, 2, 3] and end at 5; the
+    second and third are the tokens cut off.
 
     Args:
         starts: [R + 1], first token of each row, and where the last row ends.
@@ -264,7 +265,7 @@ def cut_rows(
 
     Returns:
         [S] row that each piece is of, [S + 1] first token of each piece and where the
-        last ends, [S] bool, whether it is one of those that stand alone. Rows without
+        last ends, [S] bool, whether it is one of the tokens cut off. Rows without
         tokens stay.
     """
     counts = np.diff(starts)
@@ -291,7 +292,7 @@ def best_pages(
 
     Args:
         tables: [R, C] int32 page ids, global ones first.
-        scores: [R, C] float32; of equal ones the earlier page wins. Columns after the
+        scores: [R, C] float32; ties go to the earlier page. Columns after the
             global pages hold the lowest number.
         num_global: [R] int64.
         num_read: [R] int64, global pages that stay, at most `num_global`.

@@ -1,4 +1,4 @@
-"""Model classes of checkpoints that hold DMS adapters beside the model's own weights.
+"""Model classes of checkpoints that hold DMS adapters next to the model's own weights.
 
 The entry point registers them with vLLM under the names in the catalogue. The base
 model is unchanged, so without a policy they run as the model that they were made from;

@@ -2,9 +2,9 @@
 
 Three kinds of models decide themselves. Released ones (nvidia/Qwen3-8B-DMS-8x) have
 `dms_*` keys in their config.json and borrow a channel of the first query head of each
-group. Those of Model-Optimizer's recipe have more keys and adapters of their own beside
-the model's weights. Third parties put `dms_metadata.json` beside a plain model whose
-channel is also borrowed.
+group. Those of Model-Optimizer's recipe have more keys and adapters of their own next
+to the model's weights. Third parties put `dms_metadata.json` next to a plain model
+whose channel is also borrowed.
 
 Source: Dynamic Memory Sparsification, arXiv 2506.05345, section 3 and appendix B, and
 https://github.com/NVIDIA/Model-Optimizer/tree/a2fbac7/experimental/dms. Deviations of
@@ -37,7 +37,7 @@ class DmsRule:
     Args:
         is_borrowed: logits are a channel of the model's queries, which attention must
             not see; otherwise adapters compute them.
-        window: tokens that a query sees beside itself in any case.
+        window: tokens before itself that a query always sees.
         scale: factor on a borrowed channel or an adapter's output.
         offset: taken from that.
         channel: which channel is borrowed; counts from the end if negative.
