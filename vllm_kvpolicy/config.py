@@ -10,6 +10,8 @@ from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
 from vllm_kvpolicy.config_keys import (
+    DEFAULT_RECENT,
+    DEFAULT_SINKS,
     FLAG_KEYS,
     INTEGER_KEYS,
     SERVER_OPTIONS,
@@ -51,8 +53,8 @@ class KVPolicyConfig:
     policy: str
     budget_tokens: int = 2048
     interval_tokens: int = 512
-    recent_tokens: int = 32
-    sink_tokens: int = 4
+    recent_tokens: int = DEFAULT_RECENT
+    sink_tokens: int = DEFAULT_SINKS
     prefill_interval_tokens: int = 4096
     events_per_step: int | None = None
     protect_prompt: bool | None = None

@@ -6,7 +6,24 @@ hand.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+
+DEFAULT_SINKS, DEFAULT_RECENT = 4, 32
+
+
+class AlwaysKept(Protocol):
+    """Which tokens every policy keeps; what words of policies see of a configuration.
+
+    Attributes:
+        sink_tokens: first tokens.
+        recent_tokens: newest tokens.
+    """
+
+    @property
+    def sink_tokens(self) -> int: ...
+
+    @property
+    def recent_tokens(self) -> int: ...
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.policies import model_files
 from vllm_kvpolicy.policies.startup import ModelShape, Startup, errors_name
 
@@ -117,7 +117,7 @@ class CalibrationStartup(Startup):
 
     kind: str
 
-    def check(self, options: Any, config: KVPolicyConfig, vllm_config: Any) -> None:
+    def check(self, options: Any, kept: AlwaysKept, vllm_config: Any) -> None:
         """Check the file; see `Startup`."""
         key = f"{self.kind}_calibration"
         with errors_name(key):

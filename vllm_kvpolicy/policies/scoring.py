@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 
-from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.config_keys import DEFAULT_SINKS
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.build import build
@@ -21,7 +21,7 @@ class ScoreOptions(Options):
     """What `score` reads beside the scorer's own options."""
 
     sinks: int = Field(
-        KVPolicyConfig.sink_tokens,
+        DEFAULT_SINKS,
         ge=0,
         description="leading tokens that some scorers leave out",
     )

@@ -2,8 +2,8 @@
 
 A row of the catalogue names its `Startup` by a dotted path, so that importing the
 catalogue loads none. `api.start_checks` loads those of the words that a server uses,
-and those of admissions in any case, because some of them refuse models that must not be
-served without them.
+and those of admissions with model classes of their own, which refuse models that must
+not be served without them.
 """
 
 from collections.abc import Iterator
@@ -11,19 +11,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.policies.catalogue.rows import WordRow, load
 
 
 class Startup:
     """A word without files; subclasses override what they need."""
 
-    def check(self, options: Any, config: KVPolicyConfig, vllm_config: Any) -> None:
+    def check(self, options: Any, kept: AlwaysKept, vllm_config: Any) -> None:
         """Check that the word can serve a model under a server's settings.
 
         Args:
             options: the word's own, an instance of its row's `options`.
-            config: the server's policy.
+            kept: the tokens that the server always keeps.
             vllm_config: the finished VllmConfig.
 
         Raises:

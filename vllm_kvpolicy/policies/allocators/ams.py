@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from pydantic import Field
 
-from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.config_keys import DEFAULT_RECENT, DEFAULT_SINKS
 from vllm_kvpolicy.kernels.ranking import (
     limit_must_keep,
     top_k_mask,
@@ -52,8 +52,8 @@ class AMSConfig(AMSOptions):
         ValueError: a field outside its range.
     """
 
-    sinks: int = Field(KVPolicyConfig.sink_tokens, ge=0)
-    recent: int = Field(KVPolicyConfig.recent_tokens, ge=0)
+    sinks: int = Field(DEFAULT_SINKS, ge=0)
+    recent: int = Field(DEFAULT_RECENT, ge=0)
 
     @property
     def cuts(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.policies.admissions.dms.adapter import FLAVOURS, DmsAdapter
 from vllm_kvpolicy.policies.admissions.dms.files import load
 from vllm_kvpolicy.policies.admissions.dms.model import rule_for, rule_of_model
@@ -16,9 +16,7 @@ from vllm_kvpolicy.policies.startup import ModelShape, Startup
 class DMSStartup(Startup):
     """A model or its adapter decides, and the server has the window of the rule."""
 
-    def check(
-        self, options: DMSOptions, config: KVPolicyConfig, vllm_config: Any
-    ) -> None:
+    def check(self, options: DMSOptions, kept: AlwaysKept, vllm_config: Any) -> None:
         """Check the model, and its adapter where there is one; see `Startup`."""
         model_config = vllm_config.model_config
         kind = model_config.hf_text_config.model_type
@@ -39,10 +37,10 @@ class DMSStartup(Startup):
                 "dms: dms_disable_eviction is set in config.json, so nothing is "
                 "dropped; leave out --kv-policy"
             )
-        if config.recent_tokens != rule.window:
+        if kept.recent_tokens != rule.window:
             raise ValueError(
                 f"dms: decided for a window of {rule.window} tokens, got --kv-recent "
-                f"{config.recent_tokens}; set --kv-recent {rule.window}"
+                f"{kept.recent_tokens}; set --kv-recent {rule.window}"
             )
 
     def refuse_plain(self, model_config: Any) -> None:

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.policies.admissions.wgkv.files import load
 from vllm_kvpolicy.policies.catalogue.admissions import WGKVOptions
 from vllm_kvpolicy.policies.startup import ModelShape, Startup, errors_name
@@ -12,9 +12,7 @@ from vllm_kvpolicy.policies.startup import ModelShape, Startup, errors_name
 class WGKVStartup(Startup):
     """Gates fit the model, and the server has the window they were trained with."""
 
-    def check(
-        self, options: WGKVOptions, config: KVPolicyConfig, vllm_config: Any
-    ) -> None:
+    def check(self, options: WGKVOptions, kept: AlwaysKept, vllm_config: Any) -> None:
         """Check the file of gates; see `Startup`."""
         path = options.wgkv_gates
         with errors_name("wgkv_gates"):
@@ -28,15 +26,15 @@ class WGKVStartup(Startup):
                 shape.head_dim,
                 float(rope.get("rope_theta", math.nan)),
             )
-            if config.sink_tokens < gates.sinks:
+            if kept.sink_tokens < gates.sinks:
                 raise ValueError(
                     f"wgkv gates {path}: trained with {gates.sinks} sinks, got "
-                    f"--kv-sinks {config.sink_tokens}; set --kv-sinks {gates.sinks} or "
+                    f"--kv-sinks {kept.sink_tokens}; set --kv-sinks {gates.sinks} or "
                     "more"
                 )
-            if config.recent_tokens != gates.window:
+            if kept.recent_tokens != gates.window:
                 raise ValueError(
                     f"wgkv gates {path}: trained with a window of {gates.window} "
-                    f"tokens, got --kv-recent {config.recent_tokens}; set --kv-recent "
+                    f"tokens, got --kv-recent {kept.recent_tokens}; set --kv-recent "
                     f"{gates.window}"
                 )
