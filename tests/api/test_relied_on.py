@@ -22,6 +22,7 @@ FLASHINFER = f"{PACKAGE}.worker.backends.flashinfer"
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 # Python puts these into classes by itself.
 MADE_BY_PYTHON = {
+    "__slotnames__",  # by `copyreg`, once an object was pickled
     *vars(type("Empty", (), {})),
     *("__abstractmethods__", "_abc_impl", "__annotations__", "__parameters__"),
     *("__subclasshook__", "_is_protocol", "__orig_bases__"),
