@@ -320,3 +320,9 @@ def test_missing_inputs_are_errors(scorer: BaseScorer, field: str) -> None:
     without = replace(make_inputs(scorer), **{field: None})
     with pytest.raises(ValueError, match=f"{field}: this policy reads it"):
         scorer.score(without, None)
+
+
+def test_a_scorer_without_a_score_cannot_be_made() -> None:
+    unfinished = type("Unfinished", (BaseScorer,), {})
+    with pytest.raises(TypeError, match="score"):
+        unfinished()

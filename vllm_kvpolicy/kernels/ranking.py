@@ -62,6 +62,18 @@ def rank_by(first: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(order).scatter_(-1, order, rank)
 
 
+def leading_run(must_keep: torch.Tensor) -> torch.Tensor:
+    """Mark the sinks, or the protected prompt: the True entries before any False one.
+
+    Args:
+        must_keep: [..., T] bool.
+
+    Returns:
+        [..., T] bool.
+    """
+    return must_keep.long().cumprod(-1).bool()
+
+
 def limit_must_keep(must_keep: torch.Tensor, budget: int) -> torch.Tensor:
     """Shrink a must-keep set that exceeds the budget: recent tokens go before sinks.
 
@@ -73,7 +85,7 @@ def limit_must_keep(must_keep: torch.Tensor, budget: int) -> torch.Tensor:
         [..., T] bool, at most `budget` True per row: sinks (oldest first), then the
         newest of the rest. Equals `must_keep` where that already fits.
     """
-    sinks = must_keep.long().cumprod(-1).bool()
+    sinks = leading_run(must_keep)
     sinks = sinks & (sinks.long().cumsum(-1) <= budget)
     others = (must_keep & ~sinks).long()
     newer_or_same = others.flip(-1).cumsum(-1).flip(-1)

@@ -7,6 +7,7 @@ Tokens are in time order, oldest first. Heads may hold different tokens, and und
 ragged policy different numbers of them; the local tokens are the newest of every head.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -194,7 +195,7 @@ class Decision:
     merge: Merge | None = None
 
 
-class Policy:
+class Policy(ABC):
     """Scores, allocates and selects in one call; subclasses define `decide`.
 
     Attributes:
@@ -205,7 +206,7 @@ class Policy:
     needs = Needs()
     dynamic = False
 
-    def check_model(
+    def check_model(  # noqa: B027  most have nothing to check
         self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
     ) -> None:
         """Check at start-up that the policy can serve the model.
@@ -220,9 +221,9 @@ class Policy:
             ValueError: it was calibrated for a model of another shape.
         """
 
+    @abstractmethod
     def decide(self, inputs: EventInputs, budget: int) -> Decision:
         """Choose `budget` tokens per row; pure, no host sync, no state."""
-        raise NotImplementedError
 
 
 class Decider(Protocol):

@@ -1,5 +1,6 @@
 """The base class of scorers."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import torch
@@ -8,7 +9,7 @@ from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 
 
-class BaseScorer:
+class BaseScorer(ABC):
     """Says how important each token is; knows nothing about budgets.
 
     Subclasses set `needs` and define `score`.
@@ -16,7 +17,7 @@ class BaseScorer:
 
     needs = Needs()
 
-    def check_model(
+    def check_model(  # noqa: B027  most have nothing to check
         self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
     ) -> None:
         """Check at start-up that the scorer can serve the model.
@@ -31,6 +32,7 @@ class BaseScorer:
             ValueError: it was calibrated for a model of another shape.
         """
 
+    @abstractmethod
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score every token.
 
@@ -42,7 +44,6 @@ class BaseScorer:
             [E, L, H, T] float32, higher is kept sooner; NaN counts as minus infinity;
             unspecified on padding. May be a broadcast view.
         """
-        raise NotImplementedError
 
     def remember(self, score: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """Return what `needs.memory` names, [E, L, H, T] float32 each.

@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 
+from vllm_kvpolicy.kernels.ranking import leading_run
 from vllm_kvpolicy.kernels.rolling import rolling_mean, rolling_zscore
 from vllm_kvpolicy.kernels.token_signals import hidden_change
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.scorers.base import BaseScorer
 from vllm_kvpolicy.policies.scorers.epikv_cache import best_of_segments, lag_spread
-from vllm_kvpolicy.policies.scorers.unmeasured import leading_run
 from vllm_kvpolicy.policies.signals import TokenSignal
 
 # Tokens kept first of each `SHARE_OF` tokens of a segment, by third of the segments:

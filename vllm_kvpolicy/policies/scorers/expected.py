@@ -20,12 +20,13 @@ import torch
 
 from vllm_kvpolicy.kernels.chunks import map_pairs
 from vllm_kvpolicy.kernels.paged_reductions import paged_norms
+from vllm_kvpolicy.kernels.ranking import leading_run
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.softmax import masked_softmax
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.scorers.base import BaseScorer
-from vllm_kvpolicy.policies.scorers.unmeasured import fill_with_highest, leading_run
+from vllm_kvpolicy.policies.scorers.unmeasured import fill_with_highest
 
 
 class ExpectedAttentionScorer(BaseScorer):

@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from vllm_kvpolicy.kernels.chunks import map_pairs
-from vllm_kvpolicy.kernels.ranking import ranks_within
+from vllm_kvpolicy.kernels.ranking import leading_run, ranks_within
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.scorers.base import BaseScorer
-from vllm_kvpolicy.policies.scorers.unmeasured import leading_run
 
 
 class LagKVScorer(BaseScorer):

@@ -15,13 +15,14 @@ import torch
 import torch.nn.functional as F
 
 from vllm_kvpolicy.kernels.chunks import map_pairs
+from vllm_kvpolicy.kernels.ranking import leading_run
 from vllm_kvpolicy.kernels.softmax import masked_softmax
 from vllm_kvpolicy.kernels.window_logits import effective_window
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.scorers.base import BaseScorer
 from vllm_kvpolicy.policies.scorers.tova import cross_head_mean
-from vllm_kvpolicy.policies.scorers.unmeasured import fill_with_highest, leading_run
+from vllm_kvpolicy.policies.scorers.unmeasured import fill_with_highest
 
 
 class RPCScorer(BaseScorer):

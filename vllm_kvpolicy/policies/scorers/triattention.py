@@ -17,12 +17,12 @@ tokens but the leading run of must-keep tokens (theirs: but the prompt).
 import torch
 
 from vllm_kvpolicy.kernels.paged_reductions import paged_pair_projections
+from vllm_kvpolicy.kernels.ranking import leading_run
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.calibration import Calibration, load
 from vllm_kvpolicy.policies.scorers.base import BaseScorer
-from vllm_kvpolicy.policies.scorers.unmeasured import leading_run
 
 NUM_DISTANCES = 17  # d = 1, 2, 4 .. 65536
 MIN_DEVIATION = 1e-6

@@ -1,18 +1,6 @@
-"""Handles tokens that a scorer does not measure: which they are, what they score."""
+"""What tokens score that a scorer does not measure."""
 
 import torch
-
-
-def leading_run(must_keep: torch.Tensor) -> torch.Tensor:
-    """Mark the sinks, or the protected prompt: the True entries before any False one.
-
-    Args:
-        must_keep: [..., T] bool.
-
-    Returns:
-        [..., T] bool.
-    """
-    return must_keep.long().cumprod(-1).bool()
 
 
 def fill_with_highest(score: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
