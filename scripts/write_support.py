@@ -20,7 +20,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "support.md"
 
 def render() -> str:
     """Return the whole page."""
-    sections = _head(), _policies(), _options(), _numbers(), _refusals()
+    sections = _head(), _policies(), _caching(), _options(), _numbers(), _refusals()
     return "\n".join(line for section in sections for line in section) + "\n"
 
 
@@ -96,6 +96,39 @@ def _tests() -> list[tuple[str, WordRow]]:
 
 def _row(*cells: object) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _caching() -> list[str]:
+    """Return what each word takes from the prefix cache."""
+    words = {**SCORERS, **ADMISSIONS}
+    alone = [f"`{name}`" for name, word in words.items() if word.measures_tokens]
+    later = [f"`{name}`" for name, word in words.items() if word.decides_later]
+    return [
+        "## Prefix caching",
+        "",
+        "vLLM's prefix cache works with every policy and is on by default, as in vLLM. "
+        "A request offers it the blocks that it fills before its first event; until "
+        "there its keys and values are those of full attention, so that requests with "
+        "different policies and budgets share them. It takes cached blocks up to its "
+        "own first event, less the queries that the event reads.",
+        "",
+        "| policy | takes from the cache | shares with |",
+        "|---|---|---|",
+        _row("all but those below", "blocks before the first event", "all requests"),
+        _row(", ".join(later), "one block less: the next token must be known", "same"),
+        _row(
+            ", ".join(alone),
+            "nothing: it measures each token when it is computed",
+            "fills the cache for all requests",
+        ),
+        _row(
+            "admissions with `exact`",
+            "blocks before the first event",
+            "requests with `exact`: masked tokens change keys and values",
+        ),
+        _row("`kv_policy` `none`", "as in vLLM", "all requests"),
+        "",
+    ]
 
 
 def _options() -> list[str]:

@@ -68,7 +68,16 @@ def test_wrong_numbers_are_refused_by_name(key, value):
         config(**{key.key: value})
     assert str(error.value) == (
         f"{key.key}: got {value!r}, expected an integer >= {key.minimum}"
+        + (f" or {key.word!r}" if key.word else "")
     )
+
+
+def test_events_inside_prompts_can_be_left_out():
+    built = config(prefill_interval="prompt", budget=200, interval=64)
+    plan = built.footprint(9000, 32).events
+    assert [plan.next_event(1), plan.next_event(9001)] == [9000, 9064]
+    assert KVPolicyConfig.from_dict(built.to_dict()) == built
+    built.validate_block_size(32)
 
 
 @pytest.mark.parametrize(

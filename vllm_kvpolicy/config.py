@@ -18,7 +18,7 @@ from vllm_kvpolicy.config_keys import (
     VALID_KEYS,
     request_keys,
 )
-from vllm_kvpolicy.events import EventPlan, Footprint
+from vllm_kvpolicy.events import NO_STEP, EventPlan, Footprint
 from vllm_kvpolicy.policies.catalogue.names import grammar, parse, resolve_options
 
 CONFIG_KEY = "kv_policy"
@@ -38,8 +38,8 @@ class KVPolicyConfig:
         interval_tokens: I, tokens between two events.
         recent_tokens: R, newest tokens that are always kept.
         sink_tokens: S, first tokens that are always kept.
-        prefill_interval_tokens: tokens between two events inside a prompt; a multiple
-            of the block size.
+        prefill_interval_tokens: tokens between two events inside a prompt, a multiple
+            of the block size; WHOLE_PROMPT for no event before the prompt's end.
         events_per_step: events that one engine step may carry; None for twice what
             the largest batch needs on average.
         protect_prompt: keep the prompt and let K count generated tokens only; None
@@ -55,7 +55,7 @@ class KVPolicyConfig:
     interval_tokens: int = 512
     recent_tokens: int = DEFAULT_RECENT
     sink_tokens: int = DEFAULT_SINKS
-    prefill_interval_tokens: int = 4096
+    prefill_interval_tokens: int | str = 4096
     events_per_step: int | None = None
     protect_prompt: bool | None = None
     allow: tuple[str, ...] = ()
@@ -130,6 +130,12 @@ class KVPolicyConfig:
         given = {key: value for key, value in self.options.items() if key in known}
         return resolve_options(info, given)
 
+    @property
+    def prefill_step(self) -> int:
+        """Tokens between two events inside a prompt, as the plan of events counts."""
+        tokens = self.prefill_interval_tokens
+        return tokens if isinstance(tokens, int) else NO_STEP
+
     def window_tokens(self, policy_name: str | None = None) -> int:
         """Return the queries that one of `policies` reads, by default the server's."""
         name = policy_name or self.policy
@@ -147,7 +153,7 @@ class KVPolicyConfig:
         window = self.window_tokens(policy_name)
         intervals = {
             "interval": self.interval_tokens,
-            "prefill_interval": self.prefill_interval_tokens,
+            "prefill_interval": self.prefill_step,
         }
         for key, tokens in intervals.items():
             if tokens < window:
@@ -180,7 +186,7 @@ class KVPolicyConfig:
             prompt_len=prompt_tokens,
             budget=budget,
             interval=self.interval_tokens,
-            prefill_interval=self.prefill_interval_tokens,
+            prefill_interval=self.prefill_step,
         )
         return Footprint(events, self.recent_tokens, block_size, info.keeps_all)
 
@@ -246,7 +252,7 @@ class KVPolicyConfig:
         self._check_budget("budget", block_size)
         for name in self.policies:
             self._check_windows(name)
-        if self.prefill_interval_tokens % block_size:
+        if self.prefill_step != NO_STEP and self.prefill_step % block_size:
             raise ValueError(
                 f"prefill_interval: got {self.prefill_interval_tokens}, expected a "
                 f"multiple of the block size {block_size}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 DEFAULT_SINKS, DEFAULT_RECENT = 4, 32
+WHOLE_PROMPT = "prompt"  # a prefill interval that no prompt is as long as
 
 
 class AlwaysKept(Protocol):
@@ -36,6 +37,7 @@ class IntegerKey:
         minimum: smallest valid value.
         summary: what it counts, with its unit.
         is_flag: has a flag of its own and may be given per request.
+        word: what may be given in place of a number, None for nothing.
     """
 
     key: str
@@ -43,18 +45,23 @@ class IntegerKey:
     minimum: int
     summary: str
     is_flag: bool = True
+    word: str | None = None
 
-    def check(self, value: Any, label: str | None = None) -> int:
-        """Return `value` if it is a valid integer.
+    def check(self, value: Any, label: str | None = None) -> Any:
+        """Return `value` if it is a valid integer, or the word in place of one.
 
         Raises:
             ValueError: anything else, True and 64.0 included.
         """
+        if self.word is not None and value == self.word:
+            return value
         is_integer = isinstance(value, int) and not isinstance(value, bool)
         if is_integer and value >= self.minimum:
             return value
+        word = "" if self.word is None else f" or {self.word!r}"
         raise ValueError(
-            f"{label or self.key}: got {value!r}, expected an integer >= {self.minimum}"
+            f"{label or self.key}: got {value!r}, expected an integer >= "
+            f"{self.minimum}{word}"
         )
 
 
@@ -73,8 +80,11 @@ INTEGER_KEYS = (
         "prefill_interval",
         "prefill_interval_tokens",
         1,
-        "tokens between two events inside a prompt",
+        "tokens between two events inside a prompt, or `prompt` for none before its "
+        "end: then the prefix cache can share the whole prompt, and the pool must hold "
+        "it",
         is_flag=False,
+        word=WHOLE_PROMPT,
     ),
     IntegerKey(
         "events_per_step",

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
 
+NO_STEP = 2**62  # a prefill interval longer than any prompt: no event inside prompts
+
 
 def event_positions(
     prompt_len: int, budget: int, interval: int, prefill_interval: int
@@ -35,7 +37,7 @@ def event_positions(
         prompt_len: tokens in the prompt, >= 1.
         budget: K, tokens a KV head may attend right after an event.
         interval: I, tokens between events.
-        prefill_interval: tokens between events inside the prompt.
+        prefill_interval: tokens between events inside the prompt; NO_STEP for none.
     """
     plan = EventPlan(prompt_len, budget, interval, prefill_interval)
     position = plan.next_event(0)
@@ -121,14 +123,20 @@ class Footprint:
         local = position - frontier_blocks * self.block_size
         return -(-(self.events.budget - local) // self.block_size)
 
-    def peak_blocks(self, num_tokens: int) -> int:
+    def peak_blocks(self, num_tokens: int, num_shared: int = 0) -> int:
         """Return the most superblocks held on the way to `num_tokens` tokens.
 
         Exact for every schedule, because steps are clipped at event positions and an
         event frees before its request allocates. Decode events repeat with a period of
         at most N events, so no more than one period of them is looked at.
+
+        Args:
+            num_tokens: length of the request.
+            num_shared: superblocks of a cached prefix that other requests hold too.
+                They cost nothing until the first event, which takes superblocks of its
+                own for what it keeps of them.
         """
-        peak, held, frontier = 0, 0, 0
+        peak, held, frontier = 0, -num_shared, 0
         settled = self.events.decode_origin + self.block_size * self.events.interval
         last = min(num_tokens, settled) if not self.keeps_all else num_tokens
         position = self.events.next_event(0)

@@ -74,7 +74,7 @@ def max_blocks_per_request(vllm_config: Any, config: KVPolicyConfig) -> int:
         max_model_len,
         config.budget_tokens,
         config.interval_tokens,
-        config.prefill_interval_tokens,
+        config.prefill_step,
         config.recent_tokens,
         block_size,
     )
@@ -108,4 +108,19 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
         f"tokens holds at most {held} superblocks instead of {whole}, so the pool of "
         f"{num_blocks - 1} holds {(num_blocks - 1) // held} of them instead of "
         f"{(num_blocks - 1) // whole}"
+    )
+
+
+def sharing_line(vllm_config: Any, config: KVPolicyConfig) -> str:
+    """Return the start-up line about the prefix cache: what is shared, for how long."""
+    if not vllm_config.cache_config.enable_prefix_caching:
+        return "KV policy prefix cache: off, every request computes its whole prompt"
+    alone = [name for name in config.policies if parse(name).measures_tokens]
+    step = config.prefill_interval_tokens
+    share = "whole prompts" if isinstance(step, str) else f"{step} tokens of a prompt"
+    own = f"; requests of {', '.join(alone)} fill it but take nothing from it"
+    return (
+        f"KV policy prefix cache: requests share what they compute before their first "
+        f"event, at most {share}; an event leaves it in the cache until vLLM needs the "
+        f"memory{own if alone else ''}"
     )

@@ -16,7 +16,6 @@ SET = object()  # some configuration object, whatever is in it
 TRIGGERS = {
     "a worker class of one's own": {"parallel_config.worker_cls": "mine.Worker"},
     "a scheduler class of one's own": {"scheduler_config.scheduler_cls": "mine.Sched"},
-    "prefix caching": {"cache_config.enable_prefix_caching": True},
     "prefill without chunks": {"scheduler_config.enable_chunked_prefill": False},
     "block sizes that the attention kernel cannot cut": {"cache_config.block_size": 16},
     "other attention backends": {

@@ -136,7 +136,17 @@ def test_a_finished_config_names_our_classes(policy_config):
     assert worker == "vllm_kvpolicy.worker.cpu.KVPolicyCPUWorker"
     assert list(policy_config.additional_config) == ["kv_policy"]
     assert policy_config.cache_config.block_size == 32
-    assert policy_config.cache_config.enable_prefix_caching is False
+    assert policy_config.cache_config.enable_prefix_caching is True
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_prefix_caching_is_what_the_user_says(tiny_model, wanted):
+    policy = {"kv_policy": {"policy": "tova"}}
+    args = engine_args(
+        tiny_model, additional_config=policy, enable_prefix_caching=wanted
+    )
+    config = args.create_engine_config()
+    assert config.cache_config.enable_prefix_caching is wanted
 
 
 def test_asynchronous_scheduling_and_cuda_have_their_own_classes():
@@ -204,14 +214,13 @@ def test_what_the_user_chose_is_left_alone(tiny_model):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"enable_prefix_caching": True}, ["prefix caching", "leave out"]),
         ({"scheduler_cls": "mine.Scheduler"}, ["scheduler class", "--scheduler-cls"]),
         ({"worker_cls": "mine.Worker"}, ["worker class", "--worker-cls"]),
         ({"block_size": 16}, ["block sizes", "32 on CPU"]),
         ({"kv_cache_dtype": "fp8"}, ["quantised KV caches", "--kv-cache-dtype"]),
         (
-            {"tensor_parallel_size": 2, "enable_prefix_caching": True},
-            ["tensor parallelism", "prefix caching"],
+            {"tensor_parallel_size": 2, "kv_cache_dtype": "fp8"},
+            ["tensor parallelism", "quantised KV caches"],
         ),
         (
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
@@ -398,7 +407,7 @@ def test_beam_search_refuses_keys_that_it_would_drop():
     [
         (["--kv-budget", "36"], "budget: got 36, expected at least 68 tokens"),
         (["--kv-policy-config", '{"windwo": 1}'], "kv_policy_config: got 'windwo'"),
-        (["--enable-prefix-caching"], "--kv-policy ams-tova is not supported togeth"),
+        (["--kv-cache-dtype", "fp8"], "--kv-policy ams-tova is not supported togeth"),
         (["--kv-policy-config", '{"trace": "/proc/x"}'], "trace: got '/proc/x'"),
     ],
 )

@@ -7,7 +7,6 @@ import random
 from dataclasses import replace
 
 import pytest
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
@@ -16,7 +15,6 @@ from support.pool_engine import FIRST, PLAN, RECENT, SPEC, Engine, N
 from vllm_kvpolicy.block_manager.manager import (
     KVPolicyManager,
     KVPolicySpec,
-    is_private,
 )
 from vllm_kvpolicy.events import EventPlan, Footprint, positions_up_to
 
@@ -117,6 +115,7 @@ def test_without_an_event_nothing_is_freed():
     for _ in range(3):
         engine.manager.remove_skipped_blocks("a", 0)
         engine.manager.remove_skipped_blocks("a", 10**6)
+        engine.manager.allocate_new_blocks("a", FIRST - 1, FIRST - 1)
     assert engine.ids("a") == before and engine.free == 20 - 7
 
 
@@ -128,31 +127,6 @@ def test_a_request_without_a_policy_keeps_every_block():
     assert engine.wanted("plain", 600, 640, cap=True) == 2
     engine.manager.free("plain")
     assert engine.free == 40
-
-
-@pytest.mark.parametrize("damage", ["shared", "cached"])
-def test_a_block_that_is_not_private_is_refused(damage):
-    engine = Engine(20)
-    engine.add("a")
-    engine.compute("a", 0, 1000)
-    engine.planner.finish_step({"a": FIRST})
-    block = engine.manager.req_to_blocks["a"][2]
-    if damage == "shared":
-        engine.pool.touch([block])
-    else:
-        block._block_hash = b"a hash"
-    message = rf"request a: superblocks \[{block.block_id}\] are shared or cached"
-    with pytest.raises(RuntimeError, match=message):
-        engine.compute("a", FIRST, 1)
-
-
-def test_is_private():
-    block = KVCacheBlock(3)
-    assert not is_private(block), "nobody holds it"
-    block.ref_cnt = 1
-    assert is_private(block)
-    block.is_null = True
-    assert not is_private(block)
 
 
 def test_admission_asks_for_the_peak_of_that_request():
@@ -200,7 +174,6 @@ def test_what_admission_promises_is_enough_for_the_whole_request():
 def test_spec_states_the_compressed_footprint():
     assert SPEC.page_size_bytes == 2 * 2 * 32 * 4 * N
     assert SPEC.max_memory_usage_bytes(None) == 9 * SPEC.page_size_bytes
-    assert not SPEC.prefix_cacheable
 
 
 def test_spec_merges_only_with_its_equal():

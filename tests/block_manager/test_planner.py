@@ -26,7 +26,7 @@ def make_planner(events_per_step: int = 8, num_requests: int = 1) -> Planner:
 
 def carry_out(planner: Planner, name: str, dest: int = 2) -> None:
     """Do the manager's part of an event with invented superblocks."""
-    assert planner.take_due(name) is not None
+    assert planner.due(name) is not None
     planner.record(name, (1, 2, 3), tuple(range(1, dest + 1)), (4,))
 
 
@@ -44,14 +44,14 @@ def test_steps_end_at_the_next_event():
 def test_nothing_to_compute_stays_nothing_and_is_no_event(num_new):
     planner = make_planner()
     assert planner.clip("a", FIRST, num_new) == num_new
-    assert planner.take_due("a") is None
+    assert planner.due("a") is None
     assert planner.clip("b", 0, num_new) == num_new
 
 
 def test_a_request_without_a_policy_is_left_alone():
     planner = make_planner()
     assert planner.clip("stranger", FIRST, 5000) == 5000
-    assert planner.take_due("stranger") is None
+    assert planner.due("stranger") is None
     assert planner.peak_blocks("stranger", 100) is None
     planner.restart("stranger")
     planner.remove("stranger")
@@ -63,10 +63,12 @@ def test_an_event_is_taken_once_and_only_at_its_position():
     positions = []
     for computed in range(101):
         planner.clip("a", computed, 1)
-        state = planner.take_due("a")
+        state = planner.due("a")
         if state is not None:
             positions.append(state.computed)
-        assert planner.take_due("a") is None
+            carry_out(planner, "a")
+        assert planner.due("a") is None
+        planner.finish_step({"a": 1})
     assert positions == [60, 80, 100]
 
 
@@ -84,7 +86,7 @@ def test_a_request_that_was_not_scheduled_is_asked_again():
 def test_the_message_says_what_happened():
     planner = make_planner()
     planner.clip("a", FIRST, 1)
-    assert planner.take_due("a") is not None
+    assert planner.due("a") is not None
     planner.record("a", (5, 6, 7), (7, 5), (9, 8))
     commands = planner.finish_step({"a": 1})
     (event,) = commands.events
@@ -222,7 +224,7 @@ def test_the_order_of_visits_starves_nobody():
         for request_id, position in computed.items():
             if num_new := planner.clip(request_id, position, 1):
                 scheduled[request_id] = num_new
-                if planner.take_due(request_id):
+                if planner.due(request_id):
                     planner.record(request_id, (1,), (1,), (2,))
         planner.finish_step(scheduled)
         for request_id, num_new in scheduled.items():

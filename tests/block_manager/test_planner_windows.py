@@ -29,7 +29,7 @@ def step(planner: Planner, **requests: tuple[int, int]):
     counts = {}
     for name, (computed, wanted) in requests.items():
         count = planner.clip(name, computed, wanted)
-        if count and planner.take_due(name) is not None:
+        if count and planner.due(name) is not None:
             planner.record(name, (1, 2, 3), (1, 2), (4,))
         if count:
             counts[name] = count
@@ -199,7 +199,7 @@ class Traffic:
         rng, planner = self.rng, self.planner
         if self.computed[name] == 0 and rng.random() < 0.3:
             return
-        if planner.take_due(name) is not None:
+        if planner.due(name) is not None:
             planner.record(name, (1,), (1,), ())
         if rng.random() < 0.03:
             planner.restart(name)

@@ -12,13 +12,17 @@ from typing import Any
 
 import pytest
 from vllm.config import ModelConfig
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from support.engine.simulator import Simulation
+from support.engine.simulator_cache import CacheCheck
 from support.engine.simulator_engine import RAGGED, Scenario, random_scenario
 from support.engine.simulator_pages import SimulationFailure
 from support.engine.simulator_worker import StorageWorker
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager
-from vllm_kvpolicy.block_manager.planner import Planner
+from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
 from vllm_kvpolicy.block_manager.scheduler import KVPolicySchedulerMixin
 from vllm_kvpolicy.events import Footprint
 from vllm_kvpolicy.protocol import StepCommands, UsedBlocks
@@ -42,7 +46,8 @@ def model(tiny_model: Path) -> ModelConfig:
 def test_random_engines(policy: str, depth: int, model: ModelConfig):
     totals: Counter[str] = Counter()
     while totals["steps"] < MIN_STEPS:
-        scenario = random_scenario(policy, depth, seed=totals["engines"])
+        number = totals["engines"]
+        scenario = random_scenario(policy, depth, number, caching=number % 2 == 1)
         totals += Simulation(scenario, model).run(STEPS_PER_ENGINE)
         totals["engines"] += 1
     print(policy, "depth", depth, dict(totals))
@@ -61,6 +66,9 @@ def test_random_engines(policy: str, depth: int, model: ModelConfig):
         "clips": 300,
         "sit-outs": 1,
         "crowded steps": 5,
+        "hits": 100,
+        "shared superblocks": 500,
+        "cached blocks": 2000,
     }
     if RAGGED.get(policy):
         at_least |= {"uneven events": 300}
@@ -122,6 +130,32 @@ SHRINKING = replace(
     spare=0.55,
 )
 
+# Prompts begin alike, so that most events read superblocks of others.
+SHARING = replace(
+    TIGHT,
+    policy=TIGHT.policy | {"budget": 100, "prefill_interval": 128},
+    caching=True,
+    spare=3.0,
+    longest=600,
+    stops=0.02,
+)
+# Long prompts in small chunks, and many that are preempted while they are read.
+PREEMPTING = replace(
+    SHARING,
+    policy=SHARING.policy | {"policy": "streaming", "prefill_interval": "prompt"},
+    priorities=True,
+    depth=1,
+    spare=0.8,
+    max_batched=128,
+    long_prefill=16,
+    seed=1,
+)
+# Without recent tokens, a superblock may leave before all its tokens are known.
+OUTRUNNING = replace(
+    SHARING,
+    policy=SHARING.policy | {"policy": "identity", "recent": 0, "sinks": 0, "budget": 104},
+)
+
 
 @pytest.mark.parametrize(
     "scenario", [TIGHT, MOVING, SHRINKING], ids=["ams-tova", "holes", "hard-tova"]
@@ -130,6 +164,13 @@ def test_the_engines_of_the_mutations_pass_without_one(scenario, model):
     totals = Simulation(scenario, model).run(800)
     assert totals["events"] > 70 and totals["preemptions"] > 10, totals
     assert totals["replayed events"] > 5 and totals["crowded steps"] > 5, totals
+
+
+@pytest.mark.parametrize("scenario", [SHARING, PREEMPTING, OUTRUNNING])
+def test_the_engines_that_share_prefixes_pass_without_a_mutation(scenario, model):
+    totals = Simulation(scenario, model).run(800)
+    least = {"hits": 15, "shared superblocks": 100, "events": 40, "hit tokens": 500}
+    assert all(totals[key] >= most for key, most in least.items()), str(totals)
 
 
 def expect_failure(
@@ -154,18 +195,15 @@ def test_notices_a_block_freed_too_many(model, monkeypatch):
 
 def test_notices_a_block_that_is_freed_while_it_is_read(model, monkeypatch):
     """Without counting, the attended slots show the new owner."""
-    stock = KVPolicyManager.remove_skipped_blocks
+    stock = KVPolicyManager._run_event
 
-    def free_first_local(self: KVPolicyManager, request_id: str, *args: Any) -> None:
-        before = self.planner.num_global_blocks, self.blocks_returned
-        stock(self, request_id, *args)
-        if before != (self.planner.num_global_blocks, self.blocks_returned):
-            blocks = self.req_to_blocks[request_id]
-            first_local = self.planner.states[request_id].frontier_blocks
-            self.block_pool.free_blocks([blocks[first_local]])
-            blocks[first_local] = self._null_block
+    def free_first_local(self: KVPolicyManager, request_id: str, state: Any) -> None:
+        stock(self, request_id, state)
+        blocks, first_local = self.req_to_blocks[request_id], state.frontier_blocks
+        self.block_pool.free_blocks([blocks[first_local]])
+        blocks[first_local] = self._null_block
 
-    monkeypatch.setattr(KVPolicyManager, "remove_skipped_blocks", free_first_local)
+    monkeypatch.setattr(KVPolicyManager, "_run_event", free_first_local)
     monkeypatch.setattr(Simulation, "_check_blocks", lambda self, output: None)
     expect_failure(model, "strangers", replace(TIGHT, depth=1))
 
@@ -190,7 +228,7 @@ def test_notices_state_left_after_the_end(model, monkeypatch):
 
 
 def test_notices_admission_that_never_lets_anyone_in(model, monkeypatch):
-    monkeypatch.setattr(Planner, "peak_blocks", lambda self, name, tokens: 10**6)
+    monkeypatch.setattr(Planner, "peak_blocks", lambda self, *request: 10**6)
     monkeypatch.setattr(
         KVPolicyManager, "_num_held", lambda self, name: -(10**6), raising=True
     )
@@ -356,3 +394,79 @@ def test_notices_a_late_event_even_if_nobody_counts_positions(model, monkeypatch
         return replace(commands, events=waiting.pop(0))
 
     expect_failure(model, "null block|strangers|position|no room", tamper=delay)
+
+
+# -- the prefix cache ---------------------------------------------------------------
+
+
+def test_notices_superblocks_cached_past_the_first_event(model, monkeypatch):
+    def one_more(self: KVPolicyManager, request: Any, num_tokens: int, **rest: Any):
+        FullAttentionManager.cache_blocks(self, request, num_tokens, **rest)
+
+    monkeypatch.setattr(
+        KVPolicyManager,
+        "cache_blocks",
+        lambda self, request, num_tokens, retention_interval=None, **rest: one_more(
+            self, request, num_tokens, **rest
+        ),
+    )
+    expect_failure(model, "caches past its event|cached block", SHARING)
+
+
+def test_notices_an_event_that_writes_into_shared_superblocks(model, monkeypatch):
+    monkeypatch.setattr(BlockPool, "is_block_writable", lambda self, block: True)
+    expect_failure(model, "moves into a shared block", SHARING)
+
+
+def test_notices_an_event_that_writes_into_cached_superblocks(model, monkeypatch):
+    monkeypatch.setattr(
+        BlockPool, "is_block_writable", lambda self, block: block.ref_cnt == 1
+    )
+    expect_failure(model, "moves into a shared block", SHARING)
+
+
+def test_notices_what_is_written_if_nobody_looks_at_the_message(model, monkeypatch):
+    """The content of the cache alone shows it."""
+    monkeypatch.setattr(BlockPool, "is_block_writable", lambda self, block: True)
+    monkeypatch.setattr(CacheCheck, "check", lambda self, *args: self.cached_ids())
+    expect_failure(model, "strangers|cached block", replace(SHARING, depth=1))
+
+
+def test_notices_hits_that_reach_past_the_event(model, monkeypatch):
+    monkeypatch.setattr(RequestPlan, "usable_hit", lambda self, cached: cached)
+    expect_failure(model, "reaches into the window|past the event|before its", SHARING)
+
+
+def test_notices_hits_that_leave_no_queries_for_the_event(model, monkeypatch):
+    stock = RequestPlan.usable_hit
+    monkeypatch.setattr(
+        RequestPlan,
+        "usable_hit",
+        lambda self, cached: stock(replace(self, window_tokens=0), cached),
+    )
+    expect_failure(model, "reaches into the window", SHARING)
+
+
+def test_notices_superblocks_left_in_the_cache_without_content(model, monkeypatch):
+    """vLLM's own priority scheduling leaves them there."""
+    monkeypatch.setattr(KVPolicyManager, "withdraw", lambda self, name: None)
+    expect_failure(model, "strangers|cached block", PREEMPTING)
+
+
+def test_notices_survivors_that_are_offered_as_a_prefix(model, monkeypatch):
+    stock = KVPolicyManager._run_event
+
+    def forget(self: KVPolicyManager, request_id: str, state: Any) -> None:
+        before = self.num_cached_block[request_id]
+        stock(self, request_id, state)
+        self.num_cached_block[request_id] = before
+
+    monkeypatch.setattr(KVPolicyManager, "_run_event", forget)
+    expect_failure(model, "cached block|strangers|shared", OUTRUNNING)
+
+
+def test_notices_salts_that_are_ignored(model, monkeypatch):
+    monkeypatch.setattr(
+        kv_cache_utils, "generate_block_hash_extra_keys", lambda *args: (None, 0)
+    )
+    expect_failure(model, "strangers|cached block", SHARING)

@@ -32,6 +32,7 @@ class Engine:
         placement: where survivors go.
         keeps_all: events drop nothing.
         block_size: N.
+        caching: vLLM's prefix cache is on.
     """
 
     def __init__(
@@ -40,14 +41,15 @@ class Engine:
         placement: str = "in_place",
         keeps_all: bool = False,
         block_size: int = N,
+        caching: bool = False,
     ) -> None:
-        self.pool = BlockPool(num_blocks + 1, False, hash_block_size=block_size)
+        self.pool = BlockPool(num_blocks + 1, caching, hash_block_size=block_size)
         self.planner = Planner(PlannerLimits(block_size, 0, 0, 99))
         self.keeps_all = keeps_all
         self.manager = KVPolicyManager(
             replace(SPEC, block_size=block_size),
             block_pool=self.pool,
-            enable_caching=False,
+            enable_caching=caching,
             kv_cache_group_id=0,
             scheduler_block_size=block_size,
         )
@@ -73,7 +75,6 @@ class Engine:
     def compute(self, name: str, start: int, wanted: int) -> int:
         """Schedule one request for one step; return the position it reaches."""
         end = start + self.planner.clip(name, start, wanted)
-        self.manager.remove_skipped_blocks(name, start)
         assert self.wanted(name, start, end) <= self.free
         self.manager.allocate_new_blocks(name, end, end)
         return end

@@ -97,11 +97,6 @@ REFUSALS = (
         "leave out --scheduler-cls",
     ),
     Refusal(
-        "prefix caching",
-        lambda config: config.cache_config.enable_prefix_caching,
-        "leave out --enable-prefix-caching",
-    ),
-    Refusal(
         "prefill without chunks",
         lambda config: not config.scheduler_config.enable_chunked_prefill,
         "leave out --no-enable-chunked-prefill",

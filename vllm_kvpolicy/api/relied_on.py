@@ -49,6 +49,7 @@ _ENGINE = (
             "update_from_output": "self scheduler_output model_runner_output",
             "shutdown": "self",
             "_free_request": ANY,
+            "_get_local_prefix_cache_hit": "self request",
             "_preempt_request": ANY,
             "_reserve_prefill_lookahead": (
                 "self request num_computed_tokens num_new_tokens"
@@ -70,9 +71,15 @@ _ENGINE = (
     ),
     Owner(
         "vllm.v1.request:Request",
-        read="request_id sampling_params num_prompt_tokens num_computed_tokens",
+        read=(
+            "request_id sampling_params num_prompt_tokens num_computed_tokens "
+            "cache_salt block_hashes update_block_hashes"
+        ),
     ),
-    Owner("vllm.v1.core.kv_cache_manager:KVCacheManager", read="coordinator"),
+    Owner(
+        "vllm.v1.core.kv_cache_manager:KVCacheManager",
+        read="coordinator block_pool truncate_computed_blocks",
+    ),
     Owner(
         "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator",
         read="single_type_managers",
@@ -85,15 +92,29 @@ _ENGINE = (
                 "num_local_computed_tokens num_tokens_main_model apply_admission_cap "
                 "prefill_end"
             ),
-            "remove_skipped_blocks": (
-                "self request_id processed_computed_tokens num_prompt_tokens"
+            "allocate_new_blocks": "self request_id num_tokens num_tokens_main_model",
+            "has_positionally_stable_blocks": "self",
+            "new_step_starts": "self",
+        },
+        read=(
+            "block_pool block_size enable_caching num_cached_block req_to_blocks "
+            "_null_block"
+        ),
+    ),
+    Owner(
+        "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager",
+        {
+            "cache_blocks": (
+                "self request num_tokens retention_interval replay_boundaries"
             ),
         },
-        read="block_pool block_size req_to_blocks _null_block",
     ),
     Owner(
         "vllm.v1.core.block_pool:BlockPool",
-        read="num_gpu_blocks get_num_free_blocks get_new_blocks free_blocks",
+        read=(
+            "num_gpu_blocks get_num_free_blocks get_new_blocks free_blocks "
+            "is_block_writable evict_blocks"
+        ),
     ),
     Owner(
         "vllm.v1.core.kv_cache_utils:KVCacheBlock",
@@ -103,7 +124,6 @@ _ENGINE = (
         "vllm.v1.kv_cache_interface:FullAttentionSpec",
         {"max_memory_usage_bytes": "self vllm_config", "merge": "specs"},
     ),
-    Owner("vllm.v1.kv_cache_interface:KVCacheSpec", {"prefix_cacheable": "self"}),
     Owner("vllm.v1.kv_cache_interface:AttentionSpec", read="page_size_bytes"),
     Owner(
         "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry",
@@ -313,7 +333,7 @@ _API = (
         "vllm.engine.arg_utils:EngineArgs",
         read=(
             "additional_config attention_backend attention_config block_size "
-            "enable_prefix_caching hf_overrides _api_process_count _api_process_rank"
+            "hf_overrides _api_process_count _api_process_rank"
         ),
     ),
     Owner("vllm.platforms.interface:Platform", read="_enum"),

@@ -159,10 +159,9 @@ def _other_advice(config: KVPolicyConfig | None) -> str:
         return "shorten the prompt: everything is kept"
     if info.keeps_all:
         return "shorten the prompt: the gates may admit everything"
-    return (
-        "kv_budget, or start the server with a prefill_interval below "
-        f"{config.prefill_interval_tokens}"
-    )
+    step = config.prefill_interval_tokens
+    smaller = f"below {step}" if isinstance(step, int) else f"in place of {step!r}"
+    return f"kv_budget, or start the server with a prefill_interval {smaller}"
 
 
 def check_beam_search(extra_args: Mapping[str, Any] | None) -> None:

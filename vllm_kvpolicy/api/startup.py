@@ -147,8 +147,6 @@ def _choose_counting(scheduler: Any) -> None:
 
 def _choose(engine_args: Any, config: KVPolicyConfig) -> None:
     """Choose what the user left open and a policy depends on."""
-    if engine_args.enable_prefix_caching is None:
-        engine_args.enable_prefix_caching = False
     missing = missing_architecture(engine_args.model)
     if missing and not engine_args.hf_overrides:
         engine_args.hf_overrides = {"architectures": [missing]}
@@ -162,7 +160,7 @@ def _choose(engine_args: Any, config: KVPolicyConfig) -> None:
         chosen_name = compat.cuda_attention_backend(str(engine_args.dtype))
         engine_args.attention_backend = AttentionBackendEnum[chosen_name]
     logger.info(
-        "--kv-policy %s: prefix caching is off, block size %s, attention backend %s",
+        "--kv-policy %s: block size %s, attention backend %s",
         config.policy,
         engine_args.block_size,
         engine_args.attention_backend or "as the platform chooses",

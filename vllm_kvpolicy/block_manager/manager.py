@@ -6,7 +6,7 @@ both. Workers and schedulers of an engine with a policy import it, and so does
 unpickling the spec; the entry point never does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,10 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+from vllm.v1.request import Request
 
 from vllm_kvpolicy.block_manager.placement import PLACEMENTS
-from vllm_kvpolicy.block_manager.planner import Planner
+from vllm_kvpolicy.block_manager.planner import Planner, RequestState
 from vllm_kvpolicy.events import event_seed
 from vllm_kvpolicy.protocol import UsedBlocks
 
@@ -36,11 +37,6 @@ class KVPolicySpec(FullAttentionSpec):
         """Return the bytes that one request of max_model_len tokens may hold."""
         return self.max_blocks_per_request * self.page_size_bytes
 
-    @property
-    def prefix_cacheable(self) -> bool:
-        """Survivors are not a prefix, so nothing here may enter the prefix cache."""
-        return False
-
     @classmethod
     def merge(cls, specs: list["KVPolicySpec"]) -> "KVPolicySpec":
         """Return the one spec of a group; all layers must agree in every field."""
@@ -52,9 +48,57 @@ class KVPolicySpec(FullAttentionSpec):
         return specs[0]
 
 
-def is_private(block: KVCacheBlock) -> bool:
-    """Return whether this request alone holds a superblock, uncached."""
-    return block.ref_cnt == 1 and block.block_hash is None and not block.is_null
+class Turnover:
+    """The superblocks of one event: read by it, written by it, taken and given back.
+
+    Example: a request owns a b c d e, of which a, b and c are cached, and 4 hold its
+    survivors afterwards. d and e can be written; two more are taken, and a, b and c go
+    back to the prefix cache.
+
+    Args:
+        owned: what the event reads, in time order.
+        num_dest: how many hold survivors afterwards.
+        is_writable: whether the request alone uses a block and it is not cached.
+    """
+
+    def __init__(
+        self,
+        owned: Sequence[KVCacheBlock],
+        num_dest: int,
+        is_writable: Callable[[KVCacheBlock], bool],
+    ) -> None:
+        self.owned, self.num_dest = owned, num_dest
+        self.writable = [is_writable(block) for block in owned]
+        self.num_fresh = max(num_dest - sum(self.writable), 0)
+
+    @property
+    def kept_by_cache(self) -> list[KVCacheBlock]:
+        """What the request lets go without writing to it, in time order."""
+        pairs = zip(self.owned, self.writable, strict=True)
+        return [block for block, is_writable in pairs if not is_writable]
+
+    @property
+    def num_taken(self) -> int:
+        """Blocks that leave the free ones, less those that join them."""
+        freed = sum(block.ref_cnt == 1 for block in self.kept_by_cache)
+        surplus = sum(self.writable) + self.num_fresh - self.num_dest
+        return self.num_fresh - freed - surplus
+
+    def homes(self, fresh: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
+        """Return what may be written, at least `num_dest` blocks.
+
+        Blocks stay at their place where they can, so that survivors need not move.
+
+        Args:
+            fresh: `num_fresh` blocks that take the places of the first ones that
+                cannot be written.
+        """
+        left = iter(fresh)
+        pairs = zip(self.owned, self.writable, strict=True)
+        chosen = (
+            block if is_writable else next(left, None) for block, is_writable in pairs
+        )
+        return [block for block in chosen if block is not None]
 
 
 class KVPolicyManager(FullAttentionManager):
@@ -67,51 +111,118 @@ class KVPolicyManager(FullAttentionManager):
     planner: Planner
     placement_name: str
     blocks_returned: int
+    # By request, the first entry that this step has offered to the prefix cache.
+    _promised: dict[str, int]
 
     def attach(self, planner: Planner, placement_name: str) -> None:
         """Connect to the engine's planner; the scheduler does so once."""
         self.planner = planner
         self.placement_name = placement_name
         self.blocks_returned = 0
+        self._promised = {}
 
-    def remove_skipped_blocks(
+    @property
+    def has_positionally_stable_blocks(self) -> bool:
+        """An event puts survivors where other tokens were."""
+        return False
+
+    def cache_blocks(
         self,
-        request_id: str,
-        processed_computed_tokens: int,
-        num_prompt_tokens: int | None = None,
+        request: Request,
+        num_tokens: int,
+        retention_interval: int | None = None,
+        *,
+        replay_boundaries: Sequence[int],
     ) -> None:
-        """Carry out the event that the planner has decided for this step, if any.
+        """Offer full superblocks to the prefix cache, none past the first event.
 
-        `processed_computed_tokens` is ignored: it counts only tokens of steps that have
-        ended, and with asynchronous scheduling that lags behind the position at which
-        the planner has scheduled the event. Freeing at that position is safe: the event
-        travels with this step and runs before its forward pass, after those of all
-        earlier steps. vLLM calls this before it allocates for the request.
+        Until there a request's keys and values are those of full attention, whatever
+        its policy and budget, so that any other request may use them.
         """
-        state = self.planner.take_due(request_id)
-        if state is None:
-            return
-        blocks = self.req_to_blocks[request_id]
+        request_id = request.request_id
+        state = self.planner.states.get(request_id)
+        if state is not None:
+            num_tokens = min(num_tokens, state.plan.first_event)
+        before = self.num_cached_block.get(request_id, 0)
+        super().cache_blocks(
+            request, num_tokens, retention_interval, replay_boundaries=replay_boundaries
+        )
+        if self.num_cached_block.get(request_id, 0) > before:
+            self._promised.setdefault(request_id, before)
+
+    def withdraw(self, request_id: str) -> None:
+        """Take out of the prefix cache what a request was about to compute.
+
+        vLLM offers superblocks when it schedules the tokens that fill them. A request
+        that priority scheduling preempts in the same step never computes them, and
+        vLLM itself would leave them in the cache without content.
+        """
+        first = self._promised.pop(request_id, None)
+        if first is not None:
+            blocks = self.req_to_blocks[request_id][first:]
+            self.block_pool.evict_blocks({block.block_id for block in blocks})
+
+    def new_step_starts(self) -> None:
+        """Note that what was scheduled so far will be computed; vLLM calls this."""
+        super().new_step_starts()
+        self._promised.clear()
+
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> list[KVCacheBlock]:
+        """Carry out the event that the planner has decided for this step; allocate.
+
+        The event travels with this step to the workers and runs before its forward
+        pass, after those of all earlier steps. So its superblocks may be given back
+        here, although the host has not seen the end of those steps yet.
+        """
+        state = self.planner.due(request_id)
+        if state is not None:
+            self._run_event(request_id, state)
+        return super().allocate_new_blocks(
+            request_id, num_tokens, num_tokens_main_model
+        )
+
+    def _run_event(self, request_id: str, state: RequestState) -> None:
+        """Replace what a request owns below its new frontier by its destinations.
+
+        Cached and shared superblocks are read and let go, never written: what the
+        prefix cache holds stays there for others, and for the next turn of the same
+        conversation. They are let go before destinations are taken, so that a full
+        pool needs no room for both.
+        """
+        turnover = self._turnover(request_id, state)
+        blocks, owned = self.req_to_blocks[request_id], turnover.owned
         frontier = state.footprint.frontier_blocks(state.computed)
-        owned = blocks[: state.global_blocks] + blocks[state.frontier_blocks : frontier]
-        shared = [block.block_id for block in owned if not is_private(block)]
-        if shared:
-            raise RuntimeError(
-                f"request {request_id}: superblocks {shared} are shared or cached and "
-                "cannot be compacted; prefix caching must be off"
-            )
-        # After an event that left surplus, fewer may be owned than this one may fill.
-        count = min(state.footprint.global_blocks(state.computed), len(owned))
+        local = blocks[frontier:]
+        self.block_pool.free_blocks(reversed(turnover.kept_by_cache))
+        fresh = self.block_pool.get_new_blocks(turnover.num_fresh)
+        homes = turnover.homes(fresh)
         seed = event_seed(state.ordinal, state.computed)
-        dest = PLACEMENTS[self.placement_name](owned, count, self._take, seed)
-        self._give_back(owned, dest)
+        place = PLACEMENTS[self.placement_name]
+        dest = place(homes, turnover.num_dest, self._take, seed)
+        self._give_back(homes, dest)
         blocks[:frontier] = dest + [self._null_block] * (frontier - len(dest))
+        if self.enable_caching:
+            # Below the frontier there is nothing left to offer to the prefix cache.
+            num_cached = self.num_cached_block.get(request_id, 0)
+            self.num_cached_block[request_id] = max(num_cached, frontier)
+        self.blocks_returned += len(owned) - len(dest)
         self.planner.record(
             request_id,
             source_blocks=tuple(block.block_id for block in owned),
             dest_blocks=tuple(block.block_id for block in dest),
-            local_blocks=tuple(block.block_id for block in blocks[frontier:]),
+            local_blocks=tuple(block.block_id for block in local),
         )
+
+    def _turnover(self, request_id: str, state: RequestState) -> "Turnover":
+        """Return what the event of this step takes from the pool and gives back."""
+        blocks, footprint = self.req_to_blocks[request_id], state.footprint
+        frontier = footprint.frontier_blocks(state.computed)
+        owned = blocks[: state.global_blocks] + blocks[state.frontier_blocks : frontier]
+        # After an event that left surplus, fewer may be owned than this one may fill.
+        num_dest = min(footprint.global_blocks(state.computed), len(owned))
+        return Turnover(owned, num_dest, self.block_pool.is_block_writable)
 
     def give_back_surplus(self, used: UsedBlocks) -> None:
         """Free the destinations that an event turned out not to need.
@@ -126,6 +237,7 @@ class KVPolicyManager(FullAttentionManager):
         first, last = surplus
         blocks = self.req_to_blocks[used.request_id]
         self._give_back(blocks[first:last], ())
+        self.blocks_returned += last - first
         blocks[first:last] = [self._null_block] * (last - first)
 
     def get_num_blocks_to_allocate(
@@ -139,17 +251,21 @@ class KVPolicyManager(FullAttentionManager):
         apply_admission_cap: bool = False,
         prefill_end: int = 0,
     ) -> int:
-        """Return the blocks to allocate; admission asks for the compressed footprint.
+        """Return the blocks that the request takes from the pool.
 
         vLLM admits a request when its whole known length fits. Ours never holds that
-        much at once: the cap is the peak of this very request, budget included.
+        much at once: the cap is the peak of this very request, budget included. In a
+        step with an event, what the event gives back counts against what it takes.
         """
         if apply_admission_cap:
-            peak = self.planner.peak_blocks(request_id, num_tokens)
+            num_shared = sum(block.ref_cnt > 0 for block in new_computed_blocks)
+            peak = self.planner.peak_blocks(request_id, num_tokens, num_shared)
             if peak is not None:
                 num_held = self._num_held(request_id)
                 return max(min(peak, cdiv(num_tokens, self.block_size)) - num_held, 0)
-        return super().get_num_blocks_to_allocate(
+        state = self.planner.due(request_id)
+        event = 0 if state is None else self._turnover(request_id, state).num_taken
+        return event + super().get_num_blocks_to_allocate(
             request_id,
             num_tokens,
             new_computed_blocks,
@@ -184,7 +300,6 @@ class KVPolicyManager(FullAttentionManager):
         kept = {block.block_id for block in dest}
         freed = [block for block in reversed(owned) if block.block_id not in kept]
         self.block_pool.free_blocks(freed)
-        self.blocks_returned += len(freed)
 
 
 KVCacheSpecRegistry._ensure_registered()

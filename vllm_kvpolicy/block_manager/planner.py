@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 
 from vllm_kvpolicy.events import Footprint
@@ -26,12 +27,40 @@ class RequestPlan:
         footprint: when they happen and what the request holds between them.
         sinks: first tokens that are always kept.
         window_tokens: queries that its policy reads; 0 for none.
+        takes_hits: the prefix cache may give it its first tokens.
+        hit_lookahead: cached superblocks after those that it takes. One, where a token
+            decides about the token before it: the next token must then be known when
+            a superblock is shared.
     """
 
     policy: str
     footprint: Footprint
     sinks: int
     window_tokens: int = 0
+    takes_hits: bool = True
+    hit_lookahead: int = 0
+
+    @cached_property
+    def first_event(self) -> int:
+        """Position of the first event; until there, its KV is plain full attention."""
+        return self.footprint.events.next_event(1)
+
+    def usable_hit(self, num_cached: int) -> int:
+        """Return how many cached tokens the request takes, in whole superblocks.
+
+        It computes the queries that its first event reads, and at least one token
+        before that event. For example, with N = 16, a first event at 100 and a window
+        of 32, no more than 64 tokens come from the cache.
+
+        Args:
+            num_cached: tokens of its prefix that are cached, in whole superblocks.
+        """
+        if not self.takes_hits:
+            return 0
+        block_size = self.footprint.block_size
+        first_computed = self.first_event - max(self.window_tokens, 1)
+        num_cached -= self.hit_lookahead * block_size
+        return max(min(first_computed // block_size * block_size, num_cached), 0)
 
 
 @dataclass
@@ -46,7 +75,7 @@ class RequestState:
         global_blocks: superblocks that hold survivors.
         ordinal: events since the request (re)started.
         window: number of its open query window, or NO_WINDOW.
-        due: an event decided in this step, not yet taken by the manager.
+        due: an event decided in this step that the manager has yet to carry out.
         fresh_window: the window was opened in this step.
         serial: number of the last event, -1 before the first.
         most_held: most superblocks held just before some were given back.
@@ -154,13 +183,10 @@ class Planner:
                 num_new = max(window_start - computed, 0)
         return num_new
 
-    def take_due(self, request_id: str) -> RequestState | None:
-        """Return the request's state if it has an event in this step, once."""
+    def due(self, request_id: str) -> RequestState | None:
+        """Return the request's state if it has an event in this step, else None."""
         state = self.states.get(request_id)
-        if state is None or not state.due:
-            return None
-        state.due = False
-        return state
+        return state if state is not None and state.due else None
 
     def record(
         self,
@@ -171,7 +197,7 @@ class Planner:
     ) -> None:
         """Note the event that the manager has just carried out on its block list."""
         state = self.states[request_id]
-        position = state.computed
+        state.due, position = False, state.computed
         self.note_held(request_id, len(source_blocks) + len(local_blocks))
         state.frontier_blocks = state.footprint.frontier_blocks(position)
         num_global = state.global_blocks
@@ -260,10 +286,17 @@ class Planner:
         self._num_due = 0
         return commands
 
-    def peak_blocks(self, request_id: str, num_tokens: int) -> int | None:
-        """Return the most superblocks the request holds up to `num_tokens` tokens."""
+    def peak_blocks(
+        self, request_id: str, num_tokens: int, num_shared: int = 0
+    ) -> int | None:
+        """Return the most superblocks the request holds up to `num_tokens` tokens.
+
+        None without a policy; for `num_shared` see `Footprint.peak_blocks`.
+        """
         state = self.states.get(request_id)
-        return None if state is None else state.footprint.peak_blocks(num_tokens)
+        if state is None:
+            return None
+        return state.footprint.peak_blocks(num_tokens, num_shared)
 
     def _has_room_for(self, request_id: str) -> bool:
         """Return whether this step may carry the request's event.

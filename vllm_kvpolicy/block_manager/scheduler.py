@@ -3,10 +3,12 @@
 A VllmConfig with a policy names these classes in place of vLLM's.
 """
 
+import secrets
 from dataclasses import replace
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -17,7 +19,7 @@ from vllm_kvpolicy.block_manager.manager import KVPolicyManager
 from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.policies.catalogue.names import parse
-from vllm_kvpolicy.sizes import capacity_line, planner_limits
+from vllm_kvpolicy.sizes import capacity_line, planner_limits, sharing_line
 
 logger = init_logger("vllm.kv_policy")
 
@@ -43,7 +45,9 @@ class KVPolicySchedulerMixin(CountingMixin):
         manager.attach(self.kv_policy_planner, policy.placement)
         num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
         logger.info(capacity_line(self.vllm_config, self.kv_policy_config, num_blocks))
+        logger.info(sharing_line(self.vllm_config, self.kv_policy_config))
         self._sees_all: set[str] = set()
+        self._masked_salt = secrets.token_hex()  # no request can name it
 
     def add_request(self, request: Request) -> None:
         """Queue a request and plan its events."""
@@ -64,19 +68,45 @@ class KVPolicySchedulerMixin(CountingMixin):
                 "request %s keeps the server's policy: %s", request_id, error
             )
             config = self.kv_policy_config
-        if config is None or not config.options_of().get("exact", False):
+        is_masked = config is not None and config.options_of().get("exact", False)
+        if not is_masked:
             self._sees_all.add(request_id)
         if config is None or request_id in self.requests:
             return
-        prompt_tokens = request.num_prompt_tokens
+        if is_masked:
+            self._cache_apart(request)
+        info, prompt_tokens = parse(config.policy), request.num_prompt_tokens
         protected = prompt_tokens if config.protects_prompt else 0
         plan = RequestPlan(
             policy=config.policy,
             footprint=config.footprint(prompt_tokens, self.kv_policy_limits.block_size),
             sinks=max(config.sink_tokens, protected),
             window_tokens=config.window_tokens(),
+            takes_hits=not info.measures_tokens,
+            hit_lookahead=int(info.decides_later),
         )
         self.kv_policy_planner.add(request_id, plan)
+
+    def _cache_apart(self, request: Request) -> None:
+        """Let a request share cached prefixes only with those that mask tokens as well.
+
+        Behind the window their hidden states, and so their keys and values, are not
+        those of full attention.
+        """
+        request.cache_salt = f"{self._masked_salt}{request.cache_salt or ''}"
+        request.block_hashes.clear()
+        request.update_block_hashes()
+
+    def _get_local_prefix_cache_hit(
+        self, request: Request
+    ) -> tuple[KVCacheBlocks, int, int, bool]:
+        """Look a request up in the prefix cache; take no more than its plan allows."""
+        blocks, num_cached, *rest = super()._get_local_prefix_cache_hit(request)
+        state = self.kv_policy_planner.states.get(request.request_id)
+        usable = num_cached if state is None else state.plan.usable_hit(num_cached)
+        if usable < num_cached:
+            blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, usable)
+        return (blocks, usable, *rest)
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
@@ -130,6 +160,7 @@ class KVPolicySchedulerMixin(CountingMixin):
         return max(super()._most_held(request_id), earlier)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        self.kv_policy_manager.withdraw(request.request_id)
         super()._preempt_request(request, *args, **kwargs)
         self.kv_policy_planner.restart(request.request_id)
 

@@ -8,6 +8,7 @@ import pickle
 import random
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from support.engine.simulator_cache import CacheCheck
 from support.engine.simulator_engine import Scenario, make_scheduler
 from support.engine.simulator_pages import Asked, check
 from support.engine.simulator_tables import RaggedCheck, TableCheck
@@ -51,9 +53,12 @@ class Simulation:
         self.totals: Counter[str] = Counter()
         self.asked: dict[str, Asked] = {}
         self.peaks: dict[str, tuple[int, int]] = {}
-        self.queue: deque[tuple[Any, Any]] = deque()
+        self.queue: deque[tuple[Any, Any, np.ndarray]] = deque()
         self.idle = 0
         limits = self.scheduler.kv_policy_limits
+        self.cache = CacheCheck(self.pool, scenario) if scenario.caching else None
+        if self.cache is not None:
+            self.cache.watch(self.scheduler.kv_policy_manager, self.asked)
         self.worker = StorageWorker(
             num_blocks=self.pool.num_gpu_blocks,
             block_size=scenario.block_size,
@@ -121,7 +126,8 @@ class Simulation:
         rng, longest = self.rng, self.scenario.longest
         if len(self.scheduler.waiting) > 12 or rng.random() > self.scenario.arrivals:
             return
-        prompt_len = rng.randint(1, 100 if rng.random() < 0.7 else longest - 1)
+        is_short = rng.random() < (0.4 if self.scenario.caching else 0.7)
+        prompt_len = rng.randint(1, 100 if is_short else longest - 1)
         max_tokens = rng.choice((rng.randint(1, 60), rng.randint(200, 500)))
         extra_args = self._wishes(min(prompt_len + max_tokens, longest))
         for _ in range(rng.choice((1, 1, 1, 5))):
@@ -132,9 +138,12 @@ class Simulation:
         self.totals["arrivals"] += 1
         self.totals["without policy"] += (extra_args or {}).get("kv_policy") == "none"
         request_id = f"r{self.totals['arrivals']}"
+        prompt, salt = [TOKEN] * prompt_len, None
+        if self.cache is not None:
+            prompt, salt = self.cache.draw_prompt(prompt_len, rng)
         request = Request(
             request_id=request_id,
-            prompt_token_ids=[TOKEN] * prompt_len,
+            prompt_token_ids=prompt,
             sampling_params=SamplingParams(
                 max_tokens=max_tokens,
                 ignore_eos=True,
@@ -143,8 +152,14 @@ class Simulation:
             ),
             pooling_params=None,
             priority=rng.randrange(3),
+            cache_salt=salt,
+            block_hasher=self.cache and self.cache.hasher,
         )
-        self.asked[request_id] = self._asked(prompt_len, extra_args)
+        asked = self._asked(prompt_len, extra_args)
+        if self.cache is not None:
+            most = min(prompt_len + max_tokens, self.scenario.longest)
+            asked = replace(asked, codes=self.cache.codes(prompt, salt, most, TOKEN))
+        self.asked[request_id] = asked
         self.scheduler.add_request(request)
 
     def _wishes(self, num_tokens: int) -> dict[str, Any] | None:
@@ -184,7 +199,7 @@ class Simulation:
             prompt_len,
             budget,
             wishes.get("kv_interval", policy.interval_tokens),
-            policy.prefill_interval_tokens,
+            policy.prefill_step,
         )
         return Asked(
             prompt_len=prompt_len,
@@ -224,11 +239,15 @@ class Simulation:
             self._process()
 
     def _schedule(self) -> None:
+        before = self.cache and self.cache.snapshot(self.scheduler)
         output = self.scheduler.schedule()
+        cached = np.empty(0, np.int64)
+        if self.cache is not None:
+            cached = self.cache.check(output, self.scheduler, before)
         commands = pickle.loads(pickle.dumps(output.kv_policy_commands))
         if self.tamper is not None:
             commands = self.tamper(commands)
-        self.queue.append((output, commands))
+        self.queue.append((output, commands, cached))
         self.totals["steps"] += 1
         self.totals["tokens"] += output.total_num_scheduled_tokens
         self.totals["crowded steps"] += len(commands.events) > 1
@@ -239,8 +258,10 @@ class Simulation:
         self._check_blocks(output)
 
     def _process(self) -> None:
-        output, commands = self.queue.popleft()
-        sampling, answers = self.worker.execute(output, commands, self.asked)
+        output, commands, cached = self.queue.popleft()
+        sampling, answers = self.worker.execute(output, commands, self.asked, cached)
+        if self.cache is not None and not self.queue and self.rng.random() < 0.2:
+            self.totals["cached blocks"] += self.cache.compare(self.worker.tokens)
         self.tables.drop(output.finished_req_ids | (output.preempted_req_ids or set()))
         self.tables.update(commands.events, self.worker.live)
         if commands.events or self.rng.random() < 0.1:
@@ -321,8 +342,13 @@ class Simulation:
                 if state is not None and self.rng.random() < 0.05:
                     bound = planner.peak_blocks(request_id, end)
                     check(most <= bound, request_id, "held", most, "bound", bound)
-        total = len(owned)
-        check(len(set(owned)) == total, "a superblock is owned twice", sorted(owned))
+        total = len(set(owned))
+        self.totals["shared superblocks"] += len(owned) - total
+        is_shared = self.cache.may_share if self.cache else lambda block_id: False
+        counts = Counter(owned) if len(owned) > total else {}
+        twice = [each for each, count in counts.items() if count > 1]
+        wrong = [each for each in twice if not is_shared(each)]
+        check(not wrong, "a superblock is owned twice", wrong)
         used = self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks()
         check(total == used, "requests hold", total, "of", used, "superblocks taken")
         check(num_global == planner.num_global_blocks, "global", num_global)

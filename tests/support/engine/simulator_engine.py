@@ -46,6 +46,7 @@ class Scenario:
         aborts: chance of an abort before a step and before an update.
         stops: chance that a sampled token ends its request.
         seed: of everything random.
+        caching: vLLM's prefix cache is on, and prompts begin like earlier requests.
     """
 
     policy: dict[str, Any]
@@ -62,6 +63,7 @@ class Scenario:
     aborts: float
     stops: float
     seed: int
+    caching: bool = False
 
 
 # Policies whose heads differ in length, by the names that the tests use: shorter
@@ -80,7 +82,9 @@ RAGGED: dict[str, dict[str, Any]] = {
 }
 
 
-def random_scenario(policy: str, depth: int, seed: int) -> Scenario:
+def random_scenario(
+    policy: str, depth: int, seed: int, caching: bool = False
+) -> Scenario:
     """Draw an engine that the configuration accepts, tight more often than not."""
     rng = random.Random(f"{policy} {depth} {seed}")
     block_size = rng.choice((16, 32))
@@ -93,7 +97,7 @@ def random_scenario(policy: str, depth: int, seed: int) -> Scenario:
         "interval": rng.choice((32, 33, 64, 100, 200)[:: 1 if long_window else -1]),
         "recent": recent,
         "sinks": sinks,
-        "prefill_interval": block_size * rng.choice((2, 3, 8, 20)),
+        "prefill_interval": _prefill_interval(rng, block_size, caching),
         "events_per_step": (8, 1, 3)[seed % 3],
         **RAGGED.get(policy, {}),
     }
@@ -119,7 +123,14 @@ def random_scenario(policy: str, depth: int, seed: int) -> Scenario:
         aborts=rng.choice((0.0, 0.01, 0.05)),
         stops=rng.choice((0.001, 0.01)),
         seed=rng.randrange(2**32),
+        caching=caching,
     )
+
+
+def _prefill_interval(rng: random.Random, block_size: int, caching: bool) -> int | str:
+    if caching and rng.random() < 0.3:
+        return "prompt"
+    return block_size * rng.choice((2, 3, 8, 20))
 
 
 class AcceptEverything:
@@ -147,7 +158,7 @@ def make_scheduler(scenario: Scenario, model: ModelConfig) -> Scheduler:
         model_config=model,
         scheduler_config=scheduler_config,
         cache_config=CacheConfig(
-            block_size=scenario.block_size, enable_prefix_caching=False
+            block_size=scenario.block_size, enable_prefix_caching=scenario.caching
         ),
         additional_config={"kv_policy": scenario.policy},
     )

@@ -41,6 +41,8 @@ class Asked:
         keeps_all: there is no budget; unless dynamic, events permute and drop nothing.
         is_ragged: heads hold different numbers of pages, anywhere in the superblocks.
         is_dynamic: they need not fill the destinations.
+        codes: of each position, which say what its keys and values depend on; None
+            where every incarnation has codes of its own.
     """
 
     prompt_len: int
@@ -52,6 +54,7 @@ class Asked:
     keeps_all: bool = False
     is_ragged: bool = False
     is_dynamic: bool = False
+    codes: np.ndarray | None = None
 
     def footprint(self, block_size: int) -> Footprint:
         """Return the superblocks that the request may hold."""
@@ -91,10 +94,11 @@ class Incarnation:
     num_used: int = 0
     positions: list[int] = field(default_factory=list)
 
-    @property
-    def first_code(self) -> int:
-        """Return the code of the token at position 0."""
-        return self.number * STRIDE
+    def codes(self, positions: np.ndarray) -> np.ndarray:
+        """Return the codes of the tokens at some positions."""
+        if self.asked.codes is not None:
+            return self.asked.codes[positions]
+        return self.number * STRIDE + positions
 
     def extend(self, block_ids: Iterable[int]) -> None:
         """Append superblocks to the row, as vLLM's V1 runner does."""

@@ -3,7 +3,9 @@
 Owns the physical side of the scheduler simulation. Each slot of each page holds
 `incarnation * 2**20 + position`; a request gets a new incarnation number each time it
 starts from nothing, so tokens of another request, or of the same one before its
-preemption, are strangers. Any disagreement raises SimulationFailure.
+preemption, are strangers. With prefix caching it holds a code of all tokens up to it,
+so that requests may read what others computed for the same prefix and salt, and nothing
+else. Any disagreement raises SimulationFailure.
 """
 
 from collections import Counter
@@ -63,9 +65,14 @@ class StorageWorker:
         self.known: dict[str, int] = {}
         self.num_incarnations = 0
         self.totals: Counter[str] = Counter()
+        self.cached = np.empty(0, np.int64)
 
     def execute(
-        self, output: Any, commands: StepCommands, asked: dict[str, Asked]
+        self,
+        output: Any,
+        commands: StepCommands,
+        asked: dict[str, Asked],
+        cached: np.ndarray,
     ) -> tuple[list[str], list[UsedBlocks]]:
         """Run one step as vLLM's worker does.
 
@@ -73,13 +80,18 @@ class StorageWorker:
             output: vLLM's SchedulerOutput.
             commands: the step's events and captures.
             asked: by request id; read for requests that start.
+            cached: superblocks in the prefix cache when the step had been scheduled.
 
         Returns:
             Ids of the requests that sample a token in this step, and answers to events.
         """
+        self._keep(cached, commands.events)
         self.drop(output.finished_req_ids, forget=True)
         self.drop(output.preempted_req_ids or (), forget=False)
-        answers = [used for event in commands.events for used in self._run_event(event)]
+        answers = []
+        for number, event in enumerate(commands.events, start=1):
+            self._keep(cached, commands.events[number:])
+            answers += self._run_event(event)
         self._update_rows(output, asked)
         scheduled = output.num_scheduled_tokens
         for request_id, count in scheduled.items():
@@ -89,6 +101,14 @@ class StorageWorker:
         self._check_positions(commands, scheduled)
         sampling = [rid for rid, count in scheduled.items() if self._attend(rid, count)]
         return sampling, answers
+
+    def _keep(self, cached: np.ndarray, events: Iterable[CompactEvent]) -> None:
+        """Empty nothing that is cached, or that events have yet to read.
+
+        Allocations at the end of a step may take out of the cache what its events read.
+        """
+        read = [block for event in events for block in event.source_blocks]
+        self.cached = np.union1d(cached, np.array(read, np.int64))
 
     # -- life of a request ------------------------------------------------------
 
@@ -105,37 +125,56 @@ class StorageWorker:
             check(state.positions == expected, "events", request_id, state.positions)
             local = state.row[state.frontier_blocks : state.row_length]
             for pages in (np.concatenate(state.pages), own_pages(local)):
-                self.tokens[slots_of(pages, self.block_size)] = EMPTY
+                self._clear(pages)
+
+    def _clear(self, pages: np.ndarray) -> None:
+        """Empty pages that nobody may read any more, so not those of cached blocks."""
+        pages = pages[~np.isin(pages // NUM_HEADS, self.cached)]
+        self.tokens[slots_of(pages, self.block_size)] = EMPTY
 
     def _update_rows(self, output: Any, asked: dict[str, Asked]) -> None:
         for new in output.scheduled_new_reqs:
             check(new.req_id not in self.live, "twice new", new.req_id)
-            self._start(new.req_id, asked[new.req_id], new.block_ids[0])
+            hit = new.num_computed_tokens
+            self._start(new.req_id, asked[new.req_id], new.block_ids[0], hit)
             self.known[new.req_id] = asked[new.req_id].prompt_len
         cached = output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             block_ids = cached.new_block_ids[index]
+            computed = cached.num_computed_tokens[index]
             if request_id in cached.resumed_req_ids:
                 check(request_id not in self.live, "resumed but held", request_id)
-                self._start(request_id, asked[request_id], block_ids[0])
+                self._start(request_id, asked[request_id], block_ids[0], computed)
                 self.live[request_id].resumed = True
             elif block_ids is not None:
                 self.live[request_id].extend(block_ids[0])
-            computed = cached.num_computed_tokens[index]
             check(computed == self.live[request_id].computed, "computed", request_id)
 
-    def _start(self, request_id: str, asked: Asked, block_ids: list[int]) -> None:
+    def _start(
+        self, request_id: str, asked: Asked, block_ids: list[int], hit: int
+    ) -> None:
         self.num_incarnations += 1
         row = np.zeros(self.max_row, np.int64)
         state = Incarnation(asked, self.num_incarnations, row)
         state.extend(block_ids)
         self.live[request_id] = state
+        if not hit:
+            return
+        check(asked.codes is not None, request_id, "hit without a cache", hit)
+        state.computed = hit
+        self.totals["hits"] += 1
+        self.totals["hit tokens"] += hit
+        if asked.plan is not None:
+            last = asked.plan.next_event(1) - asked.window
+            check(hit <= last, request_id, "hit", hit, "reaches into the window", last)
+            check(hit < asked.plan.next_event(1), request_id, "hit past the event", hit)
 
     # -- events -----------------------------------------------------------------
 
     def _run_event(self, event: CompactEvent) -> list[UsedBlocks]:
         """Check an event against the rules, then choose and move survivors."""
         name, size = event.request_id, self.block_size
+        check(name in self.live, name, "event before its first token", event)
         state = self.live[name]
         asked, position = state.asked, event.position
         frontier = event.frontier_blocks * size
@@ -202,7 +241,7 @@ class StorageWorker:
             for own, tokens in zip(pages, positions, strict=True)
         ]
         found = self.tokens[np.concatenate(slots)]
-        expected = state.first_code + np.concatenate(positions)
+        expected = state.codes(np.concatenate(positions))
         if not np.array_equal(found, expected):
             wrong = np.flatnonzero(found != expected)
             pairs = [(int(found[w]), int(expected[w])) for w in wrong[:4]]
@@ -221,10 +260,10 @@ class StorageWorker:
             sinks = (tokens < asked.sinks).sum()
             check(sinks == asked.sinks, event.request_id, "sinks lost", event)
         # What is freed is anybody's from here on.
-        self.tokens[slots_of(own_pages(event.source_blocks), size)] = EMPTY
+        self._clear(own_pages(event.source_blocks))
         state.pages = draw_pages(asked, dest, quota, self.rng)
         slots = slots_of(np.concatenate(state.pages), size)
-        self.tokens[slots] = state.first_code + np.concatenate(chosen)
+        self.tokens[slots] = state.codes(np.concatenate(chosen))
         state.survivors = chosen
         state.dest_blocks, state.num_used = dest, -(-sum(quota) // NUM_HEADS)
         self.totals["uneven events"] += len(set(quota)) > 1
@@ -238,7 +277,7 @@ class StorageWorker:
             check(event.window_slot == -1, event.request_id, "window", event)
             return
         check(0 <= event.window_slot < len(self.windows), "window slot", event)
-        expected = state.first_code + np.arange(event.position - width, event.position)
+        expected = state.codes(np.arange(event.position - width, event.position))
         rows = self.windows[event.window_slot][-width:]
         check(np.array_equal(rows, expected), "window", event, rows - expected)
 
@@ -249,7 +288,7 @@ class StorageWorker:
         check(0 <= capture.window_slot < len(self.windows), name, "slot", capture)
         check(0 <= capture.first_token < last_token <= scheduled[name], name, capture)
         check(0 <= capture.first_row < last_row <= self.windows.shape[1], capture)
-        codes = state.first_code + state.computed + np.arange(scheduled[name])
+        codes = state.codes(state.computed + np.arange(scheduled[name]))
         rows = self.windows[capture.window_slot]
         rows[capture.first_row : last_row] = codes[capture.first_token : last_token]
 
@@ -265,7 +304,7 @@ class StorageWorker:
         blocks = state.row[position // size]
         check(blocks.all(), request_id, "writes to the null block at", position)
         slots = own_pages(blocks) * size + position % size
-        self.tokens[slots] = state.first_code + position
+        self.tokens[slots] = state.codes(position)
 
     def _attend(self, request_id: str, count: int) -> bool:
         """Check every slot that attention reads; return whether a token is sampled."""

@@ -111,6 +111,7 @@ ADMISSIONS = {
         options=DMSOptions,
         ragged=True,
         decides=True,
+        decides_later=True,
         refuses=_UNSHARED,
         startup="vllm_kvpolicy.policies.admissions.dms.startup:DMSStartup",
         architectures={

@@ -89,6 +89,16 @@ class PolicyInfo:
         return any(row.protect_prompt for row in self.parts)
 
     @property
+    def measures_tokens(self) -> bool:
+        """Whether requests compute all their tokens, none from the prefix cache."""
+        return any(row.measures_tokens for row in self.parts)
+
+    @property
+    def decides_later(self) -> bool:
+        """Whether a token decides about the token before it."""
+        return any(row.decides_later for row in self.parts)
+
+    @property
     def placement(self) -> str:
         """Where survivors go; a name in block_manager.placement."""
         return "in_place" if self.whole is None else self.whole.placement

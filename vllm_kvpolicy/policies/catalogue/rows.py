@@ -22,6 +22,9 @@ class WordRow:
         ragged: heads end up with different numbers of tokens; an admission must set it.
         protect_prompt: prompt tokens are kept unless the user says otherwise.
         decides: it always decides while tokens are computed, not at events.
+        decides_later: a token decides about the token before it.
+        measures_tokens: its events read what was measured when each token was computed,
+            so that a request takes nothing from the prefix cache.
         presets: option values by the name of a preset.
         refuses: words that it is not combined with, and why.
         placement: where survivors go; a name in block_manager.placement.
@@ -40,6 +43,8 @@ class WordRow:
     ragged: bool = False
     protect_prompt: bool = False
     decides: bool = False
+    decides_later: bool = False
+    measures_tokens: bool = False
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     refuses: Mapping[str, str] = field(default_factory=dict)
     placement: str = "in_place"

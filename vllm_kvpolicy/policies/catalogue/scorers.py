@@ -217,6 +217,7 @@ SCORERS = {
         "EpiKV, arXiv 2606.26472",
         options=EpiKVOptions,
         protect_prompt=True,
+        measures_tokens=True,
     ),
     "random": WordRow(
         "vllm_kvpolicy.policies.scorers.random:RandomScorer",
