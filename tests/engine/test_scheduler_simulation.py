@@ -145,10 +145,10 @@ PREEMPTING = replace(
     policy=SHARING.policy | {"policy": "streaming", "prefill_interval": "prompt"},
     priorities=True,
     depth=1,
-    spare=0.8,
-    max_batched=128,
-    long_prefill=16,
-    seed=1,
+    spare=0.5,
+    max_batched=300,
+    long_prefill=100,
+    seed=0,
 )
 # Without recent tokens, a superblock may leave before all its tokens are known.
 OUTRUNNING = replace(
