@@ -51,7 +51,7 @@ test-all: setup
 	@.venv/bin/python -m pytest $(WORKERS) --every-name $(ARGS)
 
 gpu-check: $(if $(GPU_PYTHON),,setup)
-	@$(or $(GPU_PYTHON),.venv/bin/python) tests/gpu/gpu_check.py $(ARGS)
+	@$(or $(GPU_PYTHON),.venv/bin/python) -m benchmarks.gpu.check $(ARGS)
 
 gpu-bench: $(if $(GPU_PYTHON),,setup)
 	@$(or $(GPU_PYTHON),.venv/bin/python) -m benchmarks.gpu $(PART) $(ARGS)

@@ -1,4 +1,4 @@
-// Declares the operators torch.ops.vllm_kvpolicy; each .cu file implements its own.
+// Declares the operators of torch.ops.vllm_kvpolicy. Each .cu file implements one.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(vllm_kvpolicy, library) {

@@ -17,7 +17,8 @@ void check_matrix(const char* name, const Tensor& rows) {
                   ": expected each row's numbers side by side");
 }
 
-// The widest access, in bytes, at which every token begins and ends.
+// Returns the widest access in bytes, at most 16, that is aligned with the start and
+// the end of every token.
 int64_t access_bytes(const Moves& moves) {
   const int64_t address = reinterpret_cast<int64_t>(moves.slots);
   const int64_t bits = address | moves.distance | moves.token_bytes;

@@ -1,4 +1,4 @@
-// What the operators have in common on the host: checks of tensors, and launches.
+// Host code shared by the operators: tensor checks and kernel launches.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -23,7 +23,7 @@ inline void check_beside(const char* name, const Tensor& tensor, const Tensor& o
       ": expected it on the same GPU as the other tensors");
 }
 
-// A contiguous [length] tensor.
+// Checks that `list` is a contiguous [length] tensor.
 inline void check_list(const char* name, const Tensor& list, ScalarType type,
                        int64_t length, const Tensor& other) {
   STD_TORCH_CHECK(list.scalar_type() == type, name, ": expected another dtype");
@@ -32,7 +32,8 @@ inline void check_list(const char* name, const Tensor& list, ScalarType type,
   check_beside(name, list, other);
 }
 
-// A matrix whose rows lie at any distance from each other.
+// Checks that `rows` is a [count, columns] matrix with contiguous rows. The stride
+// between rows may have any value.
 inline void check_rows(const char* name, const Tensor& rows, ScalarType type,
                        int64_t count, int64_t columns, const Tensor& other) {
   STD_TORCH_CHECK(rows.scalar_type() == type, name, ": expected another dtype");
@@ -43,7 +44,7 @@ inline void check_rows(const char* name, const Tensor& rows, ScalarType type,
   check_beside(name, rows, other);
 }
 
-// Launches kernels on the current stream of a tensor's GPU.
+// Launches kernels on the current stream of the tensor's GPU.
 class Launcher {
  public:
   explicit Launcher(const Tensor& tensor) : guard_(tensor.get_device_index()) {

@@ -9,7 +9,7 @@ namespace {
 
 using namespace kvpolicy;
 
-// int32 [rows] or [rows, any], numbers of a row side by side.
+// Checks that `table` is int32 [rows] or [rows, any] with contiguous rows.
 void check_table(const char* name, const Tensor& table, int64_t dims, int64_t rows,
                  const Tensor& slot) {
   STD_TORCH_CHECK(table.scalar_type() == ScalarType::Int, name, ": expected int32");

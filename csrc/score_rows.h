@@ -1,4 +1,4 @@
-// What the operators that mark tokens by their scores have in common on the host.
+// Host code shared by the operators that mark tokens by score.
 #pragma once
 
 #include <kvpolicy/radix_select.cuh>
@@ -16,7 +16,7 @@ inline Rows<bool> write_marks(Tensor& marked) {
   return {marked.mutable_data_ptr<bool>(), marked.stride(0)};
 }
 
-// Calls launch(Type{}) with the Format of the scores.
+// Calls launch(Type{}), where Type is the Format of the scores' dtype.
 template <typename Launch>
 void with_format_of(const Tensor& score, const Launch& launch) {
   switch (score.scalar_type()) {

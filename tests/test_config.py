@@ -85,14 +85,17 @@ def test_events_inside_prompts_can_be_left_out():
     [
         ({"policy": "best"}, ["'best'", "ams", "streaming"]),
         ({"policy": 3}, ["3", "ams"]),
-        ({"policy": None}, ["policy: none given", "ams", "budget"]),
+        ({"policy": None}, ["policy: missing", "ams", "budget"]),
         ({"bugdet": 3}, ["'bugdet'", *VALID_KEYS]),
         ({"budget_tokens": 64}, ["'budget_tokens'", "budget"]),
         ({"interval": 0}, ["interval: got 0", ">= 1"]),
-        ({"interval": 0, "policy_config": {"windwo": 3}}, ["got 'windwo'", "'tova'"]),
+        (
+            {"interval": 0, "policy_config": {"windwo": 3}},
+            ["got the unknown key 'windwo'", "'tova'"],
+        ),
         (
             {**AMS, "policy_config": {"min_segment": 0, "windwo": 3}},
-            ["got 'windwo'", "'ams-tova'"],
+            ["got the unknown key 'windwo'", "'ams-tova'"],
         ),
         ({"protect_prompt": 1}, ["protect_prompt: got 1", "true or false"]),
         ({"trace_dir": 7}, ["trace_dir: got 7", "folder"]),

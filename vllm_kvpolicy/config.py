@@ -216,8 +216,8 @@ class KVPolicyConfig:
         given = _with_server_options(given)
         if "policy" not in given:
             raise ValueError(
-                f"policy: none given, expected {grammar()}, beside "
-                f"{_listed(given) or 'no other key'}"
+                f"policy: missing (got {_listed(given) or 'no keys'}), expected "
+                f"{grammar()}"
             )
         options = given.get("policy_config", {})
         _check_type("policy_config", options, Mapping, "a mapping of options")
@@ -284,8 +284,8 @@ class KVPolicyConfig:
             return None
         if policy_name == PER_REQUEST_OFF:
             raise ValueError(
-                f"{next(iter(asked))}: has no effect beside kv_policy 'none', expected "
-                "one or the other"
+                f"{next(iter(asked))}: has no effect with kv_policy 'none'; leave "
+                "one of them out"
             )
         if policy_name not in self.policies:
             raise ValueError(
@@ -355,7 +355,7 @@ def _check_allowed(policy_name: str, allow: tuple[str, ...]) -> None:
     tests = [info.name for info in infos if info.is_test]
     if allow and tests:
         raise ValueError(
-            f"allow: got the test policy {tests[0]!r} among others, expected it alone"
+            f"allow: got the test policy {tests[0]!r} with others, expected it alone"
         )
 
 
@@ -365,7 +365,7 @@ def _check_known(options: Mapping[str, Any], policies: Iterable[str]) -> None:
     for key in options:
         if key not in known:
             raise ValueError(
-                f"kv_policy_config: got {key!r}, expected keys of "
+                f"kv_policy_config: got the unknown key {key!r}, expected a key of "
                 f"{_listed(map(repr, policies))} ({_listed(known) or 'none'}), or "
                 f"{_listed(SERVER_OPTIONS)}"
             )
@@ -383,7 +383,9 @@ def _with_server_options(values: Mapping[str, Any]) -> dict[str, Any]:
     moved = dict(values)
     for option, key in SERVER_OPTIONS.items():
         if option in options and moved.get(key):
-            raise ValueError(f"{key}: given twice, also as {option} of policy_config")
+            raise ValueError(
+                f"{key}: given twice, here and as {option} in policy_config"
+            )
         if option in options:
             moved[key] = options[option]
     moved["policy_config"] = {

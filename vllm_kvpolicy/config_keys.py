@@ -70,8 +70,7 @@ INTEGER_KEYS = (
         "budget",
         "budget_tokens",
         1,
-        "tokens that a KV head can attend right after an event: sinks, selected and "
-        "newest ones",
+        "tokens per KV head left after an event: sinks, selected and newest tokens",
     ),
     IntegerKey("interval", "interval_tokens", 1, "tokens between two events"),
     IntegerKey("recent", "recent_tokens", 0, "newest tokens that are always kept"),
@@ -90,7 +89,7 @@ INTEGER_KEYS = (
         "events_per_step",
         "events_per_step",
         1,
-        "events that one engine step may carry, others wait; by default twice what the "
+        "most events in one engine step, the rest wait; by default twice what the "
         "largest batch needs on average, at least 8",
         is_flag=False,
     ),

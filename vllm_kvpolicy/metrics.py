@@ -32,33 +32,34 @@ class Series:
 
 
 SERIES = (
-    Series("events", "counter", "Events carried out; one compacts one request."),
-    Series("blocks_returned", "counter", "Superblocks given back to the scheduler."),
+    Series("events", "counter", "Events run; each compacts one request."),
+    Series("blocks_returned", "counter", "Superblocks returned to the scheduler."),
     Series("tokens_kept", "counter", "Tokens per KV head kept, summed over events."),
     Series(
         "tokens_dropped", "counter", "Tokens per KV head dropped, summed over events."
     ),
+    Series("event_seconds", "counter", "Host seconds that the worker spent on events."),
     Series(
-        "event_seconds", "counter", "Seconds that the worker's host spent on events."
-    ),
-    Series(
-        "local_blocks", "gauge", "Superblocks of tokens at and above the frontiers."
+        "local_blocks",
+        "gauge",
+        "Superblocks that hold local tokens, at and above the frontiers.",
     ),
     Series("global_blocks", "gauge", "Superblocks that hold survivors."),
-    Series("keep_ratio", "gauge", "Tokens held / tokens computed over live requests."),
+    Series("keep_ratio", "gauge", "Tokens held / tokens computed, over live requests."),
     Series("steps", "counter", "Engine steps that computed tokens."),
-    Series("request_steps", "counter", "Running requests, summed over steps."),
-    Series("block_steps", "counter", "Superblocks held, summed over steps."),
-    Series("requests", "counter", "Requests that ended after they held superblocks."),
+    Series("request_steps", "counter", "Running requests, summed over engine steps."),
+    Series("block_steps", "counter", "Superblocks held, summed over engine steps."),
+    Series("requests", "counter", "Finished requests that had held superblocks."),
     Series(
         "tokens_left",
         "counter",
-        "Tokens per KV head scored for the first time, summed over events.",
+        "Tokens per KV head that had left the recent window and were scored for the "
+        "first time, summed over events.",
     ),
     Series(
         "peak_blocks",
         "counter",
-        "Peak superblocks of a request, summed over ended requests.",
+        "Peak superblocks of each request, summed over finished requests.",
     ),
 )
 INDEX = {series.name: index for index, series in enumerate(SERIES)}

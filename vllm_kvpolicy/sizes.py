@@ -95,7 +95,7 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
     whole = -(-max_model_len // block_size)
     info = parse(config.policy)
     if info.is_unbounded:
-        kept = f"its newest {config.recent_tokens} tokens and what is admitted"
+        kept = f"its newest {config.recent_tokens} tokens and all admitted tokens"
         return (
             f"KV policy {config.policy}: no budget, event every "
             f"{config.interval_tokens} tokens; a request holds "
@@ -103,11 +103,11 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
             f"the pool's {num_blocks - 1} superblocks"
         )
     return (
-        f"KV policy {config.policy}: budget {config.budget_tokens} tokens per KV head, "
-        f"event every {config.interval_tokens}; a request that writes {max_model_len} "
-        f"tokens holds at most {held} superblocks instead of {whole}, so the pool of "
-        f"{num_blocks - 1} holds {(num_blocks - 1) // held} of them instead of "
-        f"{(num_blocks - 1) // whole}"
+        f"KV policy {config.policy}: budget {config.budget_tokens} tokens per KV "
+        f"head, event every {config.interval_tokens}; a request that generates "
+        f"{max_model_len} tokens holds at most {held} superblocks instead of {whole}, "
+        f"so the pool of {num_blocks - 1} fits {(num_blocks - 1) // held} of them "
+        f"instead of {(num_blocks - 1) // whole}"
     )
 
 

@@ -43,7 +43,7 @@ def test_zero_is_given():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--kv-policy", "best"), "kv_policy: got 'best', expected SCORER or"),
+        (("--kv-policy", "best"), "kv_policy: got 'best', expected [ADMISSION+]"),
         (("--kv-budget", "many"), "kv_budget: got 'many', expected an integer >= 1"),
         (("--kv-budget", "12.5"), "kv_budget: got '12.5', expected an integer >= 1"),
         (("--kv-interval", "0"), "kv_interval: got 0, expected an integer >= 1"),

@@ -14,10 +14,12 @@ RAGGED_FLASHINFER = next(r.name for r in REFUSALS if r.name.startswith("FlashInf
 SET = object()  # some configuration object, whatever is in it
 # Row -> what switches the feature on in a finished VllmConfig.
 TRIGGERS = {
-    "a worker class of one's own": {"parallel_config.worker_cls": "mine.Worker"},
-    "a scheduler class of one's own": {"scheduler_config.scheduler_cls": "mine.Sched"},
-    "prefill without chunks": {"scheduler_config.enable_chunked_prefill": False},
-    "block sizes that the attention kernel cannot cut": {"cache_config.block_size": 16},
+    "custom worker classes": {"parallel_config.worker_cls": "mine.Worker"},
+    "custom scheduler classes": {"scheduler_config.scheduler_cls": "mine.Sched"},
+    "unchunked prefill": {"scheduler_config.enable_chunked_prefill": False},
+    "block sizes that the attention kernel cannot split": {
+        "cache_config.block_size": 16
+    },
     "other attention backends": {
         "attention_config.backend": SimpleNamespace(name="FLEX_ATTENTION")
     },
@@ -30,8 +32,8 @@ TRIGGERS = {
     "data parallelism": {"parallel_config.data_parallel_size": 2},
     "decode context parallelism": {"parallel_config.decode_context_parallel_size": 2},
     "prefill context parallelism": {"parallel_config.prefill_context_parallel_size": 2},
-    "several nodes": {"parallel_config.nnodes": 2},
-    "executors other than one process or multiprocessing": {
+    "multiple nodes": {"parallel_config.nnodes": 2},
+    "executors other than uni and mp": {
         "parallel_config.distributed_executor_backend": "ray"
     },
     "dual batch overlap": {"parallel_config.enable_dbo": True},
@@ -63,7 +65,7 @@ TRIGGERS = {
     "KV cache events": {
         "kv_events_config": SimpleNamespace(enable_kv_cache_events=True)
     },
-    "the hybrid KV cache manager switched off": {
+    "disabling the hybrid KV cache manager": {
         "scheduler_config.disable_hybrid_kv_cache_manager": True
     },
     "cascade attention": {"model_config.disable_cascade_attn": False},
@@ -195,8 +197,8 @@ def test_good_requests_pass(small_pool, server):
 
 def test_a_full_cache_larger_than_the_pool_is_refused(small_pool, server):
     too_long = request(prompt_tokens=57, max_tokens=200, kv_policy="none")
-    advice = "lower max_tokens or leave the policy on$"
-    message = rf"up to 9 superblocks .* at most the 8 .*; {advice}"
+    advice = "lower max_tokens or leave out kv_policy 'none'$"
+    message = rf"up to 9 superblocks .* at most 8, the size of the pool; {advice}"
     with pytest.raises(ValueError, match=message):
         check(too_long, small_pool, server)
 
@@ -206,7 +208,9 @@ def test_a_protected_prompt_larger_than_the_pool_is_refused(small_pool):
         "tova", 128, 64, prefill_interval_tokens=64, protect_prompt=True
     )
     assert check(request(100, max_tokens=20), small_pool, server) is None
-    message = r"'tova' .* 10 superblocks .* the 8 .* or shorten the prompt, which is "
+    message = (
+        r"'tova' .* 10 superblocks .* at most 8, .* or shorten the prompt, which is "
+    )
     with pytest.raises(ValueError, match=message):
         check(request(200, max_tokens=120), small_pool, server)
 
@@ -219,7 +223,9 @@ def test_a_prompt_that_is_read_whole_names_the_prefill_interval(small_pool, serv
 
 def test_a_policy_that_keeps_everything_says_so(small_pool):
     server = KVPolicyConfig("quest", interval_tokens=64)
-    with pytest.raises(ValueError, match="shorten the prompt: everything is kept$"):
+    with pytest.raises(
+        ValueError, match="shorten the prompt: this policy keeps every token$"
+    ):
         check(request(200, max_tokens=120), small_pool, server)
 
 

@@ -241,7 +241,7 @@ def test_real_arguments_are_refused(tiny_model, changes, words):
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ({"budget": 128}, "policy: none given"),
+        ({"budget": 128}, "policy: missing"),
         ({**POLICY, "budget": 67}, "budget: got 67, expected at least 68"),
         ({**POLICY, "prefill_interval": 100}, "prefill_interval: got 100"),
         ("ams-tova", "expected a mapping"),
@@ -397,7 +397,7 @@ def test_beam_search_refuses_keys_that_it_would_drop():
     for xargs in (None, {}, {"session_id": "a"}):
         assert wrapped(SimpleNamespace(vllm_xargs=xargs), 4, {}) == (4, {})
     for xargs in ({"kv_budget": 96}, {"kv_policy": "none"}):
-        message = f"^{next(iter(xargs))}: has no effect beside use_beam_search"
+        message = f"^{next(iter(xargs))}: has no effect with use_beam_search"
         with pytest.raises(VLLMValidationError, match=message):
             wrapped(SimpleNamespace(vllm_xargs=xargs), 4, {})
 
@@ -406,7 +406,10 @@ def test_beam_search_refuses_keys_that_it_would_drop():
     ("words", "message"),
     [
         (["--kv-budget", "36"], "budget: got 36, expected at least 68 tokens"),
-        (["--kv-policy-config", '{"windwo": 1}'], "kv_policy_config: got 'windwo'"),
+        (
+            ["--kv-policy-config", '{"windwo": 1}'],
+            "kv_policy_config: got the unknown key 'windwo'",
+        ),
         (["--kv-cache-dtype", "fp8"], "--kv-policy ams-tova is not supported togeth"),
         (["--kv-policy-config", '{"trace": "/proc/x"}'], "trace: got '/proc/x'"),
     ],

@@ -157,7 +157,7 @@ def test_what_is_gone_is_found(owner):
 def test_an_attribute_in_place_of_a_method_is_found():
     owner = Owner(SCHEDULER, {"running": "self"})
     (problem,) = relied_on.problems(None, (), (owner,))
-    assert f"{SCHEDULER}.running is no function, expected one" in problem
+    assert f"{SCHEDULER}.running is not a function" in problem
 
 
 def test_rows_of_other_platforms_are_left_out():

@@ -109,7 +109,9 @@ def test_a_band_ends_where_the_sign_does() -> None:
     assert find_band({0: flat(0.2), 2: flat(0.1)}, 1) == (0, 0)  # no neighbours
     assert find_band(rhos, -1) is None
     assert find_band({0: flat(float("nan"))}, 1) is None
-    with pytest.raises(ValueError, match="no layers of a stable sign for band b"):
+    with pytest.raises(
+        ValueError, match="band b: no layer correlates with a stable sign"
+    ):
         proposals({"hs_l2_diff_l0": flat(0.3), "other": flat(-0.3)})
 
 
@@ -118,7 +120,7 @@ def test_signals_must_be_as_long_as_labels() -> None:
     trace["signals"]["hs_l2_diff_l0"].pop()
     with pytest.raises(ValueError, match="got 399 values for 400 labelled tokens"):
         correlate([trace], 64, 1)
-    with pytest.raises(ValueError, match="none has both"):
+    with pytest.raises(ValueError, match="no trace has both"):
         correlate([], 64, 1)
 
 

@@ -54,7 +54,7 @@ def test_the_check_tells_orders_apart(layer: SimpleNamespace) -> None:
     right, wrong = (PagePool([layer.kv_cache], order) for order in (True, False))
     check_layout(layer, right, 0)
     assert not layer.kv_cache.any()
-    with pytest.raises(RuntimeError, match="order that this release does not know"):
+    with pytest.raises(RuntimeError, match="layout that this release does not support"):
         check_layout(layer, wrong, 0)
     assert not layer.kv_cache.any()
 

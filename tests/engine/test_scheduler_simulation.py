@@ -153,7 +153,8 @@ PREEMPTING = replace(
 # Without recent tokens, a superblock may leave before all its tokens are known.
 OUTRUNNING = replace(
     SHARING,
-    policy=SHARING.policy | {"policy": "identity", "recent": 0, "sinks": 0, "budget": 104},
+    policy=SHARING.policy
+    | {"policy": "identity", "recent": 0, "sinks": 0, "budget": 104},
 )
 
 

@@ -6,13 +6,21 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-import attention_oracles
-import gpu_check
 import pytest
 import torch
-from attention_oracles import agree, by_request, judge, others, page_lists, plain
-from attention_scene import POISON, Scene, Shape, requests
 
+from benchmarks.gpu.check.groups import GROUPS
+from benchmarks.gpu.check.runner import Checks
+from support.attention import oracles
+from support.attention.oracles import (
+    agree,
+    by_request,
+    judge,
+    others,
+    page_lists,
+    plain,
+)
+from support.attention.scene import POISON, Scene, Shape, requests
 from support.engine_configs import engine_args
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.kernels.compact_pages import compact_pages
@@ -46,7 +54,7 @@ def test_paged_attention_is_float32_on_what_heads_hold(
     found = scene.attend()
     assert found.isfinite().all()
     verdict = judge(scene, found)
-    assert verdict.allowed == attention_oracles.FLOOR  # PyTorch is float32 as well
+    assert verdict.allowed == oracles.FLOOR  # PyTorch is float32 as well
     verdict.check()
 
 
@@ -149,7 +157,7 @@ def test_flashinfer_is_asked_about_the_same_pages(config: Any, queries: int) -> 
     library = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=FlashInfer)
     scene = make(config, queries)
     ours = scene.attend()
-    found = attention_oracles.flashinfer(head_major(scene), library)
+    found = oracles.flashinfer(head_major(scene), library)
     assert len(found) == (7 if queries == 1 else 5)
     judge(scene, found).check()
     torch.testing.assert_close(found, ours[: len(found)], rtol=0, atol=2e-5)
@@ -178,12 +186,10 @@ def test_what_is_missing_is_said(
         assert name in compat.GPU_BACKENDS
         return make(config, 9 if queries > 1 else 1)
 
-    monkeypatch.setattr(
-        attention_oracles, "gpu_scenes", lambda dtype: nullcontext(scene_of)
-    )
+    monkeypatch.setattr(oracles, "gpu_scenes", lambda dtype: nullcontext(scene_of))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    checks = gpu_check.Checks("attention", tmp_path / "lines")
-    attention_oracles.check_on_gpu(checks)
+    checks = Checks("attention", tmp_path / "lines")
+    oracles.check_on_gpu(checks)
     text = checks.path.read_text()
     assert text.count('"ok": true') == 2 * len(compat.GPU_BACKENDS) + 2
     assert text.count("NOT RUN: flashinfer is not installed") == 3
@@ -196,6 +202,6 @@ def test_engines_on_flashinfer_are_not_run_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    checks = gpu_check.Checks("flashinfer", tmp_path / "lines")
-    gpu_check.groups()["flashinfer"][0](checks)
+    checks = Checks("flashinfer", tmp_path / "lines")
+    GROUPS["flashinfer"].run(checks)
     assert "NOT RUN: flashinfer is not installed" in checks.path.read_text()

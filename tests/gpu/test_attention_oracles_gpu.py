@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from attention_oracles import agree, gpu_scenes, judge, lacking, missing, others
 
+from support.attention.oracles import agree, gpu_scenes, judge, lacking, missing, others
 from vllm_kvpolicy import compat
 
 DTYPES = (torch.bfloat16, torch.float16)

@@ -5,15 +5,15 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import folded_oracles
-import gpu_check
 import pytest
 import torch
-from attention_oracles import FLOOR, plain
-from attention_scene import POISON, Shape, requests
-from folded_oracles import by_head, judge, replay
-from folded_scene import FoldedScene
 
+from benchmarks.gpu.check.runner import Checks
+from support.attention import folded_oracles
+from support.attention.folded_oracles import by_head, judge, replay
+from support.attention.folded_scene import FoldedScene
+from support.attention.oracles import FLOOR, plain
+from support.attention.scene import POISON, Shape, requests
 from support.engine_configs import engine_args
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.worker.backends.cpu import KVPolicyCPUBackend
@@ -166,7 +166,7 @@ def test_rows_of_the_table_of_gpu_check(
     monkeypatch.setattr(
         folded_oracles, "gpu_scenes", lambda dtype, **changes: nullcontext(scene_of)
     )
-    checks = gpu_check.Checks("attention", tmp_path / "lines")
+    checks = Checks("attention", tmp_path / "lines")
     folded_oracles.check_on_gpu(checks)
     text = checks.path.read_text()
     assert text.count('"ok": true') == text.count("off by") == 6

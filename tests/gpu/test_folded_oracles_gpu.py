@@ -4,7 +4,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from folded_oracles import BACKENDS, GRAPHS, PROMPT, gpu_scenes, judge, replay
+
+from support.attention.folded_oracles import (
+    BACKENDS,
+    GRAPHS,
+    PROMPT,
+    gpu_scenes,
+    judge,
+    replay,
+)
 
 DTYPES = (torch.bfloat16, torch.float16)
 

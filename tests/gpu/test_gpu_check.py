@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import traceback
 import warnings
@@ -11,17 +12,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import gpu_check
-import gpu_engines
-import gpu_oracles
-import gpu_syncs
 import pytest
 import torch
-from gpu_check import Checks, run_all, table
-from gpu_compare import Agreement, assert_alike, assert_same, compare
-from gpu_kernels import check_twins
-from gpu_where import Graphs, Where
 
+from benchmarks.gpu.check import __main__ as command
+from benchmarks.gpu.check import engines, oracles, syncs
+from benchmarks.gpu.check.compare import Agreement, assert_alike, assert_same, compare
+from benchmarks.gpu.check.groups import GROUPS
+from benchmarks.gpu.check.kernels import check_twins
+from benchmarks.gpu.check.runner import (
+    GRACE_SECONDS,
+    ROOT,
+    Checks,
+    environment,
+    run_all,
+    table,
+)
+from benchmarks.gpu.check.where import Graphs, Where
 from benchmarks.gpu.kernel_inputs import CPU, MAKERS, SMALL_SIZES, operations
 from benchmarks.gpu.models import drawn_weights, write_model
 from support.engine.helpers import Job, Result, Run, make_jobs
@@ -44,8 +51,8 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines in this process, on one thread, and fewer steps to watch."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     torch.set_num_threads(1)
-    monkeypatch.setattr(gpu_syncs, "STEPS", 90)
-    monkeypatch.setattr(gpu_syncs, "REQUESTS", 4)
+    monkeypatch.setattr(syncs, "STEPS", 90)
+    monkeypatch.setattr(syncs, "REQUESTS", 4)
 
 
 @pytest.fixture
@@ -76,11 +83,11 @@ def where(model: Path) -> Where:
 
 def test_engines(tiny_model: Path, checks: Checks) -> None:
     place = where(tiny_model)
-    stock = gpu_engines.check_stock(checks, place)
-    gpu_engines.check_movers(checks, place, stock, ("identity", "holes"))
-    gpu_engines.check_ragged(checks, place, stock)
-    gpu_engines.check_infinite(checks, place, stock)
-    gpu_engines.check_policies(checks, place)
+    stock = engines.check_stock(checks, place)
+    engines.check_movers(checks, place, stock, ("identity", "holes"))
+    engines.check_ragged(checks, place, stock)
+    engines.check_infinite(checks, place, stock)
+    engines.check_policies(checks, place)
     found = details(checks)
     assert "1/1 identical" in found["stock beside itself, alone"]
     for mover in ("identity", "holes"):
@@ -103,16 +110,16 @@ def test_a_model_without_weights(
         tight_blocks=0,
         jobs=make_jobs((150, 190), 60),
     )
-    stock = gpu_engines.check_stock(checks, place)
+    stock = engines.check_stock(checks, place)
     tokens = [token for result in stock.run.results.values() for token in result.tokens]
     assert len(set(tokens)) > 10  # weights as vLLM leaves them answer one token
-    gpu_engines.check_movers(checks, place, stock, ("holes",))
+    engines.check_movers(checks, place, stock, ("holes",))
     assert set(details(checks)) == {"stock beside itself, alone", "holes"}
     # Attention that reads vLLM's own tables, as a graph of stock vLLM would, is found.
     monkeypatch.setattr(
         EqualTier, "metadata", lambda self, step: StepMetadata(step.metadata)
     )
-    gpu_engines.check_movers(checks, place, stock, ("holes",))
+    engines.check_movers(checks, place, stock, ("holes",))
     last = lines_of(checks)[-1]
     assert (last["check"], last["ok"]) == ("holes", False)
     assert "allowed" in last["detail"] or "near tie" in last["detail"]
@@ -120,10 +127,10 @@ def test_a_model_without_weights(
 
 @pytest.mark.parametrize("ragged", [False, True])
 def test_oracles(checks: Checks, ragged: bool) -> None:
-    settings = {**gpu_oracles.TIGHT, **SETTINGS}
+    settings = {**oracles.TIGHT, **SETTINGS}
     policies = RAGGED if ragged else POLICIES
-    what = gpu_oracles.Oracles(policies, settings, has_graphs=False, num_blocks=30)
-    gpu_oracles.check_oracles(checks, what)
+    what = oracles.Oracles(policies, settings, has_graphs=False, num_blocks=30)
+    oracles.check_oracles(checks, what)
     found = details(checks)
     tier = ", own lengths" if ragged else ""
     strained = found[f"a run that strains the engine{tier}"]
@@ -139,14 +146,14 @@ def test_every_request_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
             raise Mismatch(f"{result.job.name} is wrong")
         return 1e-4 if result.job.name == "c" else 1e-5
 
-    monkeypatch.setattr(gpu_oracles, "check_replay", judge)
+    monkeypatch.setattr(oracles, "check_replay", judge)
     results = [Result(Job(name, [5], 1), [5], [], []) for name in "abcd"]
-    worst, wrong = gpu_oracles.replayed(None, results)
+    worst, wrong = oracles.replayed(None, results)
     assert (worst, wrong) == (1e-4, ["b is wrong", "d is wrong"])
 
 
 def test_every_policy_is_tried() -> None:
-    names, ragged = map(gpu_engines.served_names, (False, True))
+    names, ragged = map(engines.served_names, (False, True))
     assert {"ams-tova", "snapkv", "rkv", "epikv", "strat-keydiff"} < set(names)
     assert not any(parse(name).is_test for name in names + ragged)
     assert "qfilter" not in names and "adakv-snapkv" not in names
@@ -252,13 +259,13 @@ class FakeMode:
 
     def touch(self) -> None:
         if self.mode == "warn":
-            warnings.warn(gpu_syncs.MESSAGE, UserWarning, stacklevel=2)
+            warnings.warn(syncs.MESSAGE, UserWarning, stacklevel=2)
         if self.mode == "error":
-            raise RuntimeError(gpu_syncs.MESSAGE)
+            raise RuntimeError(syncs.MESSAGE)
 
 
 def test_steps_without_waits(tiny_model: Path, checks: Checks) -> None:
-    gpu_syncs.check_syncs(checks, where(tiny_model), RAGGED, FakeMode())
+    syncs.check_syncs(checks, where(tiny_model), RAGGED, FakeMode())
     found = details(checks)
     assert found["stock"] == "none" and "events in 90" in found[WATCHED]
     assert found['mode "error"'].endswith(" events")
@@ -279,7 +286,7 @@ def test_a_wait_in_an_event_is_found(
         begin(self, commands, gone)
 
     monkeypatch.setattr(runtime.KVPolicyRuntime, "begin", begin_and_wait)
-    gpu_syncs.check_syncs(checks, where(tiny_model), RAGGED, mode)
+    syncs.check_syncs(checks, where(tiny_model), RAGGED, mode)
     failed = {line["check"]: line for line in lines_of(checks) if not line["ok"]}
     assert set(failed) == {
         f"{check}{tier}"
@@ -290,7 +297,7 @@ def test_a_wait_in_an_event_is_found(
         "in steps with events: vllm_kvpolicy/worker/base.py"
         in failed[WATCHED]["detail"]
     )
-    assert gpu_syncs.MESSAGE in failed['mode "error"']["detail"]
+    assert syncs.MESSAGE in failed['mode "error"']["detail"]
     assert mode.mode == "default"
 
 
@@ -300,7 +307,7 @@ def test_blame() -> None:
 
     ours, theirs = frame("x/vllm_kvpolicy/a/b.py", 7), frame("x/vllm/v1/c.py", 9)
     other = frame("x/torch/d.py", 3)
-    blame: Callable[..., str] = lambda *frames: gpu_syncs.site_of(  # noqa: E731
+    blame: Callable[..., str] = lambda *frames: syncs.site_of(  # noqa: E731
         traceback.StackSummary.from_list(list(frames))
     )
     assert blame(theirs, ours, other) == "vllm_kvpolicy/a/b.py:7"
@@ -351,7 +358,7 @@ def test_groups_that_fail_crash_or_hang(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     command = [sys.executable, str(program)]
-    seconds = gpu_check.GRACE_SECONDS + 4
+    seconds = GRACE_SECONDS + 4
     names = ["good", "red", "crash", "slow", "empty"]
     lines = run_all(command, names, jobs=5, seconds=seconds)
     found = {(line["group"], line["check"]): line for line in lines}
@@ -368,11 +375,17 @@ def test_groups_that_fail_crash_or_hang(tmp_path: Path) -> None:
 
 
 def test_without_a_gpu_nothing_passes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu_check.main([]) == 2
+    assert command.main([]) == 2
     assert "nothing was checked" in capsys.readouterr().err
 
 
 def test_every_group_can_be_called() -> None:
-    found = gpu_check.groups()
-    assert {"kernels", "flash", "triton", "syncs", "oracles"} < set(found)
-    assert all(callable(check) for check, _ in found.values())
+    assert {"kernels", "flash", "triton", "syncs", "oracles"} < set(GROUPS)
+    assert all(callable(group.function) for group in GROUPS.values())
+
+
+def test_processes_of_groups_import_what_tests_share() -> None:
+    words = [sys.executable, "-c", "import benchmarks.gpu.check, support.attention"]
+    without = {**environment(), "PYTHONPATH": ""}
+    assert subprocess.run(words, cwd=ROOT, env=environment()).returncode == 0
+    assert subprocess.run(words, cwd=ROOT, env=without).returncode == 1

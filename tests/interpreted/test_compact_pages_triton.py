@@ -156,5 +156,5 @@ def test_nothing_to_move(rows: list, give_in_place: bool) -> None:
 
 def test_keys_in_columns_are_refused() -> None:
     slot = torch.zeros(1, dtype=torch.int64)
-    with pytest.raises(ValueError, match="pages: expected each token's numbers"):
+    with pytest.raises(ValueError, match="pages: expected contiguous channels"):
         compact_pages(make_pages(2, 4, True), slot, slot, torch.tensor([0, 1]))

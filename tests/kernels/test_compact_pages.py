@@ -108,7 +108,7 @@ def test_slices_are_not_cut_below_their_least_width(
     ids=["columns", "pages apart"],
 )
 def test_twins_refuse_other_strides(pages: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match="pages: expected each token's numbers"):
+    with pytest.raises(ValueError, match="pages: expected contiguous channels"):
         next(column_slices(pages, 1, False))
 
 

@@ -210,5 +210,5 @@ def test_every_variant_is_a_policy() -> None:
 def test_missing_signals_are_an_error() -> None:
     scorer = build()
     inputs = replace(events(scorer), signals=None)
-    with pytest.raises(ValueError, match="signals: this policy reads it"):
+    with pytest.raises(ValueError, match="signals: got None, but this policy needs it"):
         scorer.score(inputs, None)

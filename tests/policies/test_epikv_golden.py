@@ -290,9 +290,9 @@ def test_a_heap_drops_the_same_and_positions_freeze(
 
 def test_a_layer_too_many_is_refused(golden: Golden) -> None:
     trace = Trace(golden, 0)
-    with pytest.raises(ValueError, match="'key' is not in hidden states"):
+    with pytest.raises(ValueError, match="got 'key', expected 'hidden'"):
         scores_from_hidden(trace.hidden(torch.float32), MIXES["kv-key"])
     signals = MIXES["detrend"].signals
     mix = Mix((signals[0], signals[1].__class__("hidden", 32, 32)), (1, -1), None)
-    with pytest.raises(ValueError, match="between 0 and 31"):
+    with pytest.raises(ValueError, match="last <= 31"):
         scores_from_hidden(trace.hidden(torch.float32), mix)

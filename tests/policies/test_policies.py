@@ -235,7 +235,7 @@ def test_ragged_movement_shuffles_pages(name: str) -> None:
 def test_policies_refuse_what_they_cannot_do() -> None:
     policy = factory.build("ams-tova")
     inputs = make_inputs(Needs())
-    with pytest.raises(ValueError, match="queries: this policy reads it, got None"):
+    with pytest.raises(ValueError, match="queries: got None, but this policy needs it"):
         policy.decide(inputs, BUDGET)
     with pytest.raises(ValueError, match="budget: expected 1..160 tokens, got 161"):
         policy.decide(inputs, TOKENS + 1)

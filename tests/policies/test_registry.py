@@ -259,9 +259,13 @@ def test_options_reach_the_parts() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "text"),
     [
-        ("tova", {"window": 4}, "got 'window', expected keys of 'tova' (none)"),
+        (
+            "tova",
+            {"window": 4},
+            "got the unknown key 'window', expected a key of 'tova' (none)",
+        ),
         ("snapkv", {"preset": "code"}, "(window, pool_kernel)"),
-        ("ams-tova", {"sinks": 4}, "got 'sinks'"),
+        ("ams-tova", {"sinks": 4}, "got the unknown key 'sinks'"),
         ("ams-tova", {"segmentmass": 0.1}, "segment_mass, min_segment"),
         ("ams-tova", {"preset": "best"}, "one of default, paper, code"),
         ("ams-tova", {"segment_mass": 1.0}, "a number in [0.001, 1)"),

@@ -318,7 +318,9 @@ def test_missing_usage_is_an_error(scorer: BaseScorer) -> None:
 )
 def test_missing_inputs_are_errors(scorer: BaseScorer, field: str) -> None:
     without = replace(make_inputs(scorer), **{field: None})
-    with pytest.raises(ValueError, match=f"{field}: this policy reads it"):
+    with pytest.raises(
+        ValueError, match=f"{field}: got None, but this policy needs it"
+    ):
         scorer.score(without, None)
 
 

@@ -154,12 +154,11 @@ def test_scores_depend_on_where_queries_turn_to() -> None:
     [
         ("ams-tova", {}, "name: got 'ams-tova', expected one of streaming, tova"),
         (None, {}, "name: got None"),
-        ("snapkv", {"lag": 3}, "lag: no parameter of 'snapkv', expected one of window, "
-         "kernel, sinks"),
-        ("tova", {"window": 4}, "window: no parameter of 'tova'"),
-        ("keydiff", {"state": None}, "state: no parameter of 'keydiff'"),
-        ("h2o", {}, "state: 'h2o' reads it, got None"),
-        ("epikv", {}, "hidden: 'epikv' reads it, got None"),
+        ("snapkv", {"lag": 3}, "'snapkv', expected one of window, kernel, sinks"),
+        ("tova", {"window": 4}, "window: not a parameter of 'tova'"),
+        ("keydiff", {"state": None}, "state: not a parameter of 'keydiff'"),
+        ("h2o", {}, "state: got None, but 'h2o' needs it"),
+        ("epikv", {}, "hidden: got None, but 'epikv' needs it"),
         ("triattention", {}, "calibration: got None"),
         ("snapkv", {"window": 21}, "q: got 20 queries, expected the window of 21"),
         ("expected", {"window": 0}, "window: got 0"),
@@ -214,7 +213,7 @@ def test_a_calibration_of_another_model_is_refused(scorer_options: Options) -> N
 def test_queries_with_gaps_are_refused_where_they_are_turned() -> None:
     given = tensors()
     given["positions"] = 2 * given["positions"]
-    with pytest.raises(ValueError, match="positions: expected no gap"):
+    with pytest.raises(ValueError, match="positions: expected the newest"):
         score("expected", **given)
     assert torch.isfinite(score("snapkv", **given)).all()
 

@@ -118,7 +118,7 @@ def test_beam_search_takes_no_knobs(server, path):
     body["vllm_xargs"] = {"kv_policy": "none"}
     answer = httpx.post(f"{server}/v1/{path}", json=body, timeout=120)
     assert answer.status_code == 400, answer.text
-    assert "kv_policy: has no effect beside use_beam_search" in answer.text
+    assert "kv_policy: has no effect with use_beam_search" in answer.text
 
 
 @pytest.mark.parametrize(

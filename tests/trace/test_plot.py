@@ -135,6 +135,6 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path, capsys, monkeypatc
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(SystemExit):
         main(["plot", str(write_trace(tmp_path, [make_event()]))])
-    message = "matplotlib is not installed, plots need it: pip install matplotlib\n"
+    message = "plots need matplotlib: pip install matplotlib\n"
     assert capsys.readouterr().err.endswith(f"error: {message}")
     assert not (tmp_path / "plots").exists()

@@ -165,7 +165,7 @@ def test_json_that_cannot_be_written_is_one_line(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [(".", "trace: no events in"), ("none", "trace: there is no folder")],
+    [(".", "trace: no events in"), ("none", "trace: no such folder")],
 )
 def test_a_folder_without_events_is_refused(tmp_path, capsys, name, message):
     with pytest.raises(SystemExit) as stopped:

@@ -157,7 +157,7 @@ def test_a_run_that_was_cut_off_ends_as_if_it_had_not_been(
         for _ in range(2)
     ]
     state = tmp_path / "state"
-    with pytest.raises(ValueError, match="rows: got too few"):
+    with pytest.raises(ValueError, match="rows: ran out"):
         train(others[0], iter(rows(after)), state, nothing, save_steps=1)
     assert torch.load(state, weights_only=True)["step"] == after
     train(others[1], iter(rows(6)), state, nothing, save_steps=1)

@@ -238,7 +238,9 @@ def test_a_run_of_other_settings_is_refused(
     state = tmp_path / "state"
     train(retrofit(qwen3), iter(rows(12)), state, nothing)
     other = retrofit(qwen3, replace(SHORT, **{name: value}))
-    with pytest.raises(ValueError, match=f"{name}: got a run with .*, expected"):
+    with pytest.raises(
+        ValueError, match=f"{name}: got .* from an earlier run, expected"
+    ):
         train(other, iter(rows(12)), state, nothing)
 
 
@@ -261,7 +263,7 @@ def one_step(
     settings = replace(SHORT, rows_per_step=len(texts), **change)
     noise = noise_of(base, TOKENS, 1)
     monkeypatch.setattr(dms_loop, "noise_of", lambda *_: noise)
-    with pytest.raises(ValueError, match="rows: got too few for step 2 of 6"):
+    with pytest.raises(ValueError, match="rows: ran out at step 2 of 6"):
         train(retrofit(base, settings), iter(texts), path, nothing, save_steps=1)
     states = torch.load(path, weights_only=True)["optimizer"]["state"]
     return {name: states[i]["exp_avg"] for i, name in enumerate(("norm", "projection"))}
@@ -299,7 +301,7 @@ def test_a_step_takes_the_learning_rate_of_its_time(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Settings, "rate", spy)
-        with pytest.raises(ValueError, match="rows: got too few for step 2"):
+        with pytest.raises(ValueError, match="rows: ran out at step 2"):
             train(model, iter(rows(2)), tmp_path / "state", nothing)
     assert found == [0]
     assert model.weights.projection.abs().max().item() == pytest.approx(5e-4, rel=1e-2)
@@ -329,14 +331,14 @@ def test_noise_differs_by_step_and_row(
 
 
 def test_too_few_rows(qwen3: Base, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="rows: got too few for step 6 of 6"):
+    with pytest.raises(ValueError, match="rows: ran out at step 6 of 6"):
         train(retrofit(qwen3), iter(rows(11)), tmp_path / "state", nothing)
 
 
 def test_a_loss_that_is_no_number(qwen3: Base, tmp_path: Path) -> None:
     model = retrofit(qwen3)
     model.weights.projection.data[0, 0, 0] = math.nan
-    with pytest.raises(ValueError, match="loss: got nan, expected a number"):
+    with pytest.raises(ValueError, match="loss: got nan, expected a finite number"):
         train(model, iter(rows(12)), tmp_path / "state", nothing)
     assert not (tmp_path / "state").exists()
 

@@ -71,12 +71,24 @@ def test_rows_come_in_another_order_each_round(tmp_path: Path, tokenizer) -> Non
 @pytest.mark.parametrize(
     ("name", "content", "text"),
     [
-        ("text", TEXT[:20], "makes 2 rows of 10 tokens, expected more than the 2"),
+        ("text", TEXT[:20], "gives 2 rows of 10 tokens, expected more than the 2"),
         ("text", b"\xff", "cannot read"),
-        ("text.jsonl", '{"text": "a"}\nno', "line 2: expected a JSON object with text"),
-        ("text.jsonl", '{"texts": "a"}', "line 1: expected a JSON object with text"),
-        ("text.jsonl", '{"text": 1}', "line 1: expected a JSON object with text"),
-        ("text.jsonl", "[]", "line 1: expected a JSON object with text"),
+        (
+            "text.jsonl",
+            '{"text": "a"}\nno',
+            "line 2: expected a JSON object with a 'text' string",
+        ),
+        (
+            "text.jsonl",
+            '{"texts": "a"}',
+            "line 1: expected a JSON object with a 'text' string",
+        ),
+        (
+            "text.jsonl",
+            '{"text": 1}',
+            "line 1: expected a JSON object with a 'text' string",
+        ),
+        ("text.jsonl", "[]", "line 1: expected a JSON object with a 'text' string"),
     ],
     ids=["few rows", "no UTF-8", "no JSON", "another key", "no text", "no object"],
 )
@@ -135,5 +147,5 @@ def test_no_problem_is_short_enough(
 def test_another_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "training.json").write_text('{"lines": {"copy": 5}}')
     words = {**vocabulary(), "more": 1000}
-    with pytest.raises(ValueError, match="has another vocabulary"):
+    with pytest.raises(ValueError, match="has a different vocabulary"):
         read_reasoner(tmp_path, SimpleNamespace(get_vocab=lambda: words), 10, 1)

@@ -151,7 +151,7 @@ def after_one_step(base: Base, state: Path, **change: object) -> dict:
     """The state of a run of many steps that was cut off after the first."""
     settings = replace(QUICK, steps=20, warmup=0.5, weight_decay=0.0, **change)
     (row,) = rows(1)
-    with pytest.raises(ValueError, match="rows: got too few for step 2 of 20"):
+    with pytest.raises(ValueError, match="rows: ran out at step 2 of 20"):
         train(base, iter([row] * settings.rows_per_step), settings, state, 1)
     return torch.load(state, weights_only=True)
 
@@ -205,7 +205,9 @@ def test_a_run_of_other_settings_is_refused(
 ) -> None:
     state = tmp_path / "state"
     train(qwen3, iter(rows(1)), replace(QUICK, steps=1), state)
-    with pytest.raises(ValueError, match=f"{name}: got a run with .*, expected"):
+    with pytest.raises(
+        ValueError, match=f"{name}: got .* from an earlier run, expected"
+    ):
         train(qwen3, iter(rows(1)), replace(QUICK, steps=1, **{name: value}), state)
 
 
@@ -233,13 +235,13 @@ def test_a_model_in_bfloat16(tiny_model: Path, qwen3: Base, tmp_path: Path) -> N
 
 
 def test_too_few_rows(qwen3: Base, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="rows: got too few for step 6 of 6"):
+    with pytest.raises(ValueError, match="rows: ran out at step 6 of 6"):
         train(qwen3, iter(rows(11)), SHORT, tmp_path / "state")
 
 
 def test_a_loss_that_is_no_number(qwen3: Base, tmp_path: Path) -> None:
     settings = replace(SHORT, sparsity_weight=math.inf)
-    with pytest.raises(ValueError, match="loss: got inf, expected a number"):
+    with pytest.raises(ValueError, match="loss: got inf, expected a finite number"):
         train(qwen3, iter(rows(12)), settings, tmp_path / "state")
     assert not (tmp_path / "state").exists()
 
@@ -298,8 +300,8 @@ def test_the_command_with_the_reasoner(tmp_path: Path) -> None:
     [
         (["--window", "0"], "window: got 0, expected at least 1"),
         (["--sinks", "-1"], "sinks: got -1, expected at least 0"),
-        (["--threshold", "1"], "threshold: got 1.0, expected above 0, below 1"),
-        (["--warmup", "1"], "warmup: got 1.0, expected 0 to below 1"),
+        (["--threshold", "1"], "threshold: got 1.0, expected a number in (0, 1)"),
+        (["--warmup", "1"], "warmup: got 1.0, expected a number in [0, 1)"),
         (["--reasoner"], "not allowed with argument"),
     ],
 )
@@ -315,6 +317,8 @@ def test_errors_of_users_are_one_sentence(tiny_model: Path, tmp_path: Path) -> N
     command = [str(tiny_model), "--output", str(tmp_path)]
     with pytest.raises(SystemExit, match="error: text: cannot read"):
         wgkv.main([*command, "--text", str(tmp_path / "none")])
-    with pytest.raises(SystemExit, match="error: reasoner: .* is no checkpoint of one"):
+    with pytest.raises(
+        SystemExit, match="error: reasoner: .* is not a reasoner checkpoint"
+    ):
         wgkv.main([*command, "--reasoner"])
     assert not list(tmp_path.iterdir())

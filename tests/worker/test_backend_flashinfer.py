@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from attention_oracles import judge
-from attention_scene import Request, Scene, Shape, requests
 
+from support.attention.oracles import judge
+from support.attention.scene import Request, Scene, Shape, requests
 from support.engine_configs import engine_args
 from support.worker.flashinfer_stand_in import VLLM_MODULE, Wrapper, install
 

@@ -127,9 +127,9 @@ ROWS = SimpleNamespace(
 @pytest.mark.parametrize(
     "modules, message",
     [
-        ((), "got one without"),
+        ((), "got a model without RoPE"),
         ((rotary(ROWS.one), rotary(ROWS.other)), "the same RoPE in all layers"),
-        ((rotary(ROWS.one, is_neox=False),), "half layout"),
+        ((rotary(ROWS.one, is_neox=False),), "interleaved pairs"),
         ((rotary(ROWS.one[:, ::2]),), "64 of 128 channels"),
     ],
     ids=["none", "two kinds", "neighbouring channels", "part of a head"],

@@ -142,14 +142,14 @@ def test_a_full_trace_ends_and_says_so_once(tmp_path, caplog, monkeypatch):
     caplog.set_level("INFO", trace.logger.name)
     first, *rest = two_events(tmp_path / "whole")
     assert len(rest) == 3
-    assert caplog.messages == [f"events are recorded in {run_in(tmp_path / 'whole')}"]
+    assert caplog.messages == [f"recording events in {run_in(tmp_path / 'whole')}"]
     caplog.clear()
     size = sum(array.nbytes for array in to_arrays(first).values())
     assert len(two_events(tmp_path / "one", size)) == 1
     run = run_in(tmp_path / "one")
     assert caplog.messages == [
-        f"events are recorded in {run}",
-        f"the trace in {run} is full after 1 events: later ones are not recorded",
+        f"recording events in {run}",
+        f"the trace in {run} is full after 1 events; later events are not recorded",
     ]
     with pytest.raises(ValueError, match="no events"):
         two_events(tmp_path / "none", size - 1)

@@ -40,12 +40,12 @@ def layer(**changes):
     [
         ({"attn_backend": SimpleNamespace()}, "an attention backend other than"),
         ({"alibi_slopes": [0.5]}, "ALiBi"),
-        ({"logits_soft_cap": 30.0}, "a cap on attention logits"),
+        ({"logits_soft_cap": 30.0}, "an attention logit soft cap"),
         ({"sinks": [0.1]}, "learned attention sinks"),
-        ({"kv_sharing_target_layer_name": "a"}, "keys and values of another layer"),
+        ({"kv_sharing_target_layer_name": "a"}, "the keys and values of another layer"),
         ({"kv_cache_dtype": "fp8"}, "a quantised KV cache"),
-        ({"scale": 0.5}, "another softmax scale"),
-        ({"num_heads": 8}, "another softmax scale or number of heads"),
+        ({"scale": 0.5}, "a softmax scale or number of heads"),
+        ({"num_heads": 8}, "a softmax scale or number of heads unlike"),
     ],
 )
 def test_a_layer_that_scores_would_get_wrong_is_refused(changes, reason):

@@ -132,7 +132,7 @@ def test_too_little_memory_is_refused_with_what_is_needed(available: int) -> Non
     with pytest.raises(ValueError) as caught:
         worker.determine_available_memory()
     text = str(caught.value)
-    assert f"expected {LAYERS * PAGE} bytes for a superblock beside {needed}" in text
-    assert f"got {available} for both" in text and "--max-num-seqs" in text
+    assert f"{LAYERS * PAGE} for one superblock plus {needed} for" in text
+    assert f"got {available} bytes" in text and "--max-num-seqs" in text
     worker.available = needed + LAYERS * PAGE
     assert worker.determine_available_memory() == LAYERS * PAGE

@@ -10,7 +10,7 @@
 # Status 1 if any part failed.
 #   OUT=runs/gpu/out    results and log
 #   SECONDS_EACH=500    limit of one part; the benchmark begins nothing 30 s before it
-#   CHECK=              further arguments of gpu_check.py, such as "--only syncs"
+#   CHECK=              further arguments of gpu-check, such as "--only syncs"
 #   CARRY=runs/gpu/carry
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -80,7 +80,7 @@ run_part() {
     ;;
   check)
     # shellcheck disable=SC2086  # several words
-    timeout "$limit" python3 tests/gpu/gpu_check.py ${CHECK:-} \
+    timeout "$limit" python3 -m benchmarks.gpu.check ${CHECK:-} \
       --seconds $((limit < 370 ? limit - 20 : 350)) --out "$out/gpu-check.json"
     ;;
   *)

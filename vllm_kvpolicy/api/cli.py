@@ -22,16 +22,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the argument group; what is not given leaves no attribute."""
     group = parser.add_argument_group(
         title="KVPolicy",
-        description="Keep a bounded part of every request's KV cache and give the "
-        "memory that this saves back to the scheduler. Numbers count tokens per KV "
-        "head.",
+        description="Keep a bounded part of every request's KV cache and return the "
+        "freed memory to the scheduler. All numbers are tokens per KV head.",
     )
     group.add_argument(
         "--kv-policy",
         metavar="NAME",
         type=_policy_name,
         default=argparse.SUPPRESS,
-        help=f"What to keep: {grammar()}. Off unless given.",
+        help=f"Policy to use: {grammar()}. Off by default.",
     )
     for key in FLAG_KEYS:
         default = getattr(KVPolicyConfig, key.field)
@@ -47,9 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="JSON",
         type=_json_object,
         default=argparse.SUPPRESS,
-        help='Options of the policy, such as \'{"preset": "paper"}\'; they win over a '
-        'preset. {"allow": [NAME, ...]} lets requests choose among further policies; '
-        '{"trace": FOLDER} records what events keep.',
+        help='Options of the policy, such as \'{"preset": "paper"}\'; they override a '
+        'preset. {"allow": [NAME, ...]} lists more policies that requests may '
+        'choose; {"trace": FOLDER} records what each event keeps.',
     )
 
 
@@ -85,7 +84,7 @@ def merge(additional_config: Any, given: Mapping[str, Any]) -> Any:
     if not isinstance(additional_config or {}, Mapping):
         raise ValueError(
             f"additional_config: got {type(additional_config).__name__}, expected a "
-            "mapping beside --kv-policy"
+            "mapping when --kv-policy is given"
         )
     merged = dict(additional_config or {})
     present = merged.get(CONFIG_KEY, {})

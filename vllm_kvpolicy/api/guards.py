@@ -87,24 +87,24 @@ REFUSALS = (
         by_machine=True,
     ),
     Refusal(
-        "a worker class of one's own",
+        "custom worker classes",
         _own_worker,
         "leave out --worker-cls",
     ),
     Refusal(
-        "a scheduler class of one's own",
+        "custom scheduler classes",
         _own_scheduler,
         "leave out --scheduler-cls",
     ),
     Refusal(
-        "prefill without chunks",
+        "unchunked prefill",
         lambda config: not config.scheduler_config.enable_chunked_prefill,
         "leave out --no-enable-chunked-prefill",
     ),
     Refusal(
-        "block sizes that the attention kernel cannot cut",
+        "block sizes that the attention kernel cannot split",
         _block_is_odd,
-        "give --block-size a multiple of 32 on CPU, of 16 on CUDA, or leave it out",
+        "set --block-size to a multiple of 32 on CPU or of 16 on CUDA, or leave it out",
     ),
     Refusal(
         "other attention backends",
@@ -112,7 +112,7 @@ REFUSALS = (
         f"leave out --attention-backend ({', '.join(compat.ATTENTION_BACKENDS)} work)",
     ),
     Refusal(
-        f"FlashInfer with heads of their own lengths ({_RAGGED})",
+        f"FlashInfer with per-head lengths ({_RAGGED})",
         _plans_ragged_on_host,
         "leave out --attention-backend",
     ),
@@ -129,7 +129,7 @@ REFUSALS = (
     Refusal(
         "data parallelism",
         lambda config: config.parallel_config.data_parallel_size > 1,
-        "set --data-parallel-size 1 and start several servers",
+        "set --data-parallel-size 1 and start one server per replica",
     ),
     Refusal(
         "decode context parallelism",
@@ -142,12 +142,12 @@ REFUSALS = (
         "set --prefill-context-parallel-size 1",
     ),
     Refusal(
-        "several nodes",
+        "multiple nodes",
         lambda config: config.parallel_config.nnodes > 1,
         "set --nnodes 1",
     ),
     Refusal(
-        "executors other than one process or multiprocessing",
+        "executors other than uni and mp",
         lambda config: (
             config.parallel_config.distributed_executor_backend
             not in (None, "mp", "uni")
@@ -217,12 +217,12 @@ REFUSALS = (
     Refusal(
         "hierarchical sparse attention (HiSparse)",
         lambda config: config.attention_config.hisparse_config is not None,
-        "leave out its --attention-config entry",
+        "remove its --attention-config entry",
     ),
     Refusal(
         "non-causal attention",
         lambda config: config.attention_config.use_non_causal,
-        "leave out its --attention-config entry",
+        "remove its --attention-config entry",
     ),
     Refusal(
         "KV sharing between layers",
@@ -257,7 +257,7 @@ REFUSALS = (
         "leave out --kv-events-config",
     ),
     Refusal(
-        "the hybrid KV cache manager switched off",
+        "disabling the hybrid KV cache manager",
         lambda config: bool(config.scheduler_config.disable_hybrid_kv_cache_manager),
         "leave out --disable-hybrid-kv-cache-manager",
     ),
@@ -269,7 +269,7 @@ REFUSALS = (
     Refusal(
         "pooling models",
         lambda config: config.model_config.runner_type != "generate",
-        "leave out --kv-policy: they do not generate",
+        "leave out --kv-policy: these models do not generate tokens",
     ),
     Refusal(
         "encoder-decoder models",

@@ -56,7 +56,7 @@ FROM_CLI_ARGS = Patch(
 CREATE_ENGINE_CONFIG = Patch(
     "vllm.engine.arg_utils:EngineArgs.create_engine_config",
     ("self", "usage_context", "headless"),
-    "the last place where arguments can change and the first with a whole VllmConfig",
+    "the last place where arguments can change and the first with a full VllmConfig",
     "vLLM calls plugins with the VllmConfig",
 )
 PROCESS_INPUTS = Patch(
@@ -77,8 +77,8 @@ PROCESS_INPUTS = Patch(
         "session_id",
         "kv_hints",
     ),
-    "vllm_xargs are not validated by anyone before they reach the engine",
-    "vLLM validates vllm_xargs with a hook of the scheduler class or of a plugin",
+    "nothing validates vllm_xargs before they reach the engine",
+    "vLLM lets the scheduler class or a plugin validate vllm_xargs",
 )
 GENERATE = Patch(
     "vllm.v1.engine.async_llm:AsyncLLM.generate",
@@ -98,28 +98,28 @@ GENERATE = Patch(
         "reasoning_ended",
         "reasoning_parser_kwargs",
     ),
-    "a streamed answer has its status before its request is prepared",
-    "as for process_inputs",
+    "a streamed response sends its HTTP status before its request is prepared",
+    "same as for process_inputs",
 )
 ATTACH_METRICS = Patch(
     "vllm.entrypoints.serve.instrumentator.metrics:attach_router",
     ("app",),
-    "where several API servers run, /metrics reads only what processes of vLLM wrote",
+    "with several API servers, /metrics reads only what vLLM's processes wrote",
     "vLLM lets plugins register collectors",
 )
 BEAM_COMPLETION = Patch(
     "vllm.entrypoints.openai.completion.protocol:CompletionRequest"
     ".to_beam_search_params",
     ("self", "max_tokens", "default_sampling_params"),
-    "beam search leaves vllm_xargs out without a word",
+    "beam search silently drops vllm_xargs",
     "BeamSearchParams carry vllm_xargs",
 )
 BEAM_CHAT = Patch(
     "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest"
     ".to_beam_search_params",
     ("self", "max_tokens", "default_sampling_params"),
-    "as for completions",
-    "as for completions",
+    "same as for completions",
+    "same as for completions",
 )
 RESPONSES = Patch(
     "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses"
@@ -137,8 +137,8 @@ RESPONSES = Patch(
         "session_id",
         "reasoning_parser_kwargs",
     ),
-    "a streamed response calls generate once its status has been sent",
-    "as for process_inputs",
+    "a streamed response calls generate after it has sent its HTTP status",
+    "same as for process_inputs",
 )
 PATCHES = (
     ADD_CLI_ARGS,

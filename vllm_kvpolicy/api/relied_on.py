@@ -385,7 +385,7 @@ def _problem(target: str, wanted: tuple[str, ...] | None) -> str | None:
         return None
     found = vllm_source.parameters(target)
     if found is None:
-        return f"{target} is no function, expected one: {_advice()}"
+        return f"{target} is not a function: {_advice()}"
     if found != wanted:
         return (
             f"{target} takes {', '.join(found)}, expected {', '.join(wanted)}: "

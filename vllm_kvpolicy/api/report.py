@@ -23,7 +23,7 @@ def main() -> int:
     print(_heading("Refusals for this machine"))
     print("\n".join(reasons) or "none")
     count = len(guards.REFUSALS)
-    print(f"\n{count} features are refused beside a policy; see docs/support.md.")
+    print(f"\n{count} features cannot be combined with a policy; see docs/support.md.")
     return 1 if reasons else 0
 
 

@@ -12,13 +12,13 @@ from vllm_kvpolicy.policies.catalogue.names import parse
 
 # What is refused per request and what to change; the documentation lists it.
 REQUEST_REFUSALS = {
-    "resumable sessions (streaming input)": "send each turn as a request of its own",
+    "resumable sessions (streaming input)": "send each turn as a separate request",
     "beam search with `kv_*` keys in vllm_xargs": (
         "leave out use_beam_search or the keys: vLLM's beam search drops vllm_xargs"
     ),
-    "requests that the pool cannot hold at their longest": (
-        "lower max_tokens, and leave the policy on, shorten a protected prompt, or "
-        "lower kv_budget; a server with a smaller prefill_interval holds longer prompts"
+    "requests whose peak size exceeds the KV cache pool": (
+        "lower max_tokens or kv_budget, shorten a protected prompt, or do not turn "
+        "the policy off; a server with a smaller prefill_interval fits longer prompts"
     ),
 }
 
@@ -45,7 +45,7 @@ def check_prepared(processor: Any, request: Any, params: Any) -> None:
         if request.resumable:
             raise ValueError(
                 "resumable: got a streaming-input session, which --kv-policy "
-                f"{server.policy} does not support, expected each turn as its own "
+                f"{server.policy} does not support; send each turn as a separate "
                 "request"
             )
         if request.sampling_params is not None:
@@ -141,9 +141,9 @@ def check_params(
     if wanted >= num_blocks:
         name = PER_REQUEST_OFF if config is None else config.policy
         raise ValueError(
-            f"kv_policy: with {name!r} this request holds up to {wanted} superblocks "
-            f"of {block_size} tokens on its way to {tokens} tokens, expected at most "
-            f"the {num_blocks - 1} that the pool has; lower max_tokens or "
+            f"kv_policy: with {name!r} this request needs up to {wanted} "
+            f"superblocks of {block_size} tokens to reach {tokens} tokens, expected "
+            f"at most {num_blocks - 1}, the size of the pool; lower max_tokens or "
             f"{_other_advice(config)}"
         )
 
@@ -151,12 +151,12 @@ def check_params(
 def _other_advice(config: KVPolicyConfig | None) -> str:
     """Say what else makes a request smaller that runs with `config`."""
     if config is None:
-        return "leave the policy on"
+        return "leave out kv_policy 'none'"
     if config.protects_prompt:
         return "shorten the prompt, which is kept whole"
     info = parse(config.policy)
     if info.keeps_all and info.admission is None:
-        return "shorten the prompt: everything is kept"
+        return "shorten the prompt: this policy keeps every token"
     if info.keeps_all:
         return "shorten the prompt: the gates may admit everything"
     step = config.prefill_interval_tokens
@@ -176,6 +176,5 @@ def check_beam_search(extra_args: Mapping[str, Any] | None) -> None:
     with _client_errors():
         for key in request_keys(extra_args):
             raise ValueError(
-                f"{key}: has no effect beside use_beam_search, expected one or the "
-                "other"
+                f"{key}: has no effect with use_beam_search; leave one of them out"
             )

@@ -78,6 +78,7 @@ def _check_deciders(config: KVPolicyConfig) -> None:
     if len(deciding) > 1:
         always = ", ".join(name for name, row in ADMISSIONS.items() if row.decides)
         raise ValueError(
-            f"allow: got {' and '.join(sorted(deciding))}, expected one admission that "
-            f"decides while tokens are computed, as {always} and any with `exact` do"
+            f"allow: got {' and '.join(sorted(deciding))}, expected at most one "
+            f"admission that decides in the forward pass: {always}, or any with "
+            "`exact`"
         )

@@ -13,7 +13,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m vllm_kvpolicy.calibrate",
         description="Measure a model for the scorers that need it: query statistics "
-        "for qfilter and triattention, the layers to read for epikv.",
+        "for qfilter and triattention, layers for epikv.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for module in COMMANDS:

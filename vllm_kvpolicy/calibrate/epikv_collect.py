@@ -159,9 +159,10 @@ def add_commands(commands: Any) -> None:
     """Add the subcommand `epikv-collect`."""
     parser = commands.add_parser(
         "epikv-collect",
-        help="1st step for epikv: answer problems, record every layer's step",
-        description="Answer problems and record how far each layer's output moves at "
-        "each token. Continues where an interrupted run stopped.",
+        help="step 1 for epikv: answer problems and record how each layer's output "
+        "changes",
+        description="Answer problems and record how far each layer's output moves "
+        "at each token. Resumes an interrupted run.",
     )
     add = parser.add_argument
     add("--model", required=True, help="folder or name, as for vLLM")
@@ -171,7 +172,7 @@ def add_commands(commands: Any) -> None:
         "--max-tokens",
         type=int,
         default=8192,
-        help="most tokens of an answer (default: 8192)",
+        help="maximum tokens per answer (default: 8192)",
     )
     parser.set_defaults(run=partial(_run, parser))
 

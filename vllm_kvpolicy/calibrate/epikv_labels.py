@@ -160,9 +160,9 @@ def add_commands(commands: Any) -> None:
     """Add the subcommand `epikv-labels`."""
     parser = commands.add_parser(
         "epikv-labels",
-        help="2nd step for epikv: find the tokens that answers depend on",
-        description="Label the tokens of traces by whether the answer depends on them. "
-        "Continues where an interrupted run stopped.",
+        help="step 2 for epikv: find the tokens that answers depend on",
+        description="Label each token of the traces by whether the answer depends "
+        "on it. Resumes an interrupted run.",
     )
     add = parser.add_argument
     add("--model", required=True, help="folder or name, as for vLLM")
@@ -172,25 +172,25 @@ def add_commands(commands: Any) -> None:
         "--window",
         type=int,
         default=32,
-        help="tokens that are overwritten together (default: 32)",
+        help="tokens overwritten at a time (default: 32)",
     )
     add(
         "--stride",
         type=int,
         default=16,
-        help="tokens from one window's start to the next (default: 16)",
+        help="distance between the starts of two windows in tokens (default: 16)",
     )
     add(
         "--filler",
         choices=FILLERS,
         default="eos",
-        help="what windows are overwritten with (default: eos)",
+        help="what to overwrite windows with (default: eos)",
     )
     add(
         "--max-tokens",
         type=int,
         default=512,
-        help="most tokens of a new answer (default: 512)",
+        help="maximum tokens per new answer (default: 512)",
     )
     parser.set_defaults(run=partial(_run, parser))
 

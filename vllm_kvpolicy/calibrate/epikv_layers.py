@@ -85,7 +85,7 @@ def correlate(
         ValueError: no traces, or signals and labels differ in length.
     """
     if not traces:
-        raise ValueError("traces: none has both signals and importance")
+        raise ValueError("traces: no trace has both signals and importance")
     names = sorted(set.intersection(*(set(trace["signals"]) for trace in traces)))
     labels = [_generated(trace, trace["importance"]) for trace in traces]
     found = {}
@@ -156,8 +156,9 @@ def proposals(found: Mapping[str, Correlation]) -> list[dict[str, Any]]:
     if None in bands.values():
         missing = ", ".join(name for name, band in bands.items() if band is None)
         raise ValueError(
-            f"no layers of a stable sign for band {missing}: EpiKV has nothing to go "
-            "by in this model; label more traces, or use a variant of keys and values"
+            f"band {missing}: no layer correlates with a stable sign, so EpiKV "
+            "cannot score tokens by this model's hidden states; label more traces, "
+            "or use the variant kv-key or kv-val"
         )
     single: dict[str, Any] = {"variant": "detrend"}
     band: dict[str, Any] = {"variant": "band"}
@@ -199,9 +200,9 @@ def add_commands(commands: Any) -> None:
     """Add the subcommand `epikv-layers`."""
     parser = commands.add_parser(
         "epikv-layers",
-        help="3rd step for epikv: find the layers to read",
-        description="Find the layers whose steps correlate with the labels, and print "
-        "values of --kv-policy-config for epikv.",
+        help="step 3 for epikv: find the layers to read",
+        description="Find the layers whose change correlates with the labels, and "
+        "print values of --kv-policy-config for epikv.",
     )
     add = parser.add_argument
     add("--traces", required=True, type=Path, help="JSONL from epikv-collect")
@@ -211,13 +212,13 @@ def add_commands(commands: Any) -> None:
         "--window",
         type=int,
         default=64,
-        help="tokens that steps are averaged over (default: 64)",
+        help="tokens per rolling average (default: 64)",
     )
     add(
         "--folds",
         type=int,
         default=4,
-        help="parts of the traces whose correlations must agree in sign (default: 4)",
+        help="number of folds whose correlations must agree in sign (default: 4)",
     )
     parser.set_defaults(run=partial(_run, parser))
 

@@ -157,7 +157,7 @@ def _read_queries(
             shown.update(reader.num_tokens - shown.n)
     if reader.num_tokens != len(tokens):
         raise RuntimeError(
-            f"read queries of {reader.num_tokens} tokens, not {len(tokens)}"
+            f"read the queries of {reader.num_tokens} tokens, expected {len(tokens)}"
         )
     first = reader.layers[0]
     return Calibration(
@@ -182,7 +182,7 @@ def add_commands(commands: Any) -> None:
     for kind in STATISTICS:
         parser = commands.add_parser(
             kind,
-            help=f"file that {kind} reads, from a model and a text",
+            help=f"make the file that {kind} reads from a model and a text",
             description=f"Make the file that {kind} reads. The text should resemble "
             "what the model will serve.",
         )
@@ -193,15 +193,15 @@ def add_commands(commands: Any) -> None:
             "--tokens",
             type=int,
             default=32768,
-            help="tokens of the text to read (default: 32768)",
+            help="number of tokens to read (default: 32768)",
         )
         add("--output", required=True, type=Path, help="file to write")
         add(
             "--gpu-memory-utilization",
             type=float,
             default=argparse.SUPPRESS,
-            help="share of the GPU memory that vLLM may use; set it lower beside "
-            "another server",
+            help="fraction of GPU memory that vLLM may use; lower it if another "
+            "server shares the GPU",
         )
         parser.set_defaults(run=partial(_run, parser))
 
@@ -218,7 +218,7 @@ def _run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     except ValueError as error:
         parser.error(str(error))
     if not given.output.parent.is_dir():
-        parser.error(f"output: {str(given.output.parent)!r} is no folder")
+        parser.error(f"output: {str(given.output.parent)!r} is not a folder")
     save(given.output, calibrate(given.command, given.model, tokens, **memory))
     key = json.dumps({f"{given.command}_calibration": str(given.output)})
     print(f"wrote {given.output}; serve with --kv-policy-config '{key}'")

@@ -91,8 +91,8 @@ def column_slices(
     distance = pages.stride(1)
     if pages.stride(2) != 1 or pages.stride(0) != block_size * distance:
         raise ValueError(
-            "pages: expected each token's numbers side by side and tokens at equal "
-            f"distances, got shape {tuple(pages.shape)} and strides {pages.stride()}"
+            "pages: expected contiguous channels and a constant stride between "
+            f"tokens, got shape {tuple(pages.shape)} and strides {pages.stride()}"
         )
     slots = pages.as_strided((num_pages * block_size, width), (distance, 1))
     scratch = None

@@ -136,7 +136,7 @@ class EventInputs:
         """
         value = getattr(self, name)
         if value is None:
-            raise ValueError(f"{name}: this policy reads it, got None")
+            raise ValueError(f"{name}: got None, but this policy needs it")
         return value.dense if isinstance(value, PagedTokens) else value
 
     def paged(self, name: str) -> PagedTokens:

@@ -20,8 +20,8 @@ def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
     ]
     if len(found) != 1:
         raise ValueError(
-            f"{type(model).__name__}: expected one list of {num_layers} decoder layers "
-            f"called 'layers', whose hidden states are read, found {len(found)}"
+            f"{type(model).__name__}: expected exactly one list 'layers' of "
+            f"{num_layers} decoder layers, found {len(found)}"
         )
     return found[0]
 
@@ -44,7 +44,7 @@ def attention_modules(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.
     missing = sum(id(layer) not in parents for layer in layers)
     if missing:
         raise ValueError(
-            f"{type(model).__name__}: expected each attention layer as `attn` of a "
-            f"module with its projections, found {missing} that are not"
+            f"{type(model).__name__}: expected each attention layer to be the "
+            f"`attn` of a module with its projections, found {missing} that are not"
         )
     return [parents[id(layer)] for layer in layers]

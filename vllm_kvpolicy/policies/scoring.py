@@ -23,7 +23,7 @@ class ScoreOptions(Options):
     sinks: int = Field(
         DEFAULT_SINKS,
         ge=0,
-        description="leading tokens that some scorers leave out",
+        description="number of leading tokens that some scorers leave out",
     )
 
 
@@ -161,12 +161,12 @@ def _check_params(
     for key in params:
         if key not in optional + required:
             raise ValueError(
-                f"{key}: no parameter of {name!r}, expected one of "
+                f"{key}: not a parameter of {name!r}, expected one of "
                 f"{', '.join(optional + required)}"
             )
     for key in required:
         if params.get(key) is None:
-            raise ValueError(f"{key}: {name!r} reads it, got None")
+            raise ValueError(f"{key}: got None, but {name!r} needs it")
 
 
 def _check_queries(needs: Needs, q: torch.Tensor, positions: torch.Tensor) -> None:
@@ -178,8 +178,8 @@ def _check_queries(needs: Needs, q: torch.Tensor, positions: torch.Tensor) -> No
         )
     if needs.rope and window and (positions[-window:].diff() != 1).any():
         raise ValueError(
-            f"positions: expected no gap between the newest {window}, at which the "
-            "queries stand"
+            f"positions: expected the newest {window} to be consecutive, since they "
+            "are the positions of the queries"
         )
 
 

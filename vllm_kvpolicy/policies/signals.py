@@ -36,7 +36,7 @@ class TokenSignal:
         )
         if not 0 <= first <= last < num_layers:
             raise ValueError(
-                f"layers of a signal: got {first} to {last}, expected a first and a "
-                f"last one, in this order, between 0 and {num_layers - 1}"
+                f"layers of a signal: got {first} to {last}, expected 0 <= first <= "
+                f"last <= {num_layers - 1}"
             )
         return range(first, last + 1)

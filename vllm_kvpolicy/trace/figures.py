@@ -41,9 +41,7 @@ def new_figure(
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError(
-            "matplotlib is not installed, plots need it: pip install matplotlib"
-        ) from None
+        raise ValueError("plots need matplotlib: pip install matplotlib") from None
     figure = Figure(figsize=(width, height), layout="constrained")
     panels = figure.subplots(
         rows, columns, sharex=True, sharey=columns > 1, squeeze=False
@@ -94,7 +92,7 @@ def retention_map(events: Sequence[EventRecord], layer: int, title: str) -> "Fig
             np.arange(len(events)) - 0.5,
             np.arange(len(events)) + 0.5,
             colors="red",
-            label="frontier: local tokens, all kept, to its right",
+            label="frontier (local tokens, all kept, are to its right)",
         )
     panels[-1].set_xlabel("position of the token (grey: not computed yet)")
     panels[0].legend(loc="upper right", fontsize="x-small")

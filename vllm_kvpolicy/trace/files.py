@@ -84,8 +84,8 @@ def read_event(path: Path) -> EventRecord:
     expected = {item.name for item in fields(EventRecord)} - {"notes"}
     if arrays.keys() != expected:
         raise ValueError(
-            f"trace: {str(path)!r} is not an event of this release, fields differ in "
-            f"{sorted(arrays.keys() ^ expected)}"
+            f"trace: {str(path)!r} is not an event file of this release, these "
+            f"fields differ: {sorted(arrays.keys() ^ expected)}"
         )
     values: dict[str, Any] = {
         name: value if value.ndim else value.item() for name, value in arrays.items()
@@ -131,12 +131,12 @@ def run_in(folder: Path) -> Path:
         ValueError: no such folder, no events, or several runs with events.
     """
     if not folder.is_dir():
-        raise ValueError(f"trace: there is no folder {str(folder)!r}")
+        raise ValueError(f"trace: no such folder {str(folder)!r}")
     runs = sorted({path.parent for path in folder.rglob("*.npz")})
     if not runs:
         raise ValueError(
-            f"trace: no events in {str(folder)!r}; a request has its first once it "
-            "holds budget + interval tokens"
+            f"trace: no events in {str(folder)!r}; a request has its first event "
+            "once it holds budget + interval tokens"
         )
     if len(runs) > 1:
         raise ValueError(

@@ -24,7 +24,11 @@ DPI = 100
 # What is drawn per layer and head: name, title and unit.
 HEAD_MAPS = (
     ("head_budget", "Tokens chosen per head", "tokens, mean over events"),
-    ("retained_mass", "Attention that the choice retains", "share, mean over events"),
+    (
+        "retained_mass",
+        "Attention mass that the chosen tokens retain",
+        "share, mean over events",
+    ),
     ("lse_drop", "LSE drop", "nats per event, mean"),
     ("density_90", "Tokens that hold 90 % of the attention", "share of tokens held"),
 )
@@ -199,17 +203,18 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "plot",
         help="draw figures",
-        description="Draw what the events of a trace kept, as PNGs and as one page.",
+        description="Draw what the events of a trace kept, as PNG files and one "
+        "HTML page.",
     )
     add = parser.add_argument
-    add("trace", type=Path, help="folder that workers recorded")
+    add("trace", type=Path, help="trace folder that a server wrote")
     add("--output", type=Path, help="folder for the figures (default: TRACE/plots)")
     add("--request", help="request to draw (default: the longest of each policy)")
     add(
         "--layers",
         type=int,
         nargs="+",
-        help=f"layers to draw by head (default: up to {MAX_LAYERS}, evenly spread)",
+        help=f"layers to draw per head (default: up to {MAX_LAYERS}, evenly spaced)",
     )
     parser.set_defaults(run=partial(_run, parser))
 
@@ -223,4 +228,4 @@ def _run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
         parser.error(str(error))
     except OSError as error:
         parser.error(f"--output: cannot write {str(output)!r}: {error.strerror}")
-    print(f"wrote {output / 'index.html'} and {len(names)} figures beside it")
+    print(f"wrote {output / 'index.html'} and {len(names)} figures next to it")

@@ -31,31 +31,31 @@ Sums = tuple[Any, Any]  # numerator and denominator, each summed over events
 LABELS = {
     "requests": "requests",
     "events": "events",
-    "iou": "IoU of what two consecutive events keep",
-    "survival": "share of what an event keeps that the next one keeps",
+    "iou": "IoU of the tokens that two consecutive events keep",
+    "survival": "share of kept tokens that the next event keeps too",
     **{
-        f"wiped_{size}_{percent}": f"regions of {size} held tokens wiped out, "
-        f"<= {percent} % kept"
+        f"wiped_{size}_{percent}": f"share of {size}-token regions wiped out by an "
+        f"event, <= {percent} % kept"
         for size, percent in REGIONS
     },
     **{
-        f"gone_{size}_{percent}": f"regions of {size} positions gone, "
-        f"<= {percent} % kept"
+        f"gone_{size}_{percent}": f"share of {size}-position regions gone, <= "
+        f"{percent} % kept"
         for size, percent in REGIONS
     },
-    "burst": "longest run that an event drops from a head, tokens",
-    "utilisation": "share of the kept tokens that was chosen",
+    "burst": "longest run of tokens that an event drops from a head",
+    "utilisation": "share of kept tokens that were chosen",
     "head_budget": "tokens chosen per head",
-    "head_spread": "their standard deviation over the heads of an event",
+    "head_spread": "standard deviation of tokens chosen, over the heads of an event",
     "segments": "segments per head",
     "segment_tokens": "tokens per segment",
-    "retained_mass": "attention that the choice retains",
+    "retained_mass": "attention mass that the chosen tokens retain",
     "lse_drop": "LSE drop per event, nats",
-    "request_lse_drop": "LSE drop per request, sum over its events, nats",
-    "density_60": "share of tokens that holds 60 % of the attention",
-    "density_90": "share of tokens that holds 90 % of the attention",
+    "request_lse_drop": "LSE drop per request, summed over its events, nats",
+    "density_60": "share of tokens that hold 60 % of the attention",
+    "density_90": "share of tokens that hold 90 % of the attention",
     "memory_time": "memory-time per request, first to last event, superblock-steps",
-    "memory_time_share": "memory-time over that of a dense cache",
+    "memory_time_share": "memory-time relative to a full KV cache",
 }
 
 
@@ -216,10 +216,10 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "report",
         help="print a table",
-        description="Print what the events of a trace kept, per policy.",
+        description="Print statistics of what the events of a trace kept, per policy.",
     )
-    parser.add_argument("trace", type=Path, help="folder that workers recorded")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("trace", type=Path, help="trace folder that a server wrote")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     parser.set_defaults(run=partial(_run, parser))
 
 

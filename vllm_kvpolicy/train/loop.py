@@ -58,9 +58,7 @@ class Run:
             for number in range(done, steps):
                 batch = list(islice(rows, num_rows))
                 if len(batch) < num_rows:
-                    raise ValueError(
-                        f"rows: got too few for step {number + 1} of {steps}"
-                    )
+                    raise ValueError(f"rows: ran out at step {number + 1} of {steps}")
                 shown.set_postfix(step(number, batch))
                 shown.update()
                 done = number + 1
@@ -93,15 +91,15 @@ class Run:
             known = content["settings"].get(name)
             if known != value:
                 raise ValueError(
-                    f"{path}: {name}: got a run with {known!r}, expected {value!r}; "
-                    "remove the file to start anew"
+                    f"{path}: {name}: got {known!r} from an earlier run, expected "
+                    f"{value!r}; remove the file to start over"
                 )
         for name, tensor in self.tensors.items():
             found = content["weights"].get(name, torch.empty(0))
             if tensor.shape != found.shape:
                 raise ValueError(
                     f"{path}: shape of {name}: got {list(found.shape)}, expected "
-                    f"{list(tensor.shape)}; remove the file to start anew"
+                    f"{list(tensor.shape)}; remove the file to start over"
                 )
             tensor.copy_(found)
         self.optimizer.load_state_dict(content["optimizer"])

@@ -40,28 +40,29 @@ def add_rows(
     source.add_argument(
         "--text",
         type=Path,
-        help="UTF-8 text, or .jsonl with a 'text' in each line's object",
+        help='UTF-8 text, or .jsonl with one {"text": ...} object per line',
     )
     source.add_argument(
         "--reasoner",
         action="store_true",
-        help="train on problems of this repository's reasoner, which MODEL must be",
+        help="train on problems of this repository's reasoner; MODEL must be a "
+        "reasoner checkpoint",
     )
     option(parser, "--length", int, length, "tokens per row")
-    told = "rows that are only measured on"
+    told = "rows held out for validation"
     option(parser, "--validation-rows", int, validation_rows, told)
     parser.add_argument(
         "--instruction",
         default=INSTRUCTION,
-        help="the user's message before each text; '' for text without a chat",
+        help="user message put before each text; '' for text without a chat template",
     )
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
     """Add the device, threads, dtype and how often the state is saved."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    option(parser, "--device", str, device, "as for torch")
-    option(parser, "--save-steps", int, 100, "steps between two saved states")
+    option(parser, "--device", str, device, "torch device")
+    option(parser, "--save-steps", int, 100, "steps between two saves of the state")
     parser.add_argument(
         "--threads", type=int, help="CPU threads (default: torch's choice)"
     )

@@ -58,10 +58,10 @@ def read_reasoner(
         largest = json.loads((model / "training.json").read_text())["lines"]
     except (OSError, json.JSONDecodeError, KeyError) as error:
         raise ValueError(
-            f"reasoner: {str(model)!r} is no checkpoint of one: {error!r}"
+            f"reasoner: {str(model)!r} is not a reasoner checkpoint: {error!r}"
         ) from None
     if tokenizer.get_vocab() != dict(vocabulary()):
-        raise ValueError(f"reasoner: {str(model)!r} has another vocabulary")
+        raise ValueError(f"reasoner: {str(model)!r} has a different vocabulary")
     held = _rows(largest, length, VALIDATION_SEED, held=True)
     return ReasonerRows(largest, length, list(islice(held, num_validation)))
 
@@ -86,6 +86,5 @@ def _rows(
             yield torch.tensor(row)
         elif (misses := misses + 1) == MAX_MISSES:
             raise ValueError(
-                f"length: got {length}, expected more: none of {misses} problems is "
-                "that short"
+                f"length: got {length}, expected more: none of {misses} problems fits"
             )

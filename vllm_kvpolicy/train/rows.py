@@ -54,7 +54,7 @@ def read_rows(
     """
     if instruction and not tokenizer.chat_template:
         raise ValueError(
-            "instruction: the tokenizer has no chat template; expected --instruction ''"
+            "instruction: the tokenizer has no chat template; pass --instruction ''"
         )
     rows = []
     for text in _texts(path):
@@ -66,9 +66,9 @@ def read_rows(
                 rows.append(_wrapped(part, tokenizer, instruction))
     if len(rows) <= num_validation:
         raise ValueError(
-            f"text: {str(path)!r} makes {len(rows)} rows of {length} tokens, expected "
-            f"more than the {num_validation} for validation; give more text, or a "
-            "smaller --length or --validation-rows"
+            f"text: {str(path)!r} gives {len(rows)} rows of {length} tokens, "
+            f"expected more than the {num_validation} for validation; give more text, "
+            "or a smaller --length or --validation-rows"
         )
     return Rows(rows[:-num_validation], rows[-num_validation:])
 
@@ -89,7 +89,8 @@ def _texts(path: Path) -> Iterator[str]:
             text = None
         if not isinstance(text, str):
             raise ValueError(
-                f"text: {str(path)!r} line {number}: expected a JSON object with text"
+                f"text: {str(path)!r} line {number}: expected a JSON object with a "
+                "'text' string"
             )
         yield text
 

@@ -37,7 +37,9 @@ class KVPolicyWorkerMixin:
         reasons = layer_refusals(layers)
         if reasons:
             lines = "".join(f"\n  - {reason}" for reason in reasons)
-            raise ValueError(f"--kv-policy {config.policy} cannot run here:{lines}")
+            raise ValueError(
+                f"--kv-policy {config.policy} cannot run on this model:{lines}"
+            )
         self.kv_policy_config = config
         self.kv_policy_setup = prepare(
             self.vllm_config,
@@ -72,14 +74,14 @@ class KVPolicyWorkerMixin:
         num_blocks = beside.pool_blocks(available - early, superblock)
         if not num_blocks:
             raise ValueError(
-                f"KV cache memory: expected {superblock} bytes for a superblock beside "
-                f"{early + beside.nbytes(1)} for query windows and tables of "
-                f"--kv-policy, got {available} for both: lower --max-num-seqs or give "
-                "more memory"
+                f"KV cache memory: got {available} bytes, expected at least "
+                f"{superblock} for one superblock plus {early + beside.nbytes(1)} for "
+                "the query windows and tables of --kv-policy; lower --max-num-seqs "
+                "or give more memory"
             )
         logger.info(
-            "KV policy: %.1f MiB of %.1f MiB hold query windows, tables and values "
-            "remembered of survivors",
+            "KV policy: query windows, tables and the values that policies store "
+            "per kept token take %.1f MiB of %.1f MiB",
             (early + beside.nbytes(num_blocks)) / 2**20,
             available / 2**20,
         )
@@ -122,7 +124,7 @@ class KVPolicyWorkerMixin:
         """
         commands = getattr(scheduler_output, "kv_policy_commands", None)
         if commands is None and self._has_scheduler:
-            raise RuntimeError("a step came without the KV policy's commands")
+            raise RuntimeError("got a step without the KV policy's commands")
         self._has_scheduler |= commands is not None
         return commands or NO_COMMANDS
 
@@ -191,20 +193,20 @@ def layer_refusals(layers: Mapping[str, Any]) -> list[str]:
         f"an attention backend other than {known}": lambda layer: (
             not hasattr(layer.attn_backend, "keys_are_columns")
         ),
-        "ALiBi, which measures distances that events change": lambda layer: (
+        "ALiBi, whose biases depend on distances that events change": lambda layer: (
             getattr(layer.impl, "alibi_slopes", None) is not None
         ),
-        "a cap on attention logits, which scores do not know": lambda layer: bool(
+        "an attention logit soft cap, which scorers do not model": lambda layer: bool(
             getattr(layer.impl, "logits_soft_cap", None)
         ),
-        "learned attention sinks, which scores do not know": lambda layer: (
+        "learned attention sinks, which scorers do not model": lambda layer: (
             getattr(layer.impl, "sinks", None) is not None
         ),
-        "keys and values of another layer": lambda layer: (
+        "the keys and values of another layer (KV sharing)": lambda layer: (
             getattr(layer, "kv_sharing_target_layer_name", None) is not None
         ),
         "a quantised KV cache": lambda layer: layer.kv_cache_dtype != "auto",
-        "another softmax scale or number of heads than the first layer": lambda layer: (
+        "a softmax scale or number of heads unlike the first layer's": lambda layer: (
             _geometry(layer) != _geometry(first)
         ),
     }

@@ -64,7 +64,7 @@ def _one_allocation(kv_caches: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """View all layers as one [L * B * H, N, 2D] tensor; None if they lie apart."""
     first = kv_caches[0]
     if not all(cache.is_contiguous() for cache in kv_caches):
-        raise ValueError("KV caches: expected block interiors head-major (LBHNC)")
+        raise ValueError("KV caches: expected contiguous head-major blocks (LBHNC)")
     for layer, cache in enumerate(kv_caches):
         here = cache.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
         offset = first.storage_offset() + layer * first.numel()
@@ -116,6 +116,6 @@ def check_layout(layer: object, pool: PagePool, index: int) -> None:
     layer.kv_cache[-1].zero_()
     if not wrote_here:
         raise RuntimeError(
-            f"{type(layer.impl).__name__} keeps its KV cache in an order that this "
-            "release does not know; choose another attention backend or block size"
+            f"{type(layer.impl).__name__} stores its KV cache in a layout that this "
+            "release does not support; choose another attention backend or block size"
         )

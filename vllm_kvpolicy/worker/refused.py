@@ -25,6 +25,6 @@ def refused_for(
     except ValueError as error:
         names = [name for name, policy in policies.items() if reads(policy.needs)]
         raise ValueError(
-            f"kv_policy: {', '.join(names)} cannot run on this model: {error}; choose "
-            "other policies, in `allow` too"
+            f"kv_policy: {', '.join(names)} cannot run on this model: {error}; "
+            "choose other policies, also in `allow`"
         ) from None

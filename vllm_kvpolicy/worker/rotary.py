@@ -22,7 +22,7 @@ def model_rope(model: torch.nn.Module, head_dim: int) -> Rope:
     modules = [each for each in model.modules() if hasattr(each, "cos_sin_cache")]
     if not modules:
         raise ValueError(
-            "rotary positions: expected a model with them, got one without"
+            "rotary positions: got a model without RoPE, expected one with RoPE"
         )
     first = modules[0]
     for module in modules:
@@ -30,12 +30,12 @@ def model_rope(model: torch.nn.Module, head_dim: int) -> Rope:
             raise ValueError("rotary positions: expected the same RoPE in all layers")
     if not getattr(first, "is_neox_style", False):
         raise ValueError(
-            "rotary positions: expected the half layout, got pairs of neighbours"
+            "rotary positions: expected the half (NeoX) layout, got interleaved pairs"
         )
     if _width(first) != head_dim:
         raise ValueError(
-            "rotary positions: expected whole heads in half layout, got "
-            f"{_width(first)} of {head_dim} channels"
+            f"rotary positions: expected RoPE over whole heads, got {_width(first)} "
+            f"of {head_dim} channels"
         )
     return rope_of_table(first.cos_sin_cache)
 

@@ -132,9 +132,9 @@ class WorkerSetup:
             return EqualTier(self.requests, pool, self.tables, is_captured)
         if not pool.spans_layers:
             logger.warning(
-                "KV policy: layers lie in allocations of their own, so pages cannot "
-                "change layers; a request holds the maximum over layers of what its "
-                "heads need"
+                "KV policy: each layer has a separate allocation, so pages cannot "
+                "move between layers; a request holds as many superblocks as its "
+                "largest layer needs"
             )
         block = torch.zeros(1, 1, dtype=torch.int64, device=self.requests.device)
         lists = HeadTables(

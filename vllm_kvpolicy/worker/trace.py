@@ -46,7 +46,7 @@ class Tracer(NoTrace):
 
     def __init__(self, directory: str, block_size: int, max_bytes: int = 2**30) -> None:
         self.directory = new_run(Path(directory))
-        logger.info("events are recorded in %s", self.directory)
+        logger.info("recording events in %s", self.directory)
         self.block_size = block_size
         self.bytes_left = max_bytes
         self._positions: dict[int, Rows] = {}
@@ -122,7 +122,8 @@ class Tracer(NoTrace):
             np.savez(self.directory / f"{self._count:06d}.npz", **arrays)
         elif self.bytes_left >= 0:
             logger.warning(
-                "the trace in %s is full after %d events: later ones are not recorded",
+                "the trace in %s is full after %d events; later events are not "
+                "recorded",
                 self.directory,
                 self._count,
             )

@@ -1,29 +1,29 @@
-// Moves tokens between slots of a pool of keys or values, as plain bytes.
+// Moves tokens between slots of a pool of keys or values, as raw bytes.
 //
-// Vector is what one access moves: an unsigned integer type, or uint2 or uint4.
+// Vector is the type of one memory access: an unsigned integer, uint2 or uint4.
 #pragma once
 
 #include <cstdint>
 
 namespace kvpolicy {
 
-constexpr int kLanes = 8;  // threads side by side on one token, each with one Vector
+constexpr int kLanes = 8;  // adjacent threads per token, one Vector each
 constexpr int kThreads = 256;
-constexpr int kTokens = kThreads / kLanes;  // of a pass
-constexpr int kPasses = 4;                  // of a tile
+constexpr int kTokens = kThreads / kLanes;  // tokens per pass
+constexpr int kPasses = 4;                  // passes per tile
 
 struct Moves {
   char* slots;            // first slot of the pool
-  int64_t distance;       // bytes between two slots
-  int64_t token_bytes;    // bytes to move of each token
-  const int64_t* source;  // [count] slot of each survivor, ascending within a row
-  const int64_t* dest;    // [count] slot it goes to
-  const bool* in_place;   // [count] the page stays in its row's list; null where all do
+  int64_t distance;       // bytes between the starts of two slots
+  int64_t token_bytes;    // bytes to move per token
+  const int64_t* source;  // [count] slot of each kept token, ascending within a row
+  const int64_t* dest;    // [count] destination slot
+  const bool* in_place;   // [count] whether the page stays in its row; null: all do
   char* scratch;          // [count, token_bytes]; null without in_place
   int64_t count;
 };
 
-// Bytes into a token at which this thread's Vector lies.
+// Returns the byte offset of this thread's Vector within a token.
 template <typename Vector>
 __device__ inline int64_t column_of_thread() {
   const int64_t lane = threadIdx.x % kLanes;
@@ -36,23 +36,23 @@ __device__ inline Vector* at(char* tokens, int64_t index, int64_t distance,
   return reinterpret_cast<Vector*>(tokens + index * distance + column);
 }
 
-// Walks the survivors of row blockIdx.x towards its end, a tile of them at a time.
+// Moves the kept tokens of row blockIdx.x tile by tile, from its start to its end.
 //
-// A row's sources ascend in the order of its page list, and each destination is at or
-// before its source. Whatever a tile overwrites is therefore a source of this tile or
-// of an earlier one, never of a later one.
+// The sources of a row ascend in the order of its page list, and no destination is
+// after its source. So a tile overwrites only slots that this tile or an earlier one
+// reads, never slots that a later tile reads.
 template <typename Vector>
 __global__ void __launch_bounds__(kThreads)
     move_in_place(Moves moves, const int64_t* first) {
   int64_t start = first[blockIdx.x];
   const int64_t end = first[blockIdx.x + 1];
-  // No survivor lies in slot 0: in a row that begins there, none exists.
+  // Slot 0 never holds a kept token: a row whose first source is slot 0 is padding.
   if (start >= end || moves.source[start] == 0) return;
 
   const int64_t column = column_of_thread<Vector>();
   const bool has_column = column < moves.token_bytes;
   for (; start < end; start += kTokens * kPasses) {
-    int64_t source[kPasses] = {}, dest[kPasses] = {};  // equal where nothing moves
+    int64_t source[kPasses] = {}, dest[kPasses] = {};  // equal if the token stays
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const int64_t move = start + pass * kTokens + threadIdx.x / kLanes;
@@ -69,9 +69,9 @@ __global__ void __launch_bounds__(kThreads)
       if (source[pass] == dest[pass]) continue;
       tokens[pass] = *at<Vector>(moves.slots, source[pass], moves.distance, column);
     }
-    // The barrier orders every read of the tile before its first write. One is enough:
-    // a thread that runs ahead reads sources of the next tile, which nobody has
-    // overwritten, and waits here before it writes.
+    // Every read of the tile finishes before its first write. One barrier per tile is
+    // enough: a thread that is ahead only reads sources of the next tile, which no tile
+    // so far overwrites, and waits here before it writes.
     __syncthreads();
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Reads into scratch, or writes from it, what changes pages.
+// Copies the tokens that change pages, into scratch or back from it.
 template <typename Vector, bool kToScratch>
 __global__ void __launch_bounds__(kThreads) copy_changed(Moves moves) {
   const int64_t move = int64_t{blockIdx.x} * kTokens + threadIdx.x / kLanes;

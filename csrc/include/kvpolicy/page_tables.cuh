@@ -1,26 +1,26 @@
-// Puts each row's global superblocks in front of its local ones.
+// Builds page tables: each row's global superblocks, then its local ones.
 #pragma once
 
 #include <cstdint>
 
 namespace kvpolicy {
 
-constexpr int kColumns = 256;  // of a thread block, a thread each
+constexpr int kColumns = 256;  // per thread block, one thread each
 
 struct TableRows {
-  const int64_t* slot;             // [R] slot of each row
-  const int32_t* block_table;      // [R, P] vLLM's rows
+  const int64_t* slot;             // [R] slot of each row's request
+  const int32_t* block_table;      // [R, P] vLLM's block table
   const int32_t* seq_lens;         // [R] tokens computed after the step
-  int64_t table_distance;          // entries between two rows of block_table
+  int64_t table_distance;          // row stride of block_table, in entries
   int32_t table_columns;           // P
   const int32_t* global_blocks;    // [slots, A] superblocks of survivors
-  int64_t global_distance;         // entries between two rows of global_blocks
-  const int32_t* num_global;       // [slots] how many of them count
-  const int32_t* frontier_blocks;  // [slots] frontier in superblocks
+  int64_t global_distance;         // row stride of global_blocks, in entries
+  const int32_t* num_global;       // [slots] number of valid entries in global_blocks
+  const int32_t* frontier_blocks;  // [slots] position of the frontier, in superblocks
   int32_t block_size;              // N
 };
 
-// Fills columns of row blockIdx.x of tables [R, columns], and its length.
+// Fills kColumns columns of row blockIdx.x of tables [R, columns], and its length.
 __global__ void __launch_bounds__(kColumns)
     fill_page_tables(TableRows rows, int32_t* tables, int64_t distance, int32_t columns,
                      int32_t* lengths) {

@@ -1,4 +1,4 @@
-// Keeps the must-keep tokens of each row and the best of the others, so many in all.
+// Marks the must-keep tokens of each row and the best others, up to a total budget.
 #pragma once
 
 #include <kvpolicy/radix_select.cuh>
@@ -10,9 +10,9 @@ struct TopK {
   Rows<const Bits> score;      // [R, T]
   Rows<const bool> must_keep;  // [R, T]
   Rows<const bool> valid;      // [R, T]
-  Rows<bool> marked;           // [R, T], written
-  const int64_t* budgets;      // [R]; null for the same of all rows
-  int64_t budget;              // of all rows
+  Rows<bool> marked;           // [R, T], output
+  const int64_t* budgets;      // [R]; null if all rows have the same budget
+  int64_t budget;              // of every row, if budgets is null
   int32_t num_tokens;          // T
 };
 
@@ -24,7 +24,7 @@ struct TopKRow {
   const bool* valid;
   bool* marked;
   int32_t num_tokens;
-  int32_t missing;  // tokens to add to those that are kept
+  int32_t missing;  // tokens to select besides the must-keep ones
 
   __device__ bool is_kept(int32_t at) const { return must_keep[at] && valid[at]; }
   __device__ int32_t group(int32_t at) const {
@@ -33,7 +33,7 @@ struct TopKRow {
   __device__ int32_t quota(int32_t) const { return missing; }
 };
 
-// Marks row blockIdx.x.
+// Marks the tokens of row blockIdx.x.
 template <typename Type>
 __global__ void __launch_bounds__(kSelectThreads)
     mark_top_k(TopK<typename Type::Bits> rows) {
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kSelectThreads)
     kept += __syncthreads_count(at < row.num_tokens && row.is_kept(at));
   }
   const int64_t budget = rows.budgets == nullptr ? rows.budget : rows.budgets[index];
-  // No row holds more than T, and below 0 nothing changes.
+  // Clamping to 0..T does not change the result and makes the budget fit into int32.
   const int64_t within = min(max(budget, int64_t{0}), int64_t{row.num_tokens});
   row.missing = static_cast<int32_t>(within) - kept;
   mark_best<Type, 1>(row, search);

@@ -1,4 +1,4 @@
-// Marks the best tokens of each group of a row, as many as the group's quota.
+// Marks the best tokens of each group of a row, up to the group's quota.
 #pragma once
 
 #include <kvpolicy/radix_select.cuh>
@@ -10,9 +10,9 @@ constexpr int kQuotaGroups = 32;  // groups searched at a time
 template <typename Bits>
 struct Picks {
   Rows<const Bits> score;      // [R, T]
-  Rows<const int64_t> group;   // [R, T], none outside 0..S-1
+  Rows<const int64_t> group;   // [R, T]; values outside 0..S-1 mean no group
   Rows<const int64_t> quotas;  // [R, S]
-  Rows<bool> marked;           // [R, T], written
+  Rows<bool> marked;           // [R, T], output
   int32_t num_tokens;          // T
   int32_t num_groups;          // S
 };
@@ -37,7 +37,7 @@ struct PickRow {
   }
 };
 
-// Marks row blockIdx.x.
+// Marks the tokens of row blockIdx.x.
 template <typename Type>
 __global__ void __launch_bounds__(kSelectThreads)
     mark_by_quota(Picks<typename Type::Bits> rows) {

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from attention_oracles import plain
+
+from support.attention.oracles import plain
 
 VLLM_MODULE = "vllm.v1.attention.backends.flashinfer"
 OUR_MODULE = "vllm_kvpolicy.worker.backends.flashinfer"

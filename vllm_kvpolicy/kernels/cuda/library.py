@@ -19,15 +19,15 @@ def load() -> None:
         return
     if not LIBRARY.exists():
         raise ImportError(
-            "vllm-kvpolicy was built without CUDA kernels; with nvcc and PyTorch for "
-            "CUDA installed, `KVPOLICY_CUDA=1 pip install --no-build-isolation "
-            "--no-deps .` in a checkout builds them"
+            "vllm-kvpolicy was built without CUDA kernels; to build them, install "
+            "nvcc and PyTorch for CUDA and run `KVPOLICY_CUDA=1 pip install "
+            "--no-build-isolation --no-deps .` in a checkout"
         )
     try:
         torch.ops.load_library(str(LIBRARY))
     except OSError as error:
         raise ImportError(
-            f"the CUDA kernels of vllm-kvpolicy do not load: {error.__cause__ or error}"
+            f"cannot load the CUDA kernels of vllm-kvpolicy: {error.__cause__ or error}"
         ) from error
     _loaded.add(LIBRARY)
 

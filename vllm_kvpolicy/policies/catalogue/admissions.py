@@ -14,8 +14,8 @@ class ExactOptions(Options):
 
     exact: bool = Field(
         False,
-        description="mask a dropped token as soon as it leaves the window, not at the "
-        "next event; uses attention kernels of its own, slower",
+        description="mask a dropped token as soon as it leaves the window instead "
+        "of at the next event; uses slower attention kernels",
     )
 
 
@@ -23,15 +23,15 @@ class WGKVOptions(ExactOptions):
     """Options of `wgkv`."""
 
     wgkv_gates: Path = Field(
-        description="the model's write gates, released by the authors (.pt) or made by "
+        description="the model's write gates: the authors' release (.pt), or from "
         "`python -m vllm_kvpolicy.train.wgkv` (.safetensors)"
     )
     wgkv_threshold: float | None = Field(
         None,
         ge=0,
         lt=1,
-        description="tokens with a gate above this are admitted; by default what the "
-        "file says, 0.1 in released ones",
+        description="tokens with a gate above this are admitted; by default the "
+        "file's value, 0.1 for released gates",
     )
 
 
@@ -40,33 +40,33 @@ class DMSOptions(ExactOptions):
 
     dms_adapter: Path | None = Field(
         None,
-        description="decisions of a model that makes none itself, made by `python -m "
-        "vllm_kvpolicy.train.dms` (.safetensors), or a checkpoint folder with "
-        "dms_proj_alpha tensors",
+        description="adapter for a model without DMS decisions of its own: from "
+        "`python -m vllm_kvpolicy.train.dms` (.safetensors), or a checkpoint folder "
+        "with dms_proj_alpha tensors",
     )
     dms_window: int | None = Field(
         None,
         ge=1,
-        description="tokens before each query that it always sees; by default what the "
-        "model or the adapter says",
+        description="number of preceding tokens that a query always sees; by "
+        "default that of the model or the adapter",
     )
     dms_channel: int | None = Field(
         None,
         ge=-1024,
-        description="channel of a query that decides, counted from the end if "
-        "negative; by default the last",
+        description="query channel that holds the decision, negative values count "
+        "from the end; by default the last",
     )
     dms_shift: int | None = Field(
         None,
         ge=0,
         le=1,
-        description="a token decides on the one this many places before it; by default "
-        "1, and 0 for models with dms_metadata.json",
+        description="a token decides about the token this many positions before it; "
+        "by default 1, and 0 for models with dms_metadata.json",
     )
     dms_zero_after_rope: bool | None = Field(
         None,
-        description="also zero the deciding channel after RoPE; by default true, and "
-        "false for models with dms_metadata.json",
+        description="also set the decision channel to zero after RoPE; by default "
+        "true, and false for models with dms_metadata.json",
     )
 
 
@@ -74,26 +74,27 @@ class DuoOptions(Options):
     """Options of `duo`."""
 
     duo_pattern: Path = Field(
-        description="how much each head profits from a full cache, a folder with "
-        "full_attention_heads.tsv and config.json"
+        description="folder with full_attention_heads.tsv and config.json, which "
+        "say how much each head needs the full KV cache"
     )
     duo_sparsity: float = Field(
         0.5,
         ge=0,
         le=1,
-        description="share of the heads, those that profit least, that keep only the "
-        "recent window",
+        description="fraction of heads that keep only sinks and the recent window, "
+        "those that need the full KV cache least",
     )
 
 
-_HELD = "its shares count tokens that are held, not those that are admitted"
+_HELD = "the allocator sizes heads by the tokens held, not by the tokens admitted"
 _UNSHARED = {
     "adakv": _HELD,
     "pyramid": _HELD,
     "hard": _HELD,
     "strat": _HELD,
-    "chunk": "a chunk with a refused token in it has no score",
+    "chunk": "a chunk that contains a token refused by the admission has no score",
 }
+_NO_CHOICE = "`local` keeps only sinks and the recent window: nothing is left to choose"
 ADMISSIONS = {
     "wgkv": WordRow(
         "vllm_kvpolicy.policies.admissions.wgkv.policy:from_options",
@@ -106,7 +107,7 @@ ADMISSIONS = {
     ),
     "dms": WordRow(
         "vllm_kvpolicy.policies.admissions.dms.policy:from_options",
-        "a model trained for it says which tokens are dropped after the recent window",
+        "the model is trained to mark which tokens are dropped after the recent window",
         "DMS, arXiv 2506.05345",
         options=DMSOptions,
         ragged=True,
@@ -122,7 +123,8 @@ ADMISSIONS = {
     ),
     "duo": WordRow(
         "vllm_kvpolicy.policies.admissions.duo.policy:from_options",
-        "heads of a pattern keep everything, the others the recent window, a baseline",
+        "retrieval heads keep everything, other heads only sinks and the recent "
+        "window; a baseline",
         "DuoAttention, arXiv 2410.10819",
         options=DuoOptions,
         ragged=True,
@@ -131,9 +133,9 @@ ADMISSIONS = {
     ),
     "local": WordRow(
         "vllm_kvpolicy.policies.admissions.local:LocalAttention",
-        "only sinks and the recent window stay, a baseline",
+        "only sinks and the recent window are kept; a baseline",
         "WG-KV, arXiv 2512.17452",
         ragged=True,
-        refuses=dict.fromkeys(("", "ams", *_UNSHARED), "it leaves no choice"),
+        refuses=dict.fromkeys(("", "ams", *_UNSHARED), _NO_CHOICE),
     ),
 }

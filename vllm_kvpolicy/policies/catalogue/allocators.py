@@ -24,40 +24,49 @@ class AMSOptions(PoolOptions):
     """
 
     preset: Literal["default", "paper", "code"] = Field(
-        "default", description="named set of values for the keys that are not given"
+        "default", description="named set of defaults for the keys that are not given"
     )
     segment_mass: float = Field(
         0.1, ge=0.001, lt=1, description="attention mass of a segment"
     )
     min_segment: int = Field(
-        16, ge=1, description="shorter segments are merged, tokens"
+        16,
+        ge=1,
+        description="minimum segment length in tokens; shorter segments are merged",
     )
     max_segment: Annotated[int, AfterValidator(AtLeast("min_segment"))] = Field(
-        256, ge=1, description="longer segments are split, tokens"
+        256,
+        ge=1,
+        description="maximum segment length in tokens; longer segments are split",
     )
-    min_quota: int = Field(1, ge=0, description="smallest quota of a segment, tokens")
+    min_quota: int = Field(1, ge=0, description="minimum quota of a segment in tokens")
     ema_decay: float = Field(
-        0.9, ge=0, lt=1, description="share of the old credit that survives an event"
+        0.9,
+        ge=0,
+        lt=1,
+        description="weight of the credit from earlier events at each event",
     )
     ema_mix: float = Field(
         0.9,
         ge=0,
         le=1,
-        description="share of the current mass; 1 for no average over events",
+        description="weight of the current mass in the average; 1 uses no earlier "
+        "events",
     )
     quotas: Literal["mass", "uniform"] = Field(
-        "mass", description="segments share the budget by mass, or equally"
+        "mass", description="how segments share the budget: by mass, or equally"
     )
     segments: Literal["mass", "fixed"] = Field(
-        "mass", description="cut by mass, or into blocks of `fixed_segment`"
+        "mass",
+        description="segment boundaries: by mass, or every `fixed_segment` tokens",
     )
     fixed_segment: int = Field(
-        128, ge=1, description="block length where segments are `fixed`, tokens"
+        128, ge=1, description="segment length in tokens if `segments` is fixed"
     )
     suffix_pad: Literal["max", "mean", "none"] = Field(
-        "max", description="mass given to each of the newest `window` tokens"
+        "max", description="mass assigned to each of the newest `window` tokens"
     )
-    parity: bool = Field(False, description="follow the authors' code literally")
+    parity: bool = Field(False, description="reproduce the authors' code exactly")
 
 
 AMS_PRESETS: dict[str, dict[str, Any]] = {
@@ -80,7 +89,7 @@ class AdaKVOptions(Options):
     """Options of `adakv`."""
 
     adakv_floor: float = Field(
-        0.2, ge=0, le=1, description="share of the budget that each head has to itself"
+        0.2, ge=0, le=1, description="fraction of the budget reserved for each head"
     )
 
 
@@ -88,13 +97,13 @@ class PyramidOptions(Options):
     """Options of `pyramid`."""
 
     pyramid_beta: float = Field(
-        20.0, ge=1, description="the budget divided by that of the last layer"
+        20.0, ge=1, description="the budget divided by the last layer's budget"
     )
     pyramid_headroom: int = Field(
         512,
         ge=0,
-        description="tokens that the first layer may hold beyond the budget, if that "
-        "many are held",
+        description="tokens above the budget that the first layer may hold, if it "
+        "has that many",
     )
 
 
@@ -114,44 +123,51 @@ class HardOptions(WindowOptions):
     """Options of `hard`."""
 
     hard_p: float = Field(
-        0.9, ge=0.01, le=1, description="attention mass of a nucleus (top-p)"
+        0.9, ge=0.01, le=1, description="attention mass that a nucleus covers (top-p)"
     )
     hard_lower: float = Field(
-        0.25, ge=0, le=1, description="smallest size of a head, in budgets"
+        0.25,
+        ge=0,
+        le=1,
+        description="minimum size of a head, as a multiple of the budget",
     )
     hard_upper: float = Field(
-        4.0, ge=1, description="largest size of a head, in budgets"
+        4.0, ge=1, description="maximum size of a head, as a multiple of the budget"
     )
     hard_order: Literal["method", "attention"] = Field(
         "method",
-        description="the order of a nucleus: the scorer's, or each query's attention",
+        description="order in which keys enter a nucleus: by the scorer's scores, "
+        "or by each query's attention",
     )
     hard_mode: Literal["fixed", "dynamic"] = Field(
-        "fixed", description="spend the whole budget, or no more than the nuclei need"
+        "fixed",
+        description="fixed spends the whole budget, dynamic only what the nuclei need",
     )
     hard_scope: Literal["model", "layer"] = Field(
-        "model", description="heads that share a budget: all, or those of one layer"
+        "model",
+        description="heads that share a budget: all of the model, or those "
+        "of one layer",
     )
-    hard_merge: bool = Field(False, description="merge dropped tokens into survivors")
+    hard_merge: bool = Field(False, description="merge dropped tokens into kept tokens")
 
 
-_RECENCY = "recency says nothing about importance inside a region or a head"
-_ALIKE = "its scores are the same for all KV heads, which share the budget by them"
-_SPREAD = "its scores spread alike in all KV heads, which share the budget by them"
+_RECENCY = "recency does not measure importance within a region or a head"
+_ALIKE = "all KV heads get the same scores, which cannot divide the budget among them"
+_SPREAD = "scores are distributed alike in all KV heads and cannot divide the budget"
 _WITHIN = (
-    "its scores are ranks or shares within blocks of one KV head, and heads share the "
-    "budget by comparing them"
+    "scores are relative to a block of one KV head and cannot be compared between "
+    "heads, so they cannot divide the budget"
 )
 # The empty word is the allocator of a name without one.
 ALLOCATORS = {
     "": WordRow(
         "vllm_kvpolicy.policies.allocators.uniform:UniformTopK",
-        "best tokens of each head",
+        "the best tokens of each head",
         "kvpress 0.4.0, ScorerPress",
     ),
     "ams": WordRow(
         "vllm_kvpolicy.policies.allocators.ams:AMSAllocator",
-        "segments of equal attention mass, each with its quota",
+        "segments of equal attention mass, each with its own quota",
         "AMS, arXiv 2605.23200",
         options=AMSOptions,
         window="window",
@@ -160,7 +176,7 @@ ALLOCATORS = {
     ),
     "adakv": WordRow(
         "vllm_kvpolicy.policies.allocators.adakv:AdaKVAllocator",
-        "best tokens of each layer, whichever heads they belong to",
+        "the best tokens of each layer, over all its heads",
         "Ada-KV, arXiv 2407.11550",
         options=AdaKVOptions,
         ragged=True,
@@ -175,21 +191,21 @@ ALLOCATORS = {
     ),
     "pyramid": WordRow(
         "vllm_kvpolicy.policies.allocators.pyramid:PyramidAllocator",
-        "budgets that fall with depth",
+        "smaller budgets for deeper layers",
         "PyramidKV, arXiv 2406.02069",
         options=PyramidOptions,
         ragged=True,
     ),
     "chunk": WordRow(
         "vllm_kvpolicy.policies.allocators.chunk:ChunkAllocator",
-        "best chunks of neighbours, the same in all heads of a layer",
+        "the best chunks of adjacent tokens, the same in all heads of a layer",
         "ChunkKV, arXiv 2502.00299",
         options=ChunkOptions,
         refuses={"streaming": _RECENCY},
     ),
     "hard": WordRow(
         "vllm_kvpolicy.policies.allocators.hard:HardAllocator",
-        "heads sized by how many keys hold most of their attention",
+        "each head's size follows how many keys hold most of its attention",
         "Hard-KV",
         options=HardOptions,
         window="window",
@@ -198,8 +214,8 @@ ALLOCATORS = {
     ),
     "strat": WordRow(
         "vllm_kvpolicy.policies.allocators.strat:StratifiedAllocator",
-        "blocks of equal length with equal quotas, a control",
-        "control of this project",
+        "blocks of equal length with equal quotas; a control",
+        "control, this project",
         options=StratOptions,
         refuses={"streaming": _RECENCY},
     ),

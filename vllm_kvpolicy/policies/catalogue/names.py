@@ -151,10 +151,10 @@ def grammar() -> str:
         for scorer in row.refuses
     ]
     return (
-        f"SCORER or ALLOCATOR-SCORER; scorers {', '.join(SCORERS)}; allocators "
-        f"{allocators}; not {', '.join(refused)}; or ADMISSION, alone or as ADMISSION+ "
-        f"before that; admissions {', '.join(ADMISSIONS)}; or SELECTION, alone or as "
-        f"+SELECTION after that; selections {', '.join(SELECTIONS)}; for tests "
+        "[ADMISSION+][ALLOCATOR-]SCORER[+SELECTION], or ADMISSION, SELECTION or "
+        f"ADMISSION+SELECTION without a scorer; scorers: {', '.join(SCORERS)}; "
+        f"allocators: {allocators}, but not {', '.join(refused)}; admissions: "
+        f"{', '.join(ADMISSIONS)}; selections: {', '.join(SELECTIONS)}; for tests: "
         f"{', '.join(TEST_POLICIES)}"
     )
 
@@ -226,8 +226,8 @@ def resolve_options(info: PolicyInfo, given: Mapping[str, Any]) -> dict[str, Any
         if key not in known:
             valid = ", ".join(known) or "none"
             raise ValueError(
-                f"kv_policy_config: got {key!r}, expected keys of {info.name!r} "
-                f"({valid})"
+                f"kv_policy_config: got the unknown key {key!r}, expected a key of "
+                f"{info.name!r} ({valid})"
             )
     values = {**_preset(info, given), **given}
     return {key: value for row in info.parts for key, value in row.read(values)}

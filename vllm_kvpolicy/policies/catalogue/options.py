@@ -88,7 +88,10 @@ class WindowOptions(Options):
     """The query window, shared by the words that measure attention over it."""
 
     window: int = Field(
-        32, ge=1, le=1024, description="newest queries whose attention counts, tokens"
+        32,
+        ge=1,
+        le=1024,
+        description="number of newest queries whose attention is used",
     )
 
 
@@ -96,7 +99,7 @@ class PoolOptions(WindowOptions):
     """The query window, with attention smoothed over neighbouring tokens."""
 
     pool_kernel: Odd = Field(
-        5, ge=1, le=255, description="neighbours averaged over, tokens"
+        5, ge=1, le=255, description="width of the average pooling over tokens"
     )
 
 
@@ -130,7 +133,7 @@ def default_in_words(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     is_elsewhere = field.default is None and _kind(field) is not str
-    return "the file's" if is_elsewhere else str(field.default)
+    return "from the file or the model" if is_elsewhere else str(field.default)
 
 
 def _kind(field: FieldInfo) -> Any:

@@ -21,19 +21,20 @@ class ExpectedOptions(Options):
     """Options of `expected`."""
 
     expected_window: int = Field(
-        128, ge=1, le=1024, description="newest queries that stand for future ones"
+        128,
+        ge=1,
+        le=1024,
+        description="number of newest queries from which future queries are estimated",
     )
     n_future: int = Field(
-        512, ge=1, le=65536, description="future positions averaged over"
+        512, ge=1, le=65536, description="number of future positions to average over"
     )
-    covariance: bool = Field(
-        True, description="also count how much the queries differ from each other"
-    )
+    covariance: bool = Field(True, description="include the covariance of the queries")
     value_norm: bool = Field(
-        True, description="multiply the attention by the length of the value"
+        True, description="multiply the attention by the norm of the value"
     )
     epsilon: float = Field(
-        1e-2, ge=0, description="added to each token's expected attention"
+        1e-2, ge=0, description="constant added to each token's expected attention"
     )
 
 
@@ -42,7 +43,8 @@ class LagKVOptions(Options):
 
     lag: int = Field(128, ge=2, description="tokens per block")
     cross: bool = Field(
-        False, description="compare scores across blocks instead of ranking in each"
+        False,
+        description="compare scores across blocks instead of ranking within each block",
     )
 
 
@@ -50,10 +52,13 @@ class RPCOptions(Options):
     """Options of `rpc`."""
 
     rpc_window: int = Field(
-        32, ge=1, le=1024, description="newest queries, which score the older tokens"
+        32,
+        ge=1,
+        le=1024,
+        description="number of newest queries that score the older tokens",
     )
     rpc_kernel: Odd = Field(
-        7, ge=1, le=255, description="neighbours averaged over, tokens"
+        7, ge=1, le=255, description="width of the average pooling over tokens"
     )
 
 
@@ -61,16 +66,22 @@ class RKVOptions(Options):
     """Options of `rkv`."""
 
     rkv_window: int = Field(
-        8, ge=1, le=1024, description="newest queries, which score the older tokens"
+        8,
+        ge=1,
+        le=1024,
+        description="number of newest queries that score the older tokens",
     )
     rkv_kernel: Odd = Field(
-        7, ge=1, le=255, description="neighbours whose maximum counts, tokens"
+        7, ge=1, le=255, description="width of the max pooling over tokens"
     )
     rkv_lambda: float = Field(
-        0.07, ge=0, le=1, description="weight of attention; the rest is redundancy's"
+        0.07, ge=0, le=1, description="weight of attention; redundancy gets the rest"
     )
     rkv_threshold: float = Field(
-        0.5, ge=0, le=1, description="cosine above which two keys are similar"
+        0.5,
+        ge=0,
+        le=1,
+        description="cosine similarity above which two keys are similar",
     )
 
 
@@ -99,9 +110,7 @@ class QFilterOptions(Options):
 class RandomOptions(Options):
     """Options of `random`."""
 
-    seed: int = Field(
-        0, ge=0, le=2**32 - 1, description="a different seed draws different scores"
-    )
+    seed: int = Field(0, ge=0, le=2**32 - 1, description="random seed of the scores")
 
 
 class EpiKVOptions(Options):
@@ -109,27 +118,39 @@ class EpiKVOptions(Options):
 
     variant: Literal[
         "detrend", "variance", "band", "kv-key", "kv-val", "lag-kv", "segment"
-    ] = Field("detrend", description="what a token is scored by")
+    ] = Field("detrend", description="statistic that scores a token")
     a_first: int = Field(
-        -1, ge=-1, description="first layer that counts for a token, -1: by depth"
+        -1,
+        ge=-1,
+        description="first layer of band a, whose change raises a "
+        "token's score; -1 picks it by depth",
     )
     a_last: int = Field(
-        -1, ge=-1, description="last layer that counts for a token, -1: by depth"
+        -1, ge=-1, description="last layer of band a; -1 picks it by depth"
     )
     b_first: int = Field(
-        -1, ge=-1, description="first layer that counts against a token, -1: by depth"
+        -1,
+        ge=-1,
+        description="first layer of band b, whose change lowers a "
+        "token's score; -1 picks it by depth",
     )
     b_last: int = Field(
-        -1, ge=-1, description="last layer that counts against a token, -1: by depth"
+        -1, ge=-1, description="last layer of band b; -1 picks it by depth"
     )
     a_weight: float = Field(
-        0.0, ge=0, description="weight of layers a to 1 of layers b, 0: the variant's"
+        0.0,
+        ge=0,
+        description="weight of band a relative to band b; 0 takes the "
+        "variant's default",
     )
     stat_window: int = Field(
-        64, ge=2, le=4096, description="tokens in the rolling statistics"
+        64, ge=2, le=4096, description="number of tokens in the rolling statistics"
     )
     epikv_chunk: int = Field(
-        128, ge=2, le=65536, description="tokens per chunk, for lag-kv and segment"
+        128,
+        ge=2,
+        le=65536,
+        description="tokens per chunk for the variants lag-kv and segment",
     )
 
 
@@ -141,7 +162,7 @@ SCORERS = {
     ),
     "tova": WordRow(
         "vllm_kvpolicy.policies.scorers.tova:TovaScorer",
-        "attention of the newest query, mean over all heads",
+        "attention of the newest query, averaged over all heads",
         "TOVA, arXiv 2401.06104",
         window=1,
     ),
@@ -161,30 +182,31 @@ SCORERS = {
     ),
     "expected": WordRow(
         "vllm_kvpolicy.policies.scorers.expected:ExpectedAttentionScorer",
-        "attention expected from future queries, times the value's length",
+        "attention expected from future queries, times the value's norm",
         "Expected Attention, arXiv 2510.00636",
         options=ExpectedOptions,
         window="expected_window",
     ),
     "keydiff": WordRow(
         "vllm_kvpolicy.policies.scorers.keydiff:KeyDiffScorer",
-        "keys least like the mean key",
+        "keys least similar to the mean key",
         "KeyDiff, arXiv 2504.15364",
     ),
     "knorm": WordRow(
         "vllm_kvpolicy.policies.scorers.knorm:KnormScorer",
-        "shortest keys",
+        "keys with the smallest norm",
         "L2 norm, arXiv 2406.11430",
     ),
     "lagkv": WordRow(
         "vllm_kvpolicy.policies.scorers.lagkv:LagKVScorer",
-        "keys and values that spread most, as seen from the next block",
+        "keys and values with the largest spread relative to the next block",
         "LagKV, arXiv 2504.04704",
         options=LagKVOptions,
     ),
     "rpc": WordRow(
         "vllm_kvpolicy.policies.scorers.rpc:RPCScorer",
-        "pooled attention of the newest queries to older tokens, mean over all heads",
+        "pooled attention of the newest queries to older tokens, averaged over all "
+        "heads",
         "Reasoning Path Compression, arXiv 2505.13866",
         options=RPCOptions,
         window="rpc_window",
@@ -206,14 +228,14 @@ SCORERS = {
     ),
     "qfilter": WordRow(
         "vllm_kvpolicy.policies.scorers.qfilter:from_options",
-        "keys along the direction of typical queries",
+        "keys that point in the direction of typical queries",
         "Q-Filters, arXiv 2503.02812",
         options=QFilterOptions,
         startup="vllm_kvpolicy.policies.calibration:QFilterStartup",
     ),
     "epikv": WordRow(
         "vllm_kvpolicy.policies.scorers.epikv:from_options",
-        "steps of the hidden state when the token was computed",
+        "change of the hidden state while the token was computed",
         "EpiKV, arXiv 2606.26472",
         options=EpiKVOptions,
         protect_prompt=True,
@@ -221,8 +243,8 @@ SCORERS = {
     ),
     "random": WordRow(
         "vllm_kvpolicy.policies.scorers.random:RandomScorer",
-        "drawn at random, a control",
-        "control of this project",
+        "random scores; a control",
+        "control, this project",
         options=RandomOptions,
     ),
 }

@@ -15,14 +15,15 @@ class QuestOptions(Options):
     quest_budget: int = Field(
         1024,
         ge=1,
-        description="tokens per KV head that a step reads, local tokens included",
+        description="tokens per KV head that a decoding step reads, including local "
+        "tokens",
     )
 
 
 SELECTIONS = {
     "quest": WordRow(
         "vllm_kvpolicy.policies.selections.quest:Quest",
-        "each generated token reads the pages whose keys may match its query best",
+        "each generated token reads only the pages whose keys may match its query best",
         "Quest, arXiv 2406.10774",
         options=QuestOptions,
         ragged=True,

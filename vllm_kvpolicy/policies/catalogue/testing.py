@@ -10,7 +10,7 @@ class MovementOptions(Options):
     """Options of the test policies."""
 
     ragged: bool = Field(
-        False, description="also exchange pages between all heads and layers"
+        False, description="also swap pages between all heads and layers"
     )
 
 
@@ -18,14 +18,14 @@ TEST_POLICIES = {
     "identity": WordRow(
         "vllm_kvpolicy.policies.testing:MovementPolicy",
         "keeps everything, shuffles tokens at each event",
-        "test policy of this project",
+        "test policy, this project",
         options=MovementOptions,
         placement="shuffled",
     ),
     "holes": WordRow(
         "vllm_kvpolicy.policies.testing:MovementPolicy",
-        "keeps everything, gives back and takes again freed pages",
-        "test policy of this project",
+        "keeps everything, frees pages and takes them again",
+        "test policy, this project",
         options=MovementOptions,
         placement="exchanged",
     ),

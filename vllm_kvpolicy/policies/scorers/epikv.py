@@ -107,7 +107,10 @@ def signals_from_hidden(
     measured = {}
     for signal in signals:
         if signal.kind != "hidden":
-            raise ValueError(f"signals: {signal.kind!r} is not in hidden states")
+            raise ValueError(
+                f"signals: got {signal.kind!r}, expected 'hidden', the "
+                "only kind that hidden states contain"
+            )
         layers = signal.layers(len(hidden))
         chosen = hidden[layers.start : layers.stop]
         step = hidden_change(chosen[:, 1:], chosen[:, :-1]).double().mean(0).float()

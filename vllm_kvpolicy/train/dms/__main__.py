@@ -89,10 +89,10 @@ def write(
     result = {"file": path.name, "target": target, **found.to_dict()}
     _record(output / "figures.json", given.model, retrofit.settings, result)
     print(
-        f"ratio {target:g}: {found.compression_ratio:.2f} reached, kept "
-        f"{found.kept_fraction:.1%}, loss {found.soft_loss:.4g} trained, "
-        f"{found.hard_loss:.4g} served, {found.window_loss:.4g} with the window alone; "
-        f"wrote {path}",
+        f"target ratio {target:g}: reached {found.compression_ratio:.2f}, kept "
+        f"{found.kept_fraction:.1%}; loss {found.soft_loss:.4g} as trained, "
+        f"{found.hard_loss:.4g} as served, {found.window_loss:.4g} with the window "
+        f"alone; wrote {path}",
         flush=True,
     )
 

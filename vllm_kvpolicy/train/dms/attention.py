@@ -90,7 +90,7 @@ class Dropping(Student):
     def alphas(self) -> torch.Tensor:
         """Return decisions [L, B, H, T]: 0 or 1, with the gradient of the soft ones."""
         logits = torch.stack([self.logits[i] for i in sorted(self.logits)])
-        assert self.noise is not None, "decisions of training have noise"
+        assert self.noise is not None, "soft decisions need noise"
         noisy = (logits + self.noise[:, None]) / self.settings.temperature
         soft = noisy.sigmoid()
         return (soft > 0.5).float() - soft.detach() + soft

@@ -69,7 +69,7 @@ def _step(
     for index, row in enumerate(batch):
         loss, distilled, dropped = _losses(retrofit, number, index, row)
         if not loss.isfinite():
-            raise ValueError(f"loss: got {loss.item()}, expected a number")
+            raise ValueError(f"loss: got {loss.item()}, expected a finite number")
         (loss / len(batch)).backward()
         found += torch.stack([distilled, dropped]).detach().cpu() / len(batch)
     parameters = list(retrofit.tensors().values())

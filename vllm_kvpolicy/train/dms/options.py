@@ -30,9 +30,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line; `arguments` are those of the process unless given."""
     parser = argparse.ArgumentParser(
         prog="python -m vllm_kvpolicy.train.dms",
-        description="Train a model to drop tokens (DMS). The defaults are those of "
-        "NVIDIA's recipe for Qwen3-8B with an adapter, the paper's with borrowed "
-        "channels. The same command continues an interrupted run.",
+        description="Train a model to drop tokens (DMS). The defaults are NVIDIA's "
+        "recipe for Qwen3-8B with an adapter, or the paper's with a borrowed "
+        "channel. The same command resumes an interrupted run.",
     )
     add_model(parser)
     add_rows(parser, length=0, validation_rows=64)
@@ -57,14 +57,18 @@ def _check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
         if not 0 < value < math.inf:
             parser.error(f"{name}: got {value}, expected a number above 0")
     if not math.isfinite(given.alpha_offset):
-        parser.error(f"alpha_offset: got {given.alpha_offset}, expected a number")
+        parser.error(
+            f"alpha_offset: got {given.alpha_offset}, expected a finite number"
+        )
     rising = [1.0, *given.targets]
     if any(b <= a or b == math.inf for a, b in zip(rising, rising[1:], strict=False)):
         parser.error(
-            f"targets: got {given.targets}, expected rising numbers, each above 1"
+            f"targets: got {given.targets}, expected increasing numbers above 1"
         )
     if given.flavour == "adapter" and given.fade_steps:
-        parser.error("fade_steps: got a number, expected none with an adapter")
+        parser.error(
+            "fade_steps: only for --flavour borrowed, leave it out with an adapter"
+        )
 
 
 def _add_method(parser: argparse.ArgumentParser) -> None:
@@ -73,9 +77,8 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
         "--flavour",
         choices=tuple(SETTINGS),
         default="adapter",
-        help="adapter: added layers decide, the model is not changed; borrowed: a "
-        "channel of the queries decides, all weights are trained "
-        "(default: adapter)",
+        help="adapter: added layers decide and the model is unchanged; borrowed: a "
+        "query channel decides and all weights are trained (default: adapter)",
     )
 
     def add(name: str, kind: Any, text: str, **more: Any) -> None:
@@ -86,18 +89,18 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
         told = f"{text} (default: {both})"
         parser.add_argument(flag, type=kind, help=told, **more)
 
-    text = "compression ratios to reach one after the other, each with a result"
+    text = "compression ratios to reach in turn; each writes a result"
     add("targets", float, text, nargs="+", metavar="RATIO")
-    add("steps_per_ratio", float, "steps in which the ratio rises by 1")
-    add("hold_steps", int, "steps that the ratio rests at each target")
-    add("fade_steps", int, "steps at the start in which borrowed channels fade")
-    add("window", int, "tokens before each query that it always sees")
-    add("alpha_scale", float, "factor on the number that decides")
-    add("alpha_offset", float, "subtracted from the product")
-    add("temperature", float, "temperature of decisions in training")
-    text = "weight of the loss for dropping too few tokens"
+    add("steps_per_ratio", float, "steps over which the ratio rises by 1")
+    add("hold_steps", int, "steps to hold the ratio at each target")
+    add("fade_steps", int, "steps over which borrowed channels fade out at the start")
+    add("window", int, "preceding tokens that a query always sees")
+    add("alpha_scale", float, "scale of the decision logit")
+    add("alpha_offset", float, "offset subtracted from the scaled logit")
+    add("temperature", float, "temperature of the decisions in training")
+    text = "weight of the loss term for dropping too few tokens"
     add("compression_weight", float, text)
     add("rows_per_step", int, "rows per step")
     add("learning_rate", float, "learning rate of Adam")
-    add("hold_rate", float, "factor on the learning rate while the ratio rests")
-    add("seed", int, "for noise and the order of rows")
+    add("hold_rate", float, "factor on the learning rate while the ratio is held")
+    add("seed", int, "random seed of noise and row order")

@@ -77,8 +77,8 @@ def run_all(base: Base, rows: Rows | ReasonerRows, given: argparse.Namespace) ->
         content = {"model": given.model, "threshold": given.threshold, "runs": results}
         (given.output / "figures.json").write_text(json.dumps(content, indent=2) + "\n")
         print(
-            f"lambda {sparsity_weight:g}: kept {found.kept_fraction:.1%}, loss "
-            f"{found.soft_loss:.4g} trained, {found.hard_loss:.4g} served, "
+            f"lambda {sparsity_weight:g}: kept {found.kept_fraction:.1%}; loss "
+            f"{found.soft_loss:.4g} as trained, {found.hard_loss:.4g} as served, "
             f"{found.window_loss:.4g} with the window alone; wrote {file}"
         )
 

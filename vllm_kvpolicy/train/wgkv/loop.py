@@ -145,7 +145,7 @@ def _step(
         ruled = position_weights(len(row), settings.window, settings.sinks)
         loss = distilled + settings.sparsity_weight * sparsity(gates, ruled)
         if not loss.isfinite():
-            raise ValueError(f"loss: got {loss.item()}, expected a number")
+            raise ValueError(f"loss: got {loss.item()}, expected a finite number")
         (loss / len(batch)).backward()
     optimizer.step()
     return {"loss": f"{loss.item():.4f}", "distillation": f"{distilled.item():.4f}"}

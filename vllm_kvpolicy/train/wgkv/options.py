@@ -19,8 +19,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line; `arguments` are those of the process unless given."""
     parser = argparse.ArgumentParser(
         prog="python -m vllm_kvpolicy.train.wgkv",
-        description="Train write gates (WG-KV) for a model; the defaults are the "
-        "authors'. The same command continues an interrupted run.",
+        description="Train write gates (WG-KV) for a model. The defaults are the "
+        "authors'. The same command resumes an interrupted run.",
     )
     add_model(parser)
     add_rows(parser, length=4096, validation_rows=750)
@@ -29,9 +29,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     given = parser.parse_args(arguments)
     check_integers(parser, given)
     if not 0 <= given.warmup < 1:
-        parser.error(f"warmup: got {given.warmup}, expected 0 to below 1")
+        parser.error(f"warmup: got {given.warmup}, expected a number in [0, 1)")
     if not 0 < given.threshold < 1:
-        parser.error(f"threshold: got {given.threshold}, expected above 0, below 1")
+        parser.error(f"threshold: got {given.threshold}, expected a number in (0, 1)")
     return given
 
 
@@ -43,20 +43,28 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
         type=float,
         nargs="+",
         default=LAMBDAS,
-        help=f"sparsity weights, each gives a file of gates (default: {LAMBDAS})",
+        help=f"sparsity weights; each writes one gate file (default: {LAMBDAS})",
     )
     option(parser, "--window", int, plain.window, "newest tokens that every query sees")
-    option(parser, "--sinks", int, plain.sinks, "first tokens, always kept")
+    option(parser, "--sinks", int, plain.sinks, "first tokens that are always kept")
     option(parser, "--threshold", float, 0.1, "tokens with a gate above this are kept")
     option(parser, "--steps", int, plain.steps, "optimiser steps per sparsity weight")
     option(parser, "--rows-per-step", int, plain.rows_per_step, "rows per step")
-    option(
-        parser, "--learning-rate", float, plain.learning_rate, "highest learning rate"
-    )
+    option(parser, "--learning-rate", float, plain.learning_rate, "peak learning rate")
     option(parser, "--weight-decay", float, plain.weight_decay, "weight decay of AdamW")
-    option(parser, "--warmup", float, plain.warmup, "warm-up, a share of the steps")
     option(
-        parser, "--seed", int, plain.seed, "for initial weights and the order of rows"
+        parser,
+        "--warmup",
+        float,
+        plain.warmup,
+        "fraction of the steps used for warm-up",
+    )
+    option(
+        parser,
+        "--seed",
+        int,
+        plain.seed,
+        "random seed of initial weights and row order",
     )
     parser.add_argument(
         "--expansion",

@@ -68,7 +68,7 @@ class KVPolicyFlashInferBackend(HeadMajorBackendMixin, FlashInferBackend):
     ) -> str | None:
         """Return why vLLM cannot choose this backend, None if it can."""
         if block_size is not None and block_size > MAX_PAGE_TOKENS:
-            return f"--block-size above {MAX_PAGE_TOKENS}, which FlashInfer would cut"
+            return f"--block-size above {MAX_PAGE_TOKENS}, which FlashInfer splits"
         return super().supports_combination(
             head_size, dtype, kv_cache_dtype, block_size, *rest
         )

@@ -119,7 +119,7 @@ class QueryWindows(Capture):
     ) -> None:
         """Save the planned tokens' queries [T, Hq, D] or [T, Hq * D] of one layer."""
         if self._is_planned or self._is_captured:
-            assert len(query) <= len(self.targets), "a step with too many tokens"
+            assert len(query) <= len(self.targets), "more tokens than planned"
             rows = query.view(len(query), *self.rows.shape[2:])
             save_rows(self.rows[layer], rows, self.targets)
 

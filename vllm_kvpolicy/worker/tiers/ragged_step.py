@@ -142,12 +142,12 @@ class FoldedTables:
             found = cls(num_layers, num_heads, num_rows, num_pages, device, is_final)
         except torch.OutOfMemoryError:
             raise ValueError(
-                f"kv_policy: tables of heads of their own lengths take {size:.0f} MiB, "
-                f"of {num_rows} requests with {num_pages} pages each, and the device "
-                "has less; lower --max-num-seqs or --max-model-len"
+                f"kv_policy: per-head page tables of {num_rows} requests with "
+                f"{num_pages} pages each take {size:.0f} MiB, more than the device "
+                "has free; lower --max-num-seqs or --max-model-len"
             ) from None
         if size:
-            logger.info("KV policy: %.0f MiB for tables of heads", size)
+            logger.info("KV policy: %.0f MiB for per-head page tables", size)
         return found
 
     @property
@@ -167,8 +167,8 @@ class FoldedTables:
             return self
         if self.is_final:
             raise RuntimeError(
-                f"{num_rows} requests of {num_pages} pages: expected at most {rows} of "
-                f"{columns}, for which tables stand that graphs read"
+                f"{num_rows} requests of {num_pages} pages: expected at most {rows} "
+                f"of {columns}, the size of the tables that captured graphs read"
             )
         if num_rows > rows:
             rows = max(num_rows + SPARE, 2 * rows)

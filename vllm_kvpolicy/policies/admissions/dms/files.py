@@ -65,8 +65,8 @@ def load(path: str | Path) -> DmsAdapter:
     _check_fields(adapter)
     missing = sorted(adapter.shapes.keys() - adapter.tensors.keys())
     unknown = sorted(adapter.tensors.keys() - adapter.shapes.keys())
-    expect(path, "tensors that are missing", missing, [])
-    expect(path, "tensors that do not belong there", unknown, [])
+    expect(path, "missing tensors", missing, [])
+    expect(path, "unexpected tensors", unknown, [])
     model_files.check_tensors(NAME, path, adapter.tensors, adapter.shapes)
     if per_layer:
         _follow_first_head(adapter)
@@ -83,7 +83,7 @@ def _check_fields(adapter: DmsAdapter) -> None:
             expect(path, name, getattr(adapter, name), "at least 1")
     if adapter.num_layers > len(adapter.tensors):
         expect(
-            path, "num_layers", adapter.num_layers, f"{len(adapter.tensors)} at most"
+            path, "num_layers", adapter.num_layers, f"at most {len(adapter.tensors)}"
         )
     if adapter.shift not in (0, 1):
         expect(path, "shift", adapter.shift, "0 or 1")
@@ -102,7 +102,9 @@ def _load_folder(folder: Path) -> tuple[DmsAdapter, bool]:
         _refuse(folder, "a config.json without dms_ keys")
     # Keys that are not there mean what they do to the class that wrote the others.
     if not config.get("dms_separate_alpha", False):
-        _refuse(folder, "a model that decides in a channel of its queries")
+        _refuse(
+            folder, "a model whose decision is a query channel, which needs no adapter"
+        )
     expect(folder, "dms_disable_eviction", config.get("dms_disable_eviction", 0), 0)
     per = config.get("dms_alpha_per", "head")
     if per not in ("head", "layer"):
@@ -163,7 +165,7 @@ def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
         _refuse(folder, "no such tensor in a .safetensors file")
     biases = [name for name in tensors if name.endswith("dms_proj_alpha.bias")]
     if biases:
-        expect(folder, "biases, which are not known of any released model", biases, [])
+        expect(folder, "biases, which no released model has", biases, [])
     for name, tensor in tensors.items():
         floating = tensor.is_floating_point()
         expect(folder, f"{name} is floating point", floating, True)

@@ -187,14 +187,14 @@ def rule_for(
     if adapter is not None:
         if rule is not None and rule.is_borrowed:
             raise ValueError(
-                f"dms_adapter: {model_config.model} decides in a channel of its "
-                "queries; leave the adapter out"
+                f"dms_adapter: {model_config.model} already decides in a channel of "
+                "its queries; leave the adapter out"
             )
         rule = rule_of_adapter(adapter)
     if rule is None:
         raise ValueError(
-            f"dms: {model_config.model} has no dms_* keys in its config.json, and no "
-            f"{METADATA_FILE} of it is on this machine, so it does not decide; give an "
-            "adapter in dms_adapter, made by `python -m vllm_kvpolicy.train.dms`"
+            f"dms: {model_config.model} has no dms_* keys in config.json and no "
+            f"{METADATA_FILE} on this machine, so it makes no decisions of its own; "
+            "set dms_adapter to an adapter from `python -m vllm_kvpolicy.train.dms`"
         )
     return rule.with_options(options)

@@ -39,8 +39,9 @@ class DMSStartup(Startup):
             )
         if kept.recent_tokens != rule.window:
             raise ValueError(
-                f"dms: decided for a window of {rule.window} tokens, got --kv-recent "
-                f"{kept.recent_tokens}; set --kv-recent {rule.window}"
+                "dms: the model or adapter was trained with a window of "
+                f"{rule.window} tokens, got --kv-recent {kept.recent_tokens}; set "
+                f"--kv-recent {rule.window}"
             )
 
     def refuse_plain(self, model_config: Any) -> None:
@@ -52,12 +53,12 @@ class DMSStartup(Startup):
         advice = (
             f"add --kv-policy dms --kv-recent {rule.window}"
             if kind in FLAVOURS
-            else f"--kv-policy dms knows {', '.join(FLAVOURS)}, this is {kind}"
+            else f"--kv-policy dms supports {', '.join(FLAVOURS)}, not {kind}"
         )
         raise ValueError(
-            f"{model_config.model} was trained with DMS: a channel of its queries says "
-            "which tokens leave the KV cache, and is no part of attention. Served as a "
-            f"plain model it would give wrong answers without an error; {advice}"
+            f"{model_config.model} was trained with DMS: one channel of its queries "
+            "marks the tokens to drop and is not part of attention. Without DMS the "
+            f"model would silently give wrong answers; {advice}"
         )
 
     def missing_architecture(self, model: str) -> str | None:

@@ -74,11 +74,16 @@ def load(path: str | Path) -> Pattern:
         raise ValueError(f"{NAME} {path}: got {error!r}, expected {VALID}") from None
     for name, size in sizes.items():
         if type(size) is not int or size < 0:
-            expect(path, f"{name}_size", size, "an integer of at least 0")
+            expect(path, f"{name}_size", size, "an integer >= 0")
     if not rows or len({len(row) for row in rows}) != 1:
-        expect(path, "numbers per layer", [len(row) for row in rows], "equal ones")
+        expect(
+            path,
+            "numbers per layer",
+            [len(row) for row in rows],
+            "the same number in each layer",
+        )
     use = torch.tensor(rows, dtype=torch.float64)
     if not bool(((use >= 0) & (use <= 1)).all()):
         ends = [use.min().item(), use.max().item()]  # sync-ok: reads a file
-        expect(path, "smallest and largest number", ends, "within 0 and 1")
+        expect(path, "smallest and largest value", ends, "values from 0 to 1")
     return Pattern(use, sizes["sink"], sizes["recent"], path)

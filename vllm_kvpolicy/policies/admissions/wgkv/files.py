@@ -66,18 +66,18 @@ def load(path: str | Path) -> Gates:
         _load_released(path) if Path(path).suffix.lower() == ".pt" else _load_ours(path)
     )
     if gates.num_layers > len(gates.tensors):
-        expect(path, "num_layers", gates.num_layers, f"{len(gates.tensors)} at most")
+        expect(path, "num_layers", gates.num_layers, f"at most {len(gates.tensors)}")
     missing = sorted(gates.shapes.keys() - gates.tensors.keys())
     unknown = sorted(gates.tensors.keys() - gates.shapes.keys())
-    expect(path, "tensors that are missing", missing, [])
-    expect(path, "tensors that do not belong there", unknown, [])
+    expect(path, "missing tensors", missing, [])
+    expect(path, "unexpected tensors", unknown, [])
     model_files.check_tensors(NAME, path, gates.tensors, gates.shapes)
     return gates
 
 
 def _load_ours(path: str | Path) -> Gates:
     """Read a file that `save` wrote; does not check its tensors."""
-    valid = "a safetensors file, or a .pt file that the authors released"
+    valid = "a safetensors file, or a .pt file released by the authors"
     values, tensors = model_files.load(NAME, path, FORMAT, _HEADER, valid)
     gates = Gates(**values, tensors=tensors, path=path)
     if gates.flavour not in FLAVOURS:
@@ -134,16 +134,17 @@ def _read_pickle(path: str | Path) -> dict[str, torch.Tensor]:
 
     The unpickler makes tensors, numbers and plain containers only.
     """
-    expected = "a file that torch.save made of a dict of tensors"
+    expected = "a dict of tensors written by torch.save"
     if not Path(path).is_file() or not zipfile.is_zipfile(path):
-        kind = "another file" if Path(path).is_file() else "no file"
+        kind = "a different kind of file" if Path(path).is_file() else "no file"
         raise ValueError(f"{NAME} {path}: got {kind}, expected {expected}")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception:  # torch has no one error for what a broken file causes
         # Its own words advise to load such a file in a way that runs what is in it.
         raise ValueError(
-            f"{NAME} {path}: got other content, expected {expected}"
+            f"{NAME} {path}: got content that cannot be read safely, expected "
+            f"{expected}"
         ) from None
     if not isinstance(content, dict) or not content:
         expect(path, "content", type(content).__name__, expected)

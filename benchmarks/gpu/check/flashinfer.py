@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-import gpu_engines
-from attention_oracles import missing
+from benchmarks.gpu.check import engines
+from support.attention.oracles import missing
 
 
 def check_engines(checks: Any) -> None:
@@ -13,10 +13,10 @@ def check_engines(checks: Any) -> None:
         with checks.case("engines") as notes:
             notes.append(f"NOT RUN: {reason}")
         return
-    where = gpu_engines.on_gpu("FLASHINFER")
-    equal = [name for name in where.policies if not gpu_engines.is_ragged(name)]
+    where = engines.on_gpu("FLASHINFER")
+    equal = [name for name in where.policies if not engines.is_ragged(name)]
     where = replace(where, policies=equal)
-    stock = gpu_engines.check_stock(checks, where)
-    gpu_engines.check_movers(checks, where, stock, ("identity", "holes"))
-    gpu_engines.check_infinite(checks, where, stock)
-    gpu_engines.check_policies(checks, where)
+    stock = engines.check_stock(checks, where)
+    engines.check_movers(checks, where, stock, ("identity", "holes"))
+    engines.check_infinite(checks, where, stock)
+    engines.check_policies(checks, where)

@@ -12,12 +12,12 @@ from random import Random
 from typing import Any
 
 import torch
-from attention_scene import POISON, Request, Shape
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from support.attention.scene import POISON, Request, Shape
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.protocol import StepCommands
 from vllm_kvpolicy.worker.setup import prepare

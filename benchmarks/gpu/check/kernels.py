@@ -51,7 +51,7 @@ def check_twins(
     """Check implementations of every operation, those that it has.
 
     Args:
-        checks: a gpu_check.Checks.
+        checks: a runner.Checks.
         twins: some of dispatch.IMPLEMENTATIONS.
         device: where they run.
         small: sizes by name, for the reference on the CPU.

@@ -8,10 +8,10 @@ from random import Random
 from typing import Any
 
 import torch
-from attention_oracles import FLOOR, LONGEST, Verdict, gpu_config, plain
-from attention_scene import requests
-from folded_scene import FoldedScene
 
+from support.attention.folded_scene import FoldedScene
+from support.attention.oracles import FLOOR, LONGEST, Verdict, gpu_config, plain
+from support.attention.scene import requests
 from vllm_kvpolicy import compat
 
 BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")  # guards refuse the others

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gpu_compare import Agreement, assert_alike, assert_same, compare
-from gpu_where import (
+from benchmarks.gpu.check.compare import Agreement, assert_alike, assert_same, compare
+from benchmarks.gpu.check.where import (
     GPU,
     QUICK,
     Graphs,
@@ -19,7 +19,6 @@ from gpu_where import (
     assert_given_back,
     storm,
 )
-
 from benchmarks.gpu.models import drawn_weights, write_model
 from reasoner.problems import FAMILIES, generate
 from reasoner.tokenizer import chat_prompt, encode
@@ -28,7 +27,7 @@ from support.made_gates import make_gates
 from vllm_kvpolicy.policies.admissions.wgkv import files as wgkv_files
 from vllm_kvpolicy.policies.catalogue.names import names, parse
 
-REASONER = Path(__file__).resolve().parents[2] / "reasoner" / "checkpoint"
+REASONER = Path(__file__).resolve().parents[3] / "reasoner" / "checkpoint"
 MOVER = {
     "budget": 128,
     "interval": 40,
@@ -252,7 +251,7 @@ def check_policies(checks: Any, where: Where, folder: Path | None = None) -> Non
     """Real policies run side by side, give blocks back, and survive preemptions.
 
     Args:
-        checks: a gpu_check.Checks.
+        checks: a runner.Checks.
         where: what engines run on.
         folder: for files that the policies read.
     """

@@ -17,9 +17,9 @@ from random import Random
 from typing import Any
 
 import torch
-from attention_scene import Scene, Shape, requests
 
 from benchmarks.gpu.models import write_model
+from support.attention.scene import Scene, Shape, requests
 from vllm_kvpolicy import compat
 
 FLOOR = 2e-5  # what the order of float32 sums may change at these lengths

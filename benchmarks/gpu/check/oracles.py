@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gpu_engines import is_ragged, served_names
-from gpu_where import GPU, QUICK, Graphs, Where, assert_given_back
 
+from benchmarks.gpu.check.engines import is_ragged, served_names
+from benchmarks.gpu.check.where import GPU, QUICK, Graphs, Where, assert_given_back
 from support.calibration_files import options_for
 from support.engine.helpers import Engine, Job, Result, make_prompt
 from support.engine.oracle_plumbing import check_plumbing
@@ -52,7 +52,7 @@ class Oracles:
     Args:
         policies: names, one request each.
         settings: further arguments of `helpers.Engine`.
-        has_graphs: see `gpu_engines.Where`.
+        has_graphs: see `where.Where`.
         num_blocks: of the pool; too few for all requests at once.
     """
 

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from gpu_engines import OPTIONS, on_gpu, served_names
-from gpu_where import Where, settle
 
+from benchmarks.gpu.check.engines import OPTIONS, on_gpu, served_names
+from benchmarks.gpu.check.where import Where, settle
 from support.engine.helpers import Engine, make_prompt
 
 POLICY = {"budget": 128, "interval": 64, "events_per_step": 64}
@@ -40,7 +40,7 @@ def check_syncs(
     """Check that policies add no synchronising call to the steps of decoding.
 
     Args:
-        checks: a gpu_check.Checks.
+        checks: a runner.Checks.
         where: what engines run on, and policies of heads of equal length.
         ragged: policies of heads of their own lengths.
         set_mode: torch.cuda.set_sync_debug_mode, or what stands in for it.

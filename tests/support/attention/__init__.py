@@ -1,0 +1,1 @@
+"""Attention layers over compacted tables, and other implementations to compare with."""
