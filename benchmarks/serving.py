@@ -106,7 +106,7 @@ def run(scenario: AnyScenario, model: Path, log_folder: Path) -> dict[str, Any]:
         "verified": passed,
         "servers": {
             name: {
-                "arguments": words,
+                "arguments": [*map(provenance.redacted, words)],
                 "blocks": int(caches[name]["num_gpu_blocks"]),
                 "block_size": int(caches[name]["block_size"]),
                 "median": summaries[name],
