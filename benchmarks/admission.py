@@ -22,8 +22,10 @@ from benchmarks import provenance
 from benchmarks.accuracy.client import Asked, Client
 from benchmarks.accuracy.questions import questions_of
 from benchmarks.load import LoadError, sampled
+from benchmarks.printing import log, table
+from benchmarks.rounds import RUNNING
 from benchmarks.server import EngineSettings, Server, running
-from benchmarks.serving import PACKAGED_MODEL, RUNNING, log, table
+from benchmarks.serving import PACKAGED_MODEL
 from benchmarks.stats import median_ratio
 from benchmarks.workload import NULL_BLOCKS, block_bytes
 from vllm_kvpolicy.compat import COUNTING_CLASSES

@@ -10,6 +10,10 @@ from typing import Any, TypeVar
 import aiohttp
 
 Result = TypeVar("Result")
+Sample = Callable[[], dict[str, float]]
+"""Reads a server's metrics."""
+Played = tuple[list["Completion"], list[dict[str, float]]]
+"""Completions, and samples of the metrics while they ran."""
 
 SAMPLE_SECONDS = 0.5
 LINE_BYTES = 2**20
@@ -30,12 +34,14 @@ class Completion:
         token_ids: its output.
         arrivals: time at which each token arrived; tokens of one chunk share theirs.
         finish_reason: `length` for a forced output.
+        turn: its place in its conversation, from 1.
     """
 
     started: float
     token_ids: list[int] = field(default_factory=list)
     arrivals: list[float] = field(default_factory=list)
     finish_reason: str | None = None
+    turn: int = 1
 
 
 def parse_event(line: bytes) -> dict[str, Any] | None:
@@ -114,26 +120,76 @@ async def run_together(
     url: str,
     prompts: Sequence[Sequence[int]],
     output_tokens: int,
-    sample: Callable[[], dict[str, float]],
-) -> tuple[list[Completion], list[dict[str, float]]]:
-    """Send all requests at once and wait for the last token.
+    sample: Sample,
+    at_once: int | None = None,
+    extra: dict[str, Any] | None = None,
+) -> Played:
+    """Send requests, all or some at once, and wait for the last token.
 
     Args:
         url: root of the server.
         prompts: token ids of each request.
         output_tokens: forced length of each output.
         sample: reads the server's metrics; called in a thread every SAMPLE_SECONDS.
+        at_once: most requests in flight, in the order of the prompts; None for all.
+        extra: `vllm_xargs` of the requests.
 
     Returns:
         Completions in the order of the prompts, and the samples.
     """
+    places = asyncio.Semaphore(at_once or len(prompts))
+
+    async def send(prompt: Sequence[int]) -> Completion:
+        async with places:
+            return await complete(session, prompt, output_tokens, extra)
+
     async with open_session(url) as session:
-        requests = (complete(session, prompt, output_tokens) for prompt in prompts)
-        return await sampled(asyncio.gather(*requests), sample)
+        return await sampled(asyncio.gather(*map(send, prompts)), sample)
+
+
+async def run_conversations(
+    url: str,
+    conversations: Sequence[Sequence[Sequence[int]]],
+    output_tokens: int,
+    thinking_tokens: int,
+    sample: Sample,
+    extra: dict[str, Any] | None = None,
+) -> Played:
+    """Hold conversations at once; each sends its next turn when the last is answered.
+
+    A prompt is everything before it, without the thinking, and a new message.
+
+    Args:
+        url: root of the server.
+        conversations: of each, the token ids of its user's messages.
+        output_tokens: forced length of each answer.
+        thinking_tokens: leading tokens of an answer that later prompts leave out.
+        sample: see `run_together`.
+        extra: `vllm_xargs` of the requests.
+
+    Returns:
+        Completions, conversation by conversation, and the samples.
+    """
+
+    async def hold(messages: Sequence[Sequence[int]]) -> list[Completion]:
+        prompt: list[int] = []
+        found = []
+        for turn, message in enumerate(messages, 1):
+            prompt += message
+            completion = await complete(session, prompt, output_tokens, extra)
+            completion.turn = turn
+            prompt += completion.token_ids[thinking_tokens:]
+            found.append(completion)
+        return found
+
+    async with open_session(url) as session:
+        work = asyncio.gather(*map(hold, conversations))
+        held, samples = await sampled(work, sample)
+    return [completion for found in held for completion in found], samples
 
 
 async def sampled(
-    work: Awaitable[Result], sample: Callable[[], dict[str, float]]
+    work: Awaitable[Result], sample: Sample
 ) -> tuple[Result, list[dict[str, float]]]:
     """Wait for `work` and sample a server's metrics until it ends; see `run_together`.
 
@@ -180,9 +236,7 @@ def open_session(url: str) -> aiohttp.ClientSession:
     )
 
 
-async def _keep_sampling(
-    sample: Callable[[], dict[str, float]], samples: list[dict[str, float]]
-) -> None:
+async def _keep_sampling(sample: Sample, samples: list[dict[str, float]]) -> None:
     while True:
         await asyncio.sleep(SAMPLE_SECONDS)
         samples.append(await asyncio.to_thread(sample))

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
+from benchmarks.columns import RATIO_COLUMNS, TABLE_COLUMNS
 from benchmarks.server import EngineSettings
 from benchmarks.workload import (
     NULL_BLOCKS,
@@ -18,6 +20,7 @@ DEFAULT = "default"
 AMPLE = "ample"
 """Names of the servers without a policy: stock at the policies' block size without
 prefix caching; vLLM's defaults; stock with room for everything, for verification."""
+NO_PREFIX_CACHING = "--no-enable-prefix-caching"
 AMPLE_SHARE = 2.0
 SHORTEST_PROMPT_TOKENS, LONGEST_PROMPT_TOKENS = 40, 300
 
@@ -45,6 +48,9 @@ class Scenario:
         baselines: servers that all policies are compared with.
     """
 
+    columns: ClassVar = TABLE_COLUMNS
+    ratio_columns: ClassVar = RATIO_COLUMNS
+
     name: str
     policies: tuple[str, ...]
     pairs: int
@@ -64,6 +70,16 @@ class Scenario:
     def is_pressed(self) -> bool:
         """Whether the pool is too small for all requests at full length."""
         return self.pool_share < 1
+
+    @property
+    def comparisons(self) -> list[tuple[str, str]]:
+        """Policy and baseline of each ratio."""
+        return [
+            (policy, baseline)
+            for policy in self.policies
+            for baseline in self.baselines
+            if policy != baseline
+        ]
 
     def workload(self, model: Path) -> Workload:
         """Return the requests.
@@ -119,18 +135,24 @@ class Scenario:
         for policy in self.policies:
             words = ["--kv-policy", policy, "--kv-budget", str(budget)]
             words += ["--kv-interval", str(self.interval)]
-            servers[policy] = [*common, *ours, *words]
-        servers[STOCK] = [*common, *same_blocks, "--no-enable-prefix-caching"]
+            servers[policy] = [*common, *ours, *words, NO_PREFIX_CACHING]
+        servers[STOCK] = [*common, *same_blocks, NO_PREFIX_CACHING]
         if DEFAULT in self.baselines:
             # As many bytes, cut into blocks of vLLM's own choice.
             servers[DEFAULT] = common
         return servers
 
+    def checked_servers(self, model: Path, workload: Workload) -> dict[str, list[str]]:
+        """Return servers of the verification alone: stock with room for everything."""
+        if not self.is_pressed:
+            return {}
+        return {AMPLE: self.ample_server(model, workload)}
+
     def ample_server(self, model: Path, workload: Workload) -> list[str]:
         """Return the arguments of stock with room for everything."""
         blocks = self.pool(workload, AMPLE_SHARE)
         common = self._settings(model, blocks).arguments()
-        return [*common, *self._block_arguments(blocks), "--no-enable-prefix-caching"]
+        return [*common, *self._block_arguments(blocks), NO_PREFIX_CACHING]
 
     def _settings(self, model: Path, blocks: int) -> EngineSettings:
         return EngineSettings(

@@ -40,6 +40,7 @@ class EngineSettings:
         max_num_seqs: most requests in one engine step.
         kv_cache_bytes: memory for the KV cache.
         seed: vLLM's seed.
+        dtype: of weights, keys and values.
     """
 
     model: str
@@ -47,13 +48,14 @@ class EngineSettings:
     max_num_seqs: int
     kv_cache_bytes: int
     seed: int = 0
+    dtype: str = "float32"
 
     def arguments(self) -> list[str]:
         """Return the arguments of `vllm serve`, the model first."""
         return [
             self.model,
             *("--served-model-name", "model"),
-            *("--dtype", "float32"),
+            *("--dtype", self.dtype),
             "--enforce-eager",
             *("--max-model-len", str(self.max_model_len)),
             *("--max-num-seqs", str(self.max_num_seqs)),

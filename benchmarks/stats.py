@@ -58,6 +58,30 @@ def latencies(completions: Sequence[Completion]) -> dict[str, float]:
     }
 
 
+def first_token_latencies(
+    completions: Sequence[Completion],
+) -> dict[str, float | None]:
+    """Return times to the first token, of first and of later turns apart.
+
+    Args:
+        completions: non-empty.
+
+    Returns:
+        `ttft_p99_ms`: of all; `ttft_first_ms`, `ttft_first_p99_ms`: median and 99th
+        percentile of first turns; `ttft_later_ms`, `ttft_later_p99_ms`: of the others,
+        None if there are none.
+    """
+    waits = [(c.turn > 1, c.arrivals[0] - c.started) for c in completions]
+    row: dict[str, float | None] = {
+        "ttft_p99_ms": MILLISECONDS * percentile([wait for _, wait in waits], 99)
+    }
+    for name, wanted in (("first", False), ("later", True)):
+        some = [wait for is_later, wait in waits if is_later == wanted]
+        for column, percent in ((f"ttft_{name}_ms", 50), (f"ttft_{name}_p99_ms", 99)):
+            row[column] = MILLISECONDS * percentile(some, percent) if some else None
+    return row
+
+
 def percentile(values: Sequence[float] | np.ndarray, percent: float) -> float:
     """Return a percentile, interpolated linearly between neighbours."""
     return float(np.percentile(values, percent))

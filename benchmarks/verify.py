@@ -3,9 +3,12 @@
 import asyncio
 from collections.abc import Mapping
 
+from benchmarks.caching_scenarios import CachingScenario, named
+from benchmarks.columns import COUNTERS
 from benchmarks.load import run_one_by_one
 from benchmarks.scenarios import AMPLE, STOCK, Scenario
 from benchmarks.server import Server
+from benchmarks.shared_prompts import Conversations, SharedPrefixes
 from benchmarks.workload import Workload
 
 CHECKED_PROMPTS = 2
@@ -64,6 +67,51 @@ def verify(
         label = f"{policy} without its policy"
         found[label] = outputs(policy, NO_POLICY)
         passed.append(_same(found, STOCK, label))
+    return passed
+
+
+def verify_caching(
+    scenario: CachingScenario,
+    workload: SharedPrefixes | Conversations,
+    servers: Mapping[str, Server],
+) -> list[str]:
+    """Check the servers of a scenario in which prompts begin alike; see `verify`.
+
+    Stock must find tokens in its prefix cache, and policies must have events. In
+    float32, servers without a policy and requests without one give the same tokens,
+    whether a cache had their beginning or not. In other types a last bit decides.
+    """
+    few = workload.few()
+
+    def outputs(name: str, extra: dict[str, str] | None = None) -> Outputs:
+        server = servers[name]
+        work = few.play(server.url, VERIFICATION_ROUND, server.metrics, extra)
+        return [completion.token_ids for completion in asyncio.run(work)[0]]
+
+    passed = []
+    found = {}
+    with_policy = [
+        named(p, share) for p in scenario.policies for share in scenario.shares
+    ]
+    cached = [named(STOCK, share) for share in scenario.shares]
+    for name, server in servers.items():
+        before = server.metrics()
+        found[name] = outputs(name)
+        after = server.metrics()
+        hits = _grown(COUNTERS["hit_tokens"], before, after)
+        asked = _grown(COUNTERS["queried_tokens"], before, after)
+        sentence = f"{name}: {hits:.0f} of {asked:.0f} prompt tokens found in the cache"
+        passed.append(_expect(hits > 0 or name not in cached, sentence))
+        if name in with_policy:
+            events = _grown(COUNTERS["events"], before, after)
+            returned = _grown(COUNTERS["blocks_returned"], before, after)
+            counts = f"{name}: {events:.0f} events, {returned:.0f} blocks returned"
+            passed.append(_expect(min(events, returned) > 0, counts))
+    if scenario.dtype == "float32":
+        for name in with_policy:
+            found[f"{name} without its policy"] = outputs(name, NO_POLICY)
+        others = [name for name in found if name not in (*with_policy, cached[0])]
+        passed += [_same(found, cached[0], name) for name in others]
     return passed
 
 

@@ -5,10 +5,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
-FLOAT32_BYTES = 4
+from benchmarks.load import Played, Sample, run_together
+
+VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 NULL_BLOCKS = 1
 """Blocks of a pool that vLLM keeps for itself."""
 
@@ -33,6 +36,11 @@ class Workload:
         """Return the prompts of a round, as token ids."""
         rng = random.Random(f"{self.seed}/prompts/{round_number}")
         return [rng.choices(self.token_ids, k=tokens) for tokens in self.prompt_tokens]
+
+    async def play(self, url: str, round_number: int, sample: Sample) -> Played:
+        """Send the requests of a round at once; see load.run_together."""
+        prompts = self.prompts(round_number)
+        return await run_together(url, prompts, self.output_tokens, sample)
 
 
 def draw_lengths(requests: int, shortest: int, longest: int, seed: int) -> list[int]:
@@ -75,19 +83,25 @@ def pool_blocks(
     return int(needed * share) + NULL_BLOCKS
 
 
-def block_bytes(model: Path, block_size: int) -> int:
-    """Return the bytes of one float32 block over all layers and KV heads.
+def model_config(model: Path) -> dict[str, Any]:
+    """Return what the `config.json` of a model's folder holds."""
+    return json.loads((model / "config.json").read_text())
+
+
+def block_bytes(model: Path, block_size: int, dtype: str = "float32") -> int:
+    """Return the bytes of one block over all layers and KV heads.
 
     Args:
         model: folder with a `config.json` of the Llama or Qwen3 kind.
         block_size: tokens per block.
+        dtype: of keys and values, one of VALUE_BYTES.
     """
-    config = json.loads((model / "config.json").read_text())
+    config = model_config(model)
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     kv_heads = config.get("num_key_value_heads") or heads
     values = 2 * config["num_hidden_layers"] * kv_heads * head_dim * block_size
-    return values * FLOAT32_BYTES
+    return values * VALUE_BYTES[dtype]
 
 
 def ordinary_token_ids(model: Path) -> tuple[int, ...]:

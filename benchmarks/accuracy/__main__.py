@@ -30,7 +30,8 @@ from benchmarks.accuracy.client import Asked, Client
 from benchmarks.accuracy.questions import check_task
 from benchmarks.accuracy.servers import Setup, count_events, serving, split
 from benchmarks.load import LoadError
-from benchmarks.serving import PACKAGED_MODEL, log
+from benchmarks.printing import log
+from benchmarks.serving import PACKAGED_MODEL
 from vllm_kvpolicy.policies.catalogue.names import parse, parts
 
 DEFAULT_TASKS = ["recall:60", "copy:40", "hot:40", "sub:30"]

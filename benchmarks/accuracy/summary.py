@@ -8,7 +8,7 @@ from benchmarks.accuracy import measured
 from benchmarks.accuracy.cost import cost_of
 from benchmarks.accuracy.results import Line
 from benchmarks.accuracy.servers import FULL, split
-from benchmarks.serving import table
+from benchmarks.printing import table
 from benchmarks.stats import mcnemar
 from reasoner.intervals import wilson
 

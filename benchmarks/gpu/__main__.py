@@ -33,7 +33,7 @@ from benchmarks.gpu import (  # noqa: E402
 from benchmarks.gpu.models import SHAPES  # noqa: E402
 from benchmarks.gpu.plan import TINY, Options, Part  # noqa: E402
 from benchmarks.gpu.record import ROOT, Record  # noqa: E402
-from benchmarks.serving import table  # noqa: E402
+from benchmarks.printing import table  # noqa: E402
 
 PARTS: dict[str, Part] = {
     **serving_parts.PARTS,

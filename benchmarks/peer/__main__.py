@@ -27,7 +27,7 @@ from benchmarks.peer import asking, environment, facts, ours, process, record
 from benchmarks.peer.catalogue import FULL, PRESSES, SORTED, rows_of
 from benchmarks.peer.process import PeerError, Worker
 from benchmarks.peer.prompts import Prompts
-from benchmarks.serving import log
+from benchmarks.printing import log
 
 GRID = provenance.ROOT / "benchmarks" / "grids" / "standard.yaml"
 DEFAULTS = ["--grid", str(GRID), "--n", "6", "--budgets", "192", "--variants", "{}"]

@@ -14,7 +14,7 @@ from benchmarks.accuracy.questions import Question
 from benchmarks.accuracy.results import Line
 from benchmarks.accuracy.scoring import Equal
 from benchmarks.accuracy.servers import Setup, count_events, serving
-from benchmarks.serving import log
+from benchmarks.printing import log
 
 Files = Mapping[int, Path]
 """Concurrency -> output file."""

@@ -114,6 +114,7 @@ def test_setups(tiny_model):
     stock = Setup((FULL,), None, None).arguments(args)
     counting = ["--scheduler-cls", COUNTING_CLASSES[False]]
     assert stock[-4:] == [*counting, "--dtype", "bfloat16"]
+    assert "--no-enable-prefix-caching" in stock
     ours = Setup(("tova", "expected"), 128, 64).arguments(args)
     config = {"expected_window": 48, "allow": ["expected"]}
     assert ours == [

@@ -58,6 +58,7 @@ def test_servers_differ_in_the_policy_alone(tiny_model):
     assert ours[: len(common)] == common
     for word in ("--num-gpu-blocks-override", "--block-size", "--max-num-seqs"):
         assert word in common
+    assert "--no-enable-prefix-caching" in common
     assert ours[len(common) :] == [
         *("--kv-policy", "wgkv", "--kv-recent", "32", "--kv-interval", "64"),
         *("--kv-policy-config", json.dumps({"wgkv_gates": "g.safetensors"})),

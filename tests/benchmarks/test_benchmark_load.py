@@ -6,7 +6,13 @@ import time
 import pytest
 
 from benchmarks import load
-from benchmarks.load import LoadError, parse_event, run_one_by_one, run_together
+from benchmarks.load import (
+    LoadError,
+    parse_event,
+    run_conversations,
+    run_one_by_one,
+    run_together,
+)
 from support.servers.fake_server import MAX_TOKENS, FakeServer, serve
 
 
@@ -53,6 +59,49 @@ def test_per_request_arguments_are_sent():
         found = asyncio.run(run_one_by_one(url, [[1], [2]], 2, {"kv_policy": "none"}))
     assert found == [[7, 8], [7, 8]]
     assert all(body["vllm_xargs"] == {"kv_policy": "none"} for body in fake.bodies)
+
+
+@pytest.mark.parametrize("at_once, most", [(None, 6), (2, 2), (1, 1)])
+def test_so_many_are_in_flight(at_once, most):
+    fake = FakeServer()
+    prompts = [[number] for number in range(6)]
+    with serve(fake) as url:
+        completions, _ = asyncio.run(run_together(url, prompts, 40, dict, at_once))
+    assert len(completions) == 6 and fake.most_at_once <= most
+    # A request that waits for its place has not been sent yet.
+    starts = [completion.started for completion in completions]
+    ends = sorted(completion.arrivals[-1] for completion in completions)
+    assert starts == sorted(starts)
+    assert starts[most - 1] < ends[0]
+    assert all(starts[n] > ends[n - most] for n in range(most, 6))
+
+
+def test_a_conversation_goes_on_without_its_thinking():
+    fake = FakeServer()
+    messages = [[1, 2, 3], [4], [5, 6]]
+    with serve(fake) as url:
+        found, _ = asyncio.run(
+            run_conversations(url, [messages], 5, 3, dict, {"kv_policy": "none"})
+        )
+    first, second, third = (body["prompt"] for body in fake.bodies)
+    assert first == [1, 2, 3]
+    # Answers are 7 to 11, of which 7 to 9 is the thinking.
+    assert second == [1, 2, 3, 10, 11, 4]
+    assert third == [1, 2, 3, 10, 11, 4, 10, 11, 5, 6]
+    assert [completion.turn for completion in found] == [1, 2, 3]
+    assert all(completion.token_ids == [7, 8, 9, 10, 11] for completion in found)
+    assert all(body["vllm_xargs"] == {"kv_policy": "none"} for body in fake.bodies)
+
+
+def test_conversations_are_held_at_once():
+    fake = FakeServer()
+    conversations = [[[number], [0]] for number in range(3)]
+    with serve(fake) as url:
+        found, _ = asyncio.run(run_conversations(url, conversations, 40, 0, dict))
+    assert max(one.started for one in found[::2]) < found[0].arrivals[-1]
+    assert [completion.turn for completion in found] == [1, 2] * 3
+    later = [body["prompt"] for body in fake.bodies if len(body["prompt"]) > 1]
+    assert sorted(prompt[0] for prompt in later) == [0, 1, 2]
 
 
 def test_a_short_output_is_an_error():

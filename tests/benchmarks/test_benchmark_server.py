@@ -55,6 +55,8 @@ def test_settings_are_explicit():
     }.items():
         assert words[words.index(flag) + 1] == value
     assert "--enforce-eager" in words
+    words = EngineSettings("folder", 2048, 16, 1000, dtype="bfloat16").arguments()
+    assert words[words.index("--dtype") + 1] == "bfloat16"
 
 
 def put_vllm(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import provenance, serving
+from benchmarks import columns, printing, provenance, rounds, serving
 from benchmarks.load import Completion
-from benchmarks.scenarios import DEFAULT, SCENARIOS, STOCK
+from benchmarks.scenarios import SCENARIOS
 from benchmarks.server import Server
 from benchmarks.verify import VerificationError, verify
 from benchmarks.workload import Workload
@@ -39,7 +39,7 @@ def test_servers_take_turns_after_a_warm_up(capsys):
     with ExitStack() as stack:
         fakes = {name: FakeServer() for name in ("ams-tova", "stock", "default")}
         servers = start(stack, fakes)
-        rows = serving.compare(servers, WORKLOAD, pairs=4)
+        rows = rounds.compare(servers, WORKLOAD, pairs=4)
     lines = capsys.readouterr().err.splitlines()
     order = [line.split(": ")[1].split()[0] for line in lines]
     a, b, c = fakes
@@ -67,7 +67,7 @@ def test_figures_are_growth_in_the_round():
         {"vllm:num_requests_running": 8.0, "kvpolicy_keep_ratio": 0.2},
         {"vllm:num_requests_running": 0.0, "kvpolicy_keep_ratio": 0.1},
     ]
-    row = serving.figures(completions, samples, before, after)
+    row = rounds.figures(completions, samples, before, after)
     assert row["output_tok_s"] == 2.0
     assert (row["preemptions"], row["events"]) == (2.0, 0.0)
     assert row["steps"] is None and row["server_ttft_ms"] is None
@@ -76,25 +76,25 @@ def test_figures_are_growth_in_the_round():
     assert (row["peak_running"], row["least_held_ratio"]) == (8.0, 0.2)
     assert row["peak_kv_usage"] is None
     idle = [{"vllm:num_requests_running": 0.0}]
-    assert serving.figures(completions, idle, before, after)["peak_running"] is None
+    assert rounds.figures(completions, idle, before, after)["peak_running"] is None
 
 
 def test_report_shows_every_column_and_both_baselines():
-    full = dict.fromkeys(serving.TABLE_COLUMNS, 2.0)
+    full = dict.fromkeys(columns.TABLE_COLUMNS, 2.0)
     rows = {
         "ams-tova": [full, full],
         "stock": [dict.fromkeys(full, 1.0)] * 2,
         "default": [full | {"events": None}, full | {"events": None}],
     }
-    summaries = {name: serving.summarise(of_server) for name, of_server in rows.items()}
-    ratios = serving.ratios_to(rows, ["ams-tova"], (STOCK, DEFAULT), seed=0)
-    text = serving.report(summaries, ratios)
-    for column in (*serving.TABLE_COLUMNS, *serving.RATIO_COLUMNS):
+    summaries = {name: rounds.summarise(of_server) for name, of_server in rows.items()}
+    ratios = rounds.ratios_to(rows, NEUTRAL.comparisons, columns.RATIO_COLUMNS, seed=0)
+    text = printing.report(summaries, ratios, columns.TABLE_COLUMNS)
+    for column in (*columns.TABLE_COLUMNS, *columns.RATIO_COLUMNS):
         assert column in text
     assert "| ams-tova / stock   | 2.000 [2.000, 2.000]" in text
     assert "| ams-tova / default | 1.000 [1.000, 1.000]" in text
     default = next(line for line in text.splitlines() if line.startswith("| default "))
-    events = list(serving.TABLE_COLUMNS).index("events")
+    events = list(columns.TABLE_COLUMNS).index("events")
     assert default.split("|")[events + 2].strip() == "-"
 
 
@@ -152,6 +152,21 @@ def test_command_line_changes_the_scenario():
     assert scenario == expected
     unchanged = serving.choose_scenario(serving.parse_args(["neutral"]))
     assert unchanged == SCENARIOS["neutral"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["pressure", "--turns", "3"],
+        ["turns", "--requests", "3"],
+        ["prefixes", "--count-windows"],
+    ],
+)
+def test_an_option_of_another_scenario_is_refused(words):
+    with pytest.raises(
+        ValueError, match=f"{words[1]}: .* {words[0]} has no such value"
+    ):
+        serving.choose_scenario(serving.parse_args(words))
 
 
 def test_provenance_names_command_versions_and_machine(monkeypatch):

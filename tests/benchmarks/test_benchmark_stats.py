@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.load import Completion
 from benchmarks.stats import (
+    first_token_latencies,
     latencies,
     mcnemar,
     median_ratio,
@@ -27,6 +28,22 @@ def test_percentile_interpolates_between_neighbours(percent, count):
     expected = ordered[below] + (place - below) * (above - ordered[below])
     assert percentile(values, percent) == pytest.approx(expected)
     assert percentile(list(values), percent) == np.percentile(values, percent)
+
+
+def test_first_and_later_turns_wait_apart():
+    waits = [(1, 2.0), (2, 0.1), (3, 0.2), (1, 4.0), (2, 0.6)]
+    turns = [Completion(1.0, [5], [1.0 + wait], turn=turn) for turn, wait in waits]
+    found = first_token_latencies(turns)
+    assert found == {
+        "ttft_p99_ms": pytest.approx(np.percentile([2000, 100, 200, 4000, 600], 99)),
+        "ttft_first_ms": pytest.approx(3000),
+        "ttft_first_p99_ms": pytest.approx(3980),
+        "ttft_later_ms": pytest.approx(200),
+        "ttft_later_p99_ms": pytest.approx(592),
+    }
+    alone = first_token_latencies(turns[:1])
+    assert alone["ttft_later_ms"] is None and alone["ttft_later_p99_ms"] is None
+    assert alone["ttft_first_ms"] == alone["ttft_p99_ms"] == pytest.approx(2000)
 
 
 def test_latencies_of_two_requests():

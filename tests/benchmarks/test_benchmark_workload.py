@@ -38,6 +38,7 @@ def test_half_a_pool_has_the_null_block_on_top():
 def test_block_bytes(tiny_model):
     # Keys and values, 2 layers, 2 KV heads of size 32, 4 bytes each.
     assert block_bytes(tiny_model, 16) == 2 * 2 * 2 * 32 * 16 * 4
+    assert block_bytes(tiny_model, 16, "bfloat16") == 2 * 2 * 2 * 32 * 16 * 2
 
 
 def test_ordinary_tokens_are_not_special(tiny_model):
@@ -79,7 +80,9 @@ def test_servers_under_pressure(tiny_model):
     assert value_of(servers["ams-tova"], "--kv-policy") == "ams-tova"
     assert value_of(servers["ams-tova"], "--kv-budget") == "128"
     assert value_of(servers["ams-tova"], "--kv-interval") == "64"
-    assert "--no-enable-prefix-caching" in servers["stock"]
+    for name in ("streaming", "ams-tova", "stock"):
+        assert "--no-enable-prefix-caching" in servers[name]
+    assert "--no-enable-prefix-caching" not in servers["default"]
     for name in ("stock", "default"):
         assert not any(word.startswith("--kv-policy") for word in servers[name])
     sizes = {value_of(words, "--kv-cache-memory-bytes") for words in servers.values()}

