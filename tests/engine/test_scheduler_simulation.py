@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from vllm.config import ModelConfig
@@ -435,7 +436,9 @@ def test_notices_what_is_written_if_nobody_looks_at_the_message(model, monkeypat
 
 def test_notices_hits_that_reach_past_the_event(model, monkeypatch):
     monkeypatch.setattr(RequestPlan, "usable_hit", lambda self, cached: cached)
-    expect_failure(model, "reaches into the window|past the event|before its", SHARING)
+    expect_failure(model, "hits .* instead of", SHARING)
+    monkeypatch.setattr(CacheCheck, "_hit", lambda self, asked, tokens: ANY)
+    expect_failure(model, "into the window|past the event|before its", SHARING)
 
 
 def test_notices_hits_that_leave_no_queries_for_the_event(model, monkeypatch):
@@ -445,7 +448,19 @@ def test_notices_hits_that_leave_no_queries_for_the_event(model, monkeypatch):
         "usable_hit",
         lambda self, cached: stock(replace(self, window_tokens=0), cached),
     )
-    expect_failure(model, "reaches into the window", SHARING)
+    expect_failure(model, "hits .* instead of", SHARING)
+    monkeypatch.setattr(CacheCheck, "_hit", lambda self, asked, tokens: ANY)
+    expect_failure(model, "reaches into the window|window", SHARING)
+
+
+def test_notices_prefixes_that_are_cached_and_not_found(model, monkeypatch):
+    stock = RequestPlan.usable_hit
+    monkeypatch.setattr(
+        RequestPlan,
+        "usable_hit",
+        lambda self, cached: stock(self, max(cached - 16, 0)),
+    )
+    expect_failure(model, "hits .* instead of", SHARING)
 
 
 def test_notices_superblocks_left_in_the_cache_without_content(model, monkeypatch):
@@ -470,4 +485,4 @@ def test_notices_salts_that_are_ignored(model, monkeypatch):
     monkeypatch.setattr(
         kv_cache_utils, "generate_block_hash_extra_keys", lambda *args: (None, 0)
     )
-    expect_failure(model, "strangers|cached block", SHARING)
+    expect_failure(model, "hits .* instead of|strangers|cached block", SHARING)

@@ -58,7 +58,7 @@ class Simulation:
         limits = self.scheduler.kv_policy_limits
         self.cache = CacheCheck(self.pool, scenario) if scenario.caching else None
         if self.cache is not None:
-            self.cache.watch(self.scheduler.kv_policy_manager, self.asked)
+            self.cache.watch(self.scheduler, self.asked)
         self.worker = StorageWorker(
             num_blocks=self.pool.num_gpu_blocks,
             block_size=scenario.block_size,

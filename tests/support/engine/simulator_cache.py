@@ -6,6 +6,7 @@ values depend on, and a copy of what every cached superblock has to hold.
 
 import random
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -125,8 +126,12 @@ class CacheCheck:
         blocks = [block for block in self.pool.blocks if block.block_hash is not None]
         return np.array([block.block_id for block in blocks], np.int64)
 
-    def watch(self, manager: Any, asked: Mapping[str, Asked]) -> None:
-        """Note from now on what the manager offers to the cache, and check it."""
+    def watch(self, scheduler: Any, asked: Mapping[str, Asked]) -> None:
+        """Check from now on what is offered to the cache and what is taken from it."""
+        manager, look_up = (
+            scheduler.kv_policy_manager,
+            scheduler._get_local_prefix_cache_hit,
+        )
         stock = manager.cache_blocks
 
         def noting(request: Any, *args: Any, **options: Any) -> None:
@@ -134,7 +139,35 @@ class CacheCheck:
             name = request.request_id
             self._note(name, manager.req_to_blocks[name], asked[name])
 
+        def checked(request: Any) -> Any:
+            found = look_up(request)
+            name = request.request_id
+            expected = self._hit(asked[name], request.num_tokens)
+            check(found[1] == expected, name, "hits", found[1], "instead of", expected)
+            check(
+                len(found[0].blocks[0]) * self.block_size == found[1], "blocks of hit"
+            )
+            return found
+
         manager.cache_blocks = noting
+        scheduler._get_local_prefix_cache_hit = checked
+
+    def _hit(self, asked: Asked, num_tokens: int) -> int:
+        """Return how many tokens a request should take from the cache.
+
+        Its last token is always computed; under a policy, the queries that the first
+        event reads and the token before it, too.
+        """
+        size, limit = self.block_size, num_tokens - 1
+        if asked.plan is not None:
+            limit = min(limit, asked.plan.next_event(1) - max(asked.window, 1))
+        cached = {
+            int(codes[-1])
+            for block_id, (known, codes) in self._expected.items()
+            if self.pool.blocks[block_id].block_hash == known
+        }
+        ends = asked.codes[size - 1 : max(limit, 0) // size * size : size].tolist()
+        return size * sum(1 for _ in takewhile(cached.__contains__, ends))
 
     def _note(self, request_id: str, blocks: Sequence[Any], asked: Asked) -> None:
         """Remember what the cached superblocks of a request have to hold."""
