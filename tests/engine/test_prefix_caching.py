@@ -1,0 +1,257 @@
+"""Answers with the prefix cache are those without it, for every policy, cold and warm.
+
+Owns the real worker's side of prefix caching: every name of the catalogue on servers
+that share prompts, what lies in cached blocks, and second turns.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.calibration_files import make_calibration, options_for
+from support.engine.dms_decoder import say_dms
+from support.engine.helpers import BLOCK, Engine, Job, Run, make_prompt
+from support.made_patterns import write_pattern
+from support.tiny_model import make_tiny_model
+from vllm_kvpolicy.policies.calibration import save
+from vllm_kvpolicy.policies.catalogue.names import names, parse
+
+LAYERS, HEADS, SIZE = 2, 2, 32
+STEM, BUDGET, WINDOW = 320, 128, 32
+BASE: dict[str, Any] = {"budget": BUDGET, "interval": 64, "recent": 32, "sinks": 4}
+BASE |= {"prefill_interval": "prompt"}
+OPTIONS = {"expected_window": 48, "lag": 32}
+EVICTIONS = [name for name in names() if not parse(name).is_test]
+EQUAL = [name for name in EVICTIONS if not parse(name).is_ragged({})]
+RAGGED = [name for name in EVICTIONS if parse(name).is_ragged({})]
+ALONE = {
+    "wgkv": ["wgkv+ams-tova", "wgkv+snapkv+quest", "knorm"],
+    "duo": ["duo+tova", "quest"],
+    "local": ["snapkv+quest", "tova+quest"],
+    "dms": ["dms+ams-snapkv", "dms+quest"],
+}
+
+
+def server(allowed: list[str], folder: Path) -> dict[str, Any]:
+    """Return the configuration of a server that offers some policies by name."""
+    options: dict[str, Any] = {}
+    for kind in ("triattention", "qfilter"):
+        path = folder / f"{kind}.safetensors"
+        save(path, make_calibration(kind, LAYERS, HEADS, 2, SIZE))
+        options[f"{kind}_calibration"] = str(path)
+    options |= OPTIONS | options_for("wgkv", folder, LAYERS, HEADS, 2, SIZE)
+    pattern = write_pattern(folder / "duo", [[0.1, 0.9], [0.8, 0.2]], 4, WINDOW)
+    options["duo_pattern"] = str(pattern)
+    known = {key for name in allowed for key in parse(name).options}
+    given = {key: value for key, value in options.items() if key in known}
+    return {
+        **BASE,
+        "policy": allowed[0],
+        "allow": allowed[1:],
+        "policy_config": given,
+    }
+
+
+def jobs_of(allowed: list[str], num_tokens: int = 150) -> list[Job]:
+    """Return one request per policy, and one without; all begin alike."""
+    stem = make_prompt(1, STEM)
+    return [
+        Job(
+            name,
+            # Prompts part at different places, most of them inside a block.
+            [
+                *stem[: STEM - 17 * (index % 5)],
+                *make_prompt(50 + index, 40 + index % 7),
+            ],
+            num_tokens,
+            arrives=index // 2,
+            extra_args={"kv_policy": name},
+        )
+        for index, name in enumerate([*allowed, "none"])
+    ]
+
+
+def watch_hits(engine: Engine) -> Counter[str]:
+    """Count from now on how many tokens each job takes from the cache."""
+    hits: Counter[str] = Counter()
+    manager = engine.scheduler.kv_cache_manager
+    record = manager.record_prefix_cache_stats
+
+    def recorded(request: Any, num_hits: int) -> None:
+        hits[request.request_id.rsplit("-", 1)[0]] += num_hits
+        record(request, num_hits)
+
+    manager.record_prefix_cache_stats = recorded
+    return hits
+
+
+def answers(
+    model: Path, policy: dict[str, Any], jobs: list[Job], times: int, **changes: Any
+) -> tuple[list[Run], list[Counter[str]]]:
+    """Run the same jobs several times on one engine; return runs and hits of each."""
+    runs, counts = [], []
+    with Engine(model, policy, **changes) as engine:
+        for _ in range(times):
+            hits = watch_hits(engine)
+            runs.append(engine.run(jobs))
+            engine.tell_worker_of_the_last_finish()
+            assert engine.num_free == engine.num_usable, "superblocks are lost"
+            counts.append(hits)
+    return runs, counts
+
+
+def check_equal(model: Path, allowed: list[str], folder: Path, **changes: Any) -> None:
+    """Compare answers without the cache, with a cold and with a warm one."""
+    policy, jobs = server(allowed, folder), jobs_of(allowed)
+    policy |= changes.pop("policy", {})
+    (plain,), _ = answers(model, policy, jobs, 1, **changes)
+    runs, hits = answers(model, policy, jobs, 2, enable_prefix_caching=True, **changes)
+    for name, tokens in plain.tokens.items():
+        for run in runs:
+            assert run.tokens[name] == tokens, name
+    for job in jobs:
+        expected = most_hit(job, policy)
+        assert hits[1][job.name] == expected, job.name
+    assert sum(hits[0].values()) > 100 * len(jobs), "cold requests share, too"
+
+
+def most_hit(job: Job, policy: dict[str, Any]) -> int:
+    """Return what a request takes that was there before, from the rules alone."""
+    name, length = job.extra_args["kv_policy"], len(job.prompt)
+    if name == "none":
+        return (length - 1) // BLOCK * BLOCK
+    info = parse(name)
+    if info.measures_tokens:
+        return 0
+    options = {**OPTIONS, **policy["policy_config"]}
+    # A prompt that is not protected ends in an event.
+    read = 1 if info.protect_prompt else max(info.window_tokens(options), 1)
+    matched = (length - 1) // BLOCK - (1 if name.startswith("dms") else 0)
+    return min((length - read) // BLOCK, matched) * BLOCK
+
+
+@pytest.mark.parametrize("allowed", [EQUAL, RAGGED], ids=["equal", "ragged"])
+def test_every_eviction_answers_as_without_the_cache(
+    tiny_model: Path, tmp_path: Path, allowed: list[str]
+) -> None:
+    check_equal(tiny_model, allowed, tmp_path, num_blocks=700)
+
+
+@pytest.mark.parametrize("admission", [name for name in ALONE if name != "dms"])
+def test_every_admission_answers_as_without_the_cache(
+    tiny_model: Path, tmp_path: Path, admission: str
+) -> None:
+    check_equal(tiny_model, [admission, *ALONE[admission]], tmp_path)
+
+
+@pytest.fixture(scope="module")
+def deciding_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_tiny_model(tmp_path_factory.mktemp("dms"))
+    say_dms(folder, dms_window_size=WINDOW, dms_cr=2)
+    return folder
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_model_that_decides_answers_as_without_the_cache(
+    deciding_model: Path, tmp_path: Path, exact: bool
+) -> None:
+    options = {"policy_config": {"exact": exact}}
+    check_equal(deciding_model, ["dms", *ALONE["dms"]], tmp_path, policy=options)
+
+
+def test_gates_that_mask_at_once_answer_as_without_the_cache(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Those that mask share among themselves, the others among theirs."""
+    allowed = ["wgkv", "wgkv+snapkv", "knorm", "tova"]
+    given = server(allowed, tmp_path)["policy_config"]
+    options = {**given, "wgkv_threshold": 0.5, "exact": True}
+    check_equal(tiny_model, allowed, tmp_path, policy={"policy_config": options})
+
+
+@pytest.mark.parametrize(
+    "changes", [{"max_num_batched_tokens": 96}, {"num_blocks": 46}]
+)
+@pytest.mark.parametrize("allowed", [["ams-tova", "snapkv"], ["hard-snapkv", "wgkv"]])
+def test_chunks_and_preemptions_change_nothing(
+    tiny_model: Path, tmp_path: Path, allowed: list[str], changes: dict[str, int]
+) -> None:
+    policy, jobs = server(allowed, tmp_path), jobs_of(allowed * 4, 260)
+    jobs = [replace(job, name=f"{n}-{job.name}") for n, job in enumerate(jobs)]
+    (plain,), _ = answers(tiny_model, policy, jobs, 1, num_blocks=700)
+    changes = {"max_model_len": 768, **changes}
+    runs, _ = answers(
+        tiny_model, policy, jobs, 2, enable_prefix_caching=True, **changes
+    )
+    for run in runs:
+        assert run.tokens == plain.tokens
+        assert run.preemptions > 0 or "num_blocks" not in changes
+
+
+# -- what lies in cached superblocks ---------------------------------------------------
+
+
+def cached_pages(engine: Engine) -> dict[tuple[int, Any], torch.Tensor]:
+    """Return copies of all cached superblocks by id and hash."""
+    blocks = engine.scheduler.kv_cache_manager.block_pool.blocks
+    caches = [layer.kv_cache for layer in engine.worker.kv_policy_setup.layers]
+    return {
+        (block.block_id, block.block_hash): torch.stack(
+            [cache[block.block_id] for cache in caches]
+        ).clone()
+        for block in blocks
+        if block.block_hash is not None
+    }
+
+
+@pytest.mark.parametrize(
+    "allowed", [["ams-tova", "tova"], ["hard-snapkv", "adakv-knorm"]]
+)
+def test_cached_superblocks_are_never_written_again(
+    tiny_model: Path, tmp_path: Path, allowed: list[str]
+) -> None:
+    policy, jobs = server(allowed, tmp_path), jobs_of(allowed * 3)
+    jobs = [replace(job, name=f"{n}-{job.name}") for n, job in enumerate(jobs)]
+    copies: dict[tuple[int, Any], torch.Tensor] = {}
+    compared = 0
+
+    def compare(engine: Engine) -> None:
+        nonlocal compared
+        now = cached_pages(engine)
+        for key, pages in now.items():
+            if key in copies:
+                compared += 1
+                assert torch.equal(pages, copies[key]), key
+            copies[key] = pages
+
+    with Engine(
+        tiny_model, policy, num_blocks=90, enable_prefix_caching=True
+    ) as engine:
+        for _ in range(2):
+            engine.run(jobs, compare)
+        assert engine.counters()["events"] > 10
+    assert compared > 1000
+
+
+# -- conversations ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ams-tova", "adakv-snapkv"])
+def test_a_second_turn_finds_the_prompt_of_the_first(
+    tiny_model: Path, tmp_path: Path, name: str
+) -> None:
+    """As much as in stock, up to what its event has to read; the answer is the same."""
+    policy = server([name], tmp_path)
+    first = Job("first", make_prompt(3, 300), 200)
+    with Engine(tiny_model, policy, enable_prefix_caching=True) as engine:
+        engine.run([first])
+        hits = watch_hits(engine)
+        second = Job("second", [*first.prompt, *make_prompt(4, 60)], 120)
+        warm = engine.run([second]).tokens["second"]
+    assert hits["second"] == 288
+    (cold,), _ = answers(tiny_model, policy, [second], 1)
+    assert cold.tokens["second"] == warm
