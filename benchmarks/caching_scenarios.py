@@ -34,8 +34,8 @@ class CachingScenario:
         output_tokens: forced length of each output, thinking included.
         budget: `--kv-budget`.
         interval: `--kv-interval`.
-        shares: usable blocks / blocks that stock holds at most in a round, those that
-            requests share counted once.
+        shares: usable blocks / blocks that all requests at once need at full length if
+            they share none.
         block_size: tokens per block, for policies and stock.
         max_model_len: the same for all servers; None for the longest request.
         dtype: of weights, keys and values.

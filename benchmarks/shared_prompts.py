@@ -70,15 +70,13 @@ class SharedPrefixes:
         return prompts
 
     def needed_blocks(self, block_size: int) -> int:
-        """Return the blocks that stock holds at most, those of prefixes held once.
+        """Return the blocks that all requests at once need if they share none.
 
         Args:
             block_size: tokens per block.
         """
-        shared = self.prefix_tokens // block_size
         whole = blocks_needed(self.prompt_tokens[:1], self.output_tokens, block_size)
-        at_once = min(self.at_once, self.requests)
-        return min(self.prefixes, at_once) * shared + at_once * (whole - shared)
+        return min(self.at_once, self.requests) * whole
 
     def few(self) -> "SharedPrefixes":
         """Return two requests with one prefix, one after the other."""

@@ -88,11 +88,11 @@ def test_no_round_finds_tokens_of_another(workload):
     )
 
 
-def test_blocks_of_prefixes_are_counted_once():
-    # 14 + 6 - 1 tokens are 5 blocks of 4, of which 2 are whole blocks of the prefix.
-    assert PREFIXES.needed_blocks(4) == 2 * 2 + 2 * 3
-    assert replace(PREFIXES, at_once=6).needed_blocks(4) == 3 * 2 + 6 * 3
-    assert replace(PREFIXES, at_once=99).needed_blocks(4) == 3 * 2 + 8 * 3
+def test_blocks_are_counted_for_each_request_at_once():
+    # 14 + 6 - 1 tokens are 5 blocks of 4.
+    assert PREFIXES.needed_blocks(4) == 2 * 5
+    assert replace(PREFIXES, at_once=6).needed_blocks(4) == 6 * 5
+    assert replace(PREFIXES, at_once=99).needed_blocks(4) == 8 * 5
     assert PREFIXES.longest == 20
 
 

@@ -11,7 +11,7 @@ from vllm_kvpolicy.kernels.chunks import map_pairs
 def test_chunks_change_nothing(
     pair_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(chunks, "CPU_CHUNK_BYTES", 100)
     first, second = torch.rand(3, 2, 4, 5), torch.rand(3, 2, 5)
     sizes = []
 

@@ -102,7 +102,7 @@ def test_results_do_not_depend_on_chunks_or_padding(
 ) -> None:
     queries, keys, lengths, scale = window()
     counts = nucleus_counts(queries, keys, lengths, scale, 0.9)
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(chunks, "CPU_CHUNK_BYTES", 1)
     assert torch.equal(nucleus_counts(queries, keys, lengths, scale, 0.9), counts)
     wider = torch.nn.functional.pad(keys, (0, 0, 0, 13), value=math.inf)
     assert torch.equal(nucleus_counts(queries, wider, lengths, scale, 0.9), counts)

@@ -126,7 +126,7 @@ def test_neither_chunks_nor_pages_change_a_bit(
     pages = order.view(*LENGTHS.shape, 5)
     paged = PagedTokens([pool] * LAYERS, pages, TOKENS)
     assert torch.equal(CASES[name][0](paged, LENGTHS, *given), want)
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(chunks, "CPU_CHUNK_BYTES", 1)
     assert torch.equal(run(name, keys, *given), want)
 
 

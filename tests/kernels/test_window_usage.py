@@ -114,7 +114,7 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     queries, keys, lengths = make_inputs(torch.float32)
     want = window_usage_ref(queries, PagedTokens.from_dense(keys), lengths, SCALE)
     for chunk_bytes in (1, 100_000):
-        monkeypatch.setattr(chunks, "CHUNK_BYTES", chunk_bytes)
+        monkeypatch.setattr(chunks, "CPU_CHUNK_BYTES", chunk_bytes)
         got = window_usage_ref(queries, PagedTokens.from_dense(keys), lengths, SCALE)
         np.testing.assert_allclose(got.mean, want.mean, rtol=2e-6, atol=1e-9)
         np.testing.assert_allclose(got.last, want.last, rtol=2e-6, atol=1e-9)

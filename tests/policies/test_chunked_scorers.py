@@ -44,7 +44,7 @@ def test_the_result_does_not_depend_on_chunks(
     inputs = make_inputs(scorer.needs)
     whole = scorer.score(inputs, None)
     for size in (1, 4 * inputs.given("keys")[0, 0].numel() * 4 * 2):
-        monkeypatch.setattr(chunks, "CHUNK_BYTES", size)
+        monkeypatch.setattr(chunks, "CPU_CHUNK_BYTES", size)
         got = scorer.score(inputs, None)
         assert torch.equal(got[inputs.valid], whole[inputs.valid])
 
@@ -53,7 +53,7 @@ def test_the_result_does_not_depend_on_chunks(
 def test_scratch_does_not_grow_with_events_and_layers(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(chunks, "CPU_CHUNK_BYTES", 1)
     scorer = SCORERS[name]
     inputs = make_inputs(scorer.needs)
     keys = inputs.given("keys")

@@ -120,3 +120,15 @@ def test_signals_are_those_of_the_v1_runner(
         assert want.shape == got.shape and want.shape[0] == 2
         assert want.shape[1] > 60 and want[:, 1:].std() > 0.01
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["ams-tova", "hard-snapkv"])
+def test_prompts_from_the_cache_give_the_same_answers(
+    v1: dict[str, Any], v2: dict[str, Any], name: str
+) -> None:
+    """Two of three requests begin with the block that the first computes."""
+    for runner in (v1, v2):
+        found = runner[f"{name} shared"]
+        assert found["hits"][:3] == [0, 32, 32]
+        assert found["tokens"] == found["cold"] and found["events"] >= MIN_EVENTS
+    assert v1[f"{name} shared"]["tokens"] == v2[f"{name} shared"]["tokens"]

@@ -55,11 +55,8 @@ def compact_pages_ref(
     # The twins have a scratch of fixed size instead.
     changed = (~in_place).nonzero().flatten()  # sync-ok: the reference of a CPU
     scratch = _read(pages, source_slots[changed])
-    _copy_in_place(
-        pages,
-        torch.where(in_place, source_slots, 0),
-        torch.where(in_place, dest_slots, 0),
-    )
+    stays = in_place.nonzero().flatten()  # sync-ok: the reference of a CPU
+    _copy_in_place(pages, source_slots[stays], dest_slots[stays])
     _write(pages, dest_slots[changed], scratch)
 
 

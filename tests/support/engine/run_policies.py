@@ -42,6 +42,7 @@ ENGINE = {
 }
 # Policies that run as where attention is the replay of a graph.
 CAPTURED = ("ams-tova", "hard-snapkv")
+SHARED = ("policy", "policy_config", "budget", "interval", "recent", "prefill_interval")
 KV_POLICY = {
     "budget": 48,
     "interval": 16,
@@ -130,6 +131,21 @@ def count_builds() -> dict[str, int]:
     return counts
 
 
+def count_hits() -> list[int]:
+    """Collect how many tokens each request takes from the prefix cache from now on."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    found: list[int] = []
+    record = KVCacheManager.record_prefix_cache_stats
+
+    def recorded(self: KVCacheManager, request: Any, num_hits: int) -> None:
+        found.append(num_hits)
+        record(self, request, num_hits)
+
+    KVCacheManager.record_prefix_cache_stats = recorded
+    return found
+
+
 def note_signals() -> dict[str, list[list[float]]]:
     """Collect what the worker measures at each token, by request: [signal, token].
 
@@ -158,15 +174,25 @@ def note_signals() -> dict[str, list[list[float]]]:
     return found
 
 
-def generate(model: str, policy: dict[str, Any] | None) -> tuple[list[list[int]], int]:
-    """Return greedy tokens of the fixed prompts and the number of events."""
+def generate(
+    model: str, policy: dict[str, Any] | None, common: int = 0, **changes: Any
+) -> tuple[list[list[int]], int]:
+    """Return greedy tokens of the fixed prompts and the number of events.
+
+    Args:
+        model: folder.
+        policy: the plain form of its configuration.
+        common: leading tokens that are the same in all prompts.
+        changes: of the engine's arguments.
+    """
     from vllm import LLM, SamplingParams, TokensPrompt
 
-    options = dict(ENGINE)
+    options = {**ENGINE, **changes}
     if policy is not None:
         options["additional_config"] = {"kv_policy": policy}
     rng = random.Random(1)
     prompts = [[rng.randrange(5, 60) for _ in range(n)] for n in PROMPT_LENGTHS]
+    prompts = [prompts[0][:common] + prompt[common:] for prompt in prompts]
     llm = LLM(model, **options)
     outputs = llm.generate(
         [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts],
@@ -219,7 +245,15 @@ def main(model: str, trace_dir: str, output: str) -> None:
         tokens, events = generate(model, policy)
         ran = {key: counts[key] - before[key] for key in counts}
         result[name] = {"tokens": tokens, "events": events, **ran}
-    result["signals"] = signals
+    result["signals"] = dict(signals)
+    for name in ("ams-tova", "hard-snapkv"):
+        policy = {key: value for key, value in cases[name].items() if key in SHARED}
+        compat.captures_attention = lambda config: True
+        cold, _ = generate(model, policy, common=50)
+        hits = count_hits()
+        warm, events = generate(model, policy, common=50, enable_prefix_caching=True)
+        found = {"cold": cold, "tokens": warm, "events": events, "hits": hits}
+        result[f"{name} shared"] = found
     Path(output).write_text(json.dumps(result))
 
 
