@@ -1,6 +1,7 @@
 """Times a policy against stock vLLM or another policy, both in this process.
 
-Without HTTP and other processes, the difference is the policy's own work. Engines take
+Both cache prefixes, as vLLM does by default; prompts are new in every round. Without
+HTTP and other processes, the difference is the policy's own work. Engines take
 turns on the same requests. Without `--budget` the policy never has an event, and
 nothing is reported unless outputs are equal.
 
@@ -43,7 +44,6 @@ def make_engine(model: str, policy: str | None, budget: int) -> Any:
         enforce_eager=True,
         kv_cache_memory_bytes=128 << 20,
         block_size=32,
-        enable_prefix_caching=False,
         seed=0,
         **extra,
     )

@@ -46,6 +46,7 @@ class KVPolicySchedulerMixin(CountingMixin):
         num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
         logger.info(capacity_line(self.vllm_config, self.kv_policy_config, num_blocks))
         logger.info(sharing_line(self.vllm_config, self.kv_policy_config))
+        self._may_mask = self.kv_policy_config.is_exact  # parsed once, not every step
         self._sees_all: set[str] = set()
         self._masked_salt = secrets.token_hex()  # no request can name it
 
@@ -124,7 +125,7 @@ class KVPolicySchedulerMixin(CountingMixin):
         commands = self.kv_policy_planner.finish_step(
             scheduler_output.num_scheduled_tokens
         )
-        if self.kv_policy_config.is_exact:
+        if self._may_mask:
             scheduled = scheduler_output.num_scheduled_tokens.keys()
             exempt = frozenset(self._sees_all & scheduled)
             commands = replace(commands, exempt=exempt)
