@@ -108,24 +108,27 @@ def _caching() -> list[str]:
         "vLLM's prefix cache works with every policy and is on by default, as in vLLM. "
         "A request offers it the blocks that it fills before its first event; until "
         "there its keys and values are those of full attention, so that requests with "
-        "different policies and budgets share them. It takes cached blocks up to its "
-        "own first event, less the queries that the event reads.",
+        "different policies and budgets, or with `kv_policy` `none`, share them. It "
+        "takes cached blocks up to its own first event, less the queries that the "
+        "event reads. Exceptions:",
         "",
-        "| policy | takes from the cache | shares with |",
-        "|---|---|---|",
-        _row("all but those below", "blocks before the first event", "all requests"),
-        _row(", ".join(later), "one block less: the next token must be known", "same"),
+        "| policy | what is different |",
+        "|---|---|",
         _row(
             ", ".join(alone),
-            "nothing: it measures each token when it is computed",
-            "fills the cache for all requests",
+            "takes nothing from the cache, because it measures each token when it is "
+            "computed; other requests use what it computes",
+        ),
+        _row(
+            ", ".join(later),
+            "on its server, requests share a block only if the same token follows it, "
+            "because that token decides about the block's last one",
         ),
         _row(
             "admissions with `exact`",
-            "blocks before the first event",
-            "requests with `exact`: masked tokens change keys and values",
+            "requests share only among themselves, because masked tokens change keys "
+            "and values",
         ),
-        _row("`kv_policy` `none`", "as in vLLM", "all requests"),
         "",
     ]
 

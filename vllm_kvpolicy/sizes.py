@@ -116,11 +116,13 @@ def sharing_line(vllm_config: Any, config: KVPolicyConfig) -> str:
     if not vllm_config.cache_config.enable_prefix_caching:
         return "KV policy prefix cache: off, every request computes its whole prompt"
     alone = [name for name in config.policies if parse(name).measures_tokens]
-    step = config.prefill_interval_tokens
-    share = "whole prompts" if isinstance(step, str) else f"{step} tokens of a prompt"
+    block_size = vllm_config.cache_config.block_size
+    longest = vllm_config.model_config.max_model_len
+    first_event = config.footprint(longest, block_size).events.next_event(1)
+    most = f"the first {first_event} tokens" if first_event < longest else "all tokens"
     own = f"; requests of {', '.join(alone)} fill it but take nothing from it"
     return (
-        f"KV policy prefix cache: requests share what they compute before their first "
-        f"event, at most {share}; an event leaves it in the cache until vLLM needs the "
-        f"memory{own if alone else ''}"
+        "KV policy prefix cache: requests share what they compute before their first "
+        f"event, {most} of a prompt of {longest}; an event leaves it in the cache "
+        f"until vLLM needs the memory{own if alone else ''}"
     )

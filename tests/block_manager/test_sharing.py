@@ -190,7 +190,7 @@ def test_admission_counts_a_shared_prefix_until_the_event():
 
 @pytest.mark.parametrize(
     ("window", "cached_tokens", "usable"),
-    [(32, 160, 64), (32, 48, 48), (0, 160, 96), (8, 160, 96), (9, 160, 80)],
+    [(32, 160, 64), (32, 48, 48), (0, 160, 96), (7, 160, 96), (8, 160, 80)],
 )
 def test_a_hit_ends_before_the_queries_of_the_first_event(
     window, cached_tokens, usable
@@ -208,21 +208,27 @@ def test_a_hit_never_reaches_the_event_itself():
     assert plan.first_event == 96 and plan.usable_hit(288) == 80
 
 
-def test_decisions_by_the_next_token_cost_a_superblock():
+def test_a_request_that_measures_its_tokens_takes_nothing():
     engine = Engine(1)
-    plan = replace(request_plan(engine.planner, PLAN, 4, 2), hit_lookahead=1)
-    assert plan.usable_hit(160) == 96 and plan.usable_hit(80) == 64
-    assert plan.usable_hit(16) == plan.usable_hit(0) == 0
+    plan = request_plan(engine.planner, PLAN, 4, 2)
+    assert plan.usable_hit(160) == 96 and plan.usable_hit(0) == 0
     assert replace(plan, takes_hits=False).usable_hit(160) == 0
+
+
+def test_a_hit_leaves_a_token_to_compute_without_a_query_window():
+    engine = Engine(1)
+    plan = replace(request_plan(engine.planner, PLAN, 4, 2), window_tokens=8)
+    # 104 - 8 = 96: a hit of 96 would wait for a window before its first token.
+    assert plan.usable_hit(96) == 80
 
 
 def test_turnover_by_example():
     a, b, c, d, e = blocks = Engine(5).pool.get_new_blocks(5)
     x, y = Engine(2).pool.get_new_blocks(2)
     turnover = Turnover(blocks, 4, lambda block: block in (d, e))
-    assert turnover.num_fresh == 2 and turnover.kept_by_cache == [a, b, c]
+    assert turnover.num_fresh == 2 and turnover.let_go == [a, b, c]
     assert turnover.homes([x, y]) == [x, y, d, e]
-    assert turnover.num_taken == 2 - 3
+    assert turnover.net_taken == 2 - 3
     b.ref_cnt = 2
-    assert turnover.num_taken == 2 - 2
-    assert Turnover(blocks, 1, lambda block: block in (d, e)).num_taken == -2 - 1
+    assert turnover.net_taken == 2 - 2
+    assert Turnover(blocks, 1, lambda block: block in (d, e)).net_taken == -2 - 1

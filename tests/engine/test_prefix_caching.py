@@ -19,6 +19,7 @@ from support.made_patterns import write_pattern
 from support.tiny_model import make_tiny_model
 from vllm_kvpolicy.policies.calibration import save
 from vllm_kvpolicy.policies.catalogue.names import names, parse
+from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
 
 LAYERS, HEADS, SIZE = 2, 2, 32
 STEM, BUDGET, WINDOW = 320, 128, 32
@@ -128,10 +129,9 @@ def most_hit(job: Job, policy: dict[str, Any]) -> int:
     if info.measures_tokens:
         return 0
     options = {**OPTIONS, **policy["policy_config"]}
-    # A prompt that is not protected ends in an event.
-    read = 1 if info.protect_prompt else max(info.window_tokens(options), 1)
-    matched = (length - 1) // BLOCK - (1 if name.startswith("dms") else 0)
-    return min((length - read) // BLOCK, matched) * BLOCK
+    # A prompt that is not protected ends in an event, and a token before its window.
+    read = 1 if info.protect_prompt else info.window_tokens(options) + 1
+    return (length - read) // BLOCK * BLOCK
 
 
 @pytest.mark.parametrize("allowed", [EQUAL, RAGGED], ids=["equal", "ragged"])
@@ -163,6 +163,49 @@ def test_a_model_that_decides_answers_as_without_the_cache(
     check_equal(deciding_model, ["dms", *ALONE["dms"]], tmp_path, policy=options)
 
 
+BRANCHES = 5
+LAST_OF_STEM = 96  # tokens, whole superblocks: the next token decides about the last
+
+
+def branches(number: int) -> list[list[Job]]:
+    """Return jobs whose prompts part at the edge of a superblock, by rounds.
+
+    A request without DMS comes in while one with it runs; later ones continue a stem
+    by another branch than the one that first computed it.
+    """
+    stem = make_prompt(500 + number, LAST_OF_STEM)
+    other = [*stem, *make_prompt(600 + number, 64)]
+    none = {"kv_policy": "none"}
+
+    def job(name: str, start: list[int], own: int, tokens: int, **more: Any) -> Job:
+        prompt = [*start, *make_prompt(1000 * own + number, 20 + own)]
+        return Job(f"{name}{number}", prompt, tokens, **more)
+
+    return [
+        [job("a", stem, 1, 120), job("b", stem, 2, 4, arrives=2, extra_args=none)],
+        [job("c", other, 3, 4)],
+        [job("d", other, 4, 100)],
+    ]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_decisions_of_other_branches_are_not_shared(
+    deciding_model: Path, tmp_path: Path, exact: bool
+) -> None:
+    policy = server(["dms"], tmp_path) | {"policy_config": {"exact": exact}}
+    tokens: dict[bool, list[Any]] = {False: [], True: []}
+    num_hits = 0
+    for caching, found in tokens.items():
+        changes = {"enable_prefix_caching": caching, "num_blocks": 300}
+        with Engine(deciding_model, policy, **changes) as engine:
+            hits = watch_hits(engine)
+            for number in range(BRANCHES):
+                found += [engine.run(jobs).tokens for jobs in branches(number)]
+            num_hits = sum(hits.values())
+    assert tokens[True] == tokens[False]
+    assert num_hits >= BRANCHES * 150
+
+
 def test_gates_that_mask_at_once_answer_as_without_the_cache(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -181,6 +224,7 @@ def test_chunks_and_preemptions_change_nothing(
     tiny_model: Path, tmp_path: Path, allowed: list[str], changes: dict[str, int]
 ) -> None:
     policy, jobs = server(allowed, tmp_path), jobs_of(allowed * 4, 260)
+    policy["prefill_interval"] = 256
     jobs = [replace(job, name=f"{n}-{job.name}") for n, job in enumerate(jobs)]
     (plain,), _ = answers(tiny_model, policy, jobs, 1, num_blocks=700)
     changes = {"max_model_len": 768, **changes}
@@ -199,17 +243,23 @@ def cached_pages(engine: Engine) -> dict[tuple[int, Any], torch.Tensor]:
     """Return copies of all cached superblocks by id and hash."""
     blocks = engine.scheduler.kv_cache_manager.block_pool.blocks
     caches = [layer.kv_cache for layer in engine.worker.kv_policy_setup.layers]
+    for capture in engine.worker.kv_policy_setup.captures:
+        if isinstance(capture, VisibleUntil):
+            pages = len(caches[0]) * HEADS
+            caches += [part for u in capture.until[:1] for part in u.split(pages)]
+    caches = [cache.reshape(len(blocks), -1).float() for cache in caches]
     return {
-        (block.block_id, block.block_hash): torch.stack(
+        (block.block_id, block.block_hash): torch.cat(
             [cache[block.block_id] for cache in caches]
-        ).clone()
+        )
         for block in blocks
         if block.block_hash is not None
     }
 
 
 @pytest.mark.parametrize(
-    "allowed", [["ams-tova", "tova"], ["hard-snapkv", "adakv-knorm"]]
+    "allowed",
+    [["ams-tova", "tova"], ["hard-snapkv", "adakv-knorm"], ["wgkv", "wgkv+tova"]],
 )
 def test_cached_superblocks_are_never_written_again(
     tiny_model: Path, tmp_path: Path, allowed: list[str]

@@ -67,9 +67,9 @@ def test_random_engines(policy: str, depth: int, model: ModelConfig):
         "clips": 300,
         "sit-outs": 1,
         "crowded steps": 5,
-        "hits": 100,
-        "shared superblocks": 500,
-        "cached blocks": 2000,
+        "hits": 20,
+        "shared superblocks": 100,
+        "cached blocks": 20,
     }
     if RAGGED.get(policy):
         at_least |= {"uneven events": 300}

@@ -73,12 +73,13 @@ _ENGINE = (
         "vllm.v1.request:Request",
         read=(
             "request_id sampling_params num_prompt_tokens num_computed_tokens "
-            "cache_salt block_hashes update_block_hashes"
+            "cache_salt block_hashes update_block_hashes all_token_ids num_tokens "
+            "_block_hasher"
         ),
     ),
     Owner(
         "vllm.v1.core.kv_cache_manager:KVCacheManager",
-        read="coordinator block_pool truncate_computed_blocks",
+        read="coordinator block_pool empty_kv_cache_blocks truncate_computed_blocks",
     ),
     Owner(
         "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator",
@@ -116,6 +117,11 @@ _ENGINE = (
             "is_block_writable evict_blocks"
         ),
     ),
+    Owner(
+        "vllm.v1.core.kv_cache_utils",
+        read="generate_block_hash_extra_keys hash_block_tokens",
+    ),
+    Owner("vllm.utils.hashing", read="get_hash_fn_by_name"),
     Owner(
         "vllm.v1.core.kv_cache_utils:KVCacheBlock",
         read="block_id block_hash ref_cnt is_null",

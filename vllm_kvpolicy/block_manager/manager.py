@@ -72,15 +72,15 @@ class Turnover:
         self.num_fresh = max(num_dest - sum(self.writable), 0)
 
     @property
-    def kept_by_cache(self) -> list[KVCacheBlock]:
+    def let_go(self) -> list[KVCacheBlock]:
         """What the request lets go without writing to it, in time order."""
         pairs = zip(self.owned, self.writable, strict=True)
         return [block for block, is_writable in pairs if not is_writable]
 
     @property
-    def num_taken(self) -> int:
-        """Blocks that leave the free ones, less those that join them."""
-        freed = sum(block.ref_cnt == 1 for block in self.kept_by_cache)
+    def net_taken(self) -> int:
+        """How many free blocks the pool has less afterwards; negative for more."""
+        freed = sum(block.ref_cnt == 1 for block in self.let_go)
         surplus = sum(self.writable) + self.num_fresh - self.num_dest
         return self.num_fresh - freed - surplus
 
@@ -93,12 +93,13 @@ class Turnover:
             fresh: `num_fresh` blocks that take the places of the first ones that
                 cannot be written.
         """
-        left = iter(fresh)
-        pairs = zip(self.owned, self.writable, strict=True)
-        chosen = (
-            block if is_writable else next(left, None) for block, is_writable in pairs
-        )
-        return [block for block in chosen if block is not None]
+        left, found = list(fresh), []
+        for block, is_writable in zip(self.owned, self.writable, strict=True):
+            if is_writable:
+                found.append(block)
+            elif left:
+                found.append(left.pop(0))
+        return found
 
 
 class KVPolicyManager(FullAttentionManager):
@@ -111,6 +112,8 @@ class KVPolicyManager(FullAttentionManager):
     planner: Planner
     placement_name: str
     blocks_returned: int
+    # Superblocks are offered when the token after them is computed: see block_hashes.
+    offers_later: bool = False
     # By request, the first entry that this step has offered to the prefix cache.
     _promised: dict[str, int]
 
@@ -140,6 +143,8 @@ class KVPolicyManager(FullAttentionManager):
         its policy and budget, so that any other request may use them.
         """
         request_id = request.request_id
+        if self.offers_later:
+            num_tokens -= 1
         state = self.planner.states.get(request_id)
         if state is not None:
             num_tokens = min(num_tokens, state.plan.first_event)
@@ -189,13 +194,13 @@ class KVPolicyManager(FullAttentionManager):
         Cached and shared superblocks are read and let go, never written: what the
         prefix cache holds stays there for others, and for the next turn of the same
         conversation. They are let go before destinations are taken, so that a full
-        pool needs no room for both.
+        pool needs no room for both, but for those that other requests hold.
         """
         turnover = self._turnover(request_id, state)
         blocks, owned = self.req_to_blocks[request_id], turnover.owned
         frontier = state.footprint.frontier_blocks(state.computed)
         local = blocks[frontier:]
-        self.block_pool.free_blocks(reversed(turnover.kept_by_cache))
+        self.block_pool.free_blocks(reversed(turnover.let_go))
         fresh = self.block_pool.get_new_blocks(turnover.num_fresh)
         homes = turnover.homes(fresh)
         seed = event_seed(state.ordinal, state.computed)
@@ -264,7 +269,7 @@ class KVPolicyManager(FullAttentionManager):
                 num_held = self._num_held(request_id)
                 return max(min(peak, cdiv(num_tokens, self.block_size)) - num_held, 0)
         state = self.planner.due(request_id)
-        event = 0 if state is None else self._turnover(request_id, state).num_taken
+        event = 0 if state is None else self._turnover(request_id, state).net_taken
         return event + super().get_num_blocks_to_allocate(
             request_id,
             num_tokens,

@@ -28,9 +28,6 @@ class RequestPlan:
         sinks: first tokens that are always kept.
         window_tokens: queries that its policy reads; 0 for none.
         takes_hits: the prefix cache may give it its first tokens.
-        hit_lookahead: cached superblocks after those that it takes. One, where a token
-            decides about the token before it: the next token must then be known when
-            a superblock is shared.
     """
 
     policy: str
@@ -38,7 +35,6 @@ class RequestPlan:
     sinks: int
     window_tokens: int = 0
     takes_hits: bool = True
-    hit_lookahead: int = 0
 
     @cached_property
     def first_event(self) -> int:
@@ -48,9 +44,10 @@ class RequestPlan:
     def usable_hit(self, num_cached: int) -> int:
         """Return how many cached tokens the request takes, in whole superblocks.
 
-        It computes the queries that its first event reads, and at least one token
-        before that event. For example, with N = 16, a first event at 100 and a window
-        of 32, no more than 64 tokens come from the cache.
+        It computes the queries that its first event reads, and one token before them,
+        so that it can always begin without a query window. For example, with N = 16, a
+        first event at 100 and a window of 32, no more than 64 tokens come from the
+        cache.
 
         Args:
             num_cached: tokens of its prefix that are cached, in whole superblocks.
@@ -58,9 +55,8 @@ class RequestPlan:
         if not self.takes_hits:
             return 0
         block_size = self.footprint.block_size
-        first_computed = self.first_event - max(self.window_tokens, 1)
-        num_cached -= self.hit_lookahead * block_size
-        return max(min(first_computed // block_size * block_size, num_cached), 0)
+        last = self.first_event - self.window_tokens - 1
+        return max(min(last // block_size * block_size, num_cached), 0)
 
 
 @dataclass

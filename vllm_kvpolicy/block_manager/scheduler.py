@@ -14,6 +14,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
+from vllm_kvpolicy.block_manager.block_hashes import lookahead_hasher
 from vllm_kvpolicy.block_manager.counting import CountingMixin
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager
 from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
@@ -49,6 +50,10 @@ class KVPolicySchedulerMixin(CountingMixin):
         self._may_mask = self.kv_policy_config.is_exact  # parsed once, not every step
         self._sees_all: set[str] = set()
         self._masked_salt = secrets.token_hex()  # no request can name it
+        self._lookahead_hasher = None
+        if any(parse(name).decides_later for name in self.kv_policy_config.policies):
+            self._lookahead_hasher = lookahead_hasher(self.vllm_config.cache_config)
+            manager.offers_later = True
 
     def add_request(self, request: Request) -> None:
         """Queue a request and plan its events."""
@@ -72,10 +77,11 @@ class KVPolicySchedulerMixin(CountingMixin):
         is_masked = config is not None and config.options_of().get("exact", False)
         if not is_masked:
             self._sees_all.add(request_id)
-        if config is None or request_id in self.requests:
+        if request_id in self.requests:
             return
-        if is_masked:
-            self._cache_apart(request)
+        self._hash(request, is_masked)
+        if config is None:
+            return
         info, prompt_tokens = parse(config.policy), request.num_prompt_tokens
         protected = prompt_tokens if config.protects_prompt else 0
         plan = RequestPlan(
@@ -84,26 +90,33 @@ class KVPolicySchedulerMixin(CountingMixin):
             sinks=max(config.sink_tokens, protected),
             window_tokens=config.window_tokens(),
             takes_hits=not info.measures_tokens,
-            hit_lookahead=int(info.decides_later),
         )
         self.kv_policy_planner.add(request_id, plan)
 
-    def _cache_apart(self, request: Request) -> None:
-        """Let a request share cached prefixes only with those that mask tokens as well.
+    def _hash(self, request: Request, is_masked: bool) -> None:
+        """Hash a request's superblocks anew where KV is not a function of its tokens.
 
-        Behind the window their hidden states, and so their keys and values, are not
-        those of full attention.
+        Where attention masks tokens at once, hidden states behind the window, and so
+        keys and values, are not those of full attention: such requests share only
+        among themselves. Where tokens decide about the token before them, see
+        `block_hashes.lookahead_hasher`.
         """
-        request.cache_salt = f"{self._masked_salt}{request.cache_salt or ''}"
-        request.block_hashes.clear()
-        request.update_block_hashes()
+        if is_masked:
+            request.cache_salt = f"{self._masked_salt}{request.cache_salt or ''}"
+        if self._lookahead_hasher is not None:
+            request._block_hasher = self._lookahead_hasher
+        if is_masked or self._lookahead_hasher is not None:
+            request.block_hashes.clear()
+            request.update_block_hashes()
 
     def _get_local_prefix_cache_hit(
         self, request: Request
     ) -> tuple[KVCacheBlocks, int, int, bool]:
         """Look a request up in the prefix cache; take no more than its plan allows."""
-        blocks, num_cached, *rest = super()._get_local_prefix_cache_hit(request)
         state = self.kv_policy_planner.states.get(request.request_id)
+        if state is not None and not state.plan.takes_hits:
+            return self.kv_cache_manager.empty_kv_cache_blocks, 0, 0, False
+        blocks, num_cached, *rest = super()._get_local_prefix_cache_hit(request)
         usable = num_cached if state is None else state.plan.usable_hit(num_cached)
         if usable < num_cached:
             blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, usable)

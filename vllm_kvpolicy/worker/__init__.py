@@ -26,7 +26,9 @@ where                               what                        when the request
 `captures.token_signals`            signals by position, and    row freed at once,
                                     its last hidden state       values overwritten
 `captures.visible_until`            until when its tokens are   overwritten
-                                    visible, by slot
+                                    visible, by slot; in a
+                                    cached superblock they live
+                                    as long as it is cached
 `worker.trace.Tracer`               true positions, where a     overwritten
                                     trace is asked for
 ==================================  ==========================  ========================

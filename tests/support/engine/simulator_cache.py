@@ -156,11 +156,11 @@ class CacheCheck:
         """Return how many tokens a request should take from the cache.
 
         Its last token is always computed; under a policy, the queries that the first
-        event reads and the token before it, too.
+        event reads and the token before them, too.
         """
         size, limit = self.block_size, num_tokens - 1
         if asked.plan is not None:
-            limit = min(limit, asked.plan.next_event(1) - max(asked.window, 1))
+            limit = min(limit, asked.plan.next_event(1) - asked.window - 1)
         cached = {
             int(codes[-1])
             for block_id, (known, codes) in self._expected.items()

@@ -25,7 +25,7 @@ class VisibleUntil(Capture):
     """The first query position that no longer sees each cached token.
 
     A token whose decision is not known yet counts as kept. Slots that hold no token of
-    a live request have unspecified values.
+    a live request or a cached superblock have unspecified values.
 
     Args:
         decider: decides of each token whether it is kept after the window.
