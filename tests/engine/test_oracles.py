@@ -18,6 +18,8 @@ REPLAYS = [
     (policy, name) for policy in POLICIES + MOVERS for name in ("tight", "aligned")
 ]
 REPLAYS += [("ams-tova", "wide"), ("snapkv", "wide")]
+WARM = [("ams-tova", "warm"), ("snapkv", "warm"), ("streaming", "warm")]
+REPLAYS += WARM
 
 
 @pytest.mark.parametrize(("policy", "scenario"), REPLAYS)
@@ -28,7 +30,9 @@ def test_log_probabilities_are_those_of_the_replay(
     results = case.run.results
     worst = max(check_replay(case.decoder, result) for result in results.values())
     print(f"{policy} {scenario}: largest difference {worst:.1e}")
-    assert all(result.prompt_logprobs for result in results.values())
+    assert all(result.prompt_logprobs for result in results.values()) or (
+        scenario == "warm"
+    )
     assert any(result.events for result in results.values())
 
 
@@ -48,7 +52,7 @@ def test_the_tight_case_is_tight(oracle_runs, policy: str) -> None:
 
 
 DECISIONS = [(policy, name) for policy in POLICIES for name in ("tight", "aligned")]
-DECISIONS += [("ams-tova", "wide"), ("snapkv", "wide")]
+DECISIONS += [("ams-tova", "wide"), ("snapkv", "wide"), *WARM]
 
 
 @cache
