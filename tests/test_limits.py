@@ -9,11 +9,12 @@ from vllm_kvpolicy.sizes import (
     capacity_line,
     max_blocks_per_request,
     max_global_blocks,
+    sharing_line,
 )
 
 LONGEST, SIZE = 131072, 32
 ENGINE = SimpleNamespace(
-    cache_config=SimpleNamespace(block_size=SIZE),
+    cache_config=SimpleNamespace(block_size=SIZE, enable_prefix_caching=True),
     model_config=SimpleNamespace(max_model_len=LONGEST),
 )
 WHOLE = LONGEST // SIZE
@@ -56,3 +57,28 @@ def test_the_users_word_counts_more_than_the_policys() -> None:
     config = KVPolicyConfig("epikv", protect_prompt=False)
     assert max_blocks_per_request(ENGINE, config) < WHOLE // 10
     assert max_global_blocks(ENGINE, config) == 2048 // SIZE
+
+
+@pytest.mark.parametrize(
+    ("config", "shared"),
+    [
+        (KVPolicyConfig("tova"), 4096),
+        (KVPolicyConfig("tova", budget_tokens=8192), 12288),
+        (KVPolicyConfig("tova", prefill_interval_tokens="prompt"), LONGEST),
+        (KVPolicyConfig("tova", protect_prompt=True), LONGEST),
+    ],
+)
+def test_the_line_about_the_prefix_cache_says_how_much_is_shared(
+    config: KVPolicyConfig, shared: int
+) -> None:
+    line = sharing_line(ENGINE, config)
+    assert f"share up to {shared} prompt tokens" in line and "epikv" not in line
+
+
+def test_the_line_about_the_prefix_cache_names_who_takes_nothing() -> None:
+    line = sharing_line(ENGINE, KVPolicyConfig("tova", allow=("epikv",)))
+    assert line.endswith("requests of epikv fill it but take nothing from it")
+    uncached = SimpleNamespace(
+        cache_config=SimpleNamespace(enable_prefix_caching=False)
+    )
+    assert sharing_line(uncached, KVPolicyConfig("tova")).endswith("its whole prompt")

@@ -119,10 +119,10 @@ def sharing_line(vllm_config: Any, config: KVPolicyConfig) -> str:
     block_size = vllm_config.cache_config.block_size
     longest = vllm_config.model_config.max_model_len
     first_event = config.footprint(longest, block_size).events.next_event(1)
-    most = f"the first {first_event} tokens" if first_event < longest else "all tokens"
+    most = min(first_event, longest)
     own = f"; requests of {', '.join(alone)} fill it but take nothing from it"
     return (
-        "KV policy prefix cache: requests share what they compute before their first "
-        f"event, {most} of a prompt of {longest}; an event leaves it in the cache "
-        f"until vLLM needs the memory{own if alone else ''}"
+        f"KV policy prefix cache: on, requests share up to {most} prompt tokens, those "
+        "before their first event; these stay cached after the event until vLLM needs "
+        f"the memory{own if alone else ''}"
     )

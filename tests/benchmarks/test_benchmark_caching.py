@@ -185,7 +185,7 @@ def test_policies_are_compared_at_equal_shares_and_with_all_of_stocks_memory():
         ("prefixes", {"prefix_tokens": 5000}, "got 5128, expected 5128 .* to 4096"),
         ("prefixes", {"max_model_len": 1000}, "got 1000, expected 1152 .* to 4096"),
         ("turns", {"first_tokens": 5000}, "--turns and --first-tokens and"),
-        ("prefixes", {"shares": (0.1,)}, "shares: 0.1 is 12 blocks, expected at least"),
+        ("prefixes", {"shares": (0.1,)}, "shares: 0.1 is 28 blocks, expected at least"),
         ("prefixes", {"requests": 2}, "requests: got 2, expected at least 3"),
         ("turns", {"turns": 1}, "turns: got 1, expected at least 2"),
         ("turns", {"thinking_tokens": 192}, "thinking_tokens: got 192, expected 0 to"),

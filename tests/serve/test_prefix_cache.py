@@ -60,5 +60,3 @@ def test_hits_are_counted_and_salts_keep_requests_apart(
         assert ask(PROMPT, vllm_xargs={"kv_policy": "none"})[1] == 192
         assert ask(PROMPT, vllm_xargs={"kv_budget": 96})[1] == usable
         assert series(url, "kv_cache_usage_perc") == 0
-    log = (folder / "log").read_text()
-    assert "KV policy prefix cache: requests share what they compute" in log

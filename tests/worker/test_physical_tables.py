@@ -156,7 +156,7 @@ def test_a_graph_always_contains_the_saving(is_captured: bool) -> None:
     save_rows(rows, queries, targets)
     found = windows.queries(torch.tensor([0]))[0, 0].transpose(0, 1)
     assert torch.equal(found, queries[1:])
-    with pytest.raises(AssertionError, match="too many tokens"):
+    with pytest.raises(AssertionError, match="more tokens than planned"):
         see(windows, torch.randn(9, 2, 4))
 
 

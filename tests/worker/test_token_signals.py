@@ -212,7 +212,7 @@ def test_a_forward_pass_without_a_plan_changes_nothing() -> None:
 def test_models_without_one_list_of_layers_are_refused() -> None:
     model = Model()
     assert decoder_layers(model, LAYERS) is model.model.layers
-    with pytest.raises(ValueError, match="one list of 5 decoder layers .* found 0"):
+    with pytest.raises(ValueError, match="5 decoder layers, found 0"):
         decoder_layers(model, 5)
     model.twin = nn.Module()
     model.twin.layers = nn.ModuleList(Layer(True) for _ in range(LAYERS))
@@ -227,7 +227,7 @@ def test_layers_by_depth() -> None:
     assert band.layers(2) == range(0, 1)
     assert TokenSignal("key").layers(3) == range(3)
     for first, last in ((0, 4), (2, 1), (-1, 2)):
-        with pytest.raises(ValueError, match="between 0 and 3"):
+        with pytest.raises(ValueError, match="0 <= first <= last <= 3"):
             TokenSignal("hidden", first, last).layers(4)
 
 

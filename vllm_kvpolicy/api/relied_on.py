@@ -40,6 +40,8 @@ class Owner:
         return f"{self.target}{'.' if ':' in self.target else ':'}{name}"
 
 
+_EXTRA_KEYS = "generate_block_hash_extra_keys"
+_CACHE_BLOCKS = "self request num_tokens retention_interval replay_boundaries"
 _ENGINE = (
     Owner(
         "vllm.v1.core.sched.scheduler:Scheduler",
@@ -104,11 +106,7 @@ _ENGINE = (
     ),
     Owner(
         "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager",
-        {
-            "cache_blocks": (
-                "self request num_tokens retention_interval replay_boundaries"
-            ),
-        },
+        {"cache_blocks": _CACHE_BLOCKS},
     ),
     Owner(
         "vllm.v1.core.block_pool:BlockPool",
@@ -117,10 +115,7 @@ _ENGINE = (
             "is_block_writable evict_blocks"
         ),
     ),
-    Owner(
-        "vllm.v1.core.kv_cache_utils",
-        read="generate_block_hash_extra_keys hash_block_tokens",
-    ),
+    Owner("vllm.v1.core.kv_cache_utils", read="hash_block_tokens " + _EXTRA_KEYS),
     Owner("vllm.utils.hashing", read="get_hash_fn_by_name"),
     Owner(
         "vllm.v1.core.kv_cache_utils:KVCacheBlock",

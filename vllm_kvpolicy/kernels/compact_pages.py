@@ -53,9 +53,10 @@ def compact_pages_ref(
         _copy_in_place(pages, source_slots, dest_slots)
         return
     # The twins have a scratch of fixed size instead.
-    changed = (~in_place).nonzero().flatten()  # sync-ok: the reference of a CPU
-    scratch = _read(pages, source_slots[changed])
     stays = in_place.nonzero().flatten()  # sync-ok: the reference of a CPU
+    num_changed = len(in_place) - len(stays)
+    changed = torch.nonzero_static(~in_place, size=num_changed).flatten()
+    scratch = _read(pages, source_slots[changed])
     _copy_in_place(pages, source_slots[stays], dest_slots[stays])
     _write(pages, dest_slots[changed], scratch)
 
