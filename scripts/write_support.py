@@ -70,7 +70,7 @@ def _policies() -> list[str]:
     for name, word in ALLOCATORS.items():
         lines += _refused(word, f"`{name}-{{}}`")
     for name, word in ADMISSIONS.items():
-        lines += _refused(word, f"`{name}+{{}}-...`")
+        lines += _refused(word, f"`{name}+{{}}-SCORER`")
     tests = ", ".join(f"`{name}` ({word.summary})" for name, word in _tests())
     return [*lines, "", f"Test policies, which drop nothing: {tests}.", ""]
 
@@ -85,6 +85,8 @@ def _refused(word: WordRow, pair: str) -> list[str]:
     rows = []
     for reason in dict.fromkeys(word.refuses.values()):
         others = [key for key, why in word.refuses.items() if why == reason]
+        if set(others) == set(ALLOCATORS):
+            pair, others = pair.replace("-SCORER", ""), ["EVICTION"]
         rows.append(_row(", ".join(map(pair.format, others)), reason))
     return rows
 

@@ -48,7 +48,7 @@ def test_a_server_that_keeps_prompts_states_the_whole_length(
 def test_the_line_of_a_selection_alone_speaks_of_no_budget() -> None:
     line = capacity_line(ENGINE, KVPolicyConfig("quest"), 9000)
     assert line.startswith("KV policy quest: no budget, event every 512 tokens; ")
-    assert line.endswith("all its tokens, at most 4096 of the pool's 8999 superblocks")
+    assert line.endswith("all its tokens, at most 4096 of the pool's 8999 blocks")
     both = capacity_line(ENGINE, KVPolicyConfig("snapkv+quest"), 9000)
     assert "snapkv+quest: budget 2048 tokens per KV head" in both
 
@@ -82,3 +82,15 @@ def test_the_line_about_the_prefix_cache_names_who_takes_nothing() -> None:
         cache_config=SimpleNamespace(enable_prefix_caching=False)
     )
     assert sharing_line(uncached, KVPolicyConfig("tova")).endswith("its whole prompt")
+
+
+def test_a_budget_that_nothing_reaches_is_said() -> None:
+    short = SimpleNamespace(**vars(ENGINE))
+    short.model_config = SimpleNamespace(max_model_len=2048)
+    line = capacity_line(short, KVPolicyConfig("tova"), 9000)
+    assert line.endswith("ever drops any, lower --kv-budget")
+    small = KVPolicyConfig("tova", budget_tokens=1024)
+    assert "holds at most" in capacity_line(short, small, 9000)
+    # An event inside a prompt comes earlier.
+    inside = KVPolicyConfig("tova", budget_tokens=1800, prefill_interval_tokens=128)
+    assert "holds at most" in capacity_line(short, inside, 9000)

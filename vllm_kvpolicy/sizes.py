@@ -100,14 +100,22 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
             f"KV policy {config.policy}: no budget, event every "
             f"{config.interval_tokens} tokens; a request holds "
             f"{kept if info.admission else 'all its tokens'}, at most {whole} of "
-            f"the pool's {num_blocks - 1} superblocks"
+            f"the pool's {num_blocks - 1} blocks"
         )
+    plans = [config.footprint(size, block_size).events for size in (1, max_model_len)]
+    if min(plan.next_event(1) for plan in plans) >= max_model_len:
+        return (
+            f"KV policy {config.policy}: budget {config.budget_tokens} + interval "
+            f"{config.interval_tokens} tokens; no request of at most {max_model_len} "
+            "tokens ever drops any, lower --kv-budget"
+        )
+    fit, fit_whole = (num_blocks - 1) // held, (num_blocks - 1) // whole
     return (
         f"KV policy {config.policy}: budget {config.budget_tokens} tokens per KV "
         f"head, event every {config.interval_tokens}; a request that generates "
-        f"{max_model_len} tokens holds at most {held} superblocks instead of {whole}, "
-        f"so the pool of {num_blocks - 1} fits {(num_blocks - 1) // held} of them "
-        f"instead of {(num_blocks - 1) // whole}"
+        f"{max_model_len} tokens holds at most {held} blocks instead of {whole}, "
+        f"so the pool of {num_blocks - 1} fits {fit} such requests instead of "
+        f"{fit_whole}"
     )
 
 

@@ -185,4 +185,4 @@ def test_a_server_without_a_budget_says_so() -> None:
     )
     line = capacity_line(vllm_config, KVPolicyConfig.from_dict(values), 101)
     assert "wgkv: no budget" in line and "newest 64 tokens" in line
-    assert line.endswith("at most 32 of the pool's 100 superblocks")
+    assert line.endswith("at most 32 of the pool's 100 blocks")

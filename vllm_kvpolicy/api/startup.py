@@ -160,10 +160,10 @@ def _choose(engine_args: Any, config: KVPolicyConfig) -> None:
         chosen_name = compat.cuda_attention_backend(str(engine_args.dtype))
         engine_args.attention_backend = AttentionBackendEnum[chosen_name]
     logger.info(
-        "--kv-policy %s: block size %s, attention backend %s",
+        "KV policy %s: block size %s, attention backend %s",
         config.policy,
         engine_args.block_size,
-        engine_args.attention_backend or "as the platform chooses",
+        engine_args.attention_backend or "chosen by the platform",
     )
     logger.info("KV policy kernels: %s", preferences.summary(platform))
 
