@@ -39,11 +39,9 @@ def lookahead_hasher(cache_config: Any) -> Callable[[Request], list[BlockHash]] 
         known, tokens = request.block_hashes, request.all_token_ids
         before = known[-1] if known else None
         hashes = []
-        starts = range(len(known) * block_size, request.num_tokens, block_size)
-        for start in starts:
+        last = request.num_tokens - block_size  # a token has to follow the superblock
+        for start in range(len(known) * block_size, last, block_size):
             end = start + block_size
-            if end >= request.num_tokens:
-                break
             keys, _ = generate_block_hash_extra_keys(request, start, end, 0)
             keys = (*(keys or ()), tokens[end])
             before = hash_block_tokens(hash_function, before, tokens[start:end], keys)

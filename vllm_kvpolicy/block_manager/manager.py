@@ -220,7 +220,7 @@ class KVPolicyManager(FullAttentionManager):
             local_blocks=tuple(block.block_id for block in local),
         )
 
-    def _turnover(self, request_id: str, state: RequestState) -> "Turnover":
+    def _turnover(self, request_id: str, state: RequestState) -> Turnover:
         """Return what the event of this step takes from the pool and gives back."""
         blocks, footprint = self.req_to_blocks[request_id], state.footprint
         frontier = footprint.frontier_blocks(state.computed)
