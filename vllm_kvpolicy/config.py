@@ -169,13 +169,17 @@ class KVPolicyConfig:
             return self.protect_prompt
         return parse(self.policy).protect_prompt
 
-    def footprint(self, prompt_tokens: int, block_size: int) -> Footprint:
+    def footprint(
+        self, prompt_tokens: int, block_size: int, group_size: int
+    ) -> Footprint:
         """Return when a request has events and what it holds between them.
 
         Args:
             prompt_tokens: length of its prompt; where prompts are protected, the
                 budget counts generated tokens on top of it.
             block_size: N, tokens per superblock.
+            group_size: G, query heads per KV head. A query takes as much memory as G
+                keys, so that a superblock holds the queries of 2N / G tokens.
         """
         protected = prompt_tokens if self.protects_prompt else 0
         info, budget = parse(self.policy), self.budget_tokens + protected
@@ -188,7 +192,15 @@ class KVPolicyConfig:
             interval=self.interval_tokens,
             prefill_interval=self.prefill_step,
         )
-        return Footprint(events, self.recent_tokens, block_size, info.keeps_all)
+        window = self.window_tokens()
+        return Footprint(
+            events,
+            self.recent_tokens,
+            block_size,
+            info.keeps_all,
+            window_tokens=window,
+            window_blocks=-(-window * group_size // (2 * block_size)),
+        )
 
     @classmethod
     def from_dict(cls, values: Any) -> "KVPolicyConfig":

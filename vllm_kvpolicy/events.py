@@ -104,12 +104,17 @@ class Footprint:
         recent: R, newest tokens that are always kept.
         block_size: N, tokens per superblock.
         keeps_all: events may keep everything, as without a budget.
+        window_tokens: W, newest queries that an event reads; 0 for none.
+        window_blocks: superblocks that are borrowed for them, from the step that
+            computes the first of them to the event.
     """
 
     events: EventPlan
     recent: int
     block_size: int
     keeps_all: bool = False
+    window_tokens: int = 0
+    window_blocks: int = 0
 
     def frontier_blocks(self, position: int) -> int:
         """Return F / N for an event at `position`; tokens at and above F are local."""
@@ -141,12 +146,14 @@ class Footprint:
         last = min(num_tokens, settled) if not self.keeps_all else num_tokens
         position = self.events.next_event(0)
         while position < last:
-            peak = max(peak, held + -(-position // self.block_size) - frontier)
+            before = held + -(-position // self.block_size) - frontier
+            peak = max(peak, before + self.window_blocks)
             frontier = self.frontier_blocks(position)
             held = self.global_blocks(position)
             position = self.events.next_event(position + 1)
         end = min(num_tokens, position)
-        return max(peak, held + -(-end // self.block_size) - frontier)
+        window = self.window_blocks if end > position - self.window_tokens else 0
+        return max(peak, held + -(-end // self.block_size) - frontier + window)
 
 
 @lru_cache(maxsize=64)
@@ -157,6 +164,8 @@ def worst_case_blocks(
     prefill_interval: int,
     recent: int,
     block_size: int,
+    window_tokens: int = 0,
+    window_blocks: int = 0,
 ) -> int:
     """Return the superblocks that any request of up to `max_model_len` tokens may hold.
 
@@ -169,7 +178,7 @@ def worst_case_blocks(
     first = max(first_inside, budget + interval)
     whole = -(-max_model_len // block_size)
     if first >= max_model_len:
-        return whole
+        return whole + (window_blocks if max_model_len > first - window_tokens else 0)
 
     def after_event(local: int, stretch: int) -> int:
         return -(-(budget - local) // block_size) + -(-(local + stretch) // block_size)
@@ -182,7 +191,7 @@ def worst_case_blocks(
     decode = max(
         after_event(local, interval) for local in range(recent, recent + block_size)
     )
-    return min(whole, max(-(-first // block_size), inside, decode))
+    return min(whole, max(-(-first // block_size), inside, decode)) + window_blocks
 
 
 def positions_up_to(plan: EventPlan, num_tokens: int) -> list[int]:

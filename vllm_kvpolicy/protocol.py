@@ -28,8 +28,8 @@ class CompactEvent:
         dest_blocks: superblocks that hold the survivors afterwards, in time order;
             may share blocks with `source_blocks` or not.
         local_blocks: superblocks of the tokens at and above F.
-        window_slot: number of the query window with the newest queries, -1 where the
-            policy reads none.
+        window_blocks: superblocks with the newest queries, free after the event; none
+            where the policy reads no queries.
     """
 
     request_id: str
@@ -45,7 +45,7 @@ class CompactEvent:
     source_blocks: tuple[int, ...]
     dest_blocks: tuple[int, ...]
     local_blocks: tuple[int, ...]
-    window_slot: int
+    window_blocks: tuple[int, ...] = ()
 
     @property
     def leaving_blocks(self) -> tuple[int, ...]:
@@ -63,14 +63,14 @@ class WindowCapture:
 
     Args:
         request_id: vLLM's request id.
-        window_slot: number of the query window.
+        window_blocks: superblocks of the query window.
         first_token: offset among the request's tokens of this step.
         first_row: row of the window that the first of them fills.
         num_tokens: how many to save.
     """
 
     request_id: str
-    window_slot: int
+    window_blocks: tuple[int, ...]
     first_token: int
     first_row: int
     num_tokens: int

@@ -17,37 +17,35 @@ class PlannerLimits:
 
     Args:
         block_size: N, tokens per superblock.
-        window_tokens: W, rows of a query window: the most that any policy reads.
-        window_slots: query windows that may be open at once.
         events_per_step: events that one step may carry.
     """
 
     block_size: int
-    window_tokens: int
-    window_slots: int
     events_per_step: int
 
 
 def planner_limits(vllm_config: Any, config: KVPolicyConfig) -> PlannerLimits:
-    """Return window and event limits of an engine.
+    """Return the limits of an engine.
 
-    While it generates, a request holds a query window for W of every I steps and has
-    one event in them. The limits are twice the average that follows for the largest
-    batch, and at least 8; requests beyond a limit wait for a later step.
+    While it generates, a request has an event every I steps. A step carries twice the
+    average that follows for the largest batch, and at least 8; requests beyond that
+    wait for a later step.
 
-    Example: 256 requests, W = 16, I = 128. On average 32 windows are open and a step
-    carries 2 events; the limits are 64 windows and 8 events.
+    Example: with 1024 requests and I = 128 a step has 8 events on average and carries
+    at most 16.
     """
     max_num_seqs = vllm_config.scheduler_config.max_num_seqs
-    window_tokens = max(map(config.window_tokens, config.policies))
-    slots_share = -(-2 * max_num_seqs * window_tokens // config.interval_tokens)
     events_share = -(-2 * max_num_seqs // config.interval_tokens)
     return PlannerLimits(
         block_size=vllm_config.cache_config.block_size,
-        window_tokens=window_tokens,
-        window_slots=min(max_num_seqs, max(8, slots_share)) if window_tokens else 0,
         events_per_step=config.events_per_step or max(8, events_share),
     )
+
+
+def group_size(vllm_config: Any) -> int:
+    """Return G, query heads per KV head."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    return model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
 
 
 def max_global_blocks(vllm_config: Any, config: KVPolicyConfig) -> int:
@@ -68,8 +66,9 @@ def max_blocks_per_request(vllm_config: Any, config: KVPolicyConfig) -> int:
     """
     block_size = vllm_config.cache_config.block_size
     max_model_len = vllm_config.model_config.max_model_len
+    footprint = config.footprint(1, block_size, group_size(vllm_config))
     if parse(config.policy).keeps_all or config.protects_prompt:
-        return -(-max_model_len // block_size)
+        return -(-max_model_len // block_size) + footprint.window_blocks
     return worst_case_blocks(
         max_model_len,
         config.budget_tokens,
@@ -77,6 +76,8 @@ def max_blocks_per_request(vllm_config: Any, config: KVPolicyConfig) -> int:
         config.prefill_step,
         config.recent_tokens,
         block_size,
+        footprint.window_tokens,
+        footprint.window_blocks,
     )
 
 
@@ -90,7 +91,8 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
     """
     block_size = vllm_config.cache_config.block_size
     max_model_len = vllm_config.model_config.max_model_len
-    answer = config.footprint(1, block_size)
+    sizes = block_size, group_size(vllm_config)
+    answer = config.footprint(1, *sizes)
     held = answer.peak_blocks(max_model_len)
     whole = -(-max_model_len // block_size)
     info = parse(config.policy)
@@ -102,7 +104,7 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
             f"{kept if info.admission else 'all its tokens'}, at most {whole} of "
             f"the pool's {num_blocks - 1} blocks"
         )
-    plans = [config.footprint(size, block_size).events for size in (1, max_model_len)]
+    plans = [config.footprint(size, *sizes).events for size in (1, max_model_len)]
     if min(plan.next_event(1) for plan in plans) >= max_model_len:
         return (
             f"KV policy {config.policy}: budget {config.budget_tokens} + interval "
@@ -124,9 +126,9 @@ def sharing_line(vllm_config: Any, config: KVPolicyConfig) -> str:
     if not vllm_config.cache_config.enable_prefix_caching:
         return "KV policy prefix cache: off, every request computes its whole prompt"
     alone = [name for name in config.policies if parse(name).measures_tokens]
-    block_size = vllm_config.cache_config.block_size
+    sizes = vllm_config.cache_config.block_size, group_size(vllm_config)
     longest = vllm_config.model_config.max_model_len
-    first_event = config.footprint(longest, block_size).events.next_event(1)
+    first_event = config.footprint(longest, *sizes).events.next_event(1)
     most = min(first_event, longest)
     own = f"; requests of {', '.join(alone)} fill it but take nothing from it"
     return (

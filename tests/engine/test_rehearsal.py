@@ -24,7 +24,7 @@ def test_answers_are_those_of_an_engine_that_did_not_warm_up(
             runtime = engine.runtime
             if warms_up:
                 before = window_usage.calls["reference"]
-                warm_up(runtime, engine.worker.kv_policy_config, 500)
+                warm_up(runtime, engine.worker.kv_policy_config, 500, 2)
                 assert window_usage.calls["reference"] > before
                 assert not runtime.requests.row_of and not runtime.answers.take()
             answers.append(engine.run(make_jobs((40, 100, 150), 60, seed=4)).tokens)
@@ -35,7 +35,7 @@ def test_answers_are_those_of_an_engine_that_did_not_warm_up(
 
 def test_events_have_the_sizes_of_real_ones() -> None:
     config = KVPolicyConfig.from_dict(POLICY | {"allow": ["keydiff"]})
-    steps = list(dummy_events(config, 4, 32, 100, 600))
+    steps = list(dummy_events(config, 4, 32, 100, 600, 2))
     assert {event.policy for step in steps for event in step} == {"ams-tova", "keydiff"}
     assert {len(step) for step in steps} == {1, 2}
     for step in steps:
@@ -50,9 +50,9 @@ def test_events_have_the_sizes_of_real_ones() -> None:
         assert len(set(blocks)) == len(blocks) and 0 < min(blocks) <= max(blocks) < 100
     positions = {step[0].position for step in steps}
     assert {96, 128, 599} == positions
-    alone = list(dummy_events(config, 1, 32, 100, 600))
+    alone = list(dummy_events(config, 1, 32, 100, 600, 2))
     assert alone == [step for step in steps if len(step) == 1]
-    assert not list(dummy_events(config, 4, 32, 4, 600)), (
+    assert not list(dummy_events(config, 4, 32, 4, 600, 2)), (
         "the pool holds no such request"
     )
-    assert not list(dummy_events(config, 4, 32, 100, 80)), "no request has an event"
+    assert not list(dummy_events(config, 4, 32, 100, 80, 2)), "no request has an event"

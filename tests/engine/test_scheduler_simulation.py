@@ -128,7 +128,6 @@ TIGHT = Scenario(
     max_batched=300,
     long_prefill=0,
     priorities=False,
-    window_slots=6,
     longest=2000,
     arrivals=0.5,
     aborts=0.003,
@@ -253,18 +252,38 @@ def test_notices_state_left_after_the_end(model, monkeypatch):
 def test_notices_admission_that_never_lets_anyone_in(model, monkeypatch):
     monkeypatch.setattr(Planner, "peak_blocks", lambda self, *request: 10**6)
     monkeypatch.setattr(
-        KVPolicyManager, "_num_held", lambda self, name: -(10**6), raising=True
+        KVPolicyManager, "num_held", lambda self, name: -(10**6), raising=True
     )
     expect_failure(model, "stalled")
 
 
-def test_notices_a_window_slot_that_is_never_given_back(model, monkeypatch):
-    def forget(self: Planner, request_id: str, state: Any) -> None:
-        if self._windows.pop(request_id, None) is not None:
-            state.window = -1
+def test_notices_a_window_that_is_never_given_back(model, monkeypatch):
+    stock = KVPolicyManager._run_event
 
-    monkeypatch.setattr(Planner, "_close_window", forget)
-    expect_failure(model, "stalled")
+    def forget(self: KVPolicyManager, request_id: str, state: Any) -> None:
+        self._windows.pop(request_id, None)
+        stock(self, request_id, state)
+
+    monkeypatch.setattr(KVPolicyManager, "_run_event", forget)
+    expect_failure(model, "requests hold")
+
+
+def test_notices_a_window_that_ends_before_its_event(model, monkeypatch):
+    stock = KVPolicyManager.allocate_new_blocks
+
+    def too_early(self: KVPolicyManager, request_id: str, *counts: int) -> Any:
+        new_blocks = stock(self, request_id, *counts)
+        window = self._windows.pop(request_id, ())
+        self.block_pool.free_blocks(window)
+        return new_blocks
+
+    monkeypatch.setattr(KVPolicyManager, "allocate_new_blocks", too_early)
+    expect_failure(model, "window|twice|requests hold")
+
+
+def test_notices_a_window_without_room(model, monkeypatch):
+    monkeypatch.setattr(KVPolicyManager, "_taken_beside", lambda self, name: 0)
+    expect_failure(model, "free blocks")
 
 
 def answers_changed(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
@@ -374,9 +393,12 @@ def shift_windows(commands: StepCommands) -> StepCommands:
     return replace(commands, captures=tuple(captures))
 
 
-def share_a_slot(commands: StepCommands) -> StepCommands:
+def share_a_window(commands: StepCommands) -> StepCommands:
     """Let all requests write the same window."""
-    captures = [replace(c, window_slot=0) for c in commands.captures]
+    captures = [
+        replace(c, window_blocks=commands.captures[0].window_blocks)
+        for c in commands.captures
+    ]
     return replace(commands, captures=tuple(captures))
 
 
@@ -390,7 +412,7 @@ def share_a_slot(commands: StepCommands) -> StepCommands:
         (move_frontier, TIGHT, "wrong frontier"),
         (swap_requests, TIGHT, "sources|keeps"),
         (shift_windows, TIGHT, "window"),
-        (share_a_slot, TIGHT, "window"),
+        (share_a_window, TIGHT, "window"),
     ],
 )
 def test_notices_a_wrong_message(tamper, scenario, message, model):

@@ -9,6 +9,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm_kvpolicy.config import PER_REQUEST_OFF, KVPolicyConfig, server_config
 from vllm_kvpolicy.config_keys import request_keys
 from vllm_kvpolicy.policies.catalogue.names import parse
+from vllm_kvpolicy.sizes import group_size
 
 # What is refused per request and what to change; the documentation lists it.
 REQUEST_REFUSALS = {
@@ -132,12 +133,10 @@ def check_params(
     longest = vllm_config.model_config.max_model_len
     tokens = min(prompt_tokens + (params.max_tokens or longest), longest)
     wanted = -(-tokens // block_size)
-    # One block is vLLM's null block. No policy holds more than the full KV cache.
-    if wanted < num_blocks:
-        return
     if config is not None:
-        footprint = config.footprint(max(prompt_tokens, 1), block_size)
-        wanted = footprint.peak_blocks(tokens)
+        sizes = block_size, group_size(vllm_config)
+        wanted = config.footprint(max(prompt_tokens, 1), *sizes).peak_blocks(tokens)
+    # One block is vLLM's null block.
     if wanted >= num_blocks:
         name = PER_REQUEST_OFF if config is None else config.policy
         raise ValueError(

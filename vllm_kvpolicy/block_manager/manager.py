@@ -107,6 +107,9 @@ class KVPolicyManager(FullAttentionManager):
 
     A request's list is indexed by logical position // N. After an event its lowest
     entries hold the destination blocks and the rest up to the frontier is null.
+
+    Query windows are superblocks of the same pool. A request borrows them in the step
+    that computes the first query that its next event reads, and the event returns them.
     """
 
     planner: Planner
@@ -116,13 +119,15 @@ class KVPolicyManager(FullAttentionManager):
     offers_later: bool = False
     # By request, the first entry that this step has offered to the prefix cache.
     _promised: dict[str, int]
+    # By request, the superblocks of its open query window.
+    _windows: dict[str, list[KVCacheBlock]]
 
     def attach(self, planner: Planner, placement_name: str) -> None:
         """Connect to the engine's planner; the scheduler does so once."""
         self.planner = planner
         self.placement_name = placement_name
         self.blocks_returned = 0
-        self._promised = {}
+        self._promised, self._windows = {}, {}
 
     @property
     def has_positionally_stable_blocks(self) -> bool:
@@ -184,9 +189,19 @@ class KVPolicyManager(FullAttentionManager):
         state = self.planner.due(request_id)
         if state is not None:
             self._run_event(request_id, state)
+        if self.planner.needs_window(request_id):
+            count = self.planner.states[request_id].footprint.window_blocks
+            window = self.block_pool.get_new_blocks(count)
+            self._windows[request_id] = window
+            self.planner.open_window(request_id, _ids(window))
         return super().allocate_new_blocks(
             request_id, num_tokens, num_tokens_main_model
         )
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        """Return what a finished or preempted request held, its query window too."""
+        window = self._windows.pop(request_id, [])
+        return super().pop_blocks_for_free(request_id) + window
 
     def _run_event(self, request_id: str, state: RequestState) -> None:
         """Replace what a request owns below its new frontier by its destinations.
@@ -201,6 +216,7 @@ class KVPolicyManager(FullAttentionManager):
         frontier = state.footprint.frontier_blocks(state.computed)
         local = blocks[frontier:]
         self.block_pool.free_blocks(reversed(turnover.let_go))
+        self.block_pool.free_blocks(self._windows.pop(request_id, ()))
         fresh = self.block_pool.get_new_blocks(turnover.num_fresh)
         homes = turnover.homes(fresh)
         seed = event_seed(state.ordinal, state.computed)
@@ -215,9 +231,9 @@ class KVPolicyManager(FullAttentionManager):
         self.blocks_returned += len(owned) - len(dest)
         self.planner.record(
             request_id,
-            source_blocks=tuple(block.block_id for block in owned),
-            dest_blocks=tuple(block.block_id for block in dest),
-            local_blocks=tuple(block.block_id for block in local),
+            source_blocks=_ids(owned),
+            dest_blocks=_ids(dest),
+            local_blocks=_ids(local),
         )
 
     def _turnover(self, request_id: str, state: RequestState) -> Turnover:
@@ -235,7 +251,7 @@ class KVPolicyManager(FullAttentionManager):
         Safe while later steps are under way: those read the worker's page lists, in
         which these superblocks do not occur.
         """
-        self.planner.note_held(used.request_id, self._num_held(used.request_id))
+        self.planner.note_held(used.request_id, self.num_held(used.request_id))
         surplus = self.planner.surplus(used)
         if surplus is None:
             return
@@ -260,17 +276,17 @@ class KVPolicyManager(FullAttentionManager):
 
         vLLM admits a request when its whole known length fits. Ours never holds that
         much at once: the cap is the peak of this very request, budget included. In a
-        step with an event, what the event gives back counts against what it takes.
+        step with an event, what the event gives back counts against what it takes, and
+        so does its query window.
         """
         if apply_admission_cap:
             num_shared = sum(block.ref_cnt > 0 for block in new_computed_blocks)
             peak = self.planner.peak_blocks(request_id, num_tokens, num_shared)
             if peak is not None:
-                num_held = self._num_held(request_id)
+                num_held = self.num_held(request_id)
                 return max(min(peak, cdiv(num_tokens, self.block_size)) - num_held, 0)
-        state = self.planner.due(request_id)
-        event = 0 if state is None else self._turnover(request_id, state).net_taken
-        return event + super().get_num_blocks_to_allocate(
+        beside = self._taken_beside(request_id)
+        return beside + super().get_num_blocks_to_allocate(
             request_id,
             num_tokens,
             new_computed_blocks,
@@ -281,19 +297,34 @@ class KVPolicyManager(FullAttentionManager):
             prefill_end,
         )
 
+    def _taken_beside(self, request_id: str) -> int:
+        """Return what a step's event and query window take, beside its new tokens."""
+        state = self.planner.states.get(request_id)
+        if state is None:
+            return 0
+        num_open, taken = len(state.window), 0
+        if state.due:
+            taken = self._turnover(request_id, state).net_taken - num_open
+            num_open = 0
+        if state.saves_queries and not num_open:
+            taken += state.footprint.window_blocks
+        return taken
+
     def pool_counts(self) -> tuple[int, int]:
-        """Return (local, global) superblocks held by all requests."""
+        """Return (local, global) superblocks of requests; windows count as local."""
         num_global = self.planner.num_global_blocks
         num_used = self.block_pool.num_gpu_blocks - 1  # one is vLLM's null block
         num_used -= self.block_pool.get_num_free_blocks()
         return num_used - num_global, num_global
 
-    def _num_held(self, request_id: str) -> int:
+    def num_held(self, request_id: str) -> int:
+        """Return the superblocks that a request holds, its query window included."""
         state = self.planner.states.get(request_id)
         num_entries = len(self.req_to_blocks.get(request_id, ()))
         if state is None or not num_entries:
             return num_entries
-        return num_entries - state.frontier_blocks + state.global_blocks
+        num_dropped = state.frontier_blocks - state.global_blocks
+        return num_entries - num_dropped + len(state.window)
 
     def _take(self, count: int) -> list[KVCacheBlock]:
         num_free = self.block_pool.get_num_free_blocks()
@@ -305,6 +336,10 @@ class KVPolicyManager(FullAttentionManager):
         kept = {block.block_id for block in dest}
         freed = [block for block in reversed(owned) if block.block_id not in kept]
         self.block_pool.free_blocks(freed)
+
+
+def _ids(blocks: Sequence[KVCacheBlock]) -> tuple[int, ...]:
+    return tuple(block.block_id for block in blocks)
 
 
 KVCacheSpecRegistry._ensure_registered()

@@ -15,8 +15,6 @@ from vllm_kvpolicy.protocol import (
 )
 from vllm_kvpolicy.sizes import PlannerLimits
 
-NO_WINDOW = -1
-
 
 @dataclass(frozen=True)
 class RequestPlan:
@@ -26,14 +24,12 @@ class RequestPlan:
         policy: name of its policy.
         footprint: when they happen and what the request holds between them.
         sinks: first tokens that are always kept.
-        window_tokens: queries that its policy reads; 0 for none.
         takes_hits: the prefix cache may give it its first tokens.
     """
 
     policy: str
     footprint: Footprint
     sinks: int
-    window_tokens: int = 0
     takes_hits: bool = True
 
     @cached_property
@@ -55,7 +51,7 @@ class RequestPlan:
         if not self.takes_hits:
             return 0
         block_size = self.footprint.block_size
-        last = self.first_event - self.window_tokens - 1
+        last = self.first_event - self.footprint.window_tokens - 1
         return max(min(last // block_size * block_size, num_cached), 0)
 
 
@@ -70,9 +66,9 @@ class RequestState:
         frontier_blocks: current F / N.
         global_blocks: superblocks that hold survivors.
         ordinal: events since the request (re)started.
-        window: number of its open query window, or NO_WINDOW.
+        window: superblocks of its query window; none where it is not open.
         due: an event decided in this step that the manager has yet to carry out.
-        fresh_window: the window was opened in this step.
+        saves_queries: this step computes queries that the next event reads.
         serial: number of the last event, -1 before the first.
         most_held: most superblocks held just before some were given back.
     """
@@ -83,9 +79,9 @@ class RequestState:
     frontier_blocks: int = 0
     global_blocks: int = 0
     ordinal: int = 0
-    window: int = NO_WINDOW
+    window: tuple[int, ...] = ()
     due: bool = False
-    fresh_window: bool = False
+    saves_queries: bool = False
     serial: int = -1
     most_held: int = 0
 
@@ -114,7 +110,6 @@ class Planner:
     limits: PlannerLimits
     states: dict[str, RequestState] = field(default_factory=dict)
     num_global_blocks: int = 0
-    _free_windows: list[int] = field(default_factory=list)
     _windows: dict[str, RequestState] = field(default_factory=dict)
     _events: dict[str, CompactEvent] = field(default_factory=dict)
     _num_due: int = 0
@@ -123,9 +118,6 @@ class Planner:
     # that the next step has room for.
     _late: dict[str, None] = field(default_factory=dict)
     _invited: frozenset[str] = frozenset()
-
-    def __post_init__(self) -> None:
-        self._free_windows = list(range(self.limits.window_slots))
 
     # -- life of a request ------------------------------------------------------
 
@@ -138,7 +130,7 @@ class Planner:
         state = self.states.get(request_id)
         if state is None:
             return
-        self._close_window(request_id, state)
+        self._windows.pop(request_id, None)
         self._events.pop(request_id, None)
         self._late.pop(request_id, None)
         self.num_global_blocks -= state.global_blocks
@@ -155,12 +147,12 @@ class Planner:
         """Return how many of `num_new` tokens the request may compute in this step.
 
         Never past the next event. 0 means the request sits this step out, because the
-        step has its share of events or no query window is free.
+        step has its share of events.
         """
         state = self.states.get(request_id)
         if state is None or num_new <= 0:
             return num_new
-        state.computed, state.due = computed, False
+        state.computed, state.due, state.saves_queries = computed, False, False
         events = state.footprint.events
         if state.target < computed:
             state.target = events.next_event(computed)
@@ -171,12 +163,8 @@ class Planner:
             target = events.next_event(computed + 1)
             state.due = True
         num_new = min(num_new, target - computed)
-        window_tokens = state.plan.window_tokens
-        window_start = target - window_tokens
-        if window_tokens and computed + num_new > window_start:
-            has_window = state.window != NO_WINDOW
-            if not has_window and not self._open_window(request_id, state):
-                num_new = max(window_start - computed, 0)
+        window_start = target - state.footprint.window_tokens
+        state.saves_queries = window_start < computed + num_new
         return num_new
 
     def due(self, request_id: str) -> RequestState | None:
@@ -194,7 +182,8 @@ class Planner:
         """Note the event that the manager has just carried out on its block list."""
         state = self.states[request_id]
         state.due, position = False, state.computed
-        self.note_held(request_id, len(source_blocks) + len(local_blocks))
+        num_held = len(source_blocks) + len(local_blocks) + len(state.window)
+        self.note_held(request_id, num_held)
         state.frontier_blocks = state.footprint.frontier_blocks(position)
         num_global = state.global_blocks
         self.num_global_blocks += len(dest_blocks) - num_global
@@ -215,9 +204,11 @@ class Planner:
             source_blocks=source_blocks,
             dest_blocks=dest_blocks,
             local_blocks=local_blocks,
-            window_slot=state.window,
+            window_blocks=state.window,
         )
         state.ordinal += 1
+        self._windows.pop(request_id, None)
+        state.window = ()
 
     def note_held(self, request_id: str, num_blocks: int) -> None:
         """Note what a request holds where that is about to shrink, in superblocks."""
@@ -257,17 +248,10 @@ class Planner:
             self._invited, self._num_due = frozenset(), 0
             return NO_COMMANDS
         captures = []
-        for request_id, state in list(self._windows.items()):
+        for request_id, state in self._windows.items():
             num_tokens = num_scheduled.get(request_id, 0)
             if num_tokens:
-                capture = self._capture(request_id, state, num_tokens)
-                if capture is not None:
-                    captures.append(capture)
-                elif request_id in self._events:
-                    self._close_window(request_id, state)
-            elif state.fresh_window:
-                self._close_window(request_id, state)
-            state.fresh_window = False
+                captures.append(self._capture(request_id, state, num_tokens))
         missing = self._events.keys() - num_scheduled.keys()
         if missing:
             raise RuntimeError(
@@ -310,33 +294,30 @@ class Planner:
 
     # -- query windows ------------------------------------------------------------
 
-    def _open_window(self, request_id: str, state: RequestState) -> bool:
-        if not self._free_windows:
-            return False
-        state.window = self._free_windows.pop()
-        state.fresh_window = True
-        self._windows[request_id] = state
-        return True
+    def needs_window(self, request_id: str) -> bool:
+        """Return whether this step saves queries and no superblocks are there for them.
 
-    def _close_window(self, request_id: str, state: RequestState) -> None:
-        if state.window != NO_WINDOW:
-            self._free_windows.append(state.window)
-            state.window = NO_WINDOW
-            del self._windows[request_id]
+        In the step of an event the open window is read; the next one is another.
+        """
+        state = self.states.get(request_id)
+        return state is not None and state.saves_queries and not state.window
+
+    def open_window(self, request_id: str, blocks: tuple[int, ...]) -> None:
+        """Note the superblocks that the manager has lent for a request's queries."""
+        state = self.states[request_id]
+        state.window = blocks
+        self._windows[request_id] = state
 
     def _capture(
         self, request_id: str, state: RequestState, num_tokens: int
-    ) -> WindowCapture | None:
+    ) -> WindowCapture:
         target = state.footprint.events.next_event(state.computed + 1)
-        window_start = target - state.plan.window_tokens
+        window_start = target - state.footprint.window_tokens
         first = max(state.computed, window_start)
-        count = state.computed + num_tokens - first
-        if count <= 0:
-            return None
         return WindowCapture(
             request_id=request_id,
-            window_slot=state.window,
+            window_blocks=state.window,
             first_token=first - state.computed,
-            first_row=first - target + self.limits.window_tokens,
-            num_tokens=count,
+            first_row=first - window_start,
+            num_tokens=state.computed + num_tokens - first,
         )

@@ -20,7 +20,12 @@ from vllm_kvpolicy.block_manager.manager import KVPolicyManager
 from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.policies.catalogue.names import parse
-from vllm_kvpolicy.sizes import capacity_line, planner_limits, sharing_line
+from vllm_kvpolicy.sizes import (
+    capacity_line,
+    group_size,
+    planner_limits,
+    sharing_line,
+)
 
 logger = init_logger("vllm.kv_policy")
 
@@ -42,6 +47,7 @@ class KVPolicySchedulerMixin(CountingMixin):
             )
         self.kv_policy_limits = planner_limits(self.vllm_config, self.kv_policy_config)
         self.kv_policy_planner = Planner(self.kv_policy_limits)
+        self._group_size = group_size(self.vllm_config)
         self.kv_policy_manager = manager
         manager.attach(self.kv_policy_planner, policy.placement)
         num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
@@ -86,9 +92,10 @@ class KVPolicySchedulerMixin(CountingMixin):
         protected = prompt_tokens if config.protects_prompt else 0
         plan = RequestPlan(
             policy=config.policy,
-            footprint=config.footprint(prompt_tokens, self.kv_policy_limits.block_size),
+            footprint=config.footprint(
+                prompt_tokens, self.kv_policy_limits.block_size, self._group_size
+            ),
             sinks=max(config.sink_tokens, protected),
-            window_tokens=config.window_tokens(),
             takes_hits=not info.measures_tokens,
         )
         self.kv_policy_planner.add(request_id, plan)
@@ -171,7 +178,7 @@ class KVPolicySchedulerMixin(CountingMixin):
     def _most_held(self, request_id: str) -> int:
         state = self.kv_policy_planner.states.get(request_id)
         earlier = 0 if state is None else state.most_held
-        return max(super()._most_held(request_id), earlier)
+        return max(self.kv_policy_manager.num_held(request_id), earlier)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self.kv_policy_manager.withdraw(request.request_id)

@@ -11,16 +11,20 @@ from vllm_kvpolicy.kernels.dispatch import Operation
 def save_rows_ref(
     saved: torch.Tensor, values: torch.Tensor, targets: torch.Tensor
 ) -> None:
-    """Copy row t of `values` to row `targets[t]` of `saved`.
+    """Copy part g of row t of `values` to row `targets[t, g]` of `saved`.
+
+    A row has G parts, because a query is as long as the keys of G tokens and may begin
+    in one superblock and end in another.
 
     Args:
-        saved: [C + 1, Hq, D] model dtype, contiguous, mutated. The last row
-            collects the values that are not wanted; its content is unspecified.
-        values: [T, Hq, D] model dtype, rows contiguous.
-        targets: [T or more] int64, 0..C - 1, no row twice, or C for values that are not
-            wanted.
+        saved: [C, P] model dtype, contiguous, mutated. Row 0 collects what is not
+            wanted; its content is unspecified.
+        values: [T, G * P] model dtype, rows contiguous.
+        targets: [T or more, G] int64 below C, no row but 0 twice.
     """
-    saved.index_copy_(0, targets[: len(values)], values)
+    num_rows, num_parts = len(values), targets.shape[1]
+    parts = values.reshape(num_rows * num_parts, -1)
+    saved.index_copy_(0, targets[:num_rows].flatten(), parts)
 
 
 save_rows = Operation(save_rows_ref)

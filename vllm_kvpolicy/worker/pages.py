@@ -32,6 +32,7 @@ class PagePool:
         self, kv_caches: Sequence[torch.Tensor], keys_are_columns: bool
     ) -> None:
         first = kv_caches[0]
+        self._caches = kv_caches
         self.num_layers = len(kv_caches)
         self.num_blocks, self.num_heads, self.block_size, width = first.shape
         self.head_dim = width // 2
@@ -58,6 +59,21 @@ class PagePool:
         head = torch.arange(self.num_heads, device=blocks.device)
         ids = blocks[:, None, None, :] * self.num_heads + head[:, None]
         return ids + self.base[:, None, None]
+
+    def vectors_of(self, layer: int) -> torch.Tensor:
+        """Return [B * 2N, H * D]: a layer's memory in rows of one vector per KV head.
+
+        Superblock b is rows b * 2N and after. For values other than keys and values.
+        """
+        return self._caches[layer].view(-1, self.num_heads * self.head_dim)
+
+    def read_vectors(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return [L, M, H * D] of rows [M] int64 of `vectors_of`, in every layer."""
+        if not self.spans_layers:
+            caches = map(self.vectors_of, range(self.num_layers))
+            return torch.stack([cache.index_select(0, rows) for cache in caches])
+        shape = (self.num_layers, -1, self.num_heads * self.head_dim)
+        return self._pools[0].view(shape).index_select(1, rows)
 
 
 def _one_allocation(kv_caches: Sequence[torch.Tensor]) -> torch.Tensor | None:

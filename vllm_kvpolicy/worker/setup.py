@@ -18,7 +18,7 @@ from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.metrics import WorkerCounters
 from vllm_kvpolicy.policies.base import Needs, Policy
 from vllm_kvpolicy.policies.build import build
-from vllm_kvpolicy.sizes import PlannerLimits, max_global_blocks, planner_limits
+from vllm_kvpolicy.sizes import max_global_blocks
 from vllm_kvpolicy.worker.captures.base import Capture
 from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
 from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
@@ -51,7 +51,6 @@ class WorkerSetup:
         config: the engine's policies.
         policies: by name.
         needs: what any of them reads.
-        limits: block size and query windows.
         layers: the model's attention layers, in model order.
         rope: the model's rotary embedding, None where no policy asks for it.
         requests: superblocks and frontiers by request.
@@ -64,7 +63,6 @@ class WorkerSetup:
     config: KVPolicyConfig
     policies: Mapping[str, Policy]
     needs: Needs
-    limits: PlannerLimits
     layers: Sequence[Any]
     rope: Rope | None
     requests: RequestTable
@@ -101,7 +99,7 @@ class WorkerSetup:
             scale=self.layers[0].impl.scale,
             trace=self._trace(),
         )
-        counters = WorkerCounters(self.vllm_config.instance_id, self.limits.block_size)
+        counters = WorkerCounters(self.vllm_config.instance_id, pool.block_size)
         runtime = KVPolicyRuntime(
             self.policies, self.requests, tier, self.captures, compactor, counters
         )
@@ -124,7 +122,7 @@ class WorkerSetup:
 
     def _trace(self) -> NoTrace:
         folder = self.config.trace_dir
-        return Tracer(folder, self.limits.block_size) if folder else NoTrace()
+        return Tracer(folder, self.requests.block_size) if folder else NoTrace()
 
     def _tier(self, pool: PagePool) -> Tier:
         is_captured = compat.captures_attention(self.vllm_config)
@@ -177,7 +175,7 @@ def prepare(
     """
     policies = {name: build(name, config.options_of(name)) for name in config.policies}
     needs = reduce(or_, (policy.needs for policy in policies.values()))
-    first, limits = layers[0], planner_limits(vllm_config, config)
+    first, block_size = layers[0], vllm_config.cache_config.block_size
     shape = first.num_heads, first.num_kv_heads, first.head_size
     for name, policy in policies.items():
         with refused_for({name: policy}):
@@ -186,7 +184,7 @@ def prepare(
         rope = model_rope(model, first.head_size) if needs.rope else None
     num_requests = vllm_config.scheduler_config.max_num_seqs
     num_global = max_global_blocks(vllm_config, config)
-    requests = RequestTable(num_requests, num_global, limits.block_size, device)
+    requests = RequestTable(num_requests, num_global, block_size, device)
     tables = _step_tables(vllm_config, config, layers, requests)
     given = model, layers, rope, device
     captures = _captures(vllm_config, config, policies, needs, *given)
@@ -194,9 +192,9 @@ def prepare(
     side_tables = SideTables(
         num_requests=num_requests,
         num_heads=len(layers) * first.num_kv_heads,
-        block_size=limits.block_size,
+        block_size=block_size,
         max_global_blocks=num_global,
-        max_local_tokens=config.recent_tokens + limits.block_size - 1,
+        max_local_tokens=config.recent_tokens + block_size - 1,
         num_memories=len(remembered(needs)),
         is_ragged=config.is_ragged,
         page_bytes=page_bytes + PageSelection.page_bytes(config, first),
@@ -206,7 +204,6 @@ def prepare(
         config,
         policies,
         needs,
-        limits,
         list(layers),
         rope,
         requests,
@@ -251,10 +248,9 @@ def _captures(
     device: torch.device,
 ) -> list[Capture]:
     """Return the captures that the policies need, hooked to the model."""
-    limits, first = planner_limits(vllm_config, config), layers[0]
-    captures: list[Capture] = [
-        QueryWindows.of_engine(limits, len(layers), first, vllm_config, device)
-    ]
+    first, captures = layers[0], list[Capture]()
+    if needs.window_tokens:
+        captures.append(QueryWindows.of_engine(first, vllm_config, device))
     if needs.signals:
         with refused_for(policies, lambda needs: needs.signals):
             signals = TokenSignals.of_engine(
@@ -270,7 +266,7 @@ def _captures(
             VisibleUntil(
                 decider,
                 config.sink_tokens,
-                limits.block_size,
+                vllm_config.cache_config.block_size,
                 first.num_kv_heads,
                 vllm_config.scheduler_config.max_num_batched_tokens,
                 device,

@@ -17,7 +17,10 @@ NUM_EVENTS = 2  # of each: the first, and one that finds survivors
 
 
 def warm_up(
-    runtime: KVPolicyRuntime, config: KVPolicyConfig, max_model_len: int
+    runtime: KVPolicyRuntime,
+    config: KVPolicyConfig,
+    max_model_len: int,
+    group_size: int,
 ) -> None:
     """Run dummy events, and the other kernels of a step.
 
@@ -25,11 +28,12 @@ def warm_up(
         runtime: the worker's.
         config: the server's policies.
         max_model_len: longest request, in tokens.
+        group_size: G, query heads per KV head.
     """
     requests, pool = runtime.requests, runtime.compactor.pool
     untraced = replace(runtime.compactor, trace=NoTrace())
-    sizes = requests.null_row, requests.block_size, pool.num_blocks, max_model_len
-    for events in dummy_events(config, *sizes):
+    sizes = requests.block_size, pool.num_blocks, max_model_len, group_size
+    for events in dummy_events(config, requests.null_row, *sizes):
         untraced.run(events)
     requests.drop(NAMES)
     runtime.tier.warm_up(-(-max_model_len // requests.block_size))
@@ -44,6 +48,7 @@ def dummy_events(
     block_size: int,
     num_blocks: int,
     max_model_len: int,
+    group_size: int,
 ) -> Iterator[list[CompactEvent]]:
     """Yield the dummy events of each step, for every policy of a server.
 
@@ -56,10 +61,12 @@ def dummy_events(
         block_size: N, tokens per superblock.
         num_blocks: superblocks of the pool, vLLM's null block included.
         max_model_len: longest request, in tokens.
+        group_size: G, query heads per KV head.
     """
     for policy in config.policies:
         for prompt_tokens in (1, max_model_len - 1):
-            events = _events(config, policy, prompt_tokens, block_size, max_model_len)
+            sizes = prompt_tokens, block_size, max_model_len, group_size
+            events = _events(config, policy, *sizes)
             # Every request has blocks of its own, and none has the null block.
             held = -(-events[-1].position // block_size) if events else num_blocks
             room = (num_blocks - 1) // held
@@ -76,11 +83,12 @@ def _events(
     prompt_tokens: int,
     block_size: int,
     max_model_len: int,
+    group_size: int,
 ) -> list[CompactEvent]:
     """Return the first events of a request whose superblocks are 1, 2, 3, ..."""
     asked = config.with_request({"kv_policy": policy})
     assert asked is not None  # the name is one of the server's
-    footprint = asked.footprint(prompt_tokens, block_size)
+    footprint = asked.footprint(prompt_tokens, block_size, group_size)
     protected = prompt_tokens if asked.protects_prompt else 0
     events: list[CompactEvent] = []
     held: tuple[int, ...] = ()
@@ -104,7 +112,7 @@ def _events(
                 source_blocks=held + leaving,
                 dest_blocks=(held + leaving)[: footprint.global_blocks(position)],
                 local_blocks=tuple(row[frontier:]),
-                window_slot=0 if asked.window_tokens() else -1,
+                window_blocks=(0,) * footprint.window_blocks,
             )
         )
         held = events[-1].dest_blocks

@@ -26,7 +26,7 @@ from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.events import EventPlan
 from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.protocol import UsedBlocks
-from vllm_kvpolicy.sizes import max_global_blocks
+from vllm_kvpolicy.sizes import group_size, max_global_blocks
 
 TOKEN, STOP_TOKEN = 5, 7
 MAX_IDLE_STEPS = 6
@@ -55,7 +55,7 @@ class Simulation:
         self.peaks: dict[str, tuple[int, int]] = {}
         self.queue: deque[tuple[Any, Any, np.ndarray]] = deque()
         self.idle = 0
-        limits = self.scheduler.kv_policy_limits
+        self.group_size = group_size(self.scheduler.vllm_config)
         self.cache = CacheCheck(self.pool, scenario) if scenario.caching else None
         if self.cache is not None:
             self.cache.watch(self.scheduler, self.asked)
@@ -63,8 +63,7 @@ class Simulation:
             num_blocks=self.pool.num_gpu_blocks,
             block_size=scenario.block_size,
             max_row=-(-scenario.longest // scenario.block_size),
-            window_slots=limits.window_slots,
-            window_tokens=limits.window_tokens,
+            group_size=self.group_size,
             rng=np.random.default_rng(scenario.seed),
         )
         sizes = (
@@ -176,7 +175,7 @@ class Simulation:
             recent = rng.randint(0, policy.recent_tokens)
             sinks = rng.randint(0, policy.sink_tokens)
             least = recent + sinks + self.scenario.block_size
-            window = self.scheduler.kv_policy_limits.window_tokens
+            window = max(map(policy.window_tokens, policy.policies))
             budget = rng.randint(least, policy.budget_tokens)
             wishes["kv_interval"] = rng.randint(max(window, 1), policy.interval_tokens)
             if parse(wishes.get("kv_policy", policy.policy)).admission is None:
@@ -201,13 +200,16 @@ class Simulation:
             wishes.get("kv_interval", policy.interval_tokens),
             policy.prefill_step,
         )
+        window = policy.window_tokens(name)
+        parts = window * self.group_size
         return Asked(
             prompt_len=prompt_len,
             plan=plan,
             recent=wishes.get("kv_recent", policy.recent_tokens),
             sinks=max(wishes.get("kv_sinks", policy.sink_tokens), protected),
             policy=name,
-            window=policy.window_tokens(name),
+            window=window,
+            window_blocks=-(-parts // (2 * self.scenario.block_size)),
             keeps_all=info.keeps_all,
             is_ragged=info.is_ragged(options),
             is_dynamic=options.get("hard_mode") == "dynamic"
@@ -336,6 +338,9 @@ class Simulation:
                 expected += state.global_blocks - state.frontier_blocks
                 num_global += state.global_blocks
             check(held == expected, request_id, "holds", held, "not", expected)
+            window = state.window if state is not None else ()
+            owned += window
+            held += len(window)
             if request_id in output.num_scheduled_tokens:
                 most = max(held, self.peaks.get(request_id, (0, 0))[0])
                 self.peaks[request_id] = most, end
@@ -376,7 +381,7 @@ class Simulation:
         check(free == self.pool.num_gpu_blocks - 1, "pool not full:", free)
         check(not planner.states, "states left", planner.states)
         check(not planner._windows, "windows left", planner._windows)
-        slots = sorted(planner._free_windows)
-        check(slots == list(range(planner.limits.window_slots)), "slots", slots)
+        windows = self.scheduler.kv_policy_manager._windows
+        check(not windows, "windows left", windows)
         check(planner.num_global_blocks == 0, "global", planner.num_global_blocks)
         check(not self.scheduler.kv_policy_manager.req_to_blocks, "rows left")

@@ -8,7 +8,7 @@ import copy
 import itertools
 import os
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
 from vllm_kvpolicy.block_manager.manager import KVPolicySpec
-from vllm_kvpolicy.block_manager.planner import Planner
 from vllm_kvpolicy.block_manager.scheduler import (
     KVPolicyAsyncScheduler,
     KVPolicyScheduler,
@@ -40,7 +39,6 @@ class Scenario:
         spare: size of the pool beyond what one request needs, as a share of that.
         max_num_seqs, max_batched, long_prefill: vLLM's limits on a step.
         priorities: vLLM's priority scheduling in place of first come, first served.
-        window_slots: query windows, None for what the engine would take.
         longest: max_model_len.
         arrivals: chance of a new request before a step.
         aborts: chance of an abort before a step and before an update.
@@ -57,7 +55,6 @@ class Scenario:
     max_batched: int
     long_prefill: int
     priorities: bool
-    window_slots: int | None
     longest: int
     arrivals: float
     aborts: float
@@ -117,7 +114,6 @@ def random_scenario(
         max_batched=rng.choice((16, 64, 300, 1024)),
         long_prefill=rng.choice((0, 0, 48)),
         priorities=rng.random() < 0.25,
-        window_slots=rng.choice((None, None, 1, 2)),
         longest=rng.choice((400, 900, 3600)),
         arrivals=rng.choice((0.05, 0.2, 0.5)),
         aborts=rng.choice((0.0, 0.01, 0.05)),
@@ -186,11 +182,4 @@ def make_scheduler(scenario: Scenario, model: ModelConfig) -> Scheduler:
         structured_output_manager=AcceptEverything(),
         block_size=scenario.block_size,
     )
-    if scenario.window_slots is not None:
-        limits = scheduler.kv_policy_limits
-        slots = min(limits.window_slots, scenario.window_slots)
-        scheduler.kv_policy_limits = replace(limits, window_slots=slots)
-        scheduler.kv_policy_planner = Planner(scheduler.kv_policy_limits)
-        manager = scheduler.kv_policy_manager
-        manager.attach(scheduler.kv_policy_planner, manager.placement_name)
     return scheduler

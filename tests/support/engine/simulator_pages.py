@@ -38,6 +38,7 @@ class Asked:
         recent, sinks: tokens that are always kept.
         policy: name of its policy.
         window: queries that the policy reads.
+        window_blocks: superblocks that they take.
         keeps_all: there is no budget; unless dynamic, events permute and drop nothing.
         is_ragged: heads hold different numbers of pages, anywhere in the superblocks.
         is_dynamic: they need not fill the destinations.
@@ -51,6 +52,7 @@ class Asked:
     sinks: int = 0
     policy: str = "none"
     window: int = 0
+    window_blocks: int = 0
     keeps_all: bool = False
     is_ragged: bool = False
     is_dynamic: bool = False
@@ -59,7 +61,14 @@ class Asked:
     def footprint(self, block_size: int) -> Footprint:
         """Return the superblocks that the request may hold."""
         assert self.plan is not None
-        return Footprint(self.plan, self.recent, block_size, self.keeps_all)
+        return Footprint(
+            self.plan,
+            self.recent,
+            block_size,
+            self.keeps_all,
+            self.window,
+            self.window_blocks,
+        )
 
 
 def no_lists() -> Lists:
@@ -79,6 +88,7 @@ class Incarnation:
         survivors: positions in each head's global pool, in that order.
         dest_blocks: superblocks that the last event was given.
         num_used: leading ones of them that hold pages.
+        window: superblocks that hold its newest queries.
     """
 
     asked: Asked
@@ -92,6 +102,7 @@ class Incarnation:
     survivors: Lists = field(default_factory=no_lists)
     dest_blocks: tuple[int, ...] = ()
     num_used: int = 0
+    window: tuple[int, ...] = ()
     positions: list[int] = field(default_factory=list)
 
     def codes(self, positions: np.ndarray) -> np.ndarray:

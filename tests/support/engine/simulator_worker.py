@@ -43,7 +43,7 @@ class StorageWorker:
         num_blocks: superblocks of the pool, the null block included.
         block_size: N.
         max_row: most entries of a block table row.
-        window_slots, window_tokens: of the query window pool.
+        group_size: G, query heads per KV head.
         rng: draws survivors.
     """
 
@@ -52,15 +52,14 @@ class StorageWorker:
         num_blocks: int,
         block_size: int,
         max_row: int,
-        window_slots: int,
-        window_tokens: int,
+        group_size: int,
         rng: np.random.Generator,
     ) -> None:
         self.block_size = block_size
         self.max_row = max_row
         self.rng = rng
         self.tokens = np.full(num_blocks * NUM_HEADS * block_size, EMPTY, np.int64)
-        self.windows = np.full((window_slots, window_tokens), EMPTY, np.int64)
+        self.group_size = group_size
         self.live: dict[str, Incarnation] = {}
         self.known: dict[str, int] = {}
         self.num_incarnations = 0
@@ -107,7 +106,11 @@ class StorageWorker:
 
         Allocations at the end of a step may take out of the cache what its events read.
         """
-        read = [block for event in events for block in event.source_blocks]
+        read = [
+            block
+            for event in events
+            for block in event.source_blocks + event.window_blocks
+        ]
         self.cached = np.union1d(cached, np.array(read, np.int64))
 
     # -- life of a request ------------------------------------------------------
@@ -124,7 +127,8 @@ class StorageWorker:
             expected = positions_up_to(plan, state.computed) if plan else []
             check(state.positions == expected, "events", request_id, state.positions)
             local = state.row[state.frontier_blocks : state.row_length]
-            for pages in (np.concatenate(state.pages), own_pages(local)):
+            window = own_pages(state.window)
+            for pages in (np.concatenate(state.pages), own_pages(local), window):
                 self._clear(pages)
 
     def _clear(self, pages: np.ndarray) -> None:
@@ -273,24 +277,35 @@ class StorageWorker:
 
     def _check_window(self, event: CompactEvent, state: Incarnation) -> None:
         width = state.asked.window
+        check(event.window_blocks == state.window, event.request_id, "window", event)
         if not width:
-            check(event.window_slot == -1, event.request_id, "window", event)
             return
-        check(0 <= event.window_slot < len(self.windows), "window slot", event)
         expected = state.codes(np.arange(event.position - width, event.position))
-        rows = self.windows[event.window_slot][-width:]
+        rows = self.tokens[self._window_slots(state.window, np.arange(width))]
         check(np.array_equal(rows, expected), "window", event, rows - expected)
+        self._clear(own_pages(state.window))
+        state.window = ()
 
     def _capture(self, capture: WindowCapture, scheduled: dict[str, int]) -> None:
         name, state = capture.request_id, self.live[capture.request_id]
         last_token = capture.first_token + capture.num_tokens
         last_row = capture.first_row + capture.num_tokens
-        check(0 <= capture.window_slot < len(self.windows), name, "slot", capture)
+        blocks = capture.window_blocks
+        check(len(blocks) == state.asked.window_blocks, name, "window", capture)
+        check(state.window in ((), blocks), name, "moved window", capture)
         check(0 <= capture.first_token < last_token <= scheduled[name], name, capture)
-        check(0 <= capture.first_row < last_row <= self.windows.shape[1], capture)
+        check(0 <= capture.first_row < last_row <= state.asked.window, capture)
         codes = state.codes(state.computed + np.arange(scheduled[name]))
-        rows = self.windows[capture.window_slot]
-        rows[capture.first_row : last_row] = codes[capture.first_token : last_token]
+        state.window = blocks
+        rows = np.arange(capture.first_row, last_row)
+        slots = self._window_slots(blocks, rows)
+        self.tokens[slots] = codes[capture.first_token : last_token]
+
+    def _window_slots(self, blocks: tuple[int, ...], rows: np.ndarray) -> np.ndarray:
+        """Return the slots of rows of a window; a row takes G of 2N places."""
+        per_block, part = 2 * self.block_size, rows * self.group_size
+        first = own_pages(np.array(blocks)[part // per_block])[0] * self.block_size
+        return first + part % per_block
 
     # -- the forward pass -----------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Twin in Triton of kernels.save_rows: one program per row and run of its numbers."""
+"""Twin in Triton of kernels.save_rows: one program per row, part and run of numbers."""
 
 import torch
 import triton
@@ -8,36 +8,31 @@ NUMBERS = 1024  # of a program
 
 
 def save_rows(saved: torch.Tensor, values: torch.Tensor, targets: torch.Tensor) -> None:
-    """Copy rows to their targets; see the reference.
+    """Copy parts of rows to their targets; see the reference.
 
-    A program whose row is not kept ends after one load.
+    A program whose part is not wanted ends after one load.
     """
-    size = saved[0].numel()
-    _save_rows[(len(values), triton.cdiv(size, NUMBERS))](
-        saved,
-        values,
-        targets,
-        values.stride(0),
-        len(saved) - 1,
-        size,
-        NUMBERS=NUMBERS,
+    num_parts, size = targets.shape[1], saved.shape[1]
+    _save_rows[(len(values), num_parts, triton.cdiv(size, NUMBERS))](
+        saved, values, targets, values.stride(0), num_parts, size, NUMBERS=NUMBERS
     )
 
 
-@triton.jit(do_not_specialize=["num_saved", "size"])
+@triton.jit(do_not_specialize=["num_parts", "size"])
 def _save_rows(
-    saved,  # [C + 1, size]
-    values,  # [T, size]
-    targets,  # [T] int64
+    saved,  # [C, size]
+    values,  # [T, num_parts * size]
+    targets,  # [T, num_parts] int64
     values_stride: tl.int64,
-    num_saved,  # C
+    num_parts,
     size,
     NUMBERS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    target = tl.load(targets + row)
-    if target < num_saved:
-        number = tl.program_id(1) * NUMBERS + tl.arange(0, NUMBERS)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    target = tl.load(targets + row * num_parts + part)
+    if target > 0:
+        number = tl.program_id(2) * NUMBERS + tl.arange(0, NUMBERS)
         is_number = number < size
-        kept = tl.load(values + row * values_stride + number, mask=is_number)
+        source = values + row * values_stride + part * size
+        kept = tl.load(source + number, mask=is_number)
         tl.store(saved + target * size + number, kept, mask=is_number)

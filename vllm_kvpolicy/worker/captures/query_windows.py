@@ -1,10 +1,11 @@
 """Saves the newest queries of requests that are about to have an event.
 
-A small pool: only requests within W tokens of an event have a window, which the
-scheduler hands out.
+They are kept in superblocks of the KV cache, which the scheduler lends to a request
+from the first query that its event reads until the event. So they take memory only
+while they are needed, and there is no limit but the pool to how many requests save.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,85 +13,75 @@ import torch
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.kernels.save_rows import save_rows
-from vllm_kvpolicy.sizes import PlannerLimits
 from vllm_kvpolicy.worker.batch import Batch
 from vllm_kvpolicy.worker.captures.base import Capture
+from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.step import Step
 from vllm_kvpolicy.worker.transfer import to_device
 
+UNWANTED = 0  # a row of vLLM's null block
+
 
 class QueryWindows(Capture):
-    """A pool of query windows.
+    """Query windows in superblocks.
+
+    A layer's part of a superblock is 2N rows of H * D numbers. A query of all heads is
+    Hq * D numbers, so it takes G = Hq / H rows, and a window of W queries takes the
+    first W * G rows of its superblocks.
+
+    Example: N = 16, H = 3, Hq = 9. A query takes 3 of a superblock's 32 rows, so that
+    the eleventh begins in the first superblock and ends in the second.
 
     Args:
-        num_windows: windows that may be open at once.
-        window_tokens: W, rows of a window; 0 where the policy needs no queries.
-        num_layers, num_heads, head_dim: L, Hq and D of the model on this rank.
+        num_parts: G, query heads per KV head.
         step_tokens: most tokens of a step, padding included.
-        dtype: the model's dtype.
-        device: where the pool lives.
+        device: where the model runs.
         is_captured: the attention of a step may be the replay of a graph, which then
             has to contain the saving of queries, whether any are planned or not.
     """
 
+    pool: PagePool
+
     def __init__(
         self,
-        num_windows: int,
-        window_tokens: int,
-        num_layers: int,
-        num_heads: int,
-        head_dim: int,
+        num_parts: int,
         step_tokens: int,
-        dtype: torch.dtype,
         device: torch.device,
         is_captured: bool = False,
     ) -> None:
-        self.window_tokens = window_tokens
-        # The last row takes all queries that no window asks for.
-        self._unwanted = num_windows * window_tokens
-        shape = (num_layers, self._unwanted + 1, num_heads, head_dim)
-        self.rows = torch.zeros(shape, dtype=dtype, device=device)
-        self.targets = torch.full((step_tokens,), self._unwanted, device=device)
-        self._is_captured = is_captured and bool(num_windows)
-        self._is_planned = False
+        shape = (step_tokens, num_parts)
+        self.targets = torch.full(shape, UNWANTED, dtype=torch.int64, device=device)
+        self._is_captured, self._is_planned = is_captured, False
 
     @classmethod
     def of_engine(
-        cls,
-        limits: PlannerLimits,
-        num_layers: int,
-        layer: Any,
-        vllm_config: Any,
-        device: torch.device,
+        cls, layer: Any, vllm_config: Any, device: torch.device
     ) -> "QueryWindows":
-        """Size the pool for an engine.
+        """Build the windows of an engine.
 
         Args:
-            limits: windows that the scheduler hands out.
-            num_layers: L, layers of the model.
             layer: an attention layer of the model; all are of its shape.
             vllm_config: the engine's configuration.
             device: where the model runs.
         """
         return cls(
-            limits.window_slots,
-            limits.window_tokens,
-            num_layers,
-            layer.num_heads,
-            layer.head_size,
+            layer.num_heads // layer.num_kv_heads,
             vllm_config.scheduler_config.max_num_batched_tokens,
-            vllm_config.model_config.dtype,
             device,
             compat.captures_attention(vllm_config),
         )
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory."""
-        return self.rows.nbytes
+        """Bytes of device memory that are held before the KV cache is made."""
+        return self.targets.nbytes
+
+    def bind(self, pool: PagePool) -> None:
+        """Save into this pool from now on."""
+        self.pool = pool
 
     def plan(self, step: Step) -> None:
-        """Note which row of a window each token of the step goes to.
+        """Note which rows of a window each token of the step goes to.
 
         Raises:
             KeyError: a command names a request that is not in the batch.
@@ -99,19 +90,22 @@ class QueryWindows(Capture):
             return
         query_start = step.metadata.query_start_loc_cpu.numpy()
         row_of = {request_id: row for row, request_id in enumerate(step.request_ids)}
-        targets = np.full(query_start[-1], self._unwanted)
+        num_parts = self.targets.shape[1]
+        targets = np.full((query_start[-1], num_parts), UNWANTED)
         for capture in step.commands.captures:
             first = int(query_start[row_of[capture.request_id]]) + capture.first_token
-            target = capture.window_slot * self.window_tokens + capture.first_row
-            end = target + capture.num_tokens
-            targets[first : first + capture.num_tokens] = np.arange(target, end)
-        self.targets[: len(targets)] = to_device(targets, self.rows.device)
+            part = capture.first_row * num_parts + np.arange(
+                capture.num_tokens * num_parts
+            )
+            rows = self._rows(np.array(capture.window_blocks), part)
+            targets[first : first + capture.num_tokens] = rows.reshape(-1, num_parts)
+        self.targets[: len(targets)] = to_device(targets, self.targets.device)
         self._is_planned = True
 
     def end_step(self) -> None:
         """Save nothing until the next `plan`."""
         if self._is_planned:
-            self.targets.fill_(self._unwanted)
+            self.targets.fill_(UNWANTED)
         self._is_planned = False
 
     def observe(
@@ -120,21 +114,40 @@ class QueryWindows(Capture):
         """Save the planned tokens' queries [T, Hq, D] or [T, Hq * D] of one layer."""
         if self._is_planned or self._is_captured:
             assert len(query) <= len(self.targets), "more tokens than planned"
-            rows = query.view(len(query), *self.rows.shape[2:])
-            save_rows(self.rows[layer], rows, self.targets)
+            queries = query.view(len(query), -1)
+            save_rows(self.pool.vectors_of(layer), queries, self.targets)
 
     def warm_up(self) -> None:
         """Save a query that no window asks for."""
-        save_rows(self.rows[0], self.rows[0, -1:].clone(), self.targets)
+        rows = self.pool.vectors_of(0)
+        query = rows[UNWANTED].repeat(1, self.targets.shape[1])
+        save_rows(rows, query, self.targets)
 
     def read(self, batch: Batch) -> Mapping[str, Any]:
         """Return the newest queries of the batch's requests."""
-        if not batch.policy.needs.window_tokens:
+        window_tokens = batch.policy.needs.window_tokens
+        if not window_tokens:
             return {}
-        windows = [event.window_slot for event in batch.events]
-        return {"queries": self.queries(to_device(windows, self.rows.device))}
+        windows = [event.window_blocks for event in batch.events]
+        return {"queries": self.queries(windows, window_tokens)}
 
-    def queries(self, windows: torch.Tensor) -> torch.Tensor:
-        """Return [E, L, Hq, W, D] queries of the windows [E] int64, newest last."""
-        rows = self.rows[:, :-1].unflatten(1, (-1, self.window_tokens))[:, windows]
-        return rows.permute(1, 0, 3, 2, 4)
+    def queries(
+        self, windows: Sequence[tuple[int, ...]], window_tokens: int
+    ) -> torch.Tensor:
+        """Return [E, L, Hq, W, D] queries, newest last.
+
+        Args:
+            windows: superblocks of each of E windows.
+            window_tokens: W.
+        """
+        num_parts, head_dim = self.targets.shape[1], self.pool.head_dim
+        blocks = np.array(windows)
+        rows = self._rows(blocks, np.arange(window_tokens * num_parts))
+        saved = self.pool.read_vectors(to_device(rows.ravel(), self.targets.device))
+        shape = (len(saved), len(windows), window_tokens, -1, head_dim)
+        return saved.view(shape).permute(1, 0, 3, 2, 4)
+
+    def _rows(self, blocks: np.ndarray, part: np.ndarray) -> np.ndarray:
+        """Return [..., M] rows of parts [M] of windows with superblocks [..., m]."""
+        per_block = 2 * self.pool.block_size
+        return blocks[..., part // per_block] * per_block + part % per_block
