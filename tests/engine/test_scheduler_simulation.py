@@ -408,7 +408,7 @@ def share_a_window(commands: StepCommands) -> StepCommands:
         (reverse_destinations, TIGHT, "sources"),
         (reverse_destinations, MOVING, "sources"),
         (reverse_events, MOVING, "sources|local|strangers"),
-        (drop_an_event, TIGHT, "event missing"),
+        (drop_an_event, TIGHT, "event missing|moved window"),
         (move_frontier, TIGHT, "wrong frontier"),
         (swap_requests, TIGHT, "sources|keeps"),
         (shift_windows, TIGHT, "window"),
