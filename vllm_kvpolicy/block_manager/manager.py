@@ -285,7 +285,7 @@ class KVPolicyManager(FullAttentionManager):
             if peak is not None:
                 num_held = self.num_held(request_id)
                 return max(min(peak, cdiv(num_tokens, self.block_size)) - num_held, 0)
-        beside = self._taken_beside(request_id)
+        beside = self._taken_beside(request_id, num_tokens)
         return beside + super().get_num_blocks_to_allocate(
             request_id,
             num_tokens,
@@ -297,8 +297,13 @@ class KVPolicyManager(FullAttentionManager):
             prefill_end,
         )
 
-    def _taken_beside(self, request_id: str) -> int:
-        """Return what a step's event and query window take, beside its new tokens."""
+    def _taken_beside(self, request_id: str, num_tokens: int) -> int:
+        """Return what an event that is due and the next query window take.
+
+        Args:
+            request_id: the request.
+            num_tokens: what it gets to, no further than the event behind that one.
+        """
         state = self.planner.states.get(request_id)
         if state is None:
             return 0
@@ -306,16 +311,39 @@ class KVPolicyManager(FullAttentionManager):
         if state.due:
             taken = self._turnover(request_id, state).net_taken - num_open
             num_open = 0
-        if state.saves_queries and not num_open:
+        if not num_open and num_tokens > state.window_start:
             taken += state.footprint.window_blocks
         return taken
+
+    def num_needed(self, request_id: str, num_tokens: int) -> int:
+        """Return the superblocks that a running request takes to get to `num_tokens`.
+
+        No event may lie between; one that is due in this step is counted, and so is the
+        query window of the next.
+        """
+        num_entries = len(self.req_to_blocks.get(request_id, ()))
+        more = max(cdiv(num_tokens, self.block_size) - num_entries, 0)
+        return more + self._taken_beside(request_id, num_tokens)
+
+    @property
+    def num_usable(self) -> int:
+        """Superblocks of the pool; one more is vLLM's null block."""
+        return self.block_pool.num_gpu_blocks - 1
+
+    @property
+    def num_free(self) -> int:
+        """Superblocks that nobody holds; some of them may be cached."""
+        return self.block_pool.get_num_free_blocks()
+
+    @property
+    def num_taken(self) -> int:
+        """Superblocks that requests hold."""
+        return self.num_usable - self.num_free
 
     def pool_counts(self) -> tuple[int, int]:
         """Return (local, global) superblocks of requests; windows count as local."""
         num_global = self.planner.num_global_blocks
-        num_used = self.block_pool.num_gpu_blocks - 1  # one is vLLM's null block
-        num_used -= self.block_pool.get_num_free_blocks()
-        return num_used - num_global, num_global
+        return self.num_taken - num_global, num_global
 
     def num_held(self, request_id: str) -> int:
         """Return the superblocks that a request holds, its query window included."""

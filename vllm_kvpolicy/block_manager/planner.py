@@ -70,6 +70,7 @@ class RequestState:
         due: an event decided in this step that the manager has yet to carry out.
         saves_queries: this step computes queries that the next event reads.
         serial: number of the last event, -1 before the first.
+        passed: position of the last event, -1 before the first.
         most_held: most superblocks held just before some were given back.
     """
 
@@ -83,12 +84,19 @@ class RequestState:
     due: bool = False
     saves_queries: bool = False
     serial: int = -1
+    passed: int = -1
     most_held: int = 0
 
     @property
     def footprint(self) -> Footprint:
         """When the request has events and what it holds between them."""
         return self.plan.footprint
+
+    @property
+    def window_start(self) -> int:
+        """Position of the first query that the event after this position reads."""
+        target = self.footprint.events.next_event(self.computed + 1)
+        return target - self.footprint.window_tokens
 
     @property
     def dropped_tokens(self) -> int:
@@ -163,14 +171,19 @@ class Planner:
             target = events.next_event(computed + 1)
             state.due = True
         num_new = min(num_new, target - computed)
-        window_start = target - state.footprint.window_tokens
-        state.saves_queries = window_start < computed + num_new
+        state.saves_queries = state.window_start < computed + num_new
         return num_new
 
     def due(self, request_id: str) -> RequestState | None:
         """Return the request's state if it has an event in this step, else None."""
         state = self.states.get(request_id)
         return state if state is not None and state.due else None
+
+    def coming_event(self, request_id: str) -> int:
+        """Return the position of a request's next event that has not run yet."""
+        state = self.states[request_id]
+        first = max(state.computed, state.passed + 1)
+        return state.footprint.events.next_event(first)
 
     def record(
         self,
@@ -181,7 +194,8 @@ class Planner:
     ) -> None:
         """Note the event that the manager has just carried out on its block list."""
         state = self.states[request_id]
-        state.due, position = False, state.computed
+        position = state.passed = state.computed
+        state.due = False
         num_held = len(source_blocks) + len(local_blocks) + len(state.window)
         self.note_held(request_id, num_held)
         state.frontier_blocks = state.footprint.frontier_blocks(position)
@@ -311,8 +325,7 @@ class Planner:
     def _capture(
         self, request_id: str, state: RequestState, num_tokens: int
     ) -> WindowCapture:
-        target = state.footprint.events.next_event(state.computed + 1)
-        window_start = target - state.footprint.window_tokens
+        window_start = state.window_start
         first = max(state.computed, window_start)
         return WindowCapture(
             request_id=request_id,

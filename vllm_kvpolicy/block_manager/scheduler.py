@@ -12,8 +12,9 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
+from vllm_kvpolicy.block_manager.admission import Admission
 from vllm_kvpolicy.block_manager.block_hashes import lookahead_hasher
 from vllm_kvpolicy.block_manager.counting import CountingMixin
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager
@@ -53,6 +54,12 @@ class KVPolicySchedulerMixin(CountingMixin):
         num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
         logger.info(capacity_line(self.vllm_config, self.kv_policy_config, num_blocks))
         logger.info(sharing_line(self.vllm_config, self.kv_policy_config))
+        self.kv_policy_admission = Admission(
+            self.kv_policy_planner,
+            manager,
+            self.max_model_len,
+            late_steps=int(self.scheduler_config.async_scheduling or False),
+        )
         self._may_mask = self.kv_policy_config.is_exact  # parsed once, not every step
         self._sees_all: set[str] = set()
         self._masked_salt = secrets.token_hex()  # no request can name it
@@ -127,18 +134,31 @@ class KVPolicySchedulerMixin(CountingMixin):
         usable = num_cached if state is None else state.plan.usable_hit(num_cached)
         if usable < num_cached:
             blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, usable)
+        num_shared = sum(block.ref_cnt > 0 for block in blocks.blocks[0])
+        self.kv_policy_admission.note_shared(request.request_id, num_shared)
         return (blocks, usable, *rest)
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        """Clip a step at the request's next event; vLLM asks for every request."""
+        """Clip a step at the request's next event; vLLM asks for every request.
+
+        0 keeps a waiting request waiting, and lets a running one sit this step out.
+        """
         num_new_tokens = super()._reserve_prefill_lookahead(
             request, num_computed_tokens, num_new_tokens
         )
-        return self.kv_policy_planner.clip(
-            request.request_id, num_computed_tokens, num_new_tokens
+        request_id, admission = request.request_id, self.kv_policy_admission
+        num_new_tokens = self.kv_policy_planner.clip(
+            request_id, num_computed_tokens, num_new_tokens
         )
+        if num_new_tokens <= 0:
+            return num_new_tokens
+        wanted = num_computed_tokens, num_new_tokens
+        if request.status != RequestStatus.RUNNING:
+            return num_new_tokens if admission.admits(request, *wanted) else 0
+        admission.follow(request, *wanted)
+        return 0 if admission.must_wait(request_id, *wanted) else num_new_tokens
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         """Attach the step's commands to the output that the workers receive."""
@@ -150,6 +170,7 @@ class KVPolicySchedulerMixin(CountingMixin):
             exempt = frozenset(self._sees_all & scheduled)
             commands = replace(commands, exempt=exempt)
         scheduler_output.kv_policy_commands = commands
+        self.kv_policy_admission.finish_step(scheduler_output.num_scheduled_tokens)
         super()._update_after_schedule(scheduler_output)
         self._count()
 
@@ -183,10 +204,12 @@ class KVPolicySchedulerMixin(CountingMixin):
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self.kv_policy_manager.withdraw(request.request_id)
         super()._preempt_request(request, *args, **kwargs)
+        self.kv_policy_admission.leave(request)
         self.kv_policy_planner.restart(request.request_id)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         result = super()._free_request(request, *args, **kwargs)
+        self.kv_policy_admission.leave(request)
         self.kv_policy_planner.remove(request.request_id)
         self._sees_all.discard(request.request_id)
         self._count()

@@ -1,0 +1,60 @@
+"""Learns how long answers are, from those that this engine has given.
+
+A request may ask for 32,768 tokens and stop after 300. Source: the product-limit
+estimate of Kaplan and Meier (1958): answers cut off at `max_tokens` say only that they
+would have been longer. Deviations: imaginary answers that never stop, so that a few
+observations do not count for much.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+REMEMBERED = 512  # answers
+ENDLESS = 10  # imaginary answers
+OUTLIVING = 0.1  # share of answers that may be longer than expected
+
+
+@dataclass
+class OutputLengths:
+    """The newest answers, and what they say about the next ones."""
+
+    # Length in tokens, and whether the answer stopped by itself.
+    _seen: deque[tuple[int, bool]] = field(
+        default_factory=lambda: deque(maxlen=REMEMBERED)
+    )
+    # Ascending lengths at which answers stopped, and the share that got further.
+    _lengths: np.ndarray | None = None
+    _shares: np.ndarray = field(default_factory=lambda: np.empty(0))
+
+    def add(self, length: int, stopped: bool) -> None:
+        """Take in an answer of `length` tokens; not `stopped` at `max_tokens`."""
+        self._seen.append((length, stopped))
+        self._lengths = None
+
+    def expected(self, generated: int, most: int) -> int:
+        """Return the length that nine in ten answers do not exceed.
+
+        Args:
+            generated: tokens that this one has already.
+            most: its `max_tokens`.
+
+        Returns:
+            More than `generated` unless that is `most`, and at most `most`.
+        """
+        if self._lengths is None:
+            self._estimate()
+        lengths, shares = self._lengths, self._shares
+        passed = np.searchsorted(lengths, generated, side="right")
+        now = shares[passed - 1] if passed else 1.0
+        rare = np.flatnonzero(shares[passed:] <= OUTLIVING * now)
+        return min(int(lengths[passed + rare[0]]), most) if len(rare) else most
+
+    def _estimate(self) -> None:
+        order = sorted(self._seen)
+        lengths = np.array([length for length, _ in order], np.int64)
+        stopped = np.array([stops for _, stops in order], bool)
+        at_risk = np.arange(len(order), 0, -1) + ENDLESS
+        shares = np.cumprod(np.where(stopped, 1 - 1 / at_risk, 1.0))
+        self._lengths, self._shares = lengths[stopped], shares[stopped]
