@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.events import worst_case_blocks
+from vllm_kvpolicy.events import LAST_PHASE, worst_case_blocks
 from vllm_kvpolicy.policies.catalogue.names import parse
 
 
@@ -80,6 +80,24 @@ def max_blocks_per_request(vllm_config: Any, config: KVPolicyConfig) -> int:
     )
 
 
+def most_blocks(
+    config: KVPolicyConfig, prompt_tokens: int, num_tokens: int, block_size: int
+) -> int:
+    """Return the superblocks that suffice for a request of these lengths.
+
+    Whatever its phase, so that requests of equal lengths get equal answers.
+
+    Args:
+        config: of the request.
+        prompt_tokens: length of its prompt, >= 1.
+        num_tokens: length of prompt and answer.
+        block_size: N, tokens per superblock.
+    """
+    footprint = config.footprint(prompt_tokens, block_size)
+    is_spread = config.spread_events
+    return (footprint.most_blocks if is_spread else footprint.peak_blocks)(num_tokens)
+
+
 def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> str:
     """Return the start-up line: policy, budget, and what the pool holds with them.
 
@@ -90,8 +108,7 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
     """
     block_size = vllm_config.cache_config.block_size
     max_model_len = vllm_config.model_config.max_model_len
-    answer = config.footprint(1, block_size)
-    held = answer.peak_blocks(max_model_len)
+    held = most_blocks(config, 1, max_model_len, block_size)
     whole = -(-max_model_len // block_size)
     info = parse(config.policy)
     if info.is_unbounded:
@@ -102,8 +119,11 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
             f"{kept if info.admission else 'all its tokens'}, at most {whole} of "
             f"the pool's {num_blocks - 1} blocks"
         )
-    plans = [config.footprint(size, block_size).events for size in (1, max_model_len)]
-    if min(plan.next_event(1) for plan in plans) >= max_model_len:
+    first = min(
+        config.footprint(size, block_size, LAST_PHASE).events.next_event(1)
+        for size in (1, max_model_len)
+    )
+    if first >= max_model_len:
         return (
             f"KV policy {config.policy}: budget {config.budget_tokens} + interval "
             f"{config.interval_tokens} tokens; no request of at most {max_model_len} "

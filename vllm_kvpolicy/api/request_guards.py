@@ -9,6 +9,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm_kvpolicy.config import PER_REQUEST_OFF, KVPolicyConfig, server_config
 from vllm_kvpolicy.config_keys import request_keys
 from vllm_kvpolicy.policies.catalogue.names import parse
+from vllm_kvpolicy.sizes import most_blocks
 
 # What is refused per request and what to change; the documentation lists it.
 REQUEST_REFUSALS = {
@@ -136,8 +137,7 @@ def check_params(
     if wanted < num_blocks:
         return
     if config is not None:
-        footprint = config.footprint(max(prompt_tokens, 1), block_size)
-        wanted = footprint.peak_blocks(tokens)
+        wanted = most_blocks(config, max(prompt_tokens, 1), tokens, block_size)
     if wanted >= num_blocks:
         name = PER_REQUEST_OFF if config is None else config.policy
         raise ValueError(
