@@ -23,7 +23,7 @@ from support.engine.simulator_pages import Asked, check
 from support.engine.simulator_tables import RaggedCheck, TableCheck
 from support.engine.simulator_worker import StorageWorker
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.events import EventPlan
+from vllm_kvpolicy.events import EventPlan, request_phase
 from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.protocol import UsedBlocks
 from vllm_kvpolicy.sizes import max_global_blocks
@@ -141,10 +141,13 @@ class Simulation:
         prompt, salt = [TOKEN] * prompt_len, None
         if self.cache is not None:
             prompt, salt = self.cache.draw_prompt(prompt_len, rng)
+        # Prompts may be equal, so that mostly the seed decides on the phase.
+        seed = rng.choice((None, rng.randrange(2**40), rng.randrange(2**40)))
         request = Request(
             request_id=request_id,
             prompt_token_ids=prompt,
             sampling_params=SamplingParams(
+                seed=seed,
                 max_tokens=max_tokens,
                 ignore_eos=True,
                 stop_token_ids=[STOP_TOKEN],
@@ -155,7 +158,7 @@ class Simulation:
             cache_salt=salt,
             block_hasher=self.cache and self.cache.hasher,
         )
-        asked = self._asked(prompt_len, extra_args)
+        asked = self._asked(prompt_len, extra_args, request_phase(prompt, seed))
         if self.cache is not None:
             most = min(prompt_len + max_tokens, self.scenario.longest)
             asked = replace(asked, codes=self.cache.codes(prompt, salt, most, TOKEN))
@@ -183,7 +186,9 @@ class Simulation:
                 wishes |= {"kv_budget": budget, "kv_recent": recent, "kv_sinks": sinks}
         return wishes or None
 
-    def _asked(self, prompt_len: int, extra_args: dict[str, Any] | None) -> Asked:
+    def _asked(
+        self, prompt_len: int, extra_args: dict[str, Any] | None, phase: int
+    ) -> Asked:
         wishes, policy = extra_args or {}, self.policy
         name = wishes.get("kv_policy", policy.policy)
         if name == "none":
@@ -200,6 +205,8 @@ class Simulation:
             budget,
             wishes.get("kv_interval", policy.interval_tokens),
             policy.prefill_step,
+            phase if policy.spread_events else 0,
+            policy.window_tokens(name),
         )
         return Asked(
             prompt_len=prompt_len,
