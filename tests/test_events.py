@@ -309,9 +309,7 @@ def test_phases_exhaustively_against_the_walk():
         for interval in range(1, 12):
             for window in {0, 1, interval // 2, interval}:
                 for phase in (*range(0, 2**32, 2**28), LAST_PHASE):
-                    case = Case(
-                        prompt_len, 14, interval, 8, phase=phase, window=window
-                    )
+                    case = Case(prompt_len, 14, interval, 8, phase=phase, window=window)
                     expected = walk_events(case, 64)
                     assert positions_up_to(plan_of(case), 65) == expected, case
 
