@@ -47,6 +47,7 @@ class Simulation:
     ) -> None:
         self.scenario = scenario
         self.rng = random.Random(scenario.seed)
+        self.seeds = random.Random(scenario.seed + 1)
         self.scheduler = make_scheduler(scenario, model)
         self.policy = KVPolicyConfig.from_dict(scenario.policy)
         self.tamper = tamper
@@ -141,8 +142,8 @@ class Simulation:
         prompt, salt = [TOKEN] * prompt_len, None
         if self.cache is not None:
             prompt, salt = self.cache.draw_prompt(prompt_len, rng)
-        # Prompts may be equal, so that mostly the seed decides on the phase.
-        seed = rng.choice((None, rng.randrange(2**40), rng.randrange(2**40)))
+        # Prompts of a length may be equal: with a seed, phases are not.
+        seed = self.seeds.choice((None, self.seeds.randrange(2**40)))
         request = Request(
             request_id=request_id,
             prompt_token_ids=prompt,
