@@ -123,7 +123,10 @@ class Simulation:
     # -- traffic ----------------------------------------------------------------
 
     def _arrive(self) -> None:
-        """Sometimes add a request, and sometimes a burst of equal ones."""
+        """Sometimes add a request, and sometimes a burst of equal ones.
+
+        The sampling seed decides on the phase, where prompts are equal.
+        """
         rng, longest = self.rng, self.scenario.longest
         if len(self.scheduler.waiting) > 12 or rng.random() > self.scenario.arrivals:
             return
@@ -131,10 +134,13 @@ class Simulation:
         prompt_len = rng.randint(1, 100 if is_short else longest - 1)
         max_tokens = rng.choice((rng.randint(1, 60), rng.randint(200, 500)))
         extra_args = self._wishes(min(prompt_len + max_tokens, longest))
+        seed = self.seeds.choice((None, self.seeds.randrange(2**40)))
         for _ in range(rng.choice((1, 1, 1, 5))):
-            self._add(prompt_len, max_tokens, extra_args)
+            self._add(prompt_len, max_tokens, extra_args, seed)
 
-    def _add(self, prompt_len: int, max_tokens: int, extra_args: Any) -> None:
+    def _add(
+        self, prompt_len: int, max_tokens: int, extra_args: Any, seed: int | None
+    ) -> None:
         rng = self.rng
         self.totals["arrivals"] += 1
         self.totals["without policy"] += (extra_args or {}).get("kv_policy") == "none"
@@ -142,8 +148,6 @@ class Simulation:
         prompt, salt = [TOKEN] * prompt_len, None
         if self.cache is not None:
             prompt, salt = self.cache.draw_prompt(prompt_len, rng)
-        # Prompts of a length may be equal: with a seed, phases are not.
-        seed = self.seeds.choice((None, self.seeds.randrange(2**40)))
         request = Request(
             request_id=request_id,
             prompt_token_ids=prompt,
