@@ -50,15 +50,30 @@ def model(tiny_model: Path) -> ModelConfig:
     )
 
 
+def run_engines(
+    policy: str,
+    depth: int,
+    model: ModelConfig,
+    num_steps: int,
+    at_least: dict[str, int],
+    caching: bool = False,
+) -> None:
+    """Run random engines until enough has happened, in at most twice the steps."""
+    totals: Counter[str] = Counter()
+    missed = list(at_least)
+    while totals["steps"] < num_steps or (missed and totals["steps"] < 2 * num_steps):
+        scenario = random_scenario(policy, depth, totals["engines"], caching)
+        steps = STEPS_PER_ENGINE // 2 if caching else STEPS_PER_ENGINE
+        totals += Simulation(scenario, model).run(steps)
+        totals["engines"] += 1
+        missed = [key for key, least in at_least.items() if totals[key] < least]
+    print(policy, "depth", depth, dict(totals))
+    assert not missed, f"too little happened: {missed} in {dict(totals)}"
+
+
 @pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_random_engines(policy: str, depth: int, model: ModelConfig):
-    totals: Counter[str] = Counter()
-    while totals["steps"] < MIN_STEPS:
-        scenario = random_scenario(policy, depth, seed=totals["engines"])
-        totals += Simulation(scenario, model).run(STEPS_PER_ENGINE)
-        totals["engines"] += 1
-    print(policy, "depth", depth, dict(totals))
     at_least = {
         "engines": 8,
         "steps": 10_000,
@@ -88,8 +103,7 @@ def test_random_engines(policy: str, depth: int, model: ModelConfig):
             "answers after a preemption": 2,
             "answers after the end": 3,
         }
-    missed = [key for key, least in at_least.items() if totals[key] < least]
-    assert not missed, f"too little happened: {missed} in {dict(totals)}"
+    run_engines(policy, depth, model, MIN_STEPS, at_least)
 
 
 @pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
@@ -98,12 +112,6 @@ def test_random_engines_that_share_prefixes(
     policy: str, depth: int, model: ModelConfig
 ):
     """Half as many steps; every hit is foreseen, every cached superblock compared."""
-    totals: Counter[str] = Counter()
-    while totals["steps"] < MIN_STEPS // 2:
-        scenario = random_scenario(policy, depth, totals["engines"], caching=True)
-        totals += Simulation(scenario, model).run(STEPS_PER_ENGINE // 2)
-        totals["engines"] += 1
-    print(policy, "depth", depth, dict(totals))
     at_least = {
         "hits": 15,
         "hit tokens": 1000,
@@ -113,8 +121,7 @@ def test_random_engines_that_share_prefixes(
         "preemptions": 5,
         "aborts": 20,
     }
-    missed = [key for key, least in at_least.items() if totals[key] < least]
-    assert not missed, f"too little happened: {missed} in {dict(totals)}"
+    run_engines(policy, depth, model, MIN_STEPS // 2, at_least, caching=True)
 
 
 def first_positions(model: ModelConfig, requests: list[Request], **values: Any) -> Any:
