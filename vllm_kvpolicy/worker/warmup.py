@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.events import LAST_PHASE
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.runtime import KVPolicyRuntime
 from vllm_kvpolicy.worker.trace import NoTrace
@@ -47,8 +48,9 @@ def dummy_events(
 ) -> Iterator[list[CompactEvent]]:
     """Yield the dummy events of each step, for every policy of a server.
 
-    Those of a request with a prompt of one token, alone and two at once, and of one
-    with the longest prompt, as far as they have events and the pool holds them.
+    Those of requests with a prompt of one token, in the first phase and in the last,
+    alone and two at once, and of one with the longest prompt, as far as they have
+    events and the pool holds them.
 
     Args:
         config: the server's policies.
@@ -58,8 +60,11 @@ def dummy_events(
         max_model_len: longest request, in tokens.
     """
     for policy in config.policies:
-        for prompt_tokens in (1, max_model_len - 1):
-            events = _events(config, policy, prompt_tokens, block_size, max_model_len)
+        for prompt_tokens, phase in ((1, 0), (1, LAST_PHASE), (max_model_len - 1, 0)):
+            if phase and not config.spread_events:
+                continue
+            sizes = prompt_tokens, phase, block_size, max_model_len
+            events = _events(config, policy, *sizes)
             # Every request has blocks of its own, and none has the null block.
             held = -(-events[-1].position // block_size) if events else num_blocks
             room = (num_blocks - 1) // held
@@ -74,13 +79,14 @@ def _events(
     config: KVPolicyConfig,
     policy: str,
     prompt_tokens: int,
+    phase: int,
     block_size: int,
     max_model_len: int,
 ) -> list[CompactEvent]:
     """Return the first events of a request whose superblocks are 1, 2, 3, ..."""
     asked = config.with_request({"kv_policy": policy})
     assert asked is not None  # the name is one of the server's
-    footprint = asked.footprint(prompt_tokens, block_size)
+    footprint = asked.footprint(prompt_tokens, block_size, phase)
     protected = prompt_tokens if asked.protects_prompt else 0
     events: list[CompactEvent] = []
     held: tuple[int, ...] = ()
