@@ -141,10 +141,11 @@ def _options() -> list[str]:
         "## Options",
         "",
         "Keys of `--kv-policy-config`; each policy reads the keys of its words. The "
-        "query window of a policy must not be longer than the interval. Two more "
-        "keys configure the server: `allow`, a list of further policies that "
-        "requests may choose with `kv_policy` in `vllm_xargs`, and `trace`, a folder "
-        "in which workers record what events keep.",
+        "query window of a policy must not be longer than the interval. Three "
+        "more keys configure the server: `allow`, a list of further policies that "
+        "requests may choose with `kv_policy` in `vllm_xargs`, `trace`, a folder in "
+        "which workers record what events keep, and `spread_events`, false to have "
+        "the events of equal requests in the same steps ([flags.md](flags.md)).",
         "",
         "| key | default | words | valid | meaning |",
         "|---|---|---|---|---|",

@@ -9,6 +9,7 @@ import pytest
 
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.config_keys import INTEGER_KEYS, VALID_KEYS
+from vllm_kvpolicy.events import LAST_PHASE
 
 BASE = {"policy": "tova", "budget": 128, "interval": 64}
 AMS = {**BASE, "policy": "ams-tova"}
@@ -52,6 +53,33 @@ def test_explicit_options_win_over_the_preset():
 
 def test_none_stands_for_the_default():
     assert config(recent=None).recent_tokens == 32
+    assert config(spread_events=None).spread_events
+    assert config(policy_config={"spread_events": None}).spread_events
+
+
+@pytest.mark.parametrize(
+    "values", [{"spread_events": False}, {"policy_config": {"spread_events": False}}]
+)
+def test_without_spread_events_every_request_has_phase_0(values):
+    built = config(**values)
+    assert not built.spread_events and not built.options
+    assert KVPolicyConfig.from_dict(built.to_dict()) == built
+    asked = built.with_request({"kv_interval": 40})
+    for each in (built, asked):
+        assert each.footprint(9, 32, LAST_PHASE) == each.footprint(9, 32)
+    spread = config().footprint(9, 32, LAST_PHASE).events
+    assert (
+        spread.next_event(1) == 128 + 1 < config().footprint(9, 32).events.next_event(1)
+    )
+
+
+def test_events_are_never_closer_than_a_query_window():
+    built = config(policy="snapkv", policy_config={"window": 20})
+    events = built.footprint(500, 32, LAST_PHASE).events
+    assert [events.next_event(1), events.next_event(501)] == [500, 520]
+    # A window as long as the interval leaves no choice.
+    built = config(policy="snapkv", policy_config={"window": 64})
+    assert built.footprint(500, 32, LAST_PHASE).events.next_event(501) == 564
 
 
 def test_options_are_copied():
@@ -99,6 +127,15 @@ def test_events_inside_prompts_can_be_left_out():
         ),
         ({"protect_prompt": 1}, ["protect_prompt: got 1", "true or false"]),
         ({"trace_dir": 7}, ["trace_dir: got 7", "folder"]),
+        ({"spread_events": 1}, ["spread_events: got 1", "true or false"]),
+        (
+            {"policy_config": {"spread_events": "no"}},
+            ["spread_events: got 'no'", "true or false"],
+        ),
+        (
+            {"spread_events": True, "policy_config": {"spread_events": False}},
+            ["spread_events: given twice"],
+        ),
         ({"policy_config": "x"}, ["policy_config: got 'x'", "mapping"]),
         ({"policy_config": {"min_segment": 8}}, ["'min_segment'", "'tova'"]),
         ({"policy": "ams-tova", "interval": 31}, ["interval: got 31", "32"]),

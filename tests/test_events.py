@@ -4,16 +4,20 @@ Owns the proof that the closed forms of events say what the design says.
 """
 
 import random
+from collections import Counter
+from dataclasses import replace
 from itertools import islice, repeat
 
 import pytest
 
 from support.event_oracle import Case, walk_events, walk_peak
 from vllm_kvpolicy.events import (
+    LAST_PHASE,
     EventPlan,
     Footprint,
     event_positions,
     positions_up_to,
+    request_phase,
     worst_case_blocks,
 )
 
@@ -90,7 +94,7 @@ def random_case(rng: random.Random, longest: int) -> Case:
     block_size = rng.choice((4, 8, 16, 32))
     recent = rng.choice((0, rng.randrange(3 * block_size)))
     least = recent + block_size
-    return Case(
+    case = Case(
         prompt_len=rng.randint(1, longest),
         budget=least + rng.choice((0, 1, rng.randrange(longest), 3 * block_size)),
         interval=rng.choice((1, 2, block_size, rng.randint(1, longest))),
@@ -98,10 +102,25 @@ def random_case(rng: random.Random, longest: int) -> Case:
         recent=recent,
         block_size=block_size,
     )
+    return in_some_phase(case, rng)
+
+
+def in_some_phase(case: Case, rng: random.Random) -> Case:
+    """Draw a phase, often one of the ends, and a window that fits in an interval."""
+    window = rng.choice((0, 1, case.interval, rng.randint(0, case.interval)))
+    phase = rng.choice((0, 1, LAST_PHASE, rng.randrange(2**32), rng.randrange(2**32)))
+    return replace(case, phase=phase, window=window)
 
 
 def plan_of(case: Case) -> EventPlan:
-    return EventPlan(case.prompt_len, case.budget, case.interval, case.prefill_interval)
+    return EventPlan(
+        case.prompt_len,
+        case.budget,
+        case.interval,
+        case.prefill_interval,
+        case.phase,
+        case.window,
+    )
 
 
 def test_closed_form_equals_a_walk_over_tokens():
@@ -119,7 +138,7 @@ def test_closed_form_equals_a_walk_over_tokens():
 def test_the_grid_need_not_be_a_multiple_of_anything():
     rng = random.Random(2)
     for _ in range(3000):
-        case = Case(*(rng.randint(1, 60) for _ in range(4)))
+        case = in_some_phase(Case(*(rng.randint(1, 60) for _ in range(4))), rng)
         assert positions_up_to(plan_of(case), 251) == walk_events(case, 250), case
 
 
@@ -179,6 +198,7 @@ def test_peak_blocks_far_past_the_point_where_it_settles():
             recent=recent,
             block_size=block_size,
         )
+        case = in_some_phase(case, rng)
         footprint = Footprint(plan_of(case), case.recent, block_size)
         num_tokens = 100 + 2 * block_size * case.interval + rng.randrange(500)
         expected = walk_peak(case, num_tokens, repeat(1))
@@ -218,10 +238,8 @@ def test_worst_case_bounds_every_prompt_length_and_is_tight():
         )
         peak = 0
         for prompt_len in range(1, longest + 1):
-            plan = EventPlan(
-                prompt_len, case.budget, case.interval, case.prefill_interval
-            )
-            footprint = Footprint(plan, case.recent, case.block_size)
+            asked = in_some_phase(replace(case, prompt_len=prompt_len), rng)
+            footprint = Footprint(plan_of(asked), case.recent, case.block_size)
             peak = max(peak, footprint.peak_blocks(longest))
         assert peak <= bound, (case, longest)
         assert bound <= -(-longest // case.block_size)
@@ -248,9 +266,88 @@ def test_worst_case_of_the_server_bounds_requests_with_smaller_numbers():
         budget = max(case.budget - less, recent + case.block_size)
         interval = max(case.interval - rng.choice((0, 1, 2, 50)), 1)
         prompt_len = rng.choice((case.prompt_len, budget + interval))
-        plan = EventPlan(prompt_len, budget, interval, case.prefill_interval)
-        peak = Footprint(plan, recent, case.block_size).peak_blocks(longest)
-        assert peak <= bound, (case, longest, budget, interval, recent)
+        asked = Case(prompt_len, budget, interval, case.prefill_interval)
+        plan = plan_of(in_some_phase(asked, rng))
+        footprint = Footprint(plan, recent, case.block_size)
+        most = footprint.most_blocks(longest)
+        context = (case, longest, budget, interval, recent)
+        assert footprint.peak_blocks(longest) <= most <= bound, context
+
+
+def test_the_bound_over_phases_is_right_and_tight():
+    rng = random.Random(10)
+    slacks = []
+    for _ in range(300):
+        case = replace(random_case(rng, 100), interval=rng.randint(1, 40), window=0)
+        num_tokens = rng.randint(1, 300)
+        # Phases of which at least one gives each of the shifts.
+        steps = 2 * case.interval
+        plans = [
+            plan_of(replace(case, phase=step * 2**32 // steps)) for step in range(steps)
+        ]
+        footprints = [Footprint(p, case.recent, case.block_size) for p in plans]
+        bounds = {footprint.most_blocks(num_tokens) for footprint in footprints}
+        assert len(bounds) == 1
+        peak = max(footprint.peak_blocks(num_tokens) for footprint in footprints)
+        slacks.append(bounds.pop() - peak)
+    assert set(slacks) <= {0, 1}, slacks
+    assert slacks.count(0) > 0.9 * len(slacks)
+
+
+def test_every_phase_has_its_position_and_all_are_as_likely():
+    # 10 positions, 56 to 65, past a prompt that ended in an event at 53; W = 3.
+    found = Counter(
+        EventPlan(53, 30, 12, 4096, number << 22, 3).first_decode_event
+        for number in range(2**10)
+    )
+    assert sorted(found) == list(range(56, 66))
+    assert max(found.values()) - min(found.values()) <= 1
+
+
+def test_phases_exhaustively_against_the_walk():
+    for prompt_len in range(1, 40):
+        for interval in range(1, 12):
+            for window in {0, 1, interval // 2, interval}:
+                for phase in (*range(0, 2**32, 2**28), LAST_PHASE):
+                    case = Case(prompt_len, 14, interval, 8, phase=phase, window=window)
+                    expected = walk_events(case, 64)
+                    assert positions_up_to(plan_of(case), 65) == expected, case
+
+
+def test_no_event_reads_queries_from_before_the_last_event():
+    rng = random.Random(11)
+    for _ in range(2000):
+        case = random_case(rng, 200)
+        step = max(case.prefill_interval, case.window)
+        plan = plan_of(replace(case, prefill_interval=step))
+        positions = [0, *positions_up_to(plan, 900)]
+        past = [p for p in positions if p > plan.prompt_len]
+        for position in past:
+            before = positions[positions.index(position) - 1]
+            assert position - before >= case.window, case
+
+
+def test_the_phase_is_that_of_the_prompt_and_the_seed():
+    prompt = list(range(100))
+    assert request_phase(prompt) == request_phase(tuple(prompt))
+    others = [[*prompt[:-1], 7], prompt[:-1], prompt[::-1], [*prompt, 0]]
+    phases = {request_phase(each) for each in (prompt, *others)}
+    phases |= {request_phase(prompt, seed) for seed in (0, 1, 2**64, -5)}
+    assert len(phases) == 9
+    assert all(0 <= phase <= LAST_PHASE for phase in phases)
+
+
+def test_requests_that_start_together_have_events_in_different_steps():
+    # 64 requests on 64 positions. That six or more fall on any one of them has a
+    # chance of about 64 * 64^6 / 6! / 64^6 = 4 %, ten or more one of 1e-5.
+    prompts = [[number, *range(99)] for number in range(64)]
+    plans = [EventPlan(100, 128, 64, 4096, request_phase(each), 1) for each in prompts]
+    firsts = Counter(plan.next_event(0) for plan in plans)
+    assert max(firsts.values()) < 10
+    assert len(firsts) > 32  # 41 are expected
+    assert min(firsts) > 128 and max(firsts) <= 192
+    later = Counter(plan.next_event(1000) for plan in plans)
+    assert sorted(later.values()) == sorted(firsts.values())
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from vllm_kvpolicy.config_keys import (
     SERVER_OPTIONS,
     VALID_KEYS,
     request_keys,
+    with_server_options,
 )
 from vllm_kvpolicy.events import NO_STEP, EventPlan, Footprint
 from vllm_kvpolicy.policies.catalogue.names import grammar, parse, resolve_options
@@ -48,6 +49,8 @@ class KVPolicyConfig:
         options: options of the policies as the user gave them; each policy reads those
             that it knows.
         trace_dir: folder in which workers record survivors; None for off.
+        spread_events: events in decoding come up to an interval early, each request's
+            by its own phase, so that those of many requests fall on many steps.
     """
 
     policy: str
@@ -61,6 +64,7 @@ class KVPolicyConfig:
     allow: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     trace_dir: str | None = None
+    spread_events: bool = True
     # A cache by policy name: it follows from `options`, and requests share it with
     # their server.
     _windows: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
@@ -92,6 +96,7 @@ class KVPolicyConfig:
                 key.check(value)
         _check_type("protect_prompt", self.protect_prompt, bool, "true or false")
         _check_type("trace_dir", self.trace_dir, str, "a folder")
+        _check_type("spread_events", self.spread_events, bool, "true or false")
         self._check_windows(self.policy)
 
     @property
@@ -170,7 +175,7 @@ class KVPolicyConfig:
         return parse(self.policy).protect_prompt
 
     def footprint(
-        self, prompt_tokens: int, block_size: int, group_size: int
+        self, prompt_tokens: int, block_size: int, group_size: int, phase: int = 0
     ) -> Footprint:
         """Return when a request has events and what it holds between them.
 
@@ -180,25 +185,27 @@ class KVPolicyConfig:
             block_size: N, tokens per superblock.
             group_size: G, query heads per KV head. A query takes as much memory as G
                 keys, so that a superblock holds the queries of 2N / G tokens.
+            phase: of the request, see `events`; 0 where events are not spread.
         """
         protected = prompt_tokens if self.protects_prompt else 0
         info, budget = parse(self.policy), self.budget_tokens + protected
         if info.is_unbounded:
             # Events begin when the first page has left the window.
             budget = self.sink_tokens + self.recent_tokens + block_size
+        window = self.window_tokens()
         events = EventPlan(
             prompt_len=prompt_tokens,
             budget=budget,
             interval=self.interval_tokens,
             prefill_interval=self.prefill_step,
+            phase=phase if self.spread_events else 0,
+            window_tokens=window,
         )
-        window = self.window_tokens()
         return Footprint(
             events,
             self.recent_tokens,
             block_size,
             info.keeps_all,
-            window_tokens=window,
             window_blocks=-(-window * group_size // (2 * block_size)),
         )
 
@@ -225,7 +232,7 @@ class KVPolicyConfig:
                     f"{_listed(VALID_KEYS)}"
                 )
         given = {key: value for key, value in values.items() if value is not None}
-        given = _with_server_options(given)
+        given = with_server_options(given)
         if "policy" not in given:
             raise ValueError(
                 f"policy: missing (got {_listed(given) or 'no keys'}), expected "
@@ -249,6 +256,7 @@ class KVPolicyConfig:
         values["allow"] = list(self.allow)
         values["protect_prompt"] = self.protect_prompt
         values["trace_dir"] = self.trace_dir
+        values["spread_events"] = self.spread_events
         return values
 
     def validate_block_size(self, block_size: int) -> None:
@@ -381,29 +389,6 @@ def _check_known(options: Mapping[str, Any], policies: Iterable[str]) -> None:
                 f"{_listed(map(repr, policies))} ({_listed(known) or 'none'}), or "
                 f"{_listed(SERVER_OPTIONS)}"
             )
-
-
-def _with_server_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Move what `policy_config` says about the server itself to keys of its own.
-
-    Raises:
-        ValueError: a key is given in both places.
-    """
-    options = values.get("policy_config")
-    if not isinstance(options, Mapping):
-        return dict(values)
-    moved = dict(values)
-    for option, key in SERVER_OPTIONS.items():
-        if option in options and moved.get(key):
-            raise ValueError(
-                f"{key}: given twice, here and as {option} in policy_config"
-            )
-        if option in options:
-            moved[key] = options[option]
-    moved["policy_config"] = {
-        key: value for key, value in options.items() if key not in SERVER_OPTIONS
-    }
-    return moved
 
 
 def _listed(words: Iterable[str]) -> str:

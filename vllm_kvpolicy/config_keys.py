@@ -102,9 +102,14 @@ VALID_KEYS = (
     "allow",
     "protect_prompt",
     "trace_dir",
+    "spread_events",
 )
 # Keys of `--kv-policy-config` about the server -> keys of the plain form.
-SERVER_OPTIONS = {"allow": "allow", "trace": "trace_dir"}
+SERVER_OPTIONS = {
+    "allow": "allow",
+    "trace": "trace_dir",
+    "spread_events": "spread_events",
+}
 
 
 # Keys of `extra_args` that begin like ours and belong to vLLM.
@@ -128,3 +133,27 @@ def request_keys(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
                 f"{', '.join(known)}"
             )
     return asked
+
+
+def with_server_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Move what `policy_config` says about the server itself to keys of its own.
+
+    Raises:
+        ValueError: a key is given in both places.
+    """
+    options = values.get("policy_config")
+    if not isinstance(options, Mapping):
+        return dict(values)
+    moved = dict(values)
+    for option, key in SERVER_OPTIONS.items():
+        if options.get(option) is None:
+            continue
+        if key in moved and moved[key] != []:
+            raise ValueError(
+                f"{key}: given twice, here and as {option} in policy_config"
+            )
+        moved[key] = options[option]
+    moved["policy_config"] = {
+        key: value for key, value in options.items() if key not in SERVER_OPTIONS
+    }
+    return moved

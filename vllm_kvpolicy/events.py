@@ -4,18 +4,44 @@ The one source for scheduler, window capture, admission, start-up line and oracl
 
 Words: p position (tokens computed before the step), K budget, I interval, R recent,
 N tokens per superblock, F frontier. Lengths are in tokens unless a name says blocks.
+A phase, 0 to 2**32 - 1, says how much earlier than they could be a request's events in
+decoding come, so that requests which start together do not all wait for one step.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import cached_property, lru_cache
+from hashlib import blake2b
 from itertools import takewhile
 
 NO_STEP = 2**62  # a prefill interval longer than any prompt: no event inside prompts
+PHASE_BITS = 32
+LAST_PHASE = 2**PHASE_BITS - 1  # the earliest events
+
+
+def request_phase(prompt_token_ids: Sequence[int], seed: int | None = None) -> int:
+    """Return the phase of a request: a function of what it asks, evenly spread.
+
+    >>> request_phase([1, 2, 3]), request_phase([1, 2, 4]), request_phase([1, 2, 3], 7)
+    (3676573847, 2616465062, 1442807477)
+
+    Args:
+        prompt_token_ids: its prompt.
+        seed: of its sampling, so that samples of one prompt have phases of their own.
+    """
+    ids = struct.pack(f"<{len(prompt_token_ids)}q", *prompt_token_ids)
+    named = ids if seed is None else ids + str(seed).encode()
+    return int.from_bytes(blake2b(named, digest_size=PHASE_BITS // 8).digest())
 
 
 def event_positions(
-    prompt_len: int, budget: int, interval: int, prefill_interval: int
+    prompt_len: int,
+    budget: int,
+    interval: int,
+    prefill_interval: int,
+    phase: int = 0,
+    window_tokens: int = 0,
 ) -> Iterator[int]:
     """Yield the positions of a request's events, ascending, without end.
 
@@ -24,22 +50,36 @@ def event_positions(
     there. (iii) From then on the first position at which `budget + interval` are held,
     then every `interval`. An event at p runs before the token at p is computed.
 
+    The phase moves the positions of (iii) to earlier ones, all by as much: the first of
+    them is in the phase's place between the first position past the prompt at which
+    more than `budget` tokens are held, and the queries since the last event fill a
+    window, and the position named above, which is that of phase 0.
+
     Example: K = 64, I = 32. A prompt of 100 ends in an event, because 96 or more tokens
     are held there; one of 90 does not, so the first event is at 96.
 
     >>> [next(event_positions(length, 64, 32, 4096)) for length in (100, 90)]
     [100, 96]
+    >>> [next(event_positions(90, 64, 32, 4096, phase)) for phase in (2**31, 2**32 - 1)]
+    [93, 91]
     >>> positions = event_positions(9000, 2048, 512, 4096)
     >>> [next(positions) for _ in range(4)]
     [4096, 8192, 9000, 9512]
+    >>> positions = event_positions(9000, 2048, 512, 4096, phase=2**30)
+    >>> [next(positions) for _ in range(4)]
+    [4096, 8192, 9000, 9384]
 
     Args:
         prompt_len: tokens in the prompt, >= 1.
         budget: K, tokens a KV head may attend right after an event.
         interval: I, tokens between events.
         prefill_interval: tokens between events inside the prompt; NO_STEP for none.
+        phase: of the request, see `request_phase`.
+        window_tokens: W <= I, newest queries that an event reads; 0 for none.
     """
-    plan = EventPlan(prompt_len, budget, interval, prefill_interval)
+    plan = EventPlan(
+        prompt_len, budget, interval, prefill_interval, phase, window_tokens
+    )
     position = plan.next_event(0)
     while True:
         yield position
@@ -54,12 +94,15 @@ class EventPlan:
     budget: int
     interval: int
     prefill_interval: int
+    phase: int = 0
+    window_tokens: int = 0
 
     def _decode_start(self) -> tuple[int, bool]:
         """Return where decode events count from and whether an event ends the prompt.
 
         Tokens held at a position x past the prompt, before the next event, are
-        `budget + x - origin`; so decode events are I, 2I... after the origin.
+        `budget + x - origin`; so decode events are I, 2I... after the origin in phase
+        0, and none is at the origin or before.
         """
         last_inside = (self.prompt_len - 1) // self.prefill_interval
         last_inside *= self.prefill_interval
@@ -68,9 +111,17 @@ class EventPlan:
         return (self.prompt_len if ends_in_event else origin), ends_in_event
 
     @property
-    def decode_origin(self) -> int:
-        """Position from which decode events count: the next ones are I, 2I... later."""
-        return self._decode_start()[0]
+    def earliest_decode_event(self) -> int:
+        """Position of the first decode event in the last phase."""
+        origin, _ = self._decode_start()
+        return max(self.prompt_len + 1, origin + max(self.window_tokens, 1))
+
+    @cached_property
+    def first_decode_event(self) -> int:
+        """Position of the first event past the prompt's end; every I, one follows."""
+        latest = self._decode_start()[0] + self.interval
+        span = latest - self.earliest_decode_event + 1
+        return latest - (self.phase * span >> PHASE_BITS)
 
     def next_event(self, position: int) -> int:
         """Return the first event position >= `position`."""
@@ -78,11 +129,12 @@ class EventPlan:
         inside = max(-(-position // step), self.budget // step + 1) * step
         if inside < self.prompt_len:
             return inside
-        origin, ends_in_event = self._decode_start()
-        if ends_in_event and position <= origin:
-            return origin
-        events_since = max(-(-(position - origin) // self.interval), 1)
-        return origin + events_since * self.interval
+        _, ends_in_event = self._decode_start()
+        if ends_in_event and position <= self.prompt_len:
+            return self.prompt_len
+        first = self.first_decode_event
+        events_since = max(-(-(position - first) // self.interval), 0)
+        return first + events_since * self.interval
 
 
 @dataclass(frozen=True)
@@ -104,17 +156,20 @@ class Footprint:
         recent: R, newest tokens that are always kept.
         block_size: N, tokens per superblock.
         keeps_all: events may keep everything, as without a budget.
-        window_tokens: W, newest queries that an event reads; 0 for none.
-        window_blocks: superblocks that are borrowed for them, from the step that
-            computes the first of them to the event.
+        window_blocks: superblocks that are borrowed for the queries that an event
+            reads, from the step that computes the first of them to the event.
     """
 
     events: EventPlan
     recent: int
     block_size: int
     keeps_all: bool = False
-    window_tokens: int = 0
     window_blocks: int = 0
+
+    @property
+    def window_tokens(self) -> int:
+        """W, newest queries that an event reads; 0 for none."""
+        return self.events.window_tokens
 
     def frontier_blocks(self, position: int) -> int:
         """Return F / N for an event at `position`; tokens at and above F are local."""
@@ -133,7 +188,7 @@ class Footprint:
 
         Exact for every schedule, because steps are clipped at event positions and an
         event frees before its request allocates. Decode events repeat with a period of
-        at most N events, so no more than one period of them is looked at.
+        at most N events, so no more than one period is looked at.
 
         Args:
             num_tokens: length of the request.
@@ -142,7 +197,8 @@ class Footprint:
                 own for what it keeps of them.
         """
         peak, held, frontier = 0, -num_shared, 0
-        settled = self.events.decode_origin + self.block_size * self.events.interval
+        period = self.block_size * self.events.interval
+        settled = self.events.first_decode_event + period
         last = min(num_tokens, settled) if not self.keeps_all else num_tokens
         position = self.events.next_event(0)
         while position < last:
@@ -155,6 +211,35 @@ class Footprint:
         window = self.window_blocks if end > position - self.window_tokens else 0
         return max(peak, held + -(-end // self.block_size) - frontier + window)
 
+    def most_blocks(self, num_tokens: int) -> int:
+        """Return superblocks that `peak_blocks` reaches in no phase, or just reaches.
+
+        At most one too high. In phase 0 the first event in decoding is latest; but
+        where events lie in their blocks differs from phase to phase, and may cost a
+        superblock more.
+        """
+        events = replace(self.events, phase=0)
+        peak = replace(self, events=events).peak_blocks(num_tokens)
+        stretch = min(events.interval, num_tokens - events.earliest_decode_event)
+        if self.keeps_all or stretch <= 0:
+            return peak
+        spread = after_any_event(events.budget, self.recent, stretch, self.block_size)
+        spread = min(spread, -(-num_tokens // self.block_size))
+        return max(peak, spread + self.window_blocks)
+
+
+def after_event(budget: int, local: int, stretch: int, block_size: int) -> int:
+    """Return the superblocks held a stretch of tokens after an event left `local`."""
+    return -(-(budget - local) // block_size) + -(-(local + stretch) // block_size)
+
+
+def after_any_event(budget: int, recent: int, stretch: int, block_size: int) -> int:
+    """Return the same where the event may lie anywhere in its superblock."""
+    return max(
+        after_event(budget, local, stretch, block_size)
+        for local in range(recent, recent + block_size)
+    )
+
 
 @lru_cache(maxsize=64)
 def worst_case_blocks(
@@ -164,41 +249,36 @@ def worst_case_blocks(
     prefill_interval: int,
     recent: int,
     block_size: int,
-    window_tokens: int = 0,
     window_blocks: int = 0,
 ) -> int:
     """Return the superblocks that any request of up to `max_model_len` tokens may hold.
 
-    The maximum of `Footprint.peak_blocks` over all prompt lengths, at most one block
-    too high, and enough for requests that ask for smaller numbers. The peak is reached
-    before the first event, or at the end of a stretch after an event that left x local
-    tokens, x from R to R + N - 1.
+    The maximum of `Footprint.peak_blocks` over all prompt lengths and phases, at most
+    one block too high, and enough for requests that ask for smaller numbers. The peak
+    is reached before the first event, or at the end of a stretch after an event that
+    left x local tokens, x from R to R + N - 1.
     """
     first_inside = (budget // prefill_interval + 1) * prefill_interval
     first = max(first_inside, budget + interval)
     whole = -(-max_model_len // block_size)
+    window = window_blocks if max_model_len > budget else 0
     if first >= max_model_len:
-        return whole + (window_blocks if max_model_len > first - window_tokens else 0)
-
-    def after_event(local: int, stretch: int) -> int:
-        return -(-(budget - local) // block_size) + -(-(local + stretch) // block_size)
+        return whole + window
 
     # Events inside a prompt lie on whole blocks; the others lie anywhere.
     inside = after_event(
+        budget,
         -(-recent // block_size) * block_size,
         min(prefill_interval, max_model_len - first_inside),
+        block_size,
     )
-    decode = max(
-        after_event(local, interval) for local in range(recent, recent + block_size)
-    )
-    return min(whole, max(-(-first // block_size), inside, decode)) + window_blocks
+    decode = after_any_event(budget, recent, interval, block_size)
+    return min(whole, max(-(-first // block_size), inside, decode)) + window
 
 
 def positions_up_to(plan: EventPlan, num_tokens: int) -> list[int]:
     """Return the event positions below `num_tokens`, for oracles and reports."""
-    positions = event_positions(
-        plan.prompt_len, plan.budget, plan.interval, plan.prefill_interval
-    )
+    positions = event_positions(*astuple(plan))
     return list(takewhile(lambda position: position < num_tokens, positions))
 
 

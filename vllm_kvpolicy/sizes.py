@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.events import worst_case_blocks
+from vllm_kvpolicy.events import LAST_PHASE, worst_case_blocks
 from vllm_kvpolicy.policies.catalogue.names import parse
 
 
@@ -76,9 +76,31 @@ def max_blocks_per_request(vllm_config: Any, config: KVPolicyConfig) -> int:
         config.prefill_step,
         config.recent_tokens,
         block_size,
-        footprint.window_tokens,
         footprint.window_blocks,
     )
+
+
+def most_blocks(
+    config: KVPolicyConfig,
+    prompt_tokens: int,
+    num_tokens: int,
+    block_size: int,
+    group_size: int,
+) -> int:
+    """Return the superblocks that suffice for a request of these lengths.
+
+    Whatever its phase, so that requests of equal lengths get equal answers.
+
+    Args:
+        config: of the request.
+        prompt_tokens: length of its prompt, >= 1.
+        num_tokens: length of prompt and answer.
+        block_size: N, tokens per superblock.
+        group_size: G, query heads per KV head.
+    """
+    footprint = config.footprint(prompt_tokens, block_size, group_size)
+    is_spread = config.spread_events
+    return (footprint.most_blocks if is_spread else footprint.peak_blocks)(num_tokens)
 
 
 def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> str:
@@ -92,8 +114,7 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
     block_size = vllm_config.cache_config.block_size
     max_model_len = vllm_config.model_config.max_model_len
     sizes = block_size, group_size(vllm_config)
-    answer = config.footprint(1, *sizes)
-    held = answer.peak_blocks(max_model_len)
+    held = most_blocks(config, 1, max_model_len, *sizes)
     whole = -(-max_model_len // block_size)
     info = parse(config.policy)
     if info.is_unbounded:
@@ -104,8 +125,11 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
             f"{kept if info.admission else 'all its tokens'}, at most {whole} of "
             f"the pool's {num_blocks - 1} blocks"
         )
-    plans = [config.footprint(size, *sizes).events for size in (1, max_model_len)]
-    if min(plan.next_event(1) for plan in plans) >= max_model_len:
+    first = min(
+        config.footprint(tokens, *sizes, LAST_PHASE).events.next_event(1)
+        for tokens in (1, max_model_len)
+    )
+    if first >= max_model_len:
         return (
             f"KV policy {config.policy}: budget {config.budget_tokens} + interval "
             f"{config.interval_tokens} tokens; no request of at most {max_model_len} "

@@ -36,6 +36,7 @@ def cost_of(
             "interval": line["interval"],
             "protect_prompt": False if settings["evict_prompts"] else None,
             "policy_config": options_of((policy,), variant, settings),
+            "spread_events": False,  # as in `servers`
         }
     )
     if depends_on_text(config):

@@ -76,6 +76,8 @@ class Setup:
             first, *others = self.policies
             config = options_of(self.policies, self.variant, vars(args))
             config["allow"] = others
+            # Events at the papers' positions, as in the committed records.
+            config["spread_events"] = False
             if args.trace:
                 config["trace"] = str(args.trace / self.label)
             words += ["--kv-policy", first, "--kv-budget", str(self.budget)]

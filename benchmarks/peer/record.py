@@ -152,6 +152,7 @@ def kept_of(line: Line, settings: Line) -> list[int]:
     config = {name: line[name] for name in ("policy", "budget", "interval")}
     config["protect_prompt"] = False
     config["policy_config"] = options_of((line["policy"],), "", settings)
+    config["spread_events"] = False  # the answers come from servers without
     plan = KVPolicyConfig.from_dict(config).footprint(prompt, block)
     last = prompt + line["output_tokens"] - 1
 

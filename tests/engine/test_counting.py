@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from vllm.config import ModelConfig
 
-from support.engine.helpers import BLOCK, Engine, make_jobs
+from support.engine.helpers import BLOCK, Engine, footprint_of, make_jobs
 from support.engine.simulator import Simulation
 from support.engine.simulator_engine import random_scenario
 from vllm_kvpolicy.compat import COUNTING_CLASSES
-from vllm_kvpolicy.config import KVPolicyConfig
 
 FIELDS = ("steps", "request_steps", "block_steps", "requests", "peak_blocks")
 
@@ -117,14 +116,14 @@ def test_stock_counts_what_whole_requests_hold(tiny_model):
 
 def test_requests_under_a_policy_hold_what_their_footprint_says(tiny_model):
     values = {"policy": "snapkv", "budget": 128, "interval": 64}
-    config = KVPolicyConfig.from_dict(values)
-    prompts, output = (40, 100, 200), 400
+    jobs = make_jobs((40, 100, 200), 400, seed=4)
     with Engine(tiny_model, values) as engine:
-        engine.run(make_jobs(prompts, output, seed=4))
+        engine.run(jobs)
         found = engine.counters()
+    lengths = [len(job.prompt) + job.max_tokens - 1 for job in jobs]
     peaks = [
-        config.footprint(prompt, BLOCK).peak_blocks(prompt + output - 1)
-        for prompt in prompts
+        footprint_of(values, job).peak_blocks(length)
+        for job, length in zip(jobs, lengths, strict=True)
     ]
     assert (found["requests"], found["peak_blocks"]) == (3, sum(peaks))
     assert found["block_steps"] / found["request_steps"] < max(peaks)

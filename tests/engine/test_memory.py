@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from support.engine.helpers import BLOCK, Engine, make_jobs
-from vllm_kvpolicy.events import EventPlan, Footprint
+from support.engine.helpers import BLOCK, Engine, footprint_of, make_jobs
 
 VALUES = {"policy": "ams-tova", "budget": 110, "interval": 56, "prefill_interval": 256}
 
@@ -65,8 +64,8 @@ def test_the_free_count_grows_at_the_event(engine: Engine) -> None:
 def test_the_footprint_bound_is_what_a_request_really_holds(engine: Engine) -> None:
     """Admission's bound is reached, never passed."""
     for length, max_tokens in ((40, 300), (300, 200), (700, 100)):
-        seen, _ = held_per_step(engine, length, max_tokens)
-        footprint = Footprint(EventPlan(length, 110, 56, 256), 32, BLOCK)
+        seen, result = held_per_step(engine, length, max_tokens)
+        footprint = footprint_of(VALUES, result.job)
         bound = footprint.peak_blocks(length + max_tokens - 1)
         assert max(held for _, held, _ in seen) == bound
 
@@ -114,8 +113,8 @@ def test_capacity_uses_the_compressed_footprint(engine: Engine) -> None:
     bound = group.kv_cache_spec.max_blocks_per_request
     longest = scheduler.vllm_config.model_config.max_model_len
     worst = max(
-        Footprint(EventPlan(length, 110, 56, 256), 32, BLOCK).peak_blocks(longest - 1)
-        for length in range(1, longest, 7)
+        footprint_of(VALUES, job).most_blocks(longest - 1)
+        for job in make_jobs(range(1, longest, 7), 1)
     )
     assert worst <= bound < pages(longest)
     assert concurrency == pytest.approx((engine.num_usable + 1) / bound)

@@ -21,7 +21,13 @@ from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
 from vllm_kvpolicy.worker.compaction import Compactor
 from vllm_kvpolicy.worker.request_table import RequestTable
 
-VALUES = {"budget": 110, "interval": 56, "prefill_interval": 256}
+# Events are not spread: two requests must have theirs together, to be confused.
+VALUES = {
+    "budget": 110,
+    "interval": 56,
+    "prefill_interval": 256,
+    "spread_events": False,
+}
 LENGTHS = (150, 150, 300)
 Checks = tuple[bool, bool]
 

@@ -12,14 +12,22 @@ from typing import Any
 from unittest.mock import ANY
 
 import pytest
+import torch
 from vllm.config import ModelConfig
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.request import Request
 
 from support.engine.simulator import Simulation
 from support.engine.simulator_cache import CacheCheck
-from support.engine.simulator_engine import RAGGED, Scenario, random_scenario
+from support.engine.simulator_engine import (
+    RAGGED,
+    Scenario,
+    make_scheduler,
+    random_scenario,
+)
 from support.engine.simulator_pages import SimulationFailure
 from support.engine.simulator_worker import StorageWorker
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager
@@ -42,15 +50,30 @@ def model(tiny_model: Path) -> ModelConfig:
     )
 
 
+def run_engines(
+    policy: str,
+    depth: int,
+    model: ModelConfig,
+    num_steps: int,
+    at_least: dict[str, int],
+    caching: bool = False,
+) -> None:
+    """Run random engines until enough has happened, in at most twice the steps."""
+    totals: Counter[str] = Counter()
+    missed = list(at_least)
+    while totals["steps"] < num_steps or (missed and totals["steps"] < 2 * num_steps):
+        scenario = random_scenario(policy, depth, totals["engines"], caching)
+        steps = STEPS_PER_ENGINE // 2 if caching else STEPS_PER_ENGINE
+        totals += Simulation(scenario, model).run(steps)
+        totals["engines"] += 1
+        missed = [key for key, least in at_least.items() if totals[key] < least]
+    print(policy, "depth", depth, dict(totals))
+    assert not missed, f"too little happened: {missed} in {dict(totals)}"
+
+
 @pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_random_engines(policy: str, depth: int, model: ModelConfig):
-    totals: Counter[str] = Counter()
-    while totals["steps"] < MIN_STEPS:
-        scenario = random_scenario(policy, depth, seed=totals["engines"])
-        totals += Simulation(scenario, model).run(STEPS_PER_ENGINE)
-        totals["engines"] += 1
-    print(policy, "depth", depth, dict(totals))
     at_least = {
         "engines": 8,
         "steps": 10_000,
@@ -80,8 +103,7 @@ def test_random_engines(policy: str, depth: int, model: ModelConfig):
             "answers after a preemption": 2,
             "answers after the end": 3,
         }
-    missed = [key for key, least in at_least.items() if totals[key] < least]
-    assert not missed, f"too little happened: {missed} in {dict(totals)}"
+    run_engines(policy, depth, model, MIN_STEPS, at_least)
 
 
 @pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
@@ -90,12 +112,6 @@ def test_random_engines_that_share_prefixes(
     policy: str, depth: int, model: ModelConfig
 ):
     """Half as many steps; every hit is foreseen, every cached superblock compared."""
-    totals: Counter[str] = Counter()
-    while totals["steps"] < MIN_STEPS // 2:
-        scenario = random_scenario(policy, depth, totals["engines"], caching=True)
-        totals += Simulation(scenario, model).run(STEPS_PER_ENGINE)
-        totals["engines"] += 1
-    print(policy, "depth", depth, dict(totals))
     at_least = {
         "hits": 15,
         "hit tokens": 1000,
@@ -105,8 +121,54 @@ def test_random_engines_that_share_prefixes(
         "preemptions": 5,
         "aborts": 20,
     }
-    missed = [key for key, least in at_least.items() if totals[key] < least]
-    assert not missed, f"too little happened: {missed} in {dict(totals)}"
+    run_engines(policy, depth, model, MIN_STEPS // 2, at_least, caching=True)
+
+
+def first_positions(model: ModelConfig, requests: list[Request], **values: Any) -> Any:
+    """Return the position of each request's first event, from the real scheduler."""
+    policy = {"policy": "tova", "budget": 128, "interval": 64, **values}
+    scenario = replace(random_scenario("tova", 1, 0), policy=policy, longest=400)
+    scheduler = make_scheduler(scenario, model)
+    for request in requests:
+        scheduler.add_request(request)
+    states = scheduler.kv_policy_planner.states
+    found = [states[request.request_id].plan.first_event for request in requests]
+    scheduler.shutdown()
+    return found
+
+
+def request_of(name: str, prompt: Any, seed: int | None = None) -> Request:
+    """Return a request with a prompt of token ids, or of embeddings."""
+    is_ids = isinstance(prompt, list)
+    return Request(
+        request_id=name,
+        prompt_token_ids=prompt if is_ids else None,
+        prompt_embeds=None if is_ids else prompt,
+        sampling_params=SamplingParams(max_tokens=100, seed=seed),
+        pooling_params=None,
+    )
+
+
+def test_events_of_requests_that_start_together_fall_on_many_steps(model):
+    # As in tests/test_events.py; requests count the same steps, because they start
+    # together and their prompts are equally long.
+    requests = [request_of(f"r{n}", [n, *range(9)]) for n in range(64)]
+    found = Counter(first_positions(model, requests))
+    assert max(found.values()) < 10 and len(found) > 32
+    together = first_positions(model, requests, spread_events=False)
+    assert set(together) == {128 + 64}
+
+
+def test_the_positions_follow_from_what_a_request_asks(model):
+    prompt = [5, 6, 7]
+    same = [request_of(name, prompt) for name in ("a", "b", "c")]
+    seeded = [request_of(f"s{seed}", prompt, seed) for seed in range(20)]
+    again = [request_of("again", prompt, 19)]
+    embedded = [request_of("e", torch.zeros(3, 8)), request_of("f", torch.ones(3, 8))]
+    found = first_positions(model, [*same, *seeded, *again, *embedded])
+    assert len(set(found[:3])) == 1
+    assert len(set(found[3:23])) > 10
+    assert found[22] == found[23] and found[24] == found[25]
 
 
 # Two engines on which every mutation has something to break: little memory, many
@@ -160,10 +222,12 @@ SHARING = replace(
     longest=600,
     stops=0.02,
 )
+# In the next two few coincidences are to be noticed: events stay where they make them.
 # Long prompts in small chunks, and many that are preempted while they are read.
 PREEMPTING = replace(
     SHARING,
-    policy=SHARING.policy | {"policy": "streaming", "prefill_interval": "prompt"},
+    policy=SHARING.policy
+    | {"policy": "streaming", "prefill_interval": "prompt", "spread_events": False},
     priorities=True,
     depth=1,
     spare=0.5,
@@ -175,7 +239,8 @@ PREEMPTING = replace(
 OUTRUNNING = replace(
     SHARING,
     policy=SHARING.policy
-    | {"policy": "identity", "recent": 0, "sinks": 0, "budget": 104},
+    | {"policy": "identity", "recent": 0, "sinks": 0, "budget": 104}
+    | {"spread_events": False},
 )
 
 

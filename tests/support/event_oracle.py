@@ -5,12 +5,15 @@ pools; shares nothing with the closed forms that it checks.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class Case:
-    """One request: prompt length P, budget K, interval I, prefill interval, R, N."""
+    """One request: prompt length P, budget K, interval I, prefill interval, R, N.
+
+    Its phase is a fraction of 2**32; its window is W, queries that an event reads.
+    """
 
     prompt_len: int
     budget: int
@@ -18,10 +21,13 @@ class Case:
     prefill_interval: int
     recent: int = 0
     block_size: int = 16
+    phase: int = 0
+    window: int = 0
 
 
 def walk_events(case: Case, last: int) -> list[int]:
     """Return the event positions <= `last`, counting the tokens that are held."""
+    moved = first_moved(case) if case.phase else None
     positions = []
     held = 0
     for position in range(1, last + 1):
@@ -29,6 +35,8 @@ def walk_events(case: Case, last: int) -> list[int]:
         if position < case.prompt_len:
             on_grid = position % case.prefill_interval == 0
             has_event = on_grid and held > case.budget
+        elif moved is not None and case.prompt_len < position <= moved:
+            has_event = position == moved
         else:
             # The prompt's end, and every position after it.
             has_event = held >= case.budget + case.interval
@@ -36,6 +44,24 @@ def walk_events(case: Case, last: int) -> list[int]:
             positions.append(position)
             held = case.budget
     return positions
+
+
+def first_moved(case: Case) -> int:
+    """Return the first event past the prompt, by listing where it may be, latest first.
+
+    It may be at any position past the prompt at which more than the budget is held, up
+    to that of phase 0; at least a window of queries has passed since the last event.
+    """
+    last = case.prompt_len + case.budget + case.interval
+    events = walk_events(replace(case, phase=0), last)
+    before = max((p for p in events if p <= case.prompt_len), default=case.budget)
+    latest = min(p for p in events if p > case.prompt_len)
+    allowed = [
+        position
+        for position in range(latest, case.prompt_len, -1)
+        if position > before and position - before >= case.window
+    ]
+    return allowed[case.phase * len(allowed) // 2**32]
 
 
 class Holder:

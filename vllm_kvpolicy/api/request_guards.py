@@ -9,7 +9,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm_kvpolicy.config import PER_REQUEST_OFF, KVPolicyConfig, server_config
 from vllm_kvpolicy.config_keys import request_keys
 from vllm_kvpolicy.policies.catalogue.names import parse
-from vllm_kvpolicy.sizes import group_size
+from vllm_kvpolicy.sizes import group_size, most_blocks
 
 # What is refused per request and what to change; the documentation lists it.
 REQUEST_REFUSALS = {
@@ -135,7 +135,7 @@ def check_params(
     wanted = -(-tokens // block_size)
     if config is not None:
         sizes = block_size, group_size(vllm_config)
-        wanted = config.footprint(max(prompt_tokens, 1), *sizes).peak_blocks(tokens)
+        wanted = most_blocks(config, max(prompt_tokens, 1), tokens, *sizes)
     # One block is vLLM's null block.
     if wanted >= num_blocks:
         name = PER_REQUEST_OFF if config is None else config.policy

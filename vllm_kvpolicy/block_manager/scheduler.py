@@ -20,6 +20,7 @@ from vllm_kvpolicy.block_manager.counting import CountingMixin
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager
 from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
+from vllm_kvpolicy.events import request_phase
 from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.sizes import (
     capacity_line,
@@ -97,10 +98,14 @@ class KVPolicySchedulerMixin(CountingMixin):
             return
         info, prompt_tokens = parse(config.policy), request.num_prompt_tokens
         protected = prompt_tokens if config.protects_prompt else 0
+        # A prompt of embeddings is known by its length alone.
+        prompt = request.prompt_token_ids or [prompt_tokens]
+        phase = request_phase(prompt, None if params is None else params.seed)
+        block_size = self.kv_policy_limits.block_size
         plan = RequestPlan(
             policy=config.policy,
             footprint=config.footprint(
-                prompt_tokens, self.kv_policy_limits.block_size, self._group_size
+                prompt_tokens, block_size, self._group_size, phase
             ),
             sinks=max(config.sink_tokens, protected),
             takes_hits=not info.measures_tokens,

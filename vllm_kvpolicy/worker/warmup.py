@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.events import LAST_PHASE
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.runtime import KVPolicyRuntime
 from vllm_kvpolicy.worker.trace import NoTrace
@@ -52,8 +53,9 @@ def dummy_events(
 ) -> Iterator[list[CompactEvent]]:
     """Yield the dummy events of each step, for every policy of a server.
 
-    Those of a request with a prompt of one token, alone and two at once, and of one
-    with the longest prompt, as far as they have events and the pool holds them.
+    Those of requests with a prompt of one token, in the first phase and in the last,
+    alone and two at once, and of one with the longest prompt, as far as they have
+    events and the pool holds them.
 
     Args:
         config: the server's policies.
@@ -64,8 +66,10 @@ def dummy_events(
         group_size: G, query heads per KV head.
     """
     for policy in config.policies:
-        for prompt_tokens in (1, max_model_len - 1):
-            sizes = prompt_tokens, block_size, max_model_len, group_size
+        for prompt_tokens, phase in ((1, 0), (1, LAST_PHASE), (max_model_len - 1, 0)):
+            if phase and not config.spread_events:
+                continue
+            sizes = prompt_tokens, phase, block_size, max_model_len, group_size
             events = _events(config, policy, *sizes)
             # Every request has blocks of its own, and none has the null block.
             held = -(-events[-1].position // block_size) if events else num_blocks
@@ -81,6 +85,7 @@ def _events(
     config: KVPolicyConfig,
     policy: str,
     prompt_tokens: int,
+    phase: int,
     block_size: int,
     max_model_len: int,
     group_size: int,
@@ -88,7 +93,7 @@ def _events(
     """Return the first events of a request whose superblocks are 1, 2, 3, ..."""
     asked = config.with_request({"kv_policy": policy})
     assert asked is not None  # the name is one of the server's
-    footprint = asked.footprint(prompt_tokens, block_size, group_size)
+    footprint = asked.footprint(prompt_tokens, block_size, group_size, phase)
     protected = prompt_tokens if asked.protects_prompt else 0
     events: list[CompactEvent] = []
     held: tuple[int, ...] = ()

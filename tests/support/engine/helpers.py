@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.events import Footprint, request_phase
 from vllm_kvpolicy.trace.files import EventRecord, read_event
 
 BLOCK = 32
@@ -129,6 +131,17 @@ def make_jobs(
         Job(f"r{index}", make_prompt(seed * 1000 + index, length), max_tokens, **fields)
         for index, length in enumerate(lengths)
     ]
+
+
+def footprint_of(values: dict[str, Any], job: Job) -> Footprint:
+    """Return when a job has events on a server, and what it holds between them.
+
+    Args:
+        values: the plain form of the server's configuration.
+        job: without knobs of its own.
+    """
+    config, phase = KVPolicyConfig.from_dict(values), request_phase(job.prompt)
+    return config.footprint(len(job.prompt), BLOCK, phase)
 
 
 def engine_arguments(

@@ -16,7 +16,7 @@ import torch
 from support.engine.oracle_replay import Mismatch, activations
 from support.engine.reference_decoder import Activations, ReferenceDecoder
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.events import event_positions
+from vllm_kvpolicy.events import event_positions, request_phase
 from vllm_kvpolicy.policies.ams import AMSConfig, select
 
 GAP = 1e-5
@@ -284,11 +284,14 @@ def check_positions(result: Any, config: KVPolicyConfig, block_size: int) -> Non
     Raises:
         Mismatch: an event is missing, or is somewhere else.
     """
+    prompt = result.job.prompt
     positions = event_positions(
-        len(result.job.prompt),
+        len(prompt),
         config.budget_tokens,
         config.interval_tokens,
         config.prefill_interval_tokens,
+        request_phase(prompt) if config.spread_events else 0,
+        config.window_tokens(),
     )
     # The newest token is never computed, so no event comes before it.
     num_computed = len(result.all_tokens) - 1

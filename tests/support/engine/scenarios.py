@@ -51,9 +51,15 @@ SCENARIOS = {
         lengths=(40, 100, 300, 600, 520, 170),
         engine={"max_num_batched_tokens": 96, "num_blocks": 27, "max_model_len": 832},
     ),
-    # 40 + 217 tokens end right before an event, 41 + 217 right after it.
+    # 40 + 217 tokens end right before an event, 41 + 217 right after it; so that they
+    # do, events are not spread.
     "aligned": Scenario(
-        policy={"budget": 128, "interval": 64, "prefill_interval": 256},
+        policy={
+            "budget": 128,
+            "interval": 64,
+            "prefill_interval": 256,
+            "spread_events": False,
+        },
         lengths=(40, 41, 150, 300, 700),
     ),
     "warm": Scenario(

@@ -23,7 +23,7 @@ from support.engine.simulator_pages import Asked, check
 from support.engine.simulator_tables import RaggedCheck, TableCheck
 from support.engine.simulator_worker import StorageWorker
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.events import EventPlan
+from vllm_kvpolicy.events import EventPlan, request_phase
 from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.protocol import UsedBlocks
 from vllm_kvpolicy.sizes import group_size, max_global_blocks
@@ -47,6 +47,7 @@ class Simulation:
     ) -> None:
         self.scenario = scenario
         self.rng = random.Random(scenario.seed)
+        self.seeds = random.Random(scenario.seed + 1)
         self.scheduler = make_scheduler(scenario, model)
         self.policy = KVPolicyConfig.from_dict(scenario.policy)
         self.tamper = tamper
@@ -121,7 +122,10 @@ class Simulation:
     # -- traffic ----------------------------------------------------------------
 
     def _arrive(self) -> None:
-        """Sometimes add a request, and sometimes a burst of equal ones."""
+        """Sometimes add a request, and sometimes a burst of equal ones.
+
+        The sampling seed decides on the phase, where prompts are equal.
+        """
         rng, longest = self.rng, self.scenario.longest
         if len(self.scheduler.waiting) > 12 or rng.random() > self.scenario.arrivals:
             return
@@ -129,10 +133,13 @@ class Simulation:
         prompt_len = rng.randint(1, 100 if is_short else longest - 1)
         max_tokens = rng.choice((rng.randint(1, 60), rng.randint(200, 500)))
         extra_args = self._wishes(min(prompt_len + max_tokens, longest))
+        seed = self.seeds.choice((None, self.seeds.randrange(2**40)))
         for _ in range(rng.choice((1, 1, 1, 5))):
-            self._add(prompt_len, max_tokens, extra_args)
+            self._add(prompt_len, max_tokens, extra_args, seed)
 
-    def _add(self, prompt_len: int, max_tokens: int, extra_args: Any) -> None:
+    def _add(
+        self, prompt_len: int, max_tokens: int, extra_args: Any, seed: int | None
+    ) -> None:
         rng = self.rng
         self.totals["arrivals"] += 1
         self.totals["without policy"] += (extra_args or {}).get("kv_policy") == "none"
@@ -144,6 +151,7 @@ class Simulation:
             request_id=request_id,
             prompt_token_ids=prompt,
             sampling_params=SamplingParams(
+                seed=seed,
                 max_tokens=max_tokens,
                 ignore_eos=True,
                 stop_token_ids=[STOP_TOKEN],
@@ -154,7 +162,7 @@ class Simulation:
             cache_salt=salt,
             block_hasher=self.cache and self.cache.hasher,
         )
-        asked = self._asked(prompt_len, extra_args)
+        asked = self._asked(prompt_len, extra_args, request_phase(prompt, seed))
         if self.cache is not None:
             most = min(prompt_len + max_tokens, self.scenario.longest)
             asked = replace(asked, codes=self.cache.codes(prompt, salt, most, TOKEN))
@@ -182,7 +190,9 @@ class Simulation:
                 wishes |= {"kv_budget": budget, "kv_recent": recent, "kv_sinks": sinks}
         return wishes or None
 
-    def _asked(self, prompt_len: int, extra_args: dict[str, Any] | None) -> Asked:
+    def _asked(
+        self, prompt_len: int, extra_args: dict[str, Any] | None, phase: int
+    ) -> Asked:
         wishes, policy = extra_args or {}, self.policy
         name = wishes.get("kv_policy", policy.policy)
         if name == "none":
@@ -199,6 +209,8 @@ class Simulation:
             budget,
             wishes.get("kv_interval", policy.interval_tokens),
             policy.prefill_step,
+            phase if policy.spread_events else 0,
+            policy.window_tokens(name),
         )
         window = policy.window_tokens(name)
         parts = window * self.group_size

@@ -96,6 +96,7 @@ def random_scenario(
         "sinks": sinks,
         "prefill_interval": _prefill_interval(rng, block_size, caching),
         "events_per_step": (8, 1, 3)[seed % 3],
+        "spread_events": seed % 5 != 4,
         **RAGGED.get(policy, {}),
     }
     if policy in RAGGED and rng.random() < 0.4:

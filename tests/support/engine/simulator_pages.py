@@ -66,7 +66,6 @@ class Asked:
             self.recent,
             block_size,
             self.keeps_all,
-            self.window,
             self.window_blocks,
         )
 
