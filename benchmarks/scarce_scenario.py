@@ -24,9 +24,10 @@ FP8 = "stock-fp8"
 class Scarce(CachingScenario):
     """Requests at once that have nothing in common, and bytes for a share of them.
 
-    With SmolLM2 135M on two CPU cores a round takes a server about a minute: five
-    servers with 3 timed rounds, one that does not count, start and verification take
-    half an hour. Each share more takes as long again.
+    With SmolLM2 135M on two CPU cores a round takes a server about a minute: one run of
+    five servers (start, verification, a round that does not count and 3 timed ones)
+    takes half an hour, and each share more as long again. A server that does not start
+    is named in the report and the record, with its error.
 
     Attributes:
         shares: of the bytes that all requests at once need at full length, in blocks of

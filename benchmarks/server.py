@@ -197,7 +197,7 @@ def running(
         Server name -> healthy server.
 
     Raises:
-        ServerError: one did not start, and `failures` is None.
+        ServerError: one did not start and `failures` is None, or none started.
     """
     with ExitStack() as stack:
         servers = {}
@@ -213,6 +213,8 @@ def running(
                 what = str(error).partition("; the log")[0]
                 failures[name] = f"{what}: {cause(server.log)}"
                 servers.pop(name).stop()
+        if failures and not servers:
+            raise ServerError("\n".join(["no server started:", *failures.values()]))
         yield servers
 
 

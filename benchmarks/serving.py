@@ -63,7 +63,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "dtype": {
         "choices": tuple(VALUE_BYTES),
-        "help": "of prefixes, turns and scarce; only float32 compares tokens",
+        "help": "of scarce, and of prefixes and turns, where float32 compares tokens",
     },
     "policy_config": {"metavar": "JSON", "help": "of prefixes, turns, scarce"},
     "uncached": {
