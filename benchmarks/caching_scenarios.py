@@ -1,4 +1,4 @@
-"""Defines the scenarios in which prompts begin alike and prefix caching is on.
+"""Defines the scenarios with prefix caching on, and those where prompts begin alike.
 
 Policies are compared with stock as vLLM starts it, which caches prefixes. Each pool
 share has a server of every kind, named `policy@share` and `stock@share`.
@@ -25,10 +25,10 @@ UNCACHED = "uncached"
 
 @dataclass(frozen=True)
 class CachingScenario:
-    """What both scenarios share; lengths are in tokens.
+    """What scenarios with prefix caching share; lengths are in tokens.
 
     Attributes:
-        name: `prefixes` or `turns`.
+        name: `prefixes`, `turns` or `scarce`.
         policies: names for `--kv-policy`; each has a server for every share.
         pairs: timed rounds.
         output_tokens: forced length of each output, thinking included.
@@ -46,6 +46,8 @@ class CachingScenario:
 
     lengths: ClassVar[tuple[str, ...]]
     """Options with which requests become shorter."""
+    may_fail: ClassVar[bool] = False
+    """Whether a server that does not start is a result, in place of an error."""
 
     name: str
     policies: tuple[str, ...] = ("ams-tova",)
@@ -60,6 +62,11 @@ class CachingScenario:
     policy_config: str = ""
     uncached: bool = False
     seed: int = 0
+
+    @property
+    def compares_tokens(self) -> bool:
+        """Whether servers without a policy give the same tokens."""
+        return self.dtype == "float32"
 
     @property
     def baselines(self) -> tuple[str, ...]:
@@ -94,6 +101,17 @@ class CachingScenario:
             ValueError: a request is too long for the model or the smallest pool.
         """
         max_model_len = self._model_len(model, workload.longest)
+        servers = {}
+        for kind, words in self.kinds().items():
+            for share in self.shares:
+                blocks = self.pool(workload, share, max_model_len)
+                settings = self.settings(model, workload, blocks, max_model_len)
+                common = [*settings.arguments(), *self.block_words(blocks)]
+                servers[named(kind, share)] = common + words
+        return servers
+
+    def kinds(self) -> dict[str, list[str]]:
+        """Return kind of server -> arguments that only it has; policies come first."""
         policy_words = ["--kv-budget", str(self.budget)]
         policy_words += ["--kv-interval", str(self.interval)]
         if self.policy_config:
@@ -103,23 +121,36 @@ class CachingScenario:
         } | {STOCK: []}
         if self.uncached:
             kinds[UNCACHED] = [NO_PREFIX_CACHING]
-        servers = {}
-        for kind, words in kinds.items():
-            for share in self.shares:
-                blocks = self.pool(workload, share, max_model_len)
-                common = EngineSettings(
-                    model=str(model),
-                    max_model_len=max_model_len,
-                    max_num_seqs=workload.at_once,
-                    kv_cache_bytes=blocks
-                    * block_bytes(model, self.block_size, self.dtype),
-                    seed=self.seed,
-                    dtype=self.dtype,
-                ).arguments()
-                common += ["--block-size", str(self.block_size)]
-                common += ["--num-gpu-blocks-override", str(blocks)]
-                servers[named(kind, share)] = common + words
-        return servers
+        return kinds
+
+    def settings(
+        self,
+        model: Path,
+        workload: SharedPrefixes | Conversations,
+        blocks: int,
+        max_model_len: int,
+    ) -> EngineSettings:
+        """Return what all servers of one share have in common.
+
+        Args:
+            model: folder of the model.
+            workload: the requests.
+            blocks: of the pool, vLLM's null block included.
+            max_model_len: tokens.
+        """
+        return EngineSettings(
+            model=str(model),
+            max_model_len=max_model_len,
+            max_num_seqs=workload.at_once,
+            kv_cache_bytes=blocks * block_bytes(model, self.block_size, self.dtype),
+            seed=self.seed,
+            dtype=self.dtype,
+        )
+
+    def block_words(self, blocks: int) -> list[str]:
+        """Return the arguments with which all servers get the same blocks."""
+        words = ["--block-size", str(self.block_size)]
+        return [*words, "--num-gpu-blocks-override", str(blocks)]
 
     def checked_servers(self, *_: object) -> dict[str, list[str]]:
         """Return servers of the verification alone: none."""

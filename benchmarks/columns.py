@@ -53,6 +53,21 @@ _LOAD_COLUMNS = {
     "peak_kv_usage": ".2f",
 }
 
+SCARCE_COLUMNS = {
+    "output_tok_s": ".1f",
+    "preemptions": ".0f",
+    "itl_p50_ms": ".2f",
+    "itl_p99_ms": ".2f",
+    "ttft_ms": ".1f",
+    "peak_running": ".0f",
+    "mean_running": ".1f",
+    "blocks": ".0f",
+    "pool_tokens": ".0f",
+    "events": ".0f",
+    "steps": ".0f",
+}
+SCARCE_RATIOS = ("output_tok_s", "itl_p50_ms", "itl_p99_ms", "ttft_ms")
+
 
 def caching_columns(first_token: tuple[str, ...]) -> dict[str, str]:
     """Return the columns of a scenario in which prompts begin alike.

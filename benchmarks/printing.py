@@ -26,6 +26,7 @@ def report(
     summaries: Mapping[str, Mapping[str, Any]],
     ratios: Mapping[str, Mapping[str, Ratio]],
     columns: Mapping[str, str],
+    failures: Mapping[str, str] | None = None,
 ) -> str:
     """Return the tables that a comparison of servers prints.
 
@@ -33,6 +34,7 @@ def report(
         summaries: server -> column -> number, or None.
         ratios: `policy / baseline` -> column -> ratio.
         columns: column of the first table -> how it is printed.
+        failures: server that did not start -> why.
     """
     servers = [
         [name, *(_cell(row[column], form) for column, form in columns.items())]
@@ -42,14 +44,15 @@ def report(
         [name, *(f"{r.median:.3f} [{r.low:.3f}, {r.high:.3f}]" for r in row.values())]
         for name, row in ratios.items()
     ]
-    return "\n\n".join(
-        [
-            "Medians over the rounds",
-            table(["server", *columns], servers),
-            "Paired ratios: median [95 % bootstrap interval of the median]",
-            table(["ratio", *next(iter(ratios.values()), ())], compared),
-        ]
-    )
+    parts = [
+        "Medians over the rounds",
+        table(["server", *columns], servers),
+        "Paired ratios: median [95 % bootstrap interval of the median]",
+        table(["ratio", *next(iter(ratios.values()), ())], compared),
+    ]
+    if failures:
+        parts += ["Servers that did not start", "\n".join(failures.values())]
+    return "\n\n".join(parts)
 
 
 def _cell(value: float | None, form: str) -> str:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from benchmarks.columns import COUNTERS, SERVER_MEANS_MS
@@ -62,9 +62,9 @@ def figures(
 
     Returns:
         The columns of stats.latencies, stats.first_token_latencies, COUNTERS and
-        SERVER_MEANS_MS, and `peak_running`: most requests in a step and
-        `peak_kv_usage`: share of the pool, both as sampled; `hit_ratio`: share of the
-        prompts' tokens that came from the prefix cache; `kept_ratio`: tokens kept /
+        SERVER_MEANS_MS, `peak_running` and `mean_running`: requests in a step
+        and `peak_kv_usage`: share of the pool, all as sampled; `hit_ratio`: share of
+        the prompts' tokens that came from the prefix cache; `kept_ratio`: tokens kept /
         tokens held before, over all events; `least_held_ratio`: smallest sampled
         tokens held / tokens computed.
     """
@@ -83,6 +83,7 @@ def figures(
     row["hit_ratio"] = hit / queried if queried else None
     sampled = {
         "peak_running": (max, RUNNING),
+        "mean_running": (fmean, RUNNING),
         "peak_kv_usage": (max, "vllm:kv_cache_usage_perc"),
         "least_held_ratio": (min, "kvpolicy_keep_ratio"),
     }

@@ -1,6 +1,7 @@
 """Starts `vllm serve` processes, waits for them, reads /metrics and stops them."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,6 +22,9 @@ START_SECONDS = 300.0
 STOP_SECONDS = 30.0
 POLL_SECONDS = 0.25
 LOG_TAIL_LINES = 30
+ERROR_LINE = re.compile(r"^error: .+|\b\w*Error: .+")
+NO_CAUSE = (" WARNING ", "See root cause above")
+"""In lines that do not say why: warnings, and what follows an engine's own error."""
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 SKIPPED_SUFFIXES = ("_bucket", "_created")
 CACHE_INFO = "vllm:cache_config_info"
@@ -37,7 +41,7 @@ class EngineSettings:
     Attributes:
         model: folder of the model.
         max_model_len: longest request, in tokens, prompt and output together.
-        max_num_seqs: most requests in one engine step.
+        max_num_seqs: most requests in one engine step; None for vLLM's default.
         kv_cache_bytes: memory for the KV cache.
         seed: vLLM's seed.
         dtype: of weights, keys and values.
@@ -45,20 +49,23 @@ class EngineSettings:
 
     model: str
     max_model_len: int
-    max_num_seqs: int
+    max_num_seqs: int | None
     kv_cache_bytes: int
     seed: int = 0
     dtype: str = "float32"
 
     def arguments(self) -> list[str]:
         """Return the arguments of `vllm serve`, the model first."""
+        at_most = ["--max-num-seqs", str(self.max_num_seqs)]
+        if self.max_num_seqs is None:
+            at_most = []
         return [
             self.model,
             *("--served-model-name", "model"),
             *("--dtype", self.dtype),
             "--enforce-eager",
             *("--max-model-len", str(self.max_model_len)),
-            *("--max-num-seqs", str(self.max_num_seqs)),
+            *at_most,
             *("--kv-cache-memory-bytes", str(self.kv_cache_bytes)),
             *("--seed", str(self.seed)),
         ]
@@ -93,6 +100,12 @@ class Server:
                 if sample.name == CACHE_INFO:
                     return sample.labels
         raise ServerError(f"{self.name}: /metrics has no {CACHE_INFO}")
+
+    def pool(self) -> dict[str, int]:
+        """Return the pool's `blocks`, `block_size` and `pool_tokens`, their product."""
+        info = self.cache_info()
+        blocks, size = int(info["num_gpu_blocks"]), int(info["block_size"])
+        return {"blocks": blocks, "block_size": size, "pool_tokens": blocks * size}
 
     def is_healthy(self) -> bool:
         """Return whether the server answers; raise ServerError if it has died."""
@@ -168,24 +181,40 @@ def start(name: str, arguments: Sequence[str], log_folder: Path) -> Server:
 
 @contextmanager
 def running(
-    arguments: dict[str, list[str]], log_folder: Path
+    arguments: dict[str, list[str]],
+    log_folder: Path,
+    failures: dict[str, str] | None = None,
 ) -> Iterator[dict[str, Server]]:
     """Start several servers together and stop them all at the end.
 
     Args:
         arguments: server name -> arguments of `vllm serve`.
         log_folder: existing folder for the logs.
+        failures: gets the name of each server that does not start, and why; None if
+            all must start.
 
     Yields:
         Server name -> healthy server.
+
+    Raises:
+        ServerError: one did not start and `failures` is None, or none started.
     """
     with ExitStack() as stack:
         servers = {}
         for name, words in arguments.items():
             servers[name] = start(name, words, log_folder)
             stack.callback(servers[name].stop)
-        for server in servers.values():
-            server.wait_until_healthy()
+        for name, server in list(servers.items()):
+            try:
+                server.wait_until_healthy()
+            except ServerError as error:
+                if failures is None:
+                    raise
+                what = str(error).partition("; the log")[0]
+                failures[name] = f"{what}: {cause(server.log)}"
+                servers.pop(name).stop()
+        if failures and not servers:
+            raise ServerError("\n".join(["no server started:", *failures.values()]))
         yield servers
 
 
@@ -213,3 +242,15 @@ def parse_metrics(text: str) -> dict[str, float]:
 def tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
     """Return the last lines of a log file."""
     return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+
+
+def cause(path: Path) -> str:
+    """Return the error that a log names as the cause, else its last line."""
+    lines = path.read_text(errors="replace").splitlines() or ["the log is empty"]
+    errors = [
+        f"{match.group()} {below.strip(' -')}" if line.endswith(":") else match.group()
+        for line, below in zip(lines, [*lines[1:], ""], strict=True)
+        if (match := ERROR_LINE.search(line))
+        if not any(words in line for words in NO_CAUSE)
+    ]
+    return (errors or lines)[-1]

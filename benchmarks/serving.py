@@ -3,6 +3,7 @@
     python -m benchmarks.serving pressure --out pressure.json
     python -m benchmarks.serving neutral --pairs 15 --out neutral.json
     python -m benchmarks.serving turns --model FOLDER --dtype bfloat16
+    python -m benchmarks.serving scarce --model FOLDER --shares 0.4 --out scarce.json
 
 All servers of a comparison run from start to end and get the same requests in turn
 (A B C, B C A, C A B), so a ratio compares neighbours in time and no server always comes
@@ -22,23 +23,30 @@ from benchmarks import provenance
 from benchmarks.caching_scenarios import CACHING_SCENARIOS, Prefixes, Turns
 from benchmarks.printing import log, report
 from benchmarks.rounds import compare, ratios_to, summarise
+from benchmarks.scarce_scenario import SCARCE_SCENARIOS, Scarce
 from benchmarks.scenarios import SCENARIOS, Scenario
 from benchmarks.server import running
 from benchmarks.verify import verify, verify_caching
 from benchmarks.workload import VALUE_BYTES
 
 PACKAGED_MODEL = Path("reasoner/checkpoint")
-AnyScenario = Scenario | Prefixes | Turns
-ALL_SCENARIOS: dict[str, AnyScenario] = {**SCENARIOS, **CACHING_SCENARIOS}
+AnyScenario = Scenario | Prefixes | Turns | Scarce
+ALL_SCENARIOS: dict[str, AnyScenario] = {
+    **SCENARIOS,
+    **CACHING_SCENARIOS,
+    **SCARCE_SCENARIOS,
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "pairs": {"type": int, "help": "timed rounds"},
     "requests": {"type": int, "help": "in a round"},
     "at_once": {"type": int, "help": "requests in flight, of prefixes"},
+    "prompt_tokens": {"type": int, "help": "length of each prompt, of scarce"},
     "output_tokens": {"type": int, "help": "forced length of each output"},
     "budget": {"type": int, "help": "tokens per KV head"},
     "interval": {"type": int, "help": "tokens between events"},
     "block_size": {"type": int, "help": "tokens"},
     "max_model_len": {"type": int, "help": "tokens"},
+    "max_num_seqs": {"type": int, "help": "most requests in a step"},
     "seed": {"type": int, "help": "of lengths and contents"},
     "prefixes": {"type": int, "help": "different ones in a round"},
     "prefix_tokens": {"type": int, "help": "length of each"},
@@ -51,16 +59,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "shares": {
         "type": float,
         "nargs": "+",
-        "help": "pools of prefixes and turns / what stock holds",
+        "help": "pools of prefixes, turns and scarce / what stock holds",
     },
     "dtype": {
         "choices": tuple(VALUE_BYTES),
-        "help": "of prefixes and turns; only float32 compares tokens",
+        "help": "of scarce, and of prefixes and turns, where float32 compares tokens",
     },
-    "policy_config": {"metavar": "JSON", "help": "of prefixes and turns"},
+    "policy_config": {"metavar": "JSON", "help": "of prefixes, turns, scarce"},
     "uncached": {
         "action": "store_true",
-        "help": "also stock without prefix caching, in prefixes and turns",
+        "help": "also stock without prefix caching, in prefixes, turns and scarce",
     },
     "count_windows": {
         "action": "store_true",
@@ -86,33 +94,47 @@ def run(scenario: AnyScenario, model: Path, log_folder: Path) -> dict[str, Any]:
     arguments = scenario.servers(model, workload)
     extra = scenario.checked_servers(model, workload)
     check: Any = verify if isinstance(scenario, Scenario) else verify_caching
+    may_fail = not isinstance(scenario, Scenario) and scenario.may_fail
+    failures: dict[str, str] | None = {} if may_fail else None
     log(f"starting {', '.join(arguments)}; logs in {log_folder}")
-    with running(arguments | extra, log_folder) as servers:
+    with running(arguments | extra, log_folder, failures) as servers:
+        for sentence in (failures or {}).values():
+            log(f"did not start: {sentence}")
         passed = check(scenario, workload, servers)
         for sentence in passed:
             log(f"verified: {sentence}")
         for name in extra:
             servers.pop(name).stop()
-        caches = {name: server.cache_info() for name, server in servers.items()}
+        pools = {name: server.pool() for name, server in servers.items()}
         rows = compare(servers, workload, scenario.pairs)
     summaries = {name: summarise(of_server) for name, of_server in rows.items()}
     ratios = ratios_to(
-        rows, scenario.comparisons, scenario.ratio_columns, scenario.seed
+        rows,
+        [pair for pair in scenario.comparisons if {*pair} <= {*rows}],
+        scenario.ratio_columns,
+        scenario.seed,
     )
-    print(report(summaries, ratios, scenario.columns))
+    with_pools = {name: row | pools[name] for name, row in summaries.items()}
+    print(report(with_pools, ratios, scenario.columns, failures))
     return record | {
         "scenario": asdict(scenario),
         "prompt_tokens": workload.prompt_tokens,
         "verified": passed,
         "servers": {
             name: {
-                "arguments": [*map(provenance.redacted, words)],
-                "blocks": int(caches[name]["num_gpu_blocks"]),
-                "block_size": int(caches[name]["block_size"]),
+                "arguments": [*map(provenance.redacted, arguments[name])],
+                **pools[name],
                 "median": summaries[name],
                 "rounds": rows[name],
             }
-            for name, words in arguments.items()
+            for name in rows
+        },
+        "did_not_start": {
+            name: {
+                "arguments": [*map(provenance.redacted, arguments[name])],
+                "why": why,
+            }
+            for name, why in (failures or {}).items()
         },
         "ratios": {
             name: {column: asdict(ratio) for column, ratio in row.items()}

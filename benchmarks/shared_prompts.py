@@ -33,6 +33,8 @@ class SharedPrefixes:
         requests: of a round.
         at_once: most of them in flight.
         seed: for contents and order.
+        counts_up: prompts are not drawn token by token but follow one another in
+            `token_ids`, from a random one on, as those of vLLM's data set `random`.
     """
 
     token_ids: tuple[int, ...]
@@ -43,6 +45,7 @@ class SharedPrefixes:
     requests: int
     at_once: int
     seed: int
+    counts_up: bool = False
 
     @property
     def prompt_tokens(self) -> tuple[int, ...]:
@@ -59,7 +62,11 @@ class SharedPrefixes:
         rng = random.Random(f"{self.seed}/prefixes/{round_number}")
 
         def draw(tokens: int) -> list[int]:
-            return rng.choices(self.token_ids, k=tokens)
+            ids = self.token_ids
+            if not self.counts_up:
+                return rng.choices(ids, k=tokens)
+            first = rng.randrange(len(ids))
+            return [ids[(first + i) % len(ids)] for i in range(tokens)]
 
         starts = [draw(self.prefix_tokens) for _ in range(self.prefixes)]
         prompts = [

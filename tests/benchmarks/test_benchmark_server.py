@@ -55,7 +55,8 @@ def test_settings_are_explicit():
     }.items():
         assert words[words.index(flag) + 1] == value
     assert "--enforce-eager" in words
-    words = EngineSettings("folder", 2048, 16, 1000, dtype="bfloat16").arguments()
+    words = EngineSettings("folder", 2048, None, 1000, dtype="bfloat16").arguments()
+    assert "--max-num-seqs" not in words
     assert words[words.index("--dtype") + 1] == "bfloat16"
 
 
@@ -96,6 +97,21 @@ def test_a_dead_server_is_reported_with_its_log(tmp_path, monkeypatch):
     put_vllm(tmp_path, monkeypatch, "raise SystemExit('the pool is too small')")
     message = "one: exited with status 1; the log ends with\nthe pool is too small"
     with pytest.raises(ServerError, match=message), running({"one": []}, tmp_path):
+        pass
+
+
+def test_servers_may_fail_where_failures_are_asked_for(tmp_path, monkeypatch):
+    script = f"import sys\nif 'bad' in sys.argv: raise ValueError('no room')\n{HEALTHY}"
+    put_vllm(tmp_path, monkeypatch, script)
+    failures: dict[str, str] = {}
+    asked = {"one": ["bad"], "two": ["good"]}
+    with running(asked, tmp_path, failures) as servers:
+        assert list(servers) == ["two"] and servers["two"].is_healthy()
+    assert failures == {"one": "one: exited with status 1: ValueError: no room"}
+    with (
+        pytest.raises(ServerError, match="no server started:\none: exited with"),
+        running({"one": ["bad"]}, tmp_path, {}),
+    ):
         pass
 
 
