@@ -15,12 +15,15 @@ import pytest
 import torch
 
 from support.calibration_files import make_calibration, options_for
+from support.engine.async_on_cpu import allow_async_scheduling
 from support.engine.dms_decoder import say_dms
 from support.engine.helpers import BLOCK, Engine, Job, Run, make_prompt
 from support.made_patterns import write_pattern
 from support.tiny_model import make_tiny_model
+from vllm_kvpolicy.block_manager.planner import RequestState
 from vllm_kvpolicy.policies.calibration import save
 from vllm_kvpolicy.policies.catalogue.names import names, parse
+from vllm_kvpolicy.protocol import UsedBlocks
 from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
 
 LAYERS, HEADS, SIZE = 2, 2, 32
@@ -317,3 +320,77 @@ def test_a_second_turn_finds_the_prompt_of_the_first(
     assert hits["second"] == 288
     (cold,), _ = answers(tiny_model, policy, [second], 1)
     assert cold.tokens["second"] == warm
+
+
+# -- resets ----------------------------------------------------------------------------
+
+
+class Resetting:
+    """Resets the cache of an engine that runs, a few times; requests begin anew.
+
+    Attributes:
+        resets: so far.
+        late: answers to events from before a reset that came after it.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.resets, self.late, self._pause = 0, 0, 8
+        self.planner = engine.scheduler.kv_policy_planner
+        surplus = self.planner.surplus
+
+        def heard(used: UsedBlocks) -> tuple[int, int] | None:
+            found, state = surplus(used), self.planner.states.get(used.request_id)
+            if state is not None and state.serial != used.serial:
+                self.late += 1
+                assert found is None, "an answer about superblocks that are gone"
+            return found
+
+        self.planner.surplus = heard
+
+    def __call__(self, engine: Engine) -> None:
+        """Reset after a pause; amid an event where steps are under way."""
+        self._pause -= 1
+        queue = engine.core.batch_queue
+        amid = any(step[1].kv_policy_commands.events for step in queue or ())
+        if (
+            self._pause > 0
+            or not engine.scheduler.running
+            or not (amid or queue is None)
+        ):
+            return
+        self.resets, self._pause = self.resets + 1, 23 * (self.resets + 1)
+        assert engine.llm.reset_prefix_cache(reset_running_requests=True)
+        assert engine.num_free == engine.num_usable
+        assert not cached_pages(engine)
+        planner = self.planner
+        assert planner.num_global_blocks == 0 and not planner._windows
+        states = planner.states.values()
+        assert all(state == RequestState(state.plan) for state in states)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "allowed", [["ams-tova", "snapkv"], ["wgkv", "wgkv+snapkv", "adakv-snapkv"]]
+)
+def test_resets_amid_answers_change_nothing(
+    tiny_model: Path,
+    tmp_path: Path,
+    allowed: list[str],
+    is_async: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy, jobs = server(allowed, tmp_path), jobs_of(allowed, 260)
+    (plain,), _ = answers(tiny_model, policy, jobs, 1)
+    if is_async:
+        allow_async_scheduling(monkeypatch)
+    with Engine(tiny_model, policy, enable_prefix_caching=True) as engine:
+        assert (engine.core.batch_queue is not None) == is_async
+        resetting = Resetting(engine)
+        run = engine.run(jobs, resetting)
+        assert engine.num_free == engine.num_usable and not resetting.planner.states
+    assert run.tokens == plain.tokens
+    cold, warm = most_likely([plain]), most_likely([run])
+    wrong = [n for n in cold if not np.allclose(warm[n], cold[n], atol=TOLERANCE)]
+    assert not wrong
+    assert resetting.resets >= 3 and run.preemptions >= 3 * len(jobs)
+    assert resetting.late > 0 or not (is_async and "wgkv" in allowed)
