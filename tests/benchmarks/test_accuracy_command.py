@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.accuracy import __main__ as command
-from benchmarks.accuracy import results, servers
+from benchmarks.accuracy import results, servers, warm
 from benchmarks.accuracy.questions import questions_of
 from benchmarks.load import LoadError
 from support.servers.chat_server import ChatServer, serve
@@ -220,3 +220,34 @@ def test_bad_arguments_are_refused(words, message, capsys):
     with pytest.raises(SystemExit):
         command.parse_args(words)
     assert message in capsys.readouterr().err
+
+
+# -- warm prompts ----------------------------------------------------------------------
+
+
+def test_warm_answers_are_compared_with_cold_ones(fake, common, tmp_path, monkeypatch):
+    """The second server caches prefixes and hears each problem twice."""
+    hits = iter(range(0, 1000, 7))
+    monkeypatch.setattr(warm, "hits_of", lambda url: next(hits))
+    words = [*common[:-1], "--policies", "tova", "snapkv", "--n", "3"]
+    assert warm.main(words) == 0
+    assert [name for name, _ in fake.started] == 2 * ["tova-and-1-more-96-64"]
+    assert [words[-1] for _, words in fake.started].count(
+        "--enable-prefix-caching"
+    ) == 1
+    assert fake.started[1][1][-1] == "--enable-prefix-caching"
+    assert len(fake.bodies) == 12 + 2 * 12
+    rows = json.loads((tmp_path / "out.warm.json").read_text())["rows"]
+    assert [row["policy"] for row in rows] == ["tova", "snapkv"]
+    for row in rows:
+        counts = [row[key] for key in ("problems", "same_text", "right_warm")]
+        assert counts == [6, 6, 6] and row["hit_tokens"] == 2 * 7
+        assert row["differing"] == []
+    path = tmp_path / "out.warm.jsonl"
+    before, changed, after = path.read_text().partition("boxed")
+    path.write_text(before + "another" + after)
+    assert changed and warm.main(words) == 1
+    assert len(fake.bodies) == 36, "nothing was missing"
+    rows = json.loads((tmp_path / "out.warm.json").read_text())["rows"]
+    assert [row["same_text"] for row in rows] == [5, 6]
+    assert len(rows[0]["differing"]) == 1

@@ -171,6 +171,37 @@ def test_the_positions_follow_from_what_a_request_asks(model):
     assert found[22] == found[23] and found[24] == found[25]
 
 
+@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+@pytest.mark.parametrize("policy", ("ams-tova", "holes", "hard-tova", "local"))
+def test_resets_of_running_requests(policy: str, depth: int, model: ModelConfig):
+    """All that run are preempted, with steps and answers of theirs under way."""
+    totals: Counter[str] = Counter()
+    while totals["steps"] < MIN_STEPS // 2:
+        scenario = random_scenario(policy, depth, totals["engines"], caching=True)
+        scenario = replace(scenario, resets=0.03)
+        totals += Simulation(scenario, model).run(STEPS_PER_ENGINE)
+        totals["engines"] += 1
+    print(policy, "depth", depth, dict(totals))
+    at_least = {"resets": 30, "requests reset": 50, "replayed events": 10, "hits": 5}
+    if depth > 1:
+        at_least["resets with steps under way"] = 15
+    if policy in ("hard-tova", "local"):
+        at_least["answers after a preemption"] = 5
+    missed = [key for key, least in at_least.items() if totals[key] < least]
+    assert not missed, f"too little happened: {missed} in {dict(totals)}"
+
+
+@pytest.mark.parametrize("lost", ["restart", "serial"])
+def test_notices_what_resets_leave_behind(lost: str, model, monkeypatch):
+    """Here nothing but resets preempts: memory is plentiful."""
+    if lost == "restart":
+        monkeypatch.delattr(KVPolicySchedulerMixin, "_preempt_request")
+    else:
+        answers_changed(monkeypatch, believe_any_serial)
+    scenario = replace(SHRINKING, resets=0.05, spare=6.0, max_num_seqs=3)
+    expect_failure(model, "global|windows left|trimmed|strangers", scenario)
+
+
 # Two engines on which every mutation has something to break: little memory, many
 # requests that grow, and windows that overlap.
 TIGHT = Scenario(

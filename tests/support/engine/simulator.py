@@ -104,6 +104,7 @@ class Simulation:
             while self.totals["steps"] < num_steps:
                 self._arrive()
                 self._abort()
+                self._reset()
                 self._turn()
             if self.rng.random() < 0.5:
                 self._abort_waiting()
@@ -238,6 +239,16 @@ class Simulation:
         waiting = [request.request_id for request in self.scheduler.waiting]
         self.totals["aborts"] += len(waiting)
         self.scheduler.finish_requests(waiting, RequestStatus.FINISHED_ABORTED)
+
+    def _reset(self) -> None:
+        """Sometimes reset the prefix cache; steps may be under way."""
+        if not (self.scenario.resets and self.rng.random() < self.scenario.resets):
+            return
+        self.totals["resets"] += 1
+        self.totals["resets with steps under way"] += bool(self.queue)
+        self.totals["requests reset"] += len(self.scheduler.running)
+        self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        self._check_nothing_held()
 
     # -- the engine's loop --------------------------------------------------------
 
@@ -389,9 +400,16 @@ class Simulation:
         for _, _, used in self.answers:
             self.scheduler.kv_policy_manager.give_back_surplus(used)
         planner = self.scheduler.kv_policy_planner
-        free = self.pool.get_num_free_blocks()
-        check(free == self.pool.num_gpu_blocks - 1, "pool not full:", free)
         check(not planner.states, "states left", planner.states)
+        self._check_nothing_held()
+
+    def _check_nothing_held(self) -> None:
+        """Check that no request has a superblock or a query window."""
+        free, planner = (
+            self.pool.get_num_free_blocks(),
+            self.scheduler.kv_policy_planner,
+        )
+        check(free == self.pool.num_gpu_blocks - 1, "pool not full:", free)
         check(not planner._windows, "windows left", planner._windows)
         windows = self.scheduler.kv_policy_manager._windows
         check(not windows, "windows left", windows)

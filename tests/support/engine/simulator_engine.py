@@ -45,6 +45,7 @@ class Scenario:
         stops: chance that a sampled token ends its request.
         seed: of everything random.
         caching: vLLM's prefix cache is on, and prompts begin like earlier requests.
+        resets: chance before a step that all running requests lose what they hold.
     """
 
     policy: dict[str, Any]
@@ -61,6 +62,7 @@ class Scenario:
     stops: float
     seed: int
     caching: bool = False
+    resets: float = 0.0
 
 
 # Policies whose heads differ in length, by the names that the tests use: shorter

@@ -150,6 +150,9 @@ class StorageWorker:
                 check(request_id not in self.live, "resumed but held", request_id)
                 self._start(request_id, asked[request_id], block_ids[0], computed)
                 self.live[request_id].resumed = True
+                # A reset drops what was sampled in steps under way.
+                num_output = cached.num_output_tokens[index]
+                self.known[request_id] = asked[request_id].prompt_len + num_output
             elif block_ids is not None:
                 self.live[request_id].extend(block_ids[0])
             check(computed == self.live[request_id].computed, "computed", request_id)
