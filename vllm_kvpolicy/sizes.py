@@ -27,18 +27,20 @@ class PlannerLimits:
 def planner_limits(vllm_config: Any, config: KVPolicyConfig) -> PlannerLimits:
     """Return the limits of an engine.
 
-    While it generates, a request has an event every I steps. A step carries twice the
-    average that follows for the largest batch, and at least 8; requests beyond that
-    wait for a later step.
+    While it generates, a request has an event every I steps, and a prompt of at least
+    K + I tokens ends in one. A step carries twice the average that follows for the
+    largest batch, and the events of as many prompts as one step can compute, but at
+    least 8; requests beyond that wait for a later step.
 
     Example: with 1024 requests and I = 128 a step has 8 events on average and carries
-    at most 16.
+    at most 16, or 42 if steps compute 16,384 tokens and K = 256.
     """
-    max_num_seqs = vllm_config.scheduler_config.max_num_seqs
-    events_share = -(-2 * max_num_seqs // config.interval_tokens)
+    scheduler, interval = vllm_config.scheduler_config, config.interval_tokens
+    average = -(-2 * scheduler.max_num_seqs // interval)
+    prompts = scheduler.max_num_batched_tokens // (config.budget_tokens + interval)
     return PlannerLimits(
         block_size=vllm_config.cache_config.block_size,
-        events_per_step=config.events_per_step or max(8, events_share),
+        events_per_step=config.events_per_step or max(8, average, prompts),
     )
 
 
