@@ -10,7 +10,11 @@ def request_plan(
     recent: int,
     sinks: int,
     keeps_all: bool = False,
+    window: int = 0,
+    group_size: int = 2,
 ) -> RequestPlan:
-    """Return a request whose policy reads the planner's whole window."""
-    footprint = Footprint(plan, recent, planner.limits.block_size, keeps_all)
-    return RequestPlan("tova", footprint, sinks, planner.limits.window_tokens)
+    """Return a request whose policy reads its newest `window` queries."""
+    size = planner.limits.block_size
+    window_blocks = -(-window * group_size // (2 * size))
+    footprint = Footprint(plan, recent, size, keeps_all, window, window_blocks)
+    return RequestPlan("tova", footprint, sinks)

@@ -42,7 +42,6 @@ def make_slots() -> RequestTable:
         local_blocks=(24,),
         num_global=0,
         frontier_blocks=6,
-        window_slot=-1,
     )
     slots.update([slots.take("old")], [event])
     return slots

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -283,8 +282,7 @@ class KVPolicyManager(FullAttentionManager):
             num_shared = sum(block.ref_cnt > 0 for block in new_computed_blocks)
             peak = self.planner.peak_blocks(request_id, num_tokens, num_shared)
             if peak is not None:
-                num_held = self.num_held(request_id)
-                return max(min(peak, cdiv(num_tokens, self.block_size)) - num_held, 0)
+                return max(peak - self.num_held(request_id), 0)
         beside = self._taken_beside(request_id)
         return beside + super().get_num_blocks_to_allocate(
             request_id,
