@@ -178,8 +178,7 @@ class KVPolicyConfig:
             prompt_tokens: length of its prompt; where prompts are protected, the
                 budget counts generated tokens on top of it.
             block_size: N, tokens per superblock.
-            group_size: G, query heads per KV head. A query takes as much memory as G
-                keys, so that a superblock holds the queries of 2N / G tokens.
+            group_size: G, query heads per KV head; 2N / G queries fill a superblock.
         """
         protected = prompt_tokens if self.protects_prompt else 0
         info, budget = parse(self.policy), self.budget_tokens + protected
@@ -187,20 +186,12 @@ class KVPolicyConfig:
             # Events begin when the first page has left the window.
             budget = self.sink_tokens + self.recent_tokens + block_size
         events = EventPlan(
-            prompt_len=prompt_tokens,
-            budget=budget,
-            interval=self.interval_tokens,
-            prefill_interval=self.prefill_step,
+            prompt_tokens, budget, self.interval_tokens, self.prefill_step
         )
         window = self.window_tokens()
-        return Footprint(
-            events,
-            self.recent_tokens,
-            block_size,
-            info.keeps_all,
-            window_tokens=window,
-            window_blocks=-(-window * group_size // (2 * block_size)),
-        )
+        window_blocks = -(-window * group_size // (2 * block_size))
+        sizes = self.recent_tokens, block_size, info.keeps_all
+        return Footprint(events, *sizes, window, window_blocks)
 
     @classmethod
     def from_dict(cls, values: Any) -> "KVPolicyConfig":
