@@ -62,10 +62,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "action": "store_true",
         "help": "also stock without prefix caching, in prefixes and turns",
     },
-    "count_windows": {
-        "action": "store_true",
-        "help": "subtract the memory of query windows from the policies' pools",
-    },
 }
 """Field of a scenario -> its option on the command line."""
 

@@ -187,7 +187,7 @@ def test_a_window_counts_from_its_first_query_to_the_event():
     # As in `Footprint`: the event at 100 finds 7 superblocks and leaves 3 + 2.
     footprint = Footprint(EventPlan(100, 64, 32, 4096), 8, 16, False, 10, 3)
     assert [footprint.peak_blocks(end) for end in (80, 90, 91, 100)] == [5, 6, 9, 10]
-    # The next one opens at 122, with 3 + 3 superblocks.
+    # The next one opens at 122 and is open at 132, with 3 + 4 superblocks.
     assert footprint.peak_blocks(500) == 10
     late = Footprint(EventPlan(1, 64, 32, 4096), 8, 16, False, 32, 3)
     assert late.peak_blocks(64) == 4, "the event at 96 reads from 64 on"
@@ -198,7 +198,7 @@ def test_peak_blocks_counts_a_shared_prefix_until_the_event():
     # The event at 100 finds 7 superblocks, 4 of them shared, and the window.
     footprint = Footprint(EventPlan(100, 64, 32, 4096), 8, 16, False, 10, 3)
     assert footprint.peak_blocks(100, num_shared=4) == 6
-    assert footprint.peak_blocks(500, num_shared=4) == 3 + 3 + 3
+    assert footprint.peak_blocks(500, num_shared=4) == 3 + 4 + 3
 
 
 def test_peak_blocks_far_past_the_point_where_it_settles():
@@ -264,17 +264,17 @@ def test_worst_case_bounds_every_prompt_length_and_is_tight():
             peak = max(peak, footprint.peak_blocks(longest))
         assert peak <= bound, (case, window, longest)
         assert bound <= -(-longest // case.block_size) + window[1]
-        slacks.append((bound - peak, window[1]))
-    print(slacks)
-    assert max(slack for slack, _ in slacks) <= WORST_CASE_SLACK_BLOCKS
+        slacks.append(bound - peak)
+    assert max(slacks) <= WORST_CASE_SLACK_BLOCKS
     assert slacks.count(0) > 0.8 * len(slacks)
 
 
 def test_worst_case_of_the_server_bounds_requests_with_smaller_numbers():
     rng = random.Random(9)
-    for _ in range(6000):
+    for number in range(6000):
         longest = rng.randint(40, 400)
         case = random_case(rng, longest)
+        window = (1, rng.randint(1, 3)) if number % 2 else (0, 0)
         bound = worst_case_blocks(
             longest,
             case.budget,
@@ -282,6 +282,7 @@ def test_worst_case_of_the_server_bounds_requests_with_smaller_numbers():
             case.prefill_interval,
             case.recent,
             case.block_size,
+            *window,
         )
         recent = max(case.recent - rng.choice((0, 1, case.recent)), 0)
         less = rng.choice((0, 1, 2, rng.randint(0, case.budget)))
@@ -289,7 +290,10 @@ def test_worst_case_of_the_server_bounds_requests_with_smaller_numbers():
         interval = max(case.interval - rng.choice((0, 1, 2, 50)), 1)
         prompt_len = rng.choice((case.prompt_len, budget + interval))
         plan = EventPlan(prompt_len, budget, interval, case.prefill_interval)
-        peak = Footprint(plan, recent, case.block_size).peak_blocks(longest)
+        sizes = recent, case.block_size, False
+        peak = Footprint(plan, *sizes, *window).peak_blocks(longest)
+        if longest < case.budget + case.interval:
+            bound += window[1]  # the server's own requests have no event
         assert peak <= bound, (case, longest, budget, interval, recent)
 
 

@@ -170,15 +170,15 @@ def worst_case_blocks(
     """Return the superblocks that any request of up to `max_model_len` tokens may hold.
 
     The maximum of `Footprint.peak_blocks` over all prompt lengths, at most one block
-    too high, and enough for requests that ask for smaller numbers. The peak is reached
+    too high, rarely more with a query window, and enough for requests that ask for
+    smaller numbers; where the server's own are never reached, these may need
+    `window_blocks` more. The peak is reached
     before the first event, or at the end of a stretch after an event that left x local
     tokens, x from R to R + N - 1.
     """
     first_inside = (budget // prefill_interval + 1) * prefill_interval
     first = max(first_inside, budget + interval)
     whole = -(-max_model_len // block_size)
-    if first >= max_model_len:
-        return whole + (window_blocks if max_model_len > first - window_tokens else 0)
 
     def after_event(local: int, stretch: int) -> int:
         return -(-(budget - local) // block_size) + -(-(local + stretch) // block_size)
@@ -191,7 +191,14 @@ def worst_case_blocks(
     decode = max(
         after_event(local, interval) for local in range(recent, recent + block_size)
     )
-    return min(whole, max(-(-first // block_size), inside, decode)) + window_blocks
+    if first < max_model_len:
+        return min(whole, max(-(-first // block_size), inside, decode)) + window_blocks
+    # A request may fill it all; at the end of it or of its prompt queries are saved.
+    has_window = max_model_len > budget + interval - window_tokens
+    if first_inside < max_model_len and not has_window:
+        by_inside = max(-(-first_inside // block_size), inside) + window_blocks
+        return max(whole, min(by_inside, whole + window_blocks))
+    return whole + window_blocks * has_window
 
 
 def positions_up_to(plan: EventPlan, num_tokens: int) -> list[int]:

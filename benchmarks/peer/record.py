@@ -152,7 +152,7 @@ def kept_of(line: Line, settings: Line) -> list[int]:
     config = {name: line[name] for name in ("policy", "budget", "interval")}
     config["protect_prompt"] = False
     config["policy_config"] = options_of((line["policy"],), "", settings)
-    plan = KVPolicyConfig.from_dict(config).footprint(prompt, block)
+    plan = KVPolicyConfig.from_dict(config).footprint(prompt, block, group_size=1)
     last = prompt + line["output_tokens"] - 1
 
     def kept(position: int) -> int:

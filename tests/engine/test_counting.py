@@ -15,6 +15,7 @@ from support.engine.simulator import Simulation
 from support.engine.simulator_engine import random_scenario
 from vllm_kvpolicy.compat import COUNTING_CLASSES
 from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.sizes import group_size
 
 FIELDS = ("steps", "request_steps", "block_steps", "requests", "peak_blocks")
 
@@ -54,8 +55,10 @@ class Walk:
 
     def _look(self, _: Any = None) -> int:
         (manager,) = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        windows = getattr(manager, "_windows", {})
         held = {
             request_id: sum(not block.is_null for block in blocks)
+            + len(windows.get(request_id, ()))
             for request_id, blocks in manager.req_to_blocks.items()
         }
         for request_id, count in held.items():
@@ -120,10 +123,11 @@ def test_requests_under_a_policy_hold_what_their_footprint_says(tiny_model):
     config = KVPolicyConfig.from_dict(values)
     prompts, output = (40, 100, 200), 400
     with Engine(tiny_model, values) as engine:
+        group = group_size(engine.scheduler.vllm_config)
         engine.run(make_jobs(prompts, output, seed=4))
         found = engine.counters()
     peaks = [
-        config.footprint(prompt, BLOCK).peak_blocks(prompt + output - 1)
+        config.footprint(prompt, BLOCK, group).peak_blocks(prompt + output - 1)
         for prompt in prompts
     ]
     assert (found["requests"], found["peak_blocks"]) == (3, sum(peaks))
