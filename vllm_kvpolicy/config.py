@@ -185,9 +185,8 @@ class KVPolicyConfig:
         if info.is_unbounded:
             # Events begin when the first page has left the window.
             budget = self.sink_tokens + self.recent_tokens + block_size
-        events = EventPlan(
-            prompt_tokens, budget, self.interval_tokens, self.prefill_step
-        )
+        intervals = self.interval_tokens, self.prefill_step
+        events = EventPlan(prompt_tokens, budget, *intervals)
         window = self.window_tokens()
         window_blocks = -(-window * group_size // (2 * block_size))
         sizes = self.recent_tokens, block_size, info.keeps_all

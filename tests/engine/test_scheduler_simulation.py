@@ -291,7 +291,8 @@ def test_notices_a_window_without_room(model, monkeypatch):
         return stock(self, request_id) - window
 
     monkeypatch.setattr(KVPolicyManager, "_taken_beside", forget)
-    expect_failure(model, "free blocks", replace(TIGHT, spare=0.0))
+    with pytest.raises(ValueError, match="free blocks from the pool"):
+        Simulation(replace(TIGHT, spare=0.0), model).run(800)
 
 
 def answers_changed(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
