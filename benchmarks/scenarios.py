@@ -42,9 +42,6 @@ class Scenario:
         max_model_len: the same for all servers.
         max_num_seqs: the same for all servers.
         seed: for lengths and contents.
-        count_windows: subtract the memory of a policy's query windows from its pool, as
-            a server without `--num-gpu-blocks-override` does; otherwise all pools have
-            the same number of blocks and the windows are additional.
         baselines: servers that all policies are compared with.
     """
 
@@ -63,7 +60,6 @@ class Scenario:
     max_model_len: int = 2048
     max_num_seqs: int = 16
     seed: int = 0
-    count_windows: bool = False
     baselines: tuple[str, ...] = (STOCK, DEFAULT)
 
     @property
@@ -129,13 +125,12 @@ class Scenario:
         blocks = self.pool(workload, self.pool_share)
         common = self._settings(model, blocks).arguments()
         same_blocks = self._block_arguments(blocks)
-        ours = same_blocks[:2] if self.count_windows else same_blocks
         budget = self.max_model_len if self.budget is None else self.budget
         servers = {}
         for policy in self.policies:
             words = ["--kv-policy", policy, "--kv-budget", str(budget)]
             words += ["--kv-interval", str(self.interval)]
-            servers[policy] = [*common, *ours, *words, NO_PREFIX_CACHING]
+            servers[policy] = [*common, *same_blocks, *words, NO_PREFIX_CACHING]
         servers[STOCK] = [*common, *same_blocks, NO_PREFIX_CACHING]
         if DEFAULT in self.baselines:
             # As many bytes, cut into blocks of vLLM's own choice.

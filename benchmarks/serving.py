@@ -70,10 +70,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "action": "store_true",
         "help": "also stock without prefix caching, in prefixes, turns and scarce",
     },
-    "count_windows": {
-        "action": "store_true",
-        "help": "subtract the memory of query windows from the policies' pools",
-    },
 }
 """Field of a scenario -> its option on the command line."""
 

@@ -66,20 +66,22 @@ def test_without_spread_events_every_request_has_phase_0(values):
     assert KVPolicyConfig.from_dict(built.to_dict()) == built
     asked = built.with_request({"kv_interval": 40})
     for each in (built, asked):
-        assert each.footprint(9, 32, LAST_PHASE) == each.footprint(9, 32)
-    spread = config().footprint(9, 32, LAST_PHASE).events
+        assert each.footprint(9, 32, 4, LAST_PHASE) == each.footprint(9, 32, 4)
+    spread = config().footprint(9, 32, 4, LAST_PHASE).events
     assert (
-        spread.next_event(1) == 128 + 1 < config().footprint(9, 32).events.next_event(1)
+        spread.next_event(1)
+        == 128 + 1
+        < config().footprint(9, 32, 4).events.next_event(1)
     )
 
 
 def test_events_are_never_closer_than_a_query_window():
     built = config(policy="snapkv", policy_config={"window": 20})
-    events = built.footprint(500, 32, LAST_PHASE).events
+    events = built.footprint(500, 32, 4, LAST_PHASE).events
     assert [events.next_event(1), events.next_event(501)] == [500, 520]
     # A window as long as the interval leaves no choice.
     built = config(policy="snapkv", policy_config={"window": 64})
-    assert built.footprint(500, 32, LAST_PHASE).events.next_event(501) == 564
+    assert built.footprint(500, 32, 4, LAST_PHASE).events.next_event(501) == 564
 
 
 def test_options_are_copied():
@@ -102,7 +104,7 @@ def test_wrong_numbers_are_refused_by_name(key, value):
 
 def test_events_inside_prompts_can_be_left_out():
     built = config(prefill_interval="prompt", budget=200, interval=64)
-    plan = built.footprint(9000, 32).events
+    plan = built.footprint(9000, 32, 4).events
     assert [plan.next_event(1), plan.next_event(9001)] == [9000, 9064]
     assert KVPolicyConfig.from_dict(built.to_dict()) == built
     built.validate_block_size(32)
@@ -259,7 +261,7 @@ def test_an_admission_alone_has_no_budget():
         config(policy="wgkv+tova", **values).validate_block_size(32)
     with pytest.raises(ValueError, match="^kv_budget: got 96, expected the server's"):
         config(policy="wgkv", **values).with_request({"kv_budget": 96}, 32)
-    footprint = config(policy="wgkv", **values).footprint(1, 32)
+    footprint = config(policy="wgkv", **values).footprint(1, 32, 4)
     assert footprint.events.next_event(0) == 4 + 256 + 32 + 64
     assert footprint.peak_blocks(2048) == 64
 
@@ -270,7 +272,7 @@ def test_a_selection_alone_has_no_budget():
     with pytest.raises(ValueError, match="^kv_budget: got 96, expected the server's"):
         server.with_request({"kv_budget": 96}, 32)
     shorter = server.with_request({"kv_recent": 64}, 32)
-    footprint = shorter.footprint(1, 32)
+    footprint = shorter.footprint(1, 32, 4)
     assert footprint.events.next_event(0) == 4 + 64 + 32 + 64
     assert footprint.peak_blocks(2048) == 64
     assert server.is_ragged
@@ -304,6 +306,23 @@ def test_a_request_for_an_allowed_policy_keeps_the_servers_options():
     assert asked.options_of("ams-tova")["segment_mass"] == 0.2
     # Its own window counts, not that of others.
     assert asked.with_request({"kv_interval": 8}).interval_tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("policy", "block_size", "group_size", "blocks"),
+    [
+        ("snapkv", 16, 4, 4),
+        ("snapkv", 32, 7, 4),
+        ("tova", 32, 8, 1),
+        ("knorm", 32, 8, 0),
+    ],
+)
+def test_a_window_is_as_many_superblocks_as_its_queries_fill(
+    policy, block_size, group_size, blocks
+):
+    footprint = config(policy=policy).footprint(1, block_size, group_size)
+    assert footprint.window_tokens == config(policy=policy).window_tokens()
+    assert footprint.window_blocks == blocks
 
 
 def test_windows_of_allowed_policies_are_checked_at_start():

@@ -166,23 +166,55 @@ def test_no_event_before_more_than_the_budget_is_held():
         assert plan_of(case).next_event(0) > case.budget, case
 
 
+def random_lent(rng: random.Random, case: Case) -> int:
+    """Draw the superblocks of a request's query window; none without a window."""
+    return -(-case.window * rng.randint(1, 8) // (2 * case.block_size))
+
+
+def footprint_of(case: Case, lent: int = 0, keeps_all: bool = False) -> Footprint:
+    return Footprint(plan_of(case), case.recent, case.block_size, keeps_all, lent)
+
+
 @pytest.mark.parametrize("keeps_all", [False, True])
-def test_peak_blocks_is_exact_for_single_tokens_and_random_chunks(keeps_all):
+@pytest.mark.parametrize("has_window", [False, True])
+def test_peak_blocks_is_exact_for_single_tokens_and_random_chunks(
+    keeps_all, has_window
+):
     rng = random.Random(5)
-    binding = 0
+    binding = in_window = 0
     for _ in range(1500):
         case = random_case(rng, 250)
         num_tokens = rng.randint(1, 600)
-        footprint = Footprint(
-            plan_of(case), case.recent, case.block_size, keeps_all=keeps_all
-        )
-        expected = footprint.peak_blocks(num_tokens)
-        singles = walk_peak(case, num_tokens, repeat(1), keeps_all)
+        lent = random_lent(rng, case) if has_window else 0
+        expected = footprint_of(case, lent, keeps_all).peak_blocks(num_tokens)
+        singles = walk_peak(case, num_tokens, repeat(1), keeps_all, lent)
         sizes = (rng.choice((1, 7, 64, 500)) for _ in repeat(None))
-        chunked = walk_peak(case, num_tokens, sizes, keeps_all)
-        assert (singles, chunked) == (expected, expected), (case, num_tokens)
+        chunked = walk_peak(case, num_tokens, sizes, keeps_all, lent)
+        assert (singles, chunked) == (expected, expected), (case, lent, num_tokens)
         binding += expected < -(-num_tokens // case.block_size)
-    assert (binding == 0) if keeps_all else (binding > 500)
+        without = footprint_of(case, keeps_all=keeps_all).peak_blocks(num_tokens)
+        assert without <= expected <= without + lent
+        in_window += without < expected
+    assert (binding == 0) if keeps_all else (binding > 400)
+    assert in_window > 500 if has_window else not in_window
+
+
+def test_a_window_counts_from_its_first_query_to_the_event():
+    # As in `Footprint`: the event at 100 finds 7 superblocks and leaves 3 + 2.
+    footprint = Footprint(EventPlan(100, 64, 32, 4096, 0, 10), 8, 16, False, 3)
+    assert [footprint.peak_blocks(end) for end in (80, 90, 91, 100)] == [5, 6, 9, 10]
+    # The next one opens at 122 and is open at 132, with 3 + 4 superblocks.
+    assert footprint.peak_blocks(500) == 10
+    late = Footprint(EventPlan(1, 64, 32, 4096, 0, 32), 8, 16, False, 3)
+    assert late.peak_blocks(64) == 4, "the event at 96 reads from 64 on"
+    assert late.peak_blocks(65) == 5 + 3
+
+
+def test_peak_blocks_counts_a_shared_prefix_until_the_event():
+    # The event at 100 finds 7 superblocks, 4 of them shared, and the window.
+    footprint = Footprint(EventPlan(100, 64, 32, 4096, 0, 10), 8, 16, False, 3)
+    assert footprint.peak_blocks(100, num_shared=4) == 6
+    assert footprint.peak_blocks(500, num_shared=4) == 3 + 4 + 3
 
 
 def test_peak_blocks_far_past_the_point_where_it_settles():
@@ -199,10 +231,11 @@ def test_peak_blocks_far_past_the_point_where_it_settles():
             block_size=block_size,
         )
         case = in_some_phase(case, rng)
-        footprint = Footprint(plan_of(case), case.recent, block_size)
+        lent = random_lent(rng, case)
+        footprint = footprint_of(case, lent)
         num_tokens = 100 + 2 * block_size * case.interval + rng.randrange(500)
-        expected = walk_peak(case, num_tokens, repeat(1))
-        assert footprint.peak_blocks(num_tokens) == expected, case
+        expected = walk_peak(case, num_tokens, repeat(1), lent=lent)
+        assert footprint.peak_blocks(num_tokens) == expected, (case, lent)
 
 
 def test_an_event_holds_the_budget_and_less_than_a_page_more():
@@ -225,9 +258,10 @@ WORST_CASE_SLACK_BLOCKS = 1
 def test_worst_case_bounds_every_prompt_length_and_is_tight():
     rng = random.Random(8)
     slacks = []
-    for _ in range(150):
+    for number in range(150):
         longest = rng.randint(40, 500)
         case = random_case(rng, longest)
+        lent = number % 3
         bound = worst_case_blocks(
             longest,
             case.budget,
@@ -235,14 +269,14 @@ def test_worst_case_bounds_every_prompt_length_and_is_tight():
             case.prefill_interval,
             case.recent,
             case.block_size,
+            lent,
         )
         peak = 0
         for prompt_len in range(1, longest + 1):
             asked = in_some_phase(replace(case, prompt_len=prompt_len), rng)
-            footprint = Footprint(plan_of(asked), case.recent, case.block_size)
-            peak = max(peak, footprint.peak_blocks(longest))
-        assert peak <= bound, (case, longest)
-        assert bound <= -(-longest // case.block_size)
+            peak = max(peak, footprint_of(asked, lent).peak_blocks(longest))
+        assert peak <= bound, (case, lent, longest)
+        assert bound <= -(-longest // case.block_size) + lent
         slacks.append(bound - peak)
     assert max(slacks) <= WORST_CASE_SLACK_BLOCKS
     assert slacks.count(0) > 0.8 * len(slacks)
@@ -250,9 +284,10 @@ def test_worst_case_bounds_every_prompt_length_and_is_tight():
 
 def test_worst_case_of_the_server_bounds_requests_with_smaller_numbers():
     rng = random.Random(9)
-    for _ in range(6000):
+    for number in range(6000):
         longest = rng.randint(40, 400)
         case = random_case(rng, longest)
+        lent = number % 4
         bound = worst_case_blocks(
             longest,
             case.budget,
@@ -260,6 +295,7 @@ def test_worst_case_of_the_server_bounds_requests_with_smaller_numbers():
             case.prefill_interval,
             case.recent,
             case.block_size,
+            lent,
         )
         recent = max(case.recent - rng.choice((0, 1, case.recent)), 0)
         less = rng.choice((0, 1, 2, rng.randint(0, case.budget)))
@@ -268,9 +304,11 @@ def test_worst_case_of_the_server_bounds_requests_with_smaller_numbers():
         prompt_len = rng.choice((case.prompt_len, budget + interval))
         asked = Case(prompt_len, budget, interval, case.prefill_interval)
         plan = plan_of(in_some_phase(asked, rng))
-        footprint = Footprint(plan, recent, case.block_size)
+        footprint = Footprint(plan, recent, case.block_size, False, lent)
         most = footprint.most_blocks(longest)
-        context = (case, longest, budget, interval, recent)
+        if longest <= case.budget:
+            bound += lent  # the server's own requests have no event
+        context = (case, lent, longest, budget, interval, recent)
         assert footprint.peak_blocks(longest) <= most <= bound, context
 
 

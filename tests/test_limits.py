@@ -15,7 +15,12 @@ from vllm_kvpolicy.sizes import (
 LONGEST, SIZE = 131072, 32
 ENGINE = SimpleNamespace(
     cache_config=SimpleNamespace(block_size=SIZE, enable_prefix_caching=True),
-    model_config=SimpleNamespace(max_model_len=LONGEST),
+    model_config=SimpleNamespace(
+        max_model_len=LONGEST,
+        get_num_attention_heads=lambda parallel: 32,
+        get_num_kv_heads=lambda parallel: 8,
+    ),
+    parallel_config=None,
 )
 WHOLE = LONGEST // SIZE
 
@@ -42,7 +47,18 @@ def test_an_allowed_policy_that_protects_prompts_leaves_the_bound_alone() -> Non
 def test_a_server_that_keeps_prompts_states_the_whole_length(
     config: KVPolicyConfig,
 ) -> None:
-    assert max_blocks_per_request(ENGINE, config) == WHOLE
+    window_blocks = -(-config.window_tokens() * 4 // (2 * SIZE))
+    assert max_blocks_per_request(ENGINE, config) == WHOLE + window_blocks
+
+
+def test_a_query_window_counts_as_superblocks_of_the_request() -> None:
+    """32 queries of 4 query heads per KV head take as much as 64 tokens."""
+    bounds = [
+        max_blocks_per_request(ENGINE, KVPolicyConfig(name))
+        for name in ("keydiff", "snapkv")
+    ]
+    assert KVPolicyConfig("snapkv").window_tokens() == 32
+    assert bounds[1] == bounds[0] + 2
 
 
 def test_the_line_of_a_selection_alone_speaks_of_no_budget() -> None:
@@ -86,7 +102,9 @@ def test_the_line_about_the_prefix_cache_names_who_takes_nothing() -> None:
 
 def test_a_budget_that_nothing_reaches_is_said() -> None:
     short = SimpleNamespace(**vars(ENGINE))
-    short.model_config = SimpleNamespace(max_model_len=2048)
+    short.model_config = SimpleNamespace(
+        **vars(ENGINE.model_config) | {"max_model_len": 2048}
+    )
     line = capacity_line(short, KVPolicyConfig("tova"), 9000)
     assert line.endswith("ever drops any, lower --kv-budget")
     small = KVPolicyConfig("tova", budget_tokens=1024)

@@ -183,8 +183,7 @@ class KVPolicyConfig:
             prompt_tokens: length of its prompt; where prompts are protected, the
                 budget counts generated tokens on top of it.
             block_size: N, tokens per superblock.
-            group_size: G, query heads per KV head. A query takes as much memory as G
-                keys, so that a superblock holds the queries of 2N / G tokens.
+            group_size: G, query heads per KV head; 2N / G queries fill a superblock.
             phase: of the request, see `events`; 0 where events are not spread.
         """
         protected = prompt_tokens if self.protects_prompt else 0
@@ -201,13 +200,9 @@ class KVPolicyConfig:
             phase=phase if self.spread_events else 0,
             window_tokens=window,
         )
-        return Footprint(
-            events,
-            self.recent_tokens,
-            block_size,
-            info.keeps_all,
-            window_blocks=-(-window * group_size // (2 * block_size)),
-        )
+        window_blocks = -(-window * group_size // (2 * block_size))
+        sizes = self.recent_tokens, block_size, info.keeps_all
+        return Footprint(events, *sizes, window_blocks)
 
     @classmethod
     def from_dict(cls, values: Any) -> "KVPolicyConfig":

@@ -214,12 +214,13 @@ class Footprint:
     def most_blocks(self, num_tokens: int) -> int:
         """Return superblocks that `peak_blocks` reaches in no phase, or just reaches.
 
-        At most one too high. In phase 0 the first event in decoding is latest; but
-        where events lie in their blocks differs from phase to phase, and may cost a
-        superblock more.
+        At most one too high. In phase 0 the first event in decoding is latest, in the
+        last phase its query window opens earliest; where events lie in their blocks
+        differs from phase to phase, and may cost a superblock more.
         """
-        events = replace(self.events, phase=0)
-        peak = replace(self, events=events).peak_blocks(num_tokens)
+        events = self.events
+        ends = [replace(events, phase=phase) for phase in (0, LAST_PHASE)]
+        peak = max(replace(self, events=end).peak_blocks(num_tokens) for end in ends)
         stretch = min(events.interval, num_tokens - events.earliest_decode_event)
         if self.keeps_all or stretch <= 0:
             return peak
@@ -254,9 +255,9 @@ def worst_case_blocks(
     """Return the superblocks that any request of up to `max_model_len` tokens may hold.
 
     The maximum of `Footprint.peak_blocks` over all prompt lengths and phases, at most
-    one block too high, and enough for requests that ask for smaller numbers. The peak
-    is reached before the first event, or at the end of a stretch after an event that
-    left x local tokens, x from R to R + N - 1.
+    one block too high, rarely more with a query window, and enough for requests that
+    ask for smaller numbers. The peak is reached before the first event, or at the end
+    of a stretch after an event that left x local tokens, x from R to R + N - 1.
     """
     first_inside = (budget // prefill_interval + 1) * prefill_interval
     first = max(first_inside, budget + interval)

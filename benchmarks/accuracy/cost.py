@@ -8,6 +8,8 @@ from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.events import Footprint, positions_up_to
 from vllm_kvpolicy.policies.catalogue.names import parse
 
+NO_QUERIES = 0  # as a group size: what policies borrow for queries is left out
+
 
 def cost_of(
     line: Line, settings: Line, length: int | None = None
@@ -21,7 +23,8 @@ def cost_of(
 
     Returns:
         KV tokens read in decoding, summed over its steps, and the most KV tokens that
-        its blocks have room for at once; None if the cost depends on the text.
+        its blocks have room for at once; None if the cost depends on the text. What
+        a policy borrows for queries is not counted: it depends on the model's heads.
     """
     output = min(line["output_tokens"], length or line["output_tokens"])
     block = settings["block_size"]
@@ -41,7 +44,8 @@ def cost_of(
     )
     if depends_on_text(config):
         return None
-    return bounded_cost(*size, config.footprint(line["prompt_tokens"], block))
+    footprint = config.footprint(line["prompt_tokens"], block, NO_QUERIES)
+    return bounded_cost(*size, footprint)
 
 
 def depends_on_text(config: KVPolicyConfig) -> bool:

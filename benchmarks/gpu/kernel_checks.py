@@ -83,8 +83,8 @@ def _specified(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     if name == "compact_pages":
         yield "pages", _bits(arguments["pages"])
-    elif name == "save_rows":  # the last row is nobody's
-        yield "saved", _bits(arguments["saved"][:-1])
+    elif name == "save_rows":  # the first row is nobody's
+        yield "saved", _bits(arguments["saved"][1:])
     elif name == "until_attention":
         yield "output", arguments["output"]
     elif name == "paged_gates":  # as exact as the numbers that they are made of

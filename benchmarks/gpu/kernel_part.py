@@ -141,7 +141,7 @@ def moved_bytes(name: str, arguments: Arguments, which: str) -> int:
         )
     if name == "save_rows":
         saved, targets = arguments["saved"], arguments["targets"]
-        kept = int((targets < len(saved) - 1).sum())
+        kept = int((targets > 0).sum())
         return 2 * kept * saved[0].nbytes + targets.nbytes
     if name == "until_attention":
         held, pages = int(arguments["lengths"].sum()), ("keys", "values", "until")

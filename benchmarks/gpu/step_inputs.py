@@ -29,17 +29,17 @@ def make_page_tables(size: Size, draw: Draw) -> Arguments:
 
 def make_save_rows(size: Size, draw: Draw) -> Arguments:
     """Queries, a part of wider rows; some are kept."""
-    heads = size.heads * size.group
-    tokens, slots = 2 * size.tokens, 8 * size.window
-    wide = draw.normal(tokens, 3 * heads * size.dim).to(size.dtype)
+    part, parts = size.heads * size.dim, size.group
+    tokens, rows = 2 * size.tokens, 8 * size.window * parts
+    wide = draw.normal(tokens, 3 * parts * part).to(size.dtype)
     wide = wide.to(draw.device)
-    targets = torch.full((tokens + 7,), slots)
-    count = min(slots, tokens) // 2
-    targets[draw.order(tokens)[:count]] = draw.order(slots)[:count]
-    saved = draw.normal(slots + 1, heads, size.dim).to(size.dtype)
-    values = wide[:, heads * size.dim : 2 * heads * size.dim]
+    targets = torch.zeros(tokens + 7, parts, dtype=torch.int64)
+    count = min(8 * size.window, tokens) // 2
+    places = 1 + draw.order(rows)[: count * parts]
+    targets[draw.order(tokens)[:count]] = places.view(count, parts)
+    saved = draw.normal(rows + 1, part).to(size.dtype)
     made = draw.here({"saved": saved, "targets": targets})
-    return made | {"values": values.unflatten(1, (heads, size.dim))}
+    return made | {"values": wide[:, parts * part : 2 * parts * part]}
 
 
 def make_head_page_tables(size: Size, draw: Draw) -> Arguments:

@@ -235,7 +235,6 @@ class HeadPages:
             source_blocks=tuple(blocks[:-1]),
             dest_blocks=tuple(blocks[: self.num_dest]),
             local_blocks=(),
-            window_slot=-1,
         )
         keep = self.case.kept().view(1, -1).to(self.device)
         rows = [self.requests.take(request_id)]

@@ -180,7 +180,7 @@ def test_cost_step_by_step(output, budget, interval):
     config = KVPolicyConfig.from_dict(
         {"policy": "keydiff", "budget": budget, "interval": interval}
     )
-    assert bounded_cost(50, output, config.footprint(50, 32)) == (sum(reads), most)
+    assert bounded_cost(50, output, config.footprint(50, 32, 4)) == (sum(reads), most)
     changes = {"output_tokens": output, "budget": budget, "interval": interval}
     cost = cost_of(line(policy="keydiff", **changes), SETTINGS)
     assert cost == (sum(reads), most)

@@ -159,7 +159,7 @@ def test_command_line_changes_the_scenario():
     [
         ["pressure", "--turns", "3"],
         ["turns", "--requests", "3"],
-        ["prefixes", "--count-windows"],
+        ["neutral", "--shares", "0.5"],
     ],
 )
 def test_an_option_of_another_scenario_is_refused(words):

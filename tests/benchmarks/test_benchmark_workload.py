@@ -103,14 +103,6 @@ def test_neutral_servers_never_reach_their_budget(tiny_model):
     assert scenario.pairs >= 9
 
 
-def test_windows_can_be_taken_off_the_pool(tiny_model):
-    scenario = replace(SCENARIOS["pressure"], count_windows=True)
-    servers = scenario.servers(tiny_model, scenario.workload(tiny_model))
-    assert "--num-gpu-blocks-override" not in servers["ams-tova"]
-    assert "--num-gpu-blocks-override" in servers["stock"]
-    assert value_of(servers["ams-tova"], "--block-size") == "32"
-
-
 def test_what_cannot_be_served_is_refused_before_any_server_starts(tiny_model):
     scenario = replace(SCENARIOS["pressure"], max_model_len=1100)
     with pytest.raises(ValueError, match="got 1100, expected at least 12"):

@@ -347,6 +347,8 @@ def test_a_wrong_result_is_found(label: str, monkeypatch) -> None:
             target = result.mean
         elif operation.name == "segment_quota":
             target = result.quotas
+        if operation.name == "save_rows":
+            target = target[1:]  # the first row is nobody's
         spot = target[(0,) * (target.ndim - 1)]
         spot[:1] = ~spot[:1] if spot.dtype == torch.bool else spot[:1] + 3
         return result

@@ -160,15 +160,19 @@ def test_what_admission_promises_is_enough_for_the_whole_request():
             rng.randint(1, 400), rng.randint(24, 150), rng.randint(1, 90), 48
         )
         last = rng.randint(plan.prompt_len, 700)
-        engine = Engine(60)
-        engine.add("a", plan)
-        promised = engine.wanted("a", 0, last, cap=True)
-        engine = Engine(promised)
-        engine.add("a", plan)
-        engine.advance("a", last, chunk=rng.choice((1, 30, 1000)))
-        assert engine.free >= 0
-        engine.finish("a")
-        assert engine.free == promised
+        window = rng.choice((0, rng.randint(1, plan.interval)))
+        group_size, chunk = rng.randint(1, 5), rng.choice((1, 30, 1000))
+        large = Engine(60)
+        large.add("a", plan, window=window, group_size=group_size)
+        promised = large.wanted("a", 0, last, cap=True)
+        enough, too_small = Engine(promised), Engine(promised - 1)
+        for engine in (enough, too_small):
+            engine.add("a", plan, window=window, group_size=group_size)
+        enough.advance("a", last, chunk)
+        enough.finish("a")
+        assert enough.free == promised
+        with pytest.raises(AssertionError, match="superblocks wanted"):
+            too_small.advance("a", last, chunk)
 
 
 def test_spec_states_the_compressed_footprint():

@@ -7,7 +7,7 @@ test_planner_windows.
 import pytest
 
 from support.request_plans import request_plan
-from vllm_kvpolicy.block_manager.planner import NO_WINDOW, Planner
+from vllm_kvpolicy.block_manager.planner import Planner
 from vllm_kvpolicy.events import EventPlan, positions_up_to
 from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands
 from vllm_kvpolicy.sizes import PlannerLimits
@@ -18,7 +18,7 @@ FIRST = 60  # K + I
 
 def make_planner(events_per_step: int = 8, num_requests: int = 1) -> Planner:
     """Return a planner without windows and requests a, b, c... of PLAN."""
-    planner = Planner(PlannerLimits(16, 0, 0, events_per_step))
+    planner = Planner(PlannerLimits(16, events_per_step))
     for name in "abcdefgh"[:num_requests]:
         planner.add(name, request_plan(planner, PLAN, 4, 2))
     return planner
@@ -99,7 +99,7 @@ def test_the_message_says_what_happened():
     assert event.local_blocks == (9, 8)
     assert (event.policy, event.prompt_tokens, event.serial) == ("tova", 10, 0)
     assert event.num_global == 0 and event.leaving_blocks == event.source_blocks
-    assert event.window_slot == NO_WINDOW
+    assert event.window_blocks == ()
     state = planner.states["a"]
     assert (state.frontier_blocks, state.global_blocks) == (3, 2)
     assert state.dropped_tokens == 16
@@ -209,10 +209,7 @@ def test_two_planners_do_not_meet():
 def test_the_order_of_visits_starves_nobody():
     """More events than a step carries, and always the same requests come first."""
     num_requests, interval, num_steps = 64, 4, 400
-    limits = PlannerLimits(
-        block_size=16, window_tokens=0, window_slots=0, events_per_step=2
-    )
-    planner = Planner(limits)
+    planner = Planner(PlannerLimits(block_size=16, events_per_step=2))
     computed = {f"r{number}": 0 for number in range(num_requests)}
     for request_id in computed:
         planner.add(

@@ -196,7 +196,7 @@ def test_a_hit_ends_before_the_queries_of_the_first_event(
     window, cached_tokens, usable
 ):
     engine = Engine(1)
-    plan = replace(request_plan(engine.planner, PLAN, 4, 2), window_tokens=window)
+    plan = request_plan(engine.planner, PLAN, 4, 2, window=window)
     assert plan.first_event == FIRST
     assert plan.usable_hit(cached_tokens) == usable
 
@@ -217,8 +217,8 @@ def test_a_request_that_measures_its_tokens_takes_nothing():
 
 def test_a_hit_leaves_a_token_to_compute_without_a_query_window():
     engine = Engine(1)
-    plan = replace(request_plan(engine.planner, PLAN, 4, 2), window_tokens=8)
-    # 104 - 8 = 96: a hit of 96 would wait for a window before its first token.
+    plan = request_plan(engine.planner, PLAN, 4, 2, window=8)
+    # 104 - 8 = 96: after a hit of 96 the first token would need a window.
     assert plan.usable_hit(96) == 80
 
 

@@ -53,8 +53,10 @@ class Walk:
 
     def _look(self, _: Any = None) -> int:
         (manager,) = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        windows = getattr(manager, "_windows", {})
         held = {
             request_id: sum(not block.is_null for block in blocks)
+            + len(windows.get(request_id, ()))
             for request_id, blocks in manager.req_to_blocks.items()
         }
         for request_id, count in held.items():

@@ -8,6 +8,9 @@ from support.engine.helpers import BLOCK, Engine, footprint_of, make_jobs
 
 VALUES = {"policy": "ams-tova", "budget": 110, "interval": 56, "prefill_interval": 256}
 
+# The newest 32 queries, as long as 64 keys: half of the keys and values of a block.
+WINDOW_TOKENS, WINDOW_BLOCKS = 32, 1
+
 
 @pytest.fixture(scope="module")
 def engine(tiny_model: Path, tmp_path_factory):
@@ -21,14 +24,18 @@ def pages(num_tokens: int) -> int:
 
 
 def held_per_step(engine: Engine, length: int, max_tokens: int):
-    """Run one request; return (events so far, blocks held, usage) per step, and it."""
+    """Run one request; return (events so far, blocks held, of them lent for queries,
+    usage) per step, and it."""
     seen = []
     events_before = engine.counters()["events"]
 
     def note(engine: Engine) -> None:
         manager = engine.scheduler.kv_cache_manager
         events = int(engine.counters()["events"] - events_before)
-        seen.append((events, engine.num_usable - engine.num_free, manager.usage))
+        states = engine.scheduler.kv_policy_planner.states.values()
+        lent = sum(len(state.window) for state in states)
+        held = engine.num_usable - engine.num_free
+        seen.append((events, held, lent, manager.usage))
 
     run = engine.run(make_jobs((length,), max_tokens, seed=12), note)
     return seen[:-1], run.results["r0"]  # after the last step nothing is held
@@ -37,25 +44,36 @@ def held_per_step(engine: Engine, length: int, max_tokens: int):
 @pytest.mark.parametrize("length", [40, 300, 600])
 def test_blocks_held_are_global_plus_local(engine: Engine, length: int) -> None:
     seen, result = held_per_step(engine, length, 250)
-    assert max(events for events, _, _ in seen) == len(result.events) >= 2
-    for events, held, usage in seen:
+    assert max(events for events, *_ in seen) == len(result.events) >= 2
+    assert {lent for _, _, lent, _ in seen} == {0, WINDOW_BLOCKS}
+    for events, held, lent, usage in seen:
         end = result.events[events].position if events < len(result.events) else None
         event = result.events[events - 1] if events else None
         num_global = event.survivors.shape[-1] // BLOCK if event else 0
         frontier = event.frontier if event else 0
         position = end if end is not None else len(result.all_tokens) - 1
-        assert num_global < held <= num_global + pages(position - frontier)
+        assert num_global < held - lent <= num_global + pages(position - frontier)
         assert usage == pytest.approx(held / engine.num_usable)
 
 
 def test_the_free_count_grows_at_the_event(engine: Engine) -> None:
-    """At most one block is taken in a decode step, two or more come back."""
-    seen, result = held_per_step(engine, 70, 300)
+    """At most one block is taken in a decode step, two or more come back.
+
+    Those that were lent for queries come back as well.
+    """
+    steps, result = held_per_step(engine, 70, 300)
+    seen = [(events, held - lent) for events, held, lent, _ in steps]
     growth = {
         events: held - before
-        for (earlier, before, _), (events, held, _) in zip(seen, seen[1:], strict=False)
+        for (earlier, before), (events, held) in zip(seen, seen[1:], strict=False)
         if events > earlier
     }
+    before_events = [
+        lent
+        for (events, _, lent, _), following in zip(steps, steps[1:], strict=False)
+        if following[0] > events
+    ]
+    assert before_events == [WINDOW_BLOCKS] * len(growth)
     assert len(growth) == len(result.events) >= 4
     assert all(change <= -1 for change in growth.values())
     assert min(growth.values()) <= -2
@@ -67,7 +85,7 @@ def test_the_footprint_bound_is_what_a_request_really_holds(engine: Engine) -> N
         seen, result = held_per_step(engine, length, max_tokens)
         footprint = footprint_of(VALUES, result.job)
         bound = footprint.peak_blocks(length + max_tokens - 1)
-        assert max(held for _, held, _ in seen) == bound
+        assert max(held for _, held, _, _ in seen) == bound
 
 
 def test_the_pool_is_full_after_the_last_request(engine: Engine) -> None:

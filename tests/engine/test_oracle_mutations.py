@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,8 +83,8 @@ def test_window_shifted_by_one(engine, decoder, monkeypatch) -> None:
     """Queries one token too old: other survivors, which the replay then replays."""
     queries = QueryWindows.queries
 
-    def shifted(self: QueryWindows, windows: torch.Tensor) -> torch.Tensor:
-        window = queries(self, windows)
+    def shifted(self: QueryWindows, *asked: Any) -> torch.Tensor:
+        window = queries(self, *asked)
         return torch.cat([window[:, :, :, :1], window[:, :, :, :-1]], dim=3)
 
     monkeypatch.setattr(QueryWindows, "queries", shifted)
@@ -115,8 +116,8 @@ def test_two_requests_windows_swapped(engine, decoder, monkeypatch) -> None:
     """Two requests that have an event together are judged by each other's queries."""
     queries = QueryWindows.queries
 
-    def swapped(self: QueryWindows, windows: torch.Tensor) -> torch.Tensor:
-        return queries(self, windows.flip(0))
+    def swapped(self: QueryWindows, windows: Any, window_tokens: int) -> torch.Tensor:
+        return queries(self, windows[::-1], window_tokens)
 
     monkeypatch.setattr(QueryWindows, "queries", swapped)
     selection, _ = oracles_agree(engine, decoder)

@@ -378,8 +378,17 @@ def test_notices_a_window_that_ends_before_its_event(model, monkeypatch):
 
 
 def test_notices_a_window_without_room(model, monkeypatch):
-    monkeypatch.setattr(KVPolicyManager, "_taken_beside", lambda self, name: 0)
-    expect_failure(model, "free blocks")
+    stock = KVPolicyManager._taken_beside
+
+    def forget(self: KVPolicyManager, request_id: str) -> int:
+        state = self.planner.states.get(request_id)
+        opens = self.planner.needs_window(request_id) and not state.due
+        window = state.footprint.window_blocks if opens else 0
+        return stock(self, request_id) - window
+
+    monkeypatch.setattr(KVPolicyManager, "_taken_beside", forget)
+    with pytest.raises(ValueError, match="free blocks from the pool"):
+        Simulation(replace(TIGHT, spare=0.0), model).run(800)
 
 
 def answers_changed(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
@@ -585,7 +594,9 @@ def test_notices_hits_that_leave_no_queries_for_the_event(model, monkeypatch):
     monkeypatch.setattr(
         RequestPlan,
         "usable_hit",
-        lambda self, cached: stock(replace(self, window_tokens=0), cached),
+        lambda self, cached: stock(
+            replace(self, footprint=replace(self.footprint, window_tokens=0)), cached
+        ),
     )
     expect_failure(model, "hits .* instead of", SHARING)
     monkeypatch.setattr(CacheCheck, "_hit", lambda self, asked, tokens: ANY)

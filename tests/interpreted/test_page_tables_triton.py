@@ -44,16 +44,26 @@ def test_tables_and_lengths(rows: int, columns: int, width: int, most: int) -> N
     assert (outside == POISON).all()
 
 
-@pytest.mark.parametrize("shape", [(2, 32), (3, 80), (32, 128)])
-def test_rows_go_where_they_should(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("parts", [1, 3, 4])
+@pytest.mark.parametrize("size", [32, 240, 1024, 1100])
+def test_parts_go_where_they_should(parts: int, size: int) -> None:
+    """A query of three parts begins in one superblock and ends in another."""
     generator = torch.Generator().manual_seed(1)
-    size, nobody, tokens = shape[0] * shape[1], 11, 9
-    queries = torch.randn(tokens, 3 * size, generator=generator)
-    queries = queries[:, size : 2 * size].unflatten(1, shape)  # a part of q, k and v
-    targets = torch.full((tokens + 4,), nobody)
-    targets[[0, 3, 4, 8]] = torch.tensor([10, 0, 5, 7])
-    saved = torch.full((2, nobody + 1, *shape), float(POISON))
+    tokens, places, width = 9, 40, parts * size
+    queries = torch.randn(tokens, 3 * width, generator=generator)
+    queries = queries[:, width : 2 * width]  # a part of q, k and v
+    targets = torch.zeros(tokens + 4, parts, dtype=torch.int64)
+    # Superblocks 4 and 2 of 8 rows: the window's rows 0 to 7 are 32 to 39, then 16 on.
+    order = torch.cat([torch.arange(32, 40), torch.arange(16, 24)])
+    kept = [0, 3, 4, 8]
+    targets[kept] = order[: 4 * parts].view(4, parts)
+    targets[tokens:] = 7  # of no token
+    saved = torch.full((2, places, size), float(POISON))
     save_rows(saved[0], queries, targets)
     save_rows_ref(saved[1], queries, targets)
-    assert torch.equal(saved[0, :-1], saved[1, :-1])
-    assert torch.equal(saved[0, 5], queries[4]) and (saved[0, 1] == POISON).all()
+    assert torch.equal(saved[0, 1:], saved[1, 1:])
+    assert torch.equal(saved[0, order[: 4 * parts]].view(4, width), queries[kept])
+    untouched = torch.ones(places, dtype=torch.bool)
+    untouched[order[: 4 * parts]] = untouched[0] = False
+    assert (saved[:, untouched] == POISON).all()
+    assert (saved[0, 0] == POISON).all(), "the kernel drops what is not wanted"

@@ -181,7 +181,12 @@ def test_a_server_without_a_budget_says_so() -> None:
     values = {"policy": "wgkv", "recent": 64, "policy_config": {"wgkv_gates": "file"}}
     vllm_config = SimpleNamespace(
         cache_config=SimpleNamespace(block_size=32),
-        model_config=SimpleNamespace(max_model_len=1024),
+        model_config=SimpleNamespace(
+            max_model_len=1024,
+            get_num_attention_heads=lambda parallel: 8,
+            get_num_kv_heads=lambda parallel: 2,
+        ),
+        parallel_config=None,
     )
     line = capacity_line(vllm_config, KVPolicyConfig.from_dict(values), 101)
     assert "wgkv: no budget" in line and "newest 64 tokens" in line

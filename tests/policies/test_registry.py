@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies import build as factory
 from vllm_kvpolicy.policies.allocators.ams import AMSAllocator
 from vllm_kvpolicy.policies.base import Policy
@@ -223,6 +224,19 @@ def test_explicit_options_override_presets() -> None:
     assert resolved("ams-tova", preset="paper", window=64)["window"] == 64
     code = resolved("ams-snapkv", preset="code", min_quota=2)
     assert (code["segment_mass"], code["min_quota"]) == (0.02, 2)
+
+
+@pytest.mark.parametrize(
+    "name", [*registry.names(), "local", "quest", "tova+quest", "ams-rkv+quest"]
+)
+def test_the_configuration_knows_which_queries_the_policy_reads(
+    name: str,
+    build: Callable[..., Policy],
+    scorer_options: Callable[..., dict[str, object]],
+) -> None:
+    """The scheduler lends superblocks for the one, the worker reads the other."""
+    config = KVPolicyConfig(name, options=scorer_options(name))
+    assert config.window_tokens(name) == build(name).needs.window_tokens
 
 
 def test_window_follows_options() -> None:

@@ -67,9 +67,11 @@ def first_moved(case: Case) -> int:
 class Holder:
     """A request that holds superblocks, by number, and gives them back at events."""
 
-    def __init__(self, case: Case, keeps_all: bool = False) -> None:
+    def __init__(self, case: Case, keeps_all: bool = False, lent: int = 0) -> None:
         self.case = case
         self.keeps_all = keeps_all
+        self.lent = lent  # superblocks of a query window
+        self.has_window = False
         self.num_global = 0
         self.local: list[int] = []
         self.frontier = 0
@@ -88,18 +90,28 @@ class Holder:
             needed += 1
         assert needed <= owned, "an event would need more than it has"
         self.num_global, self.frontier = needed, frontier
+        self.has_window = False
 
-    def compute(self, start: int, end: int) -> None:
-        """Allocate for the tokens start..end-1 of one step."""
+    def compute(self, start: int, end: int, window: range = range(0)) -> None:
+        """Allocate for the tokens start..end-1 of one step; `window` is what is read.
+
+        The superblocks of queries are taken with the first that is.
+        """
         for position in range(start, end):
+            self.has_window |= position in window
             block = position // self.case.block_size
             if block not in self.local[-1:]:
                 self.local.append(block)
-        self.peak = max(self.peak, self.num_global + len(self.local))
+        held = self.num_global + len(self.local) + self.lent * self.has_window
+        self.peak = max(self.peak, held)
 
 
 def walk_peak(
-    case: Case, num_tokens: int, chunks: Iterable[int], keeps_all: bool = False
+    case: Case,
+    num_tokens: int,
+    chunks: Iterable[int],
+    keeps_all: bool = False,
+    lent: int = 0,
 ) -> int:
     """Return the most superblocks held on the way to `num_tokens`.
 
@@ -108,19 +120,21 @@ def walk_peak(
         num_tokens: tokens computed at the end.
         chunks: sizes of the steps; each is cut at the next event.
         keeps_all: events drop nothing.
+        lent: superblocks of the query window.
     """
-    events = walk_events(case, num_tokens)
+    width = case.window
+    events = walk_events(case, num_tokens + width)
     pending = set(events)
-    holder = Holder(case, keeps_all)
+    holder = Holder(case, keeps_all, lent)
     position = 0
     for chunk in chunks:
         if position >= num_tokens:
             break
         if position in pending:
             holder.event(position)
-        following = next((p for p in events if p > position), num_tokens)
+        following = next((p for p in events if p > position), num_tokens + width)
         end = min(position + chunk, following, num_tokens)
-        holder.compute(position, end)
+        holder.compute(position, end, range(following - width, following))
         position = end
     assert position >= num_tokens, "not enough chunks"
     return holder.peak

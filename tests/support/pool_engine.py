@@ -33,6 +33,7 @@ class Engine:
         keeps_all: events drop nothing.
         block_size: N.
         caching: vLLM's prefix cache is on.
+        events_per_step: events that one step may carry.
     """
 
     def __init__(
@@ -42,9 +43,10 @@ class Engine:
         keeps_all: bool = False,
         block_size: int = N,
         caching: bool = False,
+        events_per_step: int = 99,
     ) -> None:
         self.pool = BlockPool(num_blocks + 1, caching, hash_block_size=block_size)
-        self.planner = Planner(PlannerLimits(block_size, 0, 0, 99))
+        self.planner = Planner(PlannerLimits(block_size, events_per_step))
         self.keeps_all = keeps_all
         self.manager = KVPolicyManager(
             replace(SPEC, block_size=block_size),
@@ -62,9 +64,17 @@ class Engine:
     def ids(self, name: str) -> list[int]:
         return [block.block_id for block in self.manager.req_to_blocks[name]]
 
-    def add(self, name: str, plan: EventPlan = PLAN, recent: int = RECENT) -> None:
+    def add(
+        self,
+        name: str,
+        plan: EventPlan = PLAN,
+        recent: int = RECENT,
+        window: int = 0,
+        group_size: int = 2,
+    ) -> None:
+        windows = window, group_size
         self.planner.add(
-            name, request_plan(self.planner, plan, recent, 2, self.keeps_all)
+            name, request_plan(self.planner, plan, recent, 2, self.keeps_all, *windows)
         )
 
     def wanted(self, name: str, start: int, end: int, cap: bool = False) -> int:
@@ -75,13 +85,24 @@ class Engine:
     def compute(self, name: str, start: int, wanted: int) -> int:
         """Schedule one request for one step; return the position it reaches."""
         end = start + self.planner.clip(name, start, wanted)
-        assert self.wanted(name, start, end) <= self.free
+        announced, before = self.wanted(name, start, end), self.free
+        assert announced <= before, f"{announced} superblocks wanted, {before} free"
         self.manager.allocate_new_blocks(name, end, end)
+        assert before - self.free == announced, "the room check counted otherwise"
         return end
 
     def event(self, name: str, end: int) -> CompactEvent:
         (event,) = self.planner.finish_step({name: end}).events
         return event
+
+    def held(self, name: str) -> list[int]:
+        """Return the superblocks that a request holds, its query window last."""
+        window = self.planner.states[name].window
+        return [block for block in self.ids(name) if block] + list(window)
+
+    def preempt(self, name: str) -> None:
+        self.manager.free(name)
+        self.planner.restart(name)
 
     def finish(self, name: str) -> None:
         self.manager.free(name)

@@ -1,5 +1,7 @@
 """Requests for planners under test."""
 
+from dataclasses import replace
+
 from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
 from vllm_kvpolicy.events import EventPlan, Footprint
 
@@ -10,7 +12,12 @@ def request_plan(
     recent: int,
     sinks: int,
     keeps_all: bool = False,
+    window: int = 0,
+    group_size: int = 2,
 ) -> RequestPlan:
-    """Return a request whose policy reads the planner's whole window."""
-    footprint = Footprint(plan, recent, planner.limits.block_size, keeps_all)
-    return RequestPlan("tova", footprint, sinks, planner.limits.window_tokens)
+    """Return a request whose policy reads its newest `window` queries."""
+    size = planner.limits.block_size
+    window_blocks = -(-window * group_size // (2 * size))
+    plan = replace(plan, window_tokens=window)
+    footprint = Footprint(plan, recent, size, keeps_all, window_blocks)
+    return RequestPlan("tova", footprint, sinks)

@@ -147,8 +147,10 @@ def _ranking() -> None:
 @launches_of("save_rows")
 def _save_rows() -> None:
     for dtype in DTYPES:
-        values = empty(512, 32, 128, dtype=dtype)
-        save_rows(empty(129, 32, 128, dtype=dtype), values, empty(512))
+        for group, heads in ((1, 32), (4, 8), (7, 4)):
+            size = heads * 128
+            values = empty(512, group * size, dtype=dtype)
+            save_rows(empty(2**20, size, dtype=dtype), values, empty(512, group))
 
 
 @launches_of("segment_quota")

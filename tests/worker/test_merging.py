@@ -79,21 +79,22 @@ class World:
         generator = torch.Generator().manual_seed(seed)
         shape = (LAYERS, BLOCKS, HEADS, BLOCK, 2 * SIZE)
         whole = torch.randn(shape, generator=generator).to(dtype)
+        queries = torch.randn((LAYERS, 3, HEADS * SIZE), generator=generator) * 2
+        order = torch.randperm(BLOCKS - 1, generator=generator) + 1
+        first_blocks, self.lent = (order[:14], order[14:32]), order[32:34].tolist()
+        places = whole.view(LAYERS, BLOCKS, 2 * BLOCK, HEADS * SIZE)
+        places[:, self.lent, 0] = queries[:, :2].to(dtype)
         apart = [layer.clone() for layer in whole]
         self.pool = PagePool(apart if "apart" in layout else list(whole), False)
         self.null = self.pool.own_pages(torch.zeros(1, 1, dtype=torch.int64)).flatten()
         self.is_ragged, self.is_dynamic = layout != "equal", layout == DYNAMIC
         self.requests = RequestTable(len(REQUESTS), BLOCKS, BLOCK, CPU)
         self.tables = HeadTables(len(REQUESTS), BLOCKS, self.null, HEADS, CPU)
-        self.windows = QueryWindows(2, 1, LAYERS, HEADS, SIZE, 0, dtype, CPU)
-        self.windows.rows.copy_(
-            torch.randn(self.windows.rows.shape, generator=generator) * 2
-        )
+        self.windows = QueryWindows(1, 0, CPU)
+        self.windows.bind(self.pool)
         options = {"window": 1, "hard_p": 0.6, "hard_lower": 0.1, "hard_merge": merge}
         options["hard_mode"] = "dynamic" if self.is_dynamic else "fixed"
         self.policy = Recorded(factory.build("hard-keydiff", options), pairs)
-        order = torch.randperm(BLOCKS - 1, generator=generator) + 1
-        first_blocks = order[:14], order[14:32]
         self.events = [
             self._event(row, blocks.tolist()) for row, blocks in enumerate(first_blocks)
         ]
@@ -140,7 +141,7 @@ class World:
             source_blocks=tuple(blocks[:frontier]),
             dest_blocks=tuple(blocks[2 : 2 + num_dest]),
             local_blocks=tuple(blocks[frontier : -(-position // BLOCK)]),
-            window_slot=row,
+            window_blocks=(self.lent[row],),
         )
 
     def _read(self, head: int, pages: torch.Tensor, count: int) -> torch.Tensor:
@@ -176,7 +177,7 @@ class World:
         return self._read(head, pages, count * BLOCK + event.local_tokens(BLOCK))
 
     def query(self, row: int, head: int) -> torch.Tensor:
-        windows = self.windows.queries(torch.tensor([row]))
+        windows = self.windows.queries([(self.lent[row],)], 1)
         return windows[0, head // HEADS, head % HEADS, 0].double()
 
     def merge(self, row: int, head: int) -> Merge:

@@ -1,20 +1,12 @@
 """Tables and lengths that stay where they are, against lists of superblocks."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_kvpolicy.kernels.save_rows import save_rows
-from vllm_kvpolicy.protocol import (
-    NO_COMMANDS,
-    CompactEvent,
-    StepCommands,
-    WindowCapture,
-)
-from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
+from vllm_kvpolicy.protocol import NO_COMMANDS, CompactEvent
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.step import Step
@@ -42,7 +34,6 @@ def make_slots() -> RequestTable:
         local_blocks=(24,),
         num_global=0,
         frontier_blocks=6,
-        window_slot=-1,
     )
     slots.update([slots.take("old")], [event])
     return slots
@@ -128,54 +119,3 @@ def test_without_graphs_stock_metadata_stays() -> None:
     assert of_nobody(tier, given) is given
     tier = make_tier(RequestTable(2, 3, SIZE, CPU), False)
     assert physical(tier, given) is given
-
-
-def see(windows: QueryWindows, queries: torch.Tensor) -> None:
-    """Show one layer's queries; keys and values do not matter."""
-    windows.observe(0, queries, torch.empty(0), torch.empty(0))
-
-
-def plan(
-    windows: QueryWindows, wanted: list[WindowCapture], names: list[str], *starts: int
-) -> None:
-    """Plan a step whose requests' tokens start at `starts`."""
-    common = SimpleNamespace(query_start_loc_cpu=torch.tensor(starts))
-    windows.plan(Step(common, names, StepCommands((), tuple(wanted))))
-
-
-@pytest.mark.parametrize("is_captured", [False, True])
-def test_a_graph_always_contains_the_saving(is_captured: bool) -> None:
-    """What is recorded before anything is planned saves what is planned later."""
-    windows = QueryWindows(1, 2, 1, 2, 4, 8, torch.float32, CPU, is_captured)
-    before = save_rows.calls["reference"]
-    see(windows, torch.randn(3, 2, 4))
-    assert save_rows.calls["reference"] - before == is_captured
-    queries, replayed = torch.randn(3, 2, 4), (windows.rows[0], windows.targets)
-    plan(windows, [WindowCapture("a", 0, 1, 0, 2)], ["a"], 0, 3)
-    rows, targets = replayed
-    save_rows(rows, queries, targets)
-    found = windows.queries(torch.tensor([0]))[0, 0].transpose(0, 1)
-    assert torch.equal(found, queries[1:])
-    with pytest.raises(AssertionError, match="more tokens than planned"):
-        see(windows, torch.randn(9, 2, 4))
-
-
-@pytest.mark.parametrize("is_captured", [False, True])
-def test_queries_go_to_their_windows(is_captured: bool) -> None:
-    windows = QueryWindows(2, 3, 1, 2, 4, 8, torch.float32, CPU, is_captured)
-    address = windows.targets.data_ptr()
-    queries = torch.randn(8, 2, 4)
-    see(windows, queries)
-    assert not windows.rows[0, :-1].any(), "nothing was planned"
-    captures = [WindowCapture("b", 1, 1, 1, 2), WindowCapture("a", 0, 0, 2, 1)]
-    plan(windows, captures, ["a", "b"], 0, 2, 6)
-    see(windows, queries.flatten(1))
-    found = windows.queries(torch.tensor([0, 1]))  # [E, L, Hq, W, D]
-    expected = torch.zeros(2, 1, 2, 3, 4)
-    expected[0, 0, :, 2] = queries[0]
-    expected[1, 0, :, 1:] = queries[3:5].transpose(0, 1)
-    assert torch.equal(found, expected)
-    windows.end_step()
-    see(windows, torch.randn(8, 2, 4))
-    assert torch.equal(windows.queries(torch.tensor([0, 1])), expected)
-    assert windows.targets.data_ptr() == address

@@ -33,7 +33,6 @@ FIRST = CompactEvent(
     source_blocks=(1, 2, 3),
     dest_blocks=(1,),
     local_blocks=(4,),
-    window_slot=-1,
 )
 
 

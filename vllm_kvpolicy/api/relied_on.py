@@ -95,6 +95,7 @@ _ENGINE = (
                 "num_local_computed_tokens num_tokens_main_model apply_admission_cap "
                 "prefill_end"
             ),
+            "pop_blocks_for_free": "self request_id",
             "allocate_new_blocks": "self request_id num_tokens num_tokens_main_model",
             "has_positionally_stable_blocks": "self",
             "new_step_starts": "self",

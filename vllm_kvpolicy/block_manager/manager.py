@@ -283,8 +283,7 @@ class KVPolicyManager(FullAttentionManager):
             num_shared = sum(block.ref_cnt > 0 for block in new_computed_blocks)
             peak = self.planner.peak_blocks(request_id, num_tokens, num_shared)
             if peak is not None:
-                num_held = self.num_held(request_id)
-                return max(min(peak, cdiv(num_tokens, self.block_size)) - num_held, 0)
+                return max(peak - self.num_held(request_id), 0)
         beside = self._taken_beside(request_id, num_tokens)
         return beside + super().get_num_blocks_to_allocate(
             request_id,

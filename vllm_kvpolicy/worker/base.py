@@ -76,12 +76,11 @@ class KVPolicyWorkerMixin:
             raise ValueError(
                 f"KV cache memory: got {available} bytes, expected at least "
                 f"{superblock} for one superblock plus {early + beside.nbytes(1)} for "
-                "the query windows and tables of --kv-policy; lower --max-num-seqs "
-                "or give more memory"
+                "the tables of --kv-policy; lower --max-num-seqs or give more memory"
             )
         logger.info(
-            "KV policy: query windows, tables and the values that policies store "
-            "per kept token take %.1f MiB of %.1f MiB",
+            "KV policy: tables and the values that policies store per kept token "
+            "take %.1f MiB of %.1f MiB",
             (early + beside.nbytes(num_blocks)) / 2**20,
             available / 2**20,
         )

@@ -205,7 +205,6 @@ class Scene:
                     local_blocks=tuple(row[request.frontier :]),
                     num_global=0,
                     frontier_blocks=request.frontier,
-                    window_slot=-1,
                 )
             ],
         )

@@ -133,6 +133,9 @@ def make_jobs(
     ]
 
 
+GROUP_SIZE = 2  # of the tiny model
+
+
 def footprint_of(values: dict[str, Any], job: Job) -> Footprint:
     """Return when a job has events on a server, and what it holds between them.
 
@@ -141,7 +144,7 @@ def footprint_of(values: dict[str, Any], job: Job) -> Footprint:
         job: without knobs of its own.
     """
     config, phase = KVPolicyConfig.from_dict(values), request_phase(job.prompt)
-    return config.footprint(len(job.prompt), BLOCK, phase)
+    return config.footprint(len(job.prompt), BLOCK, GROUP_SIZE, phase)
 
 
 def engine_arguments(

@@ -71,7 +71,7 @@ class Chain:
     def __init__(self, setup: Setup) -> None:
         self.setup, self.rng = setup, Random(setup.seed)
         self.blocks = BlockPool(setup.num_blocks, False, hash_block_size=SIZE)
-        self.planner = Planner(PlannerLimits(SIZE, 0, 0, 3))
+        self.planner = Planner(PlannerLimits(SIZE, 3))
         spec = KVPolicySpec(
             block_size=SIZE,
             num_kv_heads=HEADS,

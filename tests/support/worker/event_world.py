@@ -22,10 +22,12 @@ from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
 from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
 from vllm_kvpolicy.worker.tiers.ragged_step import FoldedTables
 
-LAYERS, HEADS, GROUP, DIM, SIZE, BLOCKS = 2, 2, 2, 8, 4, 60
-NUM_HEADS, NUM_SLOTS, WINDOW = LAYERS * HEADS, 4, 32
+LAYERS, HEADS, GROUP, DIM, SIZE, BLOCKS = 2, 2, 2, 8, 4, 80
+NUM_HEADS, NUM_SLOTS = LAYERS * HEADS, 4
 RECENT, POSITION, STEP, BUDGET = 4, 48, 16, 24
 REQUESTS = ("a", "b")
+# Superblocks of their query windows, room for 32 queries in each.
+LENT = (tuple(range(60, 68)), tuple(range(68, 76)))
 # Where tokens of the requests start, and the last end.
 STARTS = (0, STEP, 2 * STEP)
 
@@ -61,9 +63,8 @@ class World:
         signals = TokenSignals(
             needs.signals, LAYERS, NUM_SLOTS, 200, 100, DIM, torch.float32, where
         )
-        windows = QueryWindows(
-            2, WINDOW, LAYERS, HEADS * GROUP, DIM, 100, torch.float32, where
-        )
+        windows = QueryWindows(GROUP, 100, where)
+        windows.bind(self.pool)
         self.captures = [windows, signals] if needs.signals else [windows]
         names = needs.memory + (POSITIONS,) * needs.positions
         self.compactor = Compactor(
@@ -83,7 +84,7 @@ class World:
         )
         self.name = name
         self.held: dict[str, list[int]] = {request: [] for request in REQUESTS}
-        self.free = list(range(1, BLOCKS))
+        self.free = list(range(1, LENT[0][0]))
 
     def _tier(self, is_ragged: bool) -> Tier:
         device = self.requests.device
@@ -117,9 +118,12 @@ class World:
             query_start_loc_cpu=HostTensor(),
             seq_lens=self.requests.to_device([position, position]),
         )
+        window = self.policy.needs.window_tokens
+        count = min(window, STEP)
         wanted = tuple(
-            WindowCapture(request, slot, 0, WINDOW - STEP, STEP)
-            for slot, request in enumerate(REQUESTS)
+            WindowCapture(request, blocks, STEP - count, window - count, count)
+            for request, blocks in zip(REQUESTS, LENT, strict=True)
+            if count
         )
         step = Step(metadata, REQUESTS, StepCommands((), wanted))
         for capture in self.captures:
@@ -156,5 +160,5 @@ class World:
             source_blocks=source,
             dest_blocks=source[:num_dest],
             local_blocks=local,
-            window_slot=number,
+            window_blocks=LENT[number],
         )

@@ -117,7 +117,6 @@ class LayoutWorld:
             source_blocks=tuple(source),
             dest_blocks=tuple(dest),
             local_blocks=tuple(local),
-            window_slot=-1,
         )
         gone = [block for block in source if block not in dest]
         self.free = gone + [block for block in self.free if block not in dest]
