@@ -17,6 +17,7 @@ PROGRAM = "support.engine.main_path"  # a module, run within TESTS
 WHOLE_ROOMS = ("api.", "block_manager.")
 UNNAMED = {
     "api.patch_table": "rows that api.patch reads",
+    "block_manager.output_lengths": "learns from answers that stop by themselves",
     "block_manager.counting": "adds to counters, the same without a policy",
 }
 # A line of the docstring: two spaces, what happens, then files from first to last.

@@ -16,9 +16,8 @@ Main path of one request from the flag to the kernels, in the order of first cal
   files     api.start_checks
   worker    worker.base > worker.setup > policies.build
   request   api.patch > api.request_guards
-  schedule  block_manager.scheduler > block_manager.planner
-  admit     block_manager.admission > block_manager.output_lengths
-  foresee   block_manager.admission > block_manager.forecast > block_manager.manager
+  schedule  block_manager.scheduler > block_manager.planner > block_manager.manager
+  admit     block_manager.admission > block_manager.forecast
   step      worker.base > worker.runtime > worker.backends.mixins
   capture   worker.captures.query_windows > kernels
   free      block_manager.manager > block_manager.placement

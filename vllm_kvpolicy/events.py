@@ -214,19 +214,20 @@ class Footprint:
     def most_blocks(self, num_tokens: int) -> int:
         """Return superblocks that `peak_blocks` reaches in no phase, or just reaches.
 
-        At most one too high. In phase 0 the first event in decoding is latest, in the
-        last phase its query window opens earliest; where events lie in their blocks
-        differs from phase to phase, and may cost a superblock more.
+        At most one too high without a query window, which may be open at any time. In
+        phase 0 the first event in decoding is latest; but where events lie in their
+        blocks differs from phase to phase, and may cost a superblock more.
         """
-        events = self.events
-        ends = [replace(events, phase=phase) for phase in (0, LAST_PHASE)]
-        peak = max(replace(self, events=end).peak_blocks(num_tokens) for end in ends)
-        stretch = min(events.interval, num_tokens - events.earliest_decode_event)
-        if self.keeps_all or stretch <= 0:
-            return peak
-        spread = after_any_event(events.budget, self.recent, stretch, self.block_size)
-        spread = min(spread, -(-num_tokens // self.block_size))
-        return max(peak, spread + self.window_blocks)
+        latest = replace(self.events, phase=0)
+        earliest = replace(self.events, phase=LAST_PHASE)
+        peak = replace(self, events=latest, window_blocks=0).peak_blocks(num_tokens)
+        stretch = min(latest.interval, num_tokens - latest.earliest_decode_event)
+        if not self.keeps_all and stretch > 0:
+            sizes = self.recent, stretch, self.block_size
+            spread = after_any_event(latest.budget, *sizes)
+            peak = max(peak, min(spread, -(-num_tokens // self.block_size)))
+        has_window = num_tokens > earliest.next_event(0) - self.window_tokens
+        return peak + self.window_blocks * has_window
 
 
 def after_event(budget: int, local: int, stretch: int, block_size: int) -> int:
