@@ -61,6 +61,32 @@ SERIES = (
         "counter",
         "Peak superblocks of each request, summed over finished requests.",
     ),
+    Series(
+        "held_back",
+        "counter",
+        "Steps in which the next waiting request could not enter, because the pool "
+        "would not have borne it later.",
+    ),
+    Series(
+        "waits",
+        "counter",
+        "Steps that running requests sat out so that others get to an event.",
+    ),
+    Series(
+        "foreseen_blocks",
+        "gauge",
+        "Most superblocks that the requests which run will hold in a coming step.",
+    ),
+    Series(
+        "preemptions_bounded",
+        "counter",
+        "Preemptions while all running requests had a bound; expected to stay 0.",
+    ),
+    Series(
+        "preemptions_unbounded",
+        "counter",
+        "Preemptions while a request without a bound ran.",
+    ),
 )
 INDEX = {series.name: index for index, series in enumerate(SERIES)}
 SIZE_BYTES = 8 * len(SERIES)
@@ -171,6 +197,23 @@ class EngineCounters:
         self.file.add("steps", 1)
         self.file.add("request_steps", num_requests)
         self.file.add("block_steps", num_blocks)
+
+    def set_admission(self, held_back: int, waits: int, foreseen: int) -> None:
+        """Set what admission has done since the start, and what it foresees.
+
+        Args:
+            held_back: steps in which a waiting request could not enter.
+            waits: steps that running requests sat out for others.
+            foreseen: most superblocks that will be held in a coming step.
+        """
+        self.file.set("held_back", held_back)
+        self.file.set("waits", waits)
+        self.file.set("foreseen_blocks", foreseen)
+
+    def add_preemption(self, all_bounded: bool) -> None:
+        """Count a preemption; `all_bounded`: no request without a bound ran."""
+        kind = "bounded" if all_bounded else "unbounded"
+        self.file.add(f"preemptions_{kind}", 1)
 
     def add_request(self, peak_blocks: int) -> None:
         """Count a request that has ended, with the most superblocks that it held."""

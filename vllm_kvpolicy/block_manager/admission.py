@@ -38,7 +38,8 @@ class Admission:
     Attributes:
         forecast: what requests that have entered will hold.
         lengths: of the answers so far.
-        num_held_back: how often a request could not enter, counted in steps.
+        num_held_back: steps in which a waiting request could not enter.
+        num_waits: steps that running requests sat out for others.
     """
 
     planner: Planner
@@ -48,6 +49,7 @@ class Admission:
     forecast: Forecast = field(default_factory=Forecast)
     lengths: OutputLengths = field(default_factory=OutputLengths)
     num_held_back: int = 0
+    num_waits: int = 0
     # By request, superblocks of its cached prefix that others held when it entered.
     _shared: dict[str, int] = field(default_factory=dict)
     # By request, how many of its tokens are expected to be computed.
@@ -192,7 +194,9 @@ class Admission:
         left = self.manager.num_free - needed
         if self._somebody_proceeds(left, request_id, needed):
             return False
-        return self._somebody_proceeds(self.manager.num_free)
+        must_wait = self._somebody_proceeds(self.manager.num_free)
+        self.num_waits += must_wait
+        return must_wait
 
     def _somebody_proceeds(
         self, free: int, served: str | None = None, given: int = 0
@@ -217,8 +221,12 @@ class Admission:
         end = min(event, self._last[request_id])
         return self.manager.num_needed(request_id, end) + self._discount(request_id)
 
+    def is_bounded(self, request_id: str) -> bool:
+        """Return whether it is known what a request will hold."""
+        return self._bounded(request_id) is not None
+
     def _bounded(self, request_id: str) -> RequestState | None:
-        """Return the state of a request if it is known what it will hold."""
+        """Return the state of such a request, None for others."""
         state = self.planner.states.get(request_id)
         return None if state is None or state.footprint.keeps_all else state
 

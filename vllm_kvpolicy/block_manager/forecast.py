@@ -109,10 +109,9 @@ class Forecast:
         start = self.step - self._first
         return int((self._load[start : start + len(levels)] + levels).max())
 
-    def now(self) -> int:
-        """Return what is booked for this step."""
-        self._reach(self.step + 1)
-        return int(self._load[self.step - self._first])
+    def most(self) -> int:
+        """Return the most that is booked for a step from this one on."""
+        return int(self._load[self.step - self._first :].max(initial=0))
 
     def book(self, request_id: str, levels: np.ndarray, offset: int | None) -> None:
         """Replace what is booked for a request, from this step on."""

@@ -190,6 +190,10 @@ class KVPolicySchedulerMixin(CountingMixin):
     def _count(self) -> None:
         counters, manager = self.kv_policy_counters, self.kv_policy_manager
         counters.set_pools(manager.pool_counts(), manager.blocks_returned)
+        admission = self.kv_policy_admission
+        counters.set_admission(
+            admission.num_held_back, admission.num_waits, admission.forecast.most()
+        )
         states = self.kv_policy_planner.states
         if counters.ratio_due() or not states:
             counters.set_keep_ratio(
@@ -207,6 +211,11 @@ class KVPolicySchedulerMixin(CountingMixin):
         return max(self.kv_policy_manager.num_held(request_id), earlier)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("drop_stale_output"):  # as it is where users reset the cache
+            running = [request, *self.running]
+            is_bounded = self.kv_policy_admission.is_bounded
+            all_bounded = all(is_bounded(each.request_id) for each in running)
+            self.kv_policy_counters.add_preemption(all_bounded)
         self.kv_policy_manager.withdraw(request.request_id)
         super()._preempt_request(request, *args, **kwargs)
         self.kv_policy_admission.leave(request)

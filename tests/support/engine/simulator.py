@@ -17,15 +17,16 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from support.engine.simulator_answers import LateAnswers
 from support.engine.simulator_cache import CacheCheck
 from support.engine.simulator_engine import Scenario, make_scheduler
+from support.engine.simulator_forecast import ForecastCheck
 from support.engine.simulator_pages import Asked, check
 from support.engine.simulator_tables import RaggedCheck, TableCheck
 from support.engine.simulator_worker import StorageWorker
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.events import EventPlan, request_phase
 from vllm_kvpolicy.policies.catalogue.names import parse
-from vllm_kvpolicy.protocol import UsedBlocks
 from vllm_kvpolicy.sizes import group_size, max_global_blocks
 
 TOKEN, STOP_TOKEN = 5, 7
@@ -74,7 +75,8 @@ class Simulation:
         )
         is_ragged = self.policy.is_ragged
         self.tables = RaggedCheck(*sizes) if is_ragged else TableCheck(*sizes)
-        self.answers: list[tuple[int, int, UsedBlocks]] = []
+        self.answers = LateAnswers(self.scheduler, self.worker, self.totals, self.rng)
+        self.forecast = ForecastCheck(self.scheduler, self.asked, self.totals)
         self._count_clips()
 
     def _count_clips(self) -> None:
@@ -112,6 +114,7 @@ class Simulation:
                 self._turn()
                 check(self.totals["steps"] < 20 * num_steps + 20_000, "does not drain")
             self._check_empty()
+            self.forecast.finish()
         except Exception as error:
             error.add_note(f"{self.scenario}\n{dict(self.totals)}")
             raise
@@ -281,6 +284,7 @@ class Simulation:
         self.idle = 0 if output.num_scheduled_tokens else self.idle + 1
         check(self.idle < MAX_IDLE_STEPS, "stalled with", list(self.scheduler.requests))
         self._check_blocks(output)
+        self.forecast.check(output)
 
     def _process(self) -> None:
         output, commands, cached = self.queue.popleft()
@@ -301,7 +305,7 @@ class Simulation:
                 for name in names
             ],
         )
-        result.kv_policy_answers = self._due_answers(answers)
+        result.kv_policy_answers = self.answers.due(answers)
         if self.scenario.depth > 1:
             self._abort()
         before = len(self.scheduler.requests)
@@ -310,35 +314,6 @@ class Simulation:
         self.scheduler.update_from_output(output, result)
         self.totals["superblocks trimmed"] += manager.blocks_returned - returned
         self.totals["finished"] += before - len(self.scheduler.requests)
-
-    def _due_answers(self, answers: list[UsedBlocks]) -> tuple[UsedBlocks, ...]:
-        """Return the answers that the scheduler hears now, some of them late.
-
-        Args:
-            answers: to the events of this step; most come within three steps more.
-        """
-        step = self.totals["processed"]
-        self.totals["processed"] += 1
-        for used in answers:
-            delay = self.rng.choice((0, 0, 1, 2, 3, 20))
-            number = self.worker.live[used.request_id].number
-            self.answers.append((step + delay, number, used))
-        due = [item for item in self.answers if item[0] <= step]
-        self.answers = [item for item in self.answers if item[0] > step]
-        for _, number, used in due:
-            self.totals[f"answers {self._fate(number, used)}"] += 1
-        return tuple(used for *_, used in due)
-
-    def _fate(self, number: int, used: UsedBlocks) -> str:
-        """Say what has become of the event that an answer is about."""
-        state = self.scheduler.kv_policy_planner.states.get(used.request_id)
-        if state is None:
-            return "after the end"
-        if state.serial == used.serial:
-            return "in time"
-        live = self.worker.live.get(used.request_id)
-        is_same = live is not None and live.number == number and state.ordinal
-        return "after another event" if is_same else "after a preemption"
 
     # -- accounting -----------------------------------------------------------------
 
@@ -397,7 +372,7 @@ class Simulation:
 
     def _check_empty(self) -> None:
         """Check that nothing is left of any request; answers then change nothing."""
-        for _, _, used in self.answers:
+        for _, _, used in self.answers.waiting:
             self.scheduler.kv_policy_manager.give_back_surplus(used)
         planner = self.scheduler.kv_policy_planner
         check(not planner.states, "states left", planner.states)

@@ -123,6 +123,8 @@ def random_scenario(
         stops=rng.choice((0.001, 0.01)),
         seed=rng.randrange(2**32),
         caching=caching,
+        # Bounded requests are hardly ever preempted otherwise.
+        resets=0.01 if seed % 3 == 1 and not caching else 0.0,
     )
 
 

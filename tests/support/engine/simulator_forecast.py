@@ -1,0 +1,64 @@
+"""Compares what admission foresees with what requests hold, in every step."""
+
+from collections import Counter
+from typing import Any
+
+from support.engine.simulator_pages import Asked, check
+
+
+class ForecastCheck:
+    """The forecast of one engine beside its blocks.
+
+    Args:
+        scheduler: of the engine.
+        asked: what requests asked for, by id.
+        totals: takes in how often a forecast was exact.
+    """
+
+    def __init__(
+        self, scheduler: Any, asked: dict[str, Asked], totals: Counter[str]
+    ) -> None:
+        self.scheduler, self.asked, self.totals = scheduler, asked, totals
+
+    def check(self, output: Any) -> None:
+        """Check the forecast of the step that has just been scheduled.
+
+        In the step of an event it is the larger of what is held before and after it.
+        While a prompt takes several steps, and under dynamic policies, it is a bound.
+        """
+        admission, manager = self._parts()
+        step = admission.forecast.step - 1
+        with_event = {event.request_id for event in output.kv_policy_commands.events}
+        for name in output.num_scheduled_tokens:
+            booking = admission.forecast.bookings.get(name)
+            asked = self.asked[name]
+            is_bounded = asked.plan is not None and not asked.keeps_all
+            check((booking is not None) == is_bounded, name, "booked", booking)
+            if booking is None:
+                continue
+            index = step - booking.start
+            check(0 <= index < len(booking.levels), name, "not booked for", step)
+            foreseen = booking.levels[index]
+            held = manager.num_held(name) - admission._discount(name)
+            check(held <= foreseen, name, "holds", held, "foreseen", foreseen)
+            if booking.offset is None or asked.is_dynamic or name in with_event:
+                continue
+            check(held == foreseen, name, "holds", held, "foreseen", foreseen)
+            self.totals["foreseen exactly"] += 1
+
+    def finish(self) -> None:
+        """Check that nobody was preempted for want of foresight, nothing is left."""
+        admission, _ = self._parts()
+        counted = self.scheduler.kv_policy_counters.file.read()
+        preempted = counted["preemptions_bounded"]
+        check(not preempted, preempted, "preemptions of bounded requests alone")
+        self.totals["waits"] += admission.num_waits
+        self.totals["held back"] += admission.num_held_back
+        check(not admission.forecast.bookings, "booked", admission.forecast.bookings)
+        check(not admission._shared and not admission._last, "admission left over")
+        left = admission.forecast.most()
+        check(not left, "foreseen with nobody there", left)
+
+    def _parts(self) -> tuple[Any, Any]:
+        scheduler = self.scheduler
+        return scheduler.kv_policy_admission, scheduler.kv_policy_manager
