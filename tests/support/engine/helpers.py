@@ -238,6 +238,12 @@ class Engine:
         """Return the engine's own counters."""
         return self.scheduler.kv_policy_counters.file.read()
 
+    def admit_as_vllm_does(self) -> None:
+        """Let requests in when their prompt fits: where the pool is full, preempt."""
+        admission = self.scheduler.kv_policy_admission
+        admission.admits = lambda *request: True
+        admission.must_wait = lambda *request: False
+
     def _count_preemptions(self) -> None:
         preempt = self.scheduler._preempt_request
 

@@ -1,0 +1,135 @@
+"""Who may enter an engine, and that nobody has to leave it."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from support.engine.helpers import BLOCK, Engine, Job, make_jobs, make_prompt
+
+VALUES = {
+    "policy": "snapkv",
+    "budget": 96,
+    "interval": 64,
+    "recent": 16,
+    "prefill_interval": 64,
+}
+PEAK = 8  # superblocks: 96 + 64 tokens, one for where they begin, two for the window
+
+
+def usage_of(engine: Engine) -> tuple[float, float]:
+    counted = engine.counters()
+    return counted["preemptions_bounded"], counted["preemptions_unbounded"]
+
+
+def test_requests_that_start_together_hardly_wait_for_each_other(tiny_model):
+    """24 of 60 + 420 tokens: as many steps as one of them takes, and 2 % more."""
+    values = {"policy": "ams-tova", "budget": 96, "interval": 256}
+    jobs = make_jobs([60] * 24, 420, seed=5)
+    with Engine(tiny_model, values, max_num_seqs=24, num_blocks=600) as engine:
+        run = engine.run(jobs)
+        events = engine.counters()["events"]
+    assert events >= 24
+    assert run.preemptions == 0
+    assert run.steps <= 433
+
+
+def test_five_hundred_requests_in_a_pool_that_holds_six(tiny_model):
+    rng = random.Random(6)
+    jobs = []
+    for number in range(500):
+        budget = rng.randint(48, VALUES["budget"])
+        jobs.append(
+            Job(
+                name=f"r{number}",
+                prompt=make_prompt(number, rng.randint(5, 150)),
+                max_tokens=rng.randint(1, 120),
+                arrives=number // 2,
+                extra_args={"kv_budget": budget} if rng.random() < 0.7 else None,
+            )
+        )
+    running = []
+    with Engine(tiny_model, VALUES, num_blocks=6 * PEAK + 1) as engine:
+        run = engine.run(
+            jobs, lambda engine: running.append(len(engine.scheduler.running))
+        )
+        assert usage_of(engine) == (0, 0)
+        counted = engine.counters()
+        assert engine.num_free == engine.num_usable
+    assert run.preemptions == 0 and len(run.results) == 500
+    for job in jobs:
+        assert len(run.results[job.name].tokens) == job.max_tokens
+    assert counted["events"] > 300 and counted["held_back"] > 1000
+    assert sum(running) / len(running) > 6, "requests below their peak are more"
+
+
+def test_vllms_rule_preempts_where_the_forecast_does_not(tiny_model):
+    """The same requests, admitted as vLLM does: what the forecast is for."""
+    jobs = make_jobs([40] * 12, 300, seed=7)
+    steps = {}
+    for foresees in (True, False):
+        with Engine(tiny_model, VALUES, num_blocks=6 * PEAK + 1) as engine:
+            if not foresees:
+                engine.admit_as_vllm_does()
+            run = engine.run(jobs)
+            assert (run.preemptions == 0) == foresees
+            assert usage_of(engine) == (run.preemptions, 0)
+            steps[foresees] = run.steps
+    assert steps[True] <= 1.02 * steps[False]
+
+
+def test_nobody_waits_longer_than_those_before_take(tiny_model):
+    """A request that needs the whole pool comes while small ones keep coming."""
+    values = VALUES | {"budget": 512, "interval": 128, "prefill_interval": 512}
+    large = Job("large", make_prompt(1, 400), 300, arrives=10)
+    small = [
+        Job(f"s{n}", make_prompt(n + 2, 30), 60, arrives=n * 4) for n in range(120)
+    ]
+    entered = {}
+
+    def note(engine: Engine) -> None:
+        step = len(steps)
+        steps.append(step)
+        for request in engine.scheduler.running:
+            entered.setdefault(request.request_id.rpartition("-")[0], step)
+
+    steps: list[int] = []
+    pool = -(-700 // BLOCK) + 4
+    with Engine(tiny_model, values, num_blocks=pool) as engine:
+        run = engine.run([*small, large], note)
+        assert usage_of(engine) == (0, 0)
+    assert run.preemptions == 0 and len(run.results) == 121
+    # Those that ran when it came have at most 60 tokens to go; nobody overtakes it.
+    assert entered["large"] - large.arrives <= 60 + 2
+    assert run.results["large"].tokens
+
+
+def test_requests_without_a_bound_may_still_preempt(tiny_model):
+    whole = {"kv_policy": "none"}
+    jobs = [
+        Job(f"r{n}", make_prompt(n, 50), 400, extra_args=whole if n % 3 == 0 else None)
+        for n in range(9)
+    ]
+    with Engine(tiny_model, VALUES, num_blocks=5 * PEAK + 1) as engine:
+        run = engine.run(jobs)
+        bounded, unbounded = usage_of(engine)
+        assert engine.num_free == engine.num_usable
+    assert unbounded == run.preemptions > 0 == bounded
+    assert len(run.results) == 9
+
+
+@pytest.mark.parametrize("ignores_eos", [True, False])
+def test_answer_lengths_are_learned_from_answers_that_may_stop(
+    tiny_model: Path, ignores_eos: bool
+) -> None:
+    from vllm import SamplingParams, TokensPrompt
+
+    with Engine(tiny_model, VALUES) as engine:
+        params = SamplingParams(
+            temperature=1.0, seed=1, max_tokens=40, ignore_eos=ignores_eos
+        )
+        prompts = [TokensPrompt(prompt_token_ids=make_prompt(n, 30)) for n in range(8)]
+        engine.llm.generate(prompts, params, use_tqdm=False)
+        seen = engine.scheduler.kv_policy_admission.lengths._seen
+    assert len(seen) == (0 if ignores_eos else 8)
+    assert all(length <= 40 and stopped == (length < 40) for length, stopped in seen)
