@@ -137,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
             nargs="+",
             required=True,
             type=_positive,
-            help=f"length of each {name}; requests take turns in having each of several",
+            help=f"length of each {name}; of several, requests take turns",
         )
     parser.add_argument("--block-size", type=_positive, help="tokens per superblock")
     parser.add_argument("--dtype", default="auto", help="as of vllm serve")
@@ -346,5 +346,5 @@ def _notes(
         longest = engine.model.max_model_len
         yield (
             f"A server would not start: a request of --max-model-len {longest} may "
-            f"need {least} superblocks; lower it."
+            f"need {least} superblocks; lower it, or prefill_interval."
         )

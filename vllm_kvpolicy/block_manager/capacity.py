@@ -38,7 +38,7 @@ class Life:
 
     @property
     def first(self) -> int:
-        """Position from which the answer counts: behind an event at the prompt's end."""
+        """Position from which the answer counts: past an event at the prompt's end."""
         return min(self.footprint.events.prompt_len + 1, self.num_tokens - 1)
 
     @cached_property
@@ -90,9 +90,10 @@ def most_at_once(lives: Sequence[Life], num_usable: int) -> int:
     """Return how many requests a pool bears whose answers begin together.
 
     Requests take turns in having each of the lives, and phases are spread evenly among
-    those of one life. The forecast, the sum of what all hold step by step, has to stay
-    within the pool. Prompts are computed one after the other: each beside the most that
-    the requests before it will hold.
+    those of one life. One that ends before the longest is followed by one of its kind.
+    The forecast, the sum of what all hold step by step, has to stay within the pool.
+    Prompts are computed one after the other: each beside the most that the requests
+    before it will hold.
 
     A number is found by bisection. Where events lie in their blocks can make one more
     request fit where one less does not; then that is tried, but not much farther.
@@ -102,6 +103,7 @@ def most_at_once(lives: Sequence[Life], num_usable: int) -> int:
         num_usable: superblocks of the pool without vLLM's null block.
     """
     known = [lru_cache(maxsize=4096)(life.levels) for life in lives]
+    longest = max(life.num_tokens - life.first for life in lives)
 
     def fits(count: int) -> bool:
         forecast = Forecast()
@@ -109,6 +111,8 @@ def most_at_once(lives: Sequence[Life], num_usable: int) -> int:
         for index in range(count):
             turn, which = divmod(index, len(lives))
             levels = known[which](each[turn], settled=len(lives) == 1)
+            if len(lives) > 1:
+                levels = np.resize(levels, longest)  # repeats them
             entering = np.maximum(levels, lives[which].prompt_peak)
             if forecast.peak(entering) > num_usable:
                 return False
