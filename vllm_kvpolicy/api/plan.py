@@ -17,7 +17,7 @@ from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies.build import build
 from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.sizes import group_size, max_blocks_per_request, max_global_blocks
-from vllm_kvpolicy.worker.setup import remembered
+from vllm_kvpolicy.worker.compaction import remembered
 from vllm_kvpolicy.worker.side_tables import SideTables
 
 # Quarters of budget and interval, for further lines of the table.
