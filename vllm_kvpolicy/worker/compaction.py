@@ -22,7 +22,7 @@ from vllm_kvpolicy.kernels.compact_pages import compact_pages
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.ranking import ascending_indices, resize
 from vllm_kvpolicy.kernels.rope import Rope
-from vllm_kvpolicy.policies.base import EventInputs, Policy
+from vllm_kvpolicy.policies.base import EventInputs, Needs, Policy
 from vllm_kvpolicy.policies.testing import MovementPolicy
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.batch import Batch, Choice, Placement, move_slots
@@ -147,7 +147,7 @@ class Compactor:
         is_local = (token >= num_global[..., None]) & (token < lengths[..., None])
         end = to_device([event.position for event in events])
         shape = (len(events), self.pool.num_layers, self.pool.num_heads)
-        names = needs.memory + (POSITIONS,) * needs.positions
+        names = remembered(needs)
         memory = self._recalled(batch, names)
         optional: dict[str, Any] = {}
         if needs.positions:
@@ -316,3 +316,8 @@ def head_starts(first: torch.Tensor, num_places: int, groups: int) -> torch.Tens
 
 def _kind(event: CompactEvent) -> tuple[str, int, int]:
     return event.policy, event.budget, len(event.dest_blocks)
+
+
+def remembered(needs: Needs) -> tuple[str, ...]:
+    """Return the names of the values that the worker remembers of each survivor."""
+    return needs.memory + (POSITIONS,) * needs.positions

@@ -23,7 +23,7 @@ from vllm_kvpolicy.worker.captures.base import Capture
 from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
 from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
 from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
-from vllm_kvpolicy.worker.compaction import POSITIONS, Compactor
+from vllm_kvpolicy.worker.compaction import Compactor, remembered
 from vllm_kvpolicy.worker.pages import PagePool, check_layout
 from vllm_kvpolicy.worker.refused import refused_for
 from vllm_kvpolicy.worker.request_table import RequestTable
@@ -211,11 +211,6 @@ def prepare(
         tables,
         side_tables,
     )
-
-
-def remembered(needs: Needs) -> tuple[str, ...]:
-    """Return the names of the values that the worker remembers of each survivor."""
-    return needs.memory + (POSITIONS,) * needs.positions
 
 
 def _step_tables(
