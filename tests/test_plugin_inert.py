@@ -105,6 +105,7 @@ ENTRY_MODULES = {
     "protocol",
     "trace",
     "trace.files",
+    "sizes",
 }
 
 

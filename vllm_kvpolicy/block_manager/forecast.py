@@ -6,6 +6,7 @@ of them hold together is the sum.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -53,9 +54,12 @@ def _events(plan: EventPlan, last: int) -> np.ndarray:
 
 
 def _held(
-    footprint: Footprint, events: np.ndarray, number: np.ndarray, token: np.ndarray
+    footprint: Footprint, events: Any, number: np.ndarray, token: np.ndarray
 ) -> np.ndarray:
-    """Return what is held once a token is computed and `number` events have passed."""
+    """Return what is held once a token is computed and `number` events have passed.
+
+    The closed forms of one event take an array of them, too.
+    """
     frontier = np.insert(footprint.frontier_blocks(events), 0, 0)[number]
     kept = np.insert(footprint.global_blocks(events), 0, 0)[number]
     held = kept - (-(token + 1) // footprint.block_size) - frontier

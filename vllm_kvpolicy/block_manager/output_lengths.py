@@ -24,14 +24,13 @@ class OutputLengths:
     _seen: deque[tuple[int, bool]] = field(
         default_factory=lambda: deque(maxlen=REMEMBERED)
     )
-    # Ascending lengths at which answers stopped, and the share that got further.
-    _lengths: np.ndarray | None = None
-    _shares: np.ndarray = field(default_factory=lambda: np.empty(0))
+    # What `_estimate` returned, None where answers have been added since.
+    _curve: tuple[np.ndarray, np.ndarray] | None = None
 
     def add(self, length: int, stopped: bool) -> None:
         """Take in an answer of `length` tokens; not `stopped` at `max_tokens`."""
         self._seen.append((length, stopped))
-        self._lengths = None
+        self._curve = None
 
     def expected(self, generated: int, most: int) -> int:
         """Return the length that nine in ten answers do not exceed.
@@ -43,18 +42,19 @@ class OutputLengths:
         Returns:
             More than `generated` unless that is `most`, and at most `most`.
         """
-        if self._lengths is None:
-            self._estimate()
-        lengths, shares = self._lengths, self._shares
+        if self._curve is None:
+            self._curve = self._estimate()
+        lengths, shares = self._curve
         passed = np.searchsorted(lengths, generated, side="right")
         now = shares[passed - 1] if passed else 1.0
         rare = np.flatnonzero(shares[passed:] <= OUTLIVING * now)
         return min(int(lengths[passed + rare[0]]), most) if len(rare) else most
 
-    def _estimate(self) -> None:
+    def _estimate(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return lengths at which answers stopped, and the share that got further."""
         order = sorted(self._seen)
         lengths = np.array([length for length, _ in order], np.int64)
         stopped = np.array([stops for _, stops in order], bool)
         at_risk = np.arange(len(order), 0, -1) + ENDLESS
         shares = np.cumprod(np.where(stopped, 1 - 1 / at_risk, 1.0))
-        self._lengths, self._shares = lengths[stopped], shares[stopped]
+        return lengths[stopped], shares[stopped]
