@@ -28,6 +28,8 @@ TABLES = SideTables(
     is_ragged=True,
 )
 
+NEEDED = 5  # superblocks of one request
+
 
 class Later(AsyncModelRunnerOutput):
     """Tokens that are still on the device."""
@@ -65,7 +67,9 @@ class Worker(KVPolicyWorkerMixin, Stock):
             answers=SimpleNamespace(take=self.take)
         )
         self.device = torch.device(device)
-        self.cache_config = SimpleNamespace(kv_cache_memory_bytes=explicit)
+        self.cache_config = SimpleNamespace(
+            kv_cache_memory_bytes=explicit, num_gpu_blocks_override=None
+        )
 
     def take(self) -> Any:
         answers, self.answers = self.answers, None
@@ -77,7 +81,8 @@ class Worker(KVPolicyWorkerMixin, Stock):
         return ANSWERS
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
-        return {str(n): SimpleNamespace(page_size_bytes=PAGE) for n in range(LAYERS)}
+        spec = SimpleNamespace(page_size_bytes=PAGE, max_blocks_per_request=NEEDED)
+        return {str(n): spec for n in range(LAYERS)}
 
 
 def make_output() -> ModelRunnerOutput:
@@ -124,15 +129,27 @@ def test_the_pool_leaves_room_for_all_tables(
     assert got + early + TABLES.nbytes(num_blocks) <= 10**6
 
 
-@pytest.mark.parametrize("available", [0, EARLY - 10, EARLY + 5])
-def test_too_little_memory_is_refused_with_what_is_needed(available: int) -> None:
+ENOUGH = EARLY + TABLES.nbytes(NEEDED) + NEEDED * LAYERS * PAGE
+
+
+@pytest.mark.parametrize("available", [0, EARLY - 10, EARLY + 5, ENOUGH - 1])
+def test_too_little_memory_is_refused_with_what_takes_it(available: int) -> None:
     worker = Worker()
     worker.available = available
-    needed = EARLY + TABLES.nbytes(1)
     with pytest.raises(ValueError) as caught:
         worker.determine_available_memory()
     text = str(caught.value)
-    assert f"{LAYERS * PAGE} for one superblock plus {needed} for" in text
-    assert f"got {available} bytes" in text and "--max-num-seqs" in text
-    worker.available = needed + LAYERS * PAGE
-    assert worker.determine_available_memory() == LAYERS * PAGE
+    num_blocks = NEEDED - 1 if available == ENOUGH - 1 else 0
+    assert f"got {available} bytes for {num_blocks} superblocks" in text
+    assert f"of {LAYERS * PAGE} bytes" in text
+    assert f"{EARLY + TABLES.nbytes(num_blocks)} bytes of tables" in text
+    assert f"at least {NEEDED} superblocks" in text and "--max-num-seqs" in text
+    worker.available = ENOUGH
+    assert worker.determine_available_memory() == NEEDED * LAYERS * PAGE
+
+
+def test_a_number_of_superblocks_that_the_user_gives_is_left_to_vllm() -> None:
+    worker = Worker()
+    worker.cache_config.num_gpu_blocks_override = 7
+    worker.available = ENOUGH - 1
+    assert worker.determine_available_memory() == (NEEDED - 1) * LAYERS * PAGE

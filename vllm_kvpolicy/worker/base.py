@@ -1,6 +1,6 @@
 """What a policy adds to vLLM's worker: six short overrides."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import fields
 from typing import Any
@@ -61,10 +61,10 @@ class KVPolicyWorkerMixin:
         """Return the bytes for the KV cache, after the tables of policies.
 
         Raises:
-            ValueError: not even one superblock fits.
+            ValueError: not even one request fits.
         """
         available = super().determine_available_memory()
-        specs = self.get_kv_cache_spec().values()
+        specs = list(self.get_kv_cache_spec().values())
         superblock = sum(spec.page_size_bytes for spec in specs)
         is_explicit = self.cache_config.kv_cache_memory_bytes is not None
         # Otherwise vLLM has already measured it as memory in use on the device.
@@ -72,19 +72,39 @@ class KVPolicyWorkerMixin:
         early = self.kv_policy_setup.early_bytes if is_ours_to_count else 0
         beside = self.kv_policy_setup.side_tables
         num_blocks = beside.pool_blocks(available - early, superblock)
-        if not num_blocks:
-            raise ValueError(
-                f"KV cache memory: got {available} bytes, expected at least "
-                f"{superblock} for one superblock plus {early + beside.nbytes(1)} for "
-                "the tables of --kv-policy; lower --max-num-seqs or give more memory"
-            )
+        tables = early + beside.nbytes(num_blocks)
+        if num_blocks < specs[0].max_blocks_per_request:
+            self._refuse_small_pool(specs, num_blocks, available, tables)
         logger.info(
             "KV policy: tables and the values that policies store per kept token "
             "take %.1f MiB of %.1f MiB",
-            (early + beside.nbytes(num_blocks)) / 2**20,
+            tables / 2**20,
             available / 2**20,
         )
         return num_blocks * superblock
+
+    def _refuse_small_pool(
+        self,
+        specs: Sequence[KVPolicySpec],
+        num_blocks: int,
+        available: int,
+        tables: int,
+    ) -> None:
+        """Raise ValueError with what vLLM's own check, which comes later, cannot know.
+
+        vLLM takes a number of superblocks that the user gives in place of ours.
+        """
+        if num_blocks and self.cache_config.num_gpu_blocks_override is not None:
+            return
+        raise ValueError(
+            f"KV cache memory: got {available} bytes for {num_blocks} superblocks of "
+            f"{sum(spec.page_size_bytes for spec in specs)} bytes and {tables} bytes "
+            "of tables of --kv-policy, expected at least "
+            f"{specs[0].max_blocks_per_request} superblocks, which one request of "
+            "--max-model-len tokens may hold; give more memory, lower --kv-budget, "
+            "--kv-interval, prefill_interval or --max-model-len, or lower "
+            "--max-num-seqs for smaller tables"
+        )
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Make the KV cache, then build the runtime over it."""
