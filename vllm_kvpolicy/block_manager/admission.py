@@ -5,23 +5,27 @@ bounded requests will hold is known, so that both can be foreseen:
 
 * a waiting request enters when the forecast with it stays within the pool;
 * a running one sits a step out where it would take the last superblocks with which
-  somebody gets to the next event. So nobody need be preempted, even where requests do
-  not run in every step as the forecast supposes.
+  somebody gets to the next event. Where that has cost as many tokens as a preemption
+  would, vLLM preempts: answers were longer than expected.
 
-Requests without a bound (`kv_policy` "none", and policies that may keep everything)
-follow vLLM's rule; what they hold now counts as if they held it for ever.
+Where answers have known lengths nobody is preempted. Requests without a bound
+(`kv_policy` "none", and policies that may keep everything) follow vLLM's rule; what
+they hold now counts as if they held it for ever.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvpolicy.block_manager.forecast import HORIZON, Forecast, held_levels
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager
 from vllm_kvpolicy.block_manager.output_lengths import OutputLengths
 from vllm_kvpolicy.block_manager.planner import Planner, RequestState
+
+PATIENCE = 512  # tokens that requests may lose by waiting, beside what a victim would
 
 
 @dataclass
@@ -32,8 +36,10 @@ class Admission:
         planner: knows where requests are and when they have events.
         manager: knows what they hold.
         max_model_len: longest request, in tokens.
+        step_tokens: most tokens that a step computes.
         late_steps: steps for which a request that has ended keeps what it held: 1 with
             asynchronous scheduling.
+        by_priority: vLLM's priority scheduling.
 
     Attributes:
         forecast: what requests that have entered will hold.
@@ -45,22 +51,54 @@ class Admission:
     planner: Planner
     manager: KVPolicyManager
     max_model_len: int
+    step_tokens: int
     late_steps: int
+    by_priority: bool = False
     forecast: Forecast = field(default_factory=Forecast)
     lengths: OutputLengths = field(default_factory=OutputLengths)
     num_held_back: int = 0
     num_waits: int = 0
-    # By request, superblocks of its cached prefix that others held when it entered.
-    _shared: dict[str, int] = field(default_factory=dict)
+    # By request, superblocks of its cached prefix that others held when it entered, and
+    # the step until which these account for them.
+    _shared: dict[str, tuple[int, int]] = field(default_factory=dict)
     # By request, how many of its tokens are expected to be computed.
     _last: dict[str, int] = field(default_factory=dict)
+    _running: dict[str, Request] = field(default_factory=dict)
     _entered: list[str] = field(default_factory=list)
+    # Tokens not computed by requests that sat out since superblocks last came back.
+    _num_lost: int = 0
+    # The least that a request misses until its next event or end; and in which step,
+    # after how many events and with how many free superblocks that was counted.
+    _least: tuple[tuple[int, int, int], int] = (-1, 0, 0), 0
+
+    def __post_init__(self) -> None:
+        self.lengths.unfinished = self._unfinished
+
+    def _unfinished(self) -> Iterator[int]:
+        """Yield how long the answers are that run and may stop."""
+        for request in self._running.values():
+            if _may_stop(request):
+                yield request.num_output_tokens
 
     # -- the life of a request ----------------------------------------------------
 
-    def note_shared(self, request_id: str, num_blocks: int) -> None:
-        """Note how much of a waiting request's cached prefix others hold already."""
-        self._shared[request_id] = num_blocks
+    def note_hit(self, request_id: str, blocks: Sequence[KVCacheBlock]) -> None:
+        """Note how much of a waiting request's cached prefix others account for.
+
+        Those who hold all of it do, until the last of them has its first event or ends.
+        """
+        num_shared = sum(block.ref_cnt > 0 for block in blocks)
+        releases = [self.forecast.step]
+        for other in self.forecast.bookings if num_shared else ():
+            state = self.planner.states[other]
+            row = self.manager.req_to_blocks.get(other, ())
+            if state.ordinal or len(row) < num_shared:
+                continue
+            if row[num_shared - 1] is blocks[num_shared - 1]:
+                end = min(state.plan.first_event, self._last[other])
+                first = max(state.computed, self._running[other].num_prompt_tokens)
+                releases.append(self.forecast.step + max(end - first, 0))
+        self._shared[request_id] = num_shared, max(releases)
 
     def admits(self, request: Request, computed: int, num_new: int) -> bool:
         """Return whether a waiting request may enter in this step.
@@ -79,6 +117,7 @@ class Admission:
             return False
         self.forecast.book(request_id, levels, offset)
         self._entered.append(request_id)
+        self._running[request_id] = request
         return True
 
     def follow(self, request: Request, computed: int, num_new: int) -> None:
@@ -105,20 +144,26 @@ class Admission:
 
     def leave(self, request: Request) -> None:
         """Forget a request that has been preempted or has ended; learn from the end."""
-        self.forecast.cancel(request.request_id)
-        self._shared.pop(request.request_id, None)
-        self._last.pop(request.request_id, None)
+        self._forget(request.request_id)
+        self._num_lost = 0
         if RequestStatus.is_finished(request.status) and _may_stop(request):
             stopped = request.status != RequestStatus.FINISHED_LENGTH_CAPPED
             self.lengths.add(request.num_output_tokens, stopped)
 
-    def finish_step(self, scheduled: Container[str]) -> None:
+    def finish_step(self, scheduled: Container[str], has_events: bool) -> None:
         """Go on to the next step; forget who was let in and found no superblock."""
         for request_id in self._entered:
             if request_id not in scheduled:
-                self.forecast.cancel(request_id)
+                self._forget(request_id)
         self._entered.clear()
         self.forecast.step += 1
+        if has_events:
+            self._num_lost = 0
+
+    def _forget(self, request_id: str) -> None:
+        self.forecast.cancel(request_id)
+        for known in (self._shared, self._last, self._running):
+            known.pop(request_id, None)
 
     # -- who may enter ------------------------------------------------------------
 
@@ -130,20 +175,23 @@ class Admission:
         if self.forecast.peak(levels) > self.manager.num_usable - self._unforeseen():
             return False
         left = self.manager.num_free - int(levels[0])
-        return left >= levels.max() - levels[0] or self._somebody_proceeds(left)
+        return left >= levels.max() - levels[0] or self._proceeds(left)
 
     def _unforeseen(self) -> int:
         """Return the superblocks held that no booking accounts for."""
+        step = self.forecast.step
         foreseen = sum(
-            self.manager.num_held(request_id) - self._discount(request_id)
-            for request_id in self.forecast.bookings
+            self.manager.num_held(request_id) - self._discount(request_id, step)
+            for request_id, booking in self.forecast.bookings.items()
+            if booking.end > step
         )
         return max(self.manager.num_taken - foreseen, 0)
 
-    def _discount(self, request_id: str) -> int:
-        """Return how many superblocks of a request are accounted for by others."""
+    def _discount(self, request_id: str, step: int) -> int:
+        """Return how many superblocks of a request others account for in a step."""
+        num_shared, until = self._shared.get(request_id, (0, 0))
         has_events = self.planner.states[request_id].ordinal
-        return 0 if has_events else self._shared.get(request_id, 0)
+        return 0 if has_events or step >= until else num_shared
 
     def _levels(
         self, request: Request, state: RequestState, computed: int, num_new: int
@@ -157,17 +205,17 @@ class Admission:
         known = request.num_tokens + request.num_output_placeholders
         last = max(self._expected_tokens(request), end)
         self._last[request.request_id] = last
-        shared = self._shared.get(request.request_id, 0)
         if end < known:
-            num_steps = -(-(known - computed) // num_new) + last - known
-            peak = footprint.peak_blocks(last, shared)
-            return np.full(min(num_steps, HORIZON), peak), None
+            num_steps = -(-(known - computed) // self.step_tokens) + last - known
+            num_steps = min(num_steps + 1, HORIZON)
+            return np.full(num_steps, footprint.peak_blocks(last)), None
         stop = min(last, end + HORIZON)
         now = [held_levels(footprint, at, at + 1) for at in (computed, end - 1)]
         later = held_levels(footprint, end, stop)
         levels = np.concatenate([np.maximum(*now), later])
-        num_before = max(state.plan.first_event - end + 1, 0)
-        levels[:num_before] -= shared
+        num_shared, until = self._shared.get(request.request_id, (0, 0))
+        num_before = min(state.plan.first_event - end + 1, until - self.forecast.step)
+        levels[: max(num_before, 0)] -= num_shared
         late = np.full(self.late_steps, levels[-1])
         return np.concatenate([levels, late]), end - self.forecast.step - 1
 
@@ -175,51 +223,91 @@ class Admission:
         """Return how many tokens a request is expected to compute; the last is not."""
         generated, most = request.num_output_tokens, request.max_tokens
         if _may_stop(request):
-            most = self.lengths.expected(generated, most)
+            expected = self.lengths.expected(generated, most)
+            most = max(expected, request.sampling_params.min_tokens)
         return min(request.num_prompt_tokens + most, self.max_model_len) - 1
 
     # -- who may go on ------------------------------------------------------------
 
-    def must_wait(self, request_id: str, computed: int, num_new: int) -> bool:
-        """Return whether a running request has to sit this step out for others.
+    def allowed(
+        self, request: Request, computed: int, num_new: int, victim: Request
+    ) -> int:
+        """Return how many tokens a running request computes in this step.
 
-        It has to where the superblocks that it would take are the last ones with which
-        somebody gets to an event or the end. Where nobody does, vLLM preempts.
+        None where the superblocks that it would take are the last ones with which
+        somebody gets to an event or the end. But where nobody does, where the victim
+        has a lower priority, and where waiting has cost as much as preempting the
+        victim, `num_new`: vLLM preempts then. Part of a prompt where that is what fits.
+
+        Args:
+            request: the request.
+            computed: its tokens computed before this step.
+            num_new: tokens that it would compute in this step.
+            victim: whom vLLM would preempt.
         """
-        if self._bounded(request_id) is None:
-            return False
-        needed = self.manager.num_needed(request_id, computed + num_new)
-        if needed <= 0:
-            return False
-        left = self.manager.num_free - needed
-        if self._somebody_proceeds(left, request_id, needed):
-            return False
-        must_wait = self._somebody_proceeds(self.manager.num_free)
-        self.num_waits += must_wait
-        return must_wait
+        request_id = request.request_id
+        if request_id not in self.forecast.bookings:
+            return num_new
+        if self._may_take(request_id, computed + num_new):
+            return num_new
+        fitting = self._fitting(request_id, computed, num_new)
+        if fitting < num_new and self._may_take(request_id, computed + fitting):
+            return fitting
+        is_dear = self._num_lost >= victim.num_computed_tokens + PATIENCE
+        if is_dear or (self.by_priority and victim.priority > request.priority):
+            return num_new
+        if not self._proceeds(self.manager.num_free):
+            return num_new
+        self.num_waits += 1
+        self._num_lost += 1
+        return 0
 
-    def _somebody_proceeds(
-        self, free: int, served: str | None = None, given: int = 0
-    ) -> bool:
-        """Return whether a bounded request gets to where it gives superblocks back.
+    def _may_take(self, request_id: str, num_tokens: int) -> bool:
+        """Return whether what a request takes leaves enough for somebody to proceed."""
+        needed = self.manager.num_needed(request_id, num_tokens)
+        left = self.manager.num_free - needed
+        # An event that is due gives back at once.
+        if needed <= 0 or left < 0:
+            return needed <= 0
+        is_due = self.planner.due(request_id) is not None
+        return is_due or self._proceeds(left, request_id, needed)
+
+    def _fitting(self, request_id: str, computed: int, num_new: int) -> int:
+        """Return for how many new tokens there are superblocks, at least 1."""
+        size, free = self.manager.block_size, self.manager.num_free
+        spare = max(free - self.manager.num_needed(request_id, computed + 1), 0)
+        count = min((computed // size + 1 + spare) * size - computed, num_new)
+        # The window of the next event may not fit, too.
+        fits = self.manager.num_needed(request_id, computed + count) <= free
+        return count if fits else 1
+
+    def _proceeds(self, free: int, served: str | None = None, given: int = 0) -> bool:
+        """Return whether somebody gets to where they give superblocks back.
 
         Args:
             free: superblocks that there are for it.
-            served: a request that has been given some more.
+            served: a request that is given some of those that it misses.
             given: how many.
         """
-        if free < 0:
-            return False
-        return any(
-            self._missing(request_id) - given * (request_id == served) <= free
-            for request_id in self.forecast.bookings
-        )
+        if served is not None and self._missing(served) - given <= free:
+            return True
+        now = self.forecast.step, self.planner.num_events, self.manager.num_free
+        if self._least[0] != now:
+            missing = map(self._missing, self.forecast.bookings)
+            self._least = now, min(missing, default=free + 1)
+        return self._least[1] <= free
 
     def _missing(self, request_id: str) -> int:
-        """Return what a request takes until its next event or its end."""
-        event = self.planner.coming_event(request_id)
-        end = min(event, self._last[request_id])
-        return self.manager.num_needed(request_id, end) + self._discount(request_id)
+        """Return what a request takes until its next event or its end.
+
+        Its first event takes superblocks in place of those that others hold, too.
+        """
+        state, manager = self.planner.states[request_id], self.manager
+        end = min(self.planner.coming_event(request_id), self._last[request_id])
+        missing = manager.num_needed(request_id, end)
+        if state.ordinal or state.due:
+            return missing
+        return missing + manager.num_shared(request_id)
 
     def is_bounded(self, request_id: str) -> bool:
         """Return whether it is known what a request will hold."""

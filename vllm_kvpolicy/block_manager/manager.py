@@ -8,6 +8,7 @@ unpickling the spec; the entry point never does.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from vllm.utils.math_utils import cdiv
@@ -189,7 +190,7 @@ class KVPolicyManager(FullAttentionManager):
         state = self.planner.due(request_id)
         if state is not None:
             self._run_event(request_id, state)
-        if self.planner.needs_window(request_id):
+        if self.planner.needs_window(request_id, num_tokens):
             count = self.planner.states[request_id].footprint.window_blocks
             window = self.block_pool.get_new_blocks(count)
             self._windows[request_id] = window
@@ -323,6 +324,11 @@ class KVPolicyManager(FullAttentionManager):
         num_entries = len(self.req_to_blocks.get(request_id, ()))
         more = max(cdiv(num_tokens, self.block_size) - num_entries, 0)
         return more + self._taken_beside(request_id, num_tokens)
+
+    def num_shared(self, request_id: str) -> int:
+        """Return how many of a request's first superblocks others hold, too."""
+        row = self.req_to_blocks.get(request_id, ())
+        return sum(1 for _ in takewhile(lambda block: block.ref_cnt > 1, row))
 
     @property
     def num_usable(self) -> int:

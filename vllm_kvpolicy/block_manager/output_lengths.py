@@ -1,25 +1,33 @@
 """Learns how long answers are, from those that this engine has given.
 
 A request may ask for 32,768 tokens and stop after 300. Source: the product-limit
-estimate of Kaplan and Meier (1958): answers cut off at `max_tokens` say only that they
-would have been longer. Deviations: imaginary answers that never stop, so that a few
-observations do not count for much.
+estimate of Kaplan and Meier (1958): answers that are cut off at `max_tokens`, or not
+finished yet, say only that they are longer. Deviations: none.
 """
 
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 REMEMBERED = 512  # answers
-ENDLESS = 10  # imaginary answers
+ENOUGH = 20  # answers, before anything is concluded from them
 OUTLIVING = 0.1  # share of answers that may be longer than expected
+LOOKAHEAD = (
+    256  # tokens that an answer is expected to go on for as long as few are known
+)
 
 
 @dataclass
 class OutputLengths:
-    """The newest answers, and what they say about the next ones."""
+    """The newest answers, and what they say about the next ones.
 
+    Args:
+        unfinished: returns the lengths so far of answers that go on.
+    """
+
+    unfinished: Callable[[], Iterable[int]] = tuple
     # Length in tokens, and whether the answer stopped by itself.
     _seen: deque[tuple[int, bool]] = field(
         default_factory=lambda: deque(maxlen=REMEMBERED)
@@ -28,12 +36,20 @@ class OutputLengths:
     _curve: tuple[np.ndarray, np.ndarray] | None = None
 
     def add(self, length: int, stopped: bool) -> None:
-        """Take in an answer of `length` tokens; not `stopped` at `max_tokens`."""
-        self._seen.append((length, stopped))
-        self._curve = None
+        """Take in an answer of `length` tokens; not `stopped` at `max_tokens`.
+
+        One without tokens says nothing: its client left before it began.
+        """
+        if length:
+            self._seen.append((length, stopped))
+            self._curve = None
 
     def expected(self, generated: int, most: int) -> int:
         """Return the length that nine in ten answers do not exceed.
+
+        While few are known it is a little more than what there is: requests are let in
+        nearly as vLLM does, which is right for short answers and put right by
+        preemption for long ones.
 
         Args:
             generated: tokens that this one has already.
@@ -42,6 +58,8 @@ class OutputLengths:
         Returns:
             More than `generated` unless that is `most`, and at most `most`.
         """
+        if len(self._seen) < ENOUGH:
+            return min(generated + LOOKAHEAD, most)
         if self._curve is None:
             self._curve = self._estimate()
         lengths, shares = self._curve
@@ -52,9 +70,11 @@ class OutputLengths:
 
     def _estimate(self) -> tuple[np.ndarray, np.ndarray]:
         """Return lengths at which answers stopped, and the share that got further."""
-        order = sorted(self._seen)
+        seen = [*self._seen, *((length, False) for length in self.unfinished())]
+        # Those that were cut off at a length were there when others stopped at it.
+        order = sorted(seen, key=lambda answer: (answer[0], not answer[1]))
         lengths = np.array([length for length, _ in order], np.int64)
         stopped = np.array([stops for _, stops in order], bool)
-        at_risk = np.arange(len(order), 0, -1) + ENDLESS
+        at_risk = np.arange(len(order), 0, -1)
         shares = np.cumprod(np.where(stopped, 1 - 1 / at_risk, 1.0))
         return lengths[stopped], shares[stopped]

@@ -68,7 +68,6 @@ class RequestState:
         ordinal: events since the request (re)started.
         window: superblocks of its query window; none where it is not open.
         due: an event decided in this step that the manager has yet to carry out.
-        saves_queries: this step computes queries that the next event reads.
         serial: number of the last event, -1 before the first.
         passed: position of the last event, -1 before the first.
         most_held: most superblocks held just before some were given back.
@@ -82,7 +81,6 @@ class RequestState:
     ordinal: int = 0
     window: tuple[int, ...] = ()
     due: bool = False
-    saves_queries: bool = False
     serial: int = -1
     passed: int = -1
     most_held: int = 0
@@ -113,6 +111,7 @@ class Planner:
         limits: sizes fixed for the life of the engine.
         states: requests by id, from arrival to finish.
         num_global_blocks: superblocks that hold survivors, over all requests.
+        num_events: events so far.
     """
 
     limits: PlannerLimits
@@ -121,7 +120,7 @@ class Planner:
     _windows: dict[str, RequestState] = field(default_factory=dict)
     _events: dict[str, CompactEvent] = field(default_factory=dict)
     _num_due: int = 0
-    _num_events: int = 0
+    num_events: int = 0
     # Requests whose event waits for a step with room, longest first, and those of them
     # that the next step has room for.
     _late: dict[str, None] = field(default_factory=dict)
@@ -160,7 +159,7 @@ class Planner:
         state = self.states.get(request_id)
         if state is None or num_new <= 0:
             return num_new
-        state.computed, state.due, state.saves_queries = computed, False, False
+        state.computed, state.due = computed, False
         events = state.footprint.events
         if state.target < computed:
             state.target = events.next_event(computed)
@@ -170,9 +169,14 @@ class Planner:
                 return 0
             target = events.next_event(computed + 1)
             state.due = True
-        num_new = min(num_new, target - computed)
-        state.saves_queries = state.window_start < computed + num_new
-        return num_new
+        return min(num_new, target - computed)
+
+    def sit_out(self, request_id: str) -> None:
+        """Take back what `clip` has decided: the request does not run in this step."""
+        state = self.states.get(request_id)
+        if state is not None and state.due:
+            state.due = False
+            self._num_due -= request_id not in self._invited
 
     def due(self, request_id: str) -> RequestState | None:
         """Return the request's state if it has an event in this step, else None."""
@@ -202,8 +206,8 @@ class Planner:
         num_global = state.global_blocks
         self.num_global_blocks += len(dest_blocks) - num_global
         state.global_blocks = len(dest_blocks)
-        state.serial = self._num_events
-        self._num_events += 1
+        state.serial = self.num_events
+        self.num_events += 1
         self._events[request_id] = CompactEvent(
             request_id=request_id,
             serial=state.serial,
@@ -308,13 +312,19 @@ class Planner:
 
     # -- query windows ------------------------------------------------------------
 
-    def needs_window(self, request_id: str) -> bool:
+    def needs_window(self, request_id: str, num_tokens: int) -> bool:
         """Return whether this step saves queries and no superblocks are there for them.
 
         In the step of an event the open window is read; the next one is another.
+
+        Args:
+            request_id: the request.
+            num_tokens: tokens computed after this step.
         """
         state = self.states.get(request_id)
-        return state is not None and state.saves_queries and not state.window
+        if state is None or state.window:
+            return False
+        return num_tokens > state.window_start
 
     def open_window(self, request_id: str, blocks: tuple[int, ...]) -> None:
         """Note the superblocks that the manager has lent for a request's queries."""

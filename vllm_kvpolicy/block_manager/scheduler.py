@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
@@ -59,7 +60,9 @@ class KVPolicySchedulerMixin(CountingMixin):
             self.kv_policy_planner,
             manager,
             self.max_model_len,
+            step_tokens=self.max_num_scheduled_tokens,
             late_steps=int(self.scheduler_config.async_scheduling or False),
+            by_priority=self.policy == SchedulingPolicy.PRIORITY,
         )
         self._may_mask = self.kv_policy_config.is_exact  # parsed once, not every step
         self._sees_all: set[str] = set()
@@ -139,8 +142,7 @@ class KVPolicySchedulerMixin(CountingMixin):
         usable = num_cached if state is None else state.plan.usable_hit(num_cached)
         if usable < num_cached:
             blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, usable)
-        num_shared = sum(block.ref_cnt > 0 for block in blocks.blocks[0])
-        self.kv_policy_admission.note_shared(request.request_id, num_shared)
+        self.kv_policy_admission.note_hit(request.request_id, blocks.blocks[0])
         return (blocks, usable, *rest)
 
     def _reserve_prefill_lookahead(
@@ -159,11 +161,24 @@ class KVPolicySchedulerMixin(CountingMixin):
         )
         if num_new_tokens <= 0:
             return num_new_tokens
-        wanted = num_computed_tokens, num_new_tokens
+        wanted = request, num_computed_tokens, num_new_tokens
         if request.status != RequestStatus.RUNNING:
-            return num_new_tokens if admission.admits(request, *wanted) else 0
-        admission.follow(request, *wanted)
-        return 0 if admission.must_wait(request_id, *wanted) else num_new_tokens
+            num_new_tokens *= admission.admits(*wanted)
+        else:
+            num_new_tokens = admission.allowed(*wanted, self._victim())
+        if num_new_tokens <= 0:
+            self.kv_policy_planner.sit_out(request_id)
+        elif request.status == RequestStatus.RUNNING:
+            admission.follow(request, num_computed_tokens, num_new_tokens)
+        return num_new_tokens
+
+    def _victim(self) -> Request:
+        """Return the running request that vLLM would preempt."""
+        if self.policy == SchedulingPolicy.PRIORITY:
+            return max(
+                self.running, key=lambda each: (each.priority, each.arrival_time)
+            )
+        return self.running[-1]
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         """Attach the step's commands to the output that the workers receive."""
@@ -175,7 +190,9 @@ class KVPolicySchedulerMixin(CountingMixin):
             exempt = frozenset(self._sees_all & scheduled)
             commands = replace(commands, exempt=exempt)
         scheduler_output.kv_policy_commands = commands
-        self.kv_policy_admission.finish_step(scheduler_output.num_scheduled_tokens)
+        self.kv_policy_admission.finish_step(
+            scheduler_output.num_scheduled_tokens, has_events=bool(commands.events)
+        )
         super()._update_after_schedule(scheduler_output)
         self._count()
 

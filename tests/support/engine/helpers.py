@@ -242,7 +242,7 @@ class Engine:
         """Let requests in when their prompt fits: where the pool is full, preempt."""
         admission = self.scheduler.kv_policy_admission
         admission.admits = lambda *request: True
-        admission.must_wait = lambda *request: False
+        admission.allowed = lambda request, computed, num_new, victim: num_new
 
     def _count_preemptions(self) -> None:
         preempt = self.scheduler._preempt_request

@@ -76,7 +76,7 @@ class Simulation:
         is_ragged = self.policy.is_ragged
         self.tables = RaggedCheck(*sizes) if is_ragged else TableCheck(*sizes)
         self.answers = LateAnswers(self.scheduler, self.worker, self.totals, self.rng)
-        self.forecast = ForecastCheck(self.scheduler, self.asked, self.totals)
+        self.forecast = ForecastCheck(self.scheduler, scenario, self.asked, self.totals)
         self._count_clips()
 
     def _count_clips(self) -> None:
@@ -158,7 +158,7 @@ class Simulation:
                 seed=seed,
                 max_tokens=max_tokens,
                 ignore_eos=True,
-                stop_token_ids=[STOP_TOKEN],
+                stop_token_ids=[STOP_TOKEN] if self.scenario.stops else [],
                 extra_args=extra_args,
             ),
             pooling_params=None,

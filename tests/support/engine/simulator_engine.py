@@ -45,6 +45,7 @@ class Scenario:
         stops: chance that a sampled token ends its request.
         seed: of everything random.
         caching: vLLM's prefix cache is on, and prompts begin like earlier requests.
+        foresees: requests enter by the forecast; else as vLLM lets them in.
         resets: chance before a step that all running requests lose what they hold.
     """
 
@@ -62,6 +63,7 @@ class Scenario:
     stops: float
     seed: int
     caching: bool = False
+    foresees: bool = True
     resets: float = 0.0
 
 
@@ -120,11 +122,11 @@ def random_scenario(
         longest=rng.choice((400, 900, 3600)),
         arrivals=rng.choice((0.05, 0.2, 0.5)),
         aborts=rng.choice((0.0, 0.01, 0.05)),
-        stops=rng.choice((0.001, 0.01)),
+        stops=rng.choice((0.0, 0.0, 0.001, 0.01)),
         seed=rng.randrange(2**32),
         caching=caching,
         # Bounded requests are hardly ever preempted otherwise.
-        resets=0.01 if seed % 3 == 1 and not caching else 0.0,
+        foresees=seed % 3 != 1,
     )
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import Any
 
+from support.engine.simulator_engine import Scenario
 from support.engine.simulator_pages import Asked, check
 
 
@@ -11,14 +12,24 @@ class ForecastCheck:
 
     Args:
         scheduler: of the engine.
+        scenario: of its traffic.
         asked: what requests asked for, by id.
         totals: takes in how often a forecast was exact.
     """
 
     def __init__(
-        self, scheduler: Any, asked: dict[str, Asked], totals: Counter[str]
+        self,
+        scheduler: Any,
+        scenario: Scenario,
+        asked: dict[str, Asked],
+        totals: Counter[str],
     ) -> None:
-        self.scheduler, self.asked, self.totals = scheduler, asked, totals
+        self.scheduler, self.scenario = scheduler, scenario
+        self.asked, self.totals = asked, totals
+        if not scenario.foresees:
+            admission = scheduler.kv_policy_admission
+            admission.admits = lambda *request: True
+            admission.allowed = lambda request, computed, num_new, victim: num_new
 
     def check(self, output: Any) -> None:
         """Check the forecast of the step that has just been scheduled.
@@ -26,6 +37,8 @@ class ForecastCheck:
         In the step of an event it is the larger of what is held before and after it.
         While a prompt takes several steps, and under dynamic policies, it is a bound.
         """
+        if not self.scenario.foresees:
+            return
         admission, manager = self._parts()
         step = admission.forecast.step - 1
         with_event = {event.request_id for event in output.kv_policy_commands.events}
@@ -39,7 +52,7 @@ class ForecastCheck:
             index = step - booking.start
             check(0 <= index < len(booking.levels), name, "not booked for", step)
             foreseen = booking.levels[index]
-            held = manager.num_held(name) - admission._discount(name)
+            held = manager.num_held(name) - admission._discount(name, step)
             check(held <= foreseen, name, "holds", held, "foreseen", foreseen)
             if booking.offset is None or asked.is_dynamic or name in with_event:
                 continue
@@ -51,7 +64,10 @@ class ForecastCheck:
         admission, _ = self._parts()
         counted = self.scheduler.kv_policy_counters.file.read()
         preempted = counted["preemptions_bounded"]
-        check(not preempted, preempted, "preemptions of bounded requests alone")
+        is_exact = self.scenario.foresees and not self.scenario.stops
+        is_exact &= not self.scenario.priorities
+        check(not (is_exact and preempted), preempted, "bounded requests preempted")
+        self.totals["engines with known lengths"] += is_exact
         self.totals["waits"] += admission.num_waits
         self.totals["held back"] += admission.num_held_back
         check(not admission.forecast.bookings, "booked", admission.forecast.bookings)
