@@ -75,12 +75,14 @@ SERIES = (
     Series(
         "foreseen_blocks",
         "gauge",
-        "Most superblocks that the requests which run will hold in a coming step.",
+        "Most superblocks that running requests with a bound will hold in a coming "
+        "step.",
     ),
     Series(
         "preemptions_bounded",
         "counter",
-        "Preemptions while all running requests had a bound; expected to stay 0.",
+        "Preemptions while all running requests had a bound: answers got longer than "
+        "expected.",
     ),
     Series(
         "preemptions_unbounded",
