@@ -1,0 +1,190 @@
+"""Admission where answers have no known length, and where priorities differ.
+
+The real scheduler, without a model: answers stop where the test says.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config import ModelConfig
+from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+from support.engine.simulator_engine import Scenario, make_scheduler
+
+TOKEN, STOP_TOKEN = 5, 7
+# A step costs about as much as ten tokens more in it, by which steps are weighed.
+STEP_TOKENS = 10
+CHAT = Scenario(
+    policy={"policy": "tova", "budget": 512, "interval": 128, "prefill_interval": 1024},
+    depth=1,
+    block_size=16,
+    spare=0.0,
+    max_num_seqs=128,
+    max_batched=2048,
+    long_prefill=0,
+    priorities=False,
+    longest=16_000,
+    arrivals=0,
+    aborts=0,
+    stops=0,
+    seed=0,
+)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path) -> ModelConfig:
+    return ModelConfig(model=str(tiny_model), skip_tokenizer_init=True, dtype="float32")
+
+
+@dataclass
+class Traffic:
+    """Requests of 100 tokens whose answers stop where they are told to.
+
+    Attributes:
+        stops: length of each answer, by request.
+        steps, tokens: so far, tokens of prompts included.
+        sat_out: steps in which a request that ran computed nothing, by request.
+    """
+
+    scheduler: Any
+    stops: dict[str, int] = field(default_factory=dict)
+    steps: int = 0
+    tokens: int = 0
+    sat_out: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def cost(self) -> int:
+        """Time that it took, in tokens."""
+        return self.steps * STEP_TOKENS + self.tokens
+
+    @property
+    def counted(self) -> dict[str, float]:
+        return self.scheduler.kv_policy_counters.file.read()
+
+    def add(self, length: int, priority: int = 0) -> str:
+        name = f"r{len(self.stops)}"
+        rng = random.Random(name)
+        params = SamplingParams(max_tokens=8000, stop_token_ids=[STOP_TOKEN])
+        prompt = [rng.randrange(10, 90) for _ in range(100)]
+        request = Request(name, prompt, params, None, priority=priority)
+        self.stops[name] = length
+        self.scheduler.add_request(request)
+        return name
+
+    def step(self) -> None:
+        scheduler = self.scheduler
+        ran = {request.request_id for request in scheduler.running}
+        output = scheduler.schedule()
+        names = list(output.num_scheduled_tokens)
+        ran &= {request.request_id for request in scheduler.running}
+        for name in ran - set(names):
+            self.sat_out[name] = self.sat_out.get(name, 0) + 1
+        self.steps += 1
+        self.tokens += output.total_num_scheduled_tokens
+        sampled = [list(self._sampled(scheduler.requests[name])) for name in names]
+        index = {name: number for number, name in enumerate(names)}
+        result = ModelRunnerOutput(names, index, sampled_token_ids=sampled)
+        scheduler.update_from_output(output, result)
+
+    def _sampled(self, request: Request) -> Iterator[int]:
+        if request.num_computed_tokens >= request.num_tokens:
+            is_last = request.num_output_tokens + 1 >= self.stops[request.request_id]
+            yield STOP_TOKEN if is_last else TOKEN
+
+    def finish(self) -> None:
+        while self.scheduler.has_requests():
+            self.step()
+            assert self.steps < 20_000
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        self.scheduler.shutdown()
+
+
+def traffic(
+    model: ModelConfig, monkeypatch: pytest.MonkeyPatch, pool: int, **changes: Any
+) -> Traffic:
+    """Return an engine with a pool of so many superblocks."""
+    values = {**vars(CHAT), **changes}
+    monkeypatch.setattr(
+        "support.engine.simulator_engine.max_blocks_per_request", lambda *_: pool
+    )
+    return Traffic(make_scheduler(Scenario(**values), model))
+
+
+def as_vllm_does(engine: Traffic) -> Traffic:
+    admission = engine.scheduler.kv_policy_admission
+    admission.admits = lambda *request: True
+    admission.allowed = lambda *given: given[2]
+    return engine
+
+
+def cost_of(engine: Traffic, lengths: list[int], every: int = 0) -> int:
+    """Serve answers of these lengths, one every few steps or all at once."""
+    for length in lengths:
+        engine.add(length)
+        for _ in range(every):
+            engine.step()
+    engine.finish()
+    return engine.cost
+
+
+@pytest.mark.parametrize("kind", ["cold", "longer than known", "heavy tail"])
+def test_wrong_ideas_of_lengths_cost_no_more_than_vllms_rule(
+    model: ModelConfig, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Nothing is known, or what is known is wrong, or few answers are very long."""
+    rng = random.Random(kind)
+    if kind == "cold":
+        lengths = [rng.randint(200, 400) for _ in range(96)]
+    elif kind == "longer than known":
+        lengths = [20] * 60 + [1500] * 40
+    else:
+        lengths = [1500 if n % 12 == 0 else rng.randint(30, 90) for n in range(240)]
+    every = 0 if kind == "cold" else 3
+    ours = traffic(model, monkeypatch, pool=700)
+    stock = as_vllm_does(traffic(model, monkeypatch, pool=700))
+    costs = cost_of(ours, lengths, every), cost_of(stock, lengths, every)
+    assert costs[0] <= 1.1 * costs[1], (kind, costs, ours.steps, stock.steps)
+
+
+def test_lengths_that_are_known_by_now_keep_requests_from_preemption(
+    model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = traffic(model, monkeypatch, pool=500)
+    rng = random.Random(8)
+    cost_of_first = [rng.randint(300, 500) for _ in range(40)]
+    for length in cost_of_first:
+        engine.add(length)
+    while engine.scheduler.has_requests():
+        engine.step()
+    before = engine.counted["preemptions_bounded"]
+    for _ in range(60):
+        engine.add(rng.randint(300, 500))
+    most = 0
+    while engine.scheduler.has_requests():
+        engine.step()
+        most = max(most, len(engine.scheduler.running))
+    learned = engine.counted["preemptions_bounded"] - before
+    engine.finish()
+    assert learned <= 3
+    assert most < 60, "they do not fit at their full length"
+
+
+def test_a_request_of_a_higher_priority_never_sits_out(
+    model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = traffic(model, monkeypatch, pool=400, priorities=True)
+    for _ in range(40):
+        engine.add(900, priority=5)
+    for _ in range(20):
+        engine.step()
+    first = engine.add(900, priority=0)
+    engine.finish()
+    assert first not in engine.sat_out
+    assert sum(engine.sat_out.values()) > 0, "others do"
