@@ -13,8 +13,9 @@ Where answers have known lengths nobody is preempted. Requests without a bound
 they hold now counts as if they held it for ever.
 """
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -24,6 +25,7 @@ from vllm_kvpolicy.block_manager.forecast import HORIZON, Forecast, held_levels
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager
 from vllm_kvpolicy.block_manager.output_lengths import OutputLengths
 from vllm_kvpolicy.block_manager.planner import Planner, RequestState
+from vllm_kvpolicy.events import Footprint
 
 PATIENCE = 512  # tokens that requests may lose by waiting, beside what a victim would
 
@@ -65,6 +67,8 @@ class Admission:
     _last: dict[str, int] = field(default_factory=dict)
     _running: dict[str, Request] = field(default_factory=dict)
     _entered: list[str] = field(default_factory=list)
+    # What `_computed_levels` was asked last, and its answer.
+    _newest_levels: tuple[Any, np.ndarray] = None, np.empty(0)
     # Tokens not computed by requests that sat out since superblocks last came back.
     _num_lost: int = 0
     # The least that a request misses until its next event or end; and in which step,
@@ -209,15 +213,32 @@ class Admission:
             num_steps = -(-(known - computed) // self.step_tokens) + last - known
             num_steps = min(num_steps + 1, HORIZON)
             return np.full(num_steps, footprint.peak_blocks(last)), None
-        stop = min(last, end + HORIZON)
-        now = [held_levels(footprint, at, at + 1) for at in (computed, end - 1)]
-        later = held_levels(footprint, end, stop)
-        levels = np.concatenate([np.maximum(*now), later])
+        positions = computed, end, min(last, end + HORIZON)
+        levels = self._computed_levels(footprint, positions).copy()
         num_shared, until = self._shared.get(request.request_id, (0, 0))
         num_before = min(state.plan.first_event - end + 1, until - self.forecast.step)
         levels[: max(num_before, 0)] -= num_shared
         late = np.full(self.late_steps, levels[-1])
         return np.concatenate([levels, late]), end - self.forecast.step - 1
+
+    def _computed_levels(
+        self, footprint: Footprint, positions: tuple[int, int, int]
+    ) -> np.ndarray:
+        """Return what a step holds that gets to `end`, and later ones up to `last`.
+
+        The next request that waits asks for the same in every step.
+
+        Args:
+            footprint: of the request.
+            positions: tokens computed before the step, `end` and `last`.
+        """
+        asked = footprint, positions
+        if self._newest_levels[0] != asked:
+            computed, end, last = positions
+            now = [held_levels(footprint, at, at + 1) for at in (computed, end - 1)]
+            later = held_levels(footprint, end, last)
+            self._newest_levels = asked, np.concatenate([np.maximum(*now), later])
+        return self._newest_levels[1]
 
     def _expected_tokens(self, request: Request) -> int:
         """Return how many tokens a request is expected to compute; the last is not."""
@@ -230,7 +251,11 @@ class Admission:
     # -- who may go on ------------------------------------------------------------
 
     def allowed(
-        self, request: Request, computed: int, num_new: int, victim: Request
+        self,
+        request: Request,
+        computed: int,
+        num_new: int,
+        find_victim: Callable[[], Request],
     ) -> int:
         """Return how many tokens a running request computes in this step.
 
@@ -243,7 +268,7 @@ class Admission:
             request: the request.
             computed: its tokens computed before this step.
             num_new: tokens that it would compute in this step.
-            victim: whom vLLM would preempt.
+            find_victim: returns whom vLLM would preempt.
         """
         request_id = request.request_id
         if request_id not in self.forecast.bookings:
@@ -253,6 +278,7 @@ class Admission:
         fitting = self._fitting(request_id, computed, num_new)
         if fitting < num_new and self._may_take(request_id, computed + fitting):
             return fitting
+        victim = find_victim()
         is_dear = self._num_lost >= victim.num_computed_tokens + PATIENCE
         if is_dear or (self.by_priority and victim.priority > request.priority):
             return num_new

@@ -165,7 +165,7 @@ class KVPolicySchedulerMixin(CountingMixin):
         if request.status != RequestStatus.RUNNING:
             num_new_tokens *= admission.admits(*wanted)
         else:
-            num_new_tokens = admission.allowed(*wanted, self._victim())
+            num_new_tokens = admission.allowed(*wanted, self._victim)
         if num_new_tokens <= 0:
             self.kv_policy_planner.sit_out(request_id)
         elif request.status == RequestStatus.RUNNING:
