@@ -83,9 +83,8 @@ def test_vllms_rule_preempts_where_the_forecast_does_not(tiny_model):
     jobs = make_jobs([40] * 12, 300, seed=7)
     time = {}
     for foresees in (True, False):
-        with Engine(tiny_model, VALUES, num_blocks=6 * PEAK + 1) as engine:
-            if not foresees:
-                engine.admit_as_vllm_does()
+        sizes = {"num_blocks": 6 * PEAK + 1, "foresees": foresees}
+        with Engine(tiny_model, VALUES, **sizes) as engine:
             computed = count_tokens(engine)
             run = engine.run(jobs)
             assert (run.preemptions == 0) == foresees

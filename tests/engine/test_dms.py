@@ -21,7 +21,7 @@ from vllm_kvpolicy.policies.admissions.dms.files import save
 
 LAYERS, HEADS, SIZE, WINDOW, SINKS, BUDGET = 2, 2, 32, 40, 7, 110
 BASE = {"interval": 48, "prefill_interval": 128, "recent": WINDOW, "sinks": SINKS}
-TIGHT = {"max_num_batched_tokens": 96, "max_model_len": 832}
+TIGHT = {"max_num_batched_tokens": 96, "max_model_len": 832, "foresees": False}
 BLOCKS = {False: 40, True: 27}  # too few for all at once; with a budget, fewer
 LENGTHS = (1, 100, 300, 600, 170)
 NEAR = 2e-2  # of logits, 100 times what decides

@@ -25,7 +25,7 @@ from vllm_kvpolicy.policies.admissions.wgkv.gates import full_name
 
 LAYERS, HEADS, DIM, WINDOW, SINKS, BUDGET = 2, 2, 32, 40, 7, 110
 BASE = {"interval": 48, "prefill_interval": 128, "recent": WINDOW, "sinks": SINKS}
-TIGHT = {"max_num_batched_tokens": 96, "max_model_len": 832}
+TIGHT = {"max_num_batched_tokens": 96, "max_model_len": 832, "foresees": False}
 LENGTHS = (1, 100, 300, 600, 170)
 BLOCKS = {False: 40, True: 27}
 

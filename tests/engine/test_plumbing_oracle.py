@@ -26,6 +26,7 @@ BASE = {
     "sinks": 5,
 }
 ENGINE = {"max_num_batched_tokens": 128, "num_blocks": 60, "max_model_len": 832}
+ENGINE |= {"foresees": False}  # requests preempt each other
 ALL = [name for name in names() if not parse(name).is_test]
 
 

@@ -232,7 +232,7 @@ def test_gates_that_mask_at_once_answer_as_without_the_cache(
 
 
 @pytest.mark.parametrize(
-    "changes", [{"max_num_batched_tokens": 96}, {"num_blocks": 46}]
+    "changes", [{"max_num_batched_tokens": 96}, {"num_blocks": 46, "foresees": False}]
 )
 @pytest.mark.parametrize("allowed", [["ams-tova", "snapkv"], ["hard-snapkv", "wgkv"]])
 def test_chunks_and_preemptions_change_nothing(

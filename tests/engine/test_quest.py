@@ -16,7 +16,7 @@ from vllm_kvpolicy.policies.admissions.wgkv.files import save
 
 LAYERS, HEADS, DIM, WINDOW = 2, 2, 32, 40
 BASE = {"interval": 48, "prefill_interval": 128, "recent": WINDOW, "sinks": 7}
-TIGHT = {"max_num_batched_tokens": 96, "max_model_len": 832}
+TIGHT = {"max_num_batched_tokens": 96, "max_model_len": 832, "foresees": False}
 LENGTHS = (40, 100, 300, 600, 170)
 TOKENS = 150
 # Tokens that a step reads, and superblocks: too few for all requests at once.

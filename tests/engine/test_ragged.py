@@ -87,6 +87,7 @@ def test_answers_hold_under_preemption(
     tiny_model: Path, tmp_path: Path, decoder: ReferenceDecoder
 ) -> None:
     pool = {"num_blocks": 29, "max_model_len": 896, "max_num_batched_tokens": 96}
+    pool |= {"foresees": False}
     with Engine(tiny_model, DYNAMIC, tmp_path, **pool) as engine:
         run = engine.run(jobs())
         assert engine.num_free == engine.num_usable

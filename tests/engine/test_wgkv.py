@@ -22,7 +22,7 @@ from vllm_kvpolicy.policies.admissions.wgkv.gates import Gates, full_name
 LAYERS, HEADS, DIM, SIZE, WINDOW, SINKS = 2, 2, 32, 32, 40, 7
 BASE = {"interval": 48, "prefill_interval": 128, "recent": WINDOW, "sinks": SINKS}
 BUDGET = 110
-TIGHT = {"max_num_batched_tokens": 96, "max_model_len": 832}
+TIGHT = {"max_num_batched_tokens": 96, "max_model_len": 832, "foresees": False}
 BLOCKS = {False: 40, True: 27}  # too few for all at once; with a budget, fewer
 LENGTHS = (40, 100, 300, 600, 170)
 NEAR = 1e-4

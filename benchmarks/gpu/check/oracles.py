@@ -84,6 +84,7 @@ def check_oracles(checks: Any, what: Oracles) -> None:
             Engine(model, values, trace, what.num_blocks, **what.settings) as engine,
         ):
             graphs = Graphs(engine, as_where(model, what, jobs))
+            engine.admit_as_vllm_does()
             run = engine.run(jobs)
             assert run.preemptions > 0
             assert all(result.events for result in run.results.values())

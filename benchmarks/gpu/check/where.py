@@ -74,9 +74,11 @@ class Where:
 def storm(engine: Engine, jobs: Jobs, blocks: int) -> Run:
     """Run requests in a pool that is too small for them, until all have finished."""
     settle(engine)
+    engine.admit_as_vllm_does()
     with blocks_of(engine.scheduler.kv_cache_manager.block_pool, blocks):
         run = engine.run(jobs)
         settle(engine)
+    engine.admit_by_forecast()
     assert run.preemptions > 0, "the pool was not too small"
     return run
 

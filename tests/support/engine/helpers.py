@@ -181,6 +181,8 @@ class Engine:
         policy: the plain form of the policy's configuration, None for stock vLLM.
         trace: record events in this folder.
         num_blocks: superblocks in the pool, vLLM's null block included.
+        foresees: requests enter by the forecast; otherwise as vLLM lets them in, so
+            that a small pool makes them preempt each other.
         **changes: further arguments of vLLM's LLM.
     """
 
@@ -190,6 +192,7 @@ class Engine:
         policy: dict[str, Any] | None = None,
         trace: Path | None = None,
         num_blocks: int = 400,
+        foresees: bool = True,
         **changes: Any,
     ) -> None:
         from vllm import LLM
@@ -201,6 +204,8 @@ class Engine:
         self._passes = Passes()
         self._count_preemptions()
         self._passes.watch(self.scheduler)
+        if not foresees:
+            self.admit_as_vllm_does()
 
     # -- inside the engine --------------------------------------------------------
 
@@ -240,9 +245,16 @@ class Engine:
 
     def admit_as_vllm_does(self) -> None:
         """Let requests in when their prompt fits: where the pool is full, preempt."""
-        admission = self.scheduler.kv_policy_admission
-        admission.admits = lambda *request: True
-        admission.allowed = lambda *given: given[2]
+        admission = getattr(self.scheduler, "kv_policy_admission", None)
+        if admission is not None:
+            admission.admits = lambda *request: True
+            admission.allowed = lambda *given: given[2]
+
+    def admit_by_forecast(self) -> None:
+        """Let requests in as a server does, after `admit_as_vllm_does`."""
+        admission = getattr(self.scheduler, "kv_policy_admission", None)
+        if admission is not None:
+            del admission.admits, admission.allowed
 
     def _count_preemptions(self) -> None:
         preempt = self.scheduler._preempt_request

@@ -22,6 +22,7 @@ CHANGES = {
     "max_model_len": 512,
     "max_num_batched_tokens": 64,
     "max_num_seqs": 4,
+    "foresees": False,
 }
 
 

@@ -49,7 +49,12 @@ SCENARIOS = {
             "sinks": 7,
         },
         lengths=(40, 100, 300, 600, 520, 170),
-        engine={"max_num_batched_tokens": 96, "num_blocks": 27, "max_model_len": 832},
+        engine={
+            "max_num_batched_tokens": 96,
+            "num_blocks": 27,
+            "max_model_len": 832,
+            "foresees": False,
+        },
     ),
     # 40 + 217 tokens end right before an event, 41 + 217 right after it; so that they
     # do, events are not spread.
