@@ -80,7 +80,7 @@ def test_survivors_depend_on_the_request_alone(comparison, way: str) -> None:
     assert differ <= MAX_SHARE * total
 
 
-@pytest.mark.parametrize("limits", [{"events_per_step": 2}, {"interval": 200}])
+@pytest.mark.parametrize("limits", [{"events_per_step": 2}, {"events_per_step": 5}])
 def test_crowded_events_wait_and_do_not_move(
     tiny_model: Path, tmp_path: Path, limits: dict[str, int]
 ) -> None:

@@ -51,7 +51,7 @@ SCENARIOS = {
         lengths=(40, 100, 300, 600, 520, 170),
         engine={
             "max_num_batched_tokens": 96,
-            "num_blocks": 27,
+            "num_blocks": 30,
             "max_model_len": 832,
             "foresees": False,
         },
