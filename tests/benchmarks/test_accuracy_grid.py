@@ -116,7 +116,7 @@ def test_setups(tiny_model):
     assert stock[-4:] == [*counting, "--dtype", "bfloat16"]
     assert "--no-enable-prefix-caching" in stock
     ours = Setup(("tova", "expected"), 128, 64).arguments(args)
-    config = {"expected_window": 48, "allow": ["expected"]}
+    config = {"expected_window": 48, "allow": ["expected"], "spread_events": False}
     assert ours == [
         *stock[:-4],
         *("--kv-policy", "tova"),
@@ -147,7 +147,8 @@ def test_servers_record_traces_apart(tiny_model):
     for budget in (96, 128):
         words = Setup(("tova",), budget, 64).arguments(args)
         config = json.loads(words[words.index("--kv-policy-config") + 1])
-        assert config == {"allow": [], "trace": f"traces/tova-{budget}-64"}
+        traced = {"allow": [], "trace": f"traces/tova-{budget}-64"}
+        assert config == {**traced, "spread_events": False}
     assert "--kv-policy-config" not in Setup((FULL,), None, None).arguments(args)
 
 
@@ -168,9 +169,14 @@ def test_variants_have_servers_and_names_of_their_own(tiny_model):
         words = setup.arguments(args)
         configs.append(json.loads(words[words.index("--kv-policy-config") + 1]))
     assert configs == [
-        {"window": 16, "pool_kernel": 3, "allow": []},
-        {"window": 48, "pool_kernel": 3, "allow": ["ams-snapkv"]},
-        {"window": 48, "pool_kernel": 3, "allow": []},
+        {"window": 16, "pool_kernel": 3, "allow": [], "spread_events": False},
+        {
+            "window": 48,
+            "pool_kernel": 3,
+            "allow": ["ams-snapkv"],
+            "spread_events": False,
+        },
+        {"window": 48, "pool_kernel": 3, "allow": [], "spread_events": False},
     ]
     asked = grid.asked_of(cells, grid.read_questions(args), 1, (), False)
     labels = [item.key["policy"] for members in asked.values() for item in members]

@@ -172,7 +172,8 @@ def test_a_pass_that_chooses_otherwise(
 
     monkeypatch.setattr(RandomScorer, "score", drawn_anew)
     values = {"policy": "random", **VALUES}
-    with Engine(tiny_model, values, tmp_path, num_blocks=17) as engine:
+    pool = {"num_blocks": 17, "foresees": False}
+    with Engine(tiny_model, values, tmp_path, **pool) as engine:
         results = list(engine.run(make_jobs(LENGTHS, 150, seed=3)).results.values())
     for result in results:
         check_replay(decoder, result)

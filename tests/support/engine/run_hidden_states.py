@@ -44,7 +44,7 @@ def run(model: Path, **changes: Any) -> dict[str, np.ndarray]:
         def read(_: Engine) -> None:
             for request_id, request in engine.scheduler.requests.items():
                 size = request.num_computed_tokens
-                _, signals = engine.runtime.captures
+                (signals,) = engine.runtime.captures
                 rows = signals.values([request_id], size)
                 count = {"hidden": 0, "key": 0}
                 for signal, row in rows.items():
