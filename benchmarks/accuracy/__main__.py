@@ -290,6 +290,27 @@ def ask_batches(
             yield found
 
 
+def folder_of(args: argparse.Namespace) -> Path:
+    """Return the folder for the servers' logs, made if it is not there."""
+    folder = args.logs or Path(tempfile.mkdtemp(prefix="kvpolicy-accuracy-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    log(f"logs in {folder}")
+    return folder
+
+
+def client_of(args: argparse.Namespace, equal: Any = None) -> Client:
+    """Return the client that a command line asks for; see `Client`."""
+    return Client(
+        concurrency=args.concurrency,
+        timeout=args.timeout,
+        tries=args.tries,
+        temperature=args.temperature,
+        max_tokens=args.max_tokens,
+        model=args.served_name,
+        equal=equal,
+    )
+
+
 def _forget(_: Line) -> None:
     """Ignore the line of a warm-up request."""
 
@@ -314,18 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.dry_run:
         return 0
     record: Line = {"provenance": provenance.collect("benchmarks.accuracy")}
-    folder = args.logs or Path(tempfile.mkdtemp(prefix="kvpolicy-accuracy-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    log(f"logs in {folder}")
-    client = Client(
-        concurrency=args.concurrency,
-        timeout=args.timeout,
-        tries=args.tries,
-        temperature=args.temperature,
-        max_tokens=args.max_tokens,
-        model=args.served_name,
-        equal=equal,
-    )
+    folder, client = folder_of(args), client_of(args, equal)
     events, failures = run(args, client, wanted, lines, folder)
     record |= {"events_in_this_run": events, "failures_in_this_run": failures}
     batches = results.batches_of([args.out])

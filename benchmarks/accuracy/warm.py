@@ -16,7 +16,6 @@ import argparse
 import asyncio
 import json
 import sys
-import tempfile
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -25,7 +24,12 @@ from urllib.request import urlopen
 
 from benchmarks import provenance
 from benchmarks.accuracy import grid, measured, results
-from benchmarks.accuracy.__main__ import parse_args, settings_of
+from benchmarks.accuracy.__main__ import (
+    client_of,
+    folder_of,
+    parse_args,
+    settings_of,
+)
 from benchmarks.accuracy.client import Client
 from benchmarks.accuracy.servers import serving
 from benchmarks.load import LoadError
@@ -133,17 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.samples > 1 or args.url or args.shard != (1, 1):
         raise ValueError("samples, url, shard: expected none beside warm prompts")
     record: Line = {"provenance": provenance.collect("benchmarks.accuracy.warm")}
-    folder = args.logs or Path(tempfile.mkdtemp(prefix="kvpolicy-warm-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    log(f"logs in {folder}")
-    client = Client(
-        concurrency=args.concurrency,
-        timeout=args.timeout,
-        tries=args.tries,
-        temperature=args.temperature,
-        max_tokens=args.max_tokens,
-        model=args.served_name,
-    )
+    folder, client = folder_of(args), client_of(args)
     found = {state: ask(args, client, state, folder) for state in STATES}
     (cold, _, failed), (warm, batches, more) = found.values()
     record["rows"] = rows = compare(cold, warm, batches)
