@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 from support.engine.kvzap_decoder import KVzapDecoder
-from vllm_kvpolicy.kernels.kvzap_score import surrogate_scores
 from vllm_kvpolicy.kernels.visibility import NEVER, visible_until
-from vllm_kvpolicy.policies.admissions.kvzap.files import Surrogate
 from vllm_kvpolicy.policies.admissions.kvzap.policy import (
     SurrogateScores,
     attach_surrogate,
+)
+from vllm_kvpolicy.policies.admissions.kvzap.surrogate import (
+    Surrogate,
+    surrogate_scores,
 )
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "kvzap.npz"

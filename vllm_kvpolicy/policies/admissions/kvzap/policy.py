@@ -16,10 +16,13 @@ import torch
 from torch import nn
 
 from vllm_kvpolicy.config import server_config
-from vllm_kvpolicy.kernels.kvzap_score import surrogate_scores
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.admissions.head_logits import HeadLogits
-from vllm_kvpolicy.policies.admissions.kvzap.files import Surrogate, load
+from vllm_kvpolicy.policies.admissions.kvzap.files import load
+from vllm_kvpolicy.policies.admissions.kvzap.surrogate import (
+    Surrogate,
+    surrogate_scores,
+)
 from vllm_kvpolicy.policies.admitted import BaseAdmission
 from vllm_kvpolicy.policies.base import Needs
 from vllm_kvpolicy.policies.model_parts import attention_modules
@@ -108,7 +111,7 @@ def attach_surrogate(
         attention: vLLM's attention module of a decoder layer, called with hidden
             states [T, d] behind the input norm.
         scores: [step_tokens, H] float32, written.
-        linears: see `kernels.kvzap_score`.
+        linears: see `surrogate_scores`.
 
     Returns:
         What holds the scores.
