@@ -118,7 +118,7 @@ def test_chunks_and_compiled_models_score_alike(
         changes = {"max_num_batched_tokens": tokens, "enforce_eager": is_eager}
         folder = tmp_path / str(tokens)
         served = Served(tiny_model, folder, num_blocks=400, **changes)
-        assert served.counters["tokens_dropped"] > 500
+        assert served.counters["tokens_dropped"] > 300
         found.append(
             {
                 name: (
