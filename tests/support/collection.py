@@ -24,6 +24,7 @@ DEAREST = (
     "serve/test_one_server.py",
     "serve/test_every_name.py",
     "engine/test_wgkv.py",
+    "engine/test_kvzap.py",
     "engine/test_ragged.py",
     "engine/test_oracle_mutations.py",
     "engine/test_plumbing_mutations.py",

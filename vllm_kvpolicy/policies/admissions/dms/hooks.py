@@ -15,7 +15,7 @@ from torch import nn
 
 from vllm_kvpolicy.kernels.dms_decision import DecisionWeights, decision_logits
 from vllm_kvpolicy.policies.admissions.dms.model import DmsRule
-from vllm_kvpolicy.policies.admissions.head_logits import HeadLogits
+from vllm_kvpolicy.policies.head_logits import HeadLogits
 
 
 def attach_borrowed(

@@ -17,7 +17,6 @@ from torch import nn
 
 from vllm_kvpolicy.config import server_config
 from vllm_kvpolicy.kernels.rope import Rope
-from vllm_kvpolicy.policies.admissions.head_logits import HeadLogits
 from vllm_kvpolicy.policies.admissions.kvzap.files import load
 from vllm_kvpolicy.policies.admissions.kvzap.surrogate import (
     Surrogate,
@@ -25,6 +24,7 @@ from vllm_kvpolicy.policies.admissions.kvzap.surrogate import (
 )
 from vllm_kvpolicy.policies.admitted import BaseAdmission
 from vllm_kvpolicy.policies.base import Needs
+from vllm_kvpolicy.policies.head_logits import HeadLogits
 from vllm_kvpolicy.policies.model_parts import attention_modules
 
 ARGUMENT = "hidden_states"  # of the forward method of vLLM's attention modules
@@ -125,7 +125,7 @@ def attach_surrogate(
             f"{type(attention).__name__}: expected a forward method that takes "
             f"{ARGUMENT}, as in vLLM's Llama and Qwen3, got {', '.join(arguments)}"
         )
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for number, (weight, bias) in enumerate(linears):
         tensors |= {f"weight_{number}": weight, f"bias_{number}": bias}
     taken = HeadLogits(scores, **tensors)
