@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks import provenance
 from benchmarks.accuracy import results, summary
+from benchmarks.accuracy.groups import POOLED
 from benchmarks.report import (
     accuracy_figures,
     panels,
@@ -69,10 +70,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def merge(paths: Sequence[Path]) -> dict[str, Any]:
-    """Return the record of several output files; see `results.merge`."""
+    """Return the record of several output files; see `results.merge`.
+
+    Of the paired tests it has those of all tasks together, which tables read.
+    """
     settings, lines = results.merge(paths)
     record = {"provenance": provenance.collect("benchmarks.report")}
     found = summary.summarise(lines, settings, results.batches_of(paths))
+    found["pairs"] = [pair for pair in found["pairs"] if pair["family"] == POOLED]
     return record | {"settings": settings} | found
 
 
@@ -143,7 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{args.output}: {', '.join(names)}")
         return 0
     record = merge(args.files) if args.command == "merge" else trace(args.folder)
-    args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(record, separators=(",", ":"))
+    args.out.write_text(f"{text}\n", encoding="utf-8")
     print(f"wrote {args.out}")
     return 0
 

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from benchmarks.accuracy.groups import POOLED
 from benchmarks.accuracy.servers import FULL
-from benchmarks.accuracy.summary import POOLED
 from benchmarks.report.cost_figures import COSTS, by_cost
 from benchmarks.report.lines import (
     Row,
