@@ -11,6 +11,8 @@ from benchmarks.stats import estimate_difference, mcnemar
 
 CONTROL = "strat"
 """Allocator that AMS is compared with: equal quotas for equal blocks."""
+NO_SCORER = "random"
+"""What scorers are compared with."""
 
 Question = tuple[str, str]
 """Task and id."""
@@ -20,13 +22,15 @@ def bases_of(policy: str) -> list[str]:
     """Return the policies that a policy is compared with.
 
     FULL; itself without its variant; itself without its allocator or one of its parts,
-    also with the same variant; and AMS with equal quotas for equal blocks.
+    also with the same variant; AMS with equal quotas for equal blocks, and a scorer
+    alone with NO_SCORER.
     """
     if policy == FULL:
         return []
     name, variant = split(policy)
     bases = [FULL, name]
-    for other in _simpler(name):
+    simpler = list(_simpler(name)) or [NO_SCORER]
+    for other in simpler:
         bases += [other, f"{other}:{variant}"] if variant else [other]
     if any(part.startswith("ams-") for part in name.split("+")):
         bases.append(name.replace("ams-", f"{CONTROL}-"))

@@ -187,7 +187,8 @@ def test_ams_meets_equal_quotas_for_equal_blocks():
         "rkv:x",
         "strat-rkv",
     ]
-    assert pairs.bases_of("rkv") == ["full"] and pairs.bases_of("full") == []
+    assert pairs.bases_of("rkv") == ["full", "random"]
+    assert pairs.bases_of("random") == ["full"] and pairs.bases_of("full") == []
 
 
 def test_policies_of_several_parts_meet_themselves_without_one():
