@@ -8,8 +8,19 @@ Deviations: sinks, which are always kept, cost nothing.
 import torch
 
 
-def distillation(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Return the mean squared difference of two [..., d] hidden states, float32."""
+def distillation(
+    student: torch.Tensor, teacher: torch.Tensor, counts: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the mean squared difference of hidden states, float32.
+
+    Args:
+        student: [B, T, d] floating point.
+        teacher: like `student`.
+        counts: [T] bool, tokens that count; None for all, as the authors have it.
+    """
+    if counts is not None:
+        counts = counts.to(student.device)
+        student, teacher = student[:, counts], teacher[:, counts]
     return torch.nn.functional.mse_loss(student.float(), teacher.float())
 
 
