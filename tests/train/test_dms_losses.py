@@ -44,6 +44,18 @@ def test_distillation_of_the_same_is_nothing(qwen3: Base) -> None:
     assert none == 0  # nothing but ends
 
 
+def test_distillation_counts_what_it_is_told_to(qwen3: Base) -> None:
+    """But for ends of texts, which never count."""
+    student, teacher, ids = states(9, 0), states(9, 1), torch.arange(9) + 3
+    ids[4] = 1
+    counts = torch.tensor([0, 0, 0, 1, 1, 1, 0, 1, 0], dtype=torch.bool)
+    got = distillation(qwen3, student, qwen3, teacher, Row(ids, counts))
+    taken = [3, 5, 7]
+    left = Row(ids[taken])
+    want = distillation(qwen3, student[:, taken], qwen3, teacher[:, taken], left)
+    torch.testing.assert_close(got, want)
+
+
 def test_compression_does_not_pull_back() -> None:
     alphas = torch.tensor([0.0, 1.0, 0.0, 0.0]).requires_grad_()
     loss = compression(alphas, 0.75)

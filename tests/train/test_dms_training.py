@@ -174,6 +174,19 @@ def test_figures_weigh_rows_by_their_tokens(qwen3: Base) -> None:
         assert math.isclose(getattr(both, name), want, rel_tol=1e-4)
 
 
+def test_losses_are_weighed_by_what_counts(qwen3: Base) -> None:
+    model = retrofit(qwen3, QUICK)
+    first, second = rows(2)
+    counts = torch.zeros(TOKENS, dtype=torch.bool)
+    counts[-5:] = True
+    some = Row(second.ids, counts)
+    parts = [measure(model, [row]).window_loss for row in (first, some)]
+    both = measure(model, [first, some]).window_loss
+    want = (parts[0] * TOKENS + parts[1] * 5) / (TOKENS + 5)
+    assert math.isclose(both, want, rel_tol=1e-4)
+    assert parts[0] != pytest.approx(parts[1], rel=1e-2)
+
+
 @pytest.mark.parametrize("flavour", ["qwen3", "llama"])
 def test_the_adapter_learns_and_the_model_does_not(
     request: pytest.FixtureRequest, tmp_path: Path, flavour: str

@@ -105,6 +105,23 @@ def test_figures_weigh_rows_by_their_tokens(qwen3: Base) -> None:
         assert math.isclose(getattr(both, name), want, rel_tol=1e-4)
 
 
+def test_losses_are_weighed_by_what_counts(qwen3: Base) -> None:
+    weights = new_gates(qwen3, QUICK)
+    first, second = rows(2)
+    counts = torch.zeros(TOKENS, dtype=torch.bool)
+    counts[-5:] = True
+    some = Row(second.ids, counts)
+    parts = [measure(qwen3, [row], weights, WINDOW, 0, 0.5) for row in (first, some)]
+    both = measure(qwen3, [first, some], weights, WINDOW, 0, 0.5)
+    want = (parts[0].hard_loss * TOKENS + parts[1].hard_loss * 5) / (TOKENS + 5)
+    assert math.isclose(both.hard_loss, want, rel_tol=1e-4)
+    assert (
+        parts[1].kept_fraction
+        == measure(qwen3, [second], weights, WINDOW, 0, 0.5).kept_fraction
+    )
+    assert parts[0].hard_loss != pytest.approx(parts[1].hard_loss, rel=1e-2)
+
+
 def test_gates_start_near_one_half(llama: Base) -> None:
     weights = new_gates(llama, replace(QUICK, seed=7))
     assert weights.first.shape == (2, 2, 64, 32)  # 4 units per channel for llama
@@ -305,6 +322,7 @@ def test_the_command_with_the_reasoner(tmp_path: Path) -> None:
         (["--threshold", "1"], "threshold: got 1.0, expected a number in (0, 1)"),
         (["--warmup", "1"], "warmup: got 1.0, expected a number in [0, 1)"),
         (["--reasoner"], "not allowed with argument"),
+        (["--loss-on", "prompts"], "invalid choice: 'prompts'"),
     ],
 )
 def test_options_that_are_refused(
@@ -323,4 +341,6 @@ def test_errors_of_users_are_one_sentence(tiny_model: Path, tmp_path: Path) -> N
         SystemExit, match="error: reasoner: .* is not a reasoner checkpoint"
     ):
         wgkv.main([*command, "--reasoner"])
+    with pytest.raises(SystemExit, match="error: loss_on: got 'answers' with --reas"):
+        wgkv.main([*command, "--reasoner", "--loss-on", "answers"])
     assert not list(tmp_path.iterdir())
