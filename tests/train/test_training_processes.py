@@ -188,6 +188,10 @@ def test_devices_and_dtypes_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> No
     first, second = (SimpleNamespace(device=d, dtype=None) for d in ("cuda", "cuda:1"))
     machine(monkeypatch)
     assert sources.dtype_of(cpu) == torch.float32
+    assert sources.device_of(cpu) == torch.device("cpu")
+    with pytest.raises(ValueError, match="device: got 'cuda', expected 'cpu' as the"):
+        sources.device_of(first)
+    machine(monkeypatch, device=torch.device("cuda"))
     assert sources.dtype_of(first) == torch.bfloat16
     assert sources.device_of(second) == torch.device("cuda:1")
     machine(monkeypatch, num_processes=2, device=torch.device("cuda:1"))

@@ -42,9 +42,15 @@ def device_of(given: argparse.Namespace) -> torch.device:
     """Return the device of this process.
 
     Raises:
-        ValueError: one GPU for several processes.
+        ValueError: one GPU for several processes, or a launcher that chose another kind
+            of device.
     """
     device, state = torch.device(given.device), _state_of(given)
+    if device.type != state.device.type:
+        raise ValueError(
+            f"device: got {given.device!r}, expected {state.device.type!r} as the "
+            "launcher chose"
+        )
     if state.num_processes == 1:
         return device
     if device.index is not None:

@@ -1,8 +1,9 @@
 """The losses of DMS: divergence from the teacher, and too few tokens dropped.
 
 Source: DMS (arXiv 2506.05345) section 3; https://github.com/NVIDIA/Model-Optimizer/
-tree/a2fbac7b/experimental/dms. Deviations: computed in blocks of tokens instead of
-blocks of the vocabulary.
+tree/a2fbac7b/experimental/dms, where tokens of prompts count as well. Deviations:
+computed in blocks of tokens instead of blocks of the vocabulary; a row may say that
+only answers count.
 """
 
 import torch

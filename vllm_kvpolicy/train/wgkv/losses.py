@@ -2,7 +2,8 @@
 
 Source: WG-KV (arXiv 2512.17452) section 3.4; the weight of positions, which the paper
 omits, is that of https://github.com/EMCLab-Sinica/WG-KV/blob/a6943894/src.
-Deviations: sinks, which are always kept, cost nothing.
+Deviations: sinks, which are always kept, cost nothing; the distance may be that of
+answers only, where the authors' has all tokens.
 """
 
 import torch
