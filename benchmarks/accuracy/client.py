@@ -135,6 +135,7 @@ class Client:
             raise _PassingError(f"finish reason {reason!r}")
         verdict = judge(asked.question, text, reason == "stop", self.equal)
         tokens = choice.get("token_ids")
+        events = (answer.get("kv_transfer_params") or {}).get("kv_policy", {})
         return asked.key | {
             "correct": verdict.correct,
             "score": round(verdict.score, 4),
@@ -147,6 +148,7 @@ class Client:
             }
             if tokens
             else None,
+            "dropped": events.get("dropped"),
             "expected": list(asked.question.answers),
             "text": text,
         }

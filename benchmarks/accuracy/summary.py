@@ -2,28 +2,30 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from benchmarks.accuracy import measured
-from benchmarks.accuracy.cost import cost_of
+from benchmarks.accuracy.cost import cost_from, cost_of, mean_costs
+from benchmarks.accuracy.groups import (
+    POOLED,
+    Groups,
+    Place,
+    Row,
+    by_question,
+    grouped,
+    majority,
+)
+from benchmarks.accuracy.margins import margins_of
 from benchmarks.accuracy.results import Line
 from benchmarks.accuracy.servers import FULL, split
+from benchmarks.accuracy.votes import choices_of, votes_of
 from benchmarks.printing import table
 from benchmarks.stats import mcnemar
 from reasoner.intervals import wilson
 
-POOLED = "all"
 CONTROL = "strat"
 """Allocator that AMS is compared with: equal quotas for equal blocks."""
-LENGTHS = (0.25, 0.5, 1.0)
-"""Limits of the length of an answer in `votes`, as shares of a task's longest one."""
 
 MEASURED_HEADER = ["held", "/ full", "peak held", "/ full", "tok/s", "/ full"]
-
-Row = dict[str, Any]
-Place = tuple[str, int | None, int | None]
-"""Policy, budget, interval."""
-Groups = dict[tuple[Place, str], list[Line]]
 
 
 def summarise(
@@ -39,10 +41,12 @@ def summarise(
     Returns:
         `summary`: a row per policy, budget, interval and task, see `row_of`, with
         `measured` where there are batches of it, see `measured_by`; `pairs`:
-        paired tests, see `pairs_of`; `votes`: see `votes_of`, empty with one sample.
+        paired tests, see `pairs_of`; `votes`, `margins`: see `votes.votes_of` and
+        `margins.margins_of`, empty with one sample.
         Tasks are pooled under the family `all`.
     """
     groups = grouped(lines)
+    choices = choices_of(groups, settings)
     known = measured_by(batches, settings["block_size"]) if batches else {}
     return {
         "summary": [
@@ -52,42 +56,9 @@ def summarise(
             for names, members in _named(groups)
         ],
         "pairs": list(pairs_of(groups)),
-        "votes": list(votes_of(groups, settings)),
+        "votes": list(votes_of(choices)),
+        "margins": list(margins_of(choices)),
     }
-
-
-def grouped(lines: Sequence[Line]) -> Groups:
-    """Return lines by policy, budget and interval, then by task, in a fixed order."""
-    first = {name: index for index, name in enumerate(_names(lines))}
-    ordered = sorted(
-        lines,
-        key=lambda line: (
-            line["budget"] or 0,
-            line["interval"] or 0,
-            first[line["policy"]],
-            line["task"],
-            *_natural(line),
-        ),
-    )
-    groups: Groups = {}
-    for is_pooled in (False, True):
-        for line in ordered:
-            place = (line["policy"], line["budget"], line["interval"])
-            family = POOLED if is_pooled else line["task"]
-            groups.setdefault((place, family), []).append(line)
-    return groups
-
-
-def _names(lines: Sequence[Line]) -> list[str]:
-    """Return the policies, FULL first, an allocator after its scorer, then variants."""
-    names = {line["policy"] for line in lines}
-
-    def place(name: str) -> tuple[bool, str, str, str]:
-        policy, variant = split(name)
-        allocator, _, scorer = policy.rpartition("-")
-        return name != FULL, scorer, allocator, variant
-
-    return sorted(names, key=place)
 
 
 def bases_of(policy: str) -> list[str]:
@@ -105,12 +76,6 @@ def bases_of(policy: str) -> list[str]:
     return [base for base in dict.fromkeys(bases) if base != policy]
 
 
-def _natural(line: Line) -> tuple[int, str, int]:
-    """Return a sort key of ids: numbers by size, before other names."""
-    name = line["id"]
-    return int(name) if name.isdigit() else 10**12, name, line["sample"]
-
-
 def _named(groups: Groups) -> Iterator[tuple[tuple, list[Line]]]:
     for (place, family), members in groups.items():
         yield (*place, family), members
@@ -125,9 +90,9 @@ def row_of(members: Sequence[Line], settings: Line) -> Row:
         which is too wide rather than too narrow beside several samples; `score`: mean;
         `capped`: share cut off; mean tokens of prompt and
         output; `kv_read`: mean KV tokens read in decoding; `kv_peak`: mean of the most
-        held at once, both by arithmetic, see `cost_of`, None where that has nothing to
-        say; `repeated`: share of repeated n-grams by n, mean over answers
-        whose token ids are known, None where none are.
+        held at once, see `cost_of`, None where an answer's are not known; `cost_from`:
+        what they follow from, see there; `repeated`: share of repeated n-grams by n,
+        mean over answers whose token ids are known, None where none are.
     """
     tried, correct = len(members), sum(line["correct"] for line in members)
     problems = len(by_question(members))
@@ -149,7 +114,8 @@ def row_of(members: Sequence[Line], settings: Line) -> Row:
         "mean_prompt_tokens": mean([line["prompt_tokens"] for line in members]),
         "mean_output_tokens": mean([line["output_tokens"] for line in members]),
         "capped": mean([line["capped"] for line in members]),
-        **_mean_costs(costs, tried),
+        **mean_costs(costs, tried),
+        "cost_from": cost_from(members[0], settings),
         "repeated": {size: mean([rates[size] for rates in known]) for size in known[0]}
         if known
         else None,
@@ -214,95 +180,6 @@ def pairs_of(groups: Groups) -> Iterator[Row]:
                     "only_other": theirs_only,
                     "p": mcnemar(ours_only, theirs_only),
                 }
-
-
-def by_question(members: Sequence[Line]) -> dict[tuple[str, str], list[Line]]:
-    """Return answers by task and id, samples in the order of the lines."""
-    questions: dict[tuple[str, str], list[Line]] = {}
-    for line in members:
-        questions.setdefault((line["task"], line["id"]), []).append(line)
-    return questions
-
-
-def votes_of(groups: Groups, settings: Line) -> Iterator[Row]:
-    """Yield the accuracy of majority votes: length x width x ratio.
-
-    Length: answers longer than a share of their task's longest answer have no vote, as
-    if cut off there. Width: the first 1, 2, 4... samples vote at once; the answer named
-    most often wins, of equally many the one named first. Ratio: policy and budget. Cost
-    is summed over the samples, each up to its end or the length; all tasks together
-    have no one `length`.
-    """
-    longest: dict[str, int] = {}
-    for lines in groups.values():
-        for line in lines:
-            longest[line["task"]] = max(
-                longest.get(line["task"], 0), line["output_tokens"]
-            )
-    if not any(line["sample"] for lines in groups.values() for line in lines):
-        return
-    for ((policy, budget, interval), family), members in groups.items():
-        questions = by_question(members)
-        width = 1
-        while all(len(samples) >= width for samples in questions.values()):
-            for share in LENGTHS:
-                limits = {t: max(1, round(most * share)) for t, most in longest.items()}
-                voting = [
-                    (limits[task], samples[:width])
-                    for (task, _), samples in questions.items()
-                ]
-                correct = sum(majority(samples, limit) for limit, samples in voting)
-                low, high = wilson(correct, len(voting))
-                costs = [
-                    cost_of(line, settings, limit)
-                    for limit, samples in voting
-                    for line in samples
-                ]
-                yield {
-                    "policy": policy,
-                    "budget": budget,
-                    "interval": interval,
-                    "family": family,
-                    "share": share,
-                    "length": limits.get(family),
-                    "width": width,
-                    "problems": len(voting),
-                    "correct": correct,
-                    "accuracy": correct / len(voting),
-                    "low": low,
-                    "high": high,
-                    **_mean_costs(costs, len(voting)),
-                }
-            width *= 2
-
-
-def _mean_costs(costs: Sequence[tuple[int, int] | None], count: int) -> Row:
-    """Return both costs divided by a count; None if one is unknown."""
-    known = [cost for cost in costs if cost is not None]
-    if len(known) < len(costs):
-        return {"kv_read": None, "kv_peak": None}
-    read, peak = (sum(some) / count for some in zip(*known, strict=True))
-    return {"kv_read": read, "kv_peak": peak}
-
-
-def majority(samples: Sequence[Line], length: int | None = None) -> bool:
-    """Return whether the most frequent answer of the samples is right.
-
-    Args:
-        samples: answers to one question.
-        length: answers of more tokens do not vote; None for no limit.
-    """
-    voters = [
-        line
-        for line in samples
-        if line["answer"] is not None
-        and (length is None or line["output_tokens"] <= length)
-    ]
-    if not voters:
-        return False
-    # most_common keeps the order of first appearance among equals.
-    ((winner, _),) = Counter(line["answer"] for line in voters).most_common(1)
-    return next(line["correct"] for line in voters if line["answer"] == winner)
 
 
 def format_summary(rows: Sequence[Row]) -> str:

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from benchmarks.accuracy.groups import POOLED
 from benchmarks.accuracy.servers import FULL
-from benchmarks.accuracy.summary import POOLED
 from benchmarks.report.cost_figures import COSTS, by_cost
 from benchmarks.report.lines import (
     Row,
@@ -20,7 +20,7 @@ from benchmarks.report.lines import (
     titles_of,
 )
 from benchmarks.report.panels import SHARES, explain, grid, handle, name_rows
-from benchmarks.report.vote_figures import by_votes
+from benchmarks.report.vote_figures import by_votes, methods_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,8 +35,8 @@ def draw_accuracy(record: Row, about: str = "") -> Iterator[tuple[str, "Figure"]
 
     Always `accuracy-by-policy` and `accuracy-by-COST`; with several budgets
     `accuracy-by-budget` and, if tokens of answers are known, `repetition-by-budget`;
-    with several samples `votes-by-COST`. Each panel is a family. Figures that an older
-    file lacks and costs that depend on the text are not drawn.
+    with several samples `votes-by-COST` and `passes-by-COST`. Each panel is a family.
+    Figures that an older file lacks and costs that are not known are not drawn.
 
     Args:
         record: a result file of benchmarks.accuracy.
@@ -56,8 +56,12 @@ def draw_accuracy(record: Row, about: str = "") -> Iterator[tuple[str, "Figure"]
         for cost in COSTS:
             yield f"accuracy-by-{cost}", by_cost(known, cost, setting, styles_of(rows))
     if known := _with_costs(votes or ()):
+        styles = styles_of(methods_of(rows))
         for cost in COSTS:
-            yield f"votes-by-{cost}", by_votes(known, styles_of(rows), cost, setting)
+            yield f"votes-by-{cost}", by_votes(known, styles, cost, setting)
+        for cost in COSTS if "passed" in known[0] else ():
+            figure = by_votes(known, styles, cost, setting, "passed")
+            yield f"passes-by-{cost}", figure
 
 
 def _with_costs(rows: Sequence[Row]) -> list[Row]:

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.accuracy.groups import POOLED
 from benchmarks.accuracy.servers import FULL
-from benchmarks.accuracy.summary import POOLED
 from benchmarks.report.panels import handle
 
 Row = Mapping[str, Any]

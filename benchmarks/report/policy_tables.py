@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from benchmarks.accuracy.groups import POOLED
 from benchmarks.accuracy.servers import FULL
-from benchmarks.accuracy.summary import POOLED, bases_of
+from benchmarks.accuracy.summary import bases_of
 from benchmarks.report.records import Row, check_keys, read, share_of
 
 OPTIONS = {"budget", "interval", "against"}
