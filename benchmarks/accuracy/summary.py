@@ -98,6 +98,7 @@ def row_of(members: Sequence[Line], settings: Line) -> Row:
     problems = len(by_question(members))
     low, high = wilson(correct * problems / tried, problems)
     costs = [cost_of(line, settings) for line in members]
+    sources = {cost_from(line, settings) for line in members}
     known = [line["repeated"] for line in members if line["repeated"]]
 
     def mean(values: Sequence[float]) -> float:
@@ -115,7 +116,9 @@ def row_of(members: Sequence[Line], settings: Line) -> Row:
         "mean_output_tokens": mean([line["output_tokens"] for line in members]),
         "capped": mean([line["capped"] for line in members]),
         **mean_costs(costs, tried),
-        "cost_from": cost_from(members[0], settings),
+        "cost_from": None
+        if None in sources
+        else " and ".join(sorted(filter(None, sources))),
         "repeated": {size: mean([rates[size] for rates in known]) for size in known[0]}
         if known
         else None,

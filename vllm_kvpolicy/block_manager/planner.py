@@ -251,7 +251,7 @@ class Planner:
             free; None where there is nothing to give back.
         """
         state = self.states.get(used.request_id)
-        if state is None or state.serial != used.serial:
+        if state is None or not state.ordinal or state.serial != used.serial:
             return None
         first, last = used.num_blocks, state.global_blocks
         state.global_blocks = min(first, last)
