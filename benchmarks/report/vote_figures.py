@@ -124,7 +124,7 @@ def _legend_of_votes(
     return [
         [handle(name, color=style.color) for name, style in styles.items()],
         [
-            handle(", ".join(names), **grey | {"marker": shape})
+            handle(", ".join(sorted(names)), **grey | {"marker": shape})
             for shape, names in by_shape.items()
         ],
         [handle(f"length {x:g}", fillstyle=fill, **grey) for x, fill in FILLS.items()],
