@@ -70,14 +70,14 @@ def test_windows_are_counted_where_the_model_is_known():
 
 
 def test_what_the_server_says_wins():
-    """Events at 100 and 164 have dropped 40 and 100.5 tokens per KV head."""
-    said = line("wgkv", dropped=[[100, 40], [164, 100.5], [400, 300]])
+    """Events at 100 and 164 have dropped 40 and 120.5 tokens per KV head."""
+    said = line("wgkv", dropped=[[100, 40], [164, 120.5], [400, 300]])
     assert cost_from(said, SETTINGS) == FROM_SERVER
     read, peak = cost_of(said, SETTINGS)
     whole = full_cost(50, 300, 32)[0]
     # Fed at 100 to 163, and at 164 to 348.
-    assert read == whole - 64 * 40 - 185 * 100.5
-    # A block of 32 is free where 40 tokens are dropped, three of them after 100.5.
+    assert read == whole - 64 * 40 - 185 * 120.5
+    # A block of 32 is free where 40 tokens are dropped, three of them after 120.5.
     assert peak == 32 * max(4, 6 - 1, 11 - 3)
     assert cost_of(said, SETTINGS, 60) == (full_cost(50, 60, 32)[0] - 9 * 40, 128)
     assert cost_of(line("wgkv", dropped=[]), SETTINGS)[0] == whole
