@@ -98,8 +98,8 @@ class KVPolicyConfig:
                 key.check(value)
         _check_type("protect_prompt", self.protect_prompt, bool, "true or false")
         _check_type("trace_dir", self.trace_dir, str, "a folder")
-        for key in ("spread_events", "report_events"):
-            _check_type(key, getattr(self, key), bool, "true or false")
+        _check_type("spread_events", self.spread_events, bool, "true or false")
+        _check_type("report_events", self.report_events, bool, "true or false")
         self._check_windows(self.policy)
 
     @property
