@@ -135,7 +135,7 @@ class Client:
             raise _PassingError(f"finish reason {reason!r}")
         verdict = judge(asked.question, text, reason == "stop", self.equal)
         tokens = choice.get("token_ids")
-        events = (answer.get("kv_transfer_params") or {}).get("kv_policy", {})
+        said = (answer.get("kv_transfer_params") or {}).get("kv_policy")
         return asked.key | {
             "correct": verdict.correct,
             "score": round(verdict.score, 4),
@@ -148,7 +148,9 @@ class Client:
             }
             if tokens
             else None,
-            "dropped": events.get("dropped"),
+            "dropped": [[event, round(tokens, 3)] for event, tokens in said["dropped"]]
+            if said
+            else None,
             "expected": list(asked.question.answers),
             "text": text,
         }

@@ -55,9 +55,8 @@ class EventAnswer:
 
     def read(self) -> list[tuple[CompactEvent, int, UsedBlocks]]:
         """Wait for it; return each event, the superblocks held, and the answer."""
-        counts = zip(*self.counts.read().tolist(), strict=True)
-        found = []
-        for event, (held, used) in zip(self.events, counts, strict=True):
+        counts, found = (map(int, row) for row in self.counts.read()), []
+        for event, held, used in zip(self.events, *counts, strict=True):
             blocks = -(-used // self.num_heads)
             slack = blocks - used / self.num_heads
             answer = UsedBlocks(event.request_id, event.serial, blocks, slack)
