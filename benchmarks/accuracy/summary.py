@@ -1,6 +1,5 @@
 """Summarises a run: shares right, paired tests, cost and votes of samples."""
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from benchmarks.accuracy import measured
@@ -12,18 +11,16 @@ from benchmarks.accuracy.groups import (
     Row,
     by_question,
     grouped,
-    majority,
 )
 from benchmarks.accuracy.margins import margins_of
+from benchmarks.accuracy.pairs import pairs_of
+from benchmarks.accuracy.partial import PARTIAL, scores_by_question
 from benchmarks.accuracy.results import Line
-from benchmarks.accuracy.servers import FULL, split
+from benchmarks.accuracy.servers import FULL
 from benchmarks.accuracy.votes import choices_of, votes_of
 from benchmarks.printing import table
-from benchmarks.stats import mcnemar
+from benchmarks.stats import estimate_mean
 from reasoner.intervals import wilson
-
-CONTROL = "strat"
-"""Allocator that AMS is compared with: equal quotas for equal blocks."""
 
 MEASURED_HEADER = ["held", "/ full", "peak held", "/ full", "tok/s", "/ full"]
 
@@ -40,8 +37,8 @@ def summarise(
 
     Returns:
         `summary`: a row per policy, budget, interval and task, see `row_of`, with
-        `measured` where there are batches of it, see `measured_by`; `pairs`:
-        paired tests, see `pairs_of`; `votes`, `margins`: see `votes.votes_of` and
+        `measured` where there are batches of it, see `measured_by`; `pairs`: paired
+        tests, see `pairs.pairs_of`; `votes`, `margins`: see `votes.votes_of` and
         `margins.margins_of`, empty with one sample.
         Tasks are pooled under the family `all`.
     """
@@ -61,21 +58,6 @@ def summarise(
     }
 
 
-def bases_of(policy: str) -> list[str]:
-    """Return the policies that a policy is compared with.
-
-    FULL; itself without its variant; its scorer without an allocator, and with the same
-    variant; and AMS with equal quotas for equal blocks.
-    """
-    if policy == FULL:
-        return []
-    name, variant = split(policy)
-    allocator, _, scorer = name.rpartition("-")
-    bases = [FULL, name, scorer, f"{scorer}:{variant}" if variant else scorer]
-    bases += [f"{CONTROL}-{scorer}"] if allocator == "ams" else []
-    return [base for base in dict.fromkeys(bases) if base != policy]
-
-
 def _named(groups: Groups) -> Iterator[tuple[tuple, list[Line]]]:
     for (place, family), members in groups.items():
         yield (*place, family), members
@@ -92,7 +74,9 @@ def row_of(members: Sequence[Line], settings: Line) -> Row:
         output; `kv_read`: mean KV tokens read in decoding; `kv_peak`: mean of the most
         held at once, see `cost_of`, None where an answer's are not known; `cost_from`:
         what they follow from, see there; `repeated`: share of repeated n-grams by n,
-        mean over answers whose token ids are known, None where none are.
+        mean over answers whose token ids are known, None where none are; `prefix`,
+        `lines`: see `partial.scores_of`, `mean` over questions with its 95 % bootstrap
+        interval, `low` to `high`, None where a question has no known trace.
     """
     tried, correct = len(members), sum(line["correct"] for line in members)
     problems = len(by_question(members))
@@ -122,6 +106,18 @@ def row_of(members: Sequence[Line], settings: Line) -> Row:
         "repeated": {size: mean([rates[size] for rates in known]) for size in known[0]}
         if known
         else None,
+        **_partial(members),
+    }
+
+
+def _partial(members: Sequence[Line]) -> Row:
+    """Return the estimates of the partial scores."""
+    scored = scores_by_question(members)
+    if scored is None:
+        return dict.fromkeys(PARTIAL)
+    return {
+        name: estimate_mean([scores[name] for scores in scored.values()]).rounded()
+        for name in PARTIAL
     }
 
 
@@ -150,49 +146,16 @@ def measured_by(batches: Sequence[Line], block_size: int) -> dict[tuple, Row]:
     return rows
 
 
-def pairs_of(groups: Groups) -> Iterator[Row]:
-    """Yield the paired tests: each policy against FULL and its bases, see `bases_of`.
-
-    A pair is one question, answered by both; several samples answer by majority.
-    `only_policy` and `only_other` count the pairs that just one of the two got right;
-    `p` is McNemar's exact two-sided value, not corrected for the number of tests.
-    """
-    voted = {
-        names: {
-            question: majority(samples)
-            for question, samples in by_question(members).items()
-        }
-        for names, members in groups.items()
-    }
-    for ((policy, budget, interval), family), ours in voted.items():
-        for base in bases_of(policy):
-            other = (FULL, None, None) if base == FULL else (base, budget, interval)
-            theirs = voted.get((other, family), {})
-            both = [(right, theirs[q]) for q, right in ours.items() if q in theirs]
-            if both:
-                counts = Counter(both)
-                ours_only, theirs_only = counts[True, False], counts[False, True]
-                yield {
-                    "policy": policy,
-                    "budget": budget,
-                    "interval": interval,
-                    "family": family,
-                    "against": other[0],
-                    "pairs": len(both),
-                    "only_policy": ours_only,
-                    "only_other": theirs_only,
-                    "p": mcnemar(ours_only, theirs_only),
-                }
-
-
 def format_summary(rows: Sequence[Row]) -> str:
     """Return the rows of a summary as a Markdown table; shares in per cent.
 
-    What servers measured comes last, where they did: KV tokens held and their peak, and
-    output tokens per second, each also over that of full KV with the range of tasks.
+    Partial scores have a dash where they are not known. What servers measured comes
+    last, where they did: KV tokens held and their peak, and output tokens per second,
+    each also over that of full KV with the range of tasks.
     """
     is_measured = any("measured" in row for row in rows)
     header = ["policy", "budget", "interval", "family", "correct", "% [95 % Wilson]"]
+    header += [f"% {name} [95 %]" for name in PARTIAL]
     header += ["prompt tokens", "output tokens", "% capped", "KV read", "KV peak"]
     header += MEASURED_HEADER if is_measured else []
     cells = [
@@ -202,8 +165,11 @@ def format_summary(rows: Sequence[Row]) -> str:
             str(row["interval"] or "-"),
             row["family"],
             f"{row['correct']}/{row['answers']}",
-            f"{100 * row['accuracy']:.1f} [{100 * row['low']:.1f}, "
-            f"{100 * row['high']:.1f}]",
+            _share(row["accuracy"], row),
+            *(
+                _share(row[name]["mean"], row[name]) if row[name] else "-"
+                for name in PARTIAL
+            ),
             f"{row['mean_prompt_tokens']:.0f}",
             f"{row['mean_output_tokens']:.0f}",
             f"{100 * row['capped']:.1f}",
@@ -232,24 +198,10 @@ def _measured_cells(found: Row) -> list[str]:
     return cells
 
 
+def _share(value: float, ends: Row) -> str:
+    low, high = 100 * ends["low"], 100 * ends["high"]
+    return f"{100 * value:.1f} [{low:.1f}, {high:.1f}]"
+
+
 def _whole(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f}"
-
-
-def format_pairs(rows: Sequence[Row]) -> str:
-    """Return the paired tests as a Markdown table."""
-    header = ["policy", "budget", "interval", "family", "against", "pairs"]
-    header += ["only policy right", "only other right", "McNemar p"]
-    cells = [
-        [
-            row["policy"],
-            str(row["budget"]),
-            str(row["interval"]),
-            row["family"],
-            row["against"],
-            *(str(row[key]) for key in ("pairs", "only_policy", "only_other")),
-            f"{row['p']:.2g}",
-        ]
-        for row in rows
-    ]
-    return table(header, cells)
