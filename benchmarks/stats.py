@@ -207,7 +207,8 @@ def _picks(count: int, seed: int) -> np.ndarray:
 def _ends(resampled: np.ndarray) -> tuple[float, float]:
     """Return the ends of the percentile interval."""
     outside = 100 * (1 - CONFIDENCE) / 2
-    return percentile(resampled, outside), percentile(resampled, 100 - outside)
+    low, high = np.percentile(resampled, [outside, 100 - outside])
+    return float(low), float(high)
 
 
 def mcnemar(only_ours: int, only_theirs: int) -> float:
