@@ -116,9 +116,8 @@ ADMISSIONS = {
         refuses=_UNSHARED,
         startup="vllm_kvpolicy.policies.admissions.dms.startup:DMSStartup",
         architectures={
-            "Qwen3ForCausalLMDMS": (
-                "vllm_kvpolicy.policies.admissions.dms.checkpoint:Qwen3ForCausalLMDMS"
-            ),
+            name: f"vllm_kvpolicy.policies.admissions.dms.checkpoint:{name}"
+            for name in ("LlamaForCausalLMDMS", "Qwen3ForCausalLMDMS")
         },
     ),
     "duo": WordRow(
