@@ -6,12 +6,12 @@ holds, of which it keeps those with the highest scores. So a head that an admiss
 twice as long as another stays twice as long.
 
 Source: WG-KV (arXiv 2512.17452) appendix K.1, with the scorer `snapmax`;
-https://github.com/EMCLab-Sinica/WG-KV. Deviations: theirs looks after every step, drops
-one tenth, and scores again before the next; here an event drops as many tenths as it
-takes, by its own scores, and until the next one heads grow by up to an interval. K
-includes sinks and local tokens (theirs has the window of 256 on top). A head with fewer
-than 10 tokens drops one, not none, so that the budget holds. Heads are then rounded to
-whole pages, within the budget of all.
+https://github.com/EMCLab-Sinica/WG-KV/blob/a6943894/src/modeling_layers.py.
+Deviations: theirs looks after every step, drops one tenth, and scores again before the
+next; here an event drops as many tenths as it takes, by its own scores, and until the
+next one heads grow by up to an interval. K includes sinks and local tokens (theirs has
+the window of 256 on top). A head with fewer than 10 tokens drops one, not none, so that
+the budget holds. Heads are then rounded to whole pages, within the budget of all.
 """
 
 from functools import cache

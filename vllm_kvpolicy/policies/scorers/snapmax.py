@@ -5,9 +5,10 @@ dropped: admitted, older than the window, no sinks. Neighbours in the pooling ar
 next of these tokens, whatever was dropped between them.
 
 Source: WG-KV (arXiv 2512.17452) appendix K.1, which evicts with the allocator `trim`
-after an admission; https://github.com/EMCLab-Sinica/WG-KV. Deviations: a mean over the
-window for their sum, which orders alike; tokens that are not scored get the row's
-highest score (theirs are never dropped).
+after an admission; https://github.com/EMCLab-Sinica/WG-KV/blob/a6943894/src/modeling_layers.py,
+which has the mean over the window where the paper has the sum, in the same order.
+Deviations: tokens that are not scored get the row's highest score (theirs are never
+dropped).
 """
 
 from functools import partial
