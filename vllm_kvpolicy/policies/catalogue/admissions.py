@@ -5,6 +5,7 @@ An admission says which tokens may stay in the cache once they leave the recent 
 
 from pydantic import Field
 
+from vllm_kvpolicy.policies.catalogue.allocators import ALLOCATORS
 from vllm_kvpolicy.policies.catalogue.options import Options, Path
 from vllm_kvpolicy.policies.catalogue.rows import WordRow
 
@@ -86,7 +87,10 @@ class DuoOptions(Options):
     )
 
 
-_HELD = "the allocator sizes heads by the tokens held, not by the tokens admitted"
+_HELD = (
+    "the allocator sizes heads by the tokens held, not by the tokens admitted; `trim` "
+    "sizes them by the latter"
+)
 _UNSHARED = {
     "adakv": _HELD,
     "pyramid": _HELD,
@@ -135,6 +139,6 @@ ADMISSIONS = {
         "only sinks and the recent window are kept; a baseline",
         "WG-KV, arXiv 2512.17452",
         ragged=True,
-        refuses=dict.fromkeys(("", "ams", *_UNSHARED), _NO_CHOICE),
+        refuses=dict.fromkeys(ALLOCATORS, _NO_CHOICE),
     ),
 }
