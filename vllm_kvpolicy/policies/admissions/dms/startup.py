@@ -90,10 +90,12 @@ def _check_tokenizer(model_config: Any) -> None:
     """
     try:
         tokenizer = cached_tokenizer_from_config(model_config)
-        is_empty = tokenizer is not None and not tokenizer.encode("Hello world")
+        if tokenizer is None:  # not wanted: prompts are token ids
+            return
+        tokens = tokenizer.encode("Hello world", add_special_tokens=False)
     except (OSError, ValueError):
-        is_empty = True
-    if is_empty:
+        tokens = []
+    if not tokens:
         raise ValueError(
             f"dms: {model_config.tokenizer} has no tokenizer; set --tokenizer to the "
             "model that this one was made from, for nvidia/Qwen3-8B-DMS-8x "
