@@ -1,7 +1,8 @@
 """Computes latencies, paired ratios, tests and intervals of a comparison."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import lru_cache
 from math import comb
 
 import numpy as np
@@ -28,6 +29,32 @@ class Ratio:
     low: float
     high: float
     ratios: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean with its bootstrap interval.
+
+    Attributes:
+        mean: of the values.
+        low: lower end of the interval.
+        high: upper end of the interval.
+    """
+
+    mean: float
+    low: float
+    high: float
+
+    def rounded(self) -> dict[str, float]:
+        """Return the fields for a record of shares, to a hundredth of a point."""
+        return {name: round(value, 4) for name, value in asdict(self).items()}
+
+
+@dataclass(frozen=True)
+class Difference(Estimate):
+    """A mean of paired differences; `p` is two-sided."""
+
+    p: float
 
 
 def latencies(completions: Sequence[Completion]) -> dict[str, float]:
@@ -111,16 +138,77 @@ def median_ratio(
         seed: for the resampling.
     """
     ratios = paired_ratios(ours, theirs)
+    medians = np.median(np.asarray(ratios)[_picks(len(ratios), seed)], axis=1)
+    low, high = _ends(medians)
+    return Ratio(float(np.median(ratios)), low, high, tuple(ratios))
+
+
+def estimate_mean(values: Sequence[float], seed: int = 0) -> Estimate:
+    """Return a mean with its percentile bootstrap interval.
+
+    Args:
+        values: one per question. Equal ones give an interval of no width.
+        seed: for the resampling.
+
+    Raises:
+        ValueError: no values.
+    """
+    low, high = _ends(_means(values, seed))
+    return Estimate(float(np.mean(values)), low, high)
+
+
+def estimate_difference(
+    ours: Sequence[float], theirs: Sequence[float], seed: int = 0
+) -> Difference:
+    """Return the mean of ours - theirs with interval and p value, pair by pair.
+
+    The interval is the percentile bootstrap's over pairs. The p value is that of the
+    same resamples (Davison and Hinkley 1997, sections 4.4 and 5.2): twice the share
+    whose mean is at or beyond 0 on the rarer side, the observed one counted as one of
+    them; 1 if all differences are 0.
+
+    Args:
+        ours: one value per pair.
+        theirs: subtracted from the value of the same pair.
+        seed: for the resampling.
+
+    Raises:
+        ValueError: no pairs, or unequal numbers of values.
+    """
+    if len(ours) != len(theirs):
+        raise ValueError(
+            f"differences: got {len(ours)} and {len(theirs)} values, expected equally "
+            "many"
+        )
+    differences = np.subtract(ours, theirs)
+    means = _means(differences, seed)
+    beyond = min(np.sum(means <= 0), np.sum(means >= 0))
+    p = min(1.0, 2 * (int(beyond) + 1) / (RESAMPLES + 1))
+    low, high = _ends(means)
+    return Difference(float(np.mean(differences)), low, high, p)
+
+
+def _means(values: Sequence[float] | np.ndarray, seed: int) -> np.ndarray:
+    """Return the means of resamples, [RESAMPLES]."""
+    if not len(values):
+        raise ValueError("bootstrap: got no values, expected at least one")
+    means = np.asarray(values, float)[_picks(len(values), seed)].mean(axis=1)
+    # The sum of values that cancel out is 0, whatever their order.
+    return means.round(12)
+
+
+@lru_cache(maxsize=8)
+def _picks(count: int, seed: int) -> np.ndarray:
+    """Return the values in each resample, [RESAMPLES, count]."""
     rng = np.random.default_rng(seed)
-    picks = rng.integers(len(ratios), size=(RESAMPLES, len(ratios)))
-    medians = np.median(np.asarray(ratios)[picks], axis=1)
+    return rng.integers(count, size=(RESAMPLES, count))
+
+
+def _ends(resampled: np.ndarray) -> tuple[float, float]:
+    """Return the ends of the percentile interval."""
     outside = 100 * (1 - CONFIDENCE) / 2
-    return Ratio(
-        median=float(np.median(ratios)),
-        low=percentile(medians, outside),
-        high=percentile(medians, 100 - outside),
-        ratios=tuple(ratios),
-    )
+    low, high = np.percentile(resampled, [outside, 100 - outside])
+    return float(low), float(high)
 
 
 def mcnemar(only_ours: int, only_theirs: int) -> float:
@@ -144,3 +232,24 @@ def mcnemar(only_ours: int, only_theirs: int) -> float:
     pairs = only_ours + only_theirs
     tail = sum(comb(pairs, n) for n in range(min(only_ours, only_theirs) + 1))
     return min(1.0, 2 * tail / 2**pairs)
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """Return p values corrected for their number, in the same order.
+
+    Holm 1979: the smallest of m is multiplied by m, the next by m - 1 and so on; none
+    gets smaller than one before it, or larger than 1. Those below a level keep the
+    chance of any false finding below that level, whatever the tests have in common.
+
+    Raises:
+        ValueError: a value below 0 or above 1.
+    """
+    wrong = [value for value in values if not 0 <= value <= 1]
+    if wrong:
+        raise ValueError(f"holm: got {wrong[0]}, expected p values of 0 to 1")
+    corrected, largest = [0.0] * len(values), 0.0
+    order = sorted(range(len(values)), key=values.__getitem__)
+    for rank, place in enumerate(order):
+        largest = max(largest, min(1.0, (len(values) - rank) * values[place]))
+        corrected[place] = largest
+    return corrected

@@ -39,7 +39,7 @@ SERVES_ALL = (
     "api.start_checks",
     "block_manager.scheduler",
 )
-METHODS = re.compile(r"\b(dms|wgkv|duo|quest|triattention|qfilter|epikv)\b", re.I)
+METHODS = re.compile(r"\b(dms|wgkv|kvzap|duo|quest|triattention|qfilter|epikv)\b", re.I)
 # Imports inside functions: only where loading late is the point.
 LATE_IMPORTS = ("__init__", "plugin")
 HOT_FOLDERS = ("worker.", "policies.", "kernels.")

@@ -25,7 +25,7 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks import provenance
-from benchmarks.accuracy import grid, measured, results, scoring, summary
+from benchmarks.accuracy import grid, measured, pairs, results, scoring, summary
 from benchmarks.accuracy.client import Asked, Client
 from benchmarks.accuracy.questions import check_task
 from benchmarks.accuracy.servers import Setup, count_events, serving, split
@@ -341,7 +341,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     batches = results.batches_of([args.out])
     record |= {"settings": settings, **summary.summarise(lines, settings, batches)}
     print(summary.format_summary(record["summary"]))
-    print("\n" + summary.format_pairs(record["pairs"]))
+    print("\n" + pairs.format_pairs(record["pairs"]))
     args.out.with_suffix(".summary.json").write_text(
         json.dumps(record, indent=2) + "\n", encoding="utf-8"
     )

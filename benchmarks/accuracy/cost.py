@@ -1,5 +1,7 @@
 """Computes the cost of an answer in KV tokens from lengths and event positions."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from benchmarks.accuracy.results import Line
@@ -84,3 +86,14 @@ def bounded_cost(prompt: int, output: int, footprint: Footprint) -> tuple[int, i
     latest = np.searchsorted(np.asarray(events, int), fed, side="right")
     read = int((fed + 1 - np.array([0, *dropped])[latest]).sum())
     return read, footprint.peak_blocks(last) * block
+
+
+def mean_costs(
+    costs: Sequence[tuple[int, int] | None], count: int
+) -> dict[str, float | None]:
+    """Return both costs divided by a count; None if one is unknown."""
+    known = [cost for cost in costs if cost is not None]
+    if len(known) < len(costs):
+        return {"kv_read": None, "kv_peak": None}
+    read, peak = (sum(some) / count for some in zip(*known, strict=True))
+    return {"kv_read": read, "kv_peak": peak}

@@ -1,7 +1,7 @@
 """Makes the questions of each task."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
@@ -39,9 +39,14 @@ class Question:
 
     @property
     def digest(self) -> str:
-        """Return eight characters that depend on the prompt and the answers."""
-        text = "\0".join([self.prompt, *self.answers])
-        return hashlib.sha256(text.encode()).hexdigest()[:8]
+        """Return what tells this question from others; see `digest_of`."""
+        return digest_of(self.prompt, self.answers)
+
+
+def digest_of(prompt: str, answers: Sequence[str]) -> str:
+    """Return eight characters that depend on the prompt and the right answers."""
+    text = "\0".join([prompt, *answers])
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def check_task(task: str) -> str:

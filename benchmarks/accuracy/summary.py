@@ -1,29 +1,30 @@
 """Summarises a run: shares right, paired tests, cost and votes of samples."""
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from benchmarks.accuracy import measured
-from benchmarks.accuracy.cost import cost_of
+from benchmarks.accuracy.cost import cost_of, mean_costs
+from benchmarks.accuracy.groups import (
+    POOLED,
+    Groups,
+    Place,
+    Row,
+    by_question,
+    grouped,
+    majority,
+)
+from benchmarks.accuracy.pairs import pairs_of
+from benchmarks.accuracy.partial import PARTIAL, scores_by_question
 from benchmarks.accuracy.results import Line
-from benchmarks.accuracy.servers import FULL, split
+from benchmarks.accuracy.servers import FULL
 from benchmarks.printing import table
-from benchmarks.stats import mcnemar
+from benchmarks.stats import estimate_mean
 from reasoner.intervals import wilson
 
-POOLED = "all"
-CONTROL = "strat"
-"""Allocator that AMS is compared with: equal quotas for equal blocks."""
 LENGTHS = (0.25, 0.5, 1.0)
 """Limits of the length of an answer in `votes`, as shares of a task's longest one."""
 
 MEASURED_HEADER = ["held", "/ full", "peak held", "/ full", "tok/s", "/ full"]
-
-Row = dict[str, Any]
-Place = tuple[str, int | None, int | None]
-"""Policy, budget, interval."""
-Groups = dict[tuple[Place, str], list[Line]]
 
 
 def summarise(
@@ -38,8 +39,8 @@ def summarise(
 
     Returns:
         `summary`: a row per policy, budget, interval and task, see `row_of`, with
-        `measured` where there are batches of it, see `measured_by`; `pairs`:
-        paired tests, see `pairs_of`; `votes`: see `votes_of`, empty with one sample.
+        `measured` where there are batches of it, see `measured_by`; `pairs`: paired
+        tests, see `pairs.pairs_of`; `votes`: see `votes_of`, empty with one sample.
         Tasks are pooled under the family `all`.
     """
     groups = grouped(lines)
@@ -54,61 +55,6 @@ def summarise(
         "pairs": list(pairs_of(groups)),
         "votes": list(votes_of(groups, settings)),
     }
-
-
-def grouped(lines: Sequence[Line]) -> Groups:
-    """Return lines by policy, budget and interval, then by task, in a fixed order."""
-    first = {name: index for index, name in enumerate(_names(lines))}
-    ordered = sorted(
-        lines,
-        key=lambda line: (
-            line["budget"] or 0,
-            line["interval"] or 0,
-            first[line["policy"]],
-            line["task"],
-            *_natural(line),
-        ),
-    )
-    groups: Groups = {}
-    for is_pooled in (False, True):
-        for line in ordered:
-            place = (line["policy"], line["budget"], line["interval"])
-            family = POOLED if is_pooled else line["task"]
-            groups.setdefault((place, family), []).append(line)
-    return groups
-
-
-def _names(lines: Sequence[Line]) -> list[str]:
-    """Return the policies, FULL first, an allocator after its scorer, then variants."""
-    names = {line["policy"] for line in lines}
-
-    def place(name: str) -> tuple[bool, str, str, str]:
-        policy, variant = split(name)
-        allocator, _, scorer = policy.rpartition("-")
-        return name != FULL, scorer, allocator, variant
-
-    return sorted(names, key=place)
-
-
-def bases_of(policy: str) -> list[str]:
-    """Return the policies that a policy is compared with.
-
-    FULL; itself without its variant; its scorer without an allocator, and with the same
-    variant; and AMS with equal quotas for equal blocks.
-    """
-    if policy == FULL:
-        return []
-    name, variant = split(policy)
-    allocator, _, scorer = name.rpartition("-")
-    bases = [FULL, name, scorer, f"{scorer}:{variant}" if variant else scorer]
-    bases += [f"{CONTROL}-{scorer}"] if allocator == "ams" else []
-    return [base for base in dict.fromkeys(bases) if base != policy]
-
-
-def _natural(line: Line) -> tuple[int, str, int]:
-    """Return a sort key of ids: numbers by size, before other names."""
-    name = line["id"]
-    return int(name) if name.isdigit() else 10**12, name, line["sample"]
 
 
 def _named(groups: Groups) -> Iterator[tuple[tuple, list[Line]]]:
@@ -127,7 +73,9 @@ def row_of(members: Sequence[Line], settings: Line) -> Row:
         output; `kv_read`: mean KV tokens read in decoding; `kv_peak`: mean of the most
         held at once, both by arithmetic, see `cost_of`, None where that has nothing to
         say; `repeated`: share of repeated n-grams by n, mean over answers
-        whose token ids are known, None where none are.
+        whose token ids are known, None where none are; `prefix`, `lines`: see
+        `partial.scores_of`, `mean` over questions with its 95 % bootstrap interval,
+        `low` to `high`, None where a question has no known trace.
     """
     tried, correct = len(members), sum(line["correct"] for line in members)
     problems = len(by_question(members))
@@ -149,10 +97,22 @@ def row_of(members: Sequence[Line], settings: Line) -> Row:
         "mean_prompt_tokens": mean([line["prompt_tokens"] for line in members]),
         "mean_output_tokens": mean([line["output_tokens"] for line in members]),
         "capped": mean([line["capped"] for line in members]),
-        **_mean_costs(costs, tried),
+        **mean_costs(costs, tried),
         "repeated": {size: mean([rates[size] for rates in known]) for size in known[0]}
         if known
         else None,
+        **_partial(members),
+    }
+
+
+def _partial(members: Sequence[Line]) -> Row:
+    """Return the estimates of the partial scores."""
+    scored = scores_by_question(members)
+    if scored is None:
+        return dict.fromkeys(PARTIAL)
+    return {
+        name: estimate_mean([scores[name] for scores in scored.values()]).rounded()
+        for name in PARTIAL
     }
 
 
@@ -179,49 +139,6 @@ def measured_by(batches: Sequence[Line], block_size: int) -> dict[tuple, Row]:
         for family, row in families.items():
             rows[(*place, family)] = row | {"to_full": ratios.get(family, {})}
     return rows
-
-
-def pairs_of(groups: Groups) -> Iterator[Row]:
-    """Yield the paired tests: each policy against FULL and its bases, see `bases_of`.
-
-    A pair is one question, answered by both; several samples answer by majority.
-    `only_policy` and `only_other` count the pairs that just one of the two got right;
-    `p` is McNemar's exact two-sided value, not corrected for the number of tests.
-    """
-    voted = {
-        names: {
-            question: majority(samples)
-            for question, samples in by_question(members).items()
-        }
-        for names, members in groups.items()
-    }
-    for ((policy, budget, interval), family), ours in voted.items():
-        for base in bases_of(policy):
-            other = (FULL, None, None) if base == FULL else (base, budget, interval)
-            theirs = voted.get((other, family), {})
-            both = [(right, theirs[q]) for q, right in ours.items() if q in theirs]
-            if both:
-                counts = Counter(both)
-                ours_only, theirs_only = counts[True, False], counts[False, True]
-                yield {
-                    "policy": policy,
-                    "budget": budget,
-                    "interval": interval,
-                    "family": family,
-                    "against": other[0],
-                    "pairs": len(both),
-                    "only_policy": ours_only,
-                    "only_other": theirs_only,
-                    "p": mcnemar(ours_only, theirs_only),
-                }
-
-
-def by_question(members: Sequence[Line]) -> dict[tuple[str, str], list[Line]]:
-    """Return answers by task and id, samples in the order of the lines."""
-    questions: dict[tuple[str, str], list[Line]] = {}
-    for line in members:
-        questions.setdefault((line["task"], line["id"]), []).append(line)
-    return questions
 
 
 def votes_of(groups: Groups, settings: Line) -> Iterator[Row]:
@@ -271,48 +188,21 @@ def votes_of(groups: Groups, settings: Line) -> Iterator[Row]:
                     "accuracy": correct / len(voting),
                     "low": low,
                     "high": high,
-                    **_mean_costs(costs, len(voting)),
+                    **mean_costs(costs, len(voting)),
                 }
             width *= 2
-
-
-def _mean_costs(costs: Sequence[tuple[int, int] | None], count: int) -> Row:
-    """Return both costs divided by a count; None if one is unknown."""
-    known = [cost for cost in costs if cost is not None]
-    if len(known) < len(costs):
-        return {"kv_read": None, "kv_peak": None}
-    read, peak = (sum(some) / count for some in zip(*known, strict=True))
-    return {"kv_read": read, "kv_peak": peak}
-
-
-def majority(samples: Sequence[Line], length: int | None = None) -> bool:
-    """Return whether the most frequent answer of the samples is right.
-
-    Args:
-        samples: answers to one question.
-        length: answers of more tokens do not vote; None for no limit.
-    """
-    voters = [
-        line
-        for line in samples
-        if line["answer"] is not None
-        and (length is None or line["output_tokens"] <= length)
-    ]
-    if not voters:
-        return False
-    # most_common keeps the order of first appearance among equals.
-    ((winner, _),) = Counter(line["answer"] for line in voters).most_common(1)
-    return next(line["correct"] for line in voters if line["answer"] == winner)
 
 
 def format_summary(rows: Sequence[Row]) -> str:
     """Return the rows of a summary as a Markdown table; shares in per cent.
 
-    What servers measured comes last, where they did: KV tokens held and their peak, and
-    output tokens per second, each also over that of full KV with the range of tasks.
+    Partial scores have a dash where they are not known. What servers measured comes
+    last, where they did: KV tokens held and their peak, and output tokens per second,
+    each also over that of full KV with the range of tasks.
     """
     is_measured = any("measured" in row for row in rows)
     header = ["policy", "budget", "interval", "family", "correct", "% [95 % Wilson]"]
+    header += [f"% {name} [95 %]" for name in PARTIAL]
     header += ["prompt tokens", "output tokens", "% capped", "KV read", "KV peak"]
     header += MEASURED_HEADER if is_measured else []
     cells = [
@@ -322,8 +212,11 @@ def format_summary(rows: Sequence[Row]) -> str:
             str(row["interval"] or "-"),
             row["family"],
             f"{row['correct']}/{row['answers']}",
-            f"{100 * row['accuracy']:.1f} [{100 * row['low']:.1f}, "
-            f"{100 * row['high']:.1f}]",
+            _share(row["accuracy"], row),
+            *(
+                _share(row[name]["mean"], row[name]) if row[name] else "-"
+                for name in PARTIAL
+            ),
             f"{row['mean_prompt_tokens']:.0f}",
             f"{row['mean_output_tokens']:.0f}",
             f"{100 * row['capped']:.1f}",
@@ -352,24 +245,10 @@ def _measured_cells(found: Row) -> list[str]:
     return cells
 
 
+def _share(value: float, ends: Row) -> str:
+    low, high = 100 * ends["low"], 100 * ends["high"]
+    return f"{100 * value:.1f} [{low:.1f}, {high:.1f}]"
+
+
 def _whole(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f}"
-
-
-def format_pairs(rows: Sequence[Row]) -> str:
-    """Return the paired tests as a Markdown table."""
-    header = ["policy", "budget", "interval", "family", "against", "pairs"]
-    header += ["only policy right", "only other right", "McNemar p"]
-    cells = [
-        [
-            row["policy"],
-            str(row["budget"]),
-            str(row["interval"]),
-            row["family"],
-            row["against"],
-            *(str(row[key]) for key in ("pairs", "only_policy", "only_other")),
-            f"{row['p']:.2g}",
-        ]
-        for row in rows
-    ]
-    return table(header, cells)

@@ -4,9 +4,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.accuracy import summary
+from benchmarks.accuracy.groups import POOLED, Groups, Row, grouped
 from benchmarks.accuracy.results import Line
-from benchmarks.accuracy.summary import POOLED, Groups, Row
 from benchmarks.peer.catalogue import SORTED
 from benchmarks.stats import mcnemar
 
@@ -77,7 +76,7 @@ def against_ours(theirs: Sequence[Line], ours: Sequence[Line]) -> Iterator[Row]:
 
 def pooled(lines: Sequence[Line]) -> dict[tuple, dict[tuple, bool]]:
     """Return which questions are right, by policy, budget and interval."""
-    groups: Groups = summary.grouped(lines)
+    groups: Groups = grouped(lines)
     return {
         place: {(line["task"], line["id"]): line["correct"] for line in members}
         for (place, family), members in groups.items()

@@ -6,9 +6,9 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.accuracy import results, summary
+from benchmarks.accuracy.groups import POOLED, Row, grouped
 from benchmarks.accuracy.results import Line
 from benchmarks.accuracy.servers import options_of
-from benchmarks.accuracy.summary import POOLED, Row
 from benchmarks.peer.catalogue import FULL, PRESSES
 from benchmarks.peer.facts import Refusal, place_of
 from benchmarks.peer.joining import Read, against_ours, check_same
@@ -68,7 +68,7 @@ def peer_part(
         `refused`; `notes` by policy.
     """
     whole = summary.summarise(lines, settings)
-    groups = summary.grouped(lines)
+    groups = grouped(lines)
     for row in whole["summary"]:
         row |= more_of(groups[place_of(row), row["family"]])
     policies = {one["policy"] for one in (*lines, *refused)}
@@ -129,7 +129,7 @@ def our_part(files: Mapping[int, Read]) -> dict[str, Any]:
         see `ours.speeds_of`.
     """
     settings, lines = files[min(files)]
-    rows, groups = summary.summarise(lines, settings)["summary"], summary.grouped(lines)
+    rows, groups = summary.summarise(lines, settings)["summary"], grouped(lines)
     for row in rows:
         members = groups[place_of(row), row["family"]]
         kept = [count for line in members for count in kept_of(line, settings)]

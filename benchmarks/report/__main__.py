@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks import provenance
 from benchmarks.accuracy import results, summary
+from benchmarks.accuracy.groups import POOLED
 from benchmarks.report import (
     accuracy_figures,
     panels,
@@ -59,6 +60,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="TEXT",
         help="model and task as captions name them (default: the model's name)",
     )
+    draw.add_argument(
+        "--score",
+        choices=records.SCORES,
+        default=records.ANSWER,
+        help="what figures of answers show (default: %(default)s)",
+    )
     docs = commands.add_parser("docs", help="update the tables of documents")
     docs.add_argument("files", type=Path, nargs="+", help="Markdown files")
     docs.add_argument(
@@ -69,10 +76,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def merge(paths: Sequence[Path]) -> dict[str, Any]:
-    """Return the record of several output files; see `results.merge`."""
+    """Return the record of several output files; see `results.merge`.
+
+    Of the paired tests it has those of all tasks together, which tables read.
+    """
     settings, lines = results.merge(paths)
     record = {"provenance": provenance.collect("benchmarks.report")}
     found = summary.summarise(lines, settings, results.batches_of(paths))
+    found["pairs"] = [pair for pair in found["pairs"] if pair["family"] == POOLED]
     return record | {"settings": settings} | found
 
 
@@ -82,7 +93,9 @@ def trace(folder: Path) -> dict[str, Any]:
     return record | {"policies": traces.read_policies(folder)}
 
 
-def draw(paths: Sequence[Path], output: Path, about: str = "") -> list[str]:
+def draw(
+    paths: Sequence[Path], output: Path, about: str = "", score: str = records.ANSWER
+) -> list[str]:
     """Write the figures of result files and return their names.
 
     A figure is named by its file and by what it shows. Policies of several traces share
@@ -92,10 +105,11 @@ def draw(paths: Sequence[Path], output: Path, about: str = "") -> list[str]:
         paths: written by `merge` or `trace`.
         output: folder for the PNGs; made if missing.
         about: model and task as captions name them.
+        score: what figures of answers show, one of `records.SCORES`.
 
     Raises:
-        ValueError: a file of another kind, a policy that two traces have, or matplotlib
-            is not installed; nothing is written then.
+        ValueError: a file of another kind or without the score, a policy that two
+            traces have, or matplotlib is not installed; nothing is written then.
     """
     drawn: list[tuple[str, Any]] = []
     policies: dict[str, Any] = {}
@@ -107,7 +121,7 @@ def draw(paths: Sequence[Path], output: Path, about: str = "") -> list[str]:
                 raise ValueError(f"{path}: {sorted(twice)} of another trace, too")
             policies |= record["policies"]
             continue
-        named = accuracy_figures.draw_accuracy(records.read(path), about)
+        named = accuracy_figures.draw_accuracy(records.read(path), about, score)
         drawn += [(f"{path.stem}-{name}", figure) for name, figure in named]
     if policies:
         drawn += list(trace_figures.draw_traces(policies, about))
@@ -139,11 +153,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{path}: {'is out of date' if args.check else 'written'}")
         return int(args.check and bool(changed))
     if args.command == "draw":
-        names = draw(args.files, args.output, args.about)
+        names = draw(args.files, args.output, args.about, args.score)
         print(f"{args.output}: {', '.join(names)}")
         return 0
     record = merge(args.files) if args.command == "merge" else trace(args.folder)
-    args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(record, separators=(",", ":"))
+    args.out.write_text(f"{text}\n", encoding="utf-8")
     print(f"wrote {args.out}")
     return 0
 

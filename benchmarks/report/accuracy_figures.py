@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from benchmarks.accuracy.groups import POOLED
 from benchmarks.accuracy.servers import FULL
-from benchmarks.accuracy.summary import POOLED
 from benchmarks.report.cost_figures import COSTS, by_cost
 from benchmarks.report.lines import (
     Row,
@@ -19,7 +19,9 @@ from benchmarks.report.lines import (
     styles_of,
     titles_of,
 )
+from benchmarks.report.measures import MEASURES, Measure, drawn
 from benchmarks.report.panels import SHARES, explain, grid, handle, name_rows
+from benchmarks.report.records import ANSWER
 from benchmarks.report.vote_figures import by_votes
 
 if TYPE_CHECKING:
@@ -30,32 +32,37 @@ SHIFT = 0.05  # between lines side by side, in steps from one budget to the next
 PANEL = 2.7, 2.2  # inches
 
 
-def draw_accuracy(record: Row, about: str = "") -> Iterator[tuple[str, "Figure"]]:
+def draw_accuracy(
+    record: Row, about: str = "", score: str = ANSWER
+) -> Iterator[tuple[str, "Figure"]]:
     """Yield the figures of an accuracy run with the names of their files.
 
     Always `accuracy-by-policy` and `accuracy-by-COST`; with several budgets
-    `accuracy-by-budget` and, if tokens of answers are known, `repetition-by-budget`;
-    with several samples `votes-by-COST`. Each panel is a family. Figures that an older
-    file lacks and costs that depend on the text are not drawn.
+    `accuracy-by-budget`. For another score its word stands for `accuracy`. Of the
+    answer also, if tokens of answers are known, `repetition-by-budget`, and with
+    several samples `votes-by-COST`. Each panel is a family. Figures that an older file
+    lacks and costs that depend on the text are not drawn.
 
     Args:
         record: a result file of benchmarks.accuracy.
         about: model and task as captions name them; by default the model's name.
+        score: what to draw, a key of MEASURES.
 
     Raises:
-        ValueError: matplotlib is not installed.
+        ValueError: the file lacks the score, or matplotlib is not installed.
     """
-    rows, votes = record["summary"], record.get("votes")
-    setting = setting_of(record, about)
-    yield "accuracy-by-policy", by_policy(rows, setting)
+    rows = [drawn(row, score) for row in record["summary"]]
+    measure, setting = MEASURES[score], setting_of(record, about)
+    yield f"{measure.stem}-by-policy", by_policy(rows, setting, measure)
     if len(budgets_of(rows)) > 1:
-        yield "accuracy-by-budget", by_budget(rows, setting)
-        if any(row.get("repeated") for row in rows):
+        yield f"{measure.stem}-by-budget", by_budget(rows, setting, measure)
+        if score == ANSWER and any(row.get("repeated") for row in rows):
             yield "repetition-by-budget", repetition(rows, setting)
     if known := _with_costs(rows):
         for cost in COSTS:
-            yield f"accuracy-by-{cost}", by_cost(known, cost, setting, styles_of(rows))
-    if known := _with_costs(votes or ()):
+            figure = by_cost(known, cost, setting, styles_of(rows), measure)
+            yield f"{measure.stem}-by-{cost}", figure
+    if score == ANSWER and (known := _with_costs(record.get("votes") or ())):
         for cost in COSTS:
             yield f"votes-by-{cost}", by_votes(known, styles_of(rows), cost, setting)
 
@@ -81,12 +88,15 @@ def setting_of(record: Row, about: str) -> str:
     return f"Setting: {', '.join(parts)}."
 
 
-def by_policy(rows: Sequence[Row], setting: str) -> "Figure":
+def by_policy(
+    rows: Sequence[Row], setting: str, measure: Measure = MEASURES[ANSWER]
+) -> "Figure":
     """Draw every policy's accuracy with its interval, a panel per family.
 
     Args:
         rows: rows of a summary.
         setting: first sentence of the caption.
+        measure: what the rows' accuracy is, see `measures.drawn`.
     """
     from matplotlib import colormaps
 
@@ -94,7 +104,7 @@ def by_policy(rows: Sequence[Row], setting: str) -> "Figure":
     # Light to dark with the budget.
     colours = colormaps["viridis_r"](np.linspace(0.25, 1, len(budgets)))
     size = 2.0, 0.24 * len(names) + 0.8
-    figure, panels = grid(titles_of(families), 6, size, "answers right, %")
+    figure, panels = grid(titles_of(families), 6, size, measure.label)
     for family, panel in zip(families, panels, strict=True):
         name_rows(panel, names)
         for row in rows:
@@ -120,30 +130,33 @@ def by_policy(rows: Sequence[Row], setting: str) -> "Figure":
         for budget, colour in zip(budgets, colours, strict=True)
     ]
     caption = (
-        f"{setting} Points: share of answers that are right; bars: its 95 % interval "
-        f"(Wilson). {_note_on_full(rows)}Budgets are tokens per KV head. Policies "
-        "stand in the order of their mean over budgets and families."
+        f"{setting} Points: {measure.point}; bars: its 95 % interval "
+        f"({measure.interval}). {_note_on_full(rows)}Budgets are tokens per KV head. "
+        "Policies stand in the order of their mean over budgets and families."
     )
-    explain(figure, "Accuracy by policy and family", caption, [legend])
+    explain(figure, f"{measure.title} by policy and family", caption, [legend])
     return figure
 
 
-def by_budget(rows: Sequence[Row], setting: str) -> "Figure":
+def by_budget(
+    rows: Sequence[Row], setting: str, measure: Measure = MEASURES[ANSWER]
+) -> "Figure":
     """Draw accuracy over the budget, a panel per family and a line per policy.
 
     Args:
         rows: rows of a summary.
         setting: first sentence of the caption.
+        measure: what the rows' accuracy is, see `measures.drawn`.
     """
     figure, panels = _over_budget(
-        rows, lambda row: 100 * row["accuracy"], "answers right, %", True
+        rows, lambda row: 100 * row["accuracy"], measure.label, True
     )
     panels[0].set_ylim(SHARES)
     caption = (
-        f"{setting} Bars: 95 % interval (Wilson). {_note_on_full(rows)}"
-        f"{note_on_grey(rows)}"
+        f"{setting} Points: {measure.point}; bars: its 95 % interval "
+        f"({measure.interval}). {_note_on_full(rows)}{note_on_grey(rows, measure.stem)}"
     )
-    explain(figure, "Accuracy by budget", caption, [legend_of(rows)])
+    explain(figure, f"{measure.title} by budget", caption, [legend_of(rows)])
     return figure
 
 
@@ -157,7 +170,8 @@ def repetition(rows: Sequence[Row], setting: str) -> "Figure":
     panels[0].set_ylim(bottom=0)
     caption = (
         f"{setting} Share of the runs of {NGRAM} tokens in an answer that were in it "
-        f"before, mean over answers. Dashed: full KV cache. {note_on_grey(rows)}"
+        f"before, mean over answers. Dashed: full KV cache. "
+        f"{note_on_grey(rows, MEASURES[ANSWER].stem)}"
     )
     title = f"Repetition by budget: repeated {NGRAM}-grams"
     explain(figure, title, caption, [legend_of(rows)])

@@ -14,7 +14,9 @@ from benchmarks.report.lines import (
     styles_of,
     titles_of,
 )
+from benchmarks.report.measures import MEASURES, Measure
 from benchmarks.report.panels import SHARES, explain, grid, handle, log_ticks
+from benchmarks.report.records import ANSWER
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,6 +33,7 @@ def by_cost(
     cost: str,
     setting: str,
     styles: Mapping[str, Style] | None = None,
+    measure: Measure = MEASURES[ANSWER],
 ) -> "Figure":
     """Draw accuracy over a cost, a panel per family and a line per policy.
 
@@ -39,11 +42,12 @@ def by_cost(
         cost: a key of COSTS.
         setting: first sentence of the caption.
         styles: styles of the file's lines; by default those of `rows`.
+        measure: what the rows' accuracy is, see `measures.drawn`.
     """
     families, budgets = families_of(rows), budgets_of(rows)
     styles = styles_of(rows) if styles is None else styles
     title, unit = COSTS[cost]
-    figure, panels = grid(titles_of(families), 4, (2.7, 2.2), unit, "answers right, %")
+    figure, panels = grid(titles_of(families), 4, (2.7, 2.2), unit, measure.label)
     for family, panel in zip(families, panels, strict=True):
         for name, members in lines_of(rows, family).items():
             options = styles[name].options
@@ -61,12 +65,13 @@ def by_cost(
     caption = (
         f"{setting} Costs are means over questions, per KV head, computed from lengths "
         f"and events. Small to large marks: budget {', '.join(map(str, budgets))}; "
-        f"cross: full KV cache. Intervals: accuracy-by-policy. {note_on_grey(rows)}"
+        f"cross: full KV cache. Points: {measure.point}; intervals: "
+        f"{measure.stem}-by-policy. {note_on_grey(rows, measure.stem)}"
     )
     legend = [
         handle(name, **styles[name].options)
         for name in styles_of(rows)
         if styles[name].is_shown
     ]
-    explain(figure, f"Accuracy by {title}", caption, [legend])
+    explain(figure, f"{measure.title} by {title}", caption, [legend])
     return figure

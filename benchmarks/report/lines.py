@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.accuracy.groups import POOLED
 from benchmarks.accuracy.servers import FULL
-from benchmarks.accuracy.summary import POOLED
 from benchmarks.report.panels import handle
 
 Row = Mapping[str, Any]
@@ -105,12 +105,17 @@ def legend_of(rows: Sequence[Row]) -> list[Any]:
     return [handle(name, **style.options) for name, style in styles if style.is_shown]
 
 
-def note_on_grey(rows: Sequence[Row]) -> str:
-    """Return the caption's sentence about grey lines, empty without any."""
+def note_on_grey(rows: Sequence[Row], stem: str) -> str:
+    """Return the caption's sentence about grey lines, empty without any.
+
+    Args:
+        rows: rows of a summary.
+        stem: first word of the name of the figure that names all policies.
+    """
     grey = sum(not style.is_shown for style in styles_of(rows).values())
     if not grey:
         return ""
     return (
-        f"In colour: the {len(COLOURS)} policies that are right most often; grey: the "
-        f"other {grey}, which accuracy-by-policy names."
+        f"In colour: the {len(COLOURS)} policies with the highest mean; grey: the "
+        f"other {grey}, which {stem}-by-policy names."
     )

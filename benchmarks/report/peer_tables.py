@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.accuracy.summary import POOLED
+from benchmarks.accuracy.groups import POOLED
 from benchmarks.peer.catalogue import SORTED
 from benchmarks.peer.facts import PLACE, place_of
 from benchmarks.report.policy_tables import rows_of

@@ -1,13 +1,28 @@
-"""Makes the tables of policies: the share of problems that each gets right."""
+"""Makes the tables of policies: what they get right, and in how far they differ."""
 
 from pathlib import Path
 from typing import Any
 
+from benchmarks.accuracy.groups import POOLED
+from benchmarks.accuracy.pairs import bases_of, difference_of
 from benchmarks.accuracy.servers import FULL
-from benchmarks.accuracy.summary import POOLED, bases_of
-from benchmarks.report.records import Row, check_keys, read, share_of
+from benchmarks.report.records import (
+    ANSWER,
+    SCORES,
+    Row,
+    check_keys,
+    known_score,
+    read,
+    share_of,
+)
+from benchmarks.stats import holm
 
-OPTIONS = {"budget", "interval", "against"}
+OPTIONS = {"budget", "interval", "score"}
+COMPARED = {
+    score: "right alone, wrong alone" if score == ANSWER else "difference [95 %]"
+    for score in SCORES
+}
+"""Score -> what a comparison shows of it, before its p."""
 
 
 def by_family(wanted: Row, folder: Path) -> list[list[str]]:
@@ -15,19 +30,19 @@ def by_family(wanted: Row, folder: Path) -> list[list[str]]:
 
     Args:
         wanted: `files`, `rows`; `budget` and `interval`, by default the only ones;
-            `against`, optional: paired test, see `pair_of`.
+            `score`, one of SCORES, by default the answer.
         folder: folder of the files.
 
     Raises:
         ValueError: see `tables.fill`.
     """
     check_keys(wanted, {"files", "rows"}, OPTIONS)
+    (score,) = _scores(wanted, most=1)
     records = [read(folder / name) for name in wanted["files"]]
     families = list(dict.fromkeys(row["family"] for row in records[0]["summary"]))
     families.remove(POOLED)
     families += [POOLED] if len(families) > 2 else []
-    header = ["policy", *families, "answers cut off", *_against(wanted)]
-    rows = []
+    rows = [[f"policy: {score}", *families, "answers cut off"]]
     for name in wanted["rows"]:
         label, record, policy = _row(name, records)
         found = rows_of(record, policy, wanted)
@@ -37,61 +52,125 @@ def by_family(wanted: Row, folder: Path) -> list[list[str]]:
                 f"table: expected {missing} of {policy} in {wanted['files']}, got "
                 "none; choose another budget, interval or row"
             )
-        cells = [label, *(share_of(found[family]) for family in families)]
+        cells = [label, *(share_of(found[family], score) for family in families)]
         cells.append(f"{100 * found[POOLED]['capped']:.0f} %")
-        if against := wanted.get("against"):
-            cells.append(pair_of(record, found[POOLED], against))
         rows.append(cells)
-    return [header, *rows]
+    return rows
 
 
 def by_budget(wanted: Row, folder: Path) -> list[list[str]]:
     """Return a table of all tasks together, with the first file's budgets as columns.
 
     Args:
-        wanted: `files`, `rows`; `interval`, by default the only one; `against`,
-            optional: paired test at the `budget` named, or at each of a list, see
-            `pair_of`.
+        wanted: `files`, `rows`; `interval`, by default the only one; `budget`, one or
+            a list, by default all; `score`: one of SCORES or a list, by default the
+            answer.
         folder: folder of the files.
 
     Raises:
         ValueError: see `tables.fill`.
     """
     check_keys(wanted, {"files", "rows"}, OPTIONS)
+    scores = _scores(wanted, most=len(SCORES))
     records = [read(folder / name) for name in wanted["files"]]
-    budgets = sorted({r["budget"] for r in records[0]["summary"]} - {None})
-    named = wanted.get("budget") if "against" in wanted else []
-    tests = named if isinstance(named, list) else [named]
-    if not set(tests) <= set(budgets) or ("against" in wanted and not tests):
-        raise ValueError(
-            f"table: expected a budget of {budgets} beside against, got {dict(wanted)}"
-        )
-    header = ["policy", *map(str, budgets)]
-    for budget in tests:
-        header += _against({**wanted, "budget": budget})
-    rows = []
+    budgets = _budgets(wanted, records[0])
+    rows = [["policy", *(f"{s} at {budget}" for s in scores for budget in budgets)]]
     for name in wanted["rows"]:
         label, record, policy = _row(name, records)
-        by_place = {
-            budget: rows_of(record, policy, {**wanted, "budget": budget}).get(POOLED)
-            for budget in budgets
-        }
-        if not any(by_place.values()):
+        found = [_pooled(record, policy, wanted, budget) for budget in budgets]
+        if not any(found):
             raise ValueError(f"table: expected {policy} in {wanted['files']}, got none")
-        cells = [label]
-        cells += [share_of(row) if row else "-" for row in by_place.values()]
-        for budget in tests:
-            tested = by_place[budget]
-            found = pair_of(record, tested, wanted["against"]) if tested else "-"
-            cells.append(found)
-        rows.append(cells)
-    return [header, *rows]
+        cells = [share_of(row, s) if row else "-" for s in scores for row in found]
+        rows.append([label, *cells])
+    return rows
 
 
-def _against(wanted: Row) -> list[str]:
-    against = wanted.get("against")
-    where = f" at {wanted['budget']}" if "budget" in wanted else ""
-    return [f"against {against}{where}: right alone, wrong alone, p"] if against else []
+def comparisons(wanted: Row, folder: Path) -> list[list[str]]:
+    """Return a table of paired tests over all tasks together, a row per pair.
+
+    The p values are corrected by Holm for all tests that the table has, whatever the
+    score.
+
+    Args:
+        wanted: `files`, one of them; `rows`; `against`: see `pair_of`, one or a list;
+            `interval`, by default the only one; `budget`, one or a list, by default
+            all; `score`: one of SCORES or a list, by default the answer.
+        folder: folder of the file.
+
+    Raises:
+        ValueError: see `tables.fill`, or a row without a test.
+    """
+    check_keys(wanted, {"files", "rows", "against"}, OPTIONS)
+    scores = _scores(wanted, most=len(SCORES))
+    (record,) = [read(folder / name) for name in wanted["files"]]
+    pairs = []
+    for policy in wanted["rows"]:
+        found = [
+            pair
+            for budget in _budgets(wanted, record)
+            if (row := _pooled(record, policy, wanted, budget))
+            for against in _listed(wanted["against"])
+            if (pair := pair_of(record, row, against))
+        ]
+        if not found:
+            raise ValueError(
+                f"table: expected tests of {policy} against {wanted['against']} in "
+                f"{wanted['files']}, got none"
+            )
+        pairs += found
+    tested = [[_compared(pair, score) for score in scores] for pair in pairs]
+    corrected = iter(holm([p for cells in tested for _, p in cells]))
+    names = [f"{score}: {COMPARED[score]}, p" for score in scores]
+    return [["policy", "against", "budget", *names]] + [
+        [f"`{pair['policy']}`", f"`{pair['against']}`", str(pair["budget"])]
+        + [f"{text}, {next(corrected):.2g}" for text, _ in cells]
+        for pair, cells in zip(pairs, tested, strict=True)
+    ]
+
+
+def _listed(named: Any) -> list[Any]:
+    return named if isinstance(named, list) else [named]
+
+
+def _scores(wanted: Row, most: int) -> list[str]:
+    """Return the scores that a table shows.
+
+    Raises:
+        ValueError: an unknown score, or more than a table has room for.
+    """
+    scores = _listed(wanted.get("score", ANSWER))
+    if not 0 < len(scores) <= most or not set(scores) <= set(SCORES):
+        raise ValueError(
+            f"table: expected a score of {list(SCORES)}, at most {most}, got "
+            f"{dict(wanted)}"
+        )
+    return scores
+
+
+def _budgets(wanted: Row, record: Row) -> list[int]:
+    """Return the budgets that a table shows.
+
+    Raises:
+        ValueError: one that the file has not.
+    """
+    known = sorted({row["budget"] for row in record["summary"]} - {None})
+    named = _listed(wanted.get("budget", known))
+    if not named or not set(named) <= set(known):
+        raise ValueError(f"table: expected budgets of {known}, got {dict(wanted)}")
+    return named
+
+
+def _pooled(record: Row, policy: str, wanted: Row, budget: int) -> Row | None:
+    """Return a policy's row of all tasks, None if the file has none."""
+    return rows_of(record, policy, {**wanted, "budget": budget}).get(POOLED)
+
+
+def _compared(pair: Row, score: str) -> tuple[str, float]:
+    """Return what a pair's test of a score found, and its p."""
+    if score == ANSWER:
+        return f"{pair['only_policy']}, {pair['only_other']}", pair["p"]
+    found = known_score(pair, score)
+    return difference_of(found), found["p"]
 
 
 def _row(name: str, records: list[dict[str, Any]]) -> tuple[str, Row, str]:
@@ -125,21 +204,23 @@ def rows_of(record: Row, policy: str, wanted: Row) -> dict[str, Row]:
     return rows
 
 
-def pair_of(record: Row, row: Row, against: str) -> str:
-    """Return the paired test of a pooled row; a dash without one.
+def pair_of(record: Row, row: Row, against: str) -> Row | None:
+    """Return the paired test of a pooled row, None without one.
 
     Args:
         record: the result file.
         row: a row of it.
-        against: `full`; `base` for the policy without its variant or, where it has
-            none, for the scorer without an allocator; or the word of an allocator.
+        against: `full`; `base` for the first of the row's other bases that the file
+            has, see `pairs.bases_of`; the word of an allocator; or a policy.
     """
     bases = bases_of(row["policy"])
-    kinds = {FULL: bases[:1], "base": bases[1:2]}
-    others = kinds.get(against, [b for b in bases if b.startswith(f"{against}-")])
-    for pair in record.get("pairs", ()):
-        keys = ("policy", "budget", "interval", "family")
-        same = all(pair[key] == row[key] for key in keys)
-        if same and pair["against"] in others:
-            return f"{pair['only_policy']}, {pair['only_other']}, {pair['p']:.2g}"
-    return "-"
+    kinds = {FULL: bases[:1], "base": bases[1:]}
+    named = [b for b in bases if b == against or b.startswith(f"{against}-")]
+    keys = ("policy", "budget", "interval", "family")
+    found = {
+        pair["against"]: pair
+        for pair in record.get("pairs", ())
+        if all(pair[key] == row[key] for key in keys)
+    }
+    others = kinds.get(against, named)
+    return next((found[base] for base in others if base in found), None)

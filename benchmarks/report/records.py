@@ -5,7 +5,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.accuracy.partial import PARTIAL
+
 Row = Mapping[str, Any]
+
+ANSWER = "answer"
+"""The score of an answer that is right or wrong, as a whole."""
+SCORES = (ANSWER, *PARTIAL)
 
 
 def read(path: Path, key: str = "summary") -> dict[str, Any]:
@@ -36,7 +42,33 @@ def check_keys(wanted: Row, needed: set[str], optional: set[str]) -> None:
         )
 
 
-def share_of(row: Row) -> str:
-    """Return the share right in per cent, with its interval."""
-    share, low, high = (100 * row[key] for key in ("accuracy", "low", "high"))
-    return f"{share:.0f} [{low:.0f}, {high:.0f}]"
+def share_of(row: Row, score: str = ANSWER) -> str:
+    """Return the mean of a score in per cent, with its interval.
+
+    Args:
+        row: row of a summary.
+        score: one of SCORES.
+
+    Raises:
+        ValueError: the row lacks the score.
+    """
+    if score == ANSWER:
+        found = {"mean": row["accuracy"], "low": row["low"], "high": row["high"]}
+    else:
+        found = known_score(row, score)
+    mean, low, high = (100 * found[key] for key in ("mean", "low", "high"))
+    return f"{mean:.0f} [{low:.0f}, {high:.0f}]"
+
+
+def known_score(row: Row, score: str) -> Row:
+    """Return a partial score of a row or of a pair.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if not row.get(score):
+        raise ValueError(
+            f"table: expected a file with the score {score!r} of {row['policy']}, got "
+            f"one without; choose {ANSWER!r} or another file"
+        )
+    return row[score]

@@ -30,6 +30,7 @@ Rows = Sequence[Sequence[str]]
 KINDS: dict[str, Callable[[Mapping[str, Any], Path], Rows]] = {
     "families": policy_tables.by_family,
     "budgets": policy_tables.by_budget,
+    "comparisons": policy_tables.comparisons,
     "model": model_table.by_size,
     "peer": peer_tables.side_by_side,
     "speeds": peer_tables.speeds,

@@ -4,8 +4,10 @@ from random import Random
 
 import pytest
 
-from benchmarks.accuracy import summary
+from benchmarks.accuracy import groups, pairs, summary
 from benchmarks.accuracy.cost import bounded_cost, cost_of, full_cost
+from benchmarks.accuracy.questions import digest_of
+from reasoner.problems import generate
 from vllm_kvpolicy.config import KVPolicyConfig
 
 SETTINGS = {
@@ -17,15 +19,19 @@ SETTINGS = {
 
 
 def line(correct: bool = True, number: int = 0, **changes) -> dict:
-    """Return a line of an output file."""
+    """Return a line of an output file; a wrong answer has half of the right trace."""
+    task = changes.get("task", "copy:10")
+    family, _, size = task.partition(":")
+    problem = generate(family, int(size), number)
+    half = problem.trace[: len(problem.trace) // 2]
     return {
         "policy": "tova",
         "budget": 128,
         "interval": 64,
-        "task": "copy:10",
+        "task": task,
         "id": str(number),
         "sample": 0,
-        "digest": "00000000",
+        "digest": digest_of(problem.prompt, [problem.answer]),
         "correct": correct,
         "score": float(correct),
         "answer": "5" if correct else "6",
@@ -33,6 +39,7 @@ def line(correct: bool = True, number: int = 0, **changes) -> dict:
         "output_tokens": 100,
         "capped": not correct,
         "repeated": {"4": 0.5},
+        "text": problem.completion if correct else half,
         **changes,
     }
 
@@ -58,6 +65,56 @@ def test_rows_count_tasks_and_all():
     assert rows["all"]["repeated"] == {"4": 0.5}
     text = summary.format_summary(list(rows.values()))
     assert "| 15/20   | 75.0 [53.1, 88.8]" in text
+    assert "% prefix [95 %]" in text
+
+
+def test_rows_and_pairs_have_partial_scores():
+    """Half of a trace of 11 lines is 5 lines and a half; a question counts once."""
+    lines = [line(number < 15, number) for number in range(20)]
+    lines += [line(True, number, policy="ams-tova") for number in range(20)]
+    found = summary.summarise(lines, SETTINGS)
+    row = next(r for r in found["summary"] if r["policy"] == "tova")
+    lengths = [len(generate("copy", 10, number).trace) for number in range(15, 20)]
+    halves = [(length // 2) / length for length in lengths]
+    assert row["prefix"]["mean"] == pytest.approx((15 + sum(halves)) / 20, abs=1e-4)
+    assert row["lines"]["mean"] == pytest.approx((15 + 5 * 5 / 11) / 20, abs=1e-4)
+    for score in ("prefix", "lines"):
+        assert row[score]["low"] < row[score]["mean"] < row[score]["high"] <= 1
+    pair = next(pair for pair in found["pairs"] if pair["family"] == "all")
+    for score in ("prefix", "lines"):
+        assert pair[score]["mean"] == pytest.approx(1 - row[score]["mean"], abs=2e-4)
+        assert 0 < pair[score]["low"] < pair[score]["high"]
+        assert 0 < pair[score]["p"] < 0.02
+    assert "+13.6 [" in pairs.format_pairs([pair])
+
+
+def test_samples_of_a_question_are_averaged_before_they_are_compared():
+    lines = [line(s > 0, n, sample=s) for n in range(8) for s in range(2)]
+    lines += [
+        line(True, n, policy="ams-tova", sample=s) for n in range(8) for s in (0, 1)
+    ]
+    found = summary.summarise(lines, SETTINGS)
+    row = next(r for r in found["summary"] if r["policy"] == "tova")
+    half = (1 + 5 / 11) / 2
+    assert row["lines"] == pytest.approx(
+        dict.fromkeys(("mean", "low", "high"), half), abs=1e-4
+    )
+    pair = next(pair for pair in found["pairs"] if pair["family"] == "all")
+    assert pair["lines"]["mean"] == pytest.approx(1 - half, abs=1e-4)
+    assert pair["lines"]["p"] == pytest.approx(2 / 10_001, abs=1e-4)
+
+
+def test_tasks_without_a_known_trace_have_no_partial_scores():
+    other = {"task": "math500", "digest": "00000000"}
+    lines = [line(True, 0), line(True, 0) | other]
+    lines += [one | {"policy": "ams-tova"} for one in lines]
+    found = summary.summarise(lines, SETTINGS)
+    known = {row["family"]: row["lines"] is not None for row in found["summary"]}
+    assert known == {"copy:10": True, "math500": False, "all": False}
+    known = {pair["family"]: pair["prefix"] is not None for pair in found["pairs"]}
+    assert known == {"copy:10": True, "math500": False, "all": False}
+    assert pairs.format_pairs(found["pairs"]).count("| -  ") == 4
+    assert summary.format_summary(found["summary"]).count("| -  ") == 8
 
 
 def test_the_order_of_lines_changes_nothing():
@@ -80,19 +137,19 @@ def test_policies_meet_full_and_their_base_scorer():
     lines += [line(n < 6, n) for n in range(10)]
     lines += [line(n in (0, 1, 2, 8), n, **ours) for n in range(10)]
     lines += [line(True, 77, **ours)]  # asked of nobody else
-    pairs = {
+    met = {
         (row["policy"], row["against"]): row
         for row in summary.summarise(lines, SETTINGS)["pairs"]
         if row["family"] == "copy:10"
     }
-    assert set(pairs) == {("tova", "full"), ("ams-tova", "full"), ("ams-tova", "tova")}
-    row = pairs["ams-tova", "tova"]
+    assert set(met) == {("tova", "full"), ("ams-tova", "full"), ("ams-tova", "tova")}
+    row = met["ams-tova", "tova"]
     assert (row["pairs"], row["only_policy"], row["only_other"]) == (10, 1, 3)
     assert row["p"] == pytest.approx(2 * (1 + 4) / 2**4)
-    row = pairs["tova", "full"]
+    row = met["tova", "full"]
     assert (row["only_policy"], row["only_other"]) == (0, 4)
     assert row["p"] == pytest.approx(2 / 2**4)
-    assert "| ams-tova | 128    | 64" in summary.format_pairs(list(pairs.values()))
+    assert "| ams-tova | 128    | 64" in pairs.format_pairs(list(met.values()))
 
 
 def test_variants_meet_the_policy_without_them_and_its_scorer():
@@ -121,9 +178,37 @@ def test_variants_meet_the_policy_without_them_and_its_scorer():
 
 
 def test_ams_meets_equal_quotas_for_equal_blocks():
-    assert summary.bases_of("ams-rkv") == ["full", "rkv", "strat-rkv"]
-    assert summary.bases_of("strat-rkv") == ["full", "rkv"]
-    assert summary.bases_of("rkv") == ["full"] and summary.bases_of("full") == []
+    assert pairs.bases_of("ams-rkv") == ["full", "rkv", "strat-rkv"]
+    assert pairs.bases_of("strat-rkv") == ["full", "rkv"]
+    assert pairs.bases_of("ams-rkv:x") == [
+        "full",
+        "ams-rkv",
+        "rkv",
+        "rkv:x",
+        "strat-rkv",
+    ]
+    assert pairs.bases_of("rkv") == ["full", "random"]
+    assert pairs.bases_of("random") == ["full"] and pairs.bases_of("full") == []
+
+
+def test_policies_of_several_parts_meet_themselves_without_one():
+    assert pairs.bases_of("dms+quest") == ["full", "quest", "dms"]
+    assert pairs.bases_of("wgkv+snapkv:x") == [
+        "full",
+        "wgkv+snapkv",
+        "snapkv",
+        "snapkv:x",
+        "wgkv",
+        "wgkv:x",
+    ]
+    assert pairs.bases_of("wgkv+ams-tova+quest") == [
+        "full",
+        "wgkv+tova+quest",
+        "ams-tova+quest",
+        "wgkv+quest",
+        "wgkv+ams-tova",
+        "wgkv+strat-tova+quest",
+    ]
 
 
 def test_several_samples_are_no_more_questions():
@@ -219,14 +304,14 @@ def test_the_majority_wins_and_the_first_of_equals(answers, expected):
         line(text == "5", sample=n, answer=None if text == "-" else text)
         for n, text in enumerate(answers)
     ]
-    assert summary.majority(samples, 100) is expected
+    assert groups.majority(samples, 100) is expected
 
 
 def test_long_answers_do_not_vote():
     samples = [line(False, output_tokens=100), line(True, output_tokens=20)]
-    assert not summary.majority(samples, 100)
-    assert summary.majority(samples, 99)
-    assert not summary.majority(samples, 19)
+    assert not groups.majority(samples, 100)
+    assert groups.majority(samples, 99)
+    assert not groups.majority(samples, 19)
 
 
 def test_votes_over_lengths_and_widths():

@@ -13,7 +13,6 @@ from benchmarks.report import tables, traces
 from support.report_data import SETTINGS, event, lines, record, write_run
 
 DOCS = provenance.ROOT / "docs"
-VARIANTS = {"variants": {"x": {"ema_mix": 1.0}}}
 
 
 @pytest.fixture
@@ -45,7 +44,10 @@ def table_of(description: str, kind: str, folder: Path) -> list[str]:
     return filled.partition("-->\n")[2].partition("<!--")[0].splitlines()
 
 
-@pytest.mark.parametrize("path", ["docs/results.md", "reasoner/README.md"])
+@pytest.mark.parametrize(
+    "path",
+    ["docs/results.md", "docs/compositions.md", "docs/wgkv.md", "reasoner/README.md"],
+)
 def test_the_docs_are_up_to_date(path):
     page = provenance.ROOT / path
     text = page.read_text()
@@ -78,28 +80,20 @@ def test_every_summary_that_has_answers_is_theirs():
 def test_a_table_is_written_and_stays(folder):
     description = (
         "files: [one.json, two.json]\nrows: [full, tova, ams-tova, tova*]\n"
-        "budget: 128\nagainst: base\n"
+        "budget: 128\n"
     )
     filled = tables.fill(document(description, "| old |\n"), folder)
     head, *rows = filled.partition("-->\n")[2].splitlines()[:6]
-    assert head == (
-        "| policy | a:1 | b:2 | answers cut off "
-        "| against base at 128: right alone, wrong alone, p |"
-    )
+    assert head == "| policy: answer | a:1 | b:2 | answers cut off |"
     assert rows == [
-        "|---|---|---|---|---|",
-        "| `full` | 100 [51, 100] | 100 [51, 100] | 0 % | - |",
-        "| `tova` | 50 [15, 85] | 50 [15, 85] | 0 % | - |",
-        "| `ams-tova` | 75 [30, 95] | 75 [30, 95] | 0 % | 2, 0, 0.5 |",
-        "| `tova` * | 100 [51, 100] | 100 [51, 100] | 0 % | - |",
+        "|---|---|---|---|",
+        "| `full` | 100 [51, 100] | 100 [51, 100] | 0 % |",
+        "| `tova` | 50 [15, 85] | 50 [15, 85] | 0 % |",
+        "| `ams-tova` | 75 [30, 95] | 75 [30, 95] | 0 % |",
+        "| `tova` * | 100 [51, 100] | 100 [51, 100] | 0 % |",
     ]
     assert filled.startswith("before\n") and filled.endswith("<!-- /table -->\nafter\n")
     assert "old" not in filled and tables.fill(filled, folder) == filled
-
-
-def test_tests_against_full(folder):
-    description = "files: [one.json]\nrows: [tova]\nbudget: 96\nagainst: full\n"
-    assert "| 0, 4, 0.12 |" in tables.fill(document(description), folder)
 
 
 @pytest.mark.parametrize(
@@ -120,33 +114,17 @@ def test_tables_that_cannot_be_made_are_refused(folder, description, message):
         tables.fill(document(description), folder)
 
 
-def test_a_variant_is_tested_against_the_policy_without_it(tmp_path):
-    renamed = {"ams-tova": "ams-tova:x", "tova": "ams-tova"}
-    made = [line | {"policy": renamed.get(line["policy"], "full")} for line in lines()]
-    found = {"settings": SETTINGS, **summary.summarise(made, SETTINGS | VARIANTS)}
-    (tmp_path / "one.json").write_text(json.dumps(found))
-    for against, test in (("base", "2, 0, 0.5"), ("full", "0, 2, 0.5")):
-        description = f'files: [one.json]\nrows: ["ams-tova:x"]\nagainst: {against}\n'
-        filled = tables.fill(document(f"{description}budget: 96\n"), tmp_path)
-        assert f"| {test} |" in filled
-
-
 def test_budgets_are_columns_of_all_tasks_together(folder):
-    description = "files: [one.json]\nrows: [full, tova]\nagainst: full\nbudget: 96\n"
+    description = "files: [one.json]\nrows: [full, tova]\n"
     head, _, full, tova = table_of(description, "budgets", folder)
-    assert head.startswith("| policy | 96 | 128 | against full at 96: right alone")
-    assert full == "| `full` | 100 [68, 100] | 100 [68, 100] | - |"
-    assert tova.endswith("| 0, 4, 0.12 |")
-    both = description.replace("budget: 96", "budget: [128, 96]")
-    head, _, _, tova = table_of(both, "budgets", folder)
-    assert (
-        "against full at 128: right alone, wrong alone, p | against full at 96" in head
-    )
-    assert tova.endswith("| 0, 4, 0.12 |") and tova.count("|") == 6
+    assert head == "| policy | answer at 96 | answer at 128 |"
+    assert full == "| `full` | 100 [68, 100] | 100 [68, 100] |"
+    assert tova == "| `tova` | 50 [22, 78] | 50 [22, 78] |"
+    head, *_ = table_of(f"{description}budget: 128\n", "budgets", folder)
+    assert head == "| policy | answer at 128 |"
     for budget in ("[96, 100]", "[]"):
-        with pytest.raises(ValueError, match="expected a budget of"):
-            wrong = description.replace("budget: 96", f"budget: {budget}")
-            table_of(wrong, "budgets", folder)
+        with pytest.raises(ValueError, match="expected budgets of"):
+            table_of(f"{description}budget: {budget}\n", "budgets", folder)
     with pytest.raises(ValueError, match="expected keydiff in"):
         table_of("files: [one.json]\nrows: [keydiff]\n", "budgets", folder)
 

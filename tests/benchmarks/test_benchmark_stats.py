@@ -1,13 +1,17 @@
 """Tests of the arithmetic: latencies, paired ratios, bootstrap, Wilson, McNemar."""
 
-from math import comb
+from math import comb, erfc, sqrt
 
 import numpy as np
 import pytest
 
 from benchmarks.load import Completion
 from benchmarks.stats import (
+    RESAMPLES,
+    estimate_difference,
+    estimate_mean,
     first_token_latencies,
+    holm,
     latencies,
     mcnemar,
     median_ratio,
@@ -139,3 +143,91 @@ def test_mcnemar_takes_large_and_refuses_negative_counts():
     assert mcnemar(5000, 5000) == 1.0
     with pytest.raises(ValueError, match="mcnemar: got 1 and -1, expected counts"):
         mcnemar(1, -1)
+
+
+def normal(count: int, mean: float, seed: int = 0) -> np.ndarray:
+    """Return values with exactly this mean and standard deviation 1."""
+    values = np.random.default_rng(seed).normal(size=count)
+    return (values - values.mean()) / values.std() + mean
+
+
+@pytest.mark.parametrize("count", [50, 400])
+def test_the_interval_of_a_mean_is_that_of_normal_theory(count):
+    found = estimate_mean(normal(count, 3.0))
+    assert found.mean == pytest.approx(3.0)
+    half = 1.96 / sqrt(count)
+    assert found.low == pytest.approx(3.0 - half, abs=0.06 * half)
+    assert found.high == pytest.approx(3.0 + half, abs=0.06 * half)
+
+
+@pytest.mark.parametrize("errors", [0.5, 1.5, -2.0, 2.5])
+def test_the_p_value_is_that_of_normal_theory(errors):
+    """A mean of so many standard errors, over 400 pairs."""
+    theirs = normal(400, 0.0, seed=1)
+    ours = theirs + normal(400, errors / sqrt(400))
+    found = estimate_difference(ours, theirs)
+    expected = erfc(abs(errors) / sqrt(2))
+    assert found.mean == pytest.approx(errors / 20)
+    assert found.p == pytest.approx(expected, rel=0.15, abs=0.002)
+    assert (found.low > 0 or found.high < 0) == (found.p < 0.05)
+    other = estimate_difference(theirs, ours)
+    assert (other.mean, other.p) == pytest.approx((-found.mean, found.p))
+    assert (other.low, other.high) == pytest.approx((-found.high, -found.low))
+
+
+def test_the_p_value_of_few_pairs_is_that_of_all_resamples():
+    # Of the 27 draws of 3 from -1, 0 and 2, 11 have a sum of at most 0.
+    differences = [-1.0, 0.0, 2.0]
+    sums = [a + b + c for a in differences for b in differences for c in differences]
+    share = sum(total <= 0 for total in sums) / 27
+    assert share == 11 / 27
+    assert estimate_difference(differences, [0, 0, 0]).p == pytest.approx(
+        2 * share, rel=0.03
+    )
+
+
+def test_estimates_of_equal_values_are_points():
+    found = estimate_mean([0.25] * 7)
+    assert (found.mean, found.low, found.high) == (0.25, 0.25, 0.25)
+    same = estimate_difference([0.1, 0.7, 0.3], [0.1, 0.7, 0.3])
+    assert (same.mean, same.low, same.high, same.p) == (0, 0, 0, 1)
+    # Values that cancel out but for rounding are no difference, either.
+    tiny = estimate_difference([0.1 + 0.2], [0.3])
+    assert tiny.p == 1
+    better = estimate_difference([0.6, 0.8], [0.5, 0.7])
+    assert (better.low, better.high) == pytest.approx((0.1, 0.1))
+    assert better.p == 2 / (RESAMPLES + 1)
+    assert better.rounded() == {"mean": 0.1, "low": 0.1, "high": 0.1, "p": 0.0002}
+
+
+def test_estimates_are_seeded_and_refuse_what_is_not_paired():
+    values = normal(30, 0.2)
+    assert estimate_mean(values, seed=1) == estimate_mean(values, seed=1)
+    assert estimate_mean(values, seed=1) != estimate_mean(values, seed=2)
+    with pytest.raises(ValueError, match="bootstrap: got no values"):
+        estimate_mean([])
+    with pytest.raises(ValueError, match="differences: got 2 and 1 values"):
+        estimate_difference([1, 2], [1])
+    with pytest.raises(ValueError, match="bootstrap: got no values"):
+        estimate_difference([], [])
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([], []),
+        ([0.03], [0.03]),
+        # By hand: 4 x .01, then 3 x .015 = .045, 2 x .02 = .04 raised to .045.
+        ([0.02, 0.01, 0.6, 0.015], [0.045, 0.04, 0.6, 0.045]),
+        ([0.01, 0.04, 0.03, 0.005], [0.03, 0.06, 0.06, 0.02]),
+        ([0.5, 0.4, 1.0], [1.0, 1.0, 1.0]),
+        ([0.02, 0.02], [0.04, 0.04]),
+    ],
+)
+def test_holm_corrects_for_the_number_of_tests(values, expected):
+    assert holm(values) == pytest.approx(expected)
+
+
+def test_holm_refuses_what_is_no_p_value():
+    with pytest.raises(ValueError, match=r"holm: got 1\.5, expected p values"):
+        holm([0.5, 1.5])

@@ -170,8 +170,8 @@ def test_the_record_makes_tables_and_says_what_was_refused(fake, monkeypatch):
     place = {"policy": "chunk-snapkv", "budget": 96, "interval": 64}
     assert whole["refused"] == [place | {"answers": 0, "message": "AssertionError: no"}]
     assert "/" not in whole["provenance"]["command"]
-    rows = "rows: [full, streaming, 'streaming:sorted']\nagainst: base\n"
-    table = tables.render("families", f"files: [made.json]\n{rows}", fake)
+    rows = "files: [made.json]\nrows: [full, streaming, 'streaming:sorted']\n"
+    table = tables.render("families", rows, fake)
     assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == [
         "`full`",
         "`streaming`",
@@ -186,6 +186,9 @@ def test_the_record_makes_tables_and_says_what_was_refused(fake, monkeypatch):
     assert row["sinks_held"] == {"first": 1.0, "second": 0.25, "last": 0.25}
     bases = [pair["against"] for pair in whole["pairs"]]
     assert bases == ["full", "full", "streaming"]
+    rows = "files: [made.json]\nrows: ['streaming:sorted']\nagainst: base\n"
+    test = tables.render("comparisons", rows, fake).splitlines()[2]
+    assert test.startswith("| `streaming:sorted` | `streaming` | 96 | ")
     tokens = len(encode(r"\boxed{7}")) + 1
     assert row["tok_s"] == tokens / 0.5 and row["revived"] is None
 

@@ -21,8 +21,8 @@ NAMES = [
 VOTES = ["votes-by-kv_read", "votes-by-kv_peak"]
 
 
-def drawn(made: dict, about: str = "") -> dict:
-    return dict(accuracy_figures.draw_accuracy(made, about))
+def drawn(made: dict, about: str = "", score: str = "answer") -> dict:
+    return dict(accuracy_figures.draw_accuracy(made, about, score))
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +95,31 @@ def test_accuracy_by_budget_has_points_and_intervals():
     assert full[1] == [100.0, 100.0]
 
 
+def test_figures_of_another_score_show_its_means_and_intervals():
+    made = record(samples=4)
+    score = {"mean": 0.25, "low": 0.125, "high": 0.5}
+    made["summary"] = [row | {"lines": score} for row in made["summary"]]
+    figures = drawn(made, score="lines")
+    assert list(figures) == [
+        "lines-by-policy",
+        "lines-by-budget",
+        "lines-by-kv_read",
+        "lines-by-kv_peak",
+    ]
+    for figure in figures.values():
+        check_readable(figure)
+        said = " ".join(text.get_text().replace("\n", " ") for text in figure.texts)
+        assert said.startswith("Right lines by") and "lines that stand in" in said
+    panel = figures["lines-by-budget"].axes[0]
+    assert panel.get_ylabel() == "lines right, %"
+    for found in bars(panel, "tova", across=1):
+        assert found == pytest.approx((25, 12.5, 50))
+    costs = panel_lines(figures["lines-by-kv_read"])[0]
+    assert set(costs["tova"][1]) == {25.0}
+    with pytest.raises(ValueError, match="a file with the score 'prefix' of full"):
+        drawn(made, score="prefix")
+
+
 def test_accuracy_by_policy_names_every_policy_and_budget():
     made = record()
     first, panel, _ = drawn(made)["accuracy-by-policy"].axes
@@ -151,10 +176,10 @@ def test_of_many_policies_the_best_have_colours_and_one_control():
     assert shown == ["full", "p0", "p1", "p2", "p3", "p4", "p5", "random"]
     looks = [(style.color, style.marker) for style in styles.values() if style.is_shown]
     assert len(set(looks)) == len(looks)
-    assert "the 6 policies that are right most often; grey: the other 9," in (
-        lines.note_on_grey(rows)
+    assert "the 6 policies with the highest mean; grey: the other 9, which x-by-" in (
+        lines.note_on_grey(rows, "x")
     )
-    assert lines.note_on_grey(record()["summary"]) == ""
+    assert lines.note_on_grey(record()["summary"], "x") == ""
     figure = by_cost(rows, "kv_peak", "")
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == shown

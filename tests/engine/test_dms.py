@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from support.engine.admissions import follow_decisions
 from support.engine.dms_decoder import DmsDecoder, dropped, say_dms
 from support.engine.helpers import Engine, make_jobs
 from support.engine.oracle_replay import activations, check_replay
@@ -69,39 +70,10 @@ def follow(decoder: DmsDecoder, result: Any, shift: int, has_budget: bool) -> di
     activations(decoder, result)
     logits = decoder.logits
     is_dropped = dropped(logits, shift)
-    seen = dict.fromkeys(("kept", "dropped", "fillers", "evicted", "near"), 0)
-    for layer in range(LAYERS):
-        for head in range(HEADS):
-            held: list[int] = []
-            frontier = 0
-            for event in result.events:
-                candidates = [*held, *range(frontier, event.frontier)]
-                row = event.survivors[layer][head]
-                left = {int(token) for token in row if token >= 0}
-                assert left <= set(candidates), "a token came back"
-                near = {
-                    t for t in candidates if abs(logits[layer, head, t + shift]) < NEAR
-                }
-                gone = {
-                    t
-                    for t in candidates
-                    if is_dropped[layer, head, t] and t >= SINKS and t not in near
-                }
-                wanted = set(candidates) - gone - near
-                assert set(range(min(SINKS, event.frontier))) <= left
-                fillers = gone & left
-                if has_budget:
-                    assert not fillers or wanted <= left
-                    seen["evicted"] += len(wanted - left)
-                else:
-                    assert len(fillers) < SIZE, "a whole page of dropped tokens"
-                    assert wanted <= left, "a kept token was dropped"
-                seen["kept"] += len(wanted & left)
-                seen["dropped"] += len(gone - left)
-                seen["fillers"] += len(fillers)
-                seen["near"] += len(near)
-                held, frontier = sorted(left), event.frontier
-    return seen
+    # The last tokens have nobody to decide on them.
+    margin = torch.full_like(logits, torch.inf)
+    margin[..., : logits.shape[-1] - shift] = logits[..., shift:].abs()
+    return follow_decisions(result, is_dropped, margin < NEAR, SINKS, has_budget)
 
 
 def check(decoder: DmsDecoder, results: Any, shift: int, has_budget: bool) -> None:

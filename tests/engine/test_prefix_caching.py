@@ -19,6 +19,7 @@ from support.engine.async_on_cpu import allow_async_scheduling
 from support.engine.dms_decoder import say_dms
 from support.engine.helpers import BLOCK, Engine, Job, Run, make_prompt
 from support.made_patterns import write_pattern
+from support.made_surrogates import write_surrogate
 from support.tiny_model import make_tiny_model
 from vllm_kvpolicy.block_manager.planner import RequestState
 from vllm_kvpolicy.policies.calibration import save
@@ -38,6 +39,7 @@ ALONE = {
     "wgkv": ["wgkv+ams-tova", "wgkv+snapkv+quest", "knorm"],
     "duo": ["duo+tova", "quest"],
     "local": ["snapkv+quest", "tova+quest"],
+    "kvzap": ["kvzap+ams-tova"],
     "dms": ["dms+ams-snapkv", "dms+quest"],
 }
 
@@ -52,6 +54,8 @@ def server(allowed: list[str], folder: Path) -> dict[str, Any]:
     options |= OPTIONS | options_for("wgkv", folder, LAYERS, HEADS, 2, SIZE)
     pattern = write_pattern(folder / "duo", [[0.1, 0.9], [0.8, 0.2]], 4, WINDOW)
     options["duo_pattern"] = str(pattern)
+    surrogate = write_surrogate(folder / "kvzap", LAYERS, HEADS, 64, None)
+    options["kvzap_model"] = str(surrogate)
     known = {key for name in allowed for key in parse(name).options}
     given = {key: value for key, value in options.items() if key in known}
     return {

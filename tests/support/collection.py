@@ -25,6 +25,7 @@ DEAREST = (
     "serve/test_every_name.py",
     "serve/test_released_dms.py",
     "engine/test_wgkv.py",
+    "engine/test_kvzap.py",
     "engine/test_ragged.py",
     "engine/test_oracle_mutations.py",
     "engine/test_plumbing_mutations.py",

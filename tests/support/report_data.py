@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.accuracy import summary
+from benchmarks.accuracy import groups, summary
 from reasoner.intervals import wilson
 from vllm_kvpolicy.trace.files import EventRecord, new_run, to_arrays
 
@@ -70,8 +70,8 @@ def large_record(policies: int = 16, questions: int = 10) -> dict[str, Any]:
         for budget in budgets:
             rank = 0 if budget is None else int(name[1:]) / (policies - 1)
             share = (1 - rank) * (1 if budget is None else 0.3 + budget / 400)
-            for family in [*FAMILIES, summary.POOLED]:
-                problems = questions * (10 if family == summary.POOLED else 1)
+            for family in [*FAMILIES, groups.POOLED]:
+                problems = questions * (10 if family == groups.POOLED else 1)
                 correct = round(share * problems)
                 low, high = wilson(correct, problems)
                 row = {"policy": name, "budget": budget, "family": family}

@@ -43,12 +43,7 @@ def load(
     Raises:
         ValueError: naming the file, the field, and what was found and expected there.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{kind} {path}: got {error}, expected {valid}") from None
+    header, tensors = read(kind, path, valid)
     expect(kind, path, "format", header.get("format"), format_name)
     values = {}
     for name, to_value in types.items():
@@ -60,6 +55,27 @@ def load(
         if values[name] is None:
             expect(kind, path, name, text, to_value.__name__)
     return values, tensors
+
+
+def read(
+    kind: str, path: str | Path, valid: str
+) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """Return the header and the tensors of a safetensors file; it cannot run code.
+
+    Args:
+        kind: what errors call the file.
+        path: the file.
+        valid: the kinds of files that are valid, for errors.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return file.metadata() or {}, tensors
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{kind} {path}: got {error}, expected {valid}") from None
 
 
 def check_tensors(

@@ -71,6 +71,21 @@ class DMSOptions(ExactOptions):
     )
 
 
+class KVzapOptions(ExactOptions):
+    """Options of `kvzap`."""
+
+    kvzap_model: Path = Field(
+        description="the model's surrogate as NVIDIA releases them, KVzap-mlp-MODEL or "
+        "KVzap-linear-MODEL: a folder with config.json and model.safetensors, or a "
+        "name on the hub that has been downloaded"
+    )
+    kvzap_threshold: float = Field(
+        -4.0,
+        description="tokens with a score below this are dropped; scores are natural "
+        "logarithms",
+    )
+
+
 class DuoOptions(Options):
     """Options of `duo`."""
 
@@ -123,6 +138,17 @@ ADMISSIONS = {
             name: f"vllm_kvpolicy.policies.admissions.dms.checkpoint:{name}"
             for name in ("LlamaForCausalLMDMS", "Qwen3ForCausalLMDMS")
         },
+    ),
+    "kvzap": WordRow(
+        "vllm_kvpolicy.policies.admissions.kvzap.policy:from_options",
+        "a surrogate scores tokens by their hidden states; low scores leave with the "
+        "recent window",
+        "KVzap, arXiv 2601.07891",
+        options=KVzapOptions,
+        ragged=True,
+        decides=True,
+        refuses=_UNSHARED,
+        startup="vllm_kvpolicy.policies.admissions.kvzap.startup:KVzapStartup",
     ),
     "duo": WordRow(
         "vllm_kvpolicy.policies.admissions.duo.policy:from_options",

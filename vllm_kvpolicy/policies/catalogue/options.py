@@ -106,7 +106,8 @@ class PoolOptions(WindowOptions):
 def valid_range(field: FieldInfo) -> str:
     """Describe the valid values of a field, for errors and docs.
 
-    For example "an integer in [1, 1024]", "a number >= 0", "one of max, mean".
+    For example "an integer in [1, 1024]", "a number >= 0", "a number", "one of max,
+    mean".
     """
     kind = _kind(field)
     if get_origin(kind) is Literal:
@@ -120,7 +121,9 @@ def valid_range(field: FieldInfo) -> str:
     noun = "an integer" if kind is int else "a number"
     noun = "an odd integer" if _odd in checks else noun
     low, high, end = (_bound(rules, name) for name in ("ge", "le", "lt"))
-    if high is None and end is None:
+    if low is None:
+        words = noun
+    elif high is None and end is None:
         words = f"{noun} >= {low}"
     else:
         words = f"{noun} in [{low}, " + (f"{high}]" if end is None else f"{end})")

@@ -1,8 +1,7 @@
 """Reads the decisions of DMS out of a model while it runs.
 
-Forward hooks on the loaded model's modules write logits to buffers at fixed addresses,
-through a custom op, so that torch.compile traces them and a captured graph replays
-them. A borrowed channel is set to 0 on its way to attention.
+Forward hooks on the loaded model's modules write logits into `HeadLogits`. A borrowed
+channel is set to 0 on its way to attention.
 
 Source: Dynamic Memory Sparsification, arXiv 2506.05345, appendix B, and
 https://github.com/NVIDIA/Model-Optimizer/tree/a2fbac7/experimental/dms. Deviations:
@@ -13,32 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.utils.torch_utils import direct_register_custom_op
 
 from vllm_kvpolicy.kernels.dms_decision import DecisionWeights, decision_logits
 from vllm_kvpolicy.policies.admissions.dms.model import DmsRule
-
-
-class HeadLogits(nn.Module):
-    """Holds the logits of a layer's new tokens, and what they are computed with.
-
-    A submodule of the module that it is hooked to, so that compiled code which vLLM
-    saves and loads again finds its buffers by their names.
-
-    Args:
-        logits: [step_tokens, H] float32.
-        **tensors: further buffers, by name.
-    """
-
-    def __init__(self, logits: torch.Tensor, **tensors: torch.Tensor) -> None:
-        super().__init__()
-        self.register_buffer("logits", logits, persistent=False)
-        for name, tensor in tensors.items():
-            self.register_buffer(name, tensor, persistent=False)
-
-    def forward(self, values: torch.Tensor) -> None:
-        """Write [T, H] values."""
-        torch.ops.vllm_kvpolicy.note_head_values(values, self.logits)
+from vllm_kvpolicy.policies.head_logits import HeadLogits
 
 
 def attach_borrowed(
@@ -132,22 +109,3 @@ def _adapt(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     taken = layer.kv_policy_logits
     weights = DecisionWeights(taken.norm, taken.projection)
     taken(decision_logits(stream, weights, taken.epsilon, 1.0, 0.0))
-
-
-def _note_head_values(values: torch.Tensor, noted: torch.Tensor) -> None:
-    """Copy values [T, H] to the first rows of `noted` [>= T, H] float32."""
-    noted[: len(values)] = values
-
-
-def _note_head_values_fake(values: torch.Tensor, noted: torch.Tensor) -> None:
-    """Return nothing: the op writes to its argument."""
-
-
-_LIBRARY = torch.library.Library("vllm_kvpolicy", "FRAGMENT")
-direct_register_custom_op(
-    "note_head_values",
-    _note_head_values,
-    mutates_args=["noted"],
-    fake_impl=_note_head_values_fake,
-    target_lib=_LIBRARY,
-)

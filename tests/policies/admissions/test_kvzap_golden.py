@@ -1,0 +1,130 @@
+"""KVzap against kvpress, whose released package scored and hid the tokens of a model.
+
+The plain decoder of the engine tests is compared with it, and so are the plugin's hook
+and decisions, on what that decoder gives its attention.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from support.engine.kvzap_decoder import KVzapDecoder
+from vllm_kvpolicy.kernels.visibility import NEVER, visible_until
+from vllm_kvpolicy.policies.admissions.kvzap.policy import (
+    SurrogateScores,
+    attach_surrogate,
+)
+from vllm_kvpolicy.policies.admissions.kvzap.surrogate import (
+    Surrogate,
+    surrogate_scores,
+)
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "kvzap.npz"
+LAYERS, HEADS, HIDDEN = 2, 2, 64
+
+
+@pytest.fixture(scope="module")
+def data() -> dict[str, np.ndarray]:
+    with np.load(GOLDEN, allow_pickle=False) as file:
+        return dict(file)
+
+
+@pytest.fixture(params=["linear", "mlp"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def surrogate_of(data: dict[str, np.ndarray], kind: str) -> Surrogate:
+    start = f"{kind}|layers."
+    tensors = {
+        name.removeprefix(f"{kind}|"): torch.from_numpy(value)
+        for name, value in data.items()
+        if name.startswith(start)
+    }
+    units = len(tensors["layers.0.0.bias"]) if kind == "mlp" else None
+    return Surrogate(LAYERS, HIDDEN, HEADS, units, tensors)
+
+
+@pytest.fixture
+def decoder(data: dict[str, np.ndarray], kind: str, tiny_model: Path) -> KVzapDecoder:
+    """The plain decoder, after it has read the tokens."""
+    made = KVzapDecoder(
+        tiny_model,
+        surrogate_of(data, kind).tensors,
+        hides=True,
+        threshold=float(data["threshold"]),
+        recent=int(data["window"]),
+        dense=int(data["prompt"]),
+    )
+    made.logits = made.forward(data["tokens"].tolist()).logits
+    return made
+
+
+def test_the_plain_decoder_is_kvpress(
+    data: dict[str, np.ndarray], kind: str, decoder: KVzapDecoder
+) -> None:
+    """Scores of the prompt and of the decoded tokens, and the logits they lead to."""
+    scores = torch.from_numpy(data[f"{kind}|scores"])
+    torch.testing.assert_close(decoder.scores, scores, rtol=0, atol=1e-4)
+    last = torch.arange(int(data["prompt"]) - 1, len(data["tokens"]), 12)
+    logits = torch.from_numpy(data[f"{kind}|logits"])
+    torch.testing.assert_close(decoder.logits[last], logits, rtol=0, atol=1e-3)
+
+
+def test_a_query_sees_the_recent_tokens_and_itself(
+    data: dict[str, np.ndarray], kind: str
+) -> None:
+    """`masked_at` is the first query that does not see a token."""
+    scores = torch.from_numpy(data[f"{kind}|scores"])
+    kept = scores >= float(data["threshold"])
+    until = visible_until(kept, int(data["window"]) + 1)
+    until = until.clamp_min(int(data["prompt"]))  # a prompt is read whole
+    until[until >= len(data["tokens"]) + 1] = NEVER
+    assert until.tolist() == data[f"{kind}|masked_at"].tolist()
+
+
+def test_what_the_hook_notes_decides_alike(
+    data: dict[str, np.ndarray], kind: str, decoder: KVzapDecoder
+) -> None:
+    surrogate, threshold = surrogate_of(data, kind), float(data["threshold"])
+    golden = torch.from_numpy(data[f"{kind}|scores"])
+    policy = SurrogateScores(surrogate, threshold, exact=False)
+    size = decoder.inputs.shape[1]
+    for layer in range(LAYERS):
+        module, scores = nn.Identity(), torch.full((size + 3, HEADS), torch.nan)
+        module.forward = lambda positions, hidden_states: hidden_states
+        policy._scorers.append(
+            attach_surrogate(module, scores, surrogate.linears(layer))
+        )
+        hidden = decoder.inputs[layer]
+        half = size // 2
+        for part in (hidden[:half], hidden[half:]):  # by name, and by place
+            module(positions=None, hidden_states=part)
+            named = scores[: len(part)].clone()
+            module(None, part)
+            torch.testing.assert_close(scores[: len(part)], named, rtol=0, atol=0)
+        module(None, hidden)
+        torch.testing.assert_close(scores[:size].T, golden[layer], rtol=0, atol=1e-4)
+        assert scores[size:].isnan().all()
+        keeps = policy.keeps(layer, hidden, torch.arange(size))
+        assert torch.equal(keeps.T, golden[layer] >= threshold)
+
+
+def test_scores_are_taken_in_the_dtype_of_the_model() -> None:
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(50, HIDDEN, generator=generator)
+    weight, bias = torch.randn(HEADS, HIDDEN, generator=generator), torch.ones(HEADS)
+    rounded = [part.bfloat16() for part in (hidden, weight, bias)]
+    scores = surrogate_scores(rounded[0], [(rounded[1], rounded[2])])
+    assert scores.dtype == torch.float32
+    assert torch.equal(scores, scores.bfloat16().float())
+    exact = rounded[0].float() @ rounded[1].float().T + 1
+    torch.testing.assert_close(scores, exact, rtol=1e-2, atol=1e-1)
+
+
+def test_other_modules_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^Linear: expected .* got input$"):
+        attach_surrogate(nn.Linear(2, 2), torch.zeros(1, 1), [])

@@ -1,0 +1,60 @@
+"""What an admission leaves of every head, followed through all events of a request."""
+
+from typing import Any
+
+import torch
+
+from support.engine.helpers import BLOCK
+
+
+def follow_decisions(
+    result: Any,
+    is_dropped: torch.Tensor,
+    is_near: torch.Tensor,
+    sinks: int,
+    has_budget: bool,
+) -> dict[str, int]:
+    """Check what each event left of each head, against decisions on its tokens.
+
+    Args:
+        result: a `helpers.Result` with its events.
+        is_dropped: [L, H, T] bool, decisions of a reference.
+        is_near: [L, H, T] bool, decisions that may go either way.
+        sinks: first tokens that stay in any case.
+        has_budget: an eviction may drop tokens that are not dropped here.
+
+    Returns:
+        How many tokens of all events and heads were seen, by what became of them.
+    """
+    seen = dict.fromkeys(("kept", "dropped", "fillers", "evicted", "near"), 0)
+    layers, heads = is_dropped.shape[:2]
+    for layer in range(layers):
+        for head in range(heads):
+            held: list[int] = []
+            frontier = 0
+            for event in result.events:
+                candidates = [*held, *range(frontier, event.frontier)]
+                row = event.survivors[layer][head]
+                left = {int(token) for token in row if token >= 0}
+                assert left <= set(candidates), "a token came back"
+                near = {t for t in candidates if is_near[layer, head, t]}
+                gone = {
+                    t
+                    for t in candidates
+                    if is_dropped[layer, head, t] and t >= sinks and t not in near
+                }
+                wanted = set(candidates) - gone - near
+                assert set(range(min(sinks, event.frontier))) <= left
+                fillers = gone & left
+                if has_budget:
+                    assert not fillers or wanted <= left
+                    seen["evicted"] += len(wanted - left)
+                else:
+                    assert len(fillers) < BLOCK, "a whole page of dropped tokens"
+                    assert wanted <= left, "a kept token was dropped"
+                seen["kept"] += len(wanted & left)
+                seen["dropped"] += len(gone - left)
+                seen["fillers"] += len(fillers)
+                seen["near"] += len(near)
+                held, frontier = sorted(left), event.frontier
+    return seen

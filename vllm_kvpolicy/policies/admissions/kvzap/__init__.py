@@ -1,0 +1,1 @@
+"""KVzap: surrogates of KVzip+ decide which tokens leave the cache."""
