@@ -8,15 +8,16 @@ Two kinds of addresses::
     | checks | ok=True count
 
 The first kind names rows of `summary`, by policy, budgets and families (all tasks
-together if none is named), and a field of each; with `against` it names paired tests, as
-the tables of comparisons do. Policies, budgets, families and fields may be several,
+together if none is named), and a field of each; with `against` it names paired tests,
+as the tables of comparisons do. Policies, budgets, families and fields may be several,
 divided by `/`, and policies may be patterns (`ams-*`). A field may go on with steps.
 
-The second kind goes from the top of the file by steps: a key, the number of an item, `*`
-for all of them, or `key=value` for the items of a list that have it (`!=` for those that
-have not; several are divided by spaces).
+The second kind goes from the top of the file by steps: a key, the number of an item,
+`*` for all of them, or `key=value` for the items of a list that have it (`!=` for those
+that have not; several are divided by spaces).
 
-A last word takes one value of all: `count`, `lowest`, `highest`, `mean`.
+`ADDRESS over ADDRESS` are ratios. A last word takes one value of all: `count`,
+`lowest`, `median`, `highest`.
 """
 
 import json
@@ -26,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
-from statistics import mean
+from statistics import median
 from typing import Any
 
 from benchmarks import provenance
@@ -43,8 +44,8 @@ MIDDLES = ("mean", "median", "ratio", "margin", "accuracy")
 GATHERED: Mapping[str, Callable[[Sequence[Any]], float]] = {
     "count": len,
     "lowest": min,
+    "median": median,
     "highest": max,
-    "mean": mean,
 }
 
 
@@ -77,6 +78,9 @@ def values_of(record: Any, address: str) -> list[Any]:
         if last == "count":
             return [len(found)]
         return [GATHERED[last]([middle_of(value) for value in found])]
+    if " over " in address:
+        sides = [values_of(record, side) for side in address.split(" over ")]
+        return [middle_of(a) / middle_of(b) for a, b in zip(*sides, strict=True)]
     if address.startswith("| "):
         found = _walk([record], address[2:].split(" | "))
     elif parts := ROW.fullmatch(address):

@@ -52,8 +52,8 @@ SET = re.compile(
     r"(?: against (?P<other>\S+))? = (?P<rows>.+)"
 )
 NO_CLAIM = (
-    "{number} has no claim; name its row in a comment behind it, `<!-- from FILE ... -->`"
-    " (benchmarks/report/claims.py), or list it after `given` if it is a setting"
+    "{number} has no claim; name its row in a comment behind it, `<!-- from FILE` "
+    "(benchmarks/report/claims.py), or list it after `given` if it is a setting"
 )
 
 Table = list[dict[str, str]]

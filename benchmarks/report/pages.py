@@ -9,7 +9,8 @@ from benchmarks.report import tables
 NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?"
 FIGURE = re.compile(rf"(?<![\w.\-/])-?({NUMBER})(?!\w|\.\d)")
 QUALITY = re.compile(
-    r"%|per cent|\bpoints?\b|\bright\b(?! after)|\blines\b|\baccura|\blog-loss\b|\bnats\b"
+    r"%|per cent|\bpoints?\b|\bright\b(?! after)|\blines\b|\baccura|\bnats\b"
+    r"|\blog-loss\b|\bloss (?:was|fell|rose)\b"
     r"|\bp (?:=|is|below|above|under)|\d x(?![\w`])|\bx stock"
 )
 """What a block with a digit has if it speaks of quality or speed."""

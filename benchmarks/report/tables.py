@@ -20,7 +20,14 @@ from typing import Any
 
 import yaml
 
-from benchmarks.report import margin_tables, model_table, peer_tables, policy_tables
+from benchmarks.report import (
+    cost_tables,
+    layout_tables,
+    margin_tables,
+    model_table,
+    peer_tables,
+    policy_tables,
+)
 
 BLOCK = re.compile(r"(<!-- table (\S+)\n(.*?)-->\n)(.*?)(<!-- /table -->)", re.DOTALL)
 
@@ -31,7 +38,9 @@ KINDS: dict[str, Callable[[Mapping[str, Any], Path], Rows]] = {
     "families": policy_tables.by_family,
     "budgets": policy_tables.by_budget,
     "margins": margin_tables.by_family,
+    "columns": cost_tables.by_column,
     "comparisons": policy_tables.comparisons,
+    "layouts": layout_tables.by_layout,
     "model": model_table.by_size,
     "peer": peer_tables.side_by_side,
     "speeds": peer_tables.speeds,
