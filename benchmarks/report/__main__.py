@@ -7,8 +7,8 @@
 
 `merge` turns the output of all shards into one summary, `trace` a trace into figures;
 both results are small enough to commit to benchmarks/results. `draw` makes a PNG per
-figure. `docs` updates the tables of a document; `--check` only tells whether they are
-up to date.
+figure. `docs` updates the tables of a document and says which figures of its text do not
+follow from a row (see `claims`); `--check` only tells whether tables are up to date.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from benchmarks.accuracy import results, summary
 from benchmarks.accuracy.groups import POOLED
 from benchmarks.report import (
     accuracy_figures,
+    claims,
     panels,
     records,
     tables,
@@ -145,13 +146,21 @@ def docs(paths: Sequence[Path], folder: Path, is_check: bool) -> list[Path]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 1 if `--check` finds a table out of date."""
+    """Run the command; return 1 for a wrong claim, or if `--check` finds an old table."""
     args = parse_args(argv)
     if args.command == "docs":
         changed = docs(args.files, args.results, args.check)
         for path in changed:
             print(f"{path}: {'is out of date' if args.check else 'written'}")
-        return int(args.check and bool(changed))
+        wrong = [
+            f"{path}: {mistake}"
+            for path in args.files
+            for mistake in claims.mistakes_of(
+                path.read_text(encoding="utf-8"), args.results
+            )
+        ]
+        print("\n".join(wrong), end="\n" if wrong else "")
+        return int(bool(wrong) or (args.check and bool(changed)))
     if args.command == "draw":
         names = draw(args.files, args.output, args.about, args.score)
         print(f"{args.output}: {', '.join(names)}")

@@ -11,12 +11,13 @@ FIGURE = re.compile(rf"(?<![\w.\-/])-?({NUMBER})(?!\w|\.\d)")
 QUALITY = re.compile(
     r"%|per cent|\bpoints?\b|\bright\b(?! after)|\blines\b|\baccura|\bnats\b"
     r"|\blog-loss\b|\bloss (?:was|fell|rose)\b"
-    r"|\bp (?:=|is|below|above|under)|\d x(?![\w`])|\bx stock|\d \[[-\d]"
+    r"|\bp (?:=|is|below|above|under)|\d x(?![\w`])|\bx stock|\d \[[-\d]",
+    re.IGNORECASE,
 )
 """What a block with a digit has if it speaks of quality or speed."""
 _CODE = re.compile(r"`[^`]*`|\]\([^)]*\)|https?://\S+")
 _LEVEL = re.compile(r"\b95 %(?=\]| Wilson| paired| bootstrap| interval)")
-_START = re.compile(r"\s*(?:[*-]|\d+\.) ")
+_START = re.compile(r"^\s*(?:[*-]|\d+\.) ")
 _CLAIM, _EXEMPT = "from ", "no figure: "
 
 
@@ -84,7 +85,7 @@ def scopes_of(page: str) -> Iterator[Scope]:
 
 def _words(text: str) -> str:
     """Return a block without code, addresses of links and levels of intervals."""
-    return _LEVEL.sub(" ", " ".join(_CODE.sub(" ", _START.sub("", text, 1)).split()))
+    return _LEVEL.sub(" ", " ".join(_CODE.sub(" ", _START.sub("", text)).split()))
 
 
 def _without(page: str, pattern: re.Pattern[str]) -> str:
