@@ -7,8 +7,8 @@
 
 `merge` turns the output of all shards into one summary, `trace` a trace into figures;
 both results are small enough to commit to benchmarks/results. `draw` makes a PNG per
-figure. `docs` updates the tables of a document and says which figures of its text do not
-follow from a row (see `claims`); `--check` only tells whether tables are up to date.
+figure. `docs` updates the tables of a document and says which figures of its text do
+not follow from a row, see `claims`; `--check` only tells whether tables are up to date.
 """
 
 import argparse
@@ -146,7 +146,7 @@ def docs(paths: Sequence[Path], folder: Path, is_check: bool) -> list[Path]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 1 for a wrong claim, or if `--check` finds an old table."""
+    """Run the command; return 1 for a wrong claim, or an old table with `--check`."""
     args = parse_args(argv)
     if args.command == "docs":
         changed = docs(args.files, args.results, args.check)

@@ -128,8 +128,8 @@ def _statements(claims: str) -> Iterator[tuple[str, str]]:
     for statement in re.split(r";|\n(?! )", claims):
         words = " ".join(statement.split())
         if words.startswith("from "):
-            name = words.removeprefix("from ")
-        elif words:
+            name, _, words = words.removeprefix("from ").partition(" ")
+        if words:
             yield name, words
 
 

@@ -99,9 +99,10 @@ def _parts(page: str) -> Iterator[tuple[int, str, str]]:
     start, is_code, is_comment = 0, False, False
     for number, line in enumerate([*page.splitlines(), ""], 1):
         words = line.strip()
-        opens = not is_comment and not is_code and words.startswith("<!--")
-        is_fence = words.startswith("```") and not is_comment
         is_indented = line.startswith("    ") and not held
+        is_text = not is_comment and not is_code and not is_indented
+        opens = is_text and words.startswith("<!--")
+        is_fence = words.startswith("```") and not is_comment
         is_heading = line.startswith("#") and not is_code and not is_comment
         is_row = words.startswith("|")
         is_new = bool(_START.match(line)) or bool(held) and is_row != _is_row(held)

@@ -46,7 +46,14 @@ def table_of(description: str, kind: str, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     "path",
-    ["docs/results.md", "docs/compositions.md", "docs/wgkv.md", "reasoner/README.md"],
+    [
+        "README.md",
+        "docs/results.md",
+        "docs/compositions.md",
+        "docs/wgkv.md",
+        "docs/hard_kv.md",
+        "reasoner/README.md",
+    ],
 )
 def test_the_docs_are_up_to_date(path):
     page = provenance.ROOT / path

@@ -127,7 +127,7 @@ def test_quality_in_numbers_needs_a_claim(text, folder):
     [
         "Blocks of 32 tokens, `100 %`, [a page](https://host/3%).",
         "Right answers; 95 % bootstrap intervals.",
-        "Run:\n\n    echo 50 %\n\n```\n50 %\n```\n",
+        "Run:\n\n    echo 50 %\n    <!-- from one.json\n\n```\n50 %\n```\n",
         "<!-- table budgets\nfiles: []\n-->\n| 50 % |\n<!-- /table -->",
         "<!--\n50 %\n-->",
         "At least 3 points.\n<!-- no figure: a target -->",
@@ -174,6 +174,7 @@ def test_addresses_that_are_found(statements, folder):
         ("ams-tova@96 against tova only_policy = 2 shown", "compares ams-tova"),
         ("shown answer = none", "no table below or above has such rows"),
         ("from none.json; tova answer = 1", "none.json: tova answer = 1: cannot read"),
+        ("from one.json tova@96 answer = 3 %", "claims 3, the file has 50"),
         ("given 4", "4 is claimed, but the text above has it not"),
     ],
 )

@@ -145,3 +145,51 @@ def test_a_file_without_the_score_is_refused(tmp_path):
     for kind, more in (("families", ""), ("comparisons", "against: base\n")):
         with pytest.raises(ValueError, match="a file with the score 'prefix' of ams-"):
             tables.render(kind, description + more, tmp_path)
+
+
+def test_columns_are_scores_and_what_the_server_measured(scored):
+    made = json.loads((scored / "parts.json").read_text())
+    ratio = {"ratio": 0.5, "low": 0.25, "high": 0.755}
+    for row in made["summary"]:
+        row["measured"] = {"held_tokens": 98.6, "peak_tokens": 120.0}
+        row["measured"]["to_full"] = {"held_tokens": ratio, "tok_s": ratio}
+    (scored / "parts.json").write_text(json.dumps(made))
+    wanted = 'file: parts.json\nbudget: 96\nrows: {"ours, 96": ams-tova}\ncolumns: '
+    names = "{lines, %: lines, held: held_tokens, most: peak_tokens, x: held_share}"
+    head, _, row = rendered("columns", wanted + names, scored)
+    assert head == "| policy | lines, % | held | most | x |"
+    assert row == "| ours, 96 | 18 [18, 18] | 99 | 120 | 0.50 |"
+    (row,) = rendered("columns", wanted + "{a: held_shares, b: speeds}", scored)[2:]
+    assert row == "| ours, 96 | 0.50 [0.25, 0.76] | 0.50 [0.25, 0.76] |"
+    for old, new, message in (
+        ("ams-tova", "keydiff", "expected keydiff in parts.json, got none"),
+        ("{lines: lines}", "{lines: line}", r"expected columns of .*, got \['line'\]"),
+        ("{lines: lines}", "{lines: speeds}", "expected 'to_full' of ams-tova"),
+    ):
+        made["summary"][-1]["measured"] = {}
+        (scored / "parts.json").write_text(
+            json.dumps(
+                made
+                | {"summary": [row | {"measured": None} for row in made["summary"]]}
+            )
+        )
+        with pytest.raises(ValueError, match=message):
+            rendered("columns", (wanted + "{lines: lines}").replace(old, new), scored)
+
+
+def test_layouts_are_rows_with_tokens_per_head(tmp_path):
+    layout = {"superblocks": 3, "loaded": 400, "rewritten": 200, "table_bytes": 2**20}
+    layout |= {"kept": 100, "held": 800}
+    row = {
+        "layers": 2,
+        "heads": 2,
+        "page": 16,
+        "tokens": 64,
+        "layouts": {"max": layout},
+    }
+    (tmp_path / "tables.json").write_text(json.dumps({"results": [row]}))
+    wanted = "file: tables.json\ntokens: 64\nrows: {padded: [max, %d]}\n"
+    (found,) = rendered("layouts", wanted % 16, tmp_path)[2:]
+    assert found == "| padded | 16 | 3 | 100 | 25.0 % | 12.5 % | 1.0 | 50 |"
+    with pytest.raises(ValueError, match="expected one 'max' at .*'page': 32"):
+        rendered("layouts", wanted % 32, tmp_path)
