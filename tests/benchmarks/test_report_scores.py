@@ -150,31 +150,25 @@ def test_a_file_without_the_score_is_refused(tmp_path):
 def test_columns_are_scores_and_what_the_server_measured(scored):
     made = json.loads((scored / "parts.json").read_text())
     ratio = {"ratio": 0.5, "low": 0.25, "high": 0.755}
+    measured = {"held_tokens": 98.6, "peak_tokens": 120.0}
+    measured["to_full"] = {"held_tokens": ratio, "tok_s": ratio}
     for row in made["summary"]:
-        row["measured"] = {"held_tokens": 98.6, "peak_tokens": 120.0}
-        row["measured"]["to_full"] = {"held_tokens": ratio, "tok_s": ratio}
+        row["measured"] = measured if row["budget"] == 96 else None
     (scored / "parts.json").write_text(json.dumps(made))
-    wanted = 'file: parts.json\nbudget: 96\nrows: {"ours, 96": ams-tova}\ncolumns: '
-    names = "{lines, %: lines, held: held_tokens, most: peak_tokens, x: held_share}"
-    head, _, row = rendered("columns", wanted + names, scored)
+    wanted = "file: parts.json\nrows: {ours: ams-tova}\nbudget: %d\ncolumns: {%s}\n"
+    names = '"lines, %": lines, held: held_tokens, most: peak_tokens, x: held_share'
+    head, _, row = rendered("columns", wanted % (96, names), scored)
     assert head == "| policy | lines, % | held | most | x |"
-    assert row == "| ours, 96 | 18 [18, 18] | 99 | 120 | 0.50 |"
-    (row,) = rendered("columns", wanted + "{a: held_shares, b: speeds}", scored)[2:]
-    assert row == "| ours, 96 | 0.50 [0.25, 0.76] | 0.50 [0.25, 0.76] |"
-    for old, new, message in (
-        ("ams-tova", "keydiff", "expected keydiff in parts.json, got none"),
-        ("{lines: lines}", "{lines: line}", r"expected columns of .*, got \['line'\]"),
-        ("{lines: lines}", "{lines: speeds}", "expected 'to_full' of ams-tova"),
+    assert row == "| ours | 18 [18, 18] | 99 | 120 | 0.50 |"
+    (row,) = rendered("columns", wanted % (96, "a: held_shares, b: speeds"), scored)[2:]
+    assert row == "| ours | 0.50 [0.25, 0.76] | 0.50 [0.25, 0.76] |"
+    for place, message in (
+        ((96, "a: line"), r"expected columns of .*, got \['line'\]"),
+        ((64, "a: lines"), "expected ams-tova in parts.json, got none"),
+        ((128, "a: speeds"), "expected 'to_full' of ams-tova, got none"),
     ):
-        made["summary"][-1]["measured"] = {}
-        (scored / "parts.json").write_text(
-            json.dumps(
-                made
-                | {"summary": [row | {"measured": None} for row in made["summary"]]}
-            )
-        )
         with pytest.raises(ValueError, match=message):
-            rendered("columns", (wanted + "{lines: lines}").replace(old, new), scored)
+            rendered("columns", wanted % place, scored)
 
 
 def test_layouts_are_rows_with_tokens_per_head(tmp_path):
