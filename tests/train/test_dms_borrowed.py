@@ -15,6 +15,7 @@ from vllm_kvpolicy.train.dms.loop import train
 from vllm_kvpolicy.train.dms.measures import measure
 from vllm_kvpolicy.train.dms.retrofit import Retrofit
 from vllm_kvpolicy.train.dms.settings import BORROWED
+from vllm_kvpolicy.train.rows import Row
 
 TOKENS = 48
 SETTINGS = replace(
@@ -29,9 +30,10 @@ SETTINGS = replace(
 FLAVOURS = pytest.mark.parametrize("flavour", ["qwen3", "llama"])
 
 
-def rows(count: int, seed: int = 0) -> list[torch.Tensor]:
+def rows(count: int, seed: int = 0) -> list[Row]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 99, (TOKENS,), generator=generator) for _ in range(count)]
+    drawn = torch.randint(3, 99, (count, TOKENS), generator=generator)
+    return [Row(ids) for ids in drawn]
 
 
 def nothing(target: float) -> None:
@@ -55,10 +57,10 @@ def retrofit(
 @torch.no_grad()
 def test_a_channel_that_has_not_faded_changes_nothing(retrofit: Retrofit) -> None:
     (row,) = rows(1)
-    got = retrofit.student.hidden(row, retrofit.dropping(fade=1.0))
-    want = retrofit.teacher.hidden(row)
+    got = retrofit.student.hidden(row.ids, retrofit.dropping(fade=1.0))
+    want = retrofit.teacher.hidden(row.ids)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-    half = retrofit.student.hidden(row, retrofit.dropping(fade=0.5))
+    half = retrofit.student.hidden(row.ids, retrofit.dropping(fade=0.5))
     assert (half - want).abs().max() > 1e-3
 
 
@@ -69,7 +71,7 @@ def test_a_channel_that_has_faded_has_no_influence(retrofit: Retrofit) -> None:
     (row,) = rows(1)
     student = retrofit.student
     passes = (retrofit.dropping(fade=0.0), retrofit.dropping(least=torch.inf))
-    want = [student.hidden(row, item) for item in passes]
+    want = [student.hidden(row.ids, item) for item in passes]
     torch.testing.assert_close(want[0], want[1], rtol=1e-4, atol=1e-4)
 
     size, heads = student.head_dim, 4
@@ -82,9 +84,9 @@ def test_a_channel_that_has_faded_has_no_influence(retrofit: Retrofit) -> None:
     name = "q_norm" if student.flavour == "qwen3" else "q_proj"
     modules = [getattr(layer.self_attn, name) for layer in student.decoder.layers]
     handles = [module.register_forward_hook(disturb) for module in modules]
-    got = student.hidden(row, retrofit.dropping(fade=0.0))
+    got = student.hidden(row.ids, retrofit.dropping(fade=0.0))
     torch.testing.assert_close(got, want[0], rtol=1e-4, atol=1e-4)
-    seen = student.hidden(row, retrofit.dropping(fade=0.5))
+    seen = student.hidden(row.ids, retrofit.dropping(fade=0.5))
     assert (seen - want[0]).abs().max() > 1e-3
     for handle in handles:
         handle.remove()
@@ -100,14 +102,14 @@ def test_the_channel_decides(retrofit: Retrofit) -> None:
     module = getattr(student.decoder.layers[1].self_attn, name)
     handle = module.register_forward_hook(lambda _, __, out: made.append(out))
     item = retrofit.dropping()
-    student.hidden(rows(1)[0], item)
+    student.hidden(rows(1)[0].ids, item)
     handle.remove()
     value = made[0].view(1, TOKENS, 4, student.head_dim)[:, :, ::2, -1]
     want = value.transpose(1, 2) * 100.0 - 5.0
     torch.testing.assert_close(item.logits[1], want, rtol=1e-3, atol=1e-2)
     retrofit.clear_channels()
     item = retrofit.dropping()
-    student.hidden(rows(1)[0], item)
+    student.hidden(rows(1)[0].ids, item)
     for logits in item.logits.values():
         torch.testing.assert_close(logits, torch.full_like(logits, -5.0))
 
@@ -174,7 +176,7 @@ def test_a_model_in_bfloat16(tiny_model: Path, tmp_path: Path) -> None:
     assert {t.dtype for t in retrofit.tensors().values()} == {torch.float32}
     module, made = student.decoder.layers[0].self_attn.q_proj, []
     module.register_forward_hook(lambda _, __, out: made.append(out.dtype))
-    student.hidden(rows(1)[0])
+    student.hidden(rows(1)[0].ids)
     assert made == [torch.bfloat16]
 
 

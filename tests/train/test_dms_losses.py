@@ -10,6 +10,7 @@ from vllm_kvpolicy.train.base import Base
 from vllm_kvpolicy.train.dms import losses as dms_losses
 from vllm_kvpolicy.train.dms.losses import compression, distillation
 from vllm_kvpolicy.train.dms.settings import ADAPTER, BORROWED, Settings
+from vllm_kvpolicy.train.rows import Row
 
 
 def states(count: int, seed: int, size: int = 64) -> torch.Tensor:
@@ -24,7 +25,7 @@ def test_distillation_is_the_divergence_from_the_student(
     student, teacher = states(33, 0).requires_grad_(), states(33, 1)
     row = torch.arange(33) + 3
     row[[5, 32]] = 1  # ends of texts, behind which nothing is to be learned
-    got = distillation(qwen3, student, qwen3, teacher, row)
+    got = distillation(qwen3, student, qwen3, teacher, Row(row))
     own, wanted = (qwen3.logits(t)[0].log_softmax(-1) for t in (student, teacher))
     each = F.kl_div(wanted, own, log_target=True, reduction="none").sum(-1)
     counts = row != 1
@@ -37,10 +38,22 @@ def test_distillation_is_the_divergence_from_the_student(
 
 
 def test_distillation_of_the_same_is_nothing(qwen3: Base) -> None:
-    row = torch.arange(9) + 3
+    row, ends = Row(torch.arange(9) + 3), Row(torch.ones(9, dtype=torch.int64))
     assert distillation(qwen3, states(9, 0), qwen3, states(9, 0), row) == 0
-    none = distillation(qwen3, states(9, 0), qwen3, states(9, 1), torch.ones_like(row))
+    none = distillation(qwen3, states(9, 0), qwen3, states(9, 1), ends)
     assert none == 0  # nothing but ends
+
+
+def test_distillation_counts_what_it_is_told_to(qwen3: Base) -> None:
+    """But for ends of texts, which never count."""
+    student, teacher, ids = states(9, 0), states(9, 1), torch.arange(9) + 3
+    ids[4] = 1
+    counts = torch.tensor([0, 0, 0, 1, 1, 1, 0, 1, 0], dtype=torch.bool)
+    got = distillation(qwen3, student, qwen3, teacher, Row(ids, counts))
+    taken = [3, 5, 7]
+    left = Row(ids[taken])
+    want = distillation(qwen3, student[:, taken], qwen3, teacher[:, taken], left)
+    torch.testing.assert_close(got, want)
 
 
 def test_compression_does_not_pull_back() -> None:

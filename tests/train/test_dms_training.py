@@ -18,6 +18,7 @@ from vllm_kvpolicy.train.dms.measures import Figures, measure
 from vllm_kvpolicy.train.dms.retrofit import Retrofit, new_adapter
 from vllm_kvpolicy.train.dms.settings import Settings
 from vllm_kvpolicy.train.reasoner_rows import read_reasoner
+from vllm_kvpolicy.train.rows import Row
 
 ROOT = Path(__file__).parents[2]
 WINDOW, TOKENS = 8, 64
@@ -33,9 +34,10 @@ QUICK = Settings(
 SHORT = replace(QUICK, targets=(2.0, 4.0), steps_per_ratio=2, hold_steps=0)  # 6 steps
 
 
-def rows(count: int, seed: int = 0) -> list[torch.Tensor]:
+def rows(count: int, seed: int = 0) -> list[Row]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 99, (TOKENS,), generator=generator) for _ in range(count)]
+    drawn = torch.randint(3, 99, (count, TOKENS), generator=generator)
+    return [Row(ids) for ids in drawn]
 
 
 def retrofit(base: Base, settings: Settings = SHORT) -> Retrofit:
@@ -120,7 +122,7 @@ def test_trained_adapters_choose_better_than_those_of_chance(tmp_path: Path) -> 
     with torch.no_grad():
         for row in texts.validation:
             student = chance.dropping(least=torch.inf)
-            base.hidden(row, student)
+            base.hidden(row.ids, student)
             logits.append(torch.stack(list(student.logits.values())))
     # Its offset is chosen so that as much is kept, or a little more.
     level = torch.cat(logits, -1).quantile(figures.kept_fraction + 0.02).item()
@@ -142,10 +144,10 @@ def test_figures_by_hand(qwen3: Base) -> None:
         model.dropping(least=-torch.inf),
     ]
     with torch.no_grad():
-        wanted = qwen3.logits(qwen3.hidden(row)).log_softmax(-1)
+        wanted = qwen3.logits(qwen3.hidden(row.ids)).log_softmax(-1)
         losses = []
         for student in ways:
-            own = qwen3.logits(qwen3.hidden(row, student)).log_softmax(-1)
+            own = qwen3.logits(qwen3.hidden(row.ids, student)).log_softmax(-1)
             losses.append((own.exp() * (own - wanted)).sum(-1).mean().item())
     found = (got.soft_loss, got.hard_loss, got.window_loss)
     assert found == pytest.approx(losses, rel=1e-3)
@@ -164,12 +166,25 @@ def test_figures_weigh_rows_by_their_tokens(qwen3: Base) -> None:
     model = retrofit(qwen3, QUICK)
     drawn = torch.randn(2, 2, 64, generator=torch.Generator().manual_seed(0))
     model.weights.projection.data = 0.1 * drawn
-    long, short = rows(1)[0], rows(1, 1)[0][:20]
+    long, short = rows(1)[0], Row(rows(1, 1)[0].ids[:20])
     parts = [measure(model, [row]) for row in (long, short)]
     both = measure(model, [long, short])
     for name in ("cached_fraction", "hard_loss", "window_loss"):
         want = sum(getattr(part, name) * part.tokens for part in parts) / both.tokens
         assert math.isclose(getattr(both, name), want, rel_tol=1e-4)
+
+
+def test_losses_are_weighed_by_what_counts(qwen3: Base) -> None:
+    model = retrofit(qwen3, QUICK)
+    first, second = rows(2)
+    counts = torch.zeros(TOKENS, dtype=torch.bool)
+    counts[-5:] = True
+    some = Row(second.ids, counts)
+    parts = [measure(model, [row]).window_loss for row in (first, some)]
+    both = measure(model, [first, some]).window_loss
+    want = (parts[0] * TOKENS + parts[1] * 5) / (TOKENS + 5)
+    assert math.isclose(both, want, rel_tol=1e-4)
+    assert parts[0] != pytest.approx(parts[1], rel=1e-2)
 
 
 @pytest.mark.parametrize("flavour", ["qwen3", "llama"])
@@ -200,7 +215,7 @@ class Stopped(Exception):
     """What ends a run before its time."""
 
 
-def cut_off(after: int) -> Iterator[torch.Tensor]:
+def cut_off(after: int) -> Iterator[Row]:
     yield from islice(rows(12), after)
     raise Stopped
 
@@ -349,5 +364,5 @@ def test_a_model_in_bfloat16(tiny_model: Path, tmp_path: Path) -> None:
     model = retrofit(half)
     train(model, iter(rows(12)), tmp_path / "state", nothing)
     assert {t.dtype for t in model.tensors().values()} == {torch.float32}
-    assert half.hidden(rows(1)[0], model.dropping()).dtype == torch.bfloat16
+    assert half.hidden(rows(1)[0].ids, model.dropping()).dtype == torch.bfloat16
     assert measure(model, rows(2, 1)).hard_loss < 10

@@ -59,3 +59,12 @@ def test_distillation_is_a_mean_over_all_numbers() -> None:
     got = distillation(student, teacher)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, student.float().square().mean())
+
+
+def test_distillation_counts_what_it_is_told_to() -> None:
+    student, teacher = gates(1, 4, 8).requires_grad_(), torch.zeros(1, 4, 8)
+    counts = torch.tensor([False, True, False, True])
+    got = distillation(student, teacher, counts)
+    torch.testing.assert_close(got, student[:, [1, 3]].square().mean())
+    got.backward()
+    assert (student.grad[:, [0, 2]] == 0).all() and (student.grad[:, 1] != 0).all()

@@ -13,6 +13,7 @@ import torch
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
 from vllm_kvpolicy.policies.admissions.wgkv.files import load
 from vllm_kvpolicy.train.base import Base, load_base
+from vllm_kvpolicy.train.rows import Row
 from vllm_kvpolicy.train.wgkv import __main__ as wgkv
 from vllm_kvpolicy.train.wgkv.attention import Gating
 from vllm_kvpolicy.train.wgkv.loop import Settings, new_gates, rate, train
@@ -25,9 +26,10 @@ SHORT = replace(QUICK, steps=6, rows_per_step=2)
 LAMBDAS = (0.3, 1.2, 4.8)
 
 
-def rows(count: int, seed: int = 0) -> list[torch.Tensor]:
+def rows(count: int, seed: int = 0) -> list[Row]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 99, (TOKENS,), generator=generator) for _ in range(count)]
+    drawn = torch.randint(3, 99, (count, TOKENS), generator=generator)
+    return [Row(ids) for ids in drawn]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +69,7 @@ def test_trained_gates_choose_better_than_gates_of_chance(
     chance = new_gates(qwen3, QUICK)
     with torch.no_grad():
         gating = Gating(chance, qwen3.rope, WINDOW)
-        qwen3.hidden(rows(1, 1)[0], gating)
+        qwen3.hidden(rows(1, 1)[0].ids, gating)
     gates = torch.stack([gating.values[0], gating.values[1]])
     threshold = gates.quantile(1 - figures.kept_fraction).item()
     by_chance = measure(qwen3, rows(8, 1), chance, WINDOW, 0, threshold)
@@ -82,7 +84,7 @@ def test_figures_by_hand(qwen3: Base, trained: dict) -> None:
     got = measure(qwen3, [row], weights, WINDOW, 3, 0.1)
     gating = Gating(weights, qwen3.rope, WINDOW, 3, threshold=0.1)
     with torch.no_grad():
-        gap = qwen3.hidden(row, gating) - qwen3.hidden(row)
+        gap = qwen3.hidden(row.ids, gating) - qwen3.hidden(row.ids)
     keep = torch.stack([gating.values[0][0], gating.values[1][0]]) > 0.1
     keep[..., :3] = True
     assert math.isclose(got.hard_loss, gap.square().mean(), rel_tol=1e-4)
@@ -95,12 +97,29 @@ def test_figures_by_hand(qwen3: Base, trained: dict) -> None:
 
 def test_figures_weigh_rows_by_their_tokens(qwen3: Base) -> None:
     weights = new_gates(qwen3, QUICK)
-    long, short = rows(1)[0], rows(1, 1)[0][:20]
+    long, short = rows(1)[0], Row(rows(1, 1)[0].ids[:20])
     parts = [measure(qwen3, [row], weights, WINDOW, 0, 0.5) for row in (long, short)]
     both = measure(qwen3, [long, short], weights, WINDOW, 0, 0.5)
     for name in ("kept_fraction", "cached_fraction", "soft_loss", "hard_loss"):
         want = sum(getattr(part, name) * part.tokens for part in parts) / both.tokens
         assert math.isclose(getattr(both, name), want, rel_tol=1e-4)
+
+
+def test_losses_are_weighed_by_what_counts(qwen3: Base) -> None:
+    weights = new_gates(qwen3, QUICK)
+    first, second = rows(2)
+    counts = torch.zeros(TOKENS, dtype=torch.bool)
+    counts[-5:] = True
+    some = Row(second.ids, counts)
+    parts = [measure(qwen3, [row], weights, WINDOW, 0, 0.5) for row in (first, some)]
+    both = measure(qwen3, [first, some], weights, WINDOW, 0, 0.5)
+    want = (parts[0].hard_loss * TOKENS + parts[1].hard_loss * 5) / (TOKENS + 5)
+    assert math.isclose(both.hard_loss, want, rel_tol=1e-4)
+    assert (
+        parts[1].kept_fraction
+        == measure(qwen3, [second], weights, WINDOW, 0, 0.5).kept_fraction
+    )
+    assert parts[0].hard_loss != pytest.approx(parts[1].hard_loss, rel=1e-2)
 
 
 def test_gates_start_near_one_half(llama: Base) -> None:
@@ -112,7 +131,7 @@ def test_gates_start_near_one_half(llama: Base) -> None:
     assert (weights.pre_norm == 1).all() and (weights.post_norm == 1).all()
     gating = Gating(weights, llama.rope, WINDOW)
     with torch.no_grad():
-        llama.hidden(rows(1)[0], gating)
+        llama.hidden(rows(1)[0].ids, gating)
     assert ((gating.values[1] - 0.5).abs() < 0.25).all()
     again, other = (new_gates(llama, replace(QUICK, seed=s)) for s in (7, 8))
     assert torch.equal(again.first, weights.first)
@@ -142,7 +161,7 @@ class Stopped(Exception):
     """What ends a run before its time."""
 
 
-def cut_off(after: int) -> Iterator[torch.Tensor]:
+def cut_off(after: int) -> Iterator[Row]:
     yield from islice(rows(12), after)
     raise Stopped
 
@@ -223,7 +242,7 @@ def test_a_run_of_another_model_is_refused(
 def test_a_model_in_bfloat16(tiny_model: Path, qwen3: Base, tmp_path: Path) -> None:
     """As on a GPU: gates stay in float32, and come out much the same."""
     half = load_base(str(tiny_model), "cpu", torch.bfloat16)
-    assert half.hidden(rows(1)[0]).dtype == torch.bfloat16
+    assert half.hidden(rows(1)[0].ids).dtype == torch.bfloat16
     first = train(half, iter(rows(12)), SHORT, tmp_path / "half")
     second = train(qwen3, iter(rows(12)), SHORT, tmp_path / "whole")
     assert {t.dtype for t in first.tensors().values()} == {torch.float32}
@@ -303,6 +322,7 @@ def test_the_command_with_the_reasoner(tmp_path: Path) -> None:
         (["--threshold", "1"], "threshold: got 1.0, expected a number in (0, 1)"),
         (["--warmup", "1"], "warmup: got 1.0, expected a number in [0, 1)"),
         (["--reasoner"], "not allowed with argument"),
+        (["--loss-on", "prompts"], "invalid choice: 'prompts'"),
     ],
 )
 def test_options_that_are_refused(
@@ -321,4 +341,6 @@ def test_errors_of_users_are_one_sentence(tiny_model: Path, tmp_path: Path) -> N
         SystemExit, match="error: reasoner: .* is not a reasoner checkpoint"
     ):
         wgkv.main([*command, "--reasoner"])
+    with pytest.raises(SystemExit, match="error: loss_on: got 'answers' with --reas"):
+        wgkv.main([*command, "--reasoner", "--loss-on", "answers"])
     assert not list(tmp_path.iterdir())

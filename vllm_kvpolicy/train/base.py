@@ -89,7 +89,11 @@ def _tell_student(module: Any, given: tuple, named: dict[str, Any]) -> None:
 
 
 def load_base(
-    model: str, device: str, dtype: torch.dtype, trained: bool = False
+    model: str,
+    device: str | torch.device,
+    dtype: torch.dtype,
+    trained: bool = False,
+    gradient_checkpointing: bool = False,
 ) -> Base:
     """Load a model, frozen unless `trained`.
 
@@ -98,6 +102,8 @@ def load_base(
         device: as for torch.
         dtype: dtype of computation, and of weights that are not trained.
         trained: the weights will be trained and are float32.
+        gradient_checkpointing: a backward pass computes the inside of layers again
+            instead of keeping it.
 
     Raises:
         ValueError: a kind of model that cannot have a student here.
@@ -119,6 +125,9 @@ def load_base(
         model, dtype=torch.float32 if trained else dtype, attn_implementation=NAME
     )
     whole = whole.to(device).requires_grad_(trained).eval()
+    if gradient_checkpointing:
+        whole.gradient_checkpointing_enable({"use_reentrant": False})
+        whole.train()  # transformers asks for it; nothing in these models is dropped
     decoder = whole.get_decoder()
     for layer in decoder.layers:
         layer.register_forward_pre_hook(_tell_student, with_kwargs=True)

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-INSTRUCTION = "Summarize what the following text says."
+# That of https://github.com/EMCLab-Sinica/WG-KV/blob/a6943894/scripts/train.py.
+INSTRUCTION = "Please analyze and summarize the following text:"
 LEAST = {"sinks": 0, "seed": 0, "hold_steps": 0, "fade_steps": 0}  # others: 1
 
 
@@ -40,7 +41,8 @@ def add_rows(
     source.add_argument(
         "--text",
         type=Path,
-        help='UTF-8 text, or .jsonl with one {"text": ...} object per line',
+        help='UTF-8 text, or .jsonl with one {"text": ...} or {"messages": [...]} '
+        "object per line",
     )
     source.add_argument(
         "--reasoner",
@@ -56,12 +58,26 @@ def add_rows(
         default=INSTRUCTION,
         help="user message put before each text; '' for text without a chat template",
     )
+    parser.add_argument(
+        "--loss-on",
+        choices=("all", "answers"),
+        default="all",
+        help="tokens whose predictions the loss compares with the teacher's: all, or "
+        "those of the assistant's turns, in rows with messages (default: all)",
+    )
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
-    """Add the device, threads, dtype and how often the state is saved."""
+    """Add the device, threads, dtype, memory and how often the state is saved."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    option(parser, "--device", str, device, "torch device")
+    told = "torch device; under a launcher, cuda is a GPU for each process"
+    option(parser, "--device", str, device, told)
+    parser.add_argument(
+        "--gradient-checkpointing",
+        action="store_true",
+        help="keep the inputs of layers only, and compute layers again in the backward "
+        "pass",
+    )
     option(parser, "--save-steps", int, 100, "steps between two saves of the state")
     parser.add_argument(
         "--threads", type=int, help="CPU threads (default: torch's choice)"
@@ -69,5 +85,6 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
-        help="dtype of the model (default: bfloat16 on a GPU, else float32)",
+        help="dtype of the model (default: bfloat16 on a GPU or if the launcher has "
+        "--mixed_precision bf16, else float32)",
     )

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from vllm_kvpolicy.train.rows import Row
+
 MAX_MISSES = 2000  # give up after this many unsuitable problems in a row
 VALIDATION_SEED = 1 << 42  # draws held-out problems, training seeds the others
 
@@ -21,15 +23,15 @@ class ReasonerRows:
     Args:
         largest: the largest size of each family, in lines.
         length: most tokens of a row; longer ones are skipped.
-        validation: [T] int64 token ids each, of held-out problems.
+        validation: of held-out problems.
     """
 
     largest: Mapping[str, int]
     length: int
-    validation: list[torch.Tensor]
+    validation: list[Row]
 
-    def shuffled(self, seed: int) -> Iterator[torch.Tensor]:
-        """Yield rows, [T] int64 token ids each, endlessly."""
+    def shuffled(self, seed: int) -> Iterator[Row]:
+        """Yield rows endlessly."""
         return _rows(self.largest, self.length, seed, held=False)
 
 
@@ -68,7 +70,7 @@ def read_reasoner(
 
 def _rows(
     largest: Mapping[str, int], length: int, seed: int, held: bool
-) -> Iterator[torch.Tensor]:
+) -> Iterator[Row]:
     """Yield rows of held-out problems, or of those that are not."""
     from reasoner.problems import TRAINED_TEMPLATES, generate, held_out
     from reasoner.tokenizer import EOS, chat_prompt, encode
@@ -83,7 +85,7 @@ def _rows(
         row = encode(chat_prompt(problem.prompt) + problem.completion + EOS)
         if held_out(problem) == held and len(row) <= length:
             misses = 0
-            yield torch.tensor(row)
+            yield Row(torch.tensor(row))
         elif (misses := misses + 1) == MAX_MISSES:
             raise ValueError(
                 f"length: got {length}, expected more: none of {misses} problems fits"

@@ -9,20 +9,45 @@ from typing import Any
 
 import torch
 
+from vllm_kvpolicy.train.chats import Message, answers, is_chat, render
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence of tokens.
+
+    Args:
+        ids: [T] int64 token ids.
+        counts: [T] bool, whether the loss counts what is predicted after a token; None
+            if it counts everywhere.
+    """
+
+    ids: torch.Tensor
+    counts: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        """Return T."""
+        return len(self.ids)
+
+    @property
+    def weight(self) -> int:
+        """Return the number of tokens where the loss counts."""
+        return len(self) if self.counts is None else int(self.counts.sum())
+
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows for training and for validation, [T] int64 token ids each.
+    """Rows for training and for validation.
 
     Args:
         training: at least one.
         validation: at least one.
     """
 
-    training: Sequence[torch.Tensor]
-    validation: Sequence[torch.Tensor]
+    training: Sequence[Row]
+    validation: Sequence[Row]
 
-    def shuffled(self, seed: int) -> Iterator[torch.Tensor]:
+    def shuffled(self, seed: int) -> Iterator[Row]:
         """Yield training rows endlessly, all of them in each round."""
         order = list(range(len(self.training)))
         generator = random.Random(seed)
@@ -32,76 +57,123 @@ class Rows:
                 yield self.training[index]
 
 
-def read_rows(
-    path: Path, tokenizer: Any, length: int, instruction: str, num_validation: int
-) -> Rows:
+@dataclass(frozen=True)
+class Maker:
+    """How rows are made.
+
+    Args:
+        tokenizer: from transformers.
+        length: tokens of text per row, and most tokens of a conversation.
+        instruction: the user's message is this, then the text; "" for text alone.
+        answers_only: the loss counts only in what the assistant says.
+    """
+
+    tokenizer: Any
+    length: int
+    instruction: str
+    answers_only: bool = False
+
+    def of_text(self, text: str, most: int | None = None) -> list[Row]:
+        """Cut a text into rows, at most `most`; what is left at its end is skipped.
+
+        Raises:
+            ValueError: an instruction without a chat template, or no answers to count.
+        """
+        if self.answers_only:
+            raise ValueError("loss_on: got 'answers' with a text, expected 'messages'")
+        if self.instruction and not self.tokenizer.chat_template:
+            raise ValueError(
+                "instruction: the tokenizer has no chat template; pass --instruction ''"
+            )
+        ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        starts = range(0, len(ids) - self.length + 1, self.length)[:most]
+        return [self._wrapped(ids[start : start + self.length]) for start in starts]
+
+    def of_chat(self, messages: Sequence[Message]) -> Row:
+        """Return the row of a conversation, cut after `length` tokens.
+
+        Raises:
+            ValueError: the chat template is missing or does not fit, or no answer is
+                left to count.
+        """
+        if not self.tokenizer.chat_template:
+            raise ValueError("messages: the tokenizer has no chat template")
+        ids = render(messages, self.tokenizer, prompt=False)[: self.length]
+        if not self.answers_only:
+            return Row(ids)
+        # A token is predicted after the one before it.
+        said = answers(messages, self.tokenizer)[: self.length]
+        row = Row(ids, torch.cat([said[1:], said.new_zeros(1)]))
+        if not row.weight:
+            raise ValueError(
+                f"expected an answer of the assistant in the first {self.length} tokens"
+            )
+        return row
+
+    def _wrapped(self, ids: list[int]) -> Row:
+        """Return the row of a text, or of the chat that begins with it."""
+        if not self.instruction:
+            return Row(torch.tensor(ids))
+        content = f"{self.instruction}\n\n{self.tokenizer.decode(ids)}"
+        asked = [{"role": "user", "content": content}]
+        return Row(render(asked, self.tokenizer, prompt=True))
+
+
+def read_rows(path: Path, maker: Maker, num_validation: int) -> Rows:
     """Make rows from a text file; the last ones are for validation.
 
-    Each line of a `.jsonl` file is an object with `text`. A text of at least `length`
-    tokens makes one row of its first `length` tokens; shorter ones are skipped. Any
-    other file is one text, cut into rows.
+    Each line of a `.jsonl` file is an object with `text` or `messages`. A text of at
+    least `length` tokens makes one row of its first `length` tokens; shorter ones are
+    skipped. Messages make one row of at most `length` tokens. Any other file is one
+    text, cut into rows.
 
     Args:
         path: the file, UTF-8.
-        tokenizer: from transformers.
-        length: tokens of text per row.
-        instruction: the user's message is this, then the text; "" for text alone.
+        maker: makes rows.
         num_validation: rows for validation.
 
     Raises:
-        ValueError: a file that cannot be read or has too few rows, or a tokenizer
-            without the chat template that an instruction needs.
+        ValueError: a file that cannot be read or has too few rows, or a row that cannot
+            be made; the error names its line.
     """
-    if instruction and not tokenizer.chat_template:
-        raise ValueError(
-            "instruction: the tokenizer has no chat template; pass --instruction ''"
-        )
-    rows = []
-    for text in _texts(path):
-        ids = tokenizer(text, add_special_tokens=False).input_ids
-        last = length if path.suffix == ".jsonl" else len(ids)
-        for start in range(0, last - length + 1, length):
-            part = ids[start : start + length]
-            if len(part) == length:
-                rows.append(_wrapped(part, tokenizer, instruction))
+    rows = list(_rows(path, maker))
     if len(rows) <= num_validation:
         raise ValueError(
-            f"text: {str(path)!r} gives {len(rows)} rows of {length} tokens, "
+            f"text: {str(path)!r} gives {len(rows)} rows at --length {maker.length}, "
             f"expected more than the {num_validation} for validation; give more text, "
             "or a smaller --length or --validation-rows"
         )
     return Rows(rows[:-num_validation], rows[-num_validation:])
 
 
-def _texts(path: Path) -> Iterator[str]:
-    """Yield the texts of a file."""
+def _rows(path: Path, maker: Maker) -> Iterator[Row]:
+    """Yield the rows of a file."""
     try:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"text: cannot read {str(path)!r}: {error}") from None
     if path.suffix != ".jsonl":
-        yield content
+        yield from maker.of_text(content)
         return
-    for number, line in enumerate(content.splitlines(), 1):
+    for number, line in enumerate(content.removesuffix("\n").split("\n"), 1):
         try:
-            text = json.loads(line)["text"]
-        except (json.JSONDecodeError, KeyError, TypeError):
-            text = None
-        if not isinstance(text, str):
-            raise ValueError(
-                f"text: {str(path)!r} line {number}: expected a JSON object with a "
-                "'text' string"
-            )
-        yield text
+            yield from _line_rows(line, maker)
+        except ValueError as error:
+            raise ValueError(f"text: {str(path)!r} line {number}: {error}") from None
 
 
-def _wrapped(ids: list[int], tokenizer: Any, instruction: str) -> torch.Tensor:
-    """Return the ids of a text, or of the chat that begins with it."""
-    if instruction:
-        content = f"{instruction}\n\n{tokenizer.decode(ids)}"
-        ids = tokenizer.apply_chat_template(
-            [{"role": "user", "content": content}],
-            add_generation_prompt=True,
-            return_dict=False,
-        )
-    return torch.tensor(ids)
+def _line_rows(line: str, maker: Maker) -> list[Row]:
+    """Return the rows of one line of a `.jsonl` file: one or none."""
+    try:
+        found = json.loads(line)
+    except json.JSONDecodeError:
+        found = None
+    if isinstance(found, dict):
+        if is_chat(found.get("messages")):
+            return [maker.of_chat(found["messages"])]
+        if isinstance(found.get("text"), str):
+            return maker.of_text(found["text"], most=1)
+    raise ValueError(
+        "expected a JSON object with a 'text' string, or with 'messages', a list of "
+        "objects with the strings 'role' and 'content'"
+    )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 
 from vllm_kvpolicy.policies.admissions.dms.adapter import DmsAdapter, unstacked
 from vllm_kvpolicy.policies.admissions.dms.files import save
@@ -26,7 +27,7 @@ from vllm_kvpolicy.train.dms.retrofit import Retrofit, new_adapter
 from vllm_kvpolicy.train.dms.settings import Settings
 from vllm_kvpolicy.train.reasoner_rows import ReasonerRows
 from vllm_kvpolicy.train.rows import Rows
-from vllm_kvpolicy.train.sources import dtype_of, rows_of, words_of
+from vllm_kvpolicy.train.sources import device_of, dtype_of, rows_of, words_of
 
 
 def settings_of(given: argparse.Namespace) -> Settings:
@@ -39,11 +40,16 @@ def settings_of(given: argparse.Namespace) -> Settings:
 
 def retrofit_of(given: argparse.Namespace) -> Retrofit:
     """Return teacher and student before training."""
-    settings, dtype = settings_of(given), dtype_of(given)
-    teacher = load_base(given.model, given.device, dtype)
-    if settings.flavour == "adapter":
+    settings = settings_of(given)
+    again = given.gradient_checkpointing
+    is_adapter = settings.flavour == "adapter"
+    place = device_of(given), dtype_of(given)
+    teacher = load_base(
+        given.model, *place, gradient_checkpointing=is_adapter and again
+    )
+    if is_adapter:
         return Retrofit(settings, teacher, teacher, new_adapter(teacher))
-    student = load_base(given.model, given.device, dtype, trained=True)
+    student = load_base(given.model, *place, True, again)
     return Retrofit(settings, teacher, student)
 
 
@@ -75,17 +81,22 @@ def write(
     target: float,
 ) -> None:
     """Measure the student at a target ratio, and write the result."""
-    base, output = retrofit.teacher, given.output
+    base, output, state = retrofit.teacher, given.output, PartialState()
     if retrofit.weights is not None:
         path = output / f"dms-{target:g}.safetensors"
         found = measure(retrofit, rows.validation)
-        save(path, adapter_of(base, given.model, retrofit, target, found))
+        if state.is_main_process:
+            save(path, adapter_of(base, given.model, retrofit, target, found))
     else:
         path = output / f"dms-{target:g}"
-        save_checkpoint(path, retrofit, given.model, target)
+        if state.is_main_process:
+            save_checkpoint(path, retrofit, given.model, target)
+        state.wait_for_everyone()
         # Measured as written: the file's dtype rounds the weights.
-        student = load_base(str(path), given.device, base.dtype)
+        student = load_base(str(path), base.device, base.dtype)
         found = measure(replace(retrofit, student=student), rows.validation)
+    if not state.is_main_process:
+        return
     result = {"file": path.name, "target": target, **found.to_dict()}
     _record(output / "figures.json", given.model, retrofit.settings, result)
     print(
@@ -123,6 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         state = given.output / f"dms-{given.flavour}.state"
         stream = rows.shuffled(given.seed)
         train(retrofit, stream, state, reached, given.save_steps)
+        PartialState().destroy_process_group()
     except (OSError, ValueError) as error:
         raise SystemExit(f"vllm_kvpolicy.train.dms: error: {error}") from None
 

@@ -15,6 +15,7 @@ from vllm_kvpolicy.train.dms.attention import noise_of
 from vllm_kvpolicy.train.dms.losses import compression, distillation
 from vllm_kvpolicy.train.dms.retrofit import Retrofit
 from vllm_kvpolicy.train.loop import Run
+from vllm_kvpolicy.train.rows import Row
 
 BETAS = (0.9, 0.95)  # of Adam
 LARGEST_GRADIENT = 1.0  # gradients are clipped to this norm
@@ -22,7 +23,7 @@ LARGEST_GRADIENT = 1.0  # gradients are clipped to this norm
 
 def train(
     retrofit: Retrofit,
-    rows: Iterator[torch.Tensor],
+    rows: Iterator[Row],
     state: Path,
     reached: Callable[[float], None],
     save_steps: int = 100,
@@ -31,74 +32,62 @@ def train(
 
     Args:
         retrofit: teacher and student.
-        rows: [T] int64 token ids each, in the same order each time; see `Run.take`.
+        rows: in the same order each time; see `Run.take`.
         state: state file; kept when the run is done.
         reached: called with each target when it is reached.
         save_steps: steps between two saves.
 
     Raises:
-        ValueError: the state has other settings, there are too few rows, or the loss is
-            not finite.
+        ValueError: see `Run.take`.
     """
     settings, tensors = retrofit.settings, retrofit.tensors()
-    optimizer = torch.optim.Adam(list(tensors.values()), betas=BETAS)
 
-    def step(number: int, batch: list[torch.Tensor]) -> dict[str, str]:
-        optimizer.param_groups[0]["lr"] = settings.rate(number)
-        return _step(retrofit, number, batch, optimizer)
+    def begin(step: int) -> float:
+        if retrofit.weights is None and step == settings.fade_steps:
+            retrofit.clear_channels()
+        return settings.rate(step)
 
+    run = Run(
+        name=settings.flavour,
+        settings=settings,
+        tensors=tensors,
+        losses=partial(_losses, retrofit),
+        optimizer=torch.optim.Adam(list(tensors.values()), betas=BETAS),
+        begin=begin,
+        state=state,
+        save_steps=save_steps,
+        largest_gradient=LARGEST_GRADIENT,
+    )
     milestones = {
         done: partial(reached, target) for done, target in settings.milestones.items()
     }
-    run = Run(settings.flavour, settings, tensors, optimizer, state, save_steps)
-    run.take(rows, step, milestones)
-
-
-def _step(
-    retrofit: Retrofit,
-    number: int,
-    batch: list[torch.Tensor],
-    optimizer: torch.optim.Optimizer,
-) -> dict[str, str]:
-    """Take one optimiser step and return its mean losses as text."""
-    settings = retrofit.settings
-    if retrofit.weights is None and number == settings.fade_steps:
-        retrofit.clear_channels()
-    optimizer.zero_grad(set_to_none=True)
-    found = torch.zeros(2)
-    for index, row in enumerate(batch):
-        loss, distilled, dropped = _losses(retrofit, number, index, row)
-        if not loss.isfinite():
-            raise ValueError(f"loss: got {loss.item()}, expected a finite number")
-        (loss / len(batch)).backward()
-        found += torch.stack([distilled, dropped]).detach().cpu() / len(batch)
-    parameters = list(retrofit.tensors().values())
-    torch.nn.utils.clip_grad_norm_(parameters, LARGEST_GRADIENT)
-    optimizer.step()
-    return {
-        "distillation": f"{found[0]:.4f}",
-        "dropped": f"{found[1]:.3f}",
-        "wanted": f"{settings.dropped(number):.3f}",
-    }
+    run.take(rows, milestones)
 
 
 def _losses(
-    retrofit: Retrofit, number: int, index: int, row: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the loss of one row, its distillation loss and its mean decision."""
+    retrofit: Retrofit, step: int, index: int, row: Row
+) -> dict[str, torch.Tensor]:
+    """Return the loss of a row, its distillation loss, mean decision and the target."""
     settings, teacher = retrofit.settings, retrofit.teacher
     with torch.no_grad():
-        wanted = teacher.hidden(row)
-    fade = settings.fade(number)
+        wanted = teacher.hidden(row.ids)
+    fade = settings.fade(step)
     noise = None
     if fade is None:
-        noise = noise_of(teacher, len(row), settings.seed, number, index)
+        noise = noise_of(teacher, len(row), settings.seed, step, index)
     student = retrofit.dropping(noise=noise, fade=fade)
-    got = retrofit.student.hidden(row, student)
+    got = retrofit.student.hidden(row.ids, student)
     distilled = distillation(retrofit.student, got, teacher, wanted, row)
-    if fade is not None:
-        return distilled, distilled, torch.zeros_like(distilled)
-    alphas = student.alphas()
-    missing = compression(alphas, settings.dropped(number))
-    loss = distilled + settings.compression_weight * missing
-    return loss, distilled, alphas.mean()
+    target = torch.full_like(distilled, settings.dropped(step))
+    loss, dropped = distilled, torch.zeros_like(distilled)
+    if fade is None:
+        alphas = student.alphas()
+        dropped = alphas.mean()
+        missing = compression(alphas, settings.dropped(step))
+        loss = distilled + settings.compression_weight * missing
+    return {
+        "loss": loss,
+        "distillation": distilled,
+        "dropped": dropped,
+        "wanted": target,
+    }

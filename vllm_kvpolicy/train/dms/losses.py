@@ -1,14 +1,16 @@
 """The losses of DMS: divergence from the teacher, and too few tokens dropped.
 
 Source: DMS (arXiv 2506.05345) section 3; https://github.com/NVIDIA/Model-Optimizer/
-tree/a2fbac7b/experimental/dms. Deviations: computed in blocks of tokens instead of
-blocks of the vocabulary.
+tree/a2fbac7b/experimental/dms, where tokens of prompts count as well. Deviations:
+computed in blocks of tokens instead of blocks of the vocabulary; a row may say that
+only answers count.
 """
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from vllm_kvpolicy.train.base import Base
+from vllm_kvpolicy.train.rows import Row
 
 BLOCK = 512  # tokens whose logits are in memory at once
 
@@ -18,7 +20,7 @@ def distillation(
     student_hidden: torch.Tensor,
     teacher: Base,
     teacher_hidden: torch.Tensor,
-    row: torch.Tensor,
+    row: Row,
 ) -> torch.Tensor:
     """Return the mean divergence KL(student || teacher) of next tokens, float32.
 
@@ -27,10 +29,13 @@ def distillation(
         student_hidden: [1, T, d], see `Base.hidden`.
         teacher: like `student`.
         teacher_hidden: like `student_hidden`.
-        row: [T] int64 token ids; tokens that follow the end of a text do not count.
+        row: tokens that follow the end of a text do not count either.
     """
-    ends = torch.tensor(teacher.ends, dtype=row.dtype)
-    counts = ~torch.isin(row, ends).to(teacher.device)
+    ends = torch.tensor(teacher.ends, dtype=row.ids.dtype)
+    counts = ~torch.isin(row.ids, ends)
+    if row.counts is not None:
+        counts &= row.counts
+    counts = counts.to(teacher.device)
     total = torch.zeros((), device=teacher.device)
     for start in range(0, len(row), BLOCK):
         part = slice(start, start + BLOCK)

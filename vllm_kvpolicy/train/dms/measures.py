@@ -9,6 +9,7 @@ import torch
 from vllm_kvpolicy.train.dms.attention import SHIFT, noise_of
 from vllm_kvpolicy.train.dms.losses import distillation
 from vllm_kvpolicy.train.dms.retrofit import Retrofit
+from vllm_kvpolicy.train.rows import Row
 
 VALIDATION = -1  # replaces the step in the seed of noise
 
@@ -46,14 +47,14 @@ class Figures:
 
 
 @torch.no_grad()
-def measure(retrofit: Retrofit, rows: Sequence[torch.Tensor]) -> Figures:
-    """Measure a model on validation rows: [T] int64 token ids each, at least one."""
+def measure(retrofit: Retrofit, rows: Sequence[Row]) -> Figures:
+    """Measure a model on validation rows, at least one."""
     base, settings = retrofit.teacher, retrofit.settings
     kept = torch.zeros(base.num_layers, base.num_kv_heads, device=base.device)
     losses = torch.zeros(3)
-    cached, tokens, decided = 0.0, 0, 0
+    cached, tokens, counted, decided = 0.0, 0, 0, 0
     for index, row in enumerate(rows):
-        wanted = base.hidden(row)
+        wanted = base.hidden(row.ids)
         noise = noise_of(base, len(row), settings.seed, VALIDATION, index)
         served = retrofit.dropping()
         ways = (
@@ -62,15 +63,16 @@ def measure(retrofit: Retrofit, rows: Sequence[torch.Tensor]) -> Figures:
             retrofit.dropping(least=-torch.inf),
         )
         for way, student in enumerate(ways):
-            got = retrofit.student.hidden(row, student)
+            got = retrofit.student.hidden(row.ids, student)
             loss = distillation(retrofit.student, got, base, wanted, row)
-            losses[way] += loss.cpu() * len(row)
+            losses[way] += loss.cpu() * row.weight
         keep = served.keep()[:, 0]
         kept += keep[..., :-SHIFT].sum(-1)
         keep[..., max(0, len(row) - settings.window - 1) :] = True
         cached += keep.float().mean().item() * len(row)
         tokens, decided = tokens + len(row), decided + len(row) - SHIFT
-    soft, hard, window = (losses / tokens).tolist()
+        counted += row.weight
+    soft, hard, window = (losses / counted).tolist()
     return Figures(
         kept_fraction=kept.mean().item() / decided,
         kept_by_head=(kept / decided).tolist(),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import Parameter
 
 from vllm_kvpolicy.kernels.dms_decision import DecisionWeights
 from vllm_kvpolicy.train.base import Base
@@ -61,4 +62,4 @@ def new_adapter(base: Base) -> DecisionWeights:
     layers, size, device = base.num_layers, base.hidden_size, base.device
     projection = torch.zeros(layers, base.num_kv_heads, size, device=device)
     norm = torch.ones(layers, size, device=device)
-    return DecisionWeights(norm.requires_grad_(), projection.requires_grad_())
+    return DecisionWeights(Parameter(norm), Parameter(projection))

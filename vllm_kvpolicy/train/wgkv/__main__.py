@@ -8,9 +8,11 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
 from vllm_kvpolicy.policies.admissions.wgkv.files import save
@@ -18,7 +20,7 @@ from vllm_kvpolicy.policies.admissions.wgkv.gates import Gates, unstacked
 from vllm_kvpolicy.train.base import Base, load_base
 from vllm_kvpolicy.train.reasoner_rows import ReasonerRows
 from vllm_kvpolicy.train.rows import Rows
-from vllm_kvpolicy.train.sources import dtype_of, rows_of, words_of
+from vllm_kvpolicy.train.sources import device_of, dtype_of, rows_of, words_of
 from vllm_kvpolicy.train.wgkv.loop import Settings, train
 from vllm_kvpolicy.train.wgkv.measures import Figures, measure
 from vllm_kvpolicy.train.wgkv.options import parse
@@ -72,15 +74,23 @@ def run_all(base: Base, rows: Rows | ReasonerRows, given: argparse.Namespace) ->
         found = measure(
             base, rows.validation, weights, run.window, run.sinks, given.threshold
         )
-        save(file, gates_of(base, given, run, weights, found))
-        results.append({"file": file.name, **asdict(run), **found.to_dict()})
-        content = {"model": given.model, "threshold": given.threshold, "runs": results}
-        (given.output / "figures.json").write_text(json.dumps(content, indent=2) + "\n")
-        print(
-            f"lambda {sparsity_weight:g}: kept {found.kept_fraction:.1%}; loss "
-            f"{found.soft_loss:.4g} as trained, {found.hard_loss:.4g} as served, "
-            f"{found.window_loss:.4g} with the window alone; wrote {file}"
-        )
+        if PartialState().is_main_process:
+            results.append({"file": file.name, **asdict(run), **found.to_dict()})
+            write(file, gates_of(base, given, run, weights, found), results)
+
+
+def write(file: Path, gates: Gates, results: list[dict[str, Any]]) -> None:
+    """Write gates and the figures of all runs so far."""
+    save(file, gates)
+    content = {"model": gates.model, "threshold": gates.threshold, "runs": results}
+    path = file.with_name("figures.json")
+    path.write_text(json.dumps(content, indent=2) + "\n")
+    found = results[-1]
+    print(
+        f"lambda {gates.sparsity_weight:g}: kept {gates.kept_fraction:.1%}; loss "
+        f"{found['soft_loss']:.4g} as trained, {found['hard_loss']:.4g} as served, "
+        f"{found['window_loss']:.4g} with the window alone; wrote {file}"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -90,8 +100,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torch.set_num_threads(given.threads)
     try:
         rows = rows_of(given)
-        base = load_base(given.model, given.device, dtype_of(given))
+        base = load_base(
+            given.model,
+            device_of(given),
+            dtype_of(given),
+            gradient_checkpointing=given.gradient_checkpointing,
+        )
         run_all(base, rows, given)
+        PartialState().destroy_process_group()
     except (OSError, ValueError) as error:
         raise SystemExit(f"vllm_kvpolicy.train.wgkv: error: {error}") from None
 

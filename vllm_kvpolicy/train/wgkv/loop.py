@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.nn import Parameter
 
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
 from vllm_kvpolicy.train.base import Base
 from vllm_kvpolicy.train.loop import Run
+from vllm_kvpolicy.train.rows import Row
 from vllm_kvpolicy.train.wgkv.attention import Gating
 from vllm_kvpolicy.train.wgkv.losses import distillation, position_weights, sparsity
 
@@ -77,10 +79,10 @@ def new_gates(base: Base, settings: Settings) -> GateWeights:
 
     def uniform(inputs: int, *shape: int) -> torch.Tensor:
         drawn = torch.rand(layers, heads, *shape, generator=generator)
-        return ((2 * drawn - 1) * inputs**-0.5).to(base.device).requires_grad_()
+        return Parameter(((2 * drawn - 1) * inputs**-0.5).to(base.device))
 
     def ones() -> torch.Tensor:
-        return torch.ones(layers, channels, device=base.device, requires_grad=True)
+        return Parameter(torch.ones(layers, channels, device=base.device))
 
     return GateWeights(
         pre_norm=ones(),
@@ -94,7 +96,7 @@ def new_gates(base: Base, settings: Settings) -> GateWeights:
 
 def train(
     base: Base,
-    rows: Iterator[torch.Tensor],
+    rows: Iterator[Row],
     settings: Settings,
     state: Path,
     save_steps: int = 100,
@@ -103,49 +105,41 @@ def train(
 
     Args:
         base: the frozen model.
-        rows: [T] int64 token ids each, in the same order each time; see `Run.take`.
+        rows: in the same order each time; see `Run.take`.
         settings: settings of the run.
         state: state file; kept when the run is done.
         save_steps: steps between two saves.
 
     Raises:
-        ValueError: the state has other settings, there are too few rows, or the loss is
-            not finite.
+        ValueError: see `Run.take`.
     """
     weights = new_gates(base, settings)
-    parameters = list(weights.tensors().values())
-    optimizer = torch.optim.AdamW(parameters, weight_decay=settings.weight_decay)
+    tensors = weights.tensors()
+    optimizer = torch.optim.AdamW(
+        list(tensors.values()), weight_decay=settings.weight_decay
+    )
 
-    def step(number: int, batch: list[torch.Tensor]) -> dict[str, str]:
-        now = rate(number, settings.steps, settings.warmup)
-        optimizer.param_groups[0]["lr"] = settings.learning_rate * now
-        return _step(base, batch, settings, weights, optimizer)
+    def losses(step: int, index: int, row: Row) -> dict[str, torch.Tensor]:
+        return _losses(base, settings, weights, row)
+
+    def begin(step: int) -> float:
+        return settings.learning_rate * rate(step, settings.steps, settings.warmup)
 
     name = f"lambda {settings.sparsity_weight:g}"
-    tensors = weights.tensors()
-    Run(name, settings, tensors, optimizer, state, save_steps).take(rows, step)
+    run = Run(name, settings, tensors, losses, optimizer, begin, state, save_steps)
+    run.take(rows)
     return weights
 
 
-def _step(
-    base: Base,
-    batch: list[torch.Tensor],
-    settings: Settings,
-    weights: GateWeights,
-    optimizer: torch.optim.Optimizer,
-) -> dict[str, str]:
-    """Take one optimiser step and return the last row's losses as text."""
-    optimizer.zero_grad(set_to_none=True)
-    for row in batch:
-        with torch.no_grad():
-            teacher = base.hidden(row)
-        gating = Gating(weights, base.rope, settings.window, settings.sinks)
-        distilled = distillation(base.hidden(row, gating), teacher)
-        gates = torch.stack(list(gating.values.values()))
-        ruled = position_weights(len(row), settings.window, settings.sinks)
-        loss = distilled + settings.sparsity_weight * sparsity(gates, ruled)
-        if not loss.isfinite():
-            raise ValueError(f"loss: got {loss.item()}, expected a finite number")
-        (loss / len(batch)).backward()
-    optimizer.step()
-    return {"loss": f"{loss.item():.4f}", "distillation": f"{distilled.item():.4f}"}
+def _losses(
+    base: Base, settings: Settings, weights: GateWeights, row: Row
+) -> dict[str, torch.Tensor]:
+    """Return the loss of one row and its distillation loss."""
+    with torch.no_grad():
+        teacher = base.hidden(row.ids)
+    gating = Gating(weights, base.rope, settings.window, settings.sinks)
+    distilled = distillation(base.hidden(row.ids, gating), teacher, row.counts)
+    gates = torch.stack(list(gating.values.values()))
+    ruled = position_weights(len(row), settings.window, settings.sinks)
+    loss = distilled + settings.sparsity_weight * sparsity(gates, ruled)
+    return {"loss": loss, "distillation": distilled}

@@ -2,14 +2,26 @@
 
 Source: WG-KV (arXiv 2512.17452) section 3.4; the weight of positions, which the paper
 omits, is that of https://github.com/EMCLab-Sinica/WG-KV/blob/a6943894/src.
-Deviations: sinks, which are always kept, cost nothing.
+Deviations: sinks, which are always kept, cost nothing; the distance may be that of
+answers only, where the authors' has all tokens.
 """
 
 import torch
 
 
-def distillation(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Return the mean squared difference of two [..., d] hidden states, float32."""
+def distillation(
+    student: torch.Tensor, teacher: torch.Tensor, counts: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the mean squared difference of hidden states, float32.
+
+    Args:
+        student: [B, T, d] floating point.
+        teacher: like `student`.
+        counts: [T] bool, tokens that count; None for all, as the authors have it.
+    """
+    if counts is not None:
+        counts = counts.to(student.device)
+        student, teacher = student[:, counts], teacher[:, counts]
     return torch.nn.functional.mse_loss(student.float(), teacher.float())
 
 

@@ -8,6 +8,7 @@ import torch
 
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
 from vllm_kvpolicy.train.base import Base
+from vllm_kvpolicy.train.rows import Row
 from vllm_kvpolicy.train.wgkv.attention import Gating
 from vllm_kvpolicy.train.wgkv.losses import distillation
 
@@ -44,7 +45,7 @@ class Figures:
 @torch.no_grad()
 def measure(
     base: Base,
-    rows: Sequence[torch.Tensor],
+    rows: Sequence[Row],
     weights: GateWeights,
     window: int,
     sinks: int,
@@ -54,21 +55,21 @@ def measure(
 
     Args:
         base: the frozen model.
-        rows: [T] int64 token ids each, at least one.
+        rows: at least one.
         weights: the gates.
         window: tokens that every query sees, itself included.
         sinks: first tokens, always kept.
         threshold: tokens with a gate above this are kept.
     """
     kept = torch.zeros(base.num_layers, base.num_kv_heads, device=base.device)
-    cached, tokens = 0.0, 0
+    cached, tokens, counted = 0.0, 0, 0
     losses = torch.zeros(3)
     for row in rows:
-        teacher = base.hidden(row)
+        teacher = base.hidden(row.ids)
         for index, level in enumerate((None, threshold, torch.inf)):
             gating = Gating(weights, base.rope, window, sinks, level)
-            loss = distillation(base.hidden(row, gating), teacher)
-            losses[index] += loss.cpu() * len(row)
+            loss = distillation(base.hidden(row.ids, gating), teacher, row.counts)
+            losses[index] += loss.cpu() * row.weight
             if level == threshold:
                 gates = torch.cat([gating.values[i] for i in range(base.num_layers)])
         keep = gates > threshold
@@ -76,8 +77,8 @@ def measure(
         kept += keep.sum(-1)
         keep[..., max(0, len(row) - window) :] = True
         cached += keep.float().mean().item() * len(row)
-        tokens += len(row)
-    soft, hard, window_only = (losses / tokens).tolist()
+        tokens, counted = tokens + len(row), counted + row.weight
+    soft, hard, window_only = (losses / counted).tolist()
     return Figures(
         kept_fraction=kept.mean().item() / tokens,
         kept_by_head=(kept / tokens).tolist(),

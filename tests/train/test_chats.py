@@ -1,0 +1,167 @@
+"""Rows of conversations: how they are rendered, and which tokens are answers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from vllm_kvpolicy.train.chats import answers, render
+from vllm_kvpolicy.train.rows import Maker, Row, read_rows
+
+TAGGED = (
+    "{% for message in messages %}{{ message['role'] + ': ' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}"
+    "{{ message['content'] + '\n' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+# As reasoning models' templates: thoughts of earlier turns are left out.
+FORGETFUL = (
+    "{% for message in messages %}{{ message['role'] + ': ' }}"
+    "{% if message['role'] == 'assistant' and loop.last %}{{ '<>' }}{% endif %}"
+    "{{ message['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+THINKING = FORGETFUL.replace("{{ 'assistant: ' }}", "{{ 'assistant: {' }}")
+STRICT = "{{ raise_exception('roles must alternate') }}"
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "One?"},
+    {"role": "assistant", "content": "1"},
+    {"role": "user", "content": "Two and three?"},
+    {"role": "assistant", "content": "2 3"},
+]
+TEXT = (
+    "system: Be brief.\nuser: One?\nassistant: 1\n"
+    "user: Two and three?\nassistant: 2 3\n"
+)
+
+
+def tokenizer_of(folder: Path, template: str | None = None) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if template is not None:
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+def told(tokenizer: Any, ids: torch.Tensor, mask: torch.Tensor) -> str:
+    """The text with all but the masked tokens blanked out."""
+    assert ids.shape == mask.shape and mask.dtype == torch.bool
+    return "".join(
+        tokenizer.decode([index]) if taken else "_"
+        for index, taken in zip(ids.tolist(), mask.tolist(), strict=True)
+    )
+
+
+def wanted() -> str:
+    """The same for the answers of the conversation above, each with its line's end."""
+    first, second = TEXT.index("1\n"), TEXT.index("2 3\n")
+    blank = list("_" * len(TEXT))
+    blank[first : first + 2], blank[second : second + 4] = "1\n", "2 3\n"
+    return "".join(blank)
+
+
+@pytest.mark.parametrize("template", [None, TAGGED], ids=["prefixes", "tags"])
+def test_answers_are_those_of_the_assistant(
+    tiny_model: Path, template: str | None
+) -> None:
+    tokenizer = tokenizer_of(tiny_model, template)
+    ids = render(TURNS, tokenizer, prompt=False)
+    assert tokenizer.decode(ids) == TEXT and ids.dtype == torch.int64
+    assert told(tokenizer, ids, answers(TURNS, tokenizer)) == wanted()
+
+
+def test_both_ways_agree_on_the_words_of_a_pretrained_tokenizer() -> None:
+    """A token of more characters than one, where the borders are not told by them."""
+    folder = Path(__file__).parents[2] / "reasoner" / "checkpoint"
+    plain = tokenizer_of(folder)
+    tags = plain.chat_template.replace(
+        "<assistant>{{ message['content'] | trim }}{{ eos_token }}",
+        "<assistant>{% generation %}{{ message['content'] | trim }}{{ eos_token }}"
+        "{% endgeneration %}",
+    ).replace("<assistant><think>{% endif %}", "<assistant>{% endif %}")
+    tagged = tokenizer_of(folder, tags)
+    untagged = tokenizer_of(folder, tags.replace("{% generation %}", ""))
+    untagged.chat_template = untagged.chat_template.replace("{% endgeneration %}", "")
+    asked = [{"role": "user", "content": "copy"}, {"role": "assistant", "content": "x"}]
+    found = [answers(asked * 2, tokenizer) for tokenizer in (tagged, untagged)]
+    assert torch.equal(*found) and found[0].any() and not found[0].all()
+    ids = render(asked * 2, tagged, prompt=False)
+    assert set(tagged.convert_ids_to_tokens(ids[found[0]])) == {"x", "<eos>"}
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "number"), [(FORGETFUL, TURNS, 3), (THINKING, TURNS[:3], 3)]
+)
+def test_templates_whose_answers_cannot_be_told(
+    tiny_model: Path, template: str, turns: list, number: int
+) -> None:
+    tokenizer = tokenizer_of(tiny_model, template)
+    with pytest.raises(ValueError, match=f"message {number}: .* is no beginning of"):
+        answers(turns, tokenizer)
+
+
+def test_a_last_answer_can_be_told_with_them(tiny_model: Path) -> None:
+    tokenizer = tokenizer_of(tiny_model, FORGETFUL)
+    ids, mask = render(TURNS[:3], tokenizer, False), answers(TURNS[:3], tokenizer)
+    assert tokenizer.decode(ids[mask]) == "<>1\n"
+
+
+def written(folder: Path, *lines: Any) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines))
+    return path
+
+
+def test_a_row_counts_where_answers_are_predicted(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    tokenizer = tokenizer_of(tiny_model)
+    path = written(tmp_path, {"messages": TURNS}, {"messages": TURNS[:3]})
+    rows = read_rows(path, Maker(tokenizer, 1000, "", answers_only=True), 1)
+    (row,), (other,) = rows.training, rows.validation
+    assert tokenizer.decode(row.ids) == TEXT
+    assert row.counts.tolist() == [sign != "_" for sign in wanted()[1:]] + [False]
+    assert row.weight == 6 and other.weight == 2
+    cut = Maker(tokenizer, TEXT.index("2 3"), "", answers_only=True).of_chat(TURNS)
+    assert len(cut) == TEXT.index("2 3") and cut.weight == 2
+
+
+def test_all_tokens_count_unless_said(tiny_model: Path, tmp_path: Path) -> None:
+    """Also if the answers cannot be told; with rows of texts beside."""
+    tokenizer = tokenizer_of(tiny_model, FORGETFUL)
+    line = {"messages": TURNS, "source": "here"}
+    odd = {"messages": [{"role": "user", "content": "a\u2028b"}]}
+    path = written(tmp_path, line, {"text": "abc" * 9}, odd)
+    rows = read_rows(path, Maker(tokenizer, 20, ""), 1)
+    everything: list[Row] = [*rows.training, *rows.validation]
+    assert [row.counts for row in everything] == [None] * 3
+    texts = [tokenizer.decode(row.ids) for row in everything[:2]]
+    assert texts == [TEXT[:20], ("abc" * 9)[:20]]
+
+
+@pytest.mark.parametrize(
+    ("line", "template", "text"),
+    [
+        ({"messages": []}, None, "expected a JSON object with a 'text' string, or"),
+        ({"messages": [{"role": "user"}]}, None, "the strings 'role' and 'content'"),
+        ({"messages": ["a"]}, None, "expected a JSON object with a 'text' string, or"),
+        ({"messages": TURNS}, STRICT, "refuses the conversation: roles must"),
+        ({"messages": TURNS}, FORGETFUL, "message 3: .* is no beginning of"),
+        ({"messages": TURNS}, "", "messages: the tokenizer has no chat template"),
+        ({"messages": TURNS[:2]}, None, "expected an answer .* first 30 tokens"),
+        ({"messages": [TURNS[2]]}, None, "an empty conversation"),
+        ({"text": TEXT}, None, "loss_on: got 'answers' with a text"),
+    ],
+)
+def test_rows_that_are_refused_by_their_line(
+    tiny_model: Path, tmp_path: Path, line: dict, template: str | None, text: str
+) -> None:
+    good = [] if template is not None else [{"messages": TURNS[1:3]}]
+    path = written(tmp_path, *good, line)
+    maker = Maker(tokenizer_of(tiny_model, template), 30, "", answers_only=True)
+    with pytest.raises(ValueError, match=f"jsonl' line {len(good) + 1}: .*{text}"):
+        read_rows(path, maker, 0)
