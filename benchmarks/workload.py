@@ -104,6 +104,13 @@ def block_bytes(model: Path, block_size: int, dtype: str = "float32") -> int:
     return values * VALUE_BYTES[dtype]
 
 
+def group_size(model: Path) -> int:
+    """Return the query heads per KV head of a model; see `block_bytes`."""
+    config = model_config(model)
+    heads = config["num_attention_heads"]
+    return heads // (config.get("num_key_value_heads") or heads)
+
+
 def ordinary_token_ids(model: Path) -> tuple[int, ...]:
     """Return the ids of a model's vocabulary without special and added tokens.
 

@@ -141,11 +141,12 @@ def _options() -> list[str]:
         "## Options",
         "",
         "Keys of `--kv-policy-config`; each policy reads the keys of its words. The "
-        "query window of a policy must not be longer than the interval. Three "
+        "query window of a policy must not be longer than the interval. Four "
         "more keys configure the server: `allow`, a list of further policies that "
         "requests may choose with `kv_policy` in `vllm_xargs`, `trace`, a folder in "
-        "which workers record what events keep, and `spread_events`, false to have "
-        "the events of equal requests in the same steps ([flags.md](flags.md)).",
+        "which workers record what events keep, `spread_events`, false to have "
+        "the events of equal requests in the same steps, and `report_events`, true to "
+        "have answers say what their events dropped ([flags.md](flags.md)).",
         "",
         "| key | default | words | valid | meaning |",
         "|---|---|---|---|---|",

@@ -130,6 +130,7 @@ def test_events_inside_prompts_can_be_left_out():
         ({"protect_prompt": 1}, ["protect_prompt: got 1", "true or false"]),
         ({"trace_dir": 7}, ["trace_dir: got 7", "folder"]),
         ({"spread_events": 1}, ["spread_events: got 1", "true or false"]),
+        ({"report_events": "x"}, ["report_events: got 'x'", "true or false"]),
         (
             {"policy_config": {"spread_events": "no"}},
             ["spread_events: got 'no'", "true or false"],

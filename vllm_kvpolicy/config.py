@@ -51,6 +51,7 @@ class KVPolicyConfig:
         trace_dir: folder in which workers record survivors; None for off.
         spread_events: events in decoding come up to an interval early, each request's
             by its own phase, so that those of many requests fall on many steps.
+        report_events: each answer says what its events dropped.
     """
 
     policy: str
@@ -65,6 +66,7 @@ class KVPolicyConfig:
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     trace_dir: str | None = None
     spread_events: bool = True
+    report_events: bool = False
     # A cache by policy name: it follows from `options`, and requests share it with
     # their server.
     _windows: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
@@ -97,6 +99,7 @@ class KVPolicyConfig:
         _check_type("protect_prompt", self.protect_prompt, bool, "true or false")
         _check_type("trace_dir", self.trace_dir, str, "a folder")
         _check_type("spread_events", self.spread_events, bool, "true or false")
+        _check_type("report_events", self.report_events, bool, "true or false")
         self._check_windows(self.policy)
 
     @property
@@ -252,6 +255,7 @@ class KVPolicyConfig:
         values["protect_prompt"] = self.protect_prompt
         values["trace_dir"] = self.trace_dir
         values["spread_events"] = self.spread_events
+        values["report_events"] = self.report_events
         return values
 
     def validate_block_size(self, block_size: int) -> None:

@@ -103,12 +103,14 @@ VALID_KEYS = (
     "protect_prompt",
     "trace_dir",
     "spread_events",
+    "report_events",
 )
 # Keys of `--kv-policy-config` about the server -> keys of the plain form.
 SERVER_OPTIONS = {
     "allow": "allow",
     "trace": "trace_dir",
     "spread_events": "spread_events",
+    "report_events": "report_events",
 }
 
 

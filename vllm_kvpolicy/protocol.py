@@ -104,11 +104,14 @@ class UsedBlocks:
         serial: number of the event, as in `CompactEvent`.
         num_blocks: how many leading destination superblocks hold survivors; the others
             are empty.
+        slack: how much of those is empty, mean over layers and heads, in superblocks,
+            from 0 to less than 1: heads of different lengths need not fill the last.
     """
 
     request_id: str
     serial: int
     num_blocks: int
+    slack: float = 0.0
 
 
 NO_COMMANDS = StepCommands(events=(), captures=())

@@ -32,6 +32,7 @@ from benchmarks.accuracy.servers import Setup, count_events, serving, split
 from benchmarks.load import LoadError
 from benchmarks.printing import log
 from benchmarks.serving import PACKAGED_MODEL
+from benchmarks.workload import group_size
 from vllm_kvpolicy.policies.catalogue.names import parse, parts
 
 DEFAULT_TASKS = ["recall:60", "copy:40", "hot:40", "sub:30"]
@@ -182,6 +183,7 @@ def settings_of(args: argparse.Namespace, judge: str | None) -> Line:
     return {
         "model": args.served_name if args.url else args.model.name,
         "model_sha256": digest,
+        "group_size": None if args.url else group_size(args.model),
         "own_server": not args.url,
         "serve_args": args.serve_args,
         "policy_config": args.policy_config,

@@ -135,6 +135,7 @@ class Client:
             raise _PassingError(f"finish reason {reason!r}")
         verdict = judge(asked.question, text, reason == "stop", self.equal)
         tokens = choice.get("token_ids")
+        said = (answer.get("kv_transfer_params") or {}).get("kv_policy")
         return asked.key | {
             "correct": verdict.correct,
             "score": round(verdict.score, 4),
@@ -146,6 +147,9 @@ class Client:
                 str(size): round(repetition([tokens], size), 4) for size in NGRAMS
             }
             if tokens
+            else None,
+            "dropped": [[event, round(tokens, 3)] for event, tokens in said["dropped"]]
+            if said
             else None,
             "expected": list(asked.question.answers),
             "text": text,

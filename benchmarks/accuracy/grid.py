@@ -39,7 +39,7 @@ def setups_of(
     """Return the servers of a run: FULL, then one per budget, interval, tier, variant.
 
     Args:
-        policies: `NAME` or `NAME:VARIANT`.
+        policies: `NAME` or `NAME:VARIANT`; those that read no budget have the first.
         budgets: tokens.
         intervals: tokens.
     """
@@ -48,12 +48,17 @@ def setups_of(
         if label != FULL:
             name, variant = split(label)
             kinds.setdefault((parse(name).is_ragged({}), variant), []).append(name)
-    full = [Setup((FULL,), None, None)] if FULL in policies else []
-    return full + [
-        Setup(tuple(names), budget, interval, variant)
-        for budget, interval in product(budgets, intervals)
-        for (_, variant), names in kinds.items()
-    ]
+    setups = [Setup((FULL,), None, None)] if FULL in policies else []
+    for budget, interval in product(budgets, intervals):
+        for (_, variant), names in kinds.items():
+            wanted = tuple(
+                name
+                for name in names
+                if budget == budgets[0] or not parse(name).is_unbounded
+            )
+            if wanted:
+                setups.append(Setup(wanted, budget, interval, variant))
+    return setups
 
 
 def cells_of(args: argparse.Namespace) -> list[Cell]:

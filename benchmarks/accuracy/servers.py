@@ -78,6 +78,7 @@ class Setup:
             config["allow"] = others
             # Events at the papers' positions, as in the committed records.
             config["spread_events"] = False
+            config["report_events"] = True
             if args.trace:
                 config["trace"] = str(args.trace / self.label)
             words += ["--kv-policy", first, "--kv-budget", str(self.budget)]

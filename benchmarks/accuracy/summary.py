@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from benchmarks.accuracy import measured
-from benchmarks.accuracy.cost import cost_of, mean_costs
+from benchmarks.accuracy.cost import cost_from, cost_of, mean_costs
 from benchmarks.accuracy.groups import (
     POOLED,
     Groups,
@@ -11,18 +11,16 @@ from benchmarks.accuracy.groups import (
     Row,
     by_question,
     grouped,
-    majority,
 )
+from benchmarks.accuracy.margins import margins_of
 from benchmarks.accuracy.pairs import pairs_of
 from benchmarks.accuracy.partial import PARTIAL, scores_by_question
 from benchmarks.accuracy.results import Line
 from benchmarks.accuracy.servers import FULL
+from benchmarks.accuracy.votes import choices_of, votes_of
 from benchmarks.printing import table
 from benchmarks.stats import estimate_mean
 from reasoner.intervals import wilson
-
-LENGTHS = (0.25, 0.5, 1.0)
-"""Limits of the length of an answer in `votes`, as shares of a task's longest one."""
 
 MEASURED_HEADER = ["held", "/ full", "peak held", "/ full", "tok/s", "/ full"]
 
@@ -40,10 +38,12 @@ def summarise(
     Returns:
         `summary`: a row per policy, budget, interval and task, see `row_of`, with
         `measured` where there are batches of it, see `measured_by`; `pairs`: paired
-        tests, see `pairs.pairs_of`; `votes`: see `votes_of`, empty with one sample.
+        tests, see `pairs.pairs_of`; `votes`, `margins`: see `votes.votes_of` and
+        `margins.margins_of`, empty with one sample.
         Tasks are pooled under the family `all`.
     """
     groups = grouped(lines)
+    choices = choices_of(groups, settings)
     known = measured_by(batches, settings["block_size"]) if batches else {}
     return {
         "summary": [
@@ -53,7 +53,8 @@ def summarise(
             for names, members in _named(groups)
         ],
         "pairs": list(pairs_of(groups)),
-        "votes": list(votes_of(groups, settings)),
+        "votes": list(votes_of(choices)),
+        "margins": list(margins_of(choices)),
     }
 
 
@@ -71,16 +72,17 @@ def row_of(members: Sequence[Line], settings: Line) -> Row:
         which is too wide rather than too narrow beside several samples; `score`: mean;
         `capped`: share cut off; mean tokens of prompt and
         output; `kv_read`: mean KV tokens read in decoding; `kv_peak`: mean of the most
-        held at once, both by arithmetic, see `cost_of`, None where that has nothing to
-        say; `repeated`: share of repeated n-grams by n, mean over answers
-        whose token ids are known, None where none are; `prefix`, `lines`: see
-        `partial.scores_of`, `mean` over questions with its 95 % bootstrap interval,
-        `low` to `high`, None where a question has no known trace.
+        held at once, see `cost_of`, None where an answer's are not known; `cost_from`:
+        what they follow from, see there; `repeated`: share of repeated n-grams by n,
+        mean over answers whose token ids are known, None where none are; `prefix`,
+        `lines`: see `partial.scores_of`, `mean` over questions with its 95 % bootstrap
+        interval, `low` to `high`, None where a question has no known trace.
     """
     tried, correct = len(members), sum(line["correct"] for line in members)
     problems = len(by_question(members))
     low, high = wilson(correct * problems / tried, problems)
     costs = [cost_of(line, settings) for line in members]
+    sources = {cost_from(line, settings) for line in members}
     known = [line["repeated"] for line in members if line["repeated"]]
 
     def mean(values: Sequence[float]) -> float:
@@ -98,6 +100,9 @@ def row_of(members: Sequence[Line], settings: Line) -> Row:
         "mean_output_tokens": mean([line["output_tokens"] for line in members]),
         "capped": mean([line["capped"] for line in members]),
         **mean_costs(costs, tried),
+        "cost_from": None
+        if None in sources
+        else " and ".join(sorted(filter(None, sources))),
         "repeated": {size: mean([rates[size] for rates in known]) for size in known[0]}
         if known
         else None,
@@ -139,58 +144,6 @@ def measured_by(batches: Sequence[Line], block_size: int) -> dict[tuple, Row]:
         for family, row in families.items():
             rows[(*place, family)] = row | {"to_full": ratios.get(family, {})}
     return rows
-
-
-def votes_of(groups: Groups, settings: Line) -> Iterator[Row]:
-    """Yield the accuracy of majority votes: length x width x ratio.
-
-    Length: answers longer than a share of their task's longest answer have no vote, as
-    if cut off there. Width: the first 1, 2, 4... samples vote at once; the answer named
-    most often wins, of equally many the one named first. Ratio: policy and budget. Cost
-    is summed over the samples, each up to its end or the length; all tasks together
-    have no one `length`.
-    """
-    longest: dict[str, int] = {}
-    for lines in groups.values():
-        for line in lines:
-            longest[line["task"]] = max(
-                longest.get(line["task"], 0), line["output_tokens"]
-            )
-    if not any(line["sample"] for lines in groups.values() for line in lines):
-        return
-    for ((policy, budget, interval), family), members in groups.items():
-        questions = by_question(members)
-        width = 1
-        while all(len(samples) >= width for samples in questions.values()):
-            for share in LENGTHS:
-                limits = {t: max(1, round(most * share)) for t, most in longest.items()}
-                voting = [
-                    (limits[task], samples[:width])
-                    for (task, _), samples in questions.items()
-                ]
-                correct = sum(majority(samples, limit) for limit, samples in voting)
-                low, high = wilson(correct, len(voting))
-                costs = [
-                    cost_of(line, settings, limit)
-                    for limit, samples in voting
-                    for line in samples
-                ]
-                yield {
-                    "policy": policy,
-                    "budget": budget,
-                    "interval": interval,
-                    "family": family,
-                    "share": share,
-                    "length": limits.get(family),
-                    "width": width,
-                    "problems": len(voting),
-                    "correct": correct,
-                    "accuracy": correct / len(voting),
-                    "low": low,
-                    "high": high,
-                    **mean_costs(costs, len(voting)),
-                }
-            width *= 2
 
 
 def format_summary(rows: Sequence[Row]) -> str:

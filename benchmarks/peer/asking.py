@@ -150,6 +150,7 @@ def line_of(
         "output_tokens": len(tokens),
         "capped": not reply["stopped"],
         "repeated": {str(n): round(repetition([tokens], n), 4) for n in NGRAMS},
+        "dropped": None,
         "expected": list(question.answers),
         "text": text,
         "seconds": reply["seconds"],

@@ -22,7 +22,7 @@ from benchmarks.report.lines import (
 from benchmarks.report.measures import MEASURES, Measure, drawn
 from benchmarks.report.panels import SHARES, explain, grid, handle, name_rows
 from benchmarks.report.records import ANSWER
-from benchmarks.report.vote_figures import by_votes
+from benchmarks.report.vote_figures import by_votes, methods_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,8 +40,8 @@ def draw_accuracy(
     Always `accuracy-by-policy` and `accuracy-by-COST`; with several budgets
     `accuracy-by-budget`. For another score its word stands for `accuracy`. Of the
     answer also, if tokens of answers are known, `repetition-by-budget`, and with
-    several samples `votes-by-COST`. Each panel is a family. Figures that an older file
-    lacks and costs that depend on the text are not drawn.
+    several samples `votes-by-COST` and `passes-by-COST`. Each panel is a family.
+    Figures that an older file lacks and costs that are not known are not drawn.
 
     Args:
         record: a result file of benchmarks.accuracy.
@@ -63,8 +63,12 @@ def draw_accuracy(
             figure = by_cost(known, cost, setting, styles_of(rows), measure)
             yield f"{measure.stem}-by-{cost}", figure
     if score == ANSWER and (known := _with_costs(record.get("votes") or ())):
+        styles = styles_of(methods_of(rows))
         for cost in COSTS:
-            yield f"votes-by-{cost}", by_votes(known, styles_of(rows), cost, setting)
+            yield f"votes-by-{cost}", by_votes(known, styles, cost, setting)
+        for cost in COSTS if "passed" in known[0] else ():
+            figure = by_votes(known, styles, cost, setting, "passed")
+            yield f"passes-by-{cost}", figure
 
 
 def _with_costs(rows: Sequence[Row]) -> list[Row]:

@@ -63,8 +63,8 @@ def by_cost(
         log_ticks(panel)
     panels[0].set_ylim(SHARES)
     caption = (
-        f"{setting} Costs are means over questions, per KV head, computed from lengths "
-        f"and events. Small to large marks: budget {', '.join(map(str, budgets))}; "
+        f"{setting} Costs are means over questions, per KV head, from lengths and what "
+        f"events dropped. Small to large marks: budget {', '.join(map(str, budgets))}; "
         f"cross: full KV cache. Points: {measure.point}; intervals: "
         f"{measure.stem}-by-policy. {note_on_grey(rows, measure.stem)}"
     )

@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.report import model_table, peer_tables, policy_tables
+from benchmarks.report import margin_tables, model_table, peer_tables, policy_tables
 
 BLOCK = re.compile(r"(<!-- table (\S+)\n(.*?)-->\n)(.*?)(<!-- /table -->)", re.DOTALL)
 
@@ -30,6 +30,7 @@ Rows = Sequence[Sequence[str]]
 KINDS: dict[str, Callable[[Mapping[str, Any], Path], Rows]] = {
     "families": policy_tables.by_family,
     "budgets": policy_tables.by_budget,
+    "margins": margin_tables.by_family,
     "comparisons": policy_tables.comparisons,
     "model": model_table.by_size,
     "peer": peer_tables.side_by_side,

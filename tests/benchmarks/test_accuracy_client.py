@@ -45,11 +45,20 @@ def test_an_answer_becomes_a_line():
         "output_tokens": 23,
         "capped": False,
         "repeated": {"4": 0.1, "8": 0.0, "20": 0.0},
+        "dropped": None,
         "expected": ["5"],
         "text": "three threes, \\boxed{5}",
         "tries": 1,
     }
     assert (wrong["correct"], wrong["answer"], wrong["score"]) == (False, "6", 0.0)
+
+
+def test_what_an_answer_says_of_its_events_is_in_its_line():
+    said = {"kv_policy": {"dropped": [[100, 32], [164, 48 + 1 / 3]]}}
+    fake = ChatServer(says={"5": said, "6": {"connector": 1}})
+    lines, _ = ask(fake, [asked("5"), asked("6"), asked("7")])
+    assert lines["5"]["dropped"] == [[100, 32], [164, 48.333]]
+    assert lines["6"]["dropped"] is lines["7"]["dropped"] is None
 
 
 @pytest.mark.parametrize("fault", PASSING)

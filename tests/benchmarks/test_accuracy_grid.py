@@ -15,6 +15,8 @@ from vllm_kvpolicy.policies.catalogue.names import parse
 
 GRIDS = provenance.ROOT / "benchmarks" / "grids"
 STANDARD = GRIDS / "standard.yaml"
+SERVER = {"spread_events": False, "report_events": True}
+"""What `policy_config` says of every server with a policy."""
 STANDARD_POLICIES = {
     *("full", "streaming", "tova", "ams-tova", "expected", "ams-expected", "keydiff"),
     *("ams-keydiff", "rkv", "ams-rkv", "snapkv", "strat-snapkv", "adakv-snapkv"),
@@ -100,6 +102,34 @@ def test_bad_grids_are_refused(tmp_path, text, message):
         grid.read_grid(path, {"policies", "n"})
 
 
+def test_policies_without_a_budget_run_at_the_first():
+    policies = ["full", "wgkv", "wgkv+snapkv", "quest", "tova", "dms:x"]
+    setups = grid.setups_of(policies, [96, 128], [64])
+    assert [(setup.policies, setup.budget) for setup in setups] == [
+        (("full",), None),
+        (("wgkv", "wgkv+snapkv", "quest"), 96),
+        (("tova",), 96),
+        (("dms",), 96),
+        (("wgkv+snapkv",), 128),
+        (("tova",), 128),
+    ]
+
+
+def test_the_grid_of_hyper_scaling_has_files_that_are_there():
+    args = command.parse_args(["--grid", str(GRIDS / "hyper.yaml")])
+    paths = [
+        value
+        for options in args.variants.values()
+        for key, value in options.items()
+        if key in ("wgkv_gates", "dms_adapter")
+    ]
+    assert len(paths) == 4
+    assert all((provenance.ROOT / path).is_file() for path in paths)
+    cells = grid.cells_of(args)
+    assert len(cells) == (1 + 7 + 3 * 3) * len(args.tasks)
+    assert args.samples == 8 and args.temperature
+
+
 def test_traces_may_have_a_limit():
     args = arguments("--tasks", "copy:5", "copy:48", "--n", "2", "--max-trace", "100")
     with pytest.raises(ValueError, match="at most 100 tokens, got 2.. of copy:48"):
@@ -116,7 +146,7 @@ def test_setups(tiny_model):
     assert stock[-4:] == [*counting, "--dtype", "bfloat16"]
     assert "--no-enable-prefix-caching" in stock
     ours = Setup(("tova", "expected"), 128, 64).arguments(args)
-    config = {"expected_window": 48, "allow": ["expected"], "spread_events": False}
+    config = {"expected_window": 48, "allow": ["expected"], **SERVER}
     assert ours == [
         *stock[:-4],
         *("--kv-policy", "tova"),
@@ -148,7 +178,7 @@ def test_servers_record_traces_apart(tiny_model):
         words = Setup(("tova",), budget, 64).arguments(args)
         config = json.loads(words[words.index("--kv-policy-config") + 1])
         traced = {"allow": [], "trace": f"traces/tova-{budget}-64"}
-        assert config == {**traced, "spread_events": False}
+        assert config == {**traced, **SERVER}
     assert "--kv-policy-config" not in Setup((FULL,), None, None).arguments(args)
 
 
@@ -169,14 +199,9 @@ def test_variants_have_servers_and_names_of_their_own(tiny_model):
         words = setup.arguments(args)
         configs.append(json.loads(words[words.index("--kv-policy-config") + 1]))
     assert configs == [
-        {"window": 16, "pool_kernel": 3, "allow": [], "spread_events": False},
-        {
-            "window": 48,
-            "pool_kernel": 3,
-            "allow": ["ams-snapkv"],
-            "spread_events": False,
-        },
-        {"window": 48, "pool_kernel": 3, "allow": [], "spread_events": False},
+        {"window": 16, "pool_kernel": 3, "allow": [], **SERVER},
+        {"window": 48, "pool_kernel": 3, "allow": ["ams-snapkv"], **SERVER},
+        {"window": 48, "pool_kernel": 3, "allow": [], **SERVER},
     ]
     asked = grid.asked_of(cells, grid.read_questions(args), 1, (), False)
     labels = [item.key["policy"] for members in asked.values() for item in members]

@@ -71,7 +71,7 @@ def test_every_summary_that_has_answers_is_theirs():
         record = json.loads(path.read_text())
         if files := merged_from(record):
             made = command.merge(files)
-            for part in ("settings", "summary", "pairs", "votes"):
+            for part in ("settings", "summary", "pairs", "votes", "margins"):
                 assert made[part] == record[part], (path.name, part)
             packed -= set(files)
     assert not packed, "answers of no summary"
@@ -112,6 +112,43 @@ def test_a_table_is_written_and_stays(folder):
 def test_tables_that_cannot_be_made_are_refused(folder, description, message):
     with pytest.raises(ValueError, match=message):
         tables.fill(document(description), folder)
+
+
+def test_margins_are_rows_of_methods_and_columns_of_families(tmp_path):
+    made = record(samples=4)
+    (tmp_path / "one.json").write_text(json.dumps(made))
+    description = "file: one.json\ncost: kv_peak\n"
+    head, _, *rows = table_of(description, "margins", tmp_path)
+    assert head == "| method | all | a:1 | b:2 | from | to |"
+    assert [row.split("|")[1].strip() for row in rows] == ["`tova`", "`ams-tova`"]
+    (row,) = [
+        row
+        for row in made["margins"]
+        if (row["method"], row["family"]) == ("tova", "a:1")
+        and (row["cost"], row["measure"]) == ("kv_peak", "accuracy")
+    ]
+    cell = f"{100 * row['margin']:+.1f} [{100 * row['low']:.1f}, "
+    assert rows[0].split("|")[3].strip().startswith(cell)
+    description += "rows: [ams-tova]\nmeasure: passed\n"
+    (only,) = table_of(description, "margins", tmp_path)[2:]
+    assert only.startswith("| `ams-tova` |")
+
+
+@pytest.mark.parametrize(
+    ("description", "message"),
+    [
+        ("file: one.json\ncost: x\n", r"table: expected cost of .*kv_peak.*, got 'x'"),
+        ("file: one.json\ncost: kv_peak\nmeasure: x\n", "expected measure of"),
+        ("file: one.json\ncost: kv_peak\nrows: [dms]\n", r"expected \['dms'\] in one"),
+        ("file: one.json\n", r"table: expected \['cost', 'file'\]"),
+    ],
+)
+def test_tables_of_margins_that_cannot_be_made_are_refused(
+    tmp_path, description, message
+):
+    (tmp_path / "one.json").write_text(json.dumps(record(samples=4)))
+    with pytest.raises(ValueError, match=message):
+        table_of(description, "margins", tmp_path)
 
 
 def test_budgets_are_columns_of_all_tasks_together(folder):

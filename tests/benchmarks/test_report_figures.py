@@ -5,11 +5,13 @@ import sys
 import pytest
 from PIL import Image
 
+from benchmarks.accuracy import summary
 from benchmarks.report import __main__ as command
-from benchmarks.report import accuracy_figures, lines, panels, records, vote_figures
+from benchmarks.report import accuracy_figures, lines, panels, records
 from benchmarks.report.cost_figures import by_cost
 from support.figure_checks import check_readable, panel_lines
-from support.report_data import FAMILIES, large_record, record
+from support.report_data import FAMILIES, SETTINGS, large_record, record
+from support.report_data import lines as answers
 
 NAMES = [
     "accuracy-by-policy",
@@ -18,7 +20,12 @@ NAMES = [
     "accuracy-by-kv_read",
     "accuracy-by-kv_peak",
 ]
-VOTES = ["votes-by-kv_read", "votes-by-kv_peak"]
+VOTES = [
+    "votes-by-kv_read",
+    "votes-by-kv_peak",
+    "passes-by-kv_read",
+    "passes-by-kv_peak",
+]
 
 
 def drawn(made: dict, about: str = "", score: str = "answer") -> dict:
@@ -218,13 +225,53 @@ def test_votes_are_marked_by_budget_length_and_width():
     ]
 
 
-def test_only_votes_that_nothing_cheaper_equals_are_shown():
-    points = [(5, 0.5), (1, 0.0), (2, 0.3), (2, 0.2), (3, 0.3), (9, 0.4), (9, 0.6)]
-    votes = [{"kv_read": cost, "accuracy": share} for cost, share in points]
-    shown = [
-        (v["kv_read"], v["accuracy"]) for v in vote_figures.front(votes, "kv_read")
+def trained_record() -> dict:
+    """Return a record of samples with an admission in two ratios and a selection."""
+    found = answers(samples=4)
+    for name in ("wgkv:open", "wgkv:shut", "quest:few"):
+        for line in [line for line in found if line["policy"] == "full"]:
+            dropped = {"wgkv:open": [[80, 9.5]], "wgkv:shut": [[80, 40]]}.get(name)
+            place = {"policy": name, "budget": 96, "interval": 64}
+            found.append(line | place | {"dropped": dropped})
+    settings = SETTINGS | {
+        "policy_config": {"wgkv_gates": "gates.safetensors"},
+        "variants": {"open": {}, "shut": {}, "few": {"quest_budget": 130}},
+    }
+    return {"settings": settings, **summary.summarise(found, settings)}
+
+
+def test_admissions_and_selections_are_lines_of_votes():
+    """Variants of a method are one line: ratios that its marks tell apart."""
+    figures = drawn(trained_record())
+    for name in VOTES:
+        marks = [
+            (line.get_label(), line.get_marker())
+            for line in figures[name].axes[1].get_lines()
+            if not line.get_label().startswith("_")
+        ]
+        assert {method for method, _ in marks} >= {"full", "wgkv", "quest", "tova"}
+        assert {shape for method, shape in marks if method == "full"} == {"X"}
+        (legend,) = figures[name].legends
+        said = [text.get_text() for text in legend.get_texts()]
+        assert {"wgkv", "quest", "tova"} <= set(said)
+        assert "budget 96, few, open" in said and "budget 128, shut" in said
+        check_readable(figures[name])
+
+
+def test_the_front_is_drawn_in_steps_of_the_measure():
+    made = record(samples=4)
+    for row in made["votes"]:
+        row["passed"] = 1.0 if row["width"] == 4 and row["share"] == 1.0 else 0.5
+    panel = drawn(made)["passes-by-kv_read"].axes[1]
+    (step,) = [
+        line
+        for line in panel.get_lines()
+        if line.get_drawstyle() == "steps-post" and line.get_color() == "black"
     ]
-    assert shown == [(2, 0.3), (5, 0.5), (9, 0.6)]
+    own = [r for r in made["votes"] if (r["policy"], r["family"]) == ("full", "a:1")]
+    last = max(own, key=lambda row: row["kv_read"])
+    assert list(step.get_ydata()) == [50.0, 100.0]
+    assert list(step.get_xdata()) == [min(r["kv_read"] for r in own), last["kv_read"]]
 
 
 def test_an_empty_slot_of_the_grid_has_an_axis_above_it(large):

@@ -65,6 +65,29 @@ def test_the_most_held_is_what_the_step_of_an_event_took_before_the_answer():
     assert engine.planner.states["a"].most_held == before + 1
 
 
+def test_what_is_dropped_is_known_with_the_answer():
+    """Of 96 tokens below the frontier 4 blocks of 16 may stay, then 1.75 of 2 do."""
+    engine, event = after_first_event()
+    state = engine.planner.states["a"]
+    assert state.dropped == [(FIRST, 2 * N)]
+    engine.manager.give_back_surplus(UsedBlocks("a", event.serial, 2, slack=0.25))
+    assert state.dropped == [(FIRST, 4.25 * N)]
+    stale = UsedBlocks("a", event.serial + 1, 1, slack=0.5)
+    engine.manager.give_back_surplus(stale)
+    assert state.dropped == [(FIRST, 4.25 * N)]
+    engine.manager.free("a")
+    engine.planner.restart("a")
+    assert engine.planner.states["a"].dropped == []
+
+
+def test_heads_may_leave_pages_empty_where_all_blocks_are_in_use():
+    engine, event = after_first_event()
+    used = UsedBlocks("a", event.serial, len(event.dest_blocks), slack=0.5)
+    engine.manager.give_back_surplus(used)
+    assert engine.planner.states["a"].dropped == [(FIRST, 2.5 * N)]
+    assert engine.free == BLOCKS - 5
+
+
 def test_survivors_may_need_nothing_at_all():
     engine, event = after_first_event()
     engine.manager.give_back_surplus(answer(event, 0))

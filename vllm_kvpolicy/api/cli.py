@@ -49,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='Options of the policy, such as \'{"preset": "paper"}\'; they override a '
         'preset. {"allow": [NAME, ...]} lists more policies that requests may '
         'choose; {"trace": FOLDER} records what each event keeps; {"spread_events": '
-        "false} leaves events of equal requests in the same steps.",
+        'false} leaves events of equal requests in the same steps; {"report_events": '
+        "true} has answers say what their events dropped.",
     )
 
 

@@ -71,6 +71,9 @@ class RequestState:
         serial: number of the last event, -1 before the first.
         passed: position of the last event, -1 before the first.
         most_held: most superblocks held just before some were given back.
+        dropped: the position of each event, and how many tokens had been dropped after
+            it, per KV head, mean over layers and heads. Of an event whose answer is
+            under way, those that were certain to be.
     """
 
     plan: RequestPlan
@@ -84,6 +87,7 @@ class RequestState:
     serial: int = -1
     passed: int = -1
     most_held: int = 0
+    dropped: list[tuple[int, float]] = field(default_factory=list)
 
     @property
     def footprint(self) -> Footprint:
@@ -206,6 +210,7 @@ class Planner:
         num_global = state.global_blocks
         self.num_global_blocks += len(dest_blocks) - num_global
         state.global_blocks = len(dest_blocks)
+        state.dropped.append((position, state.dropped_tokens))
         state.serial = self.num_events
         self.num_events += 1
         self._events[request_id] = CompactEvent(
@@ -246,13 +251,15 @@ class Planner:
             free; None where there is nothing to give back.
         """
         state = self.states.get(used.request_id)
-        if state is None or state.serial != used.serial:
+        if state is None or not state.ordinal or state.serial != used.serial:
             return None
         first, last = used.num_blocks, state.global_blocks
+        state.global_blocks = min(first, last)
+        empty = used.slack * state.footprint.block_size
+        state.dropped[-1] = state.passed, state.dropped_tokens + empty
         if first >= last:
             return None
         self.num_global_blocks -= last - first
-        state.global_blocks = first
         return first, last
 
     def finish_step(self, num_scheduled: Mapping[str, int]) -> StepCommands:

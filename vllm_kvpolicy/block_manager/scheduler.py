@@ -239,12 +239,23 @@ class KVPolicySchedulerMixin(CountingMixin):
         self.kv_policy_planner.restart(request.request_id)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        result = super()._free_request(request, *args, **kwargs)
+        report = self._report(request.request_id)
+        kv_params, *others = super()._free_request(request, *args, **kwargs)
         self.kv_policy_admission.leave(request)
         self.kv_policy_planner.remove(request.request_id)
         self._sees_all.discard(request.request_id)
         self._count()
-        return result
+        return (report or kv_params, *others)
+
+    def _report(self, request_id: str) -> dict[str, Any] | None:
+        """Return what an answer says of its events; None where it says nothing.
+
+        It takes the place of what KV connectors say, which no server with a policy has.
+        """
+        state = self.kv_policy_planner.states.get(request_id)
+        if state is None or not self.kv_policy_config.report_events:
+            return None
+        return {"kv_policy": {"dropped": state.dropped}}
 
 
 class KVPolicyScheduler(KVPolicySchedulerMixin, Scheduler):

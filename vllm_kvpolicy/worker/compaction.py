@@ -24,7 +24,7 @@ from vllm_kvpolicy.kernels.ranking import ascending_indices, resize
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.base import EventInputs, Needs, Policy
 from vllm_kvpolicy.policies.testing import MovementPolicy
-from vllm_kvpolicy.protocol import CompactEvent
+from vllm_kvpolicy.protocol import CompactEvent, UsedBlocks
 from vllm_kvpolicy.worker.batch import Batch, Choice, Placement, move_slots
 from vllm_kvpolicy.worker.captures.base import Capture
 from vllm_kvpolicy.worker.merging import merge_dropped
@@ -40,21 +40,28 @@ POSITIONS = "positions"  # name under which true positions are remembered
 
 @dataclass(frozen=True)
 class EventAnswer:
-    """How many superblocks some requests held and hold, on its way to the host.
+    """How many pages some requests held and hold, on its way to the host.
 
     Args:
         events: the events.
-        counts: [2, E] superblocks that what was held below the new frontier took, and
-            that its survivors take.
+        counts: [2, E] pages of all layers and heads that what was held below the new
+            frontier took, and that its survivors take.
+        num_heads: pages in a superblock.
     """
 
     events: Sequence[CompactEvent]
     counts: HostCopy
+    num_heads: int
 
-    def read(self) -> list[tuple[CompactEvent, int, int]]:
-        """Wait for it, and return each event with both numbers."""
-        held, used = self.counts.read()
-        return list(zip(self.events, map(int, held), map(int, used), strict=True))
+    def read(self) -> list[tuple[CompactEvent, int, UsedBlocks]]:
+        """Wait for it; return each event, the superblocks held, and the answer."""
+        counts, found = (map(int, row) for row in self.counts.read()), []
+        for event, held, used in zip(self.events, *counts, strict=True):
+            blocks = -(-used // self.num_heads)
+            slack = blocks - used / self.num_heads
+            answer = UsedBlocks(event.request_id, event.serial, blocks, slack)
+            found.append((event, -(-held // self.num_heads), answer))
+        return found
 
 
 @dataclass(frozen=True)
@@ -267,9 +274,8 @@ class Compactor:
         if not batch.policy.dynamic:
             return []
         held, used = batch.held.num_pages.sum(-1), placement.lists.first[:, -1]
-        num_heads = batch.held.pages.shape[1]
-        counts = -(-torch.stack([held, used]) // num_heads)
-        return [EventAnswer(batch.events, HostCopy(counts))]
+        counts = HostCopy(torch.stack([held, used]))
+        return [EventAnswer(batch.events, counts, batch.held.pages.shape[1])]
 
     def _remember(self, batch: Batch, choice: Choice, placement: Placement) -> None:
         """Keep what the policy wants to find again, and true positions."""

@@ -47,11 +47,10 @@ class AnswerBox:
 
         def read() -> tuple[UsedBlocks, ...]:
             found = [each for answer in answers for each in answer.read()]
-            self.counters.add_tokens(found)
-            return tuple(
-                UsedBlocks(event.request_id, event.serial, used)
-                for event, _, used in found
+            self.counters.add_tokens(
+                (event, held, used.num_blocks) for event, held, used in found
             )
+            return tuple(used for _, _, used in found)
 
         return read if answers else None
 

@@ -39,6 +39,7 @@ class ChatServer:
             `bad_json`, `no_choices`, `aborted`, `capped`.
         answers: by prompt, texts that differ from the default.
         has_policies: whether /metrics counts events.
+        says: by prompt, `kv_transfer_params` of the answer.
     """
 
     def __init__(
@@ -46,10 +47,11 @@ class ChatServer:
         faults: Mapping[str, Sequence[int | str]] | None = None,
         answers: Mapping[str, str] | None = None,
         has_policies: bool = True,
+        says: Mapping[str, dict] | None = None,
     ) -> None:
         self.faults = {prompt: list(some) for prompt, some in (faults or {}).items()}
         self.answers = dict(answers or {})
-        self.has_policies = has_policies
+        self.has_policies, self.says = has_policies, dict(says or {})
         self.tries: Counter[str] = Counter()
         self.bodies: list[dict] = []
         self.at_once = self.most_at_once = 0
@@ -84,7 +86,8 @@ class ChatServer:
         choice = {"message": {"content": text}, "finish_reason": reason}
         choice["token_ids"] = [ord(letter) for letter in text]
         usage = {"prompt_tokens": 40, "completion_tokens": len(text)}
-        whole = {"choices": [choice], "usage": usage}
+        said = {"kv_transfer_params": self.says.get(prompt)}
+        whole = {"choices": [choice], "usage": usage, **said}
         if fault == "no_choices":
             whole = {"usage": usage}
         data = json.dumps(whole).encode()

@@ -247,9 +247,7 @@ class Chain:
         seen = getattr(self.setup.policy, "seen", [])
         seen.clear()
         found = [row for each in self.compactor.run(events) for row in each.read()]
-        answers = [
-            UsedBlocks(event.request_id, event.serial, used) for event, _, used in found
-        ]
+        answers = [used for _, _, used in found]
         notes = {note.request: note for note in seen}
         for event in events:
             self._expect(event, notes.get(self.live[event.request_id].number))

@@ -1,0 +1,162 @@
+"""Tests of fronts and of margins between them, computed by hand; pass@all."""
+
+import numpy as np
+import pytest
+
+from benchmarks.accuracy import summary
+from benchmarks.accuracy.groups import grouped
+from benchmarks.accuracy.margins import front, margin, margins_of, mean_height
+from benchmarks.accuracy.votes import any_right, choices_of
+
+SETTINGS = {
+    "block_size": 32,
+    "evict_prompts": True,
+    "policy_config": {"wgkv_gates": "gates.safetensors"},
+    "variants": {"open": {}, "shut": {}},
+}
+
+
+def answers(policy: str, rights: list[str], task: str = "a:1", **changes) -> list[dict]:
+    """Return answers of 100 tokens; a text per question, a letter per sample."""
+    place = {"policy": policy, "budget": 128, "interval": 64}
+    if policy == "full":
+        place |= {"budget": None, "interval": None}
+    return [
+        place
+        | {
+            "task": task,
+            "id": str(number),
+            "sample": sample,
+            "correct": letter == "r",
+            "score": 0.0,
+            "answer": letter,
+            "prompt_tokens": 50,
+            "output_tokens": 100,
+            "capped": False,
+            "repeated": None,
+        }
+        | changes
+        for number, text in enumerate(rights)
+        for sample, letter in enumerate(text)
+    ]
+
+
+def array(*values) -> np.ndarray:
+    return np.array(values, float)
+
+
+def test_a_front_has_what_nothing_cheaper_equals():
+    points = [(5, 0.5), (1, 0.0), (2, 0.3), (2, 0.2), (3, 0.3), (9, 0.4), (9, 0.6)]
+    rows = [{"kv_read": cost, "passed": share} for cost, share in points]
+    kept = [(r["kv_read"], r["passed"]) for r in front(rows, "kv_read", "passed")]
+    assert kept == [(2, 0.3), (5, 0.5), (9, 0.6)]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (1, 5, (2 * 0.2 + 2 * 0.6) / 4),
+        (0, 3, 0.2 * 2 / 3),
+        (1, 3, 0.2),
+        (2, 3, 0.2),
+        (3, 4, 0.6),
+        (4, 9, (5 * 0.6 + 0 * 0.5) / 5),
+        (0, 1, 0.0),
+    ],
+)
+def test_the_height_of_a_front_is_that_of_its_steps(low, high, expected):
+    """A dearer point that is worse changes nothing, in whatever order."""
+    costs, shares = array(3, 6, 1, 2), array(0.6, 0.5, 0.2, 0.1)
+    found = mean_height(costs, shares, array(low)[0], array(high)[0])
+    assert found == pytest.approx(expected)
+    both = mean_height(
+        np.stack([costs, costs]),
+        np.stack([shares, shares]),
+        *array([low] * 2, [high] * 2),
+    )
+    assert both == pytest.approx([expected] * 2)
+
+
+def test_the_margin_is_over_the_costs_that_both_cover():
+    """Ours: 0.2 from 1, 0.6 from 3; theirs: 0.4 from 2 to 10. Shared: 2 to 6."""
+    ours = array(1, 3, 6), array(0.2, 0.6, 0.6)
+    theirs = array(2, 10), array(0.4, 0.9)
+    value, low, high = margin(ours, theirs)
+    assert (low, high) == (2, 6)
+    assert value == pytest.approx((1 * 0.2 + 3 * 0.6) / 4 - 0.4)
+    assert margin(theirs, ours)[0] == pytest.approx(-value)
+    assert margin(ours, ours)[0] == 0
+    assert np.isnan(margin(ours, (array(7, 8), array(0.1, 0.2)))[0])
+
+
+def test_at_least_one_right_answer_that_is_not_too_long():
+    samples = answers("full", ["wrw"])
+    assert any_right(samples) and any_right(samples, 100)
+    assert not any_right(samples, 99) and not any_right(samples[:1])
+    rows = summary.summarise(answers("full", ["wwrw", "rwww"]), SETTINGS)["votes"]
+    found = {
+        row["width"]: (row["accuracy"], row["passed"])
+        for row in rows
+        if row["family"] == "a:1" and row["share"] == 1.0
+    }
+    assert found == {1: (0.5, 0.5), 2: (0.5, 0.5), 4: (0.0, 1.0)}
+
+
+def test_margins_of_a_method_with_its_variants():
+    """Half as many tokens read, the same answers: better where full has not begun."""
+    rights = ["rr", "rr", "rr", "ww"]
+    lines = answers("full", rights)
+    # All is dropped at once: a step reads its own token only.
+    lines += answers("wgkv:open", rights, dropped=[])
+    lines += answers("wgkv:shut", rights, dropped=[[50, 50]])
+    rows = list(margins_of(choices_of(grouped(lines), SETTINGS)))
+    assert {(row["method"], row["against"]) for row in rows} == {("wgkv", "full")}
+    assert {row["family"] for row in rows} == {"a:1", "all"}
+    (row,) = [
+        row
+        for row in rows
+        if (row["family"], row["cost"], row["measure"]) == ("all", "kv_read", "passed")
+    ]
+    # Costs of full: 25, 50 and 99 steps (the last token is not fed), once or twice.
+    reads = {n: sum(range(51, 50 + n)) for n in (25, 50, 100)}
+    assert (row["from"], row["to"]) == (reads[25], 2 * reads[100])
+    # Full is right from the cost of whole answers on; ours for 50 tokens less a step,
+    # which is below the cheapest of full.
+    own = reads[100] - 99 * 50
+    assert own > row["from"]
+    gained = 0.75 * (reads[100] - own) / (row["to"] - row["from"])
+    assert row["margin"] == pytest.approx(gained, abs=1e-4)
+    assert 0 <= row["low"] <= row["margin"] <= row["high"] and row["problems"] == 4
+
+
+def test_margins_need_known_costs_and_full_kv():
+    lines = answers("wgkv:open", ["rr", "ww"]) + answers("tova", ["rr", "ww"])
+    choices = choices_of(grouped(lines + answers("full", ["rr", "ww"])), SETTINGS)
+    assert {row["method"] for row in margins_of(choices)} == {"tova"}
+    assert all(c.costs is None for c in choices if c.place[0] == "wgkv:open")
+    assert not list(margins_of(choices_of(grouped(lines), SETTINGS)))
+
+
+def test_margins_are_over_questions_that_both_answered():
+    lines = answers("full", ["rr", "rr", "ww"]) + answers("tova", ["rr", "rr"])
+    rows = list(margins_of(choices_of(grouped(lines), SETTINGS)))
+    assert rows and {row["problems"] for row in rows} == {2}
+    # Nothing is dropped before 192 tokens, so that both are the same, in each resample.
+    assert {(r["margin"], r["low"], r["high"]) for r in rows} == {(0.0, 0.0, 0.0)}
+
+
+def test_the_interval_is_that_of_questions():
+    """10 questions, of which the method gets 0 to 10 right, full none."""
+    full = answers("full", ["ww"] * 10)
+    widths = []
+    for right in (0, 5, 10):
+        ours = answers("tova", ["rr"] * right + ["ww"] * (10 - right))
+        (row,) = [
+            row
+            for row in margins_of(choices_of(grouped(full + ours), SETTINGS))
+            if (row["family"], row["cost"]) == ("a:1", "kv_read")
+            and row["measure"] == "accuracy"
+        ]
+        widths.append(row["high"] - row["low"])
+        assert row["low"] <= row["margin"] <= row["high"]
+    assert widths[0] == widths[2] == 0 < 0.2 < widths[1]

@@ -1,0 +1,99 @@
+"""What answers say of their events: what the traces of the same events hold.
+
+And the costs that follow: what the scheduler counts of the same requests.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.accuracy.cost import bounded_cost
+from support.engine.helpers import BLOCK, Engine, Session, footprint_of, make_jobs
+from support.made_gates import make_gates
+from vllm_kvpolicy.policies.admissions.wgkv.files import save
+
+WINDOW = 40
+BASE = {"budget": 110, "interval": 48, "prefill_interval": 128, "recent": WINDOW}
+LENGTHS, TOKENS = (40, 100, 300, 170), 120
+TIGHT = {"num_blocks": 22, "max_num_batched_tokens": 96, "max_model_len": 448}
+
+
+def policy_of(name: str, folder: Path) -> dict[str, Any]:
+    """Return the plain form of a policy; gates admit about half of the tokens."""
+    options: dict[str, Any] = {}
+    if "wgkv" in name:
+        path = folder / "gates.safetensors"
+        save(path, make_gates(2, 2, 32, 6, window=WINDOW, rope_theta=1e4))
+        options = {"wgkv_gates": str(path), "wgkv_threshold": 0.5}
+    more = {"policy": name, "policy_config": options, "sinks": 7}
+    return {**BASE, **more, "report_events": True, "spread_events": False}
+
+
+def said_by(session: Session) -> dict[str, list[list[float]]]:
+    """Return what the answers said, by name."""
+    found = {}
+    for name, output in session.outputs.items():
+        found[name] = output.kv_transfer_params["kv_policy"]["dropped"]
+    return found
+
+
+@pytest.mark.parametrize("name", ["snapkv", "adakv-snapkv", "wgkv", "wgkv+snapkv"])
+def test_answers_say_what_traces_hold(name, tiny_model, tmp_path):
+    """Preempted, with prompts in chunks, next to each other."""
+    policy = policy_of(name, tmp_path)
+    with Engine(
+        tiny_model, policy, tmp_path / "trace", foresees=False, **TIGHT
+    ) as engine:
+        session = Session(engine, make_jobs(LENGTHS, TOKENS))
+        while session.step():
+            pass
+        run, said = session.finish(), said_by(session)
+    assert run.preemptions and len(said) == len(LENGTHS)
+    for request, result in run.results.items():
+        expected = []
+        for event in result.passes[-1]:
+            kept = (event.survivors >= 0).sum(-1)
+            expected.append((event.position, event.frontier - kept.mean()))
+            assert not (kept % BLOCK).any()
+        assert expected
+        assert [tuple(each) for each in said[request]] == expected
+    slack = [tokens % BLOCK for events in said.values() for _, tokens in events]
+    assert any(slack) is ("wgkv" in name)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "wgkv", "wgkv+snapkv"])
+def test_costs_are_what_the_scheduler_counts(name, tiny_model, tmp_path):
+    """But for one block of a request whose event has not been answered yet."""
+    policy = policy_of(name, tmp_path)
+    jobs = make_jobs(LENGTHS, TOKENS)
+    with Engine(tiny_model, policy) as engine:
+        session = Session(engine, jobs)
+        while session.step():
+            pass
+        said, counted = said_by(session), engine.counters()
+    peaks = 0
+    for job in jobs:
+        footprint = footprint_of(policy, job)
+        assert bool(footprint.window_blocks) is ("snapkv" in name)
+        size = len(job.prompt), TOKENS
+        read, peak = bounded_cost(*size, footprint, said[job.name])
+        peaks += peak // BLOCK
+        if name == "snapkv":
+            assert (read, peak) == bounded_cost(*size, footprint)
+            assert peak == BLOCK * footprint.peak_blocks(sum(size) - 1)
+        if name == "wgkv":
+            assert read < bounded_cost(*size, footprint)[0]
+    late = 0 if name == "snapkv" else len(jobs)
+    assert peaks <= counted["peak_blocks"] <= peaks + late
+
+
+def test_answers_say_nothing_unless_asked_to(tiny_model, tmp_path):
+    policy = {**policy_of("snapkv", tmp_path), "report_events": False}
+    (job,) = make_jobs((200,), TOKENS)
+    with Engine(tiny_model, policy) as engine:
+        session = Session(engine, [job])
+        while session.step():
+            pass
+        assert engine.counters()["events"] > 1
+        assert session.outputs[job.name].kv_transfer_params is None
