@@ -5,12 +5,13 @@ either way and are left out.
 """
 
 from pathlib import Path
-from shutil import copytree
+from shutil import copy, copytree
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from support.engine.admissions import follow_decisions
 from support.engine.dms_decoder import DmsDecoder, dropped, say_dms
@@ -224,3 +225,30 @@ def test_a_checkpoint_with_adapters_serves_them(
         with Engine(model) as engine:
             tokens.append(engine.run(jobs).tokens)
     assert tokens[0] == tokens[1]
+
+
+def test_a_llama_checkpoint_with_adapters_serves_them(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Without architectures, too; vLLM's own class would not know the tensors."""
+    config = LlamaConfig(
+        vocab_size=99,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=HEADS,
+        head_dim=32,
+        initializer_range=0.2,
+        pad_token_id=0,
+    )
+    folder = tmp_path / "model"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    for path in tiny_model.glob("tokenizer*"):
+        copy(path, folder)
+    adapter = make_adapter(LAYERS, HEADS, 64, window=WINDOW)
+    save_file(dict(adapter.tensors), folder / "adapters.safetensors")
+    keys = {"dms_separate_alpha": True, "dms_window_size": WINDOW}
+    say_dms(folder, architectures=None, **keys)
+    found, counters = run(folder, tmp_path / "trace", {"policy": "dms"}, BLOCKS[False])
+    assert counters["tokens_dropped"] == dropped_tokens(found) > 0

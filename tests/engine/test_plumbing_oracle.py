@@ -46,7 +46,7 @@ def jobs_for(policies: list[str]) -> list[Job]:
 @pytest.fixture(scope="module")
 def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory):
     trace = tmp_path_factory.mktemp("trace")
-    options = {"expected_window": 48, "allow": ALL}
+    options = {"expected_window": 48, "snapmax_window": 48, "allow": ALL}
     for scorer in ("triattention", "qfilter"):
         options |= options_for(scorer, trace, 2, 2, 2, 32)
     values = {"policy": ALL[0], **BASE, "policy_config": options}

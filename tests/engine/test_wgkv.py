@@ -57,6 +57,8 @@ class Served:
         path = folder / "gates.safetensors"
         save(path, self.gates)
         options = {"wgkv_gates": str(path), "wgkv_threshold": threshold}
+        if "snapmax" in name:
+            options["snapmax_window"] = WINDOW
         policy = {"policy": name, "policy_config": options, "budget": BUDGET, **BASE}
         jobs = make_jobs(LENGTHS, 150, prompt_logprobs=True)
         with Engine(
@@ -152,7 +154,9 @@ class Served:
             held, frontier = left, event.frontier
 
 
-@pytest.mark.parametrize("name", ["wgkv", "wgkv+snapkv", "wgkv+ams-tova"])
+@pytest.mark.parametrize(
+    "name", ["wgkv", "wgkv+snapkv", "wgkv+ams-tova", "wgkv+trim-snapmax"]
+)
 def test_survivors_are_those_of_the_gates(
     tiny_model: Path, tmp_path: Path, name: str
 ) -> None:
@@ -189,6 +193,27 @@ def test_survivors_do_not_depend_on_chunks(tiny_model: Path, tmp_path: Path) -> 
             }
         )
     assert found[0] == found[1] == found[2]
+
+
+def test_a_released_file_is_served_like_one_of_ours(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """It names neither model nor window: 256 tokens, as in the paper."""
+    gates = make_gates(LAYERS, HEADS, DIM, 48, window=256, rope_theta=1e4, sinks=0)
+    save(tmp_path / "ours.safetensors", gates)
+    parameters = {name: torch.nn.Parameter(t) for name, t in gates.tensors.items()}
+    torch.save(parameters, tmp_path / "qwen3-0.16.pt")
+    found = []
+    for name in ("ours.safetensors", "qwen3-0.16.pt"):
+        options = {"wgkv_gates": str(tmp_path / name), "wgkv_threshold": 0.5}
+        policy = {"policy": "wgkv", "policy_config": options, "recent": 256, "sinks": 0}
+        policy |= {"interval": 64, "prefill_interval": 256}
+        trace = tmp_path / f"trace-{name}"
+        with Engine(tiny_model, policy, trace, **TIGHT) as engine:
+            (result,) = engine.run(make_jobs((700,), 20)).results.values()
+            assert engine.counters()["tokens_dropped"] > 0
+        found.append([event.survivors.tolist() for event in result.events])
+    assert found[0] == found[1] and len(found[0]) > 1
 
 
 def test_open_gates_are_dense_attention(tiny_model: Path, tmp_path: Path) -> None:

@@ -76,7 +76,10 @@ def test_keeps_its_total_and_the_must_keep_set(
     assert (got.keep | ~limit_must_keep(inputs.must_keep, budget)).all()
     assert not (got.keep & ~inputs.valid).any()
     count = got.keep.sum(-1)
-    assert (count.sum((1, 2)) == budget * LAYERS * HEADS).all()
+    total = count.sum((1, 2))
+    assert (total <= budget * LAYERS * HEADS).all()
+    if not getattr(allocator, "dynamic", False):
+        assert (total == budget * LAYERS * HEADS).all()
     if name in EQUAL:
         assert (count == budget).all()
     if name == "adakv":

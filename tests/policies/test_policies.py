@@ -48,7 +48,9 @@ def test_keeps_the_budget_and_the_must_keep_set(
     assert got.keep.shape == got.score.shape == shape
     assert got.keep.dtype == torch.bool and got.score.dtype == torch.float32
     count = got.keep.sum(-1)
-    assert (count.sum((1, 2)) == budget * LAYERS * HEADS).all()
+    total = count.sum((1, 2))
+    assert (total <= budget * LAYERS * HEADS).all()
+    assert policy.dynamic or (total == budget * LAYERS * HEADS).all()
     assert info.is_ragged({}) or (count == budget).all()
     assert (got.keep | ~inputs.must_keep).all()
     assert not (got.keep & ~inputs.valid).any()

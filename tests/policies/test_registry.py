@@ -29,10 +29,10 @@ from vllm_kvpolicy.policies.testing import MovementPolicy
 
 # The words that the documentation promises; others may be added without a change here.
 SCORER_WORDS = (
-    "streaming tova snapkv h2o expected keydiff knorm lagkv rpc rkv triattention "
-    "qfilter epikv random"
+    "streaming tova snapkv snapmax h2o expected keydiff knorm lagkv rpc rkv "
+    "triattention qfilter epikv random"
 )
-ALLOCATOR_WORDS = "ams adakv pyramid chunk hard strat"
+ALLOCATOR_WORDS = "ams adakv pyramid chunk hard trim strat"
 
 
 def test_words() -> None:
@@ -125,7 +125,7 @@ def test_only_an_eviction_or_a_selection_follows_an_admission(rest: str) -> None
         registry.parse(f"wgkv+{rest}")
 
 
-@pytest.mark.parametrize("allocator", sorted({*ALLOCATORS} - {"", "ams"}))
+@pytest.mark.parametrize("allocator", sorted({*ALLOCATORS} - {"", "ams", "trim"}))
 def test_allocators_that_count_what_is_held_are_refused(allocator: str) -> None:
     name = f"wgkv+{allocator}-snapkv"
     with pytest.raises(ValueError, match=re.escape(f"got {name!r}, refused because ")):

@@ -23,6 +23,7 @@ DEAREST = (
     "serve/test_http.py",
     "serve/test_one_server.py",
     "serve/test_every_name.py",
+    "serve/test_released_dms.py",
     "engine/test_wgkv.py",
     "engine/test_kvzap.py",
     "engine/test_ragged.py",

@@ -6,6 +6,7 @@ from typing import Any
 from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
 
 VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("snapmax", {"snapmax_window": 16}),
     ("lagkv", {"lag": 16}),
     ("lagkv", {"lag": 16, "cross": True}),
     ("expected", {"covariance": False, "value_norm": False}),
@@ -19,7 +20,7 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 CASES = tuple((name, {}) for name in SCORERS) + VARIANTS
 # A mean over all heads of a layer goes by cache index: heads read each other.
-READ_ALL_HEADS = (("tova", {}), ("rpc", {}), VARIANTS[7])
+READ_ALL_HEADS = (("tova", {}), ("rpc", {}), VARIANTS[8])
 
 
 def case_id(value: object) -> str:

@@ -94,6 +94,7 @@ class Waits(TorchDispatchMode):
         # The reference looks for what moves, keys and values; its twins do not.
         ("adakv-snapkv", {}, 2),
         ("hard-snapkv", DYNAMIC, 2),
+        ("trim-snapkv", {}, 2),
     ],
 )
 def test_own_lengths_wait_a_fixed_number_of_times(

@@ -181,9 +181,9 @@ _WORKER = (
         "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbeddingBase",
         read="cos_sin_cache is_neox_style",
     ),
-    Owner(
-        "vllm.model_executor.models.qwen3:Qwen3ForCausalLM",
-        {"load_weights": "self weights"},
+    *(
+        Owner(f"vllm.model_executor.models.{name}", {"load_weights": "self weights"})
+        for name in ("llama:LlamaForCausalLM", "qwen3:Qwen3ForCausalLM")
     ),
 )
 

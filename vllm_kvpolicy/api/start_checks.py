@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
 from vllm_kvpolicy.policies.catalogue.names import parse
@@ -54,17 +56,32 @@ def refuse_plain(model_config: Any, served: Iterable[WordRow] = ()) -> None:
             startup_of(row).refuse_plain(model_config)
 
 
-def missing_architecture(model: str) -> str | None:
+def missing_architecture(engine_args: Any) -> str | None:
     """Return the architecture of a model whose config.json leaves it out.
 
+    vLLM would take one for the model without its output layer, which cannot generate.
+
     Args:
-        model: as the user gave it.
+        engine_args: EngineArgs; its model is a folder or a name on the hub.
 
     Returns:
-        None where no word of the catalogue knows the model.
+        None where no word of the catalogue knows the model, or there is no config.json.
+
+    Raises:
+        ValueError: a word knows the model but does not support its type.
     """
+    try:  # as the first step of vLLM's own HFConfigParser
+        config, _ = PreTrainedConfig.get_config_dict(
+            engine_args.hf_config_path or engine_args.model,
+            revision=engine_args.revision,
+            token=engine_args.hf_token,
+        )
+    except (OSError, ValueError):
+        return None  # vLLM says what is wrong with it
+    if not isinstance(config, dict) or config.get("architectures"):
+        return None
     rows = [row for row in ADMISSIONS.values() if row.architectures]
-    found = (startup_of(row).missing_architecture(model) for row in rows)
+    found = (startup_of(row).missing_architecture(config) for row in rows)
     return next(filter(None, found), None)
 
 

@@ -147,9 +147,12 @@ def _choose_counting(scheduler: Any) -> None:
 
 def _choose(engine_args: Any, config: KVPolicyConfig) -> None:
     """Choose what the user left open and a policy depends on."""
-    missing = missing_architecture(engine_args.model)
-    if missing and not engine_args.hf_overrides:
-        engine_args.hf_overrides = {"architectures": [missing]}
+    overrides = engine_args.hf_overrides
+    if isinstance(overrides, dict) and "architectures" not in overrides:
+        missing = missing_architecture(engine_args)
+        if missing is not None:
+            engine_args.hf_overrides = {**overrides, "architectures": [missing]}
+            logger.info("config.json names no architecture, served as %s", missing)
     platform = compat.platform_name()
     if engine_args.block_size is None:
         engine_args.block_size = compat.BLOCK_TOKENS.get(platform)

@@ -4,9 +4,10 @@ A token's gate is evaluated once, while it is computed or at the first event aft
 and remembered for as long as the token is held. Admission alone has no budget; an
 eviction after it chooses among the admitted tokens.
 
-Source: WG-KV (arXiv 2512.17452) sections 3.2 and 3.3, and appendix K.1 for eviction
-after it. Deviations: tokens leave the window at events, not one by one; heads are
-filled up to whole pages with refused tokens, best first, which the next event may drop.
+Source: WG-KV (arXiv 2512.17452) sections 3.2 and 3.3; the eviction of its appendix K.1
+is `trim-snapmax`. Deviations: tokens leave the window at events, not one by one; heads
+are filled up to whole pages with refused tokens, best first, which the next event may
+drop.
 """
 
 from dataclasses import replace

@@ -6,7 +6,7 @@ and those of admissions with model classes of their own, which refuse models tha
 not be served without them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -40,14 +40,17 @@ class Startup:
             ValueError: saying what to add.
         """
 
-    def missing_architecture(self, model: str) -> str | None:
+    def missing_architecture(self, config: Mapping[str, Any]) -> str | None:
         """Return the architecture of a model whose config.json leaves it out.
 
         Args:
-            model: as the user gave it, a folder or a name on the hub.
+            config: what config.json says.
 
         Returns:
-            None where the model is not the word's, or names its architecture.
+            None where the model is not the word's.
+
+        Raises:
+            ValueError: it is the word's, but of a type that is not supported.
         """
         return None
 

@@ -42,7 +42,7 @@ BASE = {
     "recent": 40,
     "sinks": 5,
 }
-OPTIONS = {"expected_window": 48}
+OPTIONS = {"expected_window": 48, "snapmax_window": 48}
 ADMITTED = ("wgkv", "wgkv+snapkv", "wgkv+ams-tova")
 INFINITE_BUDGET = 2048
 
@@ -60,6 +60,12 @@ def served_names(ragged: bool) -> list[str]:
         if not (info.is_test or needs_file) and is_ragged(name) == ragged:
             found.append(name)
     return found
+
+
+def options_of(policies: Sequence[str]) -> dict[str, Any]:
+    """Return those of `OPTIONS` that some of the policies read."""
+    read = {key for name in policies for key in parse(name).options}
+    return {key: value for key, value in OPTIONS.items() if key in read}
 
 
 def is_ragged(name: str) -> bool:
@@ -265,7 +271,7 @@ def check_policies(checks: Any, where: Where, folder: Path | None = None) -> Non
         for number, name in enumerate(where.policies)
     ]
     first, *others = where.policies
-    options = OPTIONS if any("expected" in name for name in where.policies) else {}
+    options = options_of(where.policies)
     if folder is not None:
         options = options | gates_of(where.model, folder)
     policy = {"policy": first, "allow": others, "policy_config": options, **BASE}

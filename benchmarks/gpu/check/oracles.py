@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.check.engines import is_ragged, served_names
+from benchmarks.gpu.check.engines import is_ragged, options_of, served_names
 from benchmarks.gpu.check.where import GPU, QUICK, Graphs, Where, assert_given_back
 from support.calibration_files import options_for
 from support.engine.helpers import Engine, Job, Result, make_prompt
@@ -151,9 +151,7 @@ def chosen_otherwise(results: Sequence[Result]) -> str:
 def policy_values(what: Oracles, folder: Path) -> dict[str, Any]:
     """Return the server's policy: the first name, all others allowed."""
     first, *others = what.policies
-    options: dict[str, Any] = {}
-    if any("expected" in name for name in what.policies):
-        options["expected_window"] = 48
+    options = options_of(what.policies)
     for scorer in ("triattention", "qfilter"):
         if scorer in what.policies:
             options |= options_for(scorer, folder, 2, 2, 2, 32)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.check.engines import OPTIONS, on_gpu, served_names
+from benchmarks.gpu.check.engines import on_gpu, options_of, served_names
 from benchmarks.gpu.check.where import Where, settle
 from support.engine.helpers import Engine, make_prompt
 
@@ -51,9 +51,10 @@ def check_syncs(
         assert not with_events
         known = without
         notes.append(listed(known))
-    options = OPTIONS if any("expected" in name for name in where.policies) else {}
+    options = options_of(where.policies)
     check_policy(checks, where, set_mode, known, where.policies, options)
-    check_policy(checks, where, set_mode, known, ragged, DYNAMIC, ", own lengths")
+    options = {**options_of(ragged), **DYNAMIC}
+    check_policy(checks, where, set_mode, known, ragged, options, ", own lengths")
 
 
 def check_policy(

@@ -6,17 +6,21 @@ from copy import copy
 from types import SimpleNamespace
 
 import pytest
+from transformers import PreTrainedConfig
 
-from support.engine_configs import Overlay
+from support.engine_configs import Overlay, engine_args
 from support.made_adapters import make_adapter
+from support.made_checkpoints import DMS_KEYS
 from support.made_gates import make_gates
 from vllm_kvpolicy.api.start_checks import (
     check_files,
     missing_architecture,
     refuse_plain,
 )
+from vllm_kvpolicy.api.startup import _choose
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies.admissions.dms import model as dms_model
+from vllm_kvpolicy.policies.admissions.dms.adapter import FLAVOURS
 from vllm_kvpolicy.policies.admissions.dms.files import save
 from vllm_kvpolicy.policies.admissions.dms.model import (
     DmsRule,
@@ -139,18 +143,83 @@ def test_folder_of_a_model(tmp_path, monkeypatch):
     assert model_folder(model_of("some/model")) == tmp_path / "some/model/None"
 
 
-def test_an_architecture_that_a_recipe_leaves_out(tmp_path):
-    path = tmp_path / "config.json"
-    assert missing_architecture(str(tmp_path)) is None
-    for config, wanted in (
-        ({"dms_separate_alpha": True}, "Qwen3ForCausalLMDMS"),
-        ({"dms_separate_alpha": True, "architectures": ["Mine"]}, None),
-        ({"dms_separate_alpha": False}, None),
-        ([], None),
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ({"model_type": "qwen3", **DMS_KEYS}, "Qwen3ForCausalLM"),
+        ({"model_type": "llama", "dms_window_size": 16}, "LlamaForCausalLM"),
+        ({"model_type": "qwen3", "dms_separate_alpha": True}, "Qwen3ForCausalLMDMS"),
+        ({"model_type": "llama", "dms_separate_alpha": True}, "LlamaForCausalLMDMS"),
+        ({"model_type": "qwen3", "dms_cr": 8, "architectures": ["Mine"]}, None),
+        ({"model_type": "qwen3"}, None),
+    ],
+)
+def test_an_architecture_that_a_checkpoint_leaves_out(tmp_path, config, wanted):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args = engine_args(tmp_path)
+    assert missing_architecture(args) == wanted
+    yarn = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+    for given, kept in (
+        ({}, {}),
+        (yarn, yarn),
+        ({"architectures": ["Mine"]}, {"architectures": ["Mine"]}),
     ):
-        path.write_text(json.dumps(config))
-        assert missing_architecture(str(tmp_path)) == wanted
-    assert list(ADMISSIONS["dms"].architectures) == ["Qwen3ForCausalLMDMS"]
+        args.hf_overrides = given
+        _choose(args, KVPolicyConfig.from_dict({"policy": "dms"}))
+        added = {"architectures": [wanted]} if wanted else {}
+        assert args.hf_overrides == {**added, **kept}
+
+
+def test_a_type_without_support_is_named(tmp_path):
+    config = {"model_type": "qwen2", "dms_window_size": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="type qwen2, expected one of llama, qwen3"):
+        missing_architecture(engine_args(tmp_path))
+
+
+def test_a_name_on_the_hub_is_read_as_vllm_reads_it(monkeypatch):
+    asked = []
+
+    def get_config_dict(model, **values):
+        asked.append((model, values))
+        return {"model_type": "qwen3", **DMS_KEYS}, {}
+
+    monkeypatch.setattr(PreTrainedConfig, "get_config_dict", get_config_dict)
+    name, values = "nvidia/Qwen3-8B-DMS-8x", {"revision": "da1535f", "token": "mine"}
+    args = SimpleNamespace(
+        model=name, hf_config_path=None, revision="da1535f", hf_token="mine"
+    )
+    assert missing_architecture(args) == "Qwen3ForCausalLM"
+    args.hf_config_path = "other/place"
+    assert missing_architecture(args) == "Qwen3ForCausalLM"
+    assert asked == [(name, values), ("other/place", values)]
+
+
+@pytest.mark.parametrize("text", [None, "{", "[1]"])
+def test_a_config_that_cannot_be_read_is_for_vllm_to_refuse(tmp_path, text):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    assert missing_architecture(engine_args(tmp_path)) is None
+
+
+def test_every_class_of_checkpoints_with_adapters_is_registered():
+    names = [f"{name}DMS" for name in FLAVOURS.values()]
+    assert list(ADMISSIONS["dms"].architectures) == names
+
+
+@pytest.mark.parametrize("kind", FLAVOURS)
+def test_a_missing_tokenizer_is_refused(policy_config, tmp_path, kind):
+    """Of the first type transformers makes none, of the second an empty one."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    changed = {"model_config.tokenizer": str(tmp_path)}
+    model = Overlay(deciding(policy_config, 32), changed)
+    config = KVPolicyConfig.from_dict({"policy": "dms", "recent": 32})
+    with pytest.raises(
+        ValueError, match="has no tokenizer; set --tokenizer .*Qwen3-8B"
+    ):
+        check_files(config, model)
+    changed["model_config.skip_tokenizer_init"] = True
+    check_files(config, Overlay(deciding(policy_config, 32), changed))
 
 
 def checked(policy_config, window=32, recent=32, options=None, **more):

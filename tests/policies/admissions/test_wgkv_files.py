@@ -80,6 +80,29 @@ def test_a_released_file_in_bfloat16(tmp_path: Path) -> None:
     assert all(torch.equal(got.tensors[k], t.float()) for k, t in tensors.items())
 
 
+@pytest.mark.parametrize(
+    ("flavour", "units", "parameters"),
+    [("llama", 512, 1_057_032), ("qwen3", 192, 396_552)],
+)
+def test_a_file_of_the_sizes_that_are_released(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flavour: str,
+    units: int,
+    parameters: int,
+) -> None:
+    """As the authors' script saves one: float32 parameters that lie on a GPU."""
+    gates = make_gates(layers=2, heads=8, channels=128, units=units)
+    assert sum(t.numel() for t in gates.tensors.values()) == 2 * parameters
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+    path = write_released(tmp_path / f"{flavour}-0.16", dict(gates.tensors))
+    got = load(path)
+    sizes = {"num_layers": 2, "num_kv_heads": 8, "head_dim": 128}
+    got.check_model(flavour=flavour, rope_theta=5e5, **sizes)
+    assert all(torch.equal(got.tensors[k], t) for k, t in gates.tensors.items())
+    assert {tensor.device.type for tensor in got.tensors.values()} == {"cpu"}
+
+
 def test_stacking_has_an_inverse() -> None:
     gates = make_gates()
     stacked = gates.stacked()

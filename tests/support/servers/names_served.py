@@ -15,10 +15,10 @@ FLAGS = {
     "--served-model-name": "tiny",
 }
 # Options that fit the short interval.
-OPTIONS = {"expected_window": 48}
+OPTIONS = {"expected_window": 48, "snapmax_window": 48}
 ONE_PER_ALLOCATOR = ("keydiff", "ams-expected", "adakv-snapkv", "pyramid-h2o")
-ONE_PER_ALLOCATOR += ("chunk-lagkv", "hard-rkv", "strat-random", "wgkv+snapkv")
-ONE_PER_ALLOCATOR += ("snapkv+quest",)
+ONE_PER_ALLOCATOR += ("chunk-lagkv", "hard-rkv", "strat-random", "trim-snapmax")
+ONE_PER_ALLOCATOR += ("wgkv+snapkv", "snapkv+quest")
 
 
 def calibration(name: str, model: Path, folder: Path) -> dict[str, str]:

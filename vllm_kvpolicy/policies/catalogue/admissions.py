@@ -5,6 +5,7 @@ An admission says which tokens may stay in the cache once they leave the recent 
 
 from pydantic import Field
 
+from vllm_kvpolicy.policies.catalogue.allocators import ALLOCATORS
 from vllm_kvpolicy.policies.catalogue.options import Options, Path
 from vllm_kvpolicy.policies.catalogue.rows import WordRow
 
@@ -101,7 +102,10 @@ class DuoOptions(Options):
     )
 
 
-_HELD = "the allocator sizes heads by the tokens held, not by the tokens admitted"
+_HELD = (
+    "the allocator sizes heads by the tokens held, not by the tokens admitted; `trim` "
+    "sizes them by the latter"
+)
 _UNSHARED = {
     "adakv": _HELD,
     "pyramid": _HELD,
@@ -131,9 +135,8 @@ ADMISSIONS = {
         refuses=_UNSHARED,
         startup="vllm_kvpolicy.policies.admissions.dms.startup:DMSStartup",
         architectures={
-            "Qwen3ForCausalLMDMS": (
-                "vllm_kvpolicy.policies.admissions.dms.checkpoint:Qwen3ForCausalLMDMS"
-            ),
+            name: f"vllm_kvpolicy.policies.admissions.dms.checkpoint:{name}"
+            for name in ("LlamaForCausalLMDMS", "Qwen3ForCausalLMDMS")
         },
     ),
     "kvzap": WordRow(
@@ -162,6 +165,6 @@ ADMISSIONS = {
         "only sinks and the recent window are kept; a baseline",
         "WG-KV, arXiv 2512.17452",
         ragged=True,
-        refuses=dict.fromkeys(("", "ams", *_UNSHARED), _NO_CHOICE),
+        refuses=dict.fromkeys(ALLOCATORS, _NO_CHOICE),
     ),
 }

@@ -119,6 +119,17 @@ class StratOptions(Options):
     strat_block: int = Field(256, ge=1, description="tokens per block")
 
 
+class TrimOptions(Options):
+    """Options of `trim`."""
+
+    trim_share: float = Field(
+        0.1,
+        ge=0.01,
+        le=1,
+        description="share of each head's tokens that is dropped at a time",
+    )
+
+
 class HardOptions(WindowOptions):
     """Options of `hard`."""
 
@@ -209,6 +220,14 @@ ALLOCATORS = {
         "Hard-KV",
         options=HardOptions,
         window="window",
+        ragged=True,
+        refuses={"streaming": _RECENCY},
+    ),
+    "trim": WordRow(
+        "vllm_kvpolicy.policies.allocators.trim:TrimAllocator",
+        "while heads hold more than the budget on average, each drops its lowest tenth",
+        "WG-KV, arXiv 2512.17452, appendix K.1",
+        options=TrimOptions,
         ragged=True,
         refuses={"streaming": _RECENCY},
     ),

@@ -85,6 +85,20 @@ class RKVOptions(Options):
     )
 
 
+class SnapMaxOptions(Options):
+    """Options of `snapmax`."""
+
+    snapmax_window: int = Field(
+        256,
+        ge=1,
+        le=1024,
+        description="number of newest queries that score the older tokens",
+    )
+    snapmax_kernel: Odd = Field(
+        5, ge=1, le=255, description="width of the max pooling over tokens"
+    )
+
+
 _CALIBRATION = (
     "the model's query statistics, from `python -m vllm_kvpolicy.calibrate {}`"
 )
@@ -172,6 +186,13 @@ SCORERS = {
         "SnapKV, arXiv 2404.14469",
         options=PoolOptions,
         window="window",
+    ),
+    "snapmax": WordRow(
+        "vllm_kvpolicy.policies.scorers.snapmax:SnapMaxScorer",
+        "largest attention of the newest queries to tokens that may be dropped",
+        "WG-KV, arXiv 2512.17452, appendix K.1",
+        options=SnapMaxOptions,
+        window="snapmax_window",
     ),
     "h2o": WordRow(
         "vllm_kvpolicy.policies.scorers.h2o:H2OScorer",

@@ -16,7 +16,8 @@ from vllm_kvpolicy.policies import model_files
 
 NAME = "dms adapter"
 expect = partial(model_files.expect, NAME)
-FLAVOURS = ("llama", "qwen3")  # model types
+# Model types, and vLLM's classes of such models.
+FLAVOURS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # Names in a file, and of the fields of `kernels.dms_decision.DecisionWeights`.
 NAMES = {
     "dms_proj_alpha_norm.weight": "norm",

@@ -11,15 +11,29 @@ recipe writes them. Deviations: none.
 from collections.abc import Iterable
 
 import torch
+from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 ADAPTER = ".self_attn.dms_proj_alpha"
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+def without_adapters(weights: Weights) -> Weights:
+    """Yield the names and tensors that are not an adapter's."""
+    return ((name, tensor) for name, tensor in weights if ADAPTER not in name)
+
+
+class LlamaForCausalLMDMS(LlamaForCausalLM):
+    """Llama that skips the adapters' tensors, which `--kv-policy dms` reads."""
+
+    def load_weights(self, weights: Weights) -> set[str]:
+        """Load all but the adapters; returns the names of what was loaded."""
+        return super().load_weights(without_adapters(weights))
 
 
 class Qwen3ForCausalLMDMS(Qwen3ForCausalLM):
     """Qwen3 that skips the adapters' tensors, which `--kv-policy dms` reads."""
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    def load_weights(self, weights: Weights) -> set[str]:
         """Load all but the adapters; returns the names of what was loaded."""
-        own = ((name, tensor) for name, tensor in weights if ADAPTER not in name)
-        return super().load_weights(own)
+        return super().load_weights(without_adapters(weights))

@@ -1,15 +1,21 @@
 """Checks of models that were trained with DMS, before an engine starts."""
 
-import json
 import math
-from pathlib import Path
+from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
+
+from vllm.tokenizers import cached_tokenizer_from_config
 
 from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.policies.admissions.dms.adapter import FLAVOURS, DmsAdapter
 from vllm_kvpolicy.policies.admissions.dms.files import load
-from vllm_kvpolicy.policies.admissions.dms.model import rule_for, rule_of_model
-from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS, DMSOptions
+from vllm_kvpolicy.policies.admissions.dms.model import (
+    rule_for,
+    rule_of_config,
+    rule_of_model,
+)
+from vllm_kvpolicy.policies.catalogue.admissions import DMSOptions
 from vllm_kvpolicy.policies.startup import ModelShape, Startup
 
 
@@ -19,12 +25,7 @@ class DMSStartup(Startup):
     def check(self, options: DMSOptions, kept: AlwaysKept, vllm_config: Any) -> None:
         """Check the model, and its adapter where there is one; see `Startup`."""
         model_config = vllm_config.model_config
-        kind = model_config.hf_text_config.model_type
-        if kind not in FLAVOURS:
-            raise ValueError(
-                f"dms: got a model of type {kind}, expected one of "
-                f"{', '.join(FLAVOURS)}"
-            )
+        _supported(model_config.hf_text_config.model_type)
         adapter = _adapter(options.dms_adapter, vllm_config)
         rule = rule_for(model_config, adapter, dict(options))
         size = model_config.get_head_size()
@@ -43,6 +44,8 @@ class DMSStartup(Startup):
                 f"{rule.window} tokens, got --kv-recent {kept.recent_tokens}; set "
                 f"--kv-recent {rule.window}"
             )
+        if adapter is None:
+            _check_tokenizer(model_config)
 
     def refuse_plain(self, model_config: Any) -> None:
         """Refuse a model that borrows a channel of its queries; see `Startup`."""
@@ -61,20 +64,43 @@ class DMSStartup(Startup):
             f"model would silently give wrong answers; {advice}"
         )
 
-    def missing_architecture(self, model: str) -> str | None:
-        """Return the architecture of a folder with adapters that does not name it.
+    def missing_architecture(self, config: Mapping[str, Any]) -> str | None:
+        """Return the architecture of a model with `dms_*` keys; see `Startup`."""
+        rule = rule_of_config(SimpleNamespace(**config))
+        if rule is None:
+            return None
+        kind = _supported(config.get("model_type"))
+        return FLAVOURS[kind] if rule.is_borrowed else f"{FLAVOURS[kind]}DMS"
 
-        The recipe that writes such folders leaves it out of config.json, and vLLM then
-        takes the model for one that does not generate.
-        """
-        try:
-            config = json.loads((Path(model) / "config.json").read_text())
-        except (OSError, ValueError):
-            return None
-        if not isinstance(config, dict) or config.get("architectures"):
-            return None
-        (architecture,) = ADMISSIONS["dms"].architectures
-        return architecture if config.get("dms_separate_alpha") else None
+
+def _supported(kind: Any) -> str:
+    """Return the type of a model; raise ValueError where it is not supported."""
+    if kind not in FLAVOURS:
+        raise ValueError(
+            f"dms: got a model of type {kind}, expected one of {', '.join(FLAVOURS)}"
+        )
+    return str(kind)
+
+
+def _check_tokenizer(model_config: Any) -> None:
+    """Raise ValueError where texts have no tokens.
+
+    Released checkpoints may lack a tokenizer. For some types of models transformers
+    then makes an empty one, and every prompt would be empty.
+    """
+    try:
+        tokenizer = cached_tokenizer_from_config(model_config)
+        if tokenizer is None:  # not wanted: prompts are token ids
+            return
+        tokens = tokenizer.encode("Hello world", add_special_tokens=False)
+    except (OSError, ValueError):
+        tokens = []
+    if not tokens:
+        raise ValueError(
+            f"dms: {model_config.tokenizer} has no tokenizer; set --tokenizer to the "
+            "model that this one was made from, for nvidia/Qwen3-8B-DMS-8x "
+            "--tokenizer Qwen/Qwen3-8B"
+        )
 
 
 def _adapter(path: str | None, vllm_config: Any) -> DmsAdapter | None:

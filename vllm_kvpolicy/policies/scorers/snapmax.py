@@ -1,0 +1,89 @@
+"""SnapKV with maxima: score_i = maxpool mean_w max_g softmax_i(q_gw . k_i * scale),
+
+w over the window, g over the query heads of a KV head, i over the tokens that may be
+dropped: admitted, older than the window, no sinks. Neighbours in the pooling are the
+next of these tokens, whatever was dropped between them.
+
+Source: WG-KV (arXiv 2512.17452) appendix K.1, which evicts with the allocator `trim`
+after an admission; https://github.com/EMCLab-Sinica/WG-KV/blob/a6943894/src/modeling_layers.py,
+which has the mean over the window where the paper has the sum, in the same order.
+Deviations: tokens that are not scored get the row's highest score (theirs are never
+dropped).
+"""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from vllm_kvpolicy.kernels.chunks import map_pairs
+from vllm_kvpolicy.kernels.softmax import masked_softmax
+from vllm_kvpolicy.kernels.window_logits import effective_window, window_logits
+from vllm_kvpolicy.kernels.window_usage import WindowUsage
+from vllm_kvpolicy.policies.base import EventInputs, Needs
+from vllm_kvpolicy.policies.scorers.base import BaseScorer
+from vllm_kvpolicy.policies.scorers.unmeasured import fill_with_highest
+
+
+class SnapMaxScorer(BaseScorer):
+    """Scores a token by its share of the window's attention to droppable tokens.
+
+    Args:
+        snapmax_window: W, queries that score, and newest tokens that they do not score.
+        snapmax_kernel: neighbours whose maximum is taken, odd.
+    """
+
+    def __init__(self, snapmax_window: int, snapmax_kernel: int) -> None:
+        self.needs = Needs(window_tokens=snapmax_window, keys=True)
+        self.pool_kernel = snapmax_kernel
+
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+        """Score [E, L, H, T] float32; tokens that are not scored get the highest."""
+        size, keys = self.needs.window_tokens, inputs.given("keys")
+        queries = inputs.given("queries")[..., -size:, :]
+        held = inputs.valid if inputs.candidates is None else inputs.candidates
+        token = torch.arange(keys.shape[3], device=keys.device)
+        window = effective_window(inputs.lengths, size)[..., None]
+        measured = (
+            held & ~inputs.must_keep & (token < inputs.lengths[..., None] - window)
+        )
+        attention = map_pairs(
+            partial(_attention, inputs.scale),
+            3 * 4 * queries[0, 0, :, :, 0].numel() * len(token),
+            queries,
+            keys,
+            inputs.lengths,
+            measured,
+        )
+        return fill_with_highest(self._pooled(attention, measured), measured)
+
+    def _pooled(self, attention: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
+        """Take maxima over neighbouring measured tokens, both [E, L, H, T]."""
+        place = measured.long().cumsum(-1) - 1
+        packed = F.pad(torch.zeros_like(attention), (0, 1))
+        last = packed.shape[-1] - 1  # takes what is not measured
+        packed = packed.scatter(-1, torch.where(measured, place, last), attention)
+        rows = packed[..., :last].flatten(0, 1)
+        pooled = F.max_pool1d(rows, self.pool_kernel, 1, self.pool_kernel // 2)
+        return pooled.view_as(attention).gather(-1, place.clamp(min=0))
+
+
+def _attention(
+    scale: float,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    lengths: torch.Tensor,
+    measured: torch.Tensor,
+) -> torch.Tensor:
+    """Return the window's mean attention to the measured tokens, [n, H, T] float32.
+
+    Args:
+        scale: softmax scale.
+        queries: [n, Hq, W, D].
+        keys: [n, H, T, D].
+        lengths: [n, H], tokens held.
+        measured: [n, H, T] bool, tokens that share the attention.
+    """
+    logits = window_logits(queries, keys, lengths, scale)  # [n, H, G, W, T]
+    highest = masked_softmax(logits, measured[:, :, None, None]).amax(2)
+    return highest.sum(2) / effective_window(lengths, queries.shape[2])[..., None]
