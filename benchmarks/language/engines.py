@@ -1,0 +1,176 @@
+"""Makes the engines of a run: vLLM in this process' children, several policies each.
+
+All requests of an engine name their policy and budget; the engine has the largest
+budget. Prompts have an event at every multiple of the interval, keep the first and the
+newest tokens only, and phases are off, so that all policies drop at the same places.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from benchmarks.accuracy.servers import FULL, options_of, split
+from benchmarks.provenance import usable_cores
+from benchmarks.workload import block_bytes
+from vllm_kvpolicy.policies.catalogue.names import parse
+
+BLOCK_SIZE = 32
+BATCHED_TOKENS = 2048
+ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "OMP_NUM_THREADS": str(usable_cores()),
+    "HF_HUB_OFFLINE": "1",
+}
+
+Tokens = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all engines of a run have in common.
+
+    Attributes:
+        model: folder.
+        dtype: of weights, keys and values.
+        max_model_len: tokens of the longest request.
+        at_once: most requests in an engine step.
+        budgets: tokens per KV head.
+        intervals: tokens between events.
+        policy_config: options of policies; those that a policy does not have are left
+            out.
+        variants: name -> options that win over them.
+    """
+
+    model: Path
+    dtype: str
+    max_model_len: int
+    at_once: int
+    budgets: tuple[int, ...]
+    intervals: tuple[int, ...]
+    policy_config: Mapping[str, Any] = field(default_factory=dict)
+    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def recorded(self) -> dict[str, Any]:
+        """Return what an output file says about its engines."""
+        return {
+            "model": self.model.name,
+            "dtype": self.dtype,
+            "max_model_len": self.max_model_len,
+            "at_once": self.at_once,
+            "policy_config": dict(self.policy_config),
+            "variants": {name: dict(keys) for name, keys in self.variants.items()},
+        }
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine to be made.
+
+    Attributes:
+        policies: names, all of one tier; any of them may be asked for, and FULL.
+        interval: tokens between events.
+        variant: name of its own options, empty for none.
+    """
+
+    policies: tuple[str, ...]
+    interval: int
+    variant: str = ""
+
+    def label_of(self, policy: str) -> str:
+        """Return the name of a policy of this engine: `NAME` or `NAME:VARIANT`."""
+        return f"{policy}:{self.variant}" if self.variant else policy
+
+
+def engines_of(labels: Sequence[str], intervals: Sequence[int]) -> list[Engine]:
+    """Return the engines of a run; the first of each interval also runs FULL.
+
+    Args:
+        labels: `NAME` or `NAME:VARIANT`; FULL is always there.
+        intervals: tokens.
+    """
+    kinds: dict[tuple[str, bool], list[str]] = {}
+    for label in labels:
+        if label != FULL:
+            name, variant = split(label)
+            kinds.setdefault((variant, parse(name).is_ragged({})), []).append(name)
+    found = [
+        Engine(tuple(names), interval, variant)
+        for interval, ((variant, _), names) in product(intervals, kinds.items())
+    ]
+    first = {engine.interval: engine for engine in reversed(found)}
+    return [
+        Engine((FULL, *engine.policies), engine.interval, engine.variant)
+        if engine is first[engine.interval]
+        else engine
+        for engine in found
+    ]
+
+
+class Asker:
+    """Sends prompts to an engine."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def ask(
+        self, prompts: Sequence[Tokens], policy: str, budget: int, **sampling: Any
+    ) -> list[Any]:
+        """Return vLLM's output for each prompt, in order.
+
+        Args:
+            prompts: token ids of each.
+            policy: one of the engine's, or FULL.
+            budget: tokens per KV head; FULL does not read it.
+            **sampling: of vLLM's SamplingParams; decoding is greedy.
+        """
+        from vllm import SamplingParams, TokensPrompt
+
+        keys: dict[str, Any] = {"kv_policy": "none"}
+        if policy != FULL:
+            keys = {"kv_policy": policy, "kv_budget": budget}
+        params = SamplingParams(temperature=0, extra_args=keys, **sampling)
+        asked = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
+        return self._llm.generate(asked, params, use_tqdm=False)
+
+
+@contextmanager
+def running(engine: Engine, settings: Settings) -> Iterator[Asker]:
+    """Make an engine, yield it, and end its processes."""
+    os.environ.update(ENVIRONMENT)
+    from vllm_kvpolicy import LLM
+
+    policies = [name for name in engine.policies if name != FULL]
+    options = options_of(
+        policies,
+        engine.variant,
+        {"policy_config": settings.policy_config, "variants": settings.variants},
+    )
+    blocks = settings.at_once * -(-settings.max_model_len // BLOCK_SIZE) + 1
+    own = {"prefill_interval": engine.interval, "protect_prompt": False}
+    llm = LLM(
+        str(settings.model),
+        kv_policy=policies[0],
+        kv_budget=max(settings.budgets),
+        kv_interval=engine.interval,
+        kv_policy_config=options | {"allow": policies[1:], "spread_events": False},
+        additional_config={"kv_policy": own},
+        dtype=settings.dtype,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.at_once,
+        max_num_batched_tokens=max(BATCHED_TOKENS, settings.at_once),
+        kv_cache_memory_bytes=blocks
+        * block_bytes(settings.model, BLOCK_SIZE, settings.dtype),
+        block_size=BLOCK_SIZE,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        seed=0,
+    )
+    try:
+        yield Asker(llm)
+    finally:
+        llm.llm_engine.engine_core.shutdown()

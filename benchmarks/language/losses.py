@@ -1,0 +1,94 @@
+"""Log-loss of texts while a policy drops what came before.
+
+A text is one prompt. From its first event on, each token is predicted from what the
+policy kept and from what came since. The loss is that of tokens behind the first event
+of the budget, in nats; full KV is scored at the same places.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.language.engines import Asker
+from benchmarks.language.texts import Text
+
+PLACES = 8
+"""Parts of an interval by which losses are told apart."""
+
+DIGITS = 4
+
+
+def first_event(budget: int, interval: int) -> int:
+    """Return the position of the first event inside a prompt; see vllm_kvpolicy.events.
+
+    >>> first_event(512, 256), first_event(500, 256)
+    (768, 512)
+    """
+    return (budget // interval + 1) * interval
+
+
+def measure(
+    asker: Asker,
+    policy: str,
+    budget: int,
+    texts: Sequence[Text],
+) -> list[np.ndarray]:
+    """Return the losses of each text, [tokens - 1] each.
+
+    Entry i is the loss of token i + 1, which the token at position i predicts.
+
+    Args:
+        asker: an engine.
+        policy: one of its policies, or FULL.
+        budget: tokens per KV head.
+        texts: what to predict.
+    """
+    prompts = [text.token_ids for text in texts]
+    outputs = asker.ask(prompts, policy, budget, max_tokens=1, prompt_logprobs=0)
+    return [
+        _losses(output.prompt_logprobs, text.token_ids)
+        for output, text in zip(outputs, texts, strict=True)
+    ]
+
+
+def _losses(found: Sequence[Any], token_ids: Sequence[int]) -> np.ndarray:
+    """Return -log p of the tokens that a prompt has; the first one has none."""
+    if len(found) != len(token_ids):
+        raise RuntimeError(
+            f"prompt_logprobs: got {len(found)}, expected {len(token_ids)}"
+        )
+    pairs = zip(found[1:], token_ids[1:], strict=True)
+    return np.array([-entry[token].logprob for entry, token in pairs])
+
+
+def figures(losses: np.ndarray, budget: int, interval: int) -> dict[str, Any]:
+    """Return what is kept of a text's losses.
+
+    Args:
+        losses: [tokens - 1], nats, see `measure`.
+        budget: tokens per KV head.
+        interval: tokens between events.
+
+    Returns:
+        `loss`: mean from the first event on; `places`: the same for each of PLACES
+        equal parts of the intervals, the one right behind events first.
+
+    Raises:
+        ValueError: the text ends before an interval behind its first event has.
+    """
+    first = first_event(budget, interval)
+    if len(losses) < first + interval:
+        raise ValueError(
+            f"text-tokens: got {len(losses) + 1}, expected at least "
+            f"{first + interval + 1}, the first event and an interval"
+        )
+    scored = losses[first:]
+    places = np.arange(len(scored)) % interval * PLACES // interval
+    return {
+        "loss": round(float(scored.mean()), DIGITS),
+        "places": [
+            round(float(scored[places == place].mean()), DIGITS)
+            for place in range(PLACES)
+        ],
+    }

@@ -1,0 +1,62 @@
+"""Tests of the language benchmark on an engine with the packaged model."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import reasoner
+from benchmarks.language import losses
+from benchmarks.language.engines import Engine, Settings, running
+from benchmarks.language.texts import Text
+
+CHECKPOINT = Path(reasoner.__file__).parent / "checkpoint"
+BUDGET, INTERVAL, LENGTH = 64, 64, 300
+FIRST = losses.first_event(BUDGET, INTERVAL)
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[tuple[str, int], list[np.ndarray]]:
+    """Return losses of two made texts by policy and budget."""
+    rng = random.Random(0)
+    texts = [
+        Text(f"made-{n}", "made", tuple(rng.randrange(10, 90) for _ in range(LENGTH)))
+        for n in range(2)
+    ]
+    settings = Settings(
+        model=CHECKPOINT,
+        dtype="float32",
+        max_model_len=LENGTH + 20,
+        at_once=2,
+        budgets=(BUDGET, 512),
+        intervals=(INTERVAL,),
+    )
+    engine = Engine(("full", "streaming", "tova"), INTERVAL)
+    with running(engine, settings) as asker:
+        return {
+            (policy, budget): losses.measure(asker, policy, budget, texts)
+            for policy, budget in [("full", BUDGET), ("tova", 512)]
+            + [(policy, BUDGET) for policy in ("tova", "streaming")]
+        }
+
+
+def test_a_budget_that_is_never_reached_gives_the_losses_of_full_kv(found):
+    for ours, full in zip(found["tova", 512], found["full", BUDGET], strict=True):
+        np.testing.assert_array_equal(ours, full)
+
+
+@pytest.mark.parametrize("policy", ["tova", "streaming"])
+def test_losses_differ_from_the_first_event_on_and_not_before(policy, found):
+    for ours, full in zip(found[policy, BUDGET], found["full", BUDGET], strict=True):
+        assert len(ours) == LENGTH - 1
+        np.testing.assert_array_equal(ours[:FIRST], full[:FIRST])
+        # The query right behind the event no longer sees what it dropped.
+        assert ours[FIRST] != full[FIRST]
+
+
+def test_policies_differ(found):
+    for ours, theirs in zip(
+        found["tova", BUDGET], found["streaming", BUDGET], strict=True
+    ):
+        assert (ours[FIRST:] != theirs[FIRST:]).mean() > 0.9
