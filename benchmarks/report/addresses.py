@@ -106,6 +106,17 @@ def middle_of(value: Any) -> float:
         raise ValueError(f"names {value!r}, which is no number") from None
 
 
+def ends_of(value: Any) -> tuple[float, float]:
+    """Return the ends of an interval.
+
+    Raises:
+        ValueError: the value has none.
+    """
+    if not isinstance(value, Mapping) or value.get("low") is None:
+        raise ValueError(f"names {value!r}, which has no interval")
+    return float(value["low"]), float(value["high"])
+
+
 def _fields_of(record: Row, parts: Mapping[str, str | None]) -> Iterator[Any]:
     """Yield the fields of the rows that an address of the first kind names."""
     steps = (parts["steps"] or "").split(" | ")[1:]
@@ -124,6 +135,8 @@ def _fields_of(record: Row, parts: Mapping[str, str | None]) -> Iterator[Any]:
 
 def _rows_of(record: Row, parts: Mapping[str, str | None]) -> Iterator[Row]:
     """Yield the rows of an address, policy by policy, budget by budget."""
+    if not isinstance(record, Mapping) or "summary" not in record:
+        raise ValueError("this file has no `summary`: name steps")
     choices = [str(parts[key] or "*").split("/") for key in ("policies", "budgets")]
     families = (parts["families"] or POOLED).split("/")
     for policy, budget, family in product(*choices, families):

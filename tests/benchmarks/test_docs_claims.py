@@ -171,10 +171,12 @@ def test_addresses_that_are_found(statements, folder):
         ("tova@96 = 1", "expected `POLICY"),
         ("tova@96 is right", "expected `ADDRESS = VALUES`"),
         ("tova@96 answer = 50 % shown", "only a row `against` another"),
-        ("ams-tova@96 against tova only_policy = 2 shown", "compares ams-tova"),
-        ("shown answer = none", "no table below or above has such rows"),
+        ("ams-tova@96 against tova only_policy = 2 shown", "compares only_policy"),
+        ("shown answer = none", "no table of the page compares answer"),
         ("from none.json; tova answer = 1", "none.json: tova answer = 1: cannot read"),
         ("from one.json tova@96 answer = 3 %", "claims 3, the file has 50"),
+        ("| settings | block_size = 32 [31, 33]", "names 32, which has no interval"),
+        ("table tova | answer at 96 = 50", "no table of the page has tova | answer"),
         ("given 4", "4 is claimed, but the text above has it not"),
     ],
 )
@@ -202,6 +204,17 @@ def test_what_is_shown_is_read_from_the_pages_table(statements, message):
     for page in (claim + text, text + claim):
         found = "\n".join(claims.mistakes_of(page, command.RESULTS))
         assert re.search(message, found) if message else not found
+
+
+def test_cells_of_the_pages_tables_can_be_claimed(folder):
+    table = (
+        "<!-- table budgets\nfiles: [one.json]\nrows: [tova]\n-->\n<!-- /table -->\n"
+    )
+    claim = "<!-- from one.json\ntable tova | answer at 96 = 50 [22, 78]\n-->\n"
+    page = f"`tova` is right in 50 [22, 78] %.\n{claim}{table}"
+    assert claims.mistakes_of(page, folder) == []
+    (found,) = claims.mistakes_of(page.replace("78", "79"), folder)
+    assert "claims 79, the file has 78" in found
 
 
 def test_the_command_says_what_is_wrong(folder, capsys):
