@@ -80,7 +80,7 @@ def _mistakes(page: Page, scope: pages.Scope) -> Iterator[str]:
             figures, others = _checked(page, scope.line, name, statement)
         except ValueError as error:
             yield f"line {scope.line}: {name}: {statement}: {error}"
-            continue
+            figures, others = set(), _numbers(statement)
         claimed |= figures
         known |= others
     written = {number for block in scope.blocks for number in block.figures}
@@ -113,10 +113,10 @@ def _checked(
         ValueError: it does not hold, or cannot be read.
     """
     if statement.startswith("given "):
-        return set(map(pages.plain, re.findall(pages.NUMBER, statement))), set()
+        return _numbers(statement), set()
     if found := SET.fullmatch(statement):
         _check_set(page, line, name, found.groupdict())
-        return set(), _settings(statement)
+        return set(), _numbers(statement)
     found = STATEMENT.fullmatch(statement)
     if found is None:
         raise ValueError("expected `ADDRESS = VALUES`, `shown ... = ROWS` or `given N`")
@@ -135,12 +135,12 @@ def _checked(
     if parts["shown"]:
         _check_shown(page, line, name, address, parts["shown"] == " shown")
     figures = {pages.plain(number) for value in claimed for number in value if number}
-    known = _settings(address)
+    known = _numbers(address)
     return (figures, known) if parts["sign"] == "=" else (set(), known | figures)
 
 
-def _settings(address: str) -> set[str]:
-    return set(re.findall(r"\d+(?:\.\d+)?", address))
+def _numbers(text: str) -> set[str]:
+    return set(map(pages.plain, re.findall(pages.NUMBER, text)))
 
 
 def _value_of(cell: str) -> Any:
