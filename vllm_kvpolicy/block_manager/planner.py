@@ -97,7 +97,9 @@ class RequestState:
     @property
     def window_start(self) -> int:
         """Position of the first query that the event after this position reads."""
-        target = self.footprint.events.next_event(self.computed + 1)
+        target = self.target
+        if target <= self.computed:
+            target = self.footprint.events.next_event(self.computed + 1)
         return target - self.footprint.window_tokens
 
     @property
