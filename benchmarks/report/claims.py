@@ -29,10 +29,13 @@ figures are from; it claims for everything since the heading or the comment befo
   last above.
 * `given`: numbers of the text that are settings, not results.
 
+A number that is claimed twice stands in the text twice.
+
 Statements are divided by line ends and `;`; a line that starts with a space goes on.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import product
 from pathlib import Path
@@ -73,23 +76,23 @@ def mistakes_of(text: str, folder: Path) -> list[str]:
 
 def _mistakes(page: Page, scope: pages.Scope) -> Iterator[str]:
     """Yield what is wrong with the figures of a scope."""
-    claimed: set[str] = set()
+    claimed: Counter[str] = Counter()
     known: set[str] = set()
     for name, statement in _statements(scope.claims or ""):
         try:
             figures, others = _checked(page, scope.line, name, statement)
         except ValueError as error:
             yield f"line {scope.line}: {name}: {statement}: {error}"
-            figures, others = set(), _numbers(statement)
-        claimed |= figures
+            figures, others = [], _numbers(statement)
+        claimed.update(figures)
         known |= others
-    written = {number for block in scope.blocks for number in block.figures}
+    written = Counter(number for block in scope.blocks for number in block.figures)
     for number in sorted(claimed - written):
-        yield f"line {scope.line}: {number} is claimed, but the text above has it not"
+        yield f"line {scope.line}: {number} is claimed more often than the text has it"
     for block in scope.blocks:
         if block.needs_claim:
             for number in dict.fromkeys(block.figures):
-                if number not in claimed | known:
+                if number not in claimed and number not in known:
                     yield f"line {block.line}: {NO_CLAIM.format(number=number)}"
 
 
@@ -106,17 +109,17 @@ def _statements(claims: str) -> Iterator[tuple[str, str]]:
 
 def _checked(
     page: Page, line: int, name: str, statement: str
-) -> tuple[set[str], set[str]]:
+) -> tuple[list[str], set[str]]:
     """Return the figures that a statement claims, and other numbers that it explains.
 
     Raises:
         ValueError: it does not hold, or cannot be read.
     """
     if statement.startswith("given "):
-        return _numbers(statement), set()
+        return sorted(_numbers(statement)), set()
     if found := SET.fullmatch(statement):
         _check_set(page, line, name, found.groupdict())
-        return set(), _numbers(statement)
+        return [], _numbers(statement)
     found = STATEMENT.fullmatch(statement)
     if found is None:
         raise ValueError("expected `ADDRESS = VALUES`, `shown ... = ROWS` or `given N`")
@@ -134,9 +137,9 @@ def _checked(
         _check_beyond(values, claimed, parts["sign"], scale)
     if parts["shown"]:
         _check_shown(page, line, name, address, parts["shown"] == " shown")
-    figures = {pages.plain(number) for value in claimed for number in value if number}
+    figures = [pages.plain(number) for value in claimed for number in value if number]
     known = _numbers(address)
-    return (figures, known) if parts["sign"] == "=" else (set(), known | figures)
+    return (figures, known) if parts["sign"] == "=" else ([], known | set(figures))
 
 
 def _numbers(text: str) -> set[str]:
