@@ -81,6 +81,11 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="no policy protects the prompt, so that all hold equally much",
     )
+    add(
+        "--keep-prompts",
+        action="store_true",
+        help="every policy protects the prompt; budgets count generated tokens",
+    )
     add("--tasks", nargs="+", default=DEFAULT_TASKS, help="see docs/accuracy.md")
     add("--data", type=Path, default=Path("data"), help="folder of local JSONL files")
     add("--n", type=int, default=200, help="problems per task")
@@ -143,11 +148,14 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError(f"{name}: expected at least 1, got {getattr(args, name)}")
     if args.samples > 1 and not args.temperature:
         raise ValueError("samples: expected --temperature above 0 beside several")
-    own = args.policy_config, args.variants, args.evict_prompts, args.serve_args
+    prompts = args.evict_prompts, args.keep_prompts
+    if all(prompts):
+        raise ValueError("keep-prompts: expected no --evict-prompts beside it")
+    own = args.policy_config, args.variants, *prompts, args.serve_args
     if args.url and any((*own, args.trace)):
         raise ValueError(
             "url: expected no --policy-config, --variants, --evict-prompts, "
-            "--serve-args or --trace, which are that server's own"
+            "--keep-prompts, --serve-args or --trace, which are that server's own"
         )
     known = {key for name in parts() for key in parse(name).options}
     if unknown := sorted(args.policy_config.keys() - known):
@@ -189,6 +197,7 @@ def settings_of(args: argparse.Namespace, judge: str | None) -> Line:
         "policy_config": args.policy_config,
         "variants": args.variants,
         "evict_prompts": args.evict_prompts,
+        "keep_prompts": args.keep_prompts,
         "temperature": args.temperature,
         "max_tokens": args.max_tokens,
         "max_model_len": args.max_model_len,

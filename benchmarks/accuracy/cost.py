@@ -66,12 +66,13 @@ def cost_from(line: Line, settings: Line) -> str | None:
 
 def _config_of(line: Line, settings: Line) -> KVPolicyConfig:
     policy, variant = split(line["policy"])
+    keeps = settings.get("keep_prompts", False)
     return KVPolicyConfig.from_dict(
         {
             "policy": policy,
             "budget": line["budget"],
             "interval": line["interval"],
-            "protect_prompt": False if settings["evict_prompts"] else None,
+            "protect_prompt": keeps if keeps or settings["evict_prompts"] else None,
             "policy_config": options_of((policy,), variant, settings),
             "spread_events": False,  # as in `servers`
         }

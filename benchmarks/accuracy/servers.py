@@ -84,8 +84,8 @@ class Setup:
             words += ["--kv-policy", first, "--kv-budget", str(self.budget)]
             words += ["--kv-interval", str(self.interval)]
             words += ["--kv-policy-config", json.dumps(config)]
-            if args.evict_prompts:
-                additional = {"kv_policy": {"protect_prompt": False}}
+            if args.evict_prompts or args.keep_prompts:
+                additional = {"kv_policy": {"protect_prompt": args.keep_prompts}}
                 words += ["--additional-config", json.dumps(additional)]
         return words + shlex.split(args.serve_args)
 

@@ -1,7 +1,7 @@
 """Measures policies with a pretrained language model.
 
     python -m benchmarks.language --quick
-    python -m benchmarks.language --grid benchmarks/grids/language.yaml --out FILE.jsonl
+    python -m benchmarks.language --grid benchmarks/grids/language/losses.yaml
     python -m benchmarks.language --record FILE.jsonl ... --out RECORD.json
 
 The model is SmolLM2 135M unless --model names another; the first run fetches it and the

@@ -196,6 +196,11 @@ def test_the_time_is_said_first_and_a_dry_run_does_no_more(
         ([*POLICIES, "--n", "0"], "n: expected at least 1, got 0"),
         ([*POLICIES, "--samples", "2"], "samples: expected --temperature above 0"),
         ([*POLICIES, "--url", "http://x", "--evict-prompts"], "url: expected no"),
+        ([*POLICIES, "--url", "http://x", "--keep-prompts"], "url: expected no"),
+        (
+            [*POLICIES, "--evict-prompts", "--keep-prompts"],
+            "keep-prompts: expected no --evict-prompts",
+        ),
         (
             [*POLICIES, "--policy-config", '{"lgs": 3}'],
             "options of policies, got ['lgs']",

@@ -285,6 +285,13 @@ def test_a_protected_prompt_costs_more():
     assert protected[0] > cost_of(lines, SETTINGS)[0]
 
 
+def test_a_kept_prompt_costs_more_under_any_policy():
+    lines = line(policy="snapkv", prompt_tokens=300, output_tokens=600)
+    kept = SETTINGS | {"evict_prompts": False, "keep_prompts": True}
+    own = SETTINGS | {"evict_prompts": False}
+    assert cost_of(lines, kept)[0] > cost_of(lines, own)[0]
+
+
 @pytest.mark.parametrize(
     ("answers", "expected"),
     [

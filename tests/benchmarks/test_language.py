@@ -4,18 +4,22 @@ Nothing is downloaded and no engine starts; `test_language_engine.py` starts one
 """
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from benchmarks.accuracy.servers import options_of, split
 from benchmarks.language import __main__ as language
 from benchmarks.language import losses, record, texts
 from benchmarks.language.engines import Engine, engines_of
 from benchmarks.language.texts import Text
 from benchmarks.report import tables
 from vllm_kvpolicy.events import event_positions
+from vllm_kvpolicy.policies.catalogue.names import parse, resolve_options
 
+GRIDS = Path(language.__file__).parent.parent / "grids" / "language"
 POLICIES = ["snapkv", "ams-tova", "adakv-snapkv", "ams-tova:no-ema"]
 
 
@@ -214,3 +218,18 @@ def test_bad_options_are_refused(words, message, capsys):
     with pytest.raises(SystemExit):
         language.parse_args(words)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted(GRIDS.glob("*.yaml")), ids=lambda p: p.stem)
+def test_grids_are_valid(path):
+    """Each can be asked for, its windows fit, and every variant is used."""
+    args = language.parse_args(["--grid", str(path)])
+    used = {split(label)[1] for label in args.policies} - {""}
+    assert used == set(args.variants)
+    for label in args.policies:
+        name, variant = split(label)
+        options = options_of([name], variant, vars(args))
+        assert args.variants.get(variant, {}).keys() <= options.keys()
+        window = parse(name).window_tokens(resolve_options(parse(name), options))
+        assert window <= min(args.intervals)
+    assert "full" not in args.policies  # it always runs

@@ -92,6 +92,19 @@ def test_a_token_has_one_score(variant: str) -> None:
         assert (positions >= prompt).any()
 
 
+@pytest.mark.parametrize("variant", [*STEP_VARIANTS, "segment"])
+def test_prompts_can_be_scored_like_answers(variant: str) -> None:
+    """As if the prompt were its first token alone."""
+    scorer = build(variant=variant, epikv_scores_prompt=True)
+    inputs = events(scorer)
+    shortest = torch.ones_like(inputs.prompt_lengths)
+    as_answers = replace(inputs, prompt_lengths=shortest)
+    want = score(build(variant=variant), as_answers)
+    assert torch.equal(score(scorer, inputs)[inputs.valid], want[inputs.valid])
+    plain = score(build(variant=variant), inputs)
+    assert not torch.equal(plain[inputs.valid], want[inputs.valid])
+
+
 @pytest.mark.parametrize("variant", STEP_VARIANTS)
 def test_hidden_states_of_a_whole_trace(variant: str) -> None:
     """The prompt has no part in what generated tokens score."""

@@ -166,6 +166,11 @@ class EpiKVOptions(Options):
         le=65536,
         description="tokens per chunk for the variants lag-kv and segment",
     )
+    epikv_scores_prompt: bool = Field(
+        False,
+        description="score prompt tokens that nobody protects as generated ones; "
+        "else they rank before those",
+    )
 
 
 SCORERS = {

@@ -119,7 +119,11 @@ def signals_from_hidden(
 
 
 def from_options(
-    variant: str, stat_window: int, epikv_chunk: int, **bands: Any
+    variant: str,
+    stat_window: int,
+    epikv_chunk: int,
+    epikv_scores_prompt: bool,
+    **bands: Any,
 ) -> BaseScorer:
     """Build the scorer of a variant.
 
@@ -127,29 +131,34 @@ def from_options(
         variant: a key of `MIXES`, "lag-kv" or "segment".
         stat_window: tokens in the rolling statistics.
         epikv_chunk: tokens per chunk, for "lag-kv" and "segment".
+        epikv_scores_prompt: see MixScorer; "lag-kv" scores all tokens anyway.
         **bands: layers and weight, see `_mix`.
     """
     if variant == "lag-kv":
         return LagScorer(epikv_chunk)
     if variant == "segment":
-        return SegmentScorer(_mix("detrend", bands), stat_window, epikv_chunk)
-    return MixScorer(_mix(variant, bands), stat_window)
+        mix = _mix("detrend", bands)
+        return SegmentScorer(mix, stat_window, epikv_chunk, epikv_scores_prompt)
+    return MixScorer(_mix(variant, bands), stat_window, epikv_scores_prompt)
 
 
 class MixScorer(BaseScorer):
     """Scores a token once, by signals measured while it was computed, for all heads.
 
     Prompt tokens that nobody protects get the highest score of their request, at
-    least 0.
+    least 0, unless they are scored, too.
 
     Args:
         mix: what counts.
         stat_window: tokens in the rolling statistics.
+        scores_prompt: score prompt tokens as generated ones, all but the first, which
+            has no step.
     """
 
-    def __init__(self, mix: Mix, stat_window: int) -> None:
+    def __init__(self, mix: Mix, stat_window: int, scores_prompt: bool = False) -> None:
         self.mix = mix
         self.stat_window = stat_window
+        self.scores_prompt = scores_prompt
         self.needs = Needs(positions=True, signals=mix.signals)
 
     def check_model(
@@ -165,6 +174,8 @@ class MixScorer(BaseScorer):
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score [E, L, H, T] float32."""
         first = inputs.given("prompt_lengths")
+        if self.scores_prompt:
+            first = torch.ones_like(first)
         scores = self.mix.scores(inputs.given("signals"), first, self.stat_window)
         position = torch.arange(scores.shape[-1], device=scores.device)
         is_known = (position >= first[:, None]) & (position < inputs.end[:, None])
@@ -179,12 +190,15 @@ class SegmentScorer(MixScorer):
         mix: ranks tokens within segments, and those that are not among the best.
         stat_window: tokens in the rolling statistics.
         segment: tokens per segment, counted from the first one held.
+        scores_prompt: see MixScorer.
     """
 
     variance = TokenSignal("key")
 
-    def __init__(self, mix: Mix, stat_window: int, segment: int) -> None:
-        super().__init__(mix, stat_window)
+    def __init__(
+        self, mix: Mix, stat_window: int, segment: int, scores_prompt: bool = False
+    ) -> None:
+        super().__init__(mix, stat_window, scores_prompt)
         self.segment = segment
         self.needs |= Needs(signals=(self.variance,))
 
