@@ -10,7 +10,13 @@ import numpy as np
 from benchmarks.load import Completion
 
 RESAMPLES = 10_000
+FLIPS = 100_000
+"""Sign flips drawn where there are too many to try all."""
+TRIED = 16
+"""Most differences of which all sign flips are tried."""
 CONFIDENCE = 0.95
+TOLERANCE = 1e-12
+"""Up to which values and means are equal but for rounding."""
 MILLISECONDS = 1000.0
 
 
@@ -55,6 +61,10 @@ class Difference(Estimate):
     """A mean of paired differences; `p` is two-sided."""
 
     p: float
+
+    def rounded(self) -> dict[str, float]:
+        """Return the fields for a record; `p` has four digits, however small."""
+        return super().rounded() | {"p": float(f"{self.p:.4g}")}
 
 
 def latencies(completions: Sequence[Completion]) -> dict[str, float]:
@@ -162,15 +172,18 @@ def estimate_difference(
 ) -> Difference:
     """Return the mean of ours - theirs with interval and p value, pair by pair.
 
-    The interval is the percentile bootstrap's over pairs. The p value is that of the
-    same resamples (Davison and Hinkley 1997, sections 4.4 and 5.2): twice the share
-    whose mean is at or beyond 0 on the rarer side, the observed one counted as one of
-    them; 1 if all differences are 0.
+    The interval is the percentile bootstrap's over pairs. The p value is that of
+    Fisher's randomisation test (The Design of Experiments, 1935, section 21): if the
+    two do not differ, each difference may as well have the other sign. It is the share
+    of sign flips whose mean is at least as far from 0. All flips are tried for up to
+    TRIED differences other than 0, else FLIPS random ones, the observed one counted as
+    one more of them (Phipson and Smyth 2010). It is 1 if all differences are 0, and
+    `mcnemar` of differences of 1 and -1. Interval and p value may disagree about 0.
 
     Args:
         ours: one value per pair.
         theirs: subtracted from the value of the same pair.
-        seed: for the resampling.
+        seed: for resampling and flips.
 
     Raises:
         ValueError: no pairs, or unequal numbers of values.
@@ -181,20 +194,45 @@ def estimate_difference(
             "many"
         )
     differences = np.subtract(ours, theirs)
-    means = _means(differences, seed)
-    beyond = min(np.sum(means <= 0), np.sum(means >= 0))
-    p = min(1.0, 2 * (int(beyond) + 1) / (RESAMPLES + 1))
-    low, high = _ends(means)
+    low, high = _ends(_means(differences, seed))
+    p = _sign_flip(differences, seed)
     return Difference(float(np.mean(differences)), low, high, p)
+
+
+def _sign_flip(differences: np.ndarray, seed: int) -> float:
+    """Return the two-sided p value of the sign-flip test of a mean of 0."""
+    # Values that differ by rounding only do not differ.
+    values = differences[np.abs(differences) > TOLERANCE]
+    least = abs(values.sum()) - TOLERANCE * max(1, len(values))
+    if len(values) <= TRIED:
+        return float(np.mean(np.abs(_signed_sums(values)) >= least))
+    sums = np.zeros(FLIPS)
+    groups = np.pad(values, (0, -len(values) % 8)).reshape(-1, 8)
+    for group, signs in zip(groups, _bytes(len(groups), seed), strict=True):
+        sums += _signed_sums(group)[signs]
+    return (int(np.sum(np.abs(sums) >= least)) + 1) / (FLIPS + 1)
+
+
+def _signed_sums(values: np.ndarray) -> np.ndarray:
+    """Return the sums with every choice of signs, [2 ** len(values)]."""
+    sums = np.zeros(1)
+    for value in values:
+        sums = np.concatenate([sums + value, sums - value])
+    return sums
+
+
+@lru_cache(maxsize=8)
+def _bytes(count: int, seed: int) -> np.ndarray:
+    """Return random bytes, the signs of eight values each, [count, FLIPS]."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(256, size=(count, FLIPS), dtype=np.uint8)
 
 
 def _means(values: Sequence[float] | np.ndarray, seed: int) -> np.ndarray:
     """Return the means of resamples, [RESAMPLES]."""
     if not len(values):
         raise ValueError("bootstrap: got no values, expected at least one")
-    means = np.asarray(values, float)[_picks(len(values), seed)].mean(axis=1)
-    # The sum of values that cancel out is 0, whatever their order.
-    return means.round(12)
+    return np.asarray(values, float)[_picks(len(values), seed)].mean(axis=1)
 
 
 @lru_cache(maxsize=8)

@@ -5,9 +5,11 @@ from math import comb, erfc, sqrt
 import numpy as np
 import pytest
 
+from benchmarks import stats
 from benchmarks.load import Completion
 from benchmarks.stats import (
-    RESAMPLES,
+    FLIPS,
+    TRIED,
     estimate_difference,
     estimate_mean,
     first_token_latencies,
@@ -175,15 +177,59 @@ def test_the_p_value_is_that_of_normal_theory(errors):
     assert (other.low, other.high) == pytest.approx((-found.high, -found.low))
 
 
-def test_the_p_value_of_few_pairs_is_that_of_all_resamples():
-    # Of the 27 draws of 3 from -1, 0 and 2, 11 have a sum of at most 0.
-    differences = [-1.0, 0.0, 2.0]
-    sums = [a + b + c for a in differences for b in differences for c in differences]
-    share = sum(total <= 0 for total in sums) / 27
-    assert share == 11 / 27
-    assert estimate_difference(differences, [0, 0, 0]).p == pytest.approx(
-        2 * share, rel=0.03
-    )
+@pytest.mark.parametrize(
+    ("differences", "expected"),
+    [
+        # Of the 4 ways to sign 1 and 2 (0 has no sign), 3 and -3 are as far as 3 is.
+        ([1.0, 0.0, 2.0], 2 / 4),
+        ([-1.0, 0.0, 2.0], 1.0),
+        # Sums of 2, 3 and -1: 4 is reached by 6, 4 and their opposites.
+        ([2.0, 3.0, -1.0], 4 / 8),
+        ([0.1, 0.2, -0.3], 1.0),
+        ([0.3] * 16, 2 / 2**16),
+        ([0.0, 0.0], 1.0),
+    ],
+)
+def test_the_p_value_of_few_pairs_is_the_share_of_all_sign_flips(differences, expected):
+    assert estimate_difference(differences, [0] * len(differences)).p == expected
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(1, 0), (8, 0), (3, 2), (10, 2), (8, 8), (12, 5), (30, 15)]
+)
+def test_the_p_value_of_yes_or_no_is_mcnemars(ours, theirs):
+    differences = [1] * ours + [-1] * theirs + [0] * 55
+    found = estimate_difference(differences, [0] * len(differences)).p
+    is_exact = ours + theirs <= TRIED
+    assert found == pytest.approx(mcnemar(ours, theirs), rel=0 if is_exact else 0.1)
+
+
+def test_random_sign_flips_agree_with_all_of_them(monkeypatch):
+    differences = np.random.default_rng(3).normal(0.4, 1, TRIED)
+    exact = estimate_difference(differences, [0] * TRIED).p
+    monkeypatch.setattr(stats, "TRIED", 8)
+    drawn = estimate_difference(differences, [0] * TRIED).p
+    assert drawn != exact
+    assert drawn == pytest.approx(exact, abs=4 * sqrt(exact / FLIPS))
+
+
+def test_random_sign_flips_count_the_observed_one():
+    assert estimate_difference([1.0] * 60, [0] * 60).p == 1 / (FLIPS + 1)
+
+
+@pytest.mark.parametrize("differing", [8, 20, 50])
+def test_few_p_values_are_small_if_nothing_differs(differing):
+    """Of 50 pairs some differ, in either direction by chance."""
+    rng = np.random.default_rng(differing)
+    found = []
+    for _ in range(400):
+        signs = rng.choice([-1, 1], differing)
+        differences = np.zeros(50)
+        differences[:differing] = signs * rng.exponential(size=differing)
+        found.append(estimate_difference(differences, np.zeros(50)).p)
+    for level in (0.05, 0.2, 0.5):
+        share, error = np.mean(np.array(found) <= level), sqrt(level / 400)
+        assert share == pytest.approx(level, abs=3 * error)
 
 
 def test_estimates_of_equal_values_are_points():
@@ -194,10 +240,10 @@ def test_estimates_of_equal_values_are_points():
     # Values that cancel out but for rounding are no difference, either.
     tiny = estimate_difference([0.1 + 0.2], [0.3])
     assert tiny.p == 1
-    better = estimate_difference([0.6, 0.8], [0.5, 0.7])
+    better = estimate_difference([0.6] * 15, [0.5] * 15)
     assert (better.low, better.high) == pytest.approx((0.1, 0.1))
-    assert better.p == 2 / (RESAMPLES + 1)
-    assert better.rounded() == {"mean": 0.1, "low": 0.1, "high": 0.1, "p": 0.0002}
+    rounded = {"mean": 0.1, "low": 0.1, "high": 0.1, "p": 6.104e-05}
+    assert better.rounded() == rounded
 
 
 def test_estimates_are_seeded_and_refuse_what_is_not_paired():
