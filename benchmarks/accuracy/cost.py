@@ -14,8 +14,6 @@ from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.events import Footprint, positions_up_to
 from vllm_kvpolicy.policies.catalogue.names import parse
 
-PACKAGED_GROUP = 4
-"""Query heads per KV head of the packaged model, which files without the key are of."""
 FROM_LENGTHS, FROM_SERVER = "lengths", "server"
 
 Dropped = Sequence[tuple[int, float]]
@@ -45,7 +43,7 @@ def cost_of(
     config = _config_of(line, settings)
     if cost_from(line, settings) is None:
         return None
-    group = settings.get("group_size", PACKAGED_GROUP) or 0
+    group = settings["group_size"] or 0
     footprint = config.footprint(prompt, block, group)
     selected = config.options_of().get("quest_budget")
     return bounded_cost(prompt, output, footprint, line.get("dropped"), selected)
@@ -66,7 +64,7 @@ def cost_from(line: Line, settings: Line) -> str | None:
 
 def _config_of(line: Line, settings: Line) -> KVPolicyConfig:
     policy, variant = split(line["policy"])
-    keeps = settings.get("keep_prompts", False)
+    keeps = settings["keep_prompts"]
     return KVPolicyConfig.from_dict(
         {
             "policy": policy,

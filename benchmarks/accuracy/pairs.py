@@ -3,11 +3,13 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from benchmarks.accuracy.groups import Groups, Row, by_question, majority
+from benchmarks.accuracy.groups import Groups, Place, Row, by_question, majority
 from benchmarks.accuracy.partial import PARTIAL, Scores, scores_by_question
 from benchmarks.accuracy.servers import FULL, split
 from benchmarks.printing import table
 from benchmarks.stats import estimate_difference, mcnemar
+from vllm_kvpolicy.policies.catalogue.names import parse
+from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
 
 CONTROL = "strat"
 """Allocator that AMS is compared with: equal quotas for equal blocks."""
@@ -23,13 +25,13 @@ def bases_of(policy: str) -> list[str]:
 
     FULL; itself without its variant; itself without its allocator or one of its parts,
     also with the same variant; AMS with equal quotas for equal blocks, and a scorer
-    alone with NO_SCORER.
+    alone (not an admission or selection) with NO_SCORER.
     """
     if policy == FULL:
         return []
     name, variant = split(policy)
     bases = [FULL, name]
-    simpler = list(_simpler(name)) or [NO_SCORER]
+    simpler = list(_simpler(name)) or [NO_SCORER] * (name in SCORERS)
     for other in simpler:
         bases += [other, f"{other}:{variant}"] if variant else [other]
     if any(part.startswith("ams-") for part in name.split("+")):
@@ -56,8 +58,8 @@ def pairs_of(groups: Groups) -> Iterator[Row]:
     `only_policy` and `only_other` count the pairs that just one of the two got right;
     `p` is McNemar's exact two-sided value. `prefix` and `lines`, see `partial`: the
     `mean` of the policy's score minus the other's, its 95 % paired bootstrap interval,
-    `low` to `high`, and the bootstrap's two-sided `p`; None where a question has no
-    known trace. No p is corrected for the number of tests.
+    `low` to `high`, and the sign-flip test's two-sided `p`; None where a question has
+    no known trace. No p is corrected for the number of tests.
     """
     voted = {
         names: {
@@ -67,9 +69,10 @@ def pairs_of(groups: Groups) -> Iterator[Row]:
         for names, members in groups.items()
     }
     scored = {names: scores_by_question(members) for names, members in groups.items()}
+    places = list(dict.fromkeys(place for place, _ in groups))
     for ((policy, budget, interval), family), ours in voted.items():
         for base in bases_of(policy):
-            other = (FULL, None, None) if base == FULL else (base, budget, interval)
+            other = _place_of(base, (policy, budget, interval), places)
             theirs = voted.get((other, family), {})
             both = [question for question in ours if question in theirs]
             if both:
@@ -87,6 +90,18 @@ def pairs_of(groups: Groups) -> Iterator[Row]:
                         scored[other, family],
                     ),
                 }
+
+
+def _place_of(base: str, ours: Place, places: Sequence[Place]) -> Place:
+    """Return where a base was run; FULL and what reads no budget, once for all."""
+    _, budget, interval = ours
+    if base == FULL:
+        return FULL, None, None
+    if parse(split(base)[0]).is_unbounded:
+        for place in places:
+            if (place[0], place[2]) == (base, interval):
+                return place
+    return base, budget, interval
 
 
 def _answers(

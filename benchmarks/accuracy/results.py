@@ -16,6 +16,9 @@ KEY_FIELDS = ("policy", "budget", "interval", "task", "id", "sample")
 BATCH = "batch"
 """The only key of a line that is no answer."""
 
+PACKAGED_GROUP = 4
+"""Query heads per KV head of the packaged model."""
+
 Line = dict[str, Any]
 
 
@@ -65,7 +68,7 @@ def parse_file(path: Path, text: str) -> tuple[Line, list[Line]]:
     """
     try:
         rows = [json.loads(row) for row in text.split("\n")[:-1]]
-        settings = rows[0]["settings"]
+        settings = _completed(rows[0]["settings"])
         lines = [row for row in rows[1:] if BATCH not in row]
         keys = [key_of(line) for line in lines]
     except (json.JSONDecodeError, KeyError, IndexError, TypeError) as error:
@@ -76,6 +79,16 @@ def parse_file(path: Path, text: str) -> tuple[Line, list[Line]]:
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"{path}: expected each answer once, got {twice} again")
     return settings, lines
+
+
+def _completed(settings: Line) -> Line:
+    """Return settings with the keys that files did not have at first.
+
+    Those files are of servers of the packaged model, which dropped prompts or kept them
+    as the policy does by default. A server of `--url` has no known group size.
+    """
+    group = PACKAGED_GROUP if settings["own_server"] else None
+    return {"group_size": group, "keep_prompts": False, **settings}
 
 
 def batches_of(paths: Sequence[Path]) -> list[Line]:

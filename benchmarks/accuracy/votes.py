@@ -86,8 +86,8 @@ def votes_of(choices: Sequence[Choice]) -> Iterator[Row]:
 
     `correct`, `accuracy`, `low`, `high`: of majority votes; the answer named most often
     wins, of equally many the one named first. `passed`: share of questions of which at
-    least one answer is right (pass@all), as if a checker chose. Costs are means over
-    questions, summed over samples, each up to its end or the length.
+    least one answer is right, as if a checker chose: pass@k with k = `width`. Costs are
+    means over questions, summed over samples, each up to its end or the length.
     """
     yield from (choice.row() for choice in choices)
 

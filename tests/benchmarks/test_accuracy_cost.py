@@ -8,19 +8,22 @@ from benchmarks.accuracy import summary
 from benchmarks.accuracy.cost import (
     FROM_LENGTHS,
     FROM_SERVER,
-    PACKAGED_GROUP,
     bounded_cost,
     cost_from,
     cost_of,
     full_cost,
 )
+from benchmarks.accuracy.results import PACKAGED_GROUP
 from benchmarks.serving import PACKAGED_MODEL
 from benchmarks.workload import group_size
 from vllm_kvpolicy.config import KVPolicyConfig
 
 SETTINGS = {
     "block_size": 32,
+    "own_server": True,
+    "group_size": 4,
     "evict_prompts": True,
+    "keep_prompts": False,
     "policy_config": {"wgkv_gates": "gates.safetensors", "quest_budget": 160},
     "variants": {"x": {"hard_mode": "dynamic"}},
 }

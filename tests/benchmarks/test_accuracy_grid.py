@@ -273,6 +273,9 @@ def line(policy: str, **changes) -> dict:
     return key | {"correct": True} | changes
 
 
+SETTINGS = {"n": 1, "own_server": True, "group_size": 4, "keep_prompts": False}
+
+
 def write(path, settings, lines):
     rows = [{"settings": settings}, *lines]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -280,19 +283,44 @@ def write(path, settings, lines):
 
 
 def test_shards_are_merged(tmp_path):
-    first = write(tmp_path / "a.jsonl", {"n": 1}, [line("full"), line("tova")])
-    second = write(tmp_path / "b.jsonl", {"n": 1}, [line("keydiff")])
+    first = write(tmp_path / "a.jsonl", SETTINGS, [line("full"), line("tova")])
+    second = write(tmp_path / "b.jsonl", SETTINGS, [line("keydiff")])
     packed = tmp_path / "b.jsonl.xz"
     packed.write_bytes(lzma.compress(second.read_bytes()))
     settings, lines = results.merge([first, packed])
-    assert settings == {"n": 1}
+    assert settings == SETTINGS
     assert [row["policy"] for row in lines] == ["full", "tova", "keydiff"]
 
 
+def test_new_answers_join_those_of_files_without_newer_settings(tmp_path):
+    """The committed file has no `group_size` and no `keep_prompts`."""
+    old = provenance.ROOT / "benchmarks/results/answers/wgkv.jsonl.xz"
+    text = lzma.decompress(old.read_bytes()).decode()
+    written = json.loads(text.partition("\n")[0])["settings"]
+    assert not {"group_size", "keep_prompts"} & written.keys()
+    now = written | {"group_size": 4, "keep_prompts": False}
+    new = write(tmp_path / "new.jsonl", now, [line("full")])
+    settings, lines = results.merge([old, new])
+    assert settings == now and lines[-1] == line("full")
+    for other in ({"group_size": 2}, {"keep_prompts": True}):
+        new = write(tmp_path / "new.jsonl", now | other, [line("full")])
+        with pytest.raises(ValueError, match="the others with"):
+            results.merge([old, new])
+    run = tmp_path / "old.jsonl"
+    run.write_text(text)
+    assert len(results.continue_file(run, now)) == len(lines) - 1
+
+
+def test_files_of_a_given_server_have_no_group_size(tmp_path):
+    path = write(tmp_path / "a.jsonl", {"own_server": False}, [])
+    settings, _ = results.parse_file(path, path.read_text())
+    assert settings["group_size"] is None
+
+
 def test_shards_that_do_not_fit_are_refused(tmp_path):
-    first = write(tmp_path / "a.jsonl", {"n": 1}, [line("full")])
-    twice = write(tmp_path / "b.jsonl", {"n": 1}, [line("full", correct=False)])
-    other = write(tmp_path / "c.jsonl", {"n": 2}, [])
+    first = write(tmp_path / "a.jsonl", SETTINGS, [line("full")])
+    twice = write(tmp_path / "b.jsonl", SETTINGS, [line("full", correct=False)])
+    other = write(tmp_path / "c.jsonl", SETTINGS | {"n": 2}, [])
     with pytest.raises(ValueError, match="is in another file, too"):
         results.merge([first, twice])
     with pytest.raises(ValueError, match="written with .*2.*, the others with .*1"):
@@ -302,6 +330,8 @@ def test_shards_that_do_not_fit_are_refused(tmp_path):
 
 
 def test_an_answer_may_not_come_twice_in_a_file(tmp_path):
-    path = write(tmp_path / "a.jsonl", {}, [line("full"), line("tova"), line("full")])
+    path = write(
+        tmp_path / "a.jsonl", SETTINGS, [line("full"), line("tova"), line("full")]
+    )
     with pytest.raises(ValueError, match="expected each answer once, got .*full"):
         results.parse_file(path, path.read_text())

@@ -6,11 +6,20 @@ import pytest
 from benchmarks.accuracy import summary
 from benchmarks.accuracy.groups import grouped
 from benchmarks.accuracy.margins import front, margin, margins_of, mean_height
-from benchmarks.accuracy.votes import any_right, choices_of
+from benchmarks.accuracy.votes import (
+    COSTS,
+    MEASURES,
+    Choice,
+    any_right,
+    choices_of,
+)
 
 SETTINGS = {
     "block_size": 32,
+    "own_server": True,
+    "group_size": 4,
     "evict_prompts": True,
+    "keep_prompts": False,
     "policy_config": {"wgkv_gates": "gates.safetensors"},
     "variants": {"open": {}, "shut": {}},
 }
@@ -67,26 +76,33 @@ def test_a_front_has_what_nothing_cheaper_equals():
 def test_the_height_of_a_front_is_that_of_its_steps(low, high, expected):
     """A dearer point that is worse changes nothing, in whatever order."""
     costs, shares = array(3, 6, 1, 2), array(0.6, 0.5, 0.2, 0.1)
-    found = mean_height(costs, shares, array(low)[0], array(high)[0])
+    points = costs, shares, shares
+    found = mean_height(points, array(low)[0], array(high)[0])
     assert found == pytest.approx(expected)
     both = mean_height(
-        np.stack([costs, costs]),
-        np.stack([shares, shares]),
+        tuple(np.stack([each, each]) for each in points),
         *array([low] * 2, [high] * 2),
     )
     assert both == pytest.approx([expected] * 2)
 
 
+def test_a_front_is_judged_by_other_shares_than_it_is_chosen_by():
+    """Chosen: the first, from 2 on the second; the third is no better, the last is."""
+    points = array(1, 2, 3, 4), array(0.2, 0.5, 0.5, 0.6), array(0.4, 0.1, 0.9, 0.3)
+    found = mean_height(points, array(1)[0], array(6)[0])
+    assert found == pytest.approx((0.4 + 2 * 0.1 + 2 * 0.3) / 5)
+
+
 def test_the_margin_is_over_the_costs_that_both_cover():
     """Ours: 0.2 from 1, 0.6 from 3; theirs: 0.4 from 2 to 10. Shared: 2 to 6."""
-    ours = array(1, 3, 6), array(0.2, 0.6, 0.6)
-    theirs = array(2, 10), array(0.4, 0.9)
+    ours = array(1, 3, 6), *[array(0.2, 0.6, 0.6)] * 2
+    theirs = array(2, 10), *[array(0.4, 0.9)] * 2
     value, low, high = margin(ours, theirs)
     assert (low, high) == (2, 6)
     assert value == pytest.approx((1 * 0.2 + 3 * 0.6) / 4 - 0.4)
     assert margin(theirs, ours)[0] == pytest.approx(-value)
     assert margin(ours, ours)[0] == 0
-    assert np.isnan(margin(ours, (array(7, 8), array(0.1, 0.2)))[0])
+    assert np.isnan(margin(ours, (array(7, 8), *[array(0.1, 0.2)] * 2))[0])
 
 
 def test_at_least_one_right_answer_that_is_not_too_long():
@@ -160,3 +176,36 @@ def test_the_interval_is_that_of_questions():
         widths.append(row["high"] - row["low"])
         assert row["low"] <= row["margin"] <= row["high"]
     assert widths[0] == widths[2] == 0 < 0.2 < widths[1]
+
+
+def test_more_choices_alone_give_no_margin():
+    """All are right as often; the method has 15 choices at about full's costs."""
+    rng = np.random.default_rng(0)
+    questions = tuple(("a:1", str(number)) for number in range(40))
+    margins, excluded = [], []
+    for _ in range(20):
+        choices = [
+            Choice(
+                ("full", None, None) if at is None else ("tova", at, 64),
+                "a:1",
+                1.0,
+                None,
+                width,
+                questions,
+                dict.fromkeys(MEASURES, rng.random(40) < 0.5),
+                dict.fromkeys(COSTS, np.full(40, 100.0 * width + (at or 0))),
+            )
+            for at in (None, *range(5))
+            for width in (1, 2, 3)
+        ]
+        row = next(margins_of(choices))
+        margins.append(row["margin"])
+        excluded.append(not row["low"] <= 0 <= row["high"])
+    error = np.std(margins) / np.sqrt(len(margins))
+    assert abs(np.mean(margins)) < 3 * error and error < 0.03
+    assert sum(excluded) <= 3
+
+
+def test_a_family_of_one_question_has_no_margin():
+    lines = answers("full", ["rr"]) + answers("tova", ["rr"])
+    assert not list(margins_of(choices_of(grouped(lines), SETTINGS)))

@@ -12,7 +12,10 @@ from support.servers.chat_server import ChatServer, serve
 
 SETTINGS = {
     "block_size": 32,
+    "own_server": True,
+    "group_size": 4,
     "evict_prompts": True,
+    "keep_prompts": False,
     "policy_config": {"wgkv_gates": "gates.safetensors"},
     "variants": {"x": {"hard_mode": "dynamic"}},
 }

@@ -6,13 +6,17 @@ import pytest
 
 from benchmarks.accuracy import groups, pairs, summary
 from benchmarks.accuracy.cost import bounded_cost, cost_of, full_cost
+from benchmarks.accuracy.groups import grouped
 from benchmarks.accuracy.questions import digest_of
 from reasoner.problems import generate
 from vllm_kvpolicy.config import KVPolicyConfig
 
 SETTINGS = {
     "block_size": 32,
+    "own_server": True,
+    "group_size": 4,
     "evict_prompts": True,
+    "keep_prompts": False,
     "policy_config": {},
     "variants": {},
 }
@@ -188,6 +192,9 @@ def test_ams_meets_equal_quotas_for_equal_blocks():
         "strat-rkv",
     ]
     assert pairs.bases_of("rkv") == ["full", "random"]
+    for other in ("quest", "dms", "wgkv+quest", "identity"):
+        assert pairs.NO_SCORER not in pairs.bases_of(other)
+    assert pairs.bases_of("wgkv:x") == ["full", "wgkv"]
     assert pairs.bases_of("random") == ["full"] and pairs.bases_of("full") == []
 
 
@@ -227,6 +234,35 @@ def test_several_samples_are_no_more_questions():
     quarter = found["summary"][1]
     assert quarter["accuracy"] == 0.25
     assert quarter["low"] < 0.1 and quarter["high"] > 0.6
+
+
+def test_a_base_that_reads_no_budget_is_met_at_each():
+    """`wgkv` runs at the first budget only, at each interval."""
+    lines = [
+        line(True, 0, policy=policy, budget=budget, interval=interval)
+        for interval in (64, 96)
+        for policy, budget in [
+            *(("wgkv:x", 128), ("wgkv+snapkv:x", 128), ("wgkv+snapkv:x", 192)),
+            *(("snapkv", 128), ("snapkv", 192)),
+        ]
+    ]
+    found = [
+        (row["budget"], row["interval"], row["against"])
+        for row in pairs.pairs_of(grouped(lines))
+        if row["family"] == "all" and row["policy"] == "wgkv+snapkv:x"
+    ]
+    assert sorted(found) == [
+        (budget, interval, against)
+        for budget in (128, 192)
+        for interval in (64, 96)
+        for against in ("snapkv", "wgkv:x")
+    ]
+    del lines[0]
+    assert not [
+        row
+        for row in pairs.pairs_of(grouped(lines))
+        if (row["interval"], row["against"]) == (64, "wgkv:x")
+    ]
 
 
 def test_only_equal_budgets_are_paired():

@@ -12,7 +12,10 @@ from vllm_kvpolicy.trace.files import EventRecord, new_run, to_arrays
 
 SETTINGS = {
     "block_size": 32,
+    "own_server": True,
+    "group_size": 4,
     "evict_prompts": True,
+    "keep_prompts": False,
     "policy_config": {},
     "variants": {},
 }
