@@ -1,4 +1,4 @@
-"""Tests of fronts and of margins between them, computed by hand; pass@all."""
+"""Tests of fronts and of margins between them, computed by hand; pass@k."""
 
 import numpy as np
 import pytest
