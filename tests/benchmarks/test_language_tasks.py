@@ -1,0 +1,185 @@
+"""Tests of the language benchmark's retrieval and few-shot tasks."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+
+from benchmarks.accuracy.servers import FULL
+from benchmarks.language import choose, losses, parts, tasks
+from benchmarks.language.task_makers import MAKERS
+from benchmarks.language.tasks import Answered, problems
+from benchmarks.language.texts import Text
+from tests.support.language_model import FIRST, NEWLINE, MadeUpAsker, Words
+
+LENGTH = 1024
+WORDS = Words()
+RIGHT, WRONG = math.log(0.7), math.log(0.2)
+
+
+def made_texts() -> list[Text]:
+    """Return three books of random words in lines of eight, and a guide."""
+    rng = random.Random(0)
+    found = []
+    for number, kind in enumerate(("novel", "play", "verse", "guide")):
+        lines = (
+            " ".join(f"w{rng.randrange(5000)}" for _ in range(8)) for _ in range(80)
+        )
+        ids = WORDS.encode("\n".join(lines))
+        found.append(Text(f"{kind}-{number}", kind, (FIRST, *ids)))
+    return found
+
+
+TEXTS = made_texts()
+
+
+def made(task: str, count: int = 3, seed: int = 5) -> list[tasks.Problem]:
+    """Return problems of a task."""
+    return problems(task, LENGTH, count, seed, WORDS.encode, TEXTS)
+
+
+@pytest.mark.parametrize("task", tasks.TASKS)
+def test_texts_have_their_length_and_problems_repeat(task):
+    found = made(task)
+    assert [len(one.text_ids) for one in found] == [LENGTH] * 3
+    assert all(one.text_ids[0] == FIRST for one in found)
+    assert found == made(task)
+    assert found[:2] == made(task, 2)
+    assert len({one.digest for one in [*found, *made(task, seed=6)]}) == 6
+    assert [one.id for one in found] == [f"{task}-{LENGTH}-{n}" for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("task", sorted(set(tasks.TASKS) - {"labels"}))
+def test_the_text_has_the_answer_behind_the_words_of_the_question(task):
+    for problem in made(task):
+        text = WORDS.decode(problem.text_ids)
+        begun = WORDS.decode(problem.question_ids).strip().partition("? ")
+        answer = WORDS.decode(problem.answer_ids)
+        assert f"{begun[2] or begun[0]}{answer}" in text
+
+
+def test_only_the_asked_line_begins_like_the_question():
+    for task in ("keys", "lookup", "facts", "lists"):
+        for problem in made(task):
+            begun = WORDS.decode(problem.question_ids).strip()
+            assert WORDS.decode(problem.text_ids).count(f"\n{begun}") == 1
+
+
+def test_labels_are_asked_for_a_word_that_was_not_shown():
+    for seed in range(5):
+        hidden = MAKERS["labels"](random.Random(seed))
+        word = hidden.begun.removesuffix(" ->")
+        assert not any(line.startswith(hidden.begun) for line in hidden.lines)
+        shown = [line for line in hidden.lines if line.endswith(f"->{hidden.answer}")]
+        assert len(shown) * 3 == len(hidden.lines)
+        assert word not in {line.partition(" ")[0] for line in hidden.lines}
+
+
+def test_lines_stand_between_lines_of_the_text():
+    (problem,) = made("passkey", 1)
+    ids = list(problem.text_ids)
+    line = WORDS.encode(MAKERS["passkey"](random.Random(0)).lines[0])
+    place = next(
+        place for place in range(len(ids)) if ids[place : place + 3] == line[:3]
+    )
+    assert ids[place - 2 : place] == [NEWLINE] * 2
+    assert ids[place + len(line) : place + len(line) + 2] == [NEWLINE] * 2
+    rest = ids[: place - 1] + ids[place + len(line) + 2 :]
+    assert rest in [filler[: len(rest)] for filler in fillers()]
+
+
+def fillers() -> list[list[int]]:
+    """Return the texts of which problems are made."""
+    books = [list(text.token_ids[1:]) for text in TEXTS[:3]]
+    return [[FIRST, *sum(books[n:] + books[:n], [])] for n in range(3)]
+
+
+def test_guides_and_sources_are_not_used():
+    with pytest.raises(ValueError, match=r"length: got 4096, the books have \d+ token"):
+        problems("passage", 4096, 1, 0, WORDS.encode, TEXTS)
+
+
+def test_an_answer_is_right_if_no_token_of_it_has_a_better_one():
+    (problem,) = made("passage", 1)
+    answer = problem.answer_ids
+    whole = problem.token_ids
+
+    def predict(policy, budget, before):
+        own = whole[len(before)] if len(before) < len(whole) else FIRST
+        if policy == "wrong" and len(before) == len(whole) - 3:
+            return {own: WRONG, own + 1: RIGHT}
+        if policy == "level":
+            return {own: WRONG, own + 1: WRONG}
+        return {own: RIGHT, own + 1: WRONG}
+
+    asker = MadeUpAsker(predict)
+    count = len(answer)
+    for policy, right, loss in (
+        ("good", 1, -RIGHT),
+        ("level", 1, -WRONG),
+        ("wrong", 0, -((count - 1) * RIGHT + WRONG) / count),
+    ):
+        (found,) = tasks.measure(asker, policy, 256, [problem])
+        assert found.is_right.sum() == count - 1 + right
+        kept = tasks.figures(found, 256, 256)
+        assert kept == {"right": right, "loss": pytest.approx(loss, abs=1e-4)}
+    assert asker.asked[-1] == ("wrong", 256, 1)
+
+
+@pytest.mark.parametrize(
+    ("length", "asked", "budget", "interval", "sentence"),
+    [
+        (1000, 20, 256, 256, "length: got 1000, expected a multiple of the interval"),
+        (1024, 20, 1024, 256, "at least 1280, the first event"),
+        (1024, 130, 256, 128, "interval: got 128, expected at least 130"),
+    ],
+)
+def test_an_event_has_to_come_right_before_the_question_and_none_after(
+    length, asked, budget, interval, sentence
+):
+    found = Answered(length, asked, np.ones(4), np.ones(4, bool))
+    with pytest.raises(ValueError, match=sentence):
+        tasks.figures(found, budget, interval)
+
+
+def test_a_task_is_chosen_if_it_is_solved_with_its_text_and_not_without():
+    def predict(policy, budget, before):
+        assert policy == FULL
+        own = following.get(before, FIRST)
+        is_known = len(before) > LENGTH and before[:1] == (FIRST,)
+        return {own: RIGHT if is_known else WRONG, -1: math.log(0.5)}
+
+    found = made("facts", 4)
+    following = {
+        one.token_ids[:place]: one.token_ids[place]
+        for some in found
+        for one in (some, choose.without_text(some))
+        for place in range(1, len(one.token_ids))
+    }
+    row = choose.shares(MadeUpAsker(predict), found, at_once=3)
+    assert (row["right"], row["right_without"]) == (1, 0)
+    assert (row["loss"], row["loss_without"]) == (0.36, 1.61)
+    assert choose.is_solved(row)
+    assert not choose.is_solved(row | {"right": 0.75})
+    assert not choose.is_solved(row | {"right_without": 0.15})
+
+
+def test_the_chosen_tasks_are_a_part_with_other_problems_than_the_selection():
+    found = parts.PARTS["tasks"].items(WORDS.encode, TEXTS * 40, 2)
+    lengths = [(task, n) for task, all_of in tasks.CHOSEN.items() for n in all_of]
+    assert lengths
+    assert [one.kind for one in found[::2]] == [f"{t}-{n}" for t, n in lengths]
+    assert len({one.id for one in found}) == len(found) == 2 * len(lengths)
+    task, length = lengths[0]
+    selection = problems(
+        task, length, 2, tasks.SELECTION_SEED, WORDS.encode, TEXTS * 40
+    )
+    assert not {one.digest for one in found} & {one.digest for one in selection}
+
+
+def test_losses_are_those_of_the_prompts_tokens():
+    text = Text("novel-1", "novel", (FIRST, 7, 8, 9))
+    asker = MadeUpAsker(lambda policy, budget, before: {7: -1.0, 8: -2.0, 9: -3.0})
+    (found,) = losses.measure(asker, "tova", 256, [text])
+    assert found.tolist() == [1.0, 2.0, 3.0]
