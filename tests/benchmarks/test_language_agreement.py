@@ -11,7 +11,7 @@ from benchmarks.language import agreement, parts
 from benchmarks.language.agreement import ANSWER, PROMPT, Agreement
 from benchmarks.language.losses import first_event
 from benchmarks.language.texts import Text
-from tests.support.language_model import MadeUpAsker
+from support.language_model import MadeUpAsker
 from vllm_kvpolicy.events import EventPlan, positions_up_to
 
 TEXTS = [Text(f"novel-{n}", "novel", tuple(range(n, n + 600))) for n in (1, 2)]
