@@ -28,6 +28,8 @@ LEAST, MOST = 0.8, 0.1
 DIGITS = 2
 FIRST_TOKEN = "<|endoftext|>"
 INTERVAL = 256
+AT_ONCE = 4
+"""Problems in an engine step."""
 
 
 def without_text(problem: tasks.Problem) -> tasks.Problem:
@@ -35,15 +37,12 @@ def without_text(problem: tasks.Problem) -> tasks.Problem:
     return replace(problem, text_ids=problem.text_ids[:1])
 
 
-def shares(
-    asker: Asker, found: list[tasks.Problem], at_once: int = 4
-) -> dict[str, float]:
+def shares(asker: Asker, found: list[tasks.Problem]) -> dict[str, float]:
     """Return how full KV answers problems.
 
     Args:
         asker: an engine that runs FULL.
         found: problems of one kind.
-        at_once: problems that are sent together.
 
     Returns:
         `right` and `loss`: means of the figures of `tasks`; `right_without` and
@@ -57,8 +56,8 @@ def shares(
     ):
         answered = [
             one
-            for start in range(0, len(members), at_once)
-            for one in tasks.measure(asker, FULL, 0, members[start : start + at_once])
+            for start in range(0, len(members), AT_ONCE)
+            for one in tasks.measure(asker, FULL, 0, members[start : start + AT_ONCE])
         ]
         row["right" + suffix] = fmean(one.is_right.all() for one in answered)
         row["loss" + suffix] = fmean(one.losses.mean() for one in answered)
@@ -106,12 +105,12 @@ def main(argv: list[str] | None = None) -> None:
         return tokenizer.encode(words).ids
 
     first = tokenizer.token_to_id(FIRST_TOKEN)
-    texts = read_texts(encode, first, 2048, model.parent)
+    texts = read_texts(encode, first, tasks.PIECE, model.parent)
     settings = Settings(
         model=model,
         dtype="bfloat16",
         max_model_len=longest + tasks.AT_MOST + 1,
-        at_once=4,
+        at_once=AT_ONCE,
         budgets=(longest,),
         intervals=(INTERVAL,),
     )

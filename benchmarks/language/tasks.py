@@ -28,6 +28,8 @@ PASSAGE = "passage"
 TASKS = (*MAKERS, PASSAGE)
 GIVEN, ASKED = 24, 24
 """Tokens of a passage that are repeated in the question, and that have to follow."""
+PIECE = 2048
+"""First tokens of a book's excerpt that are used, the token before it included."""
 AT_MOST = 128
 """Tokens of question and answer: no more than the shortest interval."""
 SELECTION_SEED = 1
@@ -94,9 +96,17 @@ def problems(
         count: problems.
         seed: SELECTION_SEED, SEED, or another.
         encode: text -> token ids.
-        texts: what the text is made of; only the books of them are used.
+        texts: all of `texts.read_texts`, of at least PIECE tokens; problems are made of
+            the books.
+
+    Raises:
+        ValueError: a text is shorter, or the length is more than the books have.
     """
-    books = [text for text in texts if text.kind in BOOK_MEMBERS]
+    books = [text.token_ids[:PIECE] for text in texts if text.kind in BOOK_MEMBERS]
+    if any(len(book) < PIECE for book in books):
+        raise ValueError(
+            f"text-tokens: got {min(map(len, books))}, expected at least {PIECE}"
+        )
     kind = f"{task}-{length}"
     found = []
     for number in range(1, count + 1):
@@ -112,13 +122,15 @@ def problems(
     return found
 
 
-def _filler(books: Sequence[Text], first: int, length: int) -> list[int]:
+def _filler(books: Sequence[Sequence[int]], first: int, length: int) -> list[int]:
     """Return the token before texts and so many of the books, from one of them on."""
     order = (*books[first:], *books[:first])
-    words = [token for book in order for token in book.token_ids[1:]]
+    words = [token for book in order for token in book[1:]]
     if len(words) < length - 1:
-        raise ValueError(f"length: got {length}, the books have {len(words)} tokens")
-    return [order[0].token_ids[0], *words[: length - 1]]
+        raise ValueError(
+            f"length: got {length}, expected at most {len(words) + 1}, what books have"
+        )
+    return [order[0][0], *words[: length - 1]]
 
 
 def _line_starts(ids: Sequence[int], encode: Encode) -> list[int]:
@@ -155,7 +167,7 @@ def _passage(
 
 
 def chosen(encode: Encode, texts: Sequence[Text], count: int) -> list[Problem]:
-    """Return the problems of a benchmark, so many of each kind that was chosen."""
+    """Return the problems of the benchmark, so many of each kind; see `problems`."""
     return [
         problem
         for task, lengths in CHOSEN.items()

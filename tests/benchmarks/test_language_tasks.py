@@ -3,6 +3,7 @@
 import math
 import random
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ def made_texts() -> list[Text]:
     found = []
     for number, kind in enumerate(("novel", "play", "verse", "guide")):
         lines = (
-            " ".join(f"w{rng.randrange(5000)}" for _ in range(8)) for _ in range(80)
+            " ".join(f"w{rng.randrange(5000)}" for _ in range(8)) for _ in range(240)
         )
         ids = WORDS.encode("\n".join(lines))
         found.append(Text(f"{kind}-{number}", kind, (FIRST, *ids)))
@@ -92,13 +93,26 @@ def test_lines_stand_between_lines_of_the_text():
 
 def fillers() -> list[list[int]]:
     """Return the texts of which problems are made."""
-    books = [list(text.token_ids[1:]) for text in TEXTS[:3]]
+    books = [list(text.token_ids[1 : tasks.PIECE]) for text in TEXTS[:3]]
     return [[FIRST, *sum(books[n:] + books[:n], [])] for n in range(3)]
 
 
 def test_guides_and_sources_are_not_used():
-    with pytest.raises(ValueError, match=r"length: got 4096, the books have \d+ token"):
-        problems("passage", 4096, 1, 0, WORDS.encode, TEXTS)
+    most = 3 * (tasks.PIECE - 1) + 1
+    with pytest.raises(ValueError, match=f"length: got 8192, expected at most {most}"):
+        problems("passage", 8192, 1, 0, WORDS.encode, TEXTS)
+
+
+def test_problems_are_the_same_for_longer_texts_and_need_long_ones():
+    short, shorter = (
+        [replace(text, token_ids=text.token_ids[:length]) for text in TEXTS]
+        for length in (tasks.PIECE, tasks.PIECE - 1)
+    )
+    assert problems("keys", 2048, 2, 5, WORDS.encode, short) == problems(
+        "keys", 2048, 2, 5, WORDS.encode, TEXTS
+    )
+    with pytest.raises(ValueError, match="text-tokens: got 2047, expected at least"):
+        problems("keys", 2048, 2, 5, WORDS.encode, shorter)
 
 
 def test_an_answer_is_right_if_no_token_of_it_has_a_better_one():
@@ -150,7 +164,7 @@ def test_a_task_is_chosen_if_it_is_solved_with_its_text_and_not_without():
         own = RIGHT if len(before) > LENGTH else WRONG
         return defaultdict(lambda: own, {-1: math.log(0.5)})
 
-    row = choose.shares(MadeUpAsker(predict), made("facts", 4), at_once=3)
+    row = choose.shares(MadeUpAsker(predict), made("facts", 5))
     assert (row["right"], row["right_without"]) == (1, 0)
     assert (row["loss"], row["loss_without"]) == (0.36, 1.61)
     assert choose.is_solved(row)
