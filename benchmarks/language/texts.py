@@ -27,11 +27,12 @@ MATHEMATICS = Package(
     "d3d3fe8df1e5a0b42f0e7bdf50541697dbe7d23746e894990c030e2b05e72517",
     is_source=True,
 )
-BOOK_MEMBERS = {
-    "novel": "tests/testdata/alice29.txt",
-    "play": "tests/testdata/asyoulik.txt",
-    "verse": "tests/testdata/plrabn12.txt",
-    "report": "tests/testdata/lcet10.txt",
+BOOK_FOLDER = "tests/testdata"
+BOOK_NAMES = {
+    "novel": "alice29.txt",
+    "play": "asyoulik.txt",
+    "verse": "plrabn12.txt",
+    "report": "lcet10.txt",
 }
 EXCERPTS = 5
 """Of each book."""
@@ -121,8 +122,9 @@ def spread(texts: Sequence[Text], count: int) -> list[Text]:
 
 def _passages(folder: Path) -> Iterator[tuple[str, int, str]]:
     """Yield kind, number and words of each text, at least as long as it will be cut."""
-    books = _members(BOOKS, list(BOOK_MEMBERS.values()), folder)
-    for kind, member in BOOK_MEMBERS.items():
+    members = {kind: f"{BOOK_FOLDER}/{name}" for kind, name in BOOK_NAMES.items()}
+    books = _members(BOOKS, list(members.values()), folder)
+    for kind, member in members.items():
         book = "\n".join(books[member].decode("latin-1").splitlines())
         for number in range(EXCERPTS):
             place = len(book) * number // EXCERPTS
@@ -143,12 +145,14 @@ def _members(
     places = {member: cached / member for member in members}
     if not all(place.is_file() for place in places.values()):
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as name:
-            with tarfile.open(download(package, Path(name))) as archive:
-                for member, place in places.items():
-                    stored = archive.extractfile(f"{cached.name}/{member}")
-                    if stored is None:
-                        raise ValueError(f"{package.requirement}: no file {member}")
-                    place.parent.mkdir(parents=True, exist_ok=True)
-                    place.write_bytes(stored.read())
+        with (
+            tempfile.TemporaryDirectory(dir=folder) as name,
+            tarfile.open(download(package, Path(name))) as archive,
+        ):
+            for member, place in places.items():
+                stored = archive.extractfile(f"{cached.name}/{member}")
+                if stored is None:
+                    raise ValueError(f"{package.requirement}: no file {member}")
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.write_bytes(stored.read())
     return {member: place.read_bytes() for member, place in places.items()}

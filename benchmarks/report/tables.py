@@ -20,7 +20,13 @@ from typing import Any
 
 import yaml
 
-from benchmarks.report import margin_tables, model_table, peer_tables, policy_tables
+from benchmarks.report import (
+    language_tables,
+    margin_tables,
+    model_table,
+    peer_tables,
+    policy_tables,
+)
 
 BLOCK = re.compile(r"(<!-- table (\S+)\n(.*?)-->\n)(.*?)(<!-- /table -->)", re.DOTALL)
 
@@ -32,6 +38,8 @@ KINDS: dict[str, Callable[[Mapping[str, Any], Path], Rows]] = {
     "budgets": policy_tables.by_budget,
     "margins": margin_tables.by_family,
     "comparisons": policy_tables.comparisons,
+    "losses": language_tables.losses,
+    "loss-comparisons": language_tables.loss_comparisons,
     "model": model_table.by_size,
     "peer": peer_tables.side_by_side,
     "speeds": peer_tables.speeds,

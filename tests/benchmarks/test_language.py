@@ -1,0 +1,216 @@
+"""Tests of the language benchmark: texts, engines, losses, records and tables.
+
+Nothing is downloaded and no engine starts; `test_language_engine.py` starts one.
+"""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from benchmarks.language import __main__ as language
+from benchmarks.language import losses, record, texts
+from benchmarks.language.engines import Engine, engines_of
+from benchmarks.language.texts import Text
+from benchmarks.report import tables
+from vllm_kvpolicy.events import event_positions
+
+POLICIES = ["snapkv", "ams-tova", "adakv-snapkv", "ams-tova:no-ema"]
+
+
+def words_of(book: str) -> list[int]:
+    """Encode a text, a token per character."""
+    return list(map(ord, book))
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """Return a cache with made members, so that no package is fetched."""
+    members = {
+        texts.BOOKS: [
+            f"{texts.BOOK_FOLDER}/{name}" for name in texts.BOOK_NAMES.values()
+        ],
+        texts.MATHEMATICS: [
+            *(f"doc/src/{name}" for name in texts.GUIDES),
+            *(f"sympy/{name}" for name in texts.SOURCES),
+        ],
+    }
+    for package, names in members.items():
+        for name in names:
+            path = tmp_path / package.requirement.replace("==", "-") / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lines = (f"{name} line {number}" for number in range(200))
+            path.write_bytes("\r\n".join(lines).encode())
+    return tmp_path
+
+
+def test_texts_are_cut_to_length_and_differ(cache):
+    found = texts.read_texts(words_of, 7, 50, cache)
+    assert len(found) == 36 and len({text.id for text in found}) == 36
+    assert all(text.token_ids[0] == 7 and len(text.token_ids) == 50 for text in found)
+    assert len({text.digest for text in found}) == 36
+    second = next(text for text in found if text.id == "verse-2")
+    words = "".join(map(chr, second.token_ids[1:]))
+    place = f"{texts.BOOK_FOLDER}/{texts.BOOK_NAMES['verse']} line"
+    assert words.startswith(place) and "\r" not in words
+
+
+def test_a_text_that_is_too_short_is_named(cache):
+    with pytest.raises(ValueError, match=r"text-tokens: got 5000, .* novel-3"):
+        texts.read_texts(words_of, 7, 5000, cache)
+
+
+def test_few_texts_are_of_all_kinds(cache):
+    found = texts.spread(texts.read_texts(words_of, 7, 50, cache), 7)
+    kinds = ["novel", "play", "verse", "report", "guide", "source", "novel"]
+    assert [text.kind for text in found] == kinds
+
+
+def test_engines_are_by_tier_and_variant_and_full_runs_once_per_interval():
+    found = engines_of(POLICIES, [64, 256])
+    assert found[:3] == [
+        Engine(("full", "snapkv", "ams-tova"), 64),
+        Engine(("adakv-snapkv",), 64),
+        Engine(("ams-tova",), 64, "no-ema"),
+    ]
+    assert [engine.policies[0] for engine in found].count("full") == 2
+    assert found[2].label_of("ams-tova") == "ams-tova:no-ema"
+
+
+@pytest.mark.parametrize("budget, interval", [(512, 256), (256, 64), (500, 256)])
+def test_losses_are_scored_from_the_first_event_of_a_prompt(budget, interval):
+    first = next(event_positions(4096, budget, interval, interval))
+    assert losses.first_event(budget, interval) == first
+
+
+def test_the_loss_of_a_text_is_of_what_follows_its_first_event():
+    """Token i + 1 costs i, and the places are those of predicting positions."""
+    found = losses.figures(np.arange(40.0), budget=8, interval=16)
+    assert found["loss"] == np.arange(16, 40).mean()
+    # Positions 16, 17, 32 and 33 lie in the first eighth of an interval.
+    assert found["places"][0] == (16 + 17 + 32 + 33) / 4
+    assert found["places"][-1] == (30 + 31) / 2
+
+
+def test_a_text_without_an_interval_behind_its_first_event_is_refused():
+    with pytest.raises(ValueError, match="expected at least 33"):
+        losses.figures(np.zeros(31), budget=8, interval=16)
+
+
+class FakeAsker:
+    """Gives token t the loss t / 10, under random a tenth more."""
+
+    def __init__(self):
+        self.asked = []
+
+    def ask(self, prompts, policy, budget, **sampling):
+        self.asked.append((policy, budget, len(prompts)))
+        assert sampling["prompt_logprobs"] == 0
+        extra = 0.1 if policy == "random" else 0.0
+        return [
+            SimpleNamespace(
+                prompt_logprobs=[None]
+                + [{t: SimpleNamespace(logprob=-t / 10 - extra)} for t in prompt[1:]]
+            )
+            for prompt in prompts
+        ]
+
+
+def made_texts(count: int) -> list[Text]:
+    """Return texts of 40 tokens."""
+    return [
+        Text(f"novel-{n}", "novel", tuple((i * (n + 3)) % 11 for i in range(40)))
+        for n in range(count)
+    ]
+
+
+def lines_of(policy: str, budget: int, count: int = 3) -> list[dict]:
+    """Return output lines of the fake engine."""
+    engine = Engine((policy,), 16)
+    return language.measure(FakeAsker(), engine, policy, budget, made_texts(count))
+
+
+def test_each_token_is_looked_up_by_its_own_id():
+    (text,) = made_texts(1)
+    (found,) = losses.measure(FakeAsker(), "tova", 8, [text])
+    assert found == pytest.approx(np.array(text.token_ids[1:]) / 10)
+
+
+def write_run(path, settings=None) -> None:
+    """Write an output file with full KV, tova and random at one place."""
+    rows = [{"settings": settings or {"model": "made"}}]
+    for policy in ("full", "tova", "random"):
+        rows += lines_of(policy, 8)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_tables_show_losses_above_full_and_pairs(tmp_path):
+    write_run(tmp_path / "run.jsonl")
+    made = record.of_files([tmp_path / "run.jsonl"])
+    (tmp_path / "run.json").write_text(record.compact(made))
+    assert json.loads((tmp_path / "run.json").read_text()) == made
+    shown = tables.render("losses", "files: [run.json]", tmp_path)
+    assert "| `full` |" in shown.splitlines()[2]
+    assert shown.splitlines()[3] == "| `tova` | +0.000 [0.000, 0.000] |"
+    assert shown.splitlines()[4] == "| `random` | +0.100 [0.100, 0.100] |"
+    pairs = "files: [run.json]\npairs: [[tova, random], [random, full]]"
+    first, second = tables.render("loss-comparisons", pairs, tmp_path).splitlines()[2:]
+    assert "| `tova` | `random` | 8, 16 | -0.100 [-0.100, -0.100] | 3 of 3 |" in first
+    assert "| 0 of 3 |" in second
+    with pytest.raises(ValueError, match="expected keydiff at 8, 16, got none"):
+        tables.render("losses", "files: [run.json]\nrows: [keydiff]", tmp_path)
+
+
+def test_a_record_needs_all_texts_of_all_policies(tmp_path):
+    write_run(tmp_path / "run.jsonl")
+    with (tmp_path / "run.jsonl").open("a") as file:
+        for line in lines_of("snapkv", 8, count=2):
+            file.write(json.dumps(line) + "\n")
+    with pytest.raises(ValueError, match="snapkv at 8/16 has 2 texts, expected the 3"):
+        record.of_files([tmp_path / "run.jsonl"])
+
+
+def test_a_run_asks_only_for_what_its_file_lacks(tmp_path, monkeypatch):
+    fake = FakeAsker()
+    settings = SimpleNamespace(budgets=(8,), intervals=(16,), at_once=2)
+    monkeypatch.setattr(language, "running", lambda *_: _opened(fake))
+    out = tmp_path / "out.jsonl"
+    args = SimpleNamespace(policies=["tova", "random"], out=out, dry_run=False)
+    done = {language.key_of(line) for line in lines_of("tova", 8, count=2)}
+    language.run(args, settings, made_texts(3), done)
+    # Two texts at once, then the third; of tova the third only.
+    assert fake.asked == [
+        ("full", 8, 2),
+        ("full", 8, 1),
+        ("tova", 8, 1),
+        ("random", 8, 2),
+        ("random", 8, 1),
+    ]
+    assert len(out.read_text().splitlines()) == 7
+
+
+class _opened:
+    def __init__(self, value):
+        self.value = value
+
+    def __enter__(self):
+        return self.value
+
+    def __exit__(self, *_):
+        return False
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ([], "policies: expected at least one"),
+        (["--policies", "nova"], "policies: got 'nova', expected"),
+        (["--policies", "tova:x"], "variants: expected 'x', which tova:x names"),
+        (["--policies", "tova", "--at-once", "0"], "at_once: expected at least 1"),
+    ],
+)
+def test_bad_options_are_refused(words, message, capsys):
+    with pytest.raises(SystemExit):
+        language.parse_args(words)
+    assert message in capsys.readouterr().err
