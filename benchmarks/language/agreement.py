@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.accuracy.servers import FULL
-from benchmarks.language.engines import Asker
+from benchmarks.language.engines import Asker, predictions
 from benchmarks.language.losses import DIGITS, first_event
 from benchmarks.language.texts import Text
 from vllm_kvpolicy.events import EventPlan
@@ -107,7 +107,7 @@ def prepare(asker: Asker, texts: Sequence[Text]) -> list[Reference]:
     prompts = [text.token_ids[:PROMPT] for text in texts]
     answers = _answers(asker, prompts, FULL, 0)
     whole = [one + two for one, two in zip(prompts, answers, strict=True)]
-    found = asker.predictions(whole, FULL, 0, TOP)
+    found = predictions(asker, whole, FULL, 0, TOP)
     return [
         Reference(text.id, text.kind, prompt, answer, tuple(entries[-ANSWER:]))
         for text, prompt, answer, entries in zip(
@@ -128,7 +128,7 @@ def measure(
         items: what full KV said.
     """
     answers = _answers(asker, [item.prompt_ids for item in items], policy, budget)
-    found = asker.predictions([item.token_ids for item in items], policy, budget, TOP)
+    found = predictions(asker, [item.token_ids for item in items], policy, budget, TOP)
     return [
         _agreement(item, answer, entries[-ANSWER:])
         for item, answer, entries in zip(items, answers, found, strict=True)

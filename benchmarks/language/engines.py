@@ -137,26 +137,28 @@ class Asker:
         asked = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
         return self._llm.generate(asked, params, use_tqdm=False)
 
-    def predictions(
-        self, prompts: Sequence[Tokens], policy: str, budget: int, top: int
-    ) -> list[list[dict[int, float]]]:
-        """Return what is predicted for each token of prompts but the first.
 
-        Args:
-            prompts: token ids of each.
-            policy: one of the engine's, or FULL.
-            budget: tokens per KV head; FULL does not read it.
-            top: most probable tokens to name beside the prompt's own.
+def predictions(
+    asker: Asker, prompts: Sequence[Tokens], policy: str, budget: int, top: int
+) -> list[list[dict[int, float]]]:
+    """Return what is predicted for each token of prompts but the first.
 
-        Returns:
-            For each prompt [tokens - 1] entries, token id -> log p, nats. Entry i is of
-            token i + 1, which the token at position i predicts.
-        """
-        outputs = self.ask(prompts, policy, budget, max_tokens=1, prompt_logprobs=top)
-        return [
-            _entries(output.prompt_logprobs, prompt)
-            for output, prompt in zip(outputs, prompts, strict=True)
-        ]
+    Args:
+        asker: an engine.
+        prompts: token ids of each.
+        policy: one of its policies, or FULL.
+        budget: tokens per KV head; FULL does not read it.
+        top: most probable tokens to name beside the prompt's own.
+
+    Returns:
+        For each prompt [tokens - 1] entries, token id -> log p, nats. Entry i is of
+        token i + 1, which the token at position i predicts.
+    """
+    outputs = asker.ask(prompts, policy, budget, max_tokens=1, prompt_logprobs=top)
+    return [
+        _entries(output.prompt_logprobs, prompt)
+        for output, prompt in zip(outputs, prompts, strict=True)
+    ]
 
 
 def _entries(found: Sequence[Any], token_ids: Tokens) -> list[dict[int, float]]:

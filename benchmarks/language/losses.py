@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.language.engines import Asker
+from benchmarks.language.engines import Asker, predictions
 from benchmarks.language.texts import Text
 
 PLACES = 8
@@ -44,7 +44,7 @@ def measure(
         budget: tokens per KV head.
         texts: what to predict.
     """
-    found = asker.predictions([text.token_ids for text in texts], policy, budget, 0)
+    found = predictions(asker, [text.token_ids for text in texts], policy, budget, 0)
     return [
         losses_of(entries, text.token_ids[1:])
         for entries, text in zip(found, texts, strict=True)

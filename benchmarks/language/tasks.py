@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.language.engines import Asker
+from benchmarks.language.engines import Asker, predictions
 from benchmarks.language.losses import DIGITS, first_event, losses_of
 from benchmarks.language.task_makers import MAKERS
-from benchmarks.language.texts import BOOK_MEMBERS, Encode, Text
+from benchmarks.language.texts import BOOK_NAMES, Encode, Text
 
 PASSAGE = "passage"
 TASKS = (*MAKERS, PASSAGE)
@@ -102,7 +102,7 @@ def problems(
     Raises:
         ValueError: a text is shorter, or the length is more than the books have.
     """
-    books = [text.token_ids[:PIECE] for text in texts if text.kind in BOOK_MEMBERS]
+    books = [text.token_ids[:PIECE] for text in texts if text.kind in BOOK_NAMES]
     if any(len(book) < PIECE for book in books):
         raise ValueError(
             f"text-tokens: got {min(map(len, books))}, expected at least {PIECE}"
@@ -188,7 +188,7 @@ def measure(
         items: the problems.
     """
     prompts = [problem.token_ids for problem in items]
-    found = asker.predictions(prompts, policy, budget, 1)
+    found = predictions(asker, prompts, policy, budget, 1)
     return [
         _answered(problem, entries[-len(problem.answer_ids) :])
         for problem, entries in zip(items, found, strict=True)
