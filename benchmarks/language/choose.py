@@ -1,6 +1,6 @@
 """Chooses the tasks of the language benchmark: those that full KV solves.
 
-    python -m benchmarks.language.choose [--lengths 2048 4096] [--count 20]
+    python -m benchmarks.language.choose [--lengths 2048 4096] [--count 4]
 
 Asks full KV alone the problems of the selection seed, which no policy is measured on,
 with their texts and without. A line per task and length is printed as soon as it is
@@ -59,7 +59,7 @@ def shares(asker: Asker, found: list[tasks.Problem]) -> dict[str, float]:
             for start in range(0, len(members), AT_ONCE)
             for one in tasks.measure(asker, FULL, 0, members[start : start + AT_ONCE])
         ]
-        row["right" + suffix] = fmean(one.is_right.all() for one in answered)
+        row["right" + suffix] = fmean(one.is_right.mean() for one in answered)
         row["loss" + suffix] = fmean(one.losses.mean() for one in answered)
     row["seconds"] = time.monotonic() - began
     return {name: round(float(value), DIGITS) for name, value in row.items()}
@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 4096])
     parser.add_argument("--tasks", nargs="+", default=tasks.TASKS, choices=tasks.TASKS)
-    parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--count", type=int, default=4, help="texts")
     args = parser.parse_args(argv)
     model = pretrained.make(pretrained.default_folder())
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))

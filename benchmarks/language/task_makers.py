@@ -8,12 +8,14 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-KEYS = 6
+KEYS = 7
 LISTED = 24
 PEOPLE = 12
 PAIRS, SHOWN = 12, 3
 CLASSES, EXAMPLES = 3, 20
 LISTS, WORDS, GIVEN = 4, 12, 4
+ASKED = 7
+"""Most lines of a text that are asked for."""
 
 
 def _words(text: str) -> list[str]:
@@ -78,89 +80,81 @@ class Hidden:
 
     Attributes:
         lines: to be hidden, in order.
-        begun: beginning of the answer, the last words of the prompt.
-        answer: what has to follow, with the space before it.
+        asked: in order, the beginning of a line and what has to follow, with the space
+            before it.
     """
 
     lines: tuple[str, ...]
-    begun: str
-    answer: str
-
-
-def passkey(rng: random.Random) -> Hidden:
-    """Hide one code and ask for it."""
-    code = _code(rng, 5)
-    line = f"The pass key is {code}. Remember it. {code} is the pass key."
-    return Hidden((line,), "What is the pass key? The pass key is", f" {code}")
+    asked: tuple[tuple[str, str], ...]
 
 
 def keys(rng: random.Random) -> Hidden:
-    """Hide several codes and ask for one."""
+    """Hide codes in sentences and ask for them."""
     pairs = [f"{one} {two}" for one in _ADJECTIVES for two in _THINGS]
     names = rng.sample(pairs, KEYS)
-    codes = [_code(rng, 5) for _ in names]
     begun = [f"The code of the {name} is" for name in names]
-    return _one_of(rng, begun, [f" {code}" for code in codes], ".")
+    return _some_of(rng, begun, [f" {_code(rng, 5)}" for _ in names], ".")
 
 
 def lookup(rng: random.Random) -> Hidden:
-    """Hide the lines `name: code` of a list and ask for one."""
+    """Hide the lines `name: code` of a list and ask for some."""
     begun = [f"{name}:" for name in _made_up(rng, LISTED)]
-    return _one_of(rng, begun, [f" {_code(rng, 4)}" for _ in begun], "")
+    return _some_of(rng, begun, [f" {_code(rng, 4)}" for _ in begun], "")
 
 
 def facts(rng: random.Random) -> Hidden:
-    """Hide where people live and ask for one."""
+    """Hide where people live and ask for some."""
     firsts, lasts = rng.sample(_FIRST, PEOPLE), rng.sample(_LAST, PEOPLE)
     cities = rng.sample(_CITIES, PEOPLE)
     begun = [f"{one} {two} lives in" for one, two in zip(firsts, lasts, strict=True)]
-    return _one_of(rng, begun, [f" {city}" for city in cities], ".")
+    return _some_of(rng, begun, [f" {city}" for city in cities], ".")
 
 
 def mapping(rng: random.Random) -> Hidden:
-    """Show pairs of made-up words several times and ask for one that was shown."""
+    """Show pairs of made-up words several times and ask for some again."""
     words = _made_up(rng, 2 * PAIRS)
     begun = [f"{word} ->" for word in words[:PAIRS]]
-    answers = [f" {word}" for word in words[PAIRS:]]
-    shown = _one_of(rng, begun, answers, "")
+    shown = _some_of(rng, begun, [f" {word}" for word in words[PAIRS:]], "")
     lines = list(shown.lines) * SHOWN
     rng.shuffle(lines)
-    return Hidden(tuple(lines), shown.begun, shown.answer)
+    return Hidden(tuple(lines), shown.asked)
 
 
 def labels(rng: random.Random) -> Hidden:
-    """Label words by a class with made-up labels and ask for a word not yet shown."""
+    """Label words by class with made-up labels; ask for a new word of each class."""
     chosen = rng.sample(sorted(_CLASSES), CLASSES)
-    names = [f" {name}" for name in _made_up(rng, CLASSES)]
     words = [rng.sample(_CLASSES[kind], EXAMPLES + 1) for kind in chosen]
-    lines = [
-        f"{word} ->{name}"
-        for name, members in zip(names, words, strict=True)
-        for word in members[:EXAMPLES]
-    ]
+    lines, asked = [], []
+    for members, name in zip(words, _made_up(rng, CLASSES), strict=True):
+        lines += [f"{word} -> {name}" for word in members[:EXAMPLES]]
+        asked.append((f"{members[EXAMPLES]} ->", f" {name}"))
     rng.shuffle(lines)
-    asked = rng.randrange(CLASSES)
-    return Hidden(tuple(lines), f"{words[asked][EXAMPLES]} ->", names[asked])
+    return Hidden(tuple(lines), tuple(asked))
 
 
 def lists(rng: random.Random) -> Hidden:
-    """Hide lists of words and ask for the rest of one, given its first words."""
+    """Hide lists of words and ask for the rest of some, given their first words."""
     owners = rng.sample(_FIRST, LISTS)
     words = [rng.sample(_THINGS, WORDS) for _ in owners]
     begun = [
         f"The list of {owner}: {', '.join(items[:GIVEN])},"
         for owner, items in zip(owners, words, strict=True)
     ]
-    return _one_of(rng, begun, [f" {', '.join(each[GIVEN:])}" for each in words], ".")
+    rest = [f" {', '.join(each[GIVEN:])}" for each in words]
+    return _some_of(rng, begun, rest, ".", 3)
 
 
-def _one_of(
-    rng: random.Random, begun: list[str], answers: list[str], end: str
+def _some_of(
+    rng: random.Random,
+    begun: list[str],
+    answers: list[str],
+    end: str,
+    asked: int = ASKED,
 ) -> Hidden:
-    """Return lines `BEGUN ANSWER END`, of which one is asked."""
+    """Return lines `BEGUN ANSWER END`, of which some are asked."""
     lines = [f"{one}{two}{end}" for one, two in zip(begun, answers, strict=True)]
-    asked = rng.randrange(len(lines))
-    return Hidden(tuple(lines), begun[asked], answers[asked])
+    pairs = list(zip(begun, answers, strict=True))
+    return Hidden(tuple(lines), tuple(rng.sample(pairs, asked)))
 
 
 def _code(rng: random.Random, digits: int) -> str:
@@ -177,7 +171,6 @@ def _made_up(rng: random.Random, count: int) -> list[str]:
 
 
 MAKERS: dict[str, Callable[[random.Random], Hidden]] = {
-    "passkey": passkey,
     "keys": keys,
     "lookup": lookup,
     "facts": facts,

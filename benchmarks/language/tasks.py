@@ -1,14 +1,14 @@
 """Retrieval and few-shot tasks in long texts, asked behind the last event.
 
 The text of a problem ends at a multiple of every interval, where an event is, and the
-question follows: what is dropped is chosen before the question is seen, and nothing is
-dropped between question and answer. The right answer stands behind the question in the
-prompt, and each of its tokens is scored by what is predicted there. An answer is right
-if none of them has a more probable alternative, which is to say if greedy decoding
-gives it; the mean loss of its tokens tells more of a single problem.
+questions follow: what is dropped is chosen before a question is seen, and nothing is
+dropped among questions and answers. A problem asks several questions, each followed by
+its right answer, all in one prompt; a token of an answer is scored by what is predicted
+there. An answer is right if no token of it has a more probable alternative, which is to
+say if greedy decoding gives it there; the mean loss of its tokens tells more.
 
 A text is made of the books of `texts`. Between their lines stands what `task_makers`
-hides; `passage` hides nothing and gives the first words of a line of the text again.
+hides; `passage` hides nothing and gives beginnings of lines of the text again.
 """
 
 import random
@@ -26,12 +26,12 @@ from benchmarks.language.texts import BOOK_NAMES, Encode, Text
 
 PASSAGE = "passage"
 TASKS = (*MAKERS, PASSAGE)
-GIVEN, ASKED = 24, 24
-"""Tokens of a passage that are repeated in the question, and that have to follow."""
+PASSAGES, GIVEN, ASKED = 3, 20, 16
+"""Passages that are asked for, tokens that are given of each, and that follow."""
 PIECE = 2048
 """First tokens of a book's excerpt that are used, the token before it included."""
 AT_MOST = 128
-"""Tokens of question and answer: no more than the shortest interval."""
+"""Tokens of questions and answers: no more than the shortest interval."""
 SELECTION_SEED = 1
 """Of the problems by which tasks were chosen."""
 SEED = 2
@@ -39,28 +39,36 @@ CHOSEN: dict[str, tuple[int, ...]] = {"passage": (2048,)}
 """Task -> lengths of text, tokens, that full KV solves."""
 
 
+Ids = tuple[int, ...]
+Made = tuple[list[int], list[tuple[list[int], list[int]]]]
+"""Tokens of a text, and of questions and answers."""
+
+
 @dataclass(frozen=True)
 class Problem:
-    """A text, a question and the right answer.
+    """A text, questions and the right answers.
 
     Attributes:
         id: task, length and number, such as `keys-2048-3`.
         kind: task and length.
-        text_ids: tokens before the question.
-        question_ids: tokens of the question.
-        answer_ids: tokens that have to follow.
+        text_ids: tokens before the questions.
+        asked: tokens of a question and of the answer that has to follow, in order.
     """
 
     id: str
     kind: str
-    text_ids: tuple[int, ...]
-    question_ids: tuple[int, ...]
-    answer_ids: tuple[int, ...]
+    text_ids: Ids
+    asked: tuple[tuple[Ids, Ids], ...]
 
     @property
-    def token_ids(self) -> tuple[int, ...]:
-        """Text, question and answer."""
-        return self.text_ids + self.question_ids + self.answer_ids
+    def asked_tokens(self) -> int:
+        """Tokens of questions and answers."""
+        return sum(len(one) + len(two) for one, two in self.asked)
+
+    @property
+    def token_ids(self) -> Ids:
+        """Text, and each question with its answer."""
+        return sum((one + two for one, two in self.asked), self.text_ids)
 
     @property
     def digest(self) -> str:
@@ -70,13 +78,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class Answered:
-    """What was predicted where a problem's answer stands.
+    """What was predicted where a problem's answers stand.
 
     Attributes:
-        text_tokens: before the question.
-        asked_tokens: of question and answer.
-        losses: -log p of the answer's tokens, [tokens of the answer], nats.
-        is_right: whether no token is more probable, [tokens of the answer].
+        text_tokens: before the questions.
+        asked_tokens: of questions and answers.
+        losses: mean -log p of the tokens of each answer, [questions], nats.
+        is_right: whether no token of it has a more probable one, [questions].
     """
 
     text_tokens: int
@@ -113,11 +121,13 @@ def problems(
         rng = random.Random(f"{kind}/{seed}/{number}")
         filler = _filler(books, rng.randrange(len(books)), length)
         make = _passage if task == PASSAGE else _hidden
-        parts = make(task, filler, length, rng, encode)
-        problem = Problem(f"{kind}-{number}", kind, *map(tuple, parts))
-        asked = len(problem.token_ids) - length
-        if len(problem.text_ids) != length or asked > AT_MOST:
-            raise RuntimeError(f"{problem.id}: {asked} tokens are asked")
+        text, asked = make(task, filler, rng, encode)
+        pairs = tuple((tuple(one), tuple(two)) for one, two in asked)
+        problem = Problem(f"{kind}-{number}", kind, tuple(text), pairs)
+        if len(text) != length or problem.asked_tokens > AT_MOST:
+            raise RuntimeError(
+                f"{problem.id}: {len(text)} and {problem.asked_tokens} tokens"
+            )
         found.append(problem)
     return found
 
@@ -139,31 +149,28 @@ def _line_starts(ids: Sequence[int], encode: Encode) -> list[int]:
     return [place + 1 for place, token in enumerate(ids[:-1]) if token == line_end]
 
 
-def _hidden(
-    task: str, filler: list[int], length: int, rng: random.Random, encode: Encode
-) -> tuple[list[int], list[int], list[int]]:
-    """Return text, question and answer of a task that hides lines."""
+def _hidden(task: str, filler: list[int], rng: random.Random, encode: Encode) -> Made:
+    """Return text and questions of a task that hides lines."""
     hidden = MAKERS[task](rng)
     line_end = encode("\n")
     lines = [[*line_end, *encode(line), *line_end, *line_end] for line in hidden.lines]
-    kept = filler[: length - sum(map(len, lines))]
-    starts = _line_starts(kept, encode)
+    text = filler[: len(filler) - sum(map(len, lines))]
+    starts = _line_starts(text, encode)
     places = sorted(rng.choice(starts) for _ in lines)
-    text = list(kept)
     for place, line in reversed(list(zip(places, lines, strict=True))):
         text[place:place] = line
-    return text, encode(f"\n\n{hidden.begun}"), encode(hidden.answer)
+    return text, [(encode(f"\n\n{one}"), encode(two)) for one, two in hidden.asked]
 
 
-def _passage(
-    task: str, filler: list[int], length: int, rng: random.Random, encode: Encode
-) -> tuple[list[int], list[int], list[int]]:
-    """Return text, question and answer of repeating a passage of the text itself."""
-    starts = _line_starts(filler[: length - GIVEN - ASKED], encode)
-    place = rng.choice(starts)
-    given = filler[place : place + GIVEN]
-    answer = filler[place + GIVEN : place + GIVEN + ASKED]
-    return filler, [*encode("\n\n"), *given], answer
+def _passage(task: str, filler: list[int], rng: random.Random, encode: Encode) -> Made:
+    """Return text and questions of repeating passages of the text itself."""
+    starts = _line_starts(filler[: len(filler) - GIVEN - ASKED], encode)
+    passages = [
+        filler[place : place + GIVEN + ASKED] for place in rng.sample(starts, PASSAGES)
+    ]
+    return filler, [
+        ([*encode("\n\n"), *tokens[:GIVEN]], tokens[GIVEN:]) for tokens in passages
+    ]
 
 
 def chosen(encode: Encode, texts: Sequence[Text], count: int) -> list[Problem]:
@@ -179,7 +186,7 @@ def chosen(encode: Encode, texts: Sequence[Text], count: int) -> list[Problem]:
 def measure(
     asker: Asker, policy: str, budget: int, items: Sequence[Problem]
 ) -> list[Answered]:
-    """Return what was predicted for each problem's answer.
+    """Return what was predicted for each problem's answers.
 
     Args:
         asker: an engine.
@@ -190,23 +197,32 @@ def measure(
     prompts = [problem.token_ids for problem in items]
     found = predictions(asker, prompts, policy, budget, 1)
     return [
-        _answered(problem, entries[-len(problem.answer_ids) :])
+        _answered(problem, entries)
         for problem, entries in zip(items, found, strict=True)
     ]
 
 
 def _answered(problem: Problem, entries: Sequence[Mapping[int, float]]) -> Answered:
-    pairs = zip(entries, problem.answer_ids, strict=True)
+    """Return how answers were predicted; entry i is of the token at i + 1."""
+    end = len(problem.text_ids) - 1
+    losses, is_right = [], []
+    for question, answer in problem.asked:
+        start = end + len(question)
+        end = start + len(answer)
+        own = losses_of(entries[start:end], answer)
+        best = np.array([max(entry.values()) for entry in entries[start:end]])
+        losses.append(own.mean())
+        is_right.append((-own >= best).all())
     return Answered(
         len(problem.text_ids),
-        len(problem.question_ids) + len(problem.answer_ids),
-        losses_of(entries, problem.answer_ids),
-        np.array([entry[token] >= max(entry.values()) for entry, token in pairs]),
+        problem.asked_tokens,
+        np.array(losses),
+        np.array(is_right),
     )
 
 
 def figures(answered: Answered, budget: int, interval: int) -> dict[str, Any]:
-    """Return what is kept of an answer.
+    """Return what is kept of the answers.
 
     Args:
         answered: see `measure`.
@@ -214,7 +230,7 @@ def figures(answered: Answered, budget: int, interval: int) -> dict[str, Any]:
         interval: tokens between events.
 
     Returns:
-        `right`: 1 if all of the answer is, else 0; `loss`: mean of its tokens, nats.
+        `right`: share of the answers; `loss`: their mean, nats.
 
     Raises:
         ValueError: the text does not end in an event, or one comes after it.
@@ -228,9 +244,9 @@ def figures(answered: Answered, budget: int, interval: int) -> dict[str, Any]:
     if asked > interval:
         raise ValueError(
             f"interval: got {interval}, expected at least {asked}, the tokens of "
-            "question and answer"
+            "questions and answers"
         )
     return {
-        "right": int(answered.is_right.all()),
+        "right": round(float(answered.is_right.mean()), DIGITS),
         "loss": round(float(answered.losses.mean()), DIGITS),
     }

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -52,43 +52,52 @@ def test_texts_have_their_length_and_problems_repeat(task):
     assert [one.id for one in found] == [f"{task}-{LENGTH}-{n}" for n in (1, 2, 3)]
 
 
+def asked_of(problem: tasks.Problem) -> list[tuple[str, str]]:
+    """Return the words of questions and answers."""
+    return [
+        (WORDS.decode(one).strip(), WORDS.decode(two)) for one, two in problem.asked
+    ]
+
+
 @pytest.mark.parametrize("task", sorted(set(tasks.TASKS) - {"labels"}))
-def test_the_text_has_the_answer_behind_the_words_of_the_question(task):
+def test_the_text_has_each_answer_behind_the_words_of_its_question(task):
     for problem in made(task):
         text = WORDS.decode(problem.text_ids)
-        begun = WORDS.decode(problem.question_ids).strip().partition("? ")
-        answer = WORDS.decode(problem.answer_ids)
-        assert f"{begun[2] or begun[0]}{answer}" in text
+        asked = asked_of(problem)
+        assert len(asked) == len(set(asked)) >= 3
+        assert all(f"\n{begun}{answer}" in text for begun, answer in asked)
 
 
 def test_only_the_asked_line_begins_like_the_question():
     for task in ("keys", "lookup", "facts", "lists"):
         for problem in made(task):
-            begun = WORDS.decode(problem.question_ids).strip()
-            assert WORDS.decode(problem.text_ids).count(f"\n{begun}") == 1
+            text = WORDS.decode(problem.text_ids)
+            for begun, _ in asked_of(problem):
+                assert text.count(f"\n{begun}") == 1
 
 
-def test_labels_are_asked_for_a_word_that_was_not_shown():
+def test_labels_are_asked_for_words_that_were_not_shown_one_of_each_class():
     for seed in range(5):
         hidden = MAKERS["labels"](random.Random(seed))
-        word = hidden.begun.removesuffix(" ->")
-        assert not any(line.startswith(hidden.begun) for line in hidden.lines)
-        shown = [line for line in hidden.lines if line.endswith(f"->{hidden.answer}")]
-        assert len(shown) * 3 == len(hidden.lines)
-        assert word not in {line.partition(" ")[0] for line in hidden.lines}
+        shown = [line.split(" ->") for line in hidden.lines]
+        assert {begun.removesuffix(" ->") for begun, _ in hidden.asked}.isdisjoint(
+            word for word, _ in shown
+        )
+        counts = Counter(label for _, label in shown)
+        assert counts == dict.fromkeys((label for _, label in hidden.asked), 20)
 
 
 def test_lines_stand_between_lines_of_the_text():
-    (problem,) = made("passkey", 1)
+    (problem,) = made("keys", 1)
     ids = list(problem.text_ids)
-    line = WORDS.encode(MAKERS["passkey"](random.Random(0)).lines[0])
-    place = next(
-        place for place in range(len(ids)) if ids[place : place + 3] == line[:3]
-    )
-    assert ids[place - 2 : place] == [NEWLINE] * 2
-    assert ids[place + len(line) : place + len(line) + 2] == [NEWLINE] * 2
-    rest = ids[: place - 1] + ids[place + len(line) + 2 :]
-    assert rest in [filler[: len(rest)] for filler in fillers()]
+    for question, answer in problem.asked:
+        line = [*question[2:], *answer, *WORDS.encode(".")]
+        places = range(len(ids))
+        place = next(n for n in places if ids[n : n + len(line)] == line)
+        around = ids[place - 2 : place], ids[place + len(line) : place + len(line) + 2]
+        assert around == ([NEWLINE] * 2, [NEWLINE] * 2)
+        del ids[place - 1 : place + len(line) + 2]
+    assert ids in [filler[: len(ids)] for filler in fillers()]
 
 
 def fillers() -> list[list[int]]:
@@ -117,29 +126,43 @@ def test_problems_are_the_same_for_longer_texts_and_need_long_ones():
 
 def test_an_answer_is_right_if_no_token_of_it_has_a_better_one():
     (problem,) = made("passage", 1)
-    answer = problem.answer_ids
     whole = problem.token_ids
+    count = len(problem.asked[-1][1])
 
     def predict(policy, budget, before):
         own = whole[len(before)] if len(before) < len(whole) else FIRST
+        is_answer = len(before) in answer_places(problem)
         if policy == "wrong" and len(before) == len(whole) - 3:
             return {own: WRONG, own + 1: RIGHT}
-        if policy == "level":
+        if policy == "level" and is_answer:
             return {own: WRONG, own + 1: WRONG}
-        return {own: RIGHT, own + 1: WRONG}
+        # What is predicted outside of answers does not count.
+        return {own: RIGHT if is_answer else 2 * WRONG, own + 1: WRONG}
 
     asker = MadeUpAsker(predict)
-    count = len(answer)
+    last = -((count - 1) * RIGHT + WRONG) / count
     for policy, right, loss in (
-        ("good", 1, -RIGHT),
-        ("level", 1, -WRONG),
-        ("wrong", 0, -((count - 1) * RIGHT + WRONG) / count),
+        ("good", [1, 1, 1], [-RIGHT] * 3),
+        ("level", [1, 1, 1], [-WRONG] * 3),
+        ("wrong", [1, 1, 0], [-RIGHT, -RIGHT, last]),
     ):
         (found,) = tasks.measure(asker, policy, 256, [problem])
-        assert found.is_right.sum() == count - 1 + right
+        assert found.is_right.tolist() == right
+        assert found.losses.tolist() == pytest.approx(loss)
         kept = tasks.figures(found, 256, 256)
-        assert kept == {"right": right, "loss": pytest.approx(loss, abs=1e-4)}
+        assert kept["right"] == pytest.approx(np.mean(right), abs=1e-4)
+        assert kept["loss"] == pytest.approx(np.mean(loss), abs=1e-4)
     assert asker.asked[-1] == ("wrong", 256, 1)
+
+
+def answer_places(problem: tasks.Problem) -> set[int]:
+    """Return the positions of all answers' tokens."""
+    place, found = len(problem.text_ids), set()
+    for question, answer in problem.asked:
+        place += len(question)
+        found |= set(range(place, place + len(answer)))
+        place += len(answer)
+    return found
 
 
 @pytest.mark.parametrize(
