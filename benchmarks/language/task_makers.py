@@ -9,11 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 KEYS = 7
-LISTED = 24
+LISTED = 16
 PEOPLE = 12
-PAIRS, SHOWN = 12, 3
+PAIRS = 12
 CLASSES, EXAMPLES = 3, 20
 LISTS, WORDS, GIVEN = 4, 12, 4
+SHOWN = 3
+"""Places of a text at which each line stands, but those of `labels`."""
 ASKED = 7
 """Most lines of a text that are asked for."""
 
@@ -111,13 +113,10 @@ def facts(rng: random.Random) -> Hidden:
 
 
 def mapping(rng: random.Random) -> Hidden:
-    """Show pairs of made-up words several times and ask for some again."""
+    """Show pairs of made-up words and ask for some again."""
     words = _made_up(rng, 2 * PAIRS)
     begun = [f"{word} ->" for word in words[:PAIRS]]
-    shown = _some_of(rng, begun, [f" {word}" for word in words[PAIRS:]], "")
-    lines = list(shown.lines) * SHOWN
-    rng.shuffle(lines)
-    return Hidden(tuple(lines), shown.asked)
+    return _some_of(rng, begun, [f" {word}" for word in words[PAIRS:]], "")
 
 
 def labels(rng: random.Random) -> Hidden:
@@ -151,8 +150,10 @@ def _some_of(
     end: str,
     asked: int = ASKED,
 ) -> Hidden:
-    """Return lines `BEGUN ANSWER END`, of which some are asked."""
+    """Return lines `BEGUN ANSWER END`, each SHOWN times, of which some are asked."""
     lines = [f"{one}{two}{end}" for one, two in zip(begun, answers, strict=True)]
+    lines *= SHOWN
+    rng.shuffle(lines)
     pairs = list(zip(begun, answers, strict=True))
     return Hidden(tuple(lines), tuple(rng.sample(pairs, asked)))
 

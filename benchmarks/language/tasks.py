@@ -26,7 +26,7 @@ from benchmarks.language.texts import BOOK_NAMES, Encode, Text
 
 PASSAGE = "passage"
 TASKS = (*MAKERS, PASSAGE)
-PASSAGES, GIVEN, ASKED = 3, 20, 16
+PASSAGES, GIVEN, ASKED = 3, 32, 8
 """Passages that are asked for, tokens that are given of each, and that follow."""
 PIECE = 2048
 """First tokens of a book's excerpt that are used, the token before it included."""

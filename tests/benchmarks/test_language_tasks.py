@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.accuracy.servers import FULL
 from benchmarks.language import choose, losses, parts, tasks
-from benchmarks.language.task_makers import MAKERS
+from benchmarks.language.task_makers import MAKERS, SHOWN
 from benchmarks.language.tasks import Answered, problems
 from benchmarks.language.texts import Text
 from support.language_model import FIRST, NEWLINE, MadeUpAsker, Words
@@ -68,12 +68,12 @@ def test_the_text_has_each_answer_behind_the_words_of_its_question(task):
         assert all(f"\n{begun}{answer}" in text for begun, answer in asked)
 
 
-def test_only_the_asked_line_begins_like_the_question():
+def test_only_the_asked_lines_begin_like_the_question():
     for task in ("keys", "lookup", "facts", "lists"):
         for problem in made(task):
             text = WORDS.decode(problem.text_ids)
             for begun, _ in asked_of(problem):
-                assert text.count(f"\n{begun}") == 1
+                assert text.count(f"\n{begun}") == SHOWN
 
 
 def test_labels_are_asked_for_words_that_were_not_shown_one_of_each_class():
@@ -90,7 +90,7 @@ def test_labels_are_asked_for_words_that_were_not_shown_one_of_each_class():
 def test_lines_stand_between_lines_of_the_text():
     (problem,) = made("keys", 1)
     ids = list(problem.text_ids)
-    for question, answer in problem.asked:
+    for question, answer in problem.asked * SHOWN:
         line = [*question[2:], *answer, *WORDS.encode(".")]
         places = range(len(ids))
         place = next(n for n in places if ids[n : n + len(line)] == line)
