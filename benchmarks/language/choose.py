@@ -1,6 +1,6 @@
 """Chooses the tasks of the language benchmark: those that full KV solves.
 
-    python -m benchmarks.language.choose [--lengths 2048 4096] [--count 4]
+    python -m benchmarks.language.choose [--lengths 2048 4096] [--count 7]
 
 Asks full KV alone the problems of the selection seed, which no policy is measured on,
 with their texts and without. A line per task and length is printed as soon as it is
@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 4096])
     parser.add_argument("--tasks", nargs="+", default=tasks.TASKS, choices=tasks.TASKS)
-    parser.add_argument("--count", type=int, default=4, help="texts")
+    parser.add_argument("--count", type=int, default=7, help="texts")
     args = parser.parse_args(argv)
     model = pretrained.make(pretrained.default_folder())
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
