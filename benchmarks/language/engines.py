@@ -138,6 +138,37 @@ class Asker:
         return self._llm.generate(asked, params, use_tqdm=False)
 
 
+def predictions(
+    asker: Asker, prompts: Sequence[Tokens], policy: str, budget: int, top: int
+) -> list[list[dict[int, float]]]:
+    """Return what is predicted for each token of prompts but the first.
+
+    Args:
+        asker: an engine.
+        prompts: token ids of each.
+        policy: one of its policies, or FULL.
+        budget: tokens per KV head; FULL does not read it.
+        top: most probable tokens to name beside the prompt's own.
+
+    Returns:
+        For each prompt [tokens - 1] entries, token id -> log p, nats. Entry i is of
+        token i + 1, which the token at position i predicts.
+    """
+    outputs = asker.ask(prompts, policy, budget, max_tokens=1, prompt_logprobs=top)
+    return [
+        _entries(output.prompt_logprobs, prompt)
+        for output, prompt in zip(outputs, prompts, strict=True)
+    ]
+
+
+def _entries(found: Sequence[Any], token_ids: Tokens) -> list[dict[int, float]]:
+    if len(found) != len(token_ids):
+        raise RuntimeError(
+            f"prompt_logprobs: got {len(found)}, expected {len(token_ids)}"
+        )
+    return [{token: one.logprob for token, one in entry.items()} for entry in found[1:]]
+
+
 @contextmanager
 def running(engine: Engine, settings: Settings) -> Iterator[Asker]:
     """Make an engine, yield it, and end its processes."""

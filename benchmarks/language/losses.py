@@ -5,12 +5,12 @@ policy kept and from what came since. The loss is that of tokens behind the firs
 of the budget, in nats; full KV is scored at the same places.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from benchmarks.language.engines import Asker
+from benchmarks.language.engines import Asker, predictions
 from benchmarks.language.texts import Text
 
 PLACES = 8
@@ -44,22 +44,19 @@ def measure(
         budget: tokens per KV head.
         texts: what to predict.
     """
-    prompts = [text.token_ids for text in texts]
-    outputs = asker.ask(prompts, policy, budget, max_tokens=1, prompt_logprobs=0)
+    found = predictions(asker, [text.token_ids for text in texts], policy, budget, 0)
     return [
-        _losses(output.prompt_logprobs, text.token_ids)
-        for output, text in zip(outputs, texts, strict=True)
+        losses_of(entries, text.token_ids[1:])
+        for entries, text in zip(found, texts, strict=True)
     ]
 
 
-def _losses(found: Sequence[Any], token_ids: Sequence[int]) -> np.ndarray:
-    """Return -log p of the tokens that a prompt has; the first one has none."""
-    if len(found) != len(token_ids):
-        raise RuntimeError(
-            f"prompt_logprobs: got {len(found)}, expected {len(token_ids)}"
-        )
-    pairs = zip(found[1:], token_ids[1:], strict=True)
-    return np.array([-entry[token].logprob for entry, token in pairs])
+def losses_of(
+    entries: Sequence[Mapping[int, float]], token_ids: Sequence[int]
+) -> np.ndarray:
+    """Return -log p of tokens, [tokens], nats, from what is predicted for each."""
+    pairs = zip(entries, token_ids, strict=True)
+    return np.array([-entry[token] for entry, token in pairs])
 
 
 def figures(losses: np.ndarray, budget: int, interval: int) -> dict[str, Any]:

@@ -12,8 +12,8 @@ import pytest
 from support.servers.names_served import (
     FLAGS,
     ONE_PER_ALLOCATOR,
-    OPTIONS,
     calibration,
+    options_of,
 )
 from support.servers.servers import serving
 from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
@@ -41,9 +41,7 @@ def test_it_is_served(
 ) -> None:
     # Names of sockets, which vLLM makes in it, have to be short.
     folder = tmp_path_factory.mktemp("serve")
-    read = parse(name).options
-    options = {key: value for key, value in OPTIONS.items() if key in read}
-    options |= calibration(name, tiny_model, folder)
+    options = options_of([name]) | calibration(name, tiny_model, folder)
     arguments = [word for flag in FLAGS.items() for word in flag]
     arguments += ["--kv-policy", name, "--enforce-eager"]
     arguments += ["--kv-policy-config", json.dumps(options)]

@@ -15,8 +15,8 @@ import pytest
 from support.servers.names_served import (
     FLAGS,
     ONE_PER_ALLOCATOR,
-    OPTIONS,
     calibration,
+    options_of,
 )
 from support.servers.servers import serving
 from vllm_kvpolicy.policies.catalogue.names import names, parse
@@ -58,7 +58,7 @@ def served(
     asked = [n for n in names() if not parse(n).is_test] if every else ONE_PER_ALLOCATOR
     asked = [n for n in asked if request.param == "ragged" or not is_ragged(n)]
     folder = tmp_path_factory.mktemp(request.param)
-    options: dict = {**OPTIONS, "allow": asked}
+    options: dict = {**options_of(asked), "allow": asked}
     for name in asked:
         options |= calibration(name, tiny_model, folder)
     first = next(n for n in asked if is_ragged(n) == (request.param == "ragged"))

@@ -1,9 +1,11 @@
 """Flags and options with which servers of the tiny model serve names of policies."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from support.calibration_files import options_for
+from vllm_kvpolicy.policies.catalogue.names import parse
 
 FLAGS = {
     "--kv-budget": "128",
@@ -19,6 +21,12 @@ OPTIONS = {"expected_window": 48, "snapmax_window": 48}
 ONE_PER_ALLOCATOR = ("keydiff", "ams-expected", "adakv-snapkv", "pyramid-h2o")
 ONE_PER_ALLOCATOR += ("chunk-lagkv", "hard-rkv", "strat-random", "trim-snapmax")
 ONE_PER_ALLOCATOR += ("wgkv+snapkv", "snapkv+quest")
+
+
+def options_of(served: Iterable[str]) -> dict[str, int]:
+    """Return those of OPTIONS that some of the names read; a server refuses others."""
+    read = {key for name in served for key in parse(name).options}
+    return {key: value for key, value in OPTIONS.items() if key in read}
 
 
 def calibration(name: str, model: Path, folder: Path) -> dict[str, str]:

@@ -1,0 +1,72 @@
+"""The parts of the benchmark: what each asks, and what it keeps of an answer."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from benchmarks.language import agreement, losses, tasks
+from benchmarks.language.engines import Asker
+from benchmarks.language.texts import Encode, Text, spread
+
+
+class Item(Protocol):
+    """What a policy is measured on; output files have a line for each."""
+
+    @property
+    def id(self) -> str:
+        """Its name, unique within the part."""
+
+    @property
+    def kind(self) -> str:
+        """What it is averaged with."""
+
+    @property
+    def digest(self) -> str:
+        """What tells it from another of the same name."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Tokens of its longest prompt."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the benchmark.
+
+    Attributes:
+        items: (encode, texts, count) -> what to measure, always the same.
+        prepare: (asker, items) -> the items with what full KV says of them; once a run.
+        measure: (asker, policy, budget, items) -> a measurement of each item.
+        figures: (measurement, budget, interval) -> figures of an output line.
+        names: of the figures that are one number.
+    """
+
+    items: Callable[[Encode, Sequence[Text], int], list[Any]]
+    prepare: Callable[[Asker, Sequence[Any]], list[Any]]
+    measure: Callable[[Asker, str, int, Sequence[Any]], list[Any]]
+    figures: Callable[[Any, int, int], dict[str, Any]]
+    names: tuple[str, ...]
+
+
+def _texts(encode: Encode, texts: Sequence[Text], count: int) -> list[Text]:
+    return spread(texts, count)
+
+
+def _as_they_are(asker: Asker, items: Sequence[Any]) -> list[Any]:
+    return list(items)
+
+
+PARTS = {
+    "losses": Part(_texts, _as_they_are, losses.measure, losses.figures, ("loss",)),
+    "tasks": Part(
+        tasks.chosen, _as_they_are, tasks.measure, tasks.figures, ("right", "loss")
+    ),
+    "agreement": Part(
+        _texts,
+        agreement.prepare,
+        agreement.measure,
+        agreement.figures,
+        ("first", "equal", "kl", "top"),
+    ),
+}
+"""By name."""

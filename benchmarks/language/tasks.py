@@ -1,0 +1,273 @@
+"""Retrieval and few-shot tasks in long texts, asked behind the last event.
+
+The text of a problem ends at a multiple of every interval, where an event is, and the
+questions follow: what is dropped is chosen before a question is seen, and nothing is
+dropped among questions and answers. A problem asks several questions, each followed by
+its right answer, all in one prompt; a token of an answer is scored by what is predicted
+there. An answer is right if no token of it has a more probable alternative, which is to
+say if greedy decoding gives it there; the mean loss of its tokens tells more.
+
+CHOSEN has tasks that full KV solves: at least 80 % of 20 or more answers to problems of
+SELECTION_SEED are right, and at most 10 % of them without the text. This was found
+before any policy ran; `choose` does it again. Right answers and their mean loss (nats)
+at 2,048 tokens, and the same without the text of problems:
+
+    keys     20 of 21  0.07    0 of 28  2.33
+    lookup   21 of 21  0.02    1 of 28  2.22
+    mapping  21 of 21  0.14    0 of 28  7.43
+    facts    16 of 21  0.87    0 of 28  6.00  not chosen
+    labels    4 of 6   0.78    0 of 12  9.70  not chosen, undecided
+    lists     3 of 6   0.36    0 of 12  4.17  not chosen, undecided
+    passage   1 of 3   0.39    0 of 12  3.72  not chosen, undecided
+
+At 4,096 tokens 6 of 7 answers were right in each of keys, lookup and mapping: too few
+to choose. Lines stand three times in a text because fewer answers were right when those
+of keys, lookup and facts stood once: 14 of 21.
+
+A text is made of the books of `texts`. Between their lines stands what `task_makers`
+hides; `passage` hides nothing and gives beginnings of lines of the text again.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+
+from benchmarks.language.engines import Asker, predictions
+from benchmarks.language.losses import DIGITS, first_event, losses_of
+from benchmarks.language.task_makers import MAKERS
+from benchmarks.language.texts import BOOK_NAMES, Encode, Text
+
+PASSAGE = "passage"
+TASKS = (*MAKERS, PASSAGE)
+PASSAGES, GIVEN, ASKED = 3, 32, 8
+"""Passages that are asked for, tokens that are given of each, and that follow."""
+PIECE = 2048
+"""First tokens of a book's excerpt that are used, the token before it included."""
+AT_MOST = 128
+"""Tokens of questions and answers: no more than the shortest interval."""
+SELECTION_SEED = 1
+"""Of the problems by which tasks were chosen."""
+SEED = 2
+CHOSEN: dict[str, tuple[int, ...]] = {
+    "keys": (2048,),
+    "lookup": (2048,),
+    "mapping": (2048,),
+}
+"""Task -> lengths of text, tokens, that full KV solves."""
+
+
+Ids = tuple[int, ...]
+Made = tuple[list[int], list[tuple[list[int], list[int]]]]
+"""Tokens of a text, and of questions and answers."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A text, questions and the right answers.
+
+    Attributes:
+        id: task, length and number, such as `keys-2048-3`.
+        kind: task and length.
+        text_ids: tokens before the questions.
+        asked: tokens of a question and of the answer that has to follow, in order.
+    """
+
+    id: str
+    kind: str
+    text_ids: Ids
+    asked: tuple[tuple[Ids, Ids], ...]
+
+    @property
+    def asked_tokens(self) -> int:
+        """Tokens of questions and answers."""
+        return sum(len(one) + len(two) for one, two in self.asked)
+
+    @property
+    def token_ids(self) -> Ids:
+        """Text, and each question with its answer."""
+        return sum((one + two for one, two in self.asked), self.text_ids)
+
+    @property
+    def digest(self) -> str:
+        """First 16 hexadecimal digits of the SHA-256 of the token ids."""
+        return sha256(repr(self.token_ids).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What was predicted where a problem's answers stand.
+
+    Attributes:
+        text_tokens: before the questions.
+        asked_tokens: of questions and answers.
+        losses: mean -log p of the tokens of each answer, [questions], nats.
+        is_right: whether no token of it has a more probable one, [questions].
+    """
+
+    text_tokens: int
+    asked_tokens: int
+    losses: np.ndarray
+    is_right: np.ndarray
+
+
+def problems(
+    task: str, length: int, count: int, seed: int, encode: Encode, texts: Sequence[Text]
+) -> list[Problem]:
+    """Return the first problems of a task, always the same ones.
+
+    Args:
+        task: one of TASKS.
+        length: tokens of the text, the token before all texts included.
+        count: problems.
+        seed: SELECTION_SEED, SEED, or another.
+        encode: text -> token ids.
+        texts: all of `texts.read_texts`, of at least PIECE tokens; problems are made of
+            the books.
+
+    Raises:
+        ValueError: a text is shorter, or the length is more than the books have.
+    """
+    books = [text.token_ids[:PIECE] for text in texts if text.kind in BOOK_NAMES]
+    if any(len(book) < PIECE for book in books):
+        raise ValueError(
+            f"text-tokens: got {min(map(len, books))}, expected at least {PIECE}"
+        )
+    kind = f"{task}-{length}"
+    found = []
+    for number in range(1, count + 1):
+        rng = random.Random(f"{kind}/{seed}/{number}")
+        filler = _filler(books, rng.randrange(len(books)), length)
+        make = _passage if task == PASSAGE else _hidden
+        text, asked = make(task, filler, rng, encode)
+        pairs = tuple((tuple(one), tuple(two)) for one, two in asked)
+        problem = Problem(f"{kind}-{number}", kind, tuple(text), pairs)
+        if len(text) != length or problem.asked_tokens > AT_MOST:
+            raise RuntimeError(
+                f"{problem.id}: {len(text)} and {problem.asked_tokens} tokens"
+            )
+        found.append(problem)
+    return found
+
+
+def _filler(books: Sequence[Sequence[int]], first: int, length: int) -> list[int]:
+    """Return the token before texts and so many of the books, from one of them on."""
+    order = (*books[first:], *books[:first])
+    words = [token for book in order for token in book[1:]]
+    if len(words) < length - 1:
+        raise ValueError(
+            f"length: got {length}, expected at most {len(words) + 1}, what books have"
+        )
+    return [order[0][0], *words[: length - 1]]
+
+
+def _line_starts(ids: Sequence[int], encode: Encode) -> list[int]:
+    """Return the places at which a line of a text starts, the first one left out."""
+    (line_end,) = encode("\n")
+    return [place + 1 for place, token in enumerate(ids[:-1]) if token == line_end]
+
+
+def _hidden(task: str, filler: list[int], rng: random.Random, encode: Encode) -> Made:
+    """Return text and questions of a task that hides lines."""
+    hidden = MAKERS[task](rng)
+    line_end = encode("\n")
+    lines = [[*line_end, *encode(line), *line_end, *line_end] for line in hidden.lines]
+    text = filler[: len(filler) - sum(map(len, lines))]
+    starts = _line_starts(text, encode)
+    places = sorted(rng.choice(starts) for _ in lines)
+    for place, line in reversed(list(zip(places, lines, strict=True))):
+        text[place:place] = line
+    return text, [(encode(f"\n\n{one}"), encode(two)) for one, two in hidden.asked]
+
+
+def _passage(task: str, filler: list[int], rng: random.Random, encode: Encode) -> Made:
+    """Return text and questions of repeating passages of the text itself."""
+    starts = _line_starts(filler[: len(filler) - GIVEN - ASKED], encode)
+    passages = [
+        filler[place : place + GIVEN + ASKED] for place in rng.sample(starts, PASSAGES)
+    ]
+    return filler, [
+        ([*encode("\n\n"), *tokens[:GIVEN]], tokens[GIVEN:]) for tokens in passages
+    ]
+
+
+def chosen(encode: Encode, texts: Sequence[Text], count: int) -> list[Problem]:
+    """Return the problems of the benchmark, so many of each kind; see `problems`."""
+    return [
+        problem
+        for task, lengths in CHOSEN.items()
+        for length in lengths
+        for problem in problems(task, length, count, SEED, encode, texts)
+    ]
+
+
+def measure(
+    asker: Asker, policy: str, budget: int, items: Sequence[Problem]
+) -> list[Answered]:
+    """Return what was predicted for each problem's answers.
+
+    Args:
+        asker: an engine.
+        policy: one of its policies, or FULL.
+        budget: tokens per KV head.
+        items: the problems.
+    """
+    prompts = [problem.token_ids for problem in items]
+    found = predictions(asker, prompts, policy, budget, 1)
+    return [
+        _answered(problem, entries)
+        for problem, entries in zip(items, found, strict=True)
+    ]
+
+
+def _answered(problem: Problem, entries: Sequence[Mapping[int, float]]) -> Answered:
+    """Return how answers were predicted; entry i is of the token at i + 1."""
+    end = len(problem.text_ids) - 1
+    losses, is_right = [], []
+    for question, answer in problem.asked:
+        start = end + len(question)
+        end = start + len(answer)
+        own = losses_of(entries[start:end], answer)
+        best = np.array([max(entry.values()) for entry in entries[start:end]])
+        losses.append(own.mean())
+        is_right.append((-own >= best).all())
+    return Answered(
+        len(problem.text_ids),
+        problem.asked_tokens,
+        np.array(losses),
+        np.array(is_right),
+    )
+
+
+def figures(answered: Answered, budget: int, interval: int) -> dict[str, Any]:
+    """Return what is kept of the answers.
+
+    Args:
+        answered: see `measure`.
+        budget: tokens per KV head.
+        interval: tokens between events.
+
+    Returns:
+        `right`: share of the answers; `loss`: their mean, nats.
+
+    Raises:
+        ValueError: the text does not end in an event, or one comes after it.
+    """
+    length, asked = answered.text_tokens, answered.asked_tokens
+    if length % interval or length < first_event(budget, interval):
+        raise ValueError(
+            f"length: got {length}, expected a multiple of the interval {interval}, at "
+            f"least {first_event(budget, interval)}, the first event"
+        )
+    if asked > interval:
+        raise ValueError(
+            f"interval: got {interval}, expected at least {asked}, the tokens of "
+            "questions and answers"
+        )
+    return {
+        "right": round(float(answered.is_right.mean()), DIGITS),
+        "loss": round(float(answered.losses.mean()), DIGITS),
+    }
