@@ -85,8 +85,11 @@ def _completed(settings: Line) -> Line:
     """Return settings with the keys that files did not have at first.
 
     Those files are of servers of the packaged model, which dropped prompts or kept them
-    as the policy does by default. A server of `--url` has no known group size.
+    as the policy does by default. A server of `--url` has no known group size. The
+    language benchmark's settings, without `own_server`, are complete.
     """
+    if "own_server" not in settings:
+        return settings
     group = PACKAGED_GROUP if settings["own_server"] else None
     return {"group_size": group, "keep_prompts": False, **settings}
 
