@@ -97,10 +97,11 @@ def _place_of(base: str, ours: Place, places: Sequence[Place]) -> Place:
     _, budget, interval = ours
     if base == FULL:
         return FULL, None, None
-    if parse(split(base)[0]).is_unbounded:
-        for place in places:
-            if (place[0], place[2]) == (base, interval):
-                return place
+    for place in places:
+        # Only what was run is sure to be a policy.
+        is_there = (place[0], place[2]) == (base, interval)
+        if is_there and parse(split(base)[0]).is_unbounded:
+            return place
     return base, budget, interval
 
 

@@ -10,6 +10,7 @@ from benchmarks.accuracy.groups import grouped
 from benchmarks.accuracy.questions import digest_of
 from reasoner.problems import generate
 from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.policies.catalogue.names import parse
 
 SETTINGS = {
     "block_size": 32,
@@ -264,6 +265,17 @@ def test_a_base_that_reads_no_budget_is_met_at_each():
         for row in pairs.pairs_of(grouped(lines))
         if (row["interval"], row["against"]) == (64, "wgkv:x")
     ]
+
+
+def test_a_base_that_is_no_policy_is_not_met():
+    """Equal quotas are refused behind an admission."""
+    policy = "dms+ams-tova+quest"
+    base = "dms+strat-tova+quest"
+    assert base in pairs.bases_of(policy)
+    with pytest.raises(ValueError):
+        parse(base)
+    lines = [full(True, 0), line(True, 0, policy=policy)]
+    assert {row["against"] for row in pairs.pairs_of(grouped(lines))} == {"full"}
 
 
 def test_only_equal_budgets_are_paired():
