@@ -79,8 +79,7 @@ def _config_of(line: Line, settings: Line) -> KVPolicyConfig:
 
 def depends_on_text(config: KVPolicyConfig) -> bool:
     """Return whether the text decides how much a policy holds."""
-    info, options = parse(config.policy), config.options_of(config.policy)
-    return info.admission is not None or options.get("hard_mode") == "dynamic"
+    return parse(config.policy).is_dynamic(config.options_of(config.policy))
 
 
 def full_cost(prompt: int, output: int, block: int) -> tuple[int, int]:

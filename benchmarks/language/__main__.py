@@ -12,22 +12,24 @@ makes a record for benchmarks/results of one or several output files.
 import argparse
 import json
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from benchmarks import pretrained
 from benchmarks.accuracy.grid import read_grid
-from benchmarks.accuracy.results import Line, check_digests, continue_file, key_of
+from benchmarks.accuracy.results import Line, continue_file
 from benchmarks.accuracy.servers import FULL, split
-from benchmarks.language import losses, record
-from benchmarks.language.engines import Asker, Engine, Settings, engines_of, running
-from benchmarks.language.texts import Text, read_texts, spread
+from benchmarks.language import record
+from benchmarks.language.engines import Settings
+from benchmarks.language.parts import PARTS
+from benchmarks.language.runs import Work, run
+from benchmarks.language.texts import read_texts
 from benchmarks.pinned import PinnedError
-from benchmarks.printing import log, table
+from benchmarks.printing import table
 from vllm_kvpolicy.policies.catalogue.names import parse
 
 NOT_IN_GRIDS = {"grid", "out", "record", "dry_run", "quick", "model"}
@@ -49,7 +51,7 @@ QUICK: dict[str, Any] = {
     "out": Path("runs/language-quick.jsonl"),
 }
 EXTRA_TOKENS = 32
-"""Room behind a text for what is generated."""
+"""Room behind the longest prompt."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -67,11 +69,12 @@ def parser() -> argparse.ArgumentParser:
     add("--out", type=Path, default=Path("runs/language.jsonl"))
     add("--model", type=Path, help="folder; default: SmolLM2 135M in the user's cache")
     add("--dtype", default="bfloat16", help="of weights, keys and values")
+    add("--parts", nargs="+", choices=PARTS, default=["losses"])
     add("--policies", nargs="+", default=[], metavar="NAME", help="`full` always runs")
     add("--budgets", nargs="+", type=int, default=[512], help="tokens per KV head")
     add("--intervals", nargs="+", type=int, default=[256], help="tokens")
-    add("--texts", type=int, default=36, help="how many, of all kinds equally")
-    add("--text-tokens", type=int, default=4096, help="length of each")
+    add("--texts", type=int, default=36, help="texts, or problems of each kind")
+    add("--text-tokens", type=int, default=4096, help="length of each text")
     add("--at-once", type=int, default=4, help="requests in an engine step")
     add("--policy-config", type=json.loads, default={}, metavar="JSON")
     add("--variants", type=json.loads, default={}, metavar="JSON")
@@ -110,99 +113,36 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError(f"{name}: expected at least 1, got {getattr(args, name)}")
 
 
-def run(
-    args: argparse.Namespace, settings: Settings, texts: Sequence[Text], done: set
-) -> None:
-    """Measure what the output file lacks and append it, engine by engine.
-
-    Args:
-        args: the parsed command line.
-        settings: of all engines.
-        texts: what to predict.
-        done: keys of existing lines, see `results.key_of`.
-    """
-    missing = {
-        engine: [
-            (policy, budget, wanted)
-            for budget in settings.budgets
-            for policy in engine.policies
-            if (wanted := _missing(engine, policy, budget, texts, done))
-        ]
-        for engine in engines_of(args.policies, settings.intervals)
-    }
-    rounds = sum(map(len, missing.values()))
-    log(f"{rounds} rounds of up to {len(texts)} texts are missing")
-    if args.dry_run:
-        return
-    for engine, asked in missing.items():
-        if asked:
-            with running(engine, settings) as asker, args.out.open("a") as file:
-                for policy, budget, wanted in asked:
-                    began = time.monotonic()
-                    for start in range(0, len(wanted), settings.at_once):
-                        some = wanted[start : start + settings.at_once]
-                        for line in measure(asker, engine, policy, budget, some):
-                            file.write(json.dumps(line) + "\n")
-                        file.flush()
-                    log(
-                        f"{engine.label_of(policy)} {budget}/{engine.interval}: "
-                        f"{len(wanted)} texts in {time.monotonic() - began:.0f} s"
-                    )
-
-
-def measure(
-    asker: Asker, engine: Engine, policy: str, budget: int, texts: Sequence[Text]
-) -> list[Line]:
-    """Return a line of the output file for each text."""
-    found = losses.measure(asker, policy, budget, texts)
-    return [
-        _key(engine, policy, budget, text)
-        | {"digest": text.digest}
-        | losses.figures(of_text, budget, engine.interval)
-        for text, of_text in zip(texts, found, strict=True)
-    ]
-
-
-def _key(engine: Engine, policy: str, budget: int, text: Text) -> Line:
-    """Return what makes a line unique, see `results.KEY_FIELDS`."""
-    return {
-        "policy": engine.label_of(policy) if policy != FULL else FULL,
-        "budget": budget,
-        "interval": engine.interval,
-        "task": record.LOSSES,
-        "id": text.id,
-        "sample": 0,
-    }
-
-
-def _missing(
-    engine: Engine, policy: str, budget: int, texts: Sequence[Text], done: set
-) -> list[Text]:
-    return [
-        text for text in texts if key_of(_key(engine, policy, budget, text)) not in done
-    ]
-
-
 def summary(lines: Sequence[Line]) -> str:
-    """Return the means of an output file as a table."""
-    made = record.rows_of(lines)
+    """Return the means of an output file, beside those of full KV, as tables."""
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for row in record.rows_of(lines):
+        parts.setdefault(row["part"], []).append(row)
+    return "\n\n".join(_means(part, rows) for part, rows in parts.items())
+
+
+def _means(part: str, rows: Sequence[dict[str, Any]]) -> str:
+    names = PARTS[part].names
     full = {
-        (row["budget"], row["interval"]): row["loss"]
-        for row in made
-        if row["policy"] == FULL
+        (row["budget"], row["interval"]): row for row in rows if row["policy"] == FULL
     }
     printed = []
-    for row in sorted(made, key=lambda row: (row["budget"], row["interval"])):
+    for row in sorted(rows, key=lambda row: (row["budget"], row["interval"])):
         place = row["budget"], row["interval"]
-        mean, base = (sum(some) / len(some) for some in (row["loss"], full[place]))
-        names = [row["policy"], *map(str, place), str(len(row["loss"]))]
-        printed.append([*names, f"{mean:.3f}", f"{mean - base:+.3f}"])
-    header = ["policy", "budget", "interval", "texts", "loss, nats", "above full"]
-    return table(header, printed)
+        cells = [row["policy"], *map(str, place), str(len(row["ids"]))]
+        for name in names:
+            mean, base = fmean(row[name]), fmean(full[place][name])
+            cells += [f"{mean:.3f}", f"{mean - base:+.3f}"]
+        printed.append(cells)
+    columns = [word for name in names for word in (name, "beside full")]
+    return table([part, "budget", "interval", "items", *columns], printed)
 
 
-def read(args: argparse.Namespace) -> tuple[Settings, list[Text]]:
+def read(args: argparse.Namespace) -> tuple[Settings, dict[str, list[Any]]]:
     """Fetch the model and the texts unless the cache has them.
+
+    Returns:
+        What all engines have in common, and the items of each part.
 
     Raises:
         ValueError: the model's tokenizer is another one, or a text is too short.
@@ -214,23 +154,25 @@ def read(args: argparse.Namespace) -> tuple[Settings, list[Text]]:
     first = tokenizer.token_to_id(FIRST_TOKEN)
     if first is None:
         raise ValueError(f"model: expected a tokenizer with {FIRST_TOKEN}")
-    texts = read_texts(
-        lambda words: tokenizer.encode(words).ids,
-        first,
-        args.text_tokens,
-        pretrained.default_folder().parent,
-    )
+
+    def encode(words: str) -> list[int]:
+        return tokenizer.encode(words).ids
+
+    cache = pretrained.default_folder().parent
+    texts = read_texts(encode, first, args.text_tokens, cache)
+    items = {part: PARTS[part].items(encode, texts, args.texts) for part in args.parts}
+    longest = max(len(item.token_ids) for some in items.values() for item in some)
     settings = Settings(
         model=model,
         dtype=args.dtype,
-        max_model_len=args.text_tokens + EXTRA_TOKENS,
+        max_model_len=longest + EXTRA_TOKENS,
         at_once=args.at_once,
         budgets=tuple(args.budgets),
         intervals=tuple(args.intervals),
         policy_config=args.policy_config,
         variants=args.variants,
     )
-    return settings, spread(texts, args.texts)
+    return settings, items
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -240,12 +182,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.record:
             args.out.write_text(record.compact(record.of_files(args.record)))
             return
-        settings, texts = read(args)
-        lines = continue_file(args.out, settings.recorded())
-        digests = {(record.LOSSES, text.id): text.digest for text in texts}
-        check_digests(lines, digests)
-        run(args, settings, texts, set(map(key_of, lines)))
-        lines = continue_file(args.out, settings.recorded())
+        settings, items = read(args)
+        recorded = settings.recorded()
+        work = Work(items, continue_file(args.out, recorded))
+        run(args.policies, settings, work, None if args.dry_run else args.out)
+        lines = continue_file(args.out, recorded)
     except (ValueError, PinnedError, pretrained.PretrainedError) as error:
         sys.exit(f"language: {error}")
     if lines and not args.dry_run:

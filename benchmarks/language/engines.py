@@ -60,7 +60,6 @@ class Settings:
         return {
             "model": self.model.name,
             "dtype": self.dtype,
-            "max_model_len": self.max_model_len,
             "at_once": self.at_once,
             "policy_config": dict(self.policy_config),
             "variants": {name: dict(keys) for name, keys in self.variants.items()},

@@ -1,4 +1,4 @@
-"""Makes a record of output files: the loss of every text under every policy."""
+"""Makes a record of output files: the figures of every item under every policy."""
 
 import json
 from collections.abc import Sequence
@@ -6,68 +6,79 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.accuracy.results import Line, merge
+from benchmarks.language.parts import PARTS
 from benchmarks.provenance import collect
 
-LOSSES = "losses"
 DIGITS = 4
+PLACES = "places"
 
 
 def rows_of(lines: Sequence[Line]) -> list[dict[str, Any]]:
-    """Return a row per policy, budget and interval, in the order of the lines.
+    """Return a row per part, policy, budget and interval, in the order of the lines.
 
     Args:
-        lines: of output files, each text once.
+        lines: of output files, each item once.
 
     Returns:
-        Rows with `texts`, their ids; `loss`: of each, nats; `places`: means over the
-        texts, see `losses.figures`.
+        Rows with `part`; `ids` and `kinds` of the items; the part's figures by name, a
+        number per item; and of losses `places`, means over the texts, see
+        `losses.figures`.
     """
     groups: dict[tuple, list[Line]] = {}
     for line in lines:
-        place = line["policy"], line["budget"], line["interval"]
+        place = line["task"], line["policy"], line["budget"], line["interval"]
         groups.setdefault(place, []).append(line)
-    rows = []
-    for (policy, budget, interval), members in groups.items():
-        columns = zip(*(line["places"] for line in members), strict=True)
-        rows.append(
-            {
-                "policy": policy,
-                "budget": budget,
-                "interval": interval,
-                "texts": [line["id"] for line in members],
-                "loss": [line["loss"] for line in members],
-                "places": [round(sum(some) / len(some), DIGITS) for some in columns],
-            }
-        )
-    return rows
+    return [_row(*place, members) for place, members in groups.items()]
+
+
+def _row(
+    part: str, policy: str, budget: int, interval: int, members: Sequence[Line]
+) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "part": part,
+        "policy": policy,
+        "budget": budget,
+        "interval": interval,
+        "ids": [line["id"] for line in members],
+        "kinds": [line["kind"] for line in members],
+    }
+    row |= {name: [line[name] for line in members] for name in PARTS[part].names}
+    if PLACES in members[0]:
+        columns = zip(*(line[PLACES] for line in members), strict=True)
+        row[PLACES] = [round(sum(some) / len(some), DIGITS) for some in columns]
+    return row
 
 
 def of_files(paths: Sequence[Path]) -> dict[str, Any]:
     """Return the record of output files with equal settings.
 
     Returns:
-        `provenance`, `settings`, and `rows`, see `rows_of`; the ids of all texts stand
-        once in `texts` where every row has the same.
+        `provenance`, `settings`; `items`: part -> id -> kind; and `rows`, see
+        `rows_of`, whose figures are in the order of the items.
 
     Raises:
-        ValueError: settings differ, or rows have different texts.
+        ValueError: settings differ, or rows of a part have different items.
     """
     settings, lines = merge(paths)
+    items: dict[str, dict[str, str]] = {}
     rows = rows_of(lines)
-    texts = rows[0]["texts"]
     for row in rows:
-        if sorted(row["texts"]) != sorted(texts):
+        ids, kinds = row.pop("ids"), row.pop("kinds")
+        known = items.setdefault(row["part"], dict(zip(ids, kinds, strict=True)))
+        if sorted(ids) != sorted(known):
             raise ValueError(
                 f"record: {row['policy']} at {row['budget']}/{row['interval']} has "
-                f"{len(row['texts'])} texts, expected the {len(texts)} of "
-                f"{rows[0]['policy']}; finish the run first"
+                f"{len(ids)} items of {row['part']}, expected {len(known)}; finish the "
+                "run first"
             )
-        by_text = dict(zip(row.pop("texts"), row["loss"], strict=True))
-        row["loss"] = [by_text[text] for text in texts]
+        for name in PARTS[row["part"]].names:
+            by_id = dict(zip(ids, row[name], strict=True))
+            row[name] = [by_id[each] for each in known]
+    provenance = collect("benchmarks.language")
     return {
-        "provenance": collect("benchmarks.language"),
+        "provenance": provenance,
         "settings": settings,
-        "texts": texts,
+        "items": items,
         "rows": rows,
     }
 

@@ -27,7 +27,7 @@ MATHEMATICS = Package(
     "d3d3fe8df1e5a0b42f0e7bdf50541697dbe7d23746e894990c030e2b05e72517",
     is_source=True,
 )
-BOOK_FOLDER = "tests/testdata"
+BOOK_FOLDER = Path("tests", "testdata")
 BOOK_NAMES = {
     "novel": "alice29.txt",
     "play": "asyoulik.txt",

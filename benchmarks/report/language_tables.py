@@ -7,6 +7,9 @@ from benchmarks.accuracy.servers import FULL
 from benchmarks.report.records import Row, check_keys, read
 from benchmarks.stats import estimate_difference, holm
 
+LOSSES = "losses"
+"""The part of the benchmark that the tables are of."""
+
 Place = tuple[str, int, int]
 """Policy, budget, interval."""
 
@@ -88,12 +91,14 @@ def _read(wanted: Row, folder: Path) -> dict[Place, list[float]]:
     found: dict[Place, list[float]] = {}
     for name in wanted["files"]:
         record = read(folder / name, "rows")
-        if texts and record["texts"] != texts:
+        own = list(record["items"].get(LOSSES, ()))
+        if texts and own != texts:
             raise ValueError(f"table: expected equal texts in {wanted['files']}")
-        texts = record["texts"]
+        texts = own
         for row in record["rows"]:
-            place = row["policy"], row["budget"], row["interval"]
-            found.setdefault(place, row["loss"])
+            if row["part"] == LOSSES:
+                place = row["policy"], row["budget"], row["interval"]
+                found.setdefault(place, row["loss"])
     return found
 
 

@@ -95,6 +95,7 @@ def test_what_the_server_says_wins():
         ("snapkv+quest", FROM_LENGTHS),
         ("hard-snapkv", FROM_LENGTHS),
         ("hard-snapkv:x", None),
+        ("trim-keydiff", None),
         ("wgkv", None),
         ("wgkv+snapkv", None),
     ],

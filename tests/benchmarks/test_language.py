@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.accuracy.servers import options_of, split
 from benchmarks.language import __main__ as language
-from benchmarks.language import losses, record, texts
+from benchmarks.language import losses, record, runs, texts
 from benchmarks.language.engines import Engine, engines_of
 from benchmarks.language.texts import Text
 from benchmarks.report import tables
@@ -132,7 +132,8 @@ def made_texts(count: int) -> list[Text]:
 def lines_of(policy: str, budget: int, count: int = 3) -> list[dict]:
     """Return output lines of the fake engine."""
     engine = Engine((policy,), 16)
-    return language.measure(FakeAsker(), engine, policy, budget, made_texts(count))
+    texts = made_texts(count)
+    return runs.measure(FakeAsker(), "losses", engine, policy, budget, texts)
 
 
 def test_each_token_is_looked_up_by_its_own_id():
@@ -171,18 +172,17 @@ def test_a_record_needs_all_texts_of_all_policies(tmp_path):
     with (tmp_path / "run.jsonl").open("a") as file:
         for line in lines_of("snapkv", 8, count=2):
             file.write(json.dumps(line) + "\n")
-    with pytest.raises(ValueError, match="snapkv at 8/16 has 2 texts, expected the 3"):
+    with pytest.raises(ValueError, match="snapkv at 8/16 has 2 items of losses"):
         record.of_files([tmp_path / "run.jsonl"])
 
 
 def test_a_run_asks_only_for_what_its_file_lacks(tmp_path, monkeypatch):
     fake = FakeAsker()
     settings = SimpleNamespace(budgets=(8,), intervals=(16,), at_once=2)
-    monkeypatch.setattr(language, "running", lambda *_: _opened(fake))
+    monkeypatch.setattr(runs, "running", lambda *_: _opened(fake))
     out = tmp_path / "out.jsonl"
-    args = SimpleNamespace(policies=["tova", "random"], out=out, dry_run=False)
-    done = {language.key_of(line) for line in lines_of("tova", 8, count=2)}
-    language.run(args, settings, made_texts(3), done)
+    work = runs.Work({"losses": made_texts(3)}, lines_of("tova", 8, count=2))
+    runs.run(["tova", "random"], settings, work, out)
     # Two texts at once, then the third; of tova the third only.
     assert fake.asked == [
         ("full", 8, 2),
@@ -192,6 +192,14 @@ def test_a_run_asks_only_for_what_its_file_lacks(tmp_path, monkeypatch):
         ("random", 8, 1),
     ]
     assert len(out.read_text().splitlines()) == 7
+
+
+def test_lines_of_other_texts_are_refused():
+    lines = lines_of("tova", 8)
+    lines[1]["digest"] = "another"
+    work = runs.Work({"losses": made_texts(3)}, lines)
+    with pytest.raises(ValueError, match="losses novel-1 is another question"):
+        work.prepared("losses", FakeAsker())
 
 
 class _opened:

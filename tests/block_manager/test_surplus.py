@@ -35,6 +35,10 @@ def held(engine: Engine, name: str = "a") -> list[int]:
     return [block for block in engine.ids(name) if block]
 
 
+def dropped(engine: Engine) -> list[tuple[int, float]]:
+    return list(engine.planner.states["a"].dropped.values())
+
+
 def test_the_last_destinations_are_freed_and_local_blocks_stay():
     engine, event = after_first_event()
     before = engine.ids("a")
@@ -68,24 +72,40 @@ def test_the_most_held_is_what_the_step_of_an_event_took_before_the_answer():
 def test_what_is_dropped_is_known_with_the_answer():
     """Of 96 tokens below the frontier 4 blocks of 16 may stay, then 1.75 of 2 do."""
     engine, event = after_first_event()
-    state = engine.planner.states["a"]
-    assert state.dropped == [(FIRST, 2 * N)]
+    assert dropped(engine) == [(FIRST, 2 * N)]
     engine.manager.give_back_surplus(UsedBlocks("a", event.serial, 2, slack=0.25))
-    assert state.dropped == [(FIRST, 4.25 * N)]
+    assert dropped(engine) == [(FIRST, 4.25 * N)]
     stale = UsedBlocks("a", event.serial + 1, 1, slack=0.5)
     engine.manager.give_back_surplus(stale)
-    assert state.dropped == [(FIRST, 4.25 * N)]
+    assert dropped(engine) == [(FIRST, 4.25 * N)]
     engine.manager.free("a")
     engine.planner.restart("a")
-    assert engine.planner.states["a"].dropped == []
+    assert dropped(engine) == []
 
 
 def test_heads_may_leave_pages_empty_where_all_blocks_are_in_use():
     engine, event = after_first_event()
     used = UsedBlocks("a", event.serial, len(event.dest_blocks), slack=0.5)
     engine.manager.give_back_surplus(used)
-    assert engine.planner.states["a"].dropped == [(FIRST, 2.5 * N)]
+    assert dropped(engine) == [(FIRST, 2.5 * N)]
     assert engine.free == BLOCKS - 5
+
+
+def test_what_is_dropped_is_known_with_an_answer_after_the_next_event():
+    """Steps are scheduled before the answers of the last one are read."""
+    engine, event = after_first_event()
+    end = engine.compute("a", FIRST + 1, 1000)
+    engine.planner.finish_step({"a": 1})
+    engine.compute("a", end, 1)
+    (second,) = engine.planner.finish_step({"a": 1}).events
+    certain = dropped(engine)[1]
+    free = engine.free
+    engine.manager.give_back_surplus(UsedBlocks("a", event.serial, 2, slack=0.25))
+    assert dropped(engine) == [(FIRST, 4.25 * N), certain] and engine.free == free
+    used = UsedBlocks("a", second.serial, 1, slack=0.5)
+    engine.manager.give_back_surplus(used)
+    assert dropped(engine)[0] == (FIRST, 4.25 * N)
+    assert dropped(engine)[1] == (SECOND, (second.frontier_blocks - 0.5) * N)
 
 
 def test_survivors_may_need_nothing_at_all():

@@ -62,7 +62,18 @@ def test_every_name_parses_and_builds(name: str, build: Callable[..., Policy]) -
     assert info.protect_prompt == name.endswith(("rpc", "epikv"))
     policy = build(name)
     assert callable(policy.decide)
+    assert policy.dynamic == info.is_dynamic({})
     assert isinstance(policy, MovementPolicy) == (name in TEST_POLICIES)
+
+
+def test_an_option_says_whether_the_text_decides_how_much_is_kept(
+    build: Callable[..., Policy],
+) -> None:
+    for mode in ("fixed", "dynamic"):
+        options = {"hard_mode": mode}
+        found = registry.parse("hard-snapkv").is_dynamic(options)
+        assert found == build("hard-snapkv", options).dynamic == (mode == "dynamic")
+    assert registry.parse("wgkv").is_dynamic({})
 
 
 ROWS = {**SCORERS, **ALLOCATORS, **ADMISSIONS, **SELECTIONS, **TEST_POLICIES}

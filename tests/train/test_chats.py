@@ -143,6 +143,20 @@ def test_all_tokens_count_unless_said(tiny_model: Path, tmp_path: Path) -> None:
     assert texts == [TEXT[:20], ("abc" * 9)[:20]]
 
 
+def test_conversations_without_an_answer_are_skipped(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    maker = Maker(tokenizer_of(tiny_model), 30, "", answers_only=True)
+    parts = TURNS[:2], TURNS[1:3], TURNS[:1], TURNS[1:3]
+    path = written(tmp_path, *({"messages": turns} for turns in parts))
+    rows = read_rows(path, maker, 1)
+    assert [row.weight for row in (*rows.training, *rows.validation)] == [2, 2]
+    told = "gives 2 rows and skips 2 without an answer"
+    assert told in caplog.text
+    with pytest.raises(ValueError, match=f"{told} at --length 30, expected more than"):
+        read_rows(path, maker, 2)
+
+
 @pytest.mark.parametrize(
     ("line", "template", "text"),
     [
@@ -152,7 +166,6 @@ def test_all_tokens_count_unless_said(tiny_model: Path, tmp_path: Path) -> None:
         ({"messages": TURNS}, STRICT, "refuses the conversation: roles must"),
         ({"messages": TURNS}, FORGETFUL, "message 3: .* is no beginning of"),
         ({"messages": TURNS}, "", "messages: the tokenizer has no chat template"),
-        ({"messages": TURNS[:2]}, None, "expected an answer .* first 30 tokens"),
         ({"messages": [TURNS[2]]}, None, "an empty conversation"),
         ({"text": TEXT}, None, "loss_on: got 'answers' with a text"),
     ],

@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 
 from vllm_kvpolicy.policies.admissions.dms.files import load
 from vllm_kvpolicy.train.dms import __main__ as dms
+from vllm_kvpolicy.train.dms.options import parse
+from vllm_kvpolicy.train.sources import words_of
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = [
@@ -63,8 +67,9 @@ def test_the_command_with_the_reasoner(tmp_path: Path) -> None:
     check_output(tmp_path, model)
 
 
-def test_defaults_are_those_of_the_flavour() -> None:
-    command = ["model", "--output", "out", "--text", "file"]
+def test_defaults_are_those_of_the_flavour(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    command = ["model", "--output", "out", "--text", str(tmp_path / "file")]
     given = dms.parse(command)
     assert dms.settings_of(given).steps == 510 and given.length == 32768
     assert (given.window, given.rows_per_step, given.learning_rate) == (512, 8, 3e-5)
@@ -100,6 +105,43 @@ def test_options_that_are_refused(
     with pytest.raises(SystemExit):
         dms.main(["model", "--output", "out", "--text", "file", *options])
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("trainer", ["dms", "wgkv"])
+def test_what_is_not_installed_is_named(trainer: str) -> None:
+    module = f"vllm_kvpolicy.train.{trainer}"
+    script = (
+        "import runpy, sys; sys.modules['accelerate'] = None; "
+        f"runpy._run_module_as_main({module!r})"  # as `python -m` does
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT
+    )
+    (told,) = run.stderr.splitlines()
+    assert run.returncode == 1
+    assert "the trainers need accelerate, this package's extra `train`: pip " in told
+
+
+@pytest.mark.parametrize(
+    ("change", "options"),
+    [
+        (None, ["--validation-rows", "3"]),
+        ("z", []),
+        (None, ["--length", "41"]),
+    ],
+    ids=["rows held out", "text", "length"],
+)
+def test_other_rows_are_another_run(
+    tmp_path: Path, change: str | None, options: list[str]
+) -> None:
+    """Rows that were held out would be trained on."""
+    text = tmp_path / "text.txt"
+    text.write_text("abc")
+    command = ["model", "--text", str(text), "--output", "out", "--length", "40"]
+    before, again = (words_of(parse([*command])) for _ in range(2))
+    if change is not None:
+        text.write_text(f"abc{change}")
+    assert before == again != words_of(parse([*command, *options]))
 
 
 def test_errors_of_users_are_one_sentence(tiny_model: Path, tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ def test_distillation_is_the_divergence_from_the_student(
     student, teacher = states(33, 0).requires_grad_(), states(33, 1)
     row = torch.arange(33) + 3
     row[[5, 32]] = 1  # ends of texts, behind which nothing is to be learned
-    got = distillation(qwen3, student, qwen3, teacher, Row(row))
+    total, number = distillation(qwen3, student, qwen3, teacher, Row(row))
+    assert number == 31
+    got = total / number
     own, wanted = (qwen3.logits(t)[0].log_softmax(-1) for t in (student, teacher))
     each = F.kl_div(wanted, own, log_target=True, reduction="none").sum(-1)
     counts = row != 1
@@ -39,9 +41,9 @@ def test_distillation_is_the_divergence_from_the_student(
 
 def test_distillation_of_the_same_is_nothing(qwen3: Base) -> None:
     row, ends = Row(torch.arange(9) + 3), Row(torch.ones(9, dtype=torch.int64))
-    assert distillation(qwen3, states(9, 0), qwen3, states(9, 0), row) == 0
+    assert distillation(qwen3, states(9, 0), qwen3, states(9, 0), row) == (0, 9)
     none = distillation(qwen3, states(9, 0), qwen3, states(9, 1), ends)
-    assert none == 0  # nothing but ends
+    assert none == (0, 0)  # nothing but ends
 
 
 def test_distillation_counts_what_it_is_told_to(qwen3: Base) -> None:

@@ -187,6 +187,20 @@ def test_losses_are_weighed_by_what_counts(qwen3: Base) -> None:
     assert parts[0] != pytest.approx(parts[1], rel=1e-2)
 
 
+def test_ends_of_texts_weigh_nothing(qwen3: Base) -> None:
+    model = retrofit(qwen3, QUICK)
+    first, second = rows(2)
+    ids = first.ids[:20].clone()
+    ids[::2] = qwen3.ends[0]
+    ended = Row(ids)
+    parts = [measure(model, [row]).window_loss for row in (ended, second)]
+    both = measure(model, [ended, second]).window_loss
+    numbers = [int((row.ids != qwen3.ends[0]).sum()) for row in (ended, second)]
+    want = (parts[0] * numbers[0] + parts[1] * numbers[1]) / sum(numbers)
+    assert numbers[0] <= 10 and math.isclose(both, want, rel_tol=1e-4)
+    assert parts[0] != pytest.approx(parts[1], rel=1e-2)
+
+
 @pytest.mark.parametrize("flavour", ["qwen3", "llama"])
 def test_the_adapter_learns_and_the_model_does_not(
     request: pytest.FixtureRequest, tmp_path: Path, flavour: str

@@ -65,14 +65,18 @@ def missing_architecture(engine_args: Any) -> str | None:
         engine_args: EngineArgs; its model is a folder or a name on the hub.
 
     Returns:
-        None where no word of the catalogue knows the model, or there is no config.json.
+        None where no word of the catalogue knows the model, or there is no config.json,
+        as beside a model that is a single file.
 
     Raises:
         ValueError: a word knows the model but does not support its type.
     """
+    place = engine_args.hf_config_path or engine_args.model
+    if Path(place).is_file():  # a whole model, which must not be read as a config.json
+        return None
     try:  # as the first step of vLLM's own HFConfigParser
         config, _ = PreTrainedConfig.get_config_dict(
-            engine_args.hf_config_path or engine_args.model,
+            place,
             revision=engine_args.revision,
             token=engine_args.hf_token,
         )

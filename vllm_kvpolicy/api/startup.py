@@ -147,7 +147,7 @@ def _choose_counting(scheduler: Any) -> None:
 
 def _choose(engine_args: Any, config: KVPolicyConfig) -> None:
     """Choose what the user left open and a policy depends on."""
-    overrides = engine_args.hf_overrides
+    overrides = engine_args.hf_overrides or {}
     if isinstance(overrides, dict) and "architectures" not in overrides:
         missing = missing_architecture(engine_args)
         if missing is not None:

@@ -71,9 +71,9 @@ class RequestState:
         serial: number of the last event, -1 before the first.
         passed: position of the last event, -1 before the first.
         most_held: most superblocks held just before some were given back.
-        dropped: the position of each event, and how many tokens had been dropped after
-            it, per KV head, mean over layers and heads. Of an event whose answer is
-            under way, those that were certain to be.
+        dropped: by serial, the position of each event, and how many tokens had been
+            dropped after it, per KV head, mean over layers and heads. Of an event whose
+            answer is under way, those that were certain to be.
     """
 
     plan: RequestPlan
@@ -87,7 +87,7 @@ class RequestState:
     serial: int = -1
     passed: int = -1
     most_held: int = 0
-    dropped: list[tuple[int, float]] = field(default_factory=list)
+    dropped: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     @property
     def footprint(self) -> Footprint:
@@ -107,6 +107,13 @@ class RequestState:
         """Tokens per KV head that the events so far have dropped."""
         block_size = self.footprint.block_size
         return (self.frontier_blocks - self.global_blocks) * block_size
+
+    def note_dropped(self, used: UsedBlocks) -> None:
+        """Note what one of the request's events has dropped, later events or not."""
+        position, certain = self.dropped[used.serial]
+        frontier = self.footprint.frontier_blocks(position)
+        dropped = (frontier - used.num_blocks + used.slack) * self.footprint.block_size
+        self.dropped[used.serial] = position, max(dropped, certain)
 
 
 @dataclass
@@ -212,8 +219,8 @@ class Planner:
         num_global = state.global_blocks
         self.num_global_blocks += len(dest_blocks) - num_global
         state.global_blocks = len(dest_blocks)
-        state.dropped.append((position, state.dropped_tokens))
         state.serial = self.num_events
+        state.dropped[state.serial] = position, state.dropped_tokens
         self.num_events += 1
         self._events[request_id] = CompactEvent(
             request_id=request_id,
@@ -244,6 +251,9 @@ class Planner:
     def surplus(self, used: UsedBlocks) -> tuple[int, int] | None:
         """Take the superblocks that an event did not need off the request's count.
 
+        After a later event they can no longer be given back; the answer then says only
+        what the event has dropped.
+
         Args:
             used: the worker's answer, maybe late: the request may have finished,
                 started again, or had another event since.
@@ -253,14 +263,13 @@ class Planner:
             free; None where there is nothing to give back.
         """
         state = self.states.get(used.request_id)
-        if state is None or not state.ordinal or state.serial != used.serial:
+        if state is None or used.serial not in state.dropped:
             return None
+        state.note_dropped(used)
         first, last = used.num_blocks, state.global_blocks
-        state.global_blocks = min(first, last)
-        empty = used.slack * state.footprint.block_size
-        state.dropped[-1] = state.passed, state.dropped_tokens + empty
-        if first >= last:
+        if state.serial != used.serial or first >= last:
             return None
+        state.global_blocks = first
         self.num_global_blocks -= last - first
         return first, last
 

@@ -255,7 +255,7 @@ class KVPolicySchedulerMixin(CountingMixin):
         state = self.kv_policy_planner.states.get(request_id)
         if state is None or not self.kv_policy_config.report_events:
             return None
-        return {"kv_policy": {"dropped": state.dropped}}
+        return {"kv_policy": {"dropped": list(state.dropped.values())}}
 
 
 class KVPolicyScheduler(KVPolicySchedulerMixin, Scheduler):

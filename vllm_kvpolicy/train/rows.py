@@ -1,6 +1,7 @@
 """Makes training rows from text files."""
 
 import json
+import logging
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 
 from vllm_kvpolicy.train.chats import Message, answers, is_chat, render
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -93,8 +96,7 @@ class Maker:
         """Return the row of a conversation, cut after `length` tokens.
 
         Raises:
-            ValueError: the chat template is missing or does not fit, or no answer is
-                left to count.
+            ValueError: the chat template is missing or does not fit.
         """
         if not self.tokenizer.chat_template:
             raise ValueError("messages: the tokenizer has no chat template")
@@ -103,12 +105,7 @@ class Maker:
             return Row(ids)
         # A token is predicted after the one before it.
         said = answers(messages, self.tokenizer)[: self.length]
-        row = Row(ids, torch.cat([said[1:], said.new_zeros(1)]))
-        if not row.weight:
-            raise ValueError(
-                f"expected an answer of the assistant in the first {self.length} tokens"
-            )
-        return row
+        return Row(ids, torch.cat([said[1:], said.new_zeros(1)]))
 
     def _wrapped(self, ids: list[int]) -> Row:
         """Return the row of a text, or of the chat that begins with it."""
@@ -124,8 +121,8 @@ def read_rows(path: Path, maker: Maker, num_validation: int) -> Rows:
 
     Each line of a `.jsonl` file is an object with `text` or `messages`. A text of at
     least `length` tokens makes one row of its first `length` tokens; shorter ones are
-    skipped. Messages make one row of at most `length` tokens. Any other file is one
-    text, cut into rows.
+    skipped. Messages make one row of at most `length` tokens; it is skipped where the
+    loss counts nowhere in it. Any other file is one text, cut into rows.
 
     Args:
         path: the file, UTF-8.
@@ -136,12 +133,17 @@ def read_rows(path: Path, maker: Maker, num_validation: int) -> Rows:
         ValueError: a file that cannot be read or has too few rows, or a row that cannot
             be made; the error names its line.
     """
-    rows = list(_rows(path, maker))
+    made = list(_rows(path, maker))
+    rows = [row for row in made if row.weight]
+    skipped = ""
+    if len(rows) < len(made):
+        skipped = f" and skips {len(made) - len(rows)} without an answer"
+        logger.warning("text: %r gives %d rows%s", str(path), len(rows), skipped)
     if len(rows) <= num_validation:
         raise ValueError(
-            f"text: {str(path)!r} gives {len(rows)} rows at --length {maker.length}, "
-            f"expected more than the {num_validation} for validation; give more text, "
-            "or a smaller --length or --validation-rows"
+            f"text: {str(path)!r} gives {len(rows)} rows{skipped} at --length "
+            f"{maker.length}, expected more than the {num_validation} for validation; "
+            "give more text, or a smaller --length or --validation-rows"
         )
     return Rows(rows[:-num_validation], rows[-num_validation:])
 

@@ -1,6 +1,7 @@
 """Turns options that both trainers share into rows, devices and dtypes."""
 
 import argparse
+import hashlib
 from pathlib import Path
 
 import torch
@@ -32,8 +33,17 @@ def rows_of(given: argparse.Namespace) -> Rows | ReasonerRows:
 
 
 def words_of(given: argparse.Namespace) -> str:
-    """Return a description of the rows that distinguishes runs."""
-    source = f"{given.text} {given.instruction!r}" if given.text else "reasoner"
+    """Return a description of the rows that distinguishes runs.
+
+    A text is told by its content and by how many of its rows are held out: with others,
+    a run that goes on would train on rows that it is measured on.
+    """
+    source = "reasoner"
+    if given.text:
+        with given.text.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        held_out = f"{given.validation_rows} rows held out"
+        source = f"{given.text} {given.instruction!r}, sha256 {digest}, {held_out}"
     loss = ", loss on answers" if given.loss_on == "answers" else ""
     return f"{given.model}, {source}, length {given.length}{loss}"
 

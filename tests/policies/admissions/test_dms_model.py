@@ -20,6 +20,7 @@ from vllm_kvpolicy.api.start_checks import (
 from vllm_kvpolicy.api.startup import _choose
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies.admissions.dms import model as dms_model
+from vllm_kvpolicy.policies.admissions.dms import startup
 from vllm_kvpolicy.policies.admissions.dms.adapter import FLAVOURS
 from vllm_kvpolicy.policies.admissions.dms.files import save
 from vllm_kvpolicy.policies.admissions.dms.model import (
@@ -161,13 +162,14 @@ def test_an_architecture_that_a_checkpoint_leaves_out(tmp_path, config, wanted):
     yarn = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
     for given, kept in (
         ({}, {}),
+        (None, {}),
         (yarn, yarn),
         ({"architectures": ["Mine"]}, {"architectures": ["Mine"]}),
     ):
         args.hf_overrides = given
         _choose(args, KVPolicyConfig.from_dict({"policy": "dms"}))
         added = {"architectures": [wanted]} if wanted else {}
-        assert args.hf_overrides == {**added, **kept}
+        assert (args.hf_overrides or {}) == {**added, **kept}
 
 
 def test_a_type_without_support_is_named(tmp_path):
@@ -202,6 +204,19 @@ def test_a_config_that_cannot_be_read_is_for_vllm_to_refuse(tmp_path, text):
     assert missing_architecture(engine_args(tmp_path)) is None
 
 
+def test_a_model_in_one_file_is_not_read(monkeypatch, tmp_path):
+    def fails(*args, **values):
+        raise AssertionError("read")
+
+    monkeypatch.setattr(PreTrainedConfig, "get_config_dict", fails)
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+    args = SimpleNamespace(
+        model=str(path), hf_config_path=None, revision=None, hf_token=None
+    )
+    assert missing_architecture(args) is None
+
+
 def test_every_class_of_checkpoints_with_adapters_is_registered():
     names = [f"{name}DMS" for name in FLAVOURS.values()]
     assert list(ADMISSIONS["dms"].architectures) == names
@@ -215,11 +230,22 @@ def test_a_missing_tokenizer_is_refused(policy_config, tmp_path, kind):
     model = Overlay(deciding(policy_config, 32), changed)
     config = KVPolicyConfig.from_dict({"policy": "dms", "recent": 32})
     with pytest.raises(
-        ValueError, match="has no tokenizer; set --tokenizer .*Qwen3-8B"
+        ValueError, match="has no tokenizer.*; set --tokenizer .*Qwen3-8B"
     ):
         check_files(config, model)
     changed["model_config.skip_tokenizer_init"] = True
     check_files(config, Overlay(deciding(policy_config, 32), changed))
+
+
+def test_a_tokenizer_that_cannot_be_read_says_why(monkeypatch, policy_config):
+    def fails(*args):
+        raise OSError("You are trying to access a gated repo.\nLog in.")
+
+    monkeypatch.setattr(startup, "cached_tokenizer_from_config", fails)
+    config = KVPolicyConfig.from_dict({"policy": "dms", "recent": 32})
+    why = r"has no tokenizer that can be read \(You are .* gated repo\. Log in\.\); set"
+    with pytest.raises(ValueError, match=why):
+        check_files(config, deciding(policy_config, 32))
 
 
 def checked(policy_config, window=32, recent=32, options=None, **more):

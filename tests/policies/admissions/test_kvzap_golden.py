@@ -5,6 +5,8 @@ and decisions, on what that decoder gives its attention.
 """
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 
 from support.engine.kvzap_decoder import KVzapDecoder
+from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.kernels.visibility import NEVER, visible_until
 from vllm_kvpolicy.policies.admissions.kvzap.policy import (
     SurrogateScores,
@@ -111,6 +114,41 @@ def test_what_the_hook_notes_decides_alike(
         assert scores[size:].isnan().all()
         keeps = policy.keeps(layer, hidden, torch.arange(size))
         assert torch.equal(keeps.T, golden[layer] >= threshold)
+
+
+class Attention(nn.Module):
+    """A module around an attention layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.Linear(1, 1)
+
+    def forward(self, positions: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states
+
+
+def test_layers_take_the_tensors_and_sizes_stay(
+    data: dict[str, np.ndarray], kind: str
+) -> None:
+    policy = SurrogateScores(surrogate_of(data, kind), -4.0, exact=False)
+    names = tuple(policy.surrogate.shapes)
+    model = nn.ModuleList(Attention() for _ in range(LAYERS))
+    given = {"policy": "kvzap", "policy_config": {"kvzap_model": "none"}}
+    config: Any = SimpleNamespace(
+        additional_config={CONFIG_KEY: KVPolicyConfig.from_dict(given).to_dict()},
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8),
+        model_config=SimpleNamespace(dtype=torch.float32),
+    )
+    policy.attach(model, [module.attn for module in model], config, None)
+    held = sum(
+        part.nbytes for each in model for part in each.kv_policy_logits.buffers()
+    )
+    assert policy.nbytes == held > 0
+    assert not policy.surrogate.tensors
+    assert tuple(policy.surrogate.shapes) == names
+    policy.check_model(LAYERS, 2 * HEADS, HEADS, 32)
+    with pytest.raises(ValueError, match="n_modules"):
+        policy.check_model(LAYERS + 1, 2 * HEADS, HEADS, 32)
 
 
 def test_scores_are_taken_in_the_dtype_of_the_model() -> None:

@@ -221,6 +221,7 @@ ALLOCATORS = {
         options=HardOptions,
         window="window",
         ragged=True,
+        dynamic=("hard_mode", "dynamic"),
         refuses={"streaming": _RECENCY},
     ),
     "trim": WordRow(
@@ -229,6 +230,7 @@ ALLOCATORS = {
         "WG-KV, arXiv 2512.17452, appendix K.1",
         options=TrimOptions,
         ragged=True,
+        dynamic=True,
         refuses={"streaming": _RECENCY},
     ),
     "strat": WordRow(

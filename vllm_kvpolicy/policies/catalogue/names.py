@@ -116,6 +116,16 @@ class PolicyInfo:
         is_ragged = any(row.ragged for row in self.parts)
         return is_ragged or bool(options.get("ragged", False))
 
+    def is_dynamic(self, options: Mapping[str, Any]) -> bool:
+        """Return whether the text decides how much it keeps, up to the budget.
+
+        Args:
+            options: resolved options.
+        """
+        return self.admission is not None or any(
+            row.is_dynamic(options) for row in self.parts
+        )
+
     def decides(self, options: Mapping[str, Any]) -> bool:
         """Return whether its admission decides while tokens are computed."""
         decides = self.admission is not None and self.admission.decides

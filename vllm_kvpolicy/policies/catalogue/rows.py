@@ -20,6 +20,8 @@ class WordRow:
         options: the keys of `--kv-policy-config` that the part reads.
         window: queries that the part reads: a number, or the option that holds it.
         ragged: heads end up with different numbers of tokens; an admission must set it.
+        dynamic: it may keep less than the budget: always, or where an option has this
+            value; an admission always may.
         protect_prompt: prompt tokens are kept unless the user says otherwise.
         decides: it always decides while tokens are computed, not at events.
         decides_later: a token decides about the token before it.
@@ -41,6 +43,7 @@ class WordRow:
     options: type[Options] = Options
     window: int | str = 0
     ragged: bool = False
+    dynamic: bool | tuple[str, Any] = False
     protect_prompt: bool = False
     decides: bool = False
     decides_later: bool = False
@@ -66,6 +69,17 @@ class WordRow:
     def build(self, values: Mapping[str, Any]) -> Any:
         """Build the part, see `read`; imports torch."""
         return load(self.path)(**dict(self.read(values)))
+
+    def is_dynamic(self, values: Mapping[str, Any]) -> bool:
+        """Return whether the part may keep less than the budget.
+
+        Args:
+            values: resolved options of a whole policy.
+        """
+        if isinstance(self.dynamic, bool):
+            return self.dynamic
+        key, value = self.dynamic
+        return values.get(key) == value
 
     def window_tokens(self, values: Mapping[str, Any]) -> int:
         """Return how many queries the part reads.

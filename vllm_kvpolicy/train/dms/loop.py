@@ -77,7 +77,8 @@ def _losses(
         noise = noise_of(teacher, len(row), settings.seed, step, index)
     student = retrofit.dropping(noise=noise, fade=fade)
     got = retrofit.student.hidden(row.ids, student)
-    distilled = distillation(retrofit.student, got, teacher, wanted, row)
+    total, number = distillation(retrofit.student, got, teacher, wanted, row)
+    distilled = total / max(number, 1)
     target = torch.full_like(distilled, settings.dropped(step))
     loss, dropped = distilled, torch.zeros_like(distilled)
     if fade is None:

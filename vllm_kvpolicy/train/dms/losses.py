@@ -21,8 +21,8 @@ def distillation(
     teacher: Base,
     teacher_hidden: torch.Tensor,
     row: Row,
-) -> torch.Tensor:
-    """Return the mean divergence KL(student || teacher) of next tokens, float32.
+) -> tuple[torch.Tensor, int]:
+    """Sum the divergences KL(student || teacher) of next tokens.
 
     Args:
         student: its output embedding turns `student_hidden` into logits.
@@ -30,11 +30,15 @@ def distillation(
         teacher: like `student`.
         teacher_hidden: like `student_hidden`.
         row: tokens that follow the end of a text do not count either.
+
+    Returns:
+        The sum, float32, and over how many tokens it is.
     """
     ends = torch.tensor(teacher.ends, dtype=row.ids.dtype)
     counts = ~torch.isin(row.ids, ends)
     if row.counts is not None:
         counts &= row.counts
+    number = int(counts.sum())
     counts = counts.to(teacher.device)
     total = torch.zeros((), device=teacher.device)
     for start in range(0, len(row), BLOCK):
@@ -49,7 +53,7 @@ def distillation(
             counts[part],
             use_reentrant=False,
         )
-    return total / counts.sum().clamp(min=1)
+    return total, number
 
 
 def _divergence(

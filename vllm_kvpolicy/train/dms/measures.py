@@ -16,7 +16,7 @@ VALIDATION = -1  # replaces the step in the seed of noise
 
 @dataclass(frozen=True)
 class Figures:
-    """Means over validation rows.
+    """Means over validation rows; losses over the tokens that count in `distillation`.
 
     Args:
         kept_fraction: share of the decided tokens that are kept, mean over layers and
@@ -64,15 +64,15 @@ def measure(retrofit: Retrofit, rows: Sequence[Row]) -> Figures:
         )
         for way, student in enumerate(ways):
             got = retrofit.student.hidden(row.ids, student)
-            loss = distillation(retrofit.student, got, base, wanted, row)
-            losses[way] += loss.cpu() * row.weight
+            total, number = distillation(retrofit.student, got, base, wanted, row)
+            losses[way] += total.cpu()
         keep = served.keep()[:, 0]
         kept += keep[..., :-SHIFT].sum(-1)
         keep[..., max(0, len(row) - settings.window - 1) :] = True
         cached += keep.float().mean().item() * len(row)
         tokens, decided = tokens + len(row), decided + len(row) - SHIFT
-        counted += row.weight
-    soft, hard, window = (losses / counted).tolist()
+        counted += number
+    soft, hard, window = (losses / max(counted, 1)).tolist()
     return Figures(
         kept_fraction=kept.mean().item() / decided,
         kept_by_head=(kept / decided).tolist(),

@@ -88,19 +88,20 @@ def _check_tokenizer(model_config: Any) -> None:
     Released checkpoints may lack a tokenizer. For some types of models transformers
     then makes an empty one, and every prompt would be empty.
     """
+    found = "has no tokenizer"
     try:
         tokenizer = cached_tokenizer_from_config(model_config)
         if tokenizer is None:  # not wanted: prompts are token ids
             return
-        tokens = tokenizer.encode("Hello world", add_special_tokens=False)
-    except (OSError, ValueError):
-        tokens = []
-    if not tokens:
-        raise ValueError(
-            f"dms: {model_config.tokenizer} has no tokenizer; set --tokenizer to the "
-            "model that this one was made from, for nvidia/Qwen3-8B-DMS-8x "
-            "--tokenizer Qwen/Qwen3-8B"
-        )
+        if tokenizer.encode("Hello world", add_special_tokens=False):
+            return
+    except (OSError, ValueError) as error:
+        said = " ".join(str(error).split())
+        found = f"has no tokenizer that can be read ({said})"
+    raise ValueError(
+        f"dms: {model_config.tokenizer} {found}; set --tokenizer to the model that "
+        "this one was made from, for nvidia/Qwen3-8B-DMS-8x --tokenizer Qwen/Qwen3-8B"
+    )
 
 
 def _adapter(path: str | None, vllm_config: Any) -> DmsAdapter | None:

@@ -10,6 +10,7 @@ tokens; sinks are kept. Theirs hides tokens of a prompt when it has been read wh
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class SurrogateScores(BaseAdmission):
     """Admits the tokens whose score is not below a threshold; a `Decider`.
 
     Args:
-        surrogate: as read from a folder.
+        surrogate: as read from a folder; once layers have its tensors, its sizes alone.
         lowest: score that a token needs to stay.
         exact: tokens are hidden as soon as they leave the window.
     """
@@ -92,6 +93,7 @@ class SurrogateScores(BaseAdmission):
             ]
             scores = torch.zeros(shape, device=device)
             self._scorers.append(attach_surrogate(attention, scores, linears))
+        self.surrogate = replace(self.surrogate, tensors={})
 
     def keeps(
         self, layer: int, key: torch.Tensor, positions: torch.Tensor
