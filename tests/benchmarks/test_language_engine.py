@@ -12,7 +12,7 @@ from benchmarks.language.engines import Engine, Settings, running
 from benchmarks.language.texts import Text
 
 CHECKPOINT = Path(reasoner.__file__).parent / "checkpoint"
-BUDGET, INTERVAL, LENGTH = 64, 64, 300
+BUDGET, INTERVAL, LENGTH = 96, 64, 300
 FIRST = losses.first_event(BUDGET, INTERVAL)
 
 
