@@ -17,8 +17,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from benchmarks import pretrained
 from benchmarks.accuracy.grid import read_grid
 from benchmarks.accuracy.results import Line, continue_file
@@ -27,13 +25,12 @@ from benchmarks.language import record
 from benchmarks.language.engines import Settings
 from benchmarks.language.parts import PARTS
 from benchmarks.language.runs import Work, run
-from benchmarks.language.texts import read_texts
+from benchmarks.language.texts import encoder_of, read_texts
 from benchmarks.pinned import PinnedError
 from benchmarks.printing import table
 from vllm_kvpolicy.policies.catalogue.names import parse
 
 NOT_IN_GRIDS = {"grid", "out", "record", "dry_run", "quick", "model"}
-FIRST_TOKEN = "<|endoftext|>"
 QUICK: dict[str, Any] = {
     "policies": [
         "streaming",
@@ -150,14 +147,7 @@ def read(args: argparse.Namespace) -> tuple[Settings, dict[str, list[Any]]]:
         PretrainedError: the model's folder holds something else.
     """
     model = args.model or pretrained.make(pretrained.default_folder())
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    first = tokenizer.token_to_id(FIRST_TOKEN)
-    if first is None:
-        raise ValueError(f"model: expected a tokenizer with {FIRST_TOKEN}")
-
-    def encode(words: str) -> list[int]:
-        return tokenizer.encode(words).ids
-
+    encode, first = encoder_of(model)
     cache = pretrained.default_folder().parent
     texts = read_texts(encode, first, args.text_tokens, cache)
     items = {part: PARTS[part].items(encode, texts, args.texts) for part in args.parts}

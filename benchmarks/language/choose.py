@@ -15,18 +15,15 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from benchmarks import pretrained
 from benchmarks.accuracy.servers import FULL
 from benchmarks.language import tasks
 from benchmarks.language.engines import Asker, Engine, Settings, running
-from benchmarks.language.texts import Encode, Text, read_texts
+from benchmarks.language.texts import Encode, Text, encoder_of, read_texts
 
 LEAST, MOST = 0.8, 0.1
 """Shares of right answers."""
 DIGITS = 2
-FIRST_TOKEN = "<|endoftext|>"
 INTERVAL = 256
 AT_ONCE = 4
 """Problems in an engine step."""
@@ -98,13 +95,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--count", type=int, default=7, help="texts")
     args = parser.parse_args(argv)
     model = pretrained.make(pretrained.default_folder())
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    encode, first = encoder_of(model)
     longest = max(args.lengths)
-
-    def encode(words: str) -> list[int]:
-        return tokenizer.encode(words).ids
-
-    first = tokenizer.token_to_id(FIRST_TOKEN)
     texts = read_texts(encode, first, tasks.PIECE, model.parent)
     settings = Settings(
         model=model,

@@ -15,6 +15,8 @@ from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
 from benchmarks.pinned import Package, download
 
 BOOKS = Package(
@@ -57,6 +59,9 @@ SOURCES = (
     "stats/crv_types.py",
 )
 
+FIRST_TOKEN = "<|endoftext|>"
+"""Between documents in the training of SmolLM2."""
+
 Encode = Callable[[str], list[int]]
 
 
@@ -78,6 +83,26 @@ class Text:
     def digest(self) -> str:
         """First 16 hexadecimal digits of the SHA-256 of the token ids."""
         return sha256(repr(self.token_ids).encode()).hexdigest()[:16]
+
+
+def encoder_of(model: Path) -> tuple[Encode, int]:
+    """Return a model's encoder, and its token before each text.
+
+    Args:
+        model: folder with a `tokenizer.json`.
+
+    Raises:
+        ValueError: the tokenizer has no token FIRST_TOKEN.
+    """
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    first = tokenizer.token_to_id(FIRST_TOKEN)
+    if first is None:
+        raise ValueError(f"model: expected a tokenizer with {FIRST_TOKEN}")
+
+    def encode(words: str) -> list[int]:
+        return tokenizer.encode(words).ids
+
+    return encode, first
 
 
 def read_texts(encode: Encode, first: int, length: int, folder: Path) -> list[Text]:

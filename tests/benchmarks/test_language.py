@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import reasoner
 from benchmarks.accuracy.servers import options_of, split
 from benchmarks.language import __main__ as language
 from benchmarks.language import losses, record, runs, texts
@@ -58,6 +59,11 @@ def test_texts_are_cut_to_length_and_differ(cache):
     words = "".join(map(chr, second.token_ids[1:]))
     place = f"{texts.BOOK_FOLDER}/{texts.BOOK_NAMES['verse']} line"
     assert words.startswith(place) and "\r" not in words
+
+
+def test_a_model_without_the_first_token_is_refused():
+    with pytest.raises(ValueError, match="model: expected a tokenizer with"):
+        texts.encoder_of(Path(reasoner.__file__).parent / "checkpoint")
 
 
 def test_a_text_that_is_too_short_is_named(cache):
