@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks import pretrained
+from benchmarks import packed, pretrained
 from benchmarks.accuracy.grid import read_grid
 from benchmarks.accuracy.results import Line, continue_file
 from benchmarks.accuracy.servers import FULL, split
@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     try:
         if args.record:
-            args.out.write_text(record.compact(record.of_files(args.record)))
+            packed.write_text(args.out, record.compact(record.of_files(args.record)))
             return
         settings, items = read(args)
         recorded = settings.recorded()
