@@ -30,7 +30,7 @@ from benchmarks.pinned import PinnedError
 from benchmarks.printing import table
 from vllm_kvpolicy.policies.catalogue.names import parse
 
-NOT_IN_GRIDS = {"grid", "out", "record", "dry_run", "quick", "model"}
+NOT_IN_GRIDS = {"grid", "out", "record", "dry_run", "quick", "model", "trace"}
 QUICK: dict[str, Any] = {
     "policies": [
         "streaming",
@@ -75,6 +75,7 @@ def parser() -> argparse.ArgumentParser:
     add("--at-once", type=int, default=4, help="requests in an engine step")
     add("--policy-config", type=json.loads, default={}, metavar="JSON")
     add("--variants", type=json.loads, default={}, metavar="JSON")
+    add("--trace", type=Path, help="folder in which engines record what events keep")
     return made
 
 
@@ -161,6 +162,7 @@ def read(args: argparse.Namespace) -> tuple[Settings, dict[str, list[Any]]]:
         intervals=tuple(args.intervals),
         policy_config=args.policy_config,
         variants=args.variants,
+        trace=args.trace,
     )
     return settings, items
 

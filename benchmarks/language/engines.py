@@ -44,6 +44,7 @@ class Settings:
         policy_config: options of policies; those that a policy does not have are left
             out.
         variants: name -> options that win over them.
+        trace: folder in which engines record what events keep, None for no record.
     """
 
     model: Path
@@ -54,6 +55,7 @@ class Settings:
     intervals: tuple[int, ...]
     policy_config: Mapping[str, Any] = field(default_factory=dict)
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    trace: Path | None = None
 
     def recorded(self) -> dict[str, Any]:
         """Return what an output file says about its engines."""
@@ -180,6 +182,8 @@ def running(engine: Engine, settings: Settings) -> Iterator[Asker]:
         engine.variant,
         {"policy_config": settings.policy_config, "variants": settings.variants},
     )
+    if settings.trace:
+        options["trace"] = str(settings.trace)
     blocks = settings.at_once * -(-settings.max_model_len // BLOCK_SIZE) + 1
     own = {"prefill_interval": engine.interval, "protect_prompt": False}
     llm = LLM(
