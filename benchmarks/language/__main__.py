@@ -106,6 +106,8 @@ def check(args: argparse.Namespace) -> None:
             parse(name, "policies")
         if variant and variant not in args.variants:
             raise ValueError(f"variants: expected {variant!r}, which {label} names")
+    if len({PARTS[part].as_served for part in args.parts}) > 1:
+        raise ValueError(f"parts: got {args.parts}, expected `turns` alone")
     for name in ("texts", "at_once"):
         if getattr(args, name) < 1:
             raise ValueError(f"{name}: expected at least 1, got {getattr(args, name)}")
@@ -162,6 +164,7 @@ def read(args: argparse.Namespace) -> tuple[Settings, dict[str, list[Any]]]:
         intervals=tuple(args.intervals),
         policy_config=args.policy_config,
         variants=args.variants,
+        as_served=any(PARTS[part].as_served for part in args.parts),
         trace=args.trace,
     )
     return settings, items

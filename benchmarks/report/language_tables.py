@@ -11,7 +11,10 @@ LOSSES = "losses"
 """The part of the benchmark that most tables are of."""
 LOSS = "loss"
 """The figure that they show."""
-SHARES = ("right", "equal", "top")
+SHARES = (
+    *("right", "equal", "top"),
+    *("first_right", "second_right", "alone_right", "cached"),
+)
 """Figures that are shares, shown in %."""
 LOWER_IS_BETTER = (LOSS, "kl")
 
