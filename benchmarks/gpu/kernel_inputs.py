@@ -12,6 +12,18 @@ import torch
 
 from benchmarks.gpu.admission_inputs import make_paged_gates, make_until_attention
 from benchmarks.gpu.draw import CPU, Arguments, Draw, Size
+from benchmarks.gpu.event_inputs import (
+    make_assign_pages,
+    make_count_in_pages,
+    make_enter_page_lists,
+    make_enter_requests,
+    make_list_survivors,
+    make_must_keep_tokens,
+    make_page_quota,
+    make_read_survivors,
+    make_survivor_moves,
+    make_write_survivors,
+)
 from benchmarks.gpu.step_inputs import (
     make_head_page_tables,
     make_page_tables,
@@ -188,10 +200,16 @@ def make_top_k_mask(size: Size, draw: Draw) -> Arguments:
 
 def make_resize(size: Size, draw: Draw) -> Arguments:
     """Choices to fill up and choices to trim."""
-    again = Draw(draw.generator.initial_seed(), draw.source, draw.source)
-    arguments = make_fill_next_best(size, again)
-    must = arguments["valid"] & (torch.arange(size.tokens) < SINKS)
-    return draw.here(arguments | {"must_keep": must})
+    lengths, valid, must = masks(size, draw)
+    pages = lengths // size.page
+    arguments = {
+        "keep": must | (valid & (draw.uniform(*valid.shape) < 0.5)),
+        "score": score(size, draw),
+        "must_keep": must & (torch.arange(size.tokens) < SINKS),
+        "num_pages": pages,
+        "quota": pages.clamp(max=-(-size.budget // size.page)),
+    }
+    return draw.here(arguments) | {"block_size": size.page}
 
 
 def make_ascending_indices(size: Size, draw: Draw) -> Arguments:
@@ -294,6 +312,16 @@ MAKERS: dict[str, Callable[[Size, Draw], Arguments]] = {
     "paged_gates": lambda size, draw: make_paged_gates(
         size, draw, paged_keys(size, draw)
     ),
+    "assign_pages": make_assign_pages,
+    "count_in_pages": make_count_in_pages,
+    "enter_page_lists": make_enter_page_lists,
+    "enter_requests": make_enter_requests,
+    "list_survivors": make_list_survivors,
+    "must_keep_tokens": make_must_keep_tokens,
+    "page_quota": make_page_quota,
+    "read_survivors": make_read_survivors,
+    "survivor_moves": make_survivor_moves,
+    "write_survivors": make_write_survivors,
     "page_bounds": make_page_bounds,
     "page_scores": make_page_scores,
 }

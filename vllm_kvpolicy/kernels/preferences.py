@@ -37,10 +37,17 @@ class Preference:
 # A CUDA twin becomes the preference once committed timings of both on one GPU say so.
 TABLE: Mapping[str, Preference] = {
     "ascending_indices": Preference(),
+    "assign_pages": Preference(),
     "compact_pages": Preference(in_cuda=True),
+    "count_in_pages": Preference(),
+    "enter_page_lists": Preference(),
+    "enter_requests": Preference(),
     "fill_next_best": Preference(),
     "head_page_tables": Preference(),
+    "list_survivors": Preference(),
+    "must_keep_tokens": Preference(),
     "page_bounds": Preference(),
+    "page_quota": Preference(),
     "page_scores": Preference(),
     "page_tables": Preference(in_cuda=True),
     "paged_cosines": Preference(),
@@ -49,12 +56,15 @@ TABLE: Mapping[str, Preference] = {
     "paged_pair_projections": Preference(),
     "paged_projections": Preference(),
     "pick_by_quota": Preference(in_cuda=True),
+    "read_survivors": Preference(),
     "resize": Preference(),
     "save_rows": Preference(),
     "segment_quota": Preference(),
+    "survivor_moves": Preference(),
     "top_k_mask": Preference(in_cuda=True),
     "until_attention": Preference(),
     "window_usage": Preference(),
+    "write_survivors": Preference(),
 }
 
 

@@ -73,9 +73,9 @@ class Launches(TorchDispatchMode):
 def _modules_with(function: Callable[..., Any]) -> Iterator[Any]:
     """Yield the package's modules that call a function of `transfer` by its name."""
     for name, module in list(sys.modules.items()):
-        if name.startswith("vllm_kvpolicy.worker"):
-            if getattr(module, function.__name__, None) is function:
-                yield module
+        is_ours = name.startswith("vllm_kvpolicy.worker")
+        if is_ours and getattr(module, function.__name__, None) is function:
+            yield module
 
 
 def count_launches(name: str, **options: Any) -> Counter[str]:

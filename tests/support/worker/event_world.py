@@ -73,12 +73,9 @@ class World:
             tier=self._tier(info.is_ragged(resolve_options(info, options))),
             requests=self.requests,
             captures=self.captures,
-            memory={
-                each: SurvivorMemory(
-                    self.requests, BLOCKS, NUM_HEADS, RECENT + SIZE - 1
-                )
-                for each in names
-            },
+            memory=SurvivorMemory(
+                names, self.requests, BLOCKS, NUM_HEADS, RECENT + SIZE - 1
+            ),
             rope=None,
             scale=1.0,
         )
