@@ -47,6 +47,15 @@ def make_must_keep_tokens(size: Size, draw: Draw) -> Arguments:
     return draw.here(arguments) | fixed
 
 
+def make_limit_must_keep(size: Size, draw: Draw) -> Arguments:
+    """Sinks, newest tokens and some between, more and less than the budget."""
+    token = torch.arange(size.tokens)
+    edge = draw.integers(0, size.budget, size.events * heads_of(size), 2)
+    must = (token < edge[:, :1]) | (token >= size.tokens - edge[:, 1:])
+    must |= draw.uniform(*must.shape) < 0.01
+    return draw.here({"must_keep": must}) | {"budget": size.budget}
+
+
 def make_count_in_pages(size: Size, draw: Draw) -> Arguments:
     """A half of the tokens, of which some lie behind the pages."""
     pages = page_counts(size, draw)

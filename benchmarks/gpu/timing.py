@@ -30,6 +30,7 @@ PHASES = {
     "count_in_pages": "assign",
     "enter_page_lists": "enter",
     "enter_requests": "enter",
+    "limit_must_keep": "select",
     "list_survivors": "compact",
     "survivor_moves": "compact",
     "must_keep_tokens": "open",

@@ -10,13 +10,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from vllm_kvpolicy.kernels.page_quota import count_in_pages, count_in_pages_ref
 from vllm_kvpolicy.kernels.ranking import (
     ascending_indices,
     ascending_indices_ref,
-    count_in_pages,
-    count_in_pages_ref,
     fill_next_best,
     fill_next_best_ref,
+    limit_must_keep,
+    limit_must_keep_ref,
     must_keep_tokens,
     must_keep_tokens_ref,
     resize,
@@ -111,6 +112,20 @@ def test_whole_pages(tokens: int, page: int) -> None:
     assert torch.equal(same, got.view(2, 3, -1))
     counts = count_in_pages(kept, pages, page)
     assert torch.equal(counts, count_in_pages_ref(kept, pages, page))
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 1100])
+def test_limit_must_keep(tokens: int) -> None:
+    """Rows of sinks alone, of newest alone, of both and others, of all and nothing."""
+    generator = torch.Generator().manual_seed(tokens)
+    edge = torch.randint(0, tokens + 1, (6, 2), generator=generator)
+    token = torch.arange(tokens)
+    must = (token < edge[:, :1]) | (token >= tokens - edge[:, 1:])
+    must[2:4] |= torch.rand(2, tokens, generator=generator) < 0.3
+    must[4], must[5] = True, False
+    for budget in (1, 3, tokens // 2 + 1, tokens, tokens + 9):
+        got = limit_must_keep(must.view(2, 3, -1), budget)
+        assert torch.equal(got, limit_must_keep_ref(must.view(2, 3, -1), budget))
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 1100])

@@ -17,7 +17,7 @@ from vllm_kvpolicy.kernels.triton.head_page_tables import (
     head_page_tables,
 )
 from vllm_kvpolicy.kernels.triton.page_bounds import page_bounds, page_scores
-from vllm_kvpolicy.kernels.triton.page_quota import page_quota
+from vllm_kvpolicy.kernels.triton.page_quota import count_in_pages, page_quota
 from vllm_kvpolicy.kernels.triton.page_tables import enter_requests, page_tables
 from vllm_kvpolicy.kernels.triton.paged_gates import paged_gates
 from vllm_kvpolicy.kernels.triton.paged_reductions import (
@@ -28,8 +28,8 @@ from vllm_kvpolicy.kernels.triton.paged_reductions import (
 )
 from vllm_kvpolicy.kernels.triton.ranking import (
     ascending_indices,
-    count_in_pages,
     fill_next_best,
+    limit_must_keep,
     must_keep_tokens,
     resize,
     top_k_mask,
@@ -126,6 +126,7 @@ def _page_quota() -> None:
         rows = [empty(4, num_heads)] * 3
         for fills in (True, False):
             page_quota(*rows, empty(4), 16, 2560, fills)
+        count_in_pages(mask(4, num_heads, 2560), rows[0], 16)
 
 
 @launches_of("survivor_values")
@@ -198,7 +199,7 @@ def _ranking() -> None:
                 top_k_mask(score, keep, keep, target)
                 fill_next_best(keep, score, keep, target)
             resize(keep, score, keep, budget, budget, 16)
-        count_in_pages(keep, budget, 16)
+        limit_must_keep(keep, 1024)
         must_keep_tokens(empty(4, 256), empty(4), empty(4), 16, num_tokens)
 
 

@@ -23,6 +23,23 @@ def num_digits(most: int) -> int:
     return -(-(2 * most).bit_length() // 4)
 
 
+def count_in_pages_ref(
+    mask: torch.Tensor, num_pages: torch.Tensor, block_size: int
+) -> torch.Tensor:
+    """Count the True entries in each row's first pages.
+
+    Args:
+        mask: [..., T] bool.
+        num_pages: [...] int64.
+        block_size: N, entries per page.
+
+    Returns:
+        [...] int64.
+    """
+    entry = torch.arange(mask.shape[-1], device=mask.device)
+    return (mask & (entry < (num_pages * block_size)[..., None])).sum(-1)
+
+
 def page_quota_ref(
     tokens: torch.Tensor,
     floors: torch.Tensor,
@@ -80,4 +97,5 @@ def page_quota_ref(
     return quota + claims * (claims.cumsum(-1) <= left)
 
 
+count_in_pages = Operation(count_in_pages_ref)
 page_quota = Operation(page_quota_ref)

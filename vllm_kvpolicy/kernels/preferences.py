@@ -44,6 +44,7 @@ TABLE: Mapping[str, Preference] = {
     "enter_requests": Preference(),
     "fill_next_best": Preference(),
     "head_page_tables": Preference(),
+    "limit_must_keep": Preference(),
     "list_survivors": Preference(),
     "must_keep_tokens": Preference(),
     "page_bounds": Preference(),

@@ -74,7 +74,7 @@ def leading_run(must_keep: torch.Tensor) -> torch.Tensor:
     return must_keep.long().cumprod(-1).bool()
 
 
-def limit_must_keep(must_keep: torch.Tensor, budget: int) -> torch.Tensor:
+def limit_must_keep_ref(must_keep: torch.Tensor, budget: int) -> torch.Tensor:
     """Shrink a must-keep set that exceeds the budget: recent tokens go before sinks.
 
     Args:
@@ -117,23 +117,6 @@ def must_keep_tokens_ref(
     lengths = num_global + num_local[:, None]
     is_local = (token >= num_global[..., None]) & (token < lengths[..., None])
     return lengths, (token < sinks[:, None, None]) | is_local
-
-
-def count_in_pages_ref(
-    mask: torch.Tensor, num_pages: torch.Tensor, block_size: int
-) -> torch.Tensor:
-    """Count the True entries in each row's first pages.
-
-    Args:
-        mask: [..., T] bool.
-        num_pages: [...] int64.
-        block_size: N, entries per page.
-
-    Returns:
-        [...] int64.
-    """
-    entry = torch.arange(mask.shape[-1], device=mask.device)
-    return (mask & (entry < (num_pages * block_size)[..., None])).sum(-1)
 
 
 def fill_next_best_ref(
@@ -245,8 +228,8 @@ def ascending_indices_ref(mask: torch.Tensor, count: int) -> torch.Tensor:
     return listed.scatter_(-1, slot, position)[..., :count]
 
 
+limit_must_keep = Operation(limit_must_keep_ref)
 must_keep_tokens = Operation(must_keep_tokens_ref)
-count_in_pages = Operation(count_in_pages_ref)
 fill_next_best = Operation(fill_next_best_ref)
 top_k_mask = Operation(top_k_mask_ref)
 resize = Operation(resize_ref)

@@ -284,22 +284,22 @@ def _survivor_moves(
             tl.store(row, start, mask=is_row)
             is_last = is_row & (head == per_group) & (event == num_events - 1)
             tl.store(row + 1, start * 0 + num_events * size, mask=is_last)
-    else:
-        place = (tl.program_id(1) - 1) * TILE + tl.arange(0, TILE)
-        is_place = place < num_places
-        entry = tl.load(sources + event * num_places + place, mask=is_place, other=-1)
-        exists = entry >= 0
-        head, token = entry // num_tokens, entry % num_tokens
-        lists = held + (event * num_heads + head) * width
-        page = tl.load(lists + token // block_size, mask=exists, other=0)
-        slot = page * block_size + token % block_size
-        listed = event * (num_places // block_size) + place // block_size
-        page = tl.load(pages + listed, mask=exists, other=0)
-        group = place // size
-        target = (group * num_events + event) * size + place % size
-        tl.store(source + target, tl.where(exists, slot, 0), mask=is_place)
-        slot = page * block_size + place % block_size
-        tl.store(dest + target, tl.where(exists, slot, 0), mask=is_place)
-        if unmoved is not None:
-            stays = tl.load(unmoved + listed, mask=is_place, other=0)
-            tl.store(in_place + target, stays, mask=is_place)
+        return
+    place = (tl.program_id(1) - 1) * TILE + tl.arange(0, TILE)
+    is_place = place < num_places
+    entry = tl.load(sources + event * num_places + place, mask=is_place, other=-1)
+    exists = entry >= 0
+    head, token = entry // num_tokens, entry % num_tokens
+    lists = held + (event * num_heads + head) * width
+    page = tl.load(lists + token // block_size, mask=exists, other=0)
+    slot = page * block_size + token % block_size
+    listed = event * (num_places // block_size) + place // block_size
+    page = tl.load(pages + listed, mask=exists, other=0)
+    group = place // size
+    target = (group * num_events + event) * size + place % size
+    tl.store(source + target, tl.where(exists, slot, 0), mask=is_place)
+    slot = page * block_size + place % block_size
+    tl.store(dest + target, tl.where(exists, slot, 0), mask=is_place)
+    if unmoved is not None:
+        stays = tl.load(unmoved + listed, mask=is_place, other=0)
+        tl.store(in_place + target, stays, mask=is_place)

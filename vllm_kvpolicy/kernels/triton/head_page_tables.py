@@ -159,8 +159,8 @@ def _enter_page_lists(
             longest = tl.maximum(longest, tl.max(end - start))
         tl.store(counts + event, longest)
         tl.store(counts + num_events + event, tl.load(first + num_heads))
-    else:
-        cell = (tl.program_id(1) - 1) * TILE + tl.arange(0, TILE)
-        inside = cell < num_cells
-        page = tl.load(pages + event * num_cells + cell, mask=inside, other=0)
-        tl.store(table_pages + slot * pages_row + cell, page.to(tl.int32), mask=inside)
+        return
+    cell = (tl.program_id(1) - 1) * TILE + tl.arange(0, TILE)
+    inside = cell < num_cells
+    page = tl.load(pages + event * num_cells + cell, mask=inside, other=0)
+    tl.store(table_pages + slot * pages_row + cell, page.to(tl.int32), mask=inside)

@@ -1,4 +1,4 @@
-"""Twin of kernels.page_quota: a program per group, all of whose heads are in one tile.
+"""Twins of kernels.page_quota: shared by a program per group, its heads in one tile.
 
 Source: kernels.page_quota. Deviations: the shift is found bit by bit.
 """
@@ -8,6 +8,27 @@ import triton
 import triton.language as tl
 
 from vllm_kvpolicy.kernels.page_quota import MOST_TOKENS, num_digits
+
+COUNT_TILE = 1024  # tokens that a program looks at at a time
+
+
+def count_in_pages(
+    mask: torch.Tensor, num_pages: torch.Tensor, block_size: int
+) -> torch.Tensor:
+    """Count the True entries in each row's first pages.
+
+    Exact; see `kernels.page_quota.count_in_pages_ref`.
+    """
+    counts = torch.empty_like(num_pages, memory_format=torch.contiguous_format)
+    _count_in_pages[(counts.numel(),)](
+        mask.contiguous(),
+        num_pages.contiguous(),
+        counts,
+        block_size,
+        mask.shape[-1],
+        TILE=COUNT_TILE,
+    )
+    return counts
 
 
 def page_quota(
@@ -40,6 +61,26 @@ def page_quota(
         num_warps=min(8, max(1, tile // 64)),
     )
     return quota
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _count_in_pages(
+    mask,  # [R, T] bool
+    num_pages,  # [R] int64
+    counts,  # [R] int64, written
+    block_size,
+    num_tokens,
+    TILE: tl.constexpr,
+):
+    """Count the True entries of one row's first pages."""
+    row = tl.program_id(0).to(tl.int64)
+    end = tl.minimum(tl.load(num_pages + row) * block_size, num_tokens)
+    count = tl.full((), 0, tl.int64)
+    for first in range(0, end, TILE):
+        entry = first + tl.arange(0, TILE)
+        flag = tl.load(mask + row * num_tokens + entry, mask=entry < end, other=0)
+        count += tl.sum(flag.to(tl.int32))
+    tl.store(counts + row, count)
 
 
 @triton.jit(do_not_specialize=["digits"])

@@ -41,23 +41,18 @@ def must_keep_tokens(
     return lengths, must_keep
 
 
-def count_in_pages(
-    mask: torch.Tensor, num_pages: torch.Tensor, block_size: int
-) -> torch.Tensor:
-    """Count the True entries in each row's first pages.
+def limit_must_keep(must_keep: torch.Tensor, budget: int) -> torch.Tensor:
+    """Shrink a must-keep set that exceeds the budget: recent tokens go before sinks.
 
-    Exact; see `kernels.ranking.count_in_pages_ref`.
+    Exact; see `kernels.ranking.limit_must_keep_ref`.
     """
-    counts = torch.empty_like(num_pages, memory_format=torch.contiguous_format)
-    _count_in_pages[(counts.numel(),)](
-        mask.contiguous(),
-        num_pages.contiguous(),
-        counts,
-        block_size,
-        mask.shape[-1],
-        TILE=MASK_TILE,
-    )
-    return counts
+    limited = torch.empty_like(must_keep, memory_format=torch.contiguous_format)
+    num_tokens = must_keep.shape[-1]
+    if limited.numel() > 0:
+        _limit_must_keep[(limited.numel() // num_tokens,)](
+            must_keep.contiguous(), limited, budget, num_tokens, TILE=MASK_TILE
+        )
+    return limited
 
 
 def fill_next_best(
@@ -288,24 +283,36 @@ def _must_keep(
     tl.store(must_keep + row * num_tokens + token, stays, mask=token < num_tokens)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _count_in_pages(
-    mask,  # [R, T] bool
-    num_pages,  # [R] int64
-    counts,  # [R] int64, written
-    block_size,
+@triton.jit(do_not_specialize=["budget", "num_tokens"])
+def _limit_must_keep(
+    must_keep,  # [R, T] bool
+    limited,  # [R, T] bool, written
+    budget,
     num_tokens,
     TILE: tl.constexpr,
 ):
-    """Count the True entries of one row's first pages."""
+    """Keep a row's first sinks, and of the others the newest."""
     row = tl.program_id(0).to(tl.int64)
-    end = tl.minimum(tl.load(num_pages + row) * block_size, num_tokens)
-    count = tl.full((), 0, tl.int64)
-    for first in range(0, end, TILE):
-        entry = first + tl.arange(0, TILE)
-        flag = tl.load(mask + row * num_tokens + entry, mask=entry < end, other=0)
-        count += tl.sum(flag.to(tl.int32))
-    tl.store(counts + row, count)
+    must_keep += row * num_tokens
+    limited += row * num_tokens
+    num_must = tl.full((), 0, tl.int32)
+    num_sinks = tl.minimum(budget, num_tokens)
+    for first in range(0, num_tokens, TILE):
+        token = first + tl.arange(0, TILE)
+        flag = tl.load(must_keep + token, mask=token < num_tokens, other=1) != 0
+        num_must += tl.sum((flag & (token < num_tokens)).to(tl.int32))
+        num_sinks = tl.minimum(num_sinks, tl.min(tl.where(flag, num_tokens, token)))
+    # What is neither a sink nor among the newest for whom there is room goes.
+    num_gone = tl.maximum(num_must - budget, 0)
+    number = tl.full((), 0, tl.int32)
+    for first in range(0, num_tokens, TILE):
+        token = first + tl.arange(0, TILE)
+        flag = tl.load(must_keep + token, mask=token < num_tokens, other=0) != 0
+        other = flag & (token >= num_sinks)
+        rank = number + tl.cumsum(other.to(tl.int32))
+        stays = (flag & (token < num_sinks)) | (other & (rank > num_gone))
+        tl.store(limited + token, stays, mask=token < num_tokens)
+        number += tl.sum(other.to(tl.int32))
 
 
 @triton.jit

@@ -179,13 +179,13 @@ def _write_survivors(
         block = tl.load(listed, mask=inside, other=0).to(tl.int64)
         address = table * survivors_stride + block * width + place % width
         tl.store(survivors + address, value, mask=inside)
-    else:
-        entry = (tl.program_id(1) - list_tiles) * TILE + tl.arange(0, TILE)
-        inside = entry < num_heads * most_local
-        head, token = (entry // most_local).to(tl.int64), entry % most_local
-        pages = num_pages + event * event_stride + head * head_stride
-        place = tl.load(pages, mask=inside, other=0) * (width // num_heads) + token
-        is_local = inside & (token < tl.load(num_local + event))
-        value = tl.load(values + head * num_tokens + place, mask=is_local, other=0.0)
-        address = table * local_stride + slot * num_heads * most_local + entry
-        tl.store(local + address, value, mask=inside)
+        return
+    entry = (tl.program_id(1) - list_tiles) * TILE + tl.arange(0, TILE)
+    inside = entry < num_heads * most_local
+    head, token = (entry // most_local).to(tl.int64), entry % most_local
+    pages = num_pages + event * event_stride + head * head_stride
+    place = tl.load(pages, mask=inside, other=0) * (width // num_heads) + token
+    is_local = inside & (token < tl.load(num_local + event))
+    value = tl.load(values + head * num_tokens + place, mask=is_local, other=0.0)
+    address = table * local_stride + slot * num_heads * most_local + entry
+    tl.store(local + address, value, mask=inside)

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 
 from vllm_kvpolicy.kernels.assign_pages import PageLists, assign_pages
-from vllm_kvpolicy.kernels.page_quota import page_quota
-from vllm_kvpolicy.kernels.ranking import count_in_pages
+from vllm_kvpolicy.kernels.page_quota import count_in_pages, page_quota
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.batch import Batch, HeldPages
 from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
