@@ -26,7 +26,7 @@ def test_there_are_operations() -> None:
 @pytest.mark.parametrize("name", sorted(OPERATIONS))
 def test_twin_takes_what_the_reference_takes(name: str) -> None:
     operation = OPERATIONS[name]
-    for which in ("triton", *["cuda"] * operation.in_cuda):
+    for which in ("triton", *["cuda"] * operation.preference.in_cuda):
         twin = operation.implementation(which)
         want, got = inspect.signature(operation.reference), inspect.signature(twin)
         assert list(want.parameters) == list(got.parameters)
