@@ -115,24 +115,28 @@ static void logits_of_rows(const Head& head, const float* rows, const float* pan
   }
 }
 
-// Turns a row of logits into probabilities, in place.
-static void softmax_of_row(float* logits, int64_t end, float largest) {
+// Turns a row of logits into weights, in place; returns one over their sum. The sum is
+// carried in float64, two vectors at a time.
+static float weigh_row(float* logits, int64_t end, float largest) {
   const Floats least = Floats{} + kLeastLogit, none = Floats{};
   const Floats no_weight = Floats{} + kNoWeight;
   Doubles sums = {};
-  for (int64_t token = 0; token < end; token += kLanes) {
-    Floats logit = load(logits + token) - largest;
-    logit = logit > least ? logit : least;
-    Floats weight = exp_below_one(logit);
-    weight = weight > no_weight ? weight : none;
-    sums += __builtin_convertvector(weight, Doubles);
-    store(logits + token, weight);
+  for (int64_t token = 0; token < end; token += kPanel) {
+    Floats both = none;
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      float* place = logits + token + half * kLanes;
+      const Floats logit = load(place) - largest;
+      Floats weight = exp_below_one(logit > least ? logit : least);
+      weight = weight > no_weight ? weight : none;
+      store(place, weight);
+      both += weight;
+    }
+    sums += __builtin_convertvector(both, Doubles);
   }
   double total = 0;
   for (int j = 0; j < kLanes; ++j) total += sums[j];
-  const float share = 1.0f / (float)(total > 1 ? total : 1.0);
-  for (int64_t token = 0; token < end; token += kLanes)
-    store(logits + token, load(logits + token) * share);
+  return 1.0f / (float)(total > 1 ? total : 1.0);
 }
 
 template <typename Number>
@@ -153,14 +157,15 @@ static void usage_of_head_as(const Head& head, float* scratch) {
     logits_of_rows(head, rows, panels, newest, logits, largest);
     for (int64_t i = 0; i < kRows && first + i < num_rows; ++i) {
       const Row row = row_of(head, first + i);
-      float* shares = logits + i * end;
+      float* weights = logits + i * end;
       float* sum = sums + row.head * end;
-      softmax_of_row(shares, end, largest[i]);
+      const float share = weigh_row(weights, end, largest[i]);
       for (int64_t token = 0; token < end; token += kLanes)
-        store(sum + token, load(sum + token) + load(shares + token));
-      if (row.step == head.window - 1)
-        memcpy(head.last + row.head * head.result_stride, shares,
-               head.length * sizeof(float));
+        store(sum + token, load(sum + token) + load(weights + token) * share);
+      if (row.step < head.window - 1) continue;
+      float* last = head.last + row.head * head.result_stride;
+      for (int64_t token = 0; token < head.length; ++token)
+        last[token] = weights[token] * share;
     }
   }
   for (int64_t group = 0; group < head.group; ++group) {

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from vllm_kvpolicy import compat, kernels
-from vllm_kvpolicy.kernels import dispatch, libraries, preferences
+from vllm_kvpolicy.kernels import dispatch, preferences
 from vllm_kvpolicy.kernels.cpu import library as cpu_library
 from vllm_kvpolicy.kernels.cuda import library
 from vllm_kvpolicy.kernels.dispatch import Operation, forced
+from vllm_kvpolicy.kernels.native import library as native
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.preferences import Preference
 
@@ -65,7 +66,7 @@ def built(monkeypatch: pytest.MonkeyPatch):
     """Return a function that says whether the twins in C++ for the CPU are there."""
 
     def set_built(is_built: bool) -> None:
-        monkeypatch.setattr(libraries, "_loaded", {cpu_library.LIBRARY})
+        monkeypatch.setattr(native, "_loaded", {cpu_library.LIBRARY})
         if not is_built:
             monkeypatch.setattr(cpu_library, "LIBRARY", Path("none.so"))
         preferences.why_not_in_cpp.cache_clear()
@@ -171,7 +172,7 @@ def test_a_demand_for_triton_is_refused_where_it_is_not_installed(
 
 def test_demands_that_can_be_met_are_not_refused(demand, monkeypatch) -> None:
     there = {library.LIBRARY, cpu_library.LIBRARY}
-    monkeypatch.setattr(libraries, "_loaded", there)
+    monkeypatch.setattr(native, "_loaded", there)
     monkeypatch.setattr(preferences, "find_spec", lambda name: SimpleNamespace())
     for value in (None, "reference", "triton", "cuda"):
         demand(value)

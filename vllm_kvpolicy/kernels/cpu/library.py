@@ -1,6 +1,6 @@
 """Loads the package's C++ kernels for CPUs, `torch.ops.vllm_kvpolicy_cpu`."""
 
-from vllm_kvpolicy.kernels.libraries import PACKAGE, load_library
+from vllm_kvpolicy.kernels.native.library import PACKAGE, load_library
 
 LIBRARY = PACKAGE / "_C_cpu.abi3.so"
 HOW = (

@@ -6,7 +6,7 @@ Source: this project. Deviations: none.
 import torch
 
 from vllm_kvpolicy.kernels.cpu.library import load
-from vllm_kvpolicy.kernels.libraries import as_rows
+from vllm_kvpolicy.kernels.native.library import as_rows
 
 
 def fill_next_best(

@@ -6,7 +6,7 @@ Source: csrc/cpu/segment_quota.cpp. Deviations: none.
 import torch
 
 from vllm_kvpolicy.kernels.cpu.library import load
-from vllm_kvpolicy.kernels.libraries import as_rows
+from vllm_kvpolicy.kernels.native.library import as_rows
 from vllm_kvpolicy.kernels.segment_quota import (
     SegmentQuotas,
     max_segments,

@@ -1,6 +1,6 @@
 """Loads the package's CUDA kernels, `torch.ops.vllm_kvpolicy`."""
 
-from vllm_kvpolicy.kernels.libraries import PACKAGE, load_library
+from vllm_kvpolicy.kernels.native.library import PACKAGE, load_library
 
 LIBRARY = PACKAGE / "_C.abi3.so"
 HOW = (

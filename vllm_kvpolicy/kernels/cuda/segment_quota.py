@@ -6,7 +6,7 @@ Source: csrc/include/kvpolicy/radix_select.cuh names it. Deviations: none.
 import torch
 
 from vllm_kvpolicy.kernels.cuda.library import load
-from vllm_kvpolicy.kernels.libraries import as_rows
+from vllm_kvpolicy.kernels.native.library import as_rows
 
 
 def pick_by_quota(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(__file__).parents[2]
 _loaded: set[Path] = set()
 
 
