@@ -70,13 +70,9 @@ def window_usage_ref(
     Raises:
         ValueError: shapes that do not fit together.
     """
+    check_shapes(queries, keys)
     num_q_heads, window = queries.shape[2:4]
     num_heads, num_tokens = keys.shape[2:4]
-    if keys.shape[:2] != queries.shape[:2] or num_q_heads % num_heads or not window:
-        raise ValueError(
-            "queries: expected [E, L, H * G, W >= 1, D] for keys [E, L, H, T, D] = "
-            f"{list(keys.shape)}, got {list(queries.shape)}"
-        )
 
     def of_chunk(
         queries: torch.Tensor, keys: torch.Tensor, lengths: torch.Tensor
@@ -97,6 +93,16 @@ def window_usage_ref(
 
 
 window_usage = Operation(window_usage_ref)
+
+
+def check_shapes(queries: torch.Tensor, keys: PagedTokens) -> None:
+    """Raise ValueError if queries and keys of `window_usage` do not fit together."""
+    num_q_heads, window = queries.shape[2:4]
+    if keys.shape[:2] != queries.shape[:2] or num_q_heads % keys.shape[2] or not window:
+        raise ValueError(
+            "queries: expected [E, L, H * G, W >= 1, D] for keys [E, L, H, T, D] = "
+            f"{list(keys.shape)}, got {list(queries.shape)}"
+        )
 
 
 def measured(usage: WindowUsage | None) -> WindowUsage:
