@@ -172,6 +172,28 @@ def make_segment_quota(size: Size, draw: Draw, preset: str = "default") -> Argum
     return draw.here(segment_arguments(size, draw, preset))
 
 
+def make_credited_mass(size: Size, draw: Draw) -> Arguments:
+    """Usage and credit, a few of them NaN."""
+    lengths = draw.lengths(size, SINKS)
+    usage, credit = draw.uniform(2, size.rows, size.tokens) ** 6
+    usage[draw.uniform(*usage.shape) < 0.01] = torch.nan
+    made = draw.here({"usage": usage, "lengths": lengths, "credit": credit})
+    return made | {"decay": 0.8, "mix": 0.7}
+
+
+def make_pooled_usage(size: Size, draw: Draw) -> Arguments:
+    """Rows that hold more and less than the window."""
+    lengths = draw.lengths(size, 1)
+    usage = draw.uniform(size.rows, size.tokens)
+    shape = size.events, size.layers, size.heads
+    arguments = {
+        "usage": usage.view(*shape, -1),
+        "lengths": lengths.view(shape),
+        "window": lengths.clamp(max=size.window).view(shape),
+    }
+    return draw.here(arguments)
+
+
 def make_pick_by_quota(size: Size, draw: Draw) -> Arguments:
     """Scores, and segments with their quotas; exempt tokens belong to none."""
     arguments = segment_arguments(size, draw, "default")
@@ -298,6 +320,8 @@ MAKERS: dict[str, Callable[[Size, Draw], Arguments]] = {
     "paged_pair_projections": make_paged_pair_projections,
     "segment_quota": make_segment_quota,
     "segment_quota, code": lambda size, draw: make_segment_quota(size, draw, "code"),
+    "credited_mass": make_credited_mass,
+    "pooled_usage": make_pooled_usage,
     "pick_by_quota": make_pick_by_quota,
     "fill_next_best": make_fill_next_best,
     "top_k_mask": make_top_k_mask,

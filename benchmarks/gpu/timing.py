@@ -18,6 +18,8 @@ PHASES = {
     "paged_cosines": "score",
     "paged_projections": "score",
     "paged_pair_projections": "score",
+    "credited_mass": "select",
+    "pooled_usage": "usage",
     "segment_quota": "select",
     "pick_by_quota": "select",
     "fill_next_best": "select",

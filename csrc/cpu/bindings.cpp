@@ -3,11 +3,17 @@
 
 STABLE_TORCH_LIBRARY(vllm_kvpolicy_cpu, library) {
   library.def(
+      "compact_pages(Tensor(a!) pages, Tensor source_slots, Tensor dest_slots, "
+      "Tensor first, Tensor? in_place) -> ()");
+  library.def(
       "fill_next_best(Tensor(a!) marked, Tensor keep, Tensor score, Tensor valid, "
       "Tensor? targets, int target) -> ()");
   library.def(
       "pick_by_quota(Tensor(a!) marked, Tensor score, Tensor group, Tensor quotas) "
       "-> ()");
+  library.def(
+      "resize(Tensor(a!) marked, Tensor keep, Tensor score, Tensor must_keep, "
+      "Tensor num_pages, Tensor quota, int block_size) -> ()");
   library.def(
       "segment_quota(Tensor(a!) segments, Tensor(b!) quotas, Tensor(c!) segment_of, "
       "Tensor mass, Tensor lengths, Tensor exempt, Tensor total, float segment_mass, "

@@ -61,4 +61,5 @@ def test_every_head_holds_its_own_tokens_in_triton(
     setup = Setup(policy, is_ragged=is_ragged, one_allocation=one_allocation)
     totals = Chain(setup).run(25)
     assert totals["events"] > 15
-    assert compact_pages.calls["triton"] - before >= totals["events"]
+    most = 3  # events of a step, and so of a batch
+    assert most * (compact_pages.calls["triton"] - before) >= totals["events"]

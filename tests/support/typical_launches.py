@@ -26,6 +26,7 @@ from vllm_kvpolicy.kernels.triton.paged_reductions import (
     paged_pair_projections,
     paged_projections,
 )
+from vllm_kvpolicy.kernels.triton.pooled_usage import pooled_usage
 from vllm_kvpolicy.kernels.triton.ranking import (
     ascending_indices,
     fill_next_best,
@@ -35,7 +36,11 @@ from vllm_kvpolicy.kernels.triton.ranking import (
     top_k_mask,
 )
 from vllm_kvpolicy.kernels.triton.save_rows import save_rows
-from vllm_kvpolicy.kernels.triton.segment_quota import pick_by_quota, segment_quota
+from vllm_kvpolicy.kernels.triton.segment_quota import (
+    credited_mass,
+    pick_by_quota,
+    segment_quota,
+)
 from vllm_kvpolicy.kernels.triton.survivor_values import (
     read_survivors,
     write_survivors,
@@ -212,6 +217,14 @@ def _save_rows() -> None:
             save_rows(empty(2**20, size, dtype=dtype), values, empty(512, group))
 
 
+@launches_of("pooled_usage")
+def _pooled_usage() -> None:
+    for num_tokens in (600, 2560, 40_000):
+        usage = empty(4, 32, 8, num_tokens, dtype=torch.float32)
+        for suffix in ("max", "mean", "none"):
+            pooled_usage(usage, empty(4, 32, 8), empty(4, 32, 8), 5, suffix)
+
+
 @launches_of("segment_quota")
 def _segment_quota() -> None:
     for num_tokens in (600, 2560, 40_000):
@@ -229,6 +242,8 @@ def _segment_quota() -> None:
                 by_mass=by_mass,
             )
         scores = empty(*rows, dtype=torch.float32)
+        for credit in (None, scores):
+            credited_mass(scores, per_row, credit, 0.9, 0.5)
         pick_by_quota(scores, found.segment_of, found.quotas)
 
 

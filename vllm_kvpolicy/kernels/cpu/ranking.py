@@ -48,3 +48,27 @@ def top_k_mask(
         RuntimeError: a tensor has another dtype, size or device.
     """
     return fill_next_best(must_keep & valid, score, valid, budget)
+
+
+def resize(
+    keep: torch.Tensor,
+    score: torch.Tensor,
+    must_keep: torch.Tensor,
+    num_pages: torch.Tensor,
+    quota: torch.Tensor,
+    block_size: int,
+) -> torch.Tensor:
+    """Fill up or trim a selection of a row's first pages to whole pages.
+
+    Exact; see `kernels.ranking.resize_ref`. Leading axes may be any.
+
+    Raises:
+        ImportError: the kernels were not built.
+        RuntimeError: a tensor has another dtype, size or device.
+    """
+    load()
+    marked = score.new_empty(score.shape, dtype=torch.bool)
+    rows = [as_rows(tokens) for tokens in (marked, keep, score, must_keep)]
+    counts = num_pages.reshape(-1), quota.reshape(-1)
+    torch.ops.vllm_kvpolicy_cpu.resize(*rows, *counts, block_size)
+    return marked
