@@ -13,10 +13,41 @@ static int64_t scratch_size(const Head& head, int64_t length) {
   return padded(length) * (head.size + kRows + head.group) + kRows * head.size;
 }
 
-// Copies keys to panels of [size, kPanel] float32, zero on padding.
+// What a key and a query are multiplied in: one channel a time, as float32.
+template <typename Number>
+struct Product {
+  static constexpr int64_t kWidth = 1;  // channels that lie in 32 bits
+
+  static float pack(const Number* channel, int64_t, bool) { return to_float(*channel); }
+
+  static Floats add(Floats sum, Floats keys, float query) { return sum + keys * query; }
+};
+
+#ifdef KVPOLICY_BF16_PAIRS
+// Two channels at a time, whose products are exact in float32.
+template <>
+struct Product<BFloat16> {
+  static constexpr int64_t kWidth = 2;
+
+  static inline __attribute__((always_inline)) float pack(const BFloat16* channel,
+                                                          int64_t stride, bool is_pair) {
+    const uint32_t next = is_pair ? channel[stride].bits : 0;
+    return as_float(channel->bits | next << 16);
+  }
+
+  static Floats add(Floats sum, Floats keys, float query) {
+    const __m512 queries = _mm512_set1_ps(query);
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)keys, (__m512bh)queries);
+  }
+};
+#endif
+
+// Copies keys to panels of [channels / kWidth, kPanel], zero on padding.
 template <typename Number>
 static void pack_keys(const Head& head, float* panels) {
-  const int64_t end = padded(head.length), width = head.size * kPanel;
+  using Own = Product<Number>;
+  const int64_t end = padded(head.length), step = Own::kWidth;
+  const int64_t width = (head.size + step - 1) / step * kPanel;
   memset(panels + (end / kPanel - 1) * width, 0, width * sizeof(float));
   int64_t count;
   for (int64_t token = 0; token < head.length; token += count) {
@@ -28,16 +59,15 @@ static void pack_keys(const Head& head, float* panels) {
                          head.pages[token / head.page_size] * head.page_stride +
                          slot * head.slot_stride;
     float* panel = panels + token / kPanel * width + lane;
-    if (head.slot_stride == 1) {
-      for (int64_t d = 0; d < head.size; ++d) {
-        const Number* column = keys + d * head.key_stride;
-        for (int64_t j = 0; j < count; ++j) panel[d * kPanel + j] = to_float(column[j]);
-      }
-    } else {
-      for (int64_t j = 0; j < count; ++j) {
-        const Number* key = keys + j * head.slot_stride;
-        for (int64_t d = 0; d < head.size; ++d)
-          panel[d * kPanel + j] = to_float(key[d * head.key_stride]);
+    for (int64_t d = 0; d < head.size; d += step, panel += kPanel) {
+      const Number* column = keys + d * head.key_stride;
+      const bool is_pair = d + 1 < head.size;
+      if (head.slot_stride == 1) {
+        for (int64_t j = 0; j < count; ++j)
+          panel[j] = Own::pack(column + j, head.key_stride, is_pair);
+      } else {
+        for (int64_t j = 0; j < count; ++j)
+          panel[j] = Own::pack(column + j * head.slot_stride, head.key_stride, is_pair);
       }
     }
   }
@@ -53,17 +83,22 @@ static inline Row row_of(const Head& head, int64_t index) {
   return {index / head.used, head.window - head.used + index % head.used};
 }
 
-// Copies queries of rows from `first` on to [size, kRows] float32, zero past the last.
+// Copies queries of rows from `first` on to [channels / kWidth, kRows], zero past the
+// last.
 template <typename Number>
 static void pack_queries(const Head& head, int64_t first, float* rows) {
+  using Own = Product<Number>;
   for (int64_t i = 0; i < kRows; ++i) {
     const Row row = row_of(head, first + i);
     const bool exists = row.head < head.group;
     const Number* query = static_cast<const Number*>(head.queries) +
                           (exists ? row.head : 0) * head.head_stride +
                           row.step * head.step_stride;
-    for (int64_t d = 0; d < head.size; ++d)
-      rows[d * kRows + i] = exists ? to_float(query[d * head.query_stride]) : 0.0f;
+    float* packed = rows + i;
+    for (int64_t d = 0; d < head.size; d += Own::kWidth, packed += kRows)
+      *packed = exists ? Own::pack(query + d * head.query_stride, head.query_stride,
+                                   d + 1 < head.size)
+                       : 0.0f;
   }
 }
 
@@ -75,25 +110,28 @@ static inline Floats clean(Floats logit) {
 }
 
 // Writes logits of kRows queries over all keys to [kRows, tokens]; returns the largest.
+template <typename Number>
 static void logits_of_rows(const Head& head, const float* rows, const float* panels,
                            const int64_t* newest, float* logits, float* largest) {
+  using Own = Product<Number>;
   const int64_t end = padded(head.length);
+  const int64_t width = (head.size + Own::kWidth - 1) / Own::kWidth;
   const Floats none = Floats{} - __builtin_inff();
   Ints lane;
   for (int i = 0; i < kLanes; ++i) lane[i] = i;
   Floats most[kRows];
   for (int i = 0; i < kRows; ++i) most[i] = none;
   for (int64_t token = 0; token < end; token += kPanel) {
-    const float* panel = panels + token * head.size;
+    const float* panel = panels + token * width;
     Floats sum[kRows][2] = {};
-    for (int64_t d = 0; d < head.size; ++d) {
+    for (int64_t d = 0; d < width; ++d) {
       const Floats left = load(panel + d * kPanel);
       const Floats right = load(panel + d * kPanel + kLanes);
 #pragma GCC unroll 8
       for (int i = 0; i < kRows; ++i) {
         const float query = rows[d * kRows + i];
-        sum[i][0] += left * query;
-        sum[i][1] += right * query;
+        sum[i][0] = Own::add(sum[i][0], left, query);
+        sum[i][1] = Own::add(sum[i][1], right, query);
       }
     }
 #pragma GCC unroll 8
@@ -154,7 +192,7 @@ static void usage_of_head_as(const Head& head, float* scratch) {
     for (int i = 0; i < kRows; ++i)
       newest[i] = head.length - head.window + row_of(head, first + i).step;
     pack_queries<Number>(head, first, rows);
-    logits_of_rows(head, rows, panels, newest, logits, largest);
+    logits_of_rows<Number>(head, rows, panels, newest, logits, largest);
     for (int64_t i = 0; i < kRows && first + i < num_rows; ++i) {
       const Row row = row_of(head, first + i);
       float* weights = logits + i * end;

@@ -47,7 +47,7 @@ def window_usage(
             *(each[:, layers] for each in rows),
             scale,
         )
-    counts = ()
+    counts: tuple[torch.Tensor, ...] = ()
     if mass is not None:
         counts = (nucleus_counts(queries, keys.dense, lengths, scale, mass),)
     window = effective_window(lengths, queries.shape[3])
