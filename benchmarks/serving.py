@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import provenance
+from benchmarks import packed, provenance
 from benchmarks.caching_scenarios import CACHING_SCENARIOS, Prefixes, Turns
 from benchmarks.printing import log, report
 from benchmarks.rounds import compare, ratios_to, summarise
@@ -196,7 +196,7 @@ def main(argv: list[str] | None = None) -> None:
     model = find_model(args.model, folder)
     record = run(choose_scenario(args), model, folder)
     if args.out:
-        args.out.write_text(json.dumps(record, indent=2) + "\n")
+        packed.write_text(args.out, json.dumps(record, indent=2) + "\n")
         log(f"wrote {args.out}")
 
 

@@ -5,10 +5,11 @@ of a batch are followed by a line with what the server measured, see `measured.m
 """
 
 import json
-import lzma
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks import packed
 
 KEY_FIELDS = ("policy", "budget", "interval", "task", "id", "sample")
 """What makes a line unique; budget and interval are None without a policy."""
@@ -103,10 +104,8 @@ def batches_of(paths: Sequence[Path]) -> list[Line]:
 
 
 def _whole_lines(path: Path) -> str:
-    """Return a file's complete lines; unpacks `.xz`."""
-    is_packed = path.suffix == ".xz"
-    content = lzma.decompress(path.read_bytes()) if is_packed else path.read_bytes()
-    text = content.decode("utf-8")
+    """Return a file's complete lines."""
+    text = packed.read_text(path)
     return text[: text.rfind("\n") + 1]
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks import pretrained
+from benchmarks import packed, pretrained
 from benchmarks.accuracy.grid import read_grid
 from benchmarks.accuracy.results import Line, continue_file
 from benchmarks.accuracy.servers import FULL, split
@@ -30,7 +30,7 @@ from benchmarks.pinned import PinnedError
 from benchmarks.printing import table
 from vllm_kvpolicy.policies.catalogue.names import parse
 
-NOT_IN_GRIDS = {"grid", "out", "record", "dry_run", "quick", "model"}
+NOT_IN_GRIDS = {"grid", "out", "record", "dry_run", "quick", "model", "trace"}
 QUICK: dict[str, Any] = {
     "policies": [
         "streaming",
@@ -75,6 +75,7 @@ def parser() -> argparse.ArgumentParser:
     add("--at-once", type=int, default=4, help="requests in an engine step")
     add("--policy-config", type=json.loads, default={}, metavar="JSON")
     add("--variants", type=json.loads, default={}, metavar="JSON")
+    add("--trace", type=Path, help="folder in which engines record what events keep")
     return made
 
 
@@ -105,6 +106,8 @@ def check(args: argparse.Namespace) -> None:
             parse(name, "policies")
         if variant and variant not in args.variants:
             raise ValueError(f"variants: expected {variant!r}, which {label} names")
+    if len({PARTS[part].as_served for part in args.parts}) > 1:
+        raise ValueError(f"parts: got {args.parts}, expected `turns` alone")
     for name in ("texts", "at_once"):
         if getattr(args, name) < 1:
             raise ValueError(f"{name}: expected at least 1, got {getattr(args, name)}")
@@ -161,6 +164,8 @@ def read(args: argparse.Namespace) -> tuple[Settings, dict[str, list[Any]]]:
         intervals=tuple(args.intervals),
         policy_config=args.policy_config,
         variants=args.variants,
+        as_served=any(PARTS[part].as_served for part in args.parts),
+        trace=args.trace,
     )
     return settings, items
 
@@ -170,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     try:
         if args.record:
-            args.out.write_text(record.compact(record.of_files(args.record)))
+            packed.write_text(args.out, record.compact(record.of_files(args.record)))
             return
         settings, items = read(args)
         recorded = settings.recorded()

@@ -3,6 +3,7 @@
 All requests of an engine name their policy and budget; the engine has the largest
 budget. Prompts have an event at every multiple of the interval, keep the first and the
 newest tokens only, and phases are off, so that all policies drop at the same places.
+Parts that ask as users do have engines with the defaults of servers instead.
 """
 
 import os
@@ -44,6 +45,9 @@ class Settings:
         policy_config: options of policies; those that a policy does not have are left
             out.
         variants: name -> options that win over them.
+        as_served: prefix caching is on, and events in prompts are where servers have
+            them by default.
+        trace: folder in which engines record what events keep, None for no record.
     """
 
     model: Path
@@ -54,10 +58,13 @@ class Settings:
     intervals: tuple[int, ...]
     policy_config: Mapping[str, Any] = field(default_factory=dict)
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    as_served: bool = False
+    trace: Path | None = None
 
     def recorded(self) -> dict[str, Any]:
         """Return what an output file says about its engines."""
-        return {
+        served = {"as_served": True} if self.as_served else {}
+        return served | {
             "model": self.model.name,
             "dtype": self.dtype,
             "at_once": self.at_once,
@@ -117,7 +124,12 @@ class Asker:
         self._llm = llm
 
     def ask(
-        self, prompts: Sequence[Tokens], policy: str, budget: int, **sampling: Any
+        self,
+        prompts: Sequence[Tokens],
+        policy: str,
+        budget: int,
+        salts: Sequence[str] = (),
+        **sampling: Any,
     ) -> list[Any]:
         """Return vLLM's output for each prompt, in order.
 
@@ -125,6 +137,7 @@ class Asker:
             prompts: token ids of each.
             policy: one of the engine's, or FULL.
             budget: tokens per KV head; FULL does not read it.
+            salts: of each prompt; those of one salt share what is in the prefix cache.
             **sampling: of vLLM's SamplingParams; decoding is greedy.
         """
         from vllm import SamplingParams, TokensPrompt
@@ -134,6 +147,8 @@ class Asker:
             keys = {"kv_policy": policy, "kv_budget": budget}
         params = SamplingParams(temperature=0, extra_args=keys, **sampling)
         asked = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
+        for prompt, salt in zip(asked if salts else (), salts, strict=True):
+            prompt["cache_salt"] = salt
         return self._llm.generate(asked, params, use_tqdm=False)
 
 
@@ -180,8 +195,14 @@ def running(engine: Engine, settings: Settings) -> Iterator[Asker]:
         engine.variant,
         {"policy_config": settings.policy_config, "variants": settings.variants},
     )
+    if settings.trace:
+        options["trace"] = str(settings.trace)
     blocks = settings.at_once * -(-settings.max_model_len // BLOCK_SIZE) + 1
-    own = {"prefill_interval": engine.interval, "protect_prompt": False}
+    own: dict[str, Any] = {"protect_prompt": False}
+    if settings.as_served:
+        blocks *= 2
+    else:
+        own["prefill_interval"] = engine.interval
     llm = LLM(
         str(settings.model),
         kv_policy=policies[0],
@@ -197,7 +218,7 @@ def running(engine: Engine, settings: Settings) -> Iterator[Asker]:
         * block_bytes(settings.model, BLOCK_SIZE, settings.dtype),
         block_size=BLOCK_SIZE,
         enforce_eager=True,
-        enable_prefix_caching=False,
+        enable_prefix_caching=settings.as_served,
         seed=0,
     )
     try:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from benchmarks.language import agreement, losses, tasks
+from benchmarks.language import agreement, losses, tasks, turns
 from benchmarks.language.engines import Asker
 from benchmarks.language.texts import Encode, Text, spread
 
@@ -39,6 +39,7 @@ class Part:
         measure: (asker, policy, budget, items) -> a measurement of each item.
         figures: (measurement, budget, interval) -> figures of an output line.
         names: of the figures that are one number.
+        as_served: needs engines that are set up as servers are by default.
     """
 
     items: Callable[[Encode, Sequence[Text], int], list[Any]]
@@ -46,6 +47,7 @@ class Part:
     measure: Callable[[Asker, str, int, Sequence[Any]], list[Any]]
     figures: Callable[[Any, int, int], dict[str, Any]]
     names: tuple[str, ...]
+    as_served: bool = False
 
 
 def _texts(encode: Encode, texts: Sequence[Text], count: int) -> list[Text]:
@@ -67,6 +69,14 @@ PARTS = {
         agreement.measure,
         agreement.figures,
         ("first", "equal", "kl", "top"),
+    ),
+    "turns": Part(
+        tasks.chosen,
+        _as_they_are,
+        turns.measure,
+        turns.figures,
+        ("first_right", "second_right", "alone_right", "cached"),
+        as_served=True,
     ),
 }
 """By name."""

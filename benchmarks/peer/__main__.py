@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import provenance
+from benchmarks import packed, provenance
 from benchmarks.accuracy import __main__ as harness
 from benchmarks.accuracy import grid, results, scoring
 from benchmarks.load import LoadError
@@ -193,7 +193,7 @@ def keep_facts(args: argparse.Namespace, **more: Any) -> None:
     made = {"provenance": provenance.collect("benchmarks.peer"), **more}
     facts.write(args.folder, known | {args.command: made})
     whole = record.assemble(args.folder, known | {args.command: made})
-    args.record.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    packed.write_text(args.record, json.dumps(whole, indent=1) + "\n")
     log(f"wrote {args.record}")
 
 

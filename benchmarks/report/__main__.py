@@ -1,8 +1,8 @@
 """Makes the docs' tables and figures from result files.
 
-    python -m benchmarks.report merge runs/standard.*-of-4.jsonl --out standard.json
+    python -m benchmarks.report merge runs/standard.*-of-4.jsonl --out standard.json.xz
     python -m benchmarks.report trace FOLDER --out traces.json
-    python -m benchmarks.report draw standard.json traces.json --output docs/figures
+    python -m benchmarks.report draw standard.json.xz traces.json --output docs/figures
     python -m benchmarks.report docs docs/results.md [--check]
 
 `merge` turns the output of all shards into one summary, `trace` a trace into figures;
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import provenance
+from benchmarks import packed, provenance
 from benchmarks.accuracy import results, summary
 from benchmarks.accuracy.groups import POOLED
 from benchmarks.report import (
@@ -115,7 +115,7 @@ def draw(
     drawn: list[tuple[str, Any]] = []
     policies: dict[str, Any] = {}
     for path in paths:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(packed.read_text(path))
         if "policies" in record:
             twice = policies.keys() & record["policies"].keys()
             if twice:
@@ -123,7 +123,7 @@ def draw(
             policies |= record["policies"]
             continue
         named = accuracy_figures.draw_accuracy(records.read(path), about, score)
-        drawn += [(f"{path.stem}-{name}", figure) for name, figure in named]
+        drawn += [(f"{packed.name_of(path)}-{name}", figure) for name, figure in named]
     if policies:
         drawn += list(trace_figures.draw_traces(policies, about))
     output.mkdir(parents=True, exist_ok=True)
@@ -167,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     record = merge(args.files) if args.command == "merge" else trace(args.folder)
     text = json.dumps(record, separators=(",", ":"))
-    args.out.write_text(f"{text}\n", encoding="utf-8")
+    packed.write_text(args.out, f"{text}\n")
     print(f"wrote {args.out}")
     return 0
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import provenance
+from benchmarks import packed, provenance
 from benchmarks.accuracy.groups import POOLED
 from benchmarks.report.policy_tables import pair_of
 from benchmarks.report.records import ANSWER, Row
@@ -58,7 +58,7 @@ def read(name: str, folder: Path) -> Any:
     path = folder / name
     try:
         if path.suffix != ".safetensors":
-            return json.loads(path.read_text(encoding="utf-8"))
+            return json.loads(packed.read_text(path))
         content = (provenance.ROOT / name).read_bytes()
         (size,) = struct.unpack("<Q", content[:8])
         return json.loads(content[8 : 8 + size])

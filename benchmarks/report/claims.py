@@ -3,7 +3,7 @@
 A comment behind a paragraph, a list or a table that is written by hand says where its
 figures are from; it claims for everything since the heading or the comment before::
 
-    <!-- from standard.json
+    <!-- from standard.json.xz
     expected@192/256 lines = 62, 81 %; keydiff@192 lines = 22 [18, 27] %
     ams-expected@192 against expected lines = -19.2 points shown
     expected@192/256 lines > 60 %

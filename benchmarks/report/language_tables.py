@@ -1,14 +1,22 @@
-"""Makes the tables of the language benchmark: log-loss under eviction."""
+"""Makes the tables of the language benchmark: log-loss, tasks and agreement."""
 
 from pathlib import Path
 from statistics import fmean
 
 from benchmarks.accuracy.servers import FULL
 from benchmarks.report.records import Row, check_keys, read
-from benchmarks.stats import estimate_difference, holm
+from benchmarks.stats import estimate_difference, estimate_mean, holm
 
 LOSSES = "losses"
-"""The part of the benchmark that the tables are of."""
+"""The part of the benchmark that most tables are of."""
+LOSS = "loss"
+"""The figure that they show."""
+SHARES = (
+    *("right", "equal", "top"),
+    *("first_right", "second_right", "alone_right", "cached"),
+)
+"""Figures that are shares, shown in %."""
+LOWER_IS_BETTER = (LOSS, "kl")
 
 Place = tuple[str, int, int]
 """Policy, budget, interval."""
@@ -47,21 +55,64 @@ def losses(wanted: Row, folder: Path) -> list[list[str]]:
     return table
 
 
-def loss_comparisons(wanted: Row, folder: Path) -> list[list[str]]:
-    """Return a table of paired differences of losses, below 0 where the first is.
-
-    The p values are corrected by Holm for all tests that the table has.
+def means(wanted: Row, folder: Path) -> list[list[str]]:
+    """Return a table of means over a part's items, a row per policy, best first.
 
     Args:
-        wanted: `files`, of equal texts; `pairs`, a list of [policy, other]; `places`, a
-            list of [budget, interval], by default the first file's.
+        wanted: `files`, of equal items; `part`; `figures`, names of the part's figures,
+            a column each, after the first of which rows are in order; `places`, a list
+            of [budget, interval], by default the first file's; `rows`, by default all
+            policies.
         folder: folder of the files.
 
     Raises:
         ValueError: see `tables.fill`, or a policy without a row.
     """
-    check_keys(wanted, {"files", "pairs"}, {"places"})
-    found = _read(wanted, folder)
+    check_keys(wanted, {"files", "part", "figures"}, {"places", "rows"})
+    figures = {name: _read(wanted, folder, name) for name in wanted["figures"]}
+    first, found = next(iter(figures.items()))
+    places = _places(wanted, found)
+    names = wanted.get("rows", list(dict.fromkeys(policy for policy, *_ in found)))
+    table = [["policy", *(f"{name} at {k}/{i}" for name in figures for k, i in places)]]
+    best = {name: fmean(_loss(found, name, *places[0])) for name in names}
+    for name in sorted(
+        names, key=best.__getitem__, reverse=first not in LOWER_IS_BETTER
+    ):
+        cells = [
+            _mean(figure, _loss(values, name, *place))
+            for figure, values in figures.items()
+            for place in places
+        ]
+        table.append([f"`{name}`", *cells])
+    return table
+
+
+def _mean(figure: str, values: list[float]) -> str:
+    """Return a mean with its interval; shares in %."""
+    some = estimate_mean(values)
+    ends = some.mean, some.low, some.high
+    if figure in SHARES:
+        return "{:.0f} % [{:.0f}, {:.0f}]".format(*(100 * end for end in ends))
+    digits = 3 if figure in LOWER_IS_BETTER else 0
+    return "{:.{d}f} [{:.{d}f}, {:.{d}f}]".format(*ends, d=digits)
+
+
+def comparisons(wanted: Row, folder: Path) -> list[list[str]]:
+    """Return a table of paired differences, below 0 where the first is lower.
+
+    The p values are corrected by Holm for all tests that the table has.
+
+    Args:
+        wanted: `files`, of equal items; `pairs`, a list of [policy, other]; `places`, a
+            list of [budget, interval], by default the first file's; `part` and
+            `figure`, by default the losses of texts.
+        folder: folder of the files.
+
+    Raises:
+        ValueError: see `tables.fill`, or a policy without a row.
+    """
+    check_keys(wanted, {"files", "pairs"}, {"places", "part", "figure"})
+    found = _read(wanted, folder, wanted.get("figure", LOSS))
     rows, tests = [], []
     for ours, theirs in wanted["pairs"]:
         for budget, interval in _places(wanted, found):
@@ -79,26 +130,32 @@ def loss_comparisons(wanted: Row, folder: Path) -> list[list[str]]:
                 ]
             )
             tests.append(test.p)
-    header = ["policy", "against", "budget, interval", "difference [95 %], nats"]
-    return [[*header, "texts lower", "p"]] + [
+    unit = ", nats" if wanted.get("figure", LOSS) in LOWER_IS_BETTER else ""
+    header = ["policy", "against", "budget, interval", f"difference [95 %]{unit}"]
+    return [[*header, "lower in", "p"]] + [
         [*row, f"{p:.2g}"] for row, p in zip(rows, holm(tests), strict=True)
     ]
 
 
-def _read(wanted: Row, folder: Path) -> dict[Place, list[float]]:
-    """Return losses of the texts by policy, budget and interval."""
-    texts: list[str] = []
+def _read(wanted: Row, folder: Path, figure: str = LOSS) -> dict[Place, list[float]]:
+    """Return a figure of a part's items by policy, budget and interval."""
+    part = wanted.get("part", LOSSES)
+    items: list[str] = []
     found: dict[Place, list[float]] = {}
     for name in wanted["files"]:
         record = read(folder / name, "rows")
-        own = list(record["items"].get(LOSSES, ()))
-        if texts and own != texts:
-            raise ValueError(f"table: expected equal texts in {wanted['files']}")
-        texts = own
+        own = list(record["items"].get(part, ()))
+        if items and own != items:
+            raise ValueError(f"table: expected equal {part} in {wanted['files']}")
+        items = own
         for row in record["rows"]:
-            if row["part"] == LOSSES:
+            if row["part"] == part:
+                if figure not in row:
+                    raise ValueError(
+                        f"table: expected a figure of {part}, got {figure!r}"
+                    )
                 place = row["policy"], row["budget"], row["interval"]
-                found.setdefault(place, row["loss"])
+                found.setdefault(place, row[figure])
     return found
 
 

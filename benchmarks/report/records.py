@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks import packed
 from benchmarks.accuracy.partial import PARTIAL
 
 Row = Mapping[str, Any]
@@ -25,8 +26,8 @@ def read(path: Path, key: str = "summary") -> dict[str, Any]:
         ValueError: it cannot be read, or lacks the key.
     """
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+        record = json.loads(packed.read_text(path))
+    except (OSError, ValueError) as error:
         raise ValueError(f"results: cannot read {path}: {error}") from None
     if not isinstance(record, dict) or key not in record:
         raise ValueError(f"results: expected a file with {key!r}, got {path}")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import provenance
+from benchmarks import packed, provenance
 from benchmarks.accuracy import summary
 from benchmarks.report import __main__ as command
 from benchmarks.report import tables, traces
@@ -72,16 +72,16 @@ def merged_from(record: dict) -> list[Path]:
 
 
 def test_every_summary_that_has_answers_is_theirs():
-    packed = set((command.RESULTS / "answers").glob("*.jsonl.xz"))
-    assert packed
-    for path in command.RESULTS.glob("*.json"):
-        record = json.loads(path.read_text())
+    answers = set((command.RESULTS / "answers").glob("*.jsonl.xz"))
+    assert answers
+    for path in command.RESULTS.glob("*.json*"):
+        record = json.loads(packed.read_text(path))
         if files := merged_from(record):
             made = command.merge(files)
             for part in ("settings", "summary", "pairs", "votes", "margins"):
                 assert made[part] == record[part], (path.name, part)
-            packed -= set(files)
-    assert not packed, "answers of no summary"
+            answers -= set(files)
+    assert not answers, "answers of no summary"
 
 
 def test_a_table_is_written_and_stays(folder):

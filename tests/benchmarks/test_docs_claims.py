@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import provenance
+from benchmarks import packed, provenance
 from benchmarks.report import __main__ as command
 from benchmarks.report import claims, pages, tables
 from support.report_data import record
@@ -20,7 +20,7 @@ PAGES = [
 ]
 PAIRS = """
 <!-- table comparisons
-files: [wgkv.json]
+files: [wgkv.json.xz]
 rows: ["wgkv+snapkv:lambda-0.16", "wgkv+expected:lambda-0.16"]
 against: [snapkv, expected]
 score: [lines, answer]
@@ -82,14 +82,15 @@ def test_no_figure_can_be_changed(name):
 def test_a_changed_record_is_found(tmp_path):
     """README's figure of the best policy at 192 tokens is that of one row."""
     text = (ROOT / "README.md").read_text()
-    for path in command.RESULTS.glob("*.json"):
+    for path in command.RESULTS.glob("*.json*"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     assert claims.mistakes_of(text, tmp_path) == []
-    made = json.loads((tmp_path / "standard.json").read_text())
+    standard = tmp_path / "standard.json.xz"
+    made = json.loads(packed.read_text(standard))
     place = {"policy": "expected", "budget": 192, "family": "all"}
     (row,) = [row for row in made["summary"] if row.items() >= place.items()]
     row["correct"] += 1
-    (tmp_path / "standard.json").write_text(json.dumps(made))
+    packed.write_text(standard, json.dumps(made))
     found = claims.mistakes_of(text, tmp_path)
     assert "*@192 correct highest = 57: claims 57, the file has 58" in found[0]
 
@@ -200,7 +201,7 @@ def test_claims_that_do_not_hold(statement, message, folder):
 )
 def test_what_is_shown_is_read_from_the_pages_table(statements, message):
     text = tables.fill(PAIRS, command.RESULTS)
-    claim = f"\n41 points of lines.\n<!-- from wgkv.json\n{statements}\n-->\n"
+    claim = f"\n41 points of lines.\n<!-- from wgkv.json.xz\n{statements}\n-->\n"
     for page in (claim + text, text + claim):
         found = "\n".join(claims.mistakes_of(page, command.RESULTS))
         assert re.search(message, found) if message else not found

@@ -166,11 +166,35 @@ def test_tables_show_losses_above_full_and_pairs(tmp_path):
     assert shown.splitlines()[3] == "| `tova` | +0.000 [0.000, 0.000] |"
     assert shown.splitlines()[4] == "| `random` | +0.100 [0.100, 0.100] |"
     pairs = "files: [run.json]\npairs: [[tova, random], [random, full]]"
-    first, second = tables.render("loss-comparisons", pairs, tmp_path).splitlines()[2:]
+    first, second = tables.render("language-comparisons", pairs, tmp_path).splitlines()[
+        2:
+    ]
     assert "| `tova` | `random` | 8, 16 | -0.100 [-0.100, -0.100] | 3 of 3 |" in first
     assert "| 0 of 3 |" in second
     with pytest.raises(ValueError, match="expected keydiff at 8, 16, got none"):
         tables.render("losses", "files: [run.json]\nrows: [keydiff]", tmp_path)
+
+
+def test_a_table_shows_means_best_first(tmp_path):
+    rows = [
+        {"part": "tasks", "policy": name, "budget": 8, "interval": 16}
+        | {"right": right, "loss": loss}
+        for name, right, loss in [("tova", [0, 1], [2, 1]), ("full", [1, 1], [1, 0.5])]
+    ]
+    made = {"items": {"tasks": {"a": "x", "b": "x"}}, "rows": rows}
+    (tmp_path / "run.json").write_text(json.dumps(made))
+    wanted = "files: [run.json]\npart: tasks\nfigures: [right, loss]"
+    head, _, best, worst = tables.render(
+        "language-means", wanted, tmp_path
+    ).splitlines()
+    assert head == "| policy | right at 8/16 | loss at 8/16 |"
+    assert best == "| `full` | 100 % [100, 100] | 0.750 [0.500, 1.000] |"
+    assert worst == "| `tova` | 50 % [0, 100] | 1.500 [1.000, 2.000] |"
+    with pytest.raises(ValueError, match="expected a figure of tasks, got 'kl'"):
+        tables.render("language-means", wanted.replace("loss", "kl"), tmp_path)
+    pairs = "files: [run.json]\npart: tasks\nfigure: right\npairs: [[tova, full]]"
+    (row,) = tables.render("language-comparisons", pairs, tmp_path).splitlines()[2:]
+    assert row == "| `tova` | `full` | 8, 16 | -0.500 [-1.000, +0.000] | 1 of 2 | 1 |"
 
 
 def test_a_record_needs_all_texts_of_all_policies(tmp_path):

@@ -10,6 +10,7 @@ import reasoner
 from benchmarks.language import losses
 from benchmarks.language.engines import Engine, Settings, running
 from benchmarks.language.texts import Text
+from benchmarks.report import traces
 
 CHECKPOINT = Path(reasoner.__file__).parent / "checkpoint"
 BUDGET, INTERVAL, LENGTH = 96, 64, 300
@@ -17,7 +18,13 @@ FIRST = losses.first_event(BUDGET, INTERVAL)
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[tuple[str, int], list[np.ndarray]]:
+def folder(tmp_path_factory) -> Path:
+    """Return the folder in which the engine records what events keep."""
+    return tmp_path_factory.mktemp("trace")
+
+
+@pytest.fixture(scope="module")
+def found(folder) -> dict[tuple[str, int], list[np.ndarray]]:
     """Return losses of two made texts by policy and budget."""
     rng = random.Random(0)
     texts = [
@@ -31,6 +38,7 @@ def found() -> dict[tuple[str, int], list[np.ndarray]]:
         at_once=2,
         budgets=(BUDGET, 512),
         intervals=(INTERVAL,),
+        trace=folder,
     )
     engine = Engine(("full", "streaming", "tova"), INTERVAL)
     with running(engine, settings) as asker:
@@ -60,3 +68,12 @@ def test_policies_differ(found):
         found["tova", BUDGET], found["streaming", BUDGET], strict=True
     ):
         assert (ours[FIRST:] != theirs[FIRST:]).mean() > 0.9
+
+
+def test_what_events_keep_is_recorded(found, folder):
+    made = traces.read_policies(folder)
+    events = sum(place < LENGTH for place in range(FIRST, LENGTH + 1, INTERVAL))
+    assert {name: row["events"] for name, row in made.items()} == {
+        "streaming": 2 * events,
+        "tova": 2 * events,
+    }

@@ -48,6 +48,7 @@ class MadeUpAsker(Asker):
         prompts: Sequence[Sequence[int]],
         policy: str,
         budget: int,
+        salts: Sequence[str] = (),
         **sampling: Any,
     ) -> list[Any]:
         """Return what `predict` says of each prompt and of what follows it."""
@@ -72,7 +73,9 @@ class MadeUpAsker(Asker):
                 )
                 for place in range(1, len(prompt))
             ]
-        return SimpleNamespace(outputs=[answer], prompt_logprobs=entries)
+        return SimpleNamespace(
+            outputs=[answer], prompt_logprobs=entries, num_cached_tokens=0
+        )
 
 
 def _named(found: dict[int, float], own: int, top: int) -> dict[int, Any]:
