@@ -96,3 +96,6 @@ def test_whole_pages(tokens: int, page: int) -> None:
         halves = [each.view(2, 4, *each.shape[1:]) for each in given[:-1]]
         same = resize.implementation("cpu")(*halves, page)
         assert torch.equal(same, got.view(2, 4, -1))
+    alike = kept, score, must, pages[3:4].expand(8), quota[4:5].expand(8), page
+    got = resize.implementation("cpu")(*alike)
+    assert torch.equal(got, resize.reference(*alike))

@@ -69,6 +69,6 @@ def resize(
     load()
     marked = score.new_empty(score.shape, dtype=torch.bool)
     rows = [as_rows(tokens) for tokens in (marked, keep, score, must_keep)]
-    counts = num_pages.reshape(-1), quota.reshape(-1)
+    counts = [each.reshape(-1).contiguous() for each in (num_pages, quota)]
     torch.ops.vllm_kvpolicy_cpu.resize(*rows, *counts, block_size)
     return marked

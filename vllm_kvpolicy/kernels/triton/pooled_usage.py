@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 
 from vllm_kvpolicy.kernels.pooled_usage import check_pooling, pooled_usage_ref
-from vllm_kvpolicy.kernels.triton.radix_select import launch_sizes
+
+TILE = 1024  # tokens that a program holds at a time
 
 
 def pooled_usage(
@@ -33,12 +34,12 @@ def pooled_usage(
         num_tokens,
         POOL=pool_kernel,
         PAD=suffix_pad,
-        **launch_sizes(num_tokens, 1024),
+        TILE=TILE,
     )
     return pooled
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _pooled_usage(
     usage,  # [R, T] floating point
     lengths,  # [R] int64

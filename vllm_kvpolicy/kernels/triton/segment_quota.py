@@ -22,6 +22,7 @@ from vllm_kvpolicy.kernels.triton.radix_select import (
 )
 from vllm_kvpolicy.kernels.triton.segment_cuts import cut_rows
 
+MASS_TILE = 1024  # tokens of a row that a program holds at a time
 FIRST_STEP: tl.constexpr = tl.constexpr(2**23)  # no row has twice as many tokens
 
 
@@ -52,7 +53,7 @@ def credited_mass(
         *bits,
         # A product is rounded by itself, as the reference's is.
         enable_fp_fusion=False,
-        **launch_sizes(num_tokens, 1024),
+        TILE=MASS_TILE,
     )
     return mass, updated
 
@@ -255,7 +256,7 @@ def _round_robin(capacity, total):
     return given + (is_open & (turn <= left)).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["decay", "gain", "mix", "rest", "eps"])
+@triton.jit(do_not_specialize=["num_tokens", "decay", "gain", "mix", "rest", "eps"])
 def _credited_mass(
     usage,  # [R, T] floating point
     lengths,  # [R] int64
