@@ -8,11 +8,11 @@ from support.worker.event_launches import count_launches
 
 # Operators, Triton kernels and copies to the device, of one batch of third events.
 LIMITS: dict[str, tuple[dict[str, Any], int]] = {
-    "streaming": ({}, 115),
-    "snapkv": ({}, 132),
-    "ams-tova": ({}, 232),
-    "adakv-snapkv": ({}, 277),
-    "hard-snapkv": ({"hard_mode": "dynamic"}, 371),
+    "streaming": ({}, 23),
+    "snapkv": ({}, 27),
+    "ams-tova": ({}, 53),
+    "adakv-snapkv": ({}, 41),
+    "hard-snapkv": ({"hard_mode": "dynamic"}, 79),
 }
 
 

@@ -126,7 +126,9 @@ class RequestTable(RequestRows):
     ) -> None:
         """Enter the destinations and frontiers of these events; see `numbers`."""
         enter_requests(
-            *(sent[name] for name in ("rows", "dest", "frontier")),
+            sent["rows"],
+            sent["dest"],
+            sent["frontier"],
             self.global_blocks,
             self.num_global,
             self.frontier_blocks,
