@@ -49,8 +49,10 @@
 #undef KVPOLICY_BYTES
 #undef KVPOLICY_CPU
 
-// FUNCTION of the namespace that suits this CPU best.
-#ifdef KVPOLICY_KINDS
+// FUNCTION of the namespace that suits this CPU best, or of the one that a test names.
+#ifdef KVPOLICY_ONLY
+#define KVPOLICY_BEST(FUNCTION) (KVPOLICY_ONLY::FUNCTION)
+#elif defined(KVPOLICY_KINDS)
 #define KVPOLICY_HAS(NAME) __builtin_cpu_supports(NAME)
 #define KVPOLICY_HAS_512                                       \
   (KVPOLICY_HAS("avx512f") && KVPOLICY_HAS("avx512bw") &&      \

@@ -42,7 +42,7 @@ namespace {
 using namespace kvpolicy;
 
 // Checks [E, L, *rest] whose last axis lies side by side.
-void check_rows(const char* name, const Tensor& rows, ScalarType type,
+void check_heads(const char* name, const Tensor& rows, ScalarType type,
                 const Tensor& queries, int64_t third) {
   check(name, rows, type, rows.dim());
   STD_TORCH_CHECK(rows.size(0) == queries.size(0) && rows.size(1) == queries.size(1) &&
@@ -87,10 +87,10 @@ void window_usage(Tensor mean, Tensor last, Tensor queries, Tensor pool, Tensor 
   check("pool", pool, type, 3);
   check("pages", pages, ScalarType::Long, 4);
   const int64_t layers = queries.size(1), heads = pages.size(2);
-  check_rows("pages", pages, ScalarType::Long, queries, heads);
-  check_rows("lengths", lengths, ScalarType::Long, queries, heads);
-  check_rows("mean", mean, ScalarType::Float, queries, queries.size(2));
-  check_rows("last", last, ScalarType::Float, queries, queries.size(2));
+  check_heads("pages", pages, ScalarType::Long, queries, heads);
+  check_heads("lengths", lengths, ScalarType::Long, queries, heads);
+  check_heads("mean", mean, ScalarType::Float, queries, queries.size(2));
+  check_heads("last", last, ScalarType::Float, queries, queries.size(2));
   const int64_t num_tokens = mean.size(3);
   STD_TORCH_CHECK(last.size(3) == num_tokens && mean.stride(2) == last.stride(2),
                   "last: expected the sizes of mean");

@@ -1,6 +1,7 @@
 """The kernels for CPUs compile with g++ by the documented command, and load."""
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -77,6 +78,45 @@ def test_operations_run_in_it(built: tuple[Path, str]) -> None:
     command = [sys.executable, "-c", USE, str(built[0])]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "[[1, 0, 1, 0, 1]] Counter({'cpu': 1})", done.stderr
+
+
+# Kinds of csrc/cpu/each_cpu.h, and what a CPU has to say that it can run them.
+KINDS = {"any": "", "new_enough": "avx2", "newer": "avx512bw", "newest": "avx512_bf16"}
+TEST = """
+import sys
+from pathlib import Path
+import pytest
+from vllm_kvpolicy.kernels.cpu import library
+library.LIBRARY = Path(sys.argv[1])
+sys.exit(pytest.main(["-q", "tests/kernels/test_window_usage_cpp.py"]))
+"""
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_cpu_measures_the_same(
+    setup: ModuleType, tmp_path: Path, kind: str
+) -> None:
+    """The tests of window attention, in a library of one kind."""
+    flags = Path("/proc/cpuinfo").read_text()
+    if platform.machine() != "x86_64" and kind != "any":
+        pytest.skip("the other kinds are of x86-64")
+    if KINDS[kind] not in flags:
+        pytest.skip(f"this CPU has no {KINDS[kind]}")
+    library = tmp_path / "kind.so"
+    command = setup.cpp_command(setup.find_cxx(), setup.find_torch(with_cuda=False))
+    sources = [f"csrc/cpu/{name}.cpp" for name in ("bindings", "window_usage")]
+    command += ["-shared", "-o", str(library), f"-DKVPOLICY_ONLY={kind}", *sources]
+    command += ["-Xlinker", "--no-as-needed", f"-L{TORCH_LIB}", "-ltorch"]
+    subprocess.run(command, cwd=ROOT, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", TEST, str(library)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-2_000:]
 
 
 def make_torch(folder: Path, version: str) -> None:
