@@ -84,8 +84,8 @@ def test_it_agrees_without_a_mutation(engine, decoder, name: str) -> None:
 def test_heads_read_each_others_pages(engine, decoder, monkeypatch) -> None:
     held = RaggedTier.held
 
-    def swapped(self, events, rows, index) -> HeldPages:
-        right = held(self, events, rows, index)
+    def swapped(self, *given) -> HeldPages:
+        right = held(self, *given)
         return replace(right, pages=right.pages.flip(1))
 
     monkeypatch.setattr(RaggedTier, "held", swapped)
@@ -157,9 +157,9 @@ def test_true_positions_are_forgotten(engine, decoder, monkeypatch) -> None:
 def test_signals_of_the_token_before(engine, decoder, monkeypatch) -> None:
     values = TokenSignals.values
 
-    def shifted(self, request_ids, num_positions: int):
-        found = values(self, request_ids, num_positions)
-        return {signal: rows.roll(1, -1) for signal, rows in found.items()}
+    def shifted(self, rows: torch.Tensor, num_positions: int):
+        found = values(self, rows, num_positions)
+        return {signal: each.roll(1, -1) for signal, each in found.items()}
 
     monkeypatch.setattr(TokenSignals, "values", shifted)
     assert "selected differ" in complaint(engine, decoder, SIGNALLED)
@@ -168,6 +168,8 @@ def test_signals_of_the_token_before(engine, decoder, monkeypatch) -> None:
 def test_signals_of_another_request(engine, decoder, monkeypatch) -> None:
     values = TokenSignals.values
     monkeypatch.setattr(
-        TokenSignals, "values", lambda self, ids, size: values(self, ids[::-1], size)
+        TokenSignals,
+        "values",
+        lambda self, rows, size: values(self, rows.flip(0), size),
     )
     assert "selected differ" in complaint(engine, decoder, SIGNALLED)
