@@ -1,10 +1,10 @@
 """Build description of the distribution `vllm-kvpolicy`.
 
-The wheel is pure Python, or holds CUDA kernels as well where the environment that
-builds it has nvcc, a C++ compiler and PyTorch for CUDA (`pip install
---no-build-isolation`). KVPOLICY_CUDA=0 never builds them; KVPOLICY_CUDA=1 fails where
-it cannot, and takes a PyTorch without CUDA too, whose headers are enough. The build
-says which of both it is and why.
+The wheel is pure Python, or holds kernels as well (`pip install --no-build-isolation`):
+in C++ for the CPU where the environment that builds it has g++ and PyTorch, in CUDA C++
+where it has nvcc, g++ and PyTorch for CUDA. KVPOLICY_CPU=0 and KVPOLICY_CUDA=0 never
+build them; with 1 the build fails where it cannot, and KVPOLICY_CUDA=1 takes a PyTorch
+without CUDA too, whose headers are enough. The build says what it holds and why.
 """
 
 import importlib.util
@@ -23,14 +23,17 @@ README = HERE / "README.md"
 CUDA_ARCHITECTURES = (80, 90, 100)
 # The oldest PyTorch that the kernels load in; later ones keep its stable ABI.
 MIN_TORCH = (2, 11)
+TARGET = f"-DTORCH_TARGET_VERSION={MIN_TORCH[0] << 56 | MIN_TORCH[1] << 48:#x}"
 CXX_FLAGS = (
     "-std=c++17",
     "-O3",
     "-DUSE_CUDA",
     # nvcc may be a minor version ahead of the runtime that PyTorch pins.
     "-DCCCL_DISABLE_CTK_COMPATIBILITY_CHECK",
-    f"-DTORCH_TARGET_VERSION={MIN_TORCH[0] << 56 | MIN_TORCH[1] << 48:#x}",
+    TARGET,
 )
+# For any CPU of its kind: csrc/cpu compiles what is worth it for newer ones as well.
+CPU_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", TARGET)
 
 
 class CannotBuild(Exception):
@@ -58,6 +61,18 @@ def find_nvcc() -> Path:
         if f"compute_{number}\n" not in answer.stdout:
             raise CannotBuild(f"{nvcc} does not know sm_{number}")
     return nvcc
+
+
+def find_cxx() -> Path:
+    """Return g++.
+
+    Raises:
+        CannotBuild: there is none.
+    """
+    found = shutil.which("g++")
+    if found is None:
+        raise CannotBuild("there is no g++")
+    return Path(found)
 
 
 def find_torch(with_cuda: bool) -> Path:
@@ -101,53 +116,97 @@ def say(message: str) -> None:
     print(f"vllm-kvpolicy: {message}", file=sys.stderr)
 
 
-def kernels() -> list[Extension]:
+def cpp_command(cxx: Path, torch: Path) -> list[str]:
+    """Return the start of a command that compiles for a CPU.
+
+    Args:
+        cxx: the compiler.
+        torch: folder of PyTorch.
+    """
+    return [str(cxx), *CPU_FLAGS, "-I", str(torch / "include")]
+
+
+def demand(variable: str) -> str:
+    """Return what an environment variable says about kernels: "", "0" or "1".
+
+    Raises:
+        SystemExit: it says something else.
+    """
+    wanted = os.environ.get(variable, "")
+    if wanted not in ("", "0", "1"):
+        sys.exit(f"{variable}: expected 0 or 1, got {wanted!r}")
+    return wanted
+
+
+def cpu_kernels() -> list[Extension]:
+    """Return the extension with the kernels for a CPU, or nothing, and say why.
+
+    Raises:
+        SystemExit: KVPOLICY_CPU asks for kernels that cannot be built.
+    """
+    wanted = demand("KVPOLICY_CPU")
+    try:
+        if wanted == "0":
+            raise CannotBuild("KVPOLICY_CPU is 0")
+        cxx, torch = find_cxx(), find_torch(with_cuda=False)
+    except CannotBuild as reason:
+        if wanted == "1":
+            sys.exit(f"vllm-kvpolicy: no CPU kernels although asked for: {reason}")
+        say(f"without CPU kernels: {reason}")
+        return []
+    say(f"with CPU kernels: found {cxx} and {torch}")
+    return [extension("vllm_kvpolicy._C_cpu", HERE / "csrc" / "cpu", ["*.cpp"])]
+
+
+def cuda_kernels() -> list[Extension]:
     """Return the extension with the CUDA kernels, or nothing, and say why.
 
     Raises:
         SystemExit: KVPOLICY_CUDA asks for kernels that cannot be built.
     """
-    wanted = os.environ.get("KVPOLICY_CUDA", "")
-    if wanted not in ("", "0", "1"):
-        sys.exit(f"KVPOLICY_CUDA: expected 0 or 1, got {wanted!r}")
+    wanted = demand("KVPOLICY_CUDA")
     try:
         if wanted == "0":
             raise CannotBuild("KVPOLICY_CUDA is 0")
         nvcc, torch = find_nvcc(), find_torch(with_cuda=wanted != "1")
-        if shutil.which("g++") is None:
-            raise CannotBuild("there is no g++")
+        find_cxx()
     except CannotBuild as reason:
         if wanted == "1":
             sys.exit(f"vllm-kvpolicy: no CUDA kernels although asked for: {reason}")
-        say(f"pure Python, without CUDA kernels: {reason}")
+        say(f"without CUDA kernels: {reason}")
         return []
     names = ", ".join(f"sm_{number}" for number in CUDA_ARCHITECTURES)
     say(f"with CUDA kernels for {names}: found {nvcc} and {torch}")
-    folder = HERE / "csrc"
-    sources = [folder / "bindings.cpp", *sorted(folder.glob("*.cu"))]
-    return [
-        Extension(
-            "vllm_kvpolicy._C",
-            [str(path.relative_to(HERE)) for path in sources],
-            depends=[str(path.relative_to(HERE)) for path in folder.rglob("*.*h")],
-            py_limited_api=True,
-        )
-    ]
+    return [extension("vllm_kvpolicy._C", HERE / "csrc", ["bindings.cpp", "*.cu"])]
+
+
+def extension(name: str, folder: Path, patterns: list[str]) -> Extension:
+    """Return a library of the sources in a folder that match one of the patterns."""
+    sources = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+    return Extension(
+        name,
+        [str(path.relative_to(HERE)) for path in sources],
+        depends=[str(path.relative_to(HERE)) for path in folder.rglob("*.*h")],
+        py_limited_api=True,
+    )
 
 
 class BuildKernels(build_ext):
-    """Makes one library of all sources.
+    """Makes one library of all sources of an extension.
 
     It holds nothing of Python's: PyTorch loads it by its path, and it finds what it
     needs behind libtorch.so, which a PyTorch without CUDA has as well.
     """
 
     def build_extension(self, ext: Extension) -> None:
-        """Compile and link with nvcc, one architecture after the other."""
+        """Compile and link with g++, or with nvcc, one architecture after the other."""
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         torch = find_torch(with_cuda=False)
-        command = nvcc_command(find_nvcc(), torch)
+        if ext.name.endswith("_cpu"):
+            command = cpp_command(find_cxx(), torch)
+        else:
+            command = nvcc_command(find_nvcc(), torch)
         command += ["-shared", "-o", str(target), *ext.sources]
         command += ["-Xlinker", "--no-as-needed", f"-L{torch / 'lib'}", "-ltorch"]
         print(" ".join(command))
@@ -155,7 +214,7 @@ class BuildKernels(build_ext):
 
 
 if __name__ == "__main__":
-    EXTENSIONS = kernels()
+    EXTENSIONS = cpu_kernels() + cuda_kernels()
     setup(
         name="vllm-kvpolicy",
         version="0.1.0",

@@ -96,6 +96,7 @@ def fingerprint(lock: str) -> str:
         ROOT / "setup.py",
         ROOT / "pyproject.toml",
         Path(__file__).resolve(),
+        *sorted((ROOT / "csrc" / "cpu").glob("*")),
     ):
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -25,7 +25,7 @@ READ = ("docs/*.md", "README.md", "CONTRIBUTING.md")
 SOURCES = ("vllm_kvpolicy/*.py", "benchmarks/*.py", "scripts/*.py", "setup.py")
 # Made by the build, by the reader of docs/add_a_policy.md, by a run on a GPU.
 MADE = re.compile(
-    r"vllm_kvpolicy\._C$|.*[./](?:(?:test_)?vnorm|shortkeys)\b|benchmarks/results/gpu/"
+    r"vllm_kvpolicy\._C(?:_cpu)?$|.*[./](?:(?:test_)?vnorm|shortkeys)\b|benchmarks/results/gpu/"
 )
 
 

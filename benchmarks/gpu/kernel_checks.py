@@ -31,6 +31,13 @@ WITH_POOL = (
     "page_scores",
 )
 """Operations that read or write keys and values."""
+MUTATED = {
+    "enter_page_lists": ("table_pages", "table_first"),
+    "enter_requests": ("global_blocks", "num_global", "frontier_blocks"),
+    "head_page_tables": ("tables", "offsets"),
+    "write_survivors": ("survivors", "local"),
+}
+"""Operations whose result is what all of some arguments hold afterwards."""
 Outputs = dict[str, torch.Tensor]
 
 
@@ -95,10 +102,14 @@ def _specified(
         used = -(-lengths // arguments["block_size"])
         yield "tables", torch.where(column < used[:, None], tables, -1)
         yield "lengths", lengths
+    elif name in MUTATED:
+        yield from {key: arguments[key] for key in MUTATED[name]}.items()
+        if result is not None:
+            yield "result", result
     elif name == "page_bounds":
         yield "bounds", _bits(arguments["bounds"])
-    elif name == "head_page_tables":
-        yield from {key: arguments[key] for key in ("tables", "offsets")}.items()
+    elif isinstance(result, tuple):
+        yield from ((f"result {n}", each) for n, each in enumerate(result))
     elif is_dataclass(result):
         for field in fields(result):
             if getattr(result, field.name) is not None:

@@ -12,6 +12,19 @@ import torch
 
 from benchmarks.gpu.admission_inputs import make_paged_gates, make_until_attention
 from benchmarks.gpu.draw import CPU, Arguments, Draw, Size
+from benchmarks.gpu.event_inputs import (
+    make_assign_pages,
+    make_count_in_pages,
+    make_enter_page_lists,
+    make_enter_requests,
+    make_limit_must_keep,
+    make_list_survivors,
+    make_must_keep_tokens,
+    make_page_quota,
+    make_read_survivors,
+    make_survivor_moves,
+    make_write_survivors,
+)
 from benchmarks.gpu.step_inputs import (
     make_head_page_tables,
     make_page_tables,
@@ -159,6 +172,28 @@ def make_segment_quota(size: Size, draw: Draw, preset: str = "default") -> Argum
     return draw.here(segment_arguments(size, draw, preset))
 
 
+def make_credited_mass(size: Size, draw: Draw) -> Arguments:
+    """Usage and credit, a few of them NaN."""
+    lengths = draw.lengths(size, SINKS)
+    usage, credit = draw.uniform(2, size.rows, size.tokens) ** 6
+    usage[draw.uniform(*usage.shape) < 0.01] = torch.nan
+    made = draw.here({"usage": usage, "lengths": lengths, "credit": credit})
+    return made | {"decay": 0.8, "mix": 0.7}
+
+
+def make_pooled_usage(size: Size, draw: Draw) -> Arguments:
+    """Rows that hold more and less than the window."""
+    lengths = draw.lengths(size, 1)
+    usage = draw.uniform(size.rows, size.tokens)
+    shape = size.events, size.layers, size.heads
+    arguments = {
+        "usage": usage.view(*shape, -1),
+        "lengths": lengths.view(shape),
+        "window": lengths.clamp(max=size.window).view(shape),
+    }
+    return draw.here(arguments)
+
+
 def make_pick_by_quota(size: Size, draw: Draw) -> Arguments:
     """Scores, and segments with their quotas; exempt tokens belong to none."""
     arguments = segment_arguments(size, draw, "default")
@@ -188,10 +223,16 @@ def make_top_k_mask(size: Size, draw: Draw) -> Arguments:
 
 def make_resize(size: Size, draw: Draw) -> Arguments:
     """Choices to fill up and choices to trim."""
-    again = Draw(draw.generator.initial_seed(), draw.source, draw.source)
-    arguments = make_fill_next_best(size, again)
-    must = arguments["valid"] & (torch.arange(size.tokens) < SINKS)
-    return draw.here(arguments | {"must_keep": must})
+    lengths, valid, must = masks(size, draw)
+    pages = lengths // size.page
+    arguments = {
+        "keep": must | (valid & (draw.uniform(*valid.shape) < 0.5)),
+        "score": score(size, draw),
+        "must_keep": must & (torch.arange(size.tokens) < SINKS),
+        "num_pages": pages,
+        "quota": pages.clamp(max=-(-size.budget // size.page)),
+    }
+    return draw.here(arguments) | {"block_size": size.page}
 
 
 def make_ascending_indices(size: Size, draw: Draw) -> Arguments:
@@ -279,6 +320,8 @@ MAKERS: dict[str, Callable[[Size, Draw], Arguments]] = {
     "paged_pair_projections": make_paged_pair_projections,
     "segment_quota": make_segment_quota,
     "segment_quota, code": lambda size, draw: make_segment_quota(size, draw, "code"),
+    "credited_mass": make_credited_mass,
+    "pooled_usage": make_pooled_usage,
     "pick_by_quota": make_pick_by_quota,
     "fill_next_best": make_fill_next_best,
     "top_k_mask": make_top_k_mask,
@@ -294,6 +337,17 @@ MAKERS: dict[str, Callable[[Size, Draw], Arguments]] = {
     "paged_gates": lambda size, draw: make_paged_gates(
         size, draw, paged_keys(size, draw)
     ),
+    "assign_pages": make_assign_pages,
+    "count_in_pages": make_count_in_pages,
+    "enter_page_lists": make_enter_page_lists,
+    "enter_requests": make_enter_requests,
+    "limit_must_keep": make_limit_must_keep,
+    "list_survivors": make_list_survivors,
+    "must_keep_tokens": make_must_keep_tokens,
+    "page_quota": make_page_quota,
+    "read_survivors": make_read_survivors,
+    "survivor_moves": make_survivor_moves,
+    "write_survivors": make_write_survivors,
     "page_bounds": make_page_bounds,
     "page_scores": make_page_scores,
 }

@@ -52,7 +52,7 @@ def implementations(label: str) -> list[str]:
     operation = operations()[label.partition(",")[0]]
     if not torch.cuda.is_available():
         return ["reference"]
-    has_cuda = operation.in_cuda and LIBRARY.exists()
+    has_cuda = operation.preference.in_cuda and LIBRARY.exists()
     return ["reference", "triton", *["cuda"] * has_cuda]
 
 

@@ -44,6 +44,7 @@ from vllm_kvpolicy.worker.tiers.equal import PhysicalTables
 from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
 from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
 from vllm_kvpolicy.worker.tiers.ragged_step import FoldedBatch, FoldedTables
+from vllm_kvpolicy.worker.transfer import to_device_together
 
 ID_BYTES = 4  # int32, ids of pages and lengths
 REFERENCE = "rewrite"  # what times are relative to
@@ -238,17 +239,17 @@ class HeadPages:
         )
         keep = self.case.kept().view(1, -1).to(self.device)
         rows = [self.requests.take(request_id)]
-        index = self.requests.to_device(rows)
         policy: Any = SimpleNamespace(dynamic=True)
 
         def find() -> Any:
-            held = self.tier.held([event], rows, index)
-            batch = Batch([event], policy, rows, index, held)
+            sent = to_device_together(self.tier.numbers([event], rows), self.device)
+            held = self.tier.held([event], rows, sent)
+            batch = Batch([event], policy, rows, sent, held)
             return batch, self.tier.place(batch, keep)[1]
 
         (batch, lists), milliseconds = timed(find, self.device)
         self.tier.commit(batch, lists)
-        self.requests.update(rows, [event])
+        self.requests.update(rows, [event], batch.sent)
         return milliseconds
 
     def build(self) -> FoldedBatch:

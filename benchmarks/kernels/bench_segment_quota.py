@@ -21,13 +21,13 @@ import torch
 
 from tests.support.brute_ams import brute_choose
 from vllm_kvpolicy.kernels.segment_quota import (
+    credited_mass,
     segment_quota_ref,
     to_fixed_point,
 )
 from vllm_kvpolicy.policies.allocators.ams import (
     PRESETS,
     AMSConfig,
-    mass_with_credit,
 )
 from vllm_kvpolicy.policies.ams import select  # noqa: E402
 
@@ -118,7 +118,9 @@ def main() -> None:
 
     lengths = torch.full((args.rows,), args.tokens, device=args.device)
     exempt = torch.zeros_like(usage, dtype=torch.bool)
-    mass = to_fixed_point(mass_with_credit(usage, ~exempt, None, config)[0])
+    mass = to_fixed_point(
+        credited_mass(usage, lengths, None, config.ema_decay, config.ema_mix)[0]
+    )
 
     def quotas_only() -> None:
         segment_quota_ref(

@@ -40,7 +40,7 @@ from vllm_kvpolicy.policies.allocators.ams import PRESETS
 MODULE = "benchmarks.kernels.bench_selection"
 IMPLEMENTATIONS = ("triton", "reference")
 FLUSHED_BYTES = 2**30
-SINKS, RECENT = 4, 32
+SINKS, RECENT, PAGE = 4, 32, 16
 Call = tuple[Operation[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
@@ -85,8 +85,9 @@ def make_calls(num_rows: int, num_tokens: int, device: str) -> Iterator[Call]:
     yield top_k_mask, (score, must_keep, valid, budget), {}
     chosen = top_k_mask.reference(score, must_keep, valid, budget)
     yield fill_next_best, (chosen, score, valid, budget + 8), {}
-    # Up to the next whole page of 16 tokens.
-    yield resize, (chosen, score, must_keep, valid, -(-budget // 16) * 16), {}
+    # Up to the next whole page.
+    pages = lengths // PAGE, -(-budget // PAGE)
+    yield resize, (chosen, score, must_keep, *pages, PAGE), {}
     yield ascending_indices, (chosen, int(budget[0])), {}
 
 

@@ -341,12 +341,20 @@ def test_a_wrong_result_is_found(label: str, monkeypatch) -> None:
             "save_rows": "saved",
             "until_attention": "output",
             "page_bounds": "bounds",
+            "enter_requests": "num_global",
+            "write_survivors": "local",
         }.get(operation.name)
         target = arguments[changed] if changed else result
         if operation.name == "window_usage":
             target = result.mean
         elif operation.name == "segment_quota":
             target = result.quotas
+        elif operation.name == "assign_pages":
+            target = result.pages
+        elif operation.name == "survivor_moves":
+            target = result.source
+        elif operation.name in ("must_keep_tokens", "credited_mass"):
+            target = result[0]
         if operation.name == "save_rows":
             target = target[1:]  # the first row is nobody's
         spot = target[(0,) * (target.ndim - 1)]

@@ -21,6 +21,7 @@ from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
 from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
 from vllm_kvpolicy.worker.tiers.ragged_step import FoldedTables
+from vllm_kvpolicy.worker.transfer import to_device_together
 
 LAYERS, HEADS = 36, 8
 NUM_HEADS = LAYERS * HEADS
@@ -81,7 +82,9 @@ def page_quota(
         max_tokens=event.position,
     )
     policy: Any = SimpleNamespace(dynamic=dynamic)
-    return tier.quota(Batch([event], policy, [0], torch.tensor([0]), held), keep)[0]
+    chosen = torch.arange(event.position) < keep[..., None]
+    sent = to_device_together(tier.numbers([event], [0]), CPU)
+    return tier.quota(Batch([event], policy, [0], sent, held), chosen)[0]
 
 
 def serve(budget: int, block_size: int, offset: int = 0, share: float = 1.0) -> Outcome:

@@ -138,7 +138,7 @@ def test_pytorch_for_cuda_and_nvcc_make_a_wheel_with_kernels(
     machine: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
     make_torch(tmp_path, "2.11.0+cu130", "13.0")
-    (extension,) = machine.kernels()
+    (extension,) = machine.cuda_kernels()
     assert extension.name == "vllm_kvpolicy._C"
     assert {"csrc/bindings.cpp", "csrc/compact_pages.cu"} <= set(extension.sources)
     assert "with CUDA kernels for sm_80, sm_90, sm_100" in capfd.readouterr().err
@@ -166,9 +166,9 @@ def test_other_machines_make_a_pure_wheel_and_say_why(
     if version is not None:
         make_torch(tmp_path, version, cuda)
     monkeypatch.setenv("KVPOLICY_CUDA", wanted)
-    assert machine.kernels() == []
+    assert machine.cuda_kernels() == []
     said = capfd.readouterr().err
-    assert "pure Python, without CUDA kernels: " in said and reason in said
+    assert "vllm-kvpolicy: without CUDA kernels: " in said and reason in said
 
 
 @pytest.mark.parametrize(
@@ -184,10 +184,10 @@ def test_without_a_compiler_the_wheel_is_pure_unless_kernels_are_asked_for(
 ) -> None:
     make_torch(tmp_path, "2.13.0", "13.0")
     (tmp_path / "bin" / program).unlink()
-    assert machine.kernels() == [] and reason in capfd.readouterr().err
+    assert machine.cuda_kernels() == [] and reason in capfd.readouterr().err
     monkeypatch.setenv("KVPOLICY_CUDA", "1")
     with pytest.raises(SystemExit, match=re.escape(reason)):
-        machine.kernels()
+        machine.cuda_kernels()
 
 
 def test_nvcc_of_the_package_is_found(machine: ModuleType, tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_another_wish_is_an_error(
 ) -> None:
     monkeypatch.setenv("KVPOLICY_CUDA", "yes")
     with pytest.raises(SystemExit, match="KVPOLICY_CUDA: expected 0 or 1, got 'yes'"):
-        machine.kernels()
+        machine.cuda_kernels()
 
 
 def test_all_locks_pin_one_compiler() -> None:

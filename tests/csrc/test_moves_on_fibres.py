@@ -22,7 +22,11 @@ from vllm_kvpolicy.kernels import compact_pages as compaction
 from vllm_kvpolicy.kernels.compact_pages import compact_pages, compact_pages_ref
 from vllm_kvpolicy.kernels.page_tables import page_tables, page_tables_ref
 
-IN_CUDA = [label for label in MAKERS if operations()[label.partition(",")[0]].in_cuda]
+IN_CUDA = [
+    label
+    for label in MAKERS
+    if operations()[label.partition(",")[0]].preference.in_cuda
+]
 SIZES = {
     **SMALL_SIZES,
     "real": Size(1, 1, 2, 4, 1536, 128, 32, 1024, 16, torch.bfloat16),

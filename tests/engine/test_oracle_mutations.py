@@ -116,8 +116,8 @@ def test_two_requests_windows_swapped(engine, decoder, monkeypatch) -> None:
     """Two requests that have an event together are judged by each other's queries."""
     queries = QueryWindows.queries
 
-    def swapped(self: QueryWindows, windows: Any, window_tokens: int) -> torch.Tensor:
-        return queries(self, windows[::-1], window_tokens)
+    def swapped(self: QueryWindows, rows: torch.Tensor, size: int) -> torch.Tensor:
+        return queries(self, rows.flip(0), size)
 
     monkeypatch.setattr(QueryWindows, "queries", swapped)
     selection, _ = oracles_agree(engine, decoder)

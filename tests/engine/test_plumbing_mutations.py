@@ -84,8 +84,8 @@ def test_it_agrees_without_a_mutation(engine, decoder, name: str) -> None:
 def test_heads_read_each_others_pages(engine, decoder, monkeypatch) -> None:
     held = RaggedTier.held
 
-    def swapped(self, events, rows, index) -> HeldPages:
-        right = held(self, events, rows, index)
+    def swapped(self, *given) -> HeldPages:
+        right = held(self, *given)
         return replace(right, pages=right.pages.flip(1))
 
     monkeypatch.setattr(RaggedTier, "held", swapped)
@@ -95,8 +95,8 @@ def test_heads_read_each_others_pages(engine, decoder, monkeypatch) -> None:
 def test_heads_get_each_others_number_of_pages(engine, decoder, monkeypatch) -> None:
     quota = RaggedTier.quota
 
-    def swapped(self, batch, counts) -> torch.Tensor:
-        return quota(self, batch, counts.flip(1))
+    def swapped(self, batch, keep) -> torch.Tensor:
+        return quota(self, batch, keep.flip(1))
 
     monkeypatch.setattr(RaggedTier, "quota", swapped)
     assert "survivors, expected" in complaint(engine, decoder, RAGGED)
@@ -107,7 +107,7 @@ def test_memory_of_another(engine, decoder, monkeypatch, axis: int) -> None:
     """What one head, or one token, remembers goes to its neighbour."""
     read = SurvivorMemory.read
     monkeypatch.setattr(
-        SurvivorMemory, "read", lambda *given: read(*given).roll(1, axis)
+        SurvivorMemory, "read", lambda *given: read(*given).roll(1, axis + 1)
     )
     assert "selected differ" in complaint(engine, decoder, REMEMBERS)
 
@@ -121,13 +121,13 @@ def test_memory_is_put_down_before_the_slots_have_moved(
 
     def early(self, *given) -> None:
         remember(self, *given)
-        for slots, events in late.pop(self.requests, []):
-            update(self.requests, slots, events)
+        for given in late.pop(self.requests, []):
+            update(self.requests, *given)
 
     monkeypatch.setattr(
         RequestTable,
         "update",
-        lambda self, slots, events: late.setdefault(self, []).append((slots, events)),
+        lambda self, *given: late.setdefault(self, []).append(given),
     )
     monkeypatch.setattr(Compactor, "_remember", early)
     assert "selected differ" in complaint(engine, decoder, REMEMBERS)
@@ -136,8 +136,8 @@ def test_memory_is_put_down_before_the_slots_have_moved(
 def test_true_positions_are_off_by_one(engine, decoder, monkeypatch) -> None:
     right = Compactor._positions
 
-    def wrong(remembered, lengths, end, token) -> torch.Tensor:
-        return right(remembered + (remembered > 0), lengths, end, token)
+    def wrong(remembered, lengths, end) -> torch.Tensor:
+        return right(remembered + (remembered > 0), lengths, end)
 
     monkeypatch.setattr(Compactor, "_positions", staticmethod(wrong))
     assert "selected differ" in complaint(engine, decoder, SIGNALLED)
@@ -147,8 +147,8 @@ def test_true_positions_are_forgotten(engine, decoder, monkeypatch) -> None:
     """Tokens held count as consecutive, as if nothing had been dropped."""
     right = Compactor._positions
 
-    def wrong(remembered, lengths, end, token) -> torch.Tensor:
-        return right(torch.zeros_like(remembered), lengths, end, token)
+    def wrong(remembered, lengths, end) -> torch.Tensor:
+        return right(torch.zeros_like(remembered), lengths, end)
 
     monkeypatch.setattr(Compactor, "_positions", staticmethod(wrong))
     assert "selected differ" in complaint(engine, decoder, SIGNALLED)
@@ -157,9 +157,9 @@ def test_true_positions_are_forgotten(engine, decoder, monkeypatch) -> None:
 def test_signals_of_the_token_before(engine, decoder, monkeypatch) -> None:
     values = TokenSignals.values
 
-    def shifted(self, request_ids, num_positions: int):
-        found = values(self, request_ids, num_positions)
-        return {signal: rows.roll(1, -1) for signal, rows in found.items()}
+    def shifted(self, rows: torch.Tensor, num_positions: int):
+        found = values(self, rows, num_positions)
+        return {signal: each.roll(1, -1) for signal, each in found.items()}
 
     monkeypatch.setattr(TokenSignals, "values", shifted)
     assert "selected differ" in complaint(engine, decoder, SIGNALLED)
@@ -168,6 +168,8 @@ def test_signals_of_the_token_before(engine, decoder, monkeypatch) -> None:
 def test_signals_of_another_request(engine, decoder, monkeypatch) -> None:
     values = TokenSignals.values
     monkeypatch.setattr(
-        TokenSignals, "values", lambda self, ids, size: values(self, ids[::-1], size)
+        TokenSignals,
+        "values",
+        lambda self, rows, size: values(self, rows.flip(0), size),
     )
     assert "selected differ" in complaint(engine, decoder, SIGNALLED)

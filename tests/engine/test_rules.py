@@ -124,7 +124,7 @@ def test_a_reused_slot_starts_clean(
         engine.run(old)
         assert len(engine.runtime.requests) == 0
         if poison:
-            memory = engine.runtime.compactor.memory["ams_credit"]
+            memory = engine.runtime.compactor.memory
             memory.survivors.fill_(1e30)
             memory.local.fill_(1e30)
             pool = engine.runtime.compactor.pool

@@ -44,10 +44,10 @@ def test_events_leave_the_same_cache(name: str) -> None:
     assert torch.equal(mine, other)
     for mine, other in zip(got.tables, want.tables, strict=True):
         assert torch.equal(mine, other)
-    for each, memory in want.compactor.memory.items():
-        close: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-6}
-        found = got.compactor.memory[each]
-        torch.testing.assert_close(found.survivors, memory.survivors, **close)
+    close: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-6}
+    found, expected = got.compactor.memory, want.compactor.memory
+    torch.testing.assert_close(found.survivors, expected.survivors, **close)
+    torch.testing.assert_close(found.local, expected.local, **close)
 
 
 @pytest.mark.parametrize("one_allocation", [True, False], ids=["one", "apart"])
@@ -61,4 +61,5 @@ def test_every_head_holds_its_own_tokens_in_triton(
     setup = Setup(policy, is_ragged=is_ragged, one_allocation=one_allocation)
     totals = Chain(setup).run(25)
     assert totals["events"] > 15
-    assert compact_pages.calls["triton"] - before >= totals["events"]
+    most = 3  # events of a step, and so of a batch
+    assert most * (compact_pages.calls["triton"] - before) >= totals["events"]

@@ -10,11 +10,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from vllm_kvpolicy.kernels.page_quota import count_in_pages, count_in_pages_ref
 from vllm_kvpolicy.kernels.ranking import (
     ascending_indices,
     ascending_indices_ref,
     fill_next_best,
     fill_next_best_ref,
+    limit_must_keep,
+    limit_must_keep_ref,
+    must_keep_tokens,
+    must_keep_tokens_ref,
     resize,
     resize_ref,
     top_k_mask,
@@ -73,10 +78,6 @@ def assert_selects_as_reference(
             top_k_mask(score, must, valid, target),
             top_k_mask_ref(score, must, valid, target),
         ),
-        (
-            resize(kept, score, must, valid, target),
-            resize_ref(kept, score, must, valid, target),
-        ),
     ]:
         assert got.dtype == torch.bool and got.shape == want.shape
         assert torch.equal(got, want)
@@ -88,6 +89,55 @@ def test_selections(tokens: int) -> None:
     score = rows_of_scores(tokens, generator)
     target = torch.randint(0, tokens + 3, (6,), generator=generator)
     assert_selects_as_reference(score, *masks((6, tokens), generator), target)
+
+
+@pytest.mark.parametrize("page", [1, 3, 16])
+@pytest.mark.parametrize("tokens", [5, *LENGTHS, MANY_TILES])
+def test_whole_pages(tokens: int, page: int) -> None:
+    """Sizes beyond what is held, nothing held, and nothing wanted are among them."""
+    generator = torch.Generator().manual_seed(tokens)
+    score = rows_of_scores(tokens, generator)
+    kept, must, _ = masks((6, tokens), generator)
+    most = tokens // page + 2
+    pages, quota = torch.randint(0, most, (2, 6), generator=generator)
+    quota[:2] = torch.tensor([0, most])
+    got = resize(kept, score, must, pages, quota, page)
+    assert torch.equal(got, resize_ref(kept, score, must, pages, quota, page))
+    same = resize(
+        *(x.view(2, 3, -1) for x in (kept, score, must)),
+        pages.view(2, 3),
+        quota.view(2, 3),
+        page,
+    )
+    assert torch.equal(same, got.view(2, 3, -1))
+    counts = count_in_pages(kept, pages, page)
+    assert torch.equal(counts, count_in_pages_ref(kept, pages, page))
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 1100])
+def test_limit_must_keep(tokens: int) -> None:
+    """Rows of sinks alone, of newest alone, of both and others, of all and nothing."""
+    generator = torch.Generator().manual_seed(tokens)
+    edge = torch.randint(0, tokens + 1, (6, 2), generator=generator)
+    token = torch.arange(tokens)
+    must = (token < edge[:, :1]) | (token >= tokens - edge[:, 1:])
+    must[2:4] |= torch.rand(2, tokens, generator=generator) < 0.3
+    must[4], must[5] = True, False
+    for budget in (1, 3, tokens // 2 + 1, tokens, tokens + 9):
+        got = limit_must_keep(must.view(2, 3, -1), budget)
+        assert torch.equal(got, limit_must_keep_ref(must.view(2, 3, -1), budget))
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 1100])
+def test_must_keep_tokens(tokens: int) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    pages = torch.randint(0, tokens // 4 + 1, (3, 5), generator=generator)
+    local = torch.tensor([0, 3, tokens])
+    sinks = torch.tensor([0, 4, 1])
+    for num_pages in (pages, pages[:, :1].expand(-1, 5)):
+        got = must_keep_tokens(num_pages, local, sinks, 4, tokens)
+        want = must_keep_tokens_ref(num_pages, local, sinks, 4, tokens)
+        assert all(map(torch.equal, got, want))
 
 
 @pytest.mark.parametrize("target", [-3, 0, 1, 33, 70, 10**12])
@@ -148,17 +198,16 @@ def test_any_leading_axes_and_strides() -> None:
 def test_neighbours_and_padding_change_nothing() -> None:
     generator = torch.Generator().manual_seed(6)
     score = rows_of_scores(100, generator)
-    kept, must, valid = masks((6, 100), generator)
+    _, must, valid = masks((6, 100), generator)
     target = torch.randint(20, 60, (6,), generator=generator)
-    want = resize(kept, score, must, valid, target)
+    want = top_k_mask(score, must, valid, target)
     for row in range(0, 6, 2):
         one = slice(row, row + 1)
-        alone = resize(kept[one], score[one], must[one], valid[one], target[one])
+        alone = top_k_mask(score[one], must[one], valid[one], target[one])
         assert torch.equal(alone, want[one])
     garbage = torch.full((6, 60), math.inf)
     garbage[1], yes = math.nan, torch.ones(6, 60, dtype=torch.bool)
-    got = resize(
-        torch.cat((kept, yes), -1),
+    got = top_k_mask(
         torch.cat((score, garbage), -1),
         torch.cat((must, yes), -1),
         torch.cat((valid, ~yes), -1),
@@ -170,7 +219,8 @@ def test_neighbours_and_padding_change_nothing() -> None:
 def test_nothing_to_select() -> None:
     none = torch.zeros(0, 5, dtype=torch.bool)
     assert fill_next_best(none, torch.zeros(0, 5), none, 3).shape == (0, 5)
-    assert resize(none, torch.zeros(0, 5), none, none, 3).shape == (0, 5)
+    no_row = torch.zeros(0, dtype=torch.int64)
+    assert resize(none, torch.zeros(0, 5), none, no_row, no_row, 3).shape == (0, 5)
 
 
 @pytest.mark.parametrize("tokens", [*LENGTHS, MAX_TILE, MANY_TILES])

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import torch
 from hypothesis import given, settings
@@ -15,12 +16,28 @@ CASES = settings(max_examples=120, deadline=None, derandomize=True)
 
 @dataclass(frozen=True)
 class Event:
-    """One request: pages of each head before, pages afterwards, pages of each then."""
+    """One request: pages of each head before, superblocks afterwards, pages then.
+
+    The pool has `num_blocks` superblocks and `num_kv_heads` heads in each layer.
+    """
 
     held: list[list[int]]
-    arena: list[int]
+    dest: list[int]
     quota: list[int]
+    num_blocks: int
+    num_kv_heads: int
     rng: Random
+
+    def own(self, block: int, head: int) -> int:
+        """Return the id of a head's stock page of a superblock."""
+        layer, kv_head = divmod(head, self.num_kv_heads)
+        return (layer * self.num_blocks + block) * self.num_kv_heads + kv_head
+
+    @property
+    def arena(self) -> list[int]:
+        """Pages that the request owns afterwards, superblock by superblock."""
+        heads = range(len(self.quota))
+        return [self.own(block, head) for block in self.dest for head in heads]
 
     @property
     def usable(self) -> list[int]:
@@ -33,43 +50,51 @@ class Event:
 def batches(draw: st.DrawFn) -> list[Event]:
     """1 to 3 events of equal shape; nobody has a page of another."""
     rng = draw(st.randoms(use_true_random=True))
-    num_heads, num_rows = draw(st.integers(1, 6)), draw(st.integers(1, 4))
-    num_events, num_others = draw(st.integers(1, 3)), draw(st.integers(0, 12))
-    num_cells = num_rows * num_heads
-    size = num_cells + num_others
-    numbers = rng.sample(range(1, 1000), size * num_events)
+    num_layers, num_kv_heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    num_events, num_dest = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    num_heads = num_layers * num_kv_heads
+    num_mine = num_dest + draw(st.integers(0, 2))
+    num_blocks = num_events * num_mine + 1
+    blocks = rng.sample(range(num_blocks), num_events * num_mine)
     batch = []
-    for first in range(0, len(numbers), size):
-        arena = numbers[first : first + num_cells]
+    for first in range(0, len(blocks), num_mine):
+        mine = blocks[first : first + num_mine]
         held: list[list[int]] = [[] for _ in range(num_heads)]
-        for page in rng.sample(numbers[first : first + size], rng.randint(0, size)):
-            rng.choice(held).append(page)
+        num_cells = num_dest * num_heads
         total = rng.choice((num_cells, rng.randint(0, num_cells)))
         cuts = sorted(rng.randint(0, total) for _ in range(num_heads - 1))
         ends = zip([0, *cuts], [*cuts, total], strict=True)
-        batch.append(Event(held, arena, [end - start for start, end in ends], rng))
+        quota = [end - start for start, end in ends]
+        sizes = num_blocks, num_kv_heads
+        event = Event(held, mine[:num_dest], quota, *sizes, rng)
+        pages = [event.own(block, head) for block in mine for head in range(num_heads)]
+        for page in rng.sample(pages, rng.randint(0, len(pages))):
+            rng.choice(held).append(page)
+        batch.append(event)
     return batch
 
 
-def assign(batch: list[Event]) -> PageLists:
-    """Call the kernel as the ragged tier does, with pages of the arena as padding."""
-    held, cells = [], []
+def arguments(batch: list[Event]) -> tuple[Any, ...]:
+    """Return what the kernel takes, with pages of the arena as padding."""
     width = max(len(row) for event in batch for row in event.held) + 1
-    for event in batch:
-        place = {page: cell for cell, page in enumerate(event.arena)}
-        rows = [
-            row + event.rng.choices(event.arena, k=width - len(row))
-            for row in event.held
-        ]
-        held.append(rows)
-        cells.append([[place.get(page, -1) for page in row] for row in rows])
-    return assign_pages(
+    held = [
+        [row + event.rng.choices(event.arena, k=width - len(row)) for row in event.held]
+        for event in batch
+    ]
+    return (
         torch.tensor(held),
         torch.tensor([[len(row) for row in event.held] for event in batch]),
-        torch.tensor(cells),
-        torch.tensor([event.arena for event in batch]),
+        torch.tensor([event.dest for event in batch]),
         torch.tensor([event.quota for event in batch]),
+        batch[0].num_blocks,
+        batch[0].num_kv_heads,
+        1,
     )
+
+
+def assign(batch: list[Event]) -> PageLists:
+    """Call the kernel as the ragged tier does."""
+    return assign_pages(*arguments(batch))
 
 
 def deal(event: Event) -> list[list[int]]:
@@ -144,8 +169,10 @@ def test_by_hand() -> None:
     """Head 0 gives 13 away and keeps 10, 11; head 1 has only 12, which it keeps."""
     event = Event(
         held=[[10, 99, 11, 13], [12]],
-        arena=[10, 12, 11, 13, 14, 15],
+        dest=[5, 6, 7],
         quota=[2, 3],
+        num_blocks=60,
+        num_kv_heads=2,
         rng=Random(0),
     )
     lists = assign([event])

@@ -10,8 +10,10 @@ import torch
 
 from vllm_kvpolicy import compat, kernels
 from vllm_kvpolicy.kernels import dispatch, preferences
+from vllm_kvpolicy.kernels.cpu import library as cpu_library
 from vllm_kvpolicy.kernels.cuda import library
 from vllm_kvpolicy.kernels.dispatch import Operation, forced
+from vllm_kvpolicy.kernels.native import library as native
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.preferences import Preference
 
@@ -39,7 +41,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         )
 
     monkeypatch.setattr(dispatch, "import_module", load)
-    table = {**preferences.TABLE, "double": Preference(in_cuda=True)}
+    table = {**preferences.TABLE, "double": Preference(in_cuda=True, in_cpu=True)}
     monkeypatch.setattr(dispatch, "TABLE", {**table, "triple": Preference()})
     return asked
 
@@ -59,10 +61,45 @@ def demand(monkeypatch: pytest.MonkeyPatch):
     preferences.demanded.cache_clear()
 
 
-def test_a_cpu_runs_the_reference(modules: list[str]) -> None:
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch):
+    """Return a function that says whether the twins in C++ for the CPU are there."""
+
+    def set_built(is_built: bool) -> None:
+        monkeypatch.setattr(native, "_loaded", {cpu_library.LIBRARY})
+        if not is_built:
+            monkeypatch.setattr(cpu_library, "LIBRARY", Path("none.so"))
+        preferences.why_not_in_cpp.cache_clear()
+
+    yield set_built
+    preferences.why_not_in_cpp.cache_clear()
+
+
+def test_a_cpu_runs_cpp_where_it_was_built(modules: list[str], built) -> None:
+    built(True)
+    double, triple = Operation(double_ref), Operation(triple_ref)
+    assert double(torch.tensor(3), times=2) == -2 and double.calls == {"cpu": 1}
+    assert modules == ["vllm_kvpolicy.kernels.cpu.test_dispatch"]
+    assert triple(torch.tensor(3)) == 9, "it has no such twin"
+
+
+def test_a_cpu_runs_the_reference(modules: list[str], built) -> None:
+    built(False)
     double = Operation(double_ref)
     assert double(torch.tensor(3), times=2) == 12 and double.__doc__ == "Double."
     assert (double.name, double.calls, modules) == ("double", {"reference": 1}, [])
+
+
+@pytest.mark.parametrize("demanded", [None, *preferences.IMPLEMENTATIONS])
+def test_a_demand_for_another_keeps_a_cpu_from_cpp(
+    modules, built, demand, demanded
+) -> None:
+    built(True)
+    demand(demanded)
+    double = Operation(double_ref)
+    double(torch.tensor(3))
+    is_wanted = demanded in (None, "cpu")
+    assert double.calls == {"cpu" if is_wanted else "reference": 1}
 
 
 def run_on_gpu(operation: Operation) -> dict[str, int]:
@@ -83,14 +120,13 @@ def test_a_gpu_runs_what_the_table_prefers(modules, monkeypatch) -> None:
     assert modules[1:] == ["vllm_kvpolicy.kernels.cuda.test_dispatch"]
 
 
-@pytest.mark.parametrize("demanded", preferences.IMPLEMENTATIONS)
-def test_a_demand_wins_on_a_gpu_and_only_there(modules, demand, demanded) -> None:
+@pytest.mark.parametrize("demanded", ["reference", "triton", "cuda"])
+def test_a_demand_wins_on_a_gpu(modules, demand, demanded) -> None:
     demand(demanded)
     both, one = Operation(double_ref), Operation(triple_ref)
     assert run_on_gpu(both) == {demanded: 1}
     without_twin = "triton" if demanded == "cuda" else demanded
     assert run_on_gpu(one) == {without_twin: 1}
-    assert both(torch.tensor(3)) == 6 and both.calls["reference"] >= 1
 
 
 def test_an_unknown_demand_is_refused(demand) -> None:
@@ -106,13 +142,23 @@ def test_a_demand_for_a_gpu_is_refused_without_one(demand, demanded) -> None:
     assert reason.startswith(f"KVPOLICY_KERNELS={demanded}: needs an NVIDIA GPU")
 
 
+@pytest.mark.parametrize(
+    ("demanded", "module"), [("cuda", library), ("cpu", cpu_library)]
+)
 def test_a_demand_for_kernels_that_were_not_built_is_refused(
-    demand, monkeypatch, tmp_path
+    demand, monkeypatch, tmp_path, demanded, module
 ) -> None:
-    monkeypatch.setattr(library, "LIBRARY", tmp_path / "none.so")
-    demand("cuda")
+    monkeypatch.setattr(module, "LIBRARY", tmp_path / "none.so")
+    demand(demanded)
+    (reason,) = preferences.unmet_demands(demanded)
+    said = f"KVPOLICY_KERNELS={demanded}: vllm-kvpolicy was built without"
+    assert reason.startswith(said)
+
+
+def test_a_demand_for_a_cpu_is_refused_on_a_gpu(demand) -> None:
+    demand("cpu")
     (reason,) = preferences.unmet_demands("cuda")
-    assert reason.startswith("KVPOLICY_KERNELS=cuda: vllm-kvpolicy was built without")
+    assert reason.startswith("KVPOLICY_KERNELS=cpu: needs a CPU, got platform cuda")
 
 
 def test_a_demand_for_triton_is_refused_where_it_is_not_installed(
@@ -125,25 +171,36 @@ def test_a_demand_for_triton_is_refused_where_it_is_not_installed(
 
 
 def test_demands_that_can_be_met_are_not_refused(demand, monkeypatch) -> None:
-    monkeypatch.setattr(library, "_loaded", {library.LIBRARY})
+    there = {library.LIBRARY, cpu_library.LIBRARY}
+    monkeypatch.setattr(native, "_loaded", there)
     monkeypatch.setattr(preferences, "find_spec", lambda name: SimpleNamespace())
-    for value in (None, *preferences.IMPLEMENTATIONS):
+    for value in (None, "reference", "triton", "cuda"):
         demand(value)
         assert preferences.unmet_demands("cuda") == []
-    demand("reference")
-    assert preferences.unmet_demands("cpu") == []
+    for value in (None, "reference", "cpu"):
+        demand(value)
+        assert preferences.unmet_demands("cpu") == []
 
 
-def test_the_line_names_every_operation(demand) -> None:
+def test_the_line_names_every_operation(demand, built) -> None:
     count = len(preferences.TABLE)
+    built(True)
+    in_cpp, in_pytorch = preferences.summary("cpu").split("; ")
+    assert in_cpp.startswith("C++ for ") and "window_usage" in in_cpp
+    assert in_pytorch.startswith("PyTorch for ascending_indices")
+    demand("reference")
     assert preferences.summary("cpu") == f"PyTorch for all {count} operations"
+    demand(None)
+    built(False)
+    said = f"PyTorch for all {count} operations; vllm-kvpolicy was built without CPU"
+    assert preferences.summary("cpu").startswith(said)
     assert preferences.summary("cuda") == f"Triton for all {count} operations"
     demand("cuda")
     in_cuda, in_triton = preferences.summary("cuda").split("; ")
     assert in_cuda == (
         "CUDA C++ for compact_pages, page_tables, pick_by_quota, top_k_mask"
     )
-    assert in_triton.startswith("Triton for ascending_indices, fill_next_best")
+    assert in_triton.startswith("Triton for ascending_indices, assign_pages")
     names = f"{in_cuda}, {in_triton}".replace("Triton for", "").replace(",", "").split()
     assert set(preferences.TABLE) <= set(names)
 
@@ -158,31 +215,34 @@ def test_the_table_has_a_row_for_every_operation_and_no_more() -> None:
             if isinstance(value, Operation)
         }
     assert set(found) == set(preferences.TABLE)
-    sources = {name: source_of_twin(operation) for name, operation in found.items()}
-    in_cuda = {name for name, row in preferences.TABLE.items() if row.in_cuda}
-    assert {name for name, source in sources.items() if f"def {name}(" in source} == (
-        in_cuda
-    )
+    for which, module in (("cuda", library), ("cpu", cpu_library)):
+        folder = Path(module.__file__).parent
+        sources = {name: source_of_twin(found[name], folder) for name in found}
+        assert {name for name, row in preferences.TABLE.items() if row.has(which)} == {
+            name for name, source in sources.items() if f"def {name}(" in source
+        }
     for row in preferences.TABLE.values():
-        assert row.on_cpu == "reference"
         assert row.on_gpu == "triton" or (row.on_gpu == "cuda" and row.in_cuda)
 
 
-def source_of_twin(operation: Operation) -> str:
-    """Return the source of the file where a CUDA twin would stand, "" for none."""
-    path = Path(library.__file__).with_name(f"{operation.stem}.py")
+def source_of_twin(operation: Operation, folder: Path) -> str:
+    """Return the source of the file where a twin would stand, "" for none."""
+    path = folder / f"{operation.stem}.py"
     return path.read_text() if path.exists() else ""
 
 
-def test_force_wins_where_there_is_such_a_twin(modules: list[str]) -> None:
+def test_force_wins_where_there_is_such_a_twin(modules: list[str], built) -> None:
     both, one = Operation(double_ref), Operation(triple_ref)
     with forced("triton"):
         assert both(torch.tensor(3)) == -1
     with forced("cuda"):
         assert both(torch.tensor(3), times=4) == -4
         assert one(torch.tensor(3)) == 9, "no such twin, so the reference"
+    with forced("cpu"):
+        assert both(torch.tensor(3)) == -1 and one(torch.tensor(3)) == 9
+    built(False)
     assert both(torch.tensor(3)) == 6, "the force ends"
-    assert both.calls == {"triton": 1, "cuda": 1, "reference": 1}
+    assert both.calls == {"triton": 1, "cuda": 1, "cpu": 1, "reference": 1}
     with pytest.raises(ValueError, match="which: expected one of"), forced("fast"):
         pass
 

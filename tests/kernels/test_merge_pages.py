@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from support.lse_merge import lse_merge
-from vllm_kvpolicy.kernels.merge_pages import merge_pages
+from vllm_kvpolicy.kernels.compact_pages import merge_pages
 
 PAGES, BLOCK, SIZE = 6, 4, 8
 SLOTS = torch.tensor([3, 17, 0, 8, 23])

@@ -8,7 +8,7 @@ import torch
 from vllm_kvpolicy.kernels.ranking import rank_by, resize
 
 SPECIAL = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, 2.0])
-ROWS, TOKENS = 6, 40
+ROWS, TOKENS, PAGE = 6, 40, 4
 
 
 def awkward_scores(seed: int) -> torch.Tensor:
@@ -25,12 +25,12 @@ def key(score: torch.Tensor, i: int) -> tuple[float, int]:
 def test_resize(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     score = awkward_scores(seed)
-    lengths = torch.randint(1, TOKENS + 1, (ROWS,), generator=generator)
-    valid = torch.arange(TOKENS) < lengths[:, None]
+    pages = torch.randint(1, TOKENS // PAGE + 1, (ROWS,), generator=generator)
+    lengths = pages * PAGE
     keep = torch.rand(ROWS, TOKENS, generator=generator) < 0.5
     must = torch.rand(ROWS, TOKENS, generator=generator) < 0.2
-    target = torch.randint(0, TOKENS + 1, (ROWS,), generator=generator)
-    got = resize(keep, score, must, valid, target)
+    quota = torch.randint(0, TOKENS // PAGE + 1, (ROWS,), generator=generator)
+    got = resize(keep, score, must, pages, quota, PAGE)
     for r in range(ROWS):
 
         def grade(i: int, r: int = r) -> tuple[int, float, int]:
@@ -38,10 +38,10 @@ def test_resize(seed: int) -> None:
             return (first, *key(score[r], i))
 
         best = sorted(range(int(lengths[r])), key=grade, reverse=True)
-        want = sorted(best[: int(target[r])])
+        want = sorted(best[: int(quota[r]) * PAGE])
         assert got[r].nonzero().flatten().tolist() == want
-    fixed = resize(keep, score, must, valid, 7)
-    assert torch.equal(fixed.sum(-1), lengths.clamp(max=7))
+    fixed = resize(keep, score, must, pages, torch.full_like(pages, 2), PAGE)
+    assert torch.equal(fixed.sum(-1), lengths.clamp(max=2 * PAGE))
 
 
 def test_rank_by() -> None:

@@ -17,11 +17,8 @@ from support.event_inputs import (
     make_inputs,
     one_event,
 )
-from vllm_kvpolicy.kernels.window_usage import (
-    mean_over_group,
-    pooled_usage,
-    window_usage_ref,
-)
+from vllm_kvpolicy.kernels.pooled_usage import pooled_usage
+from vllm_kvpolicy.kernels.window_usage import mean_over_group, window_usage
 from vllm_kvpolicy.policies import build as factory
 from vllm_kvpolicy.policies.allocators.ams import CREDIT, PRESETS
 from vllm_kvpolicy.policies.base import Needs, Policy
@@ -123,7 +120,7 @@ def test_ams_policy_equals_loops(name: str, preset: str) -> None:
     # More queries than asked for: the newest count.
     inputs = make_inputs(policy.needs, window=20)
     got = policy.decide(inputs, BUDGET)
-    usage = window_usage_ref(
+    usage = window_usage(
         inputs.queries[..., -16:, :], inputs.paged("keys"), inputs.lengths, inputs.scale
     )
     mass = pooled_usage(

@@ -30,6 +30,7 @@ DEAREST = (
     "engine/test_oracle_mutations.py",
     "engine/test_plumbing_mutations.py",
     "engine/test_requests.py",
+    "csrc/test_cpu_sources_compile.py",
     "gpu/test_gpu_check.py",
     "kernels/test_triton_compiles.py",
     "csrc/test_cuda_sources_compile.py",

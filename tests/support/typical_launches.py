@@ -6,10 +6,19 @@ import torch
 
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.rope import Rope
-from vllm_kvpolicy.kernels.triton.compact_pages import compact_pages
-from vllm_kvpolicy.kernels.triton.head_page_tables import head_page_tables
+from vllm_kvpolicy.kernels.triton.assign_pages import assign_pages
+from vllm_kvpolicy.kernels.triton.compact_pages import (
+    compact_pages,
+    list_survivors,
+    survivor_moves,
+)
+from vllm_kvpolicy.kernels.triton.head_page_tables import (
+    enter_page_lists,
+    head_page_tables,
+)
 from vllm_kvpolicy.kernels.triton.page_bounds import page_bounds, page_scores
-from vllm_kvpolicy.kernels.triton.page_tables import page_tables
+from vllm_kvpolicy.kernels.triton.page_quota import count_in_pages, page_quota
+from vllm_kvpolicy.kernels.triton.page_tables import enter_requests, page_tables
 from vllm_kvpolicy.kernels.triton.paged_gates import paged_gates
 from vllm_kvpolicy.kernels.triton.paged_reductions import (
     paged_cosines,
@@ -17,14 +26,25 @@ from vllm_kvpolicy.kernels.triton.paged_reductions import (
     paged_pair_projections,
     paged_projections,
 )
+from vllm_kvpolicy.kernels.triton.pooled_usage import pooled_usage
 from vllm_kvpolicy.kernels.triton.ranking import (
     ascending_indices,
     fill_next_best,
+    limit_must_keep,
+    must_keep_tokens,
     resize,
     top_k_mask,
 )
 from vllm_kvpolicy.kernels.triton.save_rows import save_rows
-from vllm_kvpolicy.kernels.triton.segment_quota import pick_by_quota, segment_quota
+from vllm_kvpolicy.kernels.triton.segment_quota import (
+    credited_mass,
+    pick_by_quota,
+    segment_quota,
+)
+from vllm_kvpolicy.kernels.triton.survivor_values import (
+    read_survivors,
+    write_survivors,
+)
 from vllm_kvpolicy.kernels.triton.until_attention import until_attention
 from vllm_kvpolicy.kernels.triton.window_usage import window_usage
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
@@ -64,6 +84,15 @@ def _compact_pages() -> None:
             compact_pages(values, slots, slots, first)
             compact_pages(values, slots, slots, first, mask(moves))
 
+    for num_tokens, pages in ((600, 38), (2560, 160)):
+        first = empty(4, 257)
+        sources = list_survivors(mask(4, 256, num_tokens), first, 256 * 1024, 16)
+        held, lists = empty(4, 256, pages), empty(4, 256 * 64)
+        for unmoved in (None, mask(4, 256 * 64)):
+            for groups in (1, 32):
+                sizes = num_tokens, 16, groups
+                survivor_moves(sources, held, first, lists, unmoved, *sizes)
+
 
 @launches_of("page_bounds")
 def _page_bounds() -> None:
@@ -84,6 +113,37 @@ def _page_tables() -> None:
     for block_size in (16, 32):
         rows = table, list_of, empty(64), table, list_of
         page_tables(*rows, table, *per_slot, block_size)
+    enter_requests(empty(4), empty(4, 64), empty(4), table, *per_slot)
+
+
+@launches_of("assign_pages")
+def _assign_pages() -> None:
+    for events, heads in ((4, 8), (1, 3)):
+        rows = empty(events, 32 * heads, 160), empty(events, 32 * heads)
+        for groups in (1, 32):
+            sizes = 2000, heads, groups
+            assign_pages(*rows, empty(events, 64), rows[1], *sizes)
+
+
+@launches_of("page_quota")
+def _page_quota() -> None:
+    for num_heads in (8, 90, 256):
+        rows = [empty(4, num_heads)] * 3
+        for fills in (True, False):
+            page_quota(*rows, empty(4), 16, 2560, fills)
+        count_in_pages(mask(4, num_heads, 2560), rows[0], 16)
+
+
+@launches_of("survivor_values")
+def _survivor_values() -> None:
+    for num_heads in (90, 256):
+        tables = empty(2, 2000, num_heads * 16).float(), empty(2, 64, num_heads, 47)
+        tables = tables[0], tables[1].float(), empty(1), empty(4)
+        blocks, first = empty(65, 64).int(), empty(4, num_heads + 1)
+        for starts in (first, first.int()):
+            values = read_survivors(*tables, starts, blocks, 2560)
+        sources, pages = empty(4, 64 * num_heads * 16), empty(4, num_heads)
+        write_survivors(*tables, values, sources, pages, empty(4), blocks)
 
 
 @launches_of("head_page_tables")
@@ -96,6 +156,8 @@ def _head_page_tables() -> None:
         tables = list_of(32, 64, heads, width + 8)[..., :width]
         rows = tables, list_of(32, 64, heads), empty(16), empty(16), list_of(64, 512)
         head_page_tables(*rows, *per_slot, heads)
+    lists = empty(16), empty(16, 257), empty(16, 90)
+    enter_page_lists(list_of(65, 99), list_of(65, 257), *lists)
 
 
 @launches_of("paged_gates")
@@ -141,7 +203,9 @@ def _ranking() -> None:
             for target in (budget, 1024):
                 top_k_mask(score, keep, keep, target)
                 fill_next_best(keep, score, keep, target)
-                resize(keep, score, keep, keep, target)
+            resize(keep, score, keep, budget, budget, 16)
+        limit_must_keep(keep, 1024)
+        must_keep_tokens(empty(4, 256), empty(4), empty(4), 16, num_tokens)
 
 
 @launches_of("save_rows")
@@ -151,6 +215,14 @@ def _save_rows() -> None:
             size = heads * 128
             values = empty(512, group * size, dtype=dtype)
             save_rows(empty(2**20, size, dtype=dtype), values, empty(512, group))
+
+
+@launches_of("pooled_usage")
+def _pooled_usage() -> None:
+    for num_tokens in (600, 2560, 40_000):
+        usage = empty(4, 32, 8, num_tokens, dtype=torch.float32)
+        for suffix in ("max", "mean", "none"):
+            pooled_usage(usage, empty(4, 32, 8), empty(4, 32, 8), 5, suffix)
 
 
 @launches_of("segment_quota")
@@ -170,6 +242,8 @@ def _segment_quota() -> None:
                 by_mass=by_mass,
             )
         scores = empty(*rows, dtype=torch.float32)
+        for credit in (None, scores):
+            credited_mass(scores, per_row, credit, 0.9, 0.5)
         pick_by_quota(scores, found.segment_of, found.quotas)
 
 

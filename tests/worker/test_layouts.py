@@ -8,8 +8,7 @@ import torch
 from support.worker.layout_world import KINDS, NUM_HEADS, SIZE, LayoutWorld
 from vllm_kvpolicy.kernels.assign_pages import PageLists
 from vllm_kvpolicy.protocol import CompactEvent
-from vllm_kvpolicy.worker.batch import HeldPages, move_slots
-from vllm_kvpolicy.worker.compaction import head_starts
+from vllm_kvpolicy.worker.batch import HeldPages
 
 SEEDS = range(12)
 ROUNDS = 4
@@ -36,7 +35,7 @@ def run_round(
     quota = [world.random_quota(event, fills) for event in events]
     lists = world.tier.assign(batch, torch.tensor(quota))
     world.tier.commit(batch, lists)
-    world.table.update(batch.rows, events)
+    world.table.update(batch.rows, events, batch.sent)
     for row, event in enumerate(events):
         world.requests[event.request_id].lists = split(lists, row)
     return events, batch.held, quota, lists, before
@@ -141,13 +140,20 @@ def test_a_request_that_takes_a_slot_over_starts_empty(kind: str) -> None:
     assert not first[0].any() and first[1:].any(-1).all()
 
 
-def random_keep(world: LayoutWorld, held: HeldPages) -> torch.Tensor:
+def random_counts(world: LayoutWorld, held: HeldPages) -> torch.Tensor:
     """Return [E, n] tokens below the frontier that a policy might choose."""
     draws = [
         [world.rng.randint(0, pages * SIZE) for pages in row]
         for row in held.num_pages.tolist()
     ]
     return torch.tensor(draws)
+
+
+def keep_of(counts: torch.Tensor, held: HeldPages) -> torch.Tensor:
+    """Return a choice [E, n, T] of as many tokens below the frontier, and all local."""
+    token = torch.arange(held.max_tokens)
+    is_local = token >= (held.num_pages * SIZE)[..., None]
+    return (token < counts[..., None]) | is_local
 
 
 @pytest.mark.parametrize("may_shrink", [True, False], ids=["dynamic", "fixed"])
@@ -161,11 +167,11 @@ def test_ragged_quotas_fill_the_destinations(
     events = world.events()
     batch = world.open(events, may_shrink)
     held = batch.held
-    keep = random_keep(world, held)
-    quota = world.tier.quota(batch, keep)
+    counts = random_counts(world, held)
+    quota = world.tier.quota(batch, keep_of(counts, held))
     width = NUM_HEADS // world.num_groups
     for row, event in enumerate(events):
-        pages, chosen = quota[row].tolist(), keep[row].tolist()
+        pages, chosen = quota[row].tolist(), counts[row].tolist()
         most = held.num_pages[row].tolist()
         assert all(page <= top for page, top in zip(pages, most, strict=True))
         floors = [min(-(-event.sinks // SIZE), top) for top in most]
@@ -183,7 +189,8 @@ def test_an_event_that_wants_nothing_keeps_a_page() -> None:
     run_round(world, True)
     events = [replace(event, sinks=0) for event in world.events()]
     batch = world.open(events, dynamic=True)
-    quota = world.tier.quota(batch, torch.zeros_like(batch.held.num_pages))
+    nothing = torch.zeros_like(batch.held.num_pages)
+    quota = world.tier.quota(batch, keep_of(nothing, batch.held))
     assert quota.sum(-1).tolist() == [1] * len(events)
 
 
@@ -195,32 +202,8 @@ def test_equal_choices_are_given_as_they_are(kind: str) -> None:
     events = world.events()
     batch = world.open(events)
     num_dest = len(events[0].dest_blocks)
-    keep = torch.full_like(batch.held.num_pages, num_dest * SIZE)
+    counts = torch.full_like(batch.held.num_pages, num_dest * SIZE)
     # As if every head had been equally long until now.
-    held = replace(batch.held, num_pages=torch.full_like(keep, num_dest + 1))
-    quota = world.tier.quota(replace(batch, held=held), keep)
-    assert torch.equal(quota * SIZE, keep)
-
-
-def test_survivors_that_do_not_exist_stay_in_the_null_block() -> None:
-    held = HeldPages(
-        pages=torch.tensor([[[7, 3], [5, 0]]]),
-        num_pages=torch.tensor([[2, 1]]),
-        num_local=torch.tensor([0]),
-        max_tokens=8,
-    )
-    lists = PageLists(torch.tensor([[0, 1, 2]]), torch.tensor([[3, 9, 0]]), None)
-    # Head 0 keeps tokens 1, 4, 5, 7; head 1 keeps all of its page.
-    placed = torch.tensor([[1, 4, 5, 7, 8, 9, 10, 11, -1, -1, -1, -1]])
-    source, dest = move_slots(held, lists, placed, SIZE)
-    assert source.tolist() == [[29, 12, 13, 15, 20, 21, 22, 23, 0, 0, 0, 0]]
-    assert dest.tolist() == [[12, 13, 14, 15, 36, 37, 38, 39, 0, 0, 0, 0]]
-
-
-def test_head_starts_number_the_survivors_of_all_events() -> None:
-    first = torch.tensor([[0, 2, 3, 5, 8], [0, 1, 2, 3, 4]])  # four heads, eight places
-    together = head_starts(first, 8, 1)
-    assert together.tolist() == [[0, 2, 3, 5, 8, 8, 9, 10, 11, 12, 16]]
-    first = torch.tensor([[0, 2, 4, 5, 8], [0, 1, 4, 6, 8]])  # two sets of two heads
-    apart = head_starts(first, 8, 2)
-    assert apart.tolist() == [[0, 2, 4, 4, 5, 8, 8], [0, 1, 4, 4, 6, 8, 8]]
+    held = replace(batch.held, num_pages=torch.full_like(counts, num_dest + 1))
+    quota = world.tier.quota(replace(batch, held=held), keep_of(counts, held))
+    assert torch.equal(quota * SIZE, counts)

@@ -20,6 +20,7 @@ from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
 from vllm_kvpolicy.worker.compaction import Compactor
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
+from vllm_kvpolicy.worker.survivors import SurvivorMemory
 from vllm_kvpolicy.worker.tiers.equal import EqualTier, PhysicalTables
 from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
 from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
@@ -113,7 +114,7 @@ class World:
             tier=tier,
             requests=self.requests,
             captures=[self.windows],
-            memory={},
+            memory=SurvivorMemory((), self.requests, BLOCKS, NUM_HEADS, BLOCK),
             rope=None,
             scale=SCALE,
         )
@@ -177,7 +178,9 @@ class World:
         return self._read(head, pages, count * BLOCK + event.local_tokens(BLOCK))
 
     def query(self, row: int, head: int) -> torch.Tensor:
-        windows = self.windows.queries([(self.lent[row],)], 1)
+        needs = self.policy.needs
+        rows = self.windows.numbers([self.events[row]], needs)["window_rows"]
+        windows = self.windows.queries(torch.as_tensor(rows), needs.window_tokens)
         return windows[0, head // HEADS, head % HEADS, 0].double()
 
     def merge(self, row: int, head: int) -> Merge:

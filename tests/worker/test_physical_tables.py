@@ -11,6 +11,7 @@ from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.step import Step
 from vllm_kvpolicy.worker.tiers.equal import EqualTier, PhysicalTables
+from vllm_kvpolicy.worker.transfer import to_device_together
 
 SIZE, COLUMNS, CPU = 4, 8, torch.device("cpu")
 NAMES = ["new", "old"]  # requests of the batch; a third row is padding
@@ -35,7 +36,9 @@ def make_slots() -> RequestTable:
         num_global=0,
         frontier_blocks=6,
     )
-    slots.update([slots.take("old")], [event])
+    rows = [slots.take("old")]
+    sent = to_device_together(slots.numbers(rows, [event]), CPU)
+    slots.update(rows, [event], sent)
     return slots
 
 

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from vllm_kvpolicy.kernels.save_rows import save_rows
+from vllm_kvpolicy.policies.base import Needs
 from vllm_kvpolicy.protocol import StepCommands, WindowCapture
 from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.step import Step
+from vllm_kvpolicy.worker.transfer import to_device_together
 
 # A query takes G = 3 rows of 8 in a superblock: the third of a window straddles.
 LAYERS, BLOCKS, HEADS, SIZE, DIM, GROUP = 2, 9, 2, 4, 5, 3
@@ -60,9 +62,12 @@ class World:
 
     def read(self, window_tokens: int, *windows: tuple[int, ...]) -> torch.Tensor:
         """Return what an event of a policy reads, [E, L, Hq, W, D]."""
+        events: Any = [SimpleNamespace(window_blocks=window) for window in windows]
+        needs = Needs(window_tokens=window_tokens)
+        numbers = self.windows.numbers(events, needs)
         batch: Any = SimpleNamespace(
-            policy=SimpleNamespace(needs=SimpleNamespace(window_tokens=window_tokens)),
-            events=[SimpleNamespace(window_blocks=window) for window in windows],
+            policy=SimpleNamespace(needs=needs),
+            sent=to_device_together(numbers, CPU),
         )
         return self.windows.read(batch)["queries"]
 

@@ -13,13 +13,15 @@ from vllm_kvpolicy.worker.survivors import SurvivorMemory
 SLOTS, LAYERS, HEADS, SIZE, MOST_LOCAL, MOST_BLOCKS = 3, 2, 3, 4, 7, 8
 NUM_HEADS, POOL_BLOCKS = LAYERS * HEADS, 1 + SLOTS * MOST_BLOCKS
 CPU = torch.device("cpu")
+NAMES = ("a", "b", "c")
+ASKED = ("c", "a")  # of the three
 KINDS = ("equal", "ragged", "ragged, layers apart")
 Values = list[list[float]]  # per head, oldest token first
 
 
 def make_memory() -> SurvivorMemory:
     slots = RequestTable(SLOTS, MOST_BLOCKS, SIZE, CPU)
-    return SurvivorMemory(slots, POOL_BLOCKS, NUM_HEADS, MOST_LOCAL)
+    return SurvivorMemory(NAMES, slots, POOL_BLOCKS, NUM_HEADS, MOST_LOCAL)
 
 
 class Chain:
@@ -60,8 +62,10 @@ class Chain:
         lengths = [self._lengths(slot, *newer[slot]) for slot in slots]
         longest = max(max(row) for row in lengths)
         index = torch.tensor(slots)
-        first = torch.tensor([self.first(slot) for slot in slots]) * SIZE
-        found = self.memory.read(index, first, longest).tolist()
+        first = torch.tensor([self.first(slot) for slot in slots])
+        read, doubled = self.memory.read(ASKED, index, first, longest)
+        assert torch.equal(doubled, 2 * read)
+        found = read.tolist()
         for row, slot in enumerate(slots):
             for head, known in enumerate(self.known[slot]):
                 length = lengths[row][head]
@@ -108,7 +112,9 @@ class Chain:
         )
         self._move(slots, size)
         index = torch.tensor(slots)
-        self.memory.write(index, values, torch.tensor(sources), held, SIZE)
+        given = torch.stack([values, 2 * values])
+        self.memory.write(ASKED, index, given, torch.tensor(sources), held)
+        assert not self.memory.survivors[1].any() and not self.memory.local[1].any()
 
     def _move(self, slots: list[int], size: int) -> None:
         """Put slots onto superblocks that are free or were theirs."""
@@ -155,6 +161,6 @@ def test_memory_counts_its_bytes() -> None:
     memory = make_memory()
     most = POOL_BLOCKS * SIZE + SLOTS * MOST_LOCAL
     held = memory.survivors.nbytes + memory.local.nbytes
-    assert held == 4 * NUM_HEADS * most
+    assert held == 4 * NUM_HEADS * most * len(NAMES)
     sizes = (SLOTS, POOL_BLOCKS, NUM_HEADS, SIZE, MOST_LOCAL)
-    assert SurvivorMemory.nbytes_of(*sizes) == held
+    assert SurvivorMemory.nbytes_of(*sizes) * len(NAMES) == held

@@ -67,8 +67,8 @@ def record(tracer: Tracer, event: CompactEvent, survivors: list[list[int]]) -> N
     sources = torch.tensor([[head * 7 + t for head in (0, 1) for t in survivors[head]]])
     events = [event, replace(event, request_id="r1")]
     policy: Any = None
-    batch = Batch(events, policy, [0, 1], torch.tensor([0, 1]), held)
-    placement = Placement(lists, sources.expand(2, -1), is_ordered=True)
+    batch = Batch(events, policy, [0, 1], {"rows": torch.tensor([0, 1])}, held)
+    placement = Placement(lists, sources.expand(2, -1))
     tracer.record(batch, decision, placement)
 
 

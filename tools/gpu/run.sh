@@ -67,7 +67,7 @@ install_plugin() {
 
 build_plugin() {
   rm -rf "$plugin"
-  KVPOLICY_CUDA=$1 python3 -m pip install -q --no-index --no-deps \
+  KVPOLICY_CPU=0 KVPOLICY_CUDA=$1 python3 -m pip install -q --no-index --no-deps \
     --no-build-isolation --target "$plugin" .
 }
 

@@ -1,14 +1,17 @@
 """Decides which head page goes to which KV head after an event.
 
-Example: two heads hold pages 0, 2, 4 and 1, 3, 5. The request keeps pages 0 to 3.
-Head 0, which gets three of them, keeps 0 and 2 and takes 3 from head 1.
+Example: two heads of one layer hold pages 0, 2, 4 and 1, 3, 5, their stock pages of
+superblocks 0, 1 and 2. The request keeps superblocks 0 and 1. Head 0, which gets three
+pages, keeps 0 and 2 and takes 3 from head 1.
 
->>> made = assign_pages(
+>>> made = assign_pages_ref(
 ...     held=torch.tensor([[[0, 2, 4], [1, 3, 5]]]),
 ...     num_held=torch.tensor([[3, 3]]),
-...     cells=torch.tensor([[[0, 2, -1], [1, 3, -1]]]),
-...     arena=torch.tensor([[0, 1, 2, 3]]),
+...     dest=torch.tensor([[0, 1]]),
 ...     quota=torch.tensor([[3, 1]]),
+...     num_blocks=3,
+...     num_kv_heads=2,
+...     groups=1,
 ... )
 >>> made.first, made.pages
 (tensor([[0, 3, 4]]), tensor([[0, 2, 3, 1]]))
@@ -22,7 +25,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_kvpolicy.kernels.ranking import ascending_indices
+from vllm_kvpolicy.kernels.dispatch import Operation
+from vllm_kvpolicy.kernels.ranking import ascending_indices_ref
 
 
 @dataclass(frozen=True)
@@ -30,10 +34,10 @@ class PageLists:
     """Page lists of all heads of a request, concatenated.
 
     Args:
-        first: [G, n + 1] int64, where each head's list starts; the last entry is the
-            number of pages in use.
-        pages: [G, C] int64 page ids; 0 after the last list.
-        unmoved: [G, C] bool, the page had the same owner and place in its list before;
+        first: [E, n + 1] int64, where each head's list starts; the last entry is where
+            the last one ends.
+        pages: [E, C] int64 page ids; 0 after the last list.
+        unmoved: [E, C] bool, the page had the same owner and place in its list before;
             None where that is so for all.
     """
 
@@ -42,29 +46,91 @@ class PageLists:
     unmoved: torch.Tensor | None
 
 
-def assign_pages(
+def assign_pages_ref(
+    held: torch.Tensor,
+    num_held: torch.Tensor,
+    dest: torch.Tensor,
+    quota: torch.Tensor,
+    num_blocks: int,
+    num_kv_heads: int,
+    groups: int,
+) -> PageLists:
+    """Give each head its quota of the request's pages, its own pages first.
+
+    The pages of the superblocks that a request owns after the event are its arena,
+    superblock by superblock; a place in it is a cell. A head keeps the first of its
+    pages that are in the arena, in their order. Pages that no head keeps fill the
+    shortfalls, lowest cell to lowest head.
+
+    Args:
+        held: [E, n, P] int64 page ids of each head before the event, in list order;
+            any valid id on padding.
+        num_held: [E, n] int64, entries of `held` that count.
+        dest: [E, D] int64, superblocks that the request owns afterwards.
+        quota: [E, n] int64, pages of each head; in all at most those of the arena.
+            Where it is less, only the lowest cells are used, whole superblocks.
+        num_blocks: B, superblocks of the pool.
+        num_kv_heads: H, of a layer.
+        groups: g, sets of heads that have an arena each: 1, where ids are those of
+            pages in all layers, or one per layer, see `worker.pages`.
+
+    Returns:
+        The new lists, C = n * D; those of a group start at whole n / g * D.
+    """
+    (num_events, num_dest), num_heads = dest.shape, held.shape[1]
+    per_group = num_heads // groups
+    head = torch.arange(per_group, device=dest.device)
+    stock = head // num_kv_heads * (num_blocks * num_kv_heads) + head % num_kv_heads
+    arena = (dest[..., None] * num_kv_heads + stock).flatten(1)
+    arena = arena.repeat_interleave(groups, dim=0)
+    cells = _cells(held, dest, num_blocks, num_kv_heads, per_group)
+    shape = (num_events * groups, per_group)
+    first, pages, unmoved = _assign(
+        held.reshape(*shape, -1),
+        num_held.reshape(shape),
+        cells.view(*shape, -1),
+        arena,
+        quota.reshape(shape),
+    )
+    # One list per event where groups shared out their own parts.
+    group = torch.arange(groups, device=dest.device)[:, None]
+    first = first.view(num_events, groups, -1) + group * per_group * num_dest
+    first = torch.cat([first[..., :-1].flatten(1), first[:, -1, -1:]], dim=-1)
+    whole = (num_events, num_heads * num_dest)
+    return PageLists(first, pages.view(whole), unmoved.view(whole))
+
+
+def _cells(
+    held: torch.Tensor,
+    dest: torch.Tensor,
+    num_blocks: int,
+    num_kv_heads: int,
+    per_group: int,
+) -> torch.Tensor:
+    """Return [E, n, P] places of pages in their event's arena, -1 outside."""
+    num_events, num_dest = dest.shape
+    where = torch.full((num_blocks,), -1, device=dest.device)
+    order = torch.arange(dest.numel(), device=dest.device)
+    found = where.scatter(0, dest.flatten(), order)[held // num_kv_heads % num_blocks]
+    event = torch.arange(num_events, device=dest.device)[:, None, None]
+    mine = (found >= 0) & (found // num_dest == event)
+    # Which head's stock page it is: its layer, where ids span layers, and head.
+    layer = held // (num_kv_heads * num_blocks)
+    stock = layer * num_kv_heads + held % num_kv_heads
+    return torch.where(mine, found % num_dest * per_group + stock, -1)
+
+
+def _assign(
     held: torch.Tensor,
     num_held: torch.Tensor,
     cells: torch.Tensor,
     arena: torch.Tensor,
     quota: torch.Tensor,
-) -> PageLists:
-    """Give each head its quota of the request's pages, its own pages first.
-
-    The arena is the list of pages that a request owns after the event; a place in it is
-    a cell. A head keeps the first of its pages that are in the arena, in their order.
-    Pages that no head keeps fill the shortfalls, lowest cell to lowest head.
-
-    Args:
-        held: [G, n, P] int64 page ids of each head before the event, in list order.
-        num_held: [G, n] int64, entries of `held` that count.
-        cells: [G, n, P] int64, place of each held page in the arena, or -1.
-        arena: [G, C] int64 page ids that the request owns afterwards.
-        quota: [G, n] int64, pages of each head; at most C per group in all. Where it
-            is less, only the lowest cells are used, whole rows of n cells.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Assign the pages of arenas [G, C]; all others [G, n, P] or [G, n].
 
     Returns:
-        The new lists.
+        What `PageLists` has, of each arena.
     """
     num_groups, num_heads, width = held.shape
     num_cells = arena.shape[-1]
@@ -80,7 +146,7 @@ def assign_pages(
     spare = torch.full_like(arena[:, :1], num_cells)[..., None]
     taken = torch.zeros(num_groups, num_cells + 1, dtype=torch.bool, device=held.device)
     taken = taken.scatter(1, torch.where(kept, cells, spare).flatten(1), True)
-    free = ascending_indices(~taken[:, :num_cells], num_cells).clamp_min(0)
+    free = ascending_indices_ref(~taken[:, :num_cells], num_cells).clamp_min(0)
     target = torch.where(kept, first[:, :-1, None] + rank, spare).flatten(1)
     listed = arena.new_zeros(num_groups, num_cells + 1)
     listed = listed.scatter(1, target, cells.clamp_min(0).flatten(1))[:, :num_cells]
@@ -97,4 +163,7 @@ def assign_pages(
     before = owner * width + index.clamp(0, width - 1)
     same = held.flatten(1).gather(1, before) == pages
     unmoved = stays & same & (index < width)
-    return PageLists(first, pages, unmoved)
+    return first, pages, unmoved
+
+
+assign_pages = Operation(assign_pages_ref)

@@ -1,9 +1,12 @@
-"""Moves survivors to their places after an event.
+"""Moves survivors to their places after an event, and merges dropped tokens into them.
 
-Source: this project. Deviations: none.
+Source: this project; merging by weight is Hard-KV's, appendix G, theorem G.1, for
+pairs, with the logarithms of the weights as logits;
+https://github.com/SuDIS-ZJU/HARDInfer. Deviations: none.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -62,6 +65,134 @@ def compact_pages_ref(
 
 
 compact_pages = Operation(compact_pages_ref)
+
+
+def list_survivors_ref(
+    survives: torch.Tensor, first: torch.Tensor, num_places: int, block_size: int
+) -> torch.Tensor:
+    """List the survivors of every head, oldest first.
+
+    Args:
+        survives: [E, n, T] bool; a head's survivors fill its pages.
+        first: [E, n + 1] int64, pages: where each head's start, and the last end.
+        num_places: M.
+        block_size: N, tokens per page.
+
+    Returns:
+        [E, M] int64, head * T + token; -1 where no head has a page.
+    """
+    num_events, _, num_tokens = survives.shape
+    entry = torch.arange(survives[0].numel(), device=survives.device)
+    place = (first[:, :-1] * block_size - 1)[..., None] + survives.long().cumsum(-1)
+    place = torch.where(survives, place, num_places).flatten(1)
+    listed = entry.new_full((num_events, num_places + 1), -1)
+    return listed.scatter_(1, place, entry.expand_as(place))[:, :-1]
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Where survivors go, in slots: page * N + offset.
+
+    Args:
+        source: [g, E, m] int64, slots that survivors leave, by set of heads; 0, of
+            vLLM's null block, on padding.
+        dest: [g, E, m] int64, slots that they go to; likewise.
+        first: [g, E * (n / g + 1) + 1] int64, where each head's survivors start when
+            events are laid end to end. The heads of an event are followed by a row of
+            padding; the last entry is where the last event ends.
+        in_place: [g, E, m] bool, see `compact_pages_ref`.
+    """
+
+    source: torch.Tensor
+    dest: torch.Tensor
+    first: torch.Tensor
+    in_place: torch.Tensor | None
+
+
+def survivor_moves_ref(
+    sources: torch.Tensor,
+    held: torch.Tensor,
+    first: torch.Tensor,
+    pages: torch.Tensor,
+    unmoved: torch.Tensor | None,
+    num_tokens: int,
+    block_size: int,
+    groups: int,
+) -> Moves:
+    """Say from which slot to which one each survivor goes.
+
+    Example: N = 4, T = 8, two heads. Head 0 holds pages 7 and 3, head 1 holds page 5.
+    Head 0 keeps tokens 1, 4, 5 and 7 and gets page 3: its sources are 1, 4, 5, 7. Token
+    1 leaves slot 7 * 4 + 1 = 29, token 4 leaves 3 * 4 + 0 = 12; they go to slots 12 and
+    13. Head 1 keeps its whole page and gets page 9: its sources 8, 9, 10 and 11 (that
+    is 1 * T + token) leave slots 20 to 23 for slots 36 to 39.
+
+    With one set of heads and M = 8 places per event, heads of a first event that start
+    at tokens [0, 2, 5] and end at 7, and of a second that start at [0, 1, 3] and end at
+    8, have the `first` [[0, 2, 5, 7, 8, 9, 11, 16, 16]]: place 7 is a row of padding,
+    that of the second event is empty.
+
+    Args:
+        sources: [E, M] int64, head * T + token, negative on padding.
+        held: [E, n, P] int64, each head's pages before the event.
+        first: [E, n + 1] int64, pages: where each head's list starts.
+        pages: [E, M / N] int64, the lists after the event.
+        unmoved: [E, M / N] bool, the page has the same place in the same list as
+            before; None where that is so for all.
+        num_tokens: T.
+        block_size: N.
+        groups: g, sets of heads that are moved apart, n / g heads and m = M / g places
+            each.
+    """
+    num_events, num_heads = held.shape[:2]
+    head = sources.div(num_tokens, rounding_mode="floor").clamp_min(0)
+    token = sources.clamp_min(0) % num_tokens
+    entry = head * held.shape[-1] + token // block_size
+    source = held.flatten(1).gather(1, entry) * block_size + token % block_size
+    offset = torch.arange(block_size, device=sources.device)
+    dest = (pages[..., None] * block_size + offset).flatten(1)
+    is_padding = sources < 0
+    source, dest = (torch.where(is_padding, 0, slots) for slots in (source, dest))
+    in_place = None
+    if unmoved is not None:
+        in_place = _by_group(unmoved.repeat_interleave(block_size, dim=-1), groups)
+    # Group g's heads start at g * m of their event, event e at e * m of its group.
+    size, width = sources.shape[1] // groups, num_heads // groups
+    event = torch.arange(num_events, device=first.device)[:, None]
+    starts = [
+        first[:, group * width : (group + 1) * width + 1] * block_size
+        + (event - group) * size
+        for group in range(groups)
+    ]
+    starts = torch.stack(starts).flatten(1)
+    starts = torch.nn.functional.pad(starts, (0, 1), value=num_events * size)
+    return Moves(_by_group(source, groups), _by_group(dest, groups), starts, in_place)
+
+
+def _by_group(places: torch.Tensor, groups: int) -> torch.Tensor:
+    """Turn [E, M] into [g, E, m]."""
+    return places.unflatten(1, (groups, -1)).transpose(0, 1).contiguous()
+
+
+list_survivors = Operation(list_survivors_ref)
+survivor_moves = Operation(survivor_moves_ref)
+
+
+def merge_pages(
+    pages: torch.Tensor, slots: torch.Tensor, others: torch.Tensor, weight: torch.Tensor
+) -> None:
+    """Replace each token x by weight * x + (1 - weight) * other, computed in float32.
+
+    Args:
+        pages: [P, N, D] model dtype, any strides, mutated: keys or values.
+        slots: [M] int64, page * N + offset; a slot listed twice has weight 1.
+        others: [M, D] model dtype; anything where the weight is 1.
+        weight: [M] float32, 0 to 1; at 1 the token stays as it is, bitwise.
+    """
+    page, offset = slots // pages.shape[1], slots % pages.shape[1]
+    own, share = pages[page, offset], weight[:, None]
+    mixed = (own.float() * share + others.float() * (1 - share)).to(own.dtype)
+    pages[page, offset] = torch.where(share < 1, mixed, own)
 
 
 def column_slices(

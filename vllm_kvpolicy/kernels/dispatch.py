@@ -1,7 +1,7 @@
 """Operations: a PyTorch reference and faster twins of one name, signature and result.
 
-`preferences` says which of them runs. The twins of an operation are in kernels.triton
-and kernels.cuda, in a file of the same name as the reference's.
+`preferences` says which of them runs. The twins of an operation are in kernels.triton,
+kernels.cuda and kernels.cpu, in files of the same name as the reference's.
 """
 
 from collections import Counter
@@ -31,7 +31,7 @@ class Operation(Generic[P, R]):
     Args:
         reference: a function called NAME_ref, in module kernels.STEM. NAME has a row in
             `preferences.TABLE`. Its twins are NAME in kernels.triton.STEM and, where
-            the row says so, in kernels.cuda.STEM.
+            the row says so, in kernels.cuda.STEM and kernels.cpu.STEM.
 
     Attributes:
         name: NAME.
@@ -51,15 +51,10 @@ class Operation(Generic[P, R]):
         self.preference = TABLE[self.name]
         self.calls: Counter[str] = Counter()
 
-    @property
-    def in_cuda(self) -> bool:
-        """Whether there is a twin in CUDA C++."""
-        return self.preference.in_cuda
-
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the implementation that is forced, demanded or preferred."""
         which = _forced.get()
-        if which is None or (which == "cuda" and not self.in_cuda):
+        if which is None or not self.preference.has(which):
             which = implementation_of(self.preference, _device(args).type)
         self.calls[which] += 1
         return self.implementation(which)(*args, **kwargs)

@@ -64,4 +64,29 @@ def page_tables_ref(
     head.copy_(torch.where(is_global, global_blocks[rows, :width], head))
 
 
+def enter_requests_ref(
+    index: torch.Tensor,
+    dest: torch.Tensor,
+    frontier: torch.Tensor,
+    global_blocks: torch.Tensor,
+    num_global: torch.Tensor,
+    frontier_blocks: torch.Tensor,
+) -> None:
+    """Enter where the survivors of some requests are now.
+
+    Args:
+        index: [E] int64, rows of the request table, none twice.
+        dest: [E, D] int64, superblocks of their survivors.
+        frontier: [E] int64, superblocks.
+        global_blocks: [S, A] int32, rows `index` mutated, like those that follow.
+        num_global: [S] int32.
+        frontier_blocks: [S] int32.
+    """
+    width = dest.shape[1]
+    global_blocks[index, :width] = dest.int()
+    num_global.index_fill_(0, index, width)
+    frontier_blocks[index] = frontier.int()
+
+
 page_tables = Operation(page_tables_ref)
+enter_requests = Operation(enter_requests_ref)

@@ -3,7 +3,7 @@
 The worker makes them from the KV cache; `from_dense` makes them from a tensor.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -48,6 +48,13 @@ class PagedTokens:
     def shape(self) -> tuple[int, ...]:
         """[E, L, H, T, D] of the copy."""
         return (*self.pages.shape[:3], self.num_tokens, self.pools[0].shape[-1])
+
+    def by_pool(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield layers and their pool: all at once where they share one view of it."""
+        views = {(pool.data_ptr(), pool.stride()) for pool in self.pools}
+        step = len(self.pools) if len(views) == 1 else 1
+        for first in range(0, len(self.pools), step):
+            yield slice(first, first + step), self.pools[first]
 
     def at(self, token: torch.Tensor) -> torch.Tensor:
         """Return [E, L, H, F, D] copies of tokens [E, L, H, F] int64 of each row."""

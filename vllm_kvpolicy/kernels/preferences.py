@@ -1,9 +1,10 @@
 """Which implementation each operation runs: one table, and what a user may demand.
 
-On a CPU every operation runs its PyTorch reference. On a GPU it runs what the table
-prefers, or what the environment variable KVPOLICY_KERNELS demands; an operation without
-a CUDA twin runs Triton where CUDA C++ is demanded. A demand that this machine cannot
-meet is refused at start-up.
+On a CPU an operation runs its twin in C++ where it has one and the package was built
+with them, else its PyTorch reference. On a GPU it runs what the table prefers. The
+environment variable KVPOLICY_KERNELS demands one implementation; an operation without
+a CUDA twin runs Triton where CUDA C++ is demanded, and one without a twin for the CPU
+its reference. A demand that this machine cannot meet is refused at start-up.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,35 +13,54 @@ from functools import cache
 from importlib.util import find_spec
 
 from vllm_kvpolicy import compat
+from vllm_kvpolicy.kernels.cpu import library as cpu_library
 from vllm_kvpolicy.kernels.cuda import library
 
-IMPLEMENTATIONS = ("reference", "triton", "cuda")
-LABELS = {"reference": "PyTorch", "triton": "Triton", "cuda": "CUDA C++"}
+IMPLEMENTATIONS = ("reference", "triton", "cuda", "cpu")
+LABELS = {
+    "reference": "PyTorch",
+    "triton": "Triton",
+    "cuda": "CUDA C++",
+    "cpu": "C++",
+}
 
 
 @dataclass(frozen=True)
 class Preference:
-    """What one operation has in addition to its reference, and what each device runs.
+    """What one operation has in addition to its reference, and what a GPU runs.
 
     Args:
         in_cuda: there is a twin in CUDA C++; every operation has one in Triton.
-        on_cpu: the implementation for tensors on a CPU.
+        in_cpu: there is a twin in C++ for the CPU.
         on_gpu: the implementation for tensors on an NVIDIA GPU, unless the user demands
             another.
     """
 
     in_cuda: bool = False
-    on_cpu: str = "reference"
+    in_cpu: bool = False
     on_gpu: str = "triton"
+
+    def has(self, which: str) -> bool:
+        """Return whether there is such an implementation, one of `IMPLEMENTATIONS`."""
+        return {"cuda": self.in_cuda, "cpu": self.in_cpu}.get(which, True)
 
 
 # A CUDA twin becomes the preference once committed timings of both on one GPU say so.
 TABLE: Mapping[str, Preference] = {
     "ascending_indices": Preference(),
-    "compact_pages": Preference(in_cuda=True),
-    "fill_next_best": Preference(),
+    "assign_pages": Preference(),
+    "compact_pages": Preference(in_cuda=True, in_cpu=True),
+    "count_in_pages": Preference(),
+    "credited_mass": Preference(),
+    "enter_page_lists": Preference(),
+    "enter_requests": Preference(),
+    "fill_next_best": Preference(in_cpu=True),
     "head_page_tables": Preference(),
+    "limit_must_keep": Preference(),
+    "list_survivors": Preference(),
+    "must_keep_tokens": Preference(),
     "page_bounds": Preference(),
+    "page_quota": Preference(),
     "page_scores": Preference(),
     "page_tables": Preference(in_cuda=True),
     "paged_cosines": Preference(),
@@ -48,13 +68,17 @@ TABLE: Mapping[str, Preference] = {
     "paged_norms": Preference(),
     "paged_pair_projections": Preference(),
     "paged_projections": Preference(),
-    "pick_by_quota": Preference(in_cuda=True),
-    "resize": Preference(),
+    "pick_by_quota": Preference(in_cuda=True, in_cpu=True),
+    "pooled_usage": Preference(),
+    "read_survivors": Preference(),
+    "resize": Preference(in_cpu=True),
     "save_rows": Preference(),
-    "segment_quota": Preference(),
-    "top_k_mask": Preference(in_cuda=True),
+    "segment_quota": Preference(in_cpu=True),
+    "survivor_moves": Preference(),
+    "top_k_mask": Preference(in_cuda=True, in_cpu=True),
     "until_attention": Preference(),
-    "window_usage": Preference(),
+    "window_usage": Preference(in_cpu=True),
+    "write_survivors": Preference(),
 }
 
 
@@ -76,6 +100,19 @@ def demanded() -> str | None:
     return value
 
 
+@cache
+def why_not_in_cpp() -> str | None:
+    """Return why no twin in C++ can run on this CPU, None where they can.
+
+    Found out once per process.
+    """
+    try:
+        cpu_library.load()
+    except ImportError as error:
+        return str(error)
+    return None
+
+
 def implementation_of(preference: Preference, device_type: str) -> str:
     """Return the implementation that an operation runs on a type of device.
 
@@ -85,11 +122,12 @@ def implementation_of(preference: Preference, device_type: str) -> str:
             reference.
     """
     if device_type == "cpu":
-        return preference.on_cpu
+        is_wanted = preference.in_cpu and demanded() in (None, "cpu")
+        return "cpu" if is_wanted and why_not_in_cpp() is None else "reference"
     if device_type != "cuda":
         return "reference"
     wanted = demanded() or preference.on_gpu
-    return "triton" if wanted == "cuda" and not preference.in_cuda else wanted
+    return wanted if preference.has(wanted) else "triton"
 
 
 def unmet_demands(platform: str) -> list[str]:
@@ -105,9 +143,10 @@ def unmet_demands(platform: str) -> list[str]:
     label = f"{compat.KERNELS_VARIABLE}={wanted}"
     if wanted in (None, "reference"):
         return []
-    if platform != "cuda":
+    needed, device = ("cpu", "a CPU") if wanted == "cpu" else ("cuda", "an NVIDIA GPU")
+    if platform != needed:
         return [
-            f"{label}: needs an NVIDIA GPU, got platform {platform}; unset it or set "
+            f"{label}: needs {device}, got platform {platform}; unset it or set "
             f"it to reference"
         ]
     try:
@@ -125,6 +164,7 @@ def _load_triton() -> None:
 _LOADERS: dict[str, Callable[[], None]] = {
     "triton": _load_triton,
     "cuda": library.load,
+    "cpu": cpu_library.load,
 }
 
 
@@ -132,6 +172,7 @@ def summary(device_type: str) -> str:
     """Return one line that says which implementation each operation runs.
 
     Example: "CUDA C++ for compact_pages, page_tables; Triton for window_usage".
+    On a CPU without the twins in C++ it also says why.
 
     Args:
         device_type: as for `implementation_of`.
@@ -139,8 +180,11 @@ def summary(device_type: str) -> str:
     names: dict[str, list[str]] = {}
     for name, preference in TABLE.items():
         names.setdefault(implementation_of(preference, device_type), []).append(name)
-    if len(names) == 1:
-        return f"{LABELS[next(iter(names))]} for all {len(TABLE)} operations"
-    return "; ".join(
-        f"{LABELS[which]} for {', '.join(names[which])}" for which in sorted(names)
-    )
+    if len(names) > 1:
+        return "; ".join(
+            f"{LABELS[which]} for {', '.join(names[which])}" for which in sorted(names)
+        )
+    line = f"{LABELS[next(iter(names))]} for all {len(TABLE)} operations"
+    if device_type != "cpu" or demanded() == "reference":
+        return line
+    return f"{line}; {why_not_in_cpp()}"

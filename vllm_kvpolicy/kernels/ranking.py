@@ -74,7 +74,7 @@ def leading_run(must_keep: torch.Tensor) -> torch.Tensor:
     return must_keep.long().cumprod(-1).bool()
 
 
-def limit_must_keep(must_keep: torch.Tensor, budget: int) -> torch.Tensor:
+def limit_must_keep_ref(must_keep: torch.Tensor, budget: int) -> torch.Tensor:
     """Shrink a must-keep set that exceeds the budget: recent tokens go before sinks.
 
     Args:
@@ -91,6 +91,32 @@ def limit_must_keep(must_keep: torch.Tensor, budget: int) -> torch.Tensor:
     newer_or_same = others.flip(-1).cumsum(-1).flip(-1)
     room = budget - sinks.sum(-1, keepdim=True)
     return sinks | (others.bool() & (newer_or_same <= room))
+
+
+def must_keep_tokens_ref(
+    num_pages: torch.Tensor,
+    num_local: torch.Tensor,
+    sinks: torch.Tensor,
+    block_size: int,
+    num_tokens: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mark the tokens that an event keeps in any case: sinks and local ones.
+
+    Args:
+        num_pages: [E, n] int64, full pages of each head below the frontier.
+        num_local: [E] int64, tokens at and above it.
+        sinks: [E] int64, first tokens that are always kept.
+        block_size: N, tokens per page.
+        num_tokens: T, no head holds more.
+
+    Returns:
+        Tokens held, [E, n] int64, and which of them stay, [E, n, T] bool.
+    """
+    token = torch.arange(num_tokens, device=num_pages.device)
+    num_global = num_pages * block_size
+    lengths = num_global + num_local[:, None]
+    is_local = (token >= num_global[..., None]) & (token < lengths[..., None])
+    return lengths, (token < sinks[:, None, None]) | is_local
 
 
 def fill_next_best_ref(
@@ -158,26 +184,30 @@ def resize_ref(
     keep: torch.Tensor,
     score: torch.Tensor,
     must_keep: torch.Tensor,
-    valid: torch.Tensor,
-    target: torch.Tensor | int,
+    num_pages: torch.Tensor,
+    quota: torch.Tensor,
+    block_size: int,
 ) -> torch.Tensor:
-    """Fill up or trim a selection: must-keep tokens first, then kept ones, then others.
+    """Fill up or trim a selection of a row's first pages to whole pages.
+
+    Must-keep tokens come first, then kept ones, then others.
 
     Args:
         keep: [..., T] bool, the selection.
         score: [..., T] floating point, ranks tokens of the same class; NaN allowed.
         must_keep: [..., T] bool.
-        valid: [..., T] bool, False on padding.
-        target: tokens per row, an int or [...] int64.
+        num_pages: [...] int64, pages to choose from; what lies behind is left out.
+        quota: [...] int64, pages to fill.
+        block_size: N, tokens per page.
 
     Returns:
-        [..., T] bool with `target` True per row, fewer where fewer are valid.
+        [..., T] bool with `quota` * N True per row, fewer where fewer are held.
     """
-    if isinstance(target, torch.Tensor):
-        target = target.unsqueeze(-1)
+    token = torch.arange(keep.shape[-1], device=keep.device)
+    valid = token < (num_pages * block_size)[..., None]
     grade = torch.where(must_keep, 2, keep.long())
     rank = rank_by(torch.where(valid, grade, -1), score)
-    return valid & (rank < target)
+    return valid & (rank < (quota * block_size)[..., None])
 
 
 def ascending_indices_ref(mask: torch.Tensor, count: int) -> torch.Tensor:
@@ -198,6 +228,8 @@ def ascending_indices_ref(mask: torch.Tensor, count: int) -> torch.Tensor:
     return listed.scatter_(-1, slot, position)[..., :count]
 
 
+limit_must_keep = Operation(limit_must_keep_ref)
+must_keep_tokens = Operation(must_keep_tokens_ref)
 fill_next_best = Operation(fill_next_best_ref)
 top_k_mask = Operation(top_k_mask_ref)
 resize = Operation(resize_ref)

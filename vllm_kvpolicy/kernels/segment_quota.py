@@ -18,6 +18,7 @@ from vllm_kvpolicy.kernels.dispatch import Operation
 from vllm_kvpolicy.kernels.ranking import ranks_within
 
 MASS_UNIT = 2**28  # fixed-point mass of a whole row
+MASS_EPS = 1e-12  # keeps a row without any attention a distribution
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,50 @@ def pick_by_quota_ref(
     """
     quota = torch.nn.functional.pad(quotas, (0, 1)).gather(-1, group)
     return ranks_within(score, group) < quota
+
+
+def credited_mass_ref(
+    usage: torch.Tensor,
+    lengths: torch.Tensor,
+    credit: torch.Tensor | None,
+    decay: float,
+    mix: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn usage into mass, and mix in the moving average of past mass.
+
+    With m the normalised usage: c = decay * c_old + (1 - decay) * m, and the mass is
+    mix * m + (1 - mix) * c / sum(c). At a first event both terms are m.
+
+    Args:
+        usage: [R, T] floating point; negative values and NaN count as zero.
+        lengths: [R] int64, tokens of the row, 1..T.
+        credit: [R, T] floating point, c_old, or None at a first event.
+        decay: of the average, 0 to 1.
+        mix: share of the newest mass, 0 to 1.
+
+    Returns:
+        mass [R, T] float64, adding up to 1, and c [R, T] float32; both zero on padding.
+    """
+    valid = torch.arange(usage.shape[-1], device=usage.device) < lengths[:, None]
+    mass = normalised(usage, valid)
+    if credit is None:
+        return mass, ((1 - decay) * mass).float()
+    old = torch.where(valid, credit.double(), 0.0)
+    updated = decay * old + (1 - decay) * mass
+    mixed = mix * mass + (1 - mix) * normalised(updated, valid)
+    return mixed, updated.float()
+
+
+def normalised(values: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """Scale [R, T] to sum 1 per row, in float64, whatever the padding and sum order.
+
+    Values are shifted by MASS_EPS, rounded to 2^-32 of the row's largest one and added
+    up as integers.
+    """
+    finite = values.double().nan_to_num(nan=0.0, posinf=torch.finfo(torch.float32).max)
+    positive = torch.where(valid, finite.clamp(min=0) + MASS_EPS, 0.0)
+    units = (positive / positive.amax(-1, keepdim=True) * 2**32).round().long()
+    return units.double() / units.sum(-1, keepdim=True).double()
 
 
 def to_fixed_point(mass: torch.Tensor) -> torch.Tensor:
@@ -300,5 +345,6 @@ def round_robin(capacity: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     return given + (is_open & (is_open.long().cumsum(-1) <= left)).long()
 
 
+credited_mass = Operation(credited_mass_ref)
 segment_quota = Operation(segment_quota_ref)
 pick_by_quota = Operation(pick_by_quota_ref)

@@ -11,7 +11,6 @@ every request, available as "global").
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from vllm_kvpolicy.kernels.chunks import map_pairs_to_many
 from vllm_kvpolicy.kernels.dispatch import Operation
@@ -19,8 +18,6 @@ from vllm_kvpolicy.kernels.nucleus import row_nucleus_counts
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.softmax import softmax
 from vllm_kvpolicy.kernels.window_logits import effective_window, window_logits
-
-SUFFIX_PADS = ("max", "mean", "none", "global")
 
 
 @dataclass(frozen=True)
@@ -70,13 +67,9 @@ def window_usage_ref(
     Raises:
         ValueError: shapes that do not fit together.
     """
+    check_shapes(queries, keys)
     num_q_heads, window = queries.shape[2:4]
     num_heads, num_tokens = keys.shape[2:4]
-    if keys.shape[:2] != queries.shape[:2] or num_q_heads % num_heads or not window:
-        raise ValueError(
-            "queries: expected [E, L, H * G, W >= 1, D] for keys [E, L, H, T, D] = "
-            f"{list(keys.shape)}, got {list(queries.shape)}"
-        )
 
     def of_chunk(
         queries: torch.Tensor, keys: torch.Tensor, lengths: torch.Tensor
@@ -97,6 +90,16 @@ def window_usage_ref(
 
 
 window_usage = Operation(window_usage_ref)
+
+
+def check_shapes(queries: torch.Tensor, keys: PagedTokens) -> None:
+    """Raise ValueError if queries and keys of `window_usage` do not fit together."""
+    num_q_heads, window = queries.shape[2:4]
+    if keys.shape[:2] != queries.shape[:2] or num_q_heads % keys.shape[2] or not window:
+        raise ValueError(
+            "queries: expected [E, L, H * G, W >= 1, D] for keys [E, L, H, T, D] = "
+            f"{list(keys.shape)}, got {list(queries.shape)}"
+        )
 
 
 def measured(usage: WindowUsage | None) -> WindowUsage:
@@ -121,56 +124,3 @@ def mean_over_group(per_query_head: torch.Tensor, num_kv_heads: int) -> torch.Te
         [E, L, H, T].
     """
     return per_query_head.unflatten(2, (num_kv_heads, -1)).mean(3)
-
-
-def pooled_usage(
-    usage: torch.Tensor,
-    lengths: torch.Tensor,
-    window: torch.Tensor,
-    pool_kernel: int = 5,
-    suffix_pad: str = "max",
-) -> torch.Tensor:
-    """Smooth the usage of the older keys and give the newest ones a value.
-
-    Args:
-        usage: [E, L, H, T] floating point, mean probability of each key.
-        lengths: [E, L, H] int64, tokens held.
-        window: [E, L, H] int64, newest entries whose measured usage is not used.
-        pool_kernel: odd; average over that many neighbours among the older keys, where
-            neighbours outside count as zero. 1 does not pool.
-        suffix_pad: what the newest entries hold, per (request, head): the "max" or
-            "mean" of the pooled older ones, or 0 with "none". "global" is the maximum
-            over all heads of all requests: it couples requests, so only comparisons
-            with the authors' code should ask for it.
-
-    Returns:
-        [E, L, H, T], same dtype as `usage`; zero on padding.
-
-    Raises:
-        ValueError: unknown `suffix_pad`, or an even or non-positive `pool_kernel`.
-    """
-    if suffix_pad not in SUFFIX_PADS:
-        raise ValueError(
-            f"suffix_pad: expected one of {SUFFIX_PADS}, got {suffix_pad!r}"
-        )
-    if pool_kernel < 1 or pool_kernel % 2 == 0:
-        raise ValueError(f"pool_kernel: expected an odd number >= 1, got {pool_kernel}")
-    position = torch.arange(usage.shape[-1], device=usage.device)
-    num_older = (lengths - window)[..., None]
-    is_older = position < num_older  # [E, L, H, T]
-    is_newest = ~is_older & (position < lengths[..., None])
-    older = torch.where(is_older, usage, 0.0)
-    if pool_kernel > 1:
-        flat = older.flatten(0, 1)
-        flat = F.avg_pool1d(flat, pool_kernel, stride=1, padding=pool_kernel // 2)
-        older = torch.where(is_older, flat.view_as(older), 0.0)
-    if suffix_pad == "none":
-        return older
-    if suffix_pad == "mean":
-        total = older.sum(-1, keepdim=True, dtype=torch.float64)
-        value = (total / num_older.clamp(min=1)).to(usage.dtype)
-    else:
-        value = older.amax(-1, keepdim=True)
-    if suffix_pad == "global":
-        value = value.amax()
-    return torch.where(is_newest, value, older)

@@ -10,6 +10,7 @@ ragged policy different numbers of them; the local tokens are the newest of ever
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -122,7 +123,7 @@ class EventInputs:
     until: torch.Tensor | None = None
     candidates: torch.Tensor | None = None
 
-    @property
+    @cached_property
     def valid(self) -> torch.Tensor:
         """[E, L, H, T] bool, False on padding."""
         token = torch.arange(self.must_keep.shape[-1], device=self.must_keep.device)

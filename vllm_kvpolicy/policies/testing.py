@@ -5,8 +5,8 @@ Source: this project. Deviations: none.
 
 import torch
 
-from vllm_kvpolicy.kernels.mixing import mix
 from vllm_kvpolicy.policies.keep_all import KeepAll
+from vllm_kvpolicy.policies.mixing import mix
 
 
 class MovementPolicy(KeepAll):

@@ -2,13 +2,17 @@
 
 import torch
 
-from vllm_kvpolicy.kernels.merge_pages import merge_pages
-from vllm_kvpolicy.worker.batch import Choice, HeldPages, Placement, move_slots
+from vllm_kvpolicy.kernels.compact_pages import Moves, merge_pages
+from vllm_kvpolicy.worker.batch import Choice, HeldPages, Placement
 from vllm_kvpolicy.worker.pages import PagePool
 
 
 def merge_dropped(
-    pool: PagePool, held: HeldPages, placement: Placement, choice: Choice
+    pool: PagePool,
+    held: HeldPages,
+    placement: Placement,
+    choice: Choice,
+    moves: Moves,
 ) -> None:
     """Rewrite keys and values of the survivors whose partner is gone.
 
@@ -19,6 +23,7 @@ def merge_dropped(
         held: what was held.
         placement: where it went.
         choice: the policy's pairs, and keys and values from before the move.
+        moves: from slot to slot.
     """
     placed, inputs, merge = placement.sources, choice.inputs, choice.decision.merge
     assert merge is not None
@@ -30,12 +35,11 @@ def merge_dropped(
     survives = survives.scatter(1, torch.where(placed < 0, size, placed), True)
     is_merged = (placed >= 0) & (partner >= 0) & ~survives.gather(1, other)
     weight = torch.where(is_merged, merge.weight.flatten(1).gather(1, index), 1.0)
-    _, dest = move_slots(held, placement.lists, placed, pool.block_size)
     keys, values = (inputs.given(name).flatten(1, 3) for name in ("keys", "values"))
     for group in range(pool.num_groups):
-        slots, others, weights = (
-            row.unflatten(1, (pool.num_groups, -1))[:, group]
-            for row in (dest, other, weight)
+        slots = moves.dest[group]
+        others, weights = (
+            row.unflatten(1, (pool.num_groups, -1))[:, group] for row in (other, weight)
         )
         for pages, before in ((pool.keys[group], keys), (pool.values[group], values)):
             taken = torch.take_along_dim(before, others[..., None], dim=1)

@@ -25,7 +25,7 @@ class PagePool:
     Attributes:
         spans_layers: whether pages may change layers.
         num_groups: 1 if they may, else the number of layers.
-        base: [L] int64, id of the first page of each layer.
+        null_pages: [1, L, H, 1] int64, ids of each head's stock page of superblock 0.
     """
 
     def __init__(
@@ -45,20 +45,33 @@ class PagePool:
         else:
             self._pools = [shared] * self.num_layers
             stride = self.num_blocks * self.num_heads
-        self.base = torch.arange(self.num_layers, device=first.device) * stride
+        base = torch.arange(self.num_layers, device=first.device) * stride
+        head = torch.arange(self.num_heads, device=first.device)
+        self.null_pages = (base[:, None] + head)[None, ..., None]
         views = [_keys_and_values(pool, keys_are_columns) for pool in self._pools]
         self.keys = [keys for keys, _ in views]
         self.values = [values for _, values in views]
+        self._keys_are_columns = keys_are_columns
 
     def pages_of(self, layer: int) -> torch.Tensor:
         """Return [P, 1, N, 2D]: the pages to which page ids of this layer refer."""
         return self._pools[layer].unsqueeze(1)
 
+    def tokens_of(self, group: int) -> Sequence[torch.Tensor]:
+        """Return [P, N, ...] views that have all of a token in one place each.
+
+        Args:
+            group: 0 to `num_groups` - 1.
+        """
+        if self._keys_are_columns:
+            return self.keys[group], self.values[group]
+        return (self._pools[group],)
+
     def own_pages(self, blocks: torch.Tensor) -> torch.Tensor:
         """Return [E, L, H, P] ids of the stock pages of superblocks [E, P] int64."""
-        head = torch.arange(self.num_heads, device=blocks.device)
-        ids = blocks[:, None, None, :] * self.num_heads + head[:, None]
-        return ids + self.base[:, None, None]
+        return torch.add(
+            self.null_pages, blocks[:, None, None, :], alpha=self.num_heads
+        )
 
     def vectors_of(self, layer: int) -> torch.Tensor:
         """Return [B * 2N, H * D]: a layer's memory in rows of one vector per KV head.

@@ -1,12 +1,13 @@
 """The request table: which superblocks hold a request's survivors, and its frontier."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 
+from vllm_kvpolicy.kernels.page_tables import enter_requests
 from vllm_kvpolicy.protocol import CompactEvent
-from vllm_kvpolicy.worker.transfer import to_device
+from vllm_kvpolicy.worker.transfer import Integers, to_device
 
 
 class RequestRows:
@@ -98,21 +99,40 @@ class RequestTable(RequestRows):
         self.frontier_blocks_cpu = np.zeros(size, dtype=np.int32)
         self.positions_cpu = np.zeros(size, dtype=np.int64)  # of the last events
 
-    def update(self, rows: Sequence[int], events: Sequence[CompactEvent]) -> None:
-        """Enter the destinations and frontiers of these events."""
-        width = max(len(event.dest_blocks) for event in events)
-        blocks = [
-            event.dest_blocks + (0,) * (width - len(event.dest_blocks))
-            for event in events
-        ]
-        index = self.to_device(rows)
-        self.global_blocks[index, :width] = self.to_device(blocks).int()
-        self.num_global[index] = self.to_device(
-            [len(e.dest_blocks) for e in events]
-        ).int()
-        self.frontier_blocks[index] = self.to_device(
-            [event.frontier_blocks for event in events]
-        ).int()
+    @staticmethod
+    def numbers(
+        rows: Sequence[int], events: Sequence[CompactEvent]
+    ) -> dict[str, Integers]:
+        """Return what `update` needs on the device.
+
+        Args:
+            rows: of the requests.
+            events: one each, with equally many destinations.
+
+        Returns:
+            By name, [E] and `dest` [E, D].
+        """
+        return {
+            "rows": rows,
+            "dest": [event.dest_blocks for event in events],
+            "frontier": [event.frontier_blocks for event in events],
+        }
+
+    def update(
+        self,
+        rows: Sequence[int],
+        events: Sequence[CompactEvent],
+        sent: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Enter the destinations and frontiers of these events; see `numbers`."""
+        enter_requests(
+            sent["rows"],
+            sent["dest"],
+            sent["frontier"],
+            self.global_blocks,
+            self.num_global,
+            self.frontier_blocks,
+        )
         for row, event in zip(rows, events, strict=True):
             dropped_blocks = event.frontier_blocks - len(event.dest_blocks)
             self.dropped_tokens_cpu[row] = dropped_blocks * self.block_size

@@ -108,17 +108,15 @@ class WorkerSetup:
             layer.kv_policy_index = index
         return runtime
 
-    def _memory(self, pool: PagePool) -> dict[str, SurvivorMemory]:
+    def _memory(self, pool: PagePool) -> SurvivorMemory:
         sizes = self.side_tables
-        return {
-            name: SurvivorMemory(
-                requests=self.requests,
-                num_blocks=pool.num_blocks,
-                num_heads=sizes.num_heads,
-                max_local_tokens=sizes.max_local_tokens,
-            )
-            for name in remembered(self.needs)
-        }
+        return SurvivorMemory(
+            names=remembered(self.needs),
+            requests=self.requests,
+            num_blocks=pool.num_blocks,
+            num_heads=sizes.num_heads,
+            max_local_tokens=sizes.max_local_tokens,
+        )
 
     def _trace(self) -> NoTrace:
         folder = self.config.trace_dir

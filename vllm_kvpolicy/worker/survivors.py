@@ -5,14 +5,17 @@ stored by superblock, so that the memory grows with the pool and not with the lo
 request.
 """
 
+from collections.abc import Sequence
+
 import torch
 
+from vllm_kvpolicy.kernels.survivor_values import read_survivors, write_survivors
 from vllm_kvpolicy.worker.batch import HeldPages
 from vllm_kvpolicy.worker.request_table import RequestTable
 
 
 class SurvivorMemory:
-    """One float32 per (layer, KV head, token right after an event).
+    """Some float32 per (layer, KV head, token right after an event), by name.
 
     Values of global tokens follow the order of a request's page lists, laid end to end;
     each of its superblocks has a row that holds n * N of them. Values of local tokens
@@ -23,6 +26,7 @@ class SurvivorMemory:
     8 of head 1.
 
     Args:
+        names: of the values.
         requests: superblocks of each request.
         num_blocks: superblocks of the pool.
         num_heads: n = L * H.
@@ -31,17 +35,19 @@ class SurvivorMemory:
 
     def __init__(
         self,
+        names: Sequence[str],
         requests: RequestTable,
         num_blocks: int,
         num_heads: int,
         max_local_tokens: int,
     ) -> None:
-        self.requests = requests
+        self.requests, self._place = requests, {name: n for n, name in enumerate(names)}
         width, device = num_heads * requests.block_size, requests.device
-        self.survivors = torch.zeros(num_blocks, width, device=device)
+        self.survivors = torch.zeros(len(names), num_blocks, width, device=device)
         self.local = torch.zeros(
-            requests.null_row, num_heads, max_local_tokens, device=device
+            (len(names), requests.null_row, num_heads, max_local_tokens), device=device
         )
+        self._which: dict[tuple[str, ...], torch.Tensor] = {}
 
     @staticmethod
     def nbytes_of(
@@ -51,72 +57,65 @@ class SurvivorMemory:
         block_size: int,
         max_local_tokens: int,
     ) -> int:
-        """Return the bytes that an object of these sizes takes on the device."""
+        """Return the bytes that one value takes on the device."""
         local = num_requests * max_local_tokens
         return 4 * num_heads * (num_blocks * block_size + local)
 
     def read(
-        self, index: torch.Tensor, first: torch.Tensor, max_tokens: int
+        self,
+        names: tuple[str, ...],
+        index: torch.Tensor,
+        first: torch.Tensor,
+        max_tokens: int,
     ) -> torch.Tensor:
-        """Return [E, n, T] values, zero for tokens since the last event.
+        """Return [K, E, n, T] values, zero for tokens since the last event.
 
         Args:
+            names: K of those that are remembered.
             index: [E] int64, rows of the request table.
-            first: [E, n + 1] int64, first survivor of each head before this event.
+            first: [E, n + 1] integers, each head's first page before this event.
             max_tokens: T.
         """
-        token = torch.arange(max_tokens, device=index.device)
-        count = first.diff(dim=-1)[..., None]
-        blocks, width = (
-            self.requests.global_blocks[index].long(),
-            self.survivors.shape[-1],
-        )
-        last = blocks.shape[-1] * width - 1
-        entry = (first[:, :-1, None] + token).clamp_max(last).flatten(1)
-        row = blocks.gather(1, entry.div(width, rounding_mode="floor"))
-        survivors = self.survivors.view(-1)[row * width + entry % width]
-        entry = token - count
-        local = self.local[index]
-        known = (entry >= 0) & (entry < local.shape[-1])
-        local = local.gather(-1, entry.clamp(0, local.shape[-1] - 1))
-        survivors = survivors.view(entry.shape)
-        return torch.where(entry < 0, survivors, torch.where(known, local, 0.0))
+        tables = self.survivors, self.local, self._rows(names)
+        blocks = self.requests.global_blocks
+        return read_survivors(*tables, index, first, blocks, max_tokens)
 
     def write(
         self,
+        names: tuple[str, ...],
         index: torch.Tensor,
         values: torch.Tensor,
         sources: torch.Tensor,
         held: HeldPages,
-        block_size: int,
     ) -> None:
         """Replace the values of the requests' survivors.
 
         The request table must already name the superblocks that they have moved to.
 
         Args:
+            names: K of those that are remembered.
             index: [E] int64, rows of the request table.
-            values: [E, n, T] float32, before survivors are gathered.
+            values: [K, E, n, T] float32, before survivors are gathered.
             sources: [E, M] int64, head * T + token of each survivor in the order of
                 the new page lists; negative after the last. M tokens fill the new
                 superblocks.
             held: what the requests held.
-            block_size: N, tokens per page.
         """
-        kept = values.flatten(1).gather(1, sources.clamp_min(0))
-        kept = torch.where(sources < 0, 0.0, kept)
-        rows = kept.unflatten(1, (-1, self.survivors.shape[-1]))
-        blocks = self.requests.global_blocks[index, : rows.shape[1]].long()
-        self.survivors[blocks] = rows
-        token = torch.arange(self.local.shape[-1], device=index.device)
-        place = held.num_pages[..., None] * block_size + token
-        local = values.gather(-1, place.clamp_max(values.shape[-1] - 1))
-        is_local = token < held.num_local[:, None, None]
-        self.local[index] = torch.where(is_local, local, 0.0)
+        tables = self.survivors, self.local, self._rows(names)
+        counts = held.num_pages, held.num_local
+        blocks = self.requests.global_blocks
+        write_survivors(*tables, index, values, sources, *counts, blocks)
+
+    def _rows(self, names: tuple[str, ...]) -> torch.Tensor:
+        """Return [K] int64 rows of these values; sent to the device once."""
+        if names not in self._which:
+            rows = [self._place[name] for name in names]
+            self._which[names] = self.requests.to_device(rows)
+        return self._which[names]
 
     def clear(self, index: torch.Tensor) -> None:
         """Forget the local tokens in rows that a new request takes over.
 
         Its page lists are empty, so it reads no values of survivors.
         """
-        self.local.index_fill_(0, index, 0)
+        self.local.index_fill_(1, index, 0)

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 
+from vllm_kvpolicy.kernels.compact_pages import survivor_moves
 from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.trace.files import EventRecord, new_run, to_arrays
-from vllm_kvpolicy.worker.batch import Batch, Placement, move_slots
+from vllm_kvpolicy.worker.batch import Batch, HeldPages, Placement
 from vllm_kvpolicy.worker.notes import with_attention
 
 logger = init_logger("vllm.kv_policy")
@@ -67,8 +68,7 @@ class Tracer(NoTrace):
             placement: where the survivors went.
         """
         held, lists, sources = batch.held, placement.lists, placement.sources
-        source, dest = move_slots(held, lists, sources, self.block_size)
-        moved = _host((source != dest).double().mean(-1))
+        moved = _host(self._moved(held, placement))
         pages, starts = _host(held.num_pages), _host(lists.first) * self.block_size
         keep, order = _host(decision.keep.flatten(1, 2)), _host(sources)
         notes = {name: _small(value) for name, value in decision.notes.items()}
@@ -101,6 +101,21 @@ class Tracer(NoTrace):
                     notes={name: value[row] for name, value in notes.items()},
                 )
             )
+
+    def _moved(self, held: HeldPages, placement: Placement) -> torch.Tensor:
+        """Return [E] float64, the share of survivors that change their slots."""
+        lists, sources = placement.lists, placement.sources
+        moves = survivor_moves(
+            sources,
+            held.pages,
+            lists.first,
+            lists.pages,
+            None,
+            held.max_tokens,
+            self.block_size,
+            groups=1,
+        )
+        return (moves.source != moves.dest)[0].double().mean(-1)
 
     def _before(self, event: CompactEvent, own: int, num_pages: np.ndarray) -> Rows:
         """Return the positions that each head holds, in physical order."""

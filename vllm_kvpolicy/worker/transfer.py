@@ -1,14 +1,15 @@
 """Copies integers to the device and back without waiting for it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
+Integers = np.ndarray | Sequence[int] | Sequence[Sequence[int]]
+ALIGNMENT = 2  # numbers: kernels read 16 bytes at a time
 
-def to_device(
-    values: np.ndarray | Sequence[int] | Sequence[Sequence[int]], device: torch.device
-) -> torch.Tensor:
+
+def to_device(values: Integers, device: torch.device) -> torch.Tensor:
     """Copy integers through pinned memory; the stream orders the copy before its use.
 
     Args:
@@ -22,6 +23,31 @@ def to_device(
     if device.type == "cpu":
         return host
     return host.pin_memory().to(device, non_blocking=True)
+
+
+def to_device_together(
+    values: Mapping[str, Integers], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Copy several arrays as one, as `to_device` does.
+
+    Args:
+        values: by name, rectangular integers on the host.
+        device: where they are needed.
+
+    Returns:
+        By name, int64 tensors of the same shapes: parts of one buffer.
+    """
+    arrays = {name: np.asarray(value, np.int64) for name, value in values.items()}
+    sizes = [-(-array.size // ALIGNMENT) * ALIGNMENT for array in arrays.values()]
+    buffer = np.zeros(sum(sizes), np.int64)
+    first = np.cumsum([0, *sizes])
+    for start, array in zip(first, arrays.values(), strict=False):
+        buffer[start : start + array.size] = array.ravel()
+    sent = to_device(buffer, device)
+    return {
+        name: sent[start : start + array.size].view(array.shape)
+        for start, (name, array) in zip(first, arrays.items(), strict=False)
+    }
 
 
 class HostCopy:

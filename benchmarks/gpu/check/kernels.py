@@ -61,7 +61,7 @@ def check_twins(
     known = operations()
     for label in MAKERS:
         name = label.partition(",")[0]
-        has = [which for which in twins if which != "cuda" or known[name].in_cuda]
+        has = list(filter(known[name].preference.has, twins))
         beside = reference_device(label, device)
         cases = [(f"small, {each}", size, CPU) for each, size in small.items()]
         cases += [

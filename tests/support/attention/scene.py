@@ -21,6 +21,7 @@ from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.tiers.equal import PhysicalTables
+from vllm_kvpolicy.worker.transfer import to_device_together
 
 POISON = 50.0  # in all places that nobody holds: it would win every softmax
 NAME = "model.layers.0.self_attn.attn"
@@ -188,26 +189,24 @@ class Scene:
         for pages in (self.pool.keys[0], self.pool.values[0]):
             compact_pages(pages, source, target, first, moved)
         self.cache[sorted(set(below) - set(dest))] = POISON
-        self.requests.update(
-            [self.requests.take(str(number))],
-            [
-                CompactEvent(
-                    request_id=str(number),
-                    policy="tova",
-                    budget=1,
-                    sinks=0,
-                    position=request.computed - request.queries,
-                    ordinal=0,
-                    serial=0,
-                    prompt_tokens=1,
-                    source_blocks=tuple(below),
-                    dest_blocks=tuple(dest),
-                    local_blocks=tuple(row[request.frontier :]),
-                    num_global=0,
-                    frontier_blocks=request.frontier,
-                )
-            ],
+        event = CompactEvent(
+            request_id=str(number),
+            policy="tova",
+            budget=1,
+            sinks=0,
+            position=request.computed - request.queries,
+            ordinal=0,
+            serial=0,
+            prompt_tokens=1,
+            source_blocks=tuple(below),
+            dest_blocks=tuple(dest),
+            local_blocks=tuple(row[request.frontier :]),
+            num_global=0,
+            frontier_blocks=request.frontier,
         )
+        rows = [self.requests.take(str(number))]
+        numbers = self.requests.numbers(rows, [event])
+        self.requests.update(rows, [event], to_device_together(numbers, self.device))
 
     def _tables(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Make the tables of the step, in a buffer that is wider than they are."""

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from support.engine.helpers import Engine, make_jobs
 
@@ -45,7 +46,9 @@ def run(model: Path, **changes: Any) -> dict[str, np.ndarray]:
             for request_id, request in engine.scheduler.requests.items():
                 size = request.num_computed_tokens
                 (signals,) = engine.runtime.captures
-                rows = signals.values([request_id], size)
+                rows = signals.values(
+                    torch.from_numpy(signals.rows_of([request_id])), size
+                )
                 count = {"hidden": 0, "key": 0}
                 for signal, row in rows.items():
                     name = f"{request_id.partition('-')[0]}_{signal.kind}"

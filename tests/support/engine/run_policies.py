@@ -165,7 +165,7 @@ def note_signals() -> dict[str, list[list[float]]]:
     def collected(self: TokenSignals) -> None:
         end_step(self)
         for request_id, end in ends.items():
-            rows = self.values([request_id], end)
+            rows = self.values(torch.from_numpy(self.rows_of([request_id])), end)
             name = request_id.split("-")[0]
             found[name] = [row[0].tolist() for row in rows.values()]
         ends.clear()

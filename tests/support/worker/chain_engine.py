@@ -105,18 +105,19 @@ class Chain:
             yield layer if self.setup.one_allocation else layer.clone()
 
     def _compactor(self) -> Compactor:
-        def memory() -> SurvivorMemory:
-            most_local = RECENT + SIZE - 1
-            blocks = self.setup.num_blocks
-            return SurvivorMemory(self.requests, blocks, NUM_HEADS, most_local)
-
         return Compactor(
             policies={"scripted": self.setup.policy},
             pool=self.pool,
             tier=self._tier(),
             requests=self.requests,
             captures=[],
-            memory={MARK: memory(), POSITIONS: memory()},
+            memory=SurvivorMemory(
+                (MARK, POSITIONS),
+                self.requests,
+                self.setup.num_blocks,
+                NUM_HEADS,
+                RECENT + SIZE - 1,
+            ),
             rope=None,
             scale=1.0,
         )

@@ -73,12 +73,9 @@ class World:
             tier=self._tier(info.is_ragged(resolve_options(info, options))),
             requests=self.requests,
             captures=self.captures,
-            memory={
-                each: SurvivorMemory(
-                    self.requests, BLOCKS, NUM_HEADS, RECENT + SIZE - 1
-                )
-                for each in names
-            },
+            memory=SurvivorMemory(
+                names, self.requests, BLOCKS, NUM_HEADS, RECENT + SIZE - 1
+            ),
             rope=None,
             scale=1.0,
         )
@@ -98,15 +95,18 @@ class World:
 
     def step(self, ordinal: int) -> None:
         """Compute some tokens of both requests, then give both an event."""
-        position = POSITION + ordinal * STEP
-        self._forward(position)
-        events = [self._event(n, ordinal, position) for n in range(len(REQUESTS))]
-        self.compactor.run(events)
+        self.compactor.run(self.events(ordinal))
         rows = self.requests.to_device(self.requests.rows(REQUESTS, 3))
         table = torch.zeros(3, BLOCKS, dtype=torch.int32, device=self.requests.device)
         lengths = torch.zeros(3, dtype=torch.int32, device=self.requests.device)
         physical = PhysicalTables(self.requests, 3, BLOCKS)
         self.tables = physical.fill(rows, table, lengths, BLOCKS)
+
+    def events(self, ordinal: int) -> list[CompactEvent]:
+        """Compute some tokens of both requests; return the events that are due."""
+        position = POSITION + ordinal * STEP
+        self._forward(position)
+        return [self._event(n, ordinal, position) for n in range(len(REQUESTS))]
 
     def _forward(self, position: int) -> None:
         """Measure what the step's last tokens show."""

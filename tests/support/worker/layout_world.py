@@ -16,6 +16,7 @@ from vllm_kvpolicy.worker.tiers.equal import EqualTier, PhysicalTables
 from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
 from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
 from vllm_kvpolicy.worker.tiers.ragged_step import FoldedTables
+from vllm_kvpolicy.worker.transfer import to_device_together
 
 LAYERS, BLOCKS, HEADS, SIZE, DIM = 3, 60, 2, 4, 2
 NUM_HEADS = LAYERS * HEADS
@@ -138,7 +139,9 @@ class LayoutWorld:
         if events[0].ordinal == 0:
             self.tier.clear(rows, index)
         policy: Any = SimpleNamespace(dynamic=dynamic)
-        return Batch(events, policy, rows, index, self.tier.held(events, rows, index))
+        sent = to_device_together(self.tier.numbers(events, rows), CPU)
+        held = self.tier.held(events, rows, sent)
+        return Batch(events, policy, rows, sent, held)
 
     def random_quota(self, event: CompactEvent, fills: bool) -> list[int]:
         """Return pages per head, at most those held and those of the destinations."""

@@ -5,7 +5,8 @@ Source: csrc/include/kvpolicy/radix_select.cuh names it. Deviations: none.
 
 import torch
 
-from vllm_kvpolicy.kernels.cuda.library import as_rows, load
+from vllm_kvpolicy.kernels.cuda.library import load
+from vllm_kvpolicy.kernels.native.library import as_rows
 
 
 def pick_by_quota(

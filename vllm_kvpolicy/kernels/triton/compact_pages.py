@@ -1,4 +1,4 @@
-"""Moves kept tokens to their places, a program per head and slice of columns.
+"""Twins of kernels.compact_pages: moves by a program per head and slice of columns.
 
 Source: this project. Deviations: none.
 """
@@ -7,11 +7,12 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_kvpolicy.kernels.compact_pages import column_slices
+from vllm_kvpolicy.kernels.compact_pages import Moves, column_slices
 
 TILE_TOKENS = 128
 TILE_BYTES = 128  # of each token: a line of the cache
 WARPS = 8
+LIST_TILE = 1024  # entries of a list that a program looks at at a time
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -59,6 +60,75 @@ def compact_pages(
         _copy_changed[per_tile](*moves, scratch, num_moves, width, True, **sizes)
         _move_in_place[per_row](*moves, first, width, **sizes)
         _copy_changed[per_tile](*moves, scratch, num_moves, width, False, **sizes)
+
+
+def list_survivors(
+    survives: torch.Tensor, first: torch.Tensor, num_places: int, block_size: int
+) -> torch.Tensor:
+    """List the survivors of every head, oldest first.
+
+    Exact; see `kernels.compact_pages.list_survivors_ref`.
+    """
+    num_events, num_heads, num_tokens = survives.shape
+    listed = first.new_empty(num_events, num_places)
+    _list_survivors[(num_events, num_heads)](
+        survives.contiguous(),
+        first,
+        *first.stride(),
+        listed,
+        num_heads,
+        num_tokens,
+        num_places,
+        block_size,
+        TILE=LIST_TILE,
+    )
+    return listed
+
+
+def survivor_moves(
+    sources: torch.Tensor,
+    held: torch.Tensor,
+    first: torch.Tensor,
+    pages: torch.Tensor,
+    unmoved: torch.Tensor | None,
+    num_tokens: int,
+    block_size: int,
+    groups: int,
+) -> Moves:
+    """Say from which slot to which one each survivor goes.
+
+    Exact; see `kernels.compact_pages.survivor_moves_ref`.
+    """
+    (num_events, num_places), num_heads = sources.shape, held.shape[1]
+    size = num_places // groups
+    source = sources.new_empty(groups, num_events, size)
+    dest = torch.empty_like(source)
+    in_place = None
+    if unmoved is not None:
+        in_place = torch.empty_like(source, dtype=torch.bool)
+    num_rows = num_events * (num_heads // groups + 1)
+    starts = sources.new_empty(groups, num_rows + 1)
+    _survivor_moves[(num_events, 1 + triton.cdiv(num_places, LIST_TILE))](
+        sources.contiguous(),
+        held.contiguous(),
+        first,
+        *first.stride(),
+        pages.contiguous(),
+        None if unmoved is None else unmoved.contiguous(),
+        source,
+        dest,
+        starts,
+        in_place,
+        num_events,
+        num_heads,
+        held.shape[-1],
+        num_tokens,
+        num_places,
+        block_size,
+        groups,
+        TILE=LIST_TILE,
+    )
+    return Moves(source, dest, starts, in_place)
 
 
 # What differs between batches must not choose the compiled kernel.
@@ -136,3 +206,100 @@ def _copy_changed(
     else:
         new = slots_ptr + dest[:, None] * distance + column[None, :]
         tl.store(new, tl.load(place, mask=mask, other=0), mask=mask)
+
+
+@triton.jit(do_not_specialize=["first_row", "num_tokens", "num_places"])
+def _list_survivors(
+    survives,  # [E, n, T] bool
+    first,  # [E, n + 1] int64
+    first_row,
+    first_head,
+    listed,  # [E, M] int64, written
+    num_heads,
+    num_tokens,
+    num_places,
+    block_size,
+    TILE: tl.constexpr,
+):
+    """List one head's survivors; behind them nothing, up to the next head's."""
+    event = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    survives += (event * num_heads + head) * num_tokens
+    listed += event * num_places
+    first += event * first_row + head * first_head
+    place = tl.load(first) * block_size
+    for begin in range(0, num_tokens, TILE):
+        token = begin + tl.arange(0, TILE)
+        flag = tl.load(survives + token, mask=token < num_tokens, other=0)
+        rank = tl.cumsum(flag.to(tl.int32)) - 1
+        inside = flag & (place + rank < num_places)
+        tl.store(listed + place + rank, head * num_tokens + token, mask=inside)
+        place += tl.sum(flag.to(tl.int32))
+    end = tl.load(first + first_head) * block_size
+    if head == num_heads - 1:
+        end += num_places - end
+    for begin in range(place, end, TILE):
+        behind = begin + tl.arange(0, TILE)
+        nobody = tl.full((TILE,), -1, tl.int64)
+        tl.store(listed + behind, nobody, mask=behind < end)
+
+
+@triton.jit(
+    do_not_specialize=["first_row", "num_events", "width", "num_tokens", "num_places"]
+)
+def _survivor_moves(
+    sources,  # [E, M] int64
+    held,  # [E, n, P] int64
+    first,  # [E, n + 1] int64
+    first_row,
+    first_head,
+    pages,  # [E, M / N] int64
+    unmoved,  # [E, M / N] bool, or None
+    source,  # [g, E, m] int64, written
+    dest,  # [g, E, m] int64, written
+    starts,  # [g, E * (n / g + 1) + 1] int64, written
+    in_place,  # [g, E, m] bool, written, or None
+    num_events,
+    num_heads,
+    width,
+    num_tokens,
+    num_places,
+    block_size,
+    groups,
+    TILE: tl.constexpr,
+):
+    """Look one tile of survivors up; the first program of an event sees to starts."""
+    event = tl.program_id(0).to(tl.int64)
+    size, per_group = num_places // groups, num_heads // groups
+    if tl.program_id(1) == 0:
+        rows = num_events * (per_group + 1) + 1
+        for begin in range(0, groups * (per_group + 1), TILE):
+            number = begin + tl.arange(0, TILE)
+            group, head = number // (per_group + 1), number % (per_group + 1)
+            is_row = group < groups
+            entry = first + event * first_row + (group * per_group + head) * first_head
+            start = tl.load(entry, mask=is_row, other=0) * block_size
+            start += (event - group) * size
+            row = starts + group * rows + event * (per_group + 1) + head
+            tl.store(row, start, mask=is_row)
+            is_last = is_row & (head == per_group) & (event == num_events - 1)
+            tl.store(row + 1, start * 0 + num_events * size, mask=is_last)
+        return
+    place = (tl.program_id(1) - 1) * TILE + tl.arange(0, TILE)
+    is_place = place < num_places
+    entry = tl.load(sources + event * num_places + place, mask=is_place, other=-1)
+    exists = entry >= 0
+    head, token = entry // num_tokens, entry % num_tokens
+    lists = held + (event * num_heads + head) * width
+    page = tl.load(lists + token // block_size, mask=exists, other=0)
+    slot = page * block_size + token % block_size
+    listed = event * (num_places // block_size) + place // block_size
+    page = tl.load(pages + listed, mask=exists, other=0)
+    group = place // size
+    target = (group * num_events + event) * size + place % size
+    tl.store(source + target, tl.where(exists, slot, 0), mask=is_place)
+    slot = page * block_size + place % block_size
+    tl.store(dest + target, tl.where(exists, slot, 0), mask=is_place)
+    if unmoved is not None:
+        stays = tl.load(unmoved + listed, mask=is_place, other=0)
+        tl.store(in_place + target, stays, mask=is_place)

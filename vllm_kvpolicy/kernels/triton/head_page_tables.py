@@ -1,10 +1,11 @@
-"""Twin in Triton of kernels.head_page_tables: one program per row and head."""
+"""Twins of kernels.head_page_tables: filled by a program per row and head."""
 
 import torch
 import triton
 import triton.language as tl
 
 COLUMNS = 256  # at a time
+ENTRIES = 1024  # of a list, per program
 
 
 def head_page_tables(
@@ -47,13 +48,43 @@ def head_page_tables(
     )
 
 
+def enter_page_lists(
+    table_pages: torch.Tensor,
+    table_first: torch.Tensor,
+    index: torch.Tensor,
+    first: torch.Tensor,
+    pages: torch.Tensor,
+) -> torch.Tensor:
+    """Replace the page lists of some requests, and count their pages.
+
+    Exact; see `kernels.head_page_tables.enter_page_lists_ref`.
+    """
+    num_events, num_cells = pages.shape
+    counts = first.new_empty(2, num_events)
+    _enter_page_lists[(num_events, 1 + triton.cdiv(num_cells, ENTRIES))](
+        table_pages,
+        table_first,
+        index,
+        first.contiguous(),
+        pages.contiguous(),
+        counts,
+        table_pages.stride(0),
+        table_first.stride(0),
+        num_events,
+        first.shape[1] - 1,
+        num_cells,
+        TILE=ENTRIES,
+    )
+    return counts
+
+
 @triton.jit(do_not_specialize=["num_columns", "num_blocks"])
 def _head_page_tables(
-    tables,  # [L, B, H, C] int32
-    offsets,  # [L, B, H] int32
+    tables,  # [L, B, H, C] int32 or int64
+    offsets,  # [L, B, H], the same
     which,  # [R] int64
     slots,  # [R] int64
-    blocks,  # [B, P] int32
+    blocks,  # [B, P] int32 or int64
     skip,  # [S] int32
     pages,  # [S, A] int32
     first,  # [S, n + 1] int32
@@ -95,3 +126,41 @@ def _head_page_tables(
         block = tl.load(entry, mask=is_column & ~is_global, other=0).to(tl.int64)
         page = tl.where(is_global, page, (block * stride + own).to(tl.int32))
         tl.store(target + column, page, mask=is_column)
+
+
+@triton.jit(do_not_specialize=["num_events", "num_cells"])
+def _enter_page_lists(
+    table_pages,  # [S, A] int32, written
+    table_first,  # [S, n + 1] int32, written
+    index,  # [E] int64
+    first,  # [E, n + 1] int64
+    pages,  # [E, C] int64
+    counts,  # [2, E] int64, written
+    pages_row: tl.int64,
+    first_row: tl.int64,
+    num_events,
+    num_heads,
+    num_cells,
+    TILE: tl.constexpr,
+):
+    """Copy a tile of one request's pages; its first program sees to the starts."""
+    event = tl.program_id(0).to(tl.int64)
+    slot = tl.load(index + event)
+    if tl.program_id(1) == 0:
+        first += event * (num_heads + 1)
+        longest = tl.full((), 0, tl.int64)
+        for begin in range(0, num_heads + 1, TILE):
+            head = begin + tl.arange(0, TILE)
+            inside = head <= num_heads
+            start = tl.load(first + head, mask=inside, other=0)
+            target = table_first + slot * first_row + head
+            tl.store(target, start.to(tl.int32), mask=inside)
+            end = tl.load(first + head + 1, mask=head < num_heads, other=0)
+            longest = tl.maximum(longest, tl.max(end - start))
+        tl.store(counts + event, longest)
+        tl.store(counts + num_events + event, tl.load(first + num_heads))
+        return
+    cell = (tl.program_id(1) - 1) * TILE + tl.arange(0, TILE)
+    inside = cell < num_cells
+    page = tl.load(pages + event * num_cells + cell, mask=inside, other=0)
+    tl.store(table_pages + slot * pages_row + cell, page.to(tl.int32), mask=inside)

@@ -1,4 +1,4 @@
-"""Twin in Triton of kernels.page_tables: one program per row and run of columns."""
+"""Twins of kernels.page_tables: filled by a program per row and run of columns."""
 
 import torch
 import triton
@@ -42,6 +42,28 @@ def page_tables(
     )
 
 
+def enter_requests(
+    index: torch.Tensor,
+    dest: torch.Tensor,
+    frontier: torch.Tensor,
+    global_blocks: torch.Tensor,
+    num_global: torch.Tensor,
+    frontier_blocks: torch.Tensor,
+) -> None:
+    """Enter where the survivors of some requests are now; see the reference."""
+    _enter_requests[(len(index),)](
+        index.contiguous(),
+        dest.contiguous(),
+        frontier.contiguous(),
+        global_blocks,
+        num_global,
+        frontier_blocks,
+        global_blocks.stride(0),
+        dest.shape[1],
+        TILE=COLUMNS,
+    )
+
+
 @triton.jit(do_not_specialize=["num_columns", "table_columns"])
 def _page_tables(
     tables,  # [R, C] int32
@@ -76,3 +98,27 @@ def _page_tables(
     survivors = global_blocks + slot * global_stride + column
     block += tl.load(survivors, mask=is_column & is_global, other=0)
     tl.store(tables + row * tables_stride + column, block, mask=is_column)
+
+
+@triton.jit(do_not_specialize=["num_dest"])
+def _enter_requests(
+    index,  # [E] int64
+    dest,  # [E, D] int64
+    frontier,  # [E] int64
+    global_blocks,  # [S, A] int32, written
+    num_global,  # [S] int32, written
+    frontier_blocks,  # [S] int32, written
+    global_stride: tl.int64,
+    num_dest,
+    TILE: tl.constexpr,
+):
+    event = tl.program_id(0).to(tl.int64)
+    slot = tl.load(index + event)
+    tl.store(num_global + slot, num_dest)
+    tl.store(frontier_blocks + slot, tl.load(frontier + event).to(tl.int32))
+    for begin in range(0, num_dest, TILE):
+        place = begin + tl.arange(0, TILE)
+        inside = place < num_dest
+        block = tl.load(dest + event * num_dest + place, mask=inside, other=0)
+        target = global_blocks + slot * global_stride + place
+        tl.store(target, block.to(tl.int32), mask=inside)

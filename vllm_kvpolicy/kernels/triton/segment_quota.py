@@ -3,11 +3,17 @@
 Axes: R rows, T tokens (right-padded), S segments.
 """
 
+import struct
+
 import torch
 import triton
 import triton.language as tl
 
-from vllm_kvpolicy.kernels.segment_quota import SegmentQuotas, max_segments
+from vllm_kvpolicy.kernels.segment_quota import (
+    MASS_EPS,
+    SegmentQuotas,
+    max_segments,
+)
 from vllm_kvpolicy.kernels.triton.radix_select import (
     find_cut,
     launch_sizes,
@@ -16,7 +22,40 @@ from vllm_kvpolicy.kernels.triton.radix_select import (
 )
 from vllm_kvpolicy.kernels.triton.segment_cuts import cut_rows
 
+MASS_TILE = 1024  # tokens of a row that a program holds at a time
 FIRST_STEP: tl.constexpr = tl.constexpr(2**23)  # no row has twice as many tokens
+
+
+def credited_mass(
+    usage: torch.Tensor,
+    lengths: torch.Tensor,
+    credit: torch.Tensor | None,
+    decay: float,
+    mix: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn usage into mass, and mix in the moving average of past mass.
+
+    Exact; see `kernels.segment_quota.credited_mass_ref`.
+    """
+    num_rows, num_tokens = usage.shape
+    mass = usage.new_empty(usage.shape, dtype=torch.float64)
+    updated = usage.new_empty(usage.shape, dtype=torch.float32)
+    # Only the bits of a float64 reach a kernel unharmed.
+    numbers = (decay, 1 - decay, mix, 1 - mix, MASS_EPS)
+    bits = struct.unpack("<5q", struct.pack("<5d", *numbers))
+    _credited_mass[(num_rows,)](
+        usage.contiguous(),
+        lengths.contiguous(),
+        None if credit is None else credit.contiguous(),
+        mass,
+        updated,
+        num_tokens,
+        *bits,
+        # A product is rounded by itself, as the reference's is.
+        enable_fp_fusion=False,
+        TILE=MASS_TILE,
+    )
+    return mass, updated
 
 
 def segment_quota(
@@ -215,3 +254,100 @@ def _round_robin(capacity, total):
     turn = tl.cumsum(is_open.to(tl.int32))
     left = total - tl.sum(given)
     return given + (is_open & (turn <= left)).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "decay", "gain", "mix", "rest", "eps"])
+def _credited_mass(
+    usage,  # [R, T] floating point
+    lengths,  # [R] int64
+    credit,  # [R, T] floating point, or None
+    mass,  # [R, T] float64, written
+    updated,  # [R, T] float32, written
+    num_tokens,
+    decay,  # bits of float64 numbers
+    gain,
+    mix,
+    rest,
+    eps,
+    TILE: tl.constexpr,
+):
+    """Normalise one row's usage, average it, and normalise the average."""
+    row = tl.program_id(0).to(tl.int64)
+    length = tl.load(lengths + row)
+    start = row * num_tokens
+    decay, gain, eps = _float(decay), _float(gain), _float(eps)
+    mix, rest = _float(mix), _float(rest)
+    highest = tl.full((), 0.0, tl.float64)
+    for first in range(0, num_tokens, TILE):
+        token = first + tl.arange(0, TILE)
+        value = _positive(usage, start, token, length, eps)
+        highest = tl.maximum(highest, tl.max(value))
+    total = tl.full((), 0, tl.int64)
+    for first in range(0, num_tokens, TILE):
+        token = first + tl.arange(0, TILE)
+        value = _positive(usage, start, token, length, eps)
+        total += tl.sum(_units(value, highest))
+    top = tl.full((), 0.0, tl.float64)
+    whole = tl.full((), 0, tl.int64)
+    if credit is not None:
+        for first in range(0, num_tokens, TILE):
+            token = first + tl.arange(0, TILE)
+            value = _positive(usage, start, token, length, eps)
+            new = _units(value, highest).to(tl.float64) / total.to(tl.float64)
+            average = _average(credit, start, token, length, decay, gain, new)
+            shifted = tl.where(token < length, average + eps, 0.0)
+            top = tl.maximum(top, tl.max(shifted))
+        for first in range(0, num_tokens, TILE):
+            token = first + tl.arange(0, TILE)
+            value = _positive(usage, start, token, length, eps)
+            new = _units(value, highest).to(tl.float64) / total.to(tl.float64)
+            average = _average(credit, start, token, length, decay, gain, new)
+            shifted = tl.where(token < length, average + eps, 0.0)
+            whole += tl.sum(_units(shifted, top))
+    for first in range(0, num_tokens, TILE):
+        token = first + tl.arange(0, TILE)
+        value = _positive(usage, start, token, length, eps)
+        new = _units(value, highest).to(tl.float64) / total.to(tl.float64)
+        mixed = new
+        average = gain * new
+        if credit is not None:
+            average = _average(credit, start, token, length, decay, gain, new)
+            shifted = tl.where(token < length, average + eps, 0.0)
+            past = _units(shifted, top).to(tl.float64) / whole.to(tl.float64)
+            mixed = mix * new + rest * past
+        inside = token < num_tokens
+        tl.store(mass + start + token, mixed, mask=inside)
+        tl.store(updated + start + token, average.to(tl.float32), mask=inside)
+
+
+@triton.jit
+def _float(bits):
+    """Return the float64 with these bits."""
+    return bits.to(tl.int64).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _positive(values, start, token, length, eps):
+    """Load values that count, at least `eps`; 0 on padding."""
+    inside = token < length
+    value = tl.load(values + start + token, mask=inside, other=0.0).to(tl.float64)
+    value = tl.where(value > 0, value, 0.0)  # NaN is not
+    value = tl.where(value == float("inf"), 3.4028234663852886e38, value)
+    return tl.where(inside, value + eps, 0.0)
+
+
+@triton.jit
+def _units(value, highest):
+    """Round to 2^-32 of the highest value, half to even."""
+    scaled = value / highest * 4294967296.0
+    whole = scaled.to(tl.int64)
+    part = scaled - whole.to(tl.float64)
+    rounds_up = (part > 0.5) | ((part == 0.5) & (whole % 2 == 1))
+    return whole + rounds_up.to(tl.int64)
+
+
+@triton.jit
+def _average(credit, start, token, length, decay, gain, new):
+    """Return the moving average with the newest value."""
+    old = tl.load(credit + start + token, mask=token < length, other=0.0)
+    return decay * old.to(tl.float64) + gain * new

@@ -27,7 +27,7 @@ from vllm_kvpolicy.kernels import chunks
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.softmax import TINY
 from vllm_kvpolicy.kernels.window_logits import effective_window
-from vllm_kvpolicy.kernels.window_usage import WindowUsage
+from vllm_kvpolicy.kernels.window_usage import WindowUsage, check_shapes
 
 HIGHEST = tl.constexpr(torch.finfo(torch.float32).max)
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -59,20 +59,13 @@ def window_usage(
     Raises:
         ValueError: shapes that do not fit together.
     """
-    num_q_heads, window = queries.shape[2:4]
-    if keys.shape[:2] != queries.shape[:2] or num_q_heads % keys.shape[2] or not window:
-        raise ValueError(
-            "queries: expected [E, L, H * G, W >= 1, D] for keys [E, L, H, T, D] = "
-            f"{list(keys.shape)}, got {list(queries.shape)}"
-        )
-    views = {(pool.data_ptr(), pool.stride()) for pool in keys.pools}
-    step = len(keys.pools) if len(views) == 1 else 1
+    check_shapes(queries, keys)
+    window = queries.shape[3]
     parts = []
-    for first in range(0, len(keys.pools), step):
-        layers = slice(first, first + step)
+    for layers, pool in keys.by_pool():
         pages = keys.pages[:, layers].contiguous()
         held = lengths[:, layers].contiguous()
-        paged = PagedTokens(keys.pools[first : first + 1], pages, keys.num_tokens)
+        paged = PagedTokens([pool], pages, keys.num_tokens)
         parts.append(_usage(queries[:, layers], paged, held, float(scale), mass))
     joined = partial(torch.cat, dim=1)
     whole = parts[0] if len(parts) == 1 else map(joined, zip(*parts, strict=True))

@@ -18,27 +18,24 @@ import torch
 from pydantic import Field
 
 from vllm_kvpolicy.config_keys import DEFAULT_RECENT, DEFAULT_SINKS
+from vllm_kvpolicy.kernels.pooled_usage import pooled_usage
 from vllm_kvpolicy.kernels.ranking import (
     limit_must_keep,
     top_k_mask,
 )
 from vllm_kvpolicy.kernels.segment_quota import (
+    MASS_EPS,
+    credited_mass,
     pick_by_quota,
     segment_quota,
     segment_quota_ref,
     to_fixed_point,
 )
-from vllm_kvpolicy.kernels.window_usage import (
-    WindowUsage,
-    mean_over_group,
-    measured,
-    pooled_usage,
-)
+from vllm_kvpolicy.kernels.window_usage import WindowUsage, mean_over_group, measured
 from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
 from vllm_kvpolicy.policies.catalogue.allocators import AMS_PRESETS, AMSOptions
 
 CREDIT = "ams_credit"  # name of the moving average in a policy's memory
-MASS_EPS = 1e-12  # keeps a row without any attention a distribution
 
 
 class AMSConfig(AMSOptions):
@@ -113,14 +110,19 @@ def choose(
         A mask with `budget` True per row, segments, quotas and the new credit.
     """
     valid = torch.arange(usage.shape[-1], device=usage.device) < lengths[:, None]
-    mass, credit = mass_with_credit(usage, valid, credit, config)
+    if config.parity:
+        mass, credit = mass_as_code(usage, valid, credit, config)
+    else:
+        share = config.ema_decay, config.ema_mix
+        mass, credit = credited_mass(usage, lengths, credit, *share)
     # The code's quotas are blind to the must-keep set, ours are for what it leaves.
     barred = ~valid if candidates is None else ~candidates
     exempt = barred if config.parity else must_keep | barred
-    room = lengths * 0 + budget - (0 if config.parity else must_keep.sum(-1))
+    room = torch.full_like(lengths, budget)
+    room = room if config.parity else room - must_keep.sum(-1)
     # The code's own sums are of floating point: only the reference has them.
-    share = segment_quota_ref if config.parity else segment_quota
-    shared = share(
+    divide = segment_quota_ref if config.parity else segment_quota
+    shared = divide(
         mass if config.parity else to_fixed_point(mass),
         lengths,
         exempt,
@@ -138,16 +140,13 @@ def choose(
     return AMSChoice(keep, shared.segments, shared.quotas, credit, mass)
 
 
-def mass_with_credit(
+def mass_as_code(
     usage: torch.Tensor,
     valid: torch.Tensor,
     credit: torch.Tensor | None,
     config: AMSConfig,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turn usage into mass, and mix in the moving average of past mass.
-
-    With m the normalised usage: c = decay * c_old + (1 - decay) * m, and the mass is
-    mix * m + (1 - mix) * c / sum(c). At a first event both terms are m.
+    """Do as `credited_mass_ref` by the rules of the code: all of it in float64 sums.
 
     Args:
         usage: [R, T] floating point.
@@ -156,38 +155,22 @@ def mass_with_credit(
         config: parameters.
 
     Returns:
-        mass [R, T] float64, adding up to 1, and c [R, T], float64 in parity mode, else
-        float32; both zero on padding.
+        mass [R, T] float64, adding up to 1, and c [R, T] float64; both zero on padding.
     """
-    normalise = _normalise_as_code if config.parity else _normalise
-    mass = normalise(usage, valid)
+    mass = _normalise_as_code(usage, valid)
     if credit is None:
-        updated = (1 - config.ema_decay) * mass
-        mixed = mass
-    else:
-        old = torch.where(valid, credit.double(), 0.0)
-        updated = config.ema_decay * old + (1 - config.ema_decay) * mass
-        mixed = config.ema_mix * mass + (1 - config.ema_mix) * normalise(updated, valid)
-        if config.parity:
-            mixed = normalise(mixed, valid)
-    return mixed, updated if config.parity else updated.float()
+        return mass, (1 - config.ema_decay) * mass
+    old = torch.where(valid, credit.double(), 0.0)
+    updated = config.ema_decay * old + (1 - config.ema_decay) * mass
+    mixed = config.ema_mix * mass
+    mixed = mixed + (1 - config.ema_mix) * _normalise_as_code(updated, valid)
+    return _normalise_as_code(mixed, valid), updated
 
 
 def _normalise_as_code(values: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     """Shift by MASS_EPS and scale [R, T] to sum 1 per row, in float64."""
     positive = torch.where(valid, values.double().clamp(min=0) + MASS_EPS, 0.0)
     return positive / positive.sum(-1, keepdim=True)
-
-
-def _normalise(values: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """Scale to sum 1 like `_normalise_as_code`, independent of padding and sum order.
-
-    Values are rounded to 2^-32 of the row's largest one and added up as integers.
-    """
-    finite = values.double().nan_to_num(nan=0.0, posinf=torch.finfo(torch.float32).max)
-    positive = torch.where(valid, finite.clamp(min=0) + MASS_EPS, 0.0)
-    units = (positive / positive.amax(-1, keepdim=True) * 2**32).round().long()
-    return units.double() / units.sum(-1, keepdim=True).double()
 
 
 class AMSAllocator:

@@ -5,9 +5,9 @@ Source: this project. Deviations: none.
 
 import torch
 
-from vllm_kvpolicy.kernels.mixing import mix
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs
+from vllm_kvpolicy.policies.mixing import mix
 from vllm_kvpolicy.policies.scorers.base import BaseScorer
 
 

@@ -1,13 +1,17 @@
 """The interface of a capture: it records in forward passes what events read."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from vllm_kvpolicy.kernels.compact_pages import Moves
+from vllm_kvpolicy.policies.base import Needs
+from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.batch import Batch
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.step import Step
+from vllm_kvpolicy.worker.transfer import Integers
 
 
 class Capture:
@@ -50,17 +54,18 @@ class Capture:
     def end_step(self) -> None:
         """Collect what the step showed, and see nothing until the next `plan`."""
 
+    def numbers(
+        self, events: Sequence[CompactEvent], needs: Needs
+    ) -> dict[str, Integers]:
+        """Return integers of the host that `read` finds in `Batch.sent`, by name."""
+        return {}
+
     def read(self, batch: Batch) -> Mapping[str, Any]:
         """Return the fields of `EventInputs` that this capture fills for the batch."""
         return {}
 
-    def move(self, source: torch.Tensor, dest: torch.Tensor) -> None:
-        """Move values that are kept by slot along with survivors.
-
-        Args:
-            source: [E, M] int64, slots that survivors leave; see `batch.move_slots`.
-            dest: [E, M] int64, slots that they go to.
-        """
+    def move(self, moves: Moves) -> None:
+        """Move values that are kept by slot along with survivors."""
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """Forget requests that finished, were aborted or were preempted."""

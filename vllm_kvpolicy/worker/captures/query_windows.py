@@ -13,11 +13,13 @@ import torch
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.kernels.save_rows import save_rows
+from vllm_kvpolicy.policies.base import Needs
+from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.batch import Batch
 from vllm_kvpolicy.worker.captures.base import Capture
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.step import Step
-from vllm_kvpolicy.worker.transfer import to_device
+from vllm_kvpolicy.worker.transfer import Integers, to_device
 
 UNWANTED = 0  # a row of vLLM's null block
 
@@ -123,28 +125,32 @@ class QueryWindows(Capture):
         query = rows[UNWANTED].repeat(1, self.targets.shape[1])
         save_rows(rows, query, self.targets)
 
+    def numbers(
+        self, events: Sequence[CompactEvent], needs: Needs
+    ) -> dict[str, Integers]:
+        """Return where the windows of events are; see `Capture.numbers`."""
+        if not needs.window_tokens:
+            return {}
+        part = np.arange(needs.window_tokens * self.targets.shape[1])
+        blocks = np.array([event.window_blocks for event in events])
+        return {"window_rows": self._rows(blocks, part)}
+
     def read(self, batch: Batch) -> Mapping[str, Any]:
         """Return the newest queries of the batch's requests."""
         window_tokens = batch.policy.needs.window_tokens
         if not window_tokens:
             return {}
-        windows = [event.window_blocks for event in batch.events]
-        return {"queries": self.queries(windows, window_tokens)}
+        return {"queries": self.queries(batch.sent["window_rows"], window_tokens)}
 
-    def queries(
-        self, windows: Sequence[tuple[int, ...]], window_tokens: int
-    ) -> torch.Tensor:
+    def queries(self, rows: torch.Tensor, window_tokens: int) -> torch.Tensor:
         """Return [E, L, Hq, W, D] queries, newest last.
 
         Args:
-            windows: superblocks of each of E windows.
+            rows: [E, W * G] int64, where the parts of each window are; see `numbers`.
             window_tokens: W.
         """
-        num_parts, head_dim = self.targets.shape[1], self.pool.head_dim
-        blocks = np.array(windows)
-        rows = self._rows(blocks, np.arange(window_tokens * num_parts))
-        saved = self.pool.read_vectors(to_device(rows.ravel(), self.targets.device))
-        shape = (len(saved), len(windows), window_tokens, -1, head_dim)
+        saved = self.pool.read_vectors(rows.flatten())
+        shape = (len(saved), len(rows), window_tokens, -1, self.pool.head_dim)
         return saved.view(shape).permute(1, 0, 3, 2, 4)
 
     def _rows(self, blocks: np.ndarray, part: np.ndarray) -> np.ndarray:

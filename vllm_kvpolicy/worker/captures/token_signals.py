@@ -7,17 +7,20 @@ computed again after a preemption gets its signals again.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from vllm_kvpolicy.kernels.token_signals import channel_variance
+from vllm_kvpolicy.policies.base import Needs
 from vllm_kvpolicy.policies.signals import TokenSignal
+from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.batch import Batch
 from vllm_kvpolicy.worker.captures.base import Capture
 from vllm_kvpolicy.worker.captures.hidden_states import HiddenSteps
 from vllm_kvpolicy.worker.request_table import RequestRows
 from vllm_kvpolicy.worker.step import Step, StepTokens
-from vllm_kvpolicy.worker.transfer import to_device
+from vllm_kvpolicy.worker.transfer import Integers, to_device
 
 
 class TokenSignals(Capture):
@@ -163,21 +166,31 @@ class TokenSignals(Capture):
         # The first token has no token before it.
         return torch.where(position > 0, mean, 0.0).float()
 
+    def numbers(
+        self, events: Sequence[CompactEvent], needs: Needs
+    ) -> dict[str, Integers]:
+        """Return the rows of the requests; see `Capture.numbers`."""
+        if not needs.signals:
+            return {}
+        return {"signal_rows": self.rows_of([event.request_id for event in events])}
+
     def read(self, batch: Batch) -> Mapping[str, Any]:
         """Return the signals of the batch's requests up to their events."""
         if not batch.policy.needs.signals:
             return {}
-        request_ids = [event.request_id for event in batch.events]
         longest = max(event.position for event in batch.events)
-        return {"signals": self.values(request_ids, longest)}
+        return {"signals": self.values(batch.sent["signal_rows"], longest)}
+
+    def rows_of(self, request_ids: Sequence[str]) -> np.ndarray:
+        """Return [E] int64 rows of requests; new ones take free rows."""
+        return self._rows.take_all(request_ids, len(request_ids))
 
     def values(
-        self, request_ids: Sequence[str], num_positions: int
+        self, rows: torch.Tensor, num_positions: int
     ) -> dict[TokenSignal, torch.Tensor]:
-        """Return every signal of some requests, each [E, num_positions] float32.
+        """Return every signal of requests in rows [E], each [E, num_positions] float32.
 
         Values after a request's last computed token are unspecified.
         """
-        rows = self._rows.take_all(request_ids, len(request_ids))
-        values = self._table[to_device(rows, self.device), :, :num_positions]
+        values = self._table[rows, :, :num_positions]
         return dict(zip(self.signals, values.unbind(1), strict=True))

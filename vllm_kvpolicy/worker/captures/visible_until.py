@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from vllm_kvpolicy.kernels.compact_pages import Moves
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.until_attention import until_attention
 from vllm_kvpolicy.kernels.visibility import NEVER
@@ -185,10 +186,8 @@ class VisibleUntil(Capture):
             max_queries,
         )
 
-    def move(self, source: torch.Tensor, dest: torch.Tensor) -> None:
+    def move(self, moves: Moves) -> None:
         """Carry values along with survivors; see `Capture.move`."""
-        groups = self.pool.num_groups
-        source, dest = (row.unflatten(1, (groups, -1)) for row in (source, dest))
-        for group in range(groups):
+        for group in range(self.pool.num_groups):
             until = self.until[group].view(-1)
-            until[dest[:, group]] = until[source[:, group]]
+            until[moves.dest[group]] = until[moves.source[group]]

@@ -4,10 +4,11 @@ A server has one tier for all its requests. Only `setup` knows which one it is.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_kvpolicy.kernels.assign_pages import PageLists
@@ -19,6 +20,7 @@ from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.step import Step
 from vllm_kvpolicy.worker.tiers.page_selection import SelectedBatch
 from vllm_kvpolicy.worker.tiers.ragged_step import FoldedBatch
+from vllm_kvpolicy.worker.transfer import HostCopy, Integers
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,19 @@ class StepMetadata:
     common: Any
     folded: FoldedBatch | SelectedBatch | None = None
     exact: VisibleUntil | None = None
+
+
+@dataclass(frozen=True)
+class PageCounts:
+    """Pages that the requests of a batch hold below their frontiers, in all heads.
+
+    Args:
+        before: [E] before the event, on the host.
+        after: [2, E], see `HeadTables.update`; on its way there.
+    """
+
+    before: np.ndarray
+    after: HostCopy
 
 
 class Tier(ABC):
@@ -65,30 +80,53 @@ class Tier(ABC):
         Example: heads that hold 2, 0 and 3 global pages have [0, 2, 2, 5].
         """
 
+    def numbers(
+        self, events: Sequence[CompactEvent], rows: Sequence[int]
+    ) -> dict[str, Integers]:
+        """Return integers of the host that an event of this tier needs on the device.
+
+        Args:
+            events: of a batch.
+            rows: of their requests.
+
+        Returns:
+            By name, those of `RequestTable.numbers` among them.
+        """
+        block_size = self.pool.block_size
+        local = [event.local_tokens(block_size) for event in events]
+        return self.requests.numbers(rows, events) | {"num_local": local}
+
     @abstractmethod
     def held(
-        self, events: Sequence[CompactEvent], rows: Sequence[int], index: torch.Tensor
+        self,
+        events: Sequence[CompactEvent],
+        rows: Sequence[int],
+        sent: Mapping[str, torch.Tensor],
     ) -> HeldPages:
-        """Return what the requests hold before their events."""
+        """Return what the requests hold before their events.
 
-    def place(
-        self, batch: Batch, counts: torch.Tensor
-    ) -> tuple[torch.Tensor, PageLists]:
+        Args:
+            events: of a batch.
+            rows: of their requests.
+            sent: what `numbers` returned, on the device.
+        """
+
+    def place(self, batch: Batch, keep: torch.Tensor) -> tuple[torch.Tensor, PageLists]:
         """Round a choice to whole pages and choose the pages.
 
         Args:
             batch: the events.
-            counts: [E, n] int64, tokens below the frontier that the policy chose.
+            keep: [E, n, T] bool, tokens that the policy chose.
 
         Returns:
             [E, n] int64 global pages of each head after the event, and which they are,
             pages [E, C].
         """
-        quota = self.quota(batch, counts)
+        quota = self.quota(batch, keep)
         return quota, self.assign(batch, quota)
 
     @abstractmethod
-    def quota(self, batch: Batch, counts: torch.Tensor) -> torch.Tensor:
+    def quota(self, batch: Batch, keep: torch.Tensor) -> torch.Tensor:
         """Return [E, n] int64 global pages of each head after the event."""
 
     @abstractmethod
@@ -96,8 +134,12 @@ class Tier(ABC):
         """Return which pages of the destinations each head gets, pages [E, C]."""
 
     @abstractmethod
-    def commit(self, batch: Batch, lists: PageLists) -> None:
-        """Remember the pages of a batch, once its survivors are there."""
+    def commit(self, batch: Batch, lists: PageLists) -> PageCounts | None:
+        """Remember the pages of a batch, once its survivors are there.
+
+        Returns:
+            How many they are, None where heads always fill their superblocks.
+        """
 
     @abstractmethod
     def metadata(self, step: Step) -> StepMetadata:
@@ -121,7 +163,7 @@ class Tier(ABC):
         """
 
 
-def block_table(rows: Sequence[Sequence[int]], requests: RequestTable) -> torch.Tensor:
-    """Return [E, P] int64 superblock ids, padded with vLLM's null block."""
+def padded(rows: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return [E][P] superblock ids, padded with vLLM's null block."""
     width = max(map(len, rows))
-    return requests.to_device([tuple(row) + (0,) * (width - len(row)) for row in rows])
+    return [row + (0,) * (width - len(row)) for row in rows]

@@ -4,7 +4,7 @@ The tensors stay where they are, so that a captured graph reads what the step of
 replay has put there.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -16,8 +16,8 @@ from vllm_kvpolicy.worker.batch import Batch, HeldPages
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.step import Step
-from vllm_kvpolicy.worker.tiers.base import StepMetadata, Tier, block_table
-from vllm_kvpolicy.worker.transfer import to_device
+from vllm_kvpolicy.worker.tiers.base import PageCounts, StepMetadata, Tier, padded
+from vllm_kvpolicy.worker.transfer import Integers, to_device
 
 
 class PhysicalTables:
@@ -100,6 +100,7 @@ class EqualTier(Tier):
     ) -> None:
         super().__init__(requests, pool)
         self.tables, self.is_captured = tables, is_captured
+        self._head = torch.arange(self.num_heads + 1, device=requests.device)
 
     def clear(self, rows: Sequence[int], index: torch.Tensor) -> None:
         """Forget what the rows held."""
@@ -107,38 +108,47 @@ class EqualTier(Tier):
 
     def starts(self, index: torch.Tensor) -> torch.Tensor:
         """Return [E, n + 1] int64; see `Tier`."""
-        head = torch.arange(self.num_heads + 1, device=index.device)
-        return head * self.requests.num_global[index, None].long()
+        return self.requests.num_global[index, None] * self._head
+
+    def numbers(
+        self, events: Sequence[CompactEvent], rows: Sequence[int]
+    ) -> dict[str, Integers]:
+        """Return all superblocks, and how many are below the frontier; see `Tier`."""
+        return super().numbers(events, rows) | {
+            "blocks": padded([e.source_blocks + e.local_blocks for e in events]),
+            "num_pages": [len(event.source_blocks) for event in events],
+        }
 
     def held(
-        self, events: Sequence[CompactEvent], rows: Sequence[int], index: torch.Tensor
+        self,
+        events: Sequence[CompactEvent],
+        rows: Sequence[int],
+        sent: Mapping[str, torch.Tensor],
     ) -> HeldPages:
-        """Return what the requests hold before their events."""
+        """Return what the requests hold before their events; see `Tier`."""
         block_size = self.pool.block_size
-        blocks = [event.source_blocks + event.local_blocks for event in events]
-        num_local = [event.local_tokens(block_size) for event in events]
-        num_pages = [len(event.source_blocks) for event in events]
-        sizes = np.array(num_pages) * block_size + num_local
-        pages = self.pool.own_pages(block_table(blocks, self.requests)).flatten(1, 2)
+        sizes = [
+            len(event.source_blocks) * block_size + event.local_tokens(block_size)
+            for event in events
+        ]
+        pages = self.pool.own_pages(sent["blocks"]).flatten(1, 2)
         return HeldPages(
             pages=pages,
-            num_pages=self.requests.to_device(num_pages)[:, None].expand(
-                pages.shape[:2]
-            ),
-            num_local=self.requests.to_device(num_local),
-            max_tokens=int(sizes.max()),
+            num_pages=sent["num_pages"][:, None].expand(pages.shape[:2]),
+            num_local=sent["num_local"],
+            max_tokens=max(sizes),
         )
 
-    def quota(self, batch: Batch, counts: torch.Tensor) -> torch.Tensor:
+    def quota(self, batch: Batch, keep: torch.Tensor) -> torch.Tensor:
         """Return as many pages for every head as the event has destinations."""
-        num_dest = self.requests.to_device([len(e.dest_blocks) for e in batch.events])
-        return num_dest[:, None].expand(counts.shape)
+        dest = batch.sent["dest"]
+        return dest.new_full(keep.shape[:2], dest.shape[1])
 
     def assign(self, batch: Batch, quota: torch.Tensor) -> PageLists:
         """Return each head's own pages of the destination superblocks."""
-        dest = self.requests.to_device([event.dest_blocks for event in batch.events])
+        dest = batch.sent["dest"]
         pages = self.pool.own_pages(dest).flatten(1, 2)
-        first = torch.nn.functional.pad(quota.cumsum(-1), (1, 0))
+        first = (self._head * dest.shape[1]).expand(len(dest), -1)
         unmoved = None  # every page keeps its owner and place in the list
         if any(
             event.dest_blocks != event.source_blocks[: len(event.dest_blocks)]
@@ -148,8 +158,9 @@ class EqualTier(Tier):
             unmoved = (pages == before).flatten(1)
         return PageLists(first, pages.flatten(1), unmoved)
 
-    def commit(self, batch: Batch, lists: PageLists) -> None:
+    def commit(self, batch: Batch, lists: PageLists) -> PageCounts | None:
         """Remember nothing: stock pages follow from the superblocks."""
+        return None
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Do nothing: every step fills its tables from scratch."""

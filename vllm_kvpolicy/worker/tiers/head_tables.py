@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from vllm_kvpolicy.kernels.head_page_tables import head_page_tables
+from vllm_kvpolicy.kernels.head_page_tables import enter_page_lists, head_page_tables
 from vllm_kvpolicy.worker.transfer import HostCopy
 
 
@@ -49,7 +49,8 @@ class HeadTables:
         self.first = torch.zeros(
             (size, num_heads + 1), dtype=torch.int32, device=device
         )
-        self._longest = np.zeros(size, dtype=np.int64)
+        # By row, pages of the longest list and of all.
+        self._counts = np.zeros((2, size), dtype=np.int64)
         self._arriving: dict[int, tuple[HostCopy, int]] = {}
 
     @staticmethod
@@ -60,7 +61,7 @@ class HeadTables:
     def clear(self, rows: Sequence[int], index: torch.Tensor) -> None:
         """Empty the lists in rows that a new request takes over."""
         self.first.index_fill_(0, index, 0)
-        self._longest[list(rows)] = 0  # sync-ok: numpy
+        self._counts[:, list(rows)] = 0  # sync-ok: numpy
         for row in rows:
             self._arriving.pop(row, None)
 
@@ -70,7 +71,7 @@ class HeadTables:
         index: torch.Tensor,
         first: torch.Tensor,
         pages: torch.Tensor,
-    ) -> None:
+    ) -> HostCopy:
         """Replace the lists of some requests.
 
         Args:
@@ -78,22 +79,32 @@ class HeadTables:
             index: [E] int64, the same on the device.
             first: [E, n + 1] int64.
             pages: [E, C] int64 page ids.
+
+        Returns:
+            [2, E] pages of each request's longest list, and of all its lists.
         """
-        self.first[index] = first.int()
-        self.pages[index, : pages.shape[-1]] = pages.int()
-        longest = HostCopy(first.diff(dim=-1).amax(-1))
-        self._arriving |= {row: (longest, n) for n, row in enumerate(rows)}
+        lists = index, first, pages
+        counts = HostCopy(enter_page_lists(self.pages, self.first, *lists))
+        self._arriving |= {row: (counts, n) for n, row in enumerate(rows)}
+        return counts
 
     def longest(self, rows: Sequence[int]) -> np.ndarray:
         """Return [E] pages of each request's longest list; waits for the last update.
 
         On a GPU that update belongs to an event that ended long before the next one.
         """
+        return self._arrived(rows)[0]
+
+    def held(self, rows: Sequence[int]) -> np.ndarray:
+        """Return [E] pages of all lists of each request; waits likewise."""
+        return self._arrived(rows)[1]
+
+    def _arrived(self, rows: Sequence[int]) -> np.ndarray:
         for row in rows:
             if row in self._arriving:
                 values, place = self._arriving.pop(row)
-                self._longest[row] = values.read()[place]
-        return self._longest[list(rows)]
+                self._counts[:, row] = values.read()[:, place]
+        return self._counts[:, list(rows)]
 
     def most(self, rows: np.ndarray, otherwise: np.ndarray) -> np.ndarray:
         """Return [R] upper bounds on the pages of each request's lists; does not wait.
@@ -105,7 +116,7 @@ class HeadTables:
         here = [row for row, (values, _) in self._arriving.items() if values.is_here()]
         self.longest(here)
         unknown = np.isin(rows, list(self._arriving))
-        return np.where(unknown, otherwise, self._longest[rows])
+        return np.where(unknown, otherwise, self._counts[0, rows])
 
     def expand(
         self,

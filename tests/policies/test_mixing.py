@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_kvpolicy.kernels.mixing import mix
+from vllm_kvpolicy.policies.mixing import mix
 
 
 def lowbias32(value: int) -> int:

@@ -1,0 +1,74 @@
+"""Selects the best tokens of each row.
+
+Source: this project. Deviations: none.
+"""
+
+import torch
+
+from vllm_kvpolicy.kernels.cpu.library import load
+from vllm_kvpolicy.kernels.native.library import as_rows
+
+
+def fill_next_best(
+    keep: torch.Tensor,
+    score: torch.Tensor,
+    valid: torch.Tensor,
+    target: torch.Tensor | int,
+) -> torch.Tensor:
+    """Add the best tokens that are not kept yet until a row keeps `target`.
+
+    Exact; see `kernels.ranking.fill_next_best_ref`. Leading axes may be any.
+
+    Raises:
+        ImportError: the kernels were not built.
+        RuntimeError: a tensor has another dtype, size or device.
+    """
+    load()
+    marked = score.new_empty(score.shape, dtype=torch.bool)
+    targets = None
+    if isinstance(target, torch.Tensor):
+        targets, target = target.expand(score.shape[:-1]).reshape(-1), 0
+    rows = [as_rows(tokens) for tokens in (marked, keep, score, valid)]
+    torch.ops.vllm_kvpolicy_cpu.fill_next_best(*rows, targets, target)
+    return marked
+
+
+def top_k_mask(
+    score: torch.Tensor,
+    must_keep: torch.Tensor,
+    valid: torch.Tensor,
+    budget: torch.Tensor | int,
+) -> torch.Tensor:
+    """Keep the must-keep tokens and the best of the others, `budget` in all.
+
+    Exact; see `kernels.ranking.top_k_mask_ref`. Leading axes may be any.
+
+    Raises:
+        ImportError: the kernels were not built.
+        RuntimeError: a tensor has another dtype, size or device.
+    """
+    return fill_next_best(must_keep & valid, score, valid, budget)
+
+
+def resize(
+    keep: torch.Tensor,
+    score: torch.Tensor,
+    must_keep: torch.Tensor,
+    num_pages: torch.Tensor,
+    quota: torch.Tensor,
+    block_size: int,
+) -> torch.Tensor:
+    """Fill up or trim a selection of a row's first pages to whole pages.
+
+    Exact; see `kernels.ranking.resize_ref`. Leading axes may be any.
+
+    Raises:
+        ImportError: the kernels were not built.
+        RuntimeError: a tensor has another dtype, size or device.
+    """
+    load()
+    marked = score.new_empty(score.shape, dtype=torch.bool)
+    rows = [as_rows(tokens) for tokens in (marked, keep, score, must_keep)]
+    counts = [each.reshape(-1).contiguous() for each in (num_pages, quota)]
+    torch.ops.vllm_kvpolicy_cpu.resize(*rows, *counts, block_size)
+    return marked

@@ -1,0 +1,1 @@
+"""What the twins in C++ and in CUDA C++ share."""

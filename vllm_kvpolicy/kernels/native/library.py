@@ -1,0 +1,48 @@
+"""Loads the package's libraries of operators, which setup.py builds."""
+
+import math
+from pathlib import Path
+
+import torch
+
+PACKAGE = Path(__file__).parents[2]
+_loaded: set[Path] = set()
+
+
+def load_library(path: Path, kernels: str, how: str) -> None:
+    """Register a library's operators in `torch.ops`, once per process.
+
+    Args:
+        path: of the library.
+        kernels: what it holds, such as "CUDA kernels".
+        how: how to build it, as the end of a sentence.
+
+    Raises:
+        ImportError: it was not built, or does not fit this PyTorch.
+    """
+    if path in _loaded:
+        return
+    if not path.exists():
+        raise ImportError(
+            f"vllm-kvpolicy was built without {kernels}; to build them, {how}"
+        )
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        raise ImportError(
+            f"cannot load the {kernels} of vllm-kvpolicy: {error.__cause__ or error}"
+        ) from error
+    _loaded.add(path)
+
+
+def as_rows(numbers: torch.Tensor) -> torch.Tensor:
+    """Return numbers as a matrix, a view where each row's lie side by side.
+
+    Args:
+        numbers: [..., T], any dtype and strides.
+
+    Returns:
+        [R, T]; rows at any distance from each other, each row's numbers side by side.
+    """
+    rows = numbers.reshape(math.prod(numbers.shape[:-1]), numbers.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()

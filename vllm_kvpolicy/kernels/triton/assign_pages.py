@@ -1,0 +1,183 @@
+"""Twin of kernels.assign_pages: heads keep their pages, then groups deal out the rest.
+
+Source: kernels.assign_pages. Deviations: none.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_kvpolicy.kernels.assign_pages import PageLists
+
+PAGES = 64  # of a head that a program looks up at a time, and superblocks beside them
+CELLS = 1024  # of an arena that a program looks at at a time
+
+
+def assign_pages(
+    held: torch.Tensor,
+    num_held: torch.Tensor,
+    dest: torch.Tensor,
+    quota: torch.Tensor,
+    num_blocks: int,
+    num_kv_heads: int,
+    groups: int,
+) -> PageLists:
+    """Give each head its quota of the request's pages, its own pages first.
+
+    Exact; see `kernels.assign_pages.assign_pages_ref`.
+    """
+    (num_events, num_dest), num_heads = dest.shape, held.shape[1]
+    first = dest.new_empty(num_events, num_heads + 1)
+    pages = dest.new_empty(num_events, num_heads * num_dest)
+    unmoved = torch.empty_like(pages, dtype=torch.bool)
+    taken = torch.zeros_like(unmoved)
+    sizes = (num_dest, num_blocks, num_kv_heads, num_heads, groups)
+    per_group = num_heads // groups
+    dest, quota = dest.contiguous(), quota.contiguous()
+    _keep_own[(num_events, num_heads)](
+        held.contiguous(),
+        num_held.contiguous(),
+        dest,
+        quota,
+        first,
+        pages,
+        unmoved,
+        taken,
+        held.shape[-1],
+        *sizes,
+        HEADS=triton.next_power_of_2(per_group),
+        TILE=PAGES,
+    )
+    _deal_rest[(num_events, groups)](
+        dest,
+        quota,
+        taken,
+        torch.empty_like(pages),
+        pages,
+        unmoved,
+        *sizes,
+        HEADS=triton.next_power_of_2(per_group),
+        TILE=CELLS,
+    )
+    return PageLists(first, pages, unmoved)
+
+
+@triton.jit(do_not_specialize=["width", "num_dest"])
+def _keep_own(
+    held,  # [E, n, P] int64
+    num_held,  # [E, n] int64
+    dest,  # [E, D] int64
+    quota,  # [E, n] int64
+    first,  # [E, n + 1] int64, written
+    pages,  # [E, n * D] int64, written; -1 where a page is wanted
+    unmoved,  # [E, n * D] bool, written in lists
+    taken,  # [E, n * D] bool, cleared; cells of pages that stay
+    width,
+    num_dest,
+    num_blocks,
+    num_kv_heads,
+    num_heads,
+    groups,
+    HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Let one head keep its first pages that are in the arena."""
+    event = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    per_group = num_heads // groups
+    own = head % per_group
+    base = (head // per_group * per_group * num_dest).to(tl.int64)
+    others = tl.arange(0, HEADS)
+    shares = quota + event * num_heads + head - own + others
+    share = tl.load(shares, mask=others < per_group, other=0)
+    total = tl.sum(share)
+    start = base + tl.sum(tl.where(others < own, share, 0))
+    wanted = tl.sum(tl.where(others == own, share, 0))
+    tl.store(first + event * (num_heads + 1) + head, start)
+    if head == num_heads - 1:
+        tl.store(first + (event + 1) * (num_heads + 1) - 1, base + total)
+    used = (total + per_group - 1) // per_group * per_group
+    row = event * num_heads + head
+    count = tl.load(num_held + row)
+    arena = event * num_heads * num_dest
+    pages += arena + start
+    unmoved += arena + start
+    taken += arena + base
+    num_kept = tl.full((), 0, tl.int64)
+    for begin in range(0, count, TILE):
+        place = begin + tl.arange(0, TILE)
+        page = tl.load(held + row * width + place, mask=place < count, other=0)
+        block = page // num_kv_heads % num_blocks
+        found = tl.full((TILE,), -1, tl.int64)
+        for other in range(0, num_dest, TILE):
+            number = other + tl.arange(0, TILE)
+            listed = dest + event * num_dest + number
+            owned = tl.load(listed, mask=number < num_dest, other=-1)
+            is_it = block[:, None] == owned[None, :]
+            found = tl.maximum(found, tl.max(tl.where(is_it, number[None, :], -1), 1))
+        stock = page // (num_kv_heads * num_blocks) * num_kv_heads + page % num_kv_heads
+        cell = found * per_group + stock
+        stays = (place < count) & (found >= 0) & (cell < used)
+        rank = num_kept + tl.cumsum(stays.to(tl.int32)) - 1
+        stays &= rank < wanted
+        tl.store(pages + rank, page, mask=stays)
+        tl.store(unmoved + rank, rank == place, mask=stays)
+        tl.store(taken + cell, stays, mask=stays)
+        num_kept += tl.sum(stays.to(tl.int32))
+    for begin in range(num_kept, wanted, TILE):
+        rank = begin + tl.arange(0, TILE)
+        is_missing = rank < wanted
+        tl.store(pages + rank, tl.full((TILE,), -1, tl.int64), mask=is_missing)
+        tl.store(unmoved + rank, rank < 0, mask=is_missing)
+
+
+@triton.jit(do_not_specialize=["num_dest"])
+def _deal_rest(
+    dest,  # [E, D] int64
+    quota,  # [E, n] int64
+    taken,  # [E, n * D] bool
+    free,  # [E, n * D] int64, scratch
+    pages,  # [E, n * D] int64, -1 in lists where a page is wanted; written
+    unmoved,  # [E, n * D] bool, cleared behind the lists
+    num_dest,
+    num_blocks,
+    num_kv_heads,
+    num_heads,
+    groups,
+    HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Fill the shortfalls of one group's heads with the pages that none keeps."""
+    event = tl.program_id(0).to(tl.int64)
+    per_group = num_heads // groups
+    size = per_group * num_dest
+    base = event * num_heads * num_dest + tl.program_id(1) * size
+    others = tl.arange(0, HEADS)
+    shares = quota + event * num_heads + tl.program_id(1) * per_group + others
+    total = tl.sum(tl.load(shares, mask=others < per_group, other=0))
+    count = tl.full((), 0, tl.int64)
+    for begin in range(0, size, TILE):
+        cell = begin + tl.arange(0, TILE)
+        is_cell = cell < size
+        is_free = is_cell & (tl.load(taken + base + cell, mask=is_cell, other=1) == 0)
+        listed = dest + event * num_dest + cell // per_group
+        block = tl.load(listed, mask=is_cell, other=0)
+        head = cell % per_group
+        stock = head // num_kv_heads * num_blocks * num_kv_heads + head % num_kv_heads
+        rank = count + tl.cumsum(is_free.to(tl.int32)) - 1
+        tl.store(free + base + rank, block * num_kv_heads + stock, mask=is_free)
+        count += tl.sum(is_free.to(tl.int32))
+    # What other threads have listed is read from here on.
+    tl.debug_barrier()
+    count = tl.full((), 0, tl.int64)
+    for begin in range(0, size, TILE):
+        entry = begin + tl.arange(0, TILE)
+        is_listed = entry < total
+        page = tl.load(pages + base + entry, mask=is_listed, other=0)
+        lacks = is_listed & (page < 0)
+        rank = count + tl.cumsum(lacks.to(tl.int32)) - 1
+        page = tl.where(lacks, tl.load(free + base + rank, mask=lacks, other=0), page)
+        tl.store(pages + base + entry, page, mask=entry < size)
+        behind = (entry >= total) & (entry < size)
+        tl.store(unmoved + base + entry, entry < 0, mask=behind)
+        count += tl.sum(lacks.to(tl.int32))
