@@ -4,7 +4,8 @@ The wheel is pure Python, or holds CUDA kernels as well where the environment th
 builds it has nvcc, a C++ compiler and PyTorch for CUDA (`pip install
 --no-build-isolation`). KVPOLICY_CUDA=0 never builds them; KVPOLICY_CUDA=1 fails where
 it cannot, and takes a PyTorch without CUDA too, whose headers are enough. The build
-says which of both it is and why.
+says which of both it is and why. KVPOLICY_CUDA_ARCHITECTURES="80 90" compiles for fewer
+kinds of GPUs.
 """
 
 import importlib.util
@@ -20,7 +21,8 @@ from setuptools.command.build_ext import build_ext
 
 HERE = Path(__file__).resolve().parent
 README = HERE / "README.md"
-CUDA_ARCHITECTURES = (80, 90, 100)
+WANTED = os.environ.get("KVPOLICY_CUDA_ARCHITECTURES", "80 90 100")
+CUDA_ARCHITECTURES = tuple(map(int, WANTED.split()))
 # The oldest PyTorch that the kernels load in; later ones keep its stable ABI.
 MIN_TORCH = (2, 11)
 CXX_FLAGS = (
