@@ -8,18 +8,17 @@
 #   CARRY=runs/gpu/carry      its kernels are installed; vLLM for CUDA is not
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-python=$(realpath -s "${PYTHON:-.venv/bin/python}")
+bin=$(realpath -s "$(dirname "${PYTHON:-.venv/bin/python}")")
 carry=$(realpath -m "${CARRY:-runs/gpu/carry}")
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 [ $# != 0 ] || set -- first check min min-32 a b-short b-long b-fp8 c d e f g h
 fits=0
 bash tools/gpu/pack_checkout.sh "$work/checkout.tar.xz" || fits=1
-mkdir -p "$work/there/carry" "$work/bin"
+mkdir -p "$work/there/carry"
 tar -C "$work/there" -xf "$work/checkout.tar.xz"
 [ ! -d "$carry/kernels" ] || cp -r "$carry/kernels" "$work/there/carry/"
-ln -s "$python" "$work/bin/python3"
 cd "$work/there"
-PATH=$work/bin:$PATH PYTHONPATH='' REHEARSE=1 OUT=$work/out CARRY=$work/there/carry \
+PATH=$bin:$PATH PYTHONPATH='' REHEARSE=1 OUT=$work/out CARRY=$work/there/carry \
   bash tools/gpu/run.sh "$@" || fits=1
 exit $fits

@@ -70,7 +70,7 @@ def dummy_events(
             if phase and not config.spread_events:
                 continue
             sizes = prompt_tokens, phase, block_size, max_model_len, group_size
-            events = _events(config, policy, *sizes)
+            events = first_events(config, policy, *sizes)
             # Every request has blocks of its own, and none has the null block.
             held = -(-events[-1].position // block_size) if events else num_blocks
             room = (num_blocks - 1) // held
@@ -81,7 +81,7 @@ def dummy_events(
                     yield [_moved(event, n, n * held) for n in range(count)]
 
 
-def _events(
+def first_events(
     config: KVPolicyConfig,
     policy: str,
     prompt_tokens: int,
