@@ -116,7 +116,7 @@ def _select(
     return chosen
 
 
-@triton.jit(do_not_specialize=["target"])
+@triton.jit(do_not_specialize=["target", "num_tokens"])
 def _grade(
     keep,  # [R, T] bool
     must_keep,  # [R, T] bool, or None: nothing that is kept is dropped
@@ -172,7 +172,7 @@ def _grades(keep, must_keep, valid, start, position, num_tokens):
     return tl.where(is_valid, grade, -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_tiles"])
 def _count(
     mask,  # [R, T] bool
     counts,  # [R, tiles] int32
@@ -190,7 +190,7 @@ def _count(
     tl.store(counts + row * num_tiles + tile, tl.sum(flag.to(tl.int32)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_tiles", "count"])
 def _list(
     mask,  # [R, T] bool
     counts,  # [R, tiles] int32, or None where there is one tile
