@@ -90,6 +90,8 @@ def run_part(name: str, options: Options, out: Path) -> bool:
     except Exception:
         traceback.print_exc()
         is_good = False
+    if options.is_rehearsal:
+        print("\nREHEARSAL: nothing ran on a GPU, figures and verdicts mean nothing")
     header, lines = part.table(record, options)
     print(f"\nPart {name}: {part.summary}\n\n{table(header, lines)}", flush=True)
     verdicts = [each.row() for each in part.verdicts(record, options)]

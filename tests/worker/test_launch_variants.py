@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +16,7 @@ from vllm_kvpolicy.kernels.dispatch import forced
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker import pages
 from vllm_kvpolicy.worker.compaction import Compactor
-from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
+from vllm_kvpolicy.worker.transfer import HostCopy
 from vllm_kvpolicy.worker.warmup import dummy_events, first_events
 
 LLAMA = Shape(layers=32, heads=8, group=4)
@@ -33,8 +34,8 @@ def without_data(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(pages, "_one_allocation", lambda caches: None)
     # How long lists are is read from the device, which here has nothing to say.
     rng, most = Random(0), VALUES["budget"] // LLAMA.block_size
-    longest = lambda lists, rows: rng.randint(most, 3 * most)  # noqa: E731
-    monkeypatch.setattr(HeadTables, "longest", longest)
+    pages_of = lambda copy: np.full(99, rng.randint(most, 3 * most))  # noqa: E731
+    monkeypatch.setattr(HostCopy, "read", pages_of)
     with forced("triton"):
         yield
 
