@@ -337,7 +337,7 @@ _API = (
             "hf_overrides _api_process_count _api_process_rank"
         ),
     ),
-    Owner("vllm.config.utils:SupportsHash", {"compute_hash": "self"}),
+    Owner("vllm.config.utils:SupportsHash", read="compute_hash"),
     Owner("vllm.platforms.interface:Platform", read="_enum"),
     Owner("vllm.v1.metrics.prometheus", read="get_prometheus_registry"),
     Owner("vllm.entrypoints.serve.instrumentator.metrics", read="PrometheusResponse"),

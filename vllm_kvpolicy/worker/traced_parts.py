@@ -11,6 +11,7 @@ from torch import nn
 
 PACKAGE = __name__.partition(".")[0]
 PREFIX = "kv_policy_"  # of the submodules that hooks read
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")  # where PyTorch keeps them
 CONSTANTS = int | float | str | bool | None
 
 
@@ -33,8 +34,12 @@ def traced_parts(model: nn.Module, layers: Sequence[Any]) -> list[str]:
 
 
 def _own_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    own = [hook for hook in hooks if _package(hook) == PACKAGE]
+    own = [
+        hook
+        for kind in HOOKS
+        for hook in vars(module)[kind].values()
+        if _package(hook) == PACKAGE
+    ]
     for hook in own:
         if getattr(hook, "__closure__", None) or not hasattr(hook, "__code__"):
             raise TypeError(
