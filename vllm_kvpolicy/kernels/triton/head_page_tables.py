@@ -5,6 +5,11 @@ import triton
 import triton.language as tl
 
 COLUMNS = 256  # at a time
+# Arguments whose values do not make a kernel of their own: those of an event's tables.
+VARYING = [
+    *("tables_layer", "tables_row", "tables_head", "offsets_layer", "offsets_row"),
+    *("offsets_head", "blocks_row", "num_columns", "num_blocks"),
+]
 
 
 def head_page_tables(
@@ -47,7 +52,7 @@ def head_page_tables(
     )
 
 
-@triton.jit(do_not_specialize=["num_columns", "num_blocks"])
+@triton.jit(do_not_specialize=VARYING)
 def _head_page_tables(
     tables,  # [L, B, H, C] int32
     offsets,  # [L, B, H] int32
