@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -46,21 +45,17 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         spec: `model`, `policy` or None, `changes` of Engine, and `jobs`.
 
     Returns:
-        Generated tokens, the engine's counters, vLLM's compilation mode, and what it
-        has counted of this engine's compilation, zeros left out.
+        Generated tokens, the engine's counters, vLLM's compilation mode, and the name
+        of the folder where it keeps what it has compiled: its key.
     """
-    from vllm.compilation.counter import compilation_counter
-
-    before = asdict(compilation_counter)
     jobs = [Job(**job) for job in spec["jobs"]]
     with Engine(Path(spec["model"]), spec["policy"], **spec["changes"]) as engine:
         tokens = engine.run(jobs).tokens
         counters = engine.counters() if spec["policy"] else {}
         compilation = engine.llm.llm_engine.vllm_config.compilation_config
     mode = int(compilation.mode)
-    counted = {k: n - before[k] for k, n in asdict(compilation_counter).items()}
-    counted = {name: count for name, count in counted.items() if count}
-    return {"tokens": tokens, "counters": counters, "mode": mode, "compiled": counted}
+    key = Path(compilation.local_cache_dir or "").name
+    return {"tokens": tokens, "counters": counters, "mode": mode, "key": key}
 
 
 if __name__ == "__main__":
