@@ -6,6 +6,8 @@
 # On a machine with an NVIDIA GPU (docs/performance.md):
 #   make gpu-check               checks kernels and engines, in under 6 minutes
 #   make gpu-bench PART="c d"    runs parts of the benchmark, under 9 minutes each
+# and before, where there is none:
+#   make gpu-rehearsal           packs what travels there and starts every command
 # GPU_PYTHON= is a Python that has vLLM and this package, in place of .venv.
 PYTHON ?= python3
 PORT ?= 8000
@@ -27,7 +29,8 @@ CHECKED_OF = (not test_random_engines or hard-tova-async) and \
 # More arguments for `vllm serve`, for pytest, and for the commands on a GPU.
 ARGS ?=
 
-.PHONY: serve check test test-all lint format docs setup clean gpu-check gpu-bench
+.PHONY: serve check test test-all lint format docs setup clean gpu-check gpu-bench \
+	gpu-rehearsal
 .DEFAULT_GOAL := setup
 
 setup:
@@ -55,6 +58,9 @@ gpu-check: $(if $(GPU_PYTHON),,setup)
 
 gpu-bench: $(if $(GPU_PYTHON),,setup)
 	@$(or $(GPU_PYTHON),.venv/bin/python) -m benchmarks.gpu $(PART) $(ARGS)
+
+gpu-rehearsal: setup
+	@bash tools/gpu/rehearse.sh $(ARGS)
 
 lint: setup
 	@.venv/bin/ruff check .

@@ -4,7 +4,8 @@ The wheel is pure Python, or holds kernels as well (`pip install --no-build-isol
 in C++ for the CPU where the environment that builds it has g++ and PyTorch, in CUDA C++
 where it has nvcc, g++ and PyTorch for CUDA. KVPOLICY_CPU=0 and KVPOLICY_CUDA=0 never
 build them; with 1 the build fails where it cannot, and KVPOLICY_CUDA=1 takes a PyTorch
-without CUDA too, whose headers are enough. The build says what it holds and why.
+without CUDA too, whose headers are enough. KVPOLICY_CUDA_ARCHITECTURES="80 90" compiles
+for fewer kinds of GPUs. The build says what it holds and why.
 """
 
 import importlib.util
@@ -20,7 +21,8 @@ from setuptools.command.build_ext import build_ext
 
 HERE = Path(__file__).resolve().parent
 README = HERE / "README.md"
-CUDA_ARCHITECTURES = (80, 90, 100)
+WANTED = os.environ.get("KVPOLICY_CUDA_ARCHITECTURES", "80 90 100")
+CUDA_ARCHITECTURES = tuple(map(int, WANTED.split()))
 # The oldest PyTorch that the kernels load in; later ones keep its stable ABI.
 MIN_TORCH = (2, 11)
 TARGET = f"-DTORCH_TARGET_VERSION={MIN_TORCH[0] << 56 | MIN_TORCH[1] << 48:#x}"

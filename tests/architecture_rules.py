@@ -10,7 +10,15 @@ PACKAGE = "vllm_kvpolicy"
 Sources = dict[str, str]
 # A module may import from layers above its own, and from its own folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("events", "protocol", "config", "config_keys", "compat", "policies.catalogue"),
+    (
+        "events",
+        "protocol",
+        "config",
+        "config_keys",
+        "config_values",
+        "compat",
+        "policies.catalogue",
+    ),
     ("kernels",),
     ("policies",),
     ("sizes", "metrics", "trace.files"),
@@ -23,7 +31,14 @@ OFFLINE = ("calibrate", "trace", "train")
 OFFLINE_LAYER = 4
 # Imported before anybody asks for a policy: the standard library alone, but for the
 # models of options, which loads neither torch nor vLLM.
-LEAVES = ("events", "protocol", "config", "config_keys", "policies.catalogue")
+LEAVES = (
+    "events",
+    "protocol",
+    "config",
+    "config_keys",
+    "config_values",
+    "policies.catalogue",
+)
 LEAF_LIBRARIES = {"policies.catalogue": "pydantic"}
 # The engine and the worker meet in `protocol`. vLLM finds the manager of a spec in a
 # registry of the process that made the spec, so the worker must import the manager.

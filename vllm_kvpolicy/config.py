@@ -352,7 +352,7 @@ class KVPolicyConfig:
 def has_policy(vllm_config: Any) -> bool:
     """Return whether an engine runs with a policy, from its VllmConfig."""
     additional = vllm_config.additional_config
-    return isinstance(additional, dict) and additional.get(CONFIG_KEY) is not None
+    return isinstance(additional, Mapping) and additional.get(CONFIG_KEY) is not None
 
 
 def server_config(vllm_config: Any) -> KVPolicyConfig | None:

@@ -66,6 +66,12 @@ def parse_args(arguments: list[str] | None) -> argparse.Namespace:
         default=SECONDS,
         help="begin nothing that could take longer than this in all, per part",
     )
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="without a GPU: engines that only seem to run, tiny operations; plans, "
+        "records and tables are the real ones, figures mean nothing",
+    )
     return parser.parse_args(arguments)
 
 
@@ -75,6 +81,8 @@ def run_part(name: str, options: Options, out: Path) -> bool:
     suffix = "" if options.model == "llama-3.1-8b" else f"-{options.model}"
     path = out / f"gpu-{name}{suffix}.json"
     settings = {"model": options.model, "names": list(part.names(options))}
+    if options.is_rehearsal:
+        settings["rehearsal"] = True
     record = Record(path, name, settings)
     is_good = True
     try:
@@ -82,6 +90,8 @@ def run_part(name: str, options: Options, out: Path) -> bool:
     except Exception:
         traceback.print_exc()
         is_good = False
+    if options.is_rehearsal:
+        print("\nREHEARSAL: nothing ran on a GPU, figures and verdicts mean nothing")
     header, lines = part.table(record, options)
     print(f"\nPart {name}: {part.summary}\n\n{table(header, lines)}", flush=True)
     verdicts = [each.row() for each in part.verdicts(record, options)]
@@ -101,14 +111,19 @@ def main(arguments: list[str] | None = None, settings: dict | None = None) -> in
         settings: further arguments of vLLM's LLM, for trials without a GPU.
     """
     args = parse_args(arguments)
-    if not torch.cuda.is_available() and args.model != TINY:
+    if not (torch.cuda.is_available() or args.rehearse or args.model == TINY):
         print("no NVIDIA GPU: nothing was measured", file=sys.stderr)
         return 2
     args.out.mkdir(parents=True, exist_ok=True)
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for name in args.parts:
-            options = Options(args.model, Path(folder), args.seconds, settings or {})
+            model = args.model
+            if args.rehearse and not PARTS[name].has_engines:
+                model = TINY
+            options = Options(
+                model, Path(folder), args.seconds, settings or {}, args.rehearse
+            )
             results.append(run_part(name, options, args.out))
     return 0 if all(results) else 1
 

@@ -96,7 +96,7 @@ def steps_of(options: Options) -> Steps:
     """Return what to measure."""
     if options.is_tiny:
         return TINY_STEPS
-    if torch.cuda.get_device_properties(0).total_memory < SMALL_CARD:
+    if (options.card_bytes or 0) < SMALL_CARD:
         return replace(STEPS, contexts=SMALL_CONTEXTS)
     return STEPS
 
@@ -120,7 +120,7 @@ def run_steps(record: Record, options: Options) -> None:
 
     options.measure(record, COPY, 10, copy)
     specs = [plan.engine(name, options) for name in plan.engines]
-    for together in groups_that_fit(specs):
+    for together in groups_that_fit(specs, options.card_bytes):
         group = [spec.name for spec in together]
         wanted = [f"{context}, {name}" for context in plan.contexts for name in group]
         missing = [name for name in wanted if name not in record.cells]
@@ -227,5 +227,6 @@ PARTS = {
         step_names,
         step_table,
         step_verdicts,
+        has_engines=True,
     ),
 }

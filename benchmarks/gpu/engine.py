@@ -59,6 +59,7 @@ class EngineSpec:
         max_num_seqs: most requests in a step.
         policy: the plain form of the policy's configuration; None for stock vLLM.
         settings: further arguments of vLLM's LLM.
+        is_rehearsal: it only seems to run; see `rehearsal`.
     """
 
     name: str
@@ -69,11 +70,12 @@ class EngineSpec:
     max_num_seqs: int
     policy: Mapping[str, Any] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    is_rehearsal: bool = False
 
     @property
     def value_bytes(self) -> int:
         """Bytes of a number in an unquantised KV cache."""
-        return 2 if torch.cuda.is_available() else 4
+        return 2 if self.is_rehearsal or torch.cuda.is_available() else 4
 
     @property
     def pool_bytes(self) -> int:
@@ -279,6 +281,27 @@ class BenchEngine:
             "step_ms": [round(each, 4) for each in step_ms],
             "kernels_ms": kernels,
         }
+
+    def send(
+        self,
+        name: str,
+        prompt: list[int],
+        output_tokens: int,
+        extra: dict[str, Any] | None,
+    ) -> None:
+        """Send a request that decodes greedily and does not stop early."""
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=output_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args=extra,
+        )
+        self.engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), params)
 
     # -- inside ---------------------------------------------------------------------
 

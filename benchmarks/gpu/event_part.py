@@ -223,5 +223,6 @@ PARTS = {
         event_names,
         event_table,
         event_verdicts,
+        has_engines=True,
     ),
 }

@@ -37,23 +37,10 @@ class Requests:
 
     def add(self, output_tokens: int) -> None:
         """Send all requests."""
-        from vllm import SamplingParams, TokensPrompt
-        from vllm.sampling_params import RequestOutputKind
-
-        params = SamplingParams(
-            temperature=0,
-            max_tokens=output_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-            extra_args=self.extra,
-        )
         self._last = time.perf_counter()
         for number, prompt in enumerate(self.prompts):
             self.completions.append(Completion(started=self._last))
-            self.bench.engine.add_request(
-                str(number), TokensPrompt(prompt_token_ids=list(prompt)), params
-            )
+            self.bench.send(str(number), list(prompt), output_tokens, self.extra)
 
     def fewest_tokens(self) -> int:
         """Return how many tokens the slowest request has."""

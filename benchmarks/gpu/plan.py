@@ -7,10 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.gpu.engine import EngineSpec
 from benchmarks.gpu.record import Record
 
 TINY = "tiny"
+REHEARSED_CARD = 80 * 2**30
+"""Bytes of the GPU of a rehearsal: the smaller of those that are in use."""
 START_SECONDS = 30.0
 """That engines take to start, at least."""
 
@@ -24,6 +28,7 @@ class Options:
         folder: for model folders.
         seconds: after which nothing new is begun.
         settings: further arguments of vLLM's LLM, for all engines.
+        is_rehearsal: engines only seem to run, on a card that is not there.
 
     Attributes:
         left: measurements for which there was no time.
@@ -33,6 +38,7 @@ class Options:
     folder: Path
     seconds: float
     settings: Mapping[str, Any] = field(default_factory=dict)
+    is_rehearsal: bool = False
     left: list[str] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
 
@@ -42,6 +48,15 @@ class Options:
         return self.model == TINY
 
     @property
+    def card_bytes(self) -> int | None:
+        """Bytes of the GPU, None without one."""
+        if self.is_rehearsal:
+            return REHEARSED_CARD
+        if not torch.cuda.is_available():
+            return None
+        return torch.cuda.get_device_properties(0).total_memory
+
+    @property
     def elapsed(self) -> float:
         """Seconds since the start."""
         return time.monotonic() - self.started
@@ -49,9 +64,8 @@ class Options:
     def engine(self, name: str, pool_tokens: int, **fields: Any) -> EngineSpec:
         """Return what to start; see EngineSpec."""
         settings = {**self.settings, **fields.pop("settings", {})}
-        return EngineSpec(
-            name, self.model, self.folder, pool_tokens, settings=settings, **fields
-        )
+        fields |= {"settings": settings, "is_rehearsal": self.is_rehearsal}
+        return EngineSpec(name, self.model, self.folder, pool_tokens, **fields)
 
     def has_time(self, names: Sequence[str], limit_s: float) -> bool:
         """Return whether engines can start and measure once; else note what is left.
@@ -126,6 +140,7 @@ class Part:
         names: of all measurements, in the order in which they are made.
         table: header and lines of what was measured.
         verdicts: numbers with targets.
+        has_engines: it starts some; a rehearsal takes its real sizes.
     """
 
     summary: str
@@ -133,6 +148,7 @@ class Part:
     names: Callable[[Options], Sequence[str]]
     table: Callable[[Record, Options], tuple[Sequence[str], list[list[str]]]]
     verdicts: Callable[[Record, Options], list[Verdict]]
+    has_engines: bool = False
 
 
 def log(line: str) -> None:

@@ -12,9 +12,8 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-import torch
-
 from benchmarks.gpu.engine import ENVIRONMENT, BenchEngine, EngineSpec
+from benchmarks.gpu.rehearsal import RehearsedProcess
 
 START_SECONDS = 300.0
 CALL_SECONDS = 590.0
@@ -105,19 +104,24 @@ def running(specs: Sequence[EngineSpec]) -> Iterator[dict[str, EngineProcess]]:
     with ExitStack() as stack:
         engines: dict[str, EngineProcess] = {}
         for spec in specs:
-            engines[spec.name] = EngineProcess(spec)
+            kind: Any = RehearsedProcess if spec.is_rehearsal else EngineProcess
+            engines[spec.name] = kind(spec)
             stack.callback(engines[spec.name].close)
         yield engines
 
 
-def groups_that_fit(specs: Sequence[EngineSpec]) -> list[list[EngineSpec]]:
+def groups_that_fit(
+    specs: Sequence[EngineSpec], card_bytes: int | None
+) -> list[list[EngineSpec]]:
     """Return engines in groups that the GPU has memory for, in order.
 
-    Without a GPU they are one group.
+    Args:
+        specs: of the engines.
+        card_bytes: of the GPU; without one (None) they are one group.
     """
-    if not torch.cuda.is_available():
+    if card_bytes is None:
         return [list(specs)]
-    room = torch.cuda.get_device_properties(0).total_memory - RESERVED_BYTES
+    room = card_bytes - RESERVED_BYTES
     found: list[list[EngineSpec]] = []
     for spec in specs:
         group = found[-1] if found else []

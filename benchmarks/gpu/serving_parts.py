@@ -221,7 +221,7 @@ def hold(
     options: Options,
 ) -> None:
     """Start a contest's engines, as many as fit, warm them up, and measure in turn."""
-    for specs in groups_that_fit(contest.engines(options)):
+    for specs in groups_that_fit(contest.engines(options), options.card_bytes):
         hold_together(specs, contest, cells, record, options)
 
 
@@ -401,6 +401,7 @@ PARTS = {
         partial(names, name),
         partial(table, name),
         partial(verdicts, name),
+        has_engines=True,
     )
     for name in CONTESTS
 }

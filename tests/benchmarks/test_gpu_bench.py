@@ -281,7 +281,7 @@ def test_engines_are_together_as_far_as_they_fit(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: about)
     options = Options("llama-3.1-8b", Path(), 480.0)
     contest = next(iter(CONTESTS[part].values()))
-    groups = process.groups_that_fit(contest.engines(options))
+    groups = process.groups_that_fit(contest.engines(options), options.card_bytes)
     assert [[spec.name for spec in group] for group in groups] == expected
 
 

@@ -1,16 +1,14 @@
 """vLLM's other features beside a policy: what the guards let through is run here.
 
-Compiled models, parallel sampling, priorities, structured output, beam search, cache
+Parallel sampling, priorities, structured output, beam search, cache
 resets and pauses in the middle of a run, and vLLM's throughput benchmark.
 """
 
 import json
-import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +26,9 @@ from support.engine.helpers import (
 )
 
 TESTS = Path(__file__).parents[1]
-PROGRAM = "support.engine.run_features"  # a module, run within TESTS
 VALUES = {"budget": 96, "interval": 40, "prefill_interval": 128}
 LENGTHS = (40, 150, 300)
 PATTERN = "([a-m][n-z]){70}"
-SERVE_MODE = 2  # DYNAMO_TRACE_ONCE, what vLLM takes on CPU
 RESET_STEPS = (60, 61, 110)
 LATE = 45
 
@@ -53,57 +49,6 @@ def assert_full(engine: Engine) -> None:
     """Every superblock is back in the pool."""
     engine.tell_worker_of_the_last_finish()
     assert engine.num_free == engine.num_usable
-
-
-# -- compiled models ------------------------------------------------------------------
-
-
-def run_elsewhere(specs: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """Run engines one after another in a process that keeps its compiled code."""
-    spec, out = folder / "spec.json", folder / "out.json"
-    spec.write_text(json.dumps(specs))
-    changes = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CACHE_ROOT": str(folder / "cache"),
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", PROGRAM, str(spec), str(out)],
-        cwd=TESTS,
-        env={**os.environ, **changes},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(out.read_text())
-
-
-def test_compiled_is_eager(tiny_model: Path, tmp_path: Path) -> None:
-    """`vllm serve` compiles: `identity` is stock, `ams-tova` is its own eager run."""
-    jobs = make_jobs(LENGTHS, 120, seed=60)
-    spec = {
-        "model": str(tiny_model),
-        "changes": {"max_num_seqs": 4, "enforce_eager": False},
-        "jobs": [asdict(job) for job in jobs],
-    }
-    stock, identity, ams = run_elsewhere(
-        [
-            {**spec, "policy": with_values(policy)}
-            for policy in (None, "identity", "ams-tova")
-        ],
-        tmp_path,
-    )
-    with Engine(tiny_model, with_values("ams-tova"), max_num_seqs=4) as engine:
-        eager = engine.run(jobs)
-        counters = engine.counters()
-    assert {found["mode"] for found in (stock, identity, ams)} == {SERVE_MODE}
-    assert list(tmp_path.glob("cache/torch_compile_cache/*"))
-    assert identity["tokens"] == stock["tokens"]
-    assert identity["counters"]["events"] >= 10
-    assert ams["tokens"] == eager.tokens
-    assert ams["tokens"] != stock["tokens"]
-    assert ams["counters"]["events"] == counters["events"] >= 10
-    assert ams["counters"]["tokens_dropped"] == counters["tokens_dropped"] > 0
 
 
 # -- several answers ------------------------------------------------------------------

@@ -18,6 +18,7 @@ DEAREST = (
     "engine/test_dms.py",
     "engine/test_exact.py",
     "engine/test_features.py",
+    "engine/test_compiled.py",
     "engine/test_plumbing_oracle.py",
     "engine/test_rules.py",
     "serve/test_http.py",
@@ -40,6 +41,8 @@ DEAREST = (
     "benchmarks/test_gpu_bench.py",
     "engine/test_quest.py",
     "engine/test_static_admissions.py",
+    "benchmarks/test_gpu_rehearsal.py",
+    "worker/test_launch_variants.py",
 )
 
 

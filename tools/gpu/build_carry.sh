@@ -2,12 +2,14 @@
 # Packs vLLM for CUDA for a GPU machine without network into carry folders:
 #   bash tools/gpu/build_carry.sh [FOLDER]     (runs/gpu/carry)
 # makes FOLDER/part1 (part2 ...), each under PART_MIB, and keeps git from seeing them.
+# Kernels of this package are compiled into FOLDER/kernels, where nvcc is found.
 # About 350 MB come from the package index; 2-4 minutes on two cores, up to 2.5 GB of
 # memory in each of two workers.
 #   VLLM_VERSION=0.32.0  the release; its libraries are built for torch >= 2.11
 #   PART_MIB=56          the most one part may hold
 #   WITH_PTX=0           1: keep PTX for kernels without sm_90 code (Marlin), +15 MiB
 #   EXTRA="pkg==1 ..."   more wheels to carry, without their dependencies
+#   SERVER=0             1: carry what the OpenAI-compatible server needs, too, +4 MiB
 #   JOBS=2               workers that compress
 set -euo pipefail
 out=${1:-runs/gpu/carry}
@@ -31,9 +33,11 @@ for year in 2014 2010 1; do tags+=(--platform "manylinux${year}_x86_64"); done
 echo "== vllm $version wheel"
 "$python" -m pip download -q --no-deps "${tags[@]}" -d "$work/wheel" "vllm==$version"
 echo "== dependencies"
+needed=(-r "$here/carry_requirements.txt")
+[ "${SERVER:-0}" = 0 ] || needed+=(-r "$here/carry_server_requirements.txt")
 # shellcheck disable=SC2086  # EXTRA is a list of words
 "$python" -m pip install -q --no-deps --no-compile "${tags[@]}" \
-  --target "$work/deps" -r "$here/carry_requirements.txt" ${EXTRA:-}
+  --target "$work/deps" "${needed[@]}" ${EXTRA:-}
 rm -rf "$work/deps/bin"
 
 rm -rf "$out"/part[0-9]*
@@ -41,4 +45,7 @@ options=(--jobs "${JOBS:-2}")
 [ "${WITH_PTX:-0}" = 1 ] || options+=(--no-ptx)
 "$python" "$here/carry_pack.py" --wheel "$work"/wheel/vllm-*.whl --deps "$work/deps" \
   --out "$out" --work "$work/pack" --part-mib "${PART_MIB:-56}" "${options[@]}"
-du -sm "$out"/part*
+echo "== kernels"
+bash "$here/build_kernels.sh" "$(realpath "$out")" ||
+  echo "no kernels of this package are carried: the GPU machine builds them"
+du -sm "$out"/*

@@ -36,14 +36,14 @@ LEFT_OUT = (
     "_qutlass_C.abi3.so",  # needs torch >= 2.13
     "_deepselect_C.abi3.so",  # sm_100 only
     "vllm_flash_attn/_vllm_fa2_C.abi3.so",  # sm_80 and PTX, 308 MB; sm_90 uses FA3
+    "_moe_C_stable_libtorch.abi3.so",  # mixtures of experts
+    "_flashmla_C.abi3.so",  # multi-head latent attention
+    "_flashmla_extension_C.abi3.so",
+    "_flashkda_C.abi3.so",
 )
 LIBRARIES = {  # CUDA libraries that travel, each in the archive of that name
     "vllm/_C_stable_libtorch.abi3.so": "c",
-    "vllm/_moe_C_stable_libtorch.abi3.so": "moe",
     "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so": "fa3",
-    "vllm/_flashmla_C.abi3.so": "mla",
-    "vllm/_flashmla_extension_C.abi3.so": "mla",
-    "vllm/_flashkda_C.abi3.so": "mla",
 }
 ON_DEVICE = ("install_on_device.sh", "smoke.py", "device_check.py")
 ROOM_BYTES = 65536  # in a part, for scripts and manifest

@@ -3,20 +3,25 @@
 #   bash tools/gpu/run.sh PART...
 # A PART is `first` (libraries and kernels one by one), `check` (make gpu-check) or a
 # part of the benchmark (python -m benchmarks.gpu --help). Before the first one, vLLM is
-# unpacked from CARRY (runs/gpu/carry, see build_carry.sh) and this package is built and
-# installed beside it, its CUDA kernels too where nvcc is there. Both are kept, and done
-# anew only where their sources changed, and so is what vLLM and Triton compile.
+# unpacked from CARRY (runs/gpu/carry, see build_carry.sh) and this package is installed
+# beside it, with the CUDA kernels of CARRY, or else with what nvcc makes of its own. Both
+# are kept, and done anew only where their sources changed, and so is what vLLM and Triton
+# compile.
 # PART:SECONDS gives a part a limit of its own. Each part leaves a JSON of its own.
 # Status 1 if any part failed.
 #   OUT=runs/gpu/out    results and log
 #   SECONDS_EACH=500    limit of one part; the benchmark begins nothing 30 s before it
 #   CHECK=              further arguments of gpu-check, such as "--only syncs"
 #   CARRY=runs/gpu/carry
+#   REHEARSE=0          1: without a GPU, with engines that only seem to run; figures mean
+#                       nothing (rehearse.sh)
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 out=${OUT:-runs/gpu/out}
 carry=${CARRY:-runs/gpu/carry}
 limit=${SECONDS_EACH:-500}
+dry=()
+[ "${REHEARSE:-0}" = 0 ] || dry=(--rehearse)
 site=$PWD/runs/gpu/site
 plugin=$PWD/runs/gpu/plugin
 cache=$PWD/runs/gpu/cache
@@ -46,17 +51,11 @@ install_vllm() {
 }
 
 install_plugin() {
-  local sources found=0
-  command -v nvcc >/dev/null && found=1
-  sources=$(find vllm_kvpolicy csrc setup.py pyproject.toml -type f \
-    ! -name '*.pyc' | LC_ALL=C sort | xargs sha256sum | sha256sum)
+  local sources
+  sources=$(bash tools/gpu/digest.sh vllm_kvpolicy csrc setup.py pyproject.toml)
   if [ "$(cat "$plugin/sources" 2>/dev/null)" != "$sources" ]; then
-    if ! build_plugin $found; then
-      [ $found = 1 ] || return 1
-      echo "the CUDA kernels do not build: going on without them"
-      build_plugin 0 || return 1
-      failed=1
-    fi
+    rm -rf "$plugin"
+    build_plugin || return 1
     echo "$sources" >"$plugin/sources"
   fi
   ls "$plugin"/vllm_kvpolicy/*.so 2>/dev/null || echo "without CUDA kernels of our own"
@@ -66,7 +65,22 @@ install_plugin() {
 }
 
 build_plugin() {
-  rm -rf "$plugin"
+  local carried=$carry/kernels
+  if [ "$(cat "$carried/sources" 2>/dev/null)" = \
+    "$(bash tools/gpu/digest.sh csrc setup.py)" ]; then
+    pip_install 0 && python3 -m tarfile -e "$carried/kernels.tar.xz" "$plugin"
+  elif command -v nvcc >/dev/null; then
+    echo "no kernels of these sources in $carried: nvcc builds them"
+    pip_install 1 && return
+    echo "the CUDA kernels do not build: going on without them"
+    failed=1
+    pip_install 0
+  else
+    pip_install 0
+  fi
+}
+
+pip_install() {
   KVPOLICY_CPU=0 KVPOLICY_CUDA=$1 python3 -m pip install -q --no-index --no-deps \
     --no-build-isolation --target "$plugin" .
 }
@@ -75,16 +89,17 @@ run_part() {
   local limit=$2
   case $1 in
   first)
-    timeout "$limit" bash -c 'python3 tools/gpu/device_check.py &&
-      python3 tools/gpu/smoke.py --eager --check && python3 tools/gpu/smoke.py --check'
+    timeout "$limit" bash -c 'python3 tools/gpu/device_check.py "$@" &&
+      python3 tools/gpu/smoke.py --eager --check "$@" &&
+      python3 tools/gpu/smoke.py --check "$@"' first "${dry[@]}"
     ;;
   check)
     # shellcheck disable=SC2086  # several words
-    timeout "$limit" python3 -m benchmarks.gpu.check ${CHECK:-} \
+    timeout "$limit" python3 -m benchmarks.gpu.check ${CHECK:-} "${dry[@]}" \
       --seconds $((limit < 370 ? limit - 20 : 350)) --out "$out/gpu-check.json"
     ;;
   *)
-    timeout "$limit" python3 -m benchmarks.gpu "$1" --out "$out" \
+    timeout "$limit" python3 -m benchmarks.gpu "$1" --out "$out" "${dry[@]}" \
       --seconds $((limit - 30))
     ;;
   esac
@@ -98,7 +113,8 @@ run_all() {
     part=${word%%:*}
     [ "$part" = "$word" ] && word=$part:$limit
     # Results of earlier calls go on where they stopped.
-    cp -n benchmarks/results/gpu/gpu-"$part".json "$out"/ 2>/dev/null
+    [ ${#dry[@]} != 0 ] ||
+      cp -n benchmarks/results/gpu/gpu-"$part".json "$out"/ 2>/dev/null
     echo "== $part"
     run_part "$part" "${word#*:}"
     status=$?

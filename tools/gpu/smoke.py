@@ -62,6 +62,9 @@ def parse_args() -> argparse.Namespace:
         "--check", action="store_true", help="compare log-probabilities"
     )
     parser.add_argument("--no-jit-warmup", action="store_true")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="write the model, start no engine"
+    )
     parser.add_argument("--kv-gib", type=float, default=1.0, help="KV cache")
     return parser.parse_args()
 
@@ -216,6 +219,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         write_model(args, folder)
+        if args.rehearse:
+            print(f"smoke rehearsed: {sorted(path.name for path in folder.iterdir())}")
+            return 0
         started = time.time()
         import torch
         import vllm

@@ -2,8 +2,7 @@
 
 A row is a class or module of vLLM that is not wrapped (those are in patch_table) but
 overridden by a class of ours, or read beyond what vLLM documents. Every name is listed
-with the class whose body defines it. `problems` finds what vLLM has changed or dropped
-without importing it.
+with the class whose body defines it. `problems` reads vLLM without importing it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -338,6 +337,7 @@ _API = (
             "hf_overrides _api_process_count _api_process_rank"
         ),
     ),
+    Owner("vllm.config.utils:SupportsHash", read="compute_hash"),
     Owner("vllm.platforms.interface:Platform", read="_enum"),
     Owner("vllm.v1.metrics.prometheus", read="get_prometheus_registry"),
     Owner("vllm.entrypoints.serve.instrumentator.metrics", read="PrometheusResponse"),

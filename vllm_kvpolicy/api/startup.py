@@ -21,6 +21,7 @@ from vllm_kvpolicy.api.start_checks import (
     refuse_plain,
 )
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
+from vllm_kvpolicy.config_values import ConfigValues
 from vllm_kvpolicy.kernels import preferences
 
 logger = init_logger("vllm.kv_policy")
@@ -187,7 +188,8 @@ def _name_classes(vllm_config: Any, config: KVPolicyConfig) -> None:
     is_async = bool(scheduler.async_scheduling)
     scheduler.scheduler_cls = compat.SCHEDULER_CLASSES[is_async]
     additional = dict(vllm_config.additional_config)
-    # Not left in the config: vLLM's compile cache is keyed by it.
+    # Not left in the config: vLLM's compile cache is keyed by what stands there.
     engine = additional.pop(ENGINE_KEY, None) or uuid4().hex
-    vllm_config.additional_config = {**additional, CONFIG_KEY: config.to_dict()}
+    values = {**additional, CONFIG_KEY: config.to_dict()}
+    vllm_config.additional_config = ConfigValues(values)
     vllm_config.instance_id = engine

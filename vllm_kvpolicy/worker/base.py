@@ -17,6 +17,7 @@ from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands, UsedBlocks
 from vllm_kvpolicy.sizes import max_blocks_per_request
 from vllm_kvpolicy.worker.setup import prepare
+from vllm_kvpolicy.worker.traced_parts import traced_parts
 
 logger = init_logger("vllm.kv_policy")
 
@@ -33,6 +34,7 @@ class KVPolicyWorkerMixin:
         config = KVPolicyConfig.from_dict(
             self.vllm_config.additional_config[CONFIG_KEY]
         )
+        model = self.model_runner.get_model()
         layers = get_layers_from_vllm_config(self.vllm_config, Attention)
         reasons = layer_refusals(layers)
         if reasons:
@@ -42,11 +44,10 @@ class KVPolicyWorkerMixin:
             )
         self.kv_policy_config = config
         self.kv_policy_setup = prepare(
-            self.vllm_config,
-            config,
-            self.model_runner.get_model(),
-            list(layers.values()),
-            self.device,
+            self.vllm_config, config, model, list(layers.values()), self.device
+        )
+        self.vllm_config.additional_config.set_graph(
+            traced_parts(model, list(layers.values()))
         )
 
     def get_kv_cache_spec(self) -> dict[str, Any]:

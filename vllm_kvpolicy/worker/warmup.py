@@ -1,7 +1,7 @@
 """Warm-up: runs dummy events so that Triton compiles before the first request.
 
-Triton compiles a kernel when it first meets sizes of a kind; these events have the
-sizes of real ones. They run while the KV cache is still empty.
+Triton compiles a kernel when it first meets sizes of a kind; these events have sizes of
+every kind that real ones have. They run while the KV cache is still empty.
 """
 
 from collections.abc import Iterator
@@ -54,8 +54,8 @@ def dummy_events(
     """Yield the dummy events of each step, for every policy of a server.
 
     Those of requests with a prompt of one token, in the first phase and in the last,
-    alone and two at once, and of one with the longest prompt, as far as they have
-    events and the pool holds them.
+    alone and two at once, and of single ones with prompts of `prompt_lengths`, as far
+    as they have events and the pool holds them.
 
     Args:
         config: the server's policies.
@@ -65,12 +65,14 @@ def dummy_events(
         max_model_len: longest request, in tokens.
         group_size: G, query heads per KV head.
     """
+    prompts = [(1, 0), (1, LAST_PHASE)]
+    prompts += [(tokens, 0) for tokens in prompt_lengths(config, max_model_len)]
     for policy in config.policies:
-        for prompt_tokens, phase in ((1, 0), (1, LAST_PHASE), (max_model_len - 1, 0)):
+        for prompt_tokens, phase in prompts:
             if phase and not config.spread_events:
                 continue
             sizes = prompt_tokens, phase, block_size, max_model_len, group_size
-            events = _events(config, policy, *sizes)
+            events = first_events(config, policy, *sizes)
             # Every request has blocks of its own, and none has the null block.
             held = -(-events[-1].position // block_size) if events else num_blocks
             room = (num_blocks - 1) // held
@@ -81,7 +83,22 @@ def dummy_events(
                     yield [_moved(event, n, n * held) for n in range(count)]
 
 
-def _events(
+def prompt_lengths(config: KVPolicyConfig, max_model_len: int) -> list[int]:
+    """Return prompts whose events hold all numbers of tokens that kernels tell apart.
+
+    Kernels are made for powers of two: of tokens, and of numbers that grow with them.
+    So lengths grow by half, up to the most that an event inside a prompt can hold, and
+    the longest prompt comes last.
+    """
+    most = config.budget_tokens + 2 * config.prefill_step
+    tokens, lengths = config.budget_tokens + config.interval_tokens, list[int]()
+    while tokens < min(most, max_model_len - 1):
+        lengths.append(tokens)
+        tokens += tokens // 2
+    return [*lengths, max_model_len - 1]
+
+
+def first_events(
     config: KVPolicyConfig,
     policy: str,
     prompt_tokens: int,

@@ -5,6 +5,7 @@ is left. A table of all checks comes last. The status is 1 if a check failed or 
 finish.
 
     python -m benchmarks.gpu.check [--only NAME ...] [--jobs 4] [--seconds 350]
+    python -m benchmarks.gpu.check --rehearse
 """
 
 import argparse
@@ -17,11 +18,12 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.check.groups import GROUPS
+from benchmarks.gpu.check.groups import GROUPS, REHEARSAL
 from benchmarks.gpu.check.runner import Checks, run_all, table
-from benchmarks.gpu.record import machine
+from benchmarks.gpu.record import ROOT, machine
 
 SECONDS, JOBS = 350.0, 4
+RECORDED = ROOT / "benchmarks" / "results" / "gpu" / "gpu-check.json"
 
 
 def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -31,6 +33,11 @@ def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=JOBS, help="groups at a time")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for everything")
     parser.add_argument("--out", type=Path, help="also write the checks to this file")
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="without a GPU: import what groups run, print the recorded checks",
+    )
     parser.add_argument("--group", help=argparse.SUPPRESS)
     parser.add_argument("--lines", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -39,11 +46,11 @@ def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     args = parse_args(arguments)
-    if not torch.cuda.is_available():
+    if not (torch.cuda.is_available() or args.rehearse):
         print("no NVIDIA GPU: nothing was checked", file=sys.stderr)
         return 2
     if args.group:
-        group = GROUPS[args.group]
+        group = REHEARSAL if args.rehearse else GROUPS[args.group]
         os.environ.update(group.environment)
         group.run(Checks(args.group, args.lines))
         return 0
@@ -55,11 +62,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     about = machine()
     command = [sys.executable, "-m", "benchmarks.gpu.check"]
+    if args.rehearse:
+        command, names = [*command, "--rehearse"], ["rehearsal"]
+        print(table(json.loads(RECORDED.read_text())["checks"]))
     lines = run_all(command, names, args.jobs, args.seconds)
     if args.out is not None:
         args.out.write_text(json.dumps({"machine": about, "checks": lines}) + "\n")
     failed = sum(not line["ok"] for line in lines)
-    words = [about[key] for key in ("gpu", "torch", "vllm", "triton")]
+    words = [about.get(key) for key in ("gpu", "torch", "vllm", "triton")]
     print(f"\n{' '.join(map(str, words))}\n{table(lines)}")
     print(
         f"{len(lines) - failed} checks passed, {failed} failed, "

@@ -52,6 +52,16 @@ GROUPS = {
 }
 
 
+REHEARSAL = Group("groups:check_imports")
+
+
+def check_imports(checks: Checks) -> None:
+    """Import what every group runs: all that can be tried without a GPU."""
+    for name, group in GROUPS.items():
+        with checks.case(f"imports of {name}"):
+            assert callable(group.function)
+
+
 def check_pytest(checks: Checks) -> None:
     """Run the tests of tests/gpu, where pytest is installed."""
     with checks.case("tests/gpu") as notes:

@@ -6,6 +6,11 @@ import triton.language as tl
 
 COLUMNS = 256  # at a time
 ENTRIES = 1024  # of a list, per program
+# Arguments whose values do not make a kernel of their own: those of an event's tables.
+VARYING = [
+    *("tables_layer", "tables_row", "tables_head", "offsets_layer", "offsets_row"),
+    *("offsets_head", "blocks_row", "num_columns", "num_blocks"),
+]
 
 
 def head_page_tables(
@@ -78,7 +83,7 @@ def enter_page_lists(
     return counts
 
 
-@triton.jit(do_not_specialize=["num_columns", "num_blocks"])
+@triton.jit(do_not_specialize=VARYING)
 def _head_page_tables(
     tables,  # [L, B, H, C] int32 or int64
     offsets,  # [L, B, H], the same

@@ -67,7 +67,7 @@ def launch_sizes(
     return {"TILE": tile, "num_warps": min(32, max(1, tile // (32 * per_thread)))}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ends", "num_tokens", "num_groups"])
 def _mark_best(
     score,  # [R, T]
     group,  # [R, T]

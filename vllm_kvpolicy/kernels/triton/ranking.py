@@ -176,7 +176,7 @@ def _select(
     return chosen
 
 
-@triton.jit(do_not_specialize=["target", "unit"])
+@triton.jit(do_not_specialize=["target", "unit", "num_tokens"])
 def _grade(
     keep,  # [R, T] bool
     must_keep,  # [R, T] bool, or None: nothing that is kept is dropped
@@ -315,7 +315,7 @@ def _limit_must_keep(
         number += tl.sum(other.to(tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_tiles"])
 def _count(
     mask,  # [R, T] bool
     counts,  # [R, tiles] int32
@@ -333,7 +333,7 @@ def _count(
     tl.store(counts + row * num_tiles + tile, tl.sum(flag.to(tl.int32)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_tiles", "count"])
 def _list(
     mask,  # [R, T] bool
     counts,  # [R, tiles] int32, or None where there is one tile

@@ -14,6 +14,11 @@ from vllm_kvpolicy.kernels.segment_quota import MASS_UNIT, num_thresholds
 from vllm_kvpolicy.kernels.triton.radix_select import launch_sizes
 
 NOWHERE: tl.constexpr = tl.constexpr(2**31 - 1)  # after all tokens
+# Arguments whose alignment and values do not make a kernel of their own.
+VARYING = [
+    *("open_before", "mass_before", "num_tokens", "num_segments"),
+    *("step", "count", "min_segment", "max_segment"),
+]
 
 
 def cut_rows(
@@ -64,7 +69,7 @@ def cut_rows(
     return edges, segment_of
 
 
-@triton.jit(do_not_specialize=["step", "count", "min_segment", "max_segment"])
+@triton.jit(do_not_specialize=VARYING)
 def _cut_row(
     mass,  # [R, T] int64
     lengths,  # [R] int64

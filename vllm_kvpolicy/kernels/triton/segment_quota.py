@@ -24,6 +24,8 @@ from vllm_kvpolicy.kernels.triton.segment_cuts import cut_rows
 
 MASS_TILE = 1024  # tokens of a row that a program holds at a time
 FIRST_STEP: tl.constexpr = tl.constexpr(2**23)  # no row has twice as many tokens
+# Arguments whose alignment and values do not make a kernel of their own.
+VARYING = ["open_before", "mass_before", "num_segments", "min_quota"]
 
 
 def credited_mass(
@@ -132,7 +134,7 @@ def pick_by_quota(
     return picked
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ends", "num_tokens", "num_groups"])
 def _find_groups(
     group,  # [R, T] int64
     begins,  # [R, S] int32, T minus the first position of a group; zero before
@@ -159,7 +161,7 @@ def _find_groups(
     tl.store(picked + row * num_tokens + position, 0, mask=inside)
 
 
-@triton.jit(do_not_specialize=["min_quota"])
+@triton.jit(do_not_specialize=VARYING)
 def _share_row(
     starts,  # [R, S + 1] int64
     open_before,  # [R, S + 1] int64
