@@ -21,7 +21,6 @@ class Press:
         options: its option -> our option of the same meaning.
         inner: policy whose press it wraps, empty for none.
         is_sortable: it stores kept tokens in the order of their scores.
-        is_even: all heads of all layers hold equally many tokens after one compression.
         note: remark on its row, empty for none.
     """
 
@@ -29,7 +28,6 @@ class Press:
     options: Mapping[str, str] = field(default_factory=dict)
     inner: str = ""
     is_sortable: bool = True
-    is_even: bool = True
     note: str = ""
 
 
@@ -69,7 +67,6 @@ PRESSES = {
         {"alpha_safeguard": "adakv_floor"},
         inner="snapkv",
         is_sortable=False,
-        is_even=False,
         note="drops nothing: keys are overwritten with ones that the current query "
         "ignores, all tokens stay in the cache, and later events may choose "
         "overwritten ones (`revived`)",
@@ -83,7 +80,6 @@ PRESSES = {
     "pyramid-snapkv": Press(
         "PyramidKVPress",
         {**_WINDOW, "beta": "pyramid_beta"},
-        is_even=False,
         note="layers go on from what they hold, so their budgets change from event to "
         "event and do not average to the budget (`kept_mean`)",
     ),

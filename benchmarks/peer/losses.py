@@ -14,6 +14,7 @@ cache has it, so a press has one row here.
 import argparse
 import json
 from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,6 @@ def run(args: argparse.Namespace, asked: argparse.Namespace) -> int:
         settled = {
             "model": settings.model.name,
             "dtype": settings.dtype,
-            "threads": args.threads,
             "peer": worker.versions,
             "press_options": options,
         }
@@ -93,22 +93,19 @@ def run(args: argparse.Namespace, asked: argparse.Namespace) -> int:
 def wanted_of(
     asked: argparse.Namespace, texts: list[Text]
 ) -> Iterator[tuple[Line, Text]]:
-    """Yield the fields that name each output line, and its text, row by row."""
-    for budget in asked.budgets:
-        for interval in asked.intervals:
-            for policy in dict.fromkeys((FULL, *asked.policies)):
-                for text in texts:
-                    yield (
-                        {
-                            "policy": f"{PREFIX}{policy}",
-                            "budget": budget,
-                            "interval": interval,
-                            "task": PART,
-                            "id": text.id,
-                            "sample": 0,
-                        },
-                        text,
-                    )
+    """Yield the fields that name each output line, and its text, text by text."""
+    policies = dict.fromkeys((FULL, *asked.policies))
+    places = product(asked.budgets, asked.intervals, policies)
+    for text, (budget, interval, policy) in product(texts, list(places)):
+        key = {
+            "policy": f"{PREFIX}{policy}",
+            "budget": budget,
+            "interval": interval,
+            "task": PART,
+            "id": text.id,
+            "sample": 0,
+        }
+        yield key, text
 
 
 def measure(
@@ -132,7 +129,6 @@ def measure(
     """
     policy, budget = key["policy"].removeprefix(PREFIX), key["budget"]
     first = losses.first_event(budget, key["interval"])
-    is_even = policy == FULL or PRESSES[policy].is_even
     reply = worker.ask(
         {
             "row": policy,
@@ -140,7 +136,6 @@ def measure(
             "options": options,
             "token_ids": text.token_ids,
             "at": first,
-            "step": key["interval"] if is_even else 1,
         }
     )
     if "refused" in reply:

@@ -47,7 +47,7 @@ def reply(model: Any, asked: dict[str, Any]) -> dict[str, Any]:
     try:
         if "at" in asked:
             once = build_once(row, budget, asked["at"], options, tracker)
-            said = read(model, once, asked["token_ids"], asked["at"], asked["step"])
+            said = read(model, once, asked["token_ids"], asked["at"])
         else:
             question = asked["prompt"], asked["start"], asked["max_tokens"]
             press = build(row, budget, asked["interval"], options, tracker)
