@@ -45,6 +45,41 @@ for line in sys.stdin:
     print(json.dumps(said), flush=True)
 """
 
+KVPRESS = r"""
+from contextlib import contextmanager
+
+class AdaKVPress: ...
+class DecodingPress: ...
+
+class ScorerPress:
+    compression_ratio = 0.0
+
+    def compress(self, module, hidden, keys, values, attentions, kwargs):
+        count = round(keys.shape[2] * (1 - self.compression_ratio))
+        places = self.score(keys).topk(count).indices[..., None]
+        places = places.expand(-1, -1, -1, keys.shape[-1])
+        return keys.gather(2, places), values.gather(2, places)
+
+    @contextmanager
+    def __call__(self, model):
+        def hook(module, inputs, kwargs, output):
+            layer = kwargs["past_key_values"].layers[module.layer_idx]
+            layer.keys, layer.values = self.compress(
+                module, None, layer.keys, layer.values, None, {}
+            )
+        attentions = [layer.self_attn for layer in model.model.layers]
+        hooks = [a.register_forward_hook(hook, with_kwargs=True) for a in attentions]
+        yield
+        for each in hooks:
+            each.remove()
+
+class StreamingLLMPress(ScorerPress):
+    def score(self, keys, *others):
+        scores = keys[..., 0] * 0
+        scores[:, :, :4] = scores[:, :, -4:] = 1
+        return scores
+"""
+
 
 def made_texts(count):
     """Return texts of 65 tokens: an event at 32 of a budget of 16, and an interval."""
@@ -235,3 +270,29 @@ def test_what_a_press_drops_is_not_seen_and_positions_stay(model, counts):
     assert said["losses"] == pytest.approx(masked_losses(model, kept), abs=1e-4)
     full = masked_losses(model, kept_places(AT, AT))
     assert said["losses"] != pytest.approx(full, abs=1e-2) and said["held"] == KEPT
+
+
+def test_the_worker_compresses_as_it_is_asked(model, tiny_model, tmp_path, monkeypatch):
+    """The process itself, with a module in kvpress' place that drops the middle."""
+    (tmp_path / "kvpress.py").write_text(KVPRESS)
+    facts = tmp_path / "kvpress-0.dist-info" / "METADATA"
+    facts.parent.mkdir()
+    facts.write_text("Metadata-Version: 2.1\nName: kvpress\nVersion: 0\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{command.provenance.ROOT}")
+    settings = {"model": str(tiny_model), "dtype": "float32", "threads": 1}
+    asked = {"budget": KEPT, "at": AT, "token_ids": TOKENS.tolist()}
+    asked["options"] = {"streaming": {}}
+    words = [sys.executable, "-m", "benchmarks.peer.worker"]
+    with process.Worker(words, settings) as worker:
+        full, dropped = (
+            worker.ask(asked | {"row": row}) for row in ("full", "streaming")
+        )
+    assert (full["held"], full["kept_mean"]) == (AT, None)
+    assert full["losses"] == pytest.approx(
+        masked_losses(model, kept_places(AT, AT)), abs=1e-4
+    )
+    kept = torch.tensor([0, 1, 2, 3, 20, 21, 22, 23]).expand(2, -1)
+    assert dropped["losses"] == pytest.approx(
+        masked_losses(model, [kept, kept]), abs=1e-4
+    )
+    assert (dropped["kept_mean"], dropped["sinks_held"]) == (KEPT, [1.0])
