@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks.accuracy.results import Line, merge
@@ -11,6 +12,8 @@ from benchmarks.provenance import collect
 
 DIGITS = 4
 PLACES = "places"
+HELD = ("kept", "sinks_held")
+"""What lines of a peer also have; see `benchmarks.peer.losses`."""
 
 
 def rows_of(lines: Sequence[Line]) -> list[dict[str, Any]]:
@@ -22,7 +25,7 @@ def rows_of(lines: Sequence[Line]) -> list[dict[str, Any]]:
     Returns:
         Rows with `part`; `ids` and `kinds` of the items; the part's figures by name, a
         number per item; and of losses `places`, means over the texts, see
-        `losses.figures`.
+        `losses.figures`, and those of HELD.
     """
     groups: dict[tuple, list[Line]] = {}
     for line in lines:
@@ -45,12 +48,21 @@ def _row(
     row |= {name: [line[name] for line in members] for name in PARTS[part].names}
     if PLACES in members[0]:
         columns = zip(*(line[PLACES] for line in members), strict=True)
-        row[PLACES] = [round(sum(some) / len(some), DIGITS) for some in columns]
+        row[PLACES] = [round(fmean(some), DIGITS) for some in columns]
+    for name in HELD:
+        if members[0].get(name) is not None:
+            row[name] = round(fmean(line[name] for line in members), DIGITS)
     return row
 
 
-def of_files(paths: Sequence[Path]) -> dict[str, Any]:
+def of_files(
+    paths: Sequence[Path], module: str = "benchmarks.language"
+) -> dict[str, Any]:
     """Return the record of output files with equal settings.
+
+    Args:
+        paths: output files.
+        module: that runs.
 
     Returns:
         `provenance`, `settings`; `items`: part -> id -> kind; and `rows`, see
@@ -74,7 +86,7 @@ def of_files(paths: Sequence[Path]) -> dict[str, Any]:
         for name in PARTS[row["part"]].names:
             by_id = dict(zip(ids, row[name], strict=True))
             row[name] = [by_id[each] for each in known]
-    provenance = collect("benchmarks.language")
+    provenance = collect(module)
     return {
         "provenance": provenance,
         "settings": settings,

@@ -3,13 +3,15 @@
     python -m benchmarks.peer setup
     python -m benchmarks.peer ask --budgets 192 --n 6
     python -m benchmarks.peer ours --budgets 192 --n 6 --concurrencies 1 16
+    python -m benchmarks.peer losses
 
 `setup` makes the peer's environment in runs/peer-venv. `ask` writes FOLDER/peer.jsonl
 and `ours` FOLDER/ours-C.jsonl, a line per answer, and continue where those end. Both
 write the record of the peer's file and of ours at the concurrencies named last. All
 other options are those of benchmarks.accuracy except UNUSED. Defaults are the standard
 grid, 6 problems per task and a budget of 192; policies are those that kvpress has a
-press for.
+press for. `losses` writes FOLDER/losses.jsonl and its record; its other options are
+those of benchmarks.language, see `losses`.
 """
 
 import argparse
@@ -22,8 +24,9 @@ from typing import Any
 from benchmarks import packed, provenance
 from benchmarks.accuracy import __main__ as harness
 from benchmarks.accuracy import grid, results, scoring
+from benchmarks.language import __main__ as language
 from benchmarks.load import LoadError
-from benchmarks.peer import asking, environment, facts, ours, process, record
+from benchmarks.peer import asking, environment, facts, losses, ours, process, record
 from benchmarks.peer.catalogue import FULL, PRESSES, SORTED, rows_of
 from benchmarks.peer.process import PeerError, Worker
 from benchmarks.peer.prompts import Prompts
@@ -36,8 +39,10 @@ _UNUSED = {"out", "concurrency", "logs", "url", "served_name", "shard", "trace"}
 UNUSED = {
     "ask": _UNUSED | {"serve_args", "timeout", "tries"},
     "ours": _UNUSED,
+    "losses": {"at_once", "dry_run", "out", "parts", "quick", "variants"},
 }
-"""Options of benchmarks.accuracy that a command would not look at, by command."""
+"""Options that a command would not look at: of benchmarks.accuracy, for `losses` of
+benchmarks.language."""
 
 Line = dict[str, Any]
 
@@ -63,27 +68,38 @@ def parse_args(
         "ours", help="run questions on our server", allow_abbrev=False
     )
     own.add_argument("--concurrencies", nargs="+", type=int, default=[1, 16])
-    for command in (ask, own):
+    texts = commands.add_parser(
+        "losses", help="predict texts behind one compression", allow_abbrev=False
+    )
+    texts.add_argument("--python", type=Path, default=environment.PYTHON)
+    texts.add_argument("--threads", type=int, default=1, help="threads of the peer")
+    for command, name in ((ask, "record"), (own, "record"), (texts, "losses")):
         command.add_argument("--folder", type=Path, default=Path("runs/peer"))
-        command.add_argument("--record", type=Path, help="default: FOLDER/record.json")
+        command.add_argument("--record", type=Path, help=f"default: FOLDER/{name}.json")
+        command.set_defaults(record_name=f"{name}.json")
     args, rest = made.parse_known_args(argv)
     if args.command == "setup":
         if rest:
             made.error(f"setup: expected no options, got {rest}")
         return args, argparse.Namespace()
-    asked = harness.parse_args([*DEFAULTS, *rest])
-    args.record = args.record or args.folder / "record.json"
+    args.record = args.record or args.folder / args.record_name
+    made_of, defaults, checked = harness, DEFAULTS, check
+    if args.command == "losses":
+        made_of, defaults, checked = language, losses.DEFAULTS, losses.check
     try:
-        check_used(args.command, rest)
-        check(asked)
+        check_used(args.command, made_of.parser(), rest)
+        asked = made_of.parse_args([*defaults, *rest])
+        checked(asked)
     except ValueError as error:
         made.error(str(error))
     return args, asked
 
 
-def check_used(command: str, words: Sequence[str]) -> None:
-    """Raise ValueError for options that the command does not use."""
-    made, absent = harness.parser(), object()
+def check_used(
+    command: str, made: argparse.ArgumentParser, words: Sequence[str]
+) -> None:
+    """Raise ValueError for options of a parser that the command does not use."""
+    absent = object()
     made.set_defaults(**dict.fromkeys(vars(made.parse_args([])), absent))
     values = vars(made.parse_args(words))
     given = {name for name, value in values.items() if value is not absent}
@@ -203,7 +219,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command == "setup":
         environment.set_up()
         return 0
-    return ask(args, asked) if args.command == "ask" else measure(args, asked)
+    commands = {"ask": ask, "ours": measure, "losses": losses.run}
+    return commands[args.command](args, asked)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ _WINDOW = {"window_size": "window", "kernel_size": "pool_kernel"}
 
 PRESSES = {
     "streaming": Press("StreamingLLMPress"),
+    "random": Press("RandomPress", is_sortable=False),
     "tova": Press("TOVAPress"),
     "snapkv": Press(
         "SnapKVPress",

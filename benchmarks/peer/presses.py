@@ -26,6 +26,34 @@ def build(
     Raises:
         AssertionError: the decoding press does not take this press.
     """
+    press = plain(row, options, tracker)
+    if press is None:
+        return None
+    return kvpress.DecodingPress(
+        base_press=press, compression_interval=interval, target_size=budget
+    )
+
+
+def build_once(
+    row: str, budget: int, at: int, options: Options, tracker: Tracker | None
+) -> Any:
+    """Return a row's press for one compression of a prompt; None for FULL.
+
+    Args:
+        row: see `build`.
+        budget: tokens that a head keeps.
+        at: tokens of the prompt.
+        options: see `build`.
+        tracker: see `build`.
+    """
+    press = plain(row, options, tracker)
+    if press is not None:
+        press.compression_ratio = 1 - budget / at
+    return press
+
+
+def plain(row: str, options: Options, tracker: Tracker | None) -> Any:
+    """Return a row's press that compresses nothing yet; see `build`."""
     policy, _, variant = row.partition(":")
     if policy == FULL:
         return None
@@ -40,11 +68,7 @@ def build(
             kind = watched(Watching, kind, tracker, variant == SORTED)
         elif issubclass(kind, kvpress.AdaKVPress):
             kind = watched(WatchingMask, kind, tracker, False)
-    return kvpress.DecodingPress(
-        base_press=kind(**arguments),
-        compression_interval=interval,
-        target_size=budget,
-    )
+    return kind(**arguments)
 
 
 def watched(mixin: type, kind: type, tracker: Tracker, in_order: bool) -> type:

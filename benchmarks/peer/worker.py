@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.peer.decoding import answer
-from benchmarks.peer.presses import build
+from benchmarks.peer.forcing import read
+from benchmarks.peer.presses import build, build_once
 from benchmarks.peer.tracking import Tracker
 
 PACKAGES = ("kvpress", "transformers", "torch")
@@ -36,13 +37,21 @@ def load(settings: dict[str, Any]) -> Any:
 
 
 def reply(model: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer to one line, or kvpress' failed assertion."""
+    """Return the answer to one line, or kvpress' failed assertion.
+
+    A line with `at` asks for the losses of a text, see `forcing.read`; any other for an
+    answer, see `decoding.answer`.
+    """
     tracker = Tracker()
-    size = asked["budget"], asked["interval"]
-    question = asked["prompt"], asked["start"], asked["max_tokens"]
+    row, budget, options = (asked[name] for name in ("row", "budget", "options"))
     try:
-        press = build(asked["row"], *size, asked["options"], tracker)
-        said = answer(model, press, *question)
+        if "at" in asked:
+            once = build_once(row, budget, asked["at"], options, tracker)
+            said = read(model, once, asked["token_ids"], asked["at"])
+        else:
+            question = asked["prompt"], asked["start"], asked["max_tokens"]
+            press = build(row, budget, asked["interval"], options, tracker)
+            said = answer(model, press, *question)
     except AssertionError as error:  # how its presses refuse; the rest is a fault
         return {"refused": f"{type(error).__name__}: {error}"}
     return said | tracker.figures()
