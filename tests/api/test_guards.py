@@ -156,7 +156,13 @@ def test_all_reasons_come_at_once(policy_config):
 
 @pytest.mark.parametrize(
     ("version", "supported"),
-    [("0.32.0", True), ("0.32.4+cpu", True), ("0.33.0", False), ("0.3.2", False)],
+    [
+        ("0.32.0", True),
+        ("0.32.4+cpu", True),
+        ("0.33.0", True),
+        ("0.34.0", False),
+        ("0.3.2", False),
+    ],
 )
 def test_supported_versions(version, supported):
     assert compat.supports(version) is supported

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_kvpolicy import compat
-from vllm_kvpolicy.api import relied_on
+from vllm_kvpolicy.api import version_check
 from vllm_kvpolicy.config import server_config
 from vllm_kvpolicy.kernels import preferences
 from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
@@ -77,7 +77,7 @@ REFUSALS = (
     Refusal(
         "other vLLM versions",
         lambda config: not compat.supports(compat.vllm_version()),
-        f"install vLLM {compat.SUPPORTED_VLLM}.x",
+        f"install vLLM {compat.SUPPORTED_VLLM}",
         by_machine=True,
     ),
     Refusal(
@@ -333,7 +333,9 @@ def machine_refusals() -> list[str]:
     rows = [row for row in REFUSALS if row.by_machine and row.applies(None)]
     reasons = [f"{row.name}: {row.change}" for row in rows]
     platform = compat.platform_name()
-    return reasons + preferences.unmet_demands(platform) + relied_on.problems(platform)
+    return (
+        reasons + preferences.unmet_demands(platform) + version_check.problems(platform)
+    )
 
 
 def refusals(vllm_config: Any) -> list[str]:
