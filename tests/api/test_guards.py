@@ -6,6 +6,7 @@ import pytest
 
 from support.engine_configs import Overlay
 from vllm_kvpolicy import compat
+from vllm_kvpolicy.api import startup
 from vllm_kvpolicy.api.guards import REFUSALS, refusals
 from vllm_kvpolicy.api.request_guards import check_prepared
 from vllm_kvpolicy.config import KVPolicyConfig
@@ -166,6 +167,17 @@ def test_all_reasons_come_at_once(policy_config):
 )
 def test_supported_versions(version, supported):
     assert compat.supports(version) is supported
+
+
+def test_a_release_that_was_never_run_is_told(monkeypatch):
+    told = []
+    monkeypatch.setattr(startup.logger, "warning", lambda *args: told.append(args))
+    startup._tell_evidence()
+    assert told == []
+    monkeypatch.setattr(compat, "vllm_version", lambda: "0.33.1")
+    startup._tell_evidence()
+    ((text, *values),) = told
+    assert (text % tuple(values)).startswith("KV policy: vLLM 0.33.1 was never run")
 
 
 def request(prompt_tokens=10, max_tokens=20, resumable=False, **extra_args):

@@ -44,6 +44,7 @@ def layer(**changes):
         ({"sinks": [0.1]}, "learned attention sinks"),
         ({"kv_sharing_target_layer_name": "a"}, "the keys and values of another layer"),
         ({"kv_cache_dtype": "fp8"}, "a quantised KV cache"),
+        ({"kv_cache_update_bypass": True}, "a model that writes keys and values"),
         ({"scale": 0.5}, "a softmax scale or number of heads"),
         ({"num_heads": 8}, "a softmax scale or number of heads unlike"),
     ],
