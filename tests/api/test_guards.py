@@ -66,9 +66,6 @@ TRIGGERS = {
     "KV cache events": {
         "kv_events_config": SimpleNamespace(enable_kv_cache_events=True)
     },
-    "disabling the hybrid KV cache manager": {
-        "scheduler_config.disable_hybrid_kv_cache_manager": True
-    },
     "cascade attention": {"model_config.disable_cascade_attn": False},
     "pooling models": {"model_config.runner_type": "pooling"},
     "encoder-decoder models": {"model_config.is_encoder_decoder": True},

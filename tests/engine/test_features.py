@@ -106,6 +106,23 @@ def test_compiled_is_eager(tiny_model: Path, tmp_path: Path) -> None:
     assert ams["counters"]["tokens_dropped"] == counters["tokens_dropped"] > 0
 
 
+# -- flags without effect --------------------------------------------------------------
+
+
+def test_layers_of_one_kind_need_no_hybrid_cache_manager(tiny_model: Path) -> None:
+    """Whether it is on or off: models with layers of several kinds are refused."""
+    jobs, found = make_jobs(LENGTHS, 120, seed=59), []
+    for is_off in (False, True):
+        changes = {"disable_hybrid_kv_cache_manager": is_off}
+        with Engine(tiny_model, with_values("ams-tova"), **changes) as engine:
+            scheduler = engine.scheduler.scheduler_config
+            assert scheduler.disable_hybrid_kv_cache_manager is is_off
+            found.append(engine.run(jobs).tokens)
+            assert engine.counters()["events"] >= 10
+            assert_full(engine)
+    assert found[0] == found[1]
+
+
 # -- several answers ------------------------------------------------------------------
 
 

@@ -257,11 +257,6 @@ REFUSALS = (
         "leave out --kv-events-config",
     ),
     Refusal(
-        "disabling the hybrid KV cache manager",
-        lambda config: bool(config.scheduler_config.disable_hybrid_kv_cache_manager),
-        "leave out --disable-hybrid-kv-cache-manager",
-    ),
-    Refusal(
         "cascade attention",
         lambda config: not config.model_config.disable_cascade_attn,
         "leave out --no-disable-cascade-attn",
