@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from support.engine_configs import Overlay
 from vllm_kvpolicy import compat
@@ -60,7 +61,9 @@ TRIGGERS = {
     },
     "non-causal attention": {"attention_config.use_non_causal": True},
     "KV sharing between layers": {"cache_config.kv_sharing_fast_prefill": True},
-    "quantised KV caches": {"cache_config.cache_dtype": "fp8"},
+    "KV caches that are quantised or of another dtype than the model": {
+        "cache_config.cache_dtype": "fp8"
+    },
     "KV connectors and KV offloading": {"cache_config.kv_offloading_size": 1.0},
     "encoder-cache connectors": {"ec_transfer_config": SET},
     "KV cache events": {
@@ -80,7 +83,7 @@ TRIGGERS = {
 # Rows that depend on the installation -> what switches them on there.
 MACHINE_TRIGGERS = {
     "other vLLM versions": lambda patch: patch.setattr(
-        compat, "vllm_version", lambda: "0.33.0"
+        compat, "vllm_version", lambda: "0.34.0"
     ),
     "platforms other than CPU and CUDA": lambda patch: patch.setattr(
         compat, "platform_name", lambda: "rocm"
@@ -142,6 +145,18 @@ def test_kv_sharing_is_read_from_the_model_too(policy_config):
         assert refusals(policy_config) == expected("KV sharing between layers")
     finally:
         del text_config.num_kv_shared_layers
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_refused"),
+    [("auto", False), ("bfloat16", False), ("float16", True), ("fp8", True)],
+)
+def test_a_cache_dtype_may_be_the_models_own(policy_config, dtype, is_refused):
+    changes = {
+        "model_config.dtype": torch.bfloat16,
+        "cache_config.cache_dtype": dtype,
+    }
+    assert bool(refusals(Overlay(policy_config, changes))) == is_refused
 
 
 def test_all_reasons_come_at_once(policy_config):

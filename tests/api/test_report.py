@@ -49,7 +49,7 @@ def test_another_command_is_told_what_there_is(capsys):
 
 
 def test_the_report_fails_where_no_policy_can_run(capsys, monkeypatch):
-    monkeypatch.setattr(compat, "vllm_version", lambda: "0.33.0")
+    monkeypatch.setattr(compat, "vllm_version", lambda: "0.34.0")
     assert report.main() == 1
     assert (
         "other vLLM versions: install vLLM 0.32.x or 0.33.x" in capsys.readouterr().out

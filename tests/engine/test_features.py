@@ -123,6 +123,17 @@ def test_layers_of_one_kind_need_no_hybrid_cache_manager(tiny_model: Path) -> No
     assert found[0] == found[1]
 
 
+def test_the_cache_may_name_the_models_own_dtype(tiny_model: Path) -> None:
+    jobs, found = make_jobs(LENGTHS, 120, seed=58), []
+    for name in ("auto", "bfloat16"):
+        changes = {"dtype": "bfloat16", "kv_cache_dtype": name}
+        with Engine(tiny_model, with_values("ams-tova"), **changes) as engine:
+            assert engine.worker.cache_config.cache_dtype == name
+            found.append(engine.run(jobs).tokens)
+            assert engine.counters()["events"] >= 10
+    assert found[0] == found[1]
+
+
 # -- several answers ------------------------------------------------------------------
 
 

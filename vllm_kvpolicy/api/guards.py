@@ -69,6 +69,11 @@ _RAGGED = ", ".join(
 )
 
 
+def _converts_cache(config: Any) -> bool:
+    own = str(config.model_config.dtype).removeprefix("torch.")
+    return config.cache_config.cache_dtype not in ("auto", own)
+
+
 def _offloads_cache(config: Any) -> bool:
     return bool(config.kv_transfer_config or config.cache_config.kv_offloading_size)
 
@@ -234,8 +239,8 @@ REFUSALS = (
         "--kv-sharing-fast-prefill",
     ),
     Refusal(
-        "quantised KV caches",
-        lambda config: config.cache_config.cache_dtype != "auto",
+        "KV caches that are quantised or of another dtype than the model",
+        _converts_cache,
         "leave out --kv-cache-dtype (checkpoints that ask for one need "
         "--kv-cache-dtype auto and an unquantised variant)",
     ),

@@ -177,8 +177,8 @@ _WORKER = (
     Owner(
         "vllm.model_executor.layers.attention.attention:Attention",
         read=(
-            "attn_backend impl kv_cache_dtype kv_sharing_target_layer_name num_heads "
-            "num_kv_heads"
+            "attn_backend dtype impl kv_cache_torch_dtype "
+            "kv_sharing_target_layer_name num_heads num_kv_heads"
         ),
     ),
     Owner(

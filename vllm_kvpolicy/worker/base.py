@@ -231,7 +231,9 @@ def layer_refusals(layers: Mapping[str, Any]) -> list[str]:
         "a model that writes keys and values itself, unseen": lambda layer: getattr(
             layer, "kv_cache_update_bypass", False
         ),
-        "a quantised KV cache": lambda layer: layer.kv_cache_dtype != "auto",
+        "a KV cache that is quantised or of another dtype": lambda layer: (
+            layer.kv_cache_torch_dtype != layer.dtype
+        ),
         "a softmax scale or number of heads unlike the first layer's": lambda layer: (
             _geometry(layer) != _geometry(first)
         ),
