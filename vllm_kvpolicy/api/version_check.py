@@ -101,10 +101,13 @@ def imports() -> Iterator[Row]:
     targets = set()
     for path in Path(compat.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
-            if module.split(".")[0] == "vllm":
-                targets |= {f"{module}:{alias.name}" for alias in node.names}
+            if isinstance(node, ast.ImportFrom) and _is_of_vllm(node.module):
+                targets |= {f"{node.module}:{each.name}" for each in node.names}
     return (Row(IMPORTED, target) for target in sorted(targets))
+
+
+def _is_of_vllm(module: str | None) -> bool:
+    return (module or "").split(".")[0] == "vllm"
 
 
 def look_into(source: VllmSource) -> Look:
