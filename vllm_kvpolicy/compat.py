@@ -26,8 +26,8 @@ TESTED_VLLM = "0.32"
 RELEASES = {
     TESTED_VLLM: Release("every test runs with it"),
     "0.33": Release(
-        "never run, because it has no wheel for the CPU; what we rely on was compared "
-        "with its CUDA wheel (`python -m tools.compat_scan`)",
+        "never run as released, because it has no wheel for the CPU; what we rely on "
+        "was compared with its CUDA wheel (`python -m tools.compat_scan`)",
         {
             "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses"
             "._generate_with_builtin_tools": (

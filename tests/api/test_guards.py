@@ -189,7 +189,7 @@ def test_a_release_that_was_never_run_is_told(monkeypatch):
     monkeypatch.setattr(compat, "vllm_version", lambda: "0.33.1")
     startup._tell_evidence()
     ((text, *values),) = told
-    assert (text % tuple(values)).startswith("KV policy: vLLM 0.33.1 was never run")
+    assert (text % tuple(values)).startswith("KV policy: vLLM 0.33.1 was never run as")
 
 
 def request(prompt_tokens=10, max_tokens=20, resumable=False, **extra_args):
