@@ -157,7 +157,7 @@ def test_the_dearest_files_come_first():
 def test_folders_of_tests_are_rooms():
     """Those of the package, and those that are named here because they are no room."""
     others = ["benchmarks", "csrc", "engine", "golden", "gpu", "interpreted"]
-    others += ["reasoner", "scripts", "serve", "support", "v2_runner"]
+    others += ["reasoner", "scripts", "serve", "support", "tools", "v2_runner"]
     rooms = [path.name for path in (ROOT / rules.PACKAGE).iterdir() if path.is_dir()]
     folders = [path.name for path in (ROOT / "tests").iterdir() if path.is_dir()]
     unknown = {name for name in folders if not name.startswith(("_", "."))}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FIRST_PARTY = ("vllm_kvpolicy", "benchmarks", "reasoner")
+FIRST_PARTY = ("vllm_kvpolicy", "benchmarks", "reasoner", "tools")
 # "vllm_kvpolicy.a.b", "vllm_kvpolicy.a.b.Class" and "vllm_kvpolicy.a.b:Class".
 NAME = re.compile(r"(?<![\w./])vllm_kvpolicy(?:\.[a-zA-Z_]\w*)+(?::\w+)?")
 COMMAND = re.compile(rf"-m ((?:{'|'.join(FIRST_PARTY)})(?:\.\w+)*)")

@@ -66,6 +66,7 @@ ENTRY_MODULES = {
     "api.request_guards",
     "api.start_checks",
     "api.startup",
+    "api.version_check",
     "api.vllm_source",
     "compat",
     "config",

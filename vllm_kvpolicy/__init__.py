@@ -12,7 +12,7 @@ tokens per KV head.
 Main path of one request from the flag to the kernels, in the order of first calls:
 
   flag      plugin > api.patch > api.cli > api.startup > config
-  checks    api.startup > api.guards > api.relied_on > api.vllm_source
+  checks    api.startup > api.guards > api.version_check > api.vllm_source
   files     api.start_checks
   worker    worker.base > worker.setup > policies.build
   request   api.patch > api.request_guards

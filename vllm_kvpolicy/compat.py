@@ -1,10 +1,50 @@
 """What depends on vLLM's version, platform and environment, in one place."""
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import import_module, metadata
 from typing import Any
 
-SUPPORTED_VLLM = "0.32"
+
+@dataclass(frozen=True)
+class Release:
+    """A minor release of vLLM that policies start with.
+
+    Args:
+        evidence: what has been done with it, for the documentation.
+        changed: "module:path" of a row of `api.patch_table` or `api.relied_on` -> the
+            names of its parameters, or of a class's abstract methods, blanks between
+            them, where they are not those of the tested release.
+    """
+
+    evidence: str
+    changed: Mapping[str, str] = field(default_factory=dict)
+
+
+TESTED_VLLM = "0.32"
+RELEASES = {
+    TESTED_VLLM: Release("every test runs with it"),
+    "0.33": Release(
+        "never run as released, because it has no wheel for the CPU; what we rely on "
+        "was compared with its CUDA wheel (`python -m tools.compat_scan`)",
+        {
+            "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses"
+            "._generate_with_builtin_tools": (
+                "self request_id engine_input sampling_params context tok_params "
+                "lora_request priority trace_headers session_id data_parallel_rank "
+                "reasoning_parser_kwargs reasoning_ended max_tool_calls"
+            ),
+            "vllm.v1.core.sched.scheduler:Scheduler._get_local_prefix_cache_hit": (
+                "self request max_cache_hit_length"
+            ),
+            "vllm.v1.outputs:AsyncModelRunnerOutput": (
+                "get_output get_kv_connector_output"
+            ),
+        },
+    ),
+}
+SUPPORTED_VLLM = " or ".join(f"{minor}.x" for minor in RELEASES)
 # Names the implementation that every operation of `kernels` must run on a GPU.
 KERNELS_VARIABLE = "KVPOLICY_KERNELS"
 # Classes that vLLM picks by platform, and the ones that take their place.
@@ -43,8 +83,18 @@ def vllm_version() -> str:
 
 
 def supports(version: str) -> bool:
-    """Tell whether this package was tested with vLLM `version`."""
-    return version.split("+")[0].split(".")[:2] == SUPPORTED_VLLM.split(".")
+    """Tell whether policies start with vLLM `version`."""
+    return minor_release(version) in RELEASES
+
+
+def release_of(version: str) -> Release:
+    """Return the row of a version of vLLM, the newest one for a version without."""
+    return RELEASES.get(minor_release(version), [*RELEASES.values()][-1])
+
+
+def minor_release(version: str) -> str:
+    """Return "0.33" for "0.33.1+cpu"."""
+    return ".".join(version.split("+")[0].split(".")[:2])
 
 
 def package_version(distribution: str) -> str:

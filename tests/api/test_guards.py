@@ -3,9 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from support.engine_configs import Overlay
 from vllm_kvpolicy import compat
+from vllm_kvpolicy.api import startup
 from vllm_kvpolicy.api.guards import REFUSALS, refusals
 from vllm_kvpolicy.api.request_guards import check_prepared
 from vllm_kvpolicy.config import KVPolicyConfig
@@ -59,14 +61,13 @@ TRIGGERS = {
     },
     "non-causal attention": {"attention_config.use_non_causal": True},
     "KV sharing between layers": {"cache_config.kv_sharing_fast_prefill": True},
-    "quantised KV caches": {"cache_config.cache_dtype": "fp8"},
+    "KV caches that are quantised or of another dtype than the model": {
+        "cache_config.cache_dtype": "fp8"
+    },
     "KV connectors and KV offloading": {"cache_config.kv_offloading_size": 1.0},
     "encoder-cache connectors": {"ec_transfer_config": SET},
     "KV cache events": {
         "kv_events_config": SimpleNamespace(enable_kv_cache_events=True)
-    },
-    "disabling the hybrid KV cache manager": {
-        "scheduler_config.disable_hybrid_kv_cache_manager": True
     },
     "cascade attention": {"model_config.disable_cascade_attn": False},
     "pooling models": {"model_config.runner_type": "pooling"},
@@ -82,7 +83,7 @@ TRIGGERS = {
 # Rows that depend on the installation -> what switches them on there.
 MACHINE_TRIGGERS = {
     "other vLLM versions": lambda patch: patch.setattr(
-        compat, "vllm_version", lambda: "0.33.0"
+        compat, "vllm_version", lambda: "0.34.0"
     ),
     "platforms other than CPU and CUDA": lambda patch: patch.setattr(
         compat, "platform_name", lambda: "rocm"
@@ -146,6 +147,18 @@ def test_kv_sharing_is_read_from_the_model_too(policy_config):
         del text_config.num_kv_shared_layers
 
 
+@pytest.mark.parametrize(
+    ("dtype", "is_refused"),
+    [("auto", False), ("bfloat16", False), ("float16", True), ("fp8", True)],
+)
+def test_a_cache_dtype_may_be_the_models_own(policy_config, dtype, is_refused):
+    changes = {
+        "model_config.dtype": torch.bfloat16,
+        "cache_config.cache_dtype": dtype,
+    }
+    assert bool(refusals(Overlay(policy_config, changes))) == is_refused
+
+
 def test_all_reasons_come_at_once(policy_config):
     changes = {**TRIGGERS["tensor parallelism"], **TRIGGERS["LoRA adapters"]}
     assert refusals(Overlay(policy_config, changes)) == [
@@ -156,10 +169,27 @@ def test_all_reasons_come_at_once(policy_config):
 
 @pytest.mark.parametrize(
     ("version", "supported"),
-    [("0.32.0", True), ("0.32.4+cpu", True), ("0.33.0", False), ("0.3.2", False)],
+    [
+        ("0.32.0", True),
+        ("0.32.4+cpu", True),
+        ("0.33.0", True),
+        ("0.34.0", False),
+        ("0.3.2", False),
+    ],
 )
 def test_supported_versions(version, supported):
     assert compat.supports(version) is supported
+
+
+def test_a_release_that_was_never_run_is_told(monkeypatch):
+    told = []
+    monkeypatch.setattr(startup.logger, "warning", lambda *args: told.append(args))
+    startup._tell_evidence()
+    assert told == []
+    monkeypatch.setattr(compat, "vllm_version", lambda: "0.33.1")
+    startup._tell_evidence()
+    ((text, *values),) = told
+    assert (text % tuple(values)).startswith("KV policy: vLLM 0.33.1 was never run as")
 
 
 def request(prompt_tokens=10, max_tokens=20, resumable=False, **extra_args):

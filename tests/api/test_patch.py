@@ -217,10 +217,13 @@ def test_what_the_user_chose_is_left_alone(tiny_model):
         ({"scheduler_cls": "mine.Scheduler"}, ["scheduler class", "--scheduler-cls"]),
         ({"worker_cls": "mine.Worker"}, ["worker class", "--worker-cls"]),
         ({"block_size": 16}, ["block sizes", "32 on CPU"]),
-        ({"kv_cache_dtype": "fp8"}, ["quantised KV caches", "--kv-cache-dtype"]),
+        (
+            {"kv_cache_dtype": "fp8"},
+            ["quantised or of another dtype", "--kv-cache-dtype"],
+        ),
         (
             {"tensor_parallel_size": 2, "kv_cache_dtype": "fp8"},
-            ["tensor parallelism", "quantised KV caches"],
+            ["tensor parallelism", "quantised or of another dtype"],
         ),
         (
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},

@@ -1,4 +1,4 @@
-"""What we override and read of vLLM: every use has a row, every change is found."""
+"""What we override and read of vLLM: every use has a row, and bears every release."""
 
 import ast
 import inspect
@@ -13,9 +13,10 @@ import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
 import vllm_kvpolicy
-from vllm_kvpolicy.api import relied_on, vllm_source
-from vllm_kvpolicy.api.patch_table import Patch
-from vllm_kvpolicy.api.relied_on import OWNERS, Owner
+from tools.compat_scan import RECORDS, open_release
+from vllm_kvpolicy import compat
+from vllm_kvpolicy.api import version_check
+from vllm_kvpolicy.api.relied_on import OWNERS
 
 PACKAGE = vllm_kvpolicy.__name__
 FLASHINFER = f"{PACKAGE}.worker.backends.flashinfer"
@@ -82,12 +83,17 @@ def overrides_of(cls):
                     break
 
 
+def inherited_abstract_methods(cls):
+    """Yield ("module:Class", method) for each that no class of vLLM in between has."""
+    for base in cls.__bases__:
+        if is_of_vllm(base):
+            for name in getattr(base, "__abstractmethods__", ()):
+                owner = next(each for each in base.__mro__ if name in vars(each))
+                yield f"{owner.__module__}:{owner.__qualname__}", name
+
+
 def rows():
     return {owner.path(name) for owner in OWNERS for name in owner.overridden}
-
-
-def test_the_tables_hold_against_this_vllm():
-    assert relied_on.problems(None) == []
 
 
 def test_every_override_has_a_row_and_every_row_an_override(modules):
@@ -95,6 +101,58 @@ def test_every_override_has_a_row_and_every_row_an_override(modules):
     assert len(found) > 30
     assert found - rows() == set()
     assert rows() - found == set()
+
+
+def test_every_abstract_method_that_is_ours_to_have_has_a_row(modules):
+    listed = {
+        (owner.target, name)
+        for owner in OWNERS
+        for name in (owner.abstract or "").split()
+    }
+    found = {
+        each for cls in classes_of(modules) for each in inherited_abstract_methods(cls)
+    }
+    assert found == listed != set()
+
+
+@pytest.mark.parametrize("minor", compat.RELEASES)
+def test_every_override_takes_what_a_release_gives(modules, minor):
+    """Bound by position: the record of a release has the names of parameters only."""
+    _, look = open_release(str(RECORDS / f"{minor}.json"))
+    listed = {row.target: row for row in version_check.rows()}
+    num_checked = 0
+    for cls in classes_of(modules):
+        for target in overrides_of(cls):
+            ours = inspect.getattr_static(cls, target.rpartition(".")[2])
+            ours = getattr(ours, "fget", getattr(ours, "__func__", ours))
+            if listed[target].wanted is not None:  # else it hands on whatever it gets
+                given = look(listed[target]).split()
+                signature = inspect.signature(ours)
+                if "cls" in signature.parameters:
+                    given = ["cls", *given]
+                named = {
+                    name: name
+                    for name, each in signature.parameters.items()
+                    if each.kind is each.KEYWORD_ONLY and name in given
+                }
+                signature.bind(*(each for each in given if each not in named), **named)
+                num_checked += 1
+    assert num_checked > 30
+
+
+@pytest.mark.parametrize("minor", compat.RELEASES)
+def test_every_class_can_be_made_with_every_release(modules, minor):
+    _, look = open_release(str(RECORDS / f"{minor}.json"))
+    for row in version_check.rows():
+        if row.kind == version_check.ABSTRACT:
+            ours = [
+                cls
+                for cls in classes_of(modules)
+                if row.target in {f"{b.__module__}:{b.__name__}" for b in cls.__bases__}
+            ]
+            assert ours
+            for cls in ours:
+                assert set(look(row).split()) <= vars(cls).keys(), cls
 
 
 def test_an_override_without_a_row_is_found():
@@ -128,67 +186,3 @@ def test_every_private_name_of_vllm_has_a_row():
     found = private_names_of_others()
     assert {"_null_block", "_num_computed_tokens_cache"} <= found
     assert found <= known
-
-
-def test_a_changed_signature_is_found():
-    patch = Patch("vllm.engine.arg_utils:EngineArgs.add_cli_args", ("x",), "", "")
-    owner = Owner(SCHEDULER, {"add_request": "self request x"})
-    problems = relied_on.problems(None, (patch,), (owner,))
-    assert "EngineArgs.add_cli_args takes parser, expected x" in problems[0]
-    assert f"{SCHEDULER}.add_request takes self, request, expected" in problems[1]
-    assert all("install vLLM 0.32.x" in problem for problem in problems)
-
-
-@pytest.mark.parametrize(
-    "owner",
-    [
-        Owner(SCHEDULER, {"nothing": "self"}),
-        Owner(SCHEDULER, {"nothing": relied_on.ANY}),
-        Owner(SCHEDULER, read="nothing"),
-        Owner("vllm.v1.core.sched.scheduler:Nothing", read="nothing"),
-        Owner("vllm.v1.core.sched.nothing", read="nothing"),
-    ],
-)
-def test_what_is_gone_is_found(owner):
-    (problem,) = relied_on.problems(None, (), (owner,))
-    assert problem == f"vLLM has no {owner.path('nothing')}: install vLLM 0.32.x"
-
-
-def test_an_attribute_in_place_of_a_method_is_found():
-    owner = Owner(SCHEDULER, {"running": "self"})
-    (problem,) = relied_on.problems(None, (), (owner,))
-    assert f"{SCHEDULER}.running is not a function" in problem
-
-
-def test_rows_of_other_platforms_are_left_out():
-    owner = Owner(SCHEDULER, read="nothing", platform="cuda")
-    counts = {
-        platform: len(relied_on.problems(platform, (), (owner,)))
-        for platform in ("cpu", "cuda", None)
-    }
-    assert counts == {"cpu": 0, "cuda": 1, None: 1}
-
-
-def test_the_check_imports_nothing():
-    vllm_source._module.cache_clear()
-    before = set(sys.modules)
-    assert relied_on.problems(None) == []
-    assert set(sys.modules) == before
-
-
-def test_parameters_are_listed_as_inspect_lists_them():
-    names = ("schedule", "add_request", "_preempt_request", "__init__", "_free_request")
-    for name in names:
-        listed = tuple(inspect.signature(vars(Scheduler)[name]).parameters)
-        assert vllm_source.parameters(f"{SCHEDULER}.{name}") == listed
-    for function in (every_kind, only_keywords):
-        listed = tuple(inspect.signature(function).parameters)
-        assert vllm_source.parameter_names(function.__code__) == listed
-
-
-def every_kind(a, /, b, *c, d, **e):
-    """Takes every kind of parameter."""
-
-
-def only_keywords(*, a, b=1):
-    """Takes keywords only."""

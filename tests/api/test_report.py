@@ -49,9 +49,11 @@ def test_another_command_is_told_what_there_is(capsys):
 
 
 def test_the_report_fails_where_no_policy_can_run(capsys, monkeypatch):
-    monkeypatch.setattr(compat, "vllm_version", lambda: "0.33.0")
+    monkeypatch.setattr(compat, "vllm_version", lambda: "0.34.0")
     assert report.main() == 1
-    assert "other vLLM versions: install vLLM 0.32.x" in capsys.readouterr().out
+    assert (
+        "other vLLM versions: install vLLM 0.32.x or 0.33.x" in capsys.readouterr().out
+    )
 
 
 def test_the_report_fails_where_kernels_are_demanded_that_are_not_there(

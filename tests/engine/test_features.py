@@ -51,6 +51,34 @@ def assert_full(engine: Engine) -> None:
     assert engine.num_free == engine.num_usable
 
 
+# -- flags without effect --------------------------------------------------------------
+
+
+def test_layers_of_one_kind_need_no_hybrid_cache_manager(tiny_model: Path) -> None:
+    """Whether it is on or off: models with layers of several kinds are refused."""
+    jobs, found = make_jobs(LENGTHS, 120, seed=59), []
+    for is_off in (False, True):
+        changes = {"disable_hybrid_kv_cache_manager": is_off}
+        with Engine(tiny_model, with_values("ams-tova"), **changes) as engine:
+            scheduler = engine.scheduler.scheduler_config
+            assert scheduler.disable_hybrid_kv_cache_manager is is_off
+            found.append(engine.run(jobs).tokens)
+            assert engine.counters()["events"] >= 10
+            assert_full(engine)
+    assert found[0] == found[1]
+
+
+def test_the_cache_may_name_the_models_own_dtype(tiny_model: Path) -> None:
+    jobs, found = make_jobs(LENGTHS, 120, seed=58), []
+    for name in ("auto", "bfloat16"):
+        changes = {"dtype": "bfloat16", "kv_cache_dtype": name}
+        with Engine(tiny_model, with_values("ams-tova"), **changes) as engine:
+            assert engine.worker.cache_config.cache_dtype == name
+            found.append(engine.run(jobs).tokens)
+            assert engine.counters()["events"] >= 10
+    assert found[0] == found[1]
+
+
 # -- several answers ------------------------------------------------------------------
 
 

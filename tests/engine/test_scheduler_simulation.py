@@ -180,6 +180,44 @@ def test_the_positions_follow_from_what_a_request_asks(model):
 
 
 @pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+@pytest.mark.parametrize("policy", ("ams-tova", "holes", "hard-tova"))
+def test_steps_that_defer_prompts(policy: str, depth: int, model: ModelConfig):
+    """Requests sit out steps without our say, and start their answers later."""
+    totals: Counter[str] = Counter()
+    while totals["steps"] < MIN_STEPS // 2:
+        scenario = random_scenario(policy, depth, totals["engines"], caching=True)
+        scenario = replace(scenario, defers=0.6)
+        totals += Simulation(scenario, model).run(STEPS_PER_ENGINE)
+        totals["engines"] += 1
+    print(policy, "depth", depth, dict(totals))
+    assert totals["steps that defer prompts"] > 1000
+    assert totals["events inside prompts"] > 10 and totals["finished"] > 20
+
+
+def test_nobody_overtakes_a_request_that_waits_for_room(model: ModelConfig):
+    """vLLM 0.33 looks at the next waiting request where 0.32 ends the step."""
+    policy = {"policy": "tova", "budget": 128, "interval": 64}
+    scenario = replace(random_scenario("tova", 1, 0), policy=policy, longest=400)
+    scheduler = make_scheduler(replace(scenario, max_num_seqs=2), model)
+    first, second = (request_of(name, [1, 2, 3]) for name in "ab")
+    for request in (first, second):
+        scheduler.add_request(request)
+    looks_at = scheduler._handle_blocked_waiting_request
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(scheduler.kv_policy_admission, "admits", lambda *_: False)
+        assert looks_at(first)
+        assert scheduler._reserve_prefill_lookahead(first, 0, 3) == 0
+        assert not looks_at(second)
+        assert scheduler.schedule().total_num_scheduled_tokens == 0
+    assert list(scheduler.waiting) == [first, second]
+    assert looks_at(first) and looks_at(second), "the next step begins anew"
+    assert list(scheduler.schedule().num_scheduled_tokens) == ["a", "b"]
+    assert scheduler._reserve_prefill_lookahead(first, 3, 0) == 0
+    assert looks_at(second), "a running request that sits out lets others in"
+    scheduler.shutdown()
+
+
+@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
 @pytest.mark.parametrize("policy", ("ams-tova", "holes", "hard-tova", "local"))
 def test_resets_of_running_requests(policy: str, depth: int, model: ModelConfig):
     """All that run are preempted, with steps and answers of theirs under way."""

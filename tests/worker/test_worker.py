@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import (
     _ATTN_OVERRIDES,
@@ -28,7 +29,8 @@ def layer(**changes):
         "attn_backend": backend,
         "impl": impl,
         "kv_sharing_target_layer_name": None,
-        "kv_cache_dtype": "auto",
+        "dtype": torch.bfloat16,
+        "kv_cache_torch_dtype": torch.bfloat16,
         "num_heads": 4,
         "num_kv_heads": 2,
     }
@@ -43,7 +45,9 @@ def layer(**changes):
         ({"logits_soft_cap": 30.0}, "an attention logit soft cap"),
         ({"sinks": [0.1]}, "learned attention sinks"),
         ({"kv_sharing_target_layer_name": "a"}, "the keys and values of another layer"),
-        ({"kv_cache_dtype": "fp8"}, "a quantised KV cache"),
+        ({"kv_cache_torch_dtype": torch.uint8}, "a KV cache that is quantised"),
+        ({"kv_cache_torch_dtype": torch.float16}, "a KV cache that is quantised or"),
+        ({"kv_cache_update_bypass": True}, "a model that writes keys and values"),
         ({"scale": 0.5}, "a softmax scale or number of heads"),
         ({"num_heads": 8}, "a softmax scale or number of heads unlike"),
     ],

@@ -42,6 +42,9 @@ class Later(AsyncModelRunnerOutput):
         self.worker.tokens_are_here = True
         return self.output
 
+    def get_kv_connector_output(self) -> str:
+        return "from a connector"
+
 
 class Stock:
     """What vLLM's worker does, as far as the mixin asks."""
@@ -96,6 +99,7 @@ def test_answers_reach_the_scheduler_once(later: bool) -> None:
     got = worker.sample_tokens()
     if later:
         assert isinstance(got, AsyncModelRunnerOutput)
+        assert got.get_kv_connector_output() == "from a connector"
         got = got.get_output()
     assert isinstance(got, ModelRunnerOutput)
     assert got.kv_policy_answers == ANSWERS and got.req_ids == ["a"]

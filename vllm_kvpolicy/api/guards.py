@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_kvpolicy import compat
-from vllm_kvpolicy.api import relied_on
+from vllm_kvpolicy.api import version_check
 from vllm_kvpolicy.config import server_config
 from vllm_kvpolicy.kernels import preferences
 from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
@@ -69,6 +69,11 @@ _RAGGED = ", ".join(
 )
 
 
+def _converts_cache(config: Any) -> bool:
+    own = str(config.model_config.dtype).removeprefix("torch.")
+    return config.cache_config.cache_dtype not in ("auto", own)
+
+
 def _offloads_cache(config: Any) -> bool:
     return bool(config.kv_transfer_config or config.cache_config.kv_offloading_size)
 
@@ -77,7 +82,7 @@ REFUSALS = (
     Refusal(
         "other vLLM versions",
         lambda config: not compat.supports(compat.vllm_version()),
-        f"install vLLM {compat.SUPPORTED_VLLM}.x",
+        f"install vLLM {compat.SUPPORTED_VLLM}",
         by_machine=True,
     ),
     Refusal(
@@ -234,8 +239,8 @@ REFUSALS = (
         "--kv-sharing-fast-prefill",
     ),
     Refusal(
-        "quantised KV caches",
-        lambda config: config.cache_config.cache_dtype != "auto",
+        "KV caches that are quantised or of another dtype than the model",
+        _converts_cache,
         "leave out --kv-cache-dtype (checkpoints that ask for one need "
         "--kv-cache-dtype auto and an unquantised variant)",
     ),
@@ -255,11 +260,6 @@ REFUSALS = (
             config.kv_events_config and config.kv_events_config.enable_kv_cache_events
         ),
         "leave out --kv-events-config",
-    ),
-    Refusal(
-        "disabling the hybrid KV cache manager",
-        lambda config: bool(config.scheduler_config.disable_hybrid_kv_cache_manager),
-        "leave out --disable-hybrid-kv-cache-manager",
     ),
     Refusal(
         "cascade attention",
@@ -333,7 +333,9 @@ def machine_refusals() -> list[str]:
     rows = [row for row in REFUSALS if row.by_machine and row.applies(None)]
     reasons = [f"{row.name}: {row.change}" for row in rows]
     platform = compat.platform_name()
-    return reasons + preferences.unmet_demands(platform) + relied_on.problems(platform)
+    return (
+        reasons + preferences.unmet_demands(platform) + version_check.problems(platform)
+    )
 
 
 def refusals(vllm_config: Any) -> list[str]:

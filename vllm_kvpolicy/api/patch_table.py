@@ -1,7 +1,7 @@
 """The functions of vLLM that are wrapped, as one table: why, and until when.
 
-`patch` wraps them; `relied_on` first checks them, together with what is overridden and
-read.
+`patch` wraps them; `version_check` first checks them, together with what is overridden
+and read.
 """
 
 import inspect
@@ -16,7 +16,7 @@ class Patch:
 
     Args:
         target: "module:attribute.path".
-        parameters: the names that its signature must have.
+        parameters: the names that its signature has in the tested release.
         why: what vLLM has no hook for.
         remove_when: what would make the wrap unnecessary.
     """

@@ -2,15 +2,12 @@
 
 A row is a class or module of vLLM that is not wrapped (those are in patch_table) but
 overridden by a class of ours, or read beyond what vLLM documents. Every name is listed
-with the class whose body defines it. `problems` reads vLLM without importing it.
+with the class whose body defines it, as in the tested release; where others differ is
+in `compat.RELEASES`. `version_check` finds what a release has changed or dropped.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-from vllm_kvpolicy import compat
-from vllm_kvpolicy.api import vllm_source
-from vllm_kvpolicy.api.patch_table import PATCHES, Patch
 
 # The parameters of an override that hands on whatever it is given.
 ANY = "*"
@@ -26,12 +23,15 @@ class Owner:
             between two; `ANY` where ours hands on all that it is given; "" for what is
             no method.
         read: names of attributes and methods that we read, blanks between them.
+        abstract: names of all methods that a class of ours must have to be made, blanks
+            between them; None where a class of vLLM in between has them.
         platform: vLLM's name of the platform that loads it; None for all.
     """
 
     target: str
     overridden: Mapping[str, str] = field(default_factory=dict)
     read: str = ""
+    abstract: str | None = None
     platform: str | None = None
 
     def path(self, name: str) -> str:
@@ -51,6 +51,7 @@ _ENGINE = (
             "shutdown": "self",
             "_free_request": ANY,
             "_get_local_prefix_cache_hit": "self request",
+            "_handle_blocked_waiting_request": "self request",
             "_preempt_request": ANY,
             "_reserve_prefill_lookahead": (
                 "self request num_computed_tokens num_new_tokens"
@@ -168,12 +169,16 @@ _WORKER = (
         read="get_model prepare_attn",
     ),
     Owner("vllm.v1.worker.gpu.input_batch:InputBatch", read="req_ids"),
-    Owner("vllm.v1.outputs:AsyncModelRunnerOutput", {"get_output": "self"}),
+    Owner(
+        "vllm.v1.outputs:AsyncModelRunnerOutput",
+        {"get_output": "self"},
+        abstract="get_output",
+    ),
     Owner(
         "vllm.model_executor.layers.attention.attention:Attention",
         read=(
-            "attn_backend impl kv_cache_dtype kv_sharing_target_layer_name num_heads "
-            "num_kv_heads"
+            "attn_backend dtype impl kv_cache_torch_dtype "
+            "kv_sharing_target_layer_name num_heads num_kv_heads"
         ),
     ),
     Owner(
@@ -344,57 +349,3 @@ _API = (
 )
 
 OWNERS = (*_API, *_ENGINE, *_WORKER, *_ATTENTION, *_CPU, *_CUDA)
-
-
-def problems(
-    platform: str | None,
-    patches: Iterable[Patch] = PATCHES,
-    owners: Iterable[Owner] = OWNERS,
-) -> list[str]:
-    """Return a sentence for each name of vLLM that it has changed or dropped.
-
-    Args:
-        platform: vLLM's name of the platform; None checks the rows of all.
-        patches: what will be wrapped.
-        owners: what is overridden and read.
-    """
-    found = [_problem(patch.target, patch.parameters) for patch in patches]
-    for owner in owners:
-        if platform in (None, owner.platform) or owner.platform is None:
-            found += _problems_of(owner)
-    return [sentence for sentence in found if sentence is not None]
-
-
-def _problems_of(owner: Owner) -> Iterator[str | None]:
-    for name, parameters in owner.overridden.items():
-        is_checked = parameters not in (ANY, "")
-        wanted = tuple(parameters.split()) if is_checked else None
-        yield _problem(owner.path(name), wanted)
-    for name in owner.read.split():
-        yield _problem(owner.path(name), None)
-
-
-def _problem(target: str, wanted: tuple[str, ...] | None) -> str | None:
-    """Return what is wrong with one name of vLLM, None if nothing is.
-
-    Args:
-        target: see `vllm_source.defines`.
-        wanted: the names that its signature must have; None for any.
-    """
-    if not vllm_source.defines(target):
-        return f"vLLM has no {target}: {_advice()}"
-    if wanted is None:
-        return None
-    found = vllm_source.parameters(target)
-    if found is None:
-        return f"{target} is not a function: {_advice()}"
-    if found != wanted:
-        return (
-            f"{target} takes {', '.join(found)}, expected {', '.join(wanted)}: "
-            f"{_advice()}"
-        )
-    return None
-
-
-def _advice() -> str:
-    return f"install vLLM {compat.SUPPORTED_VLLM}.x"

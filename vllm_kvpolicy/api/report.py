@@ -42,7 +42,7 @@ def _platform() -> list[tuple[str, str]]:
         ("block size", f"{compat.BLOCK_TOKENS.get(name, 'none')} tokens"),
         ("attention backends", ", ".join(compat.ATTENTION_BACKENDS)),
         ("kernels", _kernels(name)),
-        ("supported vLLM", f"{compat.SUPPORTED_VLLM}.x"),
+        ("supported vLLM", compat.SUPPORTED_VLLM),
     ]
 
 

@@ -94,6 +94,7 @@ def prepare(engine_args: Any) -> KVPolicyConfig | None:
         config = KVPolicyConfig.from_dict(values)
         # Other refusals read a VllmConfig that only a known version is sure to have.
         _refuse(config, machine_refusals())
+        _tell_evidence()
         _choose(engine_args, config)
     return config
 
@@ -170,6 +171,14 @@ def _choose(engine_args: Any, config: KVPolicyConfig) -> None:
         engine_args.attention_backend or "chosen by the platform",
     )
     logger.info("KV policy kernels: %s", preferences.summary(platform))
+
+
+def _tell_evidence() -> None:
+    """Warn where policies start with a vLLM that no test has run with."""
+    version = compat.vllm_version()
+    if compat.minor_release(version) != compat.TESTED_VLLM:
+        evidence = compat.release_of(version).evidence
+        logger.warning("KV policy: vLLM %s was %s", version, evidence)
 
 
 def _refuse(config: KVPolicyConfig, reasons: list[str]) -> None:

@@ -66,6 +66,7 @@ class KVPolicySchedulerMixin(CountingMixin):
         )
         self._may_mask = self.kv_policy_config.is_exact  # parsed once, not every step
         self._sees_all: set[str] = set()
+        self._is_closed = False  # to more waiting requests in this step
         self._masked_salt = secrets.token_hex()  # no request can name it
         self._lookahead_hasher = None
         if any(parse(name).decides_later for name in self.kv_policy_config.policies):
@@ -132,13 +133,18 @@ class KVPolicySchedulerMixin(CountingMixin):
             request.update_block_hashes()
 
     def _get_local_prefix_cache_hit(
-        self, request: Request
+        self, request: Request, *limits: Any
     ) -> tuple[KVCacheBlocks, int, int, bool]:
-        """Look a request up in the prefix cache; take no more than its plan allows."""
+        """Look a request up in the prefix cache; take no more than its plan allows.
+
+        vLLM 0.33 passes an upper bound of its own, in tokens.
+        """
         state = self.kv_policy_planner.states.get(request.request_id)
         if state is not None and not state.plan.takes_hits:
             return self.kv_cache_manager.empty_kv_cache_blocks, 0, 0, False
-        blocks, num_cached, *rest = super()._get_local_prefix_cache_hit(request)
+        blocks, num_cached, *rest = super()._get_local_prefix_cache_hit(
+            request, *limits
+        )
         usable = num_cached if state is None else state.plan.usable_hit(num_cached)
         if usable < num_cached:
             blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, usable)
@@ -155,6 +161,25 @@ class KVPolicySchedulerMixin(CountingMixin):
         num_new_tokens = super()._reserve_prefill_lookahead(
             request, num_computed_tokens, num_new_tokens
         )
+        num_new_tokens = self._clip(request, num_computed_tokens, num_new_tokens)
+        self._is_closed |= (
+            num_new_tokens <= 0 and request.status != RequestStatus.RUNNING
+        )
+        return num_new_tokens
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        """Return whether a waiting request may be looked at in this step.
+
+        Requests enter in vLLM's order: none overtakes one that had to wait for room,
+        which it would have to do for ever. vLLM 0.32 stops at such a request by itself;
+        0.33 goes on to the next.
+        """
+        return not self._is_closed and super()._handle_blocked_waiting_request(request)
+
+    def _clip(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        """Return how many tokens a request computes in this step."""
         request_id, admission = request.request_id, self.kv_policy_admission
         num_new_tokens = self.kv_policy_planner.clip(
             request_id, num_computed_tokens, num_new_tokens
@@ -182,6 +207,7 @@ class KVPolicySchedulerMixin(CountingMixin):
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         """Attach the step's commands to the output that the workers receive."""
+        self._is_closed = False
         commands = self.kv_policy_planner.finish_step(
             scheduler_output.num_scheduled_tokens
         )

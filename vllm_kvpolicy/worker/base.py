@@ -190,6 +190,10 @@ class LateAnswers(AsyncModelRunnerOutput):
         """Wait for the tokens; the answers were computed before them."""
         return _answered(self.output.get_output(), self.read_answers)
 
+    def get_kv_connector_output(self) -> Any:
+        """Return what a KV connector did in this step; vLLM 0.33 asks for it."""
+        return self.output.get_kv_connector_output()
+
 
 def _answered(output: Any, read_answers: Callable[[], tuple[UsedBlocks, ...]]) -> Any:
     """Return a copy with the answers: vLLM shares one object for all empty outputs."""
@@ -225,7 +229,12 @@ def layer_refusals(layers: Mapping[str, Any]) -> list[str]:
         "the keys and values of another layer (KV sharing)": lambda layer: (
             getattr(layer, "kv_sharing_target_layer_name", None) is not None
         ),
-        "a quantised KV cache": lambda layer: layer.kv_cache_dtype != "auto",
+        "a model that writes keys and values itself, unseen": lambda layer: getattr(
+            layer, "kv_cache_update_bypass", False
+        ),
+        "a KV cache that is quantised or of another dtype": lambda layer: (
+            layer.kv_cache_torch_dtype != layer.dtype
+        ),
         "a softmax scale or number of heads unlike the first layer's": lambda layer: (
             _geometry(layer) != _geometry(first)
         ),

@@ -268,7 +268,9 @@ class Simulation:
 
     def _schedule(self) -> None:
         before = self.cache and self.cache.snapshot(self.scheduler)
-        output = self.scheduler.schedule()
+        defers = self._defers()
+        self.totals["steps that defer prompts"] += defers
+        output = self.scheduler.schedule(throttle_prefills=defers)
         cached = np.empty(0, np.int64)
         if self.cache is not None:
             cached = self.cache.check(output, self.scheduler, before)
@@ -285,6 +287,12 @@ class Simulation:
         check(self.idle < MAX_IDLE_STEPS, "stalled with", list(self.scheduler.requests))
         self._check_blocks(output)
         self.forecast.check(output)
+
+    def _defers(self) -> bool:
+        """Return whether prompts wait in this step, in which there are answers."""
+        if not any(not each.is_prefill_chunk for each in self.scheduler.running):
+            return False
+        return bool(self.scenario.defers) and self.rng.random() < self.scenario.defers
 
     def _process(self) -> None:
         output, commands, cached = self.queue.popleft()

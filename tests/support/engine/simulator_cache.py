@@ -139,8 +139,8 @@ class CacheCheck:
             name = request.request_id
             self._note(name, manager.req_to_blocks[name], asked[name])
 
-        def checked(request: Any) -> Any:
-            found = look_up(request)
+        def checked(request: Any, *limits: Any) -> Any:
+            found = look_up(request, *limits)
             name = request.request_id
             expected = self._hit(asked[name], request.num_tokens)
             check(found[1] == expected, name, "hits", found[1], "instead of", expected)

@@ -47,6 +47,8 @@ class Scenario:
         caching: vLLM's prefix cache is on, and prompts begin like earlier requests.
         foresees: requests enter by the forecast; else as vLLM lets them in.
         resets: chance before a step that all running requests lose what they hold.
+        defers: chance that a step leaves prompts for a later one, as steps do with
+            vLLM's `prefill_schedule_interval`.
     """
 
     policy: dict[str, Any]
@@ -65,6 +67,7 @@ class Scenario:
     caching: bool = False
     foresees: bool = True
     resets: float = 0.0
+    defers: float = 0.0
 
 
 # Policies whose heads differ in length, by the names that the tests use: shorter

@@ -126,6 +126,9 @@ class HeadMajorBackendMixin:
     """A backend for GPUs: stock kernels over head-major blocks."""
 
     keys_are_columns = False
+    # From vLLM 0.33 on, a model may write to the cache itself and pass no keys, which
+    # events need to see; of a backend that says no it does not ask that.
+    supports_kv_cache_update_bypass = False
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:

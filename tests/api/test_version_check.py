@@ -1,0 +1,159 @@
+"""What a release of vLLM has changed is found, unless its row says how."""
+
+import inspect
+import sys
+
+import pytest
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_kvpolicy import compat
+from vllm_kvpolicy.api import version_check, vllm_source
+from vllm_kvpolicy.api.patch_table import Patch
+from vllm_kvpolicy.api.relied_on import ANY, Owner
+from vllm_kvpolicy.api.version_check import Row, judge
+from vllm_kvpolicy.api.vllm_source import VllmSource
+
+SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+OUTPUT = "vllm.v1.outputs:AsyncModelRunnerOutput"
+NEWEST = [*compat.RELEASES][-1]
+
+
+def test_the_tables_hold_against_this_vllm():
+    assert version_check.problems(None) == []
+
+
+def test_a_changed_signature_is_found():
+    patch = Patch("vllm.engine.arg_utils:EngineArgs.add_cli_args", ("x",), "", "")
+    owner = Owner(SCHEDULER, {"add_request": "self request x"})
+    problems = version_check.problems(None, (patch,), (owner,))
+    assert "EngineArgs.add_cli_args takes parser, expected x" in problems[0]
+    assert f"{SCHEDULER}.add_request takes self, request, expected" in problems[1]
+    assert all("install vLLM 0.32.x" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    "owner",
+    [
+        Owner(SCHEDULER, {"nothing": "self"}),
+        Owner(SCHEDULER, {"nothing": ANY}),
+        Owner(SCHEDULER, read="nothing"),
+        Owner("vllm.v1.core.sched.scheduler:Nothing", read="nothing"),
+        Owner("vllm.v1.core.sched.nothing", read="nothing"),
+    ],
+)
+def test_what_is_gone_is_found(owner):
+    (problem,) = version_check.problems(None, (), (owner,))
+    assert problem == f"vLLM has no {owner.path('nothing')}: install vLLM 0.32.x"
+
+
+def test_an_attribute_in_place_of_a_method_is_found():
+    owner = Owner(SCHEDULER, {"running": "self"})
+    (problem,) = version_check.problems(None, (), (owner,))
+    assert f"{SCHEDULER}.running takes nothing, expected self" in problem
+
+
+def test_rows_of_other_platforms_are_left_out():
+    owner = Owner(SCHEDULER, read="nothing", platform="cuda")
+    counts = {
+        platform: len(version_check.problems(platform, (), (owner,)))
+        for platform in ("cpu", "cuda", None)
+    }
+    assert counts == {"cpu": 0, "cuda": 1, None: 1}
+
+
+def test_the_check_imports_nothing():
+    vllm_source.installed.cache_clear()
+    before = set(sys.modules)
+    assert version_check.problems(None) == []
+    assert set(sys.modules) == before
+
+
+def test_parameters_are_listed_as_inspect_lists_them():
+    names = ("schedule", "add_request", "_preempt_request", "__init__", "_free_request")
+    for name in names:
+        listed = tuple(inspect.signature(vars(Scheduler)[name]).parameters)
+        found = vllm_source.installed().parameters(f"{SCHEDULER}.{name}")
+        assert found == listed
+    for function in (every_kind, only_keywords):
+        listed = tuple(inspect.signature(function).parameters)
+        assert vllm_source.parameter_names(function.__code__) == listed
+
+
+def every_kind(a, /, b, *c, d, **e):
+    """Takes every kind of parameter."""
+
+
+def only_keywords(*, a, b=1):
+    """Takes keywords only."""
+
+
+def source_of(text):
+    """Return a vLLM of one module."""
+    code = compile(text, "a.py", "exec")
+    return VllmSource(lambda module: code if module == "vllm.a" else None)
+
+
+def test_what_a_class_leaves_to_its_subclasses_is_found():
+    source = source_of(
+        "class Base:\n"
+        "    size: int = 1\n"
+        "    @abstractmethod\n"
+        "    def first(self): ...\n"
+        "    def second(self): ...\n"
+        "    @property\n"
+        "    @abc.abstractmethod\n"
+        "    def third(self): ...\n"
+    )
+    assert source.abstract_methods("vllm.a:Base") == ("first", "third")
+    assert source.abstract_methods("vllm.a:Nothing") == ()
+
+
+def test_modules_and_names_are_found():
+    source = source_of("from b import c\nclass D:\n    def e(self): self.f = 1\n")
+    assert all(map(source.defines, ("vllm.a:c", "vllm.a:D.e", "vllm.a:D.f", "vllm:a")))
+    assert not any(
+        map(source.defines, ("vllm.a:b", "vllm.a:D.g", "vllm:b", "vllm.b:c"))
+    )
+
+
+@pytest.mark.parametrize(
+    ("found", "version", "state", "is_known"),
+    [
+        ("get_output", "0.32.0", "same", True),
+        ("get_output get_kv_connector_output", "0.33.1+cpu", "changed", True),
+        ("get_output get_kv_connector_output", "0.32.9", "changed", False),
+        ("get_output", "0.33.0", "same", True),
+        ("get_output close", "0.33.0", "changed", False),
+        (None, "0.33.0", "gone", False),
+        # A release without a row is compared with the newest one that has one.
+        (compat.RELEASES[NEWEST].changed[OUTPUT], "0.99.0", "changed", True),
+    ],
+)
+def test_findings(found, version, state, is_known):
+    row = Row(version_check.ABSTRACT, OUTPUT, "get_output")
+    finding = judge(row, found, version)
+    assert (finding.state, finding.is_known) == (state, is_known)
+
+
+def test_a_start_knows_the_row_of_its_release(monkeypatch):
+    owner = Owner(SCHEDULER, {"add_request": "self request x"})
+    told = compat.Release("", {f"{SCHEDULER}.add_request": "self request"})
+    monkeypatch.setattr(compat, "vllm_version", lambda: "0.34.0")
+    assert len(version_check.problems(None, (), (owner,))) == 1
+    monkeypatch.setitem(compat.RELEASES, "0.34", told)
+    assert version_check.problems(None, (), (owner,)) == []
+
+
+def test_a_new_abstract_method_is_refused_in_words():
+    row = Row(version_check.ABSTRACT, OUTPUT, "get_output")
+    assert judge(row, "get_output close", "0.32.0").sentence() == (
+        f"{OUTPUT} leaves to subclasses get_output, close, expected get_output: "
+        "install vLLM 0.32.x"
+    )
+
+
+def test_every_import_of_the_package_is_checked():
+    targets = {row.target for row in version_check.imports()}
+    assert f"{SCHEDULER}" in targets and "vllm:LLM" in targets
+    look = version_check.look_into(vllm_source.installed())
+    assert [row for row in version_check.imports() if look(row) is None] == []

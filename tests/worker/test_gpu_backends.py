@@ -1,0 +1,65 @@
+"""What our backends for GPUs tell vLLM and give its kernels; nothing is launched."""
+
+from dataclasses import fields
+from importlib import import_module
+
+import pytest
+import torch
+from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata
+
+from vllm_kvpolicy import compat
+from vllm_kvpolicy.worker.backends.triton import KVPolicyTritonMetadataBuilder
+from vllm_kvpolicy.worker.tiers.ragged_step import LayerBatch
+
+HEADS, GROUP, SEGMENTS, SIZE = 2, 3, 4, 8
+
+
+@pytest.mark.parametrize("name", ["FLASH_ATTN", "TRITON_ATTN"])
+def test_models_leave_writing_to_the_cache_to_vllm(name):
+    """vLLM 0.33 asks the backend; FlashInfer's cannot be imported without a GPU."""
+    module, _, cls = compat.GPU_BACKENDS[name].rpartition(".")
+    backend = getattr(import_module(module), cls)
+    assert backend.supports_kv_cache_update_bypass is False
+
+
+def made_metadata(num_rows: int, threshold: int) -> TritonAttentionMetadata:
+    """Return stock metadata with scratch of `num_rows` query tokens."""
+    values = dict.fromkeys(field.name for field in fields(TritonAttentionMetadata))
+    shape = num_rows, HEADS * GROUP, SEGMENTS
+    scratch = torch.arange(num_rows * HEADS * GROUP * SEGMENTS).view(shape)
+    return TritonAttentionMetadata(
+        **values
+        | {
+            "softmax_segm_max": scratch,
+            "softmax_segm_expsum": scratch + 1,
+            "softmax_segm_output": scratch[..., None].expand(*shape, SIZE).clone(),
+            "seq_threshold_3D": threshold,
+        }
+    )
+
+
+@pytest.mark.parametrize(("num_rows", "threshold"), [(5, 5), (2, 5)])
+def test_triton_scratch_counts_heads_as_tokens(num_rows, threshold):
+    """Its kernel splits a row's tokens where few rows are computed.
+
+    vLLM 0.32 has as much scratch as the threshold of requests; 0.33 has less where
+    fewer requests may run, splits rows of up to 8 query tokens as well, and compares
+    the scratch's rows with the query tokens first. Both hold for folded batches where
+    scratch and threshold grow by the number of KV heads.
+    """
+    builder = KVPolicyTritonMetadataBuilder.__new__(KVPolicyTritonMetadataBuilder)
+    builder.num_heads_kv = HEADS
+    built = made_metadata(num_rows, threshold)
+    one = torch.ones(1, dtype=torch.int32)
+    batch = LayerBatch(one, one, one, 1, None, None)
+    folded = builder.folded_layer(built, batch)
+    assert folded.seq_threshold_3D == threshold * HEADS
+    for name in ("output", "max", "expsum"):
+        stock = getattr(built, f"softmax_segm_{name}")
+        parts = getattr(folded, f"softmax_segm_{name}")
+        assert parts.data_ptr() == stock.data_ptr(), "a copy"
+        assert len(parts) == num_rows * HEADS
+        for token in range(num_rows):
+            for head in range(HEADS):
+                own = stock[token, head * GROUP : (head + 1) * GROUP]
+                assert torch.equal(parts[token * HEADS + head], own)
