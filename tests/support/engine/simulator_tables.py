@@ -17,6 +17,7 @@ from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.tiers.equal import PhysicalTables
 from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
 from vllm_kvpolicy.worker.tiers.ragged_step import FoldedTables, Folder
+from vllm_kvpolicy.worker.transfer import to_device_together
 
 CPU = torch.device("cpu")
 LAYERS, HEADS = 2, NUM_HEADS // 2
@@ -42,9 +43,10 @@ class TableCheck:
 
     def update(self, events: Sequence[CompactEvent], live: Live) -> None:
         """Enter a step's events."""
-        if events:
-            slots = [self.requests.take(event.request_id) for event in events]
-            self.requests.update(slots, events)
+        for event in events:
+            rows = [self.requests.take(event.request_id)]
+            numbers = self.requests.numbers(rows, [event])
+            self.requests.update(rows, [event], to_device_together(numbers, CPU))
 
     def compare(self, scheduled: Mapping[str, int], live: Live) -> None:
         """Compare tables and lengths of a batch with the worker's own.
