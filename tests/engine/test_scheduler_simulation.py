@@ -184,14 +184,15 @@ def test_the_positions_follow_from_what_a_request_asks(model):
 def test_steps_that_defer_prompts(policy: str, depth: int, model: ModelConfig):
     """Requests sit out steps without our say, and start their answers later."""
     totals: Counter[str] = Counter()
-    while totals["steps"] < MIN_STEPS // 2:
+    while totals["steps"] < MIN_STEPS // 2 or totals["events inside prompts"] <= 10:
+        assert totals["steps"] < 4 * MIN_STEPS, totals
         scenario = random_scenario(policy, depth, totals["engines"], caching=True)
         scenario = replace(scenario, defers=0.6)
         totals += Simulation(scenario, model).run(STEPS_PER_ENGINE)
         totals["engines"] += 1
     print(policy, "depth", depth, dict(totals))
     assert totals["steps that defer prompts"] > 1000
-    assert totals["events inside prompts"] > 10 and totals["finished"] > 20
+    assert totals["finished"] > 20
 
 
 def test_nobody_overtakes_a_request_that_waits_for_room(model: ModelConfig):
