@@ -18,8 +18,11 @@ from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 HERE = Path(__file__).resolve().parent
+NATIVE = HERE / "vllm_kvpolicy" / "kernels" / "native"
+DIGEST_OF = runpy.run_path(str(NATIVE / "sources.py"))["digest_of"]
 README = HERE / "README.md"
 WANTED = os.environ.get("KVPOLICY_CUDA_ARCHITECTURES", "80 90 100")
 CUDA_ARCHITECTURES = tuple(map(int, WANTED.split()))
@@ -106,11 +109,16 @@ def nvcc_command(nvcc: Path, torch: Path) -> list[str]:
         nvcc: the compiler.
         torch: folder of PyTorch.
     """
-    command = [str(nvcc), *CXX_FLAGS, "-Xcompiler", "-fPIC"]
+    command = [str(nvcc), *CXX_FLAGS, "-Xcompiler", "-fPIC", of_sources("csrc")]
     command += ["-I", str(HERE / "csrc" / "include"), "-I", str(torch / "include")]
     for number in CUDA_ARCHITECTURES:
         command += ["-gencode", f"arch=compute_{number},code=sm_{number}"]
     return command
+
+
+def of_sources(folder: str) -> str:
+    """Return the flag that writes into a library which sources it is built of."""
+    return f'-DKVPOLICY_SOURCES="{DIGEST_OF(HERE / folder)}"'
 
 
 def say(message: str) -> None:
@@ -125,7 +133,7 @@ def cpp_command(cxx: Path, torch: Path) -> list[str]:
         cxx: the compiler.
         torch: folder of PyTorch.
     """
-    return [str(cxx), *CPU_FLAGS, "-I", str(torch / "include")]
+    return [str(cxx), *CPU_FLAGS, of_sources("csrc/cpu"), "-I", str(torch / "include")]
 
 
 def demand(variable: str) -> str:
@@ -157,7 +165,8 @@ def cpu_kernels() -> list[Extension]:
         say(f"without CPU kernels: {reason}")
         return []
     say(f"with CPU kernels: found {cxx} and {torch}")
-    return [extension("vllm_kvpolicy._C_cpu", HERE / "csrc" / "cpu", ["*.cpp"])]
+    folder = HERE / "csrc" / "cpu"
+    return [extension("vllm_kvpolicy._C_cpu", folder, ["*.cpp"], wanted != "1")]
 
 
 def cuda_kernels() -> list[Extension]:
@@ -179,17 +188,28 @@ def cuda_kernels() -> list[Extension]:
         return []
     names = ", ".join(f"sm_{number}" for number in CUDA_ARCHITECTURES)
     say(f"with CUDA kernels for {names}: found {nvcc} and {torch}")
-    return [extension("vllm_kvpolicy._C", HERE / "csrc", ["bindings.cpp", "*.cu"])]
+    patterns = ["bindings.cpp", "*.cu"]
+    return [extension("vllm_kvpolicy._C", HERE / "csrc", patterns, wanted != "1")]
 
 
-def extension(name: str, folder: Path, patterns: list[str]) -> Extension:
-    """Return a library of the sources in a folder that match one of the patterns."""
+def extension(
+    name: str, folder: Path, patterns: list[str], is_optional: bool
+) -> Extension:
+    """Return a library of the sources in a folder that match one of the patterns.
+
+    Args:
+        name: module name of the library.
+        folder: of the sources.
+        patterns: of their names.
+        is_optional: whether a build that fails goes on without it.
+    """
     sources = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
     return Extension(
         name,
         [str(path.relative_to(HERE)) for path in sources],
         depends=[str(path.relative_to(HERE)) for path in folder.rglob("*.*h")],
         py_limited_api=True,
+        optional=is_optional,
     )
 
 
@@ -212,7 +232,10 @@ class BuildKernels(build_ext):
         command += ["-shared", "-o", str(target), *ext.sources]
         command += ["-Xlinker", "--no-as-needed", f"-L{torch / 'lib'}", "-ltorch"]
         print(" ".join(command))
-        subprocess.run(command, check=True, cwd=HERE)
+        if subprocess.run(command, cwd=HERE).returncode:
+            if not ext.optional:
+                sys.exit(f"vllm-kvpolicy: {command[0]} failed; its message is above")
+            raise CompileError(f"{command[0]} failed; going on without {ext.name}")
 
 
 if __name__ == "__main__":

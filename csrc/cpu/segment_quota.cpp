@@ -153,6 +153,9 @@ void segment_quota(Tensor segments, Tensor quotas, Tensor segment_of, Tensor mas
     cuts.thresholds.push_back(static_cast<int64_t>(std::nearbyint(k * step)));
   const auto masses = read<int64_t>(mass), held = read<int64_t>(lengths);
   const auto totals = read<int64_t>(total);
+  for (int64_t row = 0; row < count; ++row)
+    STD_TORCH_CHECK(0 <= *held[row] && *held[row] <= tokens, "lengths: expected 0 to ",
+                    tokens, ", got ", *held[row]);
   const auto exempts = read<bool>(exempt);
   const auto edges = write<int64_t>(segments), shares = write<int64_t>(quotas);
   const auto numbers = write<int64_t>(segment_of);
@@ -183,11 +186,11 @@ void pick_by_quota(Tensor marked, Tensor score, Tensor group, Tensor quotas) {
         const int64_t* own = groups_of[row];
         std::fill(place.begin(), place.end(), 0);
         for (int64_t t = 0; t < tokens; ++t)
-          if (own[t] < groups) ++place[own[t] + 1];
+          if (0 <= own[t] && own[t] < groups) ++place[own[t] + 1];
         std::partial_sum(place.begin(), place.end(), place.begin());
         for (int64_t t = 0; t < tokens; ++t) {
           marks[row][t] = false;
-          if (own[t] < groups)
+          if (0 <= own[t] && own[t] < groups)
             ranks[place[own[t]]++] = rank_of(to_float(scores[row][t]), t);
         }
         // Each place is now where its group ends.

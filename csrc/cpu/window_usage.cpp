@@ -41,10 +41,10 @@ namespace {
 
 using namespace kvpolicy;
 
-// Checks [E, L, *rest] whose last axis lies side by side.
-void check_heads(const char* name, const Tensor& rows, ScalarType type,
-                const Tensor& queries, int64_t third) {
-  check(name, rows, type, rows.dim());
+// Checks [E, L, third, ...] whose fourth axis lies side by side.
+void check_heads(const char* name, const Tensor& rows, ScalarType type, int64_t dims,
+                 const Tensor& queries, int64_t third) {
+  check(name, rows, type, dims);
   STD_TORCH_CHECK(rows.size(0) == queries.size(0) && rows.size(1) == queries.size(1) &&
                       rows.size(2) == third,
                   name, ": expected events, layers and heads of the queries");
@@ -87,13 +87,17 @@ void window_usage(Tensor mean, Tensor last, Tensor queries, Tensor pool, Tensor 
   check("pool", pool, type, 3);
   check("pages", pages, ScalarType::Long, 4);
   const int64_t layers = queries.size(1), heads = pages.size(2);
-  check_heads("pages", pages, ScalarType::Long, queries, heads);
-  check_heads("lengths", lengths, ScalarType::Long, queries, heads);
-  check_heads("mean", mean, ScalarType::Float, queries, queries.size(2));
-  check_heads("last", last, ScalarType::Float, queries, queries.size(2));
+  check_heads("pages", pages, ScalarType::Long, 4, queries, heads);
+  check_heads("lengths", lengths, ScalarType::Long, 3, queries, heads);
+  check_heads("mean", mean, ScalarType::Float, 4, queries, queries.size(2));
+  check_heads("last", last, ScalarType::Float, 4, queries, queries.size(2));
   const int64_t num_tokens = mean.size(3);
   STD_TORCH_CHECK(last.size(3) == num_tokens && mean.stride(2) == last.stride(2),
                   "last: expected the sizes of mean");
+  STD_TORCH_CHECK(queries.size(4) == pool.size(2), "queries: expected the pool's size ",
+                  pool.size(2), " of a head");
+  STD_TORCH_CHECK(pages.size(3) * pool.size(1) >= num_tokens,
+                  "pages: expected room for ", num_tokens, " tokens");
   const Head model = head_of(queries, pool, pages, mean, scale);
   const int64_t width = type == ScalarType::Float ? 4 : 2, group = model.group;
   const char* all_queries = static_cast<const char*>(queries.const_data_ptr());
@@ -103,6 +107,12 @@ void window_usage(Tensor mean, Tensor last, Tensor queries, Tensor pool, Tensor 
   float* all_lasts = last.mutable_data_ptr<float>();
 
   const int64_t count = queries.size(0) * layers * heads;
+  for (int64_t index = 0; index < count; ++index) {
+    const int64_t length = all_lengths[place(lengths, index / heads / layers,
+                                             index / heads % layers, index % heads)];
+    STD_TORCH_CHECK(0 <= length && length <= num_tokens, "lengths: expected 0 to ",
+                    num_tokens, ", got ", length);
+  }
   torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
     const int64_t size = KVPOLICY_BEST(scratch_size)(model, num_tokens);
     const std::unique_ptr<float[]> scratch(new float[size]);
@@ -113,6 +123,7 @@ void window_usage(Tensor mean, Tensor last, Tensor queries, Tensor pool, Tensor 
       head.queries = all_queries + width * place(queries, event, layer, row * group);
       head.pages = all_pages + place(pages, event, layer, row);
       head.length = all_lengths[place(lengths, event, layer, row)];
+      if (!head.length) continue;
       head.used = std::max<int64_t>(1, std::min(head.length - 1, head.window));
       head.mean = all_means + place(mean, event, layer, row * group);
       head.last = all_lasts + place(last, event, layer, row * group);

@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,9 @@ from types import ModuleType
 
 import pytest
 import torch
+
+from vllm_kvpolicy.kernels.native import library as native
+from vllm_kvpolicy.kernels.native.sources import digest_of
 
 ROOT = Path(__file__).parents[2]
 TORCH_LIB = Path(torch.__file__).parent / "lib"
@@ -195,3 +199,48 @@ def test_kernels_that_are_asked_for_need_a_compiler(
     monkeypatch.setenv("KVPOLICY_CPU", "yes")
     with pytest.raises(SystemExit, match="KVPOLICY_CPU: expected 0 or 1, got 'yes'"):
         machine.cpu_kernels()
+
+
+def test_a_compiler_that_fails_makes_a_wheel_without(tmp_path: Path) -> None:
+    """Such as one that does not know the newest kinds of CPUs; =1 demands them."""
+    program = tmp_path / "bin" / "g++"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho 'unknown target' >&2\nexit 1\n")
+    program.chmod(0o755)
+    found = {}
+    for wanted in ("", "1"):
+        folder = tmp_path / f"build{wanted}"
+        done = subprocess.run(
+            [sys.executable, "setup.py", "build_ext", "--build-lib", str(folder)],
+            cwd=ROOT,
+            env={
+                **os.environ,
+                "PATH": f"{program.parent}:{os.environ['PATH']}",
+                "KVPOLICY_CPU": wanted,
+                "KVPOLICY_CUDA": "0",
+            },
+            capture_output=True,
+            text=True,
+        )
+        found[wanted] = done
+        assert "unknown target" in done.stderr
+        assert not list(folder.rglob("*.so"))
+    assert found[""].returncode == 0, found[""].stderr
+    assert (
+        "going on without vllm_kvpolicy._C_cpu" in found[""].stdout + found[""].stderr
+    )
+    assert found["1"].returncode != 0
+    assert "g++ failed; its message is above" in found["1"].stderr
+
+
+def test_a_library_of_other_sources_is_refused(
+    built: tuple[Path, str], tmp_path: Path
+) -> None:
+    """Its operations would fail in the middle of an event, or do something else."""
+    sources = tmp_path / "cpu"
+    shutil.copytree(ROOT / "csrc" / "cpu", sources)
+    assert digest_of(sources).encode() in built[0].read_bytes()
+    with (sources / "best.h").open("a") as file:
+        file.write("// changed\n")
+    with pytest.raises(ImportError, match="other sources than this checkout; to build"):
+        native.load_library(built[0], sources, "CPU kernels", "build them")

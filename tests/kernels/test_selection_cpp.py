@@ -87,6 +87,15 @@ def test_the_best_are_the_references(tokens: int, dtype: torch.dtype) -> None:
     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("shape", [(), (1, 1, 1), (1, 2, 1), (1, 2, 3)])
+def test_targets_may_be_broadcast(shape: tuple[int, ...]) -> None:
+    score = torch.randn(1, 2, 3, 40)
+    every = torch.ones_like(score, dtype=torch.bool)
+    target = torch.randint(1, 40, shape, dtype=torch.int32)
+    found, expected = both(top_k_mask, score, ~every, every, target)
+    assert torch.equal(found, expected)
+
+
 def test_axes_in_front_may_be_any() -> None:
     generator = torch.Generator().manual_seed(4)
     score = torch.randn(2, 3, 1, 50, generator=generator).expand(2, 3, 2, 50)

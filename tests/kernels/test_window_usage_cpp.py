@@ -181,3 +181,14 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         window_usage(queries[:, :, :4], keys, lengths, SCALE)
     with pytest.raises(RuntimeError, match="pool: expected another dtype"):
         window_usage(queries.float(), keys, lengths, SCALE)
+    with pytest.raises(RuntimeError, match="queries: expected the pool's size 32"):
+        window_usage(queries[..., :16], keys, lengths, SCALE)
+    with pytest.raises(RuntimeError, match="lengths: expected 0 to 30, got 31"):
+        window_usage(queries, keys, lengths + 1, SCALE)
+
+
+def test_a_head_without_tokens_has_no_usage() -> None:
+    queries, keys, _ = make_case(torch.tensor([[[30, 30]]]))
+    found = window_usage(queries, keys, torch.tensor([[[0, 20]]]), SCALE)
+    assert (found.mean[:, :, :2] == 0).all() and (found.last[:, :, :2] == 0).all()
+    assert torch.allclose(found.mean[:, :, 2:].sum(-1), torch.ones(1))

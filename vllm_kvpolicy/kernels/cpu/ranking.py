@@ -27,7 +27,8 @@ def fill_next_best(
     marked = score.new_empty(score.shape, dtype=torch.bool)
     targets = None
     if isinstance(target, torch.Tensor):
-        targets, target = target.expand(score.shape[:-1]).reshape(-1), 0
+        targets = target.long().expand(score.shape[:-1]).contiguous().view(-1)
+        target = 0
     rows = [as_rows(tokens) for tokens in (marked, keep, score, valid)]
     torch.ops.vllm_kvpolicy_cpu.fill_next_best(*rows, targets, target)
     return marked

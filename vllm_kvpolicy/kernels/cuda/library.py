@@ -3,6 +3,7 @@
 from vllm_kvpolicy.kernels.native.library import PACKAGE, load_library
 
 LIBRARY = PACKAGE / "_C.abi3.so"
+SOURCES = PACKAGE.parent / "csrc"
 HOW = (
     "install nvcc and PyTorch for CUDA and run `KVPOLICY_CUDA=1 pip install "
     "--no-build-isolation --no-deps .` in a checkout"
@@ -15,4 +16,4 @@ def load() -> None:
     Raises:
         ImportError: the kernels were not built, or do not fit this PyTorch.
     """
-    load_library(LIBRARY, "CUDA kernels", HOW)
+    load_library(LIBRARY, SOURCES, "CUDA kernels", HOW)

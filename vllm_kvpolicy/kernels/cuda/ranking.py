@@ -27,7 +27,8 @@ def top_k_mask(
     marked = score.new_empty(score.shape, dtype=torch.bool)
     budgets = None
     if isinstance(budget, torch.Tensor):
-        budgets, budget = budget.expand(score.shape[:-1]).reshape(-1), 0
+        budgets = budget.long().expand(score.shape[:-1]).contiguous().view(-1)
+        budget = 0
     rows = [as_rows(tokens) for tokens in (score, must_keep, valid)]
     torch.ops.vllm_kvpolicy.top_k_mask(as_rows(marked), *rows, budgets, budget)
     return marked

@@ -5,26 +5,35 @@ from pathlib import Path
 
 import torch
 
+from vllm_kvpolicy.kernels.native.sources import digest_of
+
 PACKAGE = Path(__file__).parents[2]
 _loaded: set[Path] = set()
 
 
-def load_library(path: Path, kernels: str, how: str) -> None:
+def load_library(path: Path, sources: Path, kernels: str, how: str) -> None:
     """Register a library's operators in `torch.ops`, once per process.
 
     Args:
         path: of the library.
+        sources: folder of its sources in a checkout; an installed package has none.
         kernels: what it holds, such as "CUDA kernels".
         how: how to build it, as the end of a sentence.
 
     Raises:
-        ImportError: it was not built, or does not fit this PyTorch.
+        ImportError: it was not built, or of other sources than the checkout has, or
+            does not fit this PyTorch.
     """
     if path in _loaded:
         return
     if not path.exists():
         raise ImportError(
             f"vllm-kvpolicy was built without {kernels}; to build them, {how}"
+        )
+    if sources.is_dir() and digest_of(sources).encode() not in path.read_bytes():
+        raise ImportError(
+            f"the {kernels} of vllm-kvpolicy are of other sources than this checkout; "
+            f"to build them again, {how}"
         )
     try:
         torch.ops.load_library(str(path))

@@ -108,7 +108,7 @@ def survivor_moves(
         in_place = torch.empty_like(source, dtype=torch.bool)
     num_rows = num_events * (num_heads // groups + 1)
     starts = sources.new_empty(groups, num_rows + 1)
-    _survivor_moves[(num_events, 1 + triton.cdiv(num_places, LIST_TILE))](
+    _survivor_moves[(1 + triton.cdiv(num_places, LIST_TILE), num_events)](
         sources.contiguous(),
         held.contiguous(),
         first,
@@ -269,9 +269,10 @@ def _survivor_moves(
     TILE: tl.constexpr,
 ):
     """Look one tile of survivors up; the first program of an event sees to starts."""
-    event = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(0)  # the one axis of a grid with more than 65,535 programs
+    event = tl.program_id(1).to(tl.int64)
     size, per_group = num_places // groups, num_heads // groups
-    if tl.program_id(1) == 0:
+    if tile == 0:
         rows = num_events * (per_group + 1) + 1
         for begin in range(0, groups * (per_group + 1), TILE):
             number = begin + tl.arange(0, TILE)
@@ -285,7 +286,7 @@ def _survivor_moves(
             is_last = is_row & (head == per_group) & (event == num_events - 1)
             tl.store(row + 1, start * 0 + num_events * size, mask=is_last)
         return
-    place = (tl.program_id(1) - 1) * TILE + tl.arange(0, TILE)
+    place = (tile - 1) * TILE + tl.arange(0, TILE)
     is_place = place < num_places
     entry = tl.load(sources + event * num_places + place, mask=is_place, other=-1)
     exists = entry >= 0

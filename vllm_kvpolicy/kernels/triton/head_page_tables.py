@@ -66,7 +66,7 @@ def enter_page_lists(
     """
     num_events, num_cells = pages.shape
     counts = first.new_empty(2, num_events)
-    _enter_page_lists[(num_events, 1 + triton.cdiv(num_cells, ENTRIES))](
+    _enter_page_lists[(1 + triton.cdiv(num_cells, ENTRIES), num_events)](
         table_pages,
         table_first,
         index,
@@ -149,9 +149,10 @@ def _enter_page_lists(
     TILE: tl.constexpr,
 ):
     """Copy a tile of one request's pages; its first program sees to the starts."""
-    event = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(0)  # the one axis of a grid with more than 65,535 programs
+    event = tl.program_id(1).to(tl.int64)
     slot = tl.load(index + event)
-    if tl.program_id(1) == 0:
+    if tile == 0:
         first += event * (num_heads + 1)
         longest = tl.full((), 0, tl.int64)
         for begin in range(0, num_heads + 1, TILE):
@@ -165,7 +166,7 @@ def _enter_page_lists(
         tl.store(counts + event, longest)
         tl.store(counts + num_events + event, tl.load(first + num_heads))
         return
-    cell = (tl.program_id(1) - 1) * TILE + tl.arange(0, TILE)
+    cell = (tile - 1) * TILE + tl.arange(0, TILE)
     inside = cell < num_cells
     page = tl.load(pages + event * num_cells + cell, mask=inside, other=0)
     tl.store(table_pages + slot * pages_row + cell, page.to(tl.int32), mask=inside)

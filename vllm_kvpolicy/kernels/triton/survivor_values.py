@@ -64,7 +64,7 @@ def write_survivors(
     num_places = sources.shape[1]
     list_tiles = triton.cdiv(num_places, TILE)
     local_tiles = triton.cdiv(num_heads * most_local, TILE)
-    _write_survivors[(len(index), list_tiles + local_tiles, len(which))](
+    _write_survivors[(list_tiles + local_tiles, len(index), len(which))](
         survivors,
         local,
         which,
@@ -165,13 +165,14 @@ def _write_survivors(
     TILE: tl.constexpr,
 ):
     """Write a tile of one event's survivors, or of its local tokens."""
-    event = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(0)  # the one axis of a grid with more than 65,535 programs
+    event = tl.program_id(1).to(tl.int64)
     table = tl.load(which + tl.program_id(2))
     slot = tl.load(index + event)
     values += (tl.program_id(2) * num_events + event) * num_heads * num_tokens
     list_tiles = (num_places + TILE - 1) // TILE
-    if tl.program_id(1) < list_tiles:
-        place = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    if tile < list_tiles:
+        place = tile * TILE + tl.arange(0, TILE)
         inside = place < num_places
         source = tl.load(sources + event * num_places + place, mask=inside, other=-1)
         value = tl.load(values + source, mask=source >= 0, other=0.0)
@@ -180,7 +181,7 @@ def _write_survivors(
         address = table * survivors_stride + block * width + place % width
         tl.store(survivors + address, value, mask=inside)
         return
-    entry = (tl.program_id(1) - list_tiles) * TILE + tl.arange(0, TILE)
+    entry = (tile - list_tiles) * TILE + tl.arange(0, TILE)
     inside = entry < num_heads * most_local
     head, token = (entry // most_local).to(tl.int64), entry % most_local
     pages = num_pages + event * event_stride + head * head_stride
