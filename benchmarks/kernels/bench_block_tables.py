@@ -237,7 +237,8 @@ class HeadPages:
             dest_blocks=tuple(blocks[: self.num_dest]),
             local_blocks=(),
         )
-        keep = self.case.kept().view(1, -1).to(self.device)
+        token = torch.arange(self.case.tokens, device=self.device)
+        keep = token < self.case.kept().view(1, -1, 1).to(self.device)
         rows = [self.requests.take(request_id)]
         policy: Any = SimpleNamespace(dynamic=True)
 

@@ -45,8 +45,8 @@ class Settings:
         policy_config: options of policies; those that a policy does not have are left
             out.
         variants: name -> options that win over them.
-        as_served: prefix caching is on, and events in prompts are where servers have
-            them by default.
+        as_served: prefix caching is on, and events and protected prompts are those that
+            servers have by default.
         trace: folder in which engines record what events keep, None for no record.
     """
 
@@ -198,17 +198,18 @@ def running(engine: Engine, settings: Settings) -> Iterator[Asker]:
     if settings.trace:
         options["trace"] = str(settings.trace)
     blocks = settings.at_once * -(-settings.max_model_len // BLOCK_SIZE) + 1
-    own: dict[str, Any] = {"protect_prompt": False}
+    own: dict[str, Any] = {}
     if settings.as_served:
         blocks *= 2
     else:
-        own["prefill_interval"] = engine.interval
+        own = {"prefill_interval": engine.interval, "protect_prompt": False}
+        options["spread_events"] = False
     llm = LLM(
         str(settings.model),
         kv_policy=policies[0],
         kv_budget=max(settings.budgets),
         kv_interval=engine.interval,
-        kv_policy_config=options | {"allow": policies[1:], "spread_events": False},
+        kv_policy_config=options | {"allow": policies[1:]},
         additional_config={"kv_policy": own},
         dtype=settings.dtype,
         max_model_len=settings.max_model_len,

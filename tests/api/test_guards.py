@@ -89,6 +89,9 @@ MACHINE_TRIGGERS = {
         compat, "platform_name", lambda: "rocm"
     ),
     "batch-invariant mode": lambda patch: patch.setenv("VLLM_BATCH_INVARIANT", "1"),
+    "memory plans of earlier starts": lambda patch: patch.setenv(
+        "VLLM_ENABLE_STARTUP_PLAN", "1"
+    ),
     "the Rust front end": lambda patch: patch.setenv("VLLM_USE_RUST_FRONTEND", "1"),
 }
 # Further ways to switch a feature on.

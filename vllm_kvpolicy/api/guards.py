@@ -320,6 +320,12 @@ REFUSALS = (
         by_machine=True,
     ),
     Refusal(
+        "memory plans of earlier starts",
+        lambda config: compat.environment_flag("VLLM_ENABLE_STARTUP_PLAN"),
+        "unset VLLM_ENABLE_STARTUP_PLAN: a plan does not know the policy",
+        by_machine=True,
+    ),
+    Refusal(
         "the Rust front end",
         lambda config: compat.environment_flag("VLLM_USE_RUST_FRONTEND"),
         "unset VLLM_USE_RUST_FRONTEND: it does not check requests",

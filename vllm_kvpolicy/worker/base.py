@@ -64,10 +64,10 @@ class KVPolicyWorkerMixin:
         Raises:
             ValueError: not even one request fits.
         """
+        is_explicit = self.cache_config.kv_cache_memory_bytes is not None
         available = super().determine_available_memory()
         specs = list(self.get_kv_cache_spec().values())
         superblock = sum(spec.page_size_bytes for spec in specs)
-        is_explicit = self.cache_config.kv_cache_memory_bytes is not None
         # Otherwise vLLM has already measured it as memory in use on the device.
         is_ours_to_count = is_explicit or self.device.type == "cpu"
         early = self.kv_policy_setup.early_bytes if is_ours_to_count else 0
