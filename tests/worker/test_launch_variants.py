@@ -34,7 +34,7 @@ def without_data(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(pages, "_one_allocation", lambda caches: None)
     # How long lists are is read from the device, which here has nothing to say.
     rng, most = Random(0), VALUES["budget"] // LLAMA.block_size
-    pages_of = lambda copy: np.full(99, rng.randint(most, 3 * most))  # noqa: E731
+    pages_of = lambda copy: np.full((2, 99), rng.randint(most, 3 * most))  # noqa: E731
     monkeypatch.setattr(HostCopy, "read", pages_of)
     with forced("triton"):
         yield

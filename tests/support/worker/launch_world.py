@@ -69,7 +69,7 @@ def launch_world(config: KVPolicyConfig, shape: Shape) -> Compactor:
         tier=_tier(config.is_ragged, requests, pool, longest),
         requests=requests,
         captures=[windows],
-        memory={name: SurvivorMemory(requests, *sizes) for name in sorted(names)},
+        memory=SurvivorMemory(sorted(names), requests, *sizes),
         rope=None,
         scale=0.1,
     )
