@@ -13,15 +13,16 @@ Main path of one request from the flag to the kernels, in the order of first cal
 
   flag      plugin > api.patch > api.cli > api.startup > config
   checks    api.startup > api.guards > api.version_check > api.vllm_source
-  files     api.start_checks
+  files     api.relied_on > api.start_checks
   worker    worker.base > worker.setup > policies.build
   request   api.patch > api.request_guards
   schedule  block_manager.scheduler > block_manager.planner > block_manager.manager
   admit     block_manager.admission > block_manager.forecast
-  step      worker.base > worker.runtime > worker.backends.mixins
+  step      worker.runtime > worker.request_table > worker.backends.mixins
   capture   worker.captures.query_windows > kernels
   free      block_manager.manager > block_manager.placement
-  event     worker.compaction > policies.compose > kernels.window_usage
+  event     worker.compaction > worker.survivors > policies.compose
+  usage     policies.compose > kernels.window_usage
   decide    policies.scorers.tova > policies.allocators.ams > kernels.segment_quota
   move      worker.compaction > kernels.compact_pages
   attend    worker.tiers.equal > kernels.page_tables
