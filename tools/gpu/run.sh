@@ -65,7 +65,8 @@ kernels: $kernels"
     build_plugin "$kernels" || return 1
     [ $failed = 1 ] || echo "$built_from" >"$plugin/sources"
   fi
-  ls "$plugin"/vllm_kvpolicy/_C.*.so 2>/dev/null || echo "without CUDA kernels of our own"
+  ls "$plugin"/vllm_kvpolicy/_C.*.so 2>/dev/null ||
+    echo "without CUDA kernels of our own"
   # The installed package, which has the kernels, comes before that of the checkout.
   export PYTHONSAFEPATH=1
   export PYTHONPATH=$plugin${PYTHONPATH:+:$PYTHONPATH}:$PWD
@@ -87,7 +88,7 @@ choose_kernels() {
   fi
   if command -v nvcc >/dev/null; then
     kernels=nvcc
-    echo "$why: nvcc builds them"
+    echo "$why: those that nvcc makes are taken"
     return
   fi
   kernels=none
