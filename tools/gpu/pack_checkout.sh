@@ -21,7 +21,10 @@ git ls-files -z --cached --ignored --exclude-from=tools/gpu/travels.txt >"$files
 tar --null -T "$files" --owner=0 --group=0 -cf - | xz "-${LEVEL:-6}" >"$out"
 
 # Of a file or of all files in a folder; 0 where there is none.
-bytes() { { [ ! -e "$1" ] || find "$1" -type f -printf '%s\n'; } | awk '{n += $1} END {print n + 0}'; }
+bytes() {
+  { [ ! -e "$1" ] || find "$1" -type f -printf '%s\n'; } |
+    awk '{n += $1} END {print n + 0}'
+}
 say() { awk -v n="$1" -v what="$2" 'BEGIN {printf "%8.1f MiB  %s\n", n / 2^20, what}'; }
 
 tree=$(xargs -0 stat -c %s <"$files" | awk '{n += $1} END {print n}')
