@@ -34,6 +34,10 @@ ARGS ?=
 .DEFAULT_GOAL := setup
 
 setup:
+	@[ -e scripts/setup_env.py ] || { \
+		echo "set-up failed: this part of a checkout, for a GPU machine, has no" \
+			"scripts/: give GPU_PYTHON=python3, or run tools/gpu/run.sh check" >&2; \
+		exit 1; }
 	@command -v $(PYTHON) >/dev/null || { \
 		echo "set-up failed: no $(PYTHON) on PATH, install Python >= 3.11" >&2; \
 		exit 1; }

@@ -1,5 +1,6 @@
 """The rehearsal of a GPU run, and what of a checkout travels to it."""
 
+import ast
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import __main__ as command
+from benchmarks.gpu.check import imports
 from benchmarks.gpu.engine import EngineSpec
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.rehearsal import RehearsedProcess
@@ -89,6 +91,74 @@ def test_bytes_are_counted_and_limited(tmp_path: Path) -> None:
     assert not [name for name in names if name.startswith(("docs", "tests/golden"))]
     done = bash("pack_checkout.sh", str(packed), **variables, LIMIT_MIB=str(int(total)))
     assert done.returncode == 1
+
+
+def test_a_missing_carry_folder_counts_nothing(tmp_path: Path) -> None:
+    packed = tmp_path / "checkout.tar.xz"
+    done = bash("pack_checkout.sh", str(packed), CARRY=str(tmp_path / "none"))
+    assert done.returncode == 0, done.stdout
+    total = packed.stat().st_size / 2**20
+    assert f"{total:.1f} MiB  travel in all" in done.stdout
+
+
+def test_kernels_of_other_sources_do_not_travel(tmp_path: Path) -> None:
+    words, carry = (str(tmp_path / "checkout.tar.xz"),), tmp_path / "carry"
+    sources = carry / "kernels" / "sources"
+    sources.parent.mkdir(parents=True)
+    command = ["bash", "tools/gpu/digest.sh", "csrc", "setup.py"]
+    sources.write_bytes(subprocess.check_output(command, cwd=ROOT))
+    assert bash("pack_checkout.sh", *words, CARRY=str(carry)).returncode == 0
+    sources.write_text("of other sources\n")
+    done = bash("pack_checkout.sh", *words, CARRY=str(carry))
+    assert done.returncode == 1 and "run tools/gpu/build_kernels.sh" in done.stdout
+
+
+def test_what_travels_imports_nothing_that_stays() -> None:
+    patterns = "--exclude-from=tools/gpu/travels.txt"
+    command = ["git", "ls-files", "--cached", "--ignored", patterns, "--", "*.py"]
+    listed = subprocess.check_output(command, cwd=ROOT, text=True).split()
+    paths = [path for path in listed if (ROOT / path).exists()]
+    known = {name for path in paths for name in names_of(path)}
+    tops = {name for name in known if "." not in name} - {"setup", "conftest"}
+    wanted = [(path, name) for path in paths for name in imported(ROOT / path)]
+    left = [pair for pair in wanted if pair[1].split(".")[0] in tops]
+    assert len(left) > 500
+    assert not [pair for pair in left if pair[1] not in known]
+
+
+def names_of(path: str) -> set[str]:
+    """Return the names of a module and of its packages; tests/ is a root as well."""
+    parts = path.removesuffix(".py").removesuffix("/__init__").split("/")
+    names = {".".join(parts[:size]) for size in range(1, len(parts) + 1)}
+    return names | {name.removeprefix("tests.") for name in names}
+
+
+def imported(path: Path) -> set[str]:
+    """Return the modules that a file imports, at the top and within functions."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return found
+
+
+def test_imports_inside_functions_are_tried(tmp_path: Path, monkeypatch) -> None:
+    """A note where an extra lacks; an error where a name is gone."""
+    lines = "def f():\n import a.b\n def g():\n  from c import d, e\n"
+    (tmp_path / "made.py").write_text(lines)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not imports.found("made", "f")
+    assert set(imports.inside_functions("made")) == {
+        ("a.b", ""),
+        ("c", "d"),
+        ("c", "e"),
+    }
+    with pytest.raises(ModuleNotFoundError, match="made.gone"):
+        imports.found("made", "gone")
+    monkeypatch.setattr(imports, "EXTRAS", ("such_a_package",))
+    assert "NOT TRIED: such_a_package, " in imports.found("such_a_package", "x")[0]
 
 
 def test_everything_starts_where_only_what_travels_is(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@
 # About 350 MB come from the package index; 2-4 minutes on two cores, up to 2.5 GB of
 # memory in each of two workers.
 #   VLLM_VERSION=0.32.0  the release; its libraries are built for torch >= 2.11
-#   PART_MIB=56          the most one part may hold
+#   PART_MIB=35          the most one part may hold: with the checkout, and the kernels,
+#                        it stays within LIMIT_MIB=45 of pack_checkout.sh
 #   WITH_PTX=0           1: keep PTX for kernels without sm_90 code (Marlin), +15 MiB
 #   EXTRA="pkg==1 ..."   more wheels to carry, without their dependencies
 #   SERVER=0             1: carry what the OpenAI-compatible server needs, too, +4 MiB
@@ -40,11 +41,11 @@ needed=(-r "$here/carry_requirements.txt")
   --target "$work/deps" "${needed[@]}" ${EXTRA:-}
 rm -rf "$work/deps/bin"
 
-rm -rf "$out"/part[0-9]*
+rm -rf "$out"/part[0-9]* "$out/kernels"
 options=(--jobs "${JOBS:-2}")
 [ "${WITH_PTX:-0}" = 1 ] || options+=(--no-ptx)
 "$python" "$here/carry_pack.py" --wheel "$work"/wheel/vllm-*.whl --deps "$work/deps" \
-  --out "$out" --work "$work/pack" --part-mib "${PART_MIB:-56}" "${options[@]}"
+  --out "$out" --work "$work/pack" --part-mib "${PART_MIB:-35}" "${options[@]}"
 echo "== kernels"
 bash "$here/build_kernels.sh" "$(realpath "$out")" ||
   echo "no kernels of this package are carried: the GPU machine builds them"

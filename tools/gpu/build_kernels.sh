@@ -12,9 +12,12 @@ out=${1:-runs/gpu/carry}/kernels
 python=${PYTHON:-.venv/bin/python}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+# Of the sources as they are now: a change while they compile shows.
+sources=$(bash tools/gpu/digest.sh csrc setup.py)
 KVPOLICY_CUDA=1 KVPOLICY_CUDA_ARCHITECTURES=90 "$python" setup.py -q build_ext \
   --build-lib "$work" --build-temp "$work/objects"
+rm -rf "$out"
 mkdir -p "$out"
 tar -C "$work" -cf - vllm_kvpolicy/_C.abi3.so | xz -9e >"$out/kernels.tar.xz"
-bash tools/gpu/digest.sh csrc setup.py >"$out/sources"
+echo "$sources" >"$out/sources"
 ls -l "$out"

@@ -296,7 +296,7 @@ def main() -> int:
     parser.add_argument("--deps", type=Path, required=True, help="pip's --target")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--part-mib", type=float, default=56)
+    parser.add_argument("--part-mib", type=float, default=35)
     parser.add_argument("--no-ptx", action="store_true")
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()

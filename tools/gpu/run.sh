@@ -4,11 +4,12 @@
 # A PART is `first` (libraries and kernels one by one), `check` (make gpu-check) or a
 # part of the benchmark (python -m benchmarks.gpu --help). Before the first one, vLLM is
 # unpacked from CARRY (runs/gpu/carry, see build_carry.sh) and this package is installed
-# beside it, with the CUDA kernels of CARRY, or else with what nvcc makes of its own. Both
-# are kept, and done anew only where their sources changed, and so is what vLLM and Triton
-# compile.
+# beside it, with the CUDA kernels of CARRY if they are of its sources and the GPU is an
+# sm_90, or else with what nvcc makes. Both are kept, and done anew only where their
+# sources changed, and so is what vLLM and Triton compile.
 # PART:SECONDS gives a part a limit of its own. Each part leaves a JSON of its own.
-# Status 1 if any part failed.
+# Status 1 if any part failed, or the kernels: parts run without those that do not build,
+# or that CARRY has of other sources where there is no nvcc.
 #   OUT=runs/gpu/out    results and log
 #   SECONDS_EACH=500    limit of one part; the benchmark begins nothing 30 s before it
 #   CHECK=              further arguments of gpu-check, such as "--only syncs"
@@ -50,34 +51,66 @@ install_vllm() {
   . "$site/env.sh"
 }
 
+# The package is built anew unless all that was built from is as it was; after a failure
+# nothing says so, and the next call tries again.
 install_plugin() {
-  local sources
-  sources=$(bash tools/gpu/digest.sh vllm_kvpolicy csrc setup.py pyproject.toml)
-  if [ "$(cat "$plugin/sources" 2>/dev/null)" != "$sources" ]; then
+  local kernels built_from
+  choose_kernels
+  built_from="$(bash tools/gpu/digest.sh vllm_kvpolicy csrc setup.py pyproject.toml)
+kernels: $kernels"
+  [ "$kernels" != carried ] ||
+    built_from+=" $(bash tools/gpu/digest.sh "$carry/kernels")"
+  if [ "$(cat "$plugin/sources" 2>/dev/null)" != "$built_from" ]; then
     rm -rf "$plugin"
-    build_plugin || return 1
-    echo "$sources" >"$plugin/sources"
+    build_plugin "$kernels" || return 1
+    [ $failed = 1 ] || echo "$built_from" >"$plugin/sources"
   fi
-  ls "$plugin"/vllm_kvpolicy/*.so 2>/dev/null || echo "without CUDA kernels of our own"
+  ls "$plugin"/vllm_kvpolicy/_C.*.so 2>/dev/null ||
+    echo "without CUDA kernels of our own"
   # The installed package, which has the kernels, comes before that of the checkout.
   export PYTHONSAFEPATH=1
   export PYTHONPATH=$plugin${PYTHONPATH:+:$PYTHONPATH}:$PWD
 }
 
+# Sets `kernels` to carried, nvcc or none; `failed` where carried ones are of no use and
+# there is no nvcc.
+choose_kernels() {
+  local carried=$carry/kernels why
+  kernels=carried
+  if [ ! -e "$carried/sources" ]; then
+    why="no kernels in $carried"
+  elif ! bash tools/gpu/digest.sh csrc setup.py | cmp -s - "$carried/sources"; then
+    why="the kernels in $carried were built from other sources"
+  elif [ ${#dry[@]} = 0 ] && ! is_sm_90; then
+    why="the kernels in $carried are for sm_90, which this GPU is not"
+  else
+    return
+  fi
+  if command -v nvcc >/dev/null; then
+    kernels=nvcc
+    echo "$why: those that nvcc makes are taken"
+    return
+  fi
+  kernels=none
+  echo "$why, and there is no nvcc"
+  [ ! -e "$carried" ] || failed=1
+}
+
+is_sm_90() {
+  [ "$(python3 -c 'import torch; print(torch.cuda.get_device_capability())')" = "(9, 0)" ]
+}
+
 build_plugin() {
-  local carried=$carry/kernels
-  if [ "$(cat "$carried/sources" 2>/dev/null)" = \
-    "$(bash tools/gpu/digest.sh csrc setup.py)" ]; then
-    pip_install 0 && python3 -m tarfile -e "$carried/kernels.tar.xz" "$plugin"
-  elif command -v nvcc >/dev/null; then
-    echo "no kernels of these sources in $carried: nvcc builds them"
+  case $1 in
+  carried) pip_install 0 && python3 -m tarfile -e "$carry/kernels/kernels.tar.xz" "$plugin" ;;
+  none) pip_install 0 ;;
+  nvcc)
     pip_install 1 && return
     echo "the CUDA kernels do not build: going on without them"
     failed=1
     pip_install 0
-  else
-    pip_install 0
-  fi
+    ;;
+  esac
 }
 
 pip_install() {
