@@ -113,6 +113,44 @@ def test_what_a_class_leaves_to_its_subclasses_is_found():
     assert source.abstract_methods("vllm.a:Nothing") == ()
 
 
+def test_what_a_class_inherits_abstract_is_found():
+    texts = {
+        "vllm.a": (
+            "from vllm.b import Base as B\nclass C(B[int]):\n def first(self): ...\n"
+        ),
+        "vllm.b": (
+            "from abc import ABC\nclass Base(ABC):\n"
+            " @abstractmethod\n def first(self): ...\n"
+            " @abstractmethod\n def second(self): ...\n"
+        ),
+    }
+    trees = {name: ast.parse(text) for name, text in texts.items()}
+    assert VllmSource(trees.get).abstract_methods("vllm.a:C") == ("second",)
+
+
+@pytest.mark.parametrize("later", ["f = None", "del f"])
+def test_what_is_bound_again_or_deleted_is_no_function(later):
+    source = source_of(f"class A:\n def f(self): ...\n {later}\n")
+    assert source.parameters("vllm.a:A.f") is None
+    assert source.defines("vllm.a:A.f") is (later == "f = None")
+
+
+def test_what_only_others_are_given_is_not_defined():
+    source = source_of(
+        "class A:\n"
+        " def f(self, scale: int):\n"
+        "  other.sinks = 1\n"
+        "  self.a, self.b = 1, 2\n"
+        "  self.c: int = 3\n"
+    )
+    found = {
+        name
+        for name in ("scale", "sinks", "a", "b", "c")
+        if source.defines(f"vllm.a:A.{name}")
+    }
+    assert found == {"a", "b", "c"}
+
+
 def test_modules_and_names_are_found():
     source = source_of("from b import c\nclass D:\n    def e(self): self.f = 1\n")
     assert all(map(source.defines, ("vllm.a:c", "vllm.a:D.e", "vllm.a:D.f", "vllm:a")))

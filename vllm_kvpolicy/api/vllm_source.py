@@ -66,15 +66,34 @@ class VllmSource:
     def abstract_methods(self, target: str) -> tuple[str, ...]:
         """Return the methods that a class leaves to its subclasses, in order.
 
+        Its own first, then those of its bases in vLLM, where no class before has them.
+
         Args:
             target: "module:Class".
         """
+        found: dict[str, ast.AST] = {}
+        for body in self._lineage(target):
+            found = found | {
+                name: each
+                for name, each in self._definitions(body).items()
+                if name not in found
+            }
+        return tuple(name for name, each in found.items() if _is_abstract(each))
+
+    def _lineage(self, target: str) -> Iterator[ast.ClassDef]:
+        """Yield a class and then its bases in vLLM, each with its own bases."""
         scope, name = self._scope(target)
         found = None if scope is None else self._definitions(scope).get(name)
-        if not isinstance(found, ast.ClassDef):
-            return ()
-        names = self._definitions(found).items()
-        return tuple(name for name, each in names if _is_abstract(each))
+        module = target.partition(":")[0]
+        if isinstance(found, ast.ClassDef):
+            yield found
+            for base in found.bases:
+                base = base.value if isinstance(base, ast.Subscript) else base
+                yield from self._lineage(f"{module}:{ast.unparse(base)}")
+        elif isinstance(found, ast.alias) and scope is not None:
+            for each in _own_nodes(scope):
+                if isinstance(each, ast.ImportFrom) and found in each.names:
+                    yield from self._lineage(f"{each.module}:{found.name}")
 
     def _has(self, scope: Scope, name: str) -> bool:
         """Return whether a module or class defines a name."""
