@@ -5,7 +5,7 @@
 
 Prints a line for each row of `api.version_check`: "same", "changed" or "gone" beside
 the tested release, and "known" where `compat.RELEASES` says so. The wheel's modules are
-compiled in memory and never run. Status 1 if something is changed or gone and not
+parsed and never run. Status 1 if something is changed or gone and not
 known. `installed` in place of a wheel means this environment's vLLM.
 
 `--record` also writes what the release has, names of parameters only, into the folder
@@ -15,6 +15,7 @@ After a change of what we rely on, record every supported release again.
 """
 
 import argparse
+import ast
 import json
 import re
 import sys
@@ -23,7 +24,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from types import CodeType
 from zipfile import BadZipFile, ZipFile
 
 from vllm_kvpolicy import compat
@@ -83,9 +83,9 @@ def _open_wheel(path: Path) -> tuple[str, Look]:
     if not versions:
         raise ValueError("no METADATA of vLLM in it")
 
-    def load(module: str) -> CodeType | None:
+    def load(module: str) -> ast.Module | None:
         for name in names.intersection(files_of(module)):
-            return compile(wheel.read(name), name, "exec", dont_inherit=True)
+            return ast.parse(wheel.read(name), name)
         return None
 
     return versions[0], version_check.look_into(VllmSource(load))

@@ -1,6 +1,7 @@
 """What depends on vLLM's version, platform and environment, in one place."""
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module, metadata
@@ -45,6 +46,8 @@ RELEASES = {
     ),
 }
 SUPPORTED_VLLM = " or ".join(f"{minor}.x" for minor in RELEASES)
+# Releases, also of a local build; "rc1", "a2" and ".dev3" are none.
+FINAL = re.compile(r"\d+(\.\d+)*(\.post\d+)?(\+.*)?")
 # Names the implementation that every operation of `kernels` must run on a GPU.
 KERNELS_VARIABLE = "KVPOLICY_KERNELS"
 # Classes that vLLM picks by platform, and the ones that take their place.
@@ -83,8 +86,12 @@ def vllm_version() -> str:
 
 
 def supports(version: str) -> bool:
-    """Tell whether policies start with vLLM `version`."""
-    return minor_release(version) in RELEASES
+    """Tell whether policies start with vLLM `version`.
+
+    A release candidate or a development version may have anything: what was tested or
+    compared are releases.
+    """
+    return minor_release(version) in RELEASES and bool(FINAL.fullmatch(version))
 
 
 def release_of(version: str) -> Release:

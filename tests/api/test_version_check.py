@@ -1,5 +1,6 @@
 """What a release of vLLM has changed is found, unless its row says how."""
 
+import ast
 import inspect
 import sys
 
@@ -76,7 +77,11 @@ def test_parameters_are_listed_as_inspect_lists_them():
         assert found == listed
     for function in (every_kind, only_keywords):
         listed = tuple(inspect.signature(function).parameters)
-        assert vllm_source.parameter_names(function.__code__) == listed
+        assert vllm_source.parameter_names(parsed(function)) == listed
+
+
+def parsed(function):
+    return ast.parse(inspect.getsource(function)).body[0]
 
 
 def every_kind(a, /, b, *c, d, **e):
@@ -89,7 +94,7 @@ def only_keywords(*, a, b=1):
 
 def source_of(text):
     """Return a vLLM of one module."""
-    code = compile(text, "a.py", "exec")
+    code = ast.parse(text)
     return VllmSource(lambda module: code if module == "vllm.a" else None)
 
 
@@ -106,6 +111,44 @@ def test_what_a_class_leaves_to_its_subclasses_is_found():
     )
     assert source.abstract_methods("vllm.a:Base") == ("first", "third")
     assert source.abstract_methods("vllm.a:Nothing") == ()
+
+
+def test_what_a_class_inherits_abstract_is_found():
+    texts = {
+        "vllm.a": (
+            "from vllm.b import Base as B\nclass C(B[int]):\n def first(self): ...\n"
+        ),
+        "vllm.b": (
+            "from abc import ABC\nclass Base(ABC):\n"
+            " @abstractmethod\n def first(self): ...\n"
+            " @abstractmethod\n def second(self): ...\n"
+        ),
+    }
+    trees = {name: ast.parse(text) for name, text in texts.items()}
+    assert VllmSource(trees.get).abstract_methods("vllm.a:C") == ("second",)
+
+
+@pytest.mark.parametrize("later", ["f = None", "del f"])
+def test_what_is_bound_again_or_deleted_is_no_function(later):
+    source = source_of(f"class A:\n def f(self): ...\n {later}\n")
+    assert source.parameters("vllm.a:A.f") is None
+    assert source.defines("vllm.a:A.f") is (later == "f = None")
+
+
+def test_what_only_others_are_given_is_not_defined():
+    source = source_of(
+        "class A:\n"
+        " def f(self, scale: int):\n"
+        "  other.sinks = 1\n"
+        "  self.a, self.b = 1, 2\n"
+        "  self.c: int = 3\n"
+    )
+    found = {
+        name
+        for name in ("scale", "sinks", "a", "b", "c")
+        if source.defines(f"vllm.a:A.{name}")
+    }
+    assert found == {"a", "b", "c"}
 
 
 def test_modules_and_names_are_found():
@@ -157,3 +200,49 @@ def test_every_import_of_the_package_is_checked():
     assert f"{SCHEDULER}" in targets and "vllm:LLM" in targets
     look = version_check.look_into(vllm_source.installed())
     assert [row for row in version_check.imports() if look(row) is None] == []
+
+
+def owner_in(tree, path):
+    """Return a module or the class in it that defines the last name of a path."""
+    for name in path.split(".")[:-1]:
+        classes = (each for each in ast.walk(tree) if isinstance(each, ast.ClassDef))
+        tree = next(each for each in classes if each.name == name)
+    return tree
+
+
+def rename(owner, name):
+    """Rename what defines a name; return (node, field) of each."""
+    renamed = []
+    for node in ast.walk(owner):
+        is_self = isinstance(node, ast.Attribute) and (
+            isinstance(node.value, ast.Name) and node.value.id == "self"
+        )
+        field = {
+            ast.FunctionDef: "name",
+            ast.AsyncFunctionDef: "name",
+            ast.ClassDef: "name",
+            ast.Name: "id",
+            ast.alias: "asname" if getattr(node, "asname", None) else "name",
+            ast.Attribute: "attr" if is_self else None,
+        }.get(type(node))
+        if field and getattr(node, field) == name:
+            setattr(node, field, "renamed")
+            renamed.append((node, field))
+    return renamed
+
+
+def test_what_is_renamed_is_gone():
+    """Annotated parameters and attributes of others keep the name."""
+    rows = sorted([*version_check.rows(), *version_check.imports()], key=str)
+    load, trees, still = vllm_source.installed()._module, {}, []
+    for row in rows:
+        module, _, path = row.target.partition(":")
+        tree = trees.setdefault(module, load(module))
+        renamed = rename(owner_in(tree, path), path.split(".")[-1])
+        source = VllmSource({module: tree}.get)
+        if renamed and version_check.look_into(source)(row) is not None:
+            still.append(row.target)
+        for node, field in renamed:
+            setattr(node, field, path.split(".")[-1])
+    assert len(rows) > 200
+    assert still == []

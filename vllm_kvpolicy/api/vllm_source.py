@@ -1,29 +1,37 @@
-"""Tells what the classes of a vLLM have from its compiled files, without running them.
+"""Tells what the classes of a vLLM have from its source, without running it.
 
 So a start can check what workers and engines rely on in a process that loads neither,
 and on a machine that lacks what some of the modules import; and a release can be judged
 that is not installed.
 """
 
-import dis
-import inspect
+import ast
 from collections.abc import Callable, Iterator
 from functools import cache
-from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec
 from pathlib import Path
-from types import CodeType
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Scope = ast.Module | ast.ClassDef
+# What has names of its own; those in it are not those of the scope around it.
+INNER = (
+    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda),
+    *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
+)
 
 
 class VllmSource:
     """The modules of one vLLM.
 
     Args:
-        load: returns the code of a module by its name, None where there is none.
+        load: returns the parsed source of a module by its name, None where there is
+            none.
     """
 
-    def __init__(self, load: Callable[[str], CodeType | None]) -> None:
+    def __init__(self, load: Callable[[str], ast.Module | None]) -> None:
         self._module = cache(load)
+        self._definitions = cache(_definitions)
+        self._attributes = cache(_attributes)
 
     def defines(self, target: str) -> bool:
         """Return whether vLLM has a module, class, function, method or attribute.
@@ -34,8 +42,8 @@ class VllmSource:
         Args:
             target: "module:name" or "module:Class.name".
         """
-        owner, name = self._owner(target)
-        if owner is not None and name in _names(owner):
+        scope, name = self._scope(target)
+        if scope is not None and self._has(scope, name):
             return True
         is_module = "." not in target.partition(":")[2]
         return is_module and self._module(target.replace(":", ".")) is not None
@@ -51,40 +59,67 @@ class VllmSource:
         Returns:
             Names; None where vLLM has no such function.
         """
-        owner, name = self._owner(target)
-        code = None if owner is None else _code_of(owner, name)
-        return None if code is None else parameter_names(code)
+        scope, name = self._scope(target)
+        found = None if scope is None else self._definitions(scope).get(name)
+        return parameter_names(found) if isinstance(found, Function) else None
 
     def abstract_methods(self, target: str) -> tuple[str, ...]:
         """Return the methods that a class leaves to its subclasses, in order.
 
+        Its own first, then those of its bases in vLLM, where no class before has them.
+
         Args:
             target: "module:Class".
         """
-        owner, name = self._owner(target)
-        body = None if owner is None else _code_of(owner, name)
-        return () if body is None else tuple(_abstract(body))
+        found: dict[str, ast.AST] = {}
+        for body in self._lineage(target):
+            found = found | {
+                name: each
+                for name, each in self._definitions(body).items()
+                if name not in found
+            }
+        return tuple(name for name, each in found.items() if _is_abstract(each))
 
-    def _owner(self, target: str) -> tuple[CodeType | None, str]:
-        """Return the code of the module or class body that would define a name."""
+    def _lineage(self, target: str) -> Iterator[ast.ClassDef]:
+        """Yield a class and then its bases in vLLM, each with its own bases."""
+        scope, name = self._scope(target)
+        found = None if scope is None else self._definitions(scope).get(name)
+        module = target.partition(":")[0]
+        if isinstance(found, ast.ClassDef):
+            yield found
+            for base in found.bases:
+                base = base.value if isinstance(base, ast.Subscript) else base
+                yield from self._lineage(f"{module}:{ast.unparse(base)}")
+        elif isinstance(found, ast.alias) and scope is not None:
+            for each in _own_nodes(scope):
+                if isinstance(each, ast.ImportFrom) and found in each.names:
+                    yield from self._lineage(f"{each.module}:{found.name}")
+
+    def _has(self, scope: Scope, name: str) -> bool:
+        """Return whether a module or class defines a name."""
+        if name in self._definitions(scope):
+            return True
+        return isinstance(scope, ast.ClassDef) and name in self._attributes(scope)
+
+    def _scope(self, target: str) -> tuple[Scope | None, str]:
+        """Return the module or class that would define a name, and the name."""
         module, _, path = target.partition(":")
         *parents, name = path.split(".")
-        owner = self._module(module)
+        scope: Scope | None = self._module(module)
         for parent in parents:
-            owner = None if owner is None else _code_of(owner, parent)
-        return owner, name
+            found = None if scope is None else self._definitions(scope).get(parent)
+            scope = found if isinstance(found, ast.ClassDef) else None
+        return scope, name
 
 
-def parameter_names(code: CodeType) -> tuple[str, ...]:
+def parameter_names(function: Function) -> tuple[str, ...]:
     """Return the names of a function's parameters, see `VllmSource.parameters`."""
-    names = iter(code.co_varnames)
-    positional = [next(names) for _ in range(code.co_argcount)]
-    keywords = [next(names) for _ in range(code.co_kwonlyargcount)]
-    rest = [next(names)] if code.co_flags & inspect.CO_VARARGS else []
-    keywords += [next(names)] if code.co_flags & inspect.CO_VARKEYWORDS else []
-    if positional[:1] == ["cls"]:
-        positional = positional[1:]
-    return (*positional, *rest, *keywords)
+    takes = function.args
+    rest = [] if takes.vararg is None else [takes.vararg]
+    keywords = [] if takes.kwarg is None else [takes.kwarg]
+    every = (*takes.posonlyargs, *takes.args, *rest, *takes.kwonlyargs, *keywords)
+    names = tuple(each.arg for each in every)
+    return names[1:] if names[:1] == ("cls",) else names
 
 
 @cache
@@ -95,11 +130,10 @@ def installed() -> VllmSource:
         raise ModuleNotFoundError("vllm is not installed")
     parent = Path(spec.origin).parents[1]
 
-    def load(module: str) -> CodeType | None:
-        """Return the code of a module, from Python's cache where it is up to date."""
+    def load(module: str) -> ast.Module | None:
         for path in map(parent.joinpath, files_of(module)):
             if path.is_file():
-                return SourceFileLoader(module, str(path)).get_code(module)
+                return ast.parse(path.read_bytes())
         return None
 
     return VllmSource(load)
@@ -111,43 +145,56 @@ def files_of(module: str) -> tuple[str, str]:
     return f"{base}.py", f"{base}/__init__.py"
 
 
-@cache
-def _names(owner: CodeType) -> frozenset[str]:
-    """Return the names that a module or class body defines."""
-    stored = {
-        each.argval
-        for each in dis.get_instructions(owner)
-        if each.opname in ("STORE_NAME", "STORE_GLOBAL")
-    }
-    # Fields without a default leave no more than their names.
-    annotated = {each for each in owner.co_consts if isinstance(each, str)}
-    assigned = {
-        each.argval
-        for method in _codes(owner)
-        for each in dis.get_instructions(method)
-        if each.opname == "STORE_ATTR"
-    }
-    return frozenset(stored | annotated | assigned)
+def _definitions(scope: Scope) -> dict[str, ast.AST]:
+    """Return what the body of a module or class binds, the last of each name."""
+    found: dict[str, ast.AST] = {}
+    for node in _own_nodes(scope):
+        if isinstance(node, Function):
+            if not _is_setter(node):
+                found[node.name] = node
+        elif isinstance(node, ast.ClassDef):
+            found[node.name] = node
+        elif isinstance(node, ast.alias):
+            found[node.asname or node.name.partition(".")[0]] = node
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found[node.id] = node
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Del):
+            found.pop(node.id, None)
+    return found
 
 
-def _abstract(body: CodeType) -> Iterator[str]:
-    """Yield the names of the functions that a class body makes abstract."""
-    is_abstract = False
-    for each in dis.get_instructions(body):
-        if each.opname == "STORE_NAME":
-            if is_abstract:
-                yield each.argval
-            is_abstract = False
-        elif each.opname.startswith("LOAD_"):
-            is_abstract |= each.argval == "abstractmethod"
+def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a scope in order, without those of scopes in it."""
+    for node in ast.iter_child_nodes(scope):
+        yield node
+        if not isinstance(node, INNER):
+            yield from _own_nodes(node)
 
 
-def _code_of(owner: CodeType, name: str) -> CodeType | None:
-    """Return the last function or class body of a name that a piece of code makes."""
-    found = [code for code in _codes(owner) if code.co_name == name]
-    return found[-1] if found else None
+def _attributes(body: ast.ClassDef) -> frozenset[str]:
+    """Return the attributes that methods assign to the object that they get first."""
+    return frozenset(
+        node.attr
+        for method in _own_nodes(body)
+        if isinstance(method, Function) and method.args.args
+        for node in ast.walk(method)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == method.args.args[0].arg == "self"
+    )
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield the functions and class bodies that a piece of code makes."""
-    return (each for each in code.co_consts if isinstance(each, CodeType))
+def _is_setter(function: Function) -> bool:
+    """Return whether a function adds to a property instead of taking its place."""
+    return any(
+        isinstance(each, ast.Attribute) and each.attr in ("setter", "deleter")
+        for each in function.decorator_list
+    )
+
+
+def _is_abstract(node: ast.AST) -> bool:
+    decorators = node.decorator_list if isinstance(node, Function) else []
+    return any(
+        ast.unparse(each).rpartition(".")[2] == "abstractmethod" for each in decorators
+    )
