@@ -38,7 +38,9 @@ MADE_BY_DATACLASSES = {
 def modules(monkeypatch):
     """Every module of the package, FlashInfer's with a stand-in for the library."""
     found = walk_packages(vllm_kvpolicy.__path__, f"{PACKAGE}.")
-    names = {each.name for each in found} - {f"{PACKAGE}.__main__", FLASHINFER}
+    # The libraries of operators are no modules of Python's.
+    names = {each.name for each in found if not each.name.startswith(f"{PACKAGE}._C")}
+    names -= {f"{PACKAGE}.__main__", FLASHINFER}
     loaded = [import_module(name) for name in sorted(names)]
     before = set(sys.modules)
     if "flashinfer" not in sys.modules:
