@@ -32,7 +32,8 @@ def command_of(setup: ModuleType) -> list[str]:
     """Return the compiler's options: those of setup.py, and the headers' folders."""
     folders = STAND_INS, ROOT / "csrc" / "include", TORCH / "include"
     includes = [f"-I{folder}" for folder in folders]
-    return [*setup.CXX_FLAGS, "-O1", "-fPIC", *includes]
+    sources = setup.of_sources("csrc")
+    return [*setup.CXX_FLAGS, "-O1", "-fPIC", sources, *includes]
 
 
 def build(setup: ModuleType, folder: Path) -> Path:
