@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from support.rows_of_mass import rows_of_mass
 from vllm_kvpolicy.kernels.dispatch import forced
 from vllm_kvpolicy.kernels.ranking import fill_next_best, top_k_mask
 from vllm_kvpolicy.kernels.segment_quota import (
     pick_by_quota,
     segment_quota,
-    to_fixed_point,
 )
 from vllm_kvpolicy.policies.allocators.ams import PRESETS, AMSConfig, choose
 from vllm_kvpolicy.policies.ams import select
@@ -122,31 +122,6 @@ def test_picks_are_the_references(length: int, dtype: torch.dtype) -> None:
     nowhere = torch.zeros_like(group)
     got, want = both(pick_by_quota, score, nowhere, quotas[:, :0])
     assert not got.any() and not want.any()
-
-
-def rows_of_mass(tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Six rows: flat, uneven, on few tokens, on the first, on the last, sparse."""
-    mass = torch.rand(6, tokens, generator=generator, dtype=torch.float64)
-    mass **= torch.tensor([[0], [3], [40], [1], [1], [1]])
-    mass[3, 1:] *= 1e-4
-    lengths = torch.randint(1, tokens + 1, (6,), generator=generator)
-    lengths[1] = tokens
-    position = torch.arange(tokens)
-    mass[4] *= torch.where(position == lengths[4] - 1, 1, 1e-3)
-    mass[5] *= torch.rand(tokens, generator=generator) < 0.1
-    valid = position < lengths[:, None]
-    mass = (mass + 1e-12).masked_fill(~valid, 0)
-    exempt = torch.rand(6, tokens, generator=generator) < 0.25
-    exempt[2] = False
-    exempt[5] |= True
-    room = (valid & ~exempt).sum(-1)
-    share = torch.tensor([0.5, 1.0, 0.1, 0.0, 0.9, 0.5], dtype=torch.float64)
-    return {
-        "mass": to_fixed_point(mass / mass.sum(-1, keepdim=True)),
-        "lengths": lengths,
-        "exempt": exempt,
-        "total": (share * room).long(),
-    }
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 64, 129, 1000])

@@ -116,15 +116,31 @@ def closure() -> Any:
     return hook
 
 
-@pytest.mark.parametrize(
-    "hook", [closure(), partial(_note_output)], ids=["closure", "partial"]
-)
+HELD = {
+    "closure": closure(),
+    "partial": partial(_note_output, 1),
+    "method": HiddenSteps.attach.__get__(object()),
+}
+
+
+@pytest.mark.parametrize("hook", HELD.values(), ids=HELD)
 def test_hooks_that_hold_something_are_refused(hook) -> None:
-    hook.__module__ = _note_output.__module__
     model = Model()
     model.layers[0].register_forward_hook(hook)
     with pytest.raises(TypeError, match="expected a plain function"):
         traced_parts(model, ATTENTION)
+
+
+def test_the_layout_of_tensors_and_the_order_of_backends_matter() -> None:
+    def with_buffer(rows: torch.Tensor) -> list[str]:
+        model, taken = Model(), HeadLogits(logits())
+        taken.register_buffer("rows", rows)
+        model.layers[0].add_module("kv_policy_logits", taken)
+        return traced_parts(model, ATTENTION)
+
+    assert with_buffer(torch.ones(2, 4)) != with_buffer(torch.ones(4, 2).t())
+    one, two = (SimpleNamespace(attn_backend=kind) for kind in (Model, Attention))
+    assert traced_parts(Model(), [one, two]) != traced_parts(Model(), [two, one])
 
 
 def test_tensors_outside_of_buffers_are_refused() -> None:

@@ -5,6 +5,8 @@ the same operations run over buffers of the same shapes.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -25,7 +27,7 @@ def traced_parts(model: nn.Module, layers: Sequence[Any]) -> list[str]:
     Raises:
         TypeError: compiled code would depend on something that cannot be described.
     """
-    parts = sorted({f"attention {_name(layer.attn_backend)}" for layer in layers})
+    parts = [f"attention {_name(layer.attn_backend)}" for layer in layers]
     for path, module in model.named_modules():
         parts += [f"{path}: hook {_name(hook)}" for hook in _own_hooks(module)]
         if PREFIX in path:
@@ -41,7 +43,7 @@ def _own_hooks(module: nn.Module) -> list[Callable[..., Any]]:
         if _package(hook) == PACKAGE
     ]
     for hook in own:
-        if getattr(hook, "__closure__", None) or not hasattr(hook, "__code__"):
+        if not isinstance(hook, FunctionType) or hook.__closure__:
             raise TypeError(
                 f"forward hook: got {hook!r}, expected a plain function: what else it "
                 "holds would be part of compiled code"
@@ -50,7 +52,7 @@ def _own_hooks(module: nn.Module) -> list[Callable[..., Any]]:
 
 
 def _module_text(module: nn.Module) -> str:
-    """Return class, constants, and names, shapes and dtypes of buffers."""
+    """Return class, constants, and names, dtypes and layouts of tensors."""
     constants = {k: v for k, v in vars(module).items() if not k.startswith("_")}
     for name, value in constants.items():
         if not isinstance(value, CONSTANTS):
@@ -58,15 +60,18 @@ def _module_text(module: nn.Module) -> str:
                 f"{name} of {_name(type(module))}: got {type(value).__name__}, "
                 "expected a buffer, a number or a string"
             )
+    own = *module.named_buffers(recurse=False), *module.named_parameters(recurse=False)
     tensors = [
-        f"{name} {tensor.dtype} {list(tensor.shape)}"
-        for name, tensor in module.named_buffers(recurse=False)
+        f"{name} {tensor.dtype} {list(tensor.shape)} {tensor.stride()}"
+        for name, tensor in own
     ]
     return f"{_name(type(module))} {constants} {tensors}"
 
 
 def _package(item: Any) -> str:
     """Return the package of a function, or of the class of anything else."""
+    while isinstance(item, partial):
+        item = item.func
     home = getattr(item, "__module__", None) or type(item).__module__
     return str(home).partition(".")[0]
 

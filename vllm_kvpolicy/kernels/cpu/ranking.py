@@ -6,7 +6,7 @@ Source: this project. Deviations: none.
 import torch
 
 from vllm_kvpolicy.kernels.cpu.library import load
-from vllm_kvpolicy.kernels.native.library import as_rows
+from vllm_kvpolicy.kernels.native.library import as_rows, as_targets
 
 
 def fill_next_best(
@@ -25,12 +25,10 @@ def fill_next_best(
     """
     load()
     marked = score.new_empty(score.shape, dtype=torch.bool)
-    targets = None
-    if isinstance(target, torch.Tensor):
-        targets = target.long().expand(score.shape[:-1]).contiguous().view(-1)
-        target = 0
     rows = [as_rows(tokens) for tokens in (marked, keep, score, valid)]
-    torch.ops.vllm_kvpolicy_cpu.fill_next_best(*rows, targets, target)
+    torch.ops.vllm_kvpolicy_cpu.fill_next_best(
+        *rows, *as_targets(target, score.shape[:-1])
+    )
     return marked
 
 

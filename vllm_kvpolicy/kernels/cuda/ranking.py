@@ -6,7 +6,7 @@ Source: csrc/include/kvpolicy/radix_select.cuh names it. Deviations: none.
 import torch
 
 from vllm_kvpolicy.kernels.cuda.library import load
-from vllm_kvpolicy.kernels.native.library import as_rows
+from vllm_kvpolicy.kernels.native.library import as_rows, as_targets
 
 
 def top_k_mask(
@@ -25,10 +25,8 @@ def top_k_mask(
     """
     load()
     marked = score.new_empty(score.shape, dtype=torch.bool)
-    budgets = None
-    if isinstance(budget, torch.Tensor):
-        budgets = budget.long().expand(score.shape[:-1]).contiguous().view(-1)
-        budget = 0
     rows = [as_rows(tokens) for tokens in (score, must_keep, valid)]
-    torch.ops.vllm_kvpolicy.top_k_mask(as_rows(marked), *rows, budgets, budget)
+    torch.ops.vllm_kvpolicy.top_k_mask(
+        as_rows(marked), *rows, *as_targets(budget, score.shape[:-1])
+    )
     return marked

@@ -44,6 +44,23 @@ def load_library(path: Path, sources: Path, kernels: str, how: str) -> None:
     _loaded.add(path)
 
 
+def as_targets(
+    target: torch.Tensor | int, shape: torch.Size
+) -> tuple[torch.Tensor | None, int]:
+    """Return the targets of rows as operators take them: of each, and of all alike.
+
+    Args:
+        target: integers that broadcast to `shape`, or a number for all rows.
+        shape: leading axes of the rows.
+
+    Returns:
+        [R] int64 side by side and 0, or None and the number.
+    """
+    if isinstance(target, int):
+        return None, target
+    return target.long().expand(shape).contiguous().view(-1), 0
+
+
 def as_rows(numbers: torch.Tensor) -> torch.Tensor:
     """Return numbers as a matrix, a view where each row's lie side by side.
 
