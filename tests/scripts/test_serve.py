@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +51,27 @@ def test_variables_reach_the_command():
     assert "--dtype" not in words
 
 
+def test_the_pretrained_model_is_fetched_and_keeps_its_short_name(monkeypatch):
+    options = serve.parse(["--model", "smollm2"])
+    made = subprocess.CompletedProcess([], 0, stdout="making it\n/cache/smollm2-135m\n")
+    monkeypatch.setattr(serve.subprocess, "run", lambda *_, **__: made)
+    options.model = serve.fetch_pretrained()
+    words = " ".join(serve.build_command(options, "cpu"))
+    assert "serve /cache/smollm2-135m " in words
+    assert "--served-model-name smollm2 " in words
+
+
+def test_a_pretrained_model_that_cannot_be_had_ends_the_start(monkeypatch, capsys):
+    failed = subprocess.CompletedProcess([], 1, stdout="")
+    monkeypatch.setattr(serve.subprocess, "run", lambda *_, **__: failed)
+    monkeypatch.setattr(serve, "choose_lock", lambda: "cpu")
+    monkeypatch.setattr(serve, "check_port", lambda host, port: None)
+    monkeypatch.setattr(os, "execv", None)
+    monkeypatch.setattr(sys, "argv", ["serve", "--model", "smollm2"])
+    assert serve.main() == 1
+    assert "MODEL: got 'smollm2', which cannot be fetched" in capsys.readouterr().err
+
+
 def test_without_a_policy_vllm_is_stock():
     assert "--kv-" not in command("--policy", "none").replace("--kv-cache", "")
 
@@ -75,7 +98,7 @@ def test_a_port_in_use_is_refused_before_anything_starts(monkeypatch, capsys):
         port = other.getsockname()[1]
         monkeypatch.setattr(serve, "choose_lock", lambda: "cpu")
         monkeypatch.setattr(os, "execv", None)
-        monkeypatch.setattr(sys, "argv", ["serve", "--port", str(port), "--model", "m"])
+        monkeypatch.setattr(sys, "argv", ["serve", "--port", str(port)])
         assert serve.main() == 1
     answer = capsys.readouterr()
     assert answer.err.startswith(f"PORT: got {port} on 127.0.0.1, which cannot be")
@@ -87,7 +110,148 @@ def test_a_free_port_passes():
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         port = other.getsockname()[1]
-    assert serve.check_port("127.0.0.1", port) is None
+    assert serve.check_port("127.0.0.1", str(port)) is None
+
+
+@pytest.mark.parametrize("port", ["http", "0", "65536", "-1", "80.5", ""])
+def test_what_is_no_port(port):
+    with pytest.raises(ValueError, match=f"^PORT: got '{port}', expected a number"):
+        serve.check_port("127.0.0.1", port)
+
+
+@pytest.mark.parametrize(
+    ("host", "told"),
+    [("no.such.host.invalid", "has no address"), ("192.0.2.1", "no address of this")],
+)
+def test_what_is_no_host_of_this_machine(host, told):
+    with pytest.raises(ValueError, match=f"^HOST: got '{host}', which .*{told}"):
+        serve.check_port(host, "18743")
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ("docs", "MODEL: got 'docs', a folder without config.json"),
+        ("/no/such/folder", "MODEL: got '/no/such/folder', neither a folder nor"),
+    ],
+)
+def test_a_bad_model_is_one_sentence(model, told, monkeypatch, capsys):
+    monkeypatch.setattr(serve, "check_port", lambda host, port: None)
+    monkeypatch.setattr(serve, "choose_lock", lambda: "cpu")
+    monkeypatch.setattr(os, "execv", None)
+    monkeypatch.setattr(sys, "argv", ["serve", "--model", model])
+    assert serve.main() == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(told, line), line
+
+
+def test_models_that_are_there_pass(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    file = tmp_path / "model.gguf"
+    file.write_text("")
+    for model in (serve.PACKAGED_MODEL, str(tmp_path), str(file)):
+        assert serve.check_model(model, []) is None
+
+
+def answers(reason):
+    def ask(model, file):
+        raise reason
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("model", "extra", "environment"),
+    [
+        ("s3://bucket/m", [], {}),
+        ("gs://bucket/m", [], {}),
+        ("some/GGUF:Q4_K_M", [], {}),
+        ("some/model", ["--download-dir", "/models"], {}),
+        ("some/model", ["--revision=v2"], {}),
+        ("docs", ["--load_format", "runai_streamer"], {}),
+        ("some/model", [], {"VLLM_USE_MODELSCOPE": "1"}),
+    ],
+)
+def test_what_only_vllm_finds_is_not_asked_for(model, extra, environment, monkeypatch):
+    never = AssertionError("the hub was asked")
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", answers(never))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert serve.check_model(model, extra) is None
+
+
+def test_a_hub_that_cannot_be_asked_is_a_warning(monkeypatch, capsys):
+    away = huggingface_hub.errors.LocalEntryNotFoundError("no network")
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", answers(away))
+    assert serve.check_model("some/model", []) is None
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("MODEL: 'some/model' is no folder, and the Hugging Face")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--budget", ""], "BUDGET: got '', expected an integer"),
+        (["--budget", "2"], "BUDGET: got 2, expected at least 68 tokens"),
+        (["--interval", "x"], "INTERVAL: got 'x', expected an integer"),
+        (["--policy", "NONE"], "POLICY: got 'NONE', .* none in small letters"),
+        (["--policy", "tva"], "POLICY: got 'tva', expected "),
+        (["--", "--kv-budget", "2"], "budget: got 2, expected at least 68 tokens"),
+        (["--", "--kv-budget", "x"], "ARGS: argument --kv-budget: .* got 'x'"),
+    ],
+)
+def test_a_bad_policy_is_one_sentence_with_the_readers_name(words, told, capsys):
+    with pytest.raises(ValueError, match=f"^{told}"):
+        serve.check_policy(serve.parse(words), "cpu")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", []),
+        ("--max-num-seqs 4  --dtype auto", ["--max-num-seqs", "4", "--dtype", "auto"]),
+        (
+            '--kv-policy-config {"a": "b c"} -x',
+            ["--kv-policy-config", '{"a": "b c"}', "-x"],
+        ),
+        ('--a={"b": {"c": [1, "}"]}}', ['--a={"b": {"c": [1, "}"]}}']),
+        ('--a \'{"b": 1}\' {"c":2}', ["--a", '{"b": 1}', '{"c":2}']),
+        ("--a {b} 'c d'", ["--a", "{b}", "c d"]),
+        ('--a \'{"b": "it"}\'x', ["--a", '{"b": "it"}x']),
+        ('--a \'{"b": {"c d": "e"}}\'', ["--a", '{"b": {"c d": "e"}}']),
+        ('--a=\'{"b": {"c d": 1}}\'', ['--a={"b": {"c d": 1}}']),
+        (r'--a "{\"b\": {\"c d\": 1}}"', ["--a", '{"b": {"c d": 1}}']),
+        ('{"b": "it\'s"} \'{"c": {"d": 1}}\'', ['{"b": "it\'s"}', '{"c": {"d": 1}}']),
+        (r"""\' {"b": 1} \'""", ["'", '{"b": 1}', "'"]),
+    ],
+)
+def test_words_keep_the_quotes_of_json(text, words):
+    assert serve.split_words(text) == words
+
+
+def test_a_quote_that_does_not_end_is_one_sentence():
+    with pytest.raises(ValueError, match="^ARGS: got .*: No closing quotation"):
+        serve.split_words("--a 'b")
+
+
+def test_make_leaves_the_quotes_of_json(tmp_path):
+    """From the command line to scripts/serve.py; here a stand-in prints it."""
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.write_text('#!/bin/sh\nprintf "%s" "$SERVE_ARGUMENTS"\n')
+    python.chmod(0o755)
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "setup_env.py").write_text("")
+    given = '--kv-policy-config {"preset": "paper"}'
+    answer = subprocess.run(
+        ["make", "-f", ROOT / "Makefile", "serve", "PYTHON=true", f"ARGS={given}"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert answer.stdout == given, answer.stderr
+    assert serve.split_words(given)[1] == '{"preset": "paper"}'
 
 
 def test_make_passes_its_variables_on():
@@ -97,7 +261,7 @@ def test_make_passes_its_variables_on():
         text=True,
         cwd=ROOT,
     )
-    for part in ("--port 9", "--policy 'tova'", "--budget 96", "--model 'm'"):
+    for part in ("--port '9'", "--policy 'tova'", "--budget '96'", "--model 'm'"):
         assert part in answer.stdout, answer.stdout + answer.stderr
 
 
@@ -105,3 +269,33 @@ def test_continuous_integration_runs_the_tests():
     script = ROOT / ".ci" / "run"
     assert script.stat().st_mode & 0o100
     assert "exec make test" in script.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "cpus", "expected"),
+    [
+        ([], 2, None),
+        (["--tensor-parallel-size", "2"], 2, "0|1"),
+        (["-tp", "2"], 8, "0,1,2,3|4,5,6,7"),
+        (["-tp=2", "--data-parallel-size=2"], 4, "0|1|2|3"),
+        (["-tp", "2", "--max-model-len", "64"], 1, "0|0"),
+        (["-dp", "3"], 8, "0,1|2,3|4,5"),
+        (["--tensor_parallel_size", "2"], 2, "0|1"),
+        (["-tp", "2", "--nnodes", "2"], 4, None),
+        (["-tp", "4", "--nnodes", "2"], 4, "0,1|2,3"),
+        (["-dp", "4", "-dpl", "2"], 4, "0,1|2,3"),
+    ],
+)
+def test_ranks_on_a_cpu_have_threads_of_their_own(words, cpus, expected):
+    assert serve.threads_of_ranks(words, list(range(cpus)), nodes=1) == expected
+
+
+def test_vllm_places_ranks_where_there_are_numa_nodes():
+    cores = list(range(8))
+    assert serve.threads_of_ranks(["-tp", "2"], cores, nodes=2) is None
+    assert serve.threads_of_ranks(["-tp", "4"], cores, nodes=2) == "0,1|2,3|4,5|6,7"
+
+
+def test_cores_count_once(monkeypatch):
+    monkeypatch.setattr(serve.os, "sched_getaffinity", lambda pid: {0, 1})
+    assert serve.cores_here() in ([0, 1], [0])

@@ -169,6 +169,16 @@ def test_the_message_of_an_earlier_failure_is_not_taken_for_this_one(setup):
         setup.run(["false"], "other reason")
 
 
+def test_a_long_step_says_what_it_does(setup, monkeypatch, capsys):
+    monkeypatch.setattr(setup, "PROGRESS_SECONDS", 0.2)
+    setup.run(["sh", "-c", "echo Downloading torch; echo; sleep 0.7"], "x")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) >= 2 and all("s: Downloading torch" in line for line in lines)
+    assert all(line.startswith("set-up: ") for line in lines)
+    setup.run(["true"], "x")
+    assert not capsys.readouterr().out
+
+
 def run_main(setup, monkeypatch, *arguments):
     """Run `main`; return its status and the locks that it installed."""
     installed = []

@@ -1,0 +1,69 @@
+"""Brings pages from outside docs/ onto the site, and rewrites links to fit it.
+
+A link in a page names a file of the checkout, as the forge wants it. On the site that
+file may stand elsewhere: README.md is the front page, and a file that is no page
+becomes a file of the site.
+Called by mkdocs, see mkdocs.yml.
+"""
+
+import re
+from pathlib import Path
+from posixpath import dirname, join, normpath, relpath
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = "docs/"
+OUTSIDE = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "docker/README.md": "docker.md",
+    "reasoner/README.md": "reasoner.md",
+}
+"""Page of the checkout -> page of the site."""
+CHECKOUT = "checkout/"
+"""Folder of the site with the other files that pages link to."""
+LINK = re.compile(r"(?<=\]\()(?P<path>[^)#:\s]+)(?P<anchor>#[^)\s]*)?(?=\))")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages from outside docs/."""
+    for path, page in OUTSIDE.items():
+        files.append(File.generated(config, page, abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(
+    markdown: str, page: Page, config: MkDocsConfig, files: Files
+) -> str:
+    """Return a page whose links lead to where the files are on the site."""
+    here = page.file.src_uri
+    folder = dirname(path_of(here))
+
+    def rewrite(match: re.Match[str]) -> str:
+        path = normpath(join(folder, match["path"]))
+        place = place_of(path)
+        if files.get_file_from_path(place) is None:
+            if not (ROOT / path).is_file() or path.endswith(".md"):
+                return match[0]  # mkdocs says that it is nowhere, or not in OUTSIDE
+            file = File.generated(config, place, abs_src_path=str(ROOT / path))
+            files.append(file)
+        return relpath(place, dirname(here) or ".") + (match["anchor"] or "")
+
+    return LINK.sub(rewrite, markdown)
+
+
+def place_of(path: str) -> str:
+    """Return where a file of the checkout stands on the site."""
+    if path in OUTSIDE:
+        return OUTSIDE[path]
+    return path.removeprefix(DOCS) if path.startswith(DOCS) else CHECKOUT + path
+
+
+def path_of(place: str) -> str:
+    """Return the file of the checkout that a page of the site comes from."""
+    found = [path for path, page in OUTSIDE.items() if page == place]
+    return found[0] if found else DOCS + place

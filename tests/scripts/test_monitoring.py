@@ -1,0 +1,107 @@
+"""The dashboard, the scrape file and the alert rules against our table of series.
+
+tests/serve/test_http.py looks for each series, vLLM's too, on a running server.
+"""
+
+import re
+from itertools import combinations
+
+import yaml
+
+from support import monitoring
+from vllm_kvpolicy.metrics import SERIES
+
+EXPOSED = {
+    f"kvpolicy_{series.name}{'_total' * (series.kind == 'counter')}": series.kind
+    for series in SERIES
+}
+PAGE = (monitoring.FOLDER / "README.md").read_text()
+
+
+def ours(names: set[str]) -> set[str]:
+    return {name for name in names if name.startswith("kvpolicy_")}
+
+
+def test_series_are_found_in_queries() -> None:
+    query = 'rate(kvpolicy_a_total{x="kv"}[5m]) / sum by (le) (vllm:b_bucket)'
+    assert monitoring.series_of([query]) == {"kvpolicy_a_total", "vllm:b_bucket"}
+
+
+def test_every_series_of_ours_exists() -> None:
+    assert ours(monitoring.all_series()) - set(EXPOSED) == set()
+
+
+def test_the_board_shows_every_series_of_ours() -> None:
+    shown = monitoring.series_of(monitoring.board_queries())
+    assert set(EXPOSED) - shown == set()
+    assert len(shown) > len(EXPOSED), "vLLM's own stand beside them"
+
+
+def test_counters_are_read_over_time_and_gauges_as_they_are() -> None:
+    queries = monitoring.board_queries() + [r["expr"] for r in monitoring.rules()]
+    for name in ours(monitoring.all_series()):
+        over_time = re.compile(
+            rf"(?:rate|increase|min_over_time)\({name}(?:{{[^}}]*}})?\["
+        )
+        for query in queries:
+            uses = len(re.findall(rf"\b{name}\b", query))
+            if uses and EXPOSED[name] == "counter" and "unless" not in query:
+                assert len(over_time.findall(query)) == uses, query
+            elif EXPOSED[name] == "gauge":
+                assert f"rate({name}" not in query, query
+
+
+def test_panels_have_places_and_names_of_their_own() -> None:
+    panels = monitoring.board()["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    assert len({panel["title"] for panel in panels}) == len(panels)
+    for one, other in combinations([panel["gridPos"] for panel in panels], 2):
+        apart = any(
+            one[at] + one[size] <= other[at] or other[at] + other[size] <= one[at]
+            for at, size in (("x", "w"), ("y", "h"))
+        )
+        assert apart, (one, other)
+    assert all(p["gridPos"]["x"] + p["gridPos"]["w"] <= 24 for p in panels)
+    graphs = [panel for panel in panels if panel["type"] != "row"]
+    assert all(panel["description"] and panel["targets"] for panel in graphs)
+
+
+def test_variables_of_queries_are_defined() -> None:
+    names = {variable["name"] for variable in monitoring.board()["templating"]["list"]}
+    used = set(re.findall(r"\$(\w+)", " ".join(monitoring.board_queries())))
+    assert used - {"__rate_interval"} == {"model_name", "engine"}
+    assert names == {"model_name", "engine", "datasource"}
+
+
+def test_the_scrape_file_loads_the_rules_and_reads_what_vllm_serves() -> None:
+    file = yaml.safe_load((monitoring.FOLDER / "prometheus.yml").read_text())
+    assert [(monitoring.FOLDER / name).is_file() for name in file["rule_files"]] == [
+        True
+    ]
+    (scrape,) = file["scrape_configs"]
+    assert scrape["metrics_path"] == "/metrics"
+    jobs = {job for rule in monitoring.rules() for job in _jobs(rule["expr"])}
+    assert jobs == {scrape["job_name"]}
+
+
+def _jobs(expression: str) -> list[str]:
+    return re.findall(r'job="(\w+)"', expression)
+
+
+def test_no_alert_divides_by_zero() -> None:
+    """Over no step at all a ratio is infinite, which is above every threshold."""
+    divisions = 0
+    for rule in monitoring.rules():
+        for divisor in re.findall(r"/ (rate\([^)]*\))", rule["expr"]):
+            divisions += 1
+            assert f"and {divisor} > 0" in rule["expr"], rule["alert"]
+    assert divisions > 0
+
+
+def test_every_alert_is_explained() -> None:
+    names = [rule["alert"] for rule in monitoring.rules()]
+    assert names == re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE)
+    assert all(rule["annotations"]["summary"] for rule in monitoring.rules())
+    assert {rule["labels"]["severity"] for rule in monitoring.rules()} <= {
+        *("critical", "warning", "info")
+    }

@@ -1,0 +1,113 @@
+"""The docs as a site: it builds without a warning, and reads as the forge shows it."""
+
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+from markdown_it import MarkdownIt
+
+ROOT = Path(__file__).resolve().parents[2]
+HAS_MKDOCS = all(find_spec(name) for name in ("mkdocs", "material"))
+pytestmark = pytest.mark.skipif(
+    not HAS_MKDOCS, reason="mkdocs-material is not installed: `make setup` does it"
+)
+# What a page consists of; text within paragraphs is the same by construction.
+PARTS = ("table", "tr", "ul", "ol", "li", "pre", "h1", "h2", "h3", "strong", "img")
+PAGES = {
+    "index": "README.md",
+    "changelog": "CHANGELOG.md",
+    "contributing": "CONTRIBUTING.md",
+    "docker": "docker/README.md",
+    "reasoner": "reasoner/README.md",
+} | {
+    str(path.relative_to(ROOT / "docs").with_suffix("")).replace(
+        "README", "index"
+    ): str(path.relative_to(ROOT))
+    for path in sorted((ROOT / "docs").rglob("*.md"))
+}
+
+
+def build(
+    folder: Path, config: Path = ROOT / "mkdocs.yml"
+) -> subprocess.CompletedProcess:
+    """Run mkdocs as `make site` does, but into another folder."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+    command += ["--config-file", str(config), "--site-dir", str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the built site."""
+    folder = tmp_path_factory.mktemp("site")
+    done = build(folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def parts_of(html: str) -> dict[str, int]:
+    text = re.sub(r"<!--.*?-->", "", html, flags=re.DOTALL)
+    return {part: len(re.findall(rf"<{part}[ >]", text)) for part in PARTS}
+
+
+def article(path: Path) -> str:
+    return path.read_text().partition("<article")[2].partition("</article>")[0]
+
+
+def test_every_page_is_compared(site: Path) -> None:
+    built = [path for path in site.rglob("*.html") if "<article" in path.read_text()]
+    pages = {str(path.relative_to(site).with_suffix("")) for path in built}
+    assert pages - {"404"} == set(PAGES)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_has_the_parts_that_the_forge_shows(site: Path, page: str) -> None:
+    """Python-Markdown and CommonMark differ in lists: what is in one takes 4 spaces."""
+    forge = MarkdownIt("commonmark").enable("table")
+    shown = forge.render((ROOT / PAGES[page]).read_text())
+    assert parts_of(article(site / f"{page}.html")) == parts_of(shown)
+
+
+def test_every_link_leads_to_a_file_of_the_site(site: Path) -> None:
+    lost, count = [], 0
+    for path in site.rglob("*.html"):
+        for target in re.findall(r'(?:href|src)="([^"#]+)', path.read_text()):
+            # The page for wrong addresses names the root of the site.
+            if not re.match(r"(?:https?|data|mailto):|/", target):
+                count += 1
+                if not (path.parent / target).exists():
+                    lost.append(f"{path.relative_to(site)}: {target}")
+    assert lost == [] and count > 1000
+
+
+def test_nothing_is_loaded_from_another_host(site: Path) -> None:
+    loads = (
+        r"<(?:script|link|img|iframe|source|video)\b[^>]*(?:src|href)=\"?(?:https?:)?//"
+    )
+    for path in site.rglob("*.html"):
+        assert not re.search(loads, path.read_text()), path
+    for path in site.rglob("*.css"):
+        assert not re.search(
+            r"(?:url\(|@import )[\"']?(?:https?:)?//", path.read_text()
+        )
+
+
+def test_the_front_page_is_the_readme(site: Path) -> None:
+    title = (ROOT / "README.md").read_text().splitlines()[0].removeprefix("# ")
+    assert f">{title}<" in article(site / "index.html")
+
+
+def test_a_link_to_nowhere_fails_the_build(tmp_path: Path) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (docs / "index.md").write_text("# A\n\n[b](b.md)\n")
+    config = tmp_path / "mkdocs.yml"
+    text = (ROOT / "mkdocs.yml").read_text()
+    kept = yaml.safe_load(re.search(r"validation:\n(?:  .*\n)+", text)[0])
+    config.write_text(yaml.safe_dump({"site_name": "a", "strict": True, **kept}))
+    done = build(tmp_path / "site", config)
+    assert done.returncode != 0 and "b.md" in done.stderr
