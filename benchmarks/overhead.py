@@ -28,13 +28,13 @@ ENVIRONMENT = {
 }
 
 
-def make_engine(model: str, policy: str | None, budget: int) -> Any:
-    """Return an engine; without a policy it is stock vLLM."""
+def make_engine(model: str, policy: str | None, budget: int, live: bool = False) -> Any:
+    """Return an engine; without a policy it is stock vLLM, with `live` it may tell."""
     from vllm import LLM
 
     extra: dict[str, Any] = {}
     if policy is not None:
-        values = {"policy": policy, "budget": budget, "interval": 64}
+        values = {"policy": policy, "budget": budget, "interval": 64, "live": live}
         extra["additional_config"] = {"kv_policy": values}
     return LLM(
         model,

@@ -1,4 +1,7 @@
-"""Checks the servers of a serving comparison before anything is timed."""
+"""Checks the servers of a serving comparison before anything is timed.
+
+What must hold is a scenario's: `vllm-kvpolicy verify` checks one server, or a model.
+"""
 
 import asyncio
 from collections.abc import Mapping
@@ -10,6 +13,7 @@ from benchmarks.scenarios import AMPLE, STOCK, Scenario
 from benchmarks.server import Server
 from benchmarks.shared_prompts import Conversations, SharedPrefixes
 from benchmarks.workload import Workload
+from vllm_kvpolicy.verify.judge import first_difference
 
 CHECKED_PROMPTS = 2
 VERIFICATION_ROUND = -1
@@ -129,14 +133,12 @@ def _grown(name: str, before: Mapping[str, float], after: Mapping[str, float]) -
 
 def _same(found: Mapping[str, Outputs], expected: str, name: str) -> str:
     """Return a sentence if all tokens are equal, else raise."""
-    for number, pair in enumerate(zip(found[name], found[expected], strict=True)):
-        tokens = zip(*pair, strict=True)
-        differs = [i for i, (ours, theirs) in enumerate(tokens) if ours != theirs]
-        if differs:
-            raise VerificationError(
-                f"{name} and {expected} differ in request {number} from output token "
-                f"{differs[0]} on"
-            )
+    place = first_difference(found[expected], found[name])
+    if place is not None:
+        raise VerificationError(
+            f"{name} and {expected} differ in request {place[0]} from output token "
+            f"{place[1]} on"
+        )
     return f"{name}: tokens as {expected}"
 
 

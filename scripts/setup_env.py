@@ -19,6 +19,8 @@ MIN_PYTHON = (3, 11)
 PYTHON_NAMES = ("python3.11", "python3.12", "python3.13", "python3", "python")
 CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 VLLM_VERSION = "0.32.0"
+PROGRESS_SECONDS = 15.0
+SHOWN_LETTERS = 100  # of a line of pip's
 NO_NETWORK_SIGNS = (
     "name resolution",
     "Name or service not known",
@@ -121,10 +123,9 @@ def run(command: list, failure: str) -> None:
         SetupError: the command failed.
     """
     with LOG.open("a") as log:
-        start = log.tell()
-        code = subprocess.call(
-            [str(part) for part in command], cwd=ROOT, stdout=log, stderr=log
-        )
+        start, words = log.tell(), [str(part) for part in command]
+        process = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log)
+        code = wait(process)
     if code == 0:
         return
     output = LOG.read_bytes()[start:].decode(errors="replace")
@@ -133,6 +134,22 @@ def run(command: list, failure: str) -> None:
     elif "No space left" in output:
         failure = f"No space left on the disk that holds {VENV.name}: free about 4 GB."
     raise SetupError(f"{failure} (details: {LOG.relative_to(ROOT)})")
+
+
+def wait(process: subprocess.Popen) -> int:
+    """Return the exit status of a process that writes into the log.
+
+    Until it ends, the last line of the log is printed now and then.
+    """
+    started = time.monotonic()
+    while True:
+        try:
+            return process.wait(PROGRESS_SECONDS)
+        except subprocess.TimeoutExpired:
+            seconds = time.monotonic() - started
+            lines = LOG.read_text(errors="replace").split("\n")
+            line = next((each.strip() for each in lines[::-1] if each.strip()), "")
+            say(f"{seconds:.0f} s: {line[:SHOWN_LETTERS]}")
 
 
 def make_venv(python: str) -> None:
@@ -234,7 +251,10 @@ def set_up(lock: str) -> None:
     python = find_python()
     make_venv(python)
     LOG.write_text("")
-    say(f"installing the pinned {lock} packages into {VENV.name} (minutes at first)")
+    say(
+        f"installing the pinned {lock} packages into {VENV.name}: 4 GB or more, at "
+        "first 5 to 20 minutes"
+    )
     if lock == "cpu":
         install_cpu_torch()
     pip_install(

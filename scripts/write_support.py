@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from support_grid import grid
+
 from vllm_kvpolicy.api.guards import REFUSALS
 from vllm_kvpolicy.api.request_guards import REQUEST_REFUSALS
 from vllm_kvpolicy.compat import ATTENTION_BACKENDS, BLOCK_TOKENS, RELEASES
@@ -20,7 +22,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "support.md"
 
 def render() -> str:
     """Return the whole page."""
-    sections = _head(), _policies(), _caching(), _options(), _numbers(), _refusals()
+    sections = [_head(), grid(), _policies(), _caching(), _options(), _numbers()]
+    sections.append(_refusals())
     return "\n".join(line for section in sections for line in section) + "\n"
 
 
@@ -147,12 +150,14 @@ def _options() -> list[str]:
         "## Options",
         "",
         "Keys of `--kv-policy-config`; each policy reads the keys of its words. The "
-        "query window of a policy must not be longer than the interval. Four "
+        "query window of a policy must not be longer than the interval. Six "
         "more keys configure the server: `allow`, a list of further policies that "
         "requests may choose with `kv_policy` in `vllm_xargs`, `trace`, a folder in "
         "which workers record what events keep, `spread_events`, false to have "
-        "the events of equal requests in the same steps, and `report_events`, true to "
-        "have answers say what their events dropped ([flags.md](flags.md)).",
+        "the events of equal requests in the same steps, `report_events`, true to "
+        "have answers say what their events dropped ([flags.md](flags.md)), `live`, "
+        "true for a page that shows what runs, and `live_text`, true to have it show "
+        "the text of prompts and answers ([live.md](live.md)).",
         "",
         "| key | default | words | valid | meaning |",
         "|---|---|---|---|---|",

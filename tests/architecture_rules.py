@@ -21,14 +21,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("kernels",),
     ("policies",),
+    ("live.files", "live.observing"),
     ("sizes", "metrics", "trace.files"),
+    ("live", "trace.measures"),
     ("block_manager", "worker"),
     ("api",),
-    ("plugin", "llm", "__main__"),
+    ("plugin", "llm", "verify", "__main__"),
 )
 # Commands of their own: they import from the layers, and nothing imports them.
 OFFLINE = ("calibrate", "trace", "train")
-OFFLINE_LAYER = 4
+OFFLINE_LAYER = 6
 # Imported before anybody asks for a policy: the standard library alone, but for the
 # models of options, which loads neither torch nor vLLM.
 LEAVES = (

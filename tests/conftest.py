@@ -1,6 +1,8 @@
 """Fixtures shared by all tests: the tiny model, and no network."""
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,3 +47,16 @@ def policy_config(tiny_model: Path):
     policy = {"policy": "ams-tova", "budget": 128, "interval": 64}
     additional = {"kv_policy": policy}
     return engine_args(tiny_model, additional_config=additional).create_engine_config()
+
+
+@pytest.fixture
+def policy_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[pytest.LogCaptureFixture]:
+    """What the plugin logs, also after vLLM has stopped its loggers' propagation."""
+    logger = logging.getLogger("vllm.kv_policy")
+    monkeypatch.setattr(logger, "propagate", False)
+    logger.addHandler(caplog.handler)
+    with caplog.at_level("INFO", logger.name):
+        yield caplog
+    logger.removeHandler(caplog.handler)

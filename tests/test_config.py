@@ -131,6 +131,8 @@ def test_events_inside_prompts_can_be_left_out():
         ({"trace_dir": 7}, ["trace_dir: got 7", "folder"]),
         ({"spread_events": 1}, ["spread_events: got 1", "true or false"]),
         ({"report_events": "x"}, ["report_events: got 'x'", "true or false"]),
+        ({"live": 1}, ["live: got 1", "true or false"]),
+        ({"live_text": True}, ["live_text: got true", "live to be true as well"]),
         (
             {"policy_config": {"spread_events": "no"}},
             ["spread_events: got 'no'", "true or false"],

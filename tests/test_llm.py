@@ -53,6 +53,18 @@ def test_without_a_policy_it_is_vllms_class(made):
     assert issubclass(vllm_kvpolicy.LLM, vllm.LLM)
 
 
+@pytest.mark.parametrize("own", [True, False], ids=["ours", "vLLM's"])
+def test_what_is_wrong_is_raised_and_ends_no_program(tiny_model, own):
+    """Unlike `vllm serve`, which ends with status 2."""
+    shape = {"dtype": "float32", "kv_cache_memory_bytes": 2**23}
+    wrong = {"policy": "tova", "budget": 36}
+    with pytest.raises(ValueError, match="budget: got 36, expected at least 68 tokens"):
+        if own:
+            vllm_kvpolicy.LLM(str(tiny_model), kv_policy="tova", kv_budget=36, **shape)
+        else:
+            vllm.LLM(str(tiny_model), additional_config={"kv_policy": wrong}, **shape)
+
+
 def test_the_package_has_nothing_else():
     with pytest.raises(AttributeError, match="no attribute 'LMM'"):
         _ = vllm_kvpolicy.LMM

@@ -1,17 +1,22 @@
 """Counter files: values cross processes, and killed engines leave none for ever."""
 
 import fcntl
+import os
 import subprocess
 import sys
 import tempfile
+from types import SimpleNamespace
 
 import pytest
+from prometheus_client import CollectorRegistry
 
+from vllm_kvpolicy.live.files import engines_here, own_engine, remove_stale_files
 from vllm_kvpolicy.metrics import (
     Collector,
     CounterFile,
+    WorkerCounters,
     counter_path,
-    remove_stale_files,
+    exposition,
 )
 
 KILLED = """
@@ -32,12 +37,36 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_worker_reads_and_adds_to_the_engines_file(folder):
+def test_a_file_cut_short_counts_on(folder):
+    engine, api = CounterFile("own", create=True), CounterFile("own", create=False)
+    engine.add("events", 2)
+    engine.add("steps", 5)
+    os.truncate(engine.path, 0)
+    engine.add("events", 1)
+    assert (api.read()["events"], api.read()["steps"]) == (3, 0)
+    engine.add("steps", 1)
+    assert api.read()["steps"] == 6
+
+
+def test_a_worker_whose_file_is_gone_serves_on(folder, policy_log):
+    CounterFile("one", create=True).remove()
+    worker = WorkerCounters("one", 32)
+    for _ in range(3):
+        worker.add_events(1, 0.1)
+        worker.add_tokens([])
+    said = "WorkerCounters is off from here on; serving goes on"
+    assert policy_log.messages == [said]
+
+
+def test_a_worker_adds_fields_of_its_own_to_the_engines_file(folder):
     engine = CounterFile("one", create=True)
     worker = CounterFile("one", create=False)
-    engine.add("events", 2)
+    engine.add("steps", 2)
     worker.add("events", 1)
-    assert engine.read()["events"] == worker.read()["events"] == 3
+    engine.add("steps", 1)
+    worker.add("events", 4)
+    for file in (engine, worker):
+        assert (file.read()["steps"], file.read()["events"]) == (3, 5)
     engine.remove()
     with pytest.raises(FileNotFoundError):
         CounterFile("one", create=False)
@@ -115,4 +144,59 @@ def test_an_engine_starts_where_files_cannot_be_locked(folder, monkeypatch):
 
 def test_a_file_that_is_still_empty_yields_nothing(folder):
     counter_path("own").write_bytes(b"")
-    assert list(Collector("own", {}).collect()) == []
+    assert list(Collector({0: "own"}, "tiny").collect()) == []
+
+
+def config_of(index=0, local=1):
+    """Return what is read of a VllmConfig, of the server "s"."""
+    return SimpleNamespace(
+        instance_id="s",
+        model_config=SimpleNamespace(served_model_name=["tiny", "alias"]),
+        parallel_config=SimpleNamespace(
+            data_parallel_index=index, data_parallel_size_local=local
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "local", "indices"),
+    [(0, 1, [0]), (0, 2, [0, 1]), (2, 2, [2, 3]), (1, 1, [1]), (0, 0, [])],
+    ids=["one", "two", "second-host", "external", "no-engine-here"],
+)
+def test_engines_have_files_of_their_own(first, local, indices):
+    """An engine's own process has the index of just this engine."""
+    found = engines_here(config_of(first, local))
+    assert found == {index: own_engine(config_of(index)) for index in indices}
+    assert len(set(found.values())) == len(indices)
+
+
+def test_a_page_has_every_engine_of_this_host_once(folder):
+    files = [CounterFile(own_engine(config_of(index)), create=True) for index in (2, 3)]
+    for number, file in enumerate(files):
+        file.add("events", 5 + number)
+
+    def lines(index, local):
+        text = exposition(CollectorRegistry(), config_of(index, local)).decode()
+        return [line for line in text.splitlines() if "kvpolicy_events_total" in line]
+
+    labels = 'kvpolicy_events_total{{engine="{}",model_name="tiny"}} {}.0'
+    one, other = (labels.format(2 + number, 5 + number) for number in range(2))
+    assert lines(2, 2)[-2:] == [one, other]
+    assert len(lines(2, 2)) == 4, "help and type come once, not once per engine"
+    assert lines(3, 2)[-1:] == [other], "engine 4 has not started"
+    assert lines(0, 2) == []
+
+
+def test_a_server_whose_engine_was_killed_leaves_no_file(folder):
+    program = """
+import subprocess, sys, tempfile
+from vllm_kvpolicy.live.files import remove_stale_files_at_exit
+tempfile.tempdir = sys.argv[1]
+remove_stale_files_at_exit()
+remove_stale_files_at_exit()
+subprocess.run([sys.executable, "-c", sys.argv[2], sys.argv[1]], input=b"now")
+assert list(__import__("pathlib").Path(sys.argv[1]).iterdir())
+"""
+    command = [sys.executable, "-c", program, str(folder), KILLED]
+    assert subprocess.run(command).returncode == 0
+    assert list(folder.iterdir()) == []

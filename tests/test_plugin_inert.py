@@ -59,7 +59,9 @@ print("SNAPSHOT" + json.dumps({
 ENTRY_MODULES = {
     "api",
     "api.cli",
+    "api.engines",
     "api.guards",
+    "api.live",
     "api.patch",
     "api.patch_table",
     "api.relied_on",
@@ -82,6 +84,12 @@ ENTRY_MODULES = {
     "kernels.native.library",
     "kernels.native.sources",
     "kernels.preferences",
+    "live",
+    "live.files",
+    "live.observing",
+    "live.hub",
+    "live.ring",
+    "live.routes",
     "metrics",
     "plugin",
     "policies",
@@ -98,6 +106,7 @@ ENTRY_MODULES = {
     "policies.admissions.wgkv.files",
     "policies.admissions.wgkv.gates",
     "policies.admissions.wgkv.startup",
+    "policies.fingerprint",
     "policies.catalogue",
     "policies.catalogue.admissions",
     "policies.catalogue.allocators",
@@ -153,7 +162,7 @@ def test_the_snapshots_differ_in_what_they_should(with_plugin, without_plugin):
 
 def test_only_the_help_group_is_new(with_plugin, without_plugin):
     flags = with_plugin["groups"].pop("KVPolicy")
-    assert flags[0] == "--kv-budget" and len(flags) == 6
+    assert flags[0] == "--kv-budget" and len(flags) == 7
     assert with_plugin["groups"] == without_plugin["groups"]
 
 

@@ -8,10 +8,11 @@ the tested release, and "known" where `compat.RELEASES` says so. The wheel's mod
 parsed and never run. Status 1 if something is changed or gone and not
 known. `installed` in place of a wheel means this environment's vLLM.
 
-`--record` also writes what the release has, names of parameters only, into the folder
-tools/releases. The tests run the command on these records, and other releases are
-compared with that of the tested one, so that functions that we call are compared, too.
-After a change of what we rely on, record every supported release again.
+`--record` also writes what the release has into the folder tools/releases: signatures
+with the kinds of their parameters and how a function is bound, without defaults and
+types. The tests run the command on these records, and other releases are compared with
+that of the tested one, so that functions that we call are compared, too. After a change
+of what we rely on, record every supported release again.
 """
 
 import argparse

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from typing import Any
 
 
@@ -15,8 +16,8 @@ class Release:
     Args:
         evidence: what has been done with it, for the documentation.
         changed: "module:path" of a row of `api.patch_table` or `api.relied_on` -> the
-            names of its parameters, or of a class's abstract methods, blanks between
-            them, where they are not those of the tested release.
+            its declaration, or the names of a class's abstract methods, in the form of
+            those tables, where it is not that of the tested release.
     """
 
     evidence: str
@@ -32,9 +33,10 @@ RELEASES = {
         {
             "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses"
             "._generate_with_builtin_tools": (
-                "self request_id engine_input sampling_params context tok_params "
-                "lora_request priority trace_headers session_id data_parallel_rank "
-                "reasoning_parser_kwargs reasoning_ended max_tool_calls"
+                "async self request_id engine_input sampling_params context "
+                "tok_params lora_request priority trace_headers session_id "
+                "data_parallel_rank reasoning_parser_kwargs reasoning_ended "
+                "max_tool_calls"
             ),
             "vllm.v1.core.sched.scheduler:Scheduler._get_local_prefix_cache_hit": (
                 "self request max_cache_hit_length"
@@ -50,6 +52,8 @@ SUPPORTED_VLLM = " or ".join(f"{minor}.x" for minor in RELEASES)
 FINAL = re.compile(r"\d+(\.\d+)*(\.post\d+)?(\+.*)?")
 # Names the implementation that every operation of `kernels` must run on a GPU.
 KERNELS_VARIABLE = "KVPOLICY_KERNELS"
+# With 1, a command that fails shows the whole traceback in place of a line.
+TRACEBACK_VARIABLE = "KVPOLICY_TRACEBACK"
 # Classes that vLLM picks by platform, and the ones that take their place.
 WORKER_CLASSES = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_kvpolicy.worker.cpu.KVPolicyCPUWorker",
@@ -76,6 +80,22 @@ GPU_BACKENDS = {
 # Tokens per superblock: the default, and what a block size must be a multiple of. The
 # CPU kernel packs keys by 32; the Triton kernel wants 16.
 BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
+
+
+def missing_vllm() -> str | None:
+    """Return what to install where there is no vLLM, which no wheel of ours brings."""
+    if find_spec("vllm") is not None:
+        return None
+    return (
+        f"this needs vLLM {SUPPORTED_VLLM}, which is not installed: pip install "
+        f"vllm=={TESTED_VLLM}.0 with CUDA; without, `make setup` in a checkout of "
+        "vllm-kvpolicy, or its CPU image"
+    )
+
+
+def wants_traceback() -> bool:
+    """Return whether a command that fails shows where, by KVPOLICY_TRACEBACK."""
+    return os.environ.get(TRACEBACK_VARIABLE) == "1"
 
 
 def vllm_version() -> str:
@@ -154,6 +174,13 @@ def environment_flag(name: str) -> bool:
     from vllm import envs
 
     return bool(getattr(envs, name))
+
+
+def api_key() -> str | None:
+    """Return vLLM's API key from the environment, None where it has none."""
+    from vllm import envs
+
+    return envs.VLLM_API_KEY
 
 
 def demanded_kernels() -> str | None:

@@ -15,8 +15,11 @@ from vllm_kvpolicy.config_keys import (
     FLAG_KEYS,
     INTEGER_KEYS,
     SERVER_OPTIONS,
+    SWITCHES,
     VALID_KEYS,
+    check_switches,
     request_keys,
+    shown,
     with_server_options,
 )
 from vllm_kvpolicy.events import NO_STEP, EventPlan, Footprint
@@ -52,6 +55,8 @@ class KVPolicyConfig:
         spread_events: events in decoding come up to an interval early, each request's
             by its own phase, so that those of many requests fall on many steps.
         report_events: each answer says what its events dropped.
+        live: the server has routes and a page that show what runs, see `live`.
+        live_text: they show the text of prompts and answers as well.
     """
 
     policy: str
@@ -67,8 +72,9 @@ class KVPolicyConfig:
     trace_dir: str | None = None
     spread_events: bool = True
     report_events: bool = False
-    # A cache by policy name: it follows from `options`, and requests share it with
-    # their server.
+    live: bool = False
+    live_text: bool = False
+    # By policy name: a cache of what follows from `options`, shared with requests.
     _windows: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
     # Not a value of the configuration: whether its values have been checked before.
     is_checked: InitVar[bool] = False
@@ -87,9 +93,12 @@ class KVPolicyConfig:
         """
         parse(self.policy)
         if not isinstance(self.options, Mapping):
-            raise ValueError(f"policy_config: got {self.options!r}, expected a mapping")
+            got = shown(self.options)
+            raise ValueError(f"policy_config: got {got}, expected a mapping")
         if not isinstance(self.allow, tuple):
-            raise ValueError(f"allow: got {self.allow!r}, expected a tuple of names")
+            raise ValueError(
+                f"allow: got {shown(self.allow)}, expected a tuple of names"
+            )
         _check_allowed(self.policy, self.allow)
         _check_known(self.options, self.policies)
         for key in INTEGER_KEYS:
@@ -98,8 +107,7 @@ class KVPolicyConfig:
                 key.check(value)
         _check_type("protect_prompt", self.protect_prompt, bool, "true or false")
         _check_type("trace_dir", self.trace_dir, str, "a folder")
-        _check_type("spread_events", self.spread_events, bool, "true or false")
-        _check_type("report_events", self.report_events, bool, "true or false")
+        check_switches({key: getattr(self, key) for key in SWITCHES})
         self._check_windows(self.policy)
 
     @property
@@ -220,7 +228,7 @@ class KVPolicyConfig:
         """
         if not isinstance(values, Mapping):
             raise ValueError(
-                f"{CONFIG_KEY}: got {values!r}, expected a mapping with keys "
+                f"{CONFIG_KEY}: got {shown(values)}, expected a mapping with keys "
                 f"{_listed(VALID_KEYS)}"
             )
         for key in values:
@@ -240,7 +248,7 @@ class KVPolicyConfig:
         _check_type("policy_config", options, Mapping, "a mapping of options")
         allow = given.get("allow", ())
         if isinstance(allow, str) or not isinstance(allow, Iterable):
-            raise ValueError(f"allow: got {allow!r}, expected a list of policies")
+            raise ValueError(f"allow: got {shown(allow)}, expected a list of policies")
         given |= {"policy_config": dict(options), "allow": tuple(allow)}
         fields = {"policy_config": "options"}
         fields |= {key.key: key.field for key in INTEGER_KEYS}
@@ -254,9 +262,7 @@ class KVPolicyConfig:
         values["allow"] = list(self.allow)
         values["protect_prompt"] = self.protect_prompt
         values["trace_dir"] = self.trace_dir
-        values["spread_events"] = self.spread_events
-        values["report_events"] = self.report_events
-        return values
+        return values | {key: getattr(self, key) for key in SWITCHES}
 
     def validate_block_size(self, block_size: int) -> None:
         """Check what depends on vLLM's block size, and the policies of `allow`.
@@ -308,7 +314,7 @@ class KVPolicyConfig:
             )
         if policy_name not in self.policies:
             raise ValueError(
-                f"kv_policy: got {policy_name!r}, expected 'none' or one that the "
+                f"kv_policy: got {shown(policy_name)}, expected 'none' or one that the "
                 f"server allows: {_listed(map(repr, self.policies))}"
             )
         changes: dict[str, Any] = {}
@@ -365,7 +371,7 @@ def server_config(vllm_config: Any) -> KVPolicyConfig | None:
 def _check_type(key: str, value: Any, kind: type, expected: str) -> None:
     """Raise ValueError unless `value` is None or of type `kind`."""
     if value is not None and not isinstance(value, kind):
-        raise ValueError(f"{key}: got {value!r}, expected {expected}")
+        raise ValueError(f"{key}: got {shown(value)}, expected {expected}")
 
 
 def _check_allowed(policy_name: str, allow: tuple[str, ...]) -> None:

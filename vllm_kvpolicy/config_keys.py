@@ -4,12 +4,21 @@ Flags, checks, per-request keys and docs iterate these; `llm.LLM` lists its keyw
 hand.
 """
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 DEFAULT_SINKS, DEFAULT_RECENT = 4, 32
 WHOLE_PROMPT = "prompt"  # a prefill interval that no prompt is as long as
+MOST = 2**31 - 1  # of any integer, far above every context
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
+
+
+def shown(value: Any) -> str:
+    """Return a value that a user gave as an error shows it, short."""
+    return _SHORT.repr(value)
 
 
 class AlwaysKept(Protocol):
@@ -56,12 +65,14 @@ class IntegerKey:
         if self.word is not None and value == self.word:
             return value
         is_integer = isinstance(value, int) and not isinstance(value, bool)
-        if is_integer and value >= self.minimum:
+        if is_integer and self.minimum <= value <= MOST:
             return value
         word = "" if self.word is None else f" or {self.word!r}"
+        valid = f"an integer >= {self.minimum}"
+        if is_integer and value > MOST:
+            valid = f"at most {MOST}"
         raise ValueError(
-            f"{label or self.key}: got {value!r}, expected an integer >= "
-            f"{self.minimum}{word}"
+            f"{label or self.key}: got {shown(value)}, expected {valid}{word}"
         )
 
 
@@ -70,7 +81,8 @@ INTEGER_KEYS = (
         "budget",
         "budget_tokens",
         1,
-        "tokens per KV head left after an event: sinks, selected and newest tokens",
+        "tokens per KV head left after an event: sinks, selected and newest tokens; at "
+        "least sinks, recent and one block",
     ),
     IntegerKey("interval", "interval_tokens", 1, "tokens between two events"),
     IntegerKey("recent", "recent_tokens", 0, "newest tokens that are always kept"),
@@ -94,6 +106,8 @@ INTEGER_KEYS = (
         is_flag=False,
     ),
 )
+# Keys that are true or false, and fields of the same names.
+SWITCHES = ("spread_events", "report_events", "live", "live_text")
 FLAG_KEYS = tuple(key for key in INTEGER_KEYS if key.is_flag)
 VALID_KEYS = (
     "policy",
@@ -102,16 +116,27 @@ VALID_KEYS = (
     "allow",
     "protect_prompt",
     "trace_dir",
-    "spread_events",
-    "report_events",
+    *SWITCHES,
 )
 # Keys of `--kv-policy-config` about the server -> keys of the plain form.
 SERVER_OPTIONS = {
     "allow": "allow",
     "trace": "trace_dir",
-    "spread_events": "spread_events",
-    "report_events": "report_events",
+    **{switch: switch for switch in SWITCHES},
 }
+
+
+def check_switches(values: Mapping[str, Any]) -> None:
+    """Check the values of SWITCHES.
+
+    Raises:
+        ValueError: one is neither true nor false, or needs another one.
+    """
+    for key, value in values.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{key}: got {value!r}, expected true or false")
+    if values["live_text"] and not values["live"]:
+        raise ValueError("live_text: got true, expected live to be true as well")
 
 
 # Keys of `extra_args` that begin like ours and belong to vLLM.
@@ -131,7 +156,7 @@ def request_keys(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
             asked[key] = value
         elif key.startswith("kv_") and key not in _VLLM_REQUEST_KEYS:
             raise ValueError(
-                f"vllm_xargs: got the unknown key {key!r}, expected one of "
+                f"vllm_xargs: got the unknown key {shown(key)}, expected one of "
                 f"{', '.join(known)}"
             )
     return asked

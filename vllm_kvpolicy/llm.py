@@ -2,9 +2,14 @@
 
 from typing import Any
 
-import vllm
+from vllm_kvpolicy import compat
 
-from vllm_kvpolicy.api import cli
+if missing := compat.missing_vllm():
+    raise ImportError(missing)
+
+import vllm  # noqa: E402
+
+from vllm_kvpolicy.api import cli  # noqa: E402
 
 
 class LLM(vllm.LLM):

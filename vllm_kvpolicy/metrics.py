@@ -1,24 +1,22 @@
-"""Counters that cross processes: one small memory-mapped file per engine.
+"""Counters that cross processes: one small file per engine.
 
-The scheduler and the worker write it; the API process reads it when it is scraped.
-Each field has one writer and is one aligned 8-byte float, so values need no lock. The
-process that makes the file locks it for as long as it lives: a file without a lock is
-stale, and the next engine removes it.
+The scheduler and the worker write it; API processes on the same host read it when they
+are scraped. Each field has one writer and is one aligned 8-byte float, so values need
+no lock.
 """
 
-import fcntl
-import mmap
-import os
-import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from struct import Struct
 from threading import Lock
 from typing import Any
 
+from vllm_kvpolicy.live.files import COUNTERS, SharedFile, engines_here, file_path
+from vllm_kvpolicy.live.observing import only_observes
 from vllm_kvpolicy.protocol import CompactEvent
 
 
@@ -91,39 +89,25 @@ SERIES = (
     ),
 )
 INDEX = {series.name: index for index, series in enumerate(SERIES)}
-SIZE_BYTES = 8 * len(SERIES)
+_VALUE = Struct("d")
+SIZE_BYTES = _VALUE.size * len(SERIES)
 GAUGE_PERIOD_SECONDS = 0.25
 
 
-FILE_NAME = "vllm-kvpolicy-{}.counters"
+def counter_path(engine: str) -> Path:
+    """Return the counter file of an engine.
 
-
-def counter_path(instance_id: str) -> Path:
-    """Return the counter file of an engine, named by vLLM's instance id."""
-    return Path(tempfile.gettempdir()) / FILE_NAME.format(instance_id)
-
-
-def remove_stale_files() -> None:
-    """Remove this user's counter files whose engine is gone without its shutdown."""
-    for path in Path(tempfile.gettempdir()).glob(FILE_NAME.format("*")):
-        # Gone meanwhile, of another user, or locked by its engine.
-        with suppress(OSError):
-            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-            try:
-                if os.fstat(descriptor).st_uid == os.getuid():
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    # No link: removed meanwhile, and the name is a new engine's.
-                    if os.fstat(descriptor).st_nlink:
-                        path.unlink()
-            finally:
-                os.close(descriptor)
+    Args:
+        engine: its name, see `own_engine`.
+    """
+    return file_path(COUNTERS, engine)
 
 
 class CounterFile:
-    """A shared array of float64, one per series.
+    """A shared array of float64, one per series, each of which one object writes.
 
     Args:
-        instance_id: `VllmConfig.instance_id`.
+        engine: the engine's name, see `own_engine`.
         create: make a zeroed file and lock it, once files that engines left behind
             are removed; otherwise it must exist.
 
@@ -131,48 +115,31 @@ class CounterFile:
         FileNotFoundError: `create` is False and no engine has made the file.
     """
 
-    def __init__(self, instance_id: str, create: bool) -> None:
-        self.path = counter_path(instance_id)
-        if create:
-            remove_stale_files()
-        descriptor = self._make() if create else os.open(self.path, os.O_RDWR)
-        try:
-            # The map keeps the file open, and with it the lock.
-            self._map = mmap.mmap(descriptor, SIZE_BYTES)
-        finally:
-            os.close(descriptor)
-        self._values = memoryview(self._map).cast("d")
-
-    def _make(self) -> int:
-        """Return a descriptor of the file with a shared lock on it, made if missing."""
-        while True:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
-            # Where files cannot be locked nobody can remove this one either.
-            with suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_SH)
-            # Another engine may have removed the file before the lock was on it.
-            if os.fstat(descriptor).st_nlink:
-                break
-            os.close(descriptor)
-        if os.fstat(descriptor).st_size < SIZE_BYTES:
-            os.truncate(descriptor, SIZE_BYTES)
-        return descriptor
+    def __init__(self, engine: str, create: bool) -> None:
+        self._file = SharedFile(counter_path(engine), SIZE_BYTES, create)
+        self.path = self._file.path
+        self._values = list(self.read().values())
 
     def add(self, name: str, amount: float) -> None:
         """Add to a counter."""
-        self._values[INDEX[name]] += amount
+        self.set(name, self._values[INDEX[name]] + amount)
 
     def set(self, name: str, value: float) -> None:
         """Set a gauge."""
-        self._values[INDEX[name]] = value
+        place = INDEX[name]
+        if value != self._values[place]:
+            self._values[place] = value
+            self._file.write(place * _VALUE.size, _VALUE.pack(value))
 
     def read(self) -> dict[str, float]:
         """Return every series by name."""
-        return {series.name: self._values[INDEX[series.name]] for series in SERIES}
+        values = _VALUE.iter_unpack(self._file.read(0, SIZE_BYTES))
+        names = [series.name for series in SERIES]
+        return {name: value for name, (value,) in zip(names, values, strict=True)}
 
     def remove(self) -> None:
-        """Delete the file; who has it mapped keeps reading the old values."""
-        self.path.unlink(missing_ok=True)
+        """Delete the file; who has it open keeps reading the old values."""
+        self._file.remove()
 
 
 class EngineCounters:
@@ -243,18 +210,26 @@ class WorkerCounters:
     """Writes what the worker knows: the events that it has carried out.
 
     The scheduler makes the file after the worker has started, so it is opened late.
+
+    Args:
+        engine: its name, see `own_engine`.
+        block_size: N, tokens per superblock.
+        counts: False in all ranks of a tensor-parallel group but the first: they see
+            the same events, and one of them has to count.
     """
 
-    def __init__(self, instance_id: str, block_size: int) -> None:
-        self.instance_id = instance_id
+    def __init__(self, engine: str, block_size: int, counts: bool = True) -> None:
+        self.engine = engine
         self.block_size = block_size
+        self.counts = counts
         self._lock = Lock()
 
     @cached_property
     def file(self) -> CounterFile:
         """The engine's counter file."""
-        return CounterFile(self.instance_id, create=False)
+        return CounterFile(self.engine, create=False)
 
+    @only_observes
     def add_events(self, count: int, seconds: float) -> None:
         """Count a step's events.
 
@@ -262,9 +237,12 @@ class WorkerCounters:
             count: events that were carried out.
             seconds: host time; on a GPU the work itself may still be under way.
         """
+        if not self.counts:
+            return
         self.file.add("events", count)
         self.file.add("event_seconds", seconds)
 
+    @only_observes
     def add_tokens(self, blocks: Iterable[tuple[CompactEvent, int, int]]) -> None:
         """Count what events kept and dropped; threads may call at the same time.
 
@@ -273,6 +251,8 @@ class WorkerCounters:
                 frontier, and those that its survivors take. What an earlier event left
                 over and the scheduler has not taken back yet is in neither.
         """
+        if not self.counts:
+            return
         with self._lock:
             for event, held, count in blocks:
                 local = event.local_tokens(self.block_size)
@@ -284,31 +264,43 @@ class WorkerCounters:
 
 
 class Collector:
-    """Prometheus collector over the counter file of one engine.
+    """Prometheus collector over the counter files of a server's engines on this host.
 
-    Registered with the registry that serves `/metrics`. Yields nothing until the engine
-    has made the file.
+    Registered with the registry that serves `/metrics`. Yields nothing of an engine
+    that has not made its file.
+
+    Args:
+        engines: names by index, see `engines_here`.
+        model_name: label beside the engine's index, as on vLLM's own series.
     """
 
-    def __init__(self, instance_id: str, labels: dict[str, str]) -> None:
-        self.instance_id = instance_id
-        self.labels = labels
+    def __init__(self, engines: Mapping[int, str], model_name: str) -> None:
+        self.engines = engines
+        self.model_name = model_name
 
     def collect(self) -> Iterator[Any]:
         """Yield one metric family per series, as prometheus_client expects."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         families = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
-        try:
-            values = CounterFile(self.instance_id, create=False).read()
-        except (FileNotFoundError, ValueError):  # not there yet, or still empty
-            return
-        for series in SERIES:
+        found = self._read()
+        for series in SERIES if found else ():
             family = families[series.kind](
-                f"kvpolicy_{series.name}", series.help, labels=tuple(self.labels)
+                f"kvpolicy_{series.name}", series.help, labels=("model_name", "engine")
             )
-            family.add_metric(tuple(self.labels.values()), values[series.name])
+            for index, values in found.items():
+                labels = (self.model_name, str(index))
+                family.add_metric(labels, values[series.name])
             yield family
+
+    def _read(self) -> dict[int, dict[str, float]]:
+        """Return what each engine has counted, by its index."""
+        found = {}
+        for index, name in self.engines.items():
+            # Not there yet, or still empty.
+            with suppress(FileNotFoundError, ValueError):
+                found[index] = CounterFile(name, create=False).read()
+        return found
 
 
 def exposition(registry: Any, vllm_config: Any | None) -> bytes:
@@ -316,21 +308,15 @@ def exposition(registry: Any, vllm_config: Any | None) -> bytes:
 
     Args:
         registry: vLLM's CollectorRegistry.
-        vllm_config: of the engine whose counters are added; None for no engine.
+        vllm_config: of the server whose engines' counters are added; None for none.
     """
     from prometheus_client import CollectorRegistry, generate_latest
 
     text = generate_latest(registry)
     if vllm_config is not None:
         counters = CollectorRegistry()
-        labels = _labels(vllm_config)
-        counters.register(Collector(vllm_config.instance_id, labels))
+        name = vllm_config.model_config.served_model_name
+        name = name[0] if isinstance(name, list) else name
+        counters.register(Collector(engines_here(vllm_config), str(name)))
         text += generate_latest(counters)
     return text
-
-
-def _labels(vllm_config: Any) -> dict[str, str]:
-    """Return the labels that vLLM puts on its own series."""
-    name = vllm_config.model_config.served_model_name
-    name = name[0] if isinstance(name, list) else name
-    return {"model_name": str(name), "engine": "0"}

@@ -235,14 +235,6 @@ def make_resize(size: Size, draw: Draw) -> Arguments:
     return draw.here(arguments) | {"block_size": size.page}
 
 
-def make_ascending_indices(size: Size, draw: Draw) -> Arguments:
-    """Rows with more True entries than are listed, with fewer, and with none."""
-    share = draw.uniform(size.rows, 1)
-    share[:2] = torch.tensor([[1.0], [0.0]])
-    mask = draw.uniform(size.rows, size.tokens) < share
-    return draw.here({"mask": mask}) | {"count": size.budget}
-
-
 def make_compact_pages(size: Size, draw: Draw, loyalty: float = 1.0) -> Arguments:
     """Survivors of rows; a share of pages changes its owner.
 
@@ -326,7 +318,6 @@ MAKERS: dict[str, Callable[[Size, Draw], Arguments]] = {
     "fill_next_best": make_fill_next_best,
     "top_k_mask": make_top_k_mask,
     "resize": make_resize,
-    "ascending_indices": make_ascending_indices,
     "compact_pages": make_compact_pages,
     "compact_pages, owners": lambda size, draw: make_compact_pages(size, draw, 0.6),
     "page_tables": make_page_tables,

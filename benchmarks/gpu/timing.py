@@ -25,7 +25,6 @@ PHASES = {
     "fill_next_best": "select",
     "top_k_mask": "select",
     "resize": "select",
-    "ascending_indices": "select",
     "compact_pages": "compact",
     "assign_pages": "assign",
     "page_quota": "assign",

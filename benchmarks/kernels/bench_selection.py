@@ -24,7 +24,6 @@ import torch
 from benchmarks import provenance
 from vllm_kvpolicy.kernels.dispatch import Operation
 from vllm_kvpolicy.kernels.ranking import (
-    ascending_indices,
     fill_next_best,
     resize,
     top_k_mask,
@@ -88,7 +87,6 @@ def make_calls(num_rows: int, num_tokens: int, device: str) -> Iterator[Call]:
     # Up to the next whole page.
     pages = lengths // PAGE, -(-budget // PAGE)
     yield resize, (chosen, score, must_keep, *pages, PAGE), {}
-    yield ascending_indices, (chosen, int(budget[0])), {}
 
 
 def tensors(values: Any) -> list[torch.Tensor]:

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <type_traits>
 
 #include "host.h"
 #include "numbers.h"
@@ -13,25 +14,45 @@
 namespace kvpolicy {
 
 // Numbers whose order is that of scores and positions, no two of a row equal.
-using Rank = unsigned __int128;
+using ShortRank = uint64_t;
+using LongRank = unsigned __int128;
 
-inline Rank rank_of(double score, int64_t position) {
+// As many bits as the scores need; rows have less than 2^32 tokens.
+template <typename Number>
+using RankOf = std::conditional_t<sizeof(Number) == 8, LongRank, ShortRank>;
+
+template <typename Rank, typename Bits, typename Float>
+Rank rank_of_bits(Float score, int64_t position) {
   if (score != score) score = -__builtin_inf();
-  score += 0.0;  // turns -0.0 into 0.0
-  uint64_t bits;
+  score += 0;  // turns -0.0 into 0.0
+  Bits bits;
   memcpy(&bits, &score, sizeof(bits));
-  bits ^= bits >> 63 ? ~uint64_t{0} : uint64_t{1} << 63;
-  return Rank{bits} << 64 | static_cast<uint64_t>(position);
+  constexpr int kWidth = 8 * sizeof(Bits);
+  bits ^= bits >> (kWidth - 1) ? ~Bits{0} : Bits{1} << (kWidth - 1);
+  return Rank{bits} << kWidth | static_cast<Bits>(position);
 }
 
+inline ShortRank rank_of(float score, int64_t position) {
+  return rank_of_bits<ShortRank, uint32_t>(score, position);
+}
+
+inline LongRank rank_of(double score, int64_t position) {
+  return rank_of_bits<LongRank, uint64_t>(score, position);
+}
+
+inline int64_t position_of(ShortRank rank) { return static_cast<uint32_t>(rank); }
+
+inline int64_t position_of(LongRank rank) { return static_cast<uint64_t>(rank); }
+
 // Marks the tokens of the `count` highest of the ranks [begin, end), which it reorders.
-inline void mark_best(Rank* begin, Rank* end, int64_t count, bool* marked) {
+template <typename Rank>
+void mark_best(Rank* begin, Rank* end, int64_t count, bool* marked) {
   if (count <= 0) return;
   if (count < end - begin) {
     std::nth_element(begin, begin + count - 1, end, std::greater<Rank>());
     end = begin + count;
   }
-  for (; begin < end; ++begin) marked[static_cast<uint64_t>(*begin)] = true;
+  for (; begin < end; ++begin) marked[position_of(*begin)] = true;
 }
 
 // Calls run(Number{}), where Number is the type of the scores.

@@ -28,7 +28,7 @@ int64_t sum(const Numbers& numbers) {
 void flag_cuts(const int64_t* mass, int64_t length, const Cuts& cuts,
                std::vector<bool>& flags) {
   const int64_t count = cuts.thresholds.size();
-  int64_t crossed = 0, whole = 0, start = 0;
+  int64_t crossed = 0, whole = 0, next = 0;  // token that opens a piece anyway
   bool first_crosses = false;
   for (int64_t t = 0; t < length; ++t) {
     whole += mass[t];
@@ -37,8 +37,8 @@ void flag_cuts(const int64_t* mass, int64_t length, const Cuts& cuts,
     if (t == 0) first_crosses = crossed > 0;
     const bool opens = (t > 0 && crossed > before) || (t == 1 && first_crosses) ||
                        (t == length - 1 && crossed < count);
-    if (opens) start = t;
-    flags[t] = (t - start) % cuts.max_segment == 0;
+    flags[t] = opens || t == next;
+    if (flags[t]) next = t + cuts.max_segment;
   }
 }
 
@@ -180,7 +180,7 @@ void pick_by_quota(Tensor marked, Tensor score, Tensor group, Tensor quotas) {
   with_type_of(score, [&](auto zero) {
     const auto scores = read<decltype(zero)>(score);
     torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
-      std::vector<Rank> ranks(tokens);
+      std::vector<RankOf<decltype(zero)>> ranks(tokens);
       Numbers place(groups + 1);
       for (int64_t row = begin; row < end; ++row) {
         const int64_t* own = groups_of[row];

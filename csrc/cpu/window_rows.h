@@ -55,14 +55,21 @@ static void pack_keys(const Head& head, float* panels) {
     count = head.page_size - slot;
     if (count > kPanel - lane) count = kPanel - lane;
     if (count > head.length - token) count = head.length - token;
-    const Number* keys = static_cast<const Number*>(head.pool) +
-                         head.pages[token / head.page_size] * head.page_stride +
-                         slot * head.slot_stride;
+    const int64_t page = token / head.page_size;
+    const Number* pool = static_cast<const Number*>(head.pool);
+    const Number* keys =
+        pool + head.pages[page] * head.page_stride + slot * head.slot_stride;
+    // Pages lie anywhere: the next one is fetched while this one is packed.
+    const bool is_last = (page + 1) * head.page_size >= head.length;
+    const Number* next = pool + head.pages[page + !is_last] * head.page_stride;
     float* panel = panels + token / kPanel * width + lane;
     for (int64_t d = 0; d < head.size; d += step, panel += kPanel) {
       const Number* column = keys + d * head.key_stride;
       const bool is_pair = d + 1 < head.size;
       if (head.slot_stride == 1) {
+        for (int64_t c = d; c < d + step; ++c)
+          for (int64_t j = 0; j < head.page_size; j += 64 / sizeof(Number))
+            __builtin_prefetch(next + c * head.key_stride + j);
         for (int64_t j = 0; j < count; ++j)
           panel[j] = Own::pack(column + j, head.key_stride, is_pair);
       } else {
@@ -88,17 +95,22 @@ static inline Row row_of(const Head& head, int64_t index) {
 template <typename Number>
 static void pack_queries(const Head& head, int64_t first, float* rows) {
   using Own = Product<Number>;
-  for (int64_t i = 0; i < kRows; ++i) {
-    const Row row = row_of(head, first + i);
-    const bool exists = row.head < head.group;
-    const Number* query = static_cast<const Number*>(head.queries) +
-                          (exists ? row.head : 0) * head.head_stride +
-                          row.step * head.step_stride;
-    float* packed = rows + i;
-    for (int64_t d = 0; d < head.size; d += Own::kWidth, packed += kRows)
-      *packed = exists ? Own::pack(query + d * head.query_stride, head.query_stride,
-                                   d + 1 < head.size)
-                       : 0.0f;
+  const Number* queries[kRows];
+  int64_t count = 0;
+  for (; count < kRows; ++count) {
+    const Row row = row_of(head, first + count);
+    if (row.head >= head.group) break;
+    queries[count] = static_cast<const Number*>(head.queries) +
+                     row.head * head.head_stride + row.step * head.step_stride;
+  }
+  const int64_t width = (head.size + Own::kWidth - 1) / Own::kWidth;
+  if (count < kRows) memset(rows, 0, width * kRows * sizeof(float));
+  for (int64_t d = 0; d < head.size; d += Own::kWidth, rows += kRows) {
+    const bool is_pair = d + 1 < head.size;
+    for (int64_t i = 0; i < count; ++i) {
+      rows[i] = Own::pack(queries[i], head.query_stride, is_pair);
+      queries[i] += Own::kWidth * head.query_stride;
+    }
   }
 }
 

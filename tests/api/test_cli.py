@@ -13,7 +13,8 @@ ALL_FLAGS = [
     *("--kv-interval", "64"),
     *("--kv-recent", "16"),
     *("--kv-sinks", "2"),
-    *("--kv-policy-config", '{"preset": "code"}'),
+    *("--kv-policy-config", '{"preset": "code", "live_text": true}'),
+    "--kv-live",
 ]
 
 
@@ -30,6 +31,8 @@ def test_every_flag_reaches_the_configuration():
     assert (config.budget_tokens, config.interval_tokens) == (128, 64)
     assert (config.recent_tokens, config.sink_tokens) == (16, 2)
     assert config.options_of()["segment_mass"] == 0.02  # of the preset `code`
+    assert config.live and config.live_text
+    assert KVPolicyConfig.from_dict(config.to_dict()) == config
 
 
 def test_nothing_given_is_nothing():
@@ -50,12 +53,15 @@ def test_zero_is_given():
         (("--kv-sinks", "-1"), "kv_sinks: got -1, expected an integer >= 0"),
         (("--kv-policy-config", "[1]"), "kv_policy_config: got '[1]', expected a JSON"),
         (("--kv-policy-config", "{"), "kv_policy_config: got '{', expected a JSON"),
+        (("--kv-policy-config", '{"a":' * 99999), '{"a":\', expected a JSON object'),
+        (("--kv-budget", "9" * 30), "99999, expected at most 2147483647"),
     ],
 )
 def test_bad_flags_are_refused_while_parsing(words, message, capsys):
     with pytest.raises(SystemExit):
         parse(*words)
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert message in said and len(said) < 20_000
 
 
 def test_help_names_every_flag_policy_and_default(capsys):

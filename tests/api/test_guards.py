@@ -13,6 +13,10 @@ from vllm_kvpolicy.api.request_guards import check_prepared
 from vllm_kvpolicy.config import KVPolicyConfig
 
 RAGGED_FLASHINFER = next(r.name for r in REFUSALS if r.name.startswith("FlashInfer"))
+LORA = next(r.name for r in REFUSALS if r.name.startswith("LoRA"))
+MULTIMODAL = next(r.name for r in REFUSALS if r.name.startswith("multimodal"))
+WEIGHT_TRANSFER = next(r.name for r in REFUSALS if r.name.startswith("weight tran"))
+QFILTER = {"policy": "qfilter", "policy_config": {"qfilter_calibration": "a file"}}
 SET = object()  # some configuration object, whatever is in it
 # Row -> what switches the feature on in a finished VllmConfig.
 TRIGGERS = {
@@ -29,12 +33,18 @@ TRIGGERS = {
         "attention_config.backend": SimpleNamespace(name="FLASHINFER"),
         "additional_config": {"kv_policy": {"policy": "adakv-snapkv"}},
     },
-    "tensor parallelism": {"parallel_config.tensor_parallel_size": 2},
+    "`quest` on more ranks than KV heads": {
+        "parallel_config.tensor_parallel_size": 4,  # the tiny model has two
+        "additional_config": {"kv_policy": {"policy": "snapkv+quest"}},
+    },
     "pipeline parallelism": {"parallel_config.pipeline_parallel_size": 2},
-    "data parallelism": {"parallel_config.data_parallel_size": 2},
+    "data parallelism of mixture-of-experts models": {
+        "parallel_config.data_parallel_size": 2,
+        "model_config.is_moe": True,
+    },
+    "data parallelism over Ray": {"parallel_config.data_parallel_backend": "ray"},
     "decode context parallelism": {"parallel_config.decode_context_parallel_size": 2},
     "prefill context parallelism": {"parallel_config.prefill_context_parallel_size": 2},
-    "multiple nodes": {"parallel_config.nnodes": 2},
     "executors other than uni and mp": {
         "parallel_config.distributed_executor_backend": "ray"
     },
@@ -43,7 +53,7 @@ TRIGGERS = {
     "elastic expert parallelism": {"parallel_config.enable_elastic_ep": True},
     "fault tolerance": {"parallel_config.enable_fault_tolerance": True},
     "speculative decoding": {"speculative_config": SET},
-    "LoRA adapters": {"lora_config": SET},
+    LORA: {"lora_config": SET, "additional_config": {"kv_policy": QFILTER}},
     "sliding-window attention": {
         "model_config.hf_text_config.layer_types": ["sliding_attention"]
     },
@@ -75,10 +85,17 @@ TRIGGERS = {
     "prefix-LM attention": {"model_config.is_mm_prefix_lm": True},
     "residual sliding-window attention (R-SWA)": {"model_config.rswa_window": 512},
     "diffusion models": {"model_config.is_diffusion": True},
-    "multimodal models": {"model_config.is_multimodal_model": True},
+    "images, audio and video": {"model_config.supports_multimodal_inputs": True},
+    MULTIMODAL: {
+        "model_config.is_multimodal_model": True,
+        "additional_config": {"kv_policy": QFILTER},
+    },
     "prompt embeddings": {"model_config.enable_prompt_embeds": True},
     "sleep mode": {"model_config.enable_sleep_mode": True},
-    "weight transfer": {"weight_transfer_config": SET},
+    WEIGHT_TRANSFER: {
+        "weight_transfer_config": SET,
+        "additional_config": {"kv_policy": QFILTER},
+    },
 }
 # Rows that depend on the installation -> what switches them on there.
 MACHINE_TRIGGERS = {
@@ -135,10 +152,44 @@ def test_each_feature_is_refused_by_its_own_row(policy_config, name, changes):
     assert refusals(Overlay(policy_config, changes)) == expected(name)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"parallel_config.data_parallel_size": 2}, {"model_config.is_moe": True}],
+    ids=["dense-dp", "moe-alone"],
+)
+def test_dense_data_parallelism_is_not_refused(policy_config, changes):
+    assert refusals(Overlay(policy_config, changes)) == []
+
+
 @pytest.mark.parametrize("name", MACHINE_TRIGGERS)
 def test_each_machine_is_refused_by_its_own_row(policy_config, monkeypatch, name):
     MACHINE_TRIGGERS[name](monkeypatch)
     assert refusals(policy_config) == expected(name)
+
+
+@pytest.mark.parametrize(
+    ("policy", "is_refused"),
+    [
+        ({"policy": "ams-tova"}, False),
+        ({"policy": "epikv", "allow": ["adakv-snapkv", "local"]}, False),
+        ({"policy": "dms"}, True),
+        ({**QFILTER, "policy": "tova", "allow": ["ams-qfilter"]}, True),
+        (
+            {
+                "policy": "tova+quest",
+                "allow": ["kvzap+tova"],
+                "policy_config": {"kvzap_model": "a folder"},
+            },
+            True,
+        ),
+    ],
+)
+def test_other_weights_meet_no_policy_for_the_models_own(
+    policy_config, policy, is_refused
+):
+    for feature in ("lora_config", "weight_transfer_config"):
+        changes = {feature: SET, "additional_config": {"kv_policy": policy}}
+        assert bool(refusals(Overlay(policy_config, changes))) == is_refused
 
 
 def test_kv_sharing_is_read_from_the_model_too(policy_config):
@@ -163,11 +214,10 @@ def test_a_cache_dtype_may_be_the_models_own(policy_config, dtype, is_refused):
 
 
 def test_all_reasons_come_at_once(policy_config):
-    changes = {**TRIGGERS["tensor parallelism"], **TRIGGERS["LoRA adapters"]}
-    assert refusals(Overlay(policy_config, changes)) == [
-        *expected("tensor parallelism"),
-        *expected("LoRA adapters"),
-    ]
+    names = ("pipeline parallelism", "speculative decoding", LORA)
+    changes = {key: value for name in names for key, value in TRIGGERS[name].items()}
+    reasons = [reason for name in names for reason in expected(name)]
+    assert refusals(Overlay(policy_config, changes)) == reasons
 
 
 @pytest.mark.parametrize(

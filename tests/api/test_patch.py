@@ -139,6 +139,35 @@ def test_a_finished_config_names_our_classes(policy_config):
     assert policy_config.cache_config.enable_prefix_caching is True
 
 
+@pytest.mark.parametrize("own", compat.WORKER_CLASSES.values())
+def test_a_worker_class_of_ours_may_be_named(tiny_model, own):
+    policy = {"kv_policy": POLICY}
+    args = engine_args(tiny_model, additional_config=policy, worker_cls=own)
+    assert args.create_engine_config().parallel_config.worker_cls == own
+
+
+@pytest.mark.parametrize(
+    ("values", "blocks"),
+    [
+        ({"policy": "rpc"}, 4096 // 32 + 1),  # and the queries of its window
+        ({"policy": "tova", "protect_prompt": True}, 4096 // 32 + 1),
+        ({"policy": "rpc", "protect_prompt": False}, None),
+        ({"policy": "tova"}, None),
+    ],
+)
+def test_prompts_that_are_kept_whole_are_told(tiny_model, monkeypatch, values, blocks):
+    """vLLM's error about a KV cache that is too small does not speak of them."""
+    told = []
+    logger = SimpleNamespace(info=lambda text, *given: told.append(text % given))
+    monkeypatch.setattr(startup, "logger", logger)
+    args = engine_args(tiny_model, additional_config={"kv_policy": values})
+    args.create_engine_config()
+    lines = [line for line in told if "prompts are kept whole" in line]
+    assert len(lines) == (blocks is not None)
+    for line in lines:
+        assert f"--max-model-len 4096 may need {blocks} superblocks" in line
+
+
 @pytest.mark.parametrize("wanted", [True, False])
 def test_prefix_caching_is_what_the_user_says(tiny_model, wanted):
     policy = {"kv_policy": {"policy": "tova"}}
@@ -222,8 +251,8 @@ def test_what_the_user_chose_is_left_alone(tiny_model):
             ["quantised or of another dtype", "--kv-cache-dtype"],
         ),
         (
-            {"tensor_parallel_size": 2, "kv_cache_dtype": "fp8"},
-            ["tensor parallelism", "quantised or of another dtype"],
+            {"pipeline_parallel_size": 2, "kv_cache_dtype": "fp8"},
+            ["pipeline parallelism", "quantised or of another dtype"],
         ),
         (
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
@@ -264,11 +293,10 @@ def test_kernels_that_are_not_there_are_refused(tiny_model, monkeypatch):
         args.create_engine_config()
 
 
-def test_the_start_says_which_kernels_run(tiny_model, caplog):
-    caplog.set_level("INFO", startup.logger.name)
+def test_the_start_says_which_kernels_run(tiny_model, policy_log):
     args = engine_args(tiny_model, additional_config={"kv_policy": POLICY})
     args.create_engine_config()
-    assert f"KV policy kernels: {preferences.summary('cpu')}" in caplog.messages
+    assert f"KV policy kernels: {preferences.summary('cpu')}" in policy_log.messages
 
 
 def test_a_budget_above_the_context_is_valid(tiny_model):
@@ -438,17 +466,22 @@ def test_metrics_have_the_series_of_their_own_engine(
 
     def scrape(instance_id, additional, scheduler=None):
         app = FastAPI()
+        app.state.args = SimpleNamespace(additional_config=additional)
         app.state.vllm_config = SimpleNamespace(
             instance_id=instance_id,
             additional_config=additional,
             model_config=SimpleNamespace(served_model_name=instance_id),
+            parallel_config=SimpleNamespace(
+                data_parallel_index=1, data_parallel_size_local=1
+            ),
             scheduler_config=SimpleNamespace(scheduler_cls=scheduler),
         )
         patch._with_counters(lambda app: None)(app)
         return TestClient(app).get("/metrics").text
 
     assert metrics.PrometheusResponse.media_type.startswith("text/plain")
-    files = {name: CounterFile(name, create=True) for name in ("first", "second")}
+    names = ("first", "second")
+    files = {name: CounterFile(f"{name}-1", create=True) for name in names}
     try:
         for number, file in enumerate(files.values()):
             file.add("events", 3 + number)
@@ -460,12 +493,35 @@ def test_metrics_have_the_series_of_their_own_engine(
             file.remove()
     for number, name in enumerate(files):
         series = (
-            f'kvpolicy_events_total{{engine="0",model_name="{name}"}} {3 + number}.0'
+            f'kvpolicy_events_total{{engine="1",model_name="{name}"}} {3 + number}.0'
         )
         assert series in texts[name]
         assert texts[name].count("kvpolicy_events_total{") == 1
     assert "kvpolicy" not in stock
-    assert 'kvpolicy_events_total{engine="0",model_name="second"} 4.0' in counted
+    assert 'kvpolicy_events_total{engine="1",model_name="second"} 4.0' in counted
+
+
+@pytest.mark.parametrize(
+    ("more", "is_there"),
+    [
+        ({"live": True}, True),
+        ({"policy_config": {"live": True}}, True),
+        ({}, False),
+        (None, False),
+    ],
+)
+def test_the_live_routes_are_there_where_they_are_asked_for(more, is_there):
+    from fastapi import FastAPI
+    from starlette.testclient import TestClient
+
+    app = FastAPI()
+    additional = {} if more is None else {"kv_policy": {**POLICY, **more}}
+    app.state.args = SimpleNamespace(additional_config=additional, api_key=["x"])
+    patch._with_counters(lambda app: None)(app)
+    client = TestClient(app)
+    expected = (200, 401) if is_there else (404, 404)
+    found = [client.get(f"/kv_policy{path}").status_code for path in ("/live", "")]
+    assert tuple(found) == expected
 
 
 def test_stock_that_counts_keeps_its_way_of_scheduling(tiny_model):

@@ -28,6 +28,7 @@ MADE_BY_PYTHON = {
     *("__abstractmethods__", "_abc_impl", "__annotations__", "__parameters__"),
     *("__subclasshook__", "_is_protocol", "__orig_bases__"),
 }
+DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 MADE_BY_DATACLASSES = {
     *("__dataclass_fields__", "__dataclass_params__", "__match_args__", "__init__"),
     *("__eq__", "__hash__", "__repr__", "__setattr__", "__delattr__", "__replace__"),
@@ -119,27 +120,69 @@ def test_every_abstract_method_that_is_ours_to_have_has_a_row(modules):
 
 @pytest.mark.parametrize("minor", compat.RELEASES)
 def test_every_override_takes_what_a_release_gives(modules, minor):
-    """Bound by position: the record of a release has the names of parameters only."""
+    """What vLLM takes by position or by name is given by position here."""
     _, look = open_release(str(RECORDS / f"{minor}.json"))
     listed = {row.target: row for row in version_check.rows()}
     num_checked = 0
     for cls in classes_of(modules):
         for target in overrides_of(cls):
             ours = inspect.getattr_static(cls, target.rpartition(".")[2])
-            ours = getattr(ours, "fget", getattr(ours, "__func__", ours))
             if listed[target].wanted is not None:  # else it hands on whatever it gets
-                given = look(listed[target]).split()
-                signature = inspect.signature(ours)
-                if "cls" in signature.parameters:
-                    given = ["cls", *given]
-                named = {
-                    name: name
-                    for name, each in signature.parameters.items()
-                    if each.kind is each.KEYWORD_ONLY and name in given
-                }
-                signature.bind(*(each for each in given if each not in named), **named)
+                bind(ours, look(listed[target]))
                 num_checked += 1
     assert num_checked > 30
+
+
+BINDINGS = {"@property": property, "@classmethod": classmethod}
+BINDINGS["@staticmethod"] = staticmethod
+
+
+def bind(ours, declared):
+    """Call what we put in the place of a declaration as vLLM may; TypeError."""
+    words = [word for word in declared.split() if word not in ("/", "async")]
+    binding = BINDINGS.get(words[0], object)
+    if binding is not object:
+        del words[0]
+    found = next((kind for kind in BINDINGS.values() if isinstance(ours, kind)), object)
+    function = getattr(ours, "fget", getattr(ours, "__func__", ours))
+    if found is not binding:
+        raise TypeError(f"{ours} is bound as {found.__name__}, not {binding.__name__}")
+    if inspect.iscoroutinefunction(function) is not ("async" in declared.split()):
+        raise TypeError(f"{ours} or vLLM's is async, not both")
+    split = words.index("*") if "*" in words else len(words)
+    signature = inspect.signature(function)
+    named = {
+        name
+        for name, each in signature.parameters.items()
+        if each.kind is each.KEYWORD_ONLY and name in words
+    } | set(words[split + 1 :])
+    by_position = [word for word in words[:split] if word not in named]
+    signature.bind(*by_position, **dict.fromkeys(named))
+
+
+@pytest.mark.parametrize(
+    ("declared", "is_borne"),
+    [
+        ("self a b", True),
+        ("self a * b", True),
+        ("self a / b", True),
+        ("self a", False),
+        ("self a b c", False),
+        ("self a * c", False),
+        ("async self a b", False),
+        ("@property self", False),
+        ("@staticmethod self a b", False),
+    ],
+)
+def test_an_override_that_takes_something_else_is_found(declared, is_borne):
+    def ours(self, a, b): ...
+
+    try:
+        bind(ours, declared)
+        found = True
+    except TypeError:
+        found = False
+    assert found is is_borne
 
 
 @pytest.mark.parametrize("minor", compat.RELEASES)
@@ -167,7 +210,7 @@ def private_names_of_others():
     read, defined = set(), {"_asdict"}  # of named tuples, documented
     for path in Path(vllm_kvpolicy.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            if isinstance(node, DEFINITIONS):
                 defined.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 defined.add(node.id)

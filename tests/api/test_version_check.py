@@ -24,11 +24,13 @@ def test_the_tables_hold_against_this_vllm():
 
 
 def test_a_changed_signature_is_found():
-    patch = Patch("vllm.engine.arg_utils:EngineArgs.add_cli_args", ("x",), "", "")
+    patch = Patch("vllm.engine.arg_utils:EngineArgs.add_cli_args", "x", "", "")
     owner = Owner(SCHEDULER, {"add_request": "self request x"})
     problems = version_check.problems(None, (patch,), (owner,))
-    assert "EngineArgs.add_cli_args takes parser, expected x" in problems[0]
-    assert f"{SCHEDULER}.add_request takes self, request, expected" in problems[1]
+    told = "EngineArgs.add_cli_args is declared with @staticmethod, parser, expected x"
+    assert told in problems[0]
+    told = f"{SCHEDULER}.add_request is declared with self, request, expected self, "
+    assert told in problems[1]
     assert all("install vLLM 0.32.x" in problem for problem in problems)
 
 
@@ -50,7 +52,7 @@ def test_what_is_gone_is_found(owner):
 def test_an_attribute_in_place_of_a_method_is_found():
     owner = Owner(SCHEDULER, {"running": "self"})
     (problem,) = version_check.problems(None, (), (owner,))
-    assert f"{SCHEDULER}.running takes nothing, expected self" in problem
+    assert f"{SCHEDULER}.running is declared with nothing, expected self" in problem
 
 
 def test_rows_of_other_platforms_are_left_out():
@@ -73,23 +75,44 @@ def test_parameters_are_listed_as_inspect_lists_them():
     names = ("schedule", "add_request", "_preempt_request", "__init__", "_free_request")
     for name in names:
         listed = tuple(inspect.signature(vars(Scheduler)[name]).parameters)
-        found = vllm_source.installed().parameters(f"{SCHEDULER}.{name}")
-        assert found == listed
-    for function in (every_kind, only_keywords):
-        listed = tuple(inspect.signature(function).parameters)
-        assert vllm_source.parameter_names(parsed(function)) == listed
+        found = vllm_source.installed().signature(f"{SCHEDULER}.{name}")
+        assert tuple(found.split()) == listed
 
 
-def parsed(function):
-    return ast.parse(inspect.getsource(function)).body[0]
+SIGNATURES = (
+    ("def f(): ...", "()"),
+    ("def f(a, b=1, c: int = 2): ...", "a b c"),
+    ("def f(a, *, b): ...", "a * b"),
+    ("def f(a, /, b): ...", "a / b"),
+    ("def f(a, b, /): ...", "a b /"),
+    ("def f(a, *b, c, **d): ...", "a *b c **d"),
+    ("def f(a, **b): ...", "a **b"),
+    ("async def f(a): ...", "async a"),
+    ("@property\ndef f(self): ...", "@property self"),
+    ("@cached_property\ndef f(self): ...", "@cached_property self"),
+    ("@staticmethod\ndef f(): ...", "@staticmethod"),
+    ("@classmethod\n@override\nasync def f(cls, a): ...", "@classmethod async cls a"),
+    ("@functools.lru_cache(maxsize=1)\ndef f(a): ...", "@lru_cache a"),
+    ("@torch.inference_mode()\ndef f(a): ...", "a"),
+)
 
 
-def every_kind(a, /, b, *c, d, **e):
-    """Takes every kind of parameter."""
+@pytest.mark.parametrize(("text", "signature"), SIGNATURES)
+def test_how_a_function_is_declared(text, signature):
+    assert source_of(text).signature("vllm.a:f") == signature
 
 
-def only_keywords(*, a, b=1):
-    """Takes keywords only."""
+def test_another_kind_of_parameter_or_binding_is_a_change():
+    """No two of the declarations are taken for the same."""
+    looks = [version_check.look_into(source_of(text)) for text, _ in SIGNATURES]
+    every = [look(Row(version_check.READ, "vllm.a:f")) for look in looks]
+    constant = version_check.look_into(source_of("f = 1"))
+    every.append(constant(Row(version_check.READ, "vllm.a:f")))
+    assert every[-1] == "" and len(set(every)) == len(every)
+    for wanted in every:
+        row = Row(version_check.WRAPPED, "vllm.a:f", wanted)
+        states = [judge(row, found, "0.32.0").state for found in every]
+        assert states.count("same") == 1
 
 
 def source_of(text):
@@ -131,7 +154,7 @@ def test_what_a_class_inherits_abstract_is_found():
 @pytest.mark.parametrize("later", ["f = None", "del f"])
 def test_what_is_bound_again_or_deleted_is_no_function(later):
     source = source_of(f"class A:\n def f(self): ...\n {later}\n")
-    assert source.parameters("vllm.a:A.f") is None
+    assert source.signature("vllm.a:A.f") is None
     assert source.defines("vllm.a:A.f") is (later == "f = None")
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from vllm_kvpolicy.calibrate.__main__ import main
+from vllm_kvpolicy.calibrate.command import main
 from vllm_kvpolicy.calibrate.epikv_collect import StepReader
 from vllm_kvpolicy.calibrate.epikv_files import append
 from vllm_kvpolicy.calibrate.epikv_layers import (
@@ -134,6 +134,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     files = [f"--{name}={tmp_path / name}.jsonl" for name in ("traces", "labels")]
     main(["epikv-layers", *files, f"--output={tmp_path / 'table.csv'}", "--window=16"])
     printed = capsys.readouterr().out
+    assert printed.startswith(f"wrote {tmp_path / 'table.csv'}: correlations of ")
     (line,) = (x for x in printed.splitlines() if '"band"' in x)
     options = json.loads(line.split("'")[1])
     assert factory.build("epikv", options).needs.positions

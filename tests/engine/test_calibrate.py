@@ -1,5 +1,6 @@
 """Calibration of the tiny model against statistics of a plain decoder's queries."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from support.engine.helpers import make_prompt
 from support.engine.reference_decoder import ReferenceDecoder
 from vllm_kvpolicy.calibrate import queries as calibrate
-from vllm_kvpolicy.calibrate.__main__ import main
+from vllm_kvpolicy.calibrate.command import main
 from vllm_kvpolicy.policies.calibration import Calibration, load
 
 TOKENS, PASSAGE = 700, 300
@@ -98,7 +99,11 @@ def test_qfilter(
 
 
 def test_the_command_writes_what_it_made(
-    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, text: Path, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_model: Path,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     calls = []
 
@@ -114,6 +119,10 @@ def test_the_command_writes_what_it_made(
     assert calls == [("qfilter", str(tiny_model), 99)]
     got = load(output, "qfilter")
     assert (got.num_tokens, got.tensors["filters"].sum()) == (99, 66)
+    told = json.dumps({"qfilter_calibration": str(output)})
+    assert capsys.readouterr().out == (
+        f"wrote {output}; serve with --kv-policy-config '{told}'\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch
 from support.calibration_files import make_calibration, options_for
 from support.engine.async_on_cpu import allow_async_scheduling
 from support.engine.dms_decoder import say_dms
-from support.engine.helpers import BLOCK, Engine, Job, Run, make_prompt
+from support.engine.helpers import BLOCK, Engine, Job, Run, make_prompt, watch_hits
 from support.made_patterns import write_pattern
 from support.made_surrogates import write_surrogate
 from support.tiny_model import make_tiny_model
@@ -83,20 +83,6 @@ def jobs_of(allowed: list[str], num_tokens: int = 150) -> list[Job]:
         )
         for index, name in enumerate([*allowed, "none"])
     ]
-
-
-def watch_hits(engine: Engine) -> Counter[str]:
-    """Count from now on how many tokens each job takes from the cache."""
-    hits: Counter[str] = Counter()
-    manager = engine.scheduler.kv_cache_manager
-    record = manager.record_prefix_cache_stats
-
-    def recorded(request: Any, num_hits: int) -> None:
-        hits[request.request_id.rsplit("-", 1)[0]] += num_hits
-        record(request, num_hits)
-
-    manager.record_prefix_cache_stats = recorded
-    return hits
 
 
 def answers(

@@ -3,11 +3,18 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from support.engine.helpers import Engine, make_jobs
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.kernels.window_usage import window_usage
-from vllm_kvpolicy.worker.warmup import NAMES, dummy_events, warm_up
+from vllm_kvpolicy.worker.compaction import Compactor
+from vllm_kvpolicy.worker.warmup import (
+    NAMES,
+    dummy_events,
+    rooms,
+    warm_up,
+)
 
 POLICY = {"policy": "ams-tova", "budget": 64, "interval": 32, "recent": 8}
 
@@ -27,6 +34,8 @@ def test_answers_are_those_of_an_engine_that_did_not_warm_up(
                 warm_up(runtime, engine.worker.kv_policy_config, 500, 2)
                 assert window_usage.calls.total() > before
                 assert not runtime.requests.row_of and not runtime.answers.take()
+            policies = engine.worker.kv_policy_config.policies
+            assert set(runtime.compactor.rooms) == set(policies)
             answers.append(engine.run(make_jobs((40, 100, 150), 60, seed=4)).tokens)
             events.append(engine.counters()["events"])
     assert answers[0] == answers[1]
@@ -38,6 +47,7 @@ def test_events_have_the_sizes_of_real_ones() -> None:
     steps = list(dummy_events(config, 4, 32, 100, 600, 2))
     assert {event.policy for step in steps for event in step} == {"ams-tova", "keydiff"}
     assert {len(step) for step in steps} == {1, 2}
+    most = dict.fromkeys(config.policies, 0)
     for step in steps:
         blocks = []
         for event, name in zip(step, NAMES, strict=False):
@@ -46,8 +56,10 @@ def test_events_have_the_sizes_of_real_ones() -> None:
             assert set(event.dest_blocks) <= set(event.source_blocks)
             num_tokens = len(event.source_blocks) * 32 + event.local_tokens(32)
             assert num_tokens > event.budget
+            most[event.policy] = max(most[event.policy], num_tokens * len(step))
             blocks += held
         assert len(set(blocks)) == len(blocks) and 0 < min(blocks) <= max(blocks) < 100
+    assert rooms(config, 4, 32, 100, 600, 2) == most
     positions = {step[0].position for step in steps}
     # In the last phase, `keydiff` has its first event with a token above the budget;
     # the other policy reads the queries of a whole interval.
@@ -64,3 +76,16 @@ def test_events_have_the_sizes_of_real_ones() -> None:
         "the pool holds no such request"
     )
     assert not list(dummy_events(config, 4, 32, 100, 65, 2)), "no request has an event"
+    assert rooms(config, 4, 32, 100, 65, 2) == {}
+
+
+def test_events_that_find_no_memory_say_what_to_lower(tiny_model, monkeypatch) -> None:
+    with Engine(tiny_model, policy=POLICY) as engine:
+
+        def run(self: Compactor, events: list) -> None:
+            raise torch.OutOfMemoryError("2 GiB")
+
+        monkeypatch.setattr(Compactor, "run", run)
+        said = "ams-tova: no memory for .* at 96 tokens; lower --gpu-memory-utilization"
+        with pytest.raises(ValueError, match=said):
+            warm_up(engine.runtime, engine.worker.kv_policy_config, 500, 2)

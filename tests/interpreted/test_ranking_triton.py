@@ -12,14 +12,8 @@ import torch
 
 from vllm_kvpolicy.kernels.page_quota import count_in_pages, count_in_pages_ref
 from vllm_kvpolicy.kernels.ranking import (
-    ascending_indices,
-    ascending_indices_ref,
     fill_next_best,
     fill_next_best_ref,
-    limit_must_keep,
-    limit_must_keep_ref,
-    must_keep_tokens,
-    must_keep_tokens_ref,
     resize,
     resize_ref,
     top_k_mask,
@@ -114,32 +108,6 @@ def test_whole_pages(tokens: int, page: int) -> None:
     assert torch.equal(counts, count_in_pages_ref(kept, pages, page))
 
 
-@pytest.mark.parametrize("tokens", [1, 40, 1100])
-def test_limit_must_keep(tokens: int) -> None:
-    """Rows of sinks alone, of newest alone, of both and others, of all and nothing."""
-    generator = torch.Generator().manual_seed(tokens)
-    edge = torch.randint(0, tokens + 1, (6, 2), generator=generator)
-    token = torch.arange(tokens)
-    must = (token < edge[:, :1]) | (token >= tokens - edge[:, 1:])
-    must[2:4] |= torch.rand(2, tokens, generator=generator) < 0.3
-    must[4], must[5] = True, False
-    for budget in (1, 3, tokens // 2 + 1, tokens, tokens + 9):
-        got = limit_must_keep(must.view(2, 3, -1), budget)
-        assert torch.equal(got, limit_must_keep_ref(must.view(2, 3, -1), budget))
-
-
-@pytest.mark.parametrize("tokens", [1, 40, 1100])
-def test_must_keep_tokens(tokens: int) -> None:
-    generator = torch.Generator().manual_seed(tokens)
-    pages = torch.randint(0, tokens // 4 + 1, (3, 5), generator=generator)
-    local = torch.tensor([0, 3, tokens])
-    sinks = torch.tensor([0, 4, 1])
-    for num_pages in (pages, pages[:, :1].expand(-1, 5)):
-        got = must_keep_tokens(num_pages, local, sinks, 4, tokens)
-        want = must_keep_tokens_ref(num_pages, local, sinks, 4, tokens)
-        assert all(map(torch.equal, got, want))
-
-
 @pytest.mark.parametrize("target", [-3, 0, 1, 33, 70, 10**12])
 def test_one_target_for_all_rows(target: int) -> None:
     generator = torch.Generator().manual_seed(target % 101)
@@ -221,31 +189,3 @@ def test_nothing_to_select() -> None:
     assert fill_next_best(none, torch.zeros(0, 5), none, 3).shape == (0, 5)
     no_row = torch.zeros(0, dtype=torch.int64)
     assert resize(none, torch.zeros(0, 5), none, no_row, no_row, 3).shape == (0, 5)
-
-
-@pytest.mark.parametrize("tokens", [*LENGTHS, MAX_TILE, MANY_TILES])
-def test_lists(tokens: int) -> None:
-    generator = torch.Generator().manual_seed(tokens)
-    share = torch.tensor([[0.0], [0.3], [0.9], [1.0]])
-    mask = torch.rand(4, tokens, generator=generator) < share
-    for count in (1, tokens // 3 + 1, tokens, tokens + 200):
-        got = ascending_indices(mask, count)
-        assert got.dtype == torch.int64
-        assert torch.equal(got, ascending_indices_ref(mask, count))
-
-
-def test_lists_of_odd_shapes() -> None:
-    generator = torch.Generator().manual_seed(1)
-    mask = torch.rand(40, 3, 2, generator=generator) < 0.5
-    turned = mask.permute(2, 1, 0)
-    assert torch.equal(ascending_indices(turned, 25), ascending_indices_ref(turned, 25))
-    assert ascending_indices(mask, 0).shape == (40, 3, 0)
-    assert ascending_indices(mask[:0], 4).shape == (0, 3, 4)
-    assert ascending_indices(mask[:1, :1, :0], 2).tolist() == [[[-1, -1]]]
-    one = mask[0, 0]
-    assert torch.equal(ascending_indices(one, 2), ascending_indices_ref(one, 2))
-    # Many tiles before the first entry, as in one request's heads side by side.
-    late = torch.zeros(1, 5 * MAX_TILE, dtype=torch.bool)
-    late[0, -3:] = True
-    want = [5 * MAX_TILE - 3, 5 * MAX_TILE - 2, 5 * MAX_TILE - 1, -1]
-    assert ascending_indices(late, 4).tolist() == [want]

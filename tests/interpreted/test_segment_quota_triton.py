@@ -17,8 +17,6 @@ from vllm_kvpolicy.kernels.dispatch import forced
 from vllm_kvpolicy.kernels.segment_quota import (
     MASS_UNIT,
     SegmentQuotas,
-    credited_mass,
-    credited_mass_ref,
     pick_by_quota,
     pick_by_quota_ref,
     segment_quota,
@@ -329,20 +327,3 @@ def test_a_whole_choice(name: str) -> None:
     for field in ("keep", "segments", "quotas"):
         assert torch.equal(getattr(got, field), getattr(want, field))
     assert (got.keep.sum(-1) == 200).all()
-
-
-@pytest.mark.parametrize("tokens", [1, 40, 1500])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_credited_mass(tokens: int, dtype: torch.dtype) -> None:
-    """To the last bit, because segments are cut where it crosses thresholds."""
-    generator = torch.Generator().manual_seed(tokens)
-    usage, credit = torch.rand(2, 6, tokens, generator=generator) ** 8
-    usage[1], usage[2] = 0.0, -usage[2]
-    usage[3, ::3], usage[4, ::5] = math.nan, math.inf
-    lengths = torch.randint(1, tokens + 1, (6,), generator=generator)
-    for old in (None, credit, credit.to(dtype), torch.zeros_like(credit)):
-        given = usage.to(dtype), lengths, old, 0.7, 0.6
-        for got, want in zip(
-            credited_mass(*given), credited_mass_ref(*given), strict=True
-        ):
-            assert got.dtype == want.dtype and torch.equal(got, want)

@@ -15,11 +15,6 @@ import torch
 from support.scattered_pages import Make, scattered
 from vllm_kvpolicy.kernels import chunks
 from vllm_kvpolicy.kernels.paged import PagedTokens
-from vllm_kvpolicy.kernels.pooled_usage import (
-    SUFFIX_PADS,
-    pooled_usage,
-    pooled_usage_ref,
-)
 from vllm_kvpolicy.kernels.triton import window_usage as twin
 from vllm_kvpolicy.kernels.window_logits import window_logits
 from vllm_kvpolicy.kernels.window_usage import (
@@ -380,20 +375,3 @@ def test_refuses_shapes_that_do_not_fit() -> None:
     for wrong in (queries[:, :, :3], queries[:0], queries[:, :, :, :0]):
         with pytest.raises(ValueError, match="queries: expected"):
             window_usage(wrong, keys, lengths, SCALE)
-
-
-@pytest.mark.parametrize("suffix", SUFFIX_PADS)
-@pytest.mark.parametrize("kernel", [1, 5])
-@pytest.mark.parametrize("tokens", [1, 70, 1500])
-def test_pooled_usage(tokens: int, kernel: int, suffix: str) -> None:
-    """To the last bit, but for a mean; rows without older tokens are among them."""
-    generator = torch.Generator().manual_seed(tokens)
-    usage = torch.rand(2, 3, 4, tokens, generator=generator)
-    lengths = torch.randint(1, tokens + 1, (2, 3, 4), generator=generator)
-    window = lengths.clamp(max=33)
-    got = pooled_usage(usage, lengths, window, kernel, suffix)
-    want = pooled_usage_ref(usage, lengths, window, kernel, suffix)
-    if suffix == "mean":
-        torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
-    else:
-        assert torch.equal(got, want)

@@ -187,7 +187,7 @@ def test_the_line_names_every_operation(demand, built) -> None:
     built(True)
     in_cpp, in_pytorch = preferences.summary("cpu").split("; ")
     assert in_cpp.startswith("C++ for ") and "window_usage" in in_cpp
-    assert in_pytorch.startswith("PyTorch for ascending_indices")
+    assert in_pytorch.startswith("PyTorch for assign_pages")
     demand("reference")
     assert preferences.summary("cpu") == f"PyTorch for all {count} operations"
     demand(None)
@@ -200,7 +200,7 @@ def test_the_line_names_every_operation(demand, built) -> None:
     assert in_cuda == (
         "CUDA C++ for compact_pages, page_tables, pick_by_quota, top_k_mask"
     )
-    assert in_triton.startswith("Triton for ascending_indices, assign_pages")
+    assert in_triton.startswith("Triton for assign_pages, count_in_pages")
     names = f"{in_cuda}, {in_triton}".replace("Triton for", "").replace(",", "").split()
     assert set(preferences.TABLE) <= set(names)
 

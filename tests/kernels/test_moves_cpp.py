@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
 
 from support.worker.page_moves import (
     Head,
@@ -17,6 +18,7 @@ from support.worker.page_moves import (
     make_pages,
     move_arguments,
 )
+from vllm_kvpolicy.kernels import compact_pages as moves_of
 from vllm_kvpolicy.kernels.compact_pages import compact_pages
 from vllm_kvpolicy.kernels.ranking import resize
 
@@ -66,6 +68,26 @@ def test_numbers_of_every_size(dtype: torch.dtype, columns: bool) -> None:
     assert torch.equal(pages, want)
 
 
+@both_layouts
+@pytest.mark.parametrize(("limit", "width"), [(2**28, 128), (9 * 128 * 2 - 1, 64)])
+def test_scratch_is_bounded(
+    monkeypatch: pytest.MonkeyPatch, limit: int, width: int, columns: bool
+) -> None:
+    """Two heads swap pages, and one stays on its own."""
+    monkeypatch.setattr(moves_of, "SCRATCH_BYTES", limit)
+    heads = [Head([1, 2], [3], [1, 2, 5]), Head([3, 4], [1], [0, 7])]
+    heads.append(Head([5], [5], [0, 1, 2, 3]))
+    moves = move_arguments([list(each.moves(4)) for each in heads])
+    pages = torch.randn(6, 4, 128).half()
+    pages = pages.transpose(1, 2).contiguous().transpose(1, 2) if columns else pages
+    want = pages.clone()
+    compact_pages.reference(want, *moves)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        in_cpp(pages, *moves)
+    assert torch.equal(pages, want)
+    assert max(each.self_cpu_memory_usage for each in found.events()) == 9 * width * 2
+
+
 def test_what_does_not_fit_is_refused() -> None:
     slot, first = torch.zeros(1, dtype=torch.int64), torch.tensor([0, 1])
     pages = torch.zeros(1, 1, 1)
@@ -73,6 +95,11 @@ def test_what_does_not_fit_is_refused() -> None:
         in_cpp(pages, slot, slot.repeat(2), first)
     with pytest.raises(RuntimeError, match="in_place: expected another dtype"):
         in_cpp(pages, slot, slot, first, slot)
+    in_place = torch.ones(1, dtype=torch.bool)
+    with pytest.raises(RuntimeError, match="scratch: expected it where tokens may"):
+        torch.ops.vllm_kvpolicy_cpu.compact_pages(
+            pages, slot, slot, first, in_place, None
+        )
 
 
 @pytest.mark.parametrize("page", [1, 3, 16])

@@ -16,7 +16,6 @@ from vllm_kvpolicy.policies.calibration import (
     HEADER,
     Calibration,
     load,
-    rank_slice,
     save,
 )
 from vllm_kvpolicy.policies.catalogue import names as registry
@@ -141,7 +140,7 @@ def test_a_policy_without_its_file(kind: str, allocator: str) -> None:
         with pytest.raises(ValueError) as error:
             registry.resolve_options(info, options)
         assert str(error.value).startswith(f"{key}: got ")
-        assert "python -m vllm_kvpolicy.calibrate" in str(error.value)
+        assert "vllm-kvpolicy calibrate" in str(error.value)
 
 
 def test_other_files_may_be_left_out() -> None:
@@ -167,25 +166,3 @@ def test_a_model_of_another_shape(tmp_path: Path, kind: str, name: str) -> None:
 
 def test_scorers_without_calibration_serve_every_model() -> None:
     assert factory.build("rkv").scorer.check_model(1, 2, 3, 4) is None
-
-
-@pytest.mark.parametrize(
-    ("size", "parts"),
-    [
-        (1, [[0, 1, 2, 3]]),
-        (2, [[0, 1], [2, 3]]),
-        (4, [[0], [1], [2], [3]]),
-        (8, [[0], [0], [1], [1], [2], [2], [3], [3]]),
-    ],
-)
-def test_heads_of_a_rank(size: int, parts: list[list[int]]) -> None:
-    heads = torch.arange(4).expand(3, 4)
-    for rank, part in enumerate(parts):
-        assert rank_slice(heads, 1, rank, size).tolist() == [part] * 3
-        assert rank_slice(heads.T, 0, rank, size).tolist() == [[h] * 3 for h in part]
-
-
-@pytest.mark.parametrize("size", [3, 6])
-def test_heads_that_cannot_be_shared_out(size: int) -> None:
-    with pytest.raises(ValueError, match=f"heads: got 4, .* divisor of {size}"):
-        rank_slice(torch.zeros(4), 0, 0, size)

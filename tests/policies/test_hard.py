@@ -143,19 +143,23 @@ def test_mass_one_and_an_ample_budget_keep_all() -> None:
         assert torch.equal(got, inputs.valid)
 
 
-def test_dynamic_spends_no_more_than_the_budget() -> None:
+@pytest.mark.parametrize(
+    ("scope", "axes", "heads"),
+    [("model", (1, 2, 3), LAYERS * HEADS), ("layer", (2, 3), HEADS)],
+)
+def test_dynamic_spends_no_more_than_the_budget(
+    scope: str, axes: tuple[int, ...], heads: int
+) -> None:
     score, inputs = case()
-    dynamic = hard(0.9, 0.0, 9.0, mode="dynamic")
-    fixed = hard(0.9, 0.0, 9.0)
-    free = choose(dynamic, score, inputs, TOKENS).keep.sum((1, 2, 3))
+    dynamic = hard(0.9, 0.0, 9.0, mode="dynamic", scope=scope)
+    fixed = hard(0.9, 0.0, 9.0, scope=scope)
+    free = choose(dynamic, score, inputs, TOKENS).keep.sum(axes)
     for budget in (55, 80, 130, 150):
-        bound = budget * LAYERS * HEADS
         got = choose(dynamic, score, inputs, budget).keep
-        assert torch.equal(got.sum((1, 2, 3)), free.clamp(max=bound))
+        assert torch.equal(got.sum(axes), free.clamp(max=budget * heads))
         same = choose(fixed, score, inputs, budget).keep
-        for e in range(EVENTS):
-            if free[e] >= bound:
-                assert torch.equal(got[e], same[e])
+        full = free >= budget * heads
+        assert torch.equal(got[full], same[full])
 
 
 def scaled(sizes: list[int], total: int, low: int, high: int) -> list[int]:

@@ -12,6 +12,7 @@ from support import event_inputs
 from vllm_kvpolicy.policies.base import EventInputs
 from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
 from vllm_kvpolicy.policies.compose import measure_usage
+from vllm_kvpolicy.policies.ranks import ONE_RANK
 from vllm_kvpolicy.policies.scorers.base import BaseScorer
 from vllm_kvpolicy.policies.scorers.expected import ExpectedAttentionScorer
 from vllm_kvpolicy.policies.scorers.h2o import H2OScorer
@@ -293,7 +294,7 @@ def test_streaming_prefers_the_newest() -> None:
 
 def test_cross_head_mean_keeps_the_axis() -> None:
     rows = torch.rand(2, 3, 8, 5)
-    got = cross_head_mean(rows)
+    got = cross_head_mean(rows, ONE_RANK)
     assert got.shape == (2, 3, 1, 5)
     torch.testing.assert_close(got[:, :, 0], rows.sum(2) / 8)
 

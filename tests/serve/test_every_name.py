@@ -36,18 +36,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("name", served if every else ALONE)
 
 
-def test_it_is_served(
-    name: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    # Names of sockets, which vLLM makes in it, have to be short.
-    folder = tmp_path_factory.mktemp("serve")
-    options = options_of([name]) | calibration(name, tiny_model, folder)
+def test_it_is_served(name: str, tiny_model: Path, tmp_path: Path) -> None:
+    options = options_of([name]) | calibration(name, tiny_model, tmp_path)
     arguments = [word for flag in FLAGS.items() for word in flag]
     arguments += ["--kv-policy", name, "--enforce-eager"]
     arguments += ["--kv-policy-config", json.dumps(options)]
     body = {"model": "tiny", "prompt": "x" * 90, "max_tokens": 300}
     body |= {"temperature": 0, "ignore_eos": True}
-    with serving(tiny_model, arguments, folder) as url:
+    with serving(tiny_model, arguments, tmp_path) as url:
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == body["max_tokens"]

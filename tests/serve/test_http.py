@@ -8,6 +8,7 @@ import time
 import httpx
 import pytest
 
+from support import monitoring
 from support.servers.servers import serving
 
 BUDGET, INTERVAL, BLOCK = 96, 48, 32
@@ -79,6 +80,13 @@ def test_one_long_answer_makes_events_and_returns_blocks(server):
         assert metric(server, "kvpolicy_events_total") - before == events
     assert metric(server, "kvpolicy_blocks_returned_total") - returned >= events
     wait_for_metric(server, "vllm:kv_cache_usage_perc", 0)
+
+
+def test_dashboard_and_alerts_read_series_that_are_there(server):
+    assert complete(server).status_code == 200
+    text = httpx.get(f"{server}/metrics", timeout=30).text
+    there = set(re.findall(r"^([a-z_:]+)\{", text, re.MULTILINE))
+    assert monitoring.all_series() - there == set()
 
 
 @pytest.mark.parametrize(

@@ -20,14 +20,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_released_dms(tmp_path_factory.mktemp("released") / "model")
 
 
-@pytest.fixture
-def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a short name: vLLM makes sockets in it."""
-    return tmp_path_factory.mktemp("dms")
-
-
 def test_it_answers_and_drops_tokens(
-    folder: Path, tiny_model: Path, logs: Path
+    folder: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
     arguments = [*COMMAND, *SMALL, "--tokenizer", str(tiny_model)]
     body = {
@@ -36,7 +30,7 @@ def test_it_answers_and_drops_tokens(
         "max_tokens": 600,
         "ignore_eos": True,
     }
-    with serving(folder, arguments, logs) as url:
+    with serving(folder, arguments, tmp_path) as url:
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300)
         metrics = httpx.get(f"{url}/metrics").text
     assert answer.status_code == 200, answer.text
@@ -48,10 +42,10 @@ def test_it_answers_and_drops_tokens(
     assert float(dropped) > 0
 
 
-def test_without_a_tokenizer_it_says_which_one(folder: Path, logs: Path) -> None:
+def test_without_a_tokenizer_it_says_which_one(folder: Path, tmp_path: Path) -> None:
     with (
         pytest.raises(pytest.fail.Exception) as failure,
-        serving(folder, [*COMMAND, *SMALL], logs),
+        serving(folder, [*COMMAND, *SMALL], tmp_path),
     ):
         pass
     last = str(failure.value).strip().splitlines()[-1]

@@ -9,6 +9,7 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 # Files of more than half a minute of one core, the dearest first.
 DEAREST = (
+    "engine/test_tensor_parallel.py",
     "kernels/test_under_the_interpreter.py",
     "engine/test_scheduler_simulation.py",
     "v2_runner/test_v2_runner.py",
@@ -18,13 +19,21 @@ DEAREST = (
     "engine/test_dms.py",
     "engine/test_exact.py",
     "engine/test_features.py",
+    "engine/test_text_only.py",
+    "engine/test_lora.py",
+    "engine/test_rollouts.py",
     "engine/test_compiled.py",
     "engine/test_plumbing_oracle.py",
     "engine/test_rules.py",
+    "serve/test_two_nodes.py",
     "serve/test_http.py",
+    "serve/test_data_parallel.py",
+    "serve/test_live.py",
     "serve/test_one_server.py",
     "serve/test_every_name.py",
     "serve/test_released_dms.py",
+    "engine/test_verify.py",
+    "serve/test_verify_url.py",
     "engine/test_wgkv.py",
     "engine/test_kvzap.py",
     "engine/test_ragged.py",
@@ -41,8 +50,10 @@ DEAREST = (
     "benchmarks/test_gpu_bench.py",
     "engine/test_quest.py",
     "engine/test_static_admissions.py",
+    "live/test_page.py",
     "benchmarks/test_gpu_rehearsal.py",
     "worker/test_launch_variants.py",
+    "scripts/test_notebook.py",
 )
 
 

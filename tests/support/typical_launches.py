@@ -28,7 +28,6 @@ from vllm_kvpolicy.kernels.triton.paged_reductions import (
 )
 from vllm_kvpolicy.kernels.triton.pooled_usage import pooled_usage
 from vllm_kvpolicy.kernels.triton.ranking import (
-    ascending_indices,
     fill_next_best,
     limit_must_keep,
     must_keep_tokens,
@@ -197,8 +196,6 @@ def _ranking() -> None:
     for num_tokens in (600, 2560, 40_000):
         shape = (4, 32, 8, num_tokens)
         keep, budget = mask(*shape), empty(4, 32, 8)
-        ascending_indices(keep, 1024)
-        ascending_indices(keep.flatten(1), 32 * 8 * 1024)
         for score in (empty(*shape, dtype=torch.float32), empty(*shape).double()):
             for target in (budget, 1024):
                 top_k_mask(score, keep, keep, target)

@@ -57,6 +57,20 @@ def test_the_record_of_the_tested_release_is_that_of_this_vllm():
             ("0.33.0", "read", "vllm.v1.request:Request", "request_id", None),
             "gone          read",
         ),
+        (  # by keyword only
+            (
+                "0.33.0",
+                "wrapped",
+                "vllm.engine.arg_utils:EngineArgs",
+                "create_engine_config",
+                "self * usage_context headless",
+            ),
+            "changed       wrapped",
+        ),
+        (  # no property any more
+            ("0.33.0", "read", "vllm.v1.request:Request", "num_tokens", "self"),
+            "changed       read",
+        ),
         (  # the tables do not have what functions take that we call
             (
                 "0.33.0",

@@ -74,6 +74,12 @@ def test_superblocks_round_up_over_heads():
     assert measures.superblocks(make_event(survivors=three_pages, block_size=1)) == 3
 
 
+def test_superblocks_are_those_of_the_fullest_rank():
+    heads = rows([0, 1, 2, 3, 4, 5], [6, 7])  # three pages and one
+    assert measures.superblocks(make_event(survivors=heads)) == 2
+    assert measures.superblocks(make_event(survivors=heads, ranks=2)) == 3
+
+
 def test_memory_time():
     # Tokens 8 to 10 with 3, 3 and 3 blocks of 4, then an event at 11 that leaves two
     # blocks and frontier 8: tokens 11 and 12 with 2 + 1 and 2 + 2.

@@ -1,4 +1,4 @@
-"""What `python -m vllm_kvpolicy.trace plot` writes, and what it refuses."""
+"""What `vllm-kvpolicy trace plot` writes, and what it refuses."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from PIL import Image
 
 from support.made_traces import make_event, rows, run_request, write_trace
 from vllm_kvpolicy.trace import plot
-from vllm_kvpolicy.trace.__main__ import main
+from vllm_kvpolicy.trace.command import main
 
 HEADS = {"selected": rows([0, 6, 7, 8, 9], [6, 7, 8, 9]), "survivors": rows([0], [])}
 
@@ -36,7 +36,7 @@ def trace(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def drawn(trace: Path) -> Path:
     """The plots of the trace, drawn by the command."""
-    command = [sys.executable, "-m", "vllm_kvpolicy.trace", "plot", trace]
+    command = [sys.executable, "-m", "vllm_kvpolicy", "trace", "plot", trace]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stderr) == (0, "")
     return trace / "plots"

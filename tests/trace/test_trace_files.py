@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 
 from support.made_traces import make_event, write_trace
+from vllm_kvpolicy.trace import files
 from vllm_kvpolicy.trace.files import (
+    EventRecord,
     new_run,
     read_event,
     read_trace,
     run_in,
+    run_name,
     to_arrays,
 )
 
@@ -30,9 +33,11 @@ def test_records_come_back_in_order(tmp_path):
 def test_runs_of_one_moment_have_folders_of_their_own(tmp_path):
     folder = tmp_path / "new" / "trace"
     before = datetime.now(UTC)
-    runs = [new_run(folder) for _ in range(20)]
+    runs = [new_run(folder, run_name(engine)) for engine in range(20)]
     assert len(set(runs)) == 20 and all(run.parent == folder for run in runs)
-    started = [run.name.rpartition("-")[0] for run in runs]
+    started, engines, _ = zip(*(run.name.split("-") for run in runs), strict=True)
+    assert engines == tuple(f"engine{engine}" for engine in range(20))
+    started = list(started)
     assert started == sorted(started)
     first = datetime.strptime(started[0], "%Y%m%dT%H%M%S.%fZ").replace(tzinfo=UTC)
     assert timedelta() <= first - before < timedelta(seconds=5)
@@ -48,6 +53,19 @@ def test_the_only_run_with_events_is_read(tmp_path):
     for folder in (early, late):
         with pytest.raises(ValueError, match=f"^trace: no events in '{folder}';"):
             run_in(folder)
+
+
+def test_servers_that_start_in_one_instant_do_not_mix(tmp_path, monkeypatch):
+    class Stopped(files.datetime):
+        @classmethod
+        def now(cls, zone=None):
+            return cls(2026, 1, 2, 3, 4, 5, tzinfo=zone)
+
+    monkeypatch.setattr(files, "datetime", Stopped)
+    runs = {new_run(tmp_path) for _ in range(3)}
+    assert len(runs) == 3
+    with pytest.raises(FileExistsError):
+        new_run(tmp_path, min(runs).name)
 
 
 def test_of_several_runs_one_is_to_be_named(tmp_path):
@@ -91,3 +109,53 @@ def test_files_of_other_releases_are_refused(tmp_path):
     np.savez(tmp_path / "000000.npz", **arrays)
     with pytest.raises(ValueError, match=r"fields differ: \['held'\]"):
         list(read_trace(tmp_path))
+
+
+def of_rank(first_head: int, width: int, **changes) -> EventRecord:
+    """Return the event of a rank with one head of one layer."""
+    held = np.arange(width)[None, None] + first_head
+    return make_event(
+        held=held,
+        selected=held[..., :2],
+        survivors=held[..., :1],
+        notes={"mass": held.astype(np.float32)},
+        **changes,
+    )
+
+
+def test_ranks_are_read_as_one(tmp_path):
+    name = run_name()
+    for rank, moved in ((0, 0.25), (1, 0.75)):
+        folder = new_run(tmp_path, f"{name}/rank-{rank}-of-2")
+        write_trace(folder, [of_rank(10 * rank, 3 + rank, moved=moved)])
+    (event,) = read_trace(tmp_path)
+    assert run_in(tmp_path) == tmp_path / name
+    assert event.held.tolist() == [[[0, 1, 2, -1], [10, 11, 12, 13]]]
+    assert event.selected.tolist() == [[[0, 1], [10, 11]]]
+    assert event.survivors.tolist() == [[[0], [10]]]
+    assert event.notes["mass"].tolist() == [[[0, 1, 2, 0], [10, 11, 12, 13]]]
+    assert event.moved == 0.5 and event.ranks == 2
+    # One rank by itself.
+    (half,) = read_trace(tmp_path / name / "rank-1-of-2")
+    assert half.held.tolist() == [[[10, 11, 12, 13]]]
+
+
+def test_events_that_one_rank_has_not_recorded_are_left_out(tmp_path):
+    events = [make_event(ordinal=ordinal) for ordinal in range(3)]
+    for rank, count in ((0, 3), (1, 2)):
+        write_trace(new_run(tmp_path, f"run/rank-{rank}-of-2"), events[:count])
+    assert [event.ordinal for event in read_trace(tmp_path)] == [0, 1]
+
+
+def test_ranks_that_part_are_refused(tmp_path):
+    for rank in range(2):
+        folder = new_run(tmp_path, f"run/rank-{rank}-of-2")
+        write_trace(folder, [make_event(position=100 + rank)])
+    with pytest.raises(ValueError, match="different events under one number: r0 at"):
+        list(read_trace(tmp_path))
+
+
+def test_a_missing_rank_is_said(tmp_path):
+    write_trace(new_run(tmp_path, "run/rank-1-of-2"), [make_event()])
+    with pytest.raises(ValueError, match=r"heads of ranks \[1\], expected all of 2"):
+        list(read_trace(tmp_path / "run"))

@@ -1,4 +1,4 @@
-"""What `python -m vllm_kvpolicy.trace report` prints of traces made by hand."""
+"""What `vllm-kvpolicy trace report` prints of traces made by hand."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from support.made_traces import make_event, rows, run_request, write_trace
-from vllm_kvpolicy.trace.__main__ import main
+from vllm_kvpolicy.trace.command import main
 from vllm_kvpolicy.trace.files import new_run
 from vllm_kvpolicy.trace.report import LABELS, summarise
 
@@ -140,7 +140,7 @@ def test_notes_are_averaged_and_policies_kept_apart(tmp_path):
 def test_the_command_prints_a_table_and_writes_json(tmp_path):
     events = [*run_request(newest), *run_request(newest, policy="streaming")]
     folder, file = write_trace(tmp_path / "trace", events), tmp_path / "out.json"
-    command = [sys.executable, "-m", "vllm_kvpolicy.trace", "report", folder]
+    command = [sys.executable, "-m", "vllm_kvpolicy", "trace", "report", folder]
     done = subprocess.run(
         [*command, "--json", file], capture_output=True, text=True, timeout=100
     )

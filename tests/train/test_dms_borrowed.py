@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vllm_kvpolicy.train.base import Base, load_base
-from vllm_kvpolicy.train.dms import __main__ as dms
+from vllm_kvpolicy.train.dms import command as dms
 from vllm_kvpolicy.train.dms.loop import train
 from vllm_kvpolicy.train.dms.measures import measure
 from vllm_kvpolicy.train.dms.retrofit import Retrofit

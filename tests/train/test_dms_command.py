@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from vllm_kvpolicy.policies.admissions.dms.files import load
-from vllm_kvpolicy.train.dms import __main__ as dms
+from vllm_kvpolicy.train.dms import command as dms
 from vllm_kvpolicy.train.dms.options import parse
+from vllm_kvpolicy.train.dms.settings import Settings
 from vllm_kvpolicy.train.sources import words_of
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +39,13 @@ def check_output(folder: Path, model: Path) -> None:
         assert math.isclose(heads.mean(), item["kept_fraction"], rel_tol=1e-5)
         for name in ("soft_loss", "hard_loss", "window_loss"):
             assert item[name] >= 0
+
+
+def test_figures_that_are_no_json_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"output: '.*figures\.json' is no JSON"):
+        dms._record(path, "model", Settings(), {"target": 2.0})
 
 
 def test_the_command_with_a_text(
@@ -109,16 +117,16 @@ def test_options_that_are_refused(
 
 @pytest.mark.parametrize("trainer", ["dms", "wgkv"])
 def test_what_is_not_installed_is_named(trainer: str) -> None:
-    module = f"vllm_kvpolicy.train.{trainer}"
     script = (
-        "import runpy, sys; sys.modules['accelerate'] = None; "
-        f"runpy._run_module_as_main({module!r})"  # as `python -m` does
+        "import sys; sys.modules['accelerate'] = None; "
+        f"from vllm_kvpolicy.__main__ import main; sys.exit(main(['train', '{trainer}'"
+        "]))"
     )
     run = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT
     )
     (told,) = run.stderr.splitlines()
-    assert run.returncode == 1
+    assert run.returncode == 2
     assert "the trainers need accelerate, this package's extra `train`: pip " in told
 
 
@@ -146,6 +154,6 @@ def test_other_rows_are_another_run(
 
 def test_errors_of_users_are_one_sentence(tiny_model: Path, tmp_path: Path) -> None:
     command = [str(tiny_model), "--output", str(tmp_path)]
-    with pytest.raises(SystemExit, match="error: text: cannot read"):
+    with pytest.raises(ValueError, match="^text: cannot read"):
         dms.main([*command, "--text", str(tmp_path / "none")])
     assert not list(tmp_path.iterdir())

@@ -14,9 +14,9 @@ from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 
 from vllm_kvpolicy.train import loop, sources
-from vllm_kvpolicy.train.dms import __main__ as dms
+from vllm_kvpolicy.train.dms import command as dms
 from vllm_kvpolicy.train.loop import Run, accelerator_for
-from vllm_kvpolicy.train.wgkv import __main__ as wgkv
+from vllm_kvpolicy.train.wgkv import command as wgkv
 
 ROOT = Path(__file__).parents[2]
 COMMON = [
@@ -72,8 +72,9 @@ def stop_after(patch: pytest.MonkeyPatch, last: int) -> None:
 
 def in_two_processes(trainer: str, arguments: Sequence[str]) -> str:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [*launcher, "-m", "vllm_kvpolicy", "train", trainer]
     done = subprocess.run(
-        [sys.executable, *launcher, "-m", f"vllm_kvpolicy.train.{trainer}", *arguments],
+        [sys.executable, *words, *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
         capture_output=True,

@@ -1,6 +1,7 @@
 """Chains of events over several requests: every head holds its own tokens, in order."""
 
 from collections import Counter
+from math import inf
 from typing import Any
 
 import pytest
@@ -43,6 +44,22 @@ def test_every_head_holds_its_own_tokens(name: str) -> None:
     if crosses_layers:
         assert totals["events without survivors of a head"] > 10
     assert (totals["given back"] > 50) == (dynamic and crosses_layers)
+
+
+@pytest.mark.parametrize("is_ragged", [False, True], ids=["equal", "ragged"])
+def test_batches_fit_their_room(is_ragged: bool) -> None:
+    def padded(room: float) -> list[int]:
+        """Return the tokens per head of each batch of several events."""
+        policy = ScriptedPolicy(is_ragged, False)
+        Chain(Setup(policy, is_ragged, room=room)).run(3 * STEPS)
+        return [count * tokens for count, tokens in policy.batches if count > 1]
+
+    free = padded(inf)
+    room = sorted(free)[len(free) // 2]
+    fitting = padded(room)
+    assert max(free) > room >= max(fitting)
+    assert len(free) > len(fitting) > 5
+    assert padded(0) == []
 
 
 @pytest.mark.parametrize("placement", ["shuffled", "exchanged"])

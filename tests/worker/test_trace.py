@@ -8,32 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from support.made_events import BLOCK, FIRST
 from support.made_traces import rows
 from vllm_kvpolicy.kernels.assign_pages import PageLists
 from vllm_kvpolicy.policies.base import Decision
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.trace.files import EventRecord, read_trace, run_in, to_arrays
-from vllm_kvpolicy.worker import trace
 from vllm_kvpolicy.worker.batch import Batch, HeldPages, Placement
 from vllm_kvpolicy.worker.trace import Tracer
-
-BLOCK = 2
-# One layer, two heads that hold 7 tokens: three full pages and one local token.
-FIRST = CompactEvent(
-    request_id="r0",
-    serial=0,
-    policy="ams-tova",
-    ordinal=0,
-    position=7,
-    frontier_blocks=3,
-    budget=3,
-    sinks=1,
-    prompt_tokens=6,
-    num_global=0,
-    source_blocks=(1, 2, 3),
-    dest_blocks=(1,),
-    local_blocks=(4,),
-)
 
 
 def record(tracer: Tracer, event: CompactEvent, survivors: list[list[int]]) -> None:
@@ -136,19 +118,29 @@ def test_two_servers_of_one_trace_do_not_mix(tmp_path):
         list(read_trace(tmp_path))
 
 
-def test_a_full_trace_ends_and_says_so_once(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(trace.logger, "propagate", True)
-    caplog.set_level("INFO", trace.logger.name)
+def test_a_full_trace_ends_and_says_so_once(tmp_path, policy_log):
     first, *rest = two_events(tmp_path / "whole")
     assert len(rest) == 3
-    assert caplog.messages == [f"recording events in {run_in(tmp_path / 'whole')}"]
-    caplog.clear()
+    assert policy_log.messages == [f"recording events in {run_in(tmp_path / 'whole')}"]
+    policy_log.clear()
     size = sum(array.nbytes for array in to_arrays(first).values())
     assert len(two_events(tmp_path / "one", size)) == 1
     run = run_in(tmp_path / "one")
-    assert caplog.messages == [
+    assert policy_log.messages == [
         f"recording events in {run}",
         f"the trace in {run} is full after 1 events; later events are not recorded",
     ]
     with pytest.raises(ValueError, match="no events"):
         two_events(tmp_path / "none", size - 1)
+
+
+def test_a_trace_that_cannot_be_written_ends_and_serving_goes_on(tmp_path, policy_log):
+    tracer = Tracer(str(tmp_path), BLOCK)
+    record(tracer, FIRST, [[0, 1], [2, 5]])
+    for path in tracer.directory.iterdir():
+        path.unlink()
+    tracer.directory.rmdir()
+    for _ in range(2):
+        record(tracer, FIRST, [[0, 1], [2, 5]])
+    said = [text for text in policy_log.messages if "cannot write" in text]
+    assert len(said) == 1 and "No such file" in said[0]

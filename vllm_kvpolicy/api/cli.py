@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
-from vllm_kvpolicy.config_keys import FLAG_KEYS, IntegerKey
+from vllm_kvpolicy.config_keys import FLAG_KEYS, IntegerKey, shown
 from vllm_kvpolicy.policies.catalogue.names import grammar, parse
 
 # Attribute of the parsed command line -> key of the plain form.
@@ -15,6 +15,7 @@ ARGUMENTS = {
     "kv_policy": "policy",
     **{f"kv_{key.key}": key.key for key in FLAG_KEYS},
     "kv_policy_config": "policy_config",
+    "kv_live": "live",
 }
 
 
@@ -51,6 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         'choose; {"trace": FOLDER} records what each event keeps; {"spread_events": '
         'false} leaves events of equal requests in the same steps; {"report_events": '
         "true} has answers say what their events dropped.",
+    )
+    group.add_argument(
+        "--kv-live",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="Serve a page, /kv_policy/live, and routes that show which requests run "
+        "and what their heads keep. No text of prompts or answers leaves the server, "
+        'unless {"live_text": true} in --kv-policy-config says so.',
     )
 
 
@@ -92,7 +101,7 @@ def merge(additional_config: Any, given: Mapping[str, Any]) -> Any:
     present = merged.get(CONFIG_KEY, {})
     if not isinstance(present, Mapping):
         raise ValueError(
-            f"additional_config: got {present!r} under {CONFIG_KEY!r}, expected a "
+            f"additional_config: got {shown(present)} under {CONFIG_KEY!r}, expected a "
             "mapping"
         )
     merged[CONFIG_KEY] = {**present, **given}
@@ -122,10 +131,10 @@ def _integer(key: IntegerKey) -> Callable[[str], int]:
 def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(
-            f"kv_policy_config: got {text!r}, expected a JSON object"
+            f"kv_policy_config: got {shown(text)}, expected a JSON object"
         )
     return value

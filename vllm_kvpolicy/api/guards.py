@@ -10,6 +10,8 @@ from vllm_kvpolicy.config import server_config
 from vllm_kvpolicy.kernels import preferences
 from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
 from vllm_kvpolicy.policies.catalogue.allocators import ALLOCATORS
+from vllm_kvpolicy.policies.catalogue.names import parse
+from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
 from vllm_kvpolicy.policies.catalogue.selections import SELECTIONS
 
 
@@ -52,6 +54,15 @@ def _plans_ragged_on_host(config: Any) -> bool:
     return server is not None and server.is_ragged and "FLASHINFER" in _backends(config)
 
 
+def _copies_select(config: Any) -> bool:
+    server, ranks = server_config(config), config.parallel_config.tensor_parallel_size
+    return (
+        server is not None
+        and any(parse(name).selection is not None for name in server.policies)
+        and ranks > config.model_config.get_total_num_kv_heads()
+    )
+
+
 def _own_worker(config: Any) -> bool:
     known = {*compat.WORKER_CLASSES, *compat.WORKER_CLASSES.values()}
     return config.parallel_config.worker_cls not in known
@@ -66,6 +77,21 @@ _RAGGED = ", ".join(
     f"`{name}`"
     for name, word in {**ALLOCATORS, **ADMISSIONS, **SELECTIONS}.items()
     if word.ragged
+)
+
+_SELECTING = ", ".join(f"`{name}`" for name in SELECTIONS)
+
+
+def _is_fitted(config: Any) -> bool:
+    """Return whether a policy has words that belong to the weights of the model."""
+    server = server_config(config)
+    return server is not None and any(
+        row.is_fitted for name in server.policies for row in parse(name).parts
+    )
+
+
+_FITTED = ", ".join(
+    f"`{name}`" for name, word in {**SCORERS, **ADMISSIONS}.items() if word.is_fitted
 )
 
 
@@ -122,9 +148,10 @@ REFUSALS = (
         "leave out --attention-backend",
     ),
     Refusal(
-        "tensor parallelism",
-        lambda config: config.parallel_config.tensor_parallel_size > 1,
-        "set --tensor-parallel-size 1",
+        f"{_SELECTING} on more ranks than KV heads",
+        _copies_select,
+        "set --tensor-parallel-size to the model's KV heads or less: a page's score is "
+        "over all query heads of a KV head",
     ),
     Refusal(
         "pipeline parallelism",
@@ -132,9 +159,16 @@ REFUSALS = (
         "set --pipeline-parallel-size 1",
     ),
     Refusal(
-        "data parallelism",
-        lambda config: config.parallel_config.data_parallel_size > 1,
+        "data parallelism of mixture-of-experts models",
+        lambda config: (
+            config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe
+        ),
         "set --data-parallel-size 1 and start one server per replica",
+    ),
+    Refusal(
+        "data parallelism over Ray",
+        lambda config: config.parallel_config.data_parallel_backend == "ray",
+        "leave out --data-parallel-backend",
     ),
     Refusal(
         "decode context parallelism",
@@ -145,11 +179,6 @@ REFUSALS = (
         "prefill context parallelism",
         lambda config: config.parallel_config.prefill_context_parallel_size > 1,
         "set --prefill-context-parallel-size 1",
-    ),
-    Refusal(
-        "multiple nodes",
-        lambda config: config.parallel_config.nnodes > 1,
-        "set --nnodes 1",
     ),
     Refusal(
         "executors other than uni and mp",
@@ -185,9 +214,10 @@ REFUSALS = (
         "leave out --speculative-config",
     ),
     Refusal(
-        "LoRA adapters",
-        lambda config: config.lora_config is not None,
-        "leave out --enable-lora, or merge the adapter into the model",
+        f"LoRA adapters with a policy for the model's own weights ({_FITTED})",
+        lambda config: config.lora_config is not None and _is_fitted(config),
+        "leave out --enable-lora, or merge the adapter into the model and make the "
+        "policy's file for that",
     ),
     Refusal(
         "sliding-window attention",
@@ -294,9 +324,14 @@ REFUSALS = (
         "serve an autoregressive model",
     ),
     Refusal(
-        "multimodal models",
-        lambda config: config.model_config.is_multimodal_model,
-        "serve a text model",
+        "images, audio and video",
+        lambda config: config.model_config.supports_multimodal_inputs,
+        "add --language-model-only to serve a multimodal model for text",
+    ),
+    Refusal(
+        f"multimodal models with a policy for the model's own weights ({_FITTED})",
+        lambda config: config.model_config.is_multimodal_model and _is_fitted(config),
+        "serve a text model: no files were made or tested for text parts of others",
     ),
     Refusal(
         "prompt embeddings",
@@ -306,12 +341,14 @@ REFUSALS = (
     Refusal(
         "sleep mode",
         lambda config: config.model_config.enable_sleep_mode,
-        "leave out --enable-sleep-mode",
+        "leave out --enable-sleep-mode: vLLM sleeps on GPUs only, and none has slept "
+        "with a policy; pausing and resuming work",
     ),
     Refusal(
-        "weight transfer",
-        lambda config: config.weight_transfer_config is not None,
-        "leave out --weight-transfer-config",
+        f"weight transfer with a policy for the model's own weights ({_FITTED})",
+        lambda config: config.weight_transfer_config is not None and _is_fitted(config),
+        "leave out --weight-transfer-config: the policy's file belongs to the weights "
+        "that are replaced",
     ),
     Refusal(
         "batch-invariant mode",

@@ -10,13 +10,14 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from vllm_kvpolicy.api import cli, request_guards, startup
+from vllm_kvpolicy.api import cli, engines, live, request_guards, startup
 from vllm_kvpolicy.api.patch_table import (
     ADD_CLI_ARGS,
     ATTACH_METRICS,
     BEAM_CHAT,
     BEAM_COMPLETION,
     CREATE_ENGINE_CONFIG,
+    ENGINE_READY,
     FROM_CLI_ARGS,
     GENERATE,
     PROCESS_INPUTS,
@@ -85,6 +86,7 @@ def _with_policy(original: Callable) -> Callable:
             return vllm_config
         startup.finish(self, vllm_config, config)
         _wrap(PROCESS_INPUTS, _with_request_check)
+        _wrap(ENGINE_READY, _with_engine_check)
         if serves_http:
             _wrap_server()
         return vllm_config
@@ -99,6 +101,15 @@ def _wrap_server() -> None:
     _wrap(RESPONSES, _with_early_response_check)
     _wrap(BEAM_COMPLETION, _with_beam_check)
     _wrap(BEAM_CHAT, _with_beam_check)
+
+
+def _with_engine_check(original: Callable) -> Callable:
+    def apply_ready_response(self: Any, payload: bytes) -> None:
+        if has_policy(self.vllm_config):
+            engines.note_ready(self.vllm_config, payload)
+        original(self, payload)
+
+    return apply_ready_response
 
 
 def _with_request_check(original: Callable) -> Callable:
@@ -165,5 +176,6 @@ def _with_counters(original: Callable) -> Callable:
 
         # Before vLLM's own route, which does not know the engine's counters.
         app.routes.insert(0, Route("/metrics", metrics))
+        live.attach(app)
 
     return attach_router

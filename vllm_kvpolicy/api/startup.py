@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.api import cli
+from vllm_kvpolicy.api.engines import server_name
 from vllm_kvpolicy.api.guards import machine_refusals, refusals
 from vllm_kvpolicy.api.start_checks import (
     check_files,
@@ -23,6 +24,8 @@ from vllm_kvpolicy.api.start_checks import (
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.config_values import ConfigValues
 from vllm_kvpolicy.kernels import preferences
+from vllm_kvpolicy.live.files import remove_stale_files_at_exit
+from vllm_kvpolicy.sizes import max_blocks_per_request
 
 logger = init_logger("vllm.kv_policy")
 
@@ -114,8 +117,10 @@ def finish(engine_args: Any, vllm_config: Any, config: KVPolicyConfig) -> None:
         _refuse(config, refusals(vllm_config))
         config.validate_block_size(vllm_config.cache_config.block_size)
         _name_classes(vllm_config, config)
+        remove_stale_files_at_exit()
         if compat.is_first_process(engine_args):
             check_files(config, vllm_config)
+            _tell_protected(vllm_config, config)
 
 
 def finish_stock(vllm_config: Any, is_command: bool) -> None:
@@ -129,6 +134,7 @@ def finish_stock(vllm_config: Any, is_command: bool) -> None:
         refuse_plain(vllm_config.model_config)
     if is_counted(vllm_config):
         _choose_counting(vllm_config.scheduler_config)
+        remove_stale_files_at_exit()
 
 
 def is_counted(vllm_config: Any) -> bool:
@@ -181,6 +187,22 @@ def _tell_evidence() -> None:
         logger.warning("KV policy: vLLM %s was %s", version, evidence)
 
 
+def _tell_protected(vllm_config: Any, config: KVPolicyConfig) -> None:
+    """Say what prompts that are kept whole may take.
+
+    vLLM's error about a KV cache that is too small for a request does not.
+    """
+    if config.protects_prompt:
+        logger.info(
+            "KV policy: prompts are kept whole, on top of the budget, so a request of "
+            "--max-model-len %d may need %d superblocks; a smaller --max-model-len, or "
+            "protect_prompt: false in --additional-config '{\"kv_policy\": {...}}', "
+            "needs fewer",
+            vllm_config.model_config.max_model_len,
+            max_blocks_per_request(vllm_config, config),
+        )
+
+
 def _refuse(config: KVPolicyConfig, reasons: list[str]) -> None:
     """Raise ValueError with every reason at once, if there is any."""
     if reasons:
@@ -193,12 +215,13 @@ def _refuse(config: KVPolicyConfig, reasons: list[str]) -> None:
 def _name_classes(vllm_config: Any, config: KVPolicyConfig) -> None:
     """Put our worker and scheduler, the policy and the engine's name into a config."""
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
-    parallel.worker_cls = compat.WORKER_CLASSES[parallel.worker_cls]
+    own = parallel.worker_cls  # of vLLM's by platform, or ours where it was named
+    parallel.worker_cls = compat.WORKER_CLASSES.get(own, own)
     is_async = bool(scheduler.async_scheduling)
     scheduler.scheduler_cls = compat.SCHEDULER_CLASSES[is_async]
     additional = dict(vllm_config.additional_config)
     # Not left in the config: vLLM's compile cache is keyed by what stands there.
-    engine = additional.pop(ENGINE_KEY, None) or uuid4().hex
+    unique = additional.pop(ENGINE_KEY, None) or uuid4().hex
     values = {**additional, CONFIG_KEY: config.to_dict()}
     vllm_config.additional_config = ConfigValues(values)
-    vllm_config.instance_id = engine
+    vllm_config.instance_id = server_name(unique, config)

@@ -28,8 +28,9 @@ class Row:
     Args:
         kind: WRAPPED, OVERRIDDEN, READ, ABSTRACT or IMPORTED.
         target: "module:name" or "module:Class.name".
-        wanted: the names of its parameters, or of a class's abstract methods, blanks
-            between them; None where it is enough that there is one.
+        wanted: how it is declared, in the form of `vllm_source.signature_of`, or the
+            names of a class's abstract methods, blanks between them; None where it is
+            enough that there is one.
         platform: vLLM's name of the platform that loads it; None for all.
     """
 
@@ -66,9 +67,9 @@ class Finding:
         advice = f"install vLLM {compat.TESTED_VLLM}.x"
         if found is None:
             return f"vLLM has no {row.target}: {advice}"
-        verb = "leaves to subclasses" if row.kind == ABSTRACT else "takes"
-        lists = (", ".join(names.split()) for names in (found, row.wanted or ""))
-        got, expected = (names or "nothing" for names in lists)
+        verb = "leaves to subclasses" if row.kind == ABSTRACT else "is declared with"
+        lists = (", ".join(words.split()) for words in (found, row.wanted or ""))
+        got, expected = (words or "nothing" for words in lists)
         return f"{row.target} {verb} {got}, expected {expected}: {advice}"
 
 
@@ -82,12 +83,12 @@ def rows(
         owners: what is overridden and read.
     """
     for patch in patches:
-        yield Row(WRAPPED, patch.target, " ".join(patch.parameters))
+        yield Row(WRAPPED, patch.target, patch.signature)
     for owner in owners:
         if owner.abstract is not None:
             yield Row(ABSTRACT, owner.target, owner.abstract, owner.platform)
-        for name, parameters in owner.overridden.items():
-            wanted = None if parameters in (ANY, "") else parameters
+        for name, signature in owner.overridden.items():
+            wanted = None if signature in (ANY, "") else signature
             yield Row(OVERRIDDEN, owner.path(name), wanted, owner.platform)
         for name in owner.read.split():
             yield Row(READ, owner.path(name), None, owner.platform)
@@ -118,7 +119,7 @@ def look_into(source: VllmSource) -> Look:
             return None
         if row.kind == ABSTRACT:
             return " ".join(source.abstract_methods(row.target))
-        return " ".join(source.parameters(row.target) or ())
+        return source.signature(row.target) or ""
 
     return look
 

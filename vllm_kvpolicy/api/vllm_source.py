@@ -13,6 +13,11 @@ from pathlib import Path
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Scope = ast.Module | ast.ClassDef
+# Decorators that change how what they decorate is used.
+BINDING = (
+    *("classmethod", "staticmethod", "property", "cached_property"),
+    *("cache", "lru_cache"),
+)
 # What has names of its own; those in it are not those of the scope around it.
 INNER = (
     *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda),
@@ -48,20 +53,18 @@ class VllmSource:
         is_module = "." not in target.partition(":")[2]
         return is_module and self._module(target.replace(":", ".")) is not None
 
-    def parameters(self, target: str) -> tuple[str, ...] | None:
-        """Return a function's parameters in the order of `inspect.signature`.
-
-        The class that a class method takes is left out.
+    def signature(self, target: str) -> str | None:
+        """Return how a function is declared, see `signature_of`.
 
         Args:
             target: as for `defines`.
 
         Returns:
-            Names; None where vLLM has no such function.
+            None where vLLM has no such function.
         """
         scope, name = self._scope(target)
         found = None if scope is None else self._definitions(scope).get(name)
-        return parameter_names(found) if isinstance(found, Function) else None
+        return signature_of(found) if isinstance(found, Function) else None
 
     def abstract_methods(self, target: str) -> tuple[str, ...]:
         """Return the methods that a class leaves to its subclasses, in order.
@@ -112,14 +115,25 @@ class VllmSource:
         return scope, name
 
 
-def parameter_names(function: Function) -> tuple[str, ...]:
-    """Return the names of a function's parameters, see `VllmSource.parameters`."""
+def signature_of(function: Function) -> str:
+    """Return how a function is declared, without defaults and types.
+
+    Returns:
+        Words with a blank between two: the decorators of `BINDING` with "@", "async",
+        then the parameters as Python writes them, with "/", "*", "*rest" and
+        "**keywords". "@classmethod cls a * b" is one; "()" takes nothing.
+    """
     takes = function.args
-    rest = [] if takes.vararg is None else [takes.vararg]
-    keywords = [] if takes.kwarg is None else [takes.kwarg]
-    every = (*takes.posonlyargs, *takes.args, *rest, *takes.kwonlyargs, *keywords)
-    names = tuple(each.arg for each in every)
-    return names[1:] if names[:1] == ("cls",) else names
+    decorators = map(_last_name, function.decorator_list)
+    words = [f"@{name}" for name in decorators if name in BINDING]
+    words += ["async"] * isinstance(function, ast.AsyncFunctionDef)
+    words += [each.arg for each in takes.posonlyargs] + ["/"] * bool(takes.posonlyargs)
+    words += [each.arg for each in takes.args]
+    if takes.vararg or takes.kwonlyargs:
+        words.append(f"*{takes.vararg.arg if takes.vararg else ''}")
+    words += [each.arg for each in takes.kwonlyargs]
+    words += [f"**{takes.kwarg.arg}"] if takes.kwarg else []
+    return " ".join(words) or "()"
 
 
 @cache
@@ -195,6 +209,10 @@ def _is_setter(function: Function) -> bool:
 
 def _is_abstract(node: ast.AST) -> bool:
     decorators = node.decorator_list if isinstance(node, Function) else []
-    return any(
-        ast.unparse(each).rpartition(".")[2] == "abstractmethod" for each in decorators
-    )
+    return "abstractmethod" in map(_last_name, decorators)
+
+
+def _last_name(decorator: ast.expr) -> str:
+    """Return "c" of "a.b.c" and of "a.b.c(...)"."""
+    called = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return ast.unparse(called).rpartition(".")[2]

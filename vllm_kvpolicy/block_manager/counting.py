@@ -12,6 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
+from vllm_kvpolicy.live.files import own_engine
 from vllm_kvpolicy.metrics import CounterFile, EngineCounters
 
 
@@ -27,7 +28,7 @@ class CountingMixin:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.kv_policy_counters = EngineCounters(
-            CounterFile(self.vllm_config.instance_id, create=True)
+            CounterFile(own_engine(self.vllm_config), create=True)
         )
         self._peaks_before_preemption: dict[str, int] = {}
 

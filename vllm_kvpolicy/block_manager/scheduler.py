@@ -22,6 +22,8 @@ from vllm_kvpolicy.block_manager.manager import KVPolicyManager
 from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.events import request_phase
+from vllm_kvpolicy.live.files import own_engine
+from vllm_kvpolicy.live.snapshots import NoSnapshots, Snapshots
 from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.sizes import (
     capacity_line,
@@ -64,6 +66,11 @@ class KVPolicySchedulerMixin(CountingMixin):
             late_steps=int(self.scheduler_config.async_scheduling or False),
             by_priority=self.policy == SchedulingPolicy.PRIORITY,
         )
+        self.kv_policy_snapshots = NoSnapshots()
+        if self.kv_policy_config.live:
+            self.kv_policy_snapshots = Snapshots(
+                own_engine(self.vllm_config), self.kv_policy_config.live_text
+            )
         self._may_mask = self.kv_policy_config.is_exact  # parsed once, not every step
         self._sees_all: set[str] = set()
         self._is_closed = False  # to more waiting requests in this step
@@ -220,6 +227,7 @@ class KVPolicySchedulerMixin(CountingMixin):
             scheduler_output.num_scheduled_tokens, has_events=bool(commands.events)
         )
         super()._update_after_schedule(scheduler_output)
+        self.kv_policy_snapshots.publish_tokens(commands.events, self.requests)
         self._count()
 
     def update_from_output(
@@ -247,6 +255,7 @@ class KVPolicySchedulerMixin(CountingMixin):
                 for request_id, request in self.requests.items()
                 if request_id in states
             )
+        self.kv_policy_snapshots.publish(self)
 
     def _most_held(self, request_id: str) -> int:
         state = self.kv_policy_planner.states.get(request_id)
@@ -259,6 +268,7 @@ class KVPolicySchedulerMixin(CountingMixin):
             is_bounded = self.kv_policy_admission.is_bounded
             all_bounded = all(is_bounded(each.request_id) for each in running)
             self.kv_policy_counters.add_preemption(all_bounded)
+            self.kv_policy_snapshots.publish_preemption(request)
         self.kv_policy_manager.withdraw(request.request_id)
         super()._preempt_request(request, *args, **kwargs)
         self.kv_policy_admission.leave(request)
@@ -282,6 +292,11 @@ class KVPolicySchedulerMixin(CountingMixin):
         if state is None or not self.kv_policy_config.report_events:
             return None
         return {"kv_policy": {"dropped": list(state.dropped.values())}}
+
+    def shutdown(self) -> None:
+        """Stop; what the engine tells others ends with it."""
+        super().shutdown()
+        self.kv_policy_snapshots.close()
 
 
 class KVPolicyScheduler(KVPolicySchedulerMixin, Scheduler):

@@ -230,6 +230,7 @@ def _run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
         found = correlate(traces, given.window, given.folds)
         if given.output is not None:
             write_table(given.output, found)
+            print(f"wrote {given.output}: correlations of {len(traces)} traces")
         for name, row in found.items():
             print(f"{name:24} {row.rho:+.3f}{'' if row.is_stable else '  not stable'}")
         for choice in proposals(found):

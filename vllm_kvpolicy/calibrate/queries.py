@@ -177,7 +177,7 @@ def add_commands(commands: Any) -> None:
     """Add a subcommand for each scorer that reads query statistics.
 
     Args:
-        commands: the subparsers of `python -m vllm_kvpolicy.calibrate`.
+        commands: the subparsers of `vllm-kvpolicy calibrate`.
     """
     for kind in STATISTICS:
         parser = commands.add_parser(

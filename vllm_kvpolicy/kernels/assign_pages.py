@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_kvpolicy.kernels.dispatch import Operation
-from vllm_kvpolicy.kernels.ranking import ascending_indices_ref
+from vllm_kvpolicy.kernels.ranking import ascending_indices
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _assign(
     spare = torch.full_like(arena[:, :1], num_cells)[..., None]
     taken = torch.zeros(num_groups, num_cells + 1, dtype=torch.bool, device=held.device)
     taken = taken.scatter(1, torch.where(kept, cells, spare).flatten(1), True)
-    free = ascending_indices_ref(~taken[:, :num_cells], num_cells).clamp_min(0)
+    free = ascending_indices(~taken[:, :num_cells], num_cells).clamp_min(0)
     target = torch.where(kept, first[:, :-1, None] + rank, spare).flatten(1)
     listed = arena.new_zeros(num_groups, num_cells + 1)
     listed = listed.scatter(1, target, cells.clamp_min(0).flatten(1))[:, :num_cells]

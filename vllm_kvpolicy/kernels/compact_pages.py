@@ -195,13 +195,26 @@ def merge_pages(
     pages[page, offset] = torch.where(share < 1, mixed, own)
 
 
+def slice_width(pages: torch.Tensor, num_moves: int) -> int:
+    """Return how many columns of tokens a twin that has scratch moves at a time.
+
+    Columns move independently of each other, so slices bound the scratch: it stays
+    below `SCRATCH_BYTES` where halves of whole `MIN_COLUMNS` are narrow enough.
+
+    Args:
+        pages: [P, N, D].
+        num_moves: M, tokens that need room at once.
+    """
+    width, column_bytes = pages.shape[2], num_moves * pages.element_size()
+    while width * column_bytes > SCRATCH_BYTES and width % (2 * MIN_COLUMNS) == 0:
+        width //= 2
+    return width
+
+
 def column_slices(
     pages: torch.Tensor, num_moves: int, with_scratch: bool
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
     """Cut tokens into slices of columns that a twin moves one after the other.
-
-    Columns move independently of each other, so slices bound the scratch: it stays
-    below `SCRATCH_BYTES` where halves of whole `MIN_COLUMNS` are narrow enough.
 
     Args:
         pages: [P, N, D], tokens at equal distances, as in a pool's keys or values.
@@ -226,9 +239,7 @@ def column_slices(
     slots = pages.as_strided((num_pages * block_size, width), (distance, 1))
     scratch = None
     if with_scratch:
-        column_bytes = num_moves * pages.element_size()
-        while width * column_bytes > SCRATCH_BYTES and width % (2 * MIN_COLUMNS) == 0:
-            width //= 2
+        width = slice_width(pages, num_moves)
         scratch = pages.new_empty(num_moves, width)
     for columns in slots.split(width, dim=-1):
         yield columns, scratch

@@ -47,18 +47,17 @@ class Preference:
 
 # A CUDA twin becomes the preference once committed timings of both on one GPU say so.
 TABLE: Mapping[str, Preference] = {
-    "ascending_indices": Preference(),
     "assign_pages": Preference(),
     "compact_pages": Preference(in_cuda=True, in_cpu=True),
     "count_in_pages": Preference(),
-    "credited_mass": Preference(),
+    "credited_mass": Preference(in_cpu=True),
     "enter_page_lists": Preference(),
     "enter_requests": Preference(),
     "fill_next_best": Preference(in_cpu=True),
     "head_page_tables": Preference(),
-    "limit_must_keep": Preference(),
-    "list_survivors": Preference(),
-    "must_keep_tokens": Preference(),
+    "limit_must_keep": Preference(in_cpu=True),
+    "list_survivors": Preference(in_cpu=True),
+    "must_keep_tokens": Preference(in_cpu=True),
     "page_bounds": Preference(),
     "page_quota": Preference(),
     "page_scores": Preference(),
@@ -69,16 +68,16 @@ TABLE: Mapping[str, Preference] = {
     "paged_pair_projections": Preference(),
     "paged_projections": Preference(),
     "pick_by_quota": Preference(in_cuda=True, in_cpu=True),
-    "pooled_usage": Preference(),
-    "read_survivors": Preference(),
+    "pooled_usage": Preference(in_cpu=True),
+    "read_survivors": Preference(in_cpu=True),
     "resize": Preference(in_cpu=True),
     "save_rows": Preference(),
     "segment_quota": Preference(in_cpu=True),
-    "survivor_moves": Preference(),
+    "survivor_moves": Preference(in_cpu=True),
     "top_k_mask": Preference(in_cuda=True, in_cpu=True),
     "until_attention": Preference(),
     "window_usage": Preference(in_cpu=True),
-    "write_survivors": Preference(),
+    "write_survivors": Preference(in_cpu=True),
 }
 
 

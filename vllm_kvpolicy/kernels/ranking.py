@@ -210,7 +210,7 @@ def resize_ref(
     return valid & (rank < (quota * block_size)[..., None])
 
 
-def ascending_indices_ref(mask: torch.Tensor, count: int) -> torch.Tensor:
+def ascending_indices(mask: torch.Tensor, count: int) -> torch.Tensor:
     """List the positions of a mask's True entries, oldest first.
 
     Args:
@@ -233,4 +233,3 @@ must_keep_tokens = Operation(must_keep_tokens_ref)
 fill_next_best = Operation(fill_next_best_ref)
 top_k_mask = Operation(top_k_mask_ref)
 resize = Operation(resize_ref)
-ascending_indices = Operation(ascending_indices_ref)

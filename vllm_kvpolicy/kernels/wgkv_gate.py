@@ -6,7 +6,8 @@ Deviations: the key before its rotation is recovered from the cached one, not st
 the sigmoid is taken in float32.
 """
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +50,19 @@ class GateWeights:
             return self
         moved = {name: t.to(device, dtype) for name, t in self.tensors().items()}
         return GateWeights(**moved)
+
+    def of_heads(
+        self, take: Callable[[torch.Tensor, int], torch.Tensor]
+    ) -> "GateWeights":
+        """Return the gates of some heads.
+
+        Args:
+            take: returns them from a tensor and the axis of its heads.
+        """
+        per_head = ("first", "first_bias", "second", "second_bias")
+        axis = self.second_bias.dim() - 1
+        taken = {name: take(getattr(self, name), axis) for name in per_head}
+        return replace(self, **taken)
 
     def layer(self, index: int) -> "GateWeights":
         """Return views of one layer's gates."""

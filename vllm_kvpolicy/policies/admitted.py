@@ -17,6 +17,7 @@ import torch
 
 from vllm_kvpolicy.kernels.visibility import NEVER
 from vllm_kvpolicy.policies.base import Decider, Decision, EventInputs, Needs, Policy
+from vllm_kvpolicy.policies.ranks import HeadShard
 
 MEMORY = "admission"
 LEAST = 2.0**-126  # stands for a gate of 0 in memory, where 0 means not evaluated
@@ -43,13 +44,16 @@ class BaseAdmission:
 
         Args:
             num_layers: L, attention layers.
-            num_heads: Hq, query heads per layer.
-            num_kv_heads: H, KV heads per layer.
+            num_heads: Hq, query heads per layer, of all ranks.
+            num_kv_heads: H, KV heads per layer, of all ranks.
             head_dim: D, channels per head.
 
         Raises:
             ValueError: it was trained for a model of another shape.
         """
+
+    def take_heads(self, shard: HeadShard) -> None:
+        """Serve some of the model's heads; once, after `check_model`."""
 
     def gates(self, inputs: EventInputs, token: torch.Tensor) -> torch.Tensor:
         """Evaluate the gates of some tokens.
@@ -94,6 +98,12 @@ class AdmittedPolicy(Policy):
         for part in (self.admission, self.eviction):
             if part is not None:
                 part.check_model(num_layers, num_heads, num_kv_heads, head_dim)
+
+    def take_heads(self, shard: HeadShard) -> None:
+        """Serve some of the model's heads with both parts; see `Policy`."""
+        for part in (self.admission, self.eviction):
+            if part is not None:
+                part.take_heads(shard)
 
     def decide(self, inputs: EventInputs, budget: int) -> Decision:
         """Keep admitted and must-keep tokens; at most `budget` where there is one."""

@@ -19,6 +19,7 @@ from torch import nn
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
+from vllm_kvpolicy.policies.ranks import ONE_RANK, HeadShard, Ranks
 from vllm_kvpolicy.policies.signals import TokenSignal
 
 
@@ -105,6 +106,7 @@ class EventInputs:
             `kernels.visibility.NEVER` where it is kept.
         candidates: [E, L, H, T] bool, tokens that an eviction may choose, must-keep
             tokens among them; None for all. Fewer than the budget may be left of a row.
+        ranks: for what depends on heads that other ranks have.
     """
 
     lengths: torch.Tensor
@@ -122,6 +124,7 @@ class EventInputs:
     fresh_tokens: int = 0
     until: torch.Tensor | None = None
     candidates: torch.Tensor | None = None
+    ranks: Ranks = ONE_RANK
 
     @cached_property
     def valid(self) -> torch.Tensor:
@@ -214,13 +217,16 @@ class Policy(ABC):
 
         Args:
             num_layers: L, attention layers.
-            num_heads: Hq, query heads per layer.
-            num_kv_heads: H, KV heads per layer.
+            num_heads: Hq, query heads per layer, of all ranks.
+            num_kv_heads: H, KV heads per layer, of all ranks.
             head_dim: D, channels per head.
 
         Raises:
             ValueError: it was calibrated for a model of another shape.
         """
+
+    def take_heads(self, shard: HeadShard) -> None:  # noqa: B027  likewise
+        """Serve some of the model's heads; once, after `check_model`."""
 
     @abstractmethod
     def decide(self, inputs: EventInputs, budget: int) -> Decision:

@@ -138,26 +138,3 @@ class QFilterStartup(CalibrationStartup):
     """The calibration of `qfilter`."""
 
     kind = "qfilter"
-
-
-def rank_slice(tensor: torch.Tensor, axis: int, rank: int, size: int) -> torch.Tensor:
-    """Take the heads of one tensor-parallel rank.
-
-    Args:
-        tensor: any tensor with heads on `axis`, query heads or KV heads.
-        axis: where the heads are.
-        rank: 0..size - 1.
-        size: ranks. With fewer heads than ranks, neighbours share a head.
-
-    Returns:
-        A view with max(1, heads / size) heads.
-
-    Raises:
-        ValueError: neither of heads and ranks divides the other.
-    """
-    heads = tensor.shape[axis]
-    if heads % size and size % heads:
-        raise ValueError(
-            f"heads: got {heads}, expected a multiple or divisor of {size}"
-        )
-    return tensor.narrow(axis, rank * heads // size, max(1, heads // size))

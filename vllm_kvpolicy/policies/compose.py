@@ -13,6 +13,7 @@ from vllm_kvpolicy.policies.base import (
     Needs,
     Policy,
 )
+from vllm_kvpolicy.policies.ranks import HeadShard
 from vllm_kvpolicy.policies.scorers.base import BaseScorer
 
 
@@ -38,6 +39,10 @@ class ComposedPolicy(Policy):
     ) -> None:
         """Check at start-up that the policy can serve the model; see `Policy`."""
         self.scorer.check_model(num_layers, num_heads, num_kv_heads, head_dim)
+
+    def take_heads(self, shard: HeadShard) -> None:
+        """Serve some of the model's heads; see `Policy`."""
+        self.scorer.take_heads(shard)
 
     def decide(self, inputs: EventInputs, budget: int) -> Decision:
         """Choose `budget` tokens per row.

@@ -62,7 +62,7 @@ def startup_of(row: WordRow) -> Startup:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a model that files have to fit.
+    """The sizes of a whole model, which files have to fit.
 
     Args:
         num_layers: L, attention layers.
@@ -82,8 +82,8 @@ class ModelShape:
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         return cls(
             num_layers=model.get_num_layers(parallel),
-            num_heads=model.get_num_attention_heads(parallel),
-            num_kv_heads=model.get_num_kv_heads(parallel),
+            num_heads=model.model_arch_config.total_num_attention_heads,
+            num_kv_heads=model.get_total_num_kv_heads(),
             head_dim=model.get_head_size(),
         )
 

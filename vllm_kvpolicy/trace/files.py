@@ -1,12 +1,14 @@
 """Reads and writes the files of a trace: one .npz per event, numbered in order.
 
-Each start of a server makes a folder of its own in the trace's folder.
+Each engine that starts makes a folder of its own in the trace's folder. Under tensor
+parallelism each rank has a folder in that, with its own heads; they are read as one.
 """
 
+import re
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from uuid import uuid4
 import numpy as np
 
 NOTE = "note_"  # prefix of the notes' names within a file
+RANK = "rank-{}-of-{}"  # folder of a rank, and of how many that record
+OF_RANK = re.compile(r"rank-(\d+)-of-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class EventRecord:
             mass, segments, quotas: see `ams`; of `held`, [L, H, T], half-open
             ranges of it, [L, H, S, 2], and tokens, [L, H, S];
             retained_mass, lse_drop, density_60, density_90: see `worker.notes`.
+        ranks: whose heads these are, each with H / ranks neighbours; files have one.
     """
 
     request_id: str
@@ -55,12 +60,14 @@ class EventRecord:
     survivors: np.ndarray
     moved: float
     notes: Mapping[str, np.ndarray] = field(default_factory=dict)
+    ranks: int = 1
 
 
 def to_arrays(record: EventRecord) -> dict[str, np.ndarray]:
     """Return the arrays of a record's file, by name."""
     values: dict[str, Any] = dict(vars(record))
     notes = values.pop("notes")
+    del values["ranks"]
     values |= {NOTE + name: value for name, value in notes.items()}
     return {name: np.asarray(value) for name, value in values.items()}
 
@@ -81,7 +88,7 @@ def read_event(path: Path) -> EventRecord:
         for name in list(arrays)
         if name.startswith(NOTE)
     }
-    expected = {item.name for item in fields(EventRecord)} - {"notes"}
+    expected = {item.name for item in fields(EventRecord)} - {"notes", "ranks"}
     if arrays.keys() != expected:
         raise ValueError(
             f"trace: {str(path)!r} is not an event file of this release, these "
@@ -110,13 +117,27 @@ def check_trace(folder: Path) -> None:
         ) from None
 
 
-def new_run(folder: Path) -> Path:
-    """Create and return the folder of a run that starts now.
+def run_name(engine: int = 0) -> str:
+    """Return a name for the folder of a run that starts now.
 
     Names begin with the time in UTC, so they sort by start, and are unique.
+
+    Args:
+        engine: index of the engine among data-parallel ones.
     """
     started = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
-    run = folder / f"{started}-{uuid4().hex[:8]}"
+    return f"{started}-engine{engine}-{uuid4().hex[:8]}"
+
+
+def new_run(folder: Path, name: str | None = None) -> Path:
+    """Create and return the folder of a run.
+
+    Args:
+        folder: of the trace.
+        name: see `run_name`, followed by the folder of a rank if it is one of several;
+            None for a new name.
+    """
+    run = folder / (name or run_name())
     run.mkdir(parents=True)
     return run
 
@@ -132,7 +153,8 @@ def run_in(folder: Path) -> Path:
     """
     if not folder.is_dir():
         raise ValueError(f"trace: no such folder {str(folder)!r}")
-    runs = sorted({path.parent for path in folder.rglob("*.npz")})
+    holders = {path.parent for path in folder.rglob("*.npz")} - {folder}
+    runs = sorted({whole_run(each) for each in holders} | _itself(folder))
     if not runs:
         raise ValueError(
             f"trace: no events in {str(folder)!r}; a request has its first event "
@@ -146,13 +168,89 @@ def run_in(folder: Path) -> Path:
     return runs[0]
 
 
+def _itself(folder: Path) -> set[Path]:
+    """Return a folder in which events lie, so that one rank can be read as well."""
+    return {folder} if any(folder.glob("*.npz")) else set()
+
+
+def whole_run(folder: Path) -> Path:
+    """Return the run of a rank's folder; a run itself."""
+    return folder.parent if OF_RANK.fullmatch(folder.name) else folder
+
+
 def read_trace(folder: Path) -> Iterator[EventRecord]:
     """Yield the events of a run in the order in which they happened.
+
+    Where there are several ranks, those that all of them have recorded.
 
     Args:
         folder: see `run_in`.
 
     Raises:
-        ValueError: see `run_in`; or a file is not an event.
+        ValueError: see `run_in`; a file is not an event; or a rank is missing.
     """
-    yield from map(read_event, sorted(run_in(folder).glob("*.npz")))
+    ranks = _ranks_of(run_in(folder))
+    recorded = [{path.name for path in rank.glob("*.npz")} for rank in ranks]
+    for name in sorted(set.intersection(*recorded)):
+        yield join_ranks([read_event(rank / name) for rank in ranks])
+
+
+def _ranks_of(run: Path) -> list[Path]:
+    """Return the folders of a run's ranks in order; the run itself if it has none."""
+    found = [OF_RANK.fullmatch(path.name) for path in run.iterdir()]
+    ranks = {int(each[1]): int(each[2]) for each in found if each is not None}
+    if not ranks:
+        return [run]
+    size = max(ranks.values())
+    if sorted(ranks) != list(range(size)):
+        raise ValueError(
+            f"trace: {str(run)!r} has the heads of ranks {sorted(ranks)}, expected all "
+            f"of {size}; every host has those of its own ranks, copy them together"
+        )
+    return [run / RANK.format(rank, size) for rank in range(size)]
+
+
+def join_ranks(records: Sequence[EventRecord]) -> EventRecord:
+    """Return one event of all heads.
+
+    Args:
+        records: of the same event, by rank.
+
+    Raises:
+        ValueError: they are of different events.
+    """
+    first = records[0]
+    names = ("request_id", "policy", "position", "ordinal", "frontier", "budget")
+    if any(getattr(r, n) != getattr(first, n) for r in records for n in names):
+        raise ValueError(
+            "trace: ranks have recorded different events under one number: "
+            + ", ".join(f"{r.request_id} at {r.position}" for r in records)
+        )
+    if len(records) == 1:
+        return first
+    notes = {name: [r.notes[name] for r in records] for name in first.notes}
+    heads = [record.held.shape[1] for record in records]
+    return replace(
+        first,
+        held=_side_by_side([record.held for record in records], -1),
+        selected=_side_by_side([record.selected for record in records], -1),
+        survivors=_side_by_side([record.survivors for record in records], -1),
+        moved=float(np.average([record.moved for record in records], weights=heads)),
+        notes={name: _side_by_side(parts, 0) for name, parts in notes.items()},
+        ranks=len(records),
+    )
+
+
+def _side_by_side(parts: Sequence[np.ndarray], fill: int) -> np.ndarray:
+    """Return [L, H1 + H2 + .., ...] of [L, H, ...], the later axes padded alike."""
+    shape = np.max([part.shape for part in parts], axis=0)[2:]
+    padded = [
+        np.pad(
+            part,
+            [(0, 0)] * 2
+            + [(0, n - m) for n, m in zip(shape, part.shape[2:], strict=True)],
+            constant_values=fill,
+        )
+        for part in parts
+    ]
+    return np.concatenate(padded, axis=1)

@@ -106,10 +106,14 @@ def kept_by_bin(
 
 
 def superblocks(event: EventRecord) -> int:
-    """Return the number of superblocks that the survivors of an event occupy."""
-    pages = np.count_nonzero(event.survivors >= 0) // event.block_size
-    heads = event.survivors.shape[0] * event.survivors.shape[1]
-    return -(-pages // heads)
+    """Return the number of superblocks that the survivors of an event occupy.
+
+    Where ranks differ, as many as on the rank that needs most.
+    """
+    tokens = np.count_nonzero(event.survivors >= 0, axis=-1)  # [L, H]
+    of_ranks = np.split(tokens, event.ranks, axis=1)
+    pages = max(part.sum() for part in of_ranks) // event.block_size
+    return -(-pages // of_ranks[0].size)
 
 
 def memory_time(

@@ -198,7 +198,7 @@ def add_command(commands: Any) -> None:
     """Add the subcommand `plot`.
 
     Args:
-        commands: the subparsers of `python -m vllm_kvpolicy.trace`.
+        commands: the subparsers of `vllm-kvpolicy trace`.
     """
     parser = commands.add_parser(
         "plot",

@@ -211,7 +211,7 @@ def add_command(commands: Any) -> None:
     """Add the subcommand `report`.
 
     Args:
-        commands: the subparsers of `python -m vllm_kvpolicy.trace`.
+        commands: the subparsers of `vllm-kvpolicy trace`.
     """
     parser = commands.add_parser(
         "report",

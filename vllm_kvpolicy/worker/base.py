@@ -17,6 +17,7 @@ from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands, UsedBlocks
 from vllm_kvpolicy.sizes import max_blocks_per_request
 from vllm_kvpolicy.worker.setup import prepare
+from vllm_kvpolicy.worker.tensor_parallel import check_hosts, ends_its_rank
 from vllm_kvpolicy.worker.traced_parts import traced_parts
 
 logger = init_logger("vllm.kv_policy")
@@ -29,11 +30,12 @@ class KVPolicyWorkerMixin:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model with our attention backend and hook captures to it."""
-        compat.forget_chosen_backends()
-        super().load_model(*args, **kwargs)
         config = KVPolicyConfig.from_dict(
             self.vllm_config.additional_config[CONFIG_KEY]
         )
+        check_hosts(self.vllm_config, config)
+        compat.forget_chosen_backends()
+        super().load_model(*args, **kwargs)
         model = self.model_runner.get_model()
         layers = get_layers_from_vllm_config(self.vllm_config, Attention)
         reasons = layer_refusals(layers)
@@ -154,11 +156,12 @@ class KVPolicyWorkerMixin:
         gone = scheduler_output.finished_req_ids | (
             scheduler_output.preempted_req_ids or set()
         )
-        self.kv_policy_runtime.begin(commands, gone)
-        try:
-            return super().execute_model(scheduler_output)
-        finally:
-            self.kv_policy_runtime.end()
+        with ends_its_rank(self.kv_policy_setup.shard):
+            self.kv_policy_runtime.begin(commands, gone)
+            try:
+                return super().execute_model(scheduler_output)
+            finally:
+                self.kv_policy_runtime.end()
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Sample, and tell the scheduler how many blocks events have left in use."""

@@ -11,8 +11,9 @@ The order of the five is what makes an event correct:
   which lies on the superblocks that the request table names.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,10 +28,12 @@ from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.ranking import must_keep_tokens, resize
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.base import EventInputs, Needs, Policy
+from vllm_kvpolicy.policies.ranks import ONE_RANK, Ranks
 from vllm_kvpolicy.policies.testing import MovementPolicy
 from vllm_kvpolicy.protocol import CompactEvent, UsedBlocks
 from vllm_kvpolicy.worker.batch import Batch, Choice, Placement
 from vllm_kvpolicy.worker.captures.base import Capture
+from vllm_kvpolicy.worker.live import NoEvents
 from vllm_kvpolicy.worker.merging import merge_dropped
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
@@ -83,6 +86,10 @@ class Compactor:
         rope: the model's rotary embedding, None where no policy asks for it.
         scale: softmax scale of the model's attention.
         trace: records survivors with true positions.
+        live: shows events to whoever listens.
+        ranks: that serve the other heads.
+        rooms: by policy, most tokens per head of a batch of several events, all padded
+            to the longest head among them; its temporary tensors grow with that.
     """
 
     policies: Mapping[str, Policy]
@@ -94,26 +101,40 @@ class Compactor:
     rope: Rope | None
     scale: float
     trace: NoTrace = NoTrace()
+    live: NoEvents = NoEvents()
+    ranks: Ranks = ONE_RANK
+    rooms: Mapping[str, float] = field(default_factory=dict)
 
     @torch.inference_mode()
     def run(self, events: Sequence[CompactEvent]) -> list[EventAnswer]:
         """Carry out a step's events.
 
-        Events are batched where policy, budget and number of destination blocks agree.
-        Batches keep the order of the message, in which a block is freed before it is
-        taken.
-
         Returns:
             What the scheduler has to hear, where the policy may leave some of the
             destinations empty.
         """
-        batches: list[list[CompactEvent]] = []
-        for event in events:
-            if batches and _kind(batches[-1][0]) == _kind(event):
-                batches[-1].append(event)
-            else:
-                batches.append([event])
+        batches = self._batches(events)
         return [answer for batch in batches for answer in self._run_batch(batch)]
+
+    def _batches(
+        self, events: Sequence[CompactEvent]
+    ) -> Iterator[Sequence[CompactEvent]]:
+        """Yield neighbours of one policy, budget and number of destination blocks.
+
+        As many as `rooms` take. Batches keep the order of the message, in which a block
+        is freed before it is taken.
+        """
+        start = longest = 0
+        for end, event in enumerate(events):
+            tokens = self.tier.longest(event)
+            longest = max(longest, tokens)
+            room = self.rooms.get(event.policy, math.inf)
+            fits = longest * (end + 1 - start) <= room
+            if end > start and not (fits and _kind(events[start]) == _kind(event)):
+                yield events[start:end]
+                start, longest = end, tokens
+        if events:
+            yield events[start:]
 
     def _run_batch(self, events: Sequence[CompactEvent]) -> list[EventAnswer]:
         batch = self._open(events)
@@ -179,6 +200,8 @@ class Compactor:
             optional["positions"] = positions.view(*shape, -1)
         for capture in self.captures:
             optional |= capture.read(batch)
+        if "queries" in optional:
+            optional["queries"] = self.ranks.queries_of_copies(optional["queries"])
         for name, pages in (("keys", self.pool.keys), ("values", self.pool.values)):
             if getattr(needs, name):
                 ids = held.pages.view(*shape, -1)
@@ -192,6 +215,7 @@ class Compactor:
             prompt_lengths=sent["prompt_tokens"],
             memory={name: value.view(*shape, -1) for name, value in memory.items()},
             fresh_tokens=self.requests.fresh_tokens(batch.rows, batch.events),
+            ranks=self.ranks,
             **optional,
         )
 
@@ -288,6 +312,7 @@ class Compactor:
     ) -> list[EventAnswer]:
         """Enter the new pages into the tables and remember values of survivors."""
         self.trace.record(batch, choice.decision, placement)
+        self.live.tell(batch, placement)
         counts = self.tier.commit(batch, placement.lists)
         self.requests.update(batch.rows, batch.events, batch.sent)
         self._remember(batch, choice, placement)

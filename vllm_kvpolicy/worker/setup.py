@@ -15,15 +15,18 @@ from vllm.logger import init_logger
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.kernels.rope import Rope
+from vllm_kvpolicy.live.files import own_engine
 from vllm_kvpolicy.metrics import WorkerCounters
 from vllm_kvpolicy.policies.base import Needs, Policy
 from vllm_kvpolicy.policies.build import build
-from vllm_kvpolicy.sizes import max_global_blocks
+from vllm_kvpolicy.policies.ranks import ALL_HEADS, ONE_RANK, HeadShard, Ranks
+from vllm_kvpolicy.sizes import group_size, max_global_blocks
 from vllm_kvpolicy.worker.captures.base import Capture
 from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
 from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
 from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
 from vllm_kvpolicy.worker.compaction import Compactor, remembered
+from vllm_kvpolicy.worker.live import LiveEvents, NoEvents
 from vllm_kvpolicy.worker.pages import PagePool, check_layout
 from vllm_kvpolicy.worker.refused import refused_for
 from vllm_kvpolicy.worker.request_table import RequestTable
@@ -31,6 +34,7 @@ from vllm_kvpolicy.worker.rotary import model_rope
 from vllm_kvpolicy.worker.runtime import KVPolicyRuntime
 from vllm_kvpolicy.worker.side_tables import SideTables
 from vllm_kvpolicy.worker.survivors import SurvivorMemory
+from vllm_kvpolicy.worker.tensor_parallel import head_shard, ranks_of, trace_name
 from vllm_kvpolicy.worker.tiers.base import Tier
 from vllm_kvpolicy.worker.tiers.equal import EqualTier, PhysicalTables
 from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
@@ -38,6 +42,7 @@ from vllm_kvpolicy.worker.tiers.page_selection import PageSelection
 from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
 from vllm_kvpolicy.worker.tiers.ragged_step import FoldedTables
 from vllm_kvpolicy.worker.trace import NoTrace, Tracer
+from vllm_kvpolicy.worker.warmup import rooms
 
 logger = init_logger("vllm.kv_policy")
 
@@ -57,6 +62,10 @@ class WorkerSetup:
         captures: hooked to the model.
         tables: what attention will read in a step.
         side_tables: sizes of what is made along with the KV cache.
+        shard: the heads that this rank serves.
+        ranks: with those that serve the others.
+        limits: longest request in tokens, and query heads per KV head; None to batch
+            events without bound.
     """
 
     vllm_config: Any
@@ -69,6 +78,9 @@ class WorkerSetup:
     captures: Sequence[Capture]
     tables: PhysicalTables | FoldedTables
     side_tables: SideTables
+    shard: HeadShard = ALL_HEADS
+    ranks: Ranks = ONE_RANK
+    limits: tuple[int, int] | None = None
 
     @property
     def early_bytes(self) -> int:
@@ -98,8 +110,13 @@ class WorkerSetup:
             rope=self.rope,
             scale=self.layers[0].impl.scale,
             trace=self._trace(),
+            live=self._live(),
+            ranks=self.ranks,
+            rooms=self._rooms(pool),
         )
-        counters = WorkerCounters(self.vllm_config.instance_id, pool.block_size)
+        counters = WorkerCounters(
+            own_engine(self.vllm_config), pool.block_size, counts=not self.shard.rank
+        )
         runtime = KVPolicyRuntime(
             self.policies, self.requests, tier, self.captures, compactor, counters
         )
@@ -107,6 +124,13 @@ class WorkerSetup:
             layer.kv_policy_runtime = runtime
             layer.kv_policy_index = index
         return runtime
+
+    def _rooms(self, pool: PagePool) -> dict[str, int]:
+        """Return how large batches of events may be: as what a warm-up tries."""
+        if self.limits is None:
+            return {}
+        most, sizes = self.requests.null_row, (pool.block_size, pool.num_blocks)
+        return rooms(self.config, most, *sizes, *self.limits)
 
     def _memory(self, pool: PagePool) -> SurvivorMemory:
         sizes = self.side_tables
@@ -120,7 +144,27 @@ class WorkerSetup:
 
     def _trace(self) -> NoTrace:
         folder = self.config.trace_dir
-        return Tracer(folder, self.requests.block_size) if folder else NoTrace()
+        if not folder:
+            return NoTrace()
+        engine = self.vllm_config.parallel_config.data_parallel_index
+        name = trace_name(self.shard, engine)
+        if name is None:
+            return NoTrace()
+        return Tracer(folder, self.requests.block_size, name=name)
+
+    def _live(self) -> NoEvents:
+        """Return what shows events; of heads with copies, the first rank shows them."""
+        place, is_copy = divmod(self.shard.rank, self.shard.copies)
+        if is_copy or not self.config.live:
+            return NoEvents()
+        return LiveEvents(
+            own_engine(self.vllm_config),
+            place,
+            self.shard.size // self.shard.copies,
+            self.requests.block_size,
+            (len(self.layers), self.layers[0].num_kv_heads),
+            self.config.live_text,
+        )
 
     def _tier(self, pool: PagePool) -> Tier:
         is_captured = compat.captures_attention(self.vllm_config)
@@ -139,6 +183,7 @@ class WorkerSetup:
             own_page=pool.own_pages(block).flatten(),
             stride=pool.num_heads,
             device=self.requests.device,
+            ranks=self.ranks,
         )
         deciding = [each for each in self.captures if isinstance(each, VisibleUntil)]
         return RaggedTier(
@@ -171,13 +216,10 @@ def prepare(
     Raises:
         ValueError: a policy that cannot serve this model.
     """
-    policies = {name: build(name, config.options_of(name)) for name in config.policies}
-    needs = reduce(or_, (policy.needs for policy in policies.values()))
     first, block_size = layers[0], vllm_config.cache_config.block_size
-    shape = first.num_heads, first.num_kv_heads, first.head_size
-    for name, policy in policies.items():
-        with refused_for({name: policy}):
-            policy.check_model(len(layers), *shape)
+    shard = head_shard(vllm_config, first)
+    policies = _policies(config, len(layers), first.head_size, shard)
+    needs = reduce(or_, (policy.needs for policy in policies.values()))
     with refused_for(policies, lambda needs: needs.rope):
         rope = model_rope(model, first.head_size) if needs.rope else None
     num_requests = vllm_config.scheduler_config.max_num_seqs
@@ -208,7 +250,26 @@ def prepare(
         captures,
         tables,
         side_tables,
+        shard,
+        ranks_of(shard, device),
+        (vllm_config.model_config.max_model_len, group_size(vllm_config)),
     )
+
+
+def _policies(
+    config: KVPolicyConfig, num_layers: int, head_size: int, shard: HeadShard
+) -> dict[str, Policy]:
+    """Return the server's policies by name, each for the heads of this rank."""
+    policies = {}
+    for name in config.policies:
+        policy = build(name, config.options_of(name))
+        with refused_for({name: policy}):
+            policy.check_model(
+                num_layers, shard.num_heads, shard.num_kv_heads, head_size
+            )
+            policy.take_heads(shard)
+        policies[name] = policy
+    return policies
 
 
 def _step_tables(

@@ -2,14 +2,20 @@
 
 Triton compiles a kernel when it first meets sizes of a kind; these events have sizes of
 every kind that real ones have. They run while the KV cache is still empty.
+
+They also show that the device has memory for the temporary tensors of events: service
+batches no more events than have as many tokens as a batch here; see `rooms`.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
 
+import torch
+
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.events import LAST_PHASE
 from vllm_kvpolicy.protocol import CompactEvent
+from vllm_kvpolicy.worker.live import NoEvents
 from vllm_kvpolicy.worker.runtime import KVPolicyRuntime
 from vllm_kvpolicy.worker.trace import NoTrace
 
@@ -30,12 +36,22 @@ def warm_up(
         config: the server's policies.
         max_model_len: longest request, in tokens.
         group_size: G, query heads per KV head.
+
+    Raises:
+        ValueError: the device has no memory for the temporary tensors of an event.
     """
     requests, pool = runtime.requests, runtime.compactor.pool
-    untraced = replace(runtime.compactor, trace=NoTrace())
+    untraced = replace(runtime.compactor, trace=NoTrace(), live=NoEvents())
     sizes = requests.block_size, pool.num_blocks, max_model_len, group_size
     for events in dummy_events(config, requests.null_row, *sizes):
-        untraced.run(events)
+        try:
+            untraced.run(events)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"--kv-policy {events[0].policy}: no memory for the temporary tensors "
+                f"of an event at {events[0].position} tokens; lower "
+                "--gpu-memory-utilization, --kv-budget or prefill_interval"
+            ) from error
     requests.drop(NAMES)
     runtime.tier.warm_up(-(-max_model_len // requests.block_size))
     for capture in runtime.captures:
@@ -81,6 +97,31 @@ def dummy_events(
             for count in range(1, min(most, at_once, room) + 1):
                 for event in events:
                     yield [_moved(event, n, n * held) for n in range(count)]
+
+
+def rooms(
+    config: KVPolicyConfig,
+    most: int,
+    block_size: int,
+    num_blocks: int,
+    max_model_len: int,
+    group_size: int,
+) -> dict[str, int]:
+    """Return the most tokens per KV head of a batch of dummy events, by policy.
+
+    A batch is padded to its longest event. Of heads of different lengths, the tokens
+    are the mean.
+
+    Args:
+        see `dummy_events`.
+    """
+    found: dict[str, int] = {}
+    sizes = block_size, num_blocks, max_model_len, group_size
+    for events in dummy_events(config, most, *sizes):
+        event = events[0]  # the others are alike
+        tokens = len(event.source_blocks) * block_size + event.local_tokens(block_size)
+        found[event.policy] = max(found.get(event.policy, 0), len(events) * tokens)
+    return found
 
 
 def prompt_lengths(config: KVPolicyConfig, max_model_len: int) -> list[int]:

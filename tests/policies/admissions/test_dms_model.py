@@ -308,3 +308,25 @@ def test_a_policy_that_does_not_know_the_channel_is_refused(policy_config):
     config = KVPolicyConfig.from_dict({"policy": "tova", "budget": 128})
     with pytest.raises(ValueError, match="was trained with DMS"):
         check_files(config, deciding(policy_config, 32))
+
+
+@pytest.mark.parametrize(
+    ("rule", "ranks", "said"),
+    [
+        (DmsRule(per_layer=True), 1, None),
+        (DmsRule(per_layer=True), 2, "first KV head decides.*-size 1$"),
+        (DmsRule(), 2, None),
+        (DmsRule(), 4, "first query head of a group.*--tensor-parallel-size 2 or less"),
+        (DmsRule(is_borrowed=False), 4, None),
+    ],
+)
+def test_ranks_without_the_deciding_head_are_refused(rule, ranks, said):
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 2),
+    )
+    if said is None:
+        assert startup._check_ranks(rule, config) is None
+    else:
+        with pytest.raises(ValueError, match=said):
+            startup._check_ranks(rule, config)

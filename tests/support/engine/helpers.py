@@ -13,7 +13,7 @@ import numpy as np
 
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.events import Footprint, request_phase
-from vllm_kvpolicy.trace.files import EventRecord, read_event
+from vllm_kvpolicy.trace.files import EventRecord, join_ranks, read_event, whole_run
 
 BLOCK = 32
 POLICIES = ("streaming", "tova", "snapkv", "ams-tova", "ams-snapkv")
@@ -38,6 +38,7 @@ class Job:
         aborted: number of generated tokens after which it is aborted, None for never.
         extra_args: the request's own knobs.
         prompt_logprobs: ask for log-probabilities of the prompt too.
+        lora: the adapter's request of vLLM's, None for the plain model.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Job:
     aborted: int | None = None
     extra_args: dict[str, Any] | None = None
     prompt_logprobs: bool = False
+    lora: Any = None
 
 
 class Record(EventRecord):
@@ -305,6 +307,20 @@ class Engine:
         return {} if self.trace is None else read_records(self.trace, self._read)
 
 
+def watch_hits(engine: Engine) -> Counter[str]:
+    """Count from now on how many tokens each job takes from the cache."""
+    hits: Counter[str] = Counter()
+    manager = engine.scheduler.kv_cache_manager
+    record = manager.record_prefix_cache_stats
+
+    def recorded(request: Any, num_hits: int) -> None:
+        hits[request.request_id.rsplit("-", 1)[0]] += num_hits
+        record(request, num_hits)
+
+    manager.record_prefix_cache_stats = recorded
+    return hits
+
+
 class Passes:
     """Knows which (re)computation of a request its events and tokens belong to.
 
@@ -370,9 +386,13 @@ def read_records(trace: Path, read: set[Path]) -> dict[str, list[list[Record]]]:
         read: files to leave out; those that are read are added.
     """
     passes: dict[str, list[list[Record]]] = {}
+    of_ranks: dict[tuple[Path, str], list[Path]] = {}
     for path in sorted(set(trace.rglob("*.npz")) - read):
         read.add(path)
-        record = Record(**vars(read_event(path)))
+        run = whole_run(path.parent)
+        of_ranks.setdefault((run, path.name), []).append(path)
+    for paths in of_ranks.values():
+        record = Record(**vars(join_ranks([read_event(path) for path in paths])))
         lists = passes.setdefault(record.request_id, [])
         if record.ordinal == 0:
             lists.append([])
@@ -428,7 +448,10 @@ class Session:
             extra_args=job.extra_args,
         )
         request_id = self.engine.llm.llm_engine.add_request(
-            job.name, TokensPrompt(prompt_token_ids=job.prompt), params
+            job.name,
+            TokensPrompt(prompt_token_ids=job.prompt),
+            params,
+            lora_request=job.lora,
         )
         self.jobs[request_id] = job
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm import LLM, SamplingParams, TokensPrompt
 
+from vllm_kvpolicy.live.files import own_engine
 from vllm_kvpolicy.metrics import CounterFile
 
 
@@ -26,10 +27,10 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     )
     prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in spec["prompts"]]
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    instance_id = llm.llm_engine.vllm_config.instance_id
+    engine = own_engine(llm.llm_engine.vllm_config)
     found = {
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
-        "counters": CounterFile(instance_id, create=False).read(),
+        "counters": CounterFile(engine, create=False).read(),
         "processes": 1 + len(multiprocessing.active_children()),
     }
     llm.llm_engine.engine_core.shutdown()

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from aiohttp import web
@@ -11,12 +11,25 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @contextmanager
-def serve_handlers(path: str, answer: Handler, metrics: Handler) -> Iterator[str]:
-    """Yield the root URL of a server with POST `path` and GET /metrics."""
+def serve_handlers(
+    path: str,
+    answer: Handler,
+    metrics: Handler,
+    more: Mapping[str, Handler] | None = None,
+) -> Iterator[str]:
+    """Yield the root URL of a server with POST `path` and GET /metrics.
+
+    Args:
+        path: of requests.
+        answer: handles them.
+        metrics: handles /metrics.
+        more: handlers of further paths to GET.
+    """
     loop = asyncio.new_event_loop()
     application = web.Application()
     application.router.add_post(path, answer)
-    application.router.add_get("/metrics", metrics)
+    for place, handler in {"/metrics": metrics, **(more or {})}.items():
+        application.router.add_get(place, handler)
     # Handlers that stall on purpose are not waited for.
     runner = web.AppRunner(application, shutdown_timeout=0.1)
 

@@ -1,55 +1,94 @@
 """Starts a real `vllm serve` and waits until it answers."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 START_SECONDS = 420
+STOP_SECONDS, END_SECONDS = 60, 10  # of the server, and then of its engines
 
 
 @contextmanager
-def serving(model: Path, arguments: list[str], folder: Path) -> Iterator[str]:
+def serving(
+    model: Path, arguments: list[str], folder: Path, port: int | None = None
+) -> Iterator[str]:
     """Run a server; the test fails with its log where it does not come up.
 
     Args:
         model: model folder.
         arguments: of `vllm serve`, beside model and port.
-        folder: for the log and temporary files.
+        folder: for the log; new servers need new folders.
+        port: to listen on; None for one that nobody listens on.
 
     Yields:
         The server's root URL.
     """
-    log, port = folder / "log", _free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
-    command += [*arguments, "--host", "127.0.0.1", "--port", str(port)]
-    environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    environment |= {"HF_HUB_OFFLINE": "1", "TMPDIR": str(folder)}
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=output, env=environment
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        _wait_until_ready(process, url, log)
+    port = port or free_port()
+    arguments = [*arguments, "--host", "127.0.0.1", "--port", str(port)]
+    with started(model, arguments, folder) as process:
+        url = f"http://127.0.0.1:{port}"
+        _wait_until_ready(process, url, folder / "log")
         yield url
+
+
+@contextmanager
+def started(
+    model: Path, arguments: list[str], folder: Path
+) -> Iterator[subprocess.Popen]:
+    """Run `vllm serve` without waiting for it, and stop it; see `serving`.
+
+    Its temporary files lie in `folder / "tmp"`, a link to a folder with a short name:
+    vLLM makes sockets there, whose paths hold at most 107 bytes. Counter files and
+    those of the live page have to be gone at the end, as have all its processes.
+    """
+    short = tempfile.mkdtemp(prefix="kv")
+    (folder / "tmp").symlink_to(short)
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+    environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    environment |= {"HF_HUB_OFFLINE": "1", "TMPDIR": short}
+    with (folder / "log").open("w") as output:
+        process = subprocess.Popen(
+            [*command, *arguments], stdout=output, stderr=output, env=environment
+        )
+    try:
+        yield process
     finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        _stop(process)
+        left = [path.name for path in Path(short).glob("vllm-kvpolicy-*")]
+        shutil.rmtree(short, ignore_errors=True)
+    assert left == [], left
 
 
-def _free_port() -> int:
+def _stop(process: subprocess.Popen) -> None:
+    """Stop a server; kill what of it and its engines goes on."""
+    running = process.poll() is None
+    below = psutil.Process(process.pid).children(recursive=True) if running else []
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    _, alive = psutil.wait_procs(below, END_SECONDS)
+    for each in alive:
+        each.kill()
+    psutil.wait_procs(alive)
+
+
+def free_port() -> int:
+    """Return a TCP port of this machine that nobody listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]

@@ -7,6 +7,7 @@ whose they are; every token of every head is checked after every step.
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import inf
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -63,6 +64,7 @@ class Setup:
     moves: bool = False
     num_blocks: int = 70
     seed: int = 0
+    room: float = inf
 
 
 class Chain:
@@ -120,6 +122,7 @@ class Chain:
             ),
             rope=None,
             scale=1.0,
+            rooms={"scripted": self.setup.room},
         )
 
     def _tier(self) -> Tier:

@@ -45,9 +45,11 @@ class ScriptedPolicy:
     def __init__(self, is_ragged: bool, dynamic: bool) -> None:
         self.is_ragged, self.dynamic = is_ragged, dynamic
         self.seen: list[Seen] = []
+        self.batches: list[tuple[int, int]] = []  # events, tokens per head
 
     def decide(self, inputs: EventInputs, budget: int) -> Decision:
         """Choose, event by event."""
+        self.batches.append((len(inputs.end), inputs.must_keep.shape[-1]))
         keep = torch.zeros_like(inputs.must_keep)
         score = torch.zeros(keep.shape)
         marks = torch.zeros(keep.shape)

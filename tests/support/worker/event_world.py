@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies import build as factory
 from vllm_kvpolicy.policies.catalogue.names import resolve_options
 from vllm_kvpolicy.protocol import CompactEvent, StepCommands, WindowCapture
@@ -76,7 +77,7 @@ class World:
             memory=SurvivorMemory(
                 names, self.requests, BLOCKS, NUM_HEADS, RECENT + SIZE - 1
             ),
-            rope=None,
+            rope=Rope.from_theta(1e4, DIM),
             scale=1.0,
         )
         self.name = name

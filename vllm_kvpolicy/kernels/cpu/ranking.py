@@ -71,3 +71,43 @@ def resize(
     counts = [each.reshape(-1).contiguous() for each in (num_pages, quota)]
     torch.ops.vllm_kvpolicy_cpu.resize(*rows, *counts, block_size)
     return marked
+
+
+def limit_must_keep(must_keep: torch.Tensor, budget: int) -> torch.Tensor:
+    """Shrink a must-keep set that exceeds the budget: recent tokens go before sinks.
+
+    Exact; see `kernels.ranking.limit_must_keep_ref`. Leading axes may be any.
+
+    Raises:
+        ImportError: the kernels were not built.
+        RuntimeError: a tensor has another dtype, size or device.
+    """
+    load()
+    kept = torch.empty_like(must_keep, memory_format=torch.contiguous_format)
+    rows = as_rows(kept), as_rows(must_keep)
+    torch.ops.vllm_kvpolicy_cpu.limit_must_keep(*rows, budget)
+    return kept
+
+
+def must_keep_tokens(
+    num_pages: torch.Tensor,
+    num_local: torch.Tensor,
+    sinks: torch.Tensor,
+    block_size: int,
+    num_tokens: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mark the tokens that an event keeps in any case: sinks and local ones.
+
+    Exact; see `kernels.ranking.must_keep_tokens_ref`.
+
+    Raises:
+        ImportError: the kernels were not built.
+        RuntimeError: a tensor has another dtype, size or device.
+    """
+    load()
+    lengths = num_pages.new_empty(num_pages.shape)
+    must_keep = num_pages.new_empty((*num_pages.shape, num_tokens), dtype=torch.bool)
+    torch.ops.vllm_kvpolicy_cpu.must_keep_tokens(
+        lengths, must_keep, num_pages.contiguous(), num_local, sinks, block_size
+    )
+    return lengths, must_keep

@@ -1,6 +1,6 @@
 """Cuts rows into segments, shares a budget among them, and picks their best tokens.
 
-Source: csrc/cpu/segment_quota.cpp. Deviations: none.
+Source: csrc/cpu/segment_quota.cpp and mass.cpp. Deviations: none.
 """
 
 import torch
@@ -77,3 +77,27 @@ def pick_by_quota(
     rows = [as_rows(numbers) for numbers in (marked, score, group, quotas)]
     torch.ops.vllm_kvpolicy_cpu.pick_by_quota(*rows)
     return marked
+
+
+def credited_mass(
+    usage: torch.Tensor,
+    lengths: torch.Tensor,
+    credit: torch.Tensor | None,
+    decay: float,
+    mix: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn usage into mass, and mix in the moving average of past mass.
+
+    Exact; see `kernels.segment_quota.credited_mass_ref`.
+
+    Raises:
+        ImportError: the kernels were not built.
+        RuntimeError: a tensor has another dtype, size or device.
+    """
+    load()
+    mass = usage.new_empty(usage.shape, dtype=torch.float64)
+    updated = usage.new_empty(usage.shape, dtype=torch.float32)
+    rows = as_rows(usage), lengths.contiguous()
+    old = None if credit is None else as_rows(credit)
+    torch.ops.vllm_kvpolicy_cpu.credited_mass(mass, updated, *rows, old, decay, mix)
+    return mass, updated

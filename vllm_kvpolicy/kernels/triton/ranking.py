@@ -96,36 +96,6 @@ def resize(
     return _select(keep, score, must_keep, num_pages, quota, block_size)
 
 
-def ascending_indices(mask: torch.Tensor, count: int) -> torch.Tensor:
-    """List the positions of a mask's True entries, oldest first.
-
-    Exact; see `kernels.ranking.ascending_indices_ref`. Leading axes may be any.
-    """
-    num_rows, num_tokens = math.prod(mask.shape[:-1]), mask.shape[-1]
-    listed = mask.new_empty((*mask.shape[:-1], count), dtype=torch.int64)
-    mask = mask.contiguous()
-    sizes = launch_sizes(num_tokens)
-    num_tiles = triton.cdiv(num_tokens, sizes["TILE"])
-    grid = (num_rows, max(num_tiles, triton.cdiv(count, sizes["TILE"])))
-    if listed.numel() == 0:
-        return listed
-    counts = None
-    if num_tiles > 1:
-        counts = mask.new_empty((num_rows, num_tiles), dtype=torch.int32)
-        _count[(num_rows, num_tiles)](mask, counts, num_tokens, num_tiles, **sizes)
-    _list[grid](
-        mask,
-        counts,
-        listed,
-        num_tokens,
-        num_tiles,
-        count,
-        TILES=triton.next_power_of_2(num_tiles),
-        **sizes,
-    )
-    return listed
-
-
 def _select(
     keep: torch.Tensor,
     score: torch.Tensor,
@@ -313,56 +283,3 @@ def _limit_must_keep(
         stays = (flag & (token < num_sinks)) | (other & (rank > num_gone))
         tl.store(limited + token, stays, mask=token < num_tokens)
         number += tl.sum(other.to(tl.int32))
-
-
-@triton.jit(do_not_specialize=["num_tokens", "num_tiles"])
-def _count(
-    mask,  # [R, T] bool
-    counts,  # [R, tiles] int32
-    num_tokens,
-    num_tiles,
-    TILE: tl.constexpr,
-):
-    """Count the True entries of one tile."""
-    row = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
-    position = tile * TILE + tl.arange(0, TILE)
-    flag = tl.load(
-        mask + row * num_tokens + position, mask=position < num_tokens, other=0
-    )
-    tl.store(counts + row * num_tiles + tile, tl.sum(flag.to(tl.int32)))
-
-
-@triton.jit(do_not_specialize=["num_tokens", "num_tiles", "count"])
-def _list(
-    mask,  # [R, T] bool
-    counts,  # [R, tiles] int32, or None where there is one tile
-    listed,  # [R, count] int64
-    num_tokens,
-    num_tiles,
-    count,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-):
-    """List one tile's True entries, and the entries of the list that stay empty."""
-    row = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
-    position = tile * TILE + tl.arange(0, TILE)
-    flag = tl.load(
-        mask + row * num_tokens + position, mask=position < num_tokens, other=0
-    )
-    slot = tl.cumsum(flag.to(tl.int32)) - 1
-    if counts is None:
-        total = tl.sum(flag.to(tl.int32))
-    else:
-        other = tl.arange(0, TILES)
-        found = tl.load(
-            counts + row * num_tiles + other, mask=other < num_tiles, other=0
-        )
-        slot += tl.sum(tl.where(other < tile, found, 0))
-        total = tl.sum(found)
-    listed += row * count
-    tl.store(listed + slot, position.to(tl.int64), mask=flag & (slot < count))
-    # Slots are numbered as positions are here: each program looks at some of them.
-    empty = (position >= total) & (position < count)
-    tl.store(listed + position, tl.full((TILE,), -1, tl.int64), mask=empty)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from vllm_kvpolicy.kernels.ranking import limit_must_keep, rank_by, top_k_mask
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
+from vllm_kvpolicy.policies.ranks import Ranks
 
 
 class ChunkAllocator:
@@ -42,7 +43,7 @@ class ChunkAllocator:
         The decision's score is the order of the chunks, so that pages fill up with
         more of the chunk that was cut.
         """
-        chunk_rank = self._chunk_ranks(score, inputs.valid)
+        chunk_rank = self._chunk_ranks(score, inputs.valid, inputs.ranks)
         chunk = torch.arange(score.shape[-1], device=score.device) // self.length
         of_token = chunk_rank[..., chunk].unsqueeze(2).expand(score.shape)
         last = chunk_rank.shape[-1]
@@ -51,13 +52,16 @@ class ChunkAllocator:
         must_keep = limit_must_keep(inputs.must_keep, budget)
         return Decision(top_k_mask(order, must_keep, inputs.valid, budget), order)
 
-    def _chunk_ranks(self, score: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    def _chunk_ranks(
+        self, score: torch.Tensor, valid: torch.Tensor, ranks: Ranks
+    ) -> torch.Tensor:
         """Rank the chunks of each layer, [E, L, C] int64, 0 for the best.
 
         A chunk with a NaN is a NaN, and ranks as one.
         """
         total = self._sum(torch.where(valid, score.double(), 0.0))
         count = self._sum(valid.double())
+        total, count = ranks.mean(torch.stack([total, count]))
         return rank_by(torch.zeros_like(count, dtype=torch.int64), total / count)
 
     def _sum(self, values: torch.Tensor) -> torch.Tensor:

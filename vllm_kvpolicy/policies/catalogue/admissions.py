@@ -6,7 +6,7 @@ An admission says which tokens may stay in the cache once they leave the recent 
 from pydantic import Field
 
 from vllm_kvpolicy.policies.catalogue.allocators import ALLOCATORS
-from vllm_kvpolicy.policies.catalogue.options import Options, Path
+from vllm_kvpolicy.policies.catalogue.options import MOST_TOKENS, Options, Path
 from vllm_kvpolicy.policies.catalogue.rows import WordRow
 
 
@@ -25,7 +25,7 @@ class WGKVOptions(ExactOptions):
 
     wgkv_gates: Path = Field(
         description="the model's write gates: the authors' release (.pt), or from "
-        "`python -m vllm_kvpolicy.train.wgkv` (.safetensors)"
+        "`vllm-kvpolicy train wgkv` (.safetensors)"
     )
     wgkv_threshold: float | None = Field(
         None,
@@ -42,18 +42,20 @@ class DMSOptions(ExactOptions):
     dms_adapter: Path | None = Field(
         None,
         description="adapter for a model without DMS decisions of its own: from "
-        "`python -m vllm_kvpolicy.train.dms` (.safetensors), or a checkpoint folder "
+        "`vllm-kvpolicy train dms` (.safetensors), or a checkpoint folder "
         "with dms_proj_alpha tensors",
     )
     dms_window: int | None = Field(
         None,
         ge=1,
+        le=MOST_TOKENS,
         description="number of preceding tokens that a query always sees; by "
         "default that of the model or the adapter",
     )
     dms_channel: int | None = Field(
         None,
         ge=-1024,
+        le=1023,
         description="query channel that holds the decision, negative values count "
         "from the end; by default the last",
     )
@@ -81,6 +83,8 @@ class KVzapOptions(ExactOptions):
     )
     kvzap_threshold: float = Field(
         -4.0,
+        ge=-1_000_000,
+        le=1_000_000,
         description="tokens with a score below this are dropped; scores are natural "
         "logarithms",
     )

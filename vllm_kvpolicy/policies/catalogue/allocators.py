@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from vllm_kvpolicy.policies.catalogue.options import (
+    MOST_TOKENS,
     AtLeast,
     Options,
     PoolOptions,
@@ -32,14 +33,18 @@ class AMSOptions(PoolOptions):
     min_segment: int = Field(
         16,
         ge=1,
+        le=MOST_TOKENS,
         description="minimum segment length in tokens; shorter segments are merged",
     )
     max_segment: Annotated[int, AfterValidator(AtLeast("min_segment"))] = Field(
         256,
         ge=1,
+        le=MOST_TOKENS,
         description="maximum segment length in tokens; longer segments are split",
     )
-    min_quota: int = Field(1, ge=0, description="minimum quota of a segment in tokens")
+    min_quota: int = Field(
+        1, ge=0, le=MOST_TOKENS, description="minimum quota of a segment in tokens"
+    )
     ema_decay: float = Field(
         0.9,
         ge=0,
@@ -61,7 +66,10 @@ class AMSOptions(PoolOptions):
         description="segment boundaries: by mass, or every `fixed_segment` tokens",
     )
     fixed_segment: int = Field(
-        128, ge=1, description="segment length in tokens if `segments` is fixed"
+        128,
+        ge=1,
+        le=MOST_TOKENS,
+        description="segment length in tokens if `segments` is fixed",
     )
     suffix_pad: Literal["max", "mean", "none"] = Field(
         "max", description="mass assigned to each of the newest `window` tokens"
@@ -97,11 +105,15 @@ class PyramidOptions(Options):
     """Options of `pyramid`."""
 
     pyramid_beta: float = Field(
-        20.0, ge=1, description="the budget divided by the last layer's budget"
+        20.0,
+        ge=1,
+        le=1_000_000,
+        description="the budget divided by the last layer's budget",
     )
     pyramid_headroom: int = Field(
         512,
         ge=0,
+        le=MOST_TOKENS,
         description="tokens above the budget that the first layer may hold, if it "
         "has that many",
     )
@@ -110,13 +122,13 @@ class PyramidOptions(Options):
 class ChunkOptions(Options):
     """Options of `chunk`."""
 
-    chunk_length: int = Field(20, ge=1, description="tokens per chunk")
+    chunk_length: int = Field(20, ge=1, le=MOST_TOKENS, description="tokens per chunk")
 
 
 class StratOptions(Options):
     """Options of `strat`."""
 
-    strat_block: int = Field(256, ge=1, description="tokens per block")
+    strat_block: int = Field(256, ge=1, le=MOST_TOKENS, description="tokens per block")
 
 
 class TrimOptions(Options):
@@ -143,7 +155,10 @@ class HardOptions(WindowOptions):
         description="minimum size of a head, as a multiple of the budget",
     )
     hard_upper: float = Field(
-        4.0, ge=1, description="maximum size of a head, as a multiple of the budget"
+        4.0,
+        ge=1,
+        le=1_000_000,
+        description="maximum size of a head, as a multiple of the budget",
     )
     hard_order: Literal["method", "attention"] = Field(
         "method",
@@ -155,7 +170,7 @@ class HardOptions(WindowOptions):
         description="fixed spends the whole budget, dynamic only what the nuclei need",
     )
     hard_scope: Literal["model", "layer"] = Field(
-        "model",
+        "layer",
         description="heads that share a budget: all of the model, or those "
         "of one layer",
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from vllm_kvpolicy.config_keys import shown
 from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
 from vllm_kvpolicy.policies.catalogue.allocators import ALLOCATORS
 from vllm_kvpolicy.policies.catalogue.rows import WordRow
@@ -186,13 +187,13 @@ def parse(name: str, key: str = "kv_policy") -> PolicyInfo:
     admission = words.pop(0) if words[0] in ADMISSIONS else ""
     selection = words.pop() if words and words[-1] in SELECTIONS else ""
     if len(words) > 1 or not (words or admission or selection):
-        raise ValueError(f"{key}: got {name!r}, expected {grammar()}")
+        raise ValueError(f"{key}: got {shown(name)}, expected {grammar()}")
     allocator, _, scorer = words[0].rpartition("-") if words else ("", "", "")
     if words:
         _check_eviction(name, words[0], key)
     if words and admission and allocator in ADMISSIONS[admission].refuses:
         reason = ADMISSIONS[admission].refuses[allocator]
-        raise ValueError(f"{key}: got {name!r}, refused because {reason}")
+        raise ValueError(f"{key}: got {shown(name)}, refused because {reason}")
     return PolicyInfo(
         name,
         admission=ADMISSIONS.get(admission),
@@ -209,10 +210,10 @@ def _check_eviction(name: str, eviction: str, key: str) -> None:
     # A leading dash is no name, though the empty word is an allocator.
     known = allocator in ALLOCATORS and scorer in SCORERS
     if not known or eviction.startswith("-"):
-        raise ValueError(f"{key}: got {name!r}, expected {grammar()}")
+        raise ValueError(f"{key}: got {shown(name)}, expected {grammar()}")
     if scorer in ALLOCATORS[allocator].refuses:
         reason = ALLOCATORS[allocator].refuses[scorer]
-        raise ValueError(f"{key}: got {name!r}, refused because {reason}")
+        raise ValueError(f"{key}: got {shown(name)}, refused because {reason}")
 
 
 def resolve_options(info: PolicyInfo, given: Mapping[str, Any]) -> dict[str, Any]:

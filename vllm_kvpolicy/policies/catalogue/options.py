@@ -6,6 +6,7 @@ plain data: strings are files, choices are `Literal`, None stands for a default 
 file or the model names.
 """
 
+import math
 from dataclasses import dataclass
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -19,6 +20,12 @@ from pydantic import (
     ValidationInfo,
 )
 from pydantic.fields import FieldInfo
+
+from vllm_kvpolicy.config_keys import shown
+
+# Above any context and any depth of a model, and far from where 64 bits end.
+MOST_TOKENS = 2**24
+MOST_LAYERS = 4096
 
 
 class Options(BaseModel):
@@ -50,7 +57,7 @@ class Options(BaseModel):
         if key not in fields:
             return f"{key}: unknown, expected one of {', '.join(fields) or 'none'}"
         value = None if is_missing else first["input"]
-        return f"{key}: got {value!r}, expected {valid_range(fields[key])}"
+        return f"{key}: got {shown(value)}, expected {valid_range(fields[key])}"
 
 
 @dataclass(frozen=True)
@@ -103,13 +110,17 @@ class PoolOptions(WindowOptions):
     )
 
 
+def names_file(field: FieldInfo) -> bool:
+    """Return whether the values of a field name a file or a folder."""
+    return kind_of(field) is str
+
+
 def valid_range(field: FieldInfo) -> str:
     """Describe the valid values of a field, for errors and docs.
 
-    For example "an integer in [1, 1024]", "a number >= 0", "a number", "one of max,
-    mean".
+    For example "an integer in [1, 1024]", "a number in [0, 1)", "one of max, mean".
     """
-    kind = _kind(field)
+    kind = kind_of(field)
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(get_args(kind))
     if kind is bool:
@@ -121,10 +132,8 @@ def valid_range(field: FieldInfo) -> str:
     noun = "an integer" if kind is int else "a number"
     noun = "an odd integer" if _odd in checks else noun
     low, high, end = (_bound(rules, name) for name in ("ge", "le", "lt"))
-    if low is None:
-        words = noun
-    elif high is None and end is None:
-        words = f"{noun} >= {low}"
+    if high is None and end is None:
+        words = noun if low is None else f"{noun} >= {low}"
     else:
         words = f"{noun} in [{low}, " + (f"{high}]" if end is None else f"{end})")
     keys = [check.key for check in checks if isinstance(check, AtLeast)]
@@ -135,16 +144,25 @@ def default_in_words(field: FieldInfo) -> str:
     """Describe a field's default for the docs."""
     if field.is_required():
         return "required"
-    is_elsewhere = field.default is None and _kind(field) is not str
+    is_elsewhere = field.default is None and kind_of(field) is not str
     return "from the file or the model" if is_elsewhere else str(field.default)
 
 
-def _kind(field: FieldInfo) -> Any:
+def kind_of(field: FieldInfo) -> Any:
     """Return a field's type, without None and what `Annotated` adds."""
     kind, members = field.annotation, get_args(field.annotation)
     if NoneType in members:
         kind = next(member for member in members if member is not NoneType)
     return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+def limits_of(field: FieldInfo) -> tuple[float, float]:
+    """Return the smallest and the largest valid value of a number."""
+    low, high, end = (_bound(field.metadata, name) for name in ("ge", "le", "lt"))
+    if high is None and end is not None:
+        high = math.nextafter(end, -math.inf)
+    assert low is not None and high is not None  # every number has both
+    return low, high
 
 
 def _bound(rules: list[Any], name: str) -> float | None:

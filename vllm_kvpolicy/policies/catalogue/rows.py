@@ -54,6 +54,14 @@ class WordRow:
     startup: str | None = None
     architectures: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def is_fitted(self) -> bool:
+        """Whether it belongs to one model's weights: by a file, or by their training.
+
+        What words check before a start are those files and models.
+        """
+        return self.startup is not None
+
     def read(self, values: Mapping[str, Any]) -> Any:
         """Return the word's own options.
 

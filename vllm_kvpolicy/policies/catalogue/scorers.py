@@ -8,6 +8,8 @@ from typing import Literal
 from pydantic import Field
 
 from vllm_kvpolicy.policies.catalogue.options import (
+    MOST_LAYERS,
+    MOST_TOKENS,
     Odd,
     Options,
     Path,
@@ -34,14 +36,17 @@ class ExpectedOptions(Options):
         True, description="multiply the attention by the norm of the value"
     )
     epsilon: float = Field(
-        1e-2, ge=0, description="constant added to each token's expected attention"
+        1e-2,
+        ge=0,
+        le=1_000_000,
+        description="constant added to each token's expected attention",
     )
 
 
 class LagKVOptions(Options):
     """Options of `lagkv`."""
 
-    lag: int = Field(128, ge=2, description="tokens per block")
+    lag: int = Field(128, ge=2, le=MOST_TOKENS, description="tokens per block")
     cross: bool = Field(
         False,
         description="compare scores across blocks instead of ranking within each block",
@@ -99,9 +104,7 @@ class SnapMaxOptions(Options):
     )
 
 
-_CALIBRATION = (
-    "the model's query statistics, from `python -m vllm_kvpolicy.calibrate {}`"
-)
+_CALIBRATION = "the model's query statistics, from `vllm-kvpolicy calibrate {}`"
 
 
 class TriAttentionOptions(Options):
@@ -136,24 +139,33 @@ class EpiKVOptions(Options):
     a_first: int = Field(
         -1,
         ge=-1,
+        le=MOST_LAYERS,
         description="first layer of band a, whose change raises a "
         "token's score; -1 picks it by depth",
     )
     a_last: int = Field(
-        -1, ge=-1, description="last layer of band a; -1 picks it by depth"
+        -1,
+        ge=-1,
+        le=MOST_LAYERS,
+        description="last layer of band a; -1 picks it by depth",
     )
     b_first: int = Field(
         -1,
         ge=-1,
+        le=MOST_LAYERS,
         description="first layer of band b, whose change lowers a "
         "token's score; -1 picks it by depth",
     )
     b_last: int = Field(
-        -1, ge=-1, description="last layer of band b; -1 picks it by depth"
+        -1,
+        ge=-1,
+        le=MOST_LAYERS,
+        description="last layer of band b; -1 picks it by depth",
     )
     a_weight: float = Field(
         0.0,
         ge=0,
+        le=1_000_000,
         description="weight of band a relative to band b; 0 takes the "
         "variant's default",
     )

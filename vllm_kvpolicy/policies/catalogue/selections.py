@@ -5,7 +5,7 @@ A selection says which of the kept pages a decoding step reads.
 
 from pydantic import Field
 
-from vllm_kvpolicy.policies.catalogue.options import Options
+from vllm_kvpolicy.policies.catalogue.options import MOST_TOKENS, Options
 from vllm_kvpolicy.policies.catalogue.rows import WordRow
 
 
@@ -15,6 +15,7 @@ class QuestOptions(Options):
     quest_budget: int = Field(
         1024,
         ge=1,
+        le=MOST_TOKENS,
         description="tokens per KV head that a decoding step reads, including local "
         "tokens",
     )

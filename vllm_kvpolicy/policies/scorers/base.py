@@ -7,6 +7,7 @@ import torch
 
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
+from vllm_kvpolicy.policies.ranks import HeadShard
 
 
 class BaseScorer(ABC):
@@ -24,13 +25,16 @@ class BaseScorer(ABC):
 
         Args:
             num_layers: L, attention layers.
-            num_heads: Hq, query heads per layer.
-            num_kv_heads: H, KV heads per layer.
+            num_heads: Hq, query heads per layer, of all ranks.
+            num_kv_heads: H, KV heads per layer, of all ranks.
             head_dim: D, channels per head.
 
         Raises:
             ValueError: it was calibrated for a model of another shape.
         """
+
+    def take_heads(self, shard: HeadShard) -> None:  # noqa: B027  likewise
+        """Score some of the model's heads; once, after `check_model`."""
 
     @abstractmethod
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:

@@ -11,6 +11,7 @@ from vllm_kvpolicy.kernels.paged_reductions import paged_projections
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.calibration import Calibration, load
+from vllm_kvpolicy.policies.ranks import HeadShard
 from vllm_kvpolicy.policies.scorers.base import BaseScorer
 
 
@@ -41,6 +42,10 @@ class QFilterScorer(BaseScorer):
     ) -> None:
         """Check that the calibration fits the model; see `BaseScorer`."""
         self.calibration.check_model(num_layers, num_heads, num_kv_heads, head_dim)
+
+    def take_heads(self, shard: HeadShard) -> None:
+        """Take the filters of the rank's KV heads; see `BaseScorer`."""
+        self.filters = shard.kv_heads(self.filters, 1)
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score [E, L, H, T] float32."""

@@ -54,7 +54,8 @@ class RPCScorer(BaseScorer):
             measured,
             selects,
         )
-        mean = torch.where(measured, cross_head_mean(received), 0.0).flatten(0, 1)
+        mean = cross_head_mean(received, inputs.ranks)
+        mean = torch.where(measured, mean, 0.0).flatten(0, 1)
         kernel = self.pool_kernel
         pooled = F.avg_pool1d(mean, kernel, stride=1, padding=kernel // 2)
         return fill_with_highest(pooled.view(measured.shape), measured)

@@ -13,21 +13,21 @@ import torch
 
 from vllm_kvpolicy.kernels.window_usage import WindowUsage, measured
 from vllm_kvpolicy.policies.base import EventInputs, Needs
+from vllm_kvpolicy.policies.ranks import Ranks
 from vllm_kvpolicy.policies.scorers.base import BaseScorer
 
 
-def cross_head_mean(per_query_head: torch.Tensor) -> torch.Tensor:
+def cross_head_mean(per_query_head: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """Average over all query heads of a layer.
 
-    The only reduction across KV heads: tensor parallelism adds its collective here.
-
     Args:
-        per_query_head: [E, L, Hq, T] float32.
+        per_query_head: [E, L, Hq, T] float32, those of this rank.
+        ranks: with the others.
 
     Returns:
         [E, L, 1, T] float32.
     """
-    return per_query_head.mean(2, keepdim=True)
+    return ranks.mean(per_query_head.mean(2, keepdim=True))
 
 
 class TovaScorer(BaseScorer):
@@ -38,7 +38,7 @@ class TovaScorer(BaseScorer):
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score [E, L, H, T] float32; heads differ only in where they end."""
         usage = measured(usage)
-        score = cross_head_mean(usage.last)
+        score = cross_head_mean(usage.last, inputs.ranks)
         position = torch.arange(score.shape[-1], device=score.device)
         is_last = position == inputs.lengths[..., None] - 1
         return torch.where(is_last, score.amax(-1, keepdim=True), score)

@@ -22,6 +22,7 @@ from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.calibration import Calibration, load
+from vllm_kvpolicy.policies.ranks import HeadShard
 from vllm_kvpolicy.policies.scorers.base import BaseScorer
 
 NUM_DISTANCES = 17  # d = 1, 2, 4 .. 65536
@@ -71,6 +72,11 @@ class TriAttentionScorer(BaseScorer):
     ) -> None:
         """Check that the calibration fits the model; see `BaseScorer`."""
         self.calibration.check_model(num_layers, num_heads, num_kv_heads, head_dim)
+
+    def take_heads(self, shard: HeadShard) -> None:
+        """Take the statistics of the query heads of the rank; see `BaseScorer`."""
+        self.query = shard.query_heads(self.query, 1)
+        self.by_length = shard.query_heads(self.by_length, 1)
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score [E, L, H, T] float32."""

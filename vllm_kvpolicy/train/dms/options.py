@@ -1,4 +1,4 @@
-"""The command line of `python -m vllm_kvpolicy.train.dms`."""
+"""The command line of `vllm-kvpolicy train dms`."""
 
 import argparse
 import math
@@ -26,10 +26,10 @@ POSITIVE = (
 )
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line; `arguments` are those of the process unless given."""
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options; a wrong one ends the process."""
     parser = argparse.ArgumentParser(
-        prog="python -m vllm_kvpolicy.train.dms",
+        prog="vllm-kvpolicy train dms",
         description="Train a model to drop tokens (DMS). The defaults are NVIDIA's "
         "recipe for Qwen3-8B with an adapter, or the paper's with a borrowed "
         "channel. The same command resumes an interrupted run.",

@@ -1,4 +1,4 @@
-"""The command line of `python -m vllm_kvpolicy.train.wgkv`."""
+"""The command line of `vllm-kvpolicy train wgkv`."""
 
 import argparse
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from vllm_kvpolicy.train.wgkv.loop import Settings
 LAMBDAS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)  # the authors' grid
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line; `arguments` are those of the process unless given."""
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options; a wrong one ends the process."""
     parser = argparse.ArgumentParser(
-        prog="python -m vllm_kvpolicy.train.wgkv",
+        prog="vllm-kvpolicy train wgkv",
         description="Train write gates (WG-KV) for a model. The defaults are the "
         "authors'. The same command resumes an interrupted run.",
     )

@@ -97,6 +97,13 @@ class Tier(ABC):
         return self.requests.numbers(rows, events) | {"num_local": local}
 
     @abstractmethod
+    def longest(self, event: CompactEvent) -> int:
+        """Return the tokens of the longest head of a request before its event.
+
+        Of any rank, where several serve the model.
+        """
+
+    @abstractmethod
     def held(
         self,
         events: Sequence[CompactEvent],

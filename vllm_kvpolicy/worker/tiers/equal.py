@@ -119,6 +119,11 @@ class EqualTier(Tier):
             "num_pages": [len(event.source_blocks) for event in events],
         }
 
+    def longest(self, event: CompactEvent) -> int:
+        """Return the tokens that every head holds; see `Tier`."""
+        block_size = self.pool.block_size
+        return len(event.source_blocks) * block_size + event.local_tokens(block_size)
+
     def held(
         self,
         events: Sequence[CompactEvent],
@@ -126,17 +131,12 @@ class EqualTier(Tier):
         sent: Mapping[str, torch.Tensor],
     ) -> HeldPages:
         """Return what the requests hold before their events; see `Tier`."""
-        block_size = self.pool.block_size
-        sizes = [
-            len(event.source_blocks) * block_size + event.local_tokens(block_size)
-            for event in events
-        ]
         pages = self.pool.own_pages(sent["blocks"]).flatten(1, 2)
         return HeldPages(
             pages=pages,
             num_pages=sent["num_pages"][:, None].expand(pages.shape[:2]),
             num_local=sent["num_local"],
-            max_tokens=max(sizes),
+            max_tokens=max(map(self.longest, events)),
         )
 
     def quota(self, batch: Batch, keep: torch.Tensor) -> torch.Tensor:

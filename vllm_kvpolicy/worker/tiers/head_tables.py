@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from vllm_kvpolicy.kernels.head_page_tables import enter_page_lists, head_page_tables
+from vllm_kvpolicy.policies.ranks import ONE_RANK, Ranks
 from vllm_kvpolicy.worker.transfer import HostCopy
 
 
@@ -27,6 +28,7 @@ class HeadTables:
         own_page: [n] int64, id of each head's page of superblock 0, n = L * H.
         stride: distance in ids between a head's pages of neighbouring superblocks.
         device: where the tables live.
+        ranks: which hold the same superblocks.
 
     Attributes:
         pages: [num_requests + 1, max_global_blocks * n] int32 page ids.
@@ -40,8 +42,10 @@ class HeadTables:
         own_page: torch.Tensor,
         stride: int,
         device: torch.device,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
         num_heads, size = len(own_page), num_requests + 1
+        self.ranks = ranks
         self.own_page, self.stride = own_page, stride
         self.pages = torch.zeros(
             (size, max_global_blocks * num_heads), dtype=torch.int32, device=device
@@ -49,7 +53,7 @@ class HeadTables:
         self.first = torch.zeros(
             (size, num_heads + 1), dtype=torch.int32, device=device
         )
-        # By row, pages of the longest list and of all.
+        # By row, pages of the longest list and of all, on the rank that has most.
         self._counts = np.zeros((2, size), dtype=np.int64)
         self._arriving: dict[int, tuple[HostCopy, int]] = {}
 
@@ -81,15 +85,19 @@ class HeadTables:
             pages: [E, C] int64 page ids.
 
         Returns:
-            [2, E] pages of each request's longest list, and of all its lists.
+            [2, E] pages of each request's longest list, and of all its lists, on the
+            rank that has most: all ranks lay out the same number of tokens.
         """
         lists = index, first, pages
-        counts = HostCopy(enter_page_lists(self.pages, self.first, *lists))
+        own = enter_page_lists(self.pages, self.first, *lists)
+        counts = HostCopy(self.ranks.most(own))
         self._arriving |= {row: (counts, n) for n, row in enumerate(rows)}
         return counts
 
     def longest(self, rows: Sequence[int]) -> np.ndarray:
-        """Return [E] pages of each request's longest list; waits for the last update.
+        """Return [E] pages of each request's longest list on any rank.
+
+        Waits for the last update.
 
         On a GPU that update belongs to an event that ended long before the next one.
         """

@@ -78,6 +78,14 @@ class RaggedTier(Tier):
             "total": total * np.ones((1, self.num_groups), np.int64),
         }
 
+    def longest(self, event: CompactEvent) -> int:
+        """Return the tokens of the longest head; waits for the last event's."""
+        block_size, pages = self.pool.block_size, len(event.leaving_blocks)
+        if event.ordinal:
+            row = self.requests.row_of[event.request_id]
+            pages += int(self.lists.longest([row])[0])
+        return pages * block_size + event.local_tokens(block_size)
+
     def held(
         self,
         events: Sequence[CompactEvent],
@@ -85,11 +93,8 @@ class RaggedTier(Tier):
         sent: Mapping[str, torch.Tensor],
     ) -> HeldPages:
         """Return what the requests hold before their events; see `Tier`."""
-        block_size, recent = self.pool.block_size, sent["recent"]
-        most = self.lists.longest(rows)
-        leaving = np.array([len(event.leaving_blocks) for event in events])
-        blocks = leaving + [len(event.local_blocks) for event in events]
-        num_local = [event.local_tokens(block_size) for event in events]
+        recent, most = sent["recent"], self.lists.longest(rows)
+        blocks = [len(event.leaving_blocks + event.local_blocks) for event in events]
         width = int((most + blocks).max())
         count = recent.new_empty((1, len(events), self.num_heads))
         pages = recent.new_empty((*count.shape, width))
@@ -100,7 +105,7 @@ class RaggedTier(Tier):
             pages=pages[0],
             num_pages=count[0] + sent["leaving"][:, None],
             num_local=sent["num_local"],
-            max_tokens=int(((most + leaving) * block_size + num_local).max()),
+            max_tokens=max(map(self.longest, events)),
         )
 
     def quota(self, batch: Batch, keep: torch.Tensor) -> torch.Tensor:
@@ -142,8 +147,8 @@ class RaggedTier(Tier):
         """Remember the lists, and look at their pages where queries choose."""
         leaving = np.array([len(event.leaving_blocks) for event in batch.events])
         before = self.lists.held(batch.rows) + leaving * self.num_heads
-        own = batch.rows, batch.index
-        after = self.lists.update(*own, lists.first, lists.pages)
+        own = batch.rows, batch.index, lists.first, lists.pages
+        after = self.lists.update(*own)
         if self.selection is not None:
             self.selection.update(batch.rows, batch.events, lists.pages)
         return PageCounts(before, after)

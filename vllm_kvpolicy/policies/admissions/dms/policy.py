@@ -24,6 +24,7 @@ from vllm_kvpolicy.policies.admissions.dms.model import DmsRule, model_folder, r
 from vllm_kvpolicy.policies.admitted import BaseAdmission
 from vllm_kvpolicy.policies.base import Needs
 from vllm_kvpolicy.policies.model_parts import attention_modules, decoder_layers
+from vllm_kvpolicy.policies.ranks import HeadShard
 
 
 def from_options(**options: Any) -> "DelayedEviction":
@@ -53,6 +54,11 @@ class DelayedEviction(BaseAdmission):
         self.rule = DmsRule()
         self.weights: DecisionWeights | None = None
         self._logits: list[torch.Tensor] = []
+        self._shard: HeadShard | None = None
+
+    def take_heads(self, shard: HeadShard) -> None:
+        """Decide for the rank's KV heads; see `BaseAdmission`."""
+        self._shard = shard
 
     @property
     def window(self) -> int:
@@ -94,8 +100,11 @@ class DelayedEviction(BaseAdmission):
                 )
             return
         adapter = load(model_folder(config)) if self.adapter is None else self.adapter
+        weights = adapter.stacked()
+        if self._shard is not None:
+            weights["projection"] = self._shard.kv_heads(weights["projection"], 1)
         self.weights = DecisionWeights(
-            **{k: t.to(device, config.dtype) for k, t in adapter.stacked().items()}
+            **{k: t.to(device, config.dtype) for k, t in weights.items()}
         )
         epsilon = config.hf_text_config.rms_norm_eps
         found = decoder_layers(model, len(layers))

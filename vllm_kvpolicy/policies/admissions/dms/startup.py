@@ -11,6 +11,7 @@ from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.policies.admissions.dms.adapter import FLAVOURS, DmsAdapter
 from vllm_kvpolicy.policies.admissions.dms.files import load
 from vllm_kvpolicy.policies.admissions.dms.model import (
+    DmsRule,
     rule_for,
     rule_of_config,
     rule_of_model,
@@ -38,6 +39,7 @@ class DMSStartup(Startup):
                 "dms: dms_disable_eviction is set in config.json, so nothing is "
                 "dropped; leave out --kv-policy"
             )
+        _check_ranks(rule, vllm_config)
         if kept.recent_tokens != rule.window:
             raise ValueError(
                 "dms: the model or adapter was trained with a window of "
@@ -80,6 +82,22 @@ def _supported(kind: Any) -> str:
             f"dms: got a model of type {kind}, expected one of {', '.join(FLAVOURS)}"
         )
     return str(kind)
+
+
+def _check_ranks(rule: DmsRule, vllm_config: Any) -> None:
+    """Raise ValueError where a rank would have to decide by a head that it lacks."""
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    heads = vllm_config.model_config.get_total_num_kv_heads()
+    if ranks > 1 and rule.per_layer:
+        raise ValueError(
+            "dms: the first KV head decides for all of its layer (dms_alpha_per), and "
+            "one rank has it; set --tensor-parallel-size 1"
+        )
+    if ranks > heads and rule.is_borrowed:
+        raise ValueError(
+            "dms: the first query head of a group decides, and ranks that share a KV "
+            f"head do not all have it; set --tensor-parallel-size {heads} or less"
+        )
 
 
 def _check_tokenizer(model_config: Any) -> None:

@@ -10,6 +10,7 @@ import torch
 from vllm_kvpolicy.policies.admissions.duo.files import Pattern, load
 from vllm_kvpolicy.policies.admitted import BaseAdmission
 from vllm_kvpolicy.policies.base import EventInputs
+from vllm_kvpolicy.policies.ranks import HeadShard
 
 
 def from_options(duo_pattern: str, duo_sparsity: float) -> "RetrievalHeads":
@@ -38,6 +39,10 @@ class RetrievalHeads(BaseAdmission):
     ) -> None:
         """Check that the pattern fits the model; see `Pattern.check_shape`."""
         self.pattern.check_shape(num_layers, num_kv_heads)
+
+    def take_heads(self, shard: HeadShard) -> None:
+        """Take the rank's heads; which ones retrieve, the whole model decides."""
+        self.keeps = shard.kv_heads(self.keeps, 1)
 
     def gates(self, inputs: EventInputs, token: torch.Tensor) -> torch.Tensor:
         """Return [E, L, H, F], 1 in heads that keep everything; see `BaseAdmission`."""

@@ -27,6 +27,7 @@ from vllm_kvpolicy.policies.admitted import BaseAdmission
 from vllm_kvpolicy.policies.base import Needs
 from vllm_kvpolicy.policies.head_logits import HeadLogits
 from vllm_kvpolicy.policies.model_parts import attention_modules
+from vllm_kvpolicy.policies.ranks import HeadShard
 
 ARGUMENT = "hidden_states"  # of the forward method of vLLM's attention modules
 
@@ -64,6 +65,10 @@ class SurrogateScores(BaseAdmission):
     ) -> None:
         """Check that the surrogate fits the model; see `Surrogate.check_heads`."""
         self.surrogate.check_heads(num_layers, num_kv_heads)
+
+    def take_heads(self, shard: HeadShard) -> None:
+        """Score for the rank's KV heads; see `BaseAdmission`."""
+        self.surrogate = self.surrogate.of_heads(shard)
 
     @property
     def nbytes(self) -> int:

@@ -5,7 +5,7 @@ Source: KVzap (arXiv 2601.07891); names and sizes as `KVzapConfig` and `KVzapMod
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_kvpolicy.policies import model_files
+from vllm_kvpolicy.policies.ranks import HeadShard
 
 NAME = "kvzap surrogate"
 expect = partial(model_files.expect, NAME)
@@ -69,6 +70,20 @@ class Surrogate:
             (self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"])
             for name in names
         ]
+
+    def of_heads(self, shard: HeadShard) -> "Surrogate":
+        """Return the surrogate that scores for a rank's KV heads alone."""
+        cut = {
+            f"layers.{layer}{self._names[-1]}.{part}"
+            for layer in range(self.num_layers)
+            for part in ("weight", "bias")
+        }
+        tensors = {
+            name: shard.kv_heads(tensor, 0) if name in cut else tensor
+            for name, tensor in self.tensors.items()
+        }
+        heads = len(tensors[f"layers.0{self._names[-1]}.bias"])
+        return replace(self, num_kv_heads=heads, tensors=tensors)
 
     def check_heads(self, num_layers: int, num_kv_heads: int) -> None:
         """Check that the surrogate was trained for a model of so many heads.

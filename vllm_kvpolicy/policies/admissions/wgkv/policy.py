@@ -19,6 +19,7 @@ from vllm_kvpolicy.policies.admissions.wgkv.files import load
 from vllm_kvpolicy.policies.admissions.wgkv.gates import Gates
 from vllm_kvpolicy.policies.admitted import BaseAdmission
 from vllm_kvpolicy.policies.base import EventInputs, Needs
+from vllm_kvpolicy.policies.ranks import HeadShard
 
 
 def from_options(
@@ -55,6 +56,10 @@ class WriteGates(BaseAdmission):
     ) -> None:
         """Check that the gates fit the model; see `Gates.check_shape`."""
         self.file.check_shape(num_layers, num_kv_heads, head_dim)
+
+    def take_heads(self, shard: HeadShard) -> None:
+        """Take the gates of the rank's KV heads; see `BaseAdmission`."""
+        self.weights = self.weights.of_heads(shard.kv_heads)
 
     @property
     def nbytes(self) -> int:

@@ -1,4 +1,4 @@
-"""`python -m vllm_kvpolicy.trace`: a table and figures of what events kept."""
+"""`vllm-kvpolicy trace`: a table and figures of what events kept."""
 
 import argparse
 from collections.abc import Sequence
@@ -8,10 +8,10 @@ from vllm_kvpolicy.trace import plot, report
 COMMANDS = (report, plot)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one subcommand; `arguments` are those of the process unless given."""
+def main(arguments: Sequence[str]) -> None:
+    """Run one subcommand."""
     parser = argparse.ArgumentParser(
-        prog="python -m vllm_kvpolicy.trace",
+        prog="vllm-kvpolicy trace",
         description="Show what the events of a trace kept.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -19,7 +19,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         module.add_command(commands)
     given = parser.parse_args(arguments)
     given.run(given)
-
-
-if __name__ == "__main__":
-    main()

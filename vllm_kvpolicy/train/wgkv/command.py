@@ -1,4 +1,4 @@
-"""`python -m vllm_kvpolicy.train.wgkv`: trains the write gates of a model.
+"""`vllm-kvpolicy train wgkv`: trains the write gates of a model.
 
 The model is not changed. Its gates learn which tokens outside the window the model can
 do without. Each sparsity weight gives one file of gates.
@@ -93,24 +93,21 @@ def write(file: Path, gates: Gates, results: list[dict[str, Any]]) -> None:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command; `arguments` are those of the process unless given."""
+def main(arguments: Sequence[str]) -> None:
+    """Run the command.
+
+    Raises:
+        OSError, ValueError: something that was given cannot be used.
+    """
     given = parse(arguments)
     if given.threads:
         torch.set_num_threads(given.threads)
-    try:
-        rows = rows_of(given)
-        base = load_base(
-            given.model,
-            device_of(given),
-            dtype_of(given),
-            gradient_checkpointing=given.gradient_checkpointing,
-        )
-        run_all(base, rows, given)
-        PartialState().destroy_process_group()
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"vllm_kvpolicy.train.wgkv: error: {error}") from None
-
-
-if __name__ == "__main__":
-    main()
+    rows = rows_of(given)
+    base = load_base(
+        given.model,
+        device_of(given),
+        dtype_of(given),
+        gradient_checkpointing=given.gradient_checkpointing,
+    )
+    run_all(base, rows, given)
+    PartialState().destroy_process_group()

@@ -1,4 +1,4 @@
-"""`python -m vllm_kvpolicy.train.dms`: trains a model to decide which tokens to drop.
+"""`vllm-kvpolicy train dms`: trains a model to decide which tokens to drop.
 
 With an adapter the model is not changed, and each compression ratio gives one small
 file. With borrowed channels all weights are trained, and each ratio gives a checkpoint
@@ -110,7 +110,10 @@ def write(
 
 def _record(path: Path, model: str, settings: Settings, result: dict[str, Any]) -> None:
     """Add a result to those of the same run; drop those of this and later targets."""
-    known = json.loads(path.read_text()) if path.exists() else {}
+    try:
+        known = json.loads(path.read_text()) if path.exists() else {}
+    except ValueError as error:
+        raise ValueError(f"output: {str(path)!r} is no JSON: {error}") from None
     same = json.loads(json.dumps({"model": model, "settings": asdict(settings)}))
     others = known.get("results", []) if known.items() >= same.items() else []
     others = [item for item in others if item["target"] < result["target"]]
@@ -118,26 +121,23 @@ def _record(path: Path, model: str, settings: Settings, result: dict[str, Any]) 
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command; `arguments` are those of the process unless given."""
+def main(arguments: Sequence[str]) -> None:
+    """Run the command.
+
+    Raises:
+        OSError, ValueError: something that was given cannot be used.
+    """
     given = parse(arguments)
     if given.threads:
         torch.set_num_threads(given.threads)
-    try:
-        rows = rows_of(given)
-        retrofit = retrofit_of(given)
-        given.output.mkdir(parents=True, exist_ok=True)
+    rows = rows_of(given)
+    retrofit = retrofit_of(given)
+    given.output.mkdir(parents=True, exist_ok=True)
 
-        def reached(target: float) -> None:
-            write(retrofit, rows, given, target)
+    def reached(target: float) -> None:
+        write(retrofit, rows, given, target)
 
-        state = given.output / f"dms-{given.flavour}.state"
-        stream = rows.shuffled(given.seed)
-        train(retrofit, stream, state, reached, given.save_steps)
-        PartialState().destroy_process_group()
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"vllm_kvpolicy.train.dms: error: {error}") from None
-
-
-if __name__ == "__main__":
-    main()
+    state = given.output / f"dms-{given.flavour}.state"
+    stream = rows.shuffled(given.seed)
+    train(retrofit, stream, state, reached, given.save_steps)
+    PartialState().destroy_process_group()

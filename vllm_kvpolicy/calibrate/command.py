@@ -1,4 +1,4 @@
-"""`python -m vllm_kvpolicy.calibrate`: measures what a scorer needs of a model."""
+"""`vllm-kvpolicy calibrate`: measures what a scorer needs of a model."""
 
 import argparse
 from collections.abc import Sequence
@@ -8,10 +8,14 @@ from vllm_kvpolicy.calibrate import epikv_collect, epikv_labels, epikv_layers, q
 COMMANDS = (queries, epikv_collect, epikv_labels, epikv_layers)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one subcommand; `arguments` are those of the process unless given."""
+def main(arguments: Sequence[str]) -> None:
+    """Run one subcommand.
+
+    Raises:
+        OSError, ValueError: something that was given cannot be used.
+    """
     parser = argparse.ArgumentParser(
-        prog="python -m vllm_kvpolicy.calibrate",
+        prog="vllm-kvpolicy calibrate",
         description="Measure a model for the scorers that need it: query statistics "
         "for qfilter and triattention, layers for epikv.",
     )
@@ -20,7 +24,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         module.add_commands(commands)
     given = parser.parse_args(arguments)
     given.run(given)
-
-
-if __name__ == "__main__":
-    main()

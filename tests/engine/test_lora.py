@@ -1,0 +1,118 @@
+"""LoRA adapters beside a policy: answers, the prefix cache, too few slots.
+
+Requests without an adapter never share a step with others here: on a CPU vLLM 0.32
+adds an adapter to them, too (vLLM's pull request 48421), with or without a policy.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.engine.helpers import Engine, Job, make_prompt, watch_hits
+from support.made_lora import write_lora
+
+LENGTHS = (40, 150, 300)
+NUM_TOKENS = 120
+VALUES: dict[str, Any] = {"budget": 96, "interval": 40, "prefill_interval": 128}
+AMS = {"policy": "ams-tova", **VALUES}
+IDENTITY = {"policy": "identity", **VALUES}
+UNBOUND = {"policy": "ams-tova", "budget": 2048, "interval": 64}
+Answers = dict[str, list[int]]
+
+
+@pytest.fixture(scope="module")
+def adapters(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Return two adapters of the tiny model as vLLM asks for them."""
+    from vllm.lora.request import LoRARequest
+
+    folder = tmp_path_factory.mktemp("lora")
+    return [
+        LoRARequest(name, index, str(write_lora(folder / name, tiny_model, index)))
+        for index, name in enumerate("ab", start=1)
+    ]
+
+
+def jobs_of(adapters: list[Any]) -> list[Job]:
+    """Return jobs with the same prompts for each adapter, None for the plain model."""
+    return [
+        Job(
+            f"{lora.lora_name if lora else 'plain'}_{length}",
+            make_prompt(length, length),
+            NUM_TOKENS,
+            lora=lora,
+        )
+        for length in LENGTHS
+        for lora in adapters
+    ]
+
+
+def serve(
+    model: Path, policy: dict[str, Any] | None, adapters: list[Any], **changes: Any
+) -> Engine:
+    """Return an engine that has a slot for each adapter."""
+    lora = {"enable_lora": True, "max_loras": len(adapters), "max_lora_rank": 8}
+    return Engine(model, policy, **{**lora, **changes})
+
+
+def ask(engine: Engine, adapters: list[Any]) -> Answers:
+    """Ask the plain model, then all adapters at once; every superblock comes back."""
+    found: Answers = {}
+    for group in ([None], adapters):
+        found |= engine.run(jobs_of(group)).tokens
+        engine.tell_worker_of_the_last_finish()
+        assert engine.num_free == engine.num_usable
+    return found
+
+
+@pytest.fixture(scope="module")
+def stock(tiny_model: Path, adapters: list[Any]) -> Answers:
+    """Return the answers without a policy and without the prefix cache."""
+    with serve(tiny_model, None, adapters) as engine:
+        found = ask(engine, adapters)
+    assert len(set(map(tuple, found.values()))) == 3 * len(LENGTHS)
+    return found
+
+
+@pytest.mark.parametrize("policy", [IDENTITY, UNBOUND], ids=["identity", "unbound"])
+def test_answers_are_stocks(
+    tiny_model: Path, adapters: list[Any], stock: Answers, policy: dict[str, Any]
+) -> None:
+    with serve(tiny_model, policy, adapters, enable_prefix_caching=True) as engine:
+        cold = watch_hits(engine)
+        assert ask(engine, adapters) == stock
+        assert not any(cold.values()), "the same prompt under another adapter"
+        warm = watch_hits(engine)
+        assert ask(engine, adapters) == stock
+        assert all(warm[f"{name}_300"] >= 64 for name in ("plain", "a", "b"))
+        assert (engine.counters()["events"] >= 60) is (policy is IDENTITY)
+
+
+def test_survivors_are_those_without_the_cache(
+    tiny_model: Path, adapters: list[Any], stock: Answers
+) -> None:
+    """Each adapter's own: those of other keys would give another answer."""
+    with serve(tiny_model, AMS, adapters) as engine:
+        expected = ask(engine, adapters)
+        assert engine.counters()["events"] >= 30
+    with serve(tiny_model, AMS, adapters, enable_prefix_caching=True) as engine:
+        assert ask(engine, adapters) == expected
+        warm = watch_hits(engine)
+        assert ask(engine, adapters) == expected
+        assert all(warm[f"{name}_300"] >= 64 for name in ("plain", "a", "b"))
+    assert all(expected[name] != stock[name] for name in stock)
+
+
+def test_adapters_take_turns_in_one_slot(
+    tiny_model: Path, adapters: list[Any], stock: Answers
+) -> None:
+    """vLLM passes over requests whose adapter has no slot; the pool is scarce, too."""
+    changes = {"max_loras": 1, "num_blocks": 20, "max_model_len": 512}
+    changes |= {"foresees": False}
+    with serve(tiny_model, IDENTITY, adapters, **changes) as engine:
+        run = engine.run(jobs_of(adapters))
+        assert run.preemptions > 0
+        assert run.tokens == {name: stock[name] for name in run.tokens}
+        engine.tell_worker_of_the_last_finish()
+        assert engine.num_free == engine.num_usable
+        assert not engine.scheduler.kv_policy_planner.states

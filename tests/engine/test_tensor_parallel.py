@@ -1,0 +1,195 @@
+"""Two ranks of vLLM's own tensor parallelism give what one gives.
+
+Policies decide head by head, so that what is kept and said has to be the same; those
+that share a budget among heads share it among those of a rank, and are compared with a
+decoder that sees what they kept. Float32: sums over ranks differ by rounding alone.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.engine.helpers import Engine, Run, make_jobs
+from support.engine.oracle_replay import check_replay
+from support.engine.reference_decoder import ReferenceDecoder
+from support.engine.tensor_parallel import (
+    POLICY,
+    WINDOWS,
+    Comparison,
+    Heads,
+    break_events,
+    compare,
+    fingerprint,
+    options_with_files,
+    run_on,
+    storm,
+    watch_events,
+    write_model,
+)
+from vllm_kvpolicy.policies.catalogue.names import names, parse
+
+SHARED = Heads(query=8, kv=4)  # two KV heads on each of two ranks
+COPIED = Heads(query=4, kv=1)  # one KV head, on both
+SERVED = [name for name in names() if not parse(name).is_test]
+EQUAL = tuple(name for name in SERVED if not parse(name).is_ragged({}))
+# Heads of a rank share a budget, or whole pages, among themselves.
+OWN_BUDGETS = ("adakv", "hard", "trim", "pyramid")
+RAGGED = tuple(name for name in SERVED if parse(name).is_ragged({}))
+RAGGED += ("wgkv", "wgkv+snapkv", "wgkv+trim-snapmax", "local", "duo", "snapkv+quest")
+# The model normalises its keys: their lengths differ by rounding, which sums decide.
+TIES = "knorm"
+
+Pair = tuple[Run, Run]
+
+
+def is_own(name: str) -> bool:
+    """Return whether the heads of a rank share what a policy may keep."""
+    return name.rpartition("+")[2].partition("-")[0] in OWN_BUDGETS
+
+
+def differing(found: Comparison) -> set[str]:
+    """Return the names of requests that differ in what is kept or said."""
+    return {text.partition(" ")[0] for text in (*found.kept, *found.said)}
+
+
+@pytest.fixture(scope="module")
+def on_both(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
+    """Return a function that serves names on one rank and on two, once each."""
+
+    @cache
+    def run(
+        served: Sequence[str], heads: Heads = SHARED, num_blocks: int = 60, **more: Any
+    ) -> Pair:
+        folder = tmp_path_factory.mktemp("tp")
+        model = write_model(folder / "model", heads)
+        options = options_with_files(served, folder, heads)
+        known = {key for name in served for key in parse(name).options}
+        options |= {key: value for key, value in WINDOWS.items() if key in known}
+        if more.pop("exact", False):
+            options["exact"] = True
+        one, two = (
+            run_on(ranks, model, served, options, folder, num_blocks, **more)
+            for ranks in (1, 2)
+        )
+        for name in ("events", "tokens_kept", "blocks_returned", "requests"):
+            if heads is SHARED:  # otherwise windows take fewer superblocks
+                assert one[1][name] == two[1][name], name
+        return one[0], two[0]
+
+    return run
+
+
+def test_heads_of_equal_lengths_are_those_of_one_rank(on_both) -> None:
+    one, two = on_both(EQUAL)
+    assert one.preemptions == two.preemptions > 10
+    found = compare(one, two)
+    assert found.events > 2 * len(EQUAL)
+    assert all(name.endswith(TIES) for name in differing(found)), found
+
+
+def test_admissions_and_selections_are_those_of_one_rank(on_both) -> None:
+    one, two = on_both(RAGGED)
+    assert one.preemptions == two.preemptions > 10
+    found = compare(one, two)
+    assert found.events > len(RAGGED)
+    assert all(is_own(name) for name in differing(found)), found
+    assert any(name.startswith("hard") for name in differing(found)), "compares nothing"
+
+
+@pytest.mark.parametrize(
+    "served", [("dms", "dms+snapkv", "dms+ams-tova"), ("kvzap", "kvzap+snapkv")]
+)
+def test_decisions_of_the_model_are_those_of_one_rank(on_both, served) -> None:
+    found = compare(*on_both(served, num_blocks=24))
+    assert found.events > len(served) and not differing(found), found
+
+
+def test_gates_that_hide_at_once_are_those_of_one_rank(on_both) -> None:
+    found = compare(*on_both(("wgkv",), exact=True))
+    assert found.events and not differing(found), found
+
+
+def test_budgets_of_a_rank_hold_and_attention_follows_them(on_both, tmp_path) -> None:
+    """Every rank keeps its share; a dense decoder that sees what is kept agrees."""
+    two = on_both(RAGGED)[1]
+    decoder = ReferenceDecoder(write_model(tmp_path, SHARED))
+    per_rank = SHARED.kv // 2
+    for name in filter(is_own, RAGGED):
+        check_replay(decoder, two.results[name])
+        for event in two.results[name].events:
+            kept = (event.selected >= 0).sum(-1)  # [L, H]
+            for first in range(0, SHARED.kv, per_rank):
+                share = kept[:, first : first + per_rank]
+                total = event.budget * share.size
+                if name.startswith(("adakv", "pyramid")):
+                    assert share.sum() == total
+                assert share.sum() <= total
+
+
+@pytest.mark.parametrize(
+    "served",
+    [
+        ("tova", "snapkv", "ams-tova", "h2o", "expected", "rpc", "triattention"),
+        ("wgkv", "duo", "wgkv+snapkv", "chunk-snapkv", "qfilter", "random", "ams-rkv"),
+        ("dms", "dms+snapkv"),
+    ],
+)
+def test_copies_of_a_head_decide_alike(on_both, served) -> None:
+    """Each rank computes half of the queries; windows go over all of them."""
+    one, two = on_both(served, COPIED)
+    found = compare(one, two)
+    assert found.events > len(served) and not differing(found), found
+
+
+def test_moving_tokens_changes_nothing(tmp_path: Path) -> None:
+    """Stock vLLM on two ranks, and tokens that change places, heads and layers."""
+    model = write_model(tmp_path / "model", SHARED)
+    jobs, found = make_jobs((40, 300, 150), 150), []
+    movers = [
+        {**POLICY, "policy": policy, "policy_config": {"ragged": True}}
+        for policy in ("identity", "holes")
+    ]
+    for values in (None, *movers):
+        changes = {"num_blocks": 24, "max_model_len": 512, "foresees": False}
+        with Engine(model, values, tensor_parallel_size=2, **changes) as engine:
+            found.append(engine.run(jobs).tokens)
+            if values:
+                assert engine.counters()["events"] > 3
+    assert found[0] == found[1] == found[2]
+
+
+def test_requests_that_share_prompts_and_steps_ahead(on_both) -> None:
+    """The prefix cache and asynchronous scheduling do not know of ranks."""
+    served = ("ams-tova", "snapkv", "hard-snapkv", "trim-random")
+    changes = {"enable_prefix_caching": True, "async_scheduling": True}
+    found = compare(*on_both(served, num_blocks=100, **changes))
+    own = {name for name in served if is_own(name)}
+    assert found.events > len(served) and differing(found) <= own, found
+
+
+def test_ranks_never_part(tmp_path: Path) -> None:
+    """A crowd of requests, preempted and aborted: both ranks see the same events."""
+    served = ("ams-tova", "hard-snapkv", "trim-tova", "streaming", "hard-rpc")
+    model = write_model(tmp_path / "model", SHARED)
+    options = options_with_files(served, tmp_path, SHARED)
+    values = {**POLICY, "interval": 40, "policy": served[0], "allow": served[1:]}
+    # Heads of very different lengths, so that ranks differ in their longest.
+    values["policy_config"] = {**options, "hard_p": 0.3, "hard_lower": 0.1}
+    changes = {"num_blocks": 70, "max_model_len": 512, "foresees": False}
+    with Engine(model, values, tensor_parallel_size=2, **changes) as engine:
+        ask = engine.core.model_executor.collective_rpc
+        ask(watch_events)
+        run = engine.run(storm(1, 60, served))
+        engine.tell_worker_of_the_last_finish()
+        (events, digest, left), other = ask(fingerprint)
+        assert (events, digest, left) == other and not left
+        assert events == engine.counters()["events"] > 100
+        assert run.preemptions > 5
+        assert engine.num_free == engine.num_usable
+        # A rank that fails alone takes the engine with it; nobody waits for ever.
+        ask(break_events)
+        with pytest.raises(RuntimeError):
+            engine.run(make_jobs((300,), 100))

@@ -1,0 +1,71 @@
+"""The text part of multimodal models: it answers as a text model of its weights."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.engine.helpers import Engine, Job, make_prompt
+from support.engine_configs import engine_args
+from support.made_multimodal import make_multimodal
+
+LENGTHS = (40, 150, 300)
+VALUES: dict[str, Any] = {"budget": 128, "interval": 64, "prefill_interval": 128}
+# `expected` turns queries to later positions, by the model's own rotation.
+OFFERED = ("ams-tova", "expected", "adakv-snapkv")
+SERVER = {
+    "policy": OFFERED[0],
+    "allow": list(OFFERED[1:]),
+    "policy_config": {"expected_window": 48},
+    **VALUES,
+}
+IDENTITY = {"policy": "identity", **VALUES}
+
+
+@pytest.fixture(scope="module")
+def multimodal(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a multimodal model with the tiny model's weights."""
+    return make_multimodal(tmp_path_factory.mktemp("isaac") / "model", tiny_model)
+
+
+def jobs_of(names: tuple[str | None, ...]) -> list[Job]:
+    """Return a job per policy and prompt length; None asks for the server's own."""
+    return [
+        Job(
+            f"{name}_{length}",
+            make_prompt(length, length),
+            120,
+            extra_args={"kv_policy": name} if name else None,
+        )
+        for name in names
+        for length in LENGTHS
+    ]
+
+
+def test_text_is_answered_as_by_a_text_model(
+    tiny_model: Path, multimodal: Path
+) -> None:
+    changes = {"language_model_only": True, "enable_prefix_caching": True}
+    jobs = jobs_of((*OFFERED, "none"))
+    with Engine(tiny_model, SERVER) as engine:
+        expected = engine.run(jobs).tokens
+    with Engine(multimodal, SERVER, **changes) as engine:
+        assert engine.llm.llm_engine.vllm_config.model_config.uses_mrope
+        assert engine.run(jobs).tokens == expected
+        assert engine.run(jobs).tokens == expected, "with prompts from the cache"
+        assert engine.counters()["events"] >= 30
+    longest = {tuple(expected[f"{name}_300"]) for name in (*OFFERED, "none")}
+    assert len(longest) == len(OFFERED) + 1
+    with Engine(multimodal, IDENTITY, **changes) as engine:
+        moved = engine.run(jobs_of((None,))).tokens
+        assert engine.counters()["events"] >= 5
+        for length in LENGTHS:
+            assert moved[f"None_{length}"] == expected[f"none_{length}"]
+        with pytest.raises(ValueError, match="Multi-modal processor"):
+            engine.llm.generate({"prompt": "x", "multi_modal_data": {"image": "y"}})
+
+
+def test_images_are_refused_at_start_up(multimodal: Path) -> None:
+    policy = {"kv_policy": {"policy": "ams-tova"}}
+    with pytest.raises(ValueError, match="images.*add --language-model-only"):
+        engine_args(multimodal, additional_config=policy).create_engine_config()

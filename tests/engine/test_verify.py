@@ -1,0 +1,123 @@
+"""`vllm-kvpolicy verify MODEL`: well as it is, and not with a kernel that is broken."""
+
+from pathlib import Path
+
+import pytest
+
+from vllm_kvpolicy import __main__ as command
+from vllm_kvpolicy.events import LAST_PHASE, EventPlan
+from vllm_kvpolicy.kernels.compact_pages import compact_pages, compact_pages_ref
+from vllm_kvpolicy.verify import command as verify_command
+from vllm_kvpolicy.verify import engine
+
+MOVED = "identity: tokens that were moved give stock's answers"
+
+
+def broken(pages, source_slots, dest_slots, first, in_place=None):
+    """Copy the tokens of one head from the page after theirs."""
+    wrong = source_slots.clone()
+    wrong[: int(first[1])] += pages.shape[1]
+    compact_pages_ref(pages, wrong, dest_slots, first, in_place)
+
+
+def test_a_healthy_engine(tiny_model: Path, capsys: pytest.CaptureFixture) -> None:
+    assert command.main(["verify", str(tiny_model)]) == 0
+    printed = capsys.readouterr()
+    for part in ("healthy (", "ams-tova, budget 128", "C++ for compact_pages", MOVED):
+        assert part in printed.out, printed.out
+    states = [line.split()[0] for line in printed.out.splitlines() if line.strip()]
+    assert states.count("ok") == 7 and "FAILED" not in states
+    assert "verify: starting stock vLLM" in printed.err
+
+
+def test_a_kernel_that_copies_from_a_wrong_page(
+    tiny_model: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compact_pages, "implementation", lambda which: broken)
+    assert command.main(["verify", str(tiny_model), "--kv-policy", "tova"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert any(
+        line.startswith("FAILED") and MOVED in line and "differs from output" in line
+        for line in lines
+    ), lines
+    # What no token passes through is as it was.
+    (ample,) = (line for line in lines if "a budget of 512 tokens" in line)
+    assert ample.startswith("ok ") and "NOT HEALTHY" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "states"),
+    [
+        # Without a budget of its own; a prompt that would be kept whole.
+        (["--kv-policy", "quest"], {"ok": 5, "open": 2}),
+        (["--kv-policy", "rpc", "--kv-interval", "96"], {"ok": 7}),
+    ],
+    ids=["quest", "rpc"],
+)
+def test_policies_whose_events_are_not_the_default_ones(
+    flags: list[str],
+    states: dict[str, int],
+    tiny_model: Path,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    assert command.main(["verify", str(tiny_model), *flags]) == 0
+    text = capsys.readouterr().out
+    words = [line.split()[0] for line in text.splitlines() if line.strip()]
+    found = {state: words.count(state) for state in ("ok", "open", "FAILED")}
+    assert found == {"ok": 0, "open": 0, "FAILED": 0, **states}, text
+
+
+@pytest.mark.parametrize("phase", [0, 2**31, LAST_PHASE])
+@pytest.mark.parametrize(
+    ("budget", "interval"),
+    [(68, 16), (128, 64), (128, 512), (512, 64), (2048, 512), (3000, 3000)],
+)
+def test_every_request_has_an_event_and_an_ample_budget_none(
+    budget: int, interval: int, phase: int
+) -> None:
+    sizes = engine.Sizes(budget + interval)
+    for prompt in sizes.prompts:
+        total = prompt + engine.OUTPUT_TOKENS
+        plan = EventPlan(prompt, budget, interval, 4096, phase)
+        assert plan.next_event(0) < total <= sizes.longest
+        ample = EventPlan(prompt, sizes.longest, interval, 4096, phase)
+        assert ample.next_event(0) >= total
+    assert sizes.num_blocks * 16 > len(sizes.prompts) * sizes.longest
+
+
+def test_an_engine_that_does_not_start_is_reported(
+    tiny_model: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken_start(*arguments: object) -> None:
+        raise RuntimeError("no kernel\nimage")
+
+    monkeypatch.setattr(engine, "Engine", broken_start)
+    assert command.main(["verify", str(tiny_model)]) == 1
+    text = capsys.readouterr().out
+    assert (
+        "FAILED  stock vLLM: the engine starts  RuntimeError: no kernel image" in text
+    )
+    assert "NOT HEALTHY" in text
+
+
+def test_numbers_that_no_request_of_the_model_outgrows(
+    tiny_model: Path, capsys: pytest.CaptureFixture
+) -> None:
+    words = ["verify", str(tiny_model), "--kv-budget", "100000"]
+    assert command.main(words) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "--kv-budget and --kv-interval: got 100000 and 64, expected at most" in last
+
+
+@pytest.mark.parametrize(
+    ("flags", "interval"),
+    [({}, 64), ({"policy": "expected"}, 128), ({"interval": 96}, 96)],
+)
+def test_the_interval_fits_the_window(flags: dict[str, object], interval: int) -> None:
+    assert verify_command._config(flags).interval_tokens == interval
+
+
+def test_a_model_that_is_not_there(tmp_path: Path, capsys) -> None:
+    assert command.main(["verify", str(tmp_path)]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("vllm-kvpolicy verify: error: ") and str(tmp_path) in last

@@ -1,0 +1,179 @@
+"""The live routes and the page of a real server, with an API key and a restart."""
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from support.browser import chromium, wait_for
+from support.servers.servers import free_port, serving
+
+pytestmark = pytest.mark.serve
+BUDGET, INTERVAL, BLOCK, KEY = 96, 48, 32, "secret"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+POLICIES = ("ams-tova", "streaming", "none")
+ARGUMENTS = [
+    *("--kv-policy", "ams-tova", "--kv-budget", str(BUDGET)),
+    *("--kv-interval", str(INTERVAL), "--kv-live", "--api-key", KEY),
+    *("--kv-policy-config", '{"allow": ["streaming"]}'),
+    *("--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "8"),
+    *("--kv-cache-memory-bytes", "8388608", "--served-model-name", "tiny"),
+    "--enforce-eager",
+]
+PROMPT = "a word that stays in the server"
+
+
+class Server:
+    """A server that can be restarted on its port."""
+
+    def __init__(self, model, folder):
+        self.model, self.folder, self.port = model, folder, free_port()
+        self.num_starts = 0
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def start(self):
+        self.num_starts += 1
+        folder = self.folder / str(self.num_starts)
+        folder.mkdir()
+        self._running = serving(self.model, ARGUMENTS, folder, self.port)
+        self._running.__enter__()
+
+    def stop(self):
+        self._running.__exit__(None, None, None)
+
+    def files(self):
+        """Return counters, the scheduler's ring and the worker's."""
+        folder = self.folder / str(self.num_starts) / "tmp"
+        return list(folder.glob("vllm-kvpolicy-*"))
+
+    def get(self, path=""):
+        return httpx.get(f"{self.url}/kv_policy{path}", headers=HEADERS, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model, tmp_path_factory):
+    server = Server(tiny_model, tmp_path_factory.mktemp("live"))
+    server.start()
+    yield server
+    server.stop()
+
+
+def ask(server, policy, tokens=1900):
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": tokens}
+    body |= {"ignore_eos": True, "vllm_xargs": {"kv_policy": policy}}
+    answer = httpx.post(
+        f"{server.url}/v1/completions", json=body, headers=HEADERS, timeout=300
+    )
+    assert answer.status_code == 200, answer.text
+
+
+def wait_until(check, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not (found := check()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return found
+
+
+def rows(server):
+    """Return the rows of running requests by policy."""
+    (state,) = server.get("/requests").json()["engines"]
+    return {row["policy"]: row for row in state["requests"]}
+
+
+@pytest.mark.parametrize("path", ["", "/requests", "/requests/x", "/stream"])
+def test_data_asks_for_the_servers_key(server, path):
+    assert httpx.get(f"{server.url}/kv_policy{path}").status_code == 401
+
+
+def test_the_overview_says_what_runs(server):
+    found = server.get().json()
+    assert (found["policy"], found["budget"]) == ("ams-tova", BUDGET)
+    assert "fits" in found["capacity"] and found["block_size"] == BLOCK
+    assert found["versions"]["vllm"].startswith("0.32") and found["kernels"]
+    assert any("vLLM" in feature for feature in found["refused"])
+
+
+def test_three_policies_are_followed_and_no_text_leaves(server):
+    said = []
+
+    def listen():
+        url = f"{server.url}/kv_policy/stream"
+        with httpx.stream("GET", url, headers=HEADERS, timeout=60) as answer:
+            for line in answer.iter_lines():
+                said.append(line)
+                if ended.is_set() and not line:  # between two messages
+                    break
+
+    ended = threading.Event()
+    listener = threading.Thread(target=listen)
+    listener.start()
+    wait_until(lambda: said)
+    with ThreadPoolExecutor() as pool:
+        answers = [pool.submit(ask, server, policy) for policy in POLICIES]
+        found = wait_until(lambda: len(rows(server)) == 3 and rows(server))
+        wait_until(lambda: rows(server)["ams-tova"]["events"] >= 3)
+        found = rows(server)
+        detail = server.get(f"/requests/{found['ams-tova']['id']}").json()
+        pool_now = server.get("/requests").json()["engines"][0]["pool"]
+        for answer in answers:
+            answer.result()
+    assert found["none"]["held"] == found["none"]["computed"]
+    for name in ("ams-tova", "streaming"):
+        row = found[name]
+        assert row["held"] < row["computed"] and row["returned"] > 0
+        assert row["blocks"] < -(-row["computed"] // BLOCK)
+    assert pool_now["stock"] > pool_now["local"] + pool_now["global"] > 0
+    last = detail["last"]
+    assert len(last["kept"]) == len(last["kept"][0]) == 2
+    heads = [count for layer in last["kept"] for count in layer]
+    assert min(heads) >= BUDGET and max(heads) < BUDGET + BLOCK
+    kept = sum(last["retention"]) / 64 * last["position"]
+    assert kept == pytest.approx(sum(heads) / 4, abs=4)
+    assert last["retention"][-1] == 1 and last["first_known"] == 0
+    wait_until(lambda: rows(server) == {})
+    ended.set()
+    listener.join()
+    events = [
+        json.loads(said[i + 1][6:]) for i, x in enumerate(said) if x == "event: event"
+    ]
+    ordinals = [e["ordinal"] for e in events if e["request"] == detail["id"]]
+    assert ordinals == list(range(len(ordinals))) and len(ordinals) >= 6
+    everything = "".join(said) + json.dumps(detail)
+    assert PROMPT not in everything and "share" not in detail["last"]
+    assert "tokens" not in detail and "ids" not in detail
+
+
+def test_the_page_follows_requests_and_survives_a_restart(server):
+    with chromium() as browser:
+        page = browser.new_page()
+        page.goto(f"{server.url}/kv_policy/live#key={KEY}")
+        page.wait_for_selector("#status[data-state=live]")
+        follow_three(server, page)
+        assert len(server.files()) == 3
+        server.stop()
+        page.wait_for_selector("#status[data-state=off]", timeout=60_000)
+        server.start()
+        page.wait_for_selector("#status[data-state=live]", timeout=60_000)
+        follow_three(server, page)
+
+
+def follow_three(server, page):
+    """Send three requests; see rows, heads, strip, pool and events move."""
+    with ThreadPoolExecutor() as pool:
+        answers = [pool.submit(ask, server, policy) for policy in POLICIES]
+        wait_for(page, "document.querySelectorAll('#rows tr').length === 3")
+        wait_for(page, "document.querySelectorAll('#strip i').length === 64")
+        shown = page.inner_text("#rows")
+        assert [policy for policy in POLICIES if policy not in shown] == []
+        strip = page.inner_html("#strip")
+        wait_for(page, f"document.getElementById('strip').innerHTML !== {strip!r}")
+        wait_for(page, "parseInt(document.getElementById('rate').textContent) >= 3")
+        assert page.evaluate("document.querySelector('.bar .global').clientWidth") > 0
+        assert page.is_visible("#heat") and page.inner_text("#cell")
+        for answer in answers:
+            answer.result()
+    wait_for(page, "document.querySelectorAll('#rows tr').length === 0")

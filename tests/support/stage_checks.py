@@ -1,0 +1,183 @@
+"""Stages of an event whose twins equal their references, number for number.
+
+Each check runs operations as they are dispatched where it is called: a folder of tests
+forces the twins that it is about. Of the values of events nothing is real, only shapes.
+"""
+
+import math
+from typing import Any
+
+import torch
+
+from vllm_kvpolicy.kernels.compact_pages import (
+    list_survivors,
+    list_survivors_ref,
+    survivor_moves,
+    survivor_moves_ref,
+)
+from vllm_kvpolicy.kernels.dispatch import Operation
+from vllm_kvpolicy.kernels.pooled_usage import pooled_usage, pooled_usage_ref
+from vllm_kvpolicy.kernels.ranking import (
+    limit_must_keep,
+    limit_must_keep_ref,
+    must_keep_tokens,
+    must_keep_tokens_ref,
+)
+from vllm_kvpolicy.kernels.segment_quota import credited_mass, credited_mass_ref
+from vllm_kvpolicy.kernels.survivor_values import read_survivors, write_survivors
+
+SEEDS = range(4)
+EVENTS, LAYERS, HEADS, BLOCKS, PAGE = 3, 3, 2, 40, 4
+NUM_HEADS, SLOTS, DEST, HELD = LAYERS * HEADS, 5, 4, 7
+WIDTH = NUM_HEADS * PAGE
+Draw = torch.Generator
+COUNTS = (1, 40, 1100)  # of tokens
+
+
+def draw(seed: int) -> Draw:
+    return torch.Generator().manual_seed(seed)
+
+
+def integers(low: int, high: int, shape: tuple[int, ...], by: Draw) -> torch.Tensor:
+    return torch.randint(low, high, shape, generator=by)
+
+
+def order(count: int, shape: tuple[int, ...], by: Draw) -> torch.Tensor:
+    """Return different numbers below `count`."""
+    size = torch.Size(shape).numel()
+    return torch.randperm(count, generator=by)[:size].view(shape)
+
+
+def first_of(quota: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(quota.cumsum(-1), (1, 0))
+
+
+def lists_of(seed: int, groups: int) -> tuple[Any, ...]:
+    """Return arguments of assign_pages; nobody has a page of another."""
+    by = draw(seed)
+    dest = order(BLOCKS, (EVENTS, DEST), by)
+    per_group = NUM_HEADS // groups
+    num_pages = (LAYERS if groups == 1 else 1) * BLOCKS * HEADS
+    shape = (groups, EVENTS, per_group, HELD)
+    held = torch.stack([order(num_pages, shape[1:], by) for _ in range(groups)])
+    held = held.transpose(0, 1).reshape(EVENTS, NUM_HEADS, HELD)
+    num_held = integers(0, HELD + 1, (EVENTS, NUM_HEADS), by)
+    share = torch.rand(EVENTS, groups, per_group, generator=by)
+    most = per_group * DEST if groups > 1 else integers(1, 24, (EVENTS, 1, 1), by)
+    quota = (share / share.sum(-1, keepdim=True) * most).long()
+    if groups > 1:  # groups fill their part of the superblocks
+        quota[..., -1] += most - quota.sum(-1)
+    return held, num_held, dest, quota.flatten(1), BLOCKS, HEADS, groups
+
+
+def check_lists_and_moves(seed: int, groups: int) -> None:
+    """Compare them; heads and places without a survivor are among them."""
+    given = lists_of(seed, groups)
+    held, quota, by = given[0], given[3].clamp(max=HELD), draw(seed)
+    first, num_tokens = first_of(quota), HELD * PAGE + 3
+    score = torch.rand(EVENTS, NUM_HEADS, num_tokens, generator=by)
+    survives = score.argsort(-1).argsort(-1) < (quota * PAGE)[..., None]
+    places = NUM_HEADS * DEST * PAGE
+    sources = list_survivors(survives, first, places, PAGE)
+    assert torch.equal(sources, list_survivors_ref(survives, first, places, PAGE))
+    strided = first[:1].expand(EVENTS, -1)
+    same = survives[:1].expand(EVENTS, -1, -1)
+    want = list_survivors_ref(same, strided, places, PAGE)
+    assert torch.equal(list_survivors(same, strided, places, PAGE), want)
+    pages = order(999, (EVENTS, NUM_HEADS * DEST), by)
+    longer = torch.nn.functional.pad(held, (0, 1))  # the last page is not full
+    for unmoved in (None, pages % 3 > 0):
+        for begins in (first, strided):
+            moves = sources, longer, begins, pages, unmoved, num_tokens, PAGE, groups
+            made, wanted = survivor_moves(*moves), survivor_moves_ref(*moves)
+            assert (made.in_place is None) == (unmoved is None)
+            for name, value in vars(wanted).items():
+                if value is not None:
+                    assert torch.equal(getattr(made, name), value), name
+
+
+def both(
+    operation: Operation, ref: Any, tables: list[Any], *given: Any, last: bool = False
+) -> tuple[Any, Any]:
+    """Run two on copies of the tables, which come first or last; compare these."""
+    results, after = [], []
+    for call in (operation, ref):
+        mine = [table.clone() for table in tables]
+        results.append(call(*given, *mine) if last else call(*mine, *given))
+        after.append(mine)
+    assert all(map(torch.equal, *after))
+    assert not all(map(torch.equal, after[0], tables))
+    return results[0], results[1]
+
+
+def check_survivor_values(seed: int) -> None:
+    """Compare two values out of three; heads of one length are a view."""
+    by, num_tokens, most_local = draw(seed), HELD * PAGE + 2, 5
+    survivors = torch.rand(3, BLOCKS, WIDTH, generator=by)
+    local = torch.rand(3, SLOTS - 1, NUM_HEADS, most_local, generator=by)
+    which, index = torch.tensor([2, 0]), order(SLOTS - 1, (EVENTS,), by)
+    blocks = order(BLOCKS, (SLOTS, DEST), by).int()
+    quota = integers(0, 4, (EVENTS, NUM_HEADS), by)
+    read = survivors, local, which, index, first_of(quota).int(), blocks, num_tokens
+    values = read_survivors(*read)
+    assert torch.equal(values, read_survivors.reference(*read))
+    sources = order(NUM_HEADS * num_tokens, (1, 2 * WIDTH), by).expand(EVENTS, -1)
+    sources = sources.masked_fill(torch.arange(2 * WIDTH) > WIDTH + seed, -1)
+    num_local = torch.tensor([0, 2, most_local])
+    pages = integers(0, HELD, (EVENTS, NUM_HEADS), by)
+    for num_pages in (pages, pages[:, :1].expand(-1, NUM_HEADS)):
+        rest = which, index, values, sources, num_pages, num_local, blocks
+        both(write_survivors, write_survivors.reference, [survivors, local], *rest)
+
+
+def check_pooled_usage(tokens: int, kernel: int, suffix: str) -> None:
+    """Compare to the last bit, but for a mean; rows may have no older tokens."""
+    by = draw(tokens)
+    usage = torch.rand(2, 3, 4, tokens, generator=by)
+    lengths = integers(1, tokens + 1, (2, 3, 4), by)
+    window = lengths.clamp(max=33)
+    got = pooled_usage(usage, lengths, window, kernel, suffix)
+    want = pooled_usage_ref(usage, lengths, window, kernel, suffix)
+    if suffix == "mean":
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+    else:
+        assert torch.equal(got, want)
+
+
+def check_credited_mass(tokens: int, dtype: torch.dtype) -> None:
+    """Compare to the last bit, because segments are cut where it crosses thresholds."""
+    generator = draw(tokens)
+    usage, credit = torch.rand(2, 6, tokens, generator=generator) ** 8
+    usage[1], usage[2] = 0.0, -usage[2]
+    usage[3, ::3], usage[4, ::5] = math.nan, math.inf
+    lengths = integers(1, tokens + 1, (6,), generator)
+    for old in (None, credit, credit.to(dtype), torch.zeros_like(credit)):
+        given = usage.to(dtype), lengths, old, 0.7, 0.6
+        for got, want in zip(
+            credited_mass(*given), credited_mass_ref(*given), strict=True
+        ):
+            assert got.dtype == want.dtype and torch.equal(got, want)
+
+
+def check_limit_must_keep(tokens: int) -> None:
+    """Compare rows of sinks, of newest, of both and others, of all and nothing."""
+    generator = draw(tokens)
+    edge = integers(0, tokens + 1, (6, 2), generator)
+    token = torch.arange(tokens)
+    must = (token < edge[:, :1]) | (token >= tokens - edge[:, 1:])
+    must[2:4] |= torch.rand(2, tokens, generator=generator) < 0.3
+    must[4], must[5] = True, False
+    for budget in (1, 3, tokens // 2 + 1, tokens, tokens + 9):
+        got = limit_must_keep(must.view(2, 3, -1), budget)
+        assert torch.equal(got, limit_must_keep_ref(must.view(2, 3, -1), budget))
+
+
+def check_must_keep_tokens(tokens: int) -> None:
+    """Compare heads of their own lengths, and of one length, which are a view."""
+    pages = integers(0, tokens // 4 + 1, (3, 5), draw(tokens))
+    local = torch.tensor([0, 3, tokens])
+    sinks = torch.tensor([0, 4, 1])
+    for num_pages in (pages, pages[:, :1].expand(-1, 5)):
+        got = must_keep_tokens(num_pages, local, sinks, 4, tokens)
+        want = must_keep_tokens_ref(num_pages, local, sinks, 4, tokens)
+        assert all(map(torch.equal, got, want))

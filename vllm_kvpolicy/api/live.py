@@ -1,0 +1,92 @@
+"""Puts the live routes on a server whose command line asks for them."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from vllm_kvpolicy import compat
+from vllm_kvpolicy.api import guards
+from vllm_kvpolicy.api.engines import smallest_pool
+from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig, server_config
+from vllm_kvpolicy.kernels import preferences
+from vllm_kvpolicy.live.files import engines_here
+from vllm_kvpolicy.live.routes import LiveRoutes, api_keys
+from vllm_kvpolicy.policies.fingerprint import file_options
+from vllm_kvpolicy.sizes import capacity_line, sharing_line
+
+VERSIONS = ("vllm-kvpolicy", "vllm", "torch", "triton")
+
+
+def attach(app: Any) -> None:
+    """Add the routes to an application, where the server's policy has `live`.
+
+    Args:
+        app: vLLM's FastAPI application; its state gets the VllmConfig later.
+    """
+    additional = app.state.args.additional_config
+    values = additional.get(CONFIG_KEY) if isinstance(additional, Mapping) else None
+    config = None if values is None else KVPolicyConfig.from_dict(values)
+    if config is None or not config.live:
+        return
+    live = LiveRoutes(
+        facts=lambda: facts(app.state.vllm_config),
+        engines=lambda: engines(app.state.vllm_config),
+        pool_blocks=lambda: (smallest_pool(app.state.vllm_config) or 1) - 1,
+        keys=api_keys(app.state.args),
+        is_ending=lambda: getattr(
+            getattr(app.state, "server", None), "should_exit", False
+        ),
+        token_text=partial(_token_text, app) if config.live_text else None,
+    )
+    app.routes.extend(live.routes())
+
+
+def engines(vllm_config: Any) -> tuple[Mapping[int, str], int]:
+    """Return the engines of this host by index, and how many ranks have own heads."""
+    size = vllm_config.parallel_config.tensor_parallel_size
+    num_heads = vllm_config.model_config.get_total_num_kv_heads()
+    return engines_here(vllm_config), min(size, num_heads)
+
+
+def facts(vllm_config: Any) -> dict[str, Any]:
+    """Return what is fixed for the life of a server with a policy, JSON-able.
+
+    Args:
+        vllm_config: of an API process that serves.
+    """
+    config = server_config(vllm_config)
+    if config is None:
+        raise ValueError("got a VllmConfig without a policy, expected one with it")
+    platform, model = compat.platform_name(), vllm_config.model_config
+    num_blocks = smallest_pool(vllm_config)
+    values = config.to_dict()
+    del values["trace_dir"]
+    del values["policy_config"]  # paths of the server's files are its own affair
+    options = {
+        key: Path(value).name if key in file_options(config) and value else value
+        for key, value in config.options_of().items()
+    }
+    served = model.served_model_name
+    return {
+        **values,
+        "options": options,
+        "model": served[0] if isinstance(served, list) else served,
+        "block_size": vllm_config.cache_config.block_size,
+        "max_model_len": model.max_model_len,
+        "pool_blocks": num_blocks and num_blocks - 1,
+        "capacity": num_blocks and capacity_line(vllm_config, config, num_blocks),
+        "sharing": sharing_line(vllm_config, config),
+        "engines": list(engines_here(vllm_config)),
+        "all_engines": vllm_config.parallel_config.data_parallel_size,
+        "platform": platform,
+        "kernels": preferences.summary(platform),
+        "versions": {name: compat.package_version(name) for name in VERSIONS},
+        "refused": {row.name: row.change for row in guards.REFUSALS},
+    }
+
+
+def _token_text(app: Any, token: int) -> str:
+    """Return a token's text; at the start of a text some lose their blank."""
+    tokenizer = app.state.engine_client.get_tokenizer()
+    return tokenizer.decode([token, token])[len(tokenizer.decode([token])) :]

@@ -1,0 +1,1 @@
+"""What running engines tell the API processes of their host, and who shows it."""

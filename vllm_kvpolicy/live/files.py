@@ -1,0 +1,162 @@
+"""What the processes of a server share: small files, named after engines.
+
+The process that makes a file locks it for as long as it lives: a file without a lock is
+stale, and the server removes it as it ends, or the next engine does.
+"""
+
+import fcntl
+import logging
+import os
+import tempfile
+from contextlib import suppress
+from functools import cache
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any
+from weakref import finalize
+
+logger = logging.getLogger("vllm.kv_policy")  # without importing vLLM
+
+# Names of files, by what is in them; the name of their engine goes into the braces.
+COUNTERS = "vllm-kvpolicy-{}.counters"
+RECORDS = "vllm-kvpolicy-{}.live"
+
+
+def file_path(kind: str, engine: str) -> Path:
+    """Return where a file is.
+
+    Args:
+        kind: COUNTERS or RECORDS.
+        engine: name of the engine, see `own_engine`, and what tells several files of
+            one engine apart.
+    """
+    return Path(tempfile.gettempdir()) / kind.format(engine)
+
+
+def own_engine(vllm_config: Any) -> str:
+    """Return the name of the engine that a scheduler or a worker belongs to.
+
+    The server's name and the engine's index among data-parallel ones, which vLLM sets
+    in the process of each engine.
+    """
+    index = vllm_config.parallel_config.data_parallel_index
+    return _engine_name(vllm_config, index)
+
+
+def engines_here(vllm_config: Any) -> dict[int, str]:
+    """Return the names, by index, of the engines that a server starts on this host.
+
+    Args:
+        vllm_config: of an API process.
+    """
+    parallel = vllm_config.parallel_config
+    first = parallel.data_parallel_index
+    indices = range(first, first + parallel.data_parallel_size_local)
+    return {index: _engine_name(vllm_config, index) for index in indices}
+
+
+def _engine_name(vllm_config: Any, index: int) -> str:
+    return f"{vllm_config.instance_id}-{index}"
+
+
+@cache
+def remove_stale_files_at_exit() -> None:
+    """Let this process remove files as it ends, of engines too that vLLM kills then.
+
+    vLLM leaves an engine no time to remove its file unless --shutdown-timeout does. A
+    negative priority is after multiprocessing has waited for the process's children.
+    """
+    Finalize(None, remove_stale_files, exitpriority=-1)
+
+
+def remove_stale_files() -> None:
+    """Remove this user's files whose engine is gone without its shutdown."""
+    for kind in (COUNTERS, RECORDS):
+        for path in Path(tempfile.gettempdir()).glob(kind.format("*")):
+            # Gone meanwhile, of another user, or locked by its engine.
+            with suppress(OSError):
+                _remove_unlocked(path)
+
+
+def _remove_unlocked(path: Path) -> None:
+    """Remove a file of this user; OSError where a process has it locked."""
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        if os.fstat(descriptor).st_uid == os.getuid():
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # No link: removed meanwhile, and the name is a new engine's.
+            if os.fstat(descriptor).st_nlink:
+                path.unlink()
+    finally:
+        os.close(descriptor)
+
+
+class SharedFile:
+    """A file of a fixed size that several processes read and write.
+
+    It is read and written by system calls. A memory map would end the process by SIGBUS
+    where somebody cuts the file short or the disk is full; here a write that fails is
+    told once, and what is missing reads as zeros.
+
+    Args:
+        path: see `file_path`.
+        size: in bytes.
+        create: make a zeroed file and lock it, once files that engines left behind
+            are removed; otherwise it must exist.
+
+    Raises:
+        FileNotFoundError: `create` is False and no engine has made the file.
+        ValueError: an engine has made it and not given it its size yet.
+    """
+
+    def __init__(self, path: Path, size: int, create: bool) -> None:
+        self.path = path
+        if create:
+            remove_stale_files()
+        # Open, and with that locked, until this object is gone.
+        self._descriptor = _make(path, size) if create else os.open(path, os.O_RDWR)
+        finalize(self, os.close, self._descriptor)
+        if os.fstat(self._descriptor).st_size < size:
+            raise ValueError(f"{path}: got fewer than {size} bytes")
+        self._has_failed = False
+
+    def read(self, start: int, size: int) -> bytes:
+        """Return bytes of the file, zeros where they cannot be read."""
+        found = b""
+        with suppress(OSError):
+            found = os.pread(self._descriptor, size, start)
+        return found.ljust(size, b"\0")
+
+    def write(self, start: int, data: bytes) -> bool:
+        """Write bytes; return whether that succeeded, and warn once if it does not."""
+        try:
+            return os.pwrite(self._descriptor, data, start) == len(data)
+        except OSError as error:
+            if not self._has_failed:
+                logger.warning(
+                    "cannot write to %s (%s); serving goes on without what it tells",
+                    self.path,
+                    error.strerror,
+                )
+            self._has_failed = True
+            return False
+
+    def remove(self) -> None:
+        """Delete the file; who has it open keeps reading the old bytes."""
+        self.path.unlink(missing_ok=True)
+
+
+def _make(path: Path, size: int) -> int:
+    """Return a descriptor of the file with a shared lock on it, made if missing."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        # Where files cannot be locked nobody can remove this one either.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        # Another engine may have removed the file before the lock was on it.
+        if os.fstat(descriptor).st_nlink:
+            break
+        os.close(descriptor)
+    if os.fstat(descriptor).st_size < size:
+        os.truncate(descriptor, size)
+    return descriptor

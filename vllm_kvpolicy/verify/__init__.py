@@ -1,0 +1,1 @@
+"""Says whether policies do what they should on this machine, or on a running server."""
