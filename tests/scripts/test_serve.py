@@ -11,6 +11,8 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
+from support.make import make
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 import serve  # noqa: E402
@@ -244,10 +246,8 @@ def test_make_leaves_the_quotes_of_json(tmp_path):
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "setup_env.py").write_text("")
     given = '--kv-policy-config {"preset": "paper"}'
-    answer = subprocess.run(
-        ["make", "-f", ROOT / "Makefile", "serve", "PYTHON=true", f"ARGS={given}"],
-        capture_output=True,
-        text=True,
+    answer = make(
+        *("-f", ROOT / "Makefile", "serve", "PYTHON=true", f"ARGS={given}"),
         cwd=tmp_path,
     )
     assert answer.stdout == given, answer.stderr
@@ -255,12 +255,7 @@ def test_make_leaves_the_quotes_of_json(tmp_path):
 
 
 def test_make_passes_its_variables_on():
-    answer = subprocess.run(
-        ["make", "-n", "serve", "PORT=9", "POLICY=tova", "BUDGET=96", "MODEL=m"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
+    answer = make("-n", "serve", "PORT=9", "POLICY=tova", "BUDGET=96", "MODEL=m")
     for part in ("--port '9'", "--policy 'tova'", "--budget '96'", "--model 'm'"):
         assert part in answer.stdout, answer.stdout + answer.stderr
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from support.make import make
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.__main__ import COMMANDS
 from vllm_kvpolicy.api.cli import ARGUMENTS
@@ -155,7 +156,5 @@ def test_it_runs_from_another_folder(wheel: zipfile.ZipFile, tmp_path: Path) -> 
 
 
 def test_make_builds_it() -> None:
-    answer = subprocess.run(
-        ["make", "-n", "wheel"], capture_output=True, text=True, cwd=ROOT
-    )
+    answer = make("-n", "wheel")
     assert "pip wheel . " in answer.stdout and "rm -rf build dist" in answer.stdout

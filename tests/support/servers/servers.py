@@ -1,6 +1,7 @@
 """Starts a real `vllm serve` and waits until it answers."""
 
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -88,10 +89,18 @@ def _stop(process: subprocess.Popen) -> None:
 
 
 def free_port() -> int:
-    """Return a TCP port of this machine that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """Return a TCP port of this machine that nobody listens on.
+
+    From below those that Linux gives to outgoing connections: a server binds its port
+    seconds later, when one of the others would often be in use again.
+    """
+    while True:
+        with socket.socket() as listener:
+            try:
+                listener.bind(("127.0.0.1", 10_000 + secrets.randbelow(22_000)))
+            except OSError:
+                continue
+            return listener.getsockname()[1]
 
 
 def _wait_until_ready(process: subprocess.Popen, url: str, log: Path) -> None:
