@@ -80,9 +80,15 @@ class Layer:
         values.unflatten(-1, (PAGE, SIZE))[:, slot % PAGE] = value[0]
 
 
+def make_config(policy: str, tokens: int) -> Any:
+    """Return the settings of a server whose requests hold `tokens` before events."""
+    from vllm_kvpolicy.config import KVPolicyConfig
+
+    return KVPolicyConfig(policy, tokens - INTERVAL, INTERVAL, RECENT, SINKS)
+
+
 def make_worker(policy: str, tokens: int, caches: torch.Tensor) -> Any:
     """Return the runtime of a worker whose KV caches are [L, B, H, N, 2D]."""
-    from vllm_kvpolicy.config import KVPolicyConfig
     from vllm_kvpolicy.kernels.rope import Rope
     from vllm_kvpolicy.policies.build import build
     from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
@@ -93,7 +99,7 @@ def make_worker(policy: str, tokens: int, caches: torch.Tensor) -> Any:
     from vllm_kvpolicy.worker.tiers.equal import PhysicalTables
 
     device = caches.device
-    config = KVPolicyConfig(policy, tokens - INTERVAL, INTERVAL, RECENT, SINKS)
+    config = make_config(policy, tokens)
     policies = {policy: build(policy, config.options_of(policy))}
     needs = policies[policy].needs
     requests = RequestTable(1, BLOCKS, PAGE, device)
@@ -130,6 +136,7 @@ def make_event(policy: str, tokens: int, ordinal: int) -> Any:
     budget, held = tokens - INTERVAL, tokens // PAGE
     num_dest = -(-(budget - RECENT) // PAGE)
     row = tuple(range(1, held + 1))
+    footprint = make_config(policy, tokens).footprint(SINKS, PAGE, GROUP)
     frontier = held - 1 + ordinal * INTERVAL // PAGE
     return CompactEvent(
         request_id="a",
@@ -145,7 +152,7 @@ def make_event(policy: str, tokens: int, ordinal: int) -> Any:
         source_blocks=row[:-1],
         dest_blocks=row[:num_dest],
         local_blocks=row[-1:],
-        window_blocks=(held + 1, held + 2),
+        window_blocks=tuple(range(held + 1, held + 1 + footprint.window_blocks)),
     )
 
 

@@ -1,5 +1,6 @@
 """The timed event is one of a real worker; its figures are medians of paired rounds."""
 
+import pytest
 import torch
 
 from benchmarks.kernels import bench_event as bench
@@ -8,14 +9,14 @@ from vllm_kvpolicy.kernels.dispatch import forced
 TOKENS = 256
 
 
-def caches_after_events(which: str) -> torch.Tensor:
+def caches_after_events(which: str, policy: str) -> torch.Tensor:
     """Return keys and values [L, B, H, N, 2D] after two events of one request."""
     shape = bench.LAYERS, bench.BLOCKS, bench.HEADS, bench.PAGE, 2 * bench.SIZE
     caches = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    worker = bench.make_worker("ams-tova", TOKENS, caches)
+    worker = bench.make_worker(policy, TOKENS, caches)
     with forced(which):
         for ordinal in (0, 1):
-            event = bench.make_event("ams-tova", TOKENS, ordinal)
+            event = bench.make_event(policy, TOKENS, ordinal)
             worker.compactor.run((event,))
     row = worker.requests.row_of["a"]
     kept = int(worker.requests.num_global[row]) * bench.PAGE + bench.RECENT
@@ -23,8 +24,11 @@ def caches_after_events(which: str) -> torch.Tensor:
     return caches
 
 
-def test_contestants_keep_the_same_tokens() -> None:
-    in_cpp, want = map(caches_after_events, ("cpu", "reference"))
+@pytest.mark.parametrize("policy", ["ams-tova", "ams-expected"])
+def test_contestants_keep_the_same_tokens(policy: str) -> None:
+    in_cpp, want = (
+        caches_after_events(which, policy) for which in ("cpu", "reference")
+    )
     assert torch.equal(in_cpp, want)
 
 
