@@ -24,6 +24,7 @@ WITH_POOL = (
     "paged_cosines",
     "paged_projections",
     "paged_pair_projections",
+    "paged_quadratics",
     "compact_pages",
     "until_attention",
     "paged_gates",

@@ -149,6 +149,15 @@ def make_paged_pair_projections(size: Size, draw: Draw) -> Arguments:
     return made | draw.here({"directions": along, "by_length": by_length})
 
 
+def make_paged_quadratics(size: Size, draw: Draw) -> Arguments:
+    """Paged keys, and a direction and a covariance of queries per query head."""
+    made = paged_keys(size, draw)
+    along = directions(size, draw, size.heads * size.group)
+    queries = draw.normal(*along.shape, size.dim) / size.dim
+    spread = queries @ queries.transpose(-1, -2) / size.dim
+    return made | draw.here({"directions": along, "matrices": spread})
+
+
 def segment_arguments(size: Size, draw: Draw, preset: str) -> Arguments:
     """Return what segment_quota takes, on the host; sinks hold much of the mass."""
     lengths, valid, exempt = masks(size, draw)
@@ -310,6 +319,7 @@ MAKERS: dict[str, Callable[[Size, Draw], Arguments]] = {
     "paged_cosines": paged_keys,
     "paged_projections": make_paged_projections,
     "paged_pair_projections": make_paged_pair_projections,
+    "paged_quadratics": make_paged_quadratics,
     "segment_quota": make_segment_quota,
     "segment_quota, code": lambda size, draw: make_segment_quota(size, draw, "code"),
     "credited_mass": make_credited_mass,

@@ -18,6 +18,7 @@ PHASES = {
     "paged_cosines": "score",
     "paged_projections": "score",
     "paged_pair_projections": "score",
+    "paged_quadratics": "score",
     "credited_mass": "select",
     "pooled_usage": "usage",
     "segment_quota": "select",

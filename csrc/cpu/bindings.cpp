@@ -26,6 +26,11 @@ STABLE_TORCH_LIBRARY(vllm_kvpolicy_cpu, library) {
       "must_keep_tokens(Tensor(a!) lengths, Tensor(b!) must_keep, Tensor num_pages, "
       "Tensor num_local, Tensor sinks, int block_size) -> ()");
   library.def(
+      "paged_norms(Tensor(a!) norms, Tensor pool, Tensor pages, Tensor lengths) -> ()");
+  library.def(
+      "paged_quadratics(Tensor(a!) values, Tensor pool, Tensor pages, Tensor lengths, "
+      "Tensor directions, Tensor matrices) -> ()");
+  library.def(
       "pick_by_quota(Tensor(a!) marked, Tensor score, Tensor group, Tensor quotas) "
       "-> ()");
   library.def(

@@ -1,4 +1,4 @@
-"""Lengths, cosines and projections in Triton against their references.
+"""Lengths, cosines, projections and squares in Triton against their references.
 
 Slots that hold no key hold NaN. Tolerances: both sides add the same float32 products
 in different orders, which moves a sum by a few units in the last place of the sum of
@@ -20,6 +20,8 @@ HALF, FULL = torch.float16, torch.float32
 FAR = 2**31  # elements that an int32 offset does not reach
 ROUNDING = 1e-6  # of the sum of the sizes of all terms
 NAMES = ("paged_norms", "paged_cosines", "paged_projections", "paged_pair_projections")
+NAMES += ("paged_quadratics",)
+PER_QUERY_HEAD = NAMES[3:]
 GROUP = 3
 # Tiles of 64 tokens for heads of 128: one key, one tile and its neighbours, several.
 RAGGED = torch.tensor([[[150, 1], [64, 65]], [[128, 17], [63, 2]]])
@@ -49,6 +51,8 @@ def further(
     given: dict[str, tuple[torch.Tensor, ...]] = dict.fromkeys(NAMES, ())
     given["paged_projections"] = (along[:, :, :num_heads],)
     given["paged_pair_projections"] = (along, by_length)
+    rows = torch.randn(*shape, size, size, generator=generator).transpose(0, 1)
+    given["paged_quadratics"] = (along, rows + rows.transpose(-1, -2))
     return given
 
 
@@ -109,14 +113,15 @@ def test_equals_the_reference(name: str, size: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("size", [8, 33])
-@pytest.mark.parametrize("name", NAMES[:3])
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"paged_pair_projections"}))
 def test_odd_head_sizes(name: str, size: int) -> None:
     check(name, make_case(size=size))
 
 
 @pytest.mark.parametrize("group", [1, 8])
-def test_groups_of_query_heads(group: int) -> None:
-    check("paged_pair_projections", make_case(group=group, size=32))
+@pytest.mark.parametrize("name", PER_QUERY_HEAD)
+def test_groups_of_query_heads(name: str, group: int) -> None:
+    check(name, make_case(group=group, size=32))
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 48])
@@ -320,6 +325,13 @@ def test_rows_beyond_int32_are_read_and_written(unbacked: Make) -> None:
         **sizes,
         GROUP=1,
     )
+    matrices = given["paged_quadratics"][1]
+    twin._quadratics_of_tiles[(1,)](
+        *(*inputs, far(directions), far(matrices), got["paged_quadratics"]),
+        **sizes,
+        GROUP=1,
+        ROWS=twin.MATRIX_ROWS,
+    )
     sums, mean = far(torch.zeros(32, dtype=torch.float64)), far(torch.zeros(32))
     twin._sums_of_tiles[(1,)](*inputs, sums, **sizes)
     twin._means_of_rows[(1,)](lengths, sums[-32:], mean[-32:], 1, **sizes, TILES=16)
@@ -340,3 +352,5 @@ def test_refuses_shapes_that_do_not_fit() -> None:
         operations.paged_pair_projections(keys, lengths, along[:, :, 1:], by_length)
     with pytest.raises(ValueError, match="by_length: expected"):
         operations.paged_pair_projections(keys, lengths, along, along)
+    with pytest.raises(ValueError, match="matrices: expected"):
+        operations.paged_quadratics(keys, lengths, along, by_length)

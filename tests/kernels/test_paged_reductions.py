@@ -1,29 +1,36 @@
-"""Lengths, cosines and projections of paged keys against loops in float64.
+"""Lengths, cosines, projections and squares of paged keys against loops in float64.
 
 Tolerances: a float32 sum of up to 80 products is off by a few units in the last place
 of the sum of their sizes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 
 import pytest
 import torch
 
 from vllm_kvpolicy.kernels import chunks
-from vllm_kvpolicy.kernels.dispatch import Operation
+from vllm_kvpolicy.kernels.dispatch import Operation, forced
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.paged_reductions import (
     paged_cosines,
     paged_norms,
     paged_pair_projections,
     paged_projections,
+    paged_quadratics,
 )
 
 EVENTS, LAYERS, HEADS, GROUP, TOKENS = 2, 2, 2, 3, 37
 LENGTHS = torch.tensor([[[37, 1], [20, 33]], [[36, 2], [37, 16]]])
 ROUNDING = 1e-6  # of the sum of the sizes of all terms
 Given = tuple[torch.Tensor, ...]
+
+
+@pytest.fixture(autouse=True)
+def by_reference() -> Iterator[None]:
+    with forced("reference"):
+        yield
 
 
 def make_keys(size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -45,8 +52,15 @@ def further(name: str, size: int) -> Given:
     given = {
         "paged_projections": (along[:, :, :HEADS],),
         "paged_pair_projections": (along, by_length),
+        "paged_quadratics": (along, squares(along, generator)),
     }
     return given.get(name, ())
+
+
+def squares(along: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return random symmetric matrices for directions [..., D]."""
+    rows = torch.randn(*along.shape, along.shape[-1], generator=generator)
+    return rows + rows.transpose(-1, -2)
 
 
 def norms(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,11 +92,20 @@ def pair_projections(
     return straight + by_pair, sizes + more
 
 
+def quadratics(
+    keys: torch.Tensor, along: torch.Tensor, matrix: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    straight, sizes = projections(keys, along)
+    terms = torch.stack([torch.outer(key, key) * matrix for key in keys])
+    return straight + terms.sum((1, 2)), sizes + terms.abs().sum((1, 2))
+
+
 CASES: dict[str, tuple[Operation, Callable]] = {
     "paged_norms": (paged_norms, norms),
     "paged_cosines": (paged_cosines, cosines),
     "paged_projections": (paged_projections, projections),
     "paged_pair_projections": (paged_pair_projections, pair_projections),
+    "paged_quadratics": (paged_quadratics, quadratics),
 }
 
 
@@ -100,7 +123,7 @@ def run(name: str, keys: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
 def test_equals_loops(name: str, size: int, dtype: torch.dtype) -> None:
     keys, given = make_keys(size, dtype), further(name, size)
     got = run(name, keys, *given)
-    per_row = GROUP if name == "paged_pair_projections" else 1
+    per_row = GROUP if name in ("paged_pair_projections", "paged_quadratics") else 1
     assert got.dtype == torch.float32
     assert got.shape == (EVENTS, LAYERS, HEADS * per_row, TOKENS)
     for e, layer, head in product(range(EVENTS), range(LAYERS), range(got.shape[2])):
@@ -161,3 +184,5 @@ def test_refuses_shapes_that_do_not_fit() -> None:
     odd = PagedTokens.from_dense(make_keys(15, torch.float32))
     with pytest.raises(ValueError, match="keys: expected an even head size, got 15"):
         paged_pair_projections(odd, LENGTHS, along[..., :15], by_length[..., :7])
+    with pytest.raises(ValueError, match="matrices: expected"):
+        paged_quadratics(keys, LENGTHS, along, by_length)

@@ -25,6 +25,7 @@ from vllm_kvpolicy.kernels.triton.paged_reductions import (
     paged_norms,
     paged_pair_projections,
     paged_projections,
+    paged_quadratics,
 )
 from vllm_kvpolicy.kernels.triton.pooled_usage import pooled_usage
 from vllm_kvpolicy.kernels.triton.ranking import (
@@ -189,6 +190,8 @@ def _paged_reductions() -> None:
             paged_projections(tokens, lengths, heads[:, :, :8])
             by_length = heads[..., : head_dim // 2]
             paged_pair_projections(tokens, lengths, heads, by_length)
+            matrices = empty(*heads.shape, head_dim, dtype=torch.float32)
+            paged_quadratics(tokens, lengths, heads, matrices)
 
 
 @launches_of("ranking")

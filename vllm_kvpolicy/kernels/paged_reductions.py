@@ -1,4 +1,4 @@
-"""Reduces each token's key or value to one number: a norm, a cosine, a projection.
+"""Reduces each token's key or value to one number: a norm, a projection, a square.
 
 Source: this project. Deviations: none.
 """
@@ -98,10 +98,41 @@ def paged_pair_projections_ref(
     return scores.masked_fill(~is_held, 0.0)
 
 
+def paged_quadratics_ref(
+    keys: PagedTokens,
+    lengths: torch.Tensor,
+    directions: torch.Tensor,
+    matrices: torch.Tensor,
+) -> torch.Tensor:
+    """Give each key k the value directions . k + k . matrices k of each query head.
+
+    Query head h of Hq = H * G has values of the keys of KV head h // G.
+
+    Args:
+        keys: [E, L, H, T, D] on pages, model dtype, right-padded; padding is ignored
+            whatever it holds.
+        lengths: [E, L, H] int64, tokens held, 1..T.
+        directions: [E, L, Hq, D] float32.
+        matrices: [E, L, Hq, D, D] float32, symmetric.
+
+    Returns:
+        [E, L, Hq, T] float32, zero on padding.
+
+    Raises:
+        ValueError: shapes that do not fit together.
+    """
+    group = check_squares(keys, directions, matrices)
+    pair_bytes = (2 * group + 1) * 4 * keys.dense[0, 0].numel()  # float32 copies
+    values = map_pairs(_quadratics, pair_bytes, keys.dense, directions, matrices)
+    is_held = _is_held(keys, lengths).repeat_interleave(group, 2)
+    return values.masked_fill(~is_held, 0.0)
+
+
 paged_norms = Operation(paged_norms_ref)
 paged_cosines = Operation(paged_cosines_ref)
 paged_projections = Operation(paged_projections_ref)
 paged_pair_projections = Operation(paged_pair_projections_ref)
+paged_quadratics = Operation(paged_quadratics_ref)
 
 
 def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
@@ -125,6 +156,22 @@ def check_pairs(
     rows = num_events, num_layers, num_heads * group
     check_shape("directions", directions, (*rows, size))
     check_shape("by_length", by_length, (*rows, size // 2))
+    return group
+
+
+def check_squares(
+    keys: PagedTokens, directions: torch.Tensor, matrices: torch.Tensor
+) -> int:
+    """Return G of `paged_quadratics`.
+
+    Raises:
+        ValueError: shapes that do not fit together.
+    """
+    num_events, num_layers, num_heads, _, size = keys.shape
+    group = max(1, directions.shape[2] // num_heads)
+    rows = num_events, num_layers, num_heads * group
+    check_shape("directions", directions, (*rows, size))
+    check_shape("matrices", matrices, (*rows, size, size))
     return group
 
 
@@ -155,3 +202,13 @@ def _pair_projections(
     score = directions.unflatten(1, (num_heads, -1)) @ keys.transpose(-1, -2)
     score += by_length.unflatten(1, (num_heads, -1)) @ length.transpose(-1, -2)
     return score.flatten(1, 2)
+
+
+def _quadratics(
+    keys: torch.Tensor, directions: torch.Tensor, matrices: torch.Tensor
+) -> torch.Tensor:
+    """Return [n, Hq, T] float32 of keys [n, H, T, D]."""
+    num_heads, keys = keys.shape[1], keys.float()[:, :, None]
+    per_head = directions.unflatten(1, (num_heads, -1))[..., None, :]
+    turned = keys @ matrices.unflatten(1, (num_heads, -1))  # [n, H, G, T, D]
+    return turned.add_(per_head).mul_(keys).sum(-1).flatten(1, 2)

@@ -1,7 +1,8 @@
 """Twins in Triton of kernels.paged_reductions: one program per tile of a row's tokens.
 
 Keys and values are read where they lie and nothing of their size is stored: norms and
-projections read them once, cosines twice. The tile's size follows from the head size
+projections read them once, cosines twice, squares once per 16 rows of the matrix. The
+tile's size follows from the head size
 alone, and the tiles of a row are combined in order, so a row's result depends on
 nothing but its own tokens. Layers that share one view of the pool also share one kernel
 launch.
@@ -18,11 +19,16 @@ import triton
 import triton.language as tl
 
 from vllm_kvpolicy.kernels.paged import PagedTokens
-from vllm_kvpolicy.kernels.paged_reductions import check_pairs, check_shape
+from vllm_kvpolicy.kernels.paged_reductions import (
+    check_pairs,
+    check_shape,
+    check_squares,
+)
 
 LEAST = tl.constexpr(1e-12)  # as in `torch.nn.functional.normalize`
 NUMBERS = 8192  # of a tile, 64 per thread
 MEAN_TILES = 16  # tiles added up at once
+MATRIX_ROWS = 16  # of a matrix, multiplied at once
 # What differs between batches, alignment too, must not choose the compiled kernel.
 ROWS = ["launch_rows", "event_rows", "first_row"]
 VARYING = [*ROWS, "num_tokens", "num_pages", "page_size", "pages", "lengths"]
@@ -81,6 +87,24 @@ def paged_pair_projections(
     inputs = directions.contiguous(), by_length.contiguous(), scores
     _over_tiles(_pair_projections_of_tiles, keys, lengths, *inputs, GROUP=group)
     return scores
+
+
+def paged_quadratics(
+    keys: PagedTokens,
+    lengths: torch.Tensor,
+    directions: torch.Tensor,
+    matrices: torch.Tensor,
+) -> torch.Tensor:
+    """Give each key k the value directions . k + k . matrices k of each query head.
+
+    See the reference.
+    """
+    group = check_squares(keys, directions, matrices)
+    values = _empty(keys, *directions.shape[:3], keys.num_tokens)
+    inputs = directions.contiguous(), matrices.contiguous(), values
+    sizes = {"GROUP": group, "ROWS": MATRIX_ROWS}
+    _over_tiles(_quadratics_of_tiles, keys, lengths, *inputs, **sizes)
+    return values
 
 
 def _empty(
@@ -285,3 +309,41 @@ def _pair_projections_of_tiles(
         terms = real * x[None, :] + imag * y[None, :] + length * weight[None, :]
         score = tl.where(is_held, tl.sum(terms, 1), 0.0)
         tl.store(scores + query * num_tokens + token, score, token < num_tokens)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _quadratics_of_tiles(
+    pool, page_stride, slot_stride, number_stride, pages, lengths,
+    launch_rows, event_rows, first_row, num_tokens, num_pages, page_size,
+    directions, matrices, values,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write `values` [R, G, T] of `directions` [R, G, D], `matrices` [R, G, D, D].
+
+    ROWS rows of a matrix at a time, so that it need not fit into registers.
+    """
+    row, _, token = _place(launch_rows, event_rows, first_row, num_tokens, TILE)
+    numbers = _read(
+        pool, page_stride, slot_stride, number_stride, pages, lengths,
+        num_pages, page_size, row, token, 0, SIZE, WIDTH,
+    )  # fmt: skip
+    number = tl.arange(0, WIDTH)
+    is_held = token < tl.load(lengths + row)
+    for head in range(GROUP):
+        query = row * GROUP + head
+        along = tl.load(directions + query * SIZE + number, number < SIZE, other=0.0)
+        value = tl.sum(numbers * along[None, :], 1)
+        for first in tl.static_range(0, SIZE, ROWS):
+            some = first + tl.arange(0, ROWS)
+            place = (query * SIZE + some)[:, None] * SIZE + number[None, :]
+            mask = (some < SIZE)[:, None] & (number < SIZE)[None, :]
+            part = tl.load(matrices + place, mask, other=0.0)
+            turned = tl.dot(numbers, tl.trans(part), input_precision="ieee")
+            own = _read(
+                pool, page_stride, slot_stride, number_stride, pages, lengths,
+                num_pages, page_size, row, token, first, SIZE, ROWS,
+            )  # fmt: skip
+            value += tl.sum(turned * own, 1)
+        value = tl.where(is_held, value, 0.0)
+        tl.store(values + query * num_tokens + token, value, token < num_tokens)

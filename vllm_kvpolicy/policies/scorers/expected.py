@@ -18,8 +18,8 @@ from functools import partial
 
 import torch
 
-from vllm_kvpolicy.kernels.chunks import map_pairs
-from vllm_kvpolicy.kernels.paged_reductions import paged_norms
+from vllm_kvpolicy.kernels.chunks import map_pairs_to_many
+from vllm_kvpolicy.kernels.paged_reductions import paged_norms, paged_quadratics
 from vllm_kvpolicy.kernels.ranking import leading_run
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.softmax import masked_softmax
@@ -58,75 +58,73 @@ class ExpectedAttentionScorer(BaseScorer):
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score [E, L, H, T] float32."""
-        size, keys = self.needs.window_tokens, inputs.given("keys")
+        size, scale = self.needs.window_tokens, inputs.scale
         queries = inputs.given("queries")[..., -size:, :]
-        future = turn_ahead(queries, inputs.given("rope"), self.num_future)
-        step = torch.arange(size, device=keys.device)
-        is_real = step >= size - inputs.end[:, None]  # False before position 0
-        is_real = is_real[:, None, :, None].expand(-1, keys.shape[1], -1, -1)
-        measured = inputs.valid & ~leading_run(inputs.must_keep)
-        score = map_pairs(
-            partial(_expected_attention, inputs.scale, self.covariance),
-            2 * 4 * queries[0, 0, :, :, 0].numel() * keys.shape[3],
-            future,
-            is_real,
-            keys,
-            measured,
+        num_real = inputs.end.clamp(max=size)[:, None].expand(queries.shape[:2])
+        turn = turn_ahead(inputs.given("rope"), size, self.num_future, queries.device)
+        mean, spread = map_pairs_to_many(
+            partial(_moments, turn * scale, self.covariance),
+            3 * 4 * queries[0, 0].numel(),
+            queries,
+            num_real,
         )
+        keys, lengths = inputs.paged("keys"), inputs.lengths
+        logits = paged_quadratics(keys, lengths, mean, spread)
+        measured = inputs.valid & ~leading_run(inputs.must_keep)
+        grouped = logits.unflatten(2, (measured.shape[2], -1))  # [E, L, H, G, T]
+        score = masked_softmax(grouped, measured[:, :, :, None]).mean(3)
         if self.value_norm:
             norms = paged_norms(inputs.paged("values"), inputs.lengths)
             score = (score + self.epsilon) * norms
         return fill_with_highest(score, measured)
 
 
-def turn_ahead(queries: torch.Tensor, rope: Rope, num_future: int) -> torch.Tensor:
-    """Average each query's rotations to the `num_future` positions after the window.
+def turn_ahead(
+    rope: Rope, num_queries: int, num_future: int, device: torch.device
+) -> torch.Tensor:
+    """Return the average rotation of each query to positions after the window.
 
     Args:
-        queries: [..., W, D] floating point, post-RoPE, consecutive, newest last.
         rope: the model's rotary embedding; its scaling is in the queries already.
+        num_queries: W, queries of the window; they are consecutive, the newest is last.
         num_future: positions averaged over.
+        device: of the result.
 
     Returns:
-        [..., W, D] float32.
+        [2, W, D/2] float32, real and imaginary parts of what turns pairs of channels.
     """
-    num_queries, device = queries.shape[-2], queries.device
     ahead = rope.angles(num_queries - torch.arange(num_queries, device=device))
     further = rope.angles(torch.arange(num_future, device=device))
     mean = torch.polar(torch.ones_like(further), further).mean(0)
-    turn = (torch.polar(torch.ones_like(ahead), ahead) * mean).to(torch.complex64)
-    turned = torch.complex(*queries.float().chunk(2, dim=-1)) * turn
-    return torch.cat([turned.real, turned.imag], dim=-1)
+    turn = torch.polar(torch.ones_like(ahead), ahead) * mean
+    return torch.stack([turn.real, turn.imag]).float()
 
 
-def _expected_attention(
-    scale: float,
+def _moments(
+    turn: torch.Tensor,
     covariance: bool,
     queries: torch.Tensor,
-    is_real: torch.Tensor,
-    keys: torch.Tensor,
-    measured: torch.Tensor,
-) -> torch.Tensor:
-    """Return the mean over the group of softmax(z), [n, H, T] float32.
+    num_real: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return mean [n, Hq, D] and half the covariance [n, Hq, D, D] of turned queries.
 
     Args:
-        scale: softmax scale.
-        covariance: add the half variance to z.
-        queries: [n, Hq, W, D], turned ahead.
-        is_real: [n, W, 1] bool, queries that count.
-        keys: [n, H, T, D].
-        measured: [n, H, T] bool, tokens that share the attention.
+        turn: [2, W, D/2] float32, see `turn_ahead`.
+        covariance: zeros in its place if False.
+        queries: [n, Hq, W, D], newest last.
+        num_real: [n] int64, newest queries that count.
     """
-    num_heads = keys.shape[1]
-    grouped = queries.unflatten(1, (num_heads, -1))  # [n, H, G, W, D]
-    grouped = torch.where(is_real[:, None, None], grouped, 0.0)
-    count = is_real.sum(1)[:, None, None]
-    mean = grouped.sum(3) / count
-    columns = keys.float().transpose(-1, -2) * scale
-    logits = torch.matmul(mean, columns)  # [n, H, G, T]
-    if covariance:
-        centred = torch.where(is_real[:, None, None], grouped - mean[..., None, :], 0.0)
-        spread = torch.matmul(centred.flatten(2, 3), columns).square()
-        spread = spread.unflatten(2, grouped.shape[2:4]).sum(3) / count
-        logits = logits + spread / 2
-    return masked_softmax(logits, measured[:, :, None]).mean(2)
+    window, (real, imag) = queries.shape[2], turn
+    step = torch.arange(window, device=queries.device)
+    is_old = (step < window - num_real[:, None])[:, None, :, None]
+    given = queries.float().masked_fill(is_old, 0.0)
+    turned = torch.empty_like(given)
+    (x, y), (new_x, new_y) = given.chunk(2, dim=-1), turned.chunk(2, dim=-1)
+    torch.mul(x, real, out=new_x).addcmul_(y, imag, value=-1)
+    torch.mul(y, real, out=new_y).addcmul_(x, imag)
+    mean = turned.sum(2) / num_real[:, None, None]
+    if not covariance:
+        return mean, mean.new_zeros((*mean.shape, mean.shape[-1]))
+    centred = turned.sub_(mean[:, :, None]).masked_fill_(is_old, 0.0)
+    spread = centred.transpose(2, 3) @ centred
+    return mean, spread.div_(2 * num_real[:, None, None, None])
