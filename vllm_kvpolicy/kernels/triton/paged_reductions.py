@@ -173,16 +173,16 @@ def _place(launch_rows, event_rows, first_row, num_tokens, TILE: tl.constexpr):
 def _read(
     pool, page_stride, slot_stride, number_stride, pages, lengths,
     num_pages, page_size, row, token,
-    FIRST: tl.constexpr, END: tl.constexpr, WIDTH: tl.constexpr,
+    first, END: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Return numbers FIRST .. END - 1 of tokens, [TILE, WIDTH] float32.
+    """Return numbers first .. END - 1 of tokens, [TILE, WIDTH] float32.
 
     Zero past the row's length and from END on.
     """
     is_held = token < tl.load(lengths + row)
     page = tl.load(pages + row * num_pages + token // page_size, is_held, other=0)
     slot = (token % page_size).to(tl.int64)
-    number = (FIRST + tl.arange(0, WIDTH)).to(tl.int64)
+    number = (first + tl.arange(0, WIDTH)).to(tl.int64)
     start = page * page_stride + slot * slot_stride
     place = start[:, None] + (number * number_stride)[None, :]
     mask = is_held[:, None] & (number < END)[None, :]
@@ -334,7 +334,7 @@ def _quadratics_of_tiles(
         query = row * GROUP + head
         along = tl.load(directions + query * SIZE + number, number < SIZE, other=0.0)
         value = tl.sum(numbers * along[None, :], 1)
-        for first in tl.static_range(0, SIZE, ROWS):
+        for first in range(0, SIZE, ROWS):
             some = first + tl.arange(0, ROWS)
             place = (query * SIZE + some)[:, None] * SIZE + number[None, :]
             mask = (some < SIZE)[:, None] & (number < SIZE)[None, :]
