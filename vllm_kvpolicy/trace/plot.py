@@ -136,7 +136,7 @@ def draw(
             title = f"Tokens kept, {where}"
             map_ = figures.retention_map(drawn.events, layer, title)
             yield f"{policy}-kept-layer{layer}", map_
-            if "segments" in last.notes:
+            if {"mass", "segments"} <= set(last.notes):
                 title = f"Segments over mass, {where}, event {last.ordinal}"
                 map_ = figures.segment_map(last, layer, title)
                 yield f"{policy}-segments-layer{layer}", map_
