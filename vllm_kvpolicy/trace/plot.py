@@ -14,6 +14,7 @@ import numpy as np
 
 from vllm_kvpolicy.trace import figures
 from vllm_kvpolicy.trace.files import EventRecord, read_trace
+from vllm_kvpolicy.trace.outputs import new_folder
 from vllm_kvpolicy.trace.report import summarise, table
 
 if TYPE_CHECKING:
@@ -208,7 +209,11 @@ def add_command(commands: Any) -> None:
     )
     add = parser.add_argument
     add("trace", type=Path, help="trace folder that a server wrote")
-    add("--output", type=Path, help="folder for the figures (default: TRACE/plots)")
+    add(
+        "--output",
+        type=new_folder,
+        help="folder for the figures (default: TRACE/plots)",
+    )
     add("--request", help="request to draw (default: the longest of each policy)")
     add(
         "--layers",
