@@ -94,12 +94,18 @@ def _note_problems(notes: Mapping[str, Any], held: np.ndarray) -> Iterator[str]:
 
 
 def _fits(mass: np.ndarray, segments: np.ndarray, held: np.ndarray) -> bool:
-    """Return whether every token held has a mass and is in the segments, if in any."""
-    if mass.shape != held.shape or segments.ndim != 4 or segments.shape[-1] != 2:
+    """Return whether every token held has a mass, and segments are of tokens held.
+
+    Both may be padded, to the widest of the events of one step.
+    """
+    if segments.ndim != 4 or segments.shape[-1] != 2 or segments.dtype.kind != "i":
         return False
-    if segments.dtype.kind != "i" or not np.all(np.isfinite(mass[held >= 0])):
+    counts = (held >= 0).sum(-1)
+    if mass.ndim != 3 or mass.shape[-1] < counts.max():
         return False
-    lengths = (held >= 0).sum(-1)[..., None, None]
+    is_held = np.arange(mass.shape[-1]) < counts[..., None]
+    lengths = counts[..., None, None]
     used = segments[..., 1] > segments[..., 0]
     inside = (segments >= 0) & (segments <= lengths)
-    return bool(np.all(inside[used]) and np.all(used.any(-1)))
+    whole = np.all(np.isfinite(mass[is_held])) and np.all(inside[used])
+    return bool(whole and np.all(used.any(-1)))

@@ -5,7 +5,7 @@ vLLM measures free memory between the two.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from typing import Any
 
@@ -16,7 +16,7 @@ from vllm_kvpolicy import compat
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.live.files import own_engine
-from vllm_kvpolicy.metrics import WorkerCounters
+from vllm_kvpolicy.metrics import LIVE, TRACE, WorkerCounters
 from vllm_kvpolicy.policies.base import Needs, Policy
 from vllm_kvpolicy.policies.build import build
 from vllm_kvpolicy.policies.catalogue.names import parse
@@ -136,6 +136,9 @@ class WorkerSetup:
         for capture in self.captures:
             capture.bind(pool)
         tier = self._tier(pool)
+        counters = WorkerCounters(
+            own_engine(self.vllm_config), pool.block_size, counts=not self.shard.rank
+        )
         compactor = Compactor(
             policies=self.policies,
             pool=pool,
@@ -145,13 +148,10 @@ class WorkerSetup:
             memory=self._memory(pool),
             rope=self.rope,
             scale=self.layers[0].impl.scale,
-            trace=self._trace(),
-            live=self._live(),
+            trace=self._trace(partial(counters.note_off, TRACE)),
+            live=self._live(partial(counters.note_off, LIVE)),
             ranks=self.ranks,
             rooms=self._rooms(pool),
-        )
-        counters = WorkerCounters(
-            own_engine(self.vllm_config), pool.block_size, counts=not self.shard.rank
         )
         runtime = KVPolicyRuntime(
             self.policies, self.requests, tier, self.captures, compactor, counters
@@ -178,7 +178,7 @@ class WorkerSetup:
             max_local_tokens=sizes.max_local_tokens,
         )
 
-    def _trace(self) -> NoTrace:
+    def _trace(self, on_off: Callable[[], None]) -> NoTrace:
         folder = self.config.trace_dir
         if not folder:
             return NoTrace()
@@ -186,9 +186,9 @@ class WorkerSetup:
         name = trace_name(self.shard, engine)
         if name is None:
             return NoTrace()
-        return Tracer(folder, self.requests.block_size, name=name)
+        return Tracer(folder, self.requests.block_size, on_off, name=name)
 
-    def _live(self) -> NoEvents:
+    def _live(self, on_off: Callable[[], None]) -> NoEvents:
         """Return what shows events; of heads with copies, the first rank shows them."""
         place, is_copy = divmod(self.shard.rank, self.shard.copies)
         if is_copy or not self.config.live:
@@ -200,6 +200,7 @@ class WorkerSetup:
             self.requests.block_size,
             (len(self.layers), self.layers[0].num_kv_heads),
             self.config.live_text,
+            on_off,
         )
 
     def _tier(self, pool: PagePool) -> Tier:
