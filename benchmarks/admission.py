@@ -29,6 +29,7 @@ from benchmarks.serving import PACKAGED_MODEL
 from benchmarks.stats import median_ratio
 from benchmarks.workload import NULL_BLOCKS, block_bytes
 from vllm_kvpolicy.compat import COUNTING_CLASSES
+from vllm_kvpolicy.trace.outputs import new_file, new_folder
 
 STOCK, POLICY = "stock", "wgkv"
 TASKS = ("count:48", "hops:30", "mul:30", "recall:96", "sub:48", "add:30")
@@ -72,8 +73,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--max-model-len", type=int, default=1024, help="tokens")
     add("--pairs", type=int, default=3, help="rounds on both servers")
     add("--seed", type=int, default=0, help="of the first problem")
-    add("--out", type=Path, help="JSON file to write")
-    add("--logs", type=Path, help="folder for the servers' logs")
+    add("--out", type=new_file, help="JSON file to write")
+    add("--logs", type=new_folder, help="folder for the servers' logs")
     return parser.parse_args(argv)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from benchmarks.overhead import ENVIRONMENT
 from benchmarks.provenance import collect
 from benchmarks.stats import median_ratio
+from vllm_kvpolicy.trace.outputs import new_file
 
 WINDOW, INTERVAL = 256, 256
 SEARCH_STEPS, NEAR = 12, 0.01
@@ -167,7 +168,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--kept", type=float, default=0.25, help="share of tokens")
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=new_file)
     options = parser.parse_args()
     os.environ.update(ENVIRONMENT)
     with tempfile.TemporaryDirectory() as folder:

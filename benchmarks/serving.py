@@ -28,6 +28,7 @@ from benchmarks.scenarios import SCENARIOS, Scenario
 from benchmarks.server import running
 from benchmarks.verify import verify, verify_caching
 from benchmarks.workload import VALUE_BYTES
+from vllm_kvpolicy.trace.outputs import new_file, new_folder
 
 PACKAGED_MODEL = Path("reasoner/checkpoint")
 AnyScenario = Scenario | Prefixes | Turns | Scarce
@@ -144,8 +145,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("scenario", choices=ALL_SCENARIOS)
     parser.add_argument("--model", type=Path, default=PACKAGED_MODEL, help="a folder")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
-    parser.add_argument("--logs", type=Path, help="folder for the servers' logs")
+    parser.add_argument("--out", type=new_file, help="JSON file to write")
+    parser.add_argument("--logs", type=new_folder, help="folder for the servers' logs")
     parser.add_argument("--policies", nargs="+", metavar="NAME")
     for name, settings in OPTIONS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", **settings)

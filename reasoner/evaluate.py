@@ -34,6 +34,7 @@ from reasoner.problems import (
     held_out,
     is_correct,
 )
+from vllm_kvpolicy.trace.outputs import new_file
 
 
 @dataclass(frozen=True)
@@ -277,7 +278,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--keep-prompt", action="store_true")
     parser.add_argument("--batch-rows", type=int, default=50)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="file to write the scores to")
+    parser.add_argument("--json", type=new_file, help="file to write the scores to")
     return parser.parse_args(argv)
 
 

@@ -24,6 +24,7 @@ from reasoner.batches import make_batch, spread_positions
 from reasoner.curriculum import Progress, pick_size
 from reasoner.model import export_checkpoint, new_model
 from reasoner.presets import PRESETS
+from vllm_kvpolicy.trace.outputs import new_folder
 
 END_TOKENS, END_WEIGHT = 8, 5.0
 """The last question and the answer count more: few tokens that decide everything."""
@@ -295,8 +296,12 @@ def training_note(progress: Progress, args: argparse.Namespace) -> dict:
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line; what it leaves out comes from the preset."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--run", type=Path, required=True, help="folder of the state")
-    parser.add_argument("--export", type=Path, help="checkpoint folder to replace")
+    parser.add_argument(
+        "--run", type=new_folder, required=True, help="folder of the state"
+    )
+    parser.add_argument(
+        "--export", type=new_folder, help="checkpoint folder to replace"
+    )
     parser.add_argument("--preset", choices=PRESETS, default="small")
     parser.add_argument("--families", nargs="+", help="only these of the preset's")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="then stop")

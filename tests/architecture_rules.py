@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("kernels",),
     ("policies",),
-    ("live.files", "live.observing"),
+    ("live.files", "live.observing", "trace.checks", "trace.outputs"),
     ("sizes", "metrics", "trace.files"),
     ("live", "trace.measures"),
     ("block_manager", "worker"),

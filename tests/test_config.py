@@ -129,6 +129,10 @@ def test_events_inside_prompts_can_be_left_out():
         ),
         ({"protect_prompt": 1}, ["protect_prompt: got 1", "true or false"]),
         ({"trace_dir": 7}, ["trace_dir: got 7", "folder"]),
+        ({"trace_dir": ""}, ["trace_dir: got ''", "folder"]),
+        ({"policy_config": {"trace": ""}}, ["trace_dir: got ''", "folder"]),
+        ({"policy_config": {"trace": "a\0b"}}, ["trace_dir: got 'a", "folder"]),
+        ({"trace_dir": "~nobody-of-that-name/x"}, ["trace_dir: got '~nobody"]),
         ({"spread_events": 1}, ["spread_events: got 1", "true or false"]),
         ({"report_events": "x"}, ["report_events: got 'x'", "true or false"]),
         ({"live": 1}, ["live: got 1", "true or false"]),
@@ -353,3 +357,11 @@ def test_windows_of_allowed_policies_are_checked_at_start():
 def test_an_object_made_directly_is_checked(values):
     with pytest.raises(ValueError, match="got"):
         KVPolicyConfig(**{"policy": "tova", **values})
+
+
+@pytest.mark.parametrize("key", ["trace_dir", "policy_config"])
+def test_a_trace_may_be_in_the_users_folder(key, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = {"trace": "~/x"} if key == "policy_config" else "~/x"
+    config = KVPolicyConfig.from_dict({"policy": "tova", key: given})
+    assert config.trace_dir == str(tmp_path / "x")

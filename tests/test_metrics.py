@@ -14,6 +14,7 @@ from vllm_kvpolicy.live.files import engines_here, own_engine, remove_stale_file
 from vllm_kvpolicy.metrics import (
     Collector,
     CounterFile,
+    EngineCounters,
     WorkerCounters,
     counter_path,
     exposition,
@@ -142,9 +143,45 @@ def test_an_engine_starts_where_files_cannot_be_locked(folder, monkeypatch):
     assert CounterFile("own", create=False).read()["events"] == 1
 
 
-def test_a_file_that_is_still_empty_yields_nothing(folder):
-    counter_path("own").write_bytes(b"")
-    assert list(Collector({0: "own"}, "tiny").collect()) == []
+def test_of_a_file_that_is_gone_there_is_only_that_it_is(folder, policy_log):
+    """Gone, cut short or a folder: the API process tells, and logs it once."""
+    files = {index: CounterFile(f"own-{index}", create=True) for index in range(4)}
+    files[0].path.unlink()
+    os.truncate(files[1].path, 8)
+    files[2].path.unlink()
+    files[2].path.mkdir()
+    missed = set()
+    engines = {index: f"own-{index}" for index in files}
+    for _ in range(3):
+        families = list(Collector(engines, "tiny", missed).collect())
+        found = [
+            (family.name, sample.labels["engine"], sample.value)
+            for family in families
+            for sample in family.samples
+            if sample.labels.get("observer") == "counters"
+        ]
+        name = "kvpolicy_observers_off"
+        assert found == [(name, str(n), float(n < 3)) for n in range(4)]
+        whole = [f for f in families if f.name != name]
+        assert {s.labels["engine"] for f in whole for s in f.samples} == {"3"}
+    assert policy_log.messages == [
+        f"cannot read {files[n].path}; serving goes on without its series at /metrics"
+        for n in range(3)
+    ]
+
+
+def test_an_observer_that_is_off_is_counted(folder):
+    file = CounterFile("own", create=True)
+    EngineCounters(file).note_off("live")
+    for _ in range(2):  # two ranks of one engine
+        WorkerCounters("own", 32, counts=False).note_off("trace")
+    off = {
+        sample.labels["observer"]: sample.value
+        for family in Collector({0: "own"}, "tiny", set()).collect()
+        for sample in family.samples
+        if sample.name == "kvpolicy_observers_off"
+    }
+    assert off == {"trace": 1, "live": 1, "counters": 0}
 
 
 def config_of(index=0, local=1):
@@ -176,7 +213,8 @@ def test_a_page_has_every_engine_of_this_host_once(folder):
         file.add("events", 5 + number)
 
     def lines(index, local):
-        text = exposition(CollectorRegistry(), config_of(index, local)).decode()
+        text = exposition(CollectorRegistry(), config_of(index, local), set())
+        text = text.decode()
         return [line for line in text.splitlines() if "kvpolicy_events_total" in line]
 
     labels = 'kvpolicy_events_total{{engine="{}",model_name="tiny"}} {}.0'

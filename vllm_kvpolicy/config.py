@@ -20,6 +20,7 @@ from vllm_kvpolicy.config_keys import (
     check_switches,
     request_keys,
     shown,
+    trace_folder,
     with_server_options,
 )
 from vllm_kvpolicy.events import NO_STEP, EventPlan, Footprint
@@ -106,8 +107,8 @@ class KVPolicyConfig:
             if value is not None or key.field != "events_per_step":
                 key.check(value)
         _check_type("protect_prompt", self.protect_prompt, bool, "true or false")
-        _check_type("trace_dir", self.trace_dir, str, "a folder")
-        check_switches({key: getattr(self, key) for key in SWITCHES})
+        trace_folder(self.trace_dir)
+        check_switches(vars(self))
         self._check_windows(self.policy)
 
     @property
@@ -258,8 +259,7 @@ class KVPolicyConfig:
         """Return the plain form: JSON-able, and `from_dict` makes an equal object."""
         values: dict[str, Any] = {"policy": self.policy}
         values |= {key.key: getattr(self, key.field) for key in INTEGER_KEYS}
-        values["policy_config"] = dict(self.options)
-        values["allow"] = list(self.allow)
+        values |= {"policy_config": dict(self.options), "allow": list(self.allow)}
         values["protect_prompt"] = self.protect_prompt
         values["trace_dir"] = self.trace_dir
         return values | {key: getattr(self, key) for key in SWITCHES}

@@ -4,6 +4,7 @@ Flags, checks, per-request keys and docs iterate these; `llm.LLM` lists its keyw
 hand.
 """
 
+import os
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -127,16 +128,30 @@ SERVER_OPTIONS = {
 
 
 def check_switches(values: Mapping[str, Any]) -> None:
-    """Check the values of SWITCHES.
+    """Check the values of SWITCHES among others.
 
     Raises:
         ValueError: one is neither true nor false, or needs another one.
     """
-    for key, value in values.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"{key}: got {value!r}, expected true or false")
+    for key in SWITCHES:
+        if not isinstance(values[key], bool):
+            raise ValueError(f"{key}: got {values[key]!r}, expected true or false")
     if values["live_text"] and not values["live"]:
         raise ValueError("live_text: got true, expected live to be true as well")
+
+
+def trace_folder(value: Any) -> str | None:
+    """Return the folder of a trace, with the user's own in place of a leading ~.
+
+    Raises:
+        ValueError: `value` is neither None nor the name of a folder.
+    """
+    folder = os.path.expanduser(value) if isinstance(value, str) else ""
+    if value is not None and (not folder or "\0" in folder or folder[0] == "~"):
+        raise ValueError(
+            f"trace_dir: got {shown(value)}, expected the name of a folder"
+        )
+    return folder or None
 
 
 # Keys of `extra_args` that begin like ours and belong to vLLM.
@@ -166,11 +181,11 @@ def with_server_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """Move what `policy_config` says about the server itself to keys of its own.
 
     Raises:
-        ValueError: a key is given in both places.
+        ValueError: a key is given in both places, or the trace has no folder.
     """
     options = values.get("policy_config")
     if not isinstance(options, Mapping):
-        return dict(values)
+        return _with_trace_folder(values)
     moved = dict(values)
     for option, key in SERVER_OPTIONS.items():
         if options.get(option) is None:
@@ -183,4 +198,10 @@ def with_server_options(values: Mapping[str, Any]) -> dict[str, Any]:
     moved["policy_config"] = {
         key: value for key, value in options.items() if key not in SERVER_OPTIONS
     }
-    return moved
+    return _with_trace_folder(moved)
+
+
+def _with_trace_folder(values: Mapping[str, Any]) -> dict[str, Any]:
+    if "trace_dir" not in values:
+        return dict(values)
+    return {**values, "trace_dir": trace_folder(values["trace_dir"])}

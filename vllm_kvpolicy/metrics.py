@@ -5,9 +5,9 @@ are scraped. Each field has one writer and is one aligned 8-byte float, so value
 no lock.
 """
 
+import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,14 +19,34 @@ from vllm_kvpolicy.live.files import COUNTERS, SharedFile, engines_here, file_pa
 from vllm_kvpolicy.live.observing import only_observes
 from vllm_kvpolicy.protocol import CompactEvent
 
+logger = logging.getLogger("vllm.kv_policy")  # without importing vLLM
+
+# What only observes, as `kvpolicy_observers_off` calls it.
+TRACE, LIVE, COUNTER_FILE = "trace", "live", "counters"
+
 
 @dataclass(frozen=True)
 class Series:
-    """One Prometheus series: `kvpolicy_<name>`."""
+    """One Prometheus series: `kvpolicy_<name>`.
+
+    Args:
+        name: without the prefix.
+        kind: "counter" or "gauge".
+        help: what it counts.
+        observers: values of its label `observer`; empty where it has no such label.
+    """
 
     name: str
     kind: str
     help: str
+    observers: tuple[str, ...] = ()
+
+    @property
+    def fields(self) -> dict[str, tuple[str, ...]]:
+        """Its values in a counter file, by name, each with the label's value if any."""
+        labelled: dict[str, tuple[str, ...]]
+        labelled = {f"{self.name}_{each}": (each,) for each in self.observers}
+        return labelled or {self.name: ()}
 
 
 SERIES = (
@@ -87,10 +107,17 @@ SERIES = (
         "counter",
         "Preemptions while a request without a bound ran.",
     ),
+    Series(
+        "observers_off",
+        "gauge",
+        "1 where something that only observes has failed and tells no more.",
+        (TRACE, LIVE, COUNTER_FILE),
+    ),
 )
-INDEX = {series.name: index for index, series in enumerate(SERIES)}
+FIELDS = tuple(name for series in SERIES for name in series.fields)
+INDEX = {name: index for index, name in enumerate(FIELDS)}
 _VALUE = Struct("d")
-SIZE_BYTES = _VALUE.size * len(SERIES)
+SIZE_BYTES = _VALUE.size * len(FIELDS)
 GAUGE_PERIOD_SECONDS = 0.25
 
 
@@ -104,7 +131,9 @@ def counter_path(engine: str) -> Path:
 
 
 class CounterFile:
-    """A shared array of float64, one per series, each of which one object writes.
+    """A shared array of float64, one per field, each of which one object writes.
+
+    What tells that an observer is off is written by whoever sees it: always a 1.
 
     Args:
         engine: the engine's name, see `own_engine`.
@@ -132,10 +161,9 @@ class CounterFile:
             self._file.write(place * _VALUE.size, _VALUE.pack(value))
 
     def read(self) -> dict[str, float]:
-        """Return every series by name."""
+        """Return every field by name."""
         values = _VALUE.iter_unpack(self._file.read(0, SIZE_BYTES))
-        names = [series.name for series in SERIES]
-        return {name: value for name, (value,) in zip(names, values, strict=True)}
+        return {name: value for name, (value,) in zip(FIELDS, values, strict=True)}
 
     def remove(self) -> None:
         """Delete the file; who has it open keeps reading the old values."""
@@ -189,6 +217,10 @@ class EngineCounters:
         self.file.add("requests", 1)
         self.file.add("peak_blocks", peak_blocks)
 
+    def note_off(self, observer: str) -> None:
+        """Tell that an observer of the scheduler has failed."""
+        self.file.set(f"observers_off_{observer}", 1)
+
     def ratio_due(self) -> bool:
         """Return whether the keep ratio, which needs a walk over requests, is old."""
         now = time.monotonic()
@@ -230,6 +262,11 @@ class WorkerCounters:
         return CounterFile(self.engine, create=False)
 
     @only_observes
+    def note_off(self, observer: str) -> None:
+        """Tell that an observer of this rank has failed."""
+        self.file.set(f"observers_off_{observer}", 1)
+
+    @only_observes
     def add_events(self, count: int, seconds: float) -> None:
         """Count a step's events.
 
@@ -266,49 +303,62 @@ class WorkerCounters:
 class Collector:
     """Prometheus collector over the counter files of a server's engines on this host.
 
-    Registered with the registry that serves `/metrics`. Yields nothing of an engine
-    that has not made its file.
+    Registered with the registry that serves `/metrics`. Of an engine whose file cannot
+    be read, there is only that it cannot: engines make theirs before a server answers.
 
     Args:
         engines: names by index, see `engines_here`.
         model_name: label beside the engine's index, as on vLLM's own series.
+        missed: names of engines whose loss has been logged; grows.
     """
 
-    def __init__(self, engines: Mapping[int, str], model_name: str) -> None:
+    def __init__(
+        self, engines: Mapping[int, str], model_name: str, missed: set[str]
+    ) -> None:
         self.engines = engines
         self.model_name = model_name
+        self.missed = missed
 
     def collect(self) -> Iterator[Any]:
         """Yield one metric family per series, as prometheus_client expects."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         families = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
-        found = self._read()
-        for series in SERIES if found else ():
+        found = {index: self._read(name) for index, name in self.engines.items()}
+        for series in SERIES:
+            names = ("model_name", "engine", *("observer",) * bool(series.observers))
             family = families[series.kind](
-                f"kvpolicy_{series.name}", series.help, labels=("model_name", "engine")
+                f"kvpolicy_{series.name}", series.help, labels=names
             )
             for index, values in found.items():
-                labels = (self.model_name, str(index))
-                family.add_metric(labels, values[series.name])
-            yield family
+                own = (self.model_name, str(index))
+                for field, observer in series.fields.items():
+                    if field in values:
+                        family.add_metric((*own, *observer), values[field])
+            if family.samples:
+                yield family
 
-    def _read(self) -> dict[int, dict[str, float]]:
-        """Return what each engine has counted, by its index."""
-        found = {}
-        for index, name in self.engines.items():
-            # Not there yet, or still empty.
-            with suppress(FileNotFoundError, ValueError):
-                found[index] = CounterFile(name, create=False).read()
-        return found
+    def _read(self, name: str) -> dict[str, float]:
+        """Return what an engine has counted; where its file is gone, say so once."""
+        try:
+            return CounterFile(name, create=False).read()
+        except (OSError, ValueError):
+            if name not in self.missed:
+                logger.warning(
+                    "cannot read %s; serving goes on without its series at /metrics",
+                    counter_path(name),
+                )
+            self.missed.add(name)
+            return {f"observers_off_{COUNTER_FILE}": 1.0}
 
 
-def exposition(registry: Any, vllm_config: Any | None) -> bytes:
+def exposition(registry: Any, vllm_config: Any | None, missed: set[str]) -> bytes:
     """Return a page of metrics in Prometheus's text format.
 
     Args:
         registry: vLLM's CollectorRegistry.
         vllm_config: of the server whose engines' counters are added; None for none.
+        missed: see `Collector`.
     """
     from prometheus_client import CollectorRegistry, generate_latest
 
@@ -317,6 +367,6 @@ def exposition(registry: Any, vllm_config: Any | None) -> bytes:
         counters = CollectorRegistry()
         name = vllm_config.model_config.served_model_name
         name = name[0] if isinstance(name, list) else name
-        counters.register(Collector(engines_here(vllm_config), str(name)))
+        counters.register(Collector(engines_here(vllm_config), str(name), missed))
         text += generate_latest(counters)
     return text

@@ -34,6 +34,7 @@ from benchmarks.printing import log
 from benchmarks.serving import PACKAGED_MODEL
 from benchmarks.workload import group_size
 from vllm_kvpolicy.policies.catalogue.names import parse, parts
+from vllm_kvpolicy.trace.outputs import new_file, new_folder
 
 DEFAULT_TASKS = ["recall:60", "copy:40", "hot:40", "sub:30"]
 NOT_IN_GRIDS = {"grid", "shard", "dry_run", "out", "logs", "url", "data", "trace"}
@@ -104,8 +105,8 @@ def parser() -> argparse.ArgumentParser:
     add("--timeout", type=float, default=600.0, help="seconds for one try")
     add("--tries", type=int, default=5, help="tries of one request")
     add("--math-verify", action="store_true", help="judge LaTeX with math-verify, too")
-    add("--out", type=Path, default=Path("accuracy.jsonl"))
-    add("--logs", type=Path, help="folder for the servers' logs")
+    add("--out", type=new_file, default=Path("accuracy.jsonl"))
+    add("--logs", type=new_folder, help="folder for the servers' logs")
     add("--trace", type=Path, help="folder in which servers record what events keep")
     return made
 

@@ -34,6 +34,7 @@ from benchmarks.gpu.models import SHAPES  # noqa: E402
 from benchmarks.gpu.plan import TINY, Options, Part  # noqa: E402
 from benchmarks.gpu.record import ROOT, Record  # noqa: E402
 from benchmarks.printing import table  # noqa: E402
+from vllm_kvpolicy.trace.outputs import new_folder
 
 PARTS: dict[str, Part] = {
     **serving_parts.PARTS,
@@ -59,7 +60,9 @@ def parse_args(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("parts", nargs="+", choices=PARTS, metavar="PART")
     parser.add_argument("--model", default="llama-3.1-8b", choices=SHAPES)
-    parser.add_argument("--out", type=Path, default=OUT, help="folder of the results")
+    parser.add_argument(
+        "--out", type=new_folder, default=OUT, help="folder of the results"
+    )
     parser.add_argument(
         "--seconds",
         type=float,

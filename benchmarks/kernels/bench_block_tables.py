@@ -29,7 +29,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +36,7 @@ import torch
 
 from benchmarks import provenance
 from vllm_kvpolicy.protocol import CompactEvent
+from vllm_kvpolicy.trace.outputs import new_file
 from vllm_kvpolicy.worker.batch import Batch
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
@@ -364,7 +364,9 @@ def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, help="also write the figures to this file")
+    parser.add_argument(
+        "--out", type=new_file, help="also write the figures to this file"
+    )
     return parser.parse_args(arguments)
 
 

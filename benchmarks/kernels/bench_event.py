@@ -35,6 +35,8 @@ from typing import Any
 
 import torch
 
+from vllm_kvpolicy.trace.outputs import new_file
+
 MODULE = "benchmarks.kernels.bench_event"
 HERE = Path(__file__).resolve()
 LAYERS, HEADS, GROUP, SIZE, PAGE = 30, 3, 3, 64, 32
@@ -51,7 +53,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--before", type=Path, help="checkout of an earlier commit")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=new_file)
     parser.add_argument("--play", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 

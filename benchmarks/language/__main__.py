@@ -29,6 +29,7 @@ from benchmarks.language.texts import encoder_of, read_texts
 from benchmarks.pinned import PinnedError
 from benchmarks.printing import table
 from vllm_kvpolicy.policies.catalogue.names import parse
+from vllm_kvpolicy.trace.outputs import new_file
 
 NOT_IN_GRIDS = {"grid", "out", "record", "dry_run", "quick", "model", "trace"}
 QUICK: dict[str, Any] = {
@@ -63,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="7 policies and 6 short texts, 10 minutes")
     add("--dry-run", action="store_true", help="say what is missing and end")
     add("--record", nargs="+", type=Path, metavar="FILE", help="make a record of these")
-    add("--out", type=Path, default=Path("runs/language.jsonl"))
+    add("--out", type=new_file, default=Path("runs/language.jsonl"))
     add("--model", type=Path, help="folder; default: SmolLM2 135M in the user's cache")
     add("--dtype", default="bfloat16", help="of weights, keys and values")
     add("--parts", nargs="+", choices=PARTS, default=["losses"])

@@ -31,6 +31,7 @@ from benchmarks.peer.catalogue import FULL, PRESSES, SORTED, rows_of
 from benchmarks.peer.process import PeerError, Worker
 from benchmarks.peer.prompts import Prompts
 from benchmarks.printing import log
+from vllm_kvpolicy.trace.outputs import new_file, new_folder
 
 GRID = provenance.ROOT / "benchmarks" / "grids" / "standard.yaml"
 DEFAULTS = ["--grid", str(GRID), "--n", "6", "--budgets", "192", "--variants", "{}"]
@@ -74,8 +75,10 @@ def parse_args(
     texts.add_argument("--python", type=Path, default=environment.PYTHON)
     texts.add_argument("--threads", type=int, default=1, help="threads of the peer")
     for command, name in ((ask, "record"), (own, "record"), (texts, "losses")):
-        command.add_argument("--folder", type=Path, default=Path("runs/peer"))
-        command.add_argument("--record", type=Path, help=f"default: FOLDER/{name}.json")
+        command.add_argument("--folder", type=new_folder, default=Path("runs/peer"))
+        command.add_argument(
+            "--record", type=new_file, help=f"default: FOLDER/{name}.json"
+        )
         command.set_defaults(record_name=f"{name}.json")
     args, rest = made.parse_known_args(argv)
     if args.command == "setup":

@@ -30,6 +30,7 @@ from benchmarks.report import (
     trace_figures,
     traces,
 )
+from vllm_kvpolicy.trace.outputs import new_file, new_folder
 
 RESULTS = provenance.ROOT / "benchmarks" / "results"
 
@@ -51,10 +52,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "folder", type=Path, help="folder that workers recorded in one run"
     )
     for command in (merge, trace):
-        command.add_argument("--out", type=Path, required=True, help="JSON to write")
+        command.add_argument(
+            "--out", type=new_file, required=True, help="JSON to write"
+        )
     draw = commands.add_parser("draw", help="draw figures as PNGs")
     draw.add_argument("files", type=Path, nargs="+", help="written by merge or trace")
-    draw.add_argument("--output", type=Path, required=True, help="folder for the PNGs")
+    draw.add_argument(
+        "--output", type=new_folder, required=True, help="folder for the PNGs"
+    )
     draw.add_argument(
         "--about",
         default="",

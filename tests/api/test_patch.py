@@ -477,7 +477,14 @@ def test_metrics_have_the_series_of_their_own_engine(
             scheduler_config=SimpleNamespace(scheduler_cls=scheduler),
         )
         patch._with_counters(lambda app: None)(app)
-        return TestClient(app).get("/metrics").text
+        whole, *others = (
+            TestClient(app).get(path).text
+            for path in ("/metrics", "/metrics/", "/metricsx")  # all that vLLM answers
+        )
+        ours = [line for line in whole.splitlines() if "kvpolicy" in line]
+        for other in others:
+            assert [line for line in other.splitlines() if "kvpolicy" in line] == ours
+        return whole
 
     assert metrics.PrometheusResponse.media_type.startswith("text/plain")
     names = ("first", "second")

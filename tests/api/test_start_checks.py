@@ -186,3 +186,13 @@ def test_a_model_without_rope_parameters_is_another_model(policy_config, gates):
             check_files(with_gates(gates()), policy_config)
     finally:
         text.rope_parameters = given
+
+
+@pytest.mark.parametrize("name", [5, "", "../../etc/x", "A" * 32, "0" * 31])
+def test_names_of_engines_are_made_by_servers_alone(tiny_model, capsys, name):
+    additional = {"kv_policy": BASE, "kv_policy_engine": name}
+    with pytest.raises(SystemExit) as stopped:
+        engine_args(tiny_model, additional_config=additional).create_engine_config()
+    assert stopped.value.code == 2
+    said = f"error: additional_config: got kv_policy_engine {name!r}, expected it to be"
+    assert capsys.readouterr().err.startswith(said)

@@ -131,7 +131,10 @@ def test_the_command_writes_what_it_made(
         ({"--tokens": "701"}, "has 700 tokens, expected 701 or more"),
         ({"--tokens": "0"}, "tokens: got 0, expected an integer >= 1"),
         ({"--text": "nowhere"}, "text: cannot read 'nowhere'"),
-        ({"--output": "nowhere/file"}, "output: 'nowhere' is not a folder"),
+        (
+            {"--output": "nowhere/file"},
+            "'nowhere/file', but 'nowhere' is not a folder",
+        ),
     ],
 )
 def test_the_command_refuses_before_it_loads_the_model(

@@ -136,3 +136,32 @@ def test_capacity_uses_the_compressed_footprint(engine: Engine) -> None:
     )
     assert worst <= bound < pages(longest)
     assert concurrency == pytest.approx((engine.num_usable + 1) / bound)
+
+
+ALLOWED = {"policy": "ams-tova", "budget": 256, "interval": 64} | {
+    "allow": ["rkv", "adakv-snapkv", "quest"]
+}
+
+
+def start(model: Path, mib: float) -> None:
+    """Start and stop an engine with so much memory for its KV cache."""
+    given = {"kv_cache_memory_bytes": int(mib * 2**20), "num_gpu_blocks_override": None}
+    Engine(model, ALLOWED, max_num_seqs=128, **given).close()
+
+
+def test_a_pool_too_small_says_what_takes_the_memory_and_what_is_enough(
+    tiny_model: Path,
+) -> None:
+    """vLLM's own error would say 0.01 GiB, which is larger than 0.01 GiB."""
+    with pytest.raises(ValueError) as refused:
+        start(tiny_model, 2)
+    text = str(refused.value)
+    assert text.startswith("KV cache memory: of 2.0 MiB, --kv-policy takes ")
+    assert "page lists of heads" in text and " for adakv-snapkv, quest; " in text
+    assert "values of kept tokens" in text and " for ams-tova" in text
+    assert "take policies out of `allow`" in text and "\n" not in text
+    enough = float(text.partition("give at least ")[2].partition(" MiB")[0])
+    superblock = float(text.partition("superblocks of ")[2].partition(" MiB")[0])
+    start(tiny_model, enough)
+    with pytest.raises(ValueError, match="^KV cache memory: "):
+        start(tiny_model, enough - superblock - 0.1)

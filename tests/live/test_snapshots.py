@@ -54,7 +54,7 @@ def scheduler_of(computed, waiting=0):
 def told(tmp_path, monkeypatch):
     """A scheduler's half, and its ring as a listener sees it."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    own = Snapshots("one", with_text=True)
+    own = Snapshots("one", True, lambda: None)
     return own, Ring(SCHEDULER.format("one"), create=False)
 
 

@@ -1,6 +1,7 @@
 """A real `vllm serve` with a policy: chat, metrics, knobs of one request, hang-ups."""
 
 import asyncio
+import json
 import random
 import re
 import time
@@ -41,7 +42,11 @@ def server(request, tiny_model, tmp_path_factory):
 
 def complete(url, **fields):
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 8, "temperature": 0}
-    return httpx.post(f"{url}/v1/completions", json=body | fields, timeout=120)
+    content = json.dumps(body | fields)  # in ASCII, also half characters
+    head = {"Content-Type": "application/json"}
+    return httpx.post(
+        f"{url}/v1/completions", content=content, headers=head, timeout=120
+    )
 
 
 def metric(url, name):
@@ -98,6 +103,10 @@ def test_dashboard_and_alerts_read_series_that_are_there(server):
         ({"kv_policy": "tova"}, ["'none'", "'ams-tova'", "'chunk-keydiff'"]),
         ({"kv_policy": ["streaming"]}, ["kv_policy: got ['streaming']"]),
         ({"kv_bugdet": 64}, ["'kv_bugdet'", "kv_budget"]),
+        ({"kv_\ud800": 64}, ["'kv_\\ud800'", "kv_budget"]),
+        ({"kv_policy": "\ud800"}, ["kv_policy: got '\\ud800'", "'none'"]),
+        ({"kv_sinks": "\ud800"}, ["kv_sinks: got '\\ud800'", "integer"]),
+        ({"kv_policy_engine": "../x"}, ["'kv_policy_engine'", "kv_budget"]),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

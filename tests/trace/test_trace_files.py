@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 import numpy as np
 import pytest
 
-from support.made_traces import make_event, write_trace
+from support.made_traces import make_event, rows, write_trace
 from vllm_kvpolicy.trace import files
 from vllm_kvpolicy.trace.files import (
     EventRecord,
@@ -111,13 +111,14 @@ def test_files_of_other_releases_are_refused(tmp_path):
         list(read_trace(tmp_path))
 
 
-def of_rank(first_head: int, width: int, **changes) -> EventRecord:
+def of_rank(width: int, **changes) -> EventRecord:
     """Return the event of a rank with one head of one layer."""
-    held = np.arange(width)[None, None] + first_head
+    held = np.arange(20 - width, 20)[None, None].astype(np.int32)
     return make_event(
         held=held,
         selected=held[..., :2],
         survivors=held[..., :1],
+        position=20,
         notes={"mass": held.astype(np.float32)},
         **changes,
     )
@@ -127,17 +128,17 @@ def test_ranks_are_read_as_one(tmp_path):
     name = run_name()
     for rank, moved in ((0, 0.25), (1, 0.75)):
         folder = new_run(tmp_path, f"{name}/rank-{rank}-of-2")
-        write_trace(folder, [of_rank(10 * rank, 3 + rank, moved=moved)])
+        write_trace(folder, [of_rank(3 + rank, moved=moved)])
     (event,) = read_trace(tmp_path)
     assert run_in(tmp_path) == tmp_path / name
-    assert event.held.tolist() == [[[0, 1, 2, -1], [10, 11, 12, 13]]]
-    assert event.selected.tolist() == [[[0, 1], [10, 11]]]
-    assert event.survivors.tolist() == [[[0], [10]]]
-    assert event.notes["mass"].tolist() == [[[0, 1, 2, 0], [10, 11, 12, 13]]]
+    assert event.held.tolist() == [[[17, 18, 19, -1], [16, 17, 18, 19]]]
+    assert event.selected.tolist() == [[[17, 18], [16, 17]]]
+    assert event.survivors.tolist() == [[[17], [16]]]
+    assert event.notes["mass"].tolist() == [[[17, 18, 19, 0], [16, 17, 18, 19]]]
     assert event.moved == 0.5 and event.ranks == 2
     # One rank by itself.
     (half,) = read_trace(tmp_path / name / "rank-1-of-2")
-    assert half.held.tolist() == [[[10, 11, 12, 13]]]
+    assert half.held.tolist() == [[[16, 17, 18, 19]]]
 
 
 def test_events_that_one_rank_has_not_recorded_are_left_out(tmp_path):
@@ -150,7 +151,8 @@ def test_events_that_one_rank_has_not_recorded_are_left_out(tmp_path):
 def test_ranks_that_part_are_refused(tmp_path):
     for rank in range(2):
         folder = new_run(tmp_path, f"run/rank-{rank}-of-2")
-        write_trace(folder, [make_event(position=100 + rank)])
+        held = rows(range(100 + rank))
+        write_trace(folder, [make_event(position=100 + rank, held=held)])
     with pytest.raises(ValueError, match="different events under one number: r0 at"):
         list(read_trace(tmp_path))
 

@@ -230,6 +230,21 @@ def test_a_run_of_other_settings_is_refused(
         train(qwen3, iter(rows(1)), replace(QUICK, steps=1, **{name: value}), state)
 
 
+@pytest.mark.parametrize("content", [b"", b"none", "cut", {}, {"settings": {}}])
+def test_a_damaged_state_is_refused(
+    qwen3: Base, tmp_path: Path, content: object
+) -> None:
+    state = tmp_path / "state"
+    train(qwen3, iter(rows(1)), replace(QUICK, steps=1), state)
+    if isinstance(content, dict):
+        torch.save(content, state)
+    else:
+        whole = state.read_bytes()
+        state.write_bytes(content if isinstance(content, bytes) else whole[:-100])
+    with pytest.raises(ValueError, match=f"^{state}: got content that cannot be read"):
+        train(qwen3, iter(rows(1)), replace(QUICK, steps=1), state)
+
+
 def test_a_run_of_another_model_is_refused(
     qwen3: Base, llama: Base, tmp_path: Path
 ) -> None:

@@ -51,7 +51,7 @@ def placement_of(kept: list[list[int]]) -> Placement:
 def told(tmp_path, monkeypatch):
     """A worker, and its ring as a listener sees it."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    worker = LiveEvents("one", 0, 1, BLOCK, (1, 2), with_text=True)
+    worker = LiveEvents("one", 0, 1, BLOCK, (1, 2), True, lambda: None)
     return worker, Ring(RANK.format("one", 0), create=False)
 
 

@@ -56,7 +56,7 @@ def record(tracer: Tracer, event: CompactEvent, survivors: list[list[int]]) -> N
 
 def two_events(folder: Path, max_bytes: int = 2**30) -> list[EventRecord]:
     """Return the records of two events of two requests."""
-    tracer = Tracer(str(folder), BLOCK, max_bytes)
+    tracer = Tracer(str(folder), BLOCK, lambda: None, max_bytes)
     record(tracer, FIRST, [[0, 1], [2, 5]])
     second = replace(
         FIRST,
@@ -106,7 +106,7 @@ def test_notes_are_kept_small(tmp_path):
 
 
 def test_two_servers_of_one_trace_do_not_mix(tmp_path):
-    one, other = (Tracer(str(tmp_path), BLOCK) for _ in range(2))
+    one, other = (Tracer(str(tmp_path), BLOCK, lambda: None) for _ in range(2))
     record(one, FIRST, [[0, 1], [2, 5]])
     record(other, FIRST, [[1, 4], [0, 5]])
     firsts = [next(read_trace(tracer.directory)) for tracer in (one, other)]
@@ -135,7 +135,8 @@ def test_a_full_trace_ends_and_says_so_once(tmp_path, policy_log):
 
 
 def test_a_trace_that_cannot_be_written_ends_and_serving_goes_on(tmp_path, policy_log):
-    tracer = Tracer(str(tmp_path), BLOCK)
+    told: list[str] = []
+    tracer = Tracer(str(tmp_path), BLOCK, lambda: told.append("off"))
     record(tracer, FIRST, [[0, 1], [2, 5]])
     for path in tracer.directory.iterdir():
         path.unlink()
@@ -143,4 +144,4 @@ def test_a_trace_that_cannot_be_written_ends_and_serving_goes_on(tmp_path, polic
     for _ in range(2):
         record(tracer, FIRST, [[0, 1], [2, 5]])
     said = [text for text in policy_log.messages if "cannot write" in text]
-    assert len(said) == 1 and "No such file" in said[0]
+    assert len(said) == 1 and "No such file" in said[0] and told == ["off"]

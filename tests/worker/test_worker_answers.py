@@ -14,6 +14,7 @@ from vllm.v1.outputs import (
 
 from vllm_kvpolicy.protocol import UsedBlocks
 from vllm_kvpolicy.worker.base import KVPolicyWorkerMixin
+from vllm_kvpolicy.worker.side_memory import MIB, Share, mib, too_small
 from vllm_kvpolicy.worker.side_tables import SideTables
 
 ANSWERS = (UsedBlocks("a", 3, 2), UsedBlocks("b", 4, 1))
@@ -65,7 +66,9 @@ class Worker(KVPolicyWorkerMixin, Stock):
 
     def __init__(self, device: str = "cpu", explicit: int | None = None) -> None:
         self.answers: Any = self.read
-        self.kv_policy_setup = SimpleNamespace(early_bytes=EARLY, side_tables=TABLES)
+        self.kv_policy_setup = SimpleNamespace(
+            early_bytes=EARLY, side_tables=TABLES, shares=self.shares
+        )
         self.kv_policy_runtime = SimpleNamespace(
             answers=SimpleNamespace(take=self.take)
         )
@@ -73,6 +76,10 @@ class Worker(KVPolicyWorkerMixin, Stock):
         self.cache_config = SimpleNamespace(
             kv_cache_memory_bytes=explicit, num_gpu_blocks_override=None
         )
+
+    def shares(self, num_blocks: int, is_early_ours: bool) -> list[Share]:
+        assert is_early_ours
+        return [Share("values", TABLES.nbytes(num_blocks), ("tova", "adakv-tova"))]
 
     def take(self) -> Any:
         answers, self.answers = self.answers, None
@@ -133,27 +140,49 @@ def test_the_pool_leaves_room_for_all_tables(
     assert got + early + TABLES.nbytes(num_blocks) <= 10**6
 
 
-ENOUGH = EARLY + TABLES.nbytes(NEEDED) + NEEDED * LAYERS * PAGE
+ENOUGH = EARLY + TABLES.nbytes(NEEDED + 1) + (NEEDED + 1) * LAYERS * PAGE
+FITS = {EARLY + TABLES.nbytes(n) + n * LAYERS * PAGE: n for n in range(1, NEEDED + 1)}
 
 
-@pytest.mark.parametrize("available", [0, EARLY - 10, EARLY + 5, ENOUGH - 1])
+@pytest.mark.parametrize("available", [0, EARLY - 10, EARLY + 5, *FITS, ENOUGH - 1])
 def test_too_little_memory_is_refused_with_what_takes_it(available: int) -> None:
+    """Also where as much fits as a request needs: vLLM keeps one superblock back."""
     worker = Worker()
     worker.available = available
     with pytest.raises(ValueError) as caught:
         worker.determine_available_memory()
     text = str(caught.value)
-    num_blocks = NEEDED - 1 if available == ENOUGH - 1 else 0
-    assert f"got {available} bytes for {num_blocks} superblocks" in text
-    assert f"of {LAYERS * PAGE} bytes" in text
-    assert f"{EARLY + TABLES.nbytes(num_blocks)} bytes of tables" in text
-    assert f"at least {NEEDED} superblocks" in text and "--max-num-seqs" in text
+    num_blocks = max((n for size, n in FITS.items() if size <= available), default=0)
+    assert f"of {mib(available)}, --kv-policy takes" in text
+    assert f"hold {num_blocks} superblocks of {mib(LAYERS * PAGE)}" in text
+    assert f"(values {mib(TABLES.nbytes(num_blocks))} for tova, adakv-tova)" in text
+    assert f"expected at least {NEEDED + 1}: {NEEDED} that one request" in text
+    assert "\n" not in text and "`allow`" in text and "--max-num-seqs" in text
     worker.available = ENOUGH
-    assert worker.determine_available_memory() == NEEDED * LAYERS * PAGE
+    assert worker.determine_available_memory() == (NEEDED + 1) * LAYERS * PAGE
 
 
 def test_a_number_of_superblocks_that_the_user_gives_is_left_to_vllm() -> None:
     worker = Worker()
     worker.cache_config.num_gpu_blocks_override = 7
     worker.available = ENOUGH - 1
-    assert worker.determine_available_memory() == (NEEDED - 1) * LAYERS * PAGE
+    assert worker.determine_available_memory() == NEEDED * LAYERS * PAGE
+
+
+def test_the_largest_parts_come_first_and_small_ones_are_left_out() -> None:
+    """As much as is advised is enough, in MiB."""
+    shares = [
+        Share("places of queries", 1000, ("tova", "rkv")),
+        Share("values of kept tokens", 3 * MIB, ("rkv",)),
+        Share("page lists of heads", 21 * MIB, ("adakv-snapkv",)),
+    ]
+    text = too_small(32 * MIB, (7, 35), MIB, shares, 60 * MIB)
+    assert text.startswith(
+        "KV cache memory: of 32.0 MiB, --kv-policy takes 24.0 MiB for tables (page "
+        "lists of heads 21.0 MiB for adakv-snapkv; values of kept tokens 3.0 MiB for "
+        "rkv), and the other 8.0 MiB hold 7 superblocks of 1.0 MiB, expected at least "
+        "36: 35 that one request of --max-model-len tokens may hold, and vLLM's null "
+        "block; give at least 60.0"
+    )
+    alone = too_small(32 * MIB, (7, 35), MIB, shares[1:2], 60 * MIB)
+    assert "`allow`" not in alone

@@ -164,18 +164,19 @@ def _with_counters(original: Callable) -> Callable:
 
         original(app)
         owner, _ = ATTACH_METRICS.resolve()
-        registry = owner.get_prometheus_registry()
+        registry, missed = owner.get_prometheus_registry(), set[str]()
 
         def metrics(request: Any) -> Any:
             vllm_config = getattr(request.app.state, "vllm_config", None)
             is_ours = vllm_config is not None and (
                 has_policy(vllm_config) or startup.is_counted(vllm_config)
             )
-            text = exposition(registry, vllm_config if is_ours else None)
+            text = exposition(registry, vllm_config if is_ours else None, missed)
             return owner.PrometheusResponse(text)
 
-        # Before vLLM's own route, which does not know the engine's counters.
-        app.routes.insert(0, Route("/metrics", metrics))
+        # Before vLLM's own route, which does not know the engine's counters; for all
+        # paths that it answers, such as /metrics/.
+        app.routes.insert(0, Route("/metrics{path:path}", metrics))
         live.attach(app)
 
     return attach_router

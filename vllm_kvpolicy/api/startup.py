@@ -4,6 +4,7 @@
 `finish` with the result. Nothing here assigns onto vLLM's classes or modules.
 """
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from vllm_kvpolicy.api.start_checks import (
     refuse_plain,
 )
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
+from vllm_kvpolicy.config_keys import shown
 from vllm_kvpolicy.config_values import ConfigValues
 from vllm_kvpolicy.kernels import preferences
 from vllm_kvpolicy.live.files import remove_stale_files_at_exit
@@ -32,6 +34,7 @@ logger = init_logger("vllm.kv_policy")
 # Key in additional_config, next to CONFIG_KEY, of the name under which all processes of
 # a server find its counters. Set only for engines that a command line starts.
 ENGINE_KEY = "kv_policy_engine"
+NAME = re.compile("[0-9a-f]{32}")
 
 
 @contextmanager
@@ -64,6 +67,7 @@ def read_command_line(engine_args: Any, args: Any) -> None:
     with errors(is_command=True):
         given = cli.given_values(vars(args))
         merged = cli.merge(engine_args.additional_config, given)
+        _check_name(merged)
     if isinstance(merged, dict) and CONFIG_KEY in merged:
         merged = {ENGINE_KEY: uuid4().hex, **merged}
         engine_args.additional_config = merged
@@ -94,6 +98,7 @@ def prepare(engine_args: Any) -> KVPolicyConfig | None:
     if values is None:
         return None
     with errors(_is_command(engine_args)):
+        _check_name(additional)
         config = KVPolicyConfig.from_dict(values)
         # Other refusals read a VllmConfig that only a known version is sure to have.
         _refuse(config, machine_refusals())
@@ -141,6 +146,19 @@ def is_counted(vllm_config: Any) -> bool:
     """Return whether an engine without a policy was asked to count what it holds."""
     scheduler = vllm_config.scheduler_config
     return scheduler.scheduler_cls in compat.COUNTING_CLASSES.values()
+
+
+def _check_name(additional: Any) -> None:
+    """Raise ValueError where a user has written the name of the engine's files.
+
+    The processes of a server hand a name on to each other that the first has made.
+    """
+    name = additional.get(ENGINE_KEY) if isinstance(additional, dict) else None
+    if name is not None and not (isinstance(name, str) and NAME.fullmatch(name)):
+        raise ValueError(
+            f"additional_config: got {ENGINE_KEY} {shown(name)}, expected it to be "
+            "left out, for the server makes this name itself"
+        )
 
 
 def _is_command(engine_args: Any) -> bool:

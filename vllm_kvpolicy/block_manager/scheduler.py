@@ -5,6 +5,7 @@ A VllmConfig with a policy names these classes in place of vLLM's.
 
 import secrets
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from vllm.logger import init_logger
@@ -24,6 +25,7 @@ from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.events import request_phase
 from vllm_kvpolicy.live.files import own_engine
 from vllm_kvpolicy.live.snapshots import NoSnapshots, Snapshots
+from vllm_kvpolicy.metrics import LIVE
 from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.sizes import (
     capacity_line,
@@ -69,7 +71,9 @@ class KVPolicySchedulerMixin(CountingMixin):
         self.kv_policy_snapshots = NoSnapshots()
         if self.kv_policy_config.live:
             self.kv_policy_snapshots = Snapshots(
-                own_engine(self.vllm_config), self.kv_policy_config.live_text
+                own_engine(self.vllm_config),
+                self.kv_policy_config.live_text,
+                partial(self.kv_policy_counters.note_off, LIVE),
             )
         self._may_mask = self.kv_policy_config.is_exact  # parsed once, not every step
         self._sees_all: set[str] = set()

@@ -35,6 +35,7 @@ from vllm_kvpolicy.calibrate.epikv_files import (
 )
 from vllm_kvpolicy.kernels.token_signals import hidden_change
 from vllm_kvpolicy.policies.model_parts import decoder_layers
+from vllm_kvpolicy.trace.outputs import new_file
 
 INSTRUCTION = (
     "Reason step by step, and put your final answer within \\boxed{}."  # system prompt
@@ -167,7 +168,7 @@ def add_commands(commands: Any) -> None:
     add = parser.add_argument
     add("--model", required=True, help="folder or name, as for vLLM")
     add("--problems", required=True, type=Path, help="JSONL to read")
-    add("--output", required=True, type=Path, help="JSONL to write")
+    add("--output", required=True, type=new_file, help="JSONL to write")
     add(
         "--max-tokens",
         type=int,

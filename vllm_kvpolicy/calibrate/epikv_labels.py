@@ -29,6 +29,7 @@ from vllm_kvpolicy.calibrate.epikv_files import (
     resume,
     same_answer,
 )
+from vllm_kvpolicy.trace.outputs import new_file
 
 PROMPT, ANSWER = 1, -1  # labels of tokens outside all windows
 FILLERS = ("eos", "pad", "random")
@@ -167,7 +168,7 @@ def add_commands(commands: Any) -> None:
     add = parser.add_argument
     add("--model", required=True, help="folder or name, as for vLLM")
     add("--traces", required=True, type=Path, help="JSONL to read")
-    add("--output", required=True, type=Path, help="JSONL to write")
+    add("--output", required=True, type=new_file, help="JSONL to write")
     add(
         "--window",
         type=int,

@@ -24,6 +24,7 @@ import torch
 
 from vllm_kvpolicy.calibrate.epikv_files import STEP_SIGNAL, Trace, read_lines
 from vllm_kvpolicy.kernels.rolling import rolling_mean
+from vllm_kvpolicy.trace.outputs import new_file
 
 COLUMNS = ("signal", "spearman_rho", "stable", "n_pairs")
 
@@ -207,7 +208,7 @@ def add_commands(commands: Any) -> None:
     add = parser.add_argument
     add("--traces", required=True, type=Path, help="JSONL from epikv-collect")
     add("--labels", required=True, type=Path, help="JSONL from epikv-labels")
-    add("--output", type=Path, help="CSV of all correlations to write")
+    add("--output", type=new_file, help="CSV of all correlations to write")
     add(
         "--window",
         type=int,

@@ -23,6 +23,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from vllm_kvpolicy.calibrate.query_statistics import STATISTICS, QueryStatistics
 from vllm_kvpolicy.policies.calibration import Calibration, save
+from vllm_kvpolicy.trace.outputs import new_file
 
 PASSAGE_TOKENS = 4096  # the text is cut into passages of at most this many tokens
 NUM_BLOCKS = PASSAGE_TOKENS // 16 + 2  # enough for a passage at any block size
@@ -195,7 +196,7 @@ def add_commands(commands: Any) -> None:
             default=32768,
             help="number of tokens to read (default: 32768)",
         )
-        add("--output", required=True, type=Path, help="file to write")
+        add("--output", required=True, type=new_file, help="file to write")
         add(
             "--gpu-memory-utilization",
             type=float,
@@ -217,8 +218,6 @@ def _run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
         tokens = read_tokens(given.model, given.text, given.tokens)
     except ValueError as error:
         parser.error(str(error))
-    if not given.output.parent.is_dir():
-        parser.error(f"output: {str(given.output.parent)!r} is not a folder")
     save(given.output, calibrate(given.command, given.model, tokens, **memory))
     key = json.dumps({f"{given.command}_calibration": str(given.output)})
     print(f"wrote {given.output}; serve with --kv-policy-config '{key}'")

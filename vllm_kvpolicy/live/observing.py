@@ -15,8 +15,8 @@ def only_observes(
 ) -> Callable[Concatenate[Observer, P], None]:
     """Return a method whose errors do not reach its caller.
 
-    The first one is logged; from then on the methods of that object that are wrapped
-    like this do nothing.
+    The first one is logged and told to the object's `on_off`, where it has one; from
+    then on the methods of that object that are wrapped like this do nothing.
     """
 
     @wraps(method)
@@ -29,5 +29,10 @@ def only_observes(
             self.is_off = True
             name = type(self).__name__
             logger.exception("%s is off from here on; serving goes on", name)
+            getattr(self, "on_off", _nobody)()
 
     return guarded
+
+
+def _nobody() -> None:
+    """Hear nothing."""

@@ -2,7 +2,7 @@
 
 import time
 from base64 import b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from struct import pack
 from typing import Any
@@ -41,9 +41,13 @@ class Snapshots(NoSnapshots):
     Args:
         engine: its name, see `files.own_engine`.
         with_text: token ids are told as well.
+        on_off: hears of it where this has failed and tells no more.
     """
 
-    def __init__(self, engine: str, with_text: bool) -> None:
+    def __init__(
+        self, engine: str, with_text: bool, on_off: Callable[[], None]
+    ) -> None:
+        self.on_off = on_off
         self.ring = Ring(SCHEDULER.format(engine), create=True)
         self.with_text = with_text
         self._next = self._next_walk = 0.0

@@ -1,1 +1,1 @@
-"""Reads, measures and draws traces of what events kept."""
+"""Reads, measures and draws traces of what events kept; checks paths of outputs."""

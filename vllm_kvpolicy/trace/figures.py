@@ -52,6 +52,8 @@ def new_figure(
 def _by_head(layer: int, heads: int, title: str) -> tuple["Figure", Any]:
     """Return a figure with a panel per KV head of a layer."""
     figure, panels = new_figure(heads, PANEL_HEIGHT * heads + 1.2)
+    # Clients choose their requests' names; a dollar sign would begin a formula.
+    title = title.replace("$", r"\$")
     figure.suptitle(f"{title}, layer {layer}")
     for head, panel in enumerate(panels):
         panel.set_title(f"KV head {head}", fontsize="small", loc="left")

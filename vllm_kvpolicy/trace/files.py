@@ -6,7 +6,6 @@ parallelism each rank has a folder in that, with its own heads; they are read as
 
 import re
 import tempfile
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
@@ -15,6 +14,8 @@ from typing import Any
 from uuid import uuid4
 
 import numpy as np
+
+from vllm_kvpolicy.trace.checks import problems
 
 NOTE = "note_"  # prefix of the notes' names within a file
 RANK = "rank-{}-of-{}"  # folder of a rank, and of how many that record
@@ -81,8 +82,10 @@ def read_event(path: Path) -> EventRecord:
     try:
         with np.load(path) as file:
             arrays = {name: file[name] for name in file.files}
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
-        raise ValueError(f"trace: cannot read {str(path)!r}: {error}") from None
+    # A damaged archive makes zipfile and numpy raise nearly anything.
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"trace: cannot read {str(path)!r}: {reason}") from None
     notes = {
         name.removeprefix(NOTE): arrays.pop(name)
         for name in list(arrays)
@@ -97,6 +100,12 @@ def read_event(path: Path) -> EventRecord:
     values: dict[str, Any] = {
         name: value if value.ndim else value.item() for name, value in arrays.items()
     }
+    wrong = list(problems(values, notes))
+    if wrong:
+        raise ValueError(
+            f"trace: {str(path)!r} is not an event file of this release: "
+            + "; ".join(wrong)
+        )
     return EventRecord(**values, notes=notes)
 
 
@@ -187,12 +196,35 @@ def read_trace(folder: Path) -> Iterator[EventRecord]:
         folder: see `run_in`.
 
     Raises:
-        ValueError: see `run_in`; a file is not an event; or a rank is missing.
+        ValueError: see `run_in`; a file is not an event, or not one of the same trace
+            as those before; or a rank is missing.
     """
-    ranks = _ranks_of(run_in(folder))
+    run = run_in(folder)
+    ranks = _ranks_of(run)
     recorded = [{path.name for path in rank.glob("*.npz")} for rank in ranks]
-    for name in sorted(set.intersection(*recorded)):
-        yield join_ranks([read_event(rank / name) for rank in ranks])
+    names = sorted(set.intersection(*recorded))
+    if not names:
+        raise ValueError(f"trace: {str(run)!r} has no event that all ranks recorded")
+    shapes: dict[str, tuple[int, ...]] = {}
+    latest: dict[str, EventRecord] = {}
+    for name in names:
+        event = join_ranks([read_event(rank / name) for rank in ranks])
+        before = latest.get(event.request_id, event)
+        shape = event.held.shape[:2]
+        is_next = before.ordinal + 1 == event.ordinal
+        if (
+            shapes.setdefault(event.policy, shape) != shape
+            or before.policy != event.policy
+            or (is_next and before.position > event.position)
+        ):
+            file = str(ranks[0] / name)
+            raise ValueError(
+                f"trace: the event in {file!r} does not go with those before it: its "
+                "policy has other layers or heads, or its request another policy or "
+                "a later position"
+            )
+        latest[event.request_id] = event
+        yield event
 
 
 def _ranks_of(run: Path) -> list[Path]:
@@ -202,7 +234,7 @@ def _ranks_of(run: Path) -> list[Path]:
     if not ranks:
         return [run]
     size = max(ranks.values())
-    if sorted(ranks) != list(range(size)):
+    if len(ranks) != size or max(ranks) >= size:
         raise ValueError(
             f"trace: {str(run)!r} has the heads of ranks {sorted(ranks)}, expected all "
             f"of {size}; every host has those of its own ranks, copy them together"
@@ -228,6 +260,11 @@ def join_ranks(records: Sequence[EventRecord]) -> EventRecord:
         )
     if len(records) == 1:
         return first
+    if any(_kinds(record) != _kinds(first) for record in records):
+        raise ValueError(
+            f"trace: ranks have recorded {first.request_id} at {first.position} with "
+            "different numbers of layers or heads, or different notes"
+        )
     notes = {name: [r.notes[name] for r in records] for name in first.notes}
     heads = [record.held.shape[1] for record in records]
     return replace(
@@ -239,6 +276,12 @@ def join_ranks(records: Sequence[EventRecord]) -> EventRecord:
         notes={name: _side_by_side(parts, 0) for name, parts in notes.items()},
         ranks=len(records),
     )
+
+
+def _kinds(record: EventRecord) -> tuple[Any, ...]:
+    """Return what the records of all ranks have in common."""
+    axes = {name: note.ndim for name, note in record.notes.items()}
+    return record.held.shape[:2], axes
 
 
 def _side_by_side(parts: Sequence[np.ndarray], fill: int) -> np.ndarray:

@@ -14,6 +14,7 @@ import numpy as np
 
 from vllm_kvpolicy.trace import figures
 from vllm_kvpolicy.trace.files import EventRecord, read_trace
+from vllm_kvpolicy.trace.outputs import new_folder
 from vllm_kvpolicy.trace.report import summarise, table
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def draw(
             title = f"Tokens kept, {where}"
             map_ = figures.retention_map(drawn.events, layer, title)
             yield f"{policy}-kept-layer{layer}", map_
-            if "segments" in last.notes:
+            if {"mass", "segments"} <= set(last.notes):
                 title = f"Segments over mass, {where}, event {last.ordinal}"
                 map_ = figures.segment_map(last, layer, title)
                 yield f"{policy}-segments-layer{layer}", map_
@@ -208,7 +209,11 @@ def add_command(commands: Any) -> None:
     )
     add = parser.add_argument
     add("trace", type=Path, help="trace folder that a server wrote")
-    add("--output", type=Path, help="folder for the figures (default: TRACE/plots)")
+    add(
+        "--output",
+        type=new_folder,
+        help="folder for the figures (default: TRACE/plots)",
+    )
     add("--request", help="request to draw (default: the longest of each policy)")
     add(
         "--layers",

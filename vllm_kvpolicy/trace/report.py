@@ -22,6 +22,7 @@ from vllm_kvpolicy.trace.measures import (
     superblocks,
     wiped_regions,
 )
+from vllm_kvpolicy.trace.outputs import new_file
 
 REGIONS = tuple(product((16, 32, 64), (0, 5)))  # tokens, most % kept if wiped out
 BINS = 20
@@ -219,7 +220,8 @@ def add_command(commands: Any) -> None:
         description="Print statistics of what the events of a trace kept, per policy.",
     )
     parser.add_argument("trace", type=Path, help="trace folder that a server wrote")
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    told = "also write the numbers to this file"
+    parser.add_argument("--json", type=new_file, help=told)
     parser.set_defaults(run=partial(_run, parser))
 
 

@@ -7,6 +7,7 @@ the seed, the step and the row alone, so a run may go on with other processes.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -161,7 +162,7 @@ class Run:
         path = self.state
         if not path.exists():
             return 0
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = _read(path)
         for name, value in asdict(self.settings).items():
             known = content["settings"].get(name)
             if known != value:
@@ -179,6 +180,24 @@ class Run:
             tensor.copy_(found)
         self.optimizer.load_state_dict(content["optimizer"])
         return content["step"]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return what a state file holds; it cannot run code.
+
+    Raises:
+        ValueError: it is damaged, or no state.
+    """
+    content: Any = None
+    with suppress(Exception):  # torch has no one error for what a broken file causes
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    keys = {"settings", "step", "weights", "optimizer"}
+    if not isinstance(content, dict) or not keys <= content.keys():
+        raise ValueError(
+            f"{path}: got content that cannot be read, expected the state of a "
+            "training; remove the file to start over"
+        )
+    return content
 
 
 def accelerator_for(rows_per_step: int) -> Accelerator:

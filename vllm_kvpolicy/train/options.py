@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from vllm_kvpolicy.trace.outputs import new_folder
+
 # That of https://github.com/EMCLab-Sinica/WG-KV/blob/a6943894/scripts/train.py.
 INSTRUCTION = "Please analyze and summarize the following text:"
 LEAST = {"sinks": 0, "seed": 0, "hold_steps": 0, "fade_steps": 0}  # others: 1
@@ -30,7 +32,8 @@ def check_integers(parser: argparse.ArgumentParser, given: argparse.Namespace) -
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the model and the output folder."""
     parser.add_argument("model", help="folder or name, as for transformers")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write to")
+    told = "folder to write to"
+    parser.add_argument("--output", type=new_folder, required=True, help=told)
 
 
 def add_rows(

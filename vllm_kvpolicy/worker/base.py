@@ -1,6 +1,6 @@
 """What a policy adds to vLLM's worker: six short overrides."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import fields
 from typing import Any
@@ -17,6 +17,7 @@ from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands, UsedBlocks
 from vllm_kvpolicy.sizes import max_blocks_per_request
 from vllm_kvpolicy.worker.setup import prepare
+from vllm_kvpolicy.worker.side_memory import too_small
 from vllm_kvpolicy.worker.tensor_parallel import check_hosts, ends_its_rank
 from vllm_kvpolicy.worker.traced_parts import traced_parts
 
@@ -64,7 +65,7 @@ class KVPolicyWorkerMixin:
         """Return the bytes for the KV cache, after the tables of policies.
 
         Raises:
-            ValueError: not even one request fits.
+            ValueError: not even one request fits, beside vLLM's null block.
         """
         is_explicit = self.cache_config.kv_cache_memory_bytes is not None
         available = super().determine_available_memory()
@@ -76,8 +77,14 @@ class KVPolicyWorkerMixin:
         beside = self.kv_policy_setup.side_tables
         num_blocks = beside.pool_blocks(available - early, superblock)
         tables = early + beside.nbytes(num_blocks)
-        if num_blocks < specs[0].max_blocks_per_request:
-            self._refuse_small_pool(specs, num_blocks, available, tables)
+        needed = specs[0].max_blocks_per_request
+        # vLLM takes a number of superblocks that the user gives in place of ours.
+        is_given = num_blocks and self.cache_config.num_gpu_blocks_override is not None
+        if num_blocks <= needed and not is_given:
+            enough = early + beside.nbytes(needed + 1) + (needed + 1) * superblock
+            shares = self.kv_policy_setup.shares(num_blocks, is_ours_to_count)
+            sizes = (num_blocks, needed), superblock
+            raise ValueError(too_small(available, *sizes, shares, enough))
         logger.info(
             "KV policy: tables and the values that policies store per kept token "
             "take %.1f MiB of %.1f MiB",
@@ -85,29 +92,6 @@ class KVPolicyWorkerMixin:
             available / 2**20,
         )
         return num_blocks * superblock
-
-    def _refuse_small_pool(
-        self,
-        specs: Sequence[KVPolicySpec],
-        num_blocks: int,
-        available: int,
-        tables: int,
-    ) -> None:
-        """Raise ValueError with what vLLM's own check, which comes later, cannot know.
-
-        vLLM takes a number of superblocks that the user gives in place of ours.
-        """
-        if num_blocks and self.cache_config.num_gpu_blocks_override is not None:
-            return
-        raise ValueError(
-            f"KV cache memory: got {available} bytes for {num_blocks} superblocks of "
-            f"{sum(spec.page_size_bytes for spec in specs)} bytes and {tables} bytes "
-            "of tables of --kv-policy, expected at least "
-            f"{specs[0].max_blocks_per_request} superblocks, which one request of "
-            "--max-model-len tokens may hold; give more memory, lower --kv-budget, "
-            "--kv-interval, prefill_interval or --max-model-len, or lower "
-            "--max-num-seqs for smaller tables"
-        )
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Make the KV cache, then build the runtime over it."""

@@ -5,6 +5,7 @@ Each rank of a tensor-parallel group has a ring for the events of its heads.
 
 import time
 from base64 import b64encode
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ class LiveEvents(NoEvents):
         block_size: N, tokens per page.
         shape: (L, H) of this rank.
         with_text: the share of each token is told as well.
+        on_off: hears of it where this has failed and tells no more.
     """
 
     def __init__(
@@ -49,7 +51,9 @@ class LiveEvents(NoEvents):
         block_size: int,
         shape: tuple[int, int],
         with_text: bool,
+        on_off: Callable[[], None],
     ) -> None:
+        self.on_off = on_off
         self.ring = Ring(RANK.format(engine, place), create=True)
         self.place, self.ranks = place, ranks
         self.shape, self.with_text = shape, with_text

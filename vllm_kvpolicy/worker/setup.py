@@ -3,9 +3,9 @@
 vLLM measures free memory between the two.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from typing import Any
 
@@ -16,9 +16,10 @@ from vllm_kvpolicy import compat
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.live.files import own_engine
-from vllm_kvpolicy.metrics import WorkerCounters
+from vllm_kvpolicy.metrics import LIVE, TRACE, WorkerCounters
 from vllm_kvpolicy.policies.base import Needs, Policy
 from vllm_kvpolicy.policies.build import build
+from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.policies.ranks import ALL_HEADS, ONE_RANK, HeadShard, Ranks
 from vllm_kvpolicy.sizes import group_size, max_global_blocks
 from vllm_kvpolicy.worker.captures.base import Capture
@@ -32,7 +33,8 @@ from vllm_kvpolicy.worker.refused import refused_for
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.rotary import model_rope
 from vllm_kvpolicy.worker.runtime import KVPolicyRuntime
-from vllm_kvpolicy.worker.side_tables import SideTables
+from vllm_kvpolicy.worker.side_memory import Share, of_captures
+from vllm_kvpolicy.worker.side_tables import LISTS, PAGES, VALUES, SideTables
 from vllm_kvpolicy.worker.survivors import SurvivorMemory
 from vllm_kvpolicy.worker.tensor_parallel import head_shard, ranks_of, trace_name
 from vllm_kvpolicy.worker.tiers.base import Tier
@@ -85,8 +87,42 @@ class WorkerSetup:
     @property
     def early_bytes(self) -> int:
         """Bytes of device memory that are held before the KV cache is made."""
-        captured = sum(capture.nbytes for capture in self.captures)
-        return captured + self.requests.global_blocks.nbytes + self.tables.nbytes
+        return sum(share.nbytes for share in self._early_shares())
+
+    def shares(self, num_blocks: int, is_early_ours: bool) -> list[Share]:
+        """Return what is beside a pool, and for which policies.
+
+        Args:
+            num_blocks: superblocks of the pool.
+            is_early_ours: `early_bytes` are taken from the same memory.
+        """
+        readers = {
+            VALUES: self._those(lambda name: remembered(self.policies[name].needs)),
+            PAGES: self._those(
+                lambda name: parse(name).selection or self.policies[name].needs.until
+            ),
+            LISTS: self._ragged(),
+        }
+        beside = self.side_tables.parts(num_blocks)
+        later = [Share(kind, size, readers[kind]) for kind, size in beside.items()]
+        return (self._early_shares() if is_early_ours else []) + later
+
+    def _early_shares(self) -> list[Share]:
+        is_folded = isinstance(self.tables, FoldedTables)
+        attending = self._ragged() if is_folded else tuple(self.policies)
+        rows = self.requests.global_blocks.nbytes
+        return [
+            *of_captures(self.captures, self.policies),
+            Share("blocks of requests", rows, tuple(self.policies)),
+            Share("page tables of a step", self.tables.nbytes, attending),
+        ]
+
+    def _ragged(self) -> tuple[str, ...]:
+        options = self.config.options_of
+        return self._those(lambda name: parse(name).is_ragged(options(name)))
+
+    def _those(self, wants: Callable[[str], object]) -> tuple[str, ...]:
+        return tuple(name for name in self.policies if wants(name))
 
     def bind(self, keys_are_columns: bool) -> KVPolicyRuntime:
         """Build the runtime over vLLM's KV caches and attach it to the layers.
@@ -100,6 +136,9 @@ class WorkerSetup:
         for capture in self.captures:
             capture.bind(pool)
         tier = self._tier(pool)
+        counters = WorkerCounters(
+            own_engine(self.vllm_config), pool.block_size, counts=not self.shard.rank
+        )
         compactor = Compactor(
             policies=self.policies,
             pool=pool,
@@ -109,13 +148,10 @@ class WorkerSetup:
             memory=self._memory(pool),
             rope=self.rope,
             scale=self.layers[0].impl.scale,
-            trace=self._trace(),
-            live=self._live(),
+            trace=self._trace(partial(counters.note_off, TRACE)),
+            live=self._live(partial(counters.note_off, LIVE)),
             ranks=self.ranks,
             rooms=self._rooms(pool),
-        )
-        counters = WorkerCounters(
-            own_engine(self.vllm_config), pool.block_size, counts=not self.shard.rank
         )
         runtime = KVPolicyRuntime(
             self.policies, self.requests, tier, self.captures, compactor, counters
@@ -142,7 +178,7 @@ class WorkerSetup:
             max_local_tokens=sizes.max_local_tokens,
         )
 
-    def _trace(self) -> NoTrace:
+    def _trace(self, on_off: Callable[[], None]) -> NoTrace:
         folder = self.config.trace_dir
         if not folder:
             return NoTrace()
@@ -150,9 +186,9 @@ class WorkerSetup:
         name = trace_name(self.shard, engine)
         if name is None:
             return NoTrace()
-        return Tracer(folder, self.requests.block_size, name=name)
+        return Tracer(folder, self.requests.block_size, on_off, name=name)
 
-    def _live(self) -> NoEvents:
+    def _live(self, on_off: Callable[[], None]) -> NoEvents:
         """Return what shows events; of heads with copies, the first rank shows them."""
         place, is_copy = divmod(self.shard.rank, self.shard.copies)
         if is_copy or not self.config.live:
@@ -164,6 +200,7 @@ class WorkerSetup:
             self.requests.block_size,
             (len(self.layers), self.layers[0].num_kv_heads),
             self.config.live_text,
+            on_off,
         )
 
     def _tier(self, pool: PagePool) -> Tier:

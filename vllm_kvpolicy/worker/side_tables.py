@@ -10,6 +10,11 @@ from dataclasses import dataclass
 from vllm_kvpolicy.worker.survivors import SurvivorMemory
 from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
 
+# Kinds of these tables.
+VALUES = "values of kept tokens"
+PAGES = "decisions and bounds of pages"
+LISTS = "page lists of heads"
+
 
 @dataclass(frozen=True)
 class SideTables:
@@ -39,8 +44,8 @@ class SideTables:
         """Return the most superblocks of survivors of one request in a pool."""
         return min(self.max_global_blocks, num_blocks)
 
-    def nbytes(self, num_blocks: int) -> int:
-        """Return the bytes that these take with a pool of `num_blocks` superblocks."""
+    def parts(self, num_blocks: int) -> dict[str, int]:
+        """Return the bytes of each kind of these, with a pool of `num_blocks`."""
         each = SurvivorMemory.nbytes_of(
             self.num_requests,
             num_blocks,
@@ -48,14 +53,18 @@ class SideTables:
             self.block_size,
             self.max_local_tokens,
         )
-        beside = self.num_memories * each
-        beside += num_blocks * self.num_heads * self.page_bytes
-        if not self.is_ragged:
-            return beside
         longest = self.global_blocks(num_blocks)
         # One more row is for requests without an event.
-        tables = HeadTables.nbytes(self.num_requests + 1, longest, self.num_heads)
-        return beside + tables
+        lists = HeadTables.nbytes(self.num_requests + 1, longest, self.num_heads)
+        return {
+            VALUES: self.num_memories * each,
+            PAGES: num_blocks * self.num_heads * self.page_bytes,
+            LISTS: lists * self.is_ragged,
+        }
+
+    def nbytes(self, num_blocks: int) -> int:
+        """Return the bytes that these take with a pool of `num_blocks` superblocks."""
+        return sum(self.parts(num_blocks).values())
 
     def pool_blocks(self, available: int, superblock_bytes: int) -> int:
         """Return how many superblocks fit together with these tables.

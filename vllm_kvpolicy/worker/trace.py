@@ -3,7 +3,7 @@
 Off unless a folder is named. One .npz file per event; waits for the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ class Tracer(NoTrace):
     Args:
         directory: of the trace; records go into a new folder in it.
         block_size: N, tokens per page.
+        on_off: hears of it where no more can be written.
         max_bytes: once the records hold this much, no more are written.
         name: of that folder, see `new_run`.
     """
@@ -48,12 +49,13 @@ class Tracer(NoTrace):
         self,
         directory: str,
         block_size: int,
+        on_off: Callable[[], None],
         max_bytes: int = 2**30,
         name: str | None = None,
     ) -> None:
         self.directory = new_run(Path(directory), name)
         logger.info("recording events in %s", self.directory)
-        self.block_size = block_size
+        self.block_size, self.on_off = block_size, on_off
         self.bytes_left = max_bytes
         self.positions = TruePositions(block_size)
         self._count = 0
@@ -128,6 +130,7 @@ class Tracer(NoTrace):
                 self.directory,
                 self._count,
             )
+            self.on_off()
         self.bytes_left -= size
         self._count += 1
 
@@ -144,6 +147,7 @@ class Tracer(NoTrace):
                 error.strerror,
                 self._count,
             )
+            self.on_off()
 
 
 def _small(values: torch.Tensor) -> np.ndarray:

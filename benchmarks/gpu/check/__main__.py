@@ -21,6 +21,7 @@ import torch
 from benchmarks.gpu.check.groups import GROUPS, REHEARSAL
 from benchmarks.gpu.check.runner import Checks, run_all, table
 from benchmarks.gpu.record import ROOT, machine
+from vllm_kvpolicy.trace.outputs import new_file
 
 SECONDS, JOBS = 350.0, 4
 RECORDED = ROOT / "benchmarks" / "results" / "gpu" / "gpu-check.json"
@@ -32,7 +33,9 @@ def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="GROUP", help="groups to run")
     parser.add_argument("--jobs", type=int, default=JOBS, help="groups at a time")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for everything")
-    parser.add_argument("--out", type=Path, help="also write the checks to this file")
+    parser.add_argument(
+        "--out", type=new_file, help="also write the checks to this file"
+    )
     parser.add_argument(
         "--rehearse",
         action="store_true",

@@ -66,6 +66,7 @@ class ChunkAllocator:
 
     def _sum(self, values: torch.Tensor) -> torch.Tensor:
         """Add up [E, L, H, T] over heads and each chunk's tokens, to [E, L, C]."""
-        missing = -values.shape[-1] % self.length
-        chunks = F.pad(values, (0, missing)).unflatten(-1, (-1, self.length))
+        length = min(self.length, values.shape[-1])
+        missing = -values.shape[-1] % length
+        chunks = F.pad(values, (0, missing)).unflatten(-1, (-1, length))
         return chunks.sum((2, 4))

@@ -36,6 +36,7 @@ def best_of_segments(
         [R, T] bool.
     """
     num_tokens = score.shape[-1]
+    segment = min(segment, num_tokens)
     pad = (0, -num_tokens % segment)
     inside = F.pad(older, pad).unflatten(-1, (-1, segment))
     known = F.pad(torch.where(older, variance.double(), 0.0), pad)
@@ -81,6 +82,7 @@ def _spread_of_mean(
 ) -> torch.Tensor:
     """Return [n, T] of states [n, L, H, T, D]; see `lag_spread`."""
     num_tokens = states.shape[3]
+    chunk = min(chunk, num_tokens)
     num_layers = valid.sum(1)  # [n, H, T]
     mean = states.new_zeros(states[:, 0].shape, dtype=torch.float64)
     for layer, is_held in zip(states.unbind(1), valid.unbind(1), strict=True):

@@ -1,0 +1,65 @@
+"""Paths that commands write to, checked while the command line is read.
+
+Measurements and trainings take minutes to days: one that cannot write what it finds
+must not begin. The functions are argparse's `type`, so that an error names the option.
+"""
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+
+
+def new_file(text: str) -> Path:
+    """Return the path of a file that can be written; makes none and changes none.
+
+    Raises:
+        argparse.ArgumentTypeError: it is a folder, it or its folder cannot be written
+            to, or its folder does not exist.
+    """
+    path = Path(text)
+    try:
+        if path.is_dir():
+            raise argparse.ArgumentTypeError(
+                f"got {text!r}, which is a folder, expected a file"
+            )
+        if path.exists():
+            os.close(os.open(path, os.O_WRONLY | os.O_APPEND))
+        else:
+            _check_folder(path.parent, text)
+    except OSError as error:
+        raise _unwritable(text, error) from None
+    return path
+
+
+def new_folder(text: str) -> Path:
+    """Return the path of a folder that can be written to, or made; makes none.
+
+    Raises:
+        argparse.ArgumentTypeError: it or a folder that it would be in is a file, or
+            cannot be written to.
+    """
+    path = Path(text)
+    try:
+        there = path.absolute()
+        while not there.exists() and there != there.parent:
+            there = there.parent
+        _check_folder(there, text)
+    except OSError as error:
+        raise _unwritable(text, error) from None
+    return path
+
+
+def _check_folder(folder: Path, text: str) -> None:
+    """Try to write to a folder, which knows of full disks and what is read-only."""
+    if not folder.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, but {str(folder)!r} is not a folder"
+        )
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def _unwritable(text: str, error: OSError) -> argparse.ArgumentTypeError:
+    reason = f"got {text!r}, cannot write there: {error.strerror}"
+    return argparse.ArgumentTypeError(reason)
