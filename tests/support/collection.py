@@ -29,6 +29,7 @@ DEAREST = (
     "serve/test_http.py",
     "serve/test_data_parallel.py",
     "serve/test_live.py",
+    "serve/test_live_pictures.py",
     "serve/test_one_server.py",
     "serve/test_every_name.py",
     "serve/test_released_dms.py",

@@ -34,9 +34,7 @@ def attach(app: Any) -> None:
         engines=lambda: engines(app.state.vllm_config),
         pool_blocks=lambda: (smallest_pool(app.state.vllm_config) or 1) - 1,
         keys=api_keys(app.state.args),
-        is_ending=lambda: getattr(
-            getattr(app.state, "server", None), "should_exit", False
-        ),
+        server=lambda: getattr(app.state, "server", None),
         token_text=partial(_token_text, app) if config.live_text else None,
     )
     app.routes.extend(live.routes())
