@@ -160,6 +160,10 @@ def test_three_policies_are_followed_and_no_text_leaves(server):
     ]
     ordinals = [e["ordinal"] for e in events if e["request"] == detail["id"]]
     assert ordinals == list(range(len(ordinals))) and len(ordinals) >= 6
+    # An open stream is no long request of vLLM's series.
+    measured = httpx.get(f"{server.url}/metrics", headers=HEADERS).text
+    assert 'handler="/kv_policy/requests"' in measured
+    assert 'handler="/kv_policy/stream"' not in measured
     everything = "".join(said) + json.dumps(detail)
     assert PROMPT not in everything and "share" not in detail["last"]
     assert "tokens" not in detail and "ids" not in detail

@@ -55,6 +55,8 @@ DEAREST = (
     "benchmarks/test_gpu_rehearsal.py",
     "worker/test_launch_variants.py",
     "scripts/test_notebook.py",
+    "scripts/test_wheel.py",
+    "engine/test_live_ranks.py",
 )
 
 

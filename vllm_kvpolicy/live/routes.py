@@ -19,6 +19,7 @@ from vllm_kvpolicy.live.hub import EngineReader, Hub
 from vllm_kvpolicy.live.stalled import connection_of, cut_off_if_stalled
 
 PATH = "/kv_policy"
+STREAM = f"{PATH}/stream"
 STREAM_SECONDS = 0.25  # between two looks of a stream
 HEARTBEAT_SECONDS = 5.0  # after which a stream says that nothing has changed
 WAIT_SECONDS = 1.5  # that an answer waits for engines to notice a first listener
@@ -73,7 +74,7 @@ class LiveRoutes:
             Route(PATH, self._guarded(self.overview)),
             Route(f"{PATH}/requests", self._guarded(self.requests)),
             Route(f"{PATH}/requests/{{request_id:path}}", self._guarded(self.request)),
-            Route(f"{PATH}/stream", self._guarded(self.stream)),
+            Route(STREAM, self._guarded(self.stream)),
             Route(f"{PATH}/live", self.page),
         ]
 
