@@ -159,7 +159,7 @@ def test_the_page_shows_both_engines_and_requests_of_each(server: str) -> None:
         for engine in (1, 0):  # what heads keep of a request of each
             find = f"[...view.requests.values()].find((r) => r.engine === {engine} &&"
             wait_for(page, f"(view.one = {find} r.events > 0)?.id)?.length > 0")
-            chosen = page.evaluate("(choose(view.one.id, true), view.one.id)")
+            chosen = page.evaluate("(choose(view.one, true), view.one)")
             wait_for(page, f"view.detail?.id === '{chosen}' && view.detail.last")
             assert page.evaluate("view.detail.engine") == engine
             assert page.is_visible("#heat") and page.is_visible("#strip")

@@ -75,7 +75,7 @@ def seen(server, tmp_path_factory):
             page.evaluate("new Promise(requestAnimationFrame)")
             found[f"faint {scheme}"] = faint_texts(page)
             found[scheme] = folder / f"live-{scheme}.png"
-            page.screenshot(path=found[scheme], full_page=True, timeout=120_000)
+            page.screenshot(path=found[scheme], full_page=True)
         found["shown"] = page.inner_text("#text")
         found["answers"] = [answer.result() for answer in answers]
     return found

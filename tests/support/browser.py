@@ -24,9 +24,10 @@ def chromium() -> Iterator[Any]:
     if program is None:
         pytest.skip("needs Chromium on PATH, on Debian: apt-get install chromium")
     with library.sync_playwright() as playwright:
-        # Its sandbox cannot start where tests run as root, as in a container.
+        # Its sandbox cannot start where tests run as root, as in a container; what
+        # stands in for a GPU hangs at times when a picture is taken.
         browser = playwright.chromium.launch(
-            executable_path=program, args=["--no-sandbox"]
+            executable_path=program, args=["--no-sandbox", "--disable-gpu"]
         )
         try:
             yield browser
