@@ -56,6 +56,7 @@ DEAREST = (
     "worker/test_launch_variants.py",
     "scripts/test_notebook.py",
     "scripts/test_wheel.py",
+    "engine/test_live_ranks.py",
 )
 
 
