@@ -2,11 +2,13 @@
 
 A link in a page names a file of the checkout, as the forge wants it. On the site that
 file may stand elsewhere: README.md is the front page, and a file that is no page
-becomes a file of the site.
+becomes a file of the site. The pages of policies stand nowhere else: policy_pages.py
+writes them.
 Called by mkdocs, see mkdocs.yml.
 """
 
 import re
+import sys
 from pathlib import Path
 from posixpath import dirname, join, normpath, relpath
 
@@ -15,6 +17,9 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+import policy_pages  # noqa: E402
+
 DOCS = "docs/"
 OUTSIDE = {
     "README.md": "index.md",
@@ -29,10 +34,21 @@ CHECKOUT = "checkout/"
 LINK = re.compile(r"(?<=\]\()(?P<path>[^)#:\s]+)(?P<anchor>#[^)\s]*)?(?=\))")
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put the pages of policies behind those of the methods."""
+    entries = list(config.nav or [])
+    places = [next(iter(entry)) for entry in entries]
+    entries.insert(places.index("Methods") + 1, policy_pages.nav())
+    config.nav = entries
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages from outside docs/."""
+    """Add the pages from outside docs/, and those of policies."""
     for path, page in OUTSIDE.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / path)))
+    for page, text in policy_pages.pages().items():
+        files.append(File.generated(config, page, content=text))
     return files
 
 

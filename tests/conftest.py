@@ -16,11 +16,16 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option of `make test-all`."""
+    """Add the option of `make test-all`, and the one that renews pictures."""
     parser.addoption(
         "--every-name",
         action="store_true",
         help="serve every policy of the catalogue, one server each: about an hour",
+    )
+    parser.addoption(
+        "--screenshots",
+        action="store_true",
+        help="write what tests/serve/test_live_pictures.py sees into docs/figures",
     )
 
 

@@ -90,6 +90,7 @@ ENTRY_MODULES = {
     "live.hub",
     "live.ring",
     "live.routes",
+    "live.stalled",
     "metrics",
     "plugin",
     "policies",

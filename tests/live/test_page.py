@@ -1,75 +1,16 @@
 """The page in a real browser, with an engine that a test plays."""
 
-import random
-import socket
 import tempfile
-import threading
 import time
 from contextlib import contextmanager
 
 import pytest
-import uvicorn
-from starlette.applications import Starlette
 
-from support.browser import chromium, wait_for
-from support.live import event_record, snapshot_record
-from vllm_kvpolicy.live.ring import RANK, SCHEDULER, Ring
-from vllm_kvpolicy.live.routes import LiveRoutes
-from vllm_kvpolicy.metrics import CounterFile
+from support.browser import chromium, faint_texts, wait_for
+from support.live import KEY, PlayedEngine, serving_routes
+from support.servers.servers import free_port
 
-FACTS = {
-    "policy": "ams-tova",
-    "budget": 64,
-    "interval": 32,
-    "model": "tiny",
-    "block_size": 32,
-    "capacity": "A line.",
-    "engines": [0],
-    "all_engines": 1,
-    "versions": {"vllm": "0.32.0", "vllm-kvpolicy": "0.1.0"},
-}
-KEY = "right"
 WIDTHS = {"desk": (1280, 900), "phone": (390, 844)}
-
-
-class Engine:
-    """Plays an engine: 28 layers, 8 heads, some requests that go on."""
-
-    def __init__(self, num_requests):
-        self.counters = CounterFile("one", create=True)
-        self.scheduler = Ring(SCHEDULER.format("one"), create=True)
-        self.rank = Ring(RANK.format("one", 0), create=True)
-        self.names = [f"cmpl-{index:03d}-{'f' * 24}" for index in range(num_requests)]
-        self.counters.set("local_blocks", 5)
-        self.counters.set("global_blocks", 2)
-        self.num_steps = self.num_told = 0
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def _run(self):
-        rng = random.Random(3)
-        while not self._end.wait(0.1):
-            self.num_steps += 1
-            if not self.scheduler.is_heard():
-                continue
-            self.num_told += 1
-            snapshot = snapshot_record(time.monotonic(), self.names)
-            for row in snapshot["requests"]:
-                row["computed"] += self.num_steps
-            self.scheduler.append(snapshot)
-            kept = [[rng.randint(40, 90) for _ in range(8)] for _ in range(28)]
-            retention = [rng.random() for _ in range(64)]
-            changed = {"request": self.names[0], "serial": self.num_steps}
-            changed |= {"kept": kept, "age": kept, "retention": retention}
-            self.rank.append(event_record(at=time.time(), **changed))
-
-    def __enter__(self):
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self._end.set()
-        self._thread.join()
 
 
 @pytest.fixture(autouse=True)
@@ -83,36 +24,16 @@ def browser():
         yield found
 
 
-@contextmanager
-def serving(port):
-    """Serve the routes in a thread."""
-    live = LiveRoutes(
-        facts=lambda: FACTS,
-        engines=lambda: ({0: "one"}, 1),
-        pool_blocks=lambda: 30,
-        keys=[KEY],
-        is_ending=lambda: server.should_exit,
-        token_text=None,
-    )
-    app = Starlette(routes=live.routes())
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{port}/kv_policy/live"
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
 @pytest.fixture
 def port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    return free_port()
+
+
+@contextmanager
+def serving(port):
+    """Serve the routes; yields the page's URL."""
+    with serving_routes(port, token_text=lambda token: f"{token} "):
+        yield f"http://127.0.0.1:{port}/kv_policy/live"
 
 
 @contextmanager
@@ -160,13 +81,13 @@ def pixels(page):
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_request_is_followed(browser, port, width, scheme):
-    with Engine(3), serving(port) as url, page_of(browser, width, scheme) as page:
+    with PlayedEngine(3), serving(port) as url, page_of(browser, width, scheme) as page:
         unlock(page, url)
         wait_for(page, "document.querySelectorAll('#strip i').length === 64")
         assert KEY not in page.url
         assert page.inner_text("#title") == "ams-tova"
         assert page.inner_text("#n-running") == "3"
-        assert "stock could run 1" in page.inner_text("#s-running")
+        assert page.inner_text("#o-running") == "stock could run 1"
         assert page.inner_text("#n-pool") == "23 %"
         assert rows(page) == 3
         assert pixels(page) > 20
@@ -185,7 +106,7 @@ def test_a_request_is_followed(browser, port, width, scheme):
 
 
 def test_a_locked_page_asks_for_the_key(browser, port):
-    with Engine(2), serving(port) as url, page_of(browser) as page:
+    with PlayedEngine(2), serving(port) as url, page_of(browser) as page:
         page.goto(url)
         page.wait_for_selector("#door:not([hidden])")
         page.fill("#key", "wrong")
@@ -197,26 +118,79 @@ def test_a_locked_page_asks_for_the_key(browser, port):
         wait_for(page, "document.querySelectorAll('#rows tr').length === 2")
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_all_text_has_the_contrast_of_wcag_aa(browser, port, scheme):
+    """With tokens of every share of heads, and the field for the key."""
+    with (
+        PlayedEngine(3),
+        serving(port) as url,
+        page_of(browser, "desk", scheme) as page,
+    ):
+        page.goto(url)
+        page.wait_for_selector("#door:not([hidden])")
+        assert faint_texts(page) == []
+        page.fill("#key", KEY)
+        page.keyboard.press("Enter")
+        wait_for(page, "document.querySelectorAll('#text span').length === 100")
+        colours = "new Set([...$('text').children].map((s) => s.style.color)).size"
+        assert page.evaluate(colours) == 2
+        assert faint_texts(page) == []
+
+
+def test_without_requests_it_says_so(browser, port):
+    with PlayedEngine(0), serving(port) as url, page_of(browser) as page:
+        unlock(page, url)
+        page.wait_for_selector("#status[data-state=live]")
+        wait_for(page, "document.getElementById('n-running').innerText === '0'")
+        assert page.inner_text("#n-pool") == "0 %"
+        assert page.is_visible("#empty") and page.is_visible("#nothing")
+        assert page.inner_text("#rate") == "0 events"
+
+
+def test_the_tab_key_reaches_all_controls_and_shows_where_it_is(browser, port):
+    with PlayedEngine(3), serving(port) as url, page_of(browser) as page:
+        unlock(page, url)
+        wait_for(page, "document.querySelectorAll('#text span').length === 100")
+        reached = []
+        for _ in range(6):
+            page.keyboard.press("Tab")
+            name, style, width = page.evaluate(
+                """() => {
+                    const node = document.activeElement, style = getComputedStyle(node);
+                    return [node.id || node.tagName, style.outlineStyle,
+                            parseFloat(style.outlineWidth)];
+                }"""
+            )
+            assert style == "solid" and width >= 2, name
+            reached.append(name)
+        assert reached == ["pause", "TR", "by-kept", "by-age", "heat", "text"]
+        page.keyboard.press("Shift+Tab")
+        assert page.evaluate("document.activeElement.id") == "heat"
+
+
+SELECTED = "document.querySelector('[aria-selected=true]')?.dataset.id"
+
+
 def test_it_works_by_keyboard(browser, port):
-    with Engine(3), serving(port) as url, page_of(browser) as page:
+    with PlayedEngine(3), serving(port) as url, page_of(browser) as page:
         unlock(page, url)
         wait_for(page, "document.querySelectorAll('#strip i').length === 64")
         page.keyboard.press("Tab")  # the button
         page.keyboard.press("Tab")
-        selected = "document.querySelector('[aria-selected=true]').dataset.id"
-        assert page.evaluate("document.activeElement.dataset.id") == page.evaluate(
-            selected
-        )
-        first = page.evaluate(selected)
+        first = page.evaluate(SELECTED)
+        assert page.evaluate("document.activeElement.dataset.id") == first
         page.keyboard.press("ArrowDown")
-        assert page.evaluate(selected) != first
-        page.keyboard.press("Home")
+        assert page.evaluate(SELECTED) != first
+        page.keyboard.press("Escape")  # back to the page's own choice
+        wait_for(page, f"{SELECTED} === '{first}'")
         wait_for(page, "!document.getElementById('detail').hidden")
         page.focus("#heat")
         page.keyboard.press("ArrowRight")
         page.keyboard.press("ArrowRight")
         words = "document.getElementById('cell').innerText"
         wait_for(page, f"{words}.includes('Layer 1, head 0')")
+        page.keyboard.press("Escape")
+        wait_for(page, f"!{words}.includes('Layer')")
         page.keyboard.press("p")
         time.sleep(0.5)
         before = page.inner_text("#rows")
@@ -227,7 +201,7 @@ def test_it_works_by_keyboard(browser, port):
 
 
 def test_it_survives_a_restart(browser, port):
-    with Engine(2), page_of(browser) as page:
+    with PlayedEngine(2), page_of(browser) as page:
         with serving(port) as url:
             unlock(page, url)
             page.wait_for_selector("#status[data-state=live]")
@@ -239,7 +213,7 @@ def test_it_survives_a_restart(browser, port):
 
 
 def test_two_hundred_requests_do_not_stall_it(browser, port):
-    with Engine(200), serving(port) as url, page_of(browser) as page:
+    with PlayedEngine(200), serving(port) as url, page_of(browser) as page:
         unlock(page, url)
         wait_for(page, "document.querySelectorAll('#rows tr').length === 200")
         slowest = page.evaluate(
@@ -260,7 +234,7 @@ def test_two_hundred_requests_do_not_stall_it(browser, port):
 
 def test_nobody_is_told_once_the_page_is_closed(browser, port, monkeypatch):
     monkeypatch.setattr("vllm_kvpolicy.live.ring.LISTEN_SECONDS", 0.5)
-    with Engine(2) as engine, serving(port) as url:
+    with PlayedEngine(2) as engine, serving(port) as url:
         with page_of(browser) as page:
             unlock(page, url)
             page.wait_for_selector("#status[data-state=live]")

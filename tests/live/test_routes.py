@@ -5,6 +5,8 @@ import json
 import re
 import tempfile
 import time
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from starlette.applications import Starlette
@@ -35,13 +37,13 @@ def engine(tmp_path, monkeypatch):
     return Engine()
 
 
-def routes_of(keys=(), is_ending=lambda: False, token_text=None):
+def routes_of(keys=(), server=lambda: None, token_text=None):
     return LiveRoutes(
         facts=lambda: {"policy": "ams-tova"},
         engines=lambda: ({0: "one"}, 1),
         pool_blocks=lambda: 30,
         keys=list(keys),
-        is_ending=is_ending,
+        server=server,
         token_text=token_text,
     )
 
@@ -130,7 +132,7 @@ def read_stream(routes, until, during=()):
     found, steps = [], list(during)
 
     async def read():
-        async for text in routes._messages():
+        async for text in routes._messages({}):
             name, data = text.strip().split("\n")
             assert name.startswith("event: ") and data.startswith("data: ")
             found.append((name[7:], json.loads(data[6:])))
@@ -159,9 +161,10 @@ def test_a_stream_tells_facts_the_state_and_then_what_happens(engine):
 
 
 def test_a_stream_ends_with_its_server(engine):
-    ending = []
-    routes = routes_of(is_ending=lambda: bool(ending))
-    found = read_stream(routes, None, [lambda: None, lambda: ending.append(1)])
+    server = SimpleNamespace(should_exit=False)
+    end = partial(setattr, server, "should_exit", True)
+    routes = routes_of(server=lambda: server)
+    found = read_stream(routes, None, [lambda: None, end])
     assert [name for name, _ in found] == ["server", "state"]
 
 
@@ -181,11 +184,3 @@ def test_the_id_that_a_client_has_got_is_enough(engine):
     engine.rank.append(event_record(request="cmpl-7-1-def", serial=9))
     client = client_of()
     assert client.get("/kv_policy/requests/cmpl-7").status_code == 404
-
-
-def test_streams_above_a_number_are_refused(engine):
-    live = routes_of()
-    live._num_streams = routes.MOST_STREAMS
-    app = Starlette(routes=live.routes())
-    answer = TestClient(app).get("/kv_policy/stream")
-    assert answer.status_code == 503 and answer.headers["Retry-After"]

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -260,10 +261,42 @@ def test_make_passes_its_variables_on():
         assert part in answer.stdout, answer.stdout + answer.stderr
 
 
-def test_continuous_integration_runs_the_tests():
-    script = ROOT / ".ci" / "run"
-    assert script.stat().st_mode & 0o100
-    assert "exec make test" in script.read_text()
+@pytest.mark.parametrize(
+    ("programs", "called", "said"),
+    [
+        ({"chromium": "", "id": "echo 0"}, ["make"], ""),
+        ({"google-chrome": "", "id": "echo 0"}, ["make"], ""),
+        ({"id": "echo 0", "apt-get": ""}, ["apt-get", "apt-get", "make"], ""),
+        ({"id": "echo 0", "apt-get": "exit 100"}, ["apt-get", "make"], "no Chromium"),
+        ({"id": "echo 1000", "apt-get": ""}, ["make"], "no Chromium"),
+        ({"id": "echo 0"}, ["make"], "no Chromium"),
+    ],
+    ids=["there", "chrome", "installed", "fails", "no-root", "no-apt"],
+)
+def test_continuous_integration_gets_a_browser_and_runs_the_tests(
+    programs, called, said, tmp_path
+):
+    """With stand-ins for all programs that the script calls."""
+    log, folder = tmp_path / "log", tmp_path / "bin"
+    folder.mkdir()
+    (folder / "dirname").symlink_to(shutil.which("dirname"))
+    for name, does in ({"make": ""} | programs).items():
+        note = "" if name == "id" else f'echo "{name} $*" >> {log}\n'
+        (folder / name).write_text(f"#!/bin/sh\n{note}{does}\n")
+        (folder / name).chmod(0o755)
+    done = subprocess.run(
+        [shutil.which("bash"), ROOT / ".ci" / "run"],
+        env={"PATH": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = log.read_text().splitlines()
+    assert [line.split()[0] for line in lines] == called
+    assert lines[-1] == "make test"
+    assert all("chromium" in line or "update" in line for line in lines[:-1])
+    assert done.stdout.startswith(said) and bool(said) == bool(done.stdout)
+    assert (ROOT / ".ci" / "run").stat().st_mode & 0o100
 
 
 @pytest.mark.parametrize(

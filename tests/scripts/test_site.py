@@ -10,7 +10,13 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 
+from vllm_kvpolicy.policies.catalogue import names
+from vllm_kvpolicy.policies.catalogue.testing import TEST_POLICIES
+
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+import policy_pages  # noqa: E402
+
 HAS_MKDOCS = all(find_spec(name) for name in ("mkdocs", "material"))
 pytestmark = pytest.mark.skipif(
     not HAS_MKDOCS, reason="mkdocs-material is not installed: `make setup` does it"
@@ -61,7 +67,8 @@ def article(path: Path) -> str:
 def test_every_page_is_compared(site: Path) -> None:
     built = [path for path in site.rglob("*.html") if "<article" in path.read_text()]
     pages = {str(path.relative_to(site).with_suffix("")) for path in built}
-    assert pages - {"404"} == set(PAGES)
+    written = {page.removesuffix(".md") for page in policy_pages.pages()}
+    assert pages - {"404"} == set(PAGES) | written
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -70,6 +77,38 @@ def test_a_page_has_the_parts_that_the_forge_shows(site: Path, page: str) -> Non
     forge = MarkdownIt("commonmark").enable("table")
     shown = forge.render((ROOT / PAGES[page]).read_text())
     assert parts_of(article(site / f"{page}.html")) == parts_of(shown)
+
+
+WORDS = {page: word for page, _, word, _ in policy_pages.words()}
+
+
+def test_every_word_of_a_name_has_a_page() -> None:
+    words = {word for name in names.parts() for word in re.split(r"[-+]", name)}
+    assert words - set(TEST_POLICIES) == set(WORDS.values()) - {""}
+
+
+@pytest.mark.parametrize("page", WORDS)
+def test_a_policy_has_its_formula_its_source_and_its_rows(
+    site: Path, page: str
+) -> None:
+    html = article((site / page).with_suffix(".html"))
+    split = re.split(r'<h2 id="([^"]+)".*?</h2>', html, flags=re.DOTALL)[1:]
+    sections = dict(zip(split[::2], split[1::2], strict=True))
+    formula = sections["formula"]
+    assert re.search(r"<code .*[:=]", formula) and len(formula) > 80
+    assert re.search(r'href="https://|[Tt]his project|Hard-KV', sections["source"])
+    assert sections["deviations"].strip() and sections["options"].strip()
+    assert sections["when-to-use-it"].strip()
+    # Words with figures in the docs' main tables have them here, too.
+    if WORDS[page] in ("snapkv", "expected", "ams", "hard", "wgkv", "dms", "quest"):
+        assert re.search(r"<td>.*\[-?[\d.]+, -?[\d.]+\]", sections["measured"])
+
+
+def test_when_to_use_a_word_follows_from_its_rows() -> None:
+    pages = policy_pages.pages()
+    assert "nothing here speaks for it" in pages["policies/knorm.md"]
+    assert "worth a try" in pages["policies/expected.md"]
+    assert "measure it first" in pages["policies/ams.md"]
 
 
 def test_every_link_leads_to_a_file_of_the_site(site: Path) -> None:

@@ -8,6 +8,7 @@ import sys
 import zipfile
 from email import message_from_string
 from email.message import Message
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,39 @@ def test_it_runs_from_another_folder(wheel: zipfile.ZipFile, tmp_path: Path) -> 
     )
     assert run.returncode == 0, run.stderr
     assert "PyTorch for" in run.stdout and "C++ for" not in run.stdout
+
+
+def test_it_installs_beside_vllm_and_changes_no_other_package(
+    wheel: zipfile.ZipFile, tmp_path: Path
+) -> None:
+    """Into a new environment that has all packages of this one but ours."""
+    packages = Path(find_spec("vllm").origin).parents[1]
+    base, venv = tmp_path / "base", tmp_path / "venv"
+    base.mkdir()
+    for path in packages.iterdir():
+        if not re.search(r"kvpolicy|^pip|^setuptools|^_distutils|\.pth$", path.name):
+            (base / path.name).symlink_to(path)
+    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+    (folder,) = venv.glob("lib/python*/site-packages")
+    (folder / "base.pth").write_text(str(base))
+    left_out = {"PYTHONPATH", "VIRTUAL_ENV"}
+    environment = {k: v for k, v in os.environ.items() if k not in left_out}
+
+    def run(*words: str) -> str:
+        command = [venv / "bin" / "python", "-m", *words]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    before = set(run("pip", "freeze").splitlines())
+    assert any(line.startswith("vllm==") for line in before)
+    assert not any("kvpolicy" in line for line in before)
+    run("pip", "install", "--no-index", str(wheel.filename))
+    (new,) = set(run("pip", "freeze").splitlines()) ^ before
+    assert new.startswith("vllm-kvpolicy @ ")
+    assert "--kv-policy" in run("vllm.entrypoints.cli.main", "serve", "--help=all")
 
 
 def test_make_builds_it() -> None:

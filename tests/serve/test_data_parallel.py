@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 
+from support.browser import chromium, wait_for
 from support.servers.servers import free_port, serving, started
 from vllm_kvpolicy.metrics import CounterFile
 
@@ -141,6 +142,29 @@ def test_every_api_process_shows_the_requests_of_both_engines(server: str) -> No
         answers.result()
     # Connections go to either process; both know of both engines.
     assert sum(min(seen.values()) > 0 for seen in running) > 6
+
+
+def test_the_page_shows_both_engines_and_requests_of_each(server: str) -> None:
+    seen = "new Set([...document.querySelectorAll('#rows td:first-child')]"
+    seen += ".map((cell) => cell.textContent.slice(0, 3)))"
+    with chromium() as browser, ThreadPoolExecutor(1) as pool:
+        page = browser.new_page()
+        page.goto(f"{server}/kv_policy/live")
+        page.wait_for_selector("#status[data-state=live]")
+        answers = pool.submit(complete_many, server, 48)
+        wait_for(page, f"[...{seen}].sort().join() === '0: ,1: '")
+        words = [each.inner_text() for each in page.locator(".stock span").all()]
+        assert [text[:10] for text in words] == ["engine 0: ", "engine 1: "]
+        assert page.inner_text("#size").startswith(f"{2 * (POOL_BLOCKS - 1)} ")
+        for engine in (1, 0):  # what heads keep of a request of each
+            find = f"[...view.requests.values()].find((r) => r.engine === {engine} &&"
+            wait_for(page, f"(view.one = {find} r.events > 0)?.id)?.length > 0")
+            chosen = page.evaluate("(choose(view.one, true), view.one)")
+            wait_for(page, f"view.detail?.id === '{chosen}' && view.detail.last")
+            assert page.evaluate("view.detail.engine") == engine
+            assert page.is_visible("#heat") and page.is_visible("#strip")
+        answers.result()
+        wait_for(page, "document.querySelectorAll('#rows tr').length === 0")
 
 
 def command(process: psutil.Process) -> list[str]:

@@ -1,15 +1,18 @@
 """The live routes and the page of a real server, with an API key and a restart."""
 
 import json
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import psutil
 import pytest
 
 from support.browser import chromium, wait_for
 from support.servers.servers import free_port, serving
+from support.stalled import open_stalled_stream
 
 pytestmark = pytest.mark.serve
 BUDGET, INTERVAL, BLOCK, KEY = 96, 48, 32, "secret"
@@ -23,6 +26,7 @@ ARGUMENTS = [
     *("--kv-cache-memory-bytes", "8388608", "--served-model-name", "tiny"),
     "--enforce-eager",
 ]
+END_SECONDS = 45  # that a server may take to end, on a busy machine
 PROMPT = "a word that stays in the server"
 
 
@@ -31,7 +35,7 @@ class Server:
 
     def __init__(self, model, folder):
         self.model, self.folder, self.port = model, folder, free_port()
-        self.num_starts = 0
+        self.num_starts, self.is_up = 0, False
         self.url = f"http://127.0.0.1:{self.port}"
 
     def start(self):
@@ -40,9 +44,22 @@ class Server:
         folder.mkdir()
         self._running = serving(self.model, ARGUMENTS, folder, self.port)
         self._running.__enter__()
+        self.is_up = True
 
-    def stop(self):
+    def stop(self, sign=signal.SIGINT):
+        """End the server; return the seconds that it took."""
+        (process,) = (
+            each
+            for each in psutil.Process().children()
+            if str(self.port) in each.cmdline()
+        )
+        begun = time.monotonic()
+        process.send_signal(sign)
+        psutil.wait_procs([process], END_SECONDS)
+        took = time.monotonic() - begun
         self._running.__exit__(None, None, None)
+        self.is_up = False
+        return took
 
     def files(self):
         """Return counters, the scheduler's ring and the worker's."""
@@ -58,7 +75,8 @@ def server(tiny_model, tmp_path_factory):
     server = Server(tiny_model, tmp_path_factory.mktemp("live"))
     server.start()
     yield server
-    server.stop()
+    if server.is_up:
+        server.stop()
 
 
 def ask(server, policy, tokens=1900):
@@ -142,23 +160,42 @@ def test_three_policies_are_followed_and_no_text_leaves(server):
     ]
     ordinals = [e["ordinal"] for e in events if e["request"] == detail["id"]]
     assert ordinals == list(range(len(ordinals))) and len(ordinals) >= 6
+    # An open stream is no long request of vLLM's series.
+    measured = httpx.get(f"{server.url}/metrics", headers=HEADERS).text
+    assert 'handler="/kv_policy/requests"' in measured
+    assert 'handler="/kv_policy/stream"' not in measured
     everything = "".join(said) + json.dumps(detail)
     assert PROMPT not in everything and "share" not in detail["last"]
     assert "tokens" not in detail and "ids" not in detail
 
 
-def test_the_page_follows_requests_and_survives_a_restart(server):
-    with chromium() as browser:
+def test_the_page_asks_for_the_key_follows_requests_and_survives_a_restart(server):
+    """While other clients have opened streams that they never read."""
+    with chromium() as browser, open_stalled_stream(server.port, KEY):
         page = browser.new_page()
-        page.goto(f"{server.url}/kv_policy/live#key={KEY}")
-        page.wait_for_selector("#status[data-state=live]")
+        page.goto(f"{server.url}/kv_policy/live")
+        unlock(page)
         follow_three(server, page)
         assert len(server.files()) == 3
-        server.stop()
+        assert server.stop() < END_SECONDS
         page.wait_for_selector("#status[data-state=off]", timeout=60_000)
         server.start()
         page.wait_for_selector("#status[data-state=live]", timeout=60_000)
-        follow_three(server, page)
+        with open_stalled_stream(server.port, KEY):
+            follow_three(server, page)
+            assert server.stop(signal.SIGTERM) < END_SECONDS
+
+
+def unlock(page):
+    """Type a wrong key, then the right one."""
+    page.wait_for_selector("#door:not([hidden])")
+    assert page.evaluate("document.activeElement.id") == "key"
+    page.keyboard.type("wrong")
+    page.keyboard.press("Enter")
+    wait_for(page, "document.getElementById('refused').textContent !== ''")
+    page.keyboard.type(KEY)
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#status[data-state=live]")
 
 
 def follow_three(server, page):

@@ -24,9 +24,10 @@ def chromium() -> Iterator[Any]:
     if program is None:
         pytest.skip("needs Chromium on PATH, on Debian: apt-get install chromium")
     with library.sync_playwright() as playwright:
-        # Its sandbox cannot start where tests run as root, as in a container.
+        # Its sandbox cannot start where tests run as root, as in a container; what
+        # stands in for a GPU hangs at times when a picture is taken.
         browser = playwright.chromium.launch(
-            executable_path=program, args=["--no-sandbox"]
+            executable_path=program, args=["--no-sandbox", "--disable-gpu"]
         )
         try:
             yield browser
@@ -43,3 +44,36 @@ def wait_for(page: Any, script: str, seconds: float = 30) -> None:
     while not page.evaluate(script):
         assert time.monotonic() < deadline, f"not within {seconds} s: {script}"
         time.sleep(0.1)
+
+
+# Of each element with text of its own: its contrast by WCAG's formula with the nearest
+# background that is opaque.
+CONTRAST = """() => {
+    const light = (rgb) => rgb.map((c) => c / 255)
+        .map((c) => (c > 0.04045 ? ((c + 0.055) / 1.055) ** 2.4 : c / 12.92))
+        .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0.05);
+    const found = [];
+    for (const node of document.body.querySelectorAll("*")) {
+        const words = [...node.childNodes].filter((n) => n.nodeType === 3)
+            .map((n) => n.data.trim()).join("");
+        if (!words || !node.checkVisibility()) continue;
+        let under = node, ground = [0, 0, 0, 0];
+        while (under && ground[3] === 0) {
+            const text = getComputedStyle(under).backgroundColor;
+            ground = [...text.matchAll(/[0-9.]+/g)].map(Number);
+            if (ground.length === 3) ground.push(1);
+            under = under.parentElement;
+        }
+        const ink = [...getComputedStyle(node).color.matchAll(/[0-9.]+/g)].map(Number);
+        const [a, b] = [light(ink.slice(0, 3)), light(ground.slice(0, 3))];
+        found.push([words.slice(0, 40), Math.max(a, b) / Math.min(a, b)]);
+    }
+    return found;
+}"""
+
+
+def faint_texts(page: Any, least: float = 4.5) -> list[list[Any]]:
+    """Return the visible texts of a page with less contrast, and how much they have."""
+    found = page.evaluate(CONTRAST)
+    assert found, "the page shows no text"
+    return [each for each in found if each[1] < least]

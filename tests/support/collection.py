@@ -29,6 +29,7 @@ DEAREST = (
     "serve/test_http.py",
     "serve/test_data_parallel.py",
     "serve/test_live.py",
+    "serve/test_live_pictures.py",
     "serve/test_one_server.py",
     "serve/test_every_name.py",
     "serve/test_released_dms.py",
@@ -54,6 +55,8 @@ DEAREST = (
     "benchmarks/test_gpu_rehearsal.py",
     "worker/test_launch_variants.py",
     "scripts/test_notebook.py",
+    "scripts/test_wheel.py",
+    "engine/test_live_ranks.py",
 )
 
 

@@ -1,6 +1,33 @@
-"""Records as engines write them for the live routes."""
+"""Records as engines write them for the live routes, and an engine that tests play."""
 
+import random
+import threading
+import time
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+
+from vllm_kvpolicy.live.ring import RANK, SCHEDULER, Ring
+from vllm_kvpolicy.live.routes import LiveRoutes
+from vllm_kvpolicy.metrics import CounterFile
+
+FACTS = {
+    "policy": "ams-tova",
+    "budget": 64,
+    "interval": 32,
+    "model": "tiny",
+    "block_size": 32,
+    "capacity": "A line.",
+    "engines": [0],
+    "all_engines": 1,
+    "versions": {"vllm": "0.32.0", "vllm-kvpolicy": "0.1.0"},
+}
+KEY = "right"  # of the server's
+END_SECONDS = 10.0  # that it may take to end
 
 
 def event_record(**changed: Any) -> dict[str, Any]:
@@ -47,3 +74,84 @@ def snapshot_record(at: float, requests: list[str]) -> dict[str, Any]:
         "waiting": 0,
         "requests": [{"id": name, **row} for name in requests],
     }
+
+
+class PlayedEngine:
+    """Plays an engine: 28 layers, 8 heads, some requests that go on.
+
+    Args:
+        num_requests: that run.
+        period: seconds between two steps.
+    """
+
+    def __init__(self, num_requests: int, period: float = 0.1) -> None:
+        self.counters = CounterFile("one", create=True)
+        self.scheduler = Ring(SCHEDULER.format("one"), create=True)
+        self.rank = Ring(RANK.format("one", 0), create=True)
+        self.names = [f"cmpl-{index:03d}-{'f' * 24}" for index in range(num_requests)]
+        self.counters.set("local_blocks", 5 * bool(num_requests))
+        self.counters.set("global_blocks", 2 * bool(num_requests))
+        self.num_steps = self.num_told = 0
+        self._period, self._end = period, threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        rng = random.Random(3)
+        while not self._end.wait(self._period):
+            self.num_steps += 1
+            if not (self.names and self.scheduler.is_heard()):
+                continue
+            self.num_told += 1
+            snapshot = snapshot_record(time.monotonic(), self.names)
+            for row in snapshot["requests"]:
+                row["computed"] += self.num_steps
+            self.scheduler.append(snapshot)
+            kept = [[rng.randint(40, 90) for _ in range(8)] for _ in range(28)]
+            retention = [rng.random() for _ in range(64)]
+            changed = {"request": self.names[0], "serial": self.num_steps}
+            changed |= {"share": b64encode(bytes(range(0, 250, 5)) * 2).decode()}
+            changed |= {"kept": kept, "age": kept, "retention": retention}
+            self.rank.append(event_record(at=time.time(), **changed))
+            text = {"request": self.names[0], "ids": b64encode(bytes(400)).decode()}
+            self.scheduler.append({"kind": "tokens", **text})
+
+    def __enter__(self) -> "PlayedEngine":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+
+@contextmanager
+def serving_routes(
+    port: int, token_text: Callable[[int], str] | None = None
+) -> Iterator[uvicorn.Server]:
+    """Serve the routes of a played engine in a thread, with `KEY`.
+
+    The server has `END_SECONDS` to end, and is made to then, which fails the test.
+    """
+    live = LiveRoutes(
+        facts=lambda: FACTS,
+        engines=lambda: ({0: "one"}, 1),
+        pool_blocks=lambda: 30,
+        keys=[KEY],
+        server=lambda: server,
+        token_text=token_text,
+    )
+    app = Starlette(routes=live.routes())
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        yield server
+    finally:
+        server.should_exit = True
+        thread.join(END_SECONDS)
+        is_late, server.force_exit = thread.is_alive(), True
+        thread.join()
+    assert not is_late, f"not within {END_SECONDS} s"

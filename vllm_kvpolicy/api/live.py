@@ -1,5 +1,6 @@
 """Puts the live routes on a server whose command line asks for them."""
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from vllm_kvpolicy.api.engines import smallest_pool
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig, server_config
 from vllm_kvpolicy.kernels import preferences
 from vllm_kvpolicy.live.files import engines_here
-from vllm_kvpolicy.live.routes import LiveRoutes, api_keys
+from vllm_kvpolicy.live.routes import STREAM, LiveRoutes, api_keys
 from vllm_kvpolicy.policies.fingerprint import file_options
 from vllm_kvpolicy.sizes import capacity_line, sharing_line
 
@@ -34,12 +35,24 @@ def attach(app: Any) -> None:
         engines=lambda: engines(app.state.vllm_config),
         pool_blocks=lambda: (smallest_pool(app.state.vllm_config) or 1) - 1,
         keys=api_keys(app.state.args),
-        is_ending=lambda: getattr(
-            getattr(app.state, "server", None), "should_exit", False
-        ),
+        server=lambda: getattr(app.state, "server", None),
         token_text=partial(_token_text, app) if config.live_text else None,
     )
     app.routes.extend(live.routes())
+    _leave_out_of_durations(app)
+
+
+def _leave_out_of_durations(app: Any) -> None:
+    """Keep the stream out of the durations of requests, where it would be a long one.
+
+    vLLM puts the middleware that measures them on the application with a list of paths
+    that it leaves out; it starts with the first request.
+    """
+    for middleware in app.user_middleware:
+        left_out = middleware.kwargs.get("excluded_handlers")
+        if left_out is not None:
+            stream = re.compile(f"^{re.escape(STREAM)}$")
+            middleware.kwargs["excluded_handlers"] = [*left_out, stream]
 
 
 def engines(vllm_config: Any) -> tuple[Mapping[int, str], int]:

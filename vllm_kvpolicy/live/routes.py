@@ -16,8 +16,10 @@ from typing import Any
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.live.hub import EngineReader, Hub
+from vllm_kvpolicy.live.stalled import connection_of, cut_off_if_stalled
 
 PATH = "/kv_policy"
+STREAM = f"{PATH}/stream"
 STREAM_SECONDS = 0.25  # between two looks of a stream
 HEARTBEAT_SECONDS = 5.0  # after which a stream says that nothing has changed
 WAIT_SECONDS = 1.5  # that an answer waits for engines to notice a first listener
@@ -43,7 +45,7 @@ class LiveRoutes:
             ranks of each the heads differ.
         pool_blocks: returns the superblocks of an engine's pool.
         keys: API keys; none where everybody may ask.
-        is_ending: tells whether the server waits for connections to close.
+        server: returns uvicorn's server of the application; None where there is none.
         token_text: returns the text of a token, None where no text is shown.
     """
 
@@ -53,15 +55,16 @@ class LiveRoutes:
         engines: Callable[[], tuple[Mapping[int, str], int]],
         pool_blocks: Callable[[], int],
         keys: list[str],
-        is_ending: Callable[[], bool],
+        server: Callable[[], Any],
         token_text: Callable[[int], str] | None,
     ) -> None:
         self._facts, self._engines, self._pool_blocks = facts, engines, pool_blocks
         self._digests = [_digest(key) for key in keys]
-        self._is_ending = is_ending
+        self._server = server
         self._token_text = token_text and cache(token_text)
         self._hub: Hub | None = None
         self._num_streams = 0
+        self._watches = set[asyncio.Task[None]]()
 
     def routes(self) -> list[Any]:
         """Return the routes for an application of Starlette's or FastAPI's."""
@@ -71,7 +74,7 @@ class LiveRoutes:
             Route(PATH, self._guarded(self.overview)),
             Route(f"{PATH}/requests", self._guarded(self.requests)),
             Route(f"{PATH}/requests/{{request_id:path}}", self._guarded(self.request)),
-            Route(f"{PATH}/stream", self._guarded(self.stream)),
+            Route(STREAM, self._guarded(self.stream)),
             Route(f"{PATH}/live", self.page),
         ]
 
@@ -154,24 +157,34 @@ class LiveRoutes:
 
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(
-            self._messages(), media_type="text/event-stream", headers=headers
+            self._messages(request.scope),
+            media_type="text/event-stream",
+            headers=headers,
         )
 
-    async def _messages(self) -> AsyncIterator[str]:
+    async def _messages(self, scope: Any) -> AsyncIterator[str]:
         """Yield `server` once, then `state`, `event` and `preemption` as they come."""
         self._num_streams += 1
+        over = asyncio.Event()
+        server = self._server()
+        connection = connection_of(server, scope)
+        if connection is not None:
+            task = asyncio.create_task(cut_off_if_stalled(connection, server, over))
+            self._watches.add(task)
+            task.add_done_callback(self._watches.discard)
         try:
             async for message in self._told():
                 yield message
         finally:
             self._num_streams -= 1
+            over.set()
 
     async def _told(self) -> AsyncIterator[str]:
         yield _event("server", self._facts())
         hub, told, said = self.hub, None, 0.0
         hub.poll()
         number = max(0, hub.num_messages - 64)
-        while not self._is_ending():
+        while not getattr(self._server(), "should_exit", False):
             hub.poll()
             messages = hub.since(number)
             number = hub.num_messages

@@ -1,5 +1,11 @@
 """AMS: segments of equal attention mass, each with a share of the budget.
 
+mass_i = mix * m_i + (1 - mix) * c_i / sum(c), m_i = usage_i / sum(usage) and c its
+moving average over events, c_i = decay * c_i + (1 - decay) * m_i. A segment ends where
+the running sum of mass passes a multiple of `segment_mass`; too short ones are merged,
+too long ones split. Segments share the budget in proportion to their mass, at least
+`min_quota` each, and keep their best tokens by score.
+
 Source: AMS, Adaptive Mass-Segmented KV compression (arXiv 2605.23200) section 3 and
 https://github.com/EIT-NLP/AdaptiveMassSegment/blob/7eb32cd75600c55888f223dddd2827a81d4f6a80/kvpress/presses/adaptive_segment_head_press.py.
 Deviations, unless `parity` asks for the code's own rules: must-keep tokens first and
