@@ -8,9 +8,12 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 
+from reasoner.problems import generate
 from support.calibration_files import options_for
 from support.engine.float8_oracle import (
     STORED,
@@ -201,3 +204,46 @@ def test_selection_is_the_policys(served, tiny_model: Path, name: str) -> None:
     check_plumbing(decoder, result, config, config.options_of(), 32, report)
     report.check()
     assert report.decisions > 0
+
+
+# -- beside a cache of whole numbers ---------------------------------------------------
+
+PACKAGED_MODEL = Path(__file__).parents[2] / "reasoner" / "checkpoint"
+NEARLY = ("tova", "snapkv", "ams-tova", "expected", "adakv-snapkv")
+AGREEMENT = 0.97
+
+
+def keep_lists(kind: str, folder: Path) -> dict[str, np.ndarray]:
+    """Return by policy what the first event of a prompt keeps, [L, H, positions].
+
+    The prompt is a puzzle with its worked solution; the model is in bfloat16.
+    """
+    puzzle = generate("path", 90, 0)
+    text = f"<bos><user>{puzzle.prompt}<assistant><think>{puzzle.trace}"
+    coder = Tokenizer.from_file(str(PACKAGED_MODEL / "tokenizer.json"))
+    prompt = coder.encode(text, add_special_tokens=False).ids[:400]
+    values = {**VALUES, "budget": 192, "interval": 128, "prefill_interval": 128}
+    values |= {"policy": NEARLY[0], "policy_config": {"allow": list(NEARLY)}}
+    jobs = [Job(n, prompt, 1, extra_args={"kv_policy": n}) for n in NEARLY]
+    changes = {"dtype": "bfloat16", "kv_cache_dtype": kind, "max_model_len": 1024}
+    found = {}
+    with Engine(PACKAGED_MODEL, values, folder / kind, **changes) as engine:
+        storage = {cache.dtype for cache in engine.worker.model_runner.kv_caches}
+        assert storage == {torch.uint8 if kind == "fp8" else torch.bfloat16}
+        for name, result in engine.run(jobs).results.items():
+            row = result.events[0].selected
+            kept = np.zeros((*row.shape[:2], len(prompt) + 1), dtype=bool)
+            np.put_along_axis(kept, row, True, axis=-1)  # -1: the last column
+            found[name] = kept[..., :-1]
+    return found
+
+
+def test_keep_lists_are_nearly_those_of_a_whole_cache(tmp_path: Path) -> None:
+    """Rounding reaches the scores, and by the layers before, the queries."""
+    whole, rounded = (keep_lists(kind, tmp_path) for kind in ("auto", "fp8"))
+    for name in NEARLY:
+        both = (whole[name] & rounded[name]).sum()
+        share = 2 * both / (whole[name].sum() + rounded[name].sum())
+        print(f"{name}: {share:.4f} of what is kept is the same")
+        assert share >= AGREEMENT
+        assert share < 1  # or one of them was not over an FP8 cache
