@@ -33,6 +33,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 }
 GPU = "benchmarks/gpu/check/engines.py"
 TP = "tests/engine/test_tensor_parallel.py"
+FP8 = "tests/engine/test_float8.py"
+FP8_ADMISSIONS = "tests/engine/test_float8_admissions.py"
 CACHE = "tests/engine/test_prefix_caching.py"
 TEXT = "tests/engine/test_text_only.py"
 
@@ -103,7 +105,13 @@ FEATURES = (
         "data-parallel-size",
         {EQUAL: "tests/serve/test_data_parallel.py"},
     ),
-    Feature("FP8 KV cache", {"cache_config.cache_dtype": "fp8"}, "fp8", {}),
+    Feature(
+        "FP8 KV cache",
+        {"cache_config.cache_dtype": "fp8"},
+        "fp8",
+        dict.fromkeys((EQUAL, OWN, FITTED), FP8)
+        | dict.fromkeys((ADMISSION, SELECTION), FP8_ADMISSIONS),
+    ),
     Feature("speculation", {"speculative_config": object()}, "speculative", {}),
     Feature(
         "LoRA",

@@ -14,7 +14,9 @@ from vllm_kvpolicy.sizes import (
 
 LONGEST, SIZE = 131072, 32
 ENGINE = SimpleNamespace(
-    cache_config=SimpleNamespace(block_size=SIZE, enable_prefix_caching=True),
+    cache_config=SimpleNamespace(
+        block_size=SIZE, enable_prefix_caching=True, cache_dtype="auto"
+    ),
     model_config=SimpleNamespace(
         max_model_len=LONGEST,
         get_num_attention_heads=lambda parallel: 32,

@@ -69,6 +69,12 @@ COUNTING_CLASSES = {
     False: "vllm_kvpolicy.block_manager.counting.CountingScheduler",
     True: "vllm_kvpolicy.block_manager.counting.CountingAsyncScheduler",
 }
+# PyTorch's names of the numbers that vLLM's FP8 KV caches hold, by --kv-cache-dtype.
+FLOAT8_CACHES = {
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
 # Names of vLLM's backends for which there is a subclass of ours.
 ATTENTION_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER")
 # Of GPUs, with what takes their place. A machine may lack the library of one of them.

@@ -187,7 +187,7 @@ class KVPolicyConfig:
         return parse(self.policy).protect_prompt
 
     def footprint(
-        self, prompt_tokens: int, block_size: int, group_size: int, phase: int = 0
+        self, prompt_tokens: int, block_size: int, query_rows: int, phase: int = 0
     ) -> Footprint:
         """Return when a request has events and what it holds between them.
 
@@ -195,7 +195,7 @@ class KVPolicyConfig:
             prompt_tokens: length of its prompt; where prompts are protected, the
                 budget counts generated tokens on top of it.
             block_size: N, tokens per superblock.
-            group_size: G, query heads per KV head; 2N / G queries fill a superblock.
+            query_rows: rows of a superblock that a query takes, of its 2N; see `sizes`.
             phase: of the request, see `events`; 0 where events are not spread.
         """
         protected = prompt_tokens if self.protects_prompt else 0
@@ -212,7 +212,7 @@ class KVPolicyConfig:
             phase=phase if self.spread_events else 0,
             window_tokens=window,
         )
-        window_blocks = -(-window * group_size // (2 * block_size))
+        window_blocks = -(-window * query_rows // (2 * block_size))
         sizes = self.recent_tokens, block_size, info.keeps_all
         return Footprint(events, *sizes, window_blocks)
 

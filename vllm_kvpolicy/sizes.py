@@ -6,6 +6,7 @@ Scheduler, worker and start-up line use the same formulas.
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_kvpolicy import compat
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.events import LAST_PHASE, worst_case_blocks
 from vllm_kvpolicy.policies.catalogue.names import parse
@@ -44,10 +45,18 @@ def planner_limits(vllm_config: Any, config: KVPolicyConfig) -> PlannerLimits:
     )
 
 
-def group_size(vllm_config: Any) -> int:
-    """Return G, query heads per KV head."""
+def query_rows(vllm_config: Any) -> int:
+    """Return the rows of a superblock that a query takes, of one vector per KV head.
+
+    One for each query head of a KV head; in an FP8 cache, whose numbers take a byte, as
+    many times more as a number of the model takes bytes.
+
+    Example: 16 query heads, 4 KV heads: 4 rows, and 8 in an FP8 cache of bfloat16.
+    """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    return model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
+    group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
+    is_float8 = vllm_config.cache_config.cache_dtype in compat.FLOAT8_CACHES
+    return group * (model.dtype.itemsize if is_float8 else 1)
 
 
 def max_global_blocks(vllm_config: Any, config: KVPolicyConfig) -> int:
@@ -68,7 +77,7 @@ def max_blocks_per_request(vllm_config: Any, config: KVPolicyConfig) -> int:
     """
     block_size = vllm_config.cache_config.block_size
     max_model_len = vllm_config.model_config.max_model_len
-    footprint = config.footprint(1, block_size, group_size(vllm_config))
+    footprint = config.footprint(1, block_size, query_rows(vllm_config))
     if parse(config.policy).keeps_all or config.protects_prompt:
         return -(-max_model_len // block_size) + footprint.window_blocks
     return worst_case_blocks(
@@ -87,7 +96,7 @@ def most_blocks(
     prompt_tokens: int,
     num_tokens: int,
     block_size: int,
-    group_size: int,
+    query_rows: int,
 ) -> int:
     """Return the superblocks that suffice for a request of these lengths.
 
@@ -98,9 +107,9 @@ def most_blocks(
         prompt_tokens: length of its prompt, >= 1.
         num_tokens: length of prompt and answer.
         block_size: N, tokens per superblock.
-        group_size: G, query heads per KV head.
+        query_rows: rows of a superblock that a query takes.
     """
-    footprint = config.footprint(prompt_tokens, block_size, group_size)
+    footprint = config.footprint(prompt_tokens, block_size, query_rows)
     is_spread = config.spread_events
     return (footprint.most_blocks if is_spread else footprint.peak_blocks)(num_tokens)
 
@@ -115,7 +124,7 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
     """
     block_size = vllm_config.cache_config.block_size
     max_model_len = vllm_config.model_config.max_model_len
-    sizes = block_size, group_size(vllm_config)
+    sizes = block_size, query_rows(vllm_config)
     held = most_blocks(config, 1, max_model_len, *sizes)
     whole = -(-max_model_len // block_size)
     info = parse(config.policy)
@@ -152,7 +161,7 @@ def sharing_line(vllm_config: Any, config: KVPolicyConfig) -> str:
     if not vllm_config.cache_config.enable_prefix_caching:
         return "KV policy prefix cache: off, every request computes its whole prompt"
     alone = [name for name in config.policies if parse(name).measures_tokens]
-    sizes = vllm_config.cache_config.block_size, group_size(vllm_config)
+    sizes = vllm_config.cache_config.block_size, query_rows(vllm_config)
     longest = vllm_config.model_config.max_model_len
     first_event = config.footprint(longest, *sizes).events.next_event(1)
     most = min(first_event, longest)

@@ -153,7 +153,7 @@ def kept_of(line: Line, settings: Line) -> list[int]:
     config["protect_prompt"] = False
     config["policy_config"] = options_of((line["policy"],), "", settings)
     config["spread_events"] = False  # the answers come from servers without
-    plan = KVPolicyConfig.from_dict(config).footprint(prompt, block, group_size=1)
+    plan = KVPolicyConfig.from_dict(config).footprint(prompt, block, query_rows=1)
     last = prompt + line["output_tokens"] - 1
 
     def kept(position: int) -> int:

@@ -71,8 +71,8 @@ TRIGGERS = {
     },
     "non-causal attention": {"attention_config.use_non_causal": True},
     "KV sharing between layers": {"cache_config.kv_sharing_fast_prefill": True},
-    "KV caches that are quantised or of another dtype than the model": {
-        "cache_config.cache_dtype": "fp8"
+    "KV caches of other dtypes than the model's and FP8": {
+        "cache_config.cache_dtype": "nvfp4"
     },
     "KV connectors and KV offloading": {"cache_config.kv_offloading_size": 1.0},
     "encoder-cache connectors": {"ec_transfer_config": SET},
@@ -111,6 +111,7 @@ MACHINE_TRIGGERS = {
     ),
     "the Rust front end": lambda patch: patch.setenv("VLLM_USE_RUST_FRONTEND", "1"),
 }
+FP8_ON_GPU = "FP8 KV caches on GPUs"  # takes a machine and a flag
 # Further ways to switch a feature on.
 MORE_TRIGGERS = [
     ("sliding-window attention", {"cache_config.sliding_window": 512}),
@@ -135,7 +136,7 @@ def expected(name):
 def test_every_row_has_its_trigger():
     names = [row.name for row in REFUSALS]
     assert len(set(names)) == len(names)
-    assert sorted(names) == sorted([*TRIGGERS, *MACHINE_TRIGGERS])
+    assert sorted(names) == sorted([*TRIGGERS, *MACHINE_TRIGGERS, FP8_ON_GPU])
     assert {row.name for row in REFUSALS if row.by_machine} == set(MACHINE_TRIGGERS)
 
 
@@ -203,14 +204,27 @@ def test_kv_sharing_is_read_from_the_model_too(policy_config):
 
 @pytest.mark.parametrize(
     ("dtype", "is_refused"),
-    [("auto", False), ("bfloat16", False), ("float16", True), ("fp8", True)],
+    [
+        *[("auto", False), ("bfloat16", False), ("float16", True), ("fp8", False)],
+        *[("fp8_e4m3", False), ("fp8_e5m2", False), ("fp8_per_token_head", True)],
+        *[("nvfp4", True), ("turboquant_4bit_nc", True), ("int8_per_token_head", True)],
+    ],
 )
-def test_a_cache_dtype_may_be_the_models_own(policy_config, dtype, is_refused):
+def test_a_cache_dtype_may_be_the_models_own_or_fp8(policy_config, dtype, is_refused):
     changes = {
         "model_config.dtype": torch.bfloat16,
         "cache_config.cache_dtype": dtype,
     }
     assert bool(refusals(Overlay(policy_config, changes))) == is_refused
+
+
+@pytest.mark.parametrize("dtype", compat.FLOAT8_CACHES)
+def test_an_fp8_cache_is_refused_on_gpus(policy_config, monkeypatch, dtype):
+    config = Overlay(policy_config, {"cache_config.cache_dtype": dtype})
+    assert refusals(config) == []
+    monkeypatch.setattr(compat, "platform_name", lambda: "cuda")
+    assert refusals(config) == expected(FP8_ON_GPU)
+    assert refusals(policy_config) == []
 
 
 def test_all_reasons_come_at_once(policy_config):

@@ -247,12 +247,12 @@ def test_what_the_user_chose_is_left_alone(tiny_model):
         ({"worker_cls": "mine.Worker"}, ["worker class", "--worker-cls"]),
         ({"block_size": 16}, ["block sizes", "32 on CPU"]),
         (
-            {"kv_cache_dtype": "fp8"},
-            ["quantised or of another dtype", "--kv-cache-dtype"],
+            {"kv_cache_dtype": "int8_per_token_head"},
+            ["other dtypes than the model's", "--kv-cache-dtype"],
         ),
         (
-            {"pipeline_parallel_size": 2, "kv_cache_dtype": "fp8"},
-            ["pipeline parallelism", "quantised or of another dtype"],
+            {"pipeline_parallel_size": 2, "kv_cache_dtype": "int8_per_token_head"},
+            ["pipeline parallelism", "other dtypes than the model's"],
         ),
         (
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
@@ -441,7 +441,7 @@ def test_beam_search_refuses_keys_that_it_would_drop():
             ["--kv-policy-config", '{"windwo": 1}'],
             "kv_policy_config: got the unknown key 'windwo'",
         ),
-        (["--kv-cache-dtype", "fp8"], "--kv-policy ams-tova is not supported togeth"),
+        (["--kv-cache-dtype", "nvfp4"], "--kv-policy ams-tova is not supported togeth"),
         (["--kv-policy-config", '{"trace": "/proc/x"}'], "trace: got '/proc/x'"),
     ],
 )

@@ -51,6 +51,21 @@ def test_the_table_by_hand(tiny_model: Path, capsys):
     assert 8 < float(mean) < 13 and 199 // 13 <= int(rest[2]) < 199 // 8
 
 
+def test_a_policy_over_an_fp8_cache(tiny_model: Path, capsys):
+    """A float32 model: four times the superblocks; a query takes four times as many."""
+    plain = planned(capsys, tiny_model, "--kv-policy", "snapkv")
+    lines = planned(
+        capsys, tiny_model, "--kv-policy", "snapkv", "--kv-cache-dtype", "fp8_e5m2"
+    )
+    for name in ("stock", "stock, FP8"):
+        assert lines[name, "", ""] == plain[name, "", ""]
+    before, after = plain["snapkv", "256", "128"], lines["snapkv, FP8", "256", "128"]
+    assert (before[0], after[0]) == ("199", "799")
+    window = 32 * GROUP / (2 * N)
+    assert (before[-2], after[-2]) == (f"{window:.0f}", f"{4 * window:.0f}")
+    assert int(after[-1]) > 3 * int(before[-1])
+
+
 def test_what_policies_keep_per_token_comes_off_the_pool(tiny_model: Path, capsys):
     # `h2o` remembers a float32 of each token of 4 heads, and of 256 requests.
     lines = planned(capsys, tiny_model, "--kv-policy", "h2o")

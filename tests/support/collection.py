@@ -15,6 +15,8 @@ DEAREST = (
     "v2_runner/test_v2_runner.py",
     "engine/test_prefix_caching.py",
     "engine/test_oracles.py",
+    "engine/test_float8.py",
+    "engine/test_float8_admissions.py",
     "engine/test_identity.py",
     "engine/test_dms.py",
     "engine/test_exact.py",

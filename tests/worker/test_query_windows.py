@@ -62,11 +62,15 @@ class World:
 
     def read(self, window_tokens: int, *windows: tuple[int, ...]) -> torch.Tensor:
         """Return what an event of a policy reads, [E, L, Hq, W, D]."""
-        events: Any = [SimpleNamespace(window_blocks=window) for window in windows]
+        events: Any = [
+            SimpleNamespace(window_blocks=window, request_id=f"r{index}")
+            for index, window in enumerate(windows)
+        ]
         needs = Needs(window_tokens=window_tokens)
         numbers = self.windows.numbers(events, needs)
         batch: Any = SimpleNamespace(
             policy=SimpleNamespace(needs=needs),
+            events=events,
             sent=to_device_together(numbers, CPU),
         )
         return self.windows.read(batch)["queries"]

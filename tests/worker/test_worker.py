@@ -30,7 +30,10 @@ def layer(**changes):
         "impl": impl,
         "kv_sharing_target_layer_name": None,
         "dtype": torch.bfloat16,
+        "kv_cache_dtype": "auto",
         "kv_cache_torch_dtype": torch.bfloat16,
+        "_k_scale": torch.tensor(1.0),
+        "_v_scale": torch.tensor(1.0),
         "num_heads": 4,
         "num_kv_heads": 2,
     }
@@ -45,8 +48,9 @@ def layer(**changes):
         ({"logits_soft_cap": 30.0}, "an attention logit soft cap"),
         ({"sinks": [0.1]}, "learned attention sinks"),
         ({"kv_sharing_target_layer_name": "a"}, "the keys and values of another layer"),
-        ({"kv_cache_torch_dtype": torch.uint8}, "a KV cache that is quantised"),
-        ({"kv_cache_torch_dtype": torch.float16}, "a KV cache that is quantised or"),
+        ({"kv_cache_torch_dtype": torch.uint8}, "a KV cache of a dtype other than"),
+        ({"kv_cache_torch_dtype": torch.float16}, "a KV cache of a dtype other than"),
+        ({"kv_cache_dtype": "fp8"}, "a KV cache of another kind than --kv-cache-dtype"),
         ({"kv_cache_update_bypass": True}, "a model that writes keys and values"),
         ({"scale": 0.5}, "a softmax scale or number of heads"),
         ({"num_heads": 8}, "a softmax scale or number of heads unlike"),
@@ -54,13 +58,24 @@ def layer(**changes):
 )
 def test_a_layer_that_scores_would_get_wrong_is_refused(changes, reason):
     layers = {"a": layer(), "b": layer(**changes), "c": layer(**changes)}
-    (found,) = layer_refusals(layers)
+    (found,) = layer_refusals(layers, "auto")
     assert found.startswith(f"b has {reason}") and found.endswith("(2 layers)")
 
 
+@pytest.mark.parametrize("name", ["_k_scale", "_v_scale"])
+def test_fp8_scales_are_one_per_layer(name):
+    """A list of them, one per KV head, would be taken for the first."""
+    fp8 = {"kv_cache_dtype": "fp8", "kv_cache_torch_dtype": torch.uint8}
+    assert layer_refusals({"a": layer(**fp8)}, "fp8") == []
+    (found,) = layer_refusals({"a": layer(**fp8, **{name: torch.ones(2)})}, "fp8")
+    assert found.startswith("a has an FP8 scale for each KV head")
+    (found,) = layer_refusals({"a": layer(**fp8), "b": layer()}, "fp8")
+    assert found == "b has a KV cache of another kind than --kv-cache-dtype fp8"
+
+
 def test_plain_layers_are_fine_and_none_are_not():
-    assert layer_refusals({"a": layer(), "b": layer()}) == []
-    assert layer_refusals({}) == ["no attention layers were found in the model"]
+    assert layer_refusals({"a": layer(), "b": layer()}, "auto") == []
+    assert layer_refusals({}, "auto") == ["no attention layers were found in the model"]
 
 
 def test_lost_commands_stop_the_worker():

@@ -97,7 +97,11 @@ _FITTED = ", ".join(
 
 def _converts_cache(config: Any) -> bool:
     own = str(config.model_config.dtype).removeprefix("torch.")
-    return config.cache_config.cache_dtype not in ("auto", own)
+    return config.cache_config.cache_dtype not in ("auto", own, *compat.FLOAT8_CACHES)
+
+
+def _is_float8(config: Any) -> bool:
+    return config.cache_config.cache_dtype in compat.FLOAT8_CACHES
 
 
 def _offloads_cache(config: Any) -> bool:
@@ -269,10 +273,16 @@ REFUSALS = (
         "--kv-sharing-fast-prefill",
     ),
     Refusal(
-        "KV caches that are quantised or of another dtype than the model",
+        "KV caches of other dtypes than the model's and FP8",
         _converts_cache,
-        "leave out --kv-cache-dtype (checkpoints that ask for one need "
-        "--kv-cache-dtype auto and an unquantised variant)",
+        f"set --kv-cache-dtype to {', '.join(compat.FLOAT8_CACHES)} or the model's own "
+        "dtype, or leave it out",
+    ),
+    Refusal(
+        "FP8 KV caches on GPUs",
+        lambda config: _is_float8(config) and compat.platform_name() != "cpu",
+        "leave out --kv-cache-dtype, or name the model's own dtype where the "
+        "checkpoint asks for FP8: no GPU has run a policy over one",
     ),
     Refusal(
         "KV connectors and KV offloading",

@@ -15,7 +15,7 @@ from vllm_kvpolicy.block_manager.capacity import Life, most_at_once
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies.build import build
 from vllm_kvpolicy.policies.catalogue.names import parse
-from vllm_kvpolicy.sizes import group_size, max_blocks_per_request, max_global_blocks
+from vllm_kvpolicy.sizes import max_blocks_per_request, max_global_blocks, query_rows
 from vllm_kvpolicy.worker.compaction import remembered
 from vllm_kvpolicy.worker.side_tables import SideTables
 
@@ -76,7 +76,12 @@ class Engine:
         """KV heads of a layer."""
         return self.model.get_num_kv_heads(self.vllm_config.parallel_config)
 
-    def superblock_bytes(self, is_fp8: bool = False) -> int:
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the server with a policy has an FP8 cache."""
+        return self.vllm_config.cache_config.cache_dtype in compat.FLOAT8_CACHES
+
+    def superblock_bytes(self, is_fp8: bool) -> int:
         """Return the bytes of a block of all layers, by vLLM's own count."""
         import torch
         from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -106,7 +111,7 @@ def main(words: list[str]) -> None:
     lines = [*_stock(engine), *_policies(engine, config)]
     print(_title(engine))
     print(table([HEAD, *lines]))
-    sizes = engine.superblock_bytes(), engine.superblock_bytes(is_fp8=True)
+    sizes = [engine.superblock_bytes(is_fp8) for is_fp8 in (False, True)]
     print(LEGEND.format(engine.block_size, *sizes))
     for note in _notes(engine, config, lines):
         print(note)
@@ -138,6 +143,12 @@ def _parser() -> argparse.ArgumentParser:
         )
     parser.add_argument("--block-size", type=_positive, help="tokens per superblock")
     parser.add_argument("--dtype", default="auto", help="as of vllm serve")
+    parser.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        choices=("auto", *compat.FLOAT8_CACHES),
+        help="the same, of the lines with a policy",
+    )
     parser.add_argument("--max-model-len", type=_positive, help="as of vllm serve")
     parser.add_argument("--max-num-seqs", type=_positive, default=256, help="the same")
     cli.add_arguments(parser)
@@ -181,7 +192,9 @@ def _engine(args: argparse.Namespace) -> Engine:
     vllm_config = SimpleNamespace(
         model_config=model,
         parallel_config=ParallelConfig(),
-        cache_config=SimpleNamespace(block_size=block_size),
+        cache_config=SimpleNamespace(
+            block_size=block_size, cache_dtype=args.kv_cache_dtype
+        ),
         scheduler_config=SimpleNamespace(max_num_seqs=args.max_num_seqs),
     )
     prompts, outputs = args.prompt_tokens, args.output_tokens
@@ -266,7 +279,7 @@ def _policies(engine: Engine, config: KVPolicyConfig) -> Iterator[tuple[str, ...
 
 
 def _policy(engine: Engine, config: KVPolicyConfig) -> tuple[str, ...]:
-    sizes = engine.block_size, group_size(engine.vllm_config)
+    sizes = engine.block_size, query_rows(engine.vllm_config)
     lives = [
         Life(
             config.footprint(prompt, *sizes),
@@ -276,7 +289,8 @@ def _policy(engine: Engine, config: KVPolicyConfig) -> tuple[str, ...]:
         for prompt, output in engine.lengths
     ]
     tables = _side_tables(engine, config)
-    usable = tables.pool_blocks(engine.available, engine.superblock_bytes()) - 1
+    superblock = engine.superblock_bytes(engine.is_fp8)
+    usable = tables.pool_blocks(engine.available, superblock) - 1
     peak = max(life.footprint.most_blocks(life.num_tokens) for life in lives)
     if peak > usable:
         raise ValueError(
@@ -285,7 +299,8 @@ def _policy(engine: Engine, config: KVPolicyConfig) -> tuple[str, ...]:
             "smaller budget, or a smaller prefill_interval where prompts are long"
         )
     numbers = map(str, (config.budget_tokens, config.interval_tokens))
-    return (config.policy, *numbers, *_numbers(lives, usable))
+    name = config.policy + ", FP8" * engine.is_fp8
+    return (name, *numbers, *_numbers(lives, usable))
 
 
 def _numbers(lives: list[Life], usable: int) -> tuple[str, ...]:

@@ -237,6 +237,10 @@ _ATTENTION = (
         },
     ),
     Owner(
+        "vllm.v1.attention.backend:AttentionLayer",
+        read="_k_scale _k_scale_float _v_scale _v_scale_float",
+    ),
+    Owner(
         "vllm.v1.attention.backend:CommonAttentionMetadata",
         read=(
             "block_table_tensor max_query_len max_seq_len num_actual_tokens num_reqs "
@@ -249,6 +253,10 @@ _ATTENTION = (
         read="NEVER UNIFORM_SINGLE_TOKEN_DECODE",
     ),
     Owner("vllm.v1.kv_cache_layout:KVCacheLayout", read="LBHNC"),
+    Owner(
+        "vllm.model_executor.layers.attention.attention:Attention",
+        read="kv_cache_dtype kv_cache_torch_dtype",
+    ),
     Owner("vllm.config.compilation:CompilationConfig", read="static_forward_context"),
 )
 

@@ -10,7 +10,7 @@ from vllm_kvpolicy.api.engines import smallest_pool
 from vllm_kvpolicy.config import PER_REQUEST_OFF, KVPolicyConfig, server_config
 from vllm_kvpolicy.config_keys import request_keys
 from vllm_kvpolicy.policies.catalogue.names import parse
-from vllm_kvpolicy.sizes import group_size, most_blocks
+from vllm_kvpolicy.sizes import most_blocks, query_rows
 
 # What is refused per request and what to change; the documentation lists it.
 REQUEST_REFUSALS = {
@@ -135,7 +135,7 @@ def check_params(
     tokens = min(prompt_tokens + (params.max_tokens or longest), longest)
     wanted = -(-tokens // block_size)
     if config is not None:
-        sizes = block_size, group_size(vllm_config)
+        sizes = block_size, query_rows(vllm_config)
         wanted = most_blocks(config, max(prompt_tokens, 1), tokens, *sizes)
     # One block is vLLM's null block.
     if wanted >= num_blocks:

@@ -29,8 +29,8 @@ from vllm_kvpolicy.metrics import LIVE
 from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.sizes import (
     capacity_line,
-    group_size,
     planner_limits,
+    query_rows,
     sharing_line,
 )
 
@@ -54,7 +54,7 @@ class KVPolicySchedulerMixin(CountingMixin):
             )
         self.kv_policy_limits = planner_limits(self.vllm_config, self.kv_policy_config)
         self.kv_policy_planner = Planner(self.kv_policy_limits)
-        self._group_size = group_size(self.vllm_config)
+        self._query_rows = query_rows(self.vllm_config)
         self.kv_policy_manager = manager
         manager.attach(self.kv_policy_planner, policy.placement)
         num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
@@ -120,7 +120,7 @@ class KVPolicySchedulerMixin(CountingMixin):
         plan = RequestPlan(
             policy=config.policy,
             footprint=config.footprint(
-                prompt_tokens, block_size, self._group_size, phase
+                prompt_tokens, block_size, self._query_rows, phase
             ),
             sinks=max(config.sink_tokens, protected),
             takes_hits=not info.measures_tokens,

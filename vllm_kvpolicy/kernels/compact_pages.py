@@ -179,20 +179,31 @@ survivor_moves = Operation(survivor_moves_ref)
 
 
 def merge_pages(
-    pages: torch.Tensor, slots: torch.Tensor, others: torch.Tensor, weight: torch.Tensor
+    pages: torch.Tensor,
+    slots: torch.Tensor,
+    others: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | float = 1.0,
 ) -> None:
     """Replace each token x by weight * x + (1 - weight) * other, computed in float32.
 
     Args:
-        pages: [P, N, D] model dtype, any strides, mutated: keys or values.
+        pages: [P, N, D] model dtype or 8-bit floating point, any strides, mutated: keys
+            or values. A merged token is rounded to nearest; what its numbers cannot
+            hold becomes the largest that they can.
         slots: [M] int64, page * N + offset; a slot listed twice has weight 1.
         others: [M, D] model dtype; anything where the weight is 1.
         weight: [M] float32, 0 to 1; at 1 the token stays as it is, bitwise.
+        scale: [M] float32 above 0, or one for all, that stored numbers are multiplied
+            by.
     """
     page, offset = slots // pages.shape[1], slots % pages.shape[1]
     own, share = pages[page, offset], weight[:, None]
-    mixed = (own.float() * share + others.float() * (1 - share)).to(own.dtype)
-    pages[page, offset] = torch.where(share < 1, mixed, own)
+    scale = scale[:, None] if isinstance(scale, torch.Tensor) else scale
+    mixed = own.float() * scale * share + others.float() * (1 - share)
+    most = torch.finfo(own.dtype).max
+    stored = (mixed / scale).clamp(-most, most).to(own.dtype)
+    pages[page, offset] = torch.where(share < 1, stored, own)
 
 
 def slice_width(pages: torch.Tensor, num_moves: int) -> int:

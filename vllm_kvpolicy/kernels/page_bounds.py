@@ -19,12 +19,13 @@ def page_bounds_ref(
     Args:
         bounds: [2, P, D] model dtype, contiguous, rows `pages` mutated: the smallest
             first.
-        keys: [P, N, D] model dtype, any strides; all N tokens of a page count.
+        keys: [P, N, D] model dtype or 8-bit floating point, any strides; all N tokens
+            of a page count.
         pages: [M] int64 page ids, in any order, also several times.
     """
     step = max(1, CHUNK_BYTES // max(1, keys[0].numel() * keys.element_size()))
     for some in pages.split(step):
-        low, high = keys[some].aminmax(dim=1)
+        low, high = keys[some].to(bounds.dtype).aminmax(dim=1)
         bounds[0, some], bounds[1, some] = low, high
 
 

@@ -41,7 +41,8 @@ def until_attention_ref(
 
     Args:
         query: [Tq, G, D] floating point, row after row.
-        keys, values: [P, N, D], dtype of the queries, any strides.
+        keys, values: [P, N, D], dtype of the queries or 8-bit floating point, any
+            strides.
         tables: [R, C] int32, pages of each row, oldest token first; any valid id
             after the last page. Rows of C are contiguous.
         lengths: [R] int32, tokens held, those of the queries included; at most C * N.

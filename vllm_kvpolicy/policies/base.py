@@ -87,7 +87,8 @@ class EventInputs:
         scale: softmax scale of the model's attention.
         keys: [E, L, H, T, D] model dtype, cached post-RoPE keys, plain or on pages, or
             None unless asked for, like all that follows. Values on padding are
-            unspecified. Read through `given` or `paged`.
+            unspecified. Of an FP8 cache they are what attention reads, rounded when
+            they were stored, unlike `queries`. Read through `given` or `paged`.
         values: [E, L, H, T, D] model dtype, cached values; likewise.
         queries: [E, L, Hq, W, D] model dtype, the newest W post-RoPE queries, each at
             its own position, newest last.

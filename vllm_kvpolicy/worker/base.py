@@ -36,10 +36,11 @@ class KVPolicyWorkerMixin:
         )
         check_hosts(self.vllm_config, config)
         compat.forget_chosen_backends()
+        stated = self.cache_config.cache_dtype  # which checkpoints may change
         super().load_model(*args, **kwargs)
         model = self.model_runner.get_model()
         layers = get_layers_from_vllm_config(self.vllm_config, Attention)
-        reasons = layer_refusals(layers)
+        reasons = layer_refusals(layers, stated)
         if reasons:
             lines = "".join(f"\n  - {reason}" for reason in reasons)
             raise ValueError(
@@ -189,13 +190,14 @@ def _answered(output: Any, read_answers: Callable[[], tuple[UsedBlocks, ...]]) -
     return output
 
 
-def layer_refusals(layers: Mapping[str, Any]) -> list[str]:
+def layer_refusals(layers: Mapping[str, Any], cache_dtype: str) -> list[str]:
     """Return why these attention layers cannot run with a policy, one line per reason.
 
     Only what the loaded model tells; `api.guards` refuses everything else earlier.
 
     Args:
         layers: vLLM's attention layers by name.
+        cache_dtype: of the KV cache, as the scheduler knows it.
     """
     if not layers:
         return ["no attention layers were found in the model"]
@@ -219,8 +221,18 @@ def layer_refusals(layers: Mapping[str, Any]) -> list[str]:
         "a model that writes keys and values itself, unseen": lambda layer: getattr(
             layer, "kv_cache_update_bypass", False
         ),
-        "a KV cache that is quantised or of another dtype": lambda layer: (
-            layer.kv_cache_torch_dtype != layer.dtype
+        f"a KV cache of another kind than --kv-cache-dtype {cache_dtype}": (
+            lambda layer: layer.kv_cache_dtype != cache_dtype
+        ),
+        "a KV cache of a dtype other than the model's and FP8": lambda layer: (
+            layer.kv_cache_dtype not in compat.FLOAT8_CACHES
+            and layer.kv_cache_torch_dtype != layer.dtype
+        ),
+        "an FP8 scale for each KV head, where scorers know one per layer": (
+            lambda layer: (
+                layer.kv_cache_dtype in compat.FLOAT8_CACHES
+                and max(layer._k_scale.numel(), layer._v_scale.numel()) > 1
+            )
         ),
         "a softmax scale or number of heads unlike the first layer's": lambda layer: (
             _geometry(layer) != _geometry(first)

@@ -24,7 +24,6 @@ from vllm_kvpolicy.kernels.compact_pages import (
     list_survivors,
     survivor_moves,
 )
-from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.ranking import must_keep_tokens, resize
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.base import EventInputs, Needs, Policy
@@ -202,10 +201,10 @@ class Compactor:
             optional |= capture.read(batch)
         if "queries" in optional:
             optional["queries"] = self.ranks.queries_of_copies(optional["queries"])
-        for name, pages in (("keys", self.pool.keys), ("values", self.pool.values)):
+        for name in ("keys", "values"):
             if getattr(needs, name):
                 ids = held.pages.view(*shape, -1)
-                optional[name] = PagedTokens(pages, ids, held.max_tokens)
+                optional[name] = self.pool.held(name, ids, held.max_tokens)
         return EventInputs(
             lengths=lengths.view(shape),
             must_keep=must_keep.view(*shape, -1),

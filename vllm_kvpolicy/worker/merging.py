@@ -35,13 +35,15 @@ def merge_dropped(
     survives = survives.scatter(1, torch.where(placed < 0, size, placed), True)
     is_merged = (placed >= 0) & (partner >= 0) & ~survives.gather(1, other)
     weight = torch.where(is_merged, merge.weight.flatten(1).gather(1, index), 1.0)
-    keys, values = (inputs.given(name).flatten(1, 3) for name in ("keys", "values"))
+    layer = index // (held.max_tokens * pool.num_heads)
     for group in range(pool.num_groups):
-        slots = moves.dest[group]
-        others, weights = (
-            row.unflatten(1, (pool.num_groups, -1))[:, group] for row in (other, weight)
+        slots = moves.dest[group].flatten()
+        others, weights, layers = (
+            row.unflatten(1, (pool.num_groups, -1))[:, group]
+            for row in (other, weight, layer)
         )
-        for pages, before in ((pool.keys[group], keys), (pool.values[group], values)):
+        for name, pages in (("keys", pool.keys), ("values", pool.values)):
+            before = inputs.given(name).flatten(1, 3)
             taken = torch.take_along_dim(before, others[..., None], dim=1)
-            rows = slots.flatten(), taken.flatten(0, 1), weights.flatten()
-            merge_pages(pages, *rows)
+            rows = slots, taken.flatten(0, 1), weights.flatten()
+            merge_pages(pages[group], *rows, pool.scales(name, layers.flatten()))

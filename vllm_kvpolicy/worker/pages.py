@@ -4,6 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
+from vllm_kvpolicy.kernels.paged import PagedTokens
+from vllm_kvpolicy.worker.float8 import Float8
+
 
 class PagePool:
     """Every head page of one KV cache group.
@@ -21,18 +24,27 @@ class PagePool:
             head-major (LBHNC).
         keys_are_columns: the CPU kernels' order: a page holds all keys, then all
             values, and keys are stored [D, N].
+        float8: what the bytes of an FP8 cache stand for; None where numbers are of the
+            model's dtype.
 
     Attributes:
+        keys, values: one [P, N, D] view per layer, of the numbers as they are stored.
+        dtype: the model's.
         spans_layers: whether pages may change layers.
         num_groups: 1 if they may, else the number of layers.
         null_pages: [1, L, H, 1] int64, ids of each head's stock page of superblock 0.
     """
 
     def __init__(
-        self, kv_caches: Sequence[torch.Tensor], keys_are_columns: bool
+        self,
+        kv_caches: Sequence[torch.Tensor],
+        keys_are_columns: bool,
+        float8: Float8 | None = None,
     ) -> None:
         first = kv_caches[0]
-        self._caches = kv_caches
+        self._caches, self.float8 = kv_caches, float8
+        self.dtype = first.dtype if float8 is None else float8.dtype
+        stored = first.dtype if float8 is None else float8.stored
         self.num_layers = len(kv_caches)
         self.num_blocks, self.num_heads, self.block_size, width = first.shape
         self.head_dim = width // 2
@@ -49,8 +61,8 @@ class PagePool:
         head = torch.arange(self.num_heads, device=first.device)
         self.null_pages = (base[:, None] + head)[None, ..., None]
         views = [_keys_and_values(pool, keys_are_columns) for pool in self._pools]
-        self.keys = [keys for keys, _ in views]
-        self.values = [values for _, values in views]
+        self.keys = [keys.view(stored) for keys, _ in views]
+        self.values = [values.view(stored) for _, values in views]
         self._keys_are_columns = keys_are_columns
 
     def pages_of(self, layer: int) -> torch.Tensor:
@@ -60,12 +72,40 @@ class PagePool:
     def tokens_of(self, group: int) -> Sequence[torch.Tensor]:
         """Return [P, N, ...] views that have all of a token in one place each.
 
+        They are for moving: of an FP8 cache they show bytes.
+
         Args:
             group: 0 to `num_groups` - 1.
         """
         if self._keys_are_columns:
-            return self.keys[group], self.values[group]
+            plain = self._pools[group].dtype
+            return self.keys[group].view(plain), self.values[group].view(plain)
         return (self._pools[group],)
+
+    def held(self, name: str, pages: torch.Tensor, num_tokens: int) -> PagedTokens:
+        """Return the keys or values of rows of pages, as policies read them.
+
+        Of an FP8 cache they are a copy in the model's dtype, and what attention reads:
+        the rounded numbers, times the scale of their row's layer.
+
+        Args:
+            name: "keys" or "values".
+            pages: [E, L, H, C] int64; see `PagedTokens`.
+            num_tokens: T, tokens per row.
+        """
+        pools = self.keys if name == "keys" else self.values
+        if self.float8 is None:
+            return PagedTokens(pools, pages, num_tokens)
+        stored = [pool.view(torch.uint8) for pool in pools]
+        return self.float8.read(name, PagedTokens(stored, pages, num_tokens))
+
+    def scale(self, name: str, layer: int) -> float:
+        """Return what a layer's stored "keys" or "values" are multiplied by."""
+        return 1.0 if self.float8 is None else self.float8.scales[name][layer]
+
+    def scales(self, name: str, layers: torch.Tensor) -> torch.Tensor | float:
+        """Return `scale` of layers [M] int64: [M] float32, or 1.0 without FP8."""
+        return 1.0 if self.float8 is None else self.float8.table(name)[layers]
 
     def own_pages(self, blocks: torch.Tensor) -> torch.Tensor:
         """Return [E, L, H, P] ids of the stock pages of superblocks [E, P] int64."""
@@ -77,6 +117,7 @@ class PagePool:
         """Return [B * 2N, H * D]: a layer's memory in rows of one vector per KV head.
 
         Superblock b is rows b * 2N and after. For values other than keys and values.
+        Of an FP8 cache a row has H * D bytes.
         """
         return self._caches[layer].view(-1, self.num_heads * self.head_dim)
 
@@ -87,6 +128,14 @@ class PagePool:
             return torch.stack([cache.index_select(0, rows) for cache in caches])
         shape = (self.num_layers, -1, self.num_heads * self.head_dim)
         return self._pools[0].view(shape).index_select(1, rows)
+
+    def clear(self, blocks: torch.Tensor) -> None:
+        """Set superblocks [M] int64 to zeros in every layer."""
+        caches = self._caches
+        if self.spans_layers:
+            caches = [self._pools[0].view(self.num_layers, self.num_blocks, -1)]
+        for cache in caches:
+            cache.index_fill_(int(self.spans_layers), blocks, 0)
 
 
 def _one_allocation(kv_caches: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -131,17 +180,21 @@ def check_layout(layer: object, pool: PagePool, index: int) -> None:
     Raises:
         RuntimeError: the view does not read what the backend wrote.
     """
-    keys, values = pool.keys[index], pool.values[index]
     shape = (2, 1, pool.num_heads, pool.head_dim)
-    sample = torch.arange(2 * pool.num_heads * pool.head_dim, device=keys.device)
-    sample = (sample % 127).to(keys.dtype).view(shape)
+    number = torch.arange(shape[2] * shape[3] * 2, device=layer.kv_cache.device)
+    if pool.float8 is None:
+        expected = sample = (number % 127).to(pool.dtype).view(shape)
+    else:
+        expected, sample = pool.float8.samples(number.view(shape), index)
     last = pool.num_blocks * pool.block_size - 1
-    slot = torch.tensor([last], device=keys.device, dtype=torch.int64)
+    slot = torch.tensor([last], device=number.device, dtype=torch.int64)
     layer.impl.do_kv_cache_update(layer, sample[0], sample[1], layer.kv_cache, slot)
-    block = torch.tensor([[pool.num_blocks - 1]], device=keys.device)
+    block = torch.tensor([[pool.num_blocks - 1]], device=number.device)
     pages = pool.own_pages(block)[0, index, :, 0]
-    wrote_here = torch.equal(keys[pages, -1], sample[0, 0])
-    wrote_here &= torch.equal(values[pages, -1], sample[1, 0])
+    wrote_here = all(
+        torch.equal(view[index][pages, -1].view(layer.kv_cache.dtype), part[0])
+        for view, part in zip((pool.keys, pool.values), expected, strict=True)
+    )
     layer.kv_cache[-1].zero_()
     if not wrote_here:
         raise RuntimeError(

@@ -21,12 +21,13 @@ from vllm_kvpolicy.policies.base import Needs, Policy
 from vllm_kvpolicy.policies.build import build
 from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.policies.ranks import ALL_HEADS, ONE_RANK, HeadShard, Ranks
-from vllm_kvpolicy.sizes import group_size, max_global_blocks
+from vllm_kvpolicy.sizes import max_global_blocks, query_rows
 from vllm_kvpolicy.worker.captures.base import Capture
 from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
 from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
 from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
 from vllm_kvpolicy.worker.compaction import Compactor, remembered
+from vllm_kvpolicy.worker.float8 import Float8
 from vllm_kvpolicy.worker.live import LiveEvents, NoEvents
 from vllm_kvpolicy.worker.pages import PagePool, check_layout
 from vllm_kvpolicy.worker.refused import refused_for
@@ -66,7 +67,7 @@ class WorkerSetup:
         side_tables: sizes of what is made along with the KV cache.
         shard: the heads that this rank serves.
         ranks: with those that serve the others.
-        limits: longest request in tokens, and query heads per KV head; None to batch
+        limits: longest request in tokens, and rows that a query takes; None to batch
             events without bound.
     """
 
@@ -130,7 +131,9 @@ class WorkerSetup:
         Args:
             keys_are_columns: see `worker.pages.PagePool`.
         """
-        pool = PagePool([layer.kv_cache for layer in self.layers], keys_are_columns)
+        caches = [layer.kv_cache for layer in self.layers]
+        float8 = Float8.of_layers(self.layers)
+        pool = PagePool(caches, keys_are_columns, float8)
         for index, layer in enumerate(self.layers):
             check_layout(layer, pool, index)
         for capture in self.captures:
@@ -289,7 +292,7 @@ def prepare(
         side_tables,
         shard,
         ranks_of(shard, device),
-        (vllm_config.model_config.max_model_len, group_size(vllm_config)),
+        (vllm_config.model_config.max_model_len, query_rows(vllm_config)),
     )
 
 
@@ -341,7 +344,7 @@ def _captures(
     """Return the captures that the policies need, hooked to the model."""
     first, captures = layers[0], list[Capture]()
     if needs.window_tokens:
-        captures.append(QueryWindows.of_engine(first, vllm_config, device))
+        captures.append(QueryWindows.of_engine(vllm_config, device))
     if needs.signals:
         with refused_for(policies, lambda needs: needs.signals):
             signals = TokenSignals.of_engine(

@@ -27,7 +27,7 @@ def warm_up(
     runtime: KVPolicyRuntime,
     config: KVPolicyConfig,
     max_model_len: int,
-    group_size: int,
+    query_rows: int,
 ) -> None:
     """Run dummy events, and the other kernels of a step.
 
@@ -35,14 +35,14 @@ def warm_up(
         runtime: the worker's.
         config: the server's policies.
         max_model_len: longest request, in tokens.
-        group_size: G, query heads per KV head.
+        query_rows: rows of a superblock that a query takes.
 
     Raises:
         ValueError: the device has no memory for the temporary tensors of an event.
     """
     requests, pool = runtime.requests, runtime.compactor.pool
     untraced = replace(runtime.compactor, trace=NoTrace(), live=NoEvents())
-    sizes = requests.block_size, pool.num_blocks, max_model_len, group_size
+    sizes = requests.block_size, pool.num_blocks, max_model_len, query_rows
     for events in dummy_events(config, requests.null_row, *sizes):
         try:
             untraced.run(events)
@@ -65,7 +65,7 @@ def dummy_events(
     block_size: int,
     num_blocks: int,
     max_model_len: int,
-    group_size: int,
+    query_rows: int,
 ) -> Iterator[list[CompactEvent]]:
     """Yield the dummy events of each step, for every policy of a server.
 
@@ -79,7 +79,7 @@ def dummy_events(
         block_size: N, tokens per superblock.
         num_blocks: superblocks of the pool, vLLM's null block included.
         max_model_len: longest request, in tokens.
-        group_size: G, query heads per KV head.
+        query_rows: rows of a superblock that a query takes.
     """
     prompts = [(1, 0), (1, LAST_PHASE)]
     prompts += [(tokens, 0) for tokens in prompt_lengths(config, max_model_len)]
@@ -87,7 +87,7 @@ def dummy_events(
         for prompt_tokens, phase in prompts:
             if phase and not config.spread_events:
                 continue
-            sizes = prompt_tokens, phase, block_size, max_model_len, group_size
+            sizes = prompt_tokens, phase, block_size, max_model_len, query_rows
             events = first_events(config, policy, *sizes)
             # Every request has blocks of its own, and none has the null block.
             held = -(-events[-1].position // block_size) if events else num_blocks
@@ -105,7 +105,7 @@ def rooms(
     block_size: int,
     num_blocks: int,
     max_model_len: int,
-    group_size: int,
+    query_rows: int,
 ) -> dict[str, int]:
     """Return the most tokens per KV head of a batch of dummy events, by policy.
 
@@ -116,7 +116,7 @@ def rooms(
         see `dummy_events`.
     """
     found: dict[str, int] = {}
-    sizes = block_size, num_blocks, max_model_len, group_size
+    sizes = block_size, num_blocks, max_model_len, query_rows
     for events in dummy_events(config, most, *sizes):
         event = events[0]  # the others are alike
         tokens = len(event.source_blocks) * block_size + event.local_tokens(block_size)
@@ -146,12 +146,12 @@ def first_events(
     phase: int,
     block_size: int,
     max_model_len: int,
-    group_size: int,
+    query_rows: int,
 ) -> list[CompactEvent]:
     """Return the first events of a request whose superblocks are 1, 2, 3, ..."""
     asked = config.with_request({"kv_policy": policy})
     assert asked is not None  # the name is one of the server's
-    footprint = asked.footprint(prompt_tokens, block_size, group_size, phase)
+    footprint = asked.footprint(prompt_tokens, block_size, query_rows, phase)
     protected = prompt_tokens if asked.protects_prompt else 0
     events: list[CompactEvent] = []
     held: tuple[int, ...] = ()

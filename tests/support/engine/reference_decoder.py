@@ -92,6 +92,7 @@ class ReferenceDecoder:
         key = self._heads(normed, prefix + "k_proj.weight", prefix + "k_norm.weight")
         value = self._heads(normed, prefix + "v_proj.weight", None)
         query, key = self._rotate(query), self._rotate(key)
+        key, value = self._cached(layer, key, value)
         group = self.num_q_heads // self.num_heads
         scores = query @ key.repeat_interleave(group, 0).transpose(-1, -2) * self.scale
         mask = visible.repeat_interleave(group, 0)
@@ -99,6 +100,12 @@ class ReferenceDecoder:
         out = probs @ value.repeat_interleave(group, 0)
         out = out.transpose(0, 1).flatten(1) @ self.weights[prefix + "o_proj.weight"].T
         return out, query, key, value
+
+    def _cached(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values [H, T, D] as a cache gives them back."""
+        return key, value
 
     def _heads(
         self, hidden: torch.Tensor, weight: str, norm: str | None

@@ -27,7 +27,7 @@ from support.engine.simulator_worker import StorageWorker
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.events import EventPlan, request_phase
 from vllm_kvpolicy.policies.catalogue.names import parse
-from vllm_kvpolicy.sizes import group_size, max_global_blocks
+from vllm_kvpolicy.sizes import max_global_blocks, query_rows
 
 TOKEN, STOP_TOKEN = 5, 7
 MAX_IDLE_STEPS = 6
@@ -57,7 +57,7 @@ class Simulation:
         self.peaks: dict[str, tuple[int, int]] = {}
         self.queue: deque[tuple[Any, Any, np.ndarray]] = deque()
         self.idle = 0
-        self.group_size = group_size(self.scheduler.vllm_config)
+        self.group_size = query_rows(self.scheduler.vllm_config)
         self.cache = CacheCheck(self.pool, scenario) if scenario.caching else None
         if self.cache is not None:
             self.cache.watch(self.scheduler, self.asked)

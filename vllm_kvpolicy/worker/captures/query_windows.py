@@ -3,9 +3,13 @@
 They are kept in superblocks of the KV cache, which the scheduler lends to a request
 from the first query that its event reads until the event. So they take memory only
 while they are needed, and there is no limit but the pool to how many requests save.
+
+Attention kernels multiply what lies behind a request's last token by zero. Bytes of a
+query may be NaN or infinity as numbers of an FP8 cache, so there a superblock is set to
+zeros before anybody else gets it: when its event has read it, or its request is gone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +19,7 @@ from vllm_kvpolicy import compat
 from vllm_kvpolicy.kernels.save_rows import save_rows
 from vllm_kvpolicy.policies.base import Needs
 from vllm_kvpolicy.protocol import CompactEvent
+from vllm_kvpolicy.sizes import query_rows
 from vllm_kvpolicy.worker.batch import Batch
 from vllm_kvpolicy.worker.captures.base import Capture
 from vllm_kvpolicy.worker.pages import PagePool
@@ -29,13 +34,15 @@ class QueryWindows(Capture):
 
     A layer's part of a superblock is 2N rows of H * D numbers. A query of all heads is
     Hq * D numbers, so it takes G = Hq / H rows, and a window of W queries takes the
-    first W * G rows of its superblocks.
+    first W * G rows of its superblocks. Queries keep the model's dtype: where the cache
+    has smaller numbers, a query takes as many times more rows.
 
     Example: N = 16, H = 3, Hq = 9. A query takes 3 of a superblock's 32 rows, so that
-    the eleventh begins in the first superblock and ends in the second.
+    the eleventh begins in the first superblock and ends in the second. In an FP8 cache
+    of a model in bfloat16 it takes 6 rows.
 
     Args:
-        num_parts: G, query heads per KV head.
+        num_parts: rows that a query takes; see `sizes.query_rows`.
         step_tokens: most tokens of a step, padding included.
         device: where the model runs.
         is_captured: the attention of a step may be the replay of a graph, which then
@@ -54,20 +61,18 @@ class QueryWindows(Capture):
         shape = (step_tokens, num_parts)
         self.targets = torch.full(shape, UNWANTED, dtype=torch.int64, device=device)
         self._is_captured, self._is_planned = is_captured, False
+        self._lent: dict[str, tuple[int, ...]] = {}  # superblocks with queries
 
     @classmethod
-    def of_engine(
-        cls, layer: Any, vllm_config: Any, device: torch.device
-    ) -> "QueryWindows":
+    def of_engine(cls, vllm_config: Any, device: torch.device) -> "QueryWindows":
         """Build the windows of an engine.
 
         Args:
-            layer: an attention layer of the model; all are of its shape.
             vllm_config: the engine's configuration.
             device: where the model runs.
         """
         return cls(
-            layer.num_heads // layer.num_kv_heads,
+            query_rows(vllm_config),
             vllm_config.scheduler_config.max_num_batched_tokens,
             device,
             compat.captures_attention(vllm_config),
@@ -99,6 +104,7 @@ class QueryWindows(Capture):
             part = capture.first_row * num_parts + np.arange(
                 capture.num_tokens * num_parts
             )
+            self._lent[capture.request_id] = capture.window_blocks
             rows = self._rows(np.array(capture.window_blocks), part)
             targets[first : first + capture.num_tokens] = rows.reshape(-1, num_parts)
         self.targets[: len(targets)] = to_device(targets, self.targets.device)
@@ -116,8 +122,8 @@ class QueryWindows(Capture):
         """Save the planned tokens' queries [T, Hq, D] or [T, Hq * D] of one layer."""
         if self._is_planned or self._is_captured:
             assert len(query) <= len(self.targets), "more tokens than planned"
-            queries = query.view(len(query), -1)
-            save_rows(self.pool.vectors_of(layer), queries, self.targets)
+            rows = self.pool.vectors_of(layer)
+            save_rows(rows, query.view(len(query), -1).view(rows.dtype), self.targets)
 
     def warm_up(self) -> None:
         """Save a query that no window asks for."""
@@ -140,7 +146,16 @@ class QueryWindows(Capture):
         window_tokens = batch.policy.needs.window_tokens
         if not window_tokens:
             return {}
-        return {"queries": self.queries(batch.sent["window_rows"], window_tokens)}
+        queries = self.queries(batch.sent["window_rows"], window_tokens)
+        self.drop([event.request_id for event in batch.events])
+        return {"queries": queries}
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Forget windows; leave no query in the superblocks of an FP8 cache."""
+        lent = [self._lent.pop(request_id, ()) for request_id in request_ids]
+        if self.pool.float8 is not None and any(lent):
+            blocks = np.concatenate([np.array(each, dtype=np.int64) for each in lent])
+            self.pool.clear(to_device(blocks, self.targets.device))
 
     def queries(self, rows: torch.Tensor, window_tokens: int) -> torch.Tensor:
         """Return [E, L, Hq, W, D] queries, newest last.
@@ -149,7 +164,7 @@ class QueryWindows(Capture):
             rows: [E, W * G] int64, where the parts of each window are; see `numbers`.
             window_tokens: W.
         """
-        saved = self.pool.read_vectors(rows.flatten())
+        saved = self.pool.read_vectors(rows.flatten()).flatten(1).view(self.pool.dtype)
         shape = (len(saved), len(rows), window_tokens, -1, self.pool.head_dim)
         return saved.view(shape).permute(1, 0, 3, 2, 4)
 

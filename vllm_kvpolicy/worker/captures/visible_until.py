@@ -172,6 +172,8 @@ class VisibleUntil(Capture):
             max_queries: no row has more.
         """
         width = -(-batch.max_length // self._block_size)
+        # What is stored in an FP8 cache is to be multiplied; see `Float8`.
+        key_scale, value_scale = (self.pool.scale(n, layer) for n in ("keys", "values"))
         until_attention(
             queries,
             self.pool.keys[layer],
@@ -181,10 +183,12 @@ class VisibleUntil(Capture):
             batch.query_start,
             batch.ends,
             self.until[layer],
-            scale,
+            scale * key_scale,
             result,
             max_queries,
         )
+        if value_scale != 1:
+            result *= value_scale
 
     def move(self, moves: Moves) -> None:
         """Carry values along with survivors; see `Capture.move`."""

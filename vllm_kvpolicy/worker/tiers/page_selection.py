@@ -42,7 +42,9 @@ class SelectedBatch:
     Args:
         folded: what is held, rows in the order (request, KV head).
         quest: scores pages.
-        bounds: [2, P, D] of each layer; see `kernels.page_bounds`.
+        bounds: [2, P, D] of each layer; see `kernels.page_bounds`. Of an FP8 cache,
+            of keys as they are stored: a layer's scale is above zero and the same for
+            all its pages, so it changes no choice.
         block_size: N.
         rows: [S * H] int64, rows of `folded`; None where none is cut.
         later: [S * H] int64, how many tokens this step computes of the same request
@@ -122,7 +124,9 @@ class PageSelection:
         self._selects = np.zeros(size, dtype=bool)
         self._prompt_tokens = np.zeros(size, dtype=np.int64)
         made = [
-            keys.new_zeros(2, len(keys), pool.head_dim)
+            torch.zeros(
+                (2, len(keys), pool.head_dim), dtype=pool.dtype, device=keys.device
+            )
             for keys in pool.keys[: pool.num_groups]
         ]
         self.bounds = made * pool.num_layers if pool.spans_layers else made
@@ -149,7 +153,7 @@ class PageSelection:
     @staticmethod
     def page_bytes(config: KVPolicyConfig, layer: Any) -> int:
         """Return the bytes that the bounds of one page take, 0 without a selection."""
-        bytes_of_key = layer.head_size * layer.kv_cache_torch_dtype.itemsize
+        bytes_of_key = layer.head_size * layer.dtype.itemsize
         return 2 * bytes_of_key if selecting(config) else 0
 
     def update(
