@@ -36,7 +36,7 @@ BAD_KNOBS: tuple[tuple[str, Any], ...] = (
     ("kv_budget", "many"),
     ("kv_budget", settings.BUDGET + 1),
     ("kv_budget", 1),
-    ("kv_budget", -(2**70)),
+    ("kv_budget", -(2**62)),
     ("kv_budget", 96.5),
     ("kv_budget", True),
     ("kv_interval", 0),

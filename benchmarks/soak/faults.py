@@ -10,13 +10,12 @@ import asyncio
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -30,6 +29,7 @@ END_SECONDS = 60.0
 LOAD_SECONDS = 2.0
 LINKS = 200
 """Files of a trace that are linked to /dev/full: more than are written meanwhile."""
+ENGINES = ("engine", "worker")
 SAID = "cannot write to the trace"
 
 
@@ -131,13 +131,18 @@ async def cut_counters(one: Faulty, ledger: Ledger) -> None:
 
 
 async def terminate(one: Faulty, seed: int, ledger: Ledger) -> None:
-    """Send SIGTERM to a server under load."""
+    """Send SIGTERM to a server under load, whose clients leave when its engine ended.
+
+    vLLM waits for the connections of clients that stay.
+    """
     process = one.server.process
-    family = psutil.Process(process.pid).children(recursive=True)
-    seconds = await _under_load(one, seed, lambda: process.send_signal(signal.SIGTERM))
-    ended = seconds < END_SECONDS and not _alive(family)
-    what = f"after {seconds:.0f} s {_alive(family)} go on"
-    ledger.check(TERMINATED, ended, what)
+    engine = [each for each in _family(one) if role_of(each) in ENGINES]
+    async with _load(one, seed):
+        process.send_signal(signal.SIGTERM)
+        _, alive = await asyncio.to_thread(psutil.wait_procs, engine, END_SECONDS)
+    ledger.check(TERMINATED, not alive, f"{alive} go on")
+    ended = await _ends(one)
+    ledger.check(TERMINATED, ended, f"the server goes on for {END_SECONDS:.0f} s")
     found = own_traceback(one.server.log)
     ledger.check(TERMINATED, found is None, f"its log has a traceback: {found}")
     _check_no_files(one, TERMINATED, ledger)
@@ -145,35 +150,43 @@ async def terminate(one: Faulty, seed: int, ledger: Ledger) -> None:
 
 async def kill_engine(one: Faulty, seed: int, ledger: Ledger) -> None:
     """Kill the engine's process of a server under load."""
-    family = psutil.Process(one.server.process.pid).children(recursive=True)
+    family = _family(one)
     (engine,) = [each for each in family if role_of(each) == "engine"]
-    seconds = await _under_load(one, seed, engine.kill)
-    ended = seconds < END_SECONDS and not _alive(family)
-    ledger.check(KILLED, ended, f"after {seconds:.0f} s {_alive(family)} go on")
+    async with _load(one, seed):
+        engine.kill()
+        ended = await _ends(one)
+    ledger.check(KILLED, ended, f"the server goes on for {END_SECONDS:.0f} s")
+    _, alive = psutil.wait_procs(family, END_SECONDS)
+    ledger.check(KILLED, not alive, f"{alive} go on")
     _check_no_files(one, KILLED, ledger)
+
+
+@asynccontextmanager
+async def _load(one: Faulty, seed: int) -> AsyncIterator[None]:
+    """Load a server, and take the clients away in the end."""
+    load = asyncio.create_task(storm.play(one.server.url, draw_wave(seed, -1, 40)))
+    await asyncio.sleep(LOAD_SECONDS)
+    try:
+        yield
+    finally:
+        load.cancel()
+        await asyncio.gather(load, return_exceptions=True)
+
+
+def _family(one: Faulty) -> list[psutil.Process]:
+    """Return the processes below the server's own."""
+    return psutil.Process(one.server.process.pid).children(recursive=True)
+
+
+async def _ends(one: Faulty) -> bool:
+    """Return whether a server's own process ends in time."""
+    try:
+        await asyncio.to_thread(one.server.process.wait, END_SECONDS)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 def _check_no_files(one: Faulty, promise: Promise, ledger: Ledger) -> None:
     left = [path.name for path in one.temporary.glob("vllm-kvpolicy-*")]
     ledger.check(promise, not left, f"{left} are left")
-
-
-def _alive(family: list[psutil.Process]) -> list[str]:
-    """Return the processes that go on, once those that end have had a moment."""
-    _, alive = psutil.wait_procs(family, 5)
-    return [f"{each.name()} {each.pid}" for each in alive if each.is_running()]
-
-
-async def _under_load(one: Faulty, seed: int, strike: Callable[[], Any]) -> float:
-    """Do something to a loaded server; return the seconds until it has ended."""
-    load = asyncio.create_task(storm.play(one.server.url, draw_wave(seed, -1, 40)))
-    await asyncio.sleep(LOAD_SECONDS)
-    strike()
-    began = time.monotonic()
-    while one.server.process.poll() is None:
-        if time.monotonic() - began > END_SECONDS:
-            break
-        await asyncio.sleep(0.1)
-    load.cancel()
-    await asyncio.gather(load, return_exceptions=True)
-    return time.monotonic() - began

@@ -50,7 +50,8 @@ KILLED = Promise(
     "killed", "A server whose engine is killed ends, and leaves no file of counters."
 )
 TERMINATED = Promise(
-    "terminated", "SIGTERM under load ends the server in time, without a traceback."
+    "terminated",
+    "SIGTERM under load ends the engine in time, and the server once its clients left.",
 )
 DISK = Promise(
     "disk", "Serving goes on when the disk of a trace is full or its folder is gone."

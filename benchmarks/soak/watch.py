@@ -32,6 +32,8 @@ SPARE_DESCRIPTORS, SPARE_THREADS = 16, 16
 fill up once, at most so far; a leak of one per wave is found after as many waves."""
 TRACEBACK = "Traceback (most recent call last)"
 OWN_FRAME = "/vllm_kvpolicy/"
+REFUSAL = "KVPolicyRequestError"
+"""What a refused request raises; vLLM's /v1/messages logs every error of a client."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,8 @@ def check_quiet(
 def own_traceback(log: Path) -> str | None:
     """Return the last line of the first traceback that has a frame of this package.
 
+    Those of refused requests are no faults.
+
     Args:
         log: of a server; each of its lines may begin with a process's name.
     """
@@ -168,7 +172,8 @@ def own_traceback(log: Path) -> str | None:
             frames.append(below[indent:])
             if not frames[-1].startswith(" "):
                 break
-        if any(OWN_FRAME in frame for frame in frames):
+        is_refusal = REFUSAL in frames[-1].partition(":")[0]
+        if not is_refusal and any(OWN_FRAME in frame for frame in frames):
             return frames[-1]
     return None
 
