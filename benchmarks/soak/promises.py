@@ -36,7 +36,9 @@ POOL = Promise(
     "pool", "When the last client has gone, no request is left and no block is held."
 )
 ENGINE = Promise("engine", "The processes of the server are those that started.")
-LOG = Promise("log", "The server's log has no traceback from this package.")
+LOG = Promise(
+    "log", "The log has no traceback from this package but those of refused requests."
+)
 DESCRIPTORS = Promise(
     "descriptors", "Open descriptors and threads in quiet moments do not grow."
 )
