@@ -5,6 +5,8 @@
 # While working: `make check` runs lint, types and the tests that say most in 4 minutes.
 # make site builds the docs into site/ (open site/index.html).
 # make wheel builds what `pip install` puts beside a vLLM that is there already.
+# make soak runs an hour of random traffic and faults (docs/reliability.md) and then
+# 1,000,000 steps of the simulator; MINUTES=60 SEED=0
 # make test-all also serves every policy of the catalogue, one server each.
 # On a machine with an NVIDIA GPU (docs/performance.md):
 #   make gpu-check               checks kernels and engines, in under 6 minutes
@@ -21,6 +23,8 @@ INTERVAL ?= 64
 MODEL ?= reasoner/checkpoint
 PART ?= min
 GPU_PYTHON ?=
+MINUTES ?= 60
+SEED ?= 0
 # Tests run in two processes of one thread each, file by file, the slowest files first
 # (tests/support/collection.py), so that neither process waits for the other at the end.
 WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
@@ -32,7 +36,7 @@ CHECKED_OF = (not test_random_engines or hard-tova-async) and \
 # More arguments for `vllm serve`, for pytest, and for the commands on a GPU.
 ARGS ?=
 
-.PHONY: serve check test test-all lint format docs site wheel setup clean gpu-check \
+.PHONY: serve check test test-all soak lint format docs site wheel setup clean gpu-check \
 	gpu-bench gpu-rehearsal
 .DEFAULT_GOAL := setup
 
@@ -62,6 +66,13 @@ test: setup
 
 test-all: setup
 	@.venv/bin/python -m pytest $(WORKERS) --every-name $(ARGS)
+
+# 8 policies, with and without async scheduling: 16 times 62,500 steps, and half as many
+# of some with a shared prefix cache. No test has a time limit here.
+soak: setup
+	@.venv/bin/python -m benchmarks.soak --minutes '$(MINUTES)' --seed '$(SEED)' $(ARGS)
+	@KVPOLICY_SIMULATION_STEPS=62500 .venv/bin/python -m pytest -n 2 --timeout=0 \
+		-k random_engines tests/engine/test_scheduler_simulation.py
 
 gpu-check: $(if $(GPU_PYTHON),,setup)
 	@$(or $(GPU_PYTHON),.venv/bin/python) -m benchmarks.gpu.check $(ARGS)

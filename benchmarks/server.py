@@ -10,7 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,7 +152,12 @@ class Server:
             return response.read().decode()
 
 
-def start(name: str, arguments: Sequence[str], log_folder: Path) -> Server:
+def start(
+    name: str,
+    arguments: Sequence[str],
+    log_folder: Path,
+    environment: Mapping[str, str] | None = None,
+) -> Server:
     """Start a server without waiting for it.
 
     From then on SIGTERM ends this program like Ctrl-C, so that it stops its servers.
@@ -161,6 +166,7 @@ def start(name: str, arguments: Sequence[str], log_folder: Path) -> Server:
         name: of the server and its log file.
         arguments: arguments of `vllm serve`.
         log_folder: existing folder for the log.
+        environment: variables beside those of this program and ENVIRONMENT.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -173,7 +179,7 @@ def start(name: str, arguments: Sequence[str], log_folder: Path) -> Server:
             [*command, str(port)],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **ENVIRONMENT},
+            env={**os.environ, **ENVIRONMENT, **(environment or {})},
             start_new_session=True,
         )
     return Server(name, tuple(arguments), f"http://{HOST}:{port}", log, process)

@@ -13,6 +13,7 @@ DEAREST = (
     "kernels/test_under_the_interpreter.py",
     "engine/test_scheduler_simulation.py",
     "v2_runner/test_v2_runner.py",
+    "benchmarks/test_soak.py",
     "engine/test_prefix_caching.py",
     "engine/test_oracles.py",
     "engine/test_float8.py",

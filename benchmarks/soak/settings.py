@@ -1,0 +1,54 @@
+"""The servers of a soak: a small pool, several policies, priorities."""
+
+import json
+from pathlib import Path
+
+from benchmarks.provenance import ROOT
+from benchmarks.server import EngineSettings
+from benchmarks.workload import block_bytes
+
+OURS, STOCK = "policies", "stock"
+NO_POLICY = "none"
+POLICIES = ("ams-tova", "adakv-snapkv", "wgkv+snapkv", "hard-snapkv", "quest")
+"""All on one server; the first is the server's own."""
+MODEL = ROOT / "reasoner" / "checkpoint"
+GATES = ROOT / "reasoner" / "gates" / "wgkv-0.16.safetensors"
+BUDGET, INTERVAL, LEAST_BUDGET, LEAST_INTERVAL = 128, 64, 72, 32
+RECENT, SINKS = 32, 4
+"""As the gates were trained with, and the defaults."""
+MAX_TOKENS, BLOCK, POOL_BLOCKS, RUNNING = 640, 32, 48, 8
+"""The pool holds two of the longest requests, where eight may run."""
+
+
+def stock_arguments(model: Path) -> list[str]:
+    """Return the arguments of `vllm serve` that both servers share.
+
+    Args:
+        model: folder of the model.
+    """
+    pool = POOL_BLOCKS * block_bytes(model, BLOCK)
+    settings = EngineSettings(str(model), MAX_TOKENS, RUNNING, pool)
+    return [*settings.arguments(), "--scheduling-policy", "priority"]
+
+
+def policy_arguments(model: Path, gates: Path, **options: object) -> list[str]:
+    """Return the arguments of a server that allows POLICIES.
+
+    Args:
+        model: folder of the model.
+        gates: write gates of that model, for `wgkv`.
+        options: more keys of `--kv-policy-config`.
+    """
+    config = {
+        "allow": POLICIES[1:],
+        "wgkv_gates": str(gates),
+        "quest_budget": BUDGET // 2,
+        **options,
+    }
+    return [
+        *stock_arguments(model),
+        *("--kv-policy", POLICIES[0]),
+        *("--kv-budget", str(BUDGET)),
+        *("--kv-interval", str(INTERVAL)),
+        *("--kv-live", "--kv-policy-config", json.dumps(config)),
+    ]
