@@ -54,6 +54,8 @@ DEAREST = (
     "benchmarks/test_gpu_rehearsal.py",
     "worker/test_launch_variants.py",
     "scripts/test_notebook.py",
+    "serve/test_two_servers.py",
+    "engine/test_async_scheduling.py",
 )
 
 
