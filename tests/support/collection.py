@@ -60,6 +60,8 @@ DEAREST = (
     "scripts/test_notebook.py",
     "scripts/test_wheel.py",
     "engine/test_live_ranks.py",
+    "serve/test_two_servers.py",
+    "engine/test_async_scheduling.py",
 )
 
 

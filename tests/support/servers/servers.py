@@ -23,7 +23,11 @@ STOP_SECONDS, END_SECONDS = 60, 10  # of the server, and then of its engines
 
 @contextmanager
 def serving(
-    model: Path, arguments: list[str], folder: Path, port: int | None = None
+    model: Path,
+    arguments: list[str],
+    folder: Path,
+    port: int | None = None,
+    shared: Path | None = None,
 ) -> Iterator[str]:
     """Run a server; the test fails with its log where it does not come up.
 
@@ -32,13 +36,14 @@ def serving(
         arguments: of `vllm serve`, beside model and port.
         folder: for the log; new servers need new folders.
         port: to listen on; None for one that nobody listens on.
+        shared: see `started`.
 
     Yields:
         The server's root URL.
     """
     port = port or free_port()
     arguments = [*arguments, "--host", "127.0.0.1", "--port", str(port)]
-    with started(model, arguments, folder) as process:
+    with started(model, arguments, folder, shared) as process:
         url = f"http://127.0.0.1:{port}"
         _wait_until_ready(process, url, folder / "log")
         yield url
@@ -46,15 +51,22 @@ def serving(
 
 @contextmanager
 def started(
-    model: Path, arguments: list[str], folder: Path
+    model: Path, arguments: list[str], folder: Path, shared: Path | None = None
 ) -> Iterator[subprocess.Popen]:
     """Run `vllm serve` without waiting for it, and stop it; see `serving`.
 
     Its temporary files lie in `folder / "tmp"`, a link to a folder with a short name:
     vLLM makes sockets there, whose paths hold at most 107 bytes. Counter files and
     those of the live page have to be gone at the end, as have all its processes.
+
+    Args:
+        model: see `serving`.
+        arguments: see `serving`.
+        folder: see `serving`.
+        shared: a folder with a short name for the temporary files of several servers;
+            then it is the test that looks at what is left.
     """
-    short = tempfile.mkdtemp(prefix="kv")
+    short = tempfile.mkdtemp(prefix="kv") if shared is None else str(shared)
     (folder / "tmp").symlink_to(short)
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -68,8 +80,9 @@ def started(
     finally:
         _stop(process)
         left = [path.name for path in Path(short).glob("vllm-kvpolicy-*")]
-        shutil.rmtree(short, ignore_errors=True)
-    assert left == [], left
+        if shared is None:
+            shutil.rmtree(short, ignore_errors=True)
+    assert shared is not None or left == [], left
 
 
 def _stop(process: subprocess.Popen) -> None:
