@@ -121,6 +121,7 @@ ENTRY_MODULES = {
     "policies.startup",
     "protocol",
     "trace",
+    "trace.checks",
     "trace.files",
     "sizes",
 }

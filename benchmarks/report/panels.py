@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 100
-MAX_COLOURS = 256  # of a picture: drawings need few, and files are a third as large
+MAX_COLOURS = 40  # of a picture: drawings need few, and files are a third as large
 # Inches: a letter of a caption, a line of it, the title, margins, an entry of a legend.
 LETTER, LINE, TITLE, GAP, ENTRY = 0.078, 0.215, 0.4, 0.1, 1.7
 AXIS = 0.3  # inches, below the last row of panels
