@@ -22,6 +22,7 @@ PACKAGED_NAME = "reasoner"
 PRETRAINED_NAME = "smollm2"
 CPU_KV_CACHE_BYTES = 512 * 1024**2
 MAX_MODEL_TOKENS = 4096
+MIN_INTERVAL = 64  # tokens between events, so that a short answer has some
 POLL_SECONDS = 0.25
 LAST_PORT = 2**16 - 1
 ARGUMENTS = "SERVE_ARGUMENTS"  # more arguments of `vllm serve`, as one text
@@ -324,11 +325,24 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--port", default="8000", help="port to listen on")
     parser.add_argument("--policy", default="ams-tova", help="none: stock vLLM")
     parser.add_argument("--budget", default="512", help="tokens per KV head")
-    parser.add_argument("--interval", default="64", help="tokens between events")
+    parser.add_argument("--interval", default="", help="tokens between events")
     parser.add_argument("extra", nargs="*", help="more arguments of `vllm serve`")
     options = parser.parse_args(arguments)
     options.name = served_name(options.model)
+    options.interval = options.interval or default_interval(options.policy)
     return options
+
+
+def default_interval(policy: str) -> str:
+    """Return MIN_INTERVAL, or the policy's query window where that is longer."""
+    from vllm_kvpolicy.config import KVPolicyConfig
+
+    values = {"policy": policy, "interval": MAX_MODEL_TOKENS}
+    try:
+        window = KVPolicyConfig.from_dict(values).window_tokens()
+    except ValueError:  # no policy, or one without a file: `check_policy` says so
+        window = 0
+    return str(max(MIN_INTERVAL, window))
 
 
 def split_words(text: str) -> list[str]:

@@ -38,6 +38,14 @@ def test_the_default_is_the_packaged_model_with_a_policy():
         assert part in words, part
 
 
+@pytest.mark.parametrize(
+    ("policy", "tokens"), [("ams-expected", 128), ("tova", 64), ("nope", 64)]
+)
+def test_the_interval_holds_the_window_of_the_policy(policy, tokens):
+    assert f"--kv-interval {tokens}" in command("--policy", policy)
+    assert "--kv-interval 256" in command("--policy", policy, "--interval", "256")
+
+
 def test_variables_reach_the_command():
     words = command(
         *("--model", "some/model", "--port", "9", "--policy", "snapkv"),
