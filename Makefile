@@ -3,7 +3,8 @@
 #                 MODEL=smollm2 fetches a small model that chats in English
 #   make test     builds .venv, runs the tests
 # While working: `make check` runs lint, types and the tests that say most in 4 minutes.
-# make site builds the docs into site/ (open site/index.html).
+# make site builds the docs into site/: open site/index.html, or, for its search as well,
+# what `python3 -m http.server -d site` serves.
 # make wheel builds what `pip install` puts beside a vLLM that is there already.
 # make soak runs an hour of random traffic and faults (docs/reliability.md) and then
 # 1,000,000 steps of the simulator; MINUTES=60 SEED=0
