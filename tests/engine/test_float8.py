@@ -18,6 +18,7 @@ from support.calibration_files import options_for
 from support.engine.float8_oracle import (
     STORED,
     Float8Decoder,
+    needs_float8,
     run_and_see,
     scaled_cache,
 )
@@ -30,6 +31,7 @@ from support.engine.scenarios import SCENARIOS
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies.catalogue.names import names, parse
 
+pytestmark = needs_float8
 VALUES = {"budget": 128, "interval": 40, "prefill_interval": 256}
 # Every scorer, and every allocator with one of them.
 ALL = [

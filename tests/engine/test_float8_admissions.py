@@ -16,6 +16,7 @@ from support.engine.dms_decoder import DmsDecoder, dropped, say_dms
 from support.engine.float8_oracle import (
     STORED,
     Float8Decoder,
+    needs_float8,
     run_and_see,
     scaled_cache,
 )
@@ -31,6 +32,7 @@ from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
 from vllm_kvpolicy.policies.admissions.wgkv.files import save
 
+pytestmark = needs_float8
 LAYERS, HEADS, DIM, WINDOW, SINKS = 2, 2, 32, 40, 7
 BASE = {"interval": 48, "prefill_interval": 128, "recent": WINDOW, "sinks": SINKS}
 KIND, SCALES = "fp8", ((0.5, 2.0), (0.25, 0.5))
