@@ -166,7 +166,7 @@ def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory):
         Job(
             name,
             make_prompt(7000 + number, (90, 180, 300)[number % 3]),
-            175,
+            275 if parse(name).protect_prompt else 175,  # a budget behind the prompt
             extra_args={"kv_policy": name},
             prompt_logprobs=True,
         )
