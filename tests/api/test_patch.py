@@ -178,26 +178,40 @@ def test_prefix_caching_is_what_the_user_says(tiny_model, wanted):
     assert config.cache_config.enable_prefix_caching is wanted
 
 
-def test_asynchronous_scheduling_and_cuda_have_their_own_classes():
+def finished(monkeypatch, count=1, rank=0):
+    """Return a config as `finish` leaves it in one of several API processes."""
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(worker_cls="vllm.v1.worker.gpu_worker.Worker"),
         scheduler_config=SimpleNamespace(async_scheduling=True),
         cache_config=SimpleNamespace(block_size=16),
         additional_config={"kv_policy": POLICY, "other": 1},
     )
-    with pytest.MonkeyPatch.context() as context:
-        context.setattr(startup, "refusals", lambda config: [])
-        context.setattr(startup, "check_files", lambda *args: None)
-        parsed = KVPolicyConfig.from_dict(POLICY)
-        arguments = SimpleNamespace(
-            additional_config={}, _api_process_count=1, _api_process_rank=0
-        )
-        startup.finish(arguments, config, parsed)
+    monkeypatch.setattr(startup, "refusals", lambda config: [])
+    monkeypatch.setattr(startup, "check_files", lambda *args: None)
+    arguments = SimpleNamespace(
+        additional_config={}, _api_process_count=count, _api_process_rank=rank
+    )
+    startup.finish(arguments, config, KVPolicyConfig.from_dict(POLICY))
+    return config
+
+
+def test_asynchronous_scheduling_and_cuda_have_their_own_classes(monkeypatch):
+    config = finished(monkeypatch)
     worker = config.parallel_config.worker_cls
     assert worker == "vllm_kvpolicy.worker.gpu.KVPolicyGPUWorker"
     scheduler = config.scheduler_config.scheduler_cls
     assert scheduler == "vllm_kvpolicy.block_manager.scheduler.KVPolicyAsyncScheduler"
     assert config.additional_config["other"] == 1
+
+
+@pytest.mark.parametrize(
+    ("count", "rank", "starts"), [(1, 0, True), (2, -1, True), (2, 0, False)]
+)
+def test_who_starts_a_server_removes_its_files(monkeypatch, count, rank, starts):
+    names = []
+    monkeypatch.setattr(startup, "remove_files_at_exit", names.append)
+    config = finished(monkeypatch, count, rank)
+    assert names == [config.instance_id] * starts
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 import errno
 import os
+import signal
+import subprocess
+import sys
 import tempfile
 
 import pytest
@@ -128,3 +131,39 @@ def test_a_full_disk_is_told_once_and_nothing_is_written(pair, monkeypatch, poli
     assert [said in text for text in policy_log.messages] == [True]
     assert numbers(reader.read()[0]) == [0]
     assert writer.append({"n": 3}) and numbers(reader.read()[0]) == [0, 3]
+
+
+WORKER = """
+import os, signal, sys, tempfile
+from vllm_kvpolicy.live.ring import RANK, Ring
+tempfile.tempdir = sys.argv[1]
+ring = Ring(RANK.format("own-0", 0), create=True)
+print("made", flush=True)
+sys.stdin.readline()
+assert ring.append({"n": 0})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+SERVER = """
+import sys, tempfile
+from vllm_kvpolicy.live.files import remove_files_at_exit
+tempfile.tempdir = sys.argv[1]
+remove_files_at_exit("own")
+"""
+
+
+def test_a_worker_that_outlives_its_server_leaves_no_file(folder):
+    """vLLM waits for engines, not for their workers; one writes late, and is killed."""
+    other = Ring("other-0-rank0", create=True)
+    command = [sys.executable, "-c"]
+    worker = subprocess.Popen(
+        [*command, WORKER, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert worker.stdout.readline() == "made\n"
+    assert len(list(folder.iterdir())) == 2
+    subprocess.run([*command, SERVER, str(folder)], check=True)
+    worker.communicate("now\n")
+    assert worker.returncode == -signal.SIGKILL
+    assert list(folder.iterdir()) == [other.path]

@@ -13,12 +13,12 @@ from vllm_kvpolicy.live.snapshots import Snapshots, shared_blocks
 SIZE = 32
 
 
-def request(name, computed):
+def request(name, computed, prompt=10):
     ids = list(range(100, 100 + computed))
     return SimpleNamespace(
         request_id=name,
         num_computed_tokens=computed,
-        num_prompt_tokens=10,
+        num_prompt_tokens=prompt,
         all_token_ids=ids,
         block_hashes=[(name, n) for n in range(computed // SIZE)],
     )
@@ -99,16 +99,50 @@ def test_a_request_that_ends_in_this_step_does_not_run(told):
     assert (found["running"], found["pool"]["stock"]) == (1, 2)
 
 
-def test_stock_holds_common_prefixes_once(told):
+def test_stock_holds_common_starts_of_prompts_once(told):
     own, listener = told
     listener.listen()
     scheduler = scheduler_of([3 * SIZE + 1] * 3)
-    first, second, _ = scheduler.running
+    first, second, third = scheduler.running
+    first.num_prompt_tokens = second.num_prompt_tokens = third.num_prompt_tokens = 90
     second.block_hashes = [*first.block_hashes[:2], "own"]
     assert shared_blocks(scheduler.running, SIZE) == {"r0": 0, "r1": 2, "r2": 0}
     own.publish(scheduler)
     ((found,), _) = listener.read()
     assert found["pool"]["stock"] == 4 + 2 + 4 and found["stock_running"] == 3
+
+
+def test_stock_holds_equal_answers_once_each(told):
+    """Six requests with the same prompt of 7 blocks have written the same 6 blocks."""
+    own, listener = told
+    listener.listen()
+    scheduler = scheduler_of([13 * SIZE] * 6)
+    for each in scheduler.running:
+        each.num_prompt_tokens = 7 * SIZE + 1
+        each.block_hashes = scheduler.running[0].block_hashes
+    own.publish(scheduler)
+    ((found,), _) = listener.read()
+    assert found["pool"]["stock"] == 7 + 6 * 6
+
+
+@pytest.mark.parametrize(
+    ("prompts", "computed", "taken"),
+    [
+        ((4 * SIZE, 4 * SIZE), (140, 140), 3),  # the last token is always computed
+        ((4 * SIZE + 1, 4 * SIZE + 1), (140, 140), 4),
+        ((4 * SIZE, 9 * SIZE), (300, 300), 4),  # longer than the other's prompt
+        ((8 * SIZE, 8 * SIZE), (70, 300), 2),  # what the other has computed so far
+    ],
+)
+def test_stock_takes_whole_blocks_of_a_prompt(prompts, computed, taken):
+    running = [
+        request(name, *sizes)
+        for name, *sizes in zip("ab", computed, prompts, strict=True)
+    ]
+    longest = request("same", 300).block_hashes
+    for each in running:
+        each.block_hashes = longest[: each.num_computed_tokens // SIZE]
+    assert shared_blocks(running, SIZE) == {"a": 0, "b": taken}
 
 
 def test_snapshots_come_a_few_times_a_second_and_at_the_end(told, monkeypatch):

@@ -26,7 +26,7 @@ from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.config_keys import shown
 from vllm_kvpolicy.config_values import ConfigValues
 from vllm_kvpolicy.kernels import preferences
-from vllm_kvpolicy.live.files import remove_stale_files_at_exit
+from vllm_kvpolicy.live.files import remove_files_at_exit, remove_stale_files_at_exit
 from vllm_kvpolicy.sizes import max_blocks_per_request
 
 logger = init_logger("vllm.kv_policy")
@@ -124,6 +124,7 @@ def finish(engine_args: Any, vllm_config: Any, config: KVPolicyConfig) -> None:
         _name_classes(vllm_config, config)
         remove_stale_files_at_exit()
         if compat.is_first_process(engine_args):
+            remove_files_at_exit(vllm_config.instance_id)
             check_files(config, vllm_config)
             _tell_protected(vllm_config, config)
 

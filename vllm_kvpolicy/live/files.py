@@ -1,7 +1,8 @@
 """What the processes of a server share: small files, named after engines.
 
-The process that makes a file locks it for as long as it lives: a file without a lock is
-stale, and the server removes it as it ends, or the next engine does.
+The process that makes a file locks it for as long as it lives. The process that starts
+a server removes the server's files as it ends, locked or not. Where it is killed, they
+stay until the next engine starts in that folder: it removes files without a lock.
 """
 
 import fcntl
@@ -67,6 +68,27 @@ def remove_stale_files_at_exit() -> None:
     negative priority is after multiprocessing has waited for the process's children.
     """
     Finalize(None, remove_stale_files, exitpriority=-1)
+
+
+@cache
+def remove_files_at_exit(server: str) -> None:
+    """Let the process that starts a server remove all its files as it ends.
+
+    By then vLLM has stopped or killed the engines and their workers, but has waited for
+    the engines alone: a killed worker may not have let go of its lock yet. What it
+    still writes goes to a file without a name.
+
+    Args:
+        server: the instance id of its engines, see `own_engine`.
+    """
+    Finalize(None, _remove_files, args=(server,), exitpriority=-1)
+
+
+def _remove_files(server: str) -> None:
+    for kind in (COUNTERS, RECORDS):
+        for path in Path(tempfile.gettempdir()).glob(kind.format(f"{server}-*")):
+            with suppress(OSError):  # gone meanwhile
+                path.unlink()
 
 
 def remove_stale_files() -> None:

@@ -118,7 +118,7 @@ class Snapshots(NoSnapshots):
             self._shared = shared_blocks(running, manager.block_size)
         total, free = pool.num_gpu_blocks - 1, pool.get_num_free_blocks()
         local, survivors = manager.pool_counts()
-        # Stock vLLM holds every token that is computed, of a common prefix once.
+        # Stock vLLM holds every token that is computed, common starts of prompts once.
         whole = [
             -(-request.num_computed_tokens // manager.block_size)
             - self._shared.get(request.request_id, 0)
@@ -144,7 +144,11 @@ class Snapshots(NoSnapshots):
 
 
 def shared_blocks(running: Sequence[Any], block_size: int) -> dict[str, int]:
-    """Return the blocks of each request that an earlier one has as well, by id.
+    """Return the blocks of each request that it has from an earlier one, by id.
+
+    Stock vLLM takes the start of a prompt from the prefix cache when it schedules a
+    request, all but the last token. It never merges blocks that are computed later,
+    such as equal answers.
 
     Args:
         running: vLLM's requests, whose blocks are those that stock vLLM would hold.
@@ -153,8 +157,10 @@ def shared_blocks(running: Sequence[Any], block_size: int) -> dict[str, int]:
     seen: set[Any] = set()
     shared = {}
     for request in running:
-        whole = request.block_hashes[: request.num_computed_tokens // block_size]
-        shared[request.request_id] = len(seen.intersection(whole))
+        computed, prompt = request.num_computed_tokens, request.num_prompt_tokens
+        whole = request.block_hashes[: min(computed, prompt) // block_size]
+        taken = whole[: (prompt - 1) // block_size]
+        shared[request.request_id] = len(seen.intersection(taken))
         seen.update(whole)
     return shared
 
