@@ -40,7 +40,7 @@ def waiting(server):
     return [each.transport.get_write_buffer_size() for each in connections]
 
 
-def wait_until(check, seconds=20):
+def wait_until(check, seconds=40):
     deadline = time.monotonic() + seconds
     while not check():
         assert time.monotonic() < deadline

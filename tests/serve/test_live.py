@@ -88,7 +88,7 @@ def ask(server, policy, tokens=1900):
     assert answer.status_code == 200, answer.text
 
 
-def wait_until(check, seconds=60):
+def wait_until(check, seconds=120):
     deadline = time.monotonic() + seconds
     while not (found := check()):
         assert time.monotonic() < deadline
@@ -178,9 +178,9 @@ def test_the_page_asks_for_the_key_follows_requests_and_survives_a_restart(serve
         follow_three(server, page)
         assert len(server.files()) == 3
         assert server.stop() < END_SECONDS
-        page.wait_for_selector("#status[data-state=off]", timeout=60_000)
+        page.wait_for_selector("#status[data-state=off]", timeout=180_000)
         server.start()
-        page.wait_for_selector("#status[data-state=live]", timeout=60_000)
+        page.wait_for_selector("#status[data-state=live]", timeout=180_000)
         with open_stalled_stream(server.port, KEY):
             follow_three(server, page)
             assert server.stop(signal.SIGTERM) < END_SECONDS

@@ -35,7 +35,7 @@ def chromium() -> Iterator[Any]:
             browser.close()
 
 
-def wait_for(page: Any, script: str, seconds: float = 30) -> None:
+def wait_for(page: Any, script: str, seconds: float = 120) -> None:
     """Wait until an expression holds in a page.
 
     Playwright's own function would have the page compile text, which ours forbids.
