@@ -111,7 +111,7 @@ def test_a_client_that_does_not_read_does_not_hold_up_the_end(
         begun = time.monotonic()
         server.should_exit = True
         wait_until(lambda: not server.server_state.connections)
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 20  # 30 where it waits for the client
 
 
 @contextmanager
