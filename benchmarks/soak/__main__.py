@@ -2,8 +2,10 @@
 
     python -m benchmarks.soak [--minutes 60] [--seed 0] [--out RECORD.json]
 
-Ends with status 0 if every promise held, else with status 1, the first broken promise
-in one line, and where the logs of the servers are.
+Ends with status 0 if every promise held, with status 1 and the first broken promise, or
+with status 2 and the reason if the promises could not be checked: a server does not
+start or ends, or a policy has no clear probe. The reason is one line, which says where
+the logs of the servers are, too; `--out` gets a record in all three cases.
 """
 
 import argparse
@@ -17,20 +19,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+
 from benchmarks import provenance, server
 from benchmarks.printing import log
 from benchmarks.soak import faults, settings
+from benchmarks.soak.probes import NoProbe
 from benchmarks.soak.promises import OF_FAULTS, OF_SOAK, BrokenPromise, Ledger
 from benchmarks.soak.waves import Side, Soak
 
 MODULE = "benchmarks.soak"
+NOT_CHECKED = (server.ServerError, NoProbe, aiohttp.ClientError)
 
 
 def arguments_of(words: list[str] | None) -> argparse.Namespace:
     """Return the options of a command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {MODULE}",
+        description="Soaks servers for some minutes; see docs/reliability.md. Ends "
+        "with status 1 at the first broken promise, with 2 if they cannot be checked.",
+    )
     parser.add_argument("--minutes", type=float, default=60, help="of random traffic")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the requests")
     parser.add_argument("--model", type=Path, default=settings.MODEL, help="a folder")
     parser.add_argument(
         "--gates", type=Path, default=settings.GATES, help="write gates of the model"
@@ -57,6 +67,8 @@ def soak(options: argparse.Namespace, logs: Path, record: dict[str, Any]) -> Non
     Raises:
         BrokenPromise: the first promise that did not hold; the record has all until
             then.
+        ServerError, NoProbe, aiohttp.ClientError: promises could not be checked; the
+            record has all until then, too.
     """
     ledger = Ledger()
     began = time.monotonic()
@@ -85,16 +97,22 @@ def main(words: list[str] | None = None) -> int:
         "minutes": options.minutes,
         "policies": settings.POLICIES,
         "broken": None,
+        "not_checked": None,
     }
     try:
         soak(options, logs, record)
     except BrokenPromise as broken:
         record["broken"] = str(broken)
         log(f"broken promise, {broken} The logs are in {logs}")
+    except NOT_CHECKED as error:
+        # What follows in a ServerError is the end of a log.
+        what = str(error).partition("; the log ends with")[0] or repr(error)
+        record["not_checked"] = " ".join(what.split())
+        log(f"promises not checked, {record['not_checked']}. The logs are in {logs}")
     if options.out:
         options.out.write_text(json.dumps(record, indent=1) + "\n")
     log(json.dumps(record["checks"]))
-    return 1 if record["broken"] else 0
+    return 1 if record["broken"] else 2 if record["not_checked"] else 0
 
 
 if __name__ == "__main__":

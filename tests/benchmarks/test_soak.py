@@ -1,16 +1,20 @@
-"""The soak: what it draws, what it notices, and two minutes of the real thing."""
+"""The soak: what it draws, what it notices, and a wave of the real thing."""
 
 import json
+import subprocess
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import aiohttp
 import numpy as np
+import psutil
 import pytest
 
 from benchmarks.provenance import ROOT
-from benchmarks.server import Server
+from benchmarks.server import Server, ServerError
 from benchmarks.soak import __main__ as command
-from benchmarks.soak import asks, fuzz, probes, promises, slopes, storm, watch
+from benchmarks.soak import asks, faults, fuzz, probes, promises, slopes, storm, watch
 from benchmarks.soak.promises import BrokenPromise, Ledger
 from benchmarks.soak.storm import Outcome
 
@@ -302,14 +306,55 @@ def test_the_page_has_every_promise():
     assert [each.name for each in every if each.sentence not in page] == []
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            ServerError("stock: exited with status 1; the log ends with\na\nb"),
+            "stock: e",
+        ),
+        (probes.NoProbe("quest: the clearest\nmargin is 0.0"), "quest: the clearest m"),
+        (aiohttp.ServerDisconnectedError(), "Server disconnected"),
+    ],
+)
+def test_what_cannot_be_checked_is_one_line_and_a_record(
+    error, said, tmp_path, monkeypatch, capsys
+):
+    @contextmanager
+    def no_servers(options, logs):
+        raise error
+        yield
+
+    monkeypatch.setattr(command, "both_servers", no_servers)
+    out = tmp_path / "record.json"
+    logs = tmp_path / "logs"
+    assert command.main(["--out", str(out), "--logs", str(logs)]) == 2
+    record = json.loads(out.read_text())
+    assert record["broken"] is None and record["not_checked"].startswith(said)
+    assert record["checks"]["answers"] == 0
+    first, _ = capsys.readouterr().err.splitlines()
+    assert said in first and str(logs) in first
+
+
+def test_an_ended_process_runs_no_more_though_nobody_has_collected_it():
+    process = subprocess.Popen(["sleep", "60"])
+    found = psutil.Process(process.pid)
+    assert faults.still_running([found], 0) == [found]
+    process.kill()
+    assert faults.still_running([found], 30) == []
+    assert found.status() == psutil.STATUS_ZOMBIE
+    process.wait()
+    assert faults.still_running([found], 0) == []
+
+
 @pytest.mark.serve
 @pytest.mark.timeout(1200)
-def test_two_minutes(tmp_path):
+def test_a_wave_on_real_servers(tmp_path, monkeypatch):
+    monkeypatch.setattr(command.faults, "run", lambda *arguments: None)
     out = tmp_path / "record.json"
-    words = ["--minutes", "1", "--out", str(out), "--logs", str(tmp_path / "logs")]
+    words = ["--minutes", "0", "--out", str(out), "--logs", str(tmp_path / "logs")]
     status = command.main(words)
     record = json.loads(out.read_text())
-    assert status == 0, record["broken"]
-    never = {name for name, count in record["checks"].items() if not count}
-    assert never <= {"memory", "latency"}  # of longer runs
-    assert any(kind.endswith(", left") for kind in record["kinds"])
+    assert status == 0, record["broken"] or record["not_checked"]
+    done = {name for name, count in record["checks"].items() if count}
+    assert done == {each.name for each in promises.OF_SOAK} - {"memory", "latency"}
