@@ -290,21 +290,29 @@ def wait_and_explain(options: argparse.Namespace, server_pid: int) -> None:
         except (urllib.error.URLError, OSError):
             time.sleep(POLL_SECONDS)
             continue
-        print(
-            HOW_TO_CALL.format(
-                root=root,
-                url=f"{root}/v1",
-                name=options.name,
-                policy=(
-                    f"policy {options.policy}, budget {options.budget}"
-                    if has_policy(options)
-                    else "no policy"
-                ),
-                prompt=example_prompt(options.model),
-            ),
-            flush=True,
-        )
+        print(how_to_call(options, root), flush=True)
         return
+
+
+def how_to_call(options: argparse.Namespace, root: str) -> str:
+    """Return what is printed once a server answers.
+
+    Args:
+        options: the parsed command line of this script.
+        root: URL of the server.
+    """
+    policy = "no policy"
+    if has_policy(options):
+        policy = f"policy {options.policy}, budget {options.budget}"
+    words = HOW_TO_CALL.format(
+        root=root,
+        url=f"{root}/v1",
+        name=options.name,
+        policy=policy,
+        prompt=example_prompt(options.model),
+    )
+    is_live = "--kv-live" in (word.replace("_", "-") for word in options.extra)
+    return words + f"Live page: {root}/kv_policy/live\n" * is_live
 
 
 def example_prompt(model: str) -> str:

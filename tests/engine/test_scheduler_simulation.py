@@ -179,6 +179,23 @@ def test_the_positions_follow_from_what_a_request_asks(model):
     assert found[22] == found[23] and found[24] == found[25]
 
 
+def test_a_plan_has_the_budget_that_a_request_asks_for(model):
+    """Without the prompt, which this policy keeps on top of it."""
+    policy = {"policy": "tova", "budget": 128, "interval": 64, "protect_prompt": True}
+    scenario = replace(random_scenario("tova", 1, 0), policy=policy, longest=400)
+    scheduler = make_scheduler(scenario, model)
+    less = request_of("less", [1, 2, 3])
+    less.sampling_params.extra_args = {"kv_budget": 96, "kv_interval": 48}
+    for request in (less, request_of("all", [1, 2, 3])):
+        scheduler.add_request(request)
+    states = scheduler.kv_policy_planner.states
+    plans = [states[name].plan for name in ("less", "all")]
+    scheduler.shutdown()
+    assert [plan.budget for plan in plans] == [96, 128]
+    assert [plan.footprint.events.budget for plan in plans] == [99, 131]
+    assert [plan.footprint.events.interval for plan in plans] == [48, 64]
+
+
 @pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
 @pytest.mark.parametrize("policy", ("ams-tova", "holes", "hard-tova"))
 def test_steps_that_defer_prompts(policy: str, depth: int, model: ModelConfig):

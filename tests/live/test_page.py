@@ -90,6 +90,9 @@ def test_a_request_is_followed(browser, port, width, scheme):
         assert page.inner_text("#o-running") == "stock could run 1"
         assert page.inner_text("#n-pool") == "23 %"
         assert rows(page) == 3
+        policy = page.locator("#rows td:nth-child(2)").first
+        assert policy.inner_text().split("\n") == ["ams-tova", "64 / 32"]
+        assert policy.evaluate("node => node.scrollWidth <= node.clientWidth")
         assert pixels(page) > 20
         before = page.inner_text("#rows tr td:nth-child(3)")
         events = page.inner_text("#rate")
@@ -210,6 +213,63 @@ def test_it_survives_a_restart(browser, port):
             page.wait_for_selector("#status[data-state=live]")
             page.evaluate("view.requests.clear()")
             wait_for(page, "view.requests.size === 2")
+
+
+CHOSEN_LAST = """() => {
+    const drawn = [], fill = CanvasRenderingContext2D.prototype.fillRect;
+    CanvasRenderingContext2D.prototype.fillRect = function (...place) {
+        if (this.canvas.id === "events") drawn.push(this.fillStyle);
+        return fill.apply(this, place);
+    };
+    const [chosen, other] = view.requests.keys();
+    view.selected = chosen;
+    view.lines = [chosen, other, chosen, other].map((request) => (
+        {kind: "event", at: Date.now() / 1000 + view.skew, request, held: 9, kept: 5}));
+    showEvents();
+    CanvasRenderingContext2D.prototype.fillRect = fill;
+    return drawn;
+}"""
+
+
+def test_events_of_the_chosen_request_are_drawn_over_the_others(browser, port):
+    with PlayedEngine(2), serving(port) as url, page_of(browser) as page:
+        unlock(page, url)
+        wait_for(page, "document.querySelectorAll('#rows tr').length === 2")
+        drawn = page.evaluate(CHOSEN_LAST)
+        assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
+        assert drawn[3] == page.evaluate("ink('--s4')")
+
+
+DIAMOND = """() => {
+    const pen = CanvasRenderingContext2D.prototype, own = {};
+    for (const name of ["moveTo", "lineTo", "fill"]) own[name] = pen[name];
+    let path = [], filled = [];
+    pen.moveTo = function (...at) { path = [at]; own.moveTo.apply(this, at); };
+    pen.lineTo = function (...at) { path.push(at); own.lineTo.apply(this, at); };
+    pen.fill = function () { filled = [this.fillStyle, ...path]; own.fill.call(this); };
+    view.lines = [{kind: "preemption", at: Date.now() / 1000 + view.skew - 30}];
+    showEvents();
+    Object.assign(pen, own);
+    return filled;
+}"""
+LEGEND = """() => {
+    const mark = document.querySelector(".legend .diamond");
+    const {width, height} = mark.getBoundingClientRect();
+    return [width, height, getComputedStyle(mark).clipPath];
+}"""
+
+
+def test_the_legends_mark_of_a_preemption_is_the_drawn_one(browser, port):
+    with PlayedEngine(2), serving(port) as url, page_of(browser) as page:
+        unlock(page, url)
+        wait_for(page, "document.querySelectorAll('#rows tr').length === 2")
+        colour, *points = page.evaluate(DIAMOND)
+        assert colour == page.evaluate("ink('--alert')")
+        left, top = (min(point[axis] for point in points) for axis in (0, 1))
+        width, height, shape = page.evaluate(LEGEND)
+        drawn = [((x - left) / width, (y - top) / height) for x, y in points]
+        assert sum(drawn, ()) == pytest.approx((0.5, 0, 1, 0.5, 0.5, 1, 0, 0.5))
+        assert shape == "polygon(50% 0px, 100% 50%, 50% 100%, 0px 50%)"
 
 
 def test_two_hundred_requests_do_not_stall_it(browser, port):

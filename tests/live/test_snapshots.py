@@ -29,7 +29,11 @@ def scheduler_of(computed, waiting=0):
     running = [request(f"r{index}", count) for index, count in enumerate(computed)]
     queued = [request(f"w{index}", 0) for index in range(waiting)]
     state = SimpleNamespace(
-        plan=SimpleNamespace(policy="ams-tova"),
+        plan=SimpleNamespace(
+            policy="ams-tova",
+            budget=96,
+            footprint=SimpleNamespace(events=SimpleNamespace(interval=48)),
+        ),
         ordinal=2,
         dropped_tokens=3 * SIZE,
         frontier_blocks=5,
@@ -84,6 +88,8 @@ def test_a_snapshot_has_the_pool_and_what_stock_would_hold(told):
     assert (first["id"], first["policy"], first["events"]) == ("r0", "ams-tova", 2)
     assert (first["held"], first["returned"], first["blocks"]) == (320 - 96, 3, 4)
     assert (second["policy"], second["held"]) == ("none", 290)
+    own_numbers = [(row["budget"], row["interval"]) for row in (first, second)]
+    assert own_numbers == [(96, 48), (None, None)]
     assert last["id"] == "w1" and not last["running"]
 
 

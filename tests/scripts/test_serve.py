@@ -93,6 +93,14 @@ def test_a_gpu_sizes_its_own_cache():
     assert "--enforce-eager" not in words
 
 
+@pytest.mark.parametrize("extra", [[], ["--kv-live"], ["--kv_live"]])
+def test_the_address_of_the_live_page_is_told_where_there_is_one(extra):
+    root = "http://127.0.0.1:8000"
+    told = serve.how_to_call(serve.parse(["--", *extra]), root)
+    assert f"Ready: {root}/v1   model reasoner, policy ams-tova, budget 512" in told
+    assert told.count(f"Live page: {root}/kv_policy/live\n") == len(extra)
+
+
 @pytest.mark.parametrize("prompt", ['say "hi"\nnow', "a=3;b=a"])
 def test_the_example_prompt_is_valid_json(tmp_path, prompt):
     (tmp_path / "example_prompt.txt").write_text(prompt + "\n")

@@ -63,6 +63,7 @@ def snapshot_record(at: float, requests: list[str]) -> dict[str, Any]:
         requests: ids.
     """
     row = {"policy": "ams-tova", "running": True, "prompt": 60, "computed": 100}
+    row |= {"budget": 64, "interval": 32}
     row |= {"held": 68, "blocks": 3, "events": 1, "returned": 1}
     pool = {"local": 5, "global": 2, "cached": 1, "free": 23, "total": 30, "stock": 9}
     return {

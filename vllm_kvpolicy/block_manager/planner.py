@@ -25,12 +25,15 @@ class RequestPlan:
         footprint: when they happen and what the request holds between them.
         sinks: first tokens that are always kept.
         takes_hits: the prefix cache may give it its first tokens.
+        budget: K as it was asked for, in tokens, to which the footprint adds a prompt
+            that is kept; None for a policy that takes no budget.
     """
 
     policy: str
     footprint: Footprint
     sinks: int
     takes_hits: bool = True
+    budget: int | None = None
 
     @cached_property
     def first_event(self) -> int:

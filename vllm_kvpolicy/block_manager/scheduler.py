@@ -124,6 +124,7 @@ class KVPolicySchedulerMixin(CountingMixin):
             ),
             sinks=max(config.sink_tokens, protected),
             takes_hits=not info.measures_tokens,
+            budget=None if info.is_unbounded else config.budget_tokens,
         )
         self.kv_policy_planner.add(request_id, plan)
 

@@ -169,13 +169,17 @@ def _row(scheduler: Any, request: Any, is_running: bool) -> dict[str, Any]:
     """Return what a snapshot says of one request.
 
     `computed` and `held` are tokens per KV head, `blocks` and `returned` superblocks:
-    those that it holds, and those that it would hold more without events.
+    those that it holds, and those that it would hold more without events. `budget` and
+    `interval` are the request's own, in tokens; None without a policy, and the budget
+    of a policy that takes none.
     """
     state = scheduler.kv_policy_planner.states.get(request.request_id)
     computed = request.num_computed_tokens
     row = {
         "id": request.request_id,
         "policy": "none",
+        "budget": None,
+        "interval": None,
         "running": is_running,
         "prompt": request.num_prompt_tokens,
         "computed": computed,
@@ -186,6 +190,8 @@ def _row(scheduler: Any, request: Any, is_running: bool) -> dict[str, Any]:
     }
     if state is not None:
         row["policy"] = state.plan.policy
+        row["budget"] = state.plan.budget
+        row["interval"] = state.plan.footprint.events.interval
         row["held"] = computed - state.dropped_tokens
         row["events"] = state.ordinal
         row["returned"] = state.frontier_blocks - state.global_blocks
