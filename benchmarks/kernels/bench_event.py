@@ -66,6 +66,7 @@ class Layer:
 
     def __init__(self, kv_cache: torch.Tensor) -> None:
         self.kv_cache, self.impl, self.scale = kv_cache, self, SIZE**-0.5
+        self.kv_cache_dtype = "auto"
 
     def do_kv_cache_update(
         self,
