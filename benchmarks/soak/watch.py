@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,14 +69,14 @@ def sample(server: Server, requests: int) -> Sample:
         requests: that were sent to it so far.
     """
     first = psutil.Process(server.process.pid)
-    found = {role_of(each): each for each in [first, *first.children(recursive=True)]}
-    return Sample(
-        requests,
-        {role: each.memory_info().rss for role, each in found.items()},
-        {role: each.num_fds() for role, each in found.items()},
-        {role: each.num_threads() for role, each in found.items()},
-        {role: each.pid for role, each in found.items()},
-    )
+    found: dict[str, tuple[int, ...]] = {}
+    for each in [first, *first.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):  # a helper that has just ended
+            memory, descriptors = each.memory_info().rss, each.num_fds()
+            numbers = memory, descriptors, each.num_threads(), each.pid
+            found[role_of(each)] = numbers
+    columns = [{role: own[i] for role, own in found.items()} for i in range(4)]
+    return Sample(requests, *columns)
 
 
 def role_of(process: psutil.Process) -> str:

@@ -248,10 +248,11 @@ def test_shards_share_out_all_cells(parts):
         assert max(costs) - min(costs) <= 2 * largest
 
 
-def test_a_shard_has_a_file_of_its_own():
-    args = arguments("--shard", "2/4", "--out", "runs/grid.jsonl")
-    assert str(args.out) == "runs/grid.2-of-4.jsonl"
-    assert str(arguments("--out", "runs/grid.jsonl").out) == "runs/grid.jsonl"
+def test_a_shard_has_a_file_of_its_own(tmp_path):
+    out = tmp_path / "runs" / "grid.jsonl"
+    args = arguments("--shard", "2/4", "--out", str(out))
+    assert args.out == tmp_path / "runs" / "grid.2-of-4.jsonl"
+    assert arguments("--out", str(out)).out == out
 
 
 def test_the_estimate_follows_the_speed_so_far():

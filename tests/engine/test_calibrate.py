@@ -132,8 +132,8 @@ def test_the_command_writes_what_it_made(
         ({"--tokens": "0"}, "tokens: got 0, expected an integer >= 1"),
         ({"--text": "nowhere"}, "text: cannot read 'nowhere'"),
         (
-            {"--output": "nowhere/file"},
-            "'nowhere/file', but 'nowhere' is not a folder",
+            {"--output": f"{__file__}/file"},
+            f"'{__file__}/file', but '{__file__}' is not a folder",
         ),
     ],
 )

@@ -180,7 +180,7 @@ def test_gates_do_not_depend_on_how_many_are_copied_at_a_time(
 def test_a_server_without_a_budget_says_so() -> None:
     values = {"policy": "wgkv", "recent": 64, "policy_config": {"wgkv_gates": "file"}}
     vllm_config = SimpleNamespace(
-        cache_config=SimpleNamespace(block_size=32),
+        cache_config=SimpleNamespace(block_size=32, cache_dtype="auto"),
         model_config=SimpleNamespace(
             max_model_len=1024,
             get_num_attention_heads=lambda parallel: 8,

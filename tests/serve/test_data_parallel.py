@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from support.browser import chromium, wait_for
-from support.servers.servers import free_port, serving, started
+from support.servers.servers import command_of, free_port, serving, started
 from vllm_kvpolicy.metrics import CounterFile
 
 pytestmark = pytest.mark.serve
@@ -167,14 +167,6 @@ def test_the_page_shows_both_engines_and_requests_of_each(server: str) -> None:
         wait_for(page, "document.querySelectorAll('#rows tr').length === 0")
 
 
-def command(process: psutil.Process) -> list[str]:
-    """Return a process's command line; of one that has just ended an empty one."""
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
-
-
 def test_a_killed_engine_ends_the_server_and_leaves_no_file(
     server: str, folder: Path
 ) -> None:
@@ -183,7 +175,7 @@ def test_a_killed_engine_ends_the_server_and_leaves_no_file(
     engine = next(
         process
         for process in psutil.Process().children(recursive=True)
-        if command(process)[:1] == ["VLLM::EngineCore_DP1"]
+        if command_of(process)[:1] == ["VLLM::EngineCore_DP1"]
     )
     main = engine.parent()
     engine.kill()

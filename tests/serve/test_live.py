@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from support.browser import chromium, wait_for
-from support.servers.servers import free_port, serving
+from support.servers.servers import command_of, free_port, serving
 from support.stalled import open_stalled_stream
 
 pytestmark = pytest.mark.serve
@@ -51,7 +51,7 @@ class Server:
         (process,) = (
             each
             for each in psutil.Process().children()
-            if str(self.port) in each.cmdline()
+            if str(self.port) in command_of(each)
         )
         begun = time.monotonic()
         process.send_signal(sign)

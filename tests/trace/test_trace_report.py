@@ -155,11 +155,13 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path):
 
 
 def test_json_that_cannot_be_written_is_one_line(tmp_path, capsys):
-    folder, file = write_trace(tmp_path, run_request(newest)), tmp_path / "no" / "x"
+    folder = write_trace(tmp_path / "trace", run_request(newest))
+    (tmp_path / "no").write_text("")
+    file = tmp_path / "no" / "x"
     with pytest.raises(SystemExit) as stopped:
         main(["report", str(folder), "--json", str(file)])
     assert stopped.value.code == 2
-    message = f"error: --json: cannot write {str(file)!r}: No such file or directory\n"
+    message = f"--json: got {str(file)!r}, but {str(file.parent)!r} is not a folder\n"
     assert capsys.readouterr().err.endswith(message)
 
 

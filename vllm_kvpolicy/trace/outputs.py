@@ -11,11 +11,11 @@ from pathlib import Path
 
 
 def new_file(text: str) -> Path:
-    """Return the path of a file that can be written; makes none and changes none.
+    """Return the path of a file that can be written; makes its folder, not the file.
 
     Raises:
-        argparse.ArgumentTypeError: it is a folder, it or its folder cannot be written
-            to, or its folder does not exist.
+        argparse.ArgumentTypeError: it is a folder, or it or its folder cannot be
+            written to.
     """
     path = Path(text)
     try:
@@ -26,7 +26,8 @@ def new_file(text: str) -> Path:
         if path.exists():
             os.close(os.open(path, os.O_WRONLY | os.O_APPEND))
         else:
-            _check_folder(path.parent, text)
+            _check_folder(_existing(path.parent), text)
+            path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _unwritable(text, error) from None
     return path
@@ -41,13 +42,18 @@ def new_folder(text: str) -> Path:
     """
     path = Path(text)
     try:
-        there = path.absolute()
-        while not there.exists() and there != there.parent:
-            there = there.parent
-        _check_folder(there, text)
+        _check_folder(_existing(path), text)
     except OSError as error:
         raise _unwritable(text, error) from None
     return path
+
+
+def _existing(path: Path) -> Path:
+    """Return the path, or what there is of the folders that it would be in."""
+    there = path if path.exists() else path.absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    return there
 
 
 def _check_folder(folder: Path, text: str) -> None:

@@ -101,6 +101,14 @@ def _stop(process: subprocess.Popen) -> None:
     psutil.wait_procs(alive)
 
 
+def command_of(process: psutil.Process) -> list[str]:
+    """Return a process's command line; of one that has just ended an empty one."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
 def free_port() -> int:
     """Return a TCP port of this machine that nobody listens on.
 
