@@ -295,7 +295,8 @@ def test_continuous_integration_gets_a_browser_and_runs_the_tests(
     """With stand-ins for all programs that the script calls."""
     log, folder = tmp_path / "log", tmp_path / "bin"
     folder.mkdir()
-    (folder / "dirname").symlink_to(shutil.which("dirname"))
+    for name in ("dirname", "timeout"):
+        (folder / name).symlink_to(shutil.which(name))
     for name, does in ({"make": ""} | programs).items():
         note = "" if name == "id" else f'echo "{name} $*" >> {log}\n'
         (folder / name).write_text(f"#!/bin/sh\n{note}{does}\n")
