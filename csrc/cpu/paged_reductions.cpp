@@ -5,8 +5,8 @@
 #include <cstring>
 #include <memory>
 
-#include "host.h"
 #include "numbers.h"
+#include "paged_heads.h"
 
 namespace kvpolicy {
 
@@ -33,15 +33,6 @@ namespace {
 
 using namespace kvpolicy;
 
-// Checks [E, L, third, ...] beside pages [E, L, H, C].
-void check_rows_of(const char* name, const Tensor& rows, ScalarType type, int64_t dims,
-                   const Tensor& pages, int64_t third) {
-  check(name, rows, type, dims);
-  STD_TORCH_CHECK(rows.size(0) == pages.size(0) && rows.size(1) == pages.size(1) &&
-                      rows.size(2) == third,
-                  name, ": expected events, layers and heads of the pages");
-}
-
 // Checks that the axes from the third on lie one row after the other.
 void check_packed(const char* name, const Tensor& rows) {
   int64_t stride = 1;
@@ -52,11 +43,7 @@ void check_packed(const char* name, const Tensor& rows) {
   }
 }
 
-int64_t place(const Tensor& rows, int64_t event, int64_t layer, int64_t row) {
-  return event * rows.stride(0) + layer * rows.stride(1) + row * rows.stride(2);
-}
-
-// Where rows of no tensor are.
+// What values are made of; none for norms.
 struct Of {
   const Tensor* directions;
   const Tensor* matrices;
@@ -74,15 +61,15 @@ void reduce(Tensor& result, const Tensor& pool, const Tensor& pages,
                   "pages: expected each row's numbers side by side");
   const int64_t layers = pages.size(1), heads = pages.size(2), size = pool.size(2);
   const int64_t rows = result.size(2), num_tokens = result.size(3);
-  check_rows_of("result", result, ScalarType::Float, 4, pages, rows);
-  check_rows_of("lengths", lengths, ScalarType::Long, 3, pages, heads);
+  check_heads("result", result, ScalarType::Float, 4, pages, rows);
+  check_heads("lengths", lengths, ScalarType::Long, 3, pages, heads);
   STD_TORCH_CHECK(heads > 0 && rows % heads == 0 && result.stride(3) == 1,
                   "result: expected rows of each KV head");
   STD_TORCH_CHECK(pages.size(3) * pool.size(1) >= num_tokens,
                   "pages: expected room for ", num_tokens, " tokens");
   if (of.matrices) {
-    check_rows_of("directions", *of.directions, ScalarType::Float, 4, pages, rows);
-    check_rows_of("matrices", *of.matrices, ScalarType::Float, 5, pages, rows);
+    check_heads("directions", *of.directions, ScalarType::Float, 4, pages, rows);
+    check_heads("matrices", *of.matrices, ScalarType::Float, 5, pages, rows);
     STD_TORCH_CHECK(of.directions->size(3) == size && of.matrices->size(3) == size &&
                         of.matrices->size(4) == size,
                     "matrices: expected the pool's size ", size, " of a head");
@@ -102,12 +89,7 @@ void reduce(Tensor& result, const Tensor& pool, const Tensor& pages,
   model.group = rows / heads;
   model.result_stride = result.stride(2);
   const int64_t count = pages.size(0) * layers * heads;
-  for (int64_t index = 0; index < count; ++index) {
-    const int64_t length = all_lengths[place(lengths, index / heads / layers,
-                                             index / heads % layers, index % heads)];
-    STD_TORCH_CHECK(0 <= length && length <= num_tokens, "lengths: expected 0 to ",
-                    num_tokens, ", got ", length);
-  }
+  check_lengths(lengths, num_tokens);
   torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
     const int64_t floats = KVPOLICY_BEST(key_scratch_size)(model, num_tokens);
     const std::unique_ptr<float[]> scratch(new float[floats]);

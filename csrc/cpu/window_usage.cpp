@@ -7,8 +7,8 @@
 #include <cstring>
 #include <memory>
 
-#include "host.h"
 #include "numbers.h"
+#include "paged_heads.h"
 
 namespace kvpolicy {
 
@@ -41,17 +41,6 @@ namespace {
 
 using namespace kvpolicy;
 
-// Checks [E, L, third, ...] whose fourth axis lies side by side.
-void check_heads(const char* name, const Tensor& rows, ScalarType type, int64_t dims,
-                 const Tensor& queries, int64_t third) {
-  check(name, rows, type, dims);
-  STD_TORCH_CHECK(rows.size(0) == queries.size(0) && rows.size(1) == queries.size(1) &&
-                      rows.size(2) == third,
-                  name, ": expected events, layers and heads of the queries");
-  STD_TORCH_CHECK(rows.dim() == 3 || rows.stride(3) == 1 || rows.size(3) <= 1, name,
-                  ": expected each row's numbers side by side");
-}
-
 // Returns what all heads have in common.
 Head head_of(const Tensor& queries, const Tensor& pool, const Tensor& pages,
              const Tensor& mean, double scale) {
@@ -70,11 +59,6 @@ Head head_of(const Tensor& queries, const Tensor& pool, const Tensor& pages,
   head.result_stride = mean.stride(2);
   head.scale = static_cast<float>(scale);
   return head;
-}
-
-// Where the entry of an event, layer and row lies.
-int64_t place(const Tensor& rows, int64_t event, int64_t layer, int64_t row) {
-  return event * rows.stride(0) + layer * rows.stride(1) + row * rows.stride(2);
 }
 
 void window_usage(Tensor mean, Tensor last, Tensor queries, Tensor pool, Tensor pages,
@@ -107,12 +91,7 @@ void window_usage(Tensor mean, Tensor last, Tensor queries, Tensor pool, Tensor 
   float* all_lasts = last.mutable_data_ptr<float>();
 
   const int64_t count = queries.size(0) * layers * heads;
-  for (int64_t index = 0; index < count; ++index) {
-    const int64_t length = all_lengths[place(lengths, index / heads / layers,
-                                             index / heads % layers, index % heads)];
-    STD_TORCH_CHECK(0 <= length && length <= num_tokens, "lengths: expected 0 to ",
-                    num_tokens, ", got ", length);
-  }
+  check_lengths(lengths, num_tokens);
   torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
     const int64_t size = KVPOLICY_BEST(scratch_size)(model, num_tokens);
     const std::unique_ptr<float[]> scratch(new float[size]);
