@@ -42,7 +42,8 @@ class Scenario:
         max_model_len: the same for all servers.
         max_num_seqs: the same for all servers.
         seed: for lengths and contents.
-        baselines: servers that all policies are compared with.
+        baselines: servers that all policies are compared with. What stock with room for
+            everything (`ample`) reaches is the ceiling of a policy that costs nothing.
     """
 
     columns: ClassVar = TABLE_COLUMNS
@@ -69,8 +70,9 @@ class Scenario:
 
     @property
     def comparisons(self) -> list[tuple[str, str]]:
-        """Policy and baseline of each ratio."""
-        return [
+        """Policy and baseline of each ratio; `ample` / stock is the policies' ceiling."""
+        ceiling = [(AMPLE, STOCK)] if AMPLE in self.baselines else []
+        return ceiling + [
             (policy, baseline)
             for policy in self.policies
             for baseline in self.baselines
@@ -135,11 +137,13 @@ class Scenario:
         if DEFAULT in self.baselines:
             # As many bytes, cut into blocks of vLLM's own choice.
             servers[DEFAULT] = common
+        if AMPLE in self.baselines:
+            servers[AMPLE] = self.ample_server(model, workload)
         return servers
 
     def checked_servers(self, model: Path, workload: Workload) -> dict[str, list[str]]:
         """Return servers of the verification alone: stock with room for everything."""
-        if not self.is_pressed:
+        if not self.is_pressed or AMPLE in self.baselines:
             return {}
         return {AMPLE: self.ample_server(model, workload)}
 
@@ -172,6 +176,7 @@ SCENARIOS = {
         output_tokens=1000,
         budget=128,
         pool_share=0.5,
+        baselines=(STOCK, DEFAULT, AMPLE),
     ),
     "ragged": Scenario(
         name="ragged",

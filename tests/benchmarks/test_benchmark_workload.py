@@ -71,7 +71,9 @@ def test_servers_under_pressure(tiny_model):
     scenario = SCENARIOS["pressure"]
     workload = scenario.workload(tiny_model)
     servers = scenario.servers(tiny_model, workload)
-    assert list(servers) == ["streaming", "ams-tova", "stock", "default"]
+    assert list(servers) == ["streaming", "ams-tova", "stock", "default", "ample"]
+    assert scenario.comparisons[0] == ("ample", "stock")
+    assert not scenario.checked_servers(tiny_model, workload)
     needed = blocks_needed(workload.prompt_tokens, 1000, 32)
     for name in ("streaming", "ams-tova", "stock"):
         assert value_of(servers[name], "--block-size") == "32"
@@ -85,11 +87,11 @@ def test_servers_under_pressure(tiny_model):
     assert "--no-enable-prefix-caching" not in servers["default"]
     for name in ("stock", "default"):
         assert not any(word.startswith("--kv-policy") for word in servers[name])
+    ample = servers.pop("ample")
     sizes = {value_of(words, "--kv-cache-memory-bytes") for words in servers.values()}
     assert sizes == {str(blocks * block_bytes(tiny_model, 32))}
     for flag in ("--block-size", "--num-gpu-blocks-override"):
         assert flag not in servers["default"]
-    ample = scenario.ample_server(tiny_model, workload)
     blocks = int(value_of(ample, "--num-gpu-blocks-override"))
     assert blocks == needed * AMPLE_SHARE + 1
 
