@@ -70,7 +70,7 @@ class Scenario:
 
     @property
     def comparisons(self) -> list[tuple[str, str]]:
-        """Policy and baseline of each ratio; `ample` / stock is the policies' ceiling."""
+        """Policy and baseline of each ratio, and `ample` / stock, the ceiling."""
         ceiling = [(AMPLE, STOCK)] if AMPLE in self.baselines else []
         return ceiling + [
             (policy, baseline)

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.accuracy.results import Line
 from benchmarks.accuracy.servers import FULL
 from benchmarks.language.engines import Asker, predictions
 from benchmarks.language.losses import DIGITS, first_event
@@ -36,6 +37,8 @@ PROMPT = 512
 ANSWER = 512
 """Tokens that follow."""
 TOP = 20
+ANSWERED = "answer_ids"
+"""In lines of FULL: the tokens of its answer."""
 SMALLEST = 1e-6
 """Least probability of a class: a float32 sum of the others is no closer to 1."""
 
@@ -89,12 +92,16 @@ class Agreement:
     is_top: np.ndarray
 
 
-def prepare(asker: Asker, texts: Sequence[Text]) -> list[Reference]:
+def prepare(
+    asker: Asker, texts: Sequence[Text], told: Mapping[str, Line]
+) -> list[Reference]:
     """Return what full KV says after the first tokens of texts.
 
     Args:
         asker: an engine that runs FULL.
         texts: of at least PROMPT tokens.
+        told: lines of FULL in the output file, by id of the text. Their answers are
+            those that lines so far are compared with; two runs of full KV may differ.
 
     Raises:
         ValueError: a text is shorter.
@@ -105,7 +112,10 @@ def prepare(asker: Asker, texts: Sequence[Text]) -> list[Reference]:
                 f"text-tokens: got {len(text.token_ids)}, expected at least {PROMPT}"
             )
     prompts = [text.token_ids[:PROMPT] for text in texts]
-    answers = _answers(asker, prompts, FULL, 0)
+    if all(ANSWERED in told.get(text.id, {}) for text in texts):
+        answers = [tuple(told[text.id][ANSWERED]) for text in texts]
+    else:
+        answers = _answers(asker, prompts, FULL, 0)
     whole = [one + two for one, two in zip(prompts, answers, strict=True)]
     found = predictions(asker, whole, FULL, 0, TOP)
     return [

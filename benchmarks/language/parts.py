@@ -1,9 +1,10 @@
 """The parts of the benchmark: what each asks, and what it keeps of an answer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from benchmarks.accuracy.results import Line
 from benchmarks.language import agreement, losses, tasks, turns
 from benchmarks.language.engines import Asker
 from benchmarks.language.texts import Encode, Text, spread
@@ -35,7 +36,9 @@ class Part:
 
     Attributes:
         items: (encode, texts, count) -> what to measure, always the same.
-        prepare: (asker, items) -> the items with what full KV says of them; once a run.
+        prepare: (asker, items, told) -> the items with what full KV says of them; once
+            a run. `told` are lines of full KV in the output file, by id.
+        told: item -> what a line of full KV also says, for `prepare` of a later run.
         measure: (asker, policy, budget, items) -> a measurement of each item.
         figures: (measurement, budget, interval) -> figures of an output line.
         names: of the figures that are one number.
@@ -43,10 +46,11 @@ class Part:
     """
 
     items: Callable[[Encode, Sequence[Text], int], list[Any]]
-    prepare: Callable[[Asker, Sequence[Any]], list[Any]]
+    prepare: Callable[[Asker, Sequence[Any], Mapping[str, Line]], list[Any]]
     measure: Callable[[Asker, str, int, Sequence[Any]], list[Any]]
     figures: Callable[[Any, int, int], dict[str, Any]]
     names: tuple[str, ...]
+    told: Callable[[Any], dict[str, Any]] = lambda item: {}
     as_served: bool = False
 
 
@@ -54,7 +58,9 @@ def _texts(encode: Encode, texts: Sequence[Text], count: int) -> list[Text]:
     return spread(texts, count)
 
 
-def _as_they_are(asker: Asker, items: Sequence[Any]) -> list[Any]:
+def _as_they_are(
+    asker: Asker, items: Sequence[Any], told: Mapping[str, Line]
+) -> list[Any]:
     return list(items)
 
 
@@ -69,6 +75,7 @@ PARTS = {
         agreement.measure,
         agreement.figures,
         ("first", "equal", "kl", "top"),
+        told=lambda item: {agreement.ANSWERED: item.answer_ids},
     ),
     "turns": Part(
         tasks.chosen,

@@ -53,7 +53,12 @@ class Work:
             ValueError: the output file has lines of other items.
         """
         if part not in self._prepared:
-            ready = PARTS[part].prepare(asker, self.items[part])
+            told = {
+                line["id"]: line
+                for line in self.lines
+                if line["task"] == part and line["policy"] == FULL
+            }
+            ready = PARTS[part].prepare(asker, self.items[part], told)
             check_digests(self.lines, {(part, item.id): item.digest for item in ready})
             self._prepared[part] = {item.id: item for item in ready}
         return self._prepared[part]
@@ -107,6 +112,7 @@ def measure(
         _key(part, engine, policy, budget, item.id)
         | {"kind": item.kind, "digest": item.digest}
         | PARTS[part].figures(measured, budget, engine.interval)
+        | (PARTS[part].told(item) if policy == FULL else {})
         for item, measured in zip(items, found, strict=True)
     ]
 

@@ -1,5 +1,6 @@
 """Tests of the language benchmark's agreement with full KV."""
 
+import json
 import math
 import random
 
@@ -34,7 +35,7 @@ def predict(policy: str, budget: int, before: tuple[int, ...]) -> dict[int, floa
 def test_full_kv_agrees_with_itself():
     asker = MadeUpAsker(predict)
     part = parts.PARTS["agreement"]
-    references = part.prepare(asker, part.items(list, TEXTS, 2))
+    references = part.prepare(asker, part.items(list, TEXTS, 2), {})
     assert [one.id for one in references] == ["novel-1", "novel-2"]
     assert references[0].prompt_ids == TEXTS[0].token_ids[:PROMPT]
     assert references[0].answer_ids[:3] == (513, 514, 515)
@@ -48,7 +49,7 @@ def test_full_kv_agrees_with_itself():
 
 def test_the_first_difference_ends_the_own_answer_but_not_the_comparison():
     asker = MadeUpAsker(predict)
-    references = agreement.prepare(asker, TEXTS[:1])
+    references = agreement.prepare(asker, TEXTS[:1], {})
     (found,) = agreement.measure(asker, "late", 256, references)
     assert found.is_same[:300].all()
     assert not found.is_same[300:].any()
@@ -66,10 +67,30 @@ def test_the_first_difference_ends_the_own_answer_but_not_the_comparison():
     assert kept["kl"] == pytest.approx(found.divergence[300] / 511, abs=1e-4)
 
 
+def test_a_later_run_compares_with_the_answers_that_are_on_file():
+    part = parts.PARTS["agreement"]
+    (first,) = part.prepare(MadeUpAsker(predict), TEXTS[:1], {})
+    on_file = json.loads(json.dumps(part.told(first)))
+
+    def rounded_otherwise(
+        policy: str, budget: int, before: tuple[int, ...]
+    ) -> dict[int, float]:
+        right, other = next_of(before), next_of(before) + 3
+        if len(before) == PROMPT + 100:
+            return {right: math.log(0.2), other: math.log(0.4), **OTHERS}
+        return {right: math.log(0.6), **OTHERS}
+
+    asker = MadeUpAsker(rounded_otherwise)
+    (anew,) = part.prepare(asker, TEXTS[:1], {})
+    (later,) = part.prepare(asker, TEXTS[:1], {first.id: on_file})
+    assert anew.digest != first.digest
+    assert later.digest == first.digest
+
+
 def test_a_short_text_is_refused():
     text = Text("guide-1", "guide", tuple(range(500)))
     with pytest.raises(ValueError, match="text-tokens: got 500, expected at least 512"):
-        agreement.prepare(MadeUpAsker(predict), [text])
+        agreement.prepare(MadeUpAsker(predict), [text], {})
 
 
 @pytest.mark.parametrize("seed", range(1, 6))
