@@ -5,8 +5,6 @@ than one that computes a single token, which may change a choice where two score
 nearly equal. The models are tiny and all seeds are fixed: here nothing is.
 """
 
-import random
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,11 +15,8 @@ from support.calibration_files import options_for
 from support.engine.dms_decoder import say_dms
 from support.engine.helpers import (
     BLOCK,
-    FIRST_TOKEN,
-    LAST_TOKEN,
     Engine,
     Job,
-    Prompt,
     Run,
     watch_hits,
 )
@@ -29,15 +24,10 @@ from support.engine.oracle_replay import check_replay
 from support.engine.reference_decoder import ReferenceDecoder
 from support.made_patterns import write_pattern
 from support.made_surrogates import write_surrogate
+from support.repetition import SPECULATION, Drafts, repetitive, watch_drafts
 from support.tiny_model import make_tiny_model
 from vllm_kvpolicy.policies.catalogue.names import names, parse
 
-SPECULATION = {
-    "method": "ngram",
-    "num_speculative_tokens": 4,
-    "prompt_lookup_max": 3,
-    "prompt_lookup_min": 1,
-}
 VALUES = {"budget": 128, "interval": 40, "prefill_interval": 256}
 # All evictions whose heads have equal lengths, and some of all others but admissions.
 EQUAL = [
@@ -50,57 +40,6 @@ ALL = [
     *("adakv-snapkv", "hard-snapkv", "pyramid-tova", "trim-snapkv", "local"),
     *("quest", "snapkv+quest"),
 ]
-
-
-@dataclass
-class Drafts:
-    """What became of drafts.
-
-    Args:
-        drafted: tokens that were speculated, by job.
-        accepted: those of them that were right.
-        interrupted: requests that were preempted with drafts waiting.
-    """
-
-    drafted: dict[str, int] = field(default_factory=dict)
-    accepted: dict[str, int] = field(default_factory=dict)
-    interrupted: int = 0
-
-    @property
-    def share(self) -> float:
-        """How many of all drafts were right."""
-        return sum(self.accepted.values()) / sum(self.drafted.values())
-
-
-def watch_drafts(engine: Engine) -> Drafts:
-    """Count drafts from now on."""
-    found, scheduler = Drafts(), engine.scheduler
-    count, preempt = scheduler.make_spec_decoding_stats, scheduler._preempt_request
-
-    def counted(stats: Any, **numbers: Any) -> Any:
-        name = numbers["request_id"].rsplit("-", 1)[0]
-        for key in ("draft", "accepted"):
-            of_all = found.drafted if key == "draft" else found.accepted
-            of_all[name] = of_all.get(name, 0) + numbers[f"num_{key}_tokens"]
-        return count(stats, **numbers)
-
-    def preempted(request: Any, *args: Any, **options: Any) -> None:
-        found.interrupted += bool(request.spec_token_ids)
-        preempt(request, *args, **options)
-
-    scheduler.make_spec_decoding_stats = counted
-    scheduler._preempt_request = preempted
-    return found
-
-
-def repetitive(seed: int, length: int) -> Prompt:
-    """Return a prompt that repeats eleven tokens, with a tenth of them replaced."""
-    rng = random.Random(seed)
-    unit = [rng.randint(FIRST_TOKEN, LAST_TOKEN) for _ in range(11)]
-    return [
-        unit[place % 11] if rng.random() < 0.9 else rng.randint(FIRST_TOKEN, LAST_TOKEN)
-        for place in range(length)
-    ]
 
 
 def jobs_of(lengths: tuple[int, ...], max_tokens: int = 150) -> list[Job]:
