@@ -10,6 +10,8 @@ COUNTERS = {
     "tokens_kept": "kvpolicy_tokens_kept_total",
     "tokens_dropped": "kvpolicy_tokens_dropped_total",
     "event_seconds": "kvpolicy_event_seconds_total",
+    "drafted": "vllm:spec_decode_num_draft_tokens_total",
+    "accepted": "vllm:spec_decode_num_accepted_tokens_total",
 }
 """Column -> series whose growth in a round it shows."""
 SERVER_MEANS_MS = {
@@ -67,6 +69,16 @@ SCARCE_COLUMNS = {
     "steps": ".0f",
 }
 SCARCE_RATIOS = ("output_tok_s", "itl_p50_ms", "itl_p99_ms", "ttft_ms")
+
+SPECULATION_COLUMNS = {
+    "output_tok_s": ".1f",
+    "drafted": ".0f",
+    "accepted_ratio": ".3f",
+    "ttft_ms": ".1f",
+    "mean_running": ".1f",
+    **_LOAD_COLUMNS,
+}
+SPECULATION_RATIOS = ("output_tok_s", "accepted_ratio", "steps", "tpot_ms", "ttft_ms")
 
 
 def caching_columns(first_token: tuple[str, ...]) -> dict[str, str]:

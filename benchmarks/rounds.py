@@ -64,7 +64,8 @@ def figures(
         The columns of stats.latencies, stats.first_token_latencies, COUNTERS and
         SERVER_MEANS_MS, `peak_running` and `mean_running`: requests in a step
         and `peak_kv_usage`: share of the pool, all as sampled; `hit_ratio`: share of
-        the prompts' tokens that came from the prefix cache; `kept_ratio`: tokens kept /
+        the prompts' tokens that came from the prefix cache; `accepted_ratio`: share of
+        the drafts that were right; `kept_ratio`: tokens kept /
         tokens held before, over all events; `least_held_ratio`: smallest sampled
         tokens held / tokens computed.
     """
@@ -81,6 +82,8 @@ def figures(
     row["kept_ratio"] = kept / (kept + dropped) if kept else None
     hit, queried = row["hit_tokens"], row["queried_tokens"]
     row["hit_ratio"] = hit / queried if queried else None
+    drafted = row["drafted"]
+    row["accepted_ratio"] = row["accepted"] / drafted if drafted else None
     sampled = {
         "peak_running": (max, RUNNING),
         "mean_running": (fmean, RUNNING),

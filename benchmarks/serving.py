@@ -4,6 +4,7 @@
     python -m benchmarks.serving neutral --pairs 15 --out neutral.json
     python -m benchmarks.serving turns --model FOLDER --dtype bfloat16
     python -m benchmarks.serving scarce --model FOLDER --shares 0.4 --out scarce.json
+    python -m benchmarks.serving speculation --pairs 6 --out speculation.json
 
 All servers of a comparison run from start to end and get the same requests in turn
 (A B C, B C A, C A B), so a ratio compares neighbours in time and no server always comes
@@ -26,22 +27,26 @@ from benchmarks.rounds import compare, ratios_to, summarise
 from benchmarks.scarce_scenario import SCARCE_SCENARIOS, Scarce
 from benchmarks.scenarios import SCENARIOS, Scenario
 from benchmarks.server import running
+from benchmarks.speculation_scenario import SPECULATION_SCENARIOS, Speculation
 from benchmarks.verify import verify, verify_caching
 from benchmarks.workload import VALUE_BYTES
 from vllm_kvpolicy.trace.outputs import new_file, new_folder
 
 PACKAGED_MODEL = Path("reasoner/checkpoint")
-AnyScenario = Scenario | Prefixes | Turns | Scarce
+AnyScenario = Scenario | Prefixes | Turns | Scarce | Speculation
 ALL_SCENARIOS: dict[str, AnyScenario] = {
     **SCENARIOS,
     **CACHING_SCENARIOS,
     **SCARCE_SCENARIOS,
+    **SPECULATION_SCENARIOS,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "pairs": {"type": int, "help": "timed rounds"},
     "requests": {"type": int, "help": "in a round"},
     "at_once": {"type": int, "help": "requests in flight, of prefixes"},
-    "prompt_tokens": {"type": int, "help": "length of each prompt, of scarce"},
+    "prompt_tokens": {"type": int, "help": "length of each prompt"},
+    "unit_tokens": {"type": int, "help": "that each prompt of speculation repeats"},
+    "drafts": {"type": int, "help": "tokens that speculation drafts at most"},
     "output_tokens": {"type": int, "help": "forced length of each output"},
     "budget": {"type": int, "help": "tokens per KV head"},
     "interval": {"type": int, "help": "tokens between events"},
@@ -60,7 +65,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "shares": {
         "type": float,
         "nargs": "+",
-        "help": "pools of prefixes, turns and scarce / what stock holds",
+        "help": "pools / what stock holds; not of pressure, ragged and neutral",
     },
     "dtype": {
         "choices": tuple(VALUE_BYTES),

@@ -37,6 +37,7 @@ FP8 = "tests/engine/test_float8.py"
 FP8_ADMISSIONS = "tests/engine/test_float8_admissions.py"
 CACHE = "tests/engine/test_prefix_caching.py"
 TEXT = "tests/engine/test_text_only.py"
+DRAFTS = "tests/engine/test_speculation.py"
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,12 @@ FEATURES = (
         dict.fromkeys((EQUAL, OWN, FITTED), FP8)
         | dict.fromkeys((ADMISSION, SELECTION), FP8_ADMISSIONS),
     ),
-    Feature("speculation", {"speculative_config": object()}, "speculative", {}),
+    Feature(
+        "n-gram speculation",
+        {"speculative_config": SimpleNamespace(method="ngram")},
+        "speculative_config",
+        dict.fromkeys(KINDS, DRAFTS),
+    ),
     Feature(
         "LoRA",
         {"lora_config": object()},

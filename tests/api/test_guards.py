@@ -17,6 +17,9 @@ LORA = next(r.name for r in REFUSALS if r.name.startswith("LoRA"))
 MULTIMODAL = next(r.name for r in REFUSALS if r.name.startswith("multimodal"))
 WEIGHT_TRANSFER = next(r.name for r in REFUSALS if r.name.startswith("weight tran"))
 QFILTER = {"policy": "qfilter", "policy_config": {"qfilter_calibration": "a file"}}
+OTHER_DRAFTS = next(r.name for r in REFUSALS if "MTP" in r.name)
+MEASURED_DRAFTS = next(r.name for r in REFUSALS if "measures each token" in r.name)
+NGRAM = SimpleNamespace(method="ngram")
 SET = object()  # some configuration object, whatever is in it
 # Row -> what switches the feature on in a finished VllmConfig.
 TRIGGERS = {
@@ -52,7 +55,11 @@ TRIGGERS = {
     "microbatches": {"parallel_config.ubatch_size": 2},
     "elastic expert parallelism": {"parallel_config.enable_elastic_ep": True},
     "fault tolerance": {"parallel_config.enable_fault_tolerance": True},
-    "speculative decoding": {"speculative_config": SET},
+    OTHER_DRAFTS: {"speculative_config": SimpleNamespace(method="mtp")},
+    MEASURED_DRAFTS: {
+        "speculative_config": NGRAM,
+        "additional_config": {"kv_policy": {"policy": "tova", "allow": ["ams-epikv"]}},
+    },
     LORA: {"lora_config": SET, "additional_config": {"kv_policy": QFILTER}},
     "sliding-window attention": {
         "model_config.hf_text_config.layer_types": ["sliding_attention"]
@@ -111,7 +118,10 @@ MACHINE_TRIGGERS = {
     ),
     "the Rust front end": lambda patch: patch.setenv("VLLM_USE_RUST_FRONTEND", "1"),
 }
-FP8_ON_GPU = "FP8 KV caches on GPUs"  # takes a machine and a flag
+# Takes a machine and a flag.
+FP8_ON_GPU = "FP8 KV caches on GPUs"
+DRAFTS_ON_GPU = "speculative decoding on GPUs"
+ON_GPU = (FP8_ON_GPU, DRAFTS_ON_GPU)
 # Further ways to switch a feature on.
 MORE_TRIGGERS = [
     ("sliding-window attention", {"cache_config.sliding_window": 512}),
@@ -136,7 +146,7 @@ def expected(name):
 def test_every_row_has_its_trigger():
     names = [row.name for row in REFUSALS]
     assert len(set(names)) == len(names)
-    assert sorted(names) == sorted([*TRIGGERS, *MACHINE_TRIGGERS, FP8_ON_GPU])
+    assert sorted(names) == sorted([*TRIGGERS, *MACHINE_TRIGGERS, *ON_GPU])
     assert {row.name for row in REFUSALS if row.by_machine} == set(MACHINE_TRIGGERS)
 
 
@@ -227,8 +237,27 @@ def test_an_fp8_cache_is_refused_on_gpus(policy_config, monkeypatch, dtype):
     assert refusals(policy_config) == []
 
 
+@pytest.mark.parametrize(
+    ("method", "is_refused"),
+    [
+        *[("ngram", False), ("suffix", True), ("ngram_gpu", True), ("mtp", True)],
+        *[("eagle", True), ("eagle3", True), ("draft_model", True), ("medusa", True)],
+    ],
+)
+def test_drafts_come_from_n_grams(policy_config, method, is_refused):
+    changes = {"speculative_config": SimpleNamespace(method=method)}
+    found = refusals(Overlay(policy_config, changes))
+    assert found == (expected(OTHER_DRAFTS) if is_refused else [])
+
+
+def test_drafts_are_refused_on_gpus(policy_config, monkeypatch):
+    config = Overlay(policy_config, {"speculative_config": NGRAM})
+    monkeypatch.setattr(compat, "platform_name", lambda: "cuda")
+    assert refusals(config) == expected(DRAFTS_ON_GPU)
+
+
 def test_all_reasons_come_at_once(policy_config):
-    names = ("pipeline parallelism", "speculative decoding", LORA)
+    names = ("pipeline parallelism", OTHER_DRAFTS, LORA)
     changes = {key: value for name in names for key, value in TRIGGERS[name].items()}
     reasons = [reason for name in names for reason in expected(name)]
     assert refusals(Overlay(policy_config, changes)) == reasons

@@ -269,8 +269,13 @@ def test_what_the_user_chose_is_left_alone(tiny_model):
             ["pipeline parallelism", "other dtypes than the model's"],
         ),
         (
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-            ["speculative decoding"],
+            {
+                "speculative_config": {
+                    "method": "ngram_gpu",
+                    "num_speculative_tokens": 2,
+                }
+            },
+            ["speculative decoding", "MTP", '"method": "ngram"'],
         ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",

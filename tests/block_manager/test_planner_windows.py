@@ -6,6 +6,7 @@ concerned, by hand and under many random operations.
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -71,6 +72,32 @@ def test_a_window_stays_the_same_until_the_event():
     assert (second.first_token, second.first_row, second.num_tokens) == (0, 3, W - 3)
     assert second.window_blocks == first.window_blocks
     assert engine.free == free - 1, "88 to 103 begin one superblock and no window"
+
+
+def test_a_window_that_rejected_drafts_have_opened_waits_for_its_queries():
+    engine = make_engine()
+    step(engine, a=(0, OPEN - 3))
+    (opened,) = step(engine, a=(OPEN - 3, 5)).captures
+    assert (opened.first_token, opened.first_row, opened.num_tokens) == (3, 0, 2)
+    free, window = engine.free, window_of(engine)
+    assert step(engine, a=(OPEN - 2, 1)).captures == (), "four drafts were rejected"
+    assert (engine.free, window_of(engine)) == (free, window)
+    (again,) = step(engine, a=(OPEN - 1, 3)).captures
+    assert (again.first_token, again.first_row, again.num_tokens) == (1, 0, 2)
+    assert again.window_blocks == window
+
+
+def test_hits_leave_room_for_the_drafts_of_a_step():
+    """A request with one token to compute computes as many drafts as any other."""
+    engine = make_engine(window=3)
+    plan = engine.planner.states["a"].plan
+    hits = {
+        drafts: replace(plan, num_drafts=drafts).usable_hit(200) for drafts in range(20)
+    }
+    for drafts, hit in hits.items():
+        assert hit % N == 0 and hit + 1 + max(drafts, 3) <= FIRST
+        assert hit + N + 1 + max(drafts, 3) > FIRST
+    assert hits[0] == hits[3] > hits[19]
 
 
 def test_the_room_check_counts_the_window():

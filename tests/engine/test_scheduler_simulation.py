@@ -60,13 +60,25 @@ def run_engines(
     num_steps: int,
     at_least: dict[str, int],
     caching: bool = False,
+    drafts: tuple[int, ...] = (0,),
 ) -> None:
-    """Run random engines until enough has happened, in at most twice the steps."""
+    """Run random engines until enough has happened, in at most twice the steps.
+
+    Args:
+        policy, depth, model, num_steps: of the engines, and steps of all together.
+        at_least: what has to happen how often.
+        caching: with the prefix cache; with drafts, in every other engine.
+        drafts: tokens that are speculated at most, by turns.
+    """
     totals: Counter[str] = Counter()
     missed = list(at_least)
     while totals["steps"] < num_steps or (missed and totals["steps"] < 2 * num_steps):
-        scenario = random_scenario(policy, depth, totals["engines"], caching)
-        steps = STEPS_PER_ENGINE // 2 if caching else STEPS_PER_ENGINE
+        turn = totals["engines"]
+        scenario = random_scenario(policy, depth, turn, caching)
+        scenario = replace(scenario, drafts=drafts[turn % len(drafts)])
+        if scenario.drafts and turn % 4 > 1:
+            scenario = replace(scenario, caching=False)
+        steps = STEPS_PER_ENGINE // 2 if scenario.caching else STEPS_PER_ENGINE
         totals += Simulation(scenario, model).run(steps)
         totals["engines"] += 1
         missed = [key for key, least in at_least.items() if totals[key] < least]
@@ -130,6 +142,34 @@ def test_random_engines_that_share_prefixes(
     if policy not in UNBOUNDED:
         at_least["foreseen exactly"] = 1000
     run_engines(policy, depth, model, MIN_STEPS // 2, at_least, caching=True)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_random_engines_that_speculate(policy: str, model: ModelConfig):
+    """How many drafts come and how many are accepted is random: 100,000 steps.
+
+    vLLM schedules asynchronously only with methods that no policy goes with.
+    """
+    at_least = {
+        "steps": 10_000,
+        "drafts": 20_000,
+        "drafts accepted": 5000,
+        "incarnations": 200,
+        "events": 500,
+        "replayed events": 10,
+        "preemptions": 30,
+        "preemptions with drafts": 10,
+        "hits": 15,
+        "aborts": 50,
+        "finished": 100,
+        "clips": 300,
+    }
+    if policy == "local":
+        at_least |= {"preemptions": 10, "preemptions with drafts": 3}
+    if policy not in UNBOUNDED:
+        at_least["held back"] = 100
+    steps = MIN_STEPS * 13 // 12
+    run_engines(policy, 1, model, steps, at_least, caching=True, drafts=(4, 1, 3, 12))
 
 
 def first_positions(model: ModelConfig, requests: list[Request], **values: Any) -> Any:

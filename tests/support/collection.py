@@ -16,6 +16,7 @@ DEAREST = (
     "benchmarks/test_soak.py",
     "engine/test_prefix_caching.py",
     "engine/test_oracles.py",
+    "engine/test_speculation.py",
     "engine/test_float8.py",
     "engine/test_float8_admissions.py",
     "engine/test_identity.py",

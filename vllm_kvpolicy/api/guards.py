@@ -1,11 +1,11 @@
 """Refuses what a policy is not tested with: one table of features."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.api import version_check
+from vllm_kvpolicy.api.refusal import Refusal
+from vllm_kvpolicy.api.speculation import SPECULATION
 from vllm_kvpolicy.config import server_config
 from vllm_kvpolicy.kernels import preferences
 from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
@@ -13,23 +13,6 @@ from vllm_kvpolicy.policies.catalogue.allocators import ALLOCATORS
 from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
 from vllm_kvpolicy.policies.catalogue.selections import SELECTIONS
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """One feature that does not go together with a policy yet.
-
-    Args:
-        name: the feature, as a reader of vLLM's documentation knows it.
-        applies: tells from a finished VllmConfig whether the feature is on.
-        change: what to do about it, an imperative.
-        by_machine: depends on the installation alone; `applies` ignores its argument.
-    """
-
-    name: str
-    applies: Callable[[Any], bool]
-    change: str
-    by_machine: bool = False
 
 
 def _layer_kinds(config: Any) -> set[str]:
@@ -212,11 +195,7 @@ REFUSALS = (
         lambda config: config.parallel_config.enable_fault_tolerance,
         "leave out --enable-fault-tolerance",
     ),
-    Refusal(
-        "speculative decoding",
-        lambda config: config.speculative_config is not None,
-        "leave out --speculative-config",
-    ),
+    *SPECULATION,
     Refusal(
         f"LoRA adapters with a policy for the model's own weights ({_FITTED})",
         lambda config: config.lora_config is not None and _is_fitted(config),

@@ -8,7 +8,10 @@ bounded requests will hold is known, so that both can be foreseen:
   somebody gets to the next event. Where that has cost as many tokens as a preemption
   would, vLLM preempts: answers were longer than expected.
 
-Where answers have known lengths nobody is preempted. Requests without a bound
+Where answers have known lengths nobody is preempted. Where vLLM speculates, a request
+takes superblocks for drafts, and how fast it advances is not known: it is expected to
+hold the most of the next tokens, and booked anew when it has left its booking behind.
+Requests without a bound
 (`kv_policy` "none", and policies that may keep everything) follow vLLM's rule; what
 they hold now counts as if they held it for ever.
 """
@@ -18,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
@@ -42,6 +46,7 @@ class Admission:
         late_steps: steps for which a request that has ended keeps what it held: 1 with
             asynchronous scheduling.
         by_priority: vLLM's priority scheduling.
+        num_drafts: speculated tokens that a step computes at most for a request.
 
     Attributes:
         forecast: what requests that have entered will hold.
@@ -56,6 +61,7 @@ class Admission:
     step_tokens: int
     late_steps: int
     by_priority: bool = False
+    num_drafts: int = 0
     forecast: Forecast = field(default_factory=Forecast)
     lengths: OutputLengths = field(default_factory=OutputLengths)
     num_held_back: int = 0
@@ -77,6 +83,11 @@ class Admission:
 
     def __post_init__(self) -> None:
         self.lengths.unfinished = self._unfinished
+
+    @property
+    def _lead(self) -> int:
+        """Tokens by which a request may be ahead of its booking."""
+        return self.manager.block_size if self.num_drafts else 0
 
     def _unfinished(self) -> Iterator[int]:
         """Yield how long the answers are that run and may stop."""
@@ -101,7 +112,8 @@ class Admission:
             if row[num_shared - 1] is blocks[num_shared - 1]:
                 end = min(state.plan.first_event, self._last[other])
                 first = max(state.computed, self._running[other].num_prompt_tokens)
-                releases.append(self.forecast.step + max(end - first, 0))
+                num_steps = max(end - first, 0) // (1 + self.num_drafts)
+                releases.append(self.forecast.step + num_steps)
         self._shared[request_id] = num_shared, max(releases)
 
     def admits(self, request: Request, computed: int, num_new: int) -> bool:
@@ -139,7 +151,8 @@ class Admission:
         if booking.offset is None:
             as_expected = computed + num_new < request.num_tokens
         else:
-            as_expected = computed - step == booking.offset
+            as_expected = 0 <= computed - step - booking.offset <= self._lead
+            as_expected &= computed + num_new <= self._last[request.request_id]
         if as_expected and step < booking.end:
             return
         state = self.planner.states[request.request_id]
@@ -205,9 +218,10 @@ class Admission:
         While it computes a prompt in several steps, which depends on others, that is
         its peak.
         """
-        footprint, end = state.footprint, computed + num_new
+        footprint = state.footprint
         known = request.num_tokens + request.num_output_placeholders
-        last = max(self._expected_tokens(request), end)
+        end = min(computed + num_new, known)  # drafts may be rejected
+        last = max(self._expected_tokens(request), computed + num_new)
         self._last[request.request_id] = last
         if end < known:
             num_steps = -(-(known - computed) // self.step_tokens) + last - known
@@ -237,15 +251,23 @@ class Admission:
             computed, end, last = positions
             now = [held_levels(footprint, at, at + 1) for at in (computed, end - 1)]
             later = held_levels(footprint, end, last)
-            self._newest_levels = asked, np.concatenate([np.maximum(*now), later])
+            levels = np.concatenate([np.maximum(*now), later])
+            ahead = self.num_drafts + self._lead
+            padded = np.pad(levels, (0, ahead), mode="edge")
+            levels = sliding_window_view(padded, ahead + 1).max(-1)
+            self._newest_levels = asked, levels
         return self._newest_levels[1]
 
     def _expected_tokens(self, request: Request) -> int:
-        """Return how many tokens a request is expected to compute; the last is not."""
+        """Return how many tokens a request is expected to compute, drafts included.
+
+        The last one of its answer is not.
+        """
         generated, most = request.num_output_tokens, request.max_tokens
         if _may_stop(request):
             expected = self.lengths.expected(generated, most)
             most = max(expected, request.sampling_params.min_tokens)
+        most += self.num_drafts
         return min(request.num_prompt_tokens + most, self.max_model_len) - 1
 
     # -- who may go on ------------------------------------------------------------

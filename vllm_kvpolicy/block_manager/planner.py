@@ -27,6 +27,7 @@ class RequestPlan:
         takes_hits: the prefix cache may give it its first tokens.
         budget: K as it was asked for, in tokens, to which the footprint adds a prompt
             that is kept; None for a policy that takes no budget.
+        num_drafts: speculated tokens that a step computes at most.
     """
 
     policy: str
@@ -34,6 +35,7 @@ class RequestPlan:
     sinks: int
     takes_hits: bool = True
     budget: int | None = None
+    num_drafts: int = 0
 
     @cached_property
     def first_event(self) -> int:
@@ -46,7 +48,8 @@ class RequestPlan:
         It computes the queries that its first event reads, and one token before them,
         so that it can always begin without a query window. For example, with N = 16, a
         first event at 100 and a window of 32, no more than 64 tokens come from the
-        cache.
+        cache. Where vLLM speculates, a request that begins with its last known token
+        computes as many drafts as any other, which therefore end at the event, too.
 
         Args:
             num_cached: tokens of its prefix that are cached, in whole superblocks.
@@ -54,7 +57,8 @@ class RequestPlan:
         if not self.takes_hits:
             return 0
         block_size = self.footprint.block_size
-        last = self.first_event - self.footprint.window_tokens - 1
+        before = max(self.footprint.window_tokens, self.num_drafts)
+        last = self.first_event - before - 1
         return max(min(last // block_size * block_size, num_cached), 0)
 
 
@@ -169,8 +173,9 @@ class Planner:
     def clip(self, request_id: str, computed: int, num_new: int) -> int:
         """Return how many of `num_new` tokens the request may compute in this step.
 
-        Never past the next event. 0 means the request sits this step out, because the
-        step has its share of events.
+        Never past the next event, drafts included: what is computed behind it attends
+        to what it keeps, so that answers do not depend on whether vLLM speculates. 0
+        means the request sits this step out, because the step has its share of events.
         """
         state = self.states.get(request_id)
         if state is None or num_new <= 0:
@@ -289,7 +294,8 @@ class Planner:
         captures = []
         for request_id, state in self._windows.items():
             num_tokens = num_scheduled.get(request_id, 0)
-            if num_tokens:
+            # Drafts that were rejected may have opened it too early.
+            if num_tokens and state.computed + num_tokens > state.window_start:
                 captures.append(self._capture(request_id, state, num_tokens))
         missing = self._events.keys() - num_scheduled.keys()
         if missing:

@@ -67,6 +67,7 @@ class KVPolicySchedulerMixin(CountingMixin):
             step_tokens=self.max_num_scheduled_tokens,
             late_steps=int(self.scheduler_config.async_scheduling or False),
             by_priority=self.policy == SchedulingPolicy.PRIORITY,
+            num_drafts=self.vllm_config.num_speculative_tokens,
         )
         self.kv_policy_snapshots = NoSnapshots()
         if self.kv_policy_config.live:
@@ -125,6 +126,7 @@ class KVPolicySchedulerMixin(CountingMixin):
             sinks=max(config.sink_tokens, protected),
             takes_hits=not info.measures_tokens,
             budget=None if info.is_unbounded else config.budget_tokens,
+            num_drafts=self.vllm_config.num_speculative_tokens,
         )
         self.kv_policy_planner.add(request_id, plan)
 

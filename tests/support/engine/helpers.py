@@ -200,6 +200,8 @@ class Engine:
         from vllm import LLM
 
         self.llm = LLM(**engine_arguments(model, policy, trace, num_blocks, **changes))
+        if "speculative_config" in changes:
+            keep_kernels()
         self.trace = trace
         self._read: set[Path] = set()
         self._preemptions = 0
@@ -305,6 +307,17 @@ class Engine:
 
     def _new_records(self) -> dict[str, list[list[Record]]]:
         return {} if self.trace is None else read_records(self.trace, self._read)
+
+
+def keep_kernels() -> None:
+    """Let this process start further engines after one that drafts n-grams.
+
+    That one imports llvmlite, in which vLLM 0.32 stumbles when it looks through all
+    modules for kernels to replace. It has replaced them for good by then.
+    """
+    from vllm.triton_utils import dispatcher
+
+    dispatcher.register_kernels = lambda overrides: None
 
 
 def watch_hits(engine: Engine) -> Counter[str]:

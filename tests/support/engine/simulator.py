@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from support.engine.simulator_answers import LateAnswers
@@ -168,7 +168,8 @@ class Simulation:
         )
         asked = self._asked(prompt_len, extra_args, request_phase(prompt, seed))
         if self.cache is not None:
-            most = min(prompt_len + max_tokens, self.scenario.longest)
+            most = prompt_len + max_tokens + self.scenario.drafts
+            most = min(most, self.scenario.longest)
             asked = replace(asked, codes=self.cache.codes(prompt, salt, most, TOKEN))
         self.asked[request_id] = asked
         self.scheduler.add_request(request)
@@ -270,6 +271,8 @@ class Simulation:
         before = self.cache and self.cache.snapshot(self.scheduler)
         defers = self._defers()
         self.totals["steps that defer prompts"] += defers
+        requests = self.scheduler.running
+        drafted = {each.request_id for each in requests if each.spec_token_ids}
         output = self.scheduler.schedule(throttle_prefills=defers)
         cached = np.empty(0, np.int64)
         if self.cache is not None:
@@ -282,7 +285,9 @@ class Simulation:
         self.totals["tokens"] += output.total_num_scheduled_tokens
         self.totals["crowded steps"] += len(commands.events) > 1
         self.totals["captures"] += len(commands.captures)
-        self.totals["preemptions"] += len(output.preempted_req_ids or ())
+        preempted = output.preempted_req_ids or set()
+        self.totals["preemptions"] += len(preempted)
+        self.totals["preemptions with drafts"] += len(preempted & drafted)
         self.idle = 0 if output.num_scheduled_tokens else self.idle + 1
         check(self.idle < MAX_IDLE_STEPS, "stalled with", list(self.scheduler.requests))
         self._check_blocks(output)
@@ -296,7 +301,7 @@ class Simulation:
 
     def _process(self) -> None:
         output, commands, cached = self.queue.popleft()
-        sampling, answers = self.worker.execute(output, commands, self.asked, cached)
+        sampled, answers = self.worker.execute(output, commands, self.asked, cached)
         if self.cache is not None and not self.queue and self.rng.random() < 0.2:
             self.totals["cached blocks"] += self.cache.compare(self.worker.tokens)
         self.tables.drop(output.finished_req_ids | (output.preempted_req_ids or set()))
@@ -309,7 +314,7 @@ class Simulation:
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
             sampled_token_ids=[
-                [STOP_TOKEN if draw() < stop else TOKEN] if name in sampling else []
+                [STOP_TOKEN if draw() < stop else TOKEN for _ in range(sampled[name])]
                 for name in names
             ],
         )
@@ -320,8 +325,17 @@ class Simulation:
         manager = self.scheduler.kv_policy_manager
         returned = manager.blocks_returned
         self.scheduler.update_from_output(output, result)
+        self._draft(names)
         self.totals["superblocks trimmed"] += manager.blocks_returned - returned
         self.totals["finished"] += before - len(self.scheduler.requests)
+
+    def _draft(self, names: list[str]) -> None:
+        """Draw drafts for the next step, often fewer than there may be."""
+        if not self.scenario.drafts:
+            return
+        counts = [self.rng.randint(0, self.scenario.drafts) for _ in names]
+        drafts = [[TOKEN] * count for count in counts]
+        self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
 
     # -- accounting -----------------------------------------------------------------
 
@@ -348,7 +362,9 @@ class Simulation:
             owned += window
             held += len(window)
             if request_id in output.num_scheduled_tokens:
-                most = max(held, self.peaks.get(request_id, (0, 0))[0])
+                earlier = self.peaks.get(request_id, (0, 0))
+                # Drafts that are rejected have taken superblocks all the same.
+                most, end = max(held, earlier[0]), max(end, earlier[1])
                 self.peaks[request_id] = most, end
                 if state is not None and self.rng.random() < 0.05:
                     bound = planner.peak_blocks(request_id, end)

@@ -33,6 +33,7 @@ class CacheCheck:
     def __init__(self, pool: Any, scenario: Scenario) -> None:
         init_none_hash(sha256)
         self.pool, self.block_size = pool, scenario.block_size
+        self.num_drafts = scenario.drafts
         self.hasher = get_request_block_hasher(scenario.block_size, sha256)
         self._earlier: list[tuple[list[int], str | None]] = []
         self._tree: dict[tuple[int, Any], int] = {}
@@ -160,7 +161,8 @@ class CacheCheck:
         """
         size, limit = self.block_size, num_tokens - 1
         if asked.plan is not None:
-            limit = min(limit, asked.plan.next_event(1) - asked.window - 1)
+            before = max(asked.window, self.num_drafts)
+            limit = min(limit, asked.plan.next_event(1) - before - 1)
         cached = {
             int(codes[-1])
             for block_id, (known, codes) in self._expected.items()

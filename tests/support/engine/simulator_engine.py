@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
@@ -49,6 +56,7 @@ class Scenario:
         resets: chance before a step that all running requests lose what they hold.
         defers: chance that a step leaves prompts for a later one, as steps do with
             vLLM's `prefill_schedule_interval`.
+        drafts: speculated tokens that a step computes at most for a request.
     """
 
     policy: dict[str, Any]
@@ -68,6 +76,7 @@ class Scenario:
     foresees: bool = True
     resets: float = 0.0
     defers: float = 0.0
+    drafts: int = 0
 
 
 # Policies whose heads differ in length, by the names that the tests use: shorter
@@ -146,6 +155,23 @@ class AcceptEverything:
         """Accept."""
         return True
 
+    def validate_tokens(self, request: Request, token_ids: list[int]) -> list[int]:
+        """Return all drafts."""
+        return token_ids
+
+
+def _speculation(scenario: Scenario, model: ModelConfig) -> SpeculativeConfig | None:
+    """Return vLLM's configuration of n-gram drafts; the simulation draws them."""
+    if not scenario.drafts:
+        return None
+    return SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=scenario.drafts,
+        prompt_lookup_max=2,
+        target_model_config=model,
+        target_parallel_config=ParallelConfig(),
+    )
+
 
 def make_scheduler(scenario: Scenario, model: ModelConfig) -> Scheduler:
     """Build the real scheduler with as small a pool as the scenario asks for."""
@@ -167,6 +193,7 @@ def make_scheduler(scenario: Scenario, model: ModelConfig) -> Scheduler:
             block_size=scenario.block_size, enable_prefix_caching=scenario.caching
         ),
         additional_config={"kv_policy": scenario.policy},
+        speculative_config=_speculation(scenario, model),
     )
     config.instance_id = f"simulation-{os.getpid()}-{next(_instances)}"
     policy = KVPolicyConfig.from_dict(scenario.policy)

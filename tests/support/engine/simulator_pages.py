@@ -14,7 +14,8 @@ from vllm_kvpolicy.events import EventPlan, Footprint
 
 NUM_HEADS = 4  # 2 layers x 2 KV heads, each with survivors of its own
 STRIDE = 2**20
-EMPTY = -1
+EMPTY, WRONG = -1, -2  # no token; a rejected one at position 0
+NEVER = 2**62
 Lists = list[np.ndarray]  # one array per head
 
 
@@ -88,6 +89,7 @@ class Incarnation:
         dest_blocks: superblocks that the last event was given.
         num_used: leading ones of them that hold pages.
         window: superblocks that hold its newest queries.
+        rejected: position of the step's first draft that is rejected.
     """
 
     asked: Asked
@@ -103,12 +105,14 @@ class Incarnation:
     num_used: int = 0
     window: tuple[int, ...] = ()
     positions: list[int] = field(default_factory=list)
+    rejected: int = NEVER
 
     def codes(self, positions: np.ndarray) -> np.ndarray:
-        """Return the codes of the tokens at some positions."""
+        """Return the codes of the tokens at some positions; of drafts as they are."""
+        codes = self.number * STRIDE + positions
         if self.asked.codes is not None:
-            return self.asked.codes[positions]
-        return self.number * STRIDE + positions
+            codes = self.asked.codes[positions]
+        return np.where(positions < self.rejected, codes, WRONG - positions)
 
     def extend(self, block_ids: Iterable[int]) -> None:
         """Append superblocks to the row, as vLLM's V1 runner does."""

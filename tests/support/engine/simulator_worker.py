@@ -9,13 +9,14 @@ else. Any disagreement raises SimulationFailure.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from support.engine.simulator_pages import (
     EMPTY,
+    NEVER,
     NUM_HEADS,
     Asked,
     Incarnation,
@@ -72,8 +73,10 @@ class StorageWorker:
         commands: StepCommands,
         asked: dict[str, Asked],
         cached: np.ndarray,
-    ) -> tuple[list[str], list[UsedBlocks]]:
+    ) -> tuple[dict[str, int], list[UsedBlocks]]:
         """Run one step as vLLM's worker does.
+
+        How many drafts are accepted is drawn; the others leave wrong tokens behind.
 
         Args:
             output: vLLM's SchedulerOutput.
@@ -82,7 +85,7 @@ class StorageWorker:
             cached: superblocks in the prefix cache when the step had been scheduled.
 
         Returns:
-            Ids of the requests that sample a token in this step, and answers to events.
+            How many tokens requests sample in this step, and answers to events.
         """
         self._keep(cached, commands.events)
         self.drop(output.finished_req_ids, forget=True)
@@ -94,12 +97,13 @@ class StorageWorker:
         self._update_rows(output, asked)
         scheduled = output.num_scheduled_tokens
         for request_id, count in scheduled.items():
-            self._write(request_id, count)
+            drafts = output.scheduled_spec_decode_tokens.get(request_id, ())
+            self._write(request_id, count, drafts)
         for capture in commands.captures:
             self._capture(capture, scheduled)
         self._check_positions(commands, scheduled)
-        sampling = [rid for rid, count in scheduled.items() if self._attend(rid, count)]
-        return sampling, answers
+        sampled = {rid: self._attend(rid, count) for rid, count in scheduled.items()}
+        return sampled, answers
 
     def _keep(self, cached: np.ndarray, events: Iterable[CompactEvent]) -> None:
         """Empty nothing that is cached, or that events have yet to read.
@@ -312,11 +316,20 @@ class StorageWorker:
 
     # -- the forward pass -----------------------------------------------------------
 
-    def _write(self, request_id: str, count: int) -> None:
+    def _write(self, request_id: str, count: int, drafts: Sequence[int]) -> None:
         """Write the step's tokens to vLLM's own slot mapping."""
         state, size = self.live[request_id], self.block_size
         end = state.computed + count
-        check(end <= self.known[request_id], request_id, "token not known yet", end)
+        known = self.known[request_id] + len(drafts)
+        check(end <= known, request_id, "token not known yet", end)
+        if len(drafts):
+            is_padding = drafts[0] < 0  # vLLM's, to make a step uniform
+            most = 0 if is_padding else len(drafts)
+            accepted = int(self.rng.integers(0, most + 1))
+            state.rejected = self.known[request_id] + accepted
+            self.totals["drafts"] += len(drafts)
+            self.totals["drafts accepted"] += accepted
+            self.totals["drafts of padding"] += is_padding
         check(state.row_length * size >= end, request_id, "no room for", end)
         position = np.arange(state.computed, end)
         blocks = state.row[position // size]
@@ -324,8 +337,8 @@ class StorageWorker:
         slots = own_pages(blocks) * size + position % size
         self.tokens[slots] = state.codes(position)
 
-    def _attend(self, request_id: str, count: int) -> bool:
-        """Check every slot that attention reads; return whether a token is sampled."""
+    def _attend(self, request_id: str, count: int) -> int:
+        """Check every slot that attention reads; return how many tokens are sampled."""
         state, size = self.live[request_id], self.block_size
         end, first = state.computed + count, state.frontier_blocks * size
         local_blocks = state.row[state.frontier_blocks : -(-end // size)]
@@ -337,11 +350,12 @@ class StorageWorker:
             state, pages, state.held(np.arange(first, end)), request_id, "attends"
         )
         check(0 not in local_blocks, request_id, "attends the null block")
-        state.computed = end
-        if end < self.known[request_id]:
-            return False
-        self.known[request_id] += 1
-        return True
+        known, state.computed = self.known[request_id], min(end, state.rejected)
+        state.rejected = NEVER
+        if end < known:
+            return 0
+        self.known[request_id] = state.computed + 1
+        return state.computed + 1 - known
 
     def _check_positions(
         self, commands: StepCommands, scheduled: dict[str, int]

@@ -1,0 +1,210 @@
+"""n-gram drafts with policies: the tokens and survivors of servers without drafts.
+
+A step that computes several tokens of a request rounds float32 sums in another order
+than one that computes a single token, which may change a choice where two scores are
+nearly equal. The models are tiny and all seeds are fixed: here nothing is.
+"""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.calibration_files import options_for
+from support.engine.dms_decoder import say_dms
+from support.engine.helpers import (
+    BLOCK,
+    Engine,
+    Job,
+    Run,
+    watch_hits,
+)
+from support.engine.oracle_replay import check_replay
+from support.engine.reference_decoder import ReferenceDecoder
+from support.made_patterns import write_pattern
+from support.made_surrogates import write_surrogate
+from support.repetition import SPECULATION, Drafts, repetitive, watch_drafts
+from support.tiny_model import make_tiny_model
+from vllm_kvpolicy.policies.catalogue.names import names, parse
+
+VALUES = {"budget": 128, "interval": 40, "prefill_interval": 256}
+# All evictions whose heads have equal lengths, and some of all others but admissions.
+EQUAL = [
+    name
+    for name in names()
+    if not (parse(name).is_test or parse(name).is_ragged({}) or "epikv" in name)
+]
+ALL = [
+    *EQUAL,
+    *("adakv-snapkv", "hard-snapkv", "pyramid-tova", "trim-snapkv", "local"),
+    *("quest", "snapkv+quest"),
+]
+
+
+def jobs_of(lengths: tuple[int, ...], max_tokens: int = 150) -> list[Job]:
+    prompts = [repetitive(seed, length) for seed, length in enumerate(lengths)]
+    return [Job(f"r{n}", prompt, max_tokens) for n, prompt in enumerate(prompts)]
+
+
+def run(
+    model: Path, policy: dict[str, Any] | None, jobs: list[Job], **engine: Any
+) -> tuple[Run, Drafts]:
+    """Run jobs with or without drafts; every superblock comes back."""
+    with Engine(model, policy, **engine) as started:
+        drafts = watch_drafts(started)
+        found = started.run(jobs)
+        assert started.num_free == started.num_usable
+    return found, drafts
+
+
+@pytest.fixture(scope="module")
+def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory):
+    """All policies on one server, once without and once with drafts."""
+    folder = tmp_path_factory.mktemp("speculation")
+    windows = ("expected_window", "snapmax_window", "rpc_window", "rkv_window")
+    options = dict.fromkeys(windows, 36) | {"allow": ALL}
+    for scorer in ("triattention", "qfilter"):
+        options |= options_for(scorer, folder, 2, 2, 2, 32)
+    values = {"policy": ALL[0], **VALUES, "policy_config": options}
+    jobs = [
+        Job(
+            name,
+            repetitive(7000 + number, (90, 180, 300)[number % 3]),
+            275 if parse(name).protect_prompt else 175,  # a budget behind the prompt
+            extra_args={"kv_policy": name},
+        )
+        for number, name in enumerate(ALL)
+    ]
+    sizes = {"num_blocks": 1500, "max_num_batched_tokens": 128, "max_model_len": 832}
+    plain, _ = run(tiny_model, values, jobs, trace=folder / "plain", **sizes)
+    drafting = {"trace": folder / "drafts", "speculative_config": SPECULATION}
+    return plain, *run(tiny_model, values, jobs, **drafting, **sizes)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_tokens_and_survivors_are_those_without_drafts(
+    served, tiny_model: Path, name: str
+) -> None:
+    plain, drafting, drafts = served
+    expected, found = plain.results[name], drafting.results[name]
+    assert found.tokens == expected.tokens
+    assert len(expected.events) >= 3
+    for ours, theirs in zip(found.events, expected.events, strict=True):
+        assert ours.position == theirs.position
+        assert ours.survivors.tolist() == theirs.survivors.tolist()
+    assert 10 < drafts.accepted[name] < drafts.drafted[name] - 10
+
+
+def test_drafts_save_steps(served) -> None:
+    plain, drafting, _ = served
+    assert drafting.steps < 0.8 * plain.steps
+
+
+@pytest.mark.parametrize("name", ["tova", "ams-snapkv", "hard-snapkv"])
+def test_answers_follow_from_the_survivors(served, tiny_model: Path, name) -> None:
+    """The replay oracle knows nothing of drafts."""
+    check_replay(ReferenceDecoder(tiny_model), served[1].results[name])
+
+
+@pytest.mark.parametrize("policy", ["ams-tova", "adakv-snapkv"])
+def test_a_budget_that_never_binds_accepts_what_stock_accepts(
+    tiny_model: Path, policy: str
+) -> None:
+    jobs = jobs_of((40, 150, 300))
+    values = {"policy": policy, **VALUES, "budget": 512, "interval": 64}
+    stock, of_stock = stock_run(tiny_model)
+    sizes = {"max_model_len": 512, "speculative_config": SPECULATION}
+    found, drafts = run(tiny_model, values, jobs, **sizes)
+    assert found.tokens == stock.tokens
+    assert abs(drafts.share - of_stock.share) <= 0.02
+    assert drafts == of_stock, "the same drafts were right"
+
+
+@cache
+def stock_run(model: Path) -> tuple[Run, Drafts]:
+    """Stock vLLM with drafts."""
+    sizes = {"max_model_len": 512, "speculative_config": SPECULATION}
+    return run(model, None, jobs_of((40, 150, 300)), **sizes)
+
+
+@pytest.mark.parametrize(
+    "policy", ["identity", "holes", "snapkv", "ams-tova", "hard-snapkv"]
+)
+def test_preemption_with_drafts_waiting(tiny_model: Path, policy: str) -> None:
+    """In a pool that is too small, from prompts of one token on, in chunks."""
+    values = {"policy": policy, **VALUES}
+    jobs = jobs_of((1, 40, 150, 300, 90, 60))
+    sizes = {"max_num_batched_tokens": 96, "max_model_len": 512}
+    plain, _ = run(tiny_model, values, jobs, **sizes)
+    strain = {"num_blocks": 20, "foresees": False, "speculative_config": SPECULATION}
+    found, drafts = run(tiny_model, values, jobs, **strain, **sizes)
+    assert found.tokens == plain.tokens
+    assert found.preemptions > 0 and drafts.interrupted > 0
+
+
+def test_prompts_from_the_prefix_cache(tiny_model: Path) -> None:
+    """Prompts of whole superblocks and one token more leave one token to compute.
+
+    vLLM adds drafts of padding to such a request where others run, up to the event.
+    """
+    values = {"policy": "tova", **VALUES, "budget": 96, "recent": 0, "interval": 8}
+    cached = [repetitive(seed, 3 * BLOCK + 1) for seed in range(3)]
+    jobs = [*jobs_of((40,)), *(Job(f"c{n}", p, 60, 30) for n, p in enumerate(cached))]
+    plain, _ = run(tiny_model, values, jobs)
+    sizes = {"enable_prefix_caching": True, "speculative_config": SPECULATION}
+    with Engine(tiny_model, values, **sizes) as engine:
+        first = engine.run(jobs)
+        hits = watch_hits(engine)
+        again = engine.run(jobs)
+    assert first.tokens == again.tokens == plain.tokens
+    assert all(hits[f"c{number}"] >= 2 * BLOCK for number in range(3))
+
+
+def admissions(name: str, model: Path, folder: Path) -> dict[str, Any]:
+    """Return a policy with an admission, whose file is random."""
+    window = {"recent": 32, "sinks": 4}
+    word, *_ = name.partition("+")
+    if word == "dms":
+        say_dms(model, dms_window_size=32, dms_cr=2)
+        return {"policy": name, **VALUES, **window}
+    if word == "kvzap":
+        surrogate = write_surrogate(folder / "surrogate", 2, 2, 64, None)
+        options: dict[str, Any] = {"kvzap_model": str(surrogate)}
+    elif word == "duo":
+        pattern = write_pattern(folder / "duo", [[0.9, 0.1], [0.2, 0.8]], 4, 32)
+        options = {"duo_pattern": str(pattern)}
+    else:
+        options = options_for("wgkv", folder, 2, 2, 2, 32)
+    return {"policy": name, **VALUES, **window, "policy_config": options}
+
+
+DECIDING = [
+    *((name, False) for name in ("wgkv", "wgkv+snapkv", "dms", "kvzap", "duo")),
+    *((name, True) for name in ("wgkv", "wgkv+snapkv", "dms", "kvzap")),
+]
+
+
+@pytest.mark.parametrize(("name", "is_exact"), DECIDING)
+def test_admissions_decide_as_without_drafts(
+    tmp_path: Path, name: str, is_exact: bool
+) -> None:
+    """Where a draft was wrong, the right token decides in its place."""
+    model = make_tiny_model(tmp_path / "model")
+    values = admissions(name, model, tmp_path)
+    if is_exact:
+        values["policy_config"] = {**values.get("policy_config", {}), "exact": True}
+    jobs = jobs_of((40, 150, 300))
+    plain, _ = run(model, values, jobs, trace=tmp_path / "plain")
+    drafting = {"trace": tmp_path / "drafts", "speculative_config": SPECULATION}
+    found, drafts = run(model, values, jobs, **drafting)
+    assert 0.03 < drafts.share < 0.9
+    assert found.tokens == plain.tokens
+    of_runs = [
+        [event for result in each.results.values() for event in result.events]
+        for each in (found, plain)
+    ]
+    for one, two in zip(*of_runs, strict=True):
+        assert one.position == two.position
+        assert one.survivors.tolist() == two.survivors.tolist()
+    assert len(of_runs[0]) > 5

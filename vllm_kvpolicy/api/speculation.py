@@ -1,0 +1,51 @@
+"""What speculative decoding is refused with: rows of the table in `guards`."""
+
+from typing import Any
+
+from vllm_kvpolicy import compat
+from vllm_kvpolicy.api.refusal import Refusal
+from vllm_kvpolicy.config import server_config
+from vllm_kvpolicy.policies.catalogue.names import parse
+from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
+
+# Methods of vLLM that draft from the tokens of a request alone, as tests have run them:
+# others have layers of their own, whose keys and values no policy looks after.
+METHODS = ("ngram",)
+
+
+def _speculates(config: Any) -> bool:
+    return config.speculative_config is not None
+
+
+def _measures(config: Any) -> bool:
+    server = server_config(config)
+    return server is not None and any(
+        parse(name).measures_tokens for name in server.policies
+    )
+
+
+_MEASURING = ", ".join(
+    f"`{name}`" for name, word in SCORERS.items() if word.measures_tokens
+)
+
+SPECULATION = (
+    Refusal(
+        "speculative decoding by other methods than n-grams (MTP, EAGLE, draft models, "
+        "suffix trees and others)",
+        lambda config: (
+            _speculates(config) and config.speculative_config.method not in METHODS
+        ),
+        'set "method": "ngram" in --speculative-config, or leave it out',
+    ),
+    Refusal(
+        "speculative decoding on GPUs",
+        lambda config: _speculates(config) and compat.platform_name() != "cpu",
+        "leave out --speculative-config: no GPU has run a policy with drafts",
+    ),
+    Refusal(
+        f"speculative decoding with what measures each token ({_MEASURING})",
+        lambda config: _speculates(config) and _measures(config),
+        "leave out --speculative-config: a token is compared with the one before it, "
+        "which may be a draft that is rejected",
+    ),
+)
