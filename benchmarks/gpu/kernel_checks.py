@@ -37,6 +37,7 @@ MUTATED = {
     "enter_requests": ("global_blocks", "num_global", "frontier_blocks"),
     "head_page_tables": ("tables", "offsets"),
     "write_survivors": ("survivors", "local"),
+    "write_until": ("until",),
 }
 """Operations whose result is what all of some arguments hold afterwards."""
 Outputs = dict[str, torch.Tensor]

@@ -26,9 +26,11 @@ from benchmarks.gpu.event_inputs import (
     make_write_survivors,
 )
 from benchmarks.gpu.step_inputs import (
+    make_best_pages,
     make_head_page_tables,
     make_page_tables,
     make_save_rows,
+    make_write_until,
 )
 from vllm_kvpolicy import kernels
 from vllm_kvpolicy.kernels.dispatch import Operation
@@ -351,6 +353,8 @@ MAKERS: dict[str, Callable[[Size, Draw], Arguments]] = {
     "write_survivors": make_write_survivors,
     "page_bounds": make_page_bounds,
     "page_scores": make_page_scores,
+    "best_pages": make_best_pages,
+    "write_until": make_write_until,
 }
 """By operation, and what is special about the inputs behind a comma."""
 

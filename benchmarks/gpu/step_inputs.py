@@ -1,8 +1,10 @@
-"""Owns random inputs of the operations of a step: tables, and queries to save."""
+"""Owns random inputs of the operations of a step: tables, queries, and decisions."""
 
 import torch
 
 from benchmarks.gpu.draw import Arguments, Draw, Size
+from vllm_kvpolicy.kernels.page_bounds import LOWEST
+from vllm_kvpolicy.kernels.visibility import Decisions
 
 
 def make_page_tables(size: Size, draw: Draw) -> Arguments:
@@ -63,3 +65,49 @@ def make_head_page_tables(size: Size, draw: Draw) -> Arguments:
         "own_page": draw.integers(0, 2**20, num_heads),
     }
     return draw.here(arguments) | {"stride": size.heads}
+
+
+def make_best_pages(size: Size, draw: Draw) -> Arguments:
+    """Scores with ties, of a part of the pages of each row."""
+    rows, columns = size.rows, size.row_pages
+    num_global = draw.integers(0, columns + 1, rows)
+    num_global[:2] = torch.tensor([columns, 0])
+    num_read = num_global // draw.integers(1, 4, rows)
+    scores = draw.normal(rows, columns).mul(8).round() / 8
+    behind = torch.arange(columns) >= num_global[:, None]
+    arguments = {
+        "tables": draw.integers(0, 2**30, rows, columns).int(),
+        "scores": scores.masked_fill(behind, LOWEST),
+        "num_global": num_global,
+        "num_read": num_read,
+    }
+    return draw.here(arguments)
+
+
+def make_write_until(size: Size, draw: Draw) -> Arguments:
+    """Chunks of prompts and decode steps; every token decides on the one before."""
+    counts = [2 * size.page + 3, *[1] * 7, size.page]
+    firsts = draw.integers(1, 3 * size.page, len(counts)).tolist()
+    per_block, used = size.heads * size.page, 5
+    blocks = 1 + draw.order(len(counts) * used + 3)
+    pairs = zip(firsts, counts, strict=True)
+    spans = [torch.arange(first, first + count) for first, count in pairs]
+    position = torch.cat(spans)
+    request = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+
+    def slots(place: torch.Tensor) -> torch.Tensor:
+        block = blocks[request * used + place // size.page % used]
+        return block * per_block + place % size.page
+
+    per_layer = (len(blocks) + 1) * per_block
+    arguments = {
+        "until": draw.integers(0, 2**20, 2 * per_layer).int(),
+        "own": slots(position),
+        "governed": slots(position - 1),
+        "position": position,
+        "heads": torch.arange(size.heads) * size.page,
+    }
+    logits = draw.here({"logits": draw.normal(len(position), size.heads)})["logits"]
+    decisions = {"decisions": Decisions(logits.float(), 10.0, 5.0)}
+    numbers = {"base": per_layer, "window": 17, "shift": 1, "sinks": 4}
+    return draw.here(arguments) | decisions | numbers

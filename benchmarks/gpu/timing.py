@@ -45,6 +45,8 @@ PHASES = {
     "paged_gates": "score",
     "page_bounds": "pages",
     "page_scores": "pages",
+    "best_pages": "pages",
+    "write_until": "pages",
 }
 """Operation -> what an event or a step spends its time on."""
 EVENT = "event"

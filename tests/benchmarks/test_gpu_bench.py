@@ -341,6 +341,7 @@ def test_a_wrong_result_is_found(label: str, monkeypatch) -> None:
             "save_rows": "saved",
             "until_attention": "output",
             "page_bounds": "bounds",
+            "write_until": "until",
             "enter_requests": "num_global",
             "write_survivors": "local",
         }.get(operation.name)

@@ -5,11 +5,14 @@ import torch
 
 from vllm_kvpolicy.kernels.page_bounds import (
     LOWEST,
+    best_pages,
+    best_pages_ref,
     page_bounds,
     page_bounds_ref,
     page_scores,
     page_scores_ref,
 )
+from vllm_kvpolicy.kernels.triton import page_bounds as module
 
 SHAPES = [(1, 1, 1), (5, 32, 32), (40, 16, 80), (9, 3, 128), (7, 33, 256)]
 
@@ -63,3 +66,28 @@ def test_scores(
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
     behind = torch.arange(columns) >= counts[:, None]
     assert (got[behind] == LOWEST).all() and (got[~behind] > LOWEST).all()
+
+
+@pytest.mark.parametrize("columns", [1, 5, 300, module.COLUMNS, 2 * module.COLUMNS + 9])
+@pytest.mark.parametrize("kind", ["all different", "ties", "zeros"])
+def test_best_pages(columns: int, kind: str) -> None:
+    """Exact: scores are compared, not added up."""
+    generator = torch.Generator().manual_seed(columns)
+    rows = 12
+    tables = torch.randint(2**30, (rows, columns + 3), generator=generator).int()
+    tables = tables[:, :columns]
+    scores = torch.randn(rows, columns, generator=generator) * 10
+    if kind == "ties":
+        scores = scores.div(4, rounding_mode="trunc")
+    elif kind == "zeros":
+        scores = torch.where(scores > 0, 0.0, -0.0)
+    num_global = torch.randint(columns + 1, (rows,), generator=generator)
+    num_global[:4] = columns
+    num_read = (num_global * torch.rand(rows, generator=generator)).long()
+    num_read[[0, 4]], num_read[[1, 5]] = num_global[[0, 4]], 0
+    num_read[2] = min(1, columns)
+    scores[2, 0] = -torch.inf
+    scores[torch.arange(columns) >= num_global[:, None]] = LOWEST
+    scores[[0, 4]] = LOWEST  # rows that read all are not scored
+    given = tables, scores, num_global, num_read
+    assert torch.equal(best_pages(*given), best_pages_ref(*given))

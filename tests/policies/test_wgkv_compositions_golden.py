@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_kvpolicy.kernels.page_bounds import page_bounds_ref
+from vllm_kvpolicy.kernels.page_bounds import best_pages, page_bounds_ref
 from vllm_kvpolicy.policies.selections.quest import Quest
-from vllm_kvpolicy.worker.tiers.page_selection import best_pages
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "wgkv_gate.npz"
 

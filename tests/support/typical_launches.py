@@ -16,7 +16,11 @@ from vllm_kvpolicy.kernels.triton.head_page_tables import (
     enter_page_lists,
     head_page_tables,
 )
-from vllm_kvpolicy.kernels.triton.page_bounds import page_bounds, page_scores
+from vllm_kvpolicy.kernels.triton.page_bounds import (
+    best_pages,
+    page_bounds,
+    page_scores,
+)
 from vllm_kvpolicy.kernels.triton.page_quota import count_in_pages, page_quota
 from vllm_kvpolicy.kernels.triton.page_tables import enter_requests, page_tables
 from vllm_kvpolicy.kernels.triton.paged_gates import paged_gates
@@ -46,7 +50,9 @@ from vllm_kvpolicy.kernels.triton.survivor_values import (
     write_survivors,
 )
 from vllm_kvpolicy.kernels.triton.until_attention import until_attention
+from vllm_kvpolicy.kernels.triton.visibility import write_until
 from vllm_kvpolicy.kernels.triton.window_usage import window_usage
+from vllm_kvpolicy.kernels.visibility import Decisions
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
 
 LAUNCHES: dict[str, Callable[[], None]] = {}
@@ -104,6 +110,21 @@ def _page_bounds() -> None:
             queries = empty(256 * 8, group, head_dim, dtype=dtype)
             tables = empty(256 * 8, 160, dtype=torch.int32)[:, :96]
             page_scores(queries, tables, empty(256 * 8, dtype=torch.int32), bounds)
+    for columns in (1, 96, 8192):
+        tables = empty(256 * 8, columns + 64, dtype=torch.int32)[:, :columns]
+        scores = empty(256 * 8, columns, dtype=torch.float32)
+        best_pages(tables, scores, empty(256 * 8), empty(256 * 8))
+
+
+@launches_of("visibility")
+def _visibility() -> None:
+    until, tokens = empty(2**20, dtype=torch.int32), empty(8192)
+    logits = empty(512, 8, dtype=torch.float32)
+    for values in (logits, logits[:, :1].expand(512, 8), mask(8, 512).T):
+        decisions = Decisions(values, 100.0, 5.0)
+        for shift in (0, 1):
+            sizes = 2**19, 257, shift, 4
+            write_until(until, decisions, tokens, tokens, tokens, empty(8), *sizes)
 
 
 @launches_of("page_tables")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from vllm_kvpolicy.kernels.page_bounds import best_pages
 from vllm_kvpolicy.policies.selections.quest import Quest
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
@@ -16,7 +17,6 @@ from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
 from vllm_kvpolicy.worker.tiers.page_selection import (
     PageSelection,
     SelectedBatch,
-    best_pages,
     cut_rows,
 )
 from vllm_kvpolicy.worker.tiers.ragged_step import FoldedBatch, FoldedTables, Folder
@@ -267,7 +267,7 @@ def test_a_layer_waits_for_nothing() -> None:
         faked = SelectedBatch(**(fields | {"folded": folded, "bounds": bounds}))
         query = torch.zeros(17, HEADS * GROUP, DIM)
         read = faked.of_layer(0, query)
-        assert len(read.tables) == len(read.lengths) == len(batch.local)
+        assert len(read.tables) == len(read.lengths) == len(batch.scored[0])
 
 
 def test_layers_in_allocations_of_their_own_have_bounds_of_their_own() -> None:

@@ -1,4 +1,4 @@
-"""Bounds the keys of each page, and with them the scores of a query on that page.
+"""Bounds the keys of each page and so a query's scores on it, and picks the best.
 
 Source: Quest (arXiv 2406.10774) section 3. Deviations: none.
 """
@@ -9,6 +9,7 @@ from vllm_kvpolicy.kernels.chunks import CHUNK_BYTES
 from vllm_kvpolicy.kernels.dispatch import Operation
 
 LOWEST = torch.finfo(torch.float32).min
+SORTED_BYTES = 33  # of what exists at a time for each page that is sorted
 
 
 def page_bounds_ref(
@@ -58,8 +59,46 @@ def page_scores_ref(
     return torch.cat(scores).masked_fill(column >= counts[:, None], LOWEST)
 
 
+def best_pages_ref(
+    tables: torch.Tensor,
+    scores: torch.Tensor,
+    num_global: torch.Tensor,
+    num_read: torch.Tensor,
+) -> torch.Tensor:
+    """Leave out the global pages with the lowest scores; the others keep their order.
+
+    Example: pages [10, 11, 12, 13, 14], of which the first 4 are global with scores
+    [0.5, 3, -1, 2]; 2 of them are read: [11, 13, 14].
+
+    Args:
+        tables: [R, C] int32 page ids, global ones first; numbers of a row contiguous.
+        scores: [R, C] float32, not NaN; ties go to the earlier page. Columns after the
+            global pages hold the lowest number.
+        num_global: [R] int64, at most C.
+        num_read: [R] int64, global pages that stay, at most `num_global`.
+
+    Returns:
+        [R, C] int32, pages that are read, with all that come after the global ones; 0
+        after the last one.
+    """
+    num_columns = tables.shape[1]
+    step = max(1, CHUNK_BYTES // (SORTED_BYTES * max(1, num_columns)))
+    if len(tables) > step:
+        rows = tables, scores, num_global, num_read
+        parts = zip(*(each.split(step) for each in rows), strict=True)
+        return torch.cat([best_pages_ref(*part) for part in parts])
+    column = torch.arange(num_columns, device=tables.device).expand(tables.shape)
+    best = scores.argsort(dim=-1, descending=True, stable=True)
+    rank = torch.empty_like(best).scatter_(-1, best, column)
+    is_read = (rank < num_read[:, None]) | (column >= num_global[:, None])
+    place = torch.where(is_read, is_read.cumsum(-1) - 1, num_columns)
+    read = tables.new_zeros(len(tables), num_columns + 1).scatter_(-1, place, tables)
+    return read[:, :-1]
+
+
 page_bounds = Operation(page_bounds_ref)
 page_scores = Operation(page_scores_ref)
+best_pages = Operation(best_pages_ref)
 
 
 def _scores(

@@ -48,6 +48,7 @@ class Preference:
 # A CUDA twin becomes the preference once committed timings of both on one GPU say so.
 TABLE: Mapping[str, Preference] = {
     "assign_pages": Preference(),
+    "best_pages": Preference(),
     "compact_pages": Preference(in_cuda=True, in_cpu=True),
     "count_in_pages": Preference(),
     "credited_mass": Preference(in_cpu=True),
@@ -79,6 +80,7 @@ TABLE: Mapping[str, Preference] = {
     "until_attention": Preference(),
     "window_usage": Preference(in_cpu=True),
     "write_survivors": Preference(in_cpu=True),
+    "write_until": Preference(),
 }
 
 

@@ -9,7 +9,11 @@ DMS (arXiv 2506.05345) is the same with `window` one above its own and `settled`
 by one. Deviations: none.
 """
 
+from dataclasses import dataclass
+
 import torch
+
+from vllm_kvpolicy.kernels.dispatch import Operation
 
 NEVER = 2**31 - 1  # no position reaches this
 
@@ -102,3 +106,75 @@ def extra_visible(
     window_start = (queries - window + 1).clamp(min=0)
     page_start = window_start // page * page
     return dropped_before[..., window_start] - dropped_before[..., page_start]
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What the tokens of a step decide, per KV head.
+
+    Args:
+        values: [T, H], any strides: bool, keep or drop, or float32 logits.
+        scale: factor on a logit.
+        most: a logit times `scale` above this, or NaN, drops.
+    """
+
+    values: torch.Tensor
+    scale: float = 1.0
+    most: float = 0.0
+
+    @property
+    def keeps(self) -> torch.Tensor:
+        """[T, H] bool, keep or drop."""
+        if self.values.dtype == torch.bool:
+            return self.values
+        return self.values * self.scale <= self.most
+
+    @property
+    def device(self) -> torch.device:
+        """Where the values are."""
+        return self.values.device
+
+
+def write_until_ref(
+    until: torch.Tensor,
+    decisions: Decisions,
+    own: torch.Tensor,
+    governed: torch.Tensor,
+    position: torch.Tensor,
+    heads: torch.Tensor,
+    base: int,
+    window: int,
+    shift: int,
+    sinks: int,
+) -> None:
+    """Write until when queries see the tokens that a step computes or decides on.
+
+    The token at t decides on the one at t - shift. A new token counts as kept until it
+    is decided on, which may be in the same step, `shift` tokens further on.
+
+    Args:
+        until: [S] int32, mutated: the first query position that no longer sees a token,
+            `NEVER` where it is kept.
+        decisions: of T tokens; those of a request are neighbours, in time order.
+        own: [T or more] int64, slot of each token in head 0 of the first layer; 0 for
+            nowhere: what the slots of such tokens hold afterwards is unspecified.
+        governed: like `own`, of the token that is decided on.
+        position: [T or more] int64, of each token in its request.
+        heads: [H] int64, contiguous, slots from head 0 to each head.
+        base: slots from the first layer to this one.
+        window: queries that see a token in any case, its own included.
+        shift: 0 or 1.
+        sinks: tokens at positions below this are kept whatever is decided.
+    """
+    keeps = decisions.keeps
+    num_tokens = len(keeps)
+    if shift:
+        until.index_fill_(0, (own[:num_tokens, None] + heads + base).flatten(), NEVER)
+    place = position[:num_tokens] - shift
+    keeps = keeps | (place < sinks)[:, None]
+    last = (place + window).int()[:, None]
+    target = governed[:num_tokens, None] + heads + base
+    until[target] = torch.where(keeps, NEVER, last)
+
+
+write_until = Operation(write_until_ref)

@@ -18,6 +18,7 @@ from torch import nn
 
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.rope import Rope
+from vllm_kvpolicy.kernels.visibility import Decisions
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.ranks import ONE_RANK, HeadShard, Ranks
 from vllm_kvpolicy.policies.signals import TokenSignal
@@ -267,9 +268,9 @@ class Decider(Protocol):
         """
         ...
 
-    def keeps(
+    def decisions(
         self, layer: int, key: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
+    ) -> Decisions:
         """Return the decisions of a layer's new tokens.
 
         Args:
@@ -278,7 +279,7 @@ class Decider(Protocol):
             positions: [T] int64.
 
         Returns:
-            [T, H] bool, keep or drop the token at t - shift.
+            [T, H], keep or drop the token at t - shift.
         """
         ...
 

@@ -112,8 +112,8 @@ def test_what_the_hook_notes_decides_alike(
         module(None, hidden)
         torch.testing.assert_close(scores[:size].T, golden[layer], rtol=0, atol=1e-4)
         assert scores[size:].isnan().all()
-        keeps = policy.keeps(layer, hidden, torch.arange(size))
-        assert torch.equal(keeps.T, golden[layer] >= threshold)
+        decided = policy.decisions(layer, hidden, torch.arange(size))
+        assert torch.equal(decided.keeps.T, golden[layer] >= threshold)
 
 
 class Attention(nn.Module):

@@ -1,6 +1,7 @@
 """Twins in Triton of kernels.page_bounds: bounds by page, scores by tile of a row.
 
-Sums are added up in another order than the reference's.
+Sums of scores are added up in another order than the reference's. The best pages of a
+row are found without sorting, by radix selection; see `triton.radix_select`.
 """
 
 import torch
@@ -8,10 +9,12 @@ import triton
 import triton.language as tl
 
 from vllm_kvpolicy.kernels.page_bounds import LOWEST
+from vllm_kvpolicy.kernels.triton.radix_select import order_key
 
 SLOTS = 16  # tokens of a page at a time
 NUMBERS = 4096  # of a tile of pages, two of which are held at once
 NOTHING = tl.constexpr(LOWEST)
+COLUMNS = 2048  # of a row at a time, where the best are chosen
 
 
 def page_bounds(bounds: torch.Tensor, keys: torch.Tensor, pages: torch.Tensor) -> None:
@@ -64,6 +67,30 @@ def page_scores(
         GROUP=group,
     )
     return scores
+
+
+def best_pages(
+    tables: torch.Tensor,
+    scores: torch.Tensor,
+    num_global: torch.Tensor,
+    num_read: torch.Tensor,
+) -> torch.Tensor:
+    """Leave out the global pages with the lowest scores; exact, see the reference."""
+    num_rows, num_columns = tables.shape
+    read = torch.empty_like(tables, memory_format=torch.contiguous_format)
+    if read.numel():
+        _best_pages[(num_rows,)](
+            tables,
+            scores.contiguous(),
+            num_global.contiguous(),
+            num_read.contiguous(),
+            read,
+            tables.stride(0),
+            num_columns,
+            TILE=COLUMNS,
+            num_warps=COLUMNS // 256,
+        )
+    return read
 
 
 @triton.jit(do_not_specialize=["page_size"])
@@ -133,3 +160,62 @@ def _page_scores(
         best = tl.maximum(best, tl.sum(tl.where(query > 0, high, low) * query, 1))
     score = tl.where(is_scored, best, NOTHING)
     tl.store(scores + row * num_columns + column, score, is_column)
+
+
+@triton.jit(do_not_specialize=["tables_row", "num_columns"])
+def _best_pages(
+    tables,  # [R, C] int32
+    scores,  # [R, C] float32
+    num_global,  # [R] int64
+    num_read,  # [R] int64
+    read,  # [R, C] int32, written
+    tables_row: tl.int64,
+    num_columns,
+    TILE: tl.constexpr,
+):
+    """Choose pages of one row: find the lowest score that is read, then list pages."""
+    row = tl.program_id(0).to(tl.int64)
+    end, quota = tl.load(num_global + row).to(tl.int32), tl.load(num_read + row)
+    quota = quota.to(tl.int32)
+    tables += row * tables_row
+    scores += row * num_columns
+    read += row * num_columns
+    bit = tl.full((), 32, tl.int32)
+    cut = tl.full((), -(2**31), tl.int32)
+    reached = end
+    # Where exactly the quota is reached, lower bits change nothing.
+    while (bit > 0) & (reached > quota):
+        bit -= 1
+        trial = cut ^ (tl.full((), 1, tl.int32) << bit)
+        count = _count_pages(scores, trial, end, TILE)
+        cut = tl.where(count >= quota, trial, cut)
+        reached = tl.where(count >= quota, count, reached)
+    # Pages on the cut are read from the first one on, until the quota is reached.
+    left = quota - _count_pages(scores, cut + 1, end, TILE)
+    last = quota + num_columns - end
+    placed = tl.full((), 0, tl.int32)
+    for first in range(0, num_columns, TILE):
+        column = first + tl.arange(0, TILE)
+        key = order_key(tl.load(scores + column, column < end, other=0.0))
+        ties = (column < end) & (key == cut)
+        number = tl.cumsum(ties.to(tl.int32))
+        is_best = ((column < end) & (key > cut)) | (ties & (number <= left))
+        is_read = is_best | ((column >= end) & (column < num_columns))
+        page = tl.load(tables + column, is_read, other=0)
+        place = placed + tl.cumsum(is_read.to(tl.int32)) - 1
+        tl.store(read + place, page, is_read)
+        nobody = (column >= last) & (column < num_columns)
+        tl.store(read + column, tl.zeros_like(page), nobody)
+        left -= tl.sum(ties.to(tl.int32))
+        placed += tl.sum(is_read.to(tl.int32))
+
+
+@triton.jit
+def _count_pages(scores, trial, end, TILE: tl.constexpr):
+    """Count the first `end` scores whose key is at least `trial`."""
+    count = tl.full((), 0, tl.int32)
+    for first in range(0, end, TILE):
+        column = first + tl.arange(0, TILE)
+        key = order_key(tl.load(scores + column, column < end, other=0.0))
+        count += tl.sum(((column < end) & (key >= trial)).to(tl.int32))
+    return count

@@ -12,7 +12,7 @@ import torch
 from vllm_kvpolicy.kernels.compact_pages import Moves
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.until_attention import until_attention
-from vllm_kvpolicy.kernels.visibility import NEVER
+from vllm_kvpolicy.kernels.visibility import NEVER, write_until
 from vllm_kvpolicy.policies.base import Decider
 from vllm_kvpolicy.worker.batch import Batch
 from vllm_kvpolicy.worker.captures.base import Capture
@@ -115,20 +115,24 @@ class VisibleUntil(Capture):
         num_tokens = len(key)
         position = self._position[:num_tokens]
         keys = key.view(num_tokens, len(self._heads), -1)
-        keeps = self.decider.keeps(layer, keys, position)
-        until = self.until[layer].view(-1)
-        if self.decider.shift:
-            own = self._slots(self._own, layer, num_tokens)
-            until.index_fill_(0, own.flatten(), NEVER)
-        governed = position - self.decider.shift
-        last = (governed + self.decider.window).int()[:, None]
-        keeps = keeps | (governed < self.num_sinks)[:, None]
-        target = self._slots(self._governed, layer, num_tokens)
-        until[target] = torch.where(keeps, NEVER, last)
+        write_until(
+            self.until[layer].view(-1),
+            self.decider.decisions(layer, keys, position),
+            self._own,
+            self._governed,
+            self._position,
+            self._heads,
+            self._base[layer],
+            self.decider.window,
+            self.decider.shift,
+            self.num_sinks,
+        )
 
-    def _slots(self, places: torch.Tensor, layer: int, num_tokens: int) -> torch.Tensor:
-        """Return [T, H] slots of a layer's tokens."""
-        return places[:num_tokens, None] + self._heads + self._base[layer]
+    def warm_up(self) -> None:
+        """Write for a token that is nowhere."""
+        shape = 1, len(self._heads), self.pool.head_dim
+        key = torch.zeros(shape, dtype=self.pool.dtype, device=self._own.device)
+        self.observe(0, key, key, key)
 
     def read(self, batch: Batch) -> Mapping[str, Any]:
         """Return until when the held tokens are visible; unspecified on padding."""

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.kernels.chunks import CHUNK_BYTES
-from vllm_kvpolicy.kernels.page_bounds import page_bounds
+from vllm_kvpolicy.kernels.page_bounds import best_pages, page_bounds
 from vllm_kvpolicy.policies.build import build_selection
 from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.policies.selections.quest import Quest
@@ -29,8 +28,6 @@ from vllm_kvpolicy.worker.tiers.ragged_step import (
     fold_starts,
 )
 from vllm_kvpolicy.worker.transfer import to_device
-
-SORTED_BYTES = 33  # of what exists at a time for each page that is sorted
 
 
 @dataclass(frozen=True)
@@ -47,12 +44,13 @@ class SelectedBatch:
             all its pages, so it changes no choice.
         block_size: N.
         rows: [S * H] int64, rows of `folded`; None where none is cut.
-        later: [S * H] int64, how many tokens this step computes of the same request
-            after each row's last one.
-        local: [S * H] int64, local tokens that each row reads.
-        most: [S * H] int64, global pages that each row reads at most.
-        tokens: [S] int64, the query of each row that selects; any token of others.
-        query_start, order: of the S rows; see `ragged_step.FoldedBatch`.
+        tokens: the query of each row that selects, any token of others: the first S, or
+            [S] int64.
+        num_global: [L, S * H] int64, global pages of each row.
+        num_read: [L, S * H] int64, how many of them it reads.
+        scored: [L, S * H] int32, pages that need scores: none of rows that read all.
+        lengths: [L, S * H] int32, tokens that each row reads.
+        query_start, order, ends: of the S rows; see `ragged_step.FoldedBatch`.
     """
 
     folded: FoldedBatch
@@ -60,12 +58,14 @@ class SelectedBatch:
     bounds: Sequence[torch.Tensor]
     block_size: int
     rows: torch.Tensor | None
-    later: torch.Tensor
-    local: torch.Tensor
-    most: torch.Tensor
-    tokens: torch.Tensor
+    tokens: torch.Tensor | slice
+    num_global: torch.Tensor
+    num_read: torch.Tensor
+    scored: torch.Tensor
+    lengths: torch.Tensor
     query_start: torch.Tensor
     order: torch.Tensor | None
+    ends: torch.Tensor | None
 
     def of_layer(self, layer: int, query: torch.Tensor) -> LayerBatch:
         """Return what one layer reads.
@@ -76,25 +76,20 @@ class SelectedBatch:
         """
         width = -(-self.folded.max_length // self.block_size)
         tables = self.folded.tables[layer, :, :width]
-        lengths, ends = self.folded.lengths[layer], self.folded.ends
         if self.rows is not None:
-            tables, lengths = tables[self.rows], lengths[self.rows] - self.later
-            ends = None if ends is None else (ends[self.rows] - self.later).int()
-        num_global = (lengths - self.local) // self.block_size
-        num_read = torch.minimum(num_global, self.most)
-        # Rows that read all their pages need no scores.
-        scored = torch.where(num_read < num_global, num_global, 0).int()
-        num_rows, dim = len(num_global), query.shape[-1]
-        queries = query[self.tokens].view(num_rows, -1, dim)
-        scores = self.quest.scores(queries, tables, scored, self.bounds[layer])
-        read = num_read * self.block_size + self.local
+            tables = tables[self.rows]
+        num_rows, dim = self.lengths.shape[1], query.shape[-1]
+        queries = query[self.tokens].reshape(num_rows, -1, dim)
+        scored, bounds = self.scored[layer], self.bounds[layer]
+        scores = self.quest.scores(queries, tables, scored, bounds)
+        counts = self.num_global[layer], self.num_read[layer]
         return LayerBatch(
-            best_pages(tables, scores, num_global, num_read),
-            read.int(),
+            best_pages(tables, scores, *counts),
+            self.lengths[layer],
             self.query_start,
             self.folded.max_length,
             self.order,
-            ends,
+            self.ends,
         )
 
 
@@ -178,11 +173,12 @@ class PageSelection:
             page_bounds(self.bounds[group], self.pool.keys[group], mine)
 
     def warm_up(self) -> None:
-        """Score the null page, so that the kernel is compiled."""
+        """Score and choose the null page, so that the kernels are compiled."""
         dim = self.pool.head_dim
         queries = self.bounds[0].new_zeros(1, self.group, dim)
         page = torch.zeros(1, 1, dtype=torch.int32, device=self.requests.device)
-        self.quest.scores(queries, page, page[0], self.bounds[0])
+        scores = self.quest.scores(queries, page, page[0], self.bounds[0])
+        best_pages(page, scores, page[0].long(), page[0].long())
 
     def narrow(
         self, common: Any, request_ids: Sequence[str], folded: FoldedBatch
@@ -227,6 +223,7 @@ class PageSelection:
         sent = to_device(np.stack([row, *numbers, tokens]), self.requests.device)
         later, local, most = sent[1:4].repeat_interleave(num_heads, dim=1)
         query_start, order, rows = folded.query_start, folded.order, None
+        lengths, ends = folded.lengths, folded.ends
         if len(row) != len(starts) - 1:
             head = torch.arange(num_heads, dtype=torch.int32, device=sent.device)
             rows = (sent[0, :, None] * num_heads + head).flatten()
@@ -234,18 +231,27 @@ class PageSelection:
             query_start = edges.new_empty(len(row) * num_heads + 1)
             fold_starts(query_start, edges, head)
             order = fold_order(edges, num_tokens, head)
+            lengths = lengths[:, rows] - later
+            ends = None if ends is None else (ends[rows] - later).int()
+        num_global = (lengths - local) // self.requests.block_size
+        num_read = torch.minimum(num_global, most)
+        # Rows that read all their pages need no scores.
+        scored = torch.where(num_read < num_global, num_global, 0).int()
+        is_first = np.array_equal(first[:-1], np.arange(len(row)))
         return SelectedBatch(
             folded,
             self.quest,
             self.bounds,
             self.requests.block_size,
             rows,
-            later,
-            local,
-            most,
-            sent[-1],
+            slice(len(row)) if is_first and len(row) <= num_tokens else sent[-1],
+            num_global,
+            num_read,
+            scored,
+            (num_read * self.requests.block_size + local).int(),
             query_start,
             order,
+            ends,
         )
 
 
@@ -281,39 +287,3 @@ def cut_rows(
     sizes[rest] = (counts - alone)[has_rest]
     stands_alone[rest] = False  # sync-ok: numpy
     return row, starts[0] + np.r_[0, np.cumsum(sizes)], stands_alone
-
-
-def best_pages(
-    tables: torch.Tensor,
-    scores: torch.Tensor,
-    num_global: torch.Tensor,
-    num_read: torch.Tensor,
-) -> torch.Tensor:
-    """Leave out the global pages with the lowest scores; the others keep their order.
-
-    Example: pages [10, 11, 12, 13, 14], of which the first 4 are global with scores
-    [0.5, 3, -1, 2]; 2 of them are read: [11, 13, 14].
-
-    Args:
-        tables: [R, C] int32 page ids, global ones first.
-        scores: [R, C] float32; ties go to the earlier page. Columns after the
-            global pages hold the lowest number.
-        num_global: [R] int64.
-        num_read: [R] int64, global pages that stay, at most `num_global`.
-
-    Returns:
-        [R, C] int32, pages that are read; any valid id after the last one.
-    """
-    num_columns = tables.shape[1]
-    step = max(1, CHUNK_BYTES // (SORTED_BYTES * num_columns))
-    if len(tables) > step:
-        rows = tables, scores, num_global, num_read
-        parts = zip(*(each.split(step) for each in rows), strict=True)
-        return torch.cat([best_pages(*part) for part in parts])
-    column = torch.arange(num_columns, device=tables.device).expand(tables.shape)
-    best = scores.argsort(dim=-1, descending=True, stable=True)
-    rank = torch.empty_like(best).scatter_(-1, best, column)
-    is_read = (rank < num_read[:, None]) | (column >= num_global[:, None])
-    place = torch.where(is_read, is_read.cumsum(-1) - 1, num_columns)
-    read = tables.new_zeros(len(tables), num_columns + 1).scatter_(-1, place, tables)
-    return read[:, :-1]

@@ -17,6 +17,7 @@ from torch import nn
 
 from vllm_kvpolicy.kernels.dms_decision import DecisionWeights
 from vllm_kvpolicy.kernels.rope import Rope
+from vllm_kvpolicy.kernels.visibility import Decisions
 from vllm_kvpolicy.policies.admissions.dms.adapter import DmsAdapter
 from vllm_kvpolicy.policies.admissions.dms.files import load
 from vllm_kvpolicy.policies.admissions.dms.hooks import attach_adapter, attach_borrowed
@@ -112,11 +113,11 @@ class DelayedEviction(BaseAdmission):
             own = self.weights.layer(index)
             attach_adapter(layer, self._logits[index], own, epsilon)
 
-    def keeps(
+    def decisions(
         self, layer: int, key: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        """Return [T, H] bool of the tokens before; see `Decider`."""
+    ) -> Decisions:
+        """Return [T, H] decisions on the tokens before; see `Decider`."""
         logits = self._logits[layer][: len(positions)]
         if self.rule.per_layer:
             logits = logits[:, :1].expand_as(logits)
-        return logits * self.rule.scale - self.rule.offset <= 0
+        return Decisions(logits, self.rule.scale, self.rule.offset)

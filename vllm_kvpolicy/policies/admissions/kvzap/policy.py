@@ -18,6 +18,7 @@ from torch import nn
 
 from vllm_kvpolicy.config import server_config
 from vllm_kvpolicy.kernels.rope import Rope
+from vllm_kvpolicy.kernels.visibility import Decisions
 from vllm_kvpolicy.policies.admissions.kvzap.files import load
 from vllm_kvpolicy.policies.admissions.kvzap.surrogate import (
     Surrogate,
@@ -100,11 +101,12 @@ class SurrogateScores(BaseAdmission):
             self._scorers.append(attach_surrogate(attention, scores, linears))
         self.surrogate = replace(self.surrogate, tensors={})
 
-    def keeps(
+    def decisions(
         self, layer: int, key: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        """Return [T, H] bool of the tokens themselves; see `Decider`."""
-        return ~(self._scorers[layer].logits[: len(positions)] < self.lowest)
+    ) -> Decisions:
+        """Return [T, H] decisions of the tokens themselves; see `Decider`."""
+        is_below = self._scorers[layer].logits[: len(positions)] < self.lowest
+        return Decisions(~is_below)
 
 
 def attach_surrogate(

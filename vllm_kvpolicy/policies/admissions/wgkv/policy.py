@@ -14,6 +14,7 @@ from torch import nn
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.paged_gates import paged_gates
 from vllm_kvpolicy.kernels.rope import Rope
+from vllm_kvpolicy.kernels.visibility import Decisions
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
 from vllm_kvpolicy.policies.admissions.wgkv.files import load
 from vllm_kvpolicy.policies.admissions.wgkv.gates import Gates
@@ -82,10 +83,10 @@ class WriteGates(BaseAdmission):
             for i in range(len(layers))
         ]
 
-    def keeps(
+    def decisions(
         self, layer: int, key: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        """Return [T, H] bool of the tokens themselves; see `Decider`."""
+    ) -> Decisions:
+        """Return [T, H] decisions of the tokens themselves; see `Decider`."""
         assert self._rope is not None  # `needs` says so
         # One event of one layer, [1, 1, H, T, D].
         keys = PagedTokens.from_dense(key.transpose(0, 1)[None, None])
@@ -93,7 +94,8 @@ class WriteGates(BaseAdmission):
         token = torch.arange(len(positions), device=positions.device).expand(shape)
         weights = self._of_layer[layer]
         rows = keys, token, positions.expand(shape)
-        return (paged_gates(*rows, self._rope, weights)[0, 0] > self.threshold).T
+        gates = paged_gates(*rows, self._rope, weights)[0, 0]
+        return Decisions((gates > self.threshold).T)
 
     def gates(self, inputs: EventInputs, token: torch.Tensor) -> torch.Tensor:
         """Evaluate [E, L, H, F] gates of held tokens; see `BaseAdmission`."""
