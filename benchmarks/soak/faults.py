@@ -101,8 +101,8 @@ def faulty(name: str, model: Path, gates: Path, logs: Path) -> Iterator[Faulty]:
     temporary = Path(tempfile.mkdtemp(prefix="kv"))  # short: vLLM makes sockets there
     trace = logs / f"{name}-trace"
     words = settings.policy_arguments(model, gates, trace=str(trace))
-    # What vLLM compiles at the first request that needs it stays where the other servers
-    # have it: a busy machine compiles for minutes.
+    # vLLM compiles at the first request that needs it, on a busy machine for minutes:
+    # the result is kept where the other servers keep theirs.
     compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
     environment = {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
     server = start(name, words, logs, environment)
