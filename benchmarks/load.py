@@ -17,6 +17,8 @@ Played = tuple[list["Completion"], list[dict[str, float]]]
 
 SAMPLE_SECONDS = 0.5
 LINE_BYTES = 2**20
+IDLE_SECONDS = 2.0
+"""For which a connection may idle: vLLM closes it after 5, perhaps as we send."""
 DATA_PREFIX = b"data:"
 DONE = b"[DONE]"
 
@@ -230,7 +232,7 @@ def open_session(url: str) -> aiohttp.ClientSession:
     """Return a client session without limits on connections or time."""
     return aiohttp.ClientSession(
         url,
-        connector=aiohttp.TCPConnector(limit=0),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS),
         timeout=aiohttp.ClientTimeout(total=None),
         read_bufsize=LINE_BYTES,
     )

@@ -4,8 +4,9 @@
 
 Ends with status 0 if every promise held, with status 1 and the first broken promise, or
 with status 2 and the reason if the promises could not be checked: a server does not
-start or ends, or a policy has no clear probe. The reason is one line, which says where
-the logs of the servers are, too; `--out` gets a record in all three cases.
+start, stock ends, a policy has no clear probe, or a promise has no check. The reason is
+one line, which says where the logs of the servers are, too; `--out` gets a record in
+all three cases.
 """
 
 import argparse
@@ -71,6 +72,7 @@ def soak(options: argparse.Namespace, logs: Path, record: dict[str, Any]) -> Non
             record has all until then, too.
     """
     ledger = Ledger()
+    names = [promise.name for promise in (*OF_SOAK, *OF_FAULTS)]
     began = time.monotonic()
     try:
         with both_servers(options, logs) as sides:
@@ -80,8 +82,9 @@ def soak(options: argparse.Namespace, logs: Path, record: dict[str, Any]) -> Non
             finally:
                 record |= waves.summary()
         faults.run(options.model, options.gates, logs, options.seed, ledger)
+        if missed := [name for name in names if not ledger.checks[name]]:
+            record["not_checked"] = f"nothing has checked {', '.join(missed)}"
     finally:
-        names = [promise.name for promise in (*OF_SOAK, *OF_FAULTS)]
         record["checks"] = {name: ledger.checks[name] for name in names}
         record["wall_minutes"] = round((time.monotonic() - began) / 60, 1)
 
@@ -108,6 +111,7 @@ def main(words: list[str] | None = None) -> int:
         # What follows in a ServerError is the end of a log.
         what = str(error).partition("; the log ends with")[0] or repr(error)
         record["not_checked"] = " ".join(what.split())
+    if record["not_checked"]:
         log(f"promises not checked, {record['not_checked']}. The logs are in {logs}")
     if options.out:
         options.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -1,13 +1,16 @@
 """Breaks servers on purpose: kills, a full disk, files that are cut off or gone.
 
 One short-lived server has a trace whose disk is full and a file of counters that is cut
-off, and then gets SIGTERM under load. The other loses the folder of its trace, and then
-its engine by SIGKILL. /dev/full stands in for a full disk: the next files of the trace
-are links to it, so that writing them fails as it does there.
+off, and then gets SIGTERM under load. The other loses, under load, the folder of its
+trace, the files of its live page and its file of counters, and then its engine by
+SIGKILL. /dev/full stands in for a full disk: the next files of the trace are links to
+it, so that writing them fails as it does there.
 """
 
 import asyncio
+import getpass
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,10 +23,19 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.load import open_session
 from benchmarks.server import Server, start
 from benchmarks.soak import settings, storm
 from benchmarks.soak.asks import COMPLETIONS, Ask, draw_wave
-from benchmarks.soak.promises import CUT_FILE, DISK, KILLED, TERMINATED, Ledger, Promise
+from benchmarks.soak.promises import (
+    CUT_FILE,
+    DISK,
+    KILLED,
+    OBSERVERS,
+    TERMINATED,
+    Ledger,
+    Promise,
+)
 from benchmarks.soak.watch import own_traceback, role_of
 
 END_SECONDS = 60.0
@@ -33,6 +45,16 @@ LINKS = 200
 """Files of a trace that are linked to /dev/full: more than are written meanwhile."""
 ENGINES = ("engine", "worker")
 SAID = "cannot write to the trace"
+TOLD = {
+    SAID: 1,
+    "LiveEvents is off from here on": 1,
+    "Snapshots is off from here on": 1,
+    "without its series at /metrics": 1,
+}
+"""Lines of a log that tell of observers that are off, and how often each is there."""
+OFF = re.compile(r'^kvpolicy_observers_off\{.*observer="(\w+)".*\} (\S+)$', re.M)
+HEAD_AT, HEAD = 8, b"\xff" * 16
+"""Place of a count of records in a file of the live page, and one that is too high."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +91,7 @@ def run(model: Path, gates: Path, logs: Path, seed: int, ledger: Ledger) -> None
         asyncio.run(terminate(one, seed, ledger))
     with faulty("killed", model, gates, logs) as one:
         asyncio.run(remove_trace(one, ledger))
+        asyncio.run(break_observers(one, seed, ledger))
         asyncio.run(kill_engine(one, seed, ledger))
 
 
@@ -78,7 +101,11 @@ def faulty(name: str, model: Path, gates: Path, logs: Path) -> Iterator[Faulty]:
     temporary = Path(tempfile.mkdtemp(prefix="kv"))  # short: vLLM makes sockets there
     trace = logs / f"{name}-trace"
     words = settings.policy_arguments(model, gates, trace=str(trace))
-    server = start(name, words, logs, {"TMPDIR": str(temporary)})
+    # vLLM compiles at the first request that needs it, on a busy machine for minutes:
+    # the result is kept where the other servers keep theirs.
+    compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    environment = {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
+    server = start(name, words, logs, environment)
     try:
         server.wait_until_healthy()
         yield Faulty(server, temporary, trace)
@@ -130,6 +157,48 @@ async def cut_counters(one: Faulty, ledger: Ledger) -> None:
         metrics = await asyncio.to_thread(one.server.metrics)
         is_there = metrics.get("vllm:num_requests_running") == 0
         ledger.check(CUT_FILE, is_there, "/metrics has no vllm:num_requests_running")
+
+
+async def break_observers(one: Faulty, seed: int, ledger: Ledger) -> None:
+    """Spoil the files of the live page, then remove that of counters, under load.
+
+    A client of the live page listens; its connection breaks off in the end. The trace
+    is off already.
+    """
+    async with (
+        open_session(one.server.url) as session,
+        session.get("/kv_policy/stream") as stream,
+        _load(one, seed),
+    ):
+        await stream.content.readline()
+        for path in one.temporary.glob("vllm-kvpolicy-*.live"):
+            with path.open("r+b") as file:
+                file.seek(HEAD_AT)
+                file.write(HEAD)
+        ledger.check(OBSERVERS, await answers(one.server), "no answer")
+        await _check_off(one, {"trace": 1, "live": 1, "counters": 0}, ledger)
+        (path,) = one.temporary.glob("vllm-kvpolicy-*.counters")
+        path.unlink()
+        ledger.check(OBSERVERS, await answers(one.server), "no answer")
+        for _ in range(2):
+            await _check_off(one, {"counters": 1}, ledger)
+        stream.close()
+    ledger.check(OBSERVERS, await answers(one.server), "no answer")
+    text = one.server.log.read_text(errors="replace")
+    told = {said: text.count(said) for said in TOLD}
+    ledger.check(OBSERVERS, told == TOLD, f"the log has {told}, expected {TOLD}")
+
+
+async def _check_off(one: Faulty, expected: dict[str, float], ledger: Ledger) -> None:
+    """Check what /metrics tells of observers that are off."""
+    async with (
+        open_session(one.server.url) as session,
+        session.get("/metrics") as response,
+    ):
+        text = await response.text()
+    found = {name: float(value) for name, value in OFF.findall(text)}
+    said = f"/metrics tells {found}, expected {expected}"
+    ledger.check(OBSERVERS, found == expected, said)
 
 
 async def terminate(one: Faulty, seed: int, ledger: Ledger) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 import aiohttp
 
 from benchmarks.load import open_session
-from benchmarks.soak.promises import PROBES, Ledger
 from reasoner.problems import generate
 
 CANDIDATES = 3
@@ -112,36 +111,33 @@ async def ask(
 
 
 async def check(
-    url: str, probes: list[Probe], moment: int, ledger: Ledger
-) -> list[float]:
+    url: str, probes: list[Probe], moment: int
+) -> tuple[list[float], list[str | None]]:
     """Ask all probes of an idle server again.
 
     Args:
         url: root of the server.
         probes: of `record`.
         moment: number of the quiet moment; odd ones find nothing in the cache.
-        ledger: counts the checks.
 
     Returns:
-        Seconds that each answer took.
-
-    Raises:
-        BrokenPromise: an answer has changed.
+        Seconds that each answer took, and by probe what has changed, None if nothing
+        has.
     """
     salt = f"moment {moment}" if moment % 2 else None
     seconds = []
 
-    async def timed(probe: Probe) -> Probe:
+    async def changed(probe: Probe) -> str | None:
         began = time.perf_counter()
-        found = await ask(session, probe.policy, probe.prompt, salt)
+        try:
+            found = await ask(session, probe.policy, probe.prompt, salt)
+        except NoProbe as error:
+            return str(error)
         seconds.append(time.perf_counter() - began)
-        return found
+        return None if found.text == probe.text else difference(probe, found, salt)
 
     async with open_session(url) as session:
-        found = await asyncio.gather(*map(timed, probes))
-    for known, now in zip(probes, found, strict=True):
-        ledger.check(PROBES, known.text == now.text, difference(known, now, salt))
-    return seconds
+        return seconds, await asyncio.gather(*map(changed, probes))
 
 
 def difference(known: Probe, now: Probe, salt: str | None) -> str:

@@ -58,12 +58,16 @@ TERMINATED = Promise(
 DISK = Promise(
     "disk", "Serving goes on when the disk of a trace is full or its folder is gone."
 )
+OBSERVERS = Promise(
+    "observers",
+    "Serving goes on when what only observes fails; the log and /metrics tell it once.",
+)
 CUT_FILE = Promise("cut file", "Serving goes on when the file of counters is cut off.")
 OF_SOAK = (
     *(ANSWERS, STRUCTURE, REFUSALS, FUZZ, PROBES, POOL, ENGINE, LOG, DESCRIPTORS),
     *(MEMORY, LATENCY),
 )
-OF_FAULTS = (KILLED, TERMINATED, DISK, CUT_FILE)
+OF_FAULTS = (KILLED, TERMINATED, DISK, CUT_FILE, OBSERVERS)
 
 
 class BrokenPromise(Exception):

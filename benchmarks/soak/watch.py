@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import psutil
 
 from benchmarks.load import open_session
@@ -28,6 +29,8 @@ EMPTY = (
     "vllm:kv_cache_usage_perc",
 )
 EMPTY_OF_POLICIES = ("kvpolicy_local_blocks", "kvpolicy_global_blocks")
+NO_ANSWER = (aiohttp.ClientError, OSError, psutil.Error)
+"""What a look at a server raises that has ended."""
 SPARE_DESCRIPTORS, SPARE_THREADS = 16, 16
 """That a process may have above its first quiet moment: pools of threads and sockets
 fill up once, at most so far; a leak of one per wave is found after as many waves."""
@@ -74,7 +77,9 @@ def sample(server: Server, requests: int) -> Sample:
         with suppress(psutil.NoSuchProcess):  # a helper that has just ended
             memory, descriptors = each.memory_info().rss, each.num_fds()
             numbers = memory, descriptors, each.num_threads(), each.pid
-            found[role_of(each)] = numbers
+            role = role_of(each)
+            # A child that does not run its own program yet has its parent's name.
+            found[f"{role} {each.pid}" if role in found else role] = numbers
     columns = [{role: own[i] for role, own in found.items()} for i in range(4)]
     return Sample(requests, *columns)
 
@@ -111,16 +116,16 @@ async def wait_for_quiet(server: Server, seconds: float = QUIET_SECONDS) -> str 
             async with session.post("/v1/completions", json=body) as response:
                 await response.read()
             await asyncio.sleep(POLL_SECONDS)
-            left = not_empty(await asyncio.to_thread(server.metrics))
+            has_policy = "--kv-policy" in server.arguments
+            left = not_empty(await asyncio.to_thread(server.metrics), has_policy)
             if not left:
                 return None
             if time.monotonic() > deadline:
                 return f"{server.name} has after {seconds:.0f} s {json.dumps(left)}"
 
 
-def not_empty(metrics: dict[str, float]) -> dict[str, float]:
+def not_empty(metrics: dict[str, float], has_policy: bool) -> dict[str, float]:
     """Return the gauges of an idle server that are not zero, or missing."""
-    has_policy = any(name.startswith("kvpolicy_") for name in metrics)
     names = [*EMPTY, *(EMPTY_OF_POLICIES if has_policy else ())]
     return {name: metrics.get(name, -1.0) for name in names if metrics.get(name, -1.0)}
 

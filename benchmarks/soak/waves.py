@@ -9,11 +9,11 @@ from typing import Any
 
 from benchmarks.load import open_session
 from benchmarks.printing import log
-from benchmarks.server import Server
+from benchmarks.server import Server, ServerError
 from benchmarks.soak import fuzz, probes, slopes, storm, watch
 from benchmarks.soak.asks import Ask, draw_wave
 from benchmarks.soak.probes import Probe
-from benchmarks.soak.promises import Ledger
+from benchmarks.soak.promises import ENGINE, PROBES, Ledger
 from benchmarks.soak.settings import NO_POLICY, POLICIES
 from benchmarks.soak.storm import Outcome
 from benchmarks.stats import percentile
@@ -52,6 +52,7 @@ class Soak:
         ledger: counts the checks.
         counts: requests to `ours`, by kind and what became of them.
         stock_failures: valid requests that stock did not answer in full.
+        stock_changes: answers of stock to its fixed question that were not as before.
         growth: of memory and of the time of answers, None while there are few moments.
     """
 
@@ -61,6 +62,7 @@ class Soak:
     ledger: Ledger
     counts: Counter[str] = field(default_factory=Counter)
     stock_failures: int = 0
+    stock_changes: int = 0
     growth: dict[str, Any] = field(default_factory=dict)
 
     async def run(self, minutes: float) -> None:
@@ -79,6 +81,7 @@ class Soak:
                 f"{self.ledger.checks.total()} checks, "
                 f"{max(0, ends - time.monotonic()) / 60:.1f} minutes left"
             )
+        self._judge_growth()
 
     async def _prepare(self) -> None:
         """Record what the idle servers answer."""
@@ -129,26 +132,31 @@ class Soak:
                 self.stock_failures += not is_good
 
     async def _look(self, side: Side, number: int) -> None:
-        """Look at a server once its clients have gone."""
-        left = await watch.wait_for_quiet(side.server)
-        seconds = await probes.check(
-            side.server.url, side.questions, number, self._ledger_of(side)
-        )
+        """Look at a server once its clients have gone; stock's answers only count."""
+        is_ours = side is self.ours
+        try:
+            left = await watch.wait_for_quiet(side.server)
+            seconds, answers = await probes.check(
+                side.server.url, side.questions, number
+            )
+            found = await asyncio.to_thread(watch.sample, side.server, side.requests)
+        except watch.NO_ANSWER as error:
+            said = f"{side.server.name} does not answer any more: {error!r}"
+            if is_ours:
+                self.ledger.check(ENGINE, False, said)
+            raise ServerError(said) from error
         side.seconds.append(seconds)
-        found = await asyncio.to_thread(watch.sample, side.server, side.requests)
         side.samples.append(found)
-        if side is self.ours:
+        if is_ours:
+            for what in answers:
+                self.ledger.check(PROBES, what is None, str(what))
             first = side.samples[0]
             watch.check_quiet(side.server, first, found, left, self.ledger)
         else:
-            self._judge_growth()
-
-    def _ledger_of(self, side: Side) -> Ledger:
-        """Return what counts a side's checks: stock's are not promises of ours."""
-        return self.ledger if side is self.ours else Ledger()
+            self.stock_changes += sum(what is not None for what in answers)
 
     def _judge_growth(self) -> None:
-        """Compare what grew; both servers have had as many quiet moments."""
+        """Compare what grew, once: both servers have had as many quiet moments."""
         requests = [each.requests for each in self.ours.samples]
         held = [
             [float(each.total_bytes) for each in side.samples]
@@ -169,6 +177,7 @@ class Soak:
             "requests": self.ours.requests,
             "kinds": dict(sorted(self.counts.items())),
             "stock_failures": self.stock_failures,
+            "stock_changes": self.stock_changes,
             **self.growth,
             "probe_margins": {
                 str(each.policy): round(each.margin, 4) for each in self.ours.questions

@@ -1,7 +1,12 @@
 """The soak: what it draws, what it notices, and a wave of the real thing."""
 
+import asyncio
 import json
+import os
+import signal
 import subprocess
+import sys
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +19,17 @@ import pytest
 from benchmarks.provenance import ROOT
 from benchmarks.server import Server, ServerError
 from benchmarks.soak import __main__ as command
-from benchmarks.soak import asks, faults, fuzz, probes, promises, slopes, storm, watch
+from benchmarks.soak import (
+    asks,
+    faults,
+    fuzz,
+    probes,
+    promises,
+    slopes,
+    storm,
+    watch,
+    waves,
+)
 from benchmarks.soak.promises import BrokenPromise, Ledger
 from benchmarks.soak.storm import Outcome
 
@@ -193,6 +208,77 @@ def test_a_probe_that_differs_says_where():
     assert "quest" in said and "from character 10 on" in said
 
 
+def test_a_probe_that_gets_no_answer_has_changed(monkeypatch):
+    known = probes.Probe("quest", "q", "3>BA3;8>DE8", 0.5)
+
+    async def ask(session, policy, prompt, salt):
+        if policy == "quest":
+            raise probes.NoProbe("quest: 500 no")
+        return replace(known, policy=policy, text="3>BA3" if policy == "none" else "")
+
+    monkeypatch.setattr(probes, "ask", ask)
+    asked = [known, replace(known, policy="none", text="3>BA3")]
+    asked.append(replace(known, policy="ams-tova"))
+    seconds, found = asyncio.run(probes.check("http://x", asked, 1))
+    assert found[:2] == ["quest: 500 no", None] and "ams-tova" in found[2]
+    assert len(seconds) == 2
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_server_that_ends_is_a_broken_promise_and_stock_that_ends_is_not(
+    is_ours, server, monkeypatch
+):
+    async def refused(server):
+        raise aiohttp.ClientOSError("refused")
+
+    monkeypatch.setattr(waves.watch, "wait_for_quiet", refused)
+    sides = waves.Side(server), waves.Side(replace(server, name="stock"))
+    soak = waves.Soak(*sides, 0, Ledger())
+    with pytest.raises(BrokenPromise if is_ours else ServerError) as error:
+        asyncio.run(soak._look(sides[not is_ours], 0))
+    assert "does not answer any more" in str(error.value)
+    assert soak.ledger.checks == ({"engine": 1} if is_ours else {})
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_only_answers_of_the_server_with_policies_are_promised(
+    is_ours, server, monkeypatch
+):
+    async def quiet(server):
+        return None
+
+    async def changed(url, questions, number):
+        return [1.0], ["it differs"]
+
+    monkeypatch.setattr(waves.watch, "wait_for_quiet", quiet)
+    monkeypatch.setattr(waves.watch, "sample", lambda server, requests: SAMPLE)
+    monkeypatch.setattr(waves.probes, "check", changed)
+    sides = waves.Side(server), waves.Side(replace(server, name="stock"))
+    soak = waves.Soak(*sides, 0, Ledger())
+    if is_ours:
+        with pytest.raises(BrokenPromise, match="it differs"):
+            asyncio.run(soak._look(sides[0], 0))
+    else:
+        asyncio.run(soak._look(sides[1], 0))
+    assert soak.stock_changes == (not is_ours)
+
+
+def test_two_processes_of_one_name_are_both_seen(monkeypatch):
+    sleeper = "import subprocess as s; s.run(['sleep', '60'])"
+    process = subprocess.Popen([sys.executable, "-c", sleeper], start_new_session=True)
+    monkeypatch.setattr(watch, "role_of", lambda process: "worker")
+    one = Server("policies", (), "", None, process)  # type: ignore[arg-type]
+    try:
+        deadline = time.monotonic() + 30
+        while len(pids := watch.sample(one, 0).pids) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert pids["worker"] == process.pid and len(set(pids.values())) == 2
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Server:
     """A server of which there is only a log."""
@@ -203,19 +289,22 @@ def server(tmp_path: Path) -> Server:
 
 def test_a_quiet_moment_that_is_as_it_should_be(server):
     watch.check_quiet(server, SAMPLE, SAMPLE, None, Ledger())
-    assert watch.not_empty(IDLE) == {}
+    assert watch.not_empty(IDLE, True) == {}
 
 
 @pytest.mark.parametrize("name", IDLE)
 def test_blocks_and_requests_that_are_left_are_seen(name, server):
-    left = watch.not_empty(IDLE | {name: 1.0})
+    left = watch.not_empty(IDLE | {name: 1.0}, True)
     assert left == {name: 1.0}
     assert broken_by(watch.check_quiet, server, SAMPLE, SAMPLE, str(left)) == "pool"
 
 
 def test_a_gauge_that_is_missing_is_not_empty():
     gauges = {name: value for name, value in IDLE.items() if "global" not in name}
-    assert watch.not_empty(gauges) == {"kvpolicy_global_blocks": -1.0}
+    assert watch.not_empty(gauges, True) == {"kvpolicy_global_blocks": -1.0}
+    gone = watch.not_empty(dict.fromkeys(watch.EMPTY, 0.0), True)
+    assert gone == dict.fromkeys(watch.EMPTY_OF_POLICIES, -1.0)
+    assert watch.not_empty(dict.fromkeys(watch.EMPTY, 0.0), False) == {}
 
 
 @pytest.mark.parametrize(
@@ -355,6 +444,9 @@ def test_a_wave_on_real_servers(tmp_path, monkeypatch):
     words = ["--minutes", "0", "--out", str(out), "--logs", str(tmp_path / "logs")]
     status = command.main(words)
     record = json.loads(out.read_text())
-    assert status == 0, record["broken"] or record["not_checked"]
+    without = ["memory", "latency", *(each.name for each in promises.OF_FAULTS)]
+    assert record["broken"] is None
+    assert record["not_checked"] == f"nothing has checked {', '.join(without)}"
+    assert status == 2
     done = {name for name, count in record["checks"].items() if count}
-    assert done == {each.name for each in promises.OF_SOAK} - {"memory", "latency"}
+    assert done == {each.name for each in promises.OF_SOAK} - set(without)
