@@ -17,6 +17,16 @@ LORA = next(r.name for r in REFUSALS if r.name.startswith("LoRA"))
 MULTIMODAL = next(r.name for r in REFUSALS if r.name.startswith("multimodal"))
 WEIGHT_TRANSFER = next(r.name for r in REFUSALS if r.name.startswith("weight tran"))
 QFILTER = {"policy": "qfilter", "policy_config": {"qfilter_calibration": "a file"}}
+SLIDING_FITTED = next(
+    r.name
+    for r in REFUSALS
+    if r.name.startswith("sliding-window l") and "own weights" in r.name
+)
+LAYER_TYPES = "model_config.hf_text_config.layer_types"
+MIXED = {
+    LAYER_TYPES: ["sliding_attention", "full_attention"],
+    "cache_config.enable_prefix_caching": False,
+}
 SET = object()  # some configuration object, whatever is in it
 # Row -> what switches the feature on in a finished VllmConfig.
 TRIGGERS = {
@@ -54,10 +64,35 @@ TRIGGERS = {
     "fault tolerance": {"parallel_config.enable_fault_tolerance": True},
     "speculative decoding": {"speculative_config": SET},
     LORA: {"lora_config": SET, "additional_config": {"kv_policy": QFILTER}},
-    "sliding-window attention": {
+    "sliding windows in every layer": {
         "model_config.hf_text_config.layer_types": ["sliding_attention"]
     },
-    "layers other than full attention": {
+    "prefix caching with sliding-window layers": {
+        **MIXED,
+        "cache_config.enable_prefix_caching": True,
+    },
+    "sliding-window layers without the hybrid KV cache manager": {
+        **MIXED,
+        "scheduler_config.disable_hybrid_kv_cache_manager": True,
+    },
+    "full attention in several KV cache groups": {
+        **MIXED,
+        LAYER_TYPES: ["full_attention"] * 3 + ["sliding_attention"] * 2,
+    },
+    "per-head lengths with sliding-window layers": {
+        **MIXED,
+        "additional_config": {"kv_policy": {"policy": "adakv-snapkv"}},
+    },
+    SLIDING_FITTED: {**MIXED, "additional_config": {"kv_policy": QFILTER}},
+    "FP8 KV caches with sliding-window layers": {
+        **MIXED,
+        "cache_config.cache_dtype": "fp8",
+    },
+    "tensor parallelism with sliding-window layers": {
+        **MIXED,
+        "parallel_config.tensor_parallel_size": 2,
+    },
+    "layers other than full attention and sliding windows": {
         "model_config.hf_text_config.layer_types": [
             "chunked_attention",
             "full_attention",
@@ -112,9 +147,10 @@ MACHINE_TRIGGERS = {
     "the Rust front end": lambda patch: patch.setenv("VLLM_USE_RUST_FRONTEND", "1"),
 }
 FP8_ON_GPU = "FP8 KV caches on GPUs"  # takes a machine and a flag
+SLIDING_ON_GPU = "sliding-window layers on GPUs"  # likewise, and a model
 # Further ways to switch a feature on.
 MORE_TRIGGERS = [
-    ("sliding-window attention", {"cache_config.sliding_window": 512}),
+    ("sliding windows in every layer", {"cache_config.sliding_window": 512}),
     ("KV connectors and KV offloading", {"kv_transfer_config": SET}),
     ("diffusion models", {"diffusion_config": SET}),
     (
@@ -136,7 +172,9 @@ def expected(name):
 def test_every_row_has_its_trigger():
     names = [row.name for row in REFUSALS]
     assert len(set(names)) == len(names)
-    assert sorted(names) == sorted([*TRIGGERS, *MACHINE_TRIGGERS, FP8_ON_GPU])
+    assert sorted(names) == sorted(
+        [*TRIGGERS, *MACHINE_TRIGGERS, FP8_ON_GPU, SLIDING_ON_GPU]
+    )
     assert {row.name for row in REFUSALS if row.by_machine} == set(MACHINE_TRIGGERS)
 
 
@@ -225,6 +263,23 @@ def test_an_fp8_cache_is_refused_on_gpus(policy_config, monkeypatch, dtype):
     monkeypatch.setattr(compat, "platform_name", lambda: "cuda")
     assert refusals(config) == expected(FP8_ON_GPU)
     assert refusals(policy_config) == []
+
+
+def test_sliding_windows_are_refused_on_gpus(policy_config, monkeypatch):
+    config = Overlay(policy_config, MIXED)
+    assert refusals(config) == []
+    monkeypatch.setattr(compat, "platform_name", lambda: "cuda")
+    assert refusals(config) == expected(SLIDING_ON_GPU)
+    assert refusals(policy_config) == []
+
+
+@pytest.mark.parametrize(
+    ("full", "sliding", "is_refused"), [(1, 5, False), (4, 3, False), (3, 2, True)]
+)
+def test_full_attention_is_one_group(policy_config, full, sliding, is_refused):
+    kinds = ["full_attention"] * full + ["sliding_attention"] * sliding
+    found = refusals(Overlay(policy_config, {**MIXED, LAYER_TYPES: kinds}))
+    assert bool(found) == is_refused
 
 
 def test_all_reasons_come_at_once(policy_config):
