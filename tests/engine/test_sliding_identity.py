@@ -28,6 +28,8 @@ def runs(tmp_path_factory):
     @cache
     def run(policy: str | None, case: str, budget: int) -> tuple[Run, dict]:
         values = policy and {"policy": policy, **VALUES, "budget": budget}
+        if policy == "ams-expected":
+            values["policy_config"] = {"expected_window": 40}
         trace = tmp_path_factory.mktemp("trace") if policy else None
         with Engine(model, values or None, trace, **CASES[case]) as engine:
             outcome = engine.run(make_jobs(LENGTHS, 200, seed=5))

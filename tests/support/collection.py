@@ -19,6 +19,8 @@ DEAREST = (
     "engine/test_float8.py",
     "engine/test_float8_admissions.py",
     "engine/test_identity.py",
+    "engine/test_sliding_identity.py",
+    "engine/test_sliding_memory.py",
     "engine/test_dms.py",
     "engine/test_exact.py",
     "engine/test_features.py",

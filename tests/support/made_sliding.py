@@ -1,6 +1,8 @@
 """Writes random Gemma 3 models: one layer of full attention to some with a window."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -47,3 +49,50 @@ def make_gemma3(path: Path | str, seed: int = 3) -> Path:
                 weight.copy_(torch.randn(weight.shape, generator=generator) * size)
     model.save_pretrained(path)
     return Path(path)
+
+
+class Gemma3Decoder:
+    """Transformers' Gemma 3, whose layers of full attention see what a mask shows.
+
+    It stands in for `ReferenceDecoder` in the replay oracle: its layers are those of
+    full attention, and layers with a window see the window.
+
+    Args:
+        folder: model folder.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        from transformers import Gemma3ForCausalLM
+
+        self.model = Gemma3ForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        )
+        self.num_layers, self.num_heads = NUM_FULL, 2
+
+    @torch.no_grad()
+    def forward(self, tokens: list[int], visible: torch.Tensor) -> SimpleNamespace:
+        """Return the logits [T, V] of a sequence; `visible` is [L, H, T, T] bool."""
+        full = iter(visible)
+        hooks = [
+            layer.self_attn.register_forward_pre_hook(
+                _with_mask(next(full)), with_kwargs=True
+            )
+            for layer, kind in zip(self.model.model.layers, PATTERN, strict=True)
+            if kind
+        ]
+        try:
+            return SimpleNamespace(logits=self.model(torch.tensor([tokens])).logits[0])
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _with_mask(visible: torch.Tensor) -> Any:
+    """Return a hook that puts a mask of [H, T, T] bool in place of the causal one."""
+    bias = torch.where(visible.repeat_interleave(2, 0), 0.0, -torch.inf)[None]
+
+    def put(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        assert "attention_mask" in kwargs
+        return args, {**kwargs, "attention_mask": bias}
+
+    return put
