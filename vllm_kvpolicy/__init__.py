@@ -13,7 +13,7 @@ Main path of one request from the flag to the kernels, in the order of first cal
 
   flag      plugin > api.patch > api.cli > api.startup > config
   checks    api.startup > api.guards > api.version_check > api.vllm_source
-  files     api.relied_on > api.layer_guards > api.refusal > api.start_checks
+  files     api.relied_on > api.start_checks > api.layer_guards > api.refusal
   worker    api.engines > worker.base > worker.setup > policies.build
   request   api.patch > api.request_guards
   schedule  block_manager.scheduler > block_manager.planner > block_manager.manager
