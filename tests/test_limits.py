@@ -21,6 +21,10 @@ ENGINE = SimpleNamespace(
         max_model_len=LONGEST,
         get_num_attention_heads=lambda parallel: 32,
         get_num_kv_heads=lambda parallel: 8,
+        hf_text_config=SimpleNamespace(layer_types=None),
+    ),
+    scheduler_config=SimpleNamespace(
+        max_num_batched_tokens=2048, async_scheduling=False
     ),
     parallel_config=None,
 )

@@ -13,14 +13,15 @@ Main path of one request from the flag to the kernels, in the order of first cal
 
   flag      plugin > api.patch > api.cli > api.startup > config
   checks    api.startup > api.guards > api.version_check > api.vllm_source
-  files     api.relied_on > api.start_checks > api.speculation > api.engines
+  files     api.relied_on > api.start_checks
+  refuse    api.draft_guards > api.layer_guards > api.refusal > api.engines
   worker    worker.base > worker.setup > policies.build
   request   api.patch > api.request_guards
   schedule  block_manager.scheduler > block_manager.planner > block_manager.manager
   admit     block_manager.admission > block_manager.forecast
   step      worker.runtime > worker.request_table > worker.backends.mixins
   capture   worker.captures.query_windows > kernels
-  free      block_manager.manager > block_manager.placement
+  free      block_manager.sliding > block_manager.turnover > block_manager.placement
   event     worker.compaction > worker.survivors > policies.compose
   usage     policies.compose > kernels.window_usage
   decide    policies.scorers.tova > policies.allocators.ams > kernels.segment_quota

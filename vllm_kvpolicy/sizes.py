@@ -25,6 +25,90 @@ class PlannerLimits:
     events_per_step: int
 
 
+@dataclass(frozen=True)
+class SlidingGroups:
+    """What layers with a sliding window hold, beside those of full attention.
+
+    vLLM cuts the layers of each kind into groups of equal size, which take superblocks
+    of the same pool, each for itself: groups of the rarer kind's layers, or of the
+    other kind's where those are less than half as many again.
+
+    Example: 10 layers of full attention and 52 with a window of 1,024 tokens make one
+    group and six, of 10 layers each. With N = 16 and one token a step, a request holds
+    up to 65 superblocks in each of the six.
+
+    Args:
+        window: tokens that such a layer attends to, the newest included.
+        num_full: layers of full attention.
+        num_sliding: layers with a window, 0 for none.
+        block_size: N, tokens per superblock.
+        step_tokens: most tokens that a step computes.
+        late_steps: steps for which tokens count as not computed yet.
+    """
+
+    window: int
+    num_full: int
+    num_sliding: int
+    block_size: int
+    step_tokens: int
+    late_steps: int
+
+    @property
+    def layers_per_group(self) -> int:
+        """Layers of the largest group, whose pages a superblock has room for."""
+        few, many = sorted((self.num_full, self.num_sliding))
+        return (many if not few or 2 * many < 3 * few else few) or 1
+
+    @property
+    def num_full_groups(self) -> int:
+        """Groups of full attention; a policy needs one."""
+        return -(-self.num_full // self.layers_per_group)
+
+    @property
+    def count(self) -> int:
+        """Groups with a window."""
+        return -(-self.num_sliding // self.layers_per_group)
+
+    def held(self, computed: Any, end: Any, step: int = 1) -> Any:
+        """Return superblocks held in a step that gets from `computed` to `end` tokens.
+
+        Args:
+            computed: tokens for which older superblocks have been given back; integers
+                or an array, like `end`.
+            end: tokens after the step.
+            step: most tokens that an earlier step computed.
+        """
+        first = computed - self.late_steps * step - self.window + 1
+        first = first * (first > 0) // self.block_size
+        return self.count * (-(-end // self.block_size) - first)
+
+    def most_blocks(self, num_tokens: int, step: int | None = None) -> int:
+        """Return the most superblocks that a request of `num_tokens` ever holds.
+
+        Args:
+            num_tokens: of prompt and answer.
+            step: most tokens that it computes in a step; None for what any step may.
+        """
+        step = self.step_tokens if step is None else step
+        reach = self.window + (self.late_steps + 1) * step
+        each = min(-(-num_tokens // self.block_size), -(-reach // self.block_size) + 1)
+        return self.count * each
+
+
+def sliding_groups(vllm_config: Any) -> SlidingGroups:
+    """Return what layers with a sliding window hold, from the model's configuration."""
+    scheduler, text = vllm_config.scheduler_config, vllm_config.model_config
+    kinds = getattr(text.hf_text_config, "layer_types", None) or ()
+    return SlidingGroups(
+        window=getattr(text.hf_text_config, "sliding_window", None) or 0,
+        num_full=sum(kind == "full_attention" for kind in kinds),
+        num_sliding=sum(kind == "sliding_attention" for kind in kinds),
+        block_size=vllm_config.cache_config.block_size,
+        step_tokens=scheduler.max_num_batched_tokens,
+        late_steps=int(scheduler.async_scheduling or False),
+    )
+
+
 def planner_limits(vllm_config: Any, config: KVPolicyConfig) -> PlannerLimits:
     """Return the limits of an engine.
 
@@ -125,8 +209,9 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
     block_size = vllm_config.cache_config.block_size
     max_model_len = vllm_config.model_config.max_model_len
     sizes = block_size, query_rows(vllm_config)
-    held = most_blocks(config, 1, max_model_len, *sizes)
-    whole = -(-max_model_len // block_size)
+    beside = sliding_groups(vllm_config).most_blocks(max_model_len)
+    held = most_blocks(config, 1, max_model_len, *sizes) + beside
+    whole = -(-max_model_len // block_size) + beside
     info = parse(config.policy)
     if info.is_unbounded:
         kept = f"its newest {config.recent_tokens} tokens and all admitted tokens"

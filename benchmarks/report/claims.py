@@ -9,7 +9,7 @@ figures are from; it claims for everything since the heading or the comment befo
     expected@192/256 lines > 60 %
     shown lines gains against base = ams-keydiff@128/192, ams-rkv@128
     shown answer = none
-    from serving_pressure.json
+    from serving_pressure.json.xz
     | ratios | ams-tova / stock | output_tok_s = 1.48 [1.40, 1.99]
     from language.json
     table ams-tova | budget 512 = +0.140 [0.121, 0.160]

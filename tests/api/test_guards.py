@@ -20,6 +20,16 @@ QFILTER = {"policy": "qfilter", "policy_config": {"qfilter_calibration": "a file
 OTHER_DRAFTS = next(r.name for r in REFUSALS if "MTP" in r.name)
 MEASURED_DRAFTS = next(r.name for r in REFUSALS if "measures each token" in r.name)
 NGRAM = SimpleNamespace(method="ngram")
+SLIDING_FITTED = next(
+    r.name
+    for r in REFUSALS
+    if r.name.startswith("sliding-window l") and "own weights" in r.name
+)
+LAYER_TYPES = "model_config.hf_text_config.layer_types"
+MIXED = {
+    LAYER_TYPES: ["sliding_attention", "full_attention"],
+    "cache_config.enable_prefix_caching": False,
+}
 SET = object()  # some configuration object, whatever is in it
 # Row -> what switches the feature on in a finished VllmConfig.
 TRIGGERS = {
@@ -61,10 +71,39 @@ TRIGGERS = {
         "additional_config": {"kv_policy": {"policy": "tova", "allow": ["ams-epikv"]}},
     },
     LORA: {"lora_config": SET, "additional_config": {"kv_policy": QFILTER}},
-    "sliding-window attention": {
+    "sliding windows in every layer": {
         "model_config.hf_text_config.layer_types": ["sliding_attention"]
     },
-    "layers other than full attention": {
+    "prefix caching with sliding-window layers": {
+        **MIXED,
+        "cache_config.enable_prefix_caching": True,
+    },
+    "sliding-window layers without the hybrid KV cache manager": {
+        **MIXED,
+        "scheduler_config.disable_hybrid_kv_cache_manager": True,
+    },
+    "full attention in several KV cache groups": {
+        **MIXED,
+        LAYER_TYPES: ["full_attention"] * 3 + ["sliding_attention"] * 2,
+    },
+    "per-head lengths with sliding-window layers": {
+        **MIXED,
+        "additional_config": {"kv_policy": {"policy": "adakv-snapkv"}},
+    },
+    SLIDING_FITTED: {**MIXED, "additional_config": {"kv_policy": QFILTER}},
+    "FP8 KV caches with sliding-window layers": {
+        **MIXED,
+        "cache_config.cache_dtype": "fp8",
+    },
+    "speculative decoding with sliding-window layers": {
+        **MIXED,
+        "speculative_config": NGRAM,
+    },
+    "tensor parallelism with sliding-window layers": {
+        **MIXED,
+        "parallel_config.tensor_parallel_size": 2,
+    },
+    "layers other than full attention and sliding windows": {
         "model_config.hf_text_config.layer_types": [
             "chunked_attention",
             "full_attention",
@@ -118,13 +157,14 @@ MACHINE_TRIGGERS = {
     ),
     "the Rust front end": lambda patch: patch.setenv("VLLM_USE_RUST_FRONTEND", "1"),
 }
-# Takes a machine and a flag.
+# Take a machine and a flag, and some a model.
 FP8_ON_GPU = "FP8 KV caches on GPUs"
 DRAFTS_ON_GPU = "speculative decoding on GPUs"
-ON_GPU = (FP8_ON_GPU, DRAFTS_ON_GPU)
+SLIDING_ON_GPU = "sliding-window layers on GPUs"
+ON_GPU = (FP8_ON_GPU, DRAFTS_ON_GPU, SLIDING_ON_GPU)
 # Further ways to switch a feature on.
 MORE_TRIGGERS = [
-    ("sliding-window attention", {"cache_config.sliding_window": 512}),
+    ("sliding windows in every layer", {"cache_config.sliding_window": 512}),
     ("KV connectors and KV offloading", {"kv_transfer_config": SET}),
     ("diffusion models", {"diffusion_config": SET}),
     (
@@ -254,6 +294,23 @@ def test_drafts_are_refused_on_gpus(policy_config, monkeypatch):
     config = Overlay(policy_config, {"speculative_config": NGRAM})
     monkeypatch.setattr(compat, "platform_name", lambda: "cuda")
     assert refusals(config) == expected(DRAFTS_ON_GPU)
+
+
+def test_sliding_windows_are_refused_on_gpus(policy_config, monkeypatch):
+    config = Overlay(policy_config, MIXED)
+    assert refusals(config) == []
+    monkeypatch.setattr(compat, "platform_name", lambda: "cuda")
+    assert refusals(config) == expected(SLIDING_ON_GPU)
+    assert refusals(policy_config) == []
+
+
+@pytest.mark.parametrize(
+    ("full", "sliding", "is_refused"), [(1, 5, False), (4, 3, False), (3, 2, True)]
+)
+def test_full_attention_is_one_group(policy_config, full, sliding, is_refused):
+    kinds = ["full_attention"] * full + ["sliding_attention"] * sliding
+    found = refusals(Overlay(policy_config, {**MIXED, LAYER_TYPES: kinds}))
+    assert bool(found) == is_refused
 
 
 def test_all_reasons_come_at_once(policy_config):

@@ -4,20 +4,15 @@ from typing import Any
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.api import version_check
-from vllm_kvpolicy.api.refusal import Refusal
-from vllm_kvpolicy.api.speculation import SPECULATION
+from vllm_kvpolicy.api.draft_guards import DRAFT_REFUSALS
+from vllm_kvpolicy.api.layer_guards import LAYER_REFUSALS
+from vllm_kvpolicy.api.refusal import FITTED, Refusal, is_fitted, is_float8
 from vllm_kvpolicy.config import server_config
 from vllm_kvpolicy.kernels import preferences
 from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
 from vllm_kvpolicy.policies.catalogue.allocators import ALLOCATORS
 from vllm_kvpolicy.policies.catalogue.names import parse
-from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
 from vllm_kvpolicy.policies.catalogue.selections import SELECTIONS
-
-
-def _layer_kinds(config: Any) -> set[str]:
-    """Return the attention kinds that the model names for its layers."""
-    return set(getattr(config.model_config.hf_text_config, "layer_types", None) or ())
 
 
 def _block_is_odd(config: Any) -> bool:
@@ -65,26 +60,9 @@ _RAGGED = ", ".join(
 _SELECTING = ", ".join(f"`{name}`" for name in SELECTIONS)
 
 
-def _is_fitted(config: Any) -> bool:
-    """Return whether a policy has words that belong to the weights of the model."""
-    server = server_config(config)
-    return server is not None and any(
-        row.is_fitted for name in server.policies for row in parse(name).parts
-    )
-
-
-_FITTED = ", ".join(
-    f"`{name}`" for name, word in {**SCORERS, **ADMISSIONS}.items() if word.is_fitted
-)
-
-
 def _converts_cache(config: Any) -> bool:
     own = str(config.model_config.dtype).removeprefix("torch.")
     return config.cache_config.cache_dtype not in ("auto", own, *compat.FLOAT8_CACHES)
-
-
-def _is_float8(config: Any) -> bool:
-    return config.cache_config.cache_dtype in compat.FLOAT8_CACHES
 
 
 def _offloads_cache(config: Any) -> bool:
@@ -195,62 +173,14 @@ REFUSALS = (
         lambda config: config.parallel_config.enable_fault_tolerance,
         "leave out --enable-fault-tolerance",
     ),
-    *SPECULATION,
+    *DRAFT_REFUSALS,
     Refusal(
-        f"LoRA adapters with a policy for the model's own weights ({_FITTED})",
-        lambda config: config.lora_config is not None and _is_fitted(config),
+        f"LoRA adapters with a policy for the model's own weights ({FITTED})",
+        lambda config: config.lora_config is not None and is_fitted(config),
         "leave out --enable-lora, or merge the adapter into the model and make the "
         "policy's file for that",
     ),
-    Refusal(
-        "sliding-window attention",
-        lambda config: (
-            config.cache_config.sliding_window is not None
-            or "sliding_attention" in _layer_kinds(config)
-        ),
-        "serve a model whose layers all attend to the whole context",
-    ),
-    Refusal(
-        "layers other than full attention",
-        lambda config: bool(
-            _layer_kinds(config) - {"full_attention", "sliding_attention"}
-        ),
-        "serve a model whose layers all attend to the whole context",
-    ),
-    Refusal(
-        "mamba and linear-attention hybrids",
-        lambda config: config.model_config.is_hybrid,
-        "serve a pure attention model",
-    ),
-    Refusal(
-        "attention-free models",
-        lambda config: config.model_config.is_attention_free,
-        "leave out --kv-policy: there is no KV cache",
-    ),
-    Refusal(
-        "multi-head latent attention (MLA)",
-        lambda config: config.model_config.use_mla,
-        "serve a model with grouped-query or multi-head attention",
-    ),
-    Refusal(
-        "hierarchical sparse attention (HiSparse)",
-        lambda config: config.attention_config.hisparse_config is not None,
-        "remove its --attention-config entry",
-    ),
-    Refusal(
-        "non-causal attention",
-        lambda config: config.attention_config.use_non_causal,
-        "remove its --attention-config entry",
-    ),
-    Refusal(
-        "KV sharing between layers",
-        lambda config: bool(
-            getattr(config.model_config.hf_text_config, "num_kv_shared_layers", 0)
-            or config.cache_config.kv_sharing_fast_prefill
-        ),
-        "serve a model in which every layer has its own keys and values, without "
-        "--kv-sharing-fast-prefill",
-    ),
+    *LAYER_REFUSALS,
     Refusal(
         "KV caches of other dtypes than the model's and FP8",
         _converts_cache,
@@ -259,7 +189,7 @@ REFUSALS = (
     ),
     Refusal(
         "FP8 KV caches on GPUs",
-        lambda config: _is_float8(config) and compat.platform_name() != "cpu",
+        lambda config: is_float8(config) and compat.platform_name() != "cpu",
         "leave out --kv-cache-dtype, or name the model's own dtype where the "
         "checkpoint asks for FP8: no GPU has run a policy over one",
     ),
@@ -318,8 +248,8 @@ REFUSALS = (
         "add --language-model-only to serve a multimodal model for text",
     ),
     Refusal(
-        f"multimodal models with a policy for the model's own weights ({_FITTED})",
-        lambda config: config.model_config.is_multimodal_model and _is_fitted(config),
+        f"multimodal models with a policy for the model's own weights ({FITTED})",
+        lambda config: config.model_config.is_multimodal_model and is_fitted(config),
         "serve a text model: no files were made or tested for text parts of others",
     ),
     Refusal(
@@ -334,8 +264,8 @@ REFUSALS = (
         "with a policy; pausing and resuming work",
     ),
     Refusal(
-        f"weight transfer with a policy for the model's own weights ({_FITTED})",
-        lambda config: config.weight_transfer_config is not None and _is_fitted(config),
+        f"weight transfer with a policy for the model's own weights ({FITTED})",
+        lambda config: config.weight_transfer_config is not None and is_fitted(config),
         "leave out --weight-transfer-config: the policy's file belongs to the weights "
         "that are replaced",
     ),

@@ -236,7 +236,7 @@ def _model(args: argparse.Namespace) -> Any:
     if odd or kinds - {"full_attention"}:
         raise ValueError(
             f"{args.model}: not all of its layers attend to the whole context, which "
-            "policies need"
+            "this command takes for granted"
         )
     return model
 

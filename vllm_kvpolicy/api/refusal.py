@@ -1,8 +1,14 @@
-"""A row of the table of what policies are refused with."""
+"""What a row of the table of refusals is, and what several rows ask."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from vllm_kvpolicy import compat
+from vllm_kvpolicy.config import server_config
+from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
+from vllm_kvpolicy.policies.catalogue.names import parse
+from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
 
 
 @dataclass(frozen=True)
@@ -20,3 +26,20 @@ class Refusal:
     applies: Callable[[Any], bool]
     change: str
     by_machine: bool = False
+
+
+def is_fitted(config: Any) -> bool:
+    """Return whether a policy has words that belong to the weights of the model."""
+    server = server_config(config)
+    return server is not None and any(
+        row.is_fitted for name in server.policies for row in parse(name).parts
+    )
+
+
+FITTED = ", ".join(
+    f"`{name}`" for name, word in {**SCORERS, **ADMISSIONS}.items() if word.is_fitted
+)
+
+
+def is_float8(config: Any) -> bool:
+    return config.cache_config.cache_dtype in compat.FLOAT8_CACHES

@@ -30,6 +30,7 @@ from vllm_kvpolicy.block_manager.manager import KVPolicyManager
 from vllm_kvpolicy.block_manager.output_lengths import OutputLengths
 from vllm_kvpolicy.block_manager.planner import Planner, RequestState
 from vllm_kvpolicy.events import Footprint
+from vllm_kvpolicy.sizes import SlidingGroups
 
 PATIENCE = 512  # tokens that requests may lose by waiting, beside what a victim would
 
@@ -88,6 +89,11 @@ class Admission:
     def _lead(self) -> int:
         """Tokens by which a request may be ahead of its booking."""
         return self.manager.block_size if self.num_drafts else 0
+
+    @property
+    def _sliding(self) -> SlidingGroups:
+        """What layers with a sliding window hold beside."""
+        return self.manager.sliding.sizes
 
     def _unfinished(self) -> Iterator[int]:
         """Yield how long the answers are that run and may stop."""
@@ -226,12 +232,18 @@ class Admission:
         if end < known:
             num_steps = -(-(known - computed) // self.step_tokens) + last - known
             num_steps = min(num_steps + 1, HORIZON)
-            return np.full(num_steps, footprint.peak_blocks(last)), None
+            most = footprint.peak_blocks(last) + self._sliding.most_blocks(last)
+            return np.full(num_steps, most), None
         positions = computed, end, min(last, end + HORIZON)
         levels = self._computed_levels(footprint, positions).copy()
         num_shared, until = self._shared.get(request.request_id, (0, 0))
         num_before = min(state.plan.first_event - end + 1, until - self.forecast.step)
         levels[: max(num_before, 0)] -= num_shared
+        if self._sliding.count:
+            token = np.arange(positions[1], positions[2])
+            step = max(num_new, 1)
+            levels[0] += self._sliding.most_blocks(end, step)
+            levels[1:] += self._sliding.held(token - 1, token + 1)
         late = np.full(self.late_steps, levels[-1])
         return np.concatenate([levels, late]), end - self.forecast.step - 1
 
@@ -352,7 +364,10 @@ class Admission:
         """
         state, manager = self.planner.states[request_id], self.manager
         end = min(self.planner.coming_event(request_id), self._last[request_id])
-        missing = manager.num_needed(request_id, end)
+        request = self._running[request_id]
+        known = request.num_tokens + request.num_output_placeholders
+        step = min(max(known - state.computed, 1), self.step_tokens)
+        missing = manager.num_needed(request_id, end, step)
         if state.ordinal or state.due:
             return missing
         return missing + manager.num_shared(request_id)

@@ -6,7 +6,7 @@ both. Workers and schedulers of an engine with a policy import it, and so does
 unpickling the spec; the entry point never does.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -20,6 +20,8 @@ from vllm.v1.request import Request
 
 from vllm_kvpolicy.block_manager.placement import PLACEMENTS
 from vllm_kvpolicy.block_manager.planner import Planner, RequestState
+from vllm_kvpolicy.block_manager.sliding import NO_SLIDING, SlidingBlocks
+from vllm_kvpolicy.block_manager.turnover import Turnover
 from vllm_kvpolicy.events import event_seed
 from vllm_kvpolicy.protocol import UsedBlocks
 
@@ -49,60 +51,6 @@ class KVPolicySpec(FullAttentionSpec):
         return specs[0]
 
 
-class Turnover:
-    """The superblocks of one event: read by it, written by it, taken and given back.
-
-    Example: a request owns a b c d e, of which a, b and c are cached, and 4 hold its
-    survivors afterwards. d and e can be written; two more are taken, and a, b and c go
-    back to the prefix cache.
-
-    Args:
-        owned: what the event reads, in time order.
-        num_dest: how many hold survivors afterwards.
-        is_writable: whether the request alone uses a block and it is not cached.
-    """
-
-    def __init__(
-        self,
-        owned: Sequence[KVCacheBlock],
-        num_dest: int,
-        is_writable: Callable[[KVCacheBlock], bool],
-    ) -> None:
-        self.owned, self.num_dest = owned, num_dest
-        self.writable = [is_writable(block) for block in owned]
-        self.num_fresh = max(num_dest - sum(self.writable), 0)
-
-    @property
-    def let_go(self) -> list[KVCacheBlock]:
-        """What the request lets go without writing to it, in time order."""
-        pairs = zip(self.owned, self.writable, strict=True)
-        return [block for block, is_writable in pairs if not is_writable]
-
-    @property
-    def net_taken(self) -> int:
-        """How many free blocks the pool has less afterwards; negative for more."""
-        freed = sum(block.ref_cnt == 1 for block in self.let_go)
-        surplus = sum(self.writable) + self.num_fresh - self.num_dest
-        return self.num_fresh - freed - surplus
-
-    def homes(self, fresh: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
-        """Return what may be written, at least `num_dest` blocks.
-
-        Blocks stay at their place where they can, so that survivors need not move.
-
-        Args:
-            fresh: `num_fresh` blocks that take the places of the first ones that
-                cannot be written.
-        """
-        left, found = list(fresh), []
-        for block, is_writable in zip(self.owned, self.writable, strict=True):
-            if is_writable:
-                found.append(block)
-            elif left:
-                found.append(left.pop(0))
-        return found
-
-
 class KVPolicyManager(FullAttentionManager):
     """Keeps vLLM's index-aligned block list, with freed entries null.
 
@@ -114,6 +62,7 @@ class KVPolicyManager(FullAttentionManager):
     """
 
     planner: Planner
+    sliding: SlidingBlocks
     placement_name: str
     blocks_returned: int
     # Superblocks are offered when the token after them is computed: see block_hashes.
@@ -123,9 +72,14 @@ class KVPolicyManager(FullAttentionManager):
     # By request, the superblocks of its open query window.
     _windows: dict[str, list[KVCacheBlock]]
 
-    def attach(self, planner: Planner, placement_name: str) -> None:
+    def attach(
+        self,
+        planner: Planner,
+        placement_name: str,
+        sliding: SlidingBlocks = NO_SLIDING,
+    ) -> None:
         """Connect to the engine's planner; the scheduler does so once."""
-        self.planner = planner
+        self.planner, self.sliding = planner, sliding
         self.placement_name = placement_name
         self.blocks_returned = 0
         self._promised, self._windows = {}, {}
@@ -284,7 +238,7 @@ class KVPolicyManager(FullAttentionManager):
             num_shared = sum(block.ref_cnt > 0 for block in new_computed_blocks)
             peak = self.planner.peak_blocks(request_id, num_tokens, num_shared)
             if peak is not None:
-                return max(peak - self.num_held(request_id), 0)
+                return max(peak - self._num_own(request_id), 0)
         beside = self._taken_beside(request_id, num_tokens)
         return beside + super().get_num_blocks_to_allocate(
             request_id,
@@ -315,15 +269,27 @@ class KVPolicyManager(FullAttentionManager):
             taken += state.footprint.window_blocks
         return taken
 
-    def num_needed(self, request_id: str, num_tokens: int) -> int:
+    def num_needed(
+        self, request_id: str, num_tokens: int, step: int | None = None
+    ) -> int:
         """Return the superblocks that a running request takes to get to `num_tokens`.
 
         No event may lie between; one that is due in this step is counted, and so is the
         query window of the next.
+
+        Args:
+            request_id: the request.
+            num_tokens: what it gets to.
+            step: most tokens that it computes in a step; None if this step suffices.
         """
         num_entries = len(self.req_to_blocks.get(request_id, ()))
         more = max(cdiv(num_tokens, self.block_size) - num_entries, 0)
-        return more + self._taken_beside(request_id, num_tokens)
+        more += self._taken_beside(request_id, num_tokens)
+        state = self.planner.states.get(request_id)
+        if state is None:
+            return more
+        step = max(num_tokens - state.computed, 1) if step is None else step
+        return more + self.sliding.needed(request_id, state.computed, num_tokens, step)
 
     def num_shared(self, request_id: str) -> int:
         """Return how many of a request's first superblocks others hold, too."""
@@ -346,12 +312,22 @@ class KVPolicyManager(FullAttentionManager):
         return self.num_usable - self.num_free
 
     def pool_counts(self) -> tuple[int, int]:
-        """Return (local, global) superblocks of requests; windows count as local."""
+        """Return (local, global) superblocks of requests; windows count as local.
+
+        So do those of layers with a sliding window.
+        """
         num_global = self.planner.num_global_blocks
         return self.num_taken - num_global, num_global
 
     def num_held(self, request_id: str) -> int:
-        """Return the superblocks that a request holds, its query window included."""
+        """Return the superblocks that a request holds, its query window included.
+
+        And those of layers with a sliding window.
+        """
+        return self._num_own(request_id) + self.sliding.held(request_id)
+
+    def _num_own(self, request_id: str) -> int:
+        """Return those of them that are in this manager's group."""
         state = self.planner.states.get(request_id)
         num_entries = len(self.req_to_blocks.get(request_id, ()))
         if state is None or not num_entries:
@@ -369,6 +345,20 @@ class KVPolicyManager(FullAttentionManager):
         kept = {block.block_id for block in dest}
         freed = [block for block in reversed(owned) if block.block_id not in kept]
         self.block_pool.free_blocks(freed)
+
+
+def own_manager(managers: Sequence[Any]) -> tuple[KVPolicyManager, list[Any]]:
+    """Return the manager of a policy's group, and those of the other groups.
+
+    Raises:
+        TypeError: there is none, or more than one.
+    """
+    own = [each for each in managers if isinstance(each, KVPolicyManager)]
+    if len(own) != 1:
+        raise TypeError(
+            f"expected one KV cache group with a KVPolicyManager, got {managers}"
+        )
+    return own[0], [each for each in managers if each is not own[0]]
 
 
 def _ids(blocks: Sequence[KVCacheBlock]) -> tuple[int, ...]:

@@ -19,8 +19,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_kvpolicy.block_manager.admission import Admission
 from vllm_kvpolicy.block_manager.block_hashes import lookahead_hasher
 from vllm_kvpolicy.block_manager.counting import CountingMixin
-from vllm_kvpolicy.block_manager.manager import KVPolicyManager
+from vllm_kvpolicy.block_manager.manager import own_manager
 from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
+from vllm_kvpolicy.block_manager.sliding import SlidingBlocks
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.events import request_phase
 from vllm_kvpolicy.live.files import own_engine
@@ -32,6 +33,7 @@ from vllm_kvpolicy.sizes import (
     planner_limits,
     query_rows,
     sharing_line,
+    sliding_groups,
 )
 
 logger = init_logger("vllm.kv_policy")
@@ -47,16 +49,13 @@ class KVPolicySchedulerMixin(CountingMixin):
         )
         policy = parse(self.kv_policy_config.policy)
         managers = self.kv_cache_manager.coordinator.single_type_managers
-        manager = managers[0]
-        if len(managers) != 1 or not isinstance(manager, KVPolicyManager):
-            raise TypeError(
-                f"expected one KV cache group with a KVPolicyManager, got {managers}"
-            )
+        manager, others = own_manager(managers)
         self.kv_policy_limits = planner_limits(self.vllm_config, self.kv_policy_config)
         self.kv_policy_planner = Planner(self.kv_policy_limits)
         self._query_rows = query_rows(self.vllm_config)
         self.kv_policy_manager = manager
-        manager.attach(self.kv_policy_planner, policy.placement)
+        sliding = SlidingBlocks(sliding_groups(self.vllm_config), others)
+        manager.attach(self.kv_policy_planner, policy.placement, sliding)
         num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
         logger.info(capacity_line(self.vllm_config, self.kv_policy_config, num_blocks))
         logger.info(sharing_line(self.vllm_config, self.kv_policy_config))
@@ -162,7 +161,8 @@ class KVPolicySchedulerMixin(CountingMixin):
         usable = num_cached if state is None else state.plan.usable_hit(num_cached)
         if usable < num_cached:
             blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, usable)
-        self.kv_policy_admission.note_hit(request.request_id, blocks.blocks[0])
+        own = blocks.blocks[self.kv_policy_manager.kv_cache_group_id]
+        self.kv_policy_admission.note_hit(request.request_id, own)
         return (blocks, usable, *rest)
 
     def _reserve_prefill_lookahead(

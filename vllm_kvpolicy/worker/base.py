@@ -8,20 +8,25 @@ from typing import Any
 from vllm.config import get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.block_manager.manager import KVPolicySpec
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands, UsedBlocks
-from vllm_kvpolicy.sizes import max_blocks_per_request
+from vllm_kvpolicy.sizes import (
+    SlidingGroups,
+    max_blocks_per_request,
+    sliding_groups,
+)
 from vllm_kvpolicy.worker.setup import prepare
 from vllm_kvpolicy.worker.side_memory import too_small
 from vllm_kvpolicy.worker.tensor_parallel import check_hosts, ends_its_rank
 from vllm_kvpolicy.worker.traced_parts import traced_parts
 
 logger = init_logger("vllm.kv_policy")
+SLIDING = (SlidingWindowSpec,)  # specs that stay vLLM's
 
 
 class KVPolicyWorkerMixin:
@@ -40,6 +45,7 @@ class KVPolicyWorkerMixin:
         super().load_model(*args, **kwargs)
         model = self.model_runner.get_model()
         layers = get_layers_from_vllm_config(self.vllm_config, Attention)
+        layers = {name: each for name, each in layers.items() if not is_sliding(each)}
         reasons = layer_refusals(layers, stated)
         if reasons:
             lines = "".join(f"\n  - {reason}" for reason in reasons)
@@ -57,10 +63,9 @@ class KVPolicyWorkerMixin:
     def get_kv_cache_spec(self) -> dict[str, Any]:
         """Return the model's specs with the compressed footprint."""
         limit = max_blocks_per_request(self.vllm_config, self.kv_policy_config)
-        return {
-            name: _bounded(name, spec, limit)
-            for name, spec in super().get_kv_cache_spec().items()
-        }
+        specs = super().get_kv_cache_spec()
+        check_groups(specs, sliding_groups(self.vllm_config))
+        return {name: _bounded(name, spec, limit) for name, spec in specs.items()}
 
     def determine_available_memory(self) -> int:
         """Return the bytes for the KV cache, after the tables of policies.
@@ -71,14 +76,18 @@ class KVPolicyWorkerMixin:
         is_explicit = self.cache_config.kv_cache_memory_bytes is not None
         available = super().determine_available_memory()
         specs = list(self.get_kv_cache_spec().values())
-        superblock = sum(spec.page_size_bytes for spec in specs)
+        own = next(spec for spec in specs if isinstance(spec, KVPolicySpec))
+        groups = sliding_groups(self.vllm_config)
+        num_layers = groups.layers_per_group if groups.count else len(specs)
+        superblock = num_layers * own.page_size_bytes
         # Otherwise vLLM has already measured it as memory in use on the device.
         is_ours_to_count = is_explicit or self.device.type == "cpu"
         early = self.kv_policy_setup.early_bytes if is_ours_to_count else 0
         beside = self.kv_policy_setup.side_tables
         num_blocks = beside.pool_blocks(available - early, superblock)
         tables = early + beside.nbytes(num_blocks)
-        needed = specs[0].max_blocks_per_request
+        longest = self.model_config.max_model_len
+        needed = own.max_blocks_per_request + groups.most_blocks(longest)
         # vLLM takes a number of superblocks that the user gives in place of ours.
         is_given = num_blocks and self.cache_config.num_gpu_blocks_override is not None
         if num_blocks <= needed and not is_given:
@@ -254,11 +263,45 @@ def _geometry(layer: Any) -> tuple[float, int, int]:
     return layer.impl.scale, layer.num_heads, layer.num_kv_heads
 
 
-def _bounded(name: str, spec: Any, limit: int) -> KVPolicySpec:
-    if type(spec) is not FullAttentionSpec:
+def is_sliding(layer: Any) -> bool:
+    """Return whether a layer attends to a window, so that no policy is for it."""
+    shares = getattr(layer, "kv_sharing_target_layer_name", None) is not None
+    return getattr(layer, "sliding_window", None) is not None and not shares
+
+
+def check_groups(specs: Mapping[str, Any], groups: SlidingGroups) -> None:
+    """Refuse layers of kinds and numbers that were not expected.
+
+    Args:
+        specs: vLLM's specs by layer.
+        groups: what the model's configuration says of its layers.
+
+    Raises:
+        ValueError: a kind that no policy runs beside, or other layers than the
+            configuration names.
+    """
+    kinds = {type(spec) for spec in specs.values()}
+    odd = sorted(kind.__name__ for kind in kinds - {FullAttentionSpec, *SLIDING})
+    if odd:
         raise ValueError(
-            f"--kv-policy needs full attention in every layer; {name} has "
-            f"{type(spec).__name__}"
+            "--kv-policy needs layers of full attention or with a sliding window; this "
+            f"model has {', '.join(odd)}"
         )
+    windows = [spec.sliding_window for spec in specs.values() if type(spec) in SLIDING]
+    sizes = {(spec.block_size, spec.page_size_bytes) for spec in specs.values()}
+    expected = [groups.window] * groups.num_sliding
+    if windows and (windows != expected or len(sizes) > 1):
+        raise ValueError(
+            f"--kv-policy: vLLM made {len(windows)} layers with windows of "
+            f"{sorted(set(windows))} tokens and pages of {len(sizes)} sizes, expected "
+            f"{groups.num_sliding} with a window of {groups.window}, and one size: "
+            "serve a model whose layers differ in their windows alone"
+        )
+
+
+def _bounded(name: str, spec: Any, limit: int) -> Any:
+    """Return the spec with the compressed footprint; windows stay what they are."""
+    if type(spec) in SLIDING:
+        return spec
     known = {field.name: getattr(spec, field.name) for field in fields(spec)}
     return KVPolicySpec(**known, max_blocks_per_request=limit)

@@ -1,6 +1,7 @@
 """Reads a model's rotary frequencies from the table that it rotates with."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -8,18 +9,27 @@ import torch
 from vllm_kvpolicy.kernels.rope import Rope
 
 
-def model_rope(model: torch.nn.Module, head_dim: int) -> Rope:
-    """Return the rotary embedding that all layers of a model use.
+def model_rope(
+    model: torch.nn.Module, head_dim: int, layers: Iterable[str] | None = None
+) -> Rope:
+    """Return the rotary embedding that layers of a model use.
 
     Args:
         model: the loaded model.
         head_dim: D.
+        layers: names of attention layers, whose embedding is beside them; None for all.
 
     Raises:
         ValueError: there is none, layers differ, or it is of a kind that policies do
             not support: interleaved pairs of channels, or only a part of each head.
     """
-    modules = [each for each in model.modules() if hasattr(each, "cos_sin_cache")]
+    parents = None if layers is None else {name.rpartition(".")[0] for name in layers}
+    modules = [
+        module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if hasattr(module, "cos_sin_cache")
+        and (parents is None or name.rpartition(".")[0] in parents)
+    ]
     if not modules:
         raise ValueError(
             "rotary positions: got a model without RoPE, expected one with RoPE"

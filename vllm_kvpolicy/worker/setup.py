@@ -261,7 +261,8 @@ def prepare(
     policies = _policies(config, len(layers), first.head_size, shard)
     needs = reduce(or_, (policy.needs for policy in policies.values()))
     with refused_for(policies, lambda needs: needs.rope):
-        rope = model_rope(model, first.head_size) if needs.rope else None
+        names = [layer.layer_name for layer in layers]
+        rope = model_rope(model, first.head_size, names) if needs.rope else None
     num_requests = vllm_config.scheduler_config.max_num_seqs
     num_global = max_global_blocks(vllm_config, config)
     requests = RequestTable(num_requests, num_global, block_size, device)

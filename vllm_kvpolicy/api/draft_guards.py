@@ -28,7 +28,7 @@ _MEASURING = ", ".join(
     f"`{name}`" for name, word in SCORERS.items() if word.measures_tokens
 )
 
-SPECULATION = (
+DRAFT_REFUSALS = (
     Refusal(
         "speculative decoding by other methods than n-grams (MTP, EAGLE, draft models, "
         "suffix trees and others)",

@@ -1,0 +1,75 @@
+"""Beside layers with a sliding window, moving tokens gives stock vLLM's tokens."""
+
+from functools import cache
+
+import pytest
+
+from support.engine.helpers import Engine, Run, make_jobs
+from support.made_sliding import NUM_FULL, make_gemma3
+
+VALUES = {"budget": 128, "interval": 40, "prefill_interval": 256}
+LENGTHS = (40, 150, 300, 600)
+CASES = {
+    "plain": {"max_num_batched_tokens": 96},
+    "preemption": {
+        "num_blocks": 60,
+        "max_model_len": 896,
+        "max_num_batched_tokens": 96,
+        "foresees": False,
+    },
+}
+MAX_DIFFERENCE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    model = make_gemma3(tmp_path_factory.mktemp("gemma3"))
+
+    @cache
+    def run(policy: str | None, case: str, budget: int) -> tuple[Run, dict]:
+        values = policy and {"policy": policy, **VALUES, "budget": budget}
+        if policy == "ams-expected":
+            values["policy_config"] = {"expected_window": 40}
+        trace = tmp_path_factory.mktemp("trace") if policy else None
+        with Engine(model, values or None, trace, **CASES[case]) as engine:
+            outcome = engine.run(make_jobs(LENGTHS, 200, seed=5))
+            assert engine.num_free == engine.num_usable
+            return outcome, engine.counters() if policy else {}
+
+    return run
+
+
+def assert_same(run: Run, stock: Run) -> None:
+    assert run.tokens == stock.tokens
+    assert len({tuple(tokens) for tokens in stock.tokens.values()}) == len(LENGTHS)
+    for name, result in run.results.items():
+        pairs = zip(result.logprobs, stock.results[name].logprobs, strict=True)
+        for token, (ours, theirs) in zip(result.tokens, pairs, strict=True):
+            assert abs(ours[token] - theirs[token]) < MAX_DIFFERENCE
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("policy", ["identity", "holes"])
+def test_moving_is_free_of_error(runs, policy: str, case: str) -> None:
+    run, counters = runs(policy, case, 128)
+    stock, _ = runs(None, case, 128)
+    assert_same(run, stock)
+    assert counters["events"] >= 20 and not counters["tokens_dropped"]
+    events = [e for r in run.results.values() for e in r.events]
+    assert sum(event.moved for event in events) / len(events) > 0.5
+    assert {event.survivors.shape[:2] for event in events} == {(NUM_FULL, 2)}
+    assert (run.preemptions > 0) == (case == "preemption")
+
+
+@pytest.mark.parametrize("policy", ["ams-tova", "ams-expected"])
+def test_a_budget_that_never_binds_is_stock(runs, policy: str) -> None:
+    run, counters = runs(policy, "plain", 2048)
+    assert_same(run, runs(None, "plain", 128)[0])
+    assert not counters["events"]
+
+
+@pytest.mark.parametrize("policy", ["ams-tova", "ams-expected", "snapkv"])
+def test_a_budget_that_binds_drops_tokens(runs, policy: str) -> None:
+    run, counters = runs(policy, "plain", 128)
+    assert counters["tokens_dropped"] > 0
+    assert run.tokens != runs(None, "plain", 128)[0].tokens
