@@ -18,7 +18,7 @@
 PYTHON ?= python3
 PORT ?= 8000
 HOST ?= 127.0.0.1
-POLICY ?= ams-tova
+POLICY ?= ams-expected
 BUDGET ?= 512
 INTERVAL ?=
 MODEL ?= reasoner/checkpoint

@@ -120,7 +120,7 @@ def test_vllm_takes_what_the_chart_passes() -> None:
     parser = make_arg_parser(FlexibleArgumentParser(exit_on_error=False))
     args, unknown = parser.parse_known_args(words)
     assert not unknown and args.enable_prefix_caching
-    assert (args.kv_policy, args.kv_budget) == ("ams-tova", 2048)
+    assert (args.kv_policy, args.kv_budget) == ("ams-expected", 2048)
     assert "lmcacheConfig" not in model, "a policy refuses KV connectors"
 
 

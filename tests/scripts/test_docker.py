@@ -208,7 +208,7 @@ def test_vllm_takes_these_flags() -> None:
         args, unknown = parser.parse_known_args(words)
         assert not unknown
         assert args.model_tag == words[0]
-        assert args.kv_policy in ("ams-tova", "snapkv")
+        assert args.kv_policy in ("ams-expected", "snapkv")
 
 
 @pytest.mark.parametrize("image", IMAGES)

@@ -27,7 +27,7 @@ def test_the_default_is_the_packaged_model_with_a_policy():
     words = command()
     for part in (
         "serve reasoner/checkpoint",
-        "--kv-policy ams-tova --kv-budget 512 --kv-interval 64",
+        "--kv-policy ams-expected --kv-budget 512 --kv-interval 128",
         "--port 8000",
         "--served-model-name reasoner",
         "--max-model-len 4096",
@@ -97,7 +97,7 @@ def test_a_gpu_sizes_its_own_cache():
 def test_the_address_of_the_live_page_is_told_where_there_is_one(extra):
     root = "http://127.0.0.1:8000"
     told = serve.how_to_call(serve.parse(["--", *extra]), root)
-    assert f"Ready: {root}/v1   model reasoner, policy ams-tova, budget 512" in told
+    assert f"Ready: {root}/v1   model reasoner, policy ams-expected, budget 512" in told
     assert told.count(f"Live page: {root}/kv_policy/live\n") == len(extra)
 
 
