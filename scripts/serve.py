@@ -332,7 +332,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", default="8000", help="port to listen on")
     parser.add_argument("--policy", default="ams-expected", help="none: stock vLLM")
-    parser.add_argument("--budget", default="512", help="tokens per KV head")
+    parser.add_argument("--budget", default="384", help="tokens per KV head")
     parser.add_argument("--interval", default="", help="tokens between events")
     parser.add_argument("extra", nargs="*", help="more arguments of `vllm serve`")
     options = parser.parse_args(arguments)

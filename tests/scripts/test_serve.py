@@ -7,11 +7,15 @@ import shutil
 import socket
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 
+from reasoner.model import EXAMPLE
+from reasoner.problems import generate
+from reasoner.tokenizer import chat_prompt, encode
 from support.make import make
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +31,7 @@ def test_the_default_is_the_packaged_model_with_a_policy():
     words = command()
     for part in (
         "serve reasoner/checkpoint",
-        "--kv-policy ams-expected --kv-budget 512 --kv-interval 128",
+        "--kv-policy ams-expected --kv-budget 384 --kv-interval 128",
         "--port 8000",
         "--served-model-name reasoner",
         "--max-model-len 4096",
@@ -83,6 +87,15 @@ def test_a_pretrained_model_that_cannot_be_had_ends_the_start(monkeypatch, capsy
     assert "MODEL: got 'smollm2', which cannot be fetched" in capsys.readouterr().err
 
 
+def test_the_answer_that_is_shown_has_an_event():
+    options = serve.parse([])
+    prompt = serve.example_prompt(options.model)
+    problems = (generate(*EXAMPLE, seed) for seed in count())
+    problem = next(problem for problem in problems if problem.prompt == prompt)
+    tokens = len(encode(chat_prompt(prompt))) + len(encode(problem.trace))
+    assert tokens > int(options.budget) + int(options.interval)
+
+
 def test_without_a_policy_vllm_is_stock():
     assert "--kv-" not in command("--policy", "none").replace("--kv-cache", "")
 
@@ -97,7 +110,7 @@ def test_a_gpu_sizes_its_own_cache():
 def test_the_address_of_the_live_page_is_told_where_there_is_one(extra):
     root = "http://127.0.0.1:8000"
     told = serve.how_to_call(serve.parse(["--", *extra]), root)
-    assert f"Ready: {root}/v1   model reasoner, policy ams-expected, budget 512" in told
+    assert f"Ready: {root}/v1   model reasoner, policy ams-expected, budget 384" in told
     assert told.count(f"Live page: {root}/kv_policy/live\n") == len(extra)
 
 
