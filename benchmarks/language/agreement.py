@@ -112,10 +112,16 @@ def prepare(
                 f"text-tokens: got {len(text.token_ids)}, expected at least {PROMPT}"
             )
     prompts = [text.token_ids[:PROMPT] for text in texts]
-    if all(ANSWERED in told.get(text.id, {}) for text in texts):
-        answers = [tuple(told[text.id][ANSWERED]) for text in texts]
-    else:
-        answers = _answers(asker, prompts, FULL, 0)
+    known = {
+        text.id: tuple(told[text.id][ANSWERED])
+        for text in texts
+        if ANSWERED in told.get(text.id, {})
+    }
+    asked = [text for text in texts if text.id not in known]
+    if asked:
+        new = _answers(asker, [text.token_ids[:PROMPT] for text in asked], FULL, 0)
+        known |= dict(zip([text.id for text in asked], new, strict=True))
+    answers = [known[text.id] for text in texts]
     whole = [one + two for one, two in zip(prompts, answers, strict=True)]
     found = predictions(asker, whole, FULL, 0, TOP)
     return [

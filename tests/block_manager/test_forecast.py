@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from vllm_kvpolicy.block_manager.forecast import Forecast, held_levels
+from vllm_kvpolicy.block_manager.forecast import Forecast, held_levels, most_ahead
 from vllm_kvpolicy.events import EventPlan, Footprint
 
 
@@ -99,3 +99,13 @@ def test_a_horizon_one_step_short_misses_the_peak(is_last):
     levels = held_levels(footprint, 1, 48 + is_last)
     assert levels.max() == 3 + 2
     assert held_levels(footprint, 1, 44).max() == 3, "the window is not open yet"
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 5, 36, 200])
+@pytest.mark.parametrize("length", [1, 2, 7, 100])
+def test_the_most_ahead_is_that_of_the_next_levels(length: int, ahead: int) -> None:
+    levels = np.random.default_rng(length).integers(0, 50, length)
+    found = most_ahead(levels, ahead)
+    assert found.tolist() == [
+        levels[place : place + ahead + 1].max() for place in range(length)
+    ]

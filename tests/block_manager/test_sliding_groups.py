@@ -4,11 +4,29 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm import SamplingParams
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.request import Request
 
-from vllm_kvpolicy.sizes import SlidingGroups
+from vllm_kvpolicy.block_manager.manager import (
+    KVPolicySpec,
+    own_manager,
+    run_events_first,
+)
+from vllm_kvpolicy.block_manager.placement import PLACEMENTS
+from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
+from vllm_kvpolicy.block_manager.sliding import SlidingBlocks
+from vllm_kvpolicy.events import EventPlan, Footprint
+from vllm_kvpolicy.sizes import PlannerLimits, SlidingGroups
+from vllm_kvpolicy.worker.base import check_groups
 
 SIZES = {"block_size": 32, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
 
@@ -54,3 +72,67 @@ def test_models_without_windows_hold_nothing_beside() -> None:
     for full in (0, 4):
         found = groups(full, 0)
         assert (found.count, found.most_blocks(10_000)) == (0, 0)
+
+
+@pytest.mark.parametrize("num_made", [0, 4, 6])
+def test_windows_that_vllm_did_not_make_are_refused(num_made: int) -> None:
+    """`--disable-sliding-window` makes full attention of all layers, for example."""
+    specs = {f"f{i}": FullAttentionSpec(**SIZES) for i in range(2)}
+    windows = [SlidingWindowSpec(**SIZES, sliding_window=48)] * 5
+    check_groups(
+        specs | {f"s{i}": spec for i, spec in enumerate(windows)}, groups(2, 5)
+    )
+    made = {f"s{i}": windows[0] for i in range(num_made)}
+    with pytest.raises(ValueError, match=f"made {num_made} layers .*expected 5 with"):
+        check_groups(specs | made, groups(2, 5))
+
+
+NUM_WINDOWS, LENGTH = 5, 192
+
+
+@pytest.mark.parametrize("num_free", range(1, 9))
+def test_windows_take_what_an_event_gives_back(num_free: int) -> None:
+    """A model whose first layer has a window, in a pool that is nearly full."""
+    made = [
+        KVCacheGroupSpec([f"s{i}"], SlidingWindowSpec(**SIZES, sliding_window=48))
+        for i in range(NUM_WINDOWS)
+    ]
+    made.append(
+        KVCacheGroupSpec(["f"], KVPolicySpec(**SIZES, max_blocks_per_request=9))
+    )
+    cache = KVCacheManager(
+        KVCacheConfig(num_blocks=101, kv_cache_tensors=[], kv_cache_groups=made),
+        max_model_len=1024,
+        scheduler_block_size=32,
+        hash_block_size=32,
+        max_in_flight_tokens=LENGTH,
+        enable_caching=False,
+    )
+    own, others = own_manager(cache.coordinator.single_type_managers)
+    run_events_first(cache.coordinator, own)
+    planner = Planner(PlannerLimits(32, 8))
+    sliding = SlidingBlocks(groups(1, NUM_WINDOWS, step_tokens=LENGTH), others)
+    own.attach(planner, next(iter(PLACEMENTS)), sliding)
+    footprint = Footprint(EventPlan(LENGTH, 128, 64, 4096), 8, 32)
+    planner.add("r", RequestPlan("tova", footprint, 4))
+    request = Request("r", list(range(LENGTH)), SamplingParams(max_tokens=99), None)
+    assert planner.clip("r", 0, LENGTH) == LENGTH
+    assert cache.allocate_slots(request, LENGTH)
+    request.num_computed_tokens = LENGTH
+    request.append_output_token_ids(5)
+    planner.finish_step({"r": LENGTH})
+    cache.new_step_starts()
+    assert planner.clip("r", LENGTH, 1) == 1 and planner.due("r")
+    cache.coordinator.remove_skipped_blocks("r", LENGTH)
+    pool = cache.block_pool
+    pool.get_new_blocks(pool.get_num_free_blocks() - num_free)
+    needed = sum(
+        each.get_num_blocks_to_allocate("r", LENGTH + 1, [], LENGTH, LENGTH, LENGTH + 1)
+        for each in (own, *others)
+    )
+    assert 0 < needed < NUM_WINDOWS, "the event gives back less than windows take"
+    found = cache.allocate_slots(request, 1)
+    assert (found is not None) == (num_free >= needed)
+    if found is not None:
+        assert pool.get_num_free_blocks() == num_free - needed
+        assert planner.due("r") is None

@@ -7,7 +7,7 @@ from vllm_kvpolicy.policies import build as factory
 from vllm_kvpolicy.policies.base import Policy
 from vllm_kvpolicy.policies.catalogue.names import parse, resolve_options
 from vllm_kvpolicy.worker.refused import refused_for
-from vllm_kvpolicy.worker.rotary import model_rope
+from vllm_kvpolicy.worker.rotary import check_rotates, model_rope
 
 NAMES = ("expected", "ams-tova", "rkv", "ams-expected", "epikv")
 
@@ -25,6 +25,13 @@ def test_a_model_without_rotary_positions() -> None:
     assert text.startswith("kv_policy: expected, ams-expected cannot run on this model")
     assert "rotary positions: got a model without RoPE" in text
     assert text.endswith("choose other policies, also in `allow`")
+
+
+def test_a_model_that_may_leave_its_rotation_out() -> None:
+    """EXAONE 4 has an embedding in layers of full attention, unused."""
+    check_rotates(["Gemma3ForCausalLM"])
+    with pytest.raises(ValueError, match="known to use RoPE .*got Exaone4ForCausalLM"):
+        check_rotates(["Exaone4ForCausalLM"])
 
 
 def test_other_policies_are_not_named() -> None:

@@ -85,7 +85,7 @@ _ENGINE = (
     ),
     Owner(
         "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator",
-        read="single_type_managers",
+        read="single_type_managers allocate_new_blocks",
     ),
     Owner(
         "vllm.v1.engine:EngineCoreReadyResponse",

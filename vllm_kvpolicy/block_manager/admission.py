@@ -8,9 +8,10 @@ bounded requests will hold is known, so that both can be foreseen:
   somebody gets to the next event. Where that has cost as many tokens as a preemption
   would, vLLM preempts: answers were longer than expected.
 
-Where answers have known lengths nobody is preempted. Where vLLM speculates, a request
-takes superblocks for drafts, and how fast it advances is not known: it is expected to
-hold the most of the next tokens, and booked anew when it has left its booking behind.
+Where answers have known lengths and vLLM does not speculate nobody is preempted. Where
+it does, a request takes superblocks for drafts, and how fast it advances is not known:
+it is expected to hold the most of the next superblock of tokens, and booked anew when
+it has left its booking behind.
 Requests without a bound
 (`kv_policy` "none", and policies that may keep everything) follow vLLM's rule; what
 they hold now counts as if they held it for ever.
@@ -21,11 +22,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_kvpolicy.block_manager.forecast import HORIZON, Forecast, held_levels
+from vllm_kvpolicy.block_manager.forecast import (
+    HORIZON,
+    Forecast,
+    held_levels,
+    most_ahead,
+)
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager
 from vllm_kvpolicy.block_manager.output_lengths import OutputLengths
 from vllm_kvpolicy.block_manager.planner import Planner, RequestState
@@ -264,9 +269,7 @@ class Admission:
             now = [held_levels(footprint, at, at + 1) for at in (computed, end - 1)]
             later = held_levels(footprint, end, last)
             levels = np.concatenate([np.maximum(*now), later])
-            ahead = self.num_drafts + self._lead
-            padded = np.pad(levels, (0, ahead), mode="edge")
-            levels = sliding_window_view(padded, ahead + 1).max(-1)
+            levels = most_ahead(levels, self.num_drafts + self._lead)
             self._newest_levels = asked, levels
         return self._newest_levels[1]
 
@@ -336,6 +339,7 @@ class Admission:
         """Return for how many new tokens there are superblocks, at least 1."""
         size, free = self.manager.block_size, self.manager.num_free
         spare = max(free - self.manager.num_needed(request_id, computed + 1), 0)
+        spare //= 1 + self._sliding.count  # groups take as many each
         count = min((computed // size + 1 + spare) * size - computed, num_new)
         # The window of the next event may not fit, too.
         fits = self.manager.num_needed(request_id, computed + count) <= free

@@ -146,3 +146,18 @@ class Forecast:
         self._first = self.step
         self._load = np.zeros(max(2 * (end - self.step), 1024), np.int64)
         self._load[: len(coming)] = coming
+
+
+def most_ahead(levels: np.ndarray, ahead: int) -> np.ndarray:
+    """Return the most of each level and the `ahead` ones after it; the last goes on.
+
+    >>> most_ahead(np.array([3, 1, 4, 1, 5, 2]), 2)
+    array([4, 4, 5, 5, 5, 2])
+    """
+    width = 1
+    while width <= ahead:
+        shift = min(width, ahead + 1 - width)
+        later = np.full_like(levels, levels[-1])
+        later[: len(levels[shift:])] = levels[shift:]
+        levels, width = np.maximum(levels, later), width + shift
+    return levels

@@ -12,6 +12,7 @@ from itertools import takewhile
 from typing import Any
 
 from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -141,9 +142,7 @@ class KVPolicyManager(FullAttentionManager):
         pass, after those of all earlier steps. So its superblocks may be given back
         here, although the host has not seen the end of those steps yet.
         """
-        state = self.planner.due(request_id)
-        if state is not None:
-            self._run_event(request_id, state)
+        self.run_due_event(request_id)
         if self.planner.needs_window(request_id, num_tokens):
             count = self.planner.states[request_id].footprint.window_blocks
             window = self.block_pool.get_new_blocks(count)
@@ -157,6 +156,12 @@ class KVPolicyManager(FullAttentionManager):
         """Return what a finished or preempted request held, its query window too."""
         window = self._windows.pop(request_id, [])
         return super().pop_blocks_for_free(request_id) + window
+
+    def run_due_event(self, request_id: str) -> None:
+        """Carry out the event that a request has in this step, if any, once."""
+        state = self.planner.due(request_id)
+        if state is not None:
+            self._run_event(request_id, state)
 
     def _run_event(self, request_id: str, state: RequestState) -> None:
         """Replace what a request owns below its new frontier by its destinations.
@@ -359,6 +364,25 @@ def own_manager(managers: Sequence[Any]) -> tuple[KVPolicyManager, list[Any]]:
             f"expected one KV cache group with a KVPolicyManager, got {managers}"
         )
     return own[0], [each for each in managers if each is not own[0]]
+
+
+def run_events_first(coordinator: KVCacheCoordinator, own: KVPolicyManager) -> None:
+    """Have an event give superblocks back before other groups take theirs.
+
+    vLLM checks that there are enough for all groups together, and then has each take
+    its own, in the order of the model's layers. A model may begin with a window.
+
+    Args:
+        coordinator: of all groups; changed in place.
+        own: the manager of the policy's group.
+    """
+    allocate = coordinator.allocate_new_blocks
+
+    def allocate_new_blocks(request_id: str, *args: Any, **options: Any) -> Any:
+        own.run_due_event(request_id)
+        return allocate(request_id, *args, **options)
+
+    coordinator.allocate_new_blocks = allocate_new_blocks  # type: ignore[method-assign]
 
 
 def _ids(blocks: Sequence[KVCacheBlock]) -> tuple[int, ...]:

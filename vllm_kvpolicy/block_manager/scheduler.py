@@ -19,7 +19,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_kvpolicy.block_manager.admission import Admission
 from vllm_kvpolicy.block_manager.block_hashes import lookahead_hasher
 from vllm_kvpolicy.block_manager.counting import CountingMixin
-from vllm_kvpolicy.block_manager.manager import own_manager
+from vllm_kvpolicy.block_manager.manager import own_manager, run_events_first
 from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
 from vllm_kvpolicy.block_manager.sliding import SlidingBlocks
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
@@ -48,8 +48,10 @@ class KVPolicySchedulerMixin(CountingMixin):
             self.vllm_config.additional_config[CONFIG_KEY]
         )
         policy = parse(self.kv_policy_config.policy)
-        managers = self.kv_cache_manager.coordinator.single_type_managers
-        manager, others = own_manager(managers)
+        coordinator = self.kv_cache_manager.coordinator
+        manager, others = own_manager(coordinator.single_type_managers)
+        if others:
+            run_events_first(coordinator, manager)
         self.kv_policy_limits = planner_limits(self.vllm_config, self.kv_policy_config)
         self.kv_policy_planner = Planner(self.kv_policy_limits)
         self._query_rows = query_rows(self.vllm_config)

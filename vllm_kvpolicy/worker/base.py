@@ -290,7 +290,7 @@ def check_groups(specs: Mapping[str, Any], groups: SlidingGroups) -> None:
     windows = [spec.sliding_window for spec in specs.values() if type(spec) in SLIDING]
     sizes = {(spec.block_size, spec.page_size_bytes) for spec in specs.values()}
     expected = [groups.window] * groups.num_sliding
-    if windows and (windows != expected or len(sizes) > 1):
+    if windows != expected or (windows and len(sizes) > 1):
         raise ValueError(
             f"--kv-policy: vLLM made {len(windows)} layers with windows of "
             f"{sorted(set(windows))} tokens and pages of {len(sizes)} sizes, expected "

@@ -8,6 +8,24 @@ import torch
 
 from vllm_kvpolicy.kernels.rope import Rope
 
+# Models with sliding windows whose layers of full attention rotate queries and keys, as
+# their code in vLLM says. Others may have a rotary embedding there and leave it out.
+ROTATING = frozenset({"Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"})
+
+
+def check_rotates(architectures: Iterable[str]) -> None:
+    """Refuse a model with sliding windows of which is not known whether it rotates.
+
+    Raises:
+        ValueError: it is not among ROTATING.
+    """
+    if not ROTATING & {*architectures}:
+        known, given = ", ".join(sorted(ROTATING)), ", ".join(architectures)
+        raise ValueError(
+            "rotary positions: with sliding windows, expected a model whose layers of "
+            f"full attention are known to use RoPE ({known}), got {given}"
+        )
+
 
 def model_rope(
     model: torch.nn.Module, head_dim: int, layers: Iterable[str] | None = None
