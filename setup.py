@@ -259,6 +259,7 @@ if __name__ == "__main__":
             "cuda": ["vllm==0.32.0"],
             "dev": [
                 "accelerate",
+                "allpairspy",
                 "gguf",
                 "hypothesis",
                 "ipykernel",

@@ -200,7 +200,7 @@ def test_the_line_names_every_operation(demand, built) -> None:
     assert in_cuda == (
         "CUDA C++ for compact_pages, page_tables, pick_by_quota, top_k_mask"
     )
-    assert in_triton.startswith("Triton for assign_pages, count_in_pages")
+    assert in_triton.startswith("Triton for assign_pages, best_pages, count_in_pages")
     names = f"{in_cuda}, {in_triton}".replace("Triton for", "").replace(",", "").split()
     assert set(preferences.TABLE) <= set(names)
 

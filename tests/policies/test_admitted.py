@@ -185,6 +185,10 @@ def test_a_server_without_a_budget_says_so() -> None:
             max_model_len=1024,
             get_num_attention_heads=lambda parallel: 8,
             get_num_kv_heads=lambda parallel: 2,
+            hf_text_config=SimpleNamespace(layer_types=None),
+        ),
+        scheduler_config=SimpleNamespace(
+            max_num_batched_tokens=64, async_scheduling=False
         ),
         parallel_config=None,
     )

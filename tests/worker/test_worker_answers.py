@@ -12,6 +12,7 @@ from vllm.v1.outputs import (
     ModelRunnerOutput,
 )
 
+from vllm_kvpolicy.block_manager.manager import KVPolicySpec
 from vllm_kvpolicy.protocol import UsedBlocks
 from vllm_kvpolicy.worker.base import KVPolicyWorkerMixin
 from vllm_kvpolicy.worker.side_memory import MIB, Share, mib, too_small
@@ -73,6 +74,16 @@ class Worker(KVPolicyWorkerMixin, Stock):
             answers=SimpleNamespace(take=self.take)
         )
         self.device = torch.device(device)
+        self.model_config = SimpleNamespace(
+            max_model_len=1024, hf_text_config=SimpleNamespace(layer_types=None)
+        )
+        self.vllm_config = SimpleNamespace(
+            model_config=self.model_config,
+            scheduler_config=SimpleNamespace(
+                max_num_batched_tokens=64, async_scheduling=False
+            ),
+            cache_config=SimpleNamespace(block_size=TABLES.block_size),
+        )
         self.cache_config = SimpleNamespace(
             kv_cache_memory_bytes=explicit, num_gpu_blocks_override=None
         )
@@ -91,7 +102,14 @@ class Worker(KVPolicyWorkerMixin, Stock):
         return ANSWERS
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
-        spec = SimpleNamespace(page_size_bytes=PAGE, max_blocks_per_request=NEEDED)
+        spec = KVPolicySpec(
+            block_size=TABLES.block_size,
+            num_kv_heads=2,
+            head_size=PAGE // (2 * 2 * 4 * TABLES.block_size),  # keys and values
+            dtype=torch.float32,
+            max_blocks_per_request=NEEDED,
+        )
+        assert spec.page_size_bytes == PAGE
         return {str(n): spec for n in range(LAYERS)}
 
 
