@@ -53,7 +53,7 @@ STABLE_TORCH_LIBRARY(vllm_kvpolicy_cpu, library) {
       "Tensor? unmoved, int tokens, int block_size) -> ()");
   library.def(
       "window_usage(Tensor(a!) mean, Tensor(b!) last, Tensor queries, Tensor pool, "
-      "Tensor pages, Tensor lengths, float scale) -> ()");
+      "Tensor pages, Tensor lengths, float scale, Tensor? sinks) -> ()");
   library.def(
       "write_survivors(Tensor(a!) survivors, Tensor(b!) local, Tensor which, "
       "Tensor index, Tensor values, Tensor sources, Tensor num_pages, "

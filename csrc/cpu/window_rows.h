@@ -96,9 +96,10 @@ static void logits_of_rows(const Head& head, const float* rows, const float* pan
   }
 }
 
-// Turns a row of logits into weights, in place; returns one over their sum. The sum is
-// carried in float64, two vectors at a time.
-static float weigh_row(float* logits, int64_t end, float largest) {
+// Turns a row of logits into weights, in place; returns one over the sum of them and the
+// sink's. The sum is carried in float64, two vectors at a time.
+static float weigh_row(float* logits, int64_t end, float largest, float sink) {
+  largest = sink > largest ? sink : largest;
   const Floats least = Floats{} + kLeastLogit, none = Floats{};
   const Floats no_weight = Floats{} + kNoWeight;
   Doubles sums = {};
@@ -115,7 +116,7 @@ static float weigh_row(float* logits, int64_t end, float largest) {
     }
     sums += __builtin_convertvector(both, Doubles);
   }
-  double total = 0;
+  double total = std::exp((double)sink - largest);
   for (int j = 0; j < kLanes; ++j) total += sums[j];
   return 1.0f / (float)(total > 1 ? total : 1.0);
 }
@@ -140,7 +141,8 @@ static void usage_of_head_as(const Head& head, float* scratch) {
       const Row row = row_of(head, first + i);
       float* weights = logits + i * end;
       float* sum = sums + row.head * end;
-      const float share = weigh_row(weights, end, largest[i]);
+      const float sink = head.sinks ? head.sinks[row.head] : -__builtin_inff();
+      const float share = weigh_row(weights, end, largest[i], sink);
       for (int64_t token = 0; token < end; token += kLanes)
         store(sum + token, load(sum + token) + load(weights + token) * share);
       if (row.step < head.window - 1) continue;

@@ -3,9 +3,11 @@
 // over all keys, turns them into probabilities, and adds those up, so that no more than
 // a few rows of logits are ever stored.
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <optional>
 
 #include "numbers.h"
 #include "paged_heads.h"
@@ -27,6 +29,7 @@ struct Head {
   int64_t length;      // tokens held
   int64_t used;        // queries that count
   float scale;
+  const float* sinks;  // [group], or null for none
   float* mean;  // [group, tokens], zero where nothing is written
   float* last;  // likewise
   int64_t result_stride;  // from one query head to the next, of both
@@ -62,7 +65,7 @@ Head head_of(const Tensor& queries, const Tensor& pool, const Tensor& pages,
 }
 
 void window_usage(Tensor mean, Tensor last, Tensor queries, Tensor pool, Tensor pages,
-                  Tensor lengths, double scale) {
+                  Tensor lengths, double scale, std::optional<Tensor> sinks) {
   const ScalarType type = queries.scalar_type();
   STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::Half ||
                       type == ScalarType::BFloat16,
@@ -82,11 +85,18 @@ void window_usage(Tensor mean, Tensor last, Tensor queries, Tensor pool, Tensor 
                   pool.size(2), " of a head");
   STD_TORCH_CHECK(pages.size(3) * pool.size(1) >= num_tokens,
                   "pages: expected room for ", num_tokens, " tokens");
+  if (sinks) {
+    check("sinks", *sinks, ScalarType::Float, 2);
+    STD_TORCH_CHECK(sinks->size(0) == layers && sinks->size(1) == queries.size(2) &&
+                        sinks->stride(1) == 1,
+                    "sinks: expected a row of each layer's query heads");
+  }
   const Head model = head_of(queries, pool, pages, mean, scale);
   const int64_t width = type == ScalarType::Float ? 4 : 2, group = model.group;
   const char* all_queries = static_cast<const char*>(queries.const_data_ptr());
   const int64_t* all_pages = pages.const_data_ptr<int64_t>();
   const int64_t* all_lengths = lengths.const_data_ptr<int64_t>();
+  const float* all_sinks = sinks ? sinks->const_data_ptr<float>() : nullptr;
   float* all_means = mean.mutable_data_ptr<float>();
   float* all_lasts = last.mutable_data_ptr<float>();
 
@@ -103,6 +113,7 @@ void window_usage(Tensor mean, Tensor last, Tensor queries, Tensor pool, Tensor 
       head.pages = all_pages + place(pages, event, layer, row);
       head.length = all_lengths[place(lengths, event, layer, row)];
       if (!head.length) continue;
+      if (sinks) head.sinks = all_sinks + layer * sinks->stride(0) + row * group;
       head.used = std::max<int64_t>(1, std::min(head.length - 1, head.window));
       head.mean = all_means + place(mean, event, layer, row * group);
       head.last = all_lasts + place(last, event, layer, row * group);

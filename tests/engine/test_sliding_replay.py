@@ -12,7 +12,7 @@ import torch
 
 from support.engine.helpers import Engine, make_jobs
 from support.engine.oracle_replay import Mismatch, check_replay
-from support.made_sliding import Gemma3Decoder, make_gemma3
+from support.made_sliding import MixedDecoder, make_gemma3
 
 BASE = {"budget": 110, "interval": 56, "prefill_interval": 256, "recent": 40}
 POLICIES = ["ams-tova", "tova", "snapkv", "streaming", "ams-expected", "h2o", "keydiff"]
@@ -42,9 +42,9 @@ def results(model: Path, tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture(scope="module")
-def decoder(model: Path) -> Gemma3Decoder:
+def decoder(model: Path) -> MixedDecoder:
     torch.set_num_threads(1)
-    return Gemma3Decoder(model)
+    return MixedDecoder(model)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

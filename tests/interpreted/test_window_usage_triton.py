@@ -73,17 +73,21 @@ def rows_of_logits(logits: torch.Tensor) -> Case:
     return queries, PagedTokens.from_dense(keys), lengths
 
 
-def run(case: Case, mass: float | None = None) -> WindowUsage:
+def run(
+    case: Case, mass: float | None = None, sinks: torch.Tensor | None = None
+) -> WindowUsage:
     """Run the twin through its operation."""
     before = window_usage.calls["triton"]
-    usage = window_usage(*case, SCALE, mass)
+    usage = window_usage(*case, SCALE, mass, sinks)
     assert window_usage.calls["triton"] == before + 1
     return usage
 
 
-def check(case: Case, mass: float | None = None) -> WindowUsage:
+def check(
+    case: Case, mass: float | None = None, sinks: torch.Tensor | None = None
+) -> WindowUsage:
     """Compare with the reference; return what the twin found."""
-    got, want = run(case, mass), window_usage_ref(*case, SCALE, mass)
+    got, want = run(case, mass, sinks), window_usage_ref(*case, SCALE, mass, sinks)
     for name in ("mean", "last"):
         found = getattr(got, name)
         assert found.dtype == FULL and found.shape == getattr(want, name).shape
@@ -298,6 +302,23 @@ def test_nuclei_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     got = run(case, 0.8)
     assert got.nucleus is not None and want.nucleus is not None
     assert torch.equal(got.nucleus, want.nucleus)
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("apart", [False, True])
+def test_sinks_take_their_share(group: int, apart: bool) -> None:
+    queries, keys, lengths = make_case(RAGGED, group=group, window=5)
+    sinks = torch.linspace(0, 20, 4 * group).view(2, -1)
+    if apart:
+        keys = replace(keys, pools=[pool.clone() for pool in keys.pools])
+    with_sinks = check((queries, keys, lengths), sinks=sinks)
+    without = check((queries, keys, lengths))
+    assert with_sinks.last.sum() < 0.9 * without.last.sum()
+
+
+def test_a_sink_above_all_keys_takes_everything() -> None:
+    usage = check(make_case(RAGGED), sinks=torch.full((2, 4), 1e4))
+    assert (usage.mean == 0).all()
 
 
 def test_a_row_alone_has_the_same_results() -> None:

@@ -70,6 +70,38 @@ def test_equals_naive_softmax(dtype: torch.dtype) -> None:
         assert (mean[:, n:] == 0).all() and (last[:, n:] == 0).all()
 
 
+def test_a_sink_takes_its_share_and_gives_nothing() -> None:
+    """By hand: weights 1, 3 and, of a third key, 2; the first sink has 4.
+
+    The second head's sink is nothing beside its keys, whose weights are 1 and 3.
+    """
+    logits = torch.tensor([1.0, 3.0]).log()
+    queries, keys = torch.ones(1, 1, 2, 2, 1), logits.view(1, 1, 1, 2, 1)
+    lengths, sinks = torch.tensor([[[2]]]), torch.tensor([[4.0, 1e-30]]).log()
+    paged = PagedTokens.from_dense(keys)
+    got = window_usage_ref(queries, paged, lengths, 1.0, sinks=sinks)
+    want = torch.tensor([[[[1 / 8, 3 / 8], [1 / 4, 3 / 4]]]])
+    torch.testing.assert_close(got.last, want)
+    torch.testing.assert_close(got.mean, want)  # at two tokens only one query counts
+    longer = torch.cat([keys, torch.tensor(2.0).log().view(1, 1, 1, 1, 1)], 3)
+    paged = PagedTokens.from_dense(longer)
+    got = window_usage_ref(queries, paged, lengths + 1, 1.0, sinks=sinks)
+    means = [[1 / 8 + 1 / 10, 3 / 8 + 3 / 10, 2 / 10]]
+    means += [[1 / 4 + 1 / 6, 3 / 4 + 3 / 6, 2 / 6]]
+    torch.testing.assert_close(got.mean, torch.tensor([[means]]) / 2)
+
+
+def test_sinks_that_are_not_taken() -> None:
+    queries, keys, lengths = make_inputs(torch.float32)
+    given = queries, PagedTokens.from_dense(keys), lengths, SCALE
+    sinks = torch.zeros(LAYERS, HEADS * GROUP)
+    for wrong in (sinks[:1], sinks[:, :1], sinks.double()):
+        with pytest.raises(ValueError, match="^sinks: expected"):
+            window_usage_ref(*given, sinks=wrong)
+    with pytest.raises(ValueError, match="^mass: expected None beside sinks"):
+        window_usage_ref(*given, mass=0.9, sinks=sinks)
+
+
 @pytest.mark.parametrize("length", [1, 2, 5, WINDOW, WINDOW + 1])
 def test_short_rows_shorten_the_window(length: int) -> None:
     queries, keys, lengths = make_inputs(torch.float32)

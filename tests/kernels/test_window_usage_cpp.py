@@ -43,10 +43,12 @@ def make_case(
     return queries.permute(1, 0, 3, 2, 4), keys, lengths
 
 
-def check(case: Case, mass: float | None = None) -> WindowUsage:
+def check(
+    case: Case, mass: float | None = None, sinks: torch.Tensor | None = None
+) -> WindowUsage:
     """Compare with the reference; return what the twin found."""
-    got = window_usage(*case, SCALE, mass)
-    want = window_usage_ref(*case, SCALE, mass)
+    got = window_usage(*case, SCALE, mass, sinks)
+    want = window_usage_ref(*case, SCALE, mass, sinks)
     for name in ("mean", "last"):
         found = getattr(got, name)
         assert found.dtype == torch.float32
@@ -77,6 +79,23 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_equals_the_reference(shape: dict, columns: bool) -> None:
     check(make_case(RAGGED, columns=columns, **shape))
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_sinks_take_their_share(shape: dict) -> None:
+    queries, keys, lengths = make_case(RAGGED, **shape)
+    sinks = torch.linspace(0, 20, 2 * queries.shape[2]).view(2, -1)
+    with_sinks = check((queries, keys, lengths), sinks=sinks)
+    without = check((queries, keys, lengths))
+    assert with_sinks.last.sum() < 0.9 * without.last.sum()
+    copies = [pool.clone() for pool in keys.pools]
+    apart = check((queries, replace(keys, pools=copies), lengths), sinks=sinks)
+    assert torch.equal(apart.mean, with_sinks.mean)
+
+
+def test_a_sink_above_all_keys_takes_everything() -> None:
+    usage = check(make_case(RAGGED), sinks=torch.full((2, 4), 1e4))
+    assert (usage.mean == 0).all()
 
 
 def test_nuclei_are_the_references() -> None:

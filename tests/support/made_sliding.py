@@ -51,23 +51,24 @@ def make_gemma3(path: Path | str, seed: int = 3) -> Path:
     return Path(path)
 
 
-class Gemma3Decoder:
-    """Transformers' Gemma 3, whose layers of full attention see what a mask shows.
+class MixedDecoder:
+    """Transformers' model, whose layers of full attention see what a mask shows.
 
     It stands in for `ReferenceDecoder` in the replay oracle: its layers are those of
     full attention, and layers with a window see the window.
 
     Args:
-        folder: model folder.
+        folder: folder of a model that this module or `made_sinks` has written.
     """
 
     def __init__(self, folder: Path | str) -> None:
-        from transformers import Gemma3ForCausalLM
+        from transformers import AutoModelForCausalLM
 
-        self.model = Gemma3ForCausalLM.from_pretrained(
+        self.model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         )
-        self.num_layers, self.num_heads = NUM_FULL, 2
+        self.kinds = self.model.config.layer_types
+        self.num_layers, self.num_heads = self.kinds.count(KINDS[1]), 2
 
     @torch.no_grad()
     def forward(self, tokens: list[int], visible: torch.Tensor) -> SimpleNamespace:
@@ -77,8 +78,8 @@ class Gemma3Decoder:
             layer.self_attn.register_forward_pre_hook(
                 _with_mask(next(full)), with_kwargs=True
             )
-            for layer, kind in zip(self.model.model.layers, PATTERN, strict=True)
-            if kind
+            for layer, kind in zip(self.model.model.layers, self.kinds, strict=True)
+            if kind == KINDS[1]
         ]
         try:
             return SimpleNamespace(logits=self.model(torch.tensor([tokens])).logits[0])

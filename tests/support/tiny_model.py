@@ -70,7 +70,7 @@ def make_tiny_model(
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
     save_file(_random_weights(config, seed), folder / "model.safetensors")
-    _write_tokenizer(folder, vocabulary, max_positions)
+    write_tokenizer(folder, vocabulary, max_positions)
     return folder
 
 
@@ -112,7 +112,7 @@ def _random_weights(config: dict, seed: int) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _write_tokenizer(folder: Path, vocabulary: list[str], max_positions: int) -> None:
+def write_tokenizer(folder: Path, vocabulary: list[str], max_positions: int) -> None:
     """Write a tokenizer that maps each character to one token, with a chat template."""
     ids = {token: index for index, token in enumerate(vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))

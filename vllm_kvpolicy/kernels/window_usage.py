@@ -5,7 +5,8 @@ https://github.com/EIT-NLP/AdaptiveMassSegment/blob/7eb32cd75600c55888f223dddd28
 Deviations: every query is at its own position (theirs rotates the whole window to the
 current one); all sums are fp32 or fp64 (theirs rounds to the model dtype); the newest
 entries get a value per (request, KV head) (theirs takes the maximum over every head of
-every request, available as "global").
+every request, available as "global"); attention sinks, as gpt-oss has them
+(https://github.com/openai/gpt-oss/blob/main/gpt_oss/torch/model.py), take their share.
 """
 
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ def window_usage_ref(
     lengths: torch.Tensor,
     scale: float,
     mass: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> WindowUsage:
     """Causal softmax of the newest queries over the cached keys, reduced over them.
 
@@ -59,24 +61,32 @@ def window_usage_ref(
         lengths: [E, L, H] int64, tokens held, 1..T.
         scale: softmax scale.
         mass: p of the nuclei, above 0, at most 1; None for no nuclei.
+        sinks: [L, Hq] float32, a logit in every softmax whose share no key gets; None
+            for none. Not with `mass`.
 
     Returns:
         Usage per query head, in float32; sums over keys are carried in float64, so
         that padding does not change them.
 
     Raises:
-        ValueError: shapes that do not fit together.
+        ValueError: shapes that do not fit together, or nuclei beside sinks.
     """
     check_shapes(queries, keys)
+    check_sinks(queries, sinks, mass)
     num_q_heads, window = queries.shape[2:4]
     num_heads, num_tokens = keys.shape[2:4]
 
     def of_chunk(
-        queries: torch.Tensor, keys: torch.Tensor, lengths: torch.Tensor
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        lengths: torch.Tensor,
+        *sinks: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         logits = window_logits(queries, keys, lengths, scale)
         counts = () if mass is None else (row_nucleus_counts(logits.amax(2), mass),)
-        probs = softmax(logits)
+        probs = softmax(
+            logits, *(of_row.view(*logits.shape[:3], 1) for of_row in sinks)
+        )
         count = effective_window(lengths, window)[..., None, None]
         mean = (probs.sum(3) / count).flatten(1, 2)
         return mean, probs[:, :, :, -1].flatten(1, 2), *counts
@@ -84,7 +94,10 @@ def window_usage_ref(
     # float32 keys; logits and weights of all query heads; nuclei, four rows of int64.
     row_bytes = 8 * num_q_heads + (0 if mass is None else 32 * num_heads)
     pair_bytes = num_tokens * (4 * num_heads * keys.shape[-1] + window * row_bytes)
-    parts = map_pairs_to_many(of_chunk, pair_bytes, queries, keys.dense, lengths)
+    rows = [queries, keys.dense, lengths]
+    if sinks is not None:
+        rows.append(sinks.expand(queries.shape[:3]))
+    parts = map_pairs_to_many(of_chunk, pair_bytes, *rows)
     used = effective_window(lengths, window)
     return WindowUsage(parts[0], parts[1], lengths, used, *parts[2:])
 
@@ -100,6 +113,21 @@ def check_shapes(queries: torch.Tensor, keys: PagedTokens) -> None:
             "queries: expected [E, L, H * G, W >= 1, D] for keys [E, L, H, T, D] = "
             f"{list(keys.shape)}, got {list(queries.shape)}"
         )
+
+
+def check_sinks(
+    queries: torch.Tensor, sinks: torch.Tensor | None, mass: float | None
+) -> None:
+    """Raise ValueError if `window_usage` does not take these sinks."""
+    if sinks is None:
+        return
+    if sinks.shape != queries.shape[1:3] or sinks.dtype != torch.float32:
+        raise ValueError(
+            f"sinks: expected [L, Hq] = {list(queries.shape[1:3])} float32, got "
+            f"{list(sinks.shape)} {sinks.dtype}"
+        )
+    if mass is not None:
+        raise ValueError("mass: expected None beside sinks, which nuclei do not count")
 
 
 def measured(usage: WindowUsage | None) -> WindowUsage:

@@ -221,8 +221,8 @@ def layer_refusals(layers: Mapping[str, Any], cache_dtype: str) -> list[str]:
         "an attention logit soft cap, which scorers do not model": lambda layer: bool(
             getattr(layer.impl, "logits_soft_cap", None)
         ),
-        "learned attention sinks, which scorers do not model": lambda layer: (
-            getattr(layer.impl, "sinks", None) is not None
+        "learned attention sinks, or none, unlike the first layer": lambda layer: (
+            _has_sinks(layer) != _has_sinks(first)
         ),
         "the keys and values of another layer (KV sharing)": lambda layer: (
             getattr(layer, "kv_sharing_target_layer_name", None) is not None
@@ -261,6 +261,10 @@ def layer_refusals(layers: Mapping[str, Any], cache_dtype: str) -> list[str]:
 
 def _geometry(layer: Any) -> tuple[float, int, int]:
     return layer.impl.scale, layer.num_heads, layer.num_kv_heads
+
+
+def _has_sinks(layer: Any) -> bool:
+    return getattr(layer.impl, "sinks", None) is not None
 
 
 def is_sliding(layer: Any) -> bool:

@@ -84,6 +84,7 @@ class Compactor:
         memory: what policies remember of survivors, true positions included.
         rope: the model's rotary embedding, None where no policy asks for it.
         scale: softmax scale of the model's attention.
+        sinks: [L, Hq] float32, logits of its attention sinks; None for none.
         trace: records survivors with true positions.
         live: shows events to whoever listens.
         ranks: that serve the other heads.
@@ -103,6 +104,7 @@ class Compactor:
     live: NoEvents = NoEvents()
     ranks: Ranks = ONE_RANK
     rooms: Mapping[str, float] = field(default_factory=dict)
+    sinks: torch.Tensor | None = None
 
     @torch.inference_mode()
     def run(self, events: Sequence[CompactEvent]) -> list[EventAnswer]:
@@ -215,6 +217,7 @@ class Compactor:
             memory={name: value.view(*shape, -1) for name, value in memory.items()},
             fresh_tokens=self.requests.fresh_tokens(batch.rows, batch.events),
             ranks=self.ranks,
+            sinks=self.sinks,
             **optional,
         )
 

@@ -29,9 +29,10 @@ def with_attention(decision: Decision, needs: Needs, inputs: EventInputs) -> Dec
         inputs: what it saw.
 
     Returns:
-        The decision, with these notes where the policy reads queries and keys.
+        The decision, with these notes where the policy reads queries and keys and the
+        model has no attention sinks, whose share they do not count.
     """
-    if not (needs.window_tokens and needs.keys):
+    if inputs.sinks is not None or not (needs.window_tokens and needs.keys):
         return decision
     queries = inputs.given("queries")[..., -needs.window_tokens :, :]
     lengths = inputs.lengths

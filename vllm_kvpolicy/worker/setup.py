@@ -36,6 +36,7 @@ from vllm_kvpolicy.worker.rotary import check_rotates, model_rope
 from vllm_kvpolicy.worker.runtime import KVPolicyRuntime
 from vllm_kvpolicy.worker.side_memory import Share, of_captures
 from vllm_kvpolicy.worker.side_tables import LISTS, PAGES, VALUES, SideTables
+from vllm_kvpolicy.worker.sinks import check_takes_sinks, sinks_of
 from vllm_kvpolicy.worker.survivors import SurvivorMemory
 from vllm_kvpolicy.worker.tensor_parallel import head_shard, ranks_of, trace_name
 from vllm_kvpolicy.worker.tiers.base import Tier
@@ -155,6 +156,7 @@ class WorkerSetup:
             live=self._live(partial(counters.note_off, LIVE)),
             ranks=self.ranks,
             rooms=self._rooms(pool),
+            sinks=sinks_of(self.layers),
         )
         runtime = KVPolicyRuntime(
             self.policies, self.requests, tier, self.captures, compactor, counters
@@ -258,7 +260,7 @@ def prepare(
     """
     first, block_size = layers[0], vllm_config.cache_config.block_size
     shard = head_shard(vllm_config, first)
-    policies = _policies(config, len(layers), first.head_size, shard)
+    policies = _policies(vllm_config, config, layers, shard)
     needs = reduce(or_, (policy.needs for policy in policies.values()))
     with refused_for(policies, lambda needs: needs.rope):
         if needs.rope and sliding_groups(vllm_config).count:
@@ -300,18 +302,19 @@ def prepare(
 
 
 def _policies(
-    config: KVPolicyConfig, num_layers: int, head_size: int, shard: HeadShard
+    vllm_config: Any, config: KVPolicyConfig, layers: Sequence[Any], shard: HeadShard
 ) -> dict[str, Policy]:
     """Return the server's policies by name, each for the heads of this rank."""
     policies = {}
     for name in config.policies:
         policy = build(name, config.options_of(name))
         with refused_for({name: policy}):
-            policy.check_model(
-                num_layers, shard.num_heads, shard.num_kv_heads, head_size
-            )
+            heads = shard.num_heads, shard.num_kv_heads, layers[0].head_size
+            policy.check_model(len(layers), *heads)
             policy.take_heads(shard)
         policies[name] = policy
+    if sinks_of(layers) is not None:
+        check_takes_sinks(policies, config.is_ragged, vllm_config)
     return policies
 
 

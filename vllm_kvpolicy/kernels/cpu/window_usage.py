@@ -12,7 +12,7 @@ from vllm_kvpolicy.kernels.cpu.library import load
 from vllm_kvpolicy.kernels.nucleus import nucleus_counts
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.window_logits import effective_window
-from vllm_kvpolicy.kernels.window_usage import WindowUsage, check_shapes
+from vllm_kvpolicy.kernels.window_usage import WindowUsage, check_shapes, check_sinks
 
 
 def window_usage(
@@ -21,6 +21,7 @@ def window_usage(
     lengths: torch.Tensor,
     scale: float,
     mass: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> WindowUsage:
     """Causal softmax of the newest queries over the cached keys, reduced over them.
 
@@ -33,10 +34,11 @@ def window_usage(
 
     Raises:
         ImportError: the kernels were not built.
-        ValueError: shapes that do not fit together.
+        ValueError: shapes that do not fit together, or nuclei beside sinks.
     """
     load()
     check_shapes(queries, keys)
+    check_sinks(queries, sinks, mass)
     shape = (*queries.shape[:3], keys.num_tokens)
     mean, last = (queries.new_zeros(shape, dtype=torch.float32) for _ in range(2))
     for layers, pool in keys.by_pool():
@@ -46,6 +48,7 @@ def window_usage(
             pool,
             *(each[:, layers] for each in rows),
             scale,
+            None if sinks is None else sinks[layers].contiguous(),
         )
     counts: tuple[torch.Tensor, ...] = ()
     if mass is not None:

@@ -27,7 +27,7 @@ from vllm_kvpolicy.kernels import chunks
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.softmax import TINY
 from vllm_kvpolicy.kernels.window_logits import effective_window
-from vllm_kvpolicy.kernels.window_usage import WindowUsage, check_shapes
+from vllm_kvpolicy.kernels.window_usage import WindowUsage, check_shapes, check_sinks
 
 HIGHEST = tl.constexpr(torch.finfo(torch.float32).max)
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -46,6 +46,7 @@ def window_usage(
     lengths: torch.Tensor,
     scale: float,
     mass: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> WindowUsage:
     """Causal softmax of the newest queries over the cached keys, reduced over them.
 
@@ -57,16 +58,18 @@ def window_usage(
         Usage per query head, in float32, to rounding that of the reference.
 
     Raises:
-        ValueError: shapes that do not fit together.
+        ValueError: shapes that do not fit together, or nuclei beside sinks.
     """
     check_shapes(queries, keys)
+    check_sinks(queries, sinks, mass)
     window = queries.shape[3]
     parts = []
     for layers, pool in keys.by_pool():
         pages = keys.pages[:, layers].contiguous()
         held = lengths[:, layers].contiguous()
         paged = PagedTokens([pool], pages, keys.num_tokens)
-        parts.append(_usage(queries[:, layers], paged, held, float(scale), mass))
+        own = None if sinks is None else sinks[layers].contiguous()
+        parts.append(_usage(queries[:, layers], paged, held, float(scale), mass, own))
     joined = partial(torch.cat, dim=1)
     whole = parts[0] if len(parts) == 1 else map(joined, zip(*parts, strict=True))
     mean, last, *nucleus = whole
@@ -79,6 +82,7 @@ def _usage(
     lengths: torch.Tensor,
     scale: float,
     mass: float | None,
+    sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
     """Return mean, last and, if asked for, nuclei of layers with one pool."""
     window = queries.shape[3]
@@ -98,7 +102,8 @@ def _usage(
     grid = (num_rows * num_tiles,)
     _softmax_of_tiles[grid](*inputs, *parts, **options)
     _softmax_of_rows[(num_rows, triton.cdiv(per_row, 128))](
-        *(lengths, *parts, *whole, num_tiles, per_row, options["TILE"], 16, 128)
+        *(lengths, sinks, *parts, *whole, num_tiles, per_row),
+        *(window, lengths[0].numel(), options["TILE"], 16, 128),
     )
     _usage_of_tiles[grid](*inputs, *whole, *usage, **options)
     if mass is None:
@@ -222,15 +227,21 @@ def _softmax_of_tiles(
 
 @triton.jit(do_not_specialize=VARYING)
 def _softmax_of_rows(
-    lengths, tile_highest, tile_total, highest, total, num_tiles,
-    PER_ROW: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
+    lengths, sinks, tile_highest, tile_total, highest, total, num_tiles,
+    PER_ROW: tl.constexpr, WINDOW: tl.constexpr, PER_EVENT: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Put the tiles of pass 1 together: `highest` and `total` [R, G * W]."""
+    """Put the tiles of pass 1 and sinks together: `highest` and `total` [R, G * W]."""
     row = tl.program_id(0).to(tl.int64)
     query = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     held = tl.cdiv(tl.load(lengths + row).to(tl.int32), TILE)
     most = tl.full((BLOCK,), LOWEST, tl.float32)
     whole = tl.zeros((BLOCK,), tl.float64)
+    if sinks is not None:
+        head = row % PER_EVENT * (PER_ROW // WINDOW) + query // WINDOW
+        sink = tl.load(sinks + head, query < PER_ROW, other=LOWEST)
+        most = tl.maximum(sink, most)
+        whole += tl.exp(sink - most).to(tl.float64)
     for first in range(0, held, TILES):
         tile = first + tl.arange(0, TILES)
         mask = (tile < held)[:, None] & (query < PER_ROW)[None, :]
