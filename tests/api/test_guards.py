@@ -99,10 +99,6 @@ TRIGGERS = {
         **MIXED,
         "speculative_config": NGRAM,
     },
-    "tensor parallelism with sliding-window layers": {
-        **MIXED,
-        "parallel_config.tensor_parallel_size": 2,
-    },
     "layers other than full attention and sliding windows": {
         "model_config.hf_text_config.layer_types": [
             "chunked_attention",

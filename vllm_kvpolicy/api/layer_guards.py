@@ -64,13 +64,6 @@ BESIDE_SLIDING = (
         "leave out --kv-cache-dtype",
     ),
     Refusal(
-        "tensor parallelism with sliding-window layers",
-        partial(
-            _beside, lambda config: config.parallel_config.tensor_parallel_size > 1
-        ),
-        "set --tensor-parallel-size 1",
-    ),
-    Refusal(
         "speculative decoding with sliding-window layers",
         partial(_beside, lambda config: config.speculative_config is not None),
         "leave out --speculative-config",
