@@ -69,11 +69,13 @@ test-all: setup
 	@.venv/bin/python -m pytest $(WORKERS) --every-name $(ARGS)
 
 # 8 policies, with and without async scheduling: 16 times 62,500 steps, and half as many
-# of some with a shared prefix cache. No test has a time limit here.
+# of some with a shared prefix cache; and of three kinds of policies 100,000 steps of one
+# engine that speculates. No test has a time limit here.
 soak: setup
 	@.venv/bin/python -m benchmarks.soak --minutes '$(MINUTES)' --seed '$(SEED)' $(ARGS)
-	@KVPOLICY_SIMULATION_STEPS=62500 .venv/bin/python -m pytest -n 2 --timeout=0 \
-		-k random_engines tests/engine/test_scheduler_simulation.py
+	@KVPOLICY_SIMULATION_STEPS=62500 KVPOLICY_AGED_ENGINE_STEPS=100000 \
+		.venv/bin/python -m pytest -n 2 --timeout=0 -k "random_engines or does_not_age" \
+		tests/engine/test_scheduler_simulation.py
 
 gpu-check: $(if $(GPU_PYTHON),,setup)
 	@$(or $(GPU_PYTHON),.venv/bin/python) -m benchmarks.gpu.check $(ARGS)

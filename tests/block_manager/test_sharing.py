@@ -13,6 +13,8 @@ from vllm.v1.request import Request
 
 from support.pool_engine import FIRST, PLAN, Engine, N
 from support.request_plans import request_plan
+from vllm_kvpolicy.block_manager.admission import Admission
+from vllm_kvpolicy.block_manager.forecast import held_levels
 from vllm_kvpolicy.block_manager.manager import Turnover
 from vllm_kvpolicy.events import EventPlan, Footprint
 
@@ -186,6 +188,32 @@ def test_admission_counts_a_shared_prefix_until_the_event():
     assert wanted(300, blocks) == Footprint(plan, 4, N).peak_blocks(300, 5) == 7
     engine.finish("a")
     assert wanted(90, blocks) == 6, "what nobody holds has to be taken"
+
+
+@pytest.mark.parametrize("speed", [1, 2, 5])
+def test_a_booking_counts_a_prefix_no_longer_than_to_the_soonest_event(speed: int):
+    """Right drafts bring the event, after which nothing is shared, many steps early."""
+    engine, drafts, shared = Engine(40, caching=True), 4, 5
+    plan = replace(PLAN, prompt_len=80)
+    engine.add("b", plan)
+    admission = Admission(
+        engine.planner, engine.manager, 500, 100, late_steps=0, num_drafts=drafts
+    )
+    admission._shared["b"] = shared, 1000  # others keep it for long
+    request = make_request("b", list(range(80)))
+    request.max_tokens = 60
+    assert admission.admits(request, 64, 16)
+    levels = admission.forecast.bookings["b"].levels
+    footprint = engine.planner.states["b"].footprint
+    for step in range(1, 40):
+        computed = 80 + speed * (step - 1)
+        if computed - (80 + step - 1) > N:
+            break  # it is booked anew here
+        for token in range(computed, computed + 1 + drafts):
+            held = held_levels(footprint, token, token + 1)[0]
+            held -= shared * (token < plan.next_event(1))
+            assert held <= levels[step], (step, token)
+    assert computed + drafts > plan.next_event(1)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,8 @@ POLICIES = ("streaming", "tova", "ams-tova", "identity", "holes", *RAGGED)
 # 8 policies x 2 depths; raise it for a longer search.
 MIN_STEPS = int(os.environ.get("KVPOLICY_SIMULATION_STEPS", "12000"))
 STEPS_PER_ENGINE = 600
+# Of one engine that never restarts; `make soak` takes 100,000.
+AGED_STEPS = int(os.environ.get("KVPOLICY_AGED_ENGINE_STEPS", "5000"))
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +172,68 @@ def test_random_engines_that_speculate(policy: str, model: ModelConfig):
         at_least["held back"] = 100
     steps = MIN_STEPS * 13 // 12
     run_engines(policy, 1, model, steps, at_least, caching=True, drafts=(4, 1, 3, 12))
+
+
+# Drafts, prefixes, aborts, stops, resets and preemptions, all on one engine.
+AGING = Scenario(
+    policy={
+        "budget": 160,
+        "interval": 40,
+        "recent": 20,
+        "sinks": 3,
+        "prefill_interval": 64,
+        "events_per_step": 3,
+    },
+    depth=1,
+    block_size=16,
+    spare=0.8,
+    max_num_seqs=8,
+    max_batched=300,
+    long_prefill=0,
+    priorities=True,
+    longest=900,
+    arrivals=0.3,
+    aborts=0.01,
+    stops=0.001,
+    seed=3,
+    caching=True,
+    resets=0.003,
+    drafts=4,
+)
+
+
+@pytest.mark.parametrize("policy", ("ams-tova", "hard-tova", "local"))
+def test_an_engine_that_speculates_does_not_age(policy: str, model: ModelConfig):
+    """Heads of equal lengths, of their own, and an admission: nothing is left over."""
+    totals, growth = age(policy, AGED_STEPS, model)
+    print(policy, dict(totals), "entries more than at first:", growth)
+    least = {"drafts": 5000, "drafts accepted": 2000, "events": 200, "finished": 30}
+    least |= {"preemptions": 5, "aborts": 20, "resets": 5, "hits": 5}
+    missed = [key for key, most in least.items() if totals[key] < most]
+    assert not missed, f"too little happened: {missed} in {dict(totals)}"
+    # Superblocks in the prefix cache vary; fewer than the aborts, or they could leak.
+    assert growth < 20 <= totals["aborts"]
+
+
+def age(policy: str, num_steps: int, model: ModelConfig) -> tuple[Counter[str], int]:
+    """Return what has happened, and what is held more after the last of ten drains."""
+    values = AGING.policy | {"policy": policy} | RAGGED.get(policy, {})
+    simulation = Simulation(replace(AGING, policy=values), model)
+    totals = simulation.run(num_steps, num_drains=10)
+    return totals, simulation.left[-1] - simulation.left[0]
+
+
+def test_notices_a_scheduler_that_ages(model, monkeypatch):
+    stock = KVPolicySchedulerMixin._free_request
+
+    def remember(self: Any, request: Request, *args: Any, **options: Any) -> Any:
+        found = stock(self, request, *args, **options)
+        self._sees_all.add(request.request_id)
+        return found
+
+    monkeypatch.setattr(KVPolicySchedulerMixin, "_free_request", remember)
+    totals, growth = age("ams-tova", 2000, model)
+    assert growth > totals["arrivals"] / 2
 
 
 def first_positions(model: ModelConfig, requests: list[Request], **values: Any) -> Any:

@@ -96,6 +96,11 @@ class Admission:
         return self.manager.block_size if self.num_drafts else 0
 
     @property
+    def _ahead(self) -> int:
+        """Tokens by which what it computes in a step may be ahead of its booking."""
+        return self._lead + self.num_drafts
+
+    @property
     def _sliding(self) -> SlidingGroups:
         """What layers with a sliding window hold beside."""
         return self.manager.sliding.sizes
@@ -242,7 +247,8 @@ class Admission:
         positions = computed, end, min(last, end + HORIZON)
         levels = self._computed_levels(footprint, positions).copy()
         num_shared, until = self._shared.get(request.request_id, (0, 0))
-        num_before = min(state.plan.first_event - end + 1, until - self.forecast.step)
+        first_event = state.plan.first_event - self._ahead  # as soon as it may come
+        num_before = min(first_event - end + 1, until - self.forecast.step)
         levels[: max(num_before, 0)] -= num_shared
         if self._sliding.count:
             token = np.arange(positions[1], positions[2])
@@ -266,10 +272,10 @@ class Admission:
         asked = footprint, positions
         if self._newest_levels[0] != asked:
             computed, end, last = positions
-            now = [held_levels(footprint, at, at + 1) for at in (computed, end - 1)]
-            later = held_levels(footprint, end, last)
-            levels = np.concatenate([np.maximum(*now), later])
-            levels = most_ahead(levels, self.num_drafts + self._lead)
+            held = held_levels(footprint, computed, last)
+            levels = held[end - computed - 1 :]
+            levels[0] = max(levels[0], held[0])
+            levels = most_ahead(levels, self._ahead)
             self._newest_levels = asked, levels
         return self._newest_levels[1]
 

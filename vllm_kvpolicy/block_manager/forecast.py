@@ -37,7 +37,7 @@ def held_levels(footprint: Footprint, first: int, last: int) -> np.ndarray:
     events = _events(footprint.events, last)
     number = np.searchsorted(events, token, side="right")  # of events so far
     held = _held(footprint, events, number, token)
-    at_event = np.flatnonzero(np.isin(token, events))
+    at_event = events[(events >= first) & (events < last)] - first
     before = _held(footprint, events, number[at_event] - 1, token[at_event] - 1)
     held[at_event] = np.maximum(held[at_event], before)
     return held

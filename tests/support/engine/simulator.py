@@ -21,6 +21,7 @@ from support.engine.simulator_answers import LateAnswers
 from support.engine.simulator_cache import CacheCheck
 from support.engine.simulator_engine import Scenario, make_scheduler
 from support.engine.simulator_forecast import ForecastCheck
+from support.engine.simulator_growth import num_entries
 from support.engine.simulator_pages import Asked, check
 from support.engine.simulator_tables import RaggedCheck, TableCheck
 from support.engine.simulator_worker import StorageWorker
@@ -38,6 +39,7 @@ class Simulation:
 
     Attributes:
         totals: steps, events, preemptions, aborts... so far.
+        left: entries that the scheduler held each time that it had drained.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Simulation:
         self.peaks: dict[str, tuple[int, int]] = {}
         self.queue: deque[tuple[Any, Any, np.ndarray]] = deque()
         self.idle = 0
+        self.left: list[int] = []
         self.group_size = query_rows(self.scheduler.vllm_config)
         self.cache = CacheCheck(self.pool, scenario) if scenario.caching else None
         if self.cache is not None:
@@ -97,23 +100,18 @@ class Simulation:
         """Return vLLM's block pool."""
         return self.scheduler.kv_cache_manager.block_pool
 
-    def run(self, num_steps: int) -> Counter[str]:
-        """Take this many steps of traffic, then let the engine drain.
+    def run(self, num_steps: int, num_drains: int = 1) -> Counter[str]:
+        """Take this many steps of traffic; let the engine drain at the end.
 
-        Half of the engines abort first what is still waiting.
+        Half of the times what is still waiting is aborted first.
+
+        Args:
+            num_steps: of the scheduler, at least.
+            num_drains: times that it drains, the last one at the end.
         """
         try:
-            while self.totals["steps"] < num_steps:
-                self._arrive()
-                self._abort()
-                self._reset()
-                self._turn()
-            if self.rng.random() < 0.5:
-                self._abort_waiting()
-            while self.scheduler.has_requests() or self.queue:
-                self._turn()
-                check(self.totals["steps"] < 20 * num_steps + 20_000, "does not drain")
-            self._check_empty()
+            for drain in range(1, num_drains + 1):
+                self._live_until(num_steps * drain // num_drains)
             self.forecast.finish()
         except Exception as error:
             error.add_note(f"{self.scenario}\n{dict(self.totals)}")
@@ -122,6 +120,20 @@ class Simulation:
             self.totals += self.worker.totals
             self.scheduler.shutdown()
         return self.totals
+
+    def _live_until(self, num_steps: int) -> None:
+        while self.totals["steps"] < num_steps:
+            self._arrive()
+            self._abort()
+            self._reset()
+            self._turn()
+        if self.rng.random() < 0.5:
+            self._abort_waiting()
+        while self.scheduler.has_requests() or self.queue:
+            self._turn()
+            check(self.totals["steps"] < 20 * num_steps + 20_000, "does not drain")
+        self._check_empty()
+        self.left.append(num_entries(self.scheduler))
 
     # -- traffic ----------------------------------------------------------------
 
