@@ -228,11 +228,19 @@ async def run_one_by_one(
         ]
 
 
-def open_session(url: str) -> aiohttp.ClientSession:
-    """Return a client session without limits on connections or time."""
+def open_session(url: str, has_reuse: bool = True) -> aiohttp.ClientSession:
+    """Return a client session without limits on connections or time.
+
+    Args:
+        url: root of the server.
+        has_reuse: whether a connection may carry several requests.
+    """
+    reuse: dict[str, Any] = {"keepalive_timeout": IDLE_SECONDS}
     return aiohttp.ClientSession(
         url,
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS),
+        connector=aiohttp.TCPConnector(
+            limit=0, **(reuse if has_reuse else {"force_close": True})
+        ),
         timeout=aiohttp.ClientTimeout(total=None),
         read_bufsize=LINE_BYTES,
     )

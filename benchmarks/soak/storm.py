@@ -54,7 +54,9 @@ async def play(url: str, wave: Sequence[Ask]) -> list[Outcome]:
             except (aiohttp.ClientError, OSError) as error:
                 return Outcome(0, repr(error))
 
-    async with open_session(url) as session:
+    # After an HTTP 500, vLLM closes the connection without saying so: the next request
+    # on it would be reset.
+    async with open_session(url, has_reuse=False) as session:
         return await asyncio.gather(*map(send, wave))
 
 

@@ -185,6 +185,9 @@ class Soak:
             **{
                 name: {
                     "quiet_answer_s": _percentiles(side.seconds),
+                    "quiet_medians_s": [
+                        round(statistics.median(each), 3) for each in side.seconds
+                    ],
                     "moments": watch.record_of(side.samples),
                 }
                 for name, side in (("ours", self.ours), ("stock", self.stock))

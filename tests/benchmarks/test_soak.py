@@ -193,6 +193,25 @@ def test_refusals(status, message, is_kept):
         assert broken_by(storm.judge, ask, outcome) == "refusals"
 
 
+def test_a_connection_that_the_server_closes_takes_no_other_request_along():
+    async def play() -> list[Outcome]:
+        server = await asyncio.start_server(fail_and_close, "127.0.0.1", 0)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            return await storm.play(f"http://127.0.0.1:{port}", [PLAIN] * 40)
+
+    async def fail_and_close(reader, writer):
+        # As vLLM after an exception: keep-alive is promised, and the connection closed.
+        await reader.readuntil(b"\r\n\r\n")
+        body = b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\n\r\n"
+        writer.write(body)
+        await writer.drain()
+        await asyncio.sleep(0.01)
+        writer.close()
+
+    assert {outcome.status for outcome in asyncio.run(play())} == {500}
+
+
 def test_a_server_may_fail_only_where_stock_fails():
     failed, refused = Outcome(500, "no"), Outcome(400, "no")
     fuzz.check(PLAIN, refused, None, Ledger())
@@ -363,11 +382,24 @@ def test_growth_that_stock_has_too_is_no_leak():
 
 def test_answers_that_get_slower_than_stocks_are_found():
     stock = [1.0] * 10
-    assert slopes.check_latency([2.0] * 10, stock, Ledger()) == 1.0
-    slower = [1.0] * 5 + [2.0] * 5
-    assert slopes.check_latency(slower, slower, Ledger()) == 1.0
+    even = {"growth": 1.0, "low": 1.0, "high": 1.0}
+    assert slopes.check_latency([2.0] * 10, stock, Ledger()) == even
+    slower = [1.0] * 5 + [1.2] * 5
+    assert slopes.check_latency(slower, slower, Ledger()) == even
     assert broken_by(slopes.check_latency, slower, stock) == "latency"
     assert slopes.check_latency(slower[:3], stock[:3], Ledger()) is None
+
+
+def test_answers_that_take_twice_as_long_are_found_however_noisy():
+    noisy = [0.5, 1.0, 1.0, 1.8, 1.0, 3.0, 1.0, 2.2]
+    assert broken_by(slopes.check_latency, noisy, [1.0] * 8) == "latency"
+
+
+def test_single_slow_moments_are_no_growth():
+    rng = np.random.default_rng(0)
+    noisy = rng.lognormal(0, 0.3, size=60)
+    found = slopes.check_latency(noisy.tolist(), [1.0] * 60, Ledger())
+    assert found is not None and found["low"] < 1 < found["high"]
 
 
 def test_the_first_broken_promise_ends_the_run_with_its_sentence(
