@@ -22,12 +22,13 @@ from benchmarks.accuracy.grid import read_grid
 from benchmarks.accuracy.results import Line, continue_file
 from benchmarks.accuracy.servers import FULL, split
 from benchmarks.language import record
-from benchmarks.language.engines import Settings
+from benchmarks.language.engines import OWN_DTYPE, Settings
 from benchmarks.language.parts import PARTS
 from benchmarks.language.runs import Work, run
 from benchmarks.language.texts import encoder_of, read_texts
 from benchmarks.pinned import PinnedError
 from benchmarks.printing import table
+from vllm_kvpolicy.compat import FLOAT8_CACHES
 from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.trace.outputs import new_file
 
@@ -67,6 +68,12 @@ def parser() -> argparse.ArgumentParser:
     add("--out", type=new_file, default=Path("runs/language.jsonl"))
     add("--model", type=Path, help="folder; default: SmolLM2 135M in the user's cache")
     add("--dtype", default="bfloat16", help="of weights, keys and values")
+    add(
+        "--kv-cache-dtype",
+        default=OWN_DTYPE,
+        choices=[OWN_DTYPE, *FLOAT8_CACHES],
+        help="of keys and values in the cache",
+    )
     add("--parts", nargs="+", choices=PARTS, default=["losses"])
     add("--policies", nargs="+", default=[], metavar="NAME", help="`full` always runs")
     add("--budgets", nargs="+", type=int, default=[512], help="tokens per KV head")
@@ -167,6 +174,7 @@ def read(args: argparse.Namespace) -> tuple[Settings, dict[str, list[Any]]]:
         variants=args.variants,
         as_served=any(PARTS[part].as_served for part in args.parts),
         trace=args.trace,
+        kv_cache_dtype=args.kv_cache_dtype,
     )
     return settings, items
 

@@ -21,6 +21,8 @@ from vllm_kvpolicy.policies.catalogue.names import parse
 
 BLOCK_SIZE = 32
 BATCHED_TOKENS = 2048
+OWN_DTYPE = "auto"
+"""The KV cache has the model's dtype; output files do not name it."""
 ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -48,6 +50,7 @@ class Settings:
         as_served: prefix caching is on, and events and protected prompts are those that
             servers have by default.
         trace: folder in which engines record what events keep, None for no record.
+        kv_cache_dtype: of keys and values in the cache, as vLLM names it.
     """
 
     model: Path
@@ -60,11 +63,14 @@ class Settings:
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     as_served: bool = False
     trace: Path | None = None
+    kv_cache_dtype: str = OWN_DTYPE
 
     def recorded(self) -> dict[str, Any]:
         """Return what an output file says about its engines."""
-        served = {"as_served": True} if self.as_served else {}
-        return served | {
+        own: dict[str, Any] = {"as_served": True} if self.as_served else {}
+        if self.kv_cache_dtype != OWN_DTYPE:
+            own["kv_cache_dtype"] = self.kv_cache_dtype
+        return own | {
             "model": self.model.name,
             "dtype": self.dtype,
             "at_once": self.at_once,
@@ -212,6 +218,7 @@ def running(engine: Engine, settings: Settings) -> Iterator[Asker]:
         kv_policy_config=options | {"allow": policies[1:]},
         additional_config={"kv_policy": own},
         dtype=settings.dtype,
+        kv_cache_dtype=settings.kv_cache_dtype,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.at_once,
         max_num_batched_tokens=max(BATCHED_TOKENS, settings.at_once),

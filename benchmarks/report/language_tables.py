@@ -138,7 +138,10 @@ def comparisons(wanted: Row, folder: Path) -> list[list[str]]:
 
 
 def _read(wanted: Row, folder: Path, figure: str = LOSS) -> dict[Place, list[float]]:
-    """Return a figure of a part's items by policy, budget and interval."""
+    """Return a figure of a part's items by policy, budget and interval.
+
+    A policy over a cache of another dtype than the model's is called `NAME@DTYPE`.
+    """
     part = wanted.get("part", LOSSES)
     items: list[str] = []
     found: dict[Place, list[float]] = {}
@@ -148,13 +151,15 @@ def _read(wanted: Row, folder: Path, figure: str = LOSS) -> dict[Place, list[flo
         if items and own != items:
             raise ValueError(f"table: expected equal {part} in {wanted['files']}")
         items = own
+        dtype = record["settings"].get("kv_cache_dtype")
         for row in record["rows"]:
             if row["part"] == part:
                 if figure not in row:
                     raise ValueError(
                         f"table: expected a figure of {part}, got {figure!r}"
                     )
-                place = row["policy"], row["budget"], row["interval"]
+                label = f"{row['policy']}@{dtype}" if dtype else row["policy"]
+                place = label, row["budget"], row["interval"]
                 found.setdefault(place, row[figure])
     return found
 

@@ -4,6 +4,7 @@ Nothing is downloaded and no engine starts; `test_language_engine.py` starts one
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 
 import reasoner
+import vllm_kvpolicy
 from benchmarks.accuracy.servers import options_of, split
 from benchmarks.language import __main__ as language
-from benchmarks.language import losses, record, runs, texts
-from benchmarks.language.engines import Engine, engines_of
+from benchmarks.language import engines, losses, record, runs, texts
+from benchmarks.language.engines import Engine, Settings, engines_of, running
 from benchmarks.language.texts import Text
 from benchmarks.report import tables
 from vllm_kvpolicy.events import event_positions
@@ -175,13 +177,59 @@ def test_tables_show_losses_above_full_and_pairs(tmp_path):
         tables.render("losses", "files: [run.json]\nrows: [keydiff]", tmp_path)
 
 
+def test_tables_put_caches_of_two_dtypes_side_by_side(tmp_path):
+    for name, settings in (("own", {}), ("fp8", {"kv_cache_dtype": "fp8_e5m2"})):
+        write_run(tmp_path / f"{name}.jsonl", {"model": "made"} | settings)
+        made = record.of_files([tmp_path / f"{name}.jsonl"])
+        if settings:
+            for row in made["rows"]:
+                row["loss"] = [loss + 0.2 for loss in row["loss"]]
+        (tmp_path / f"{name}.json").write_text(record.compact(made))
+    files = "files: [own.json, fp8.json]\n"
+    rows = tables.render("losses", files, tmp_path).splitlines()[3:]
+    assert [row.split(" |")[0] for row in rows] == [
+        "| `tova`",
+        "| `random`",
+        "| `full@fp8_e5m2`",
+        "| `tova@fp8_e5m2`",
+        "| `random@fp8_e5m2`",
+    ]
+    assert "+0.200 [0.200, 0.200]" in rows[2] and "+0.300" in rows[4]
+    pairs = files + "pairs: [['tova@fp8_e5m2', tova]]"
+    assert "+0.200" in tables.render("language-comparisons", pairs, tmp_path)
+    with pytest.raises(ValueError, match="written with"):
+        record.of_files([tmp_path / "own.jsonl", tmp_path / "fp8.jsonl"])
+
+
+def test_a_cache_of_another_dtype_is_recorded_and_reaches_the_engine(monkeypatch):
+    asked: dict = {}
+
+    def made(*_, **keys):
+        asked.update(keys)
+        core = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
+        return SimpleNamespace(llm_engine=core)
+
+    monkeypatch.setitem(vars(vllm_kvpolicy), "LLM", made)
+    monkeypatch.setattr(engines, "ENVIRONMENT", {})
+    model = Path(reasoner.__file__).parent / "checkpoint"
+    own = Settings(model, "float32", 128, 2, budgets=(32,), intervals=(16,))
+    assert "kv_cache_dtype" not in own.recorded()
+    settings = replace(own, kv_cache_dtype="fp8_e4m3")
+    assert settings.recorded()["kv_cache_dtype"] == "fp8_e4m3"
+    with running(Engine(("tova",), 16), settings):
+        assert asked["kv_cache_dtype"] == "fp8_e4m3"
+    with pytest.raises(SystemExit):
+        language.parse_args(["--policies", "tova", "--kv-cache-dtype", "nvfp4"])
+
+
 def test_a_table_shows_means_best_first(tmp_path):
     rows = [
         {"part": "tasks", "policy": name, "budget": 8, "interval": 16}
         | {"right": right, "loss": loss}
         for name, right, loss in [("tova", [0, 1], [2, 1]), ("full", [1, 1], [1, 0.5])]
     ]
-    made = {"items": {"tasks": {"a": "x", "b": "x"}}, "rows": rows}
+    items = {"tasks": {"a": "x", "b": "x"}}
+    made = {"settings": {}, "items": items, "rows": rows}
     (tmp_path / "run.json").write_text(json.dumps(made))
     wanted = "files: [run.json]\npart: tasks\nfigures: [right, loss]"
     head, _, best, worst = tables.render(

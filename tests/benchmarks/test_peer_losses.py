@@ -140,7 +140,7 @@ def test_its_record_stands_beside_ours_in_a_table(fake):
     assert (tova["kept"], tova["sinks_held"]) == (16, 0.25)
     assert "sinks_held" not in full and len(tova["places"]) == 8
     place = {"part": "losses", "budget": 16, "interval": 32}
-    ours = {"items": record["items"]}
+    ours = {"items": record["items"], "settings": {}}
     ours["rows"] = [{"policy": "tova", "loss": [first + 0.4, second + 0.3]} | place]
     (fake / "ours.json").write_text(json.dumps(ours))
     wanted = "files: [ours.json, losses.json]\npairs: [[tova, 'kvpress:tova']]"
