@@ -10,6 +10,7 @@ import pytest
 from support.live import KEY, PlayedEngine, serving_routes
 from support.servers.servers import free_port
 from support.stalled import open_stalled_stream
+from support.waiting import wait_until
 from vllm_kvpolicy.live import routes, stalled
 
 pytestmark = pytest.mark.timeout(60)
@@ -38,13 +39,6 @@ def waiting(server):
     """Return the bytes that wait for each client."""
     connections = [*server.server_state.connections]
     return [each.transport.get_write_buffer_size() for each in connections]
-
-
-def wait_until(check, seconds=40):
-    deadline = time.monotonic() + seconds
-    while not check():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_client_that_does_not_read_is_cut_off(port, flood, monkeypatch):
@@ -136,4 +130,4 @@ def test_streams_above_a_number_are_refused(port, monkeypatch):
             with listening(port) as again:
                 return again.status_code == 200
 
-        wait_until(is_free, 5)
+        wait_until(is_free)

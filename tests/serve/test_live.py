@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import httpx
 import psutil
@@ -13,6 +14,7 @@ import pytest
 from support.browser import chromium, wait_for
 from support.servers.servers import command_of, free_port, serving
 from support.stalled import open_stalled_stream
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.serve
 BUDGET, INTERVAL, BLOCK, KEY = 96, 48, 32, "secret"
@@ -88,18 +90,37 @@ def ask(server, policy, tokens=1900):
     assert answer.status_code == 200, answer.text
 
 
-def wait_until(check, seconds=120):
-    deadline = time.monotonic() + seconds
-    while not (found := check()):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    return found
+@contextmanager
+def going_on(server, *policies):
+    """Send a request of each policy, and another one after it, until the block ends."""
+    is_over = threading.Event()
+
+    def send(policy):
+        while not is_over.is_set():
+            ask(server, policy)
+
+    with ThreadPoolExecutor() as pool:
+        answers = [pool.submit(send, policy) for policy in policies]
+        try:
+            yield
+        finally:
+            is_over.set()
+    for answer in answers:
+        answer.result()
 
 
-def rows(server):
-    """Return the rows of running requests by policy."""
-    (state,) = server.get("/requests").json()["engines"]
-    return {row["policy"]: row for row in state["requests"]}
+def state(server):
+    """Return the rows of running requests by policy, and the pool at that time."""
+    (found,) = server.get("/requests").json()["engines"]
+    return {row["policy"]: row for row in found["requests"]}, found["pool"]
+
+
+def state_with_events(server):
+    """Return the state once all requests run, and have had events if they can."""
+    rows, pool = state(server)
+    if len(rows) < 3 or min(rows[name]["events"] for name in POLICIES[:2]) < 3:
+        return None
+    return rows, pool
 
 
 @pytest.mark.parametrize("path", ["", "/requests", "/requests/x", "/stream"])
@@ -130,15 +151,9 @@ def test_three_policies_are_followed_and_no_text_leaves(server):
     listener = threading.Thread(target=listen)
     listener.start()
     wait_until(lambda: said)
-    with ThreadPoolExecutor() as pool:
-        answers = [pool.submit(ask, server, policy) for policy in POLICIES]
-        found = wait_until(lambda: len(rows(server)) == 3 and rows(server))
-        wait_until(lambda: rows(server)["ams-tova"]["events"] >= 3)
-        found = rows(server)
+    with going_on(server, *POLICIES):
+        found, pool_now = wait_until(lambda: state_with_events(server))
         detail = server.get(f"/requests/{found['ams-tova']['id']}").json()
-        pool_now = server.get("/requests").json()["engines"][0]["pool"]
-        for answer in answers:
-            answer.result()
     assert found["none"]["held"] == found["none"]["computed"]
     for name in ("ams-tova", "streaming"):
         row = found[name]
@@ -152,7 +167,7 @@ def test_three_policies_are_followed_and_no_text_leaves(server):
     kept = sum(last["retention"]) / 64 * last["position"]
     assert kept == pytest.approx(sum(heads) / 4, abs=4)
     assert last["retention"][-1] == 1 and last["first_known"] == 0
-    wait_until(lambda: rows(server) == {})
+    wait_until(lambda: state(server)[0] == {})
     ended.set()
     listener.join()
     events = [
@@ -173,6 +188,7 @@ def test_the_page_asks_for_the_key_follows_requests_and_survives_a_restart(serve
     """While other clients have opened streams that they never read."""
     with chromium() as browser, open_stalled_stream(server.port, KEY):
         page = browser.new_page()
+        page.set_default_timeout(120_000)
         page.goto(f"{server.url}/kv_policy/live")
         unlock(page)
         follow_three(server, page)
@@ -188,7 +204,6 @@ def test_the_page_asks_for_the_key_follows_requests_and_survives_a_restart(serve
 
 def unlock(page):
     """Type a wrong key, then the right one."""
-    page.set_default_timeout(120_000)
     page.wait_for_selector("#door:not([hidden])")
     assert page.evaluate("document.activeElement.id") == "key"
     page.keyboard.type("wrong")
@@ -200,18 +215,21 @@ def unlock(page):
 
 
 def follow_three(server, page):
-    """Send three requests; see rows, heads, strip, pool and events move."""
-    with ThreadPoolExecutor() as pool:
-        answers = [pool.submit(ask, server, policy) for policy in POLICIES]
-        wait_for(page, "document.querySelectorAll('#rows tr').length === 3")
-        wait_for(page, "document.querySelectorAll('#strip i').length === 64")
-        shown = page.inner_text("#rows")
-        assert [policy for policy in POLICIES if policy not in shown] == []
-        strip = page.inner_html("#strip")
-        wait_for(page, f"document.getElementById('strip').innerHTML !== {strip!r}")
-        wait_for(page, "parseInt(document.getElementById('rate').textContent) >= 3")
-        assert page.evaluate("document.querySelector('.bar .global').clientWidth") > 0
-        assert page.is_visible("#heat") and page.inner_text("#cell")
-        for answer in answers:
-            answer.result()
-    wait_for(page, "document.querySelectorAll('#rows tr').length === 0")
+    """See rows, heads, strip, pool and events of three requests move.
+
+    The one without events comes first, which does not keep the page from the others.
+    """
+    rows, rate = "document.querySelectorAll('#rows tr')", "$('rate').textContent"
+    with going_on(server, POLICIES[-1]):
+        wait_for(page, f"{rows}.length === 1")
+        with going_on(server, *POLICIES[:-1]):
+            cells = f"[...{rows}].map((row) => row.children[1].firstChild.textContent)"
+            wait_for(page, f"{cells}.sort().join() === {','.join(sorted(POLICIES))!r}")
+            wait_for(page, "view.requests.has(view.detail?.id) && view.detail.last")
+            strip = page.inner_html("#strip")
+            assert page.evaluate("$('strip').children.length") == 64
+            wait_for(page, f"$('strip').innerHTML !== {strip!r}")
+            wait_for(page, f"parseInt({rate}) >= 3")
+            wait_for(page, "document.querySelector('.bar .global').clientWidth > 0")
+            assert page.is_visible("#heat") and page.inner_text("#cell")
+    wait_for(page, f"{rows}.length === 0")

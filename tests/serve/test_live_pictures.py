@@ -66,17 +66,21 @@ def seen(server, tmp_path_factory):
         page.goto(f"{server}/kv_policy/live")
         page.wait_for_selector("#status[data-state=live]")
         answers = [pool.submit(ask, server, number) for number in range(NUM_REQUESTS)]
+        own = f"[...view.requests.values()].find((r) => r.policy === '{POLICIES[0]}')"
+        wait_for(page, f"(view.own = {own}?.id)", 300)
+        page.evaluate("choose(view.own, true)")
         # Two thirds into an answer.
-        wait_for(page, "view.detail?.last?.ordinal >= 3", 300)
+        wait_for(page, "view.detail?.id === view.own && view.detail.last?.ordinal >= 3")
         wait_for(page, "!$('text').hidden")
-        found["detail"] = page.evaluate("view.detail")
+        found["detail"], found["shown"] = page.evaluate(
+            "[view.detail, $('text').innerText]"
+        )
         for scheme in ("light", "dark"):
             page.emulate_media(color_scheme=scheme)
             page.evaluate("new Promise(requestAnimationFrame)")
             found[f"faint {scheme}"] = faint_texts(page)
             found[scheme] = folder / f"live-{scheme}.png"
             page.screenshot(path=found[scheme], full_page=True)
-        found["shown"] = page.inner_text("#text")
         found["answers"] = [answer.result() for answer in answers]
     return found
 

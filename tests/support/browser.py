@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,6 +44,25 @@ def wait_for(page: Any, script: str, seconds: float = 120) -> None:
     while not page.evaluate(script):
         assert time.monotonic() < deadline, f"not within {seconds} s: {script}"
         time.sleep(0.1)
+
+
+@contextmanager
+def thread_seconds(page: Any) -> Iterator[Callable[[], float]]:
+    """Yield a function that returns the time that a page's thread has computed.
+
+    Until the end of the block, in seconds of CPU time.
+    """
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+    def now() -> float:
+        metrics = session.send("Performance.getMetrics")["metrics"]
+        return next(each["value"] for each in metrics if each["name"] == "ThreadTime")
+
+    begun, found = now(), list[float]()
+    yield lambda: found[0]
+    found.append(now() - begun)
+    session.detach()
 
 
 # Of each element with text of its own: its contrast by WCAG's formula with the nearest

@@ -83,16 +83,30 @@ class PlayedEngine:
     Args:
         num_requests: that run.
         period: seconds between two steps.
+        num_without: of the first ones, which have no events; the next one has them all.
+            Tests may change it.
+        most_events: that there are.
+
+    Attributes:
+        is_silent: it tells nothing, as an engine within a long step.
     """
 
-    def __init__(self, num_requests: int, period: float = 0.1) -> None:
+    def __init__(
+        self,
+        num_requests: int,
+        period: float = 0.1,
+        num_without: int = 0,
+        most_events: int | None = None,
+    ) -> None:
         self.counters = CounterFile("one", create=True)
         self.scheduler = Ring(SCHEDULER.format("one"), create=True)
         self.rank = Ring(RANK.format("one", 0), create=True)
         self.names = [f"cmpl-{index:03d}-{'f' * 24}" for index in range(num_requests)]
         self.counters.set("local_blocks", 5 * bool(num_requests))
         self.counters.set("global_blocks", 2 * bool(num_requests))
-        self.num_steps = self.num_told = 0
+        self.num_steps = self.num_told = self.num_events = 0
+        self.is_silent = False
+        self.num_without, self._most_events = num_without, most_events
         self._period, self._end = period, threading.Event()
         self._thread = threading.Thread(target=self._run)
 
@@ -100,21 +114,28 @@ class PlayedEngine:
         rng = random.Random(3)
         while not self._end.wait(self._period):
             self.num_steps += 1
-            if not (self.names and self.scheduler.is_heard()):
+            if self.is_silent or not (self.names and self.scheduler.is_heard()):
                 continue
             self.num_told += 1
             snapshot = snapshot_record(time.monotonic(), self.names)
-            for row in snapshot["requests"]:
+            for place, row in enumerate(snapshot["requests"]):
                 row["computed"] += self.num_steps
+                row["events"] = int(place >= self.num_without)
             self.scheduler.append(snapshot)
-            kept = [[rng.randint(40, 90) for _ in range(8)] for _ in range(28)]
-            retention = [rng.random() for _ in range(64)]
-            changed = {"request": self.names[0], "serial": self.num_steps}
-            changed |= {"share": b64encode(bytes(range(0, 250, 5)) * 2).decode()}
-            changed |= {"kept": kept, "age": kept, "retention": retention}
-            self.rank.append(event_record(at=time.time(), **changed))
-            text = {"request": self.names[0], "ids": b64encode(bytes(400)).decode()}
-            self.scheduler.append({"kind": "tokens", **text})
+            is_over = self.num_events == self._most_events
+            for name in self.names[self.num_without :][: not is_over]:
+                self._tell_event(name, rng)
+
+    def _tell_event(self, name: str, rng: random.Random) -> None:
+        self.num_events += 1
+        kept = [[rng.randint(40, 90) for _ in range(8)] for _ in range(28)]
+        retention = [rng.random() for _ in range(64)]
+        changed = {"request": name, "serial": self.num_steps}
+        changed |= {"share": b64encode(bytes(range(0, 250, 5)) * 2).decode()}
+        changed |= {"kept": kept, "age": kept, "retention": retention}
+        self.rank.append(event_record(at=time.time(), **changed))
+        text = {"request": name, "ids": b64encode(bytes(400)).decode()}
+        self.scheduler.append({"kind": "tokens", **text})
 
     def __enter__(self) -> "PlayedEngine":
         self._thread.start()
