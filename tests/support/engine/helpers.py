@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from support.engine.collector import keep_imports_frozen
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.events import Footprint, request_phase
 from vllm_kvpolicy.trace.files import EventRecord, join_ranks, read_event, whole_run
@@ -281,6 +282,7 @@ class Engine:
         used must be the first to be closed.
         """
         self.llm.llm_engine.engine_core.shutdown()
+        keep_imports_frozen()
 
     def __enter__(self) -> "Engine":
         return self
