@@ -190,6 +190,7 @@ def running(
     arguments: dict[str, list[str]],
     log_folder: Path,
     failures: dict[str, str] | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[dict[str, Server]]:
     """Start several servers together and stop them all at the end.
 
@@ -198,6 +199,7 @@ def running(
         log_folder: existing folder for the logs.
         failures: gets the name of each server that does not start, and why; None if
             all must start.
+        environment: as `start` has it, of each.
 
     Yields:
         Server name -> healthy server.
@@ -208,7 +210,7 @@ def running(
     with ExitStack() as stack:
         servers = {}
         for name, words in arguments.items():
-            servers[name] = start(name, words, log_folder)
+            servers[name] = start(name, words, log_folder, environment)
             stack.callback(servers[name].stop)
         for name, server in list(servers.items()):
             try:

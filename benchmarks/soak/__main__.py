@@ -58,7 +58,7 @@ def both_servers(options: argparse.Namespace, logs: Path) -> Iterator[list[Side]
         settings.OURS: settings.policy_arguments(options.model, options.gates),
         settings.STOCK: settings.stock_arguments(options.model),
     }
-    with server.running(words, logs) as servers:
+    with server.running(words, logs, environment=settings.ENVIRONMENT) as servers:
         yield [Side(servers[name]) for name in words]
 
 

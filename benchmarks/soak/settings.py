@@ -18,6 +18,10 @@ RECENT, SINKS = 32, 4
 """As the gates were trained with, and the defaults."""
 MAX_TOKENS, BLOCK, POOL_BLOCKS, RUNNING = 640, 32, 48, 8
 """The pool holds two of the longest requests, where eight may run."""
+ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(256 * 1024)}
+"""Of both servers. With a policy or without, the worker lets go of compiled code of
+256 KB for every new number of tokens of a step. By default glibc takes these from its
+heap, which grows by the holes that they leave; so they are mapped on their own."""
 
 
 def stock_arguments(model: Path) -> list[str]:

@@ -76,6 +76,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         self.wfile.write(b"offline_hub %s\\n" % os.environ["HF_HUB_OFFLINE"].encode())
+        self.wfile.write(b"given %s\\n" % os.environ.get("GIVEN", "0").encode())
 print(sys.argv[1:], flush=True)
 port = int(sys.argv[sys.argv.index("--port") + 1])
 HTTPServer(("127.0.0.1", port), Handler).serve_forever()
@@ -84,11 +85,13 @@ HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 def test_servers_run_together_and_are_stopped(tmp_path, monkeypatch):
     put_vllm(tmp_path, monkeypatch, HEALTHY)
-    with running({"one": ["a"], "two": ["b", "--flag"]}, tmp_path) as servers:
+    words = {"one": ["a"], "two": ["b", "--flag"]}
+    with running(words, tmp_path, environment={"GIVEN": "7"}) as servers:
         assert list(servers) == ["one", "two"]
         assert servers["one"].url != servers["two"].url
         assert all(server.is_healthy() for server in servers.values())
-        assert servers["one"].metrics() == {"offline_hub": 1.0}
+        for each in servers.values():
+            assert each.metrics() == {"offline_hub": 1.0, "given": 7.0}
     assert all(server.process.poll() is not None for server in servers.values())
     assert "['serve', 'b', '--flag'" in servers["two"].log.read_text()
 

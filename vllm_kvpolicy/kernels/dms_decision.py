@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_kvpolicy.kernels.chunks import few_sizes
+
 
 @dataclass(frozen=True)
 class DecisionWeights:
@@ -38,7 +40,7 @@ def decision_logits(
     """Evaluate an adapter; above 0 the token that is decided on is dropped.
 
     Args:
-        hidden: [..., d] floating point, the residual stream in front of the layer's
+        hidden: [..., T, d] floating point, the residual stream in front of the layer's
             input norm.
         weights: of the layer.
         epsilon: added to mean squares, the model's `rms_norm_eps`.
@@ -46,9 +48,10 @@ def decision_logits(
         offset: subtracted from that.
 
     Returns:
-        [..., H] float32.
+        [..., T, H] float32.
     """
-    wide = hidden.float()
+    wide = few_sizes(hidden).float()
     unit = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
     normalised = unit.to(weights.norm.dtype) * weights.norm
-    return (normalised @ weights.projection.T).float() * scale - offset
+    logits = (normalised @ weights.projection.T)[..., : hidden.shape[-2], :]
+    return logits.float() * scale - offset

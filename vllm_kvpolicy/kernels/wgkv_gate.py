@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 import torch.nn.functional as F
 
-from vllm_kvpolicy.kernels.chunks import CHUNK_BYTES
+from vllm_kvpolicy.kernels.chunks import CHUNK_BYTES, few_sizes
 from vllm_kvpolicy.kernels.rope import Rope
 
 EPSILON = 1e-6  # added to mean squares
@@ -115,7 +115,8 @@ def gate_cached(
         positions: integers, broadcastable to the keys without D.
         rope: how the model rotates.
         weights: of these layers and heads, see `GateWeights`.
-        chunk_bytes: bound on the intermediate results that exist at a time.
+        chunk_bytes: bound on the intermediate results that exist at a time, without
+            the rows that `few_sizes` adds.
 
     Returns:
         [L, H, T] or [H, T] float32, see `gate`.
@@ -130,5 +131,6 @@ def gate_cached(
     for start in range(0, keys.shape[-2], step):
         after = keys[..., start : start + step, :]
         before = rope.unrotate(after, positions[..., start : start + step])
-        values.append(gate(before, after, weights))
+        count = after.shape[-2]
+        values.append(gate(few_sizes(before), few_sizes(after), weights)[..., :count])
     return torch.cat(values, -1)

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from vllm_kvpolicy.kernels.chunks import few_sizes
 from vllm_kvpolicy.policies import model_files
 from vllm_kvpolicy.policies.ranks import HeadShard
 
@@ -110,14 +111,15 @@ def surrogate_scores(
     """Score tokens for every KV head of a layer.
 
     Args:
-        hidden: [..., d] floating point, what the layer's attention is given, behind
+        hidden: [..., T, d] floating point, what the layer's attention is given, behind
             the input norm.
         linears: weight [out, in] and bias [out] of each linear layer, in the dtype of
             `hidden`, with an exact GELU between two of them; the last has H outputs.
 
     Returns:
-        [..., H] float32, estimated logarithms of the KVzip+ scores.
+        [..., T, H] float32, estimated logarithms of the KVzip+ scores.
     """
+    rows = few_sizes(hidden)
     for number, (weight, bias) in enumerate(linears):
-        hidden = F.linear(F.gelu(hidden) if number else hidden, weight, bias)
-    return hidden.float()
+        rows = F.linear(F.gelu(rows) if number else rows, weight, bias)
+    return rows[..., : hidden.shape[-2], :].float()

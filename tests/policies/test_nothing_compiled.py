@@ -1,0 +1,47 @@
+"""Policies on a CPU let oneDNN compile nothing: it would keep that for every length."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from support.event_inputs import SHORTEST, make_inputs
+from support.scorer_cases import VARIANTS, case_id
+from vllm_kvpolicy.policies.base import Policy
+from vllm_kvpolicy.policies.catalogue import names as registry
+
+USED = "onednn_verbose"
+
+
+def loud() -> Any:
+    """Let oneDNN say what it runs."""
+    return torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+def test_use_shows(capfd: pytest.CaptureFixture[str]) -> None:
+    with loud():
+        F.gelu(torch.ones(3, 5))
+    assert USED in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*((name, {}) for name in registry.names()), *VARIANTS],
+    ids=case_id,
+)
+def test_decide(
+    name: str,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    build: Callable[..., Policy],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    policy = build(name, options)
+    inputs = make_inputs(policy.needs, dtype=dtype)
+    with loud():
+        policy.decide(inputs, SHORTEST)
+    assert USED not in capfd.readouterr().out
