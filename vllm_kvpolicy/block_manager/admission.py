@@ -247,7 +247,7 @@ class Admission:
         positions = computed, end, min(last, end + HORIZON)
         levels = self._computed_levels(footprint, positions).copy()
         num_shared, until = self._shared.get(request.request_id, (0, 0))
-        first_event = state.plan.first_event - self._ahead  # as soon as it may come
+        first_event = state.plan.first_event - self._lead  # as soon as it may come
         num_before = min(first_event - end + 1, until - self.forecast.step)
         levels[: max(num_before, 0)] -= num_shared
         if self._sliding.count:
@@ -272,6 +272,7 @@ class Admission:
         asked = footprint, positions
         if self._newest_levels[0] != asked:
             computed, end, last = positions
+            assert end > computed, positions
             held = held_levels(footprint, computed, last)
             levels = held[end - computed - 1 :]
             levels[0] = max(levels[0], held[0])
