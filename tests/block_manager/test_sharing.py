@@ -204,16 +204,26 @@ def test_a_booking_counts_a_prefix_no_longer_than_to_the_soonest_event(speed: in
     request.max_tokens = 60
     assert admission.admits(request, 64, 16)
     levels = admission.forecast.bookings["b"].levels
-    footprint = engine.planner.states["b"].footprint
+    state, event = engine.planner.states["b"], plan.next_event(1)
+    footprint = state.footprint
     for step in range(1, 40):
         computed = 80 + speed * (step - 1)
         if computed - (80 + step - 1) > N:
             break  # it is booked anew here
-        for token in range(computed, computed + 1 + drafts):
+        end = computed + 1 + drafts
+        if computed < event:
+            end = min(end, event)  # a step stops there
+        for token in range(computed, end):
             held = held_levels(footprint, token, token + 1)[0]
-            held -= shared * (token < plan.next_event(1))
+            held -= shared * (token < event)
             assert held <= levels[step], (step, token)
-    assert computed + drafts > plan.next_event(1)
+    assert computed + drafts > event
+    # Others account for what is shared as long as no event can have come.
+    del admission._shared["b"]
+    alone, _ = admission._levels(request, state, 64, 16)
+    counted = [int(level) for level in alone - levels]
+    num_steps = event - N - 80 + 1
+    assert counted == [shared] * num_steps + [0] * (len(levels) - num_steps)
 
 
 @pytest.mark.parametrize(

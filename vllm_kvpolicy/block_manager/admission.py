@@ -11,10 +11,9 @@ bounded requests will hold is known, so that both can be foreseen:
 Where answers have known lengths and vLLM does not speculate nobody is preempted. Where
 it does, a request takes superblocks for drafts, and how fast it advances is not known:
 it is expected to hold the most of the next superblock of tokens, and booked anew when
-it has left its booking behind.
-Requests without a bound
-(`kv_policy` "none", and policies that may keep everything) follow vLLM's rule; what
-they hold now counts as if they held it for ever.
+it has left its booking behind. Requests without a bound (`kv_policy` "none", and
+policies that may keep everything) follow vLLM's rule; what they hold now counts as if
+they held it for ever.
 """
 
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -247,7 +246,7 @@ class Admission:
         positions = computed, end, min(last, end + HORIZON)
         levels = self._computed_levels(footprint, positions).copy()
         num_shared, until = self._shared.get(request.request_id, (0, 0))
-        first_event = state.plan.first_event - self._ahead  # as soon as it may come
+        first_event = state.plan.first_event - self._lead  # as soon as it may come
         num_before = min(first_event - end + 1, until - self.forecast.step)
         levels[: max(num_before, 0)] -= num_shared
         if self._sliding.count:
@@ -272,6 +271,7 @@ class Admission:
         asked = footprint, positions
         if self._newest_levels[0] != asked:
             computed, end, last = positions
+            assert end > computed, positions
             held = held_levels(footprint, computed, last)
             levels = held[end - computed - 1 :]
             levels[0] = max(levels[0], held[0])
