@@ -395,6 +395,26 @@ def test_answers_that_take_twice_as_long_are_found_however_noisy():
     assert broken_by(slopes.check_latency, noisy, [1.0] * 8) == "latency"
 
 
+def test_the_limit_that_broke_is_named():
+    steady = [1.0] * 5 + [1.2] * 5
+    noisy = [0.3, 1.0, 1.8, 1.0, 1.0, 0.8, 3.0, 2.0, 0.9, 3.0]
+    for ratios, limit in ((steady, "1.1 x by the low end"), (noisy, "1.5 x in any")):
+        with pytest.raises(BrokenPromise, match=f"expected at most {limit}"):
+            slopes.check_latency(ratios, [1.0] * len(ratios), Ledger())
+
+
+def test_a_time_that_wanders_is_no_growth():
+    """Neighbours are alike: single draws take 9 of 40 such series for growth."""
+    found = 0
+    for seed in range(40):
+        noise = np.random.default_rng(seed).normal(size=60)
+        for i in range(1, 60):
+            noise[i] += 0.7 * noise[i - 1]
+        said = slopes.check_latency(np.exp(0.03 * noise), np.ones(60), Ledger())
+        found += said["low"] > 1
+    assert found <= 5
+
+
 def test_single_slow_moments_are_no_growth():
     rng = np.random.default_rng(0)
     noisy = rng.lognormal(0, 0.3, size=60)
