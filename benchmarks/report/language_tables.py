@@ -1,5 +1,6 @@
 """Makes the tables of the language benchmark: log-loss, tasks and agreement."""
 
+from collections.abc import Collection
 from pathlib import Path
 from statistics import fmean
 
@@ -25,6 +26,8 @@ Place = tuple[str, int, int]
 def losses(wanted: Row, folder: Path) -> list[list[str]]:
     """Return a table of losses above full KV, a row per policy, best first.
 
+    Files of runs over another cache alone have full KV over that one.
+
     Args:
         wanted: `files`, of equal texts; `places`, a list of [budget, interval], by
             default the first file's; `rows`, by default all policies. The rows are in
@@ -38,14 +41,15 @@ def losses(wanted: Row, folder: Path) -> list[list[str]]:
     found = _read(wanted, folder)
     places = _places(wanted, found)
     known = dict.fromkeys(policy for policy, *_ in found)
-    names = wanted.get("rows", [name for name in known if name != FULL])
+    base = _base(known)
+    names = wanted.get("rows", [name for name in known if name != base])
     means = {name: fmean(_loss(found, name, *places[0])) for name in names}
     table = [["policy", *(f"budget {k}, interval {i}" for k, i in places)]]
-    full = [f"{fmean(_loss(found, FULL, *place)):.3f} nats" for place in places]
-    table.append([f"`{FULL}`", *full])
+    full = [f"{fmean(_loss(found, base, *place)):.3f} nats" for place in places]
+    table.append([f"`{base}`", *full])
     for name in sorted(names, key=means.__getitem__):
         above = [
-            estimate_difference(_loss(found, name, *place), _loss(found, FULL, *place))
+            estimate_difference(_loss(found, name, *place), _loss(found, base, *place))
             for place in places
         ]
         cells = [
@@ -53,6 +57,12 @@ def losses(wanted: Row, folder: Path) -> list[list[str]]:
         ]
         table.append([f"`{name}`", *cells])
     return table
+
+
+def _base(known: Collection[str]) -> str:
+    """Return the label of full KV, in the model's dtype where that was measured."""
+    others = [name for name in known if name.startswith(f"{FULL}@")]
+    return FULL if FULL in known or len(others) != 1 else others[0]
 
 
 def means(wanted: Row, folder: Path) -> list[list[str]]:

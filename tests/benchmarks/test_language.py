@@ -195,6 +195,9 @@ def test_tables_put_caches_of_two_dtypes_side_by_side(tmp_path):
         "| `random@fp8_e5m2`",
     ]
     assert "+0.200 [0.200, 0.200]" in rows[2] and "+0.300" in rows[4]
+    alone = tables.render("losses", "files: [fp8.json]", tmp_path).splitlines()[2:]
+    assert alone[0].startswith("| `full@fp8_e5m2` | ") and len(alone) == 3
+    assert "| `random@fp8_e5m2` | +0.100" in alone[2]  # above full KV over that cache
     pairs = files + "pairs: [['tova@fp8_e5m2', tova]]"
     assert "+0.200" in tables.render("language-comparisons", pairs, tmp_path)
     with pytest.raises(ValueError, match="written with"):
