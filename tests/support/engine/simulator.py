@@ -133,6 +133,8 @@ class Simulation:
             self._turn()
             check(self.totals["steps"] < 20 * num_steps + 20_000, "does not drain")
         self._check_empty()
+        if self.scenario.caching:
+            self.scheduler.reset_prefix_cache()  # how much it has varies
         self.left.append(num_entries(self.scheduler))
 
     # -- traffic ----------------------------------------------------------------
