@@ -62,10 +62,15 @@ class Served:
 @pytest.fixture(scope="module")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
     """Return what serves policies, or stock vLLM, with a feature beside windows."""
-    model = make_gemma3(tmp_path_factory.mktemp("gemma3"))
+    model_of = cache(
+        lambda heads: make_gemma3(tmp_path_factory.mktemp("gemma3"), num_kv_heads=heads)
+    )
 
     @cache
-    def served(feature: str, names: tuple[str, ...], is_stock: bool = False) -> Served:
+    def served(
+        feature: str, heads: int, names: tuple[str, ...], is_stock: bool = False
+    ) -> Served:
+        model = model_of(heads)
         changes = {"max_num_batched_tokens": 96, "max_model_len": 640}
         changes |= {"num_blocks": 52, "foresees": False, **FEATURES[feature]}
         values = {**VALUES, "policy": names[0]}
@@ -90,20 +95,28 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
     return served
 
 
+@pytest.mark.parametrize("heads", [2, 1], ids=["heads", "copies"])
 @pytest.mark.parametrize("feature", ["ranks"])
-def test_moving_tokens_changes_nothing(serve, feature: str) -> None:
-    """Stock vLLM with the feature gives the same tokens in caches of the same kind."""
-    moved, stock = serve(feature, MOVER), serve(feature, MOVER, is_stock=True)
+def test_moving_tokens_changes_nothing(serve, feature: str, heads: int) -> None:
+    """Stock vLLM with the feature gives the same tokens in caches of the same kind.
+
+    Of a model with one KV head two ranks have copies of it.
+    """
+    moved = serve(feature, heads, MOVER)
+    stock = serve(feature, heads, MOVER, is_stock=True)
     assert moved.run.tokens == stock.run.tokens
     assert moved.caches == stock.caches
     events = [event for r in moved.run.results.values() for event in r.events]
     assert sum(event.moved for event in events) / len(events) > 0.5
-    assert {event.survivors.shape[:2] for event in events} == {(NUM_FULL, 2)}
+    assert {event.survivors.shape[:2] for event in events} == {(NUM_FULL, heads)}
 
 
+@pytest.mark.parametrize("heads", [2, 1], ids=["heads", "copies"])
 @pytest.mark.parametrize("feature", ["ranks"])
-def test_what_is_kept_and_said_is_what_it_is_without(serve, feature: str) -> None:
-    plain, found = serve("nothing", POLICIES), serve(feature, POLICIES)
+def test_what_is_kept_and_said_is_what_it_is_without(
+    serve, feature: str, heads: int
+) -> None:
+    plain, found = serve("nothing", heads, POLICIES), serve(feature, heads, POLICIES)
     differing = compare(plain.run, found.run)
     assert differing.events > len(POLICIES)
     assert not (differing.kept or differing.said), differing

@@ -12,8 +12,8 @@ PATTERN = (0, 0, 1, 0, 0, 0, 1)  # of `KINDS`: groups of two layers, one of them
 NUM_FULL, NUM_GROUPS = 2, 3
 
 
-def make_gemma3(path: Path | str, seed: int = 3) -> Path:
-    """Write a model of 7 layers of 4 query and 2 KV heads, float32; return its folder.
+def make_gemma3(path: Path | str, seed: int = 3, num_kv_heads: int = 2) -> Path:
+    """Write a model of 7 layers of 4 query heads, float32; return its folder.
 
     Attention is sharp and the residual stream is not drowned by the embedding, so that
     what is in the KV cache decides about tokens.
@@ -26,7 +26,7 @@ def make_gemma3(path: Path | str, seed: int = 3) -> Path:
         intermediate_size=128,
         num_hidden_layers=len(PATTERN),
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=num_kv_heads,
         head_dim=32,
         query_pre_attn_scalar=32,
         max_position_embeddings=4096,
