@@ -14,8 +14,8 @@ Main path of one request from the flag to the kernels, in the order of first cal
   flag      plugin > api.patch > api.cli > api.startup > config
   checks    api.startup > api.guards > api.version_check > api.vllm_source
   files     api.relied_on > api.start_checks
-  refuse    api.draft_guards > api.layer_guards > api.refusal > api.engines
-  worker    worker.base > worker.setup > policies.build
+  refuse    api.draft_guards > api.layer_guards > api.sink_guards > api.refusal
+  worker    api.engines > worker.base > worker.setup > policies.build
   request   api.patch > api.request_guards
   schedule  block_manager.scheduler > block_manager.planner > block_manager.manager
   admit     block_manager.admission > block_manager.forecast

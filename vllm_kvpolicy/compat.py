@@ -75,6 +75,8 @@ FLOAT8_CACHES = {
     "fp8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
 }
+# Types of models in which every layer of full attention has learned sinks.
+LEARNED_SINKS = ("gpt_oss",)
 # Names of vLLM's backends for which there is a subclass of ours.
 ATTENTION_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER")
 # Of GPUs, with what takes their place. A machine may lack the library of one of them.
@@ -203,6 +205,12 @@ def forget_chosen_backends() -> None:
     from vllm.v1.attention import selector
 
     selector._cached_get_attn_backend.cache_clear()
+
+
+def has_learned_sinks(vllm_config: Any) -> bool:
+    """Return whether the model's type is one of `LEARNED_SINKS`."""
+    model = vllm_config.model_config.hf_text_config
+    return getattr(model, "model_type", None) in LEARNED_SINKS
 
 
 def captures_attention(vllm_config: Any) -> bool:

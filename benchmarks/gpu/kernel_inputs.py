@@ -117,12 +117,17 @@ def paged_keys(size: Size, draw: Draw) -> Arguments:
     return draw.here({"lengths": lengths.view(shape)}) | {"keys": keys}
 
 
-def make_window_usage(size: Size, draw: Draw, mass: float | None = None) -> Arguments:
-    """Queries and paged keys."""
+def make_window_usage(
+    size: Size, draw: Draw, mass: float | None = None, has_sinks: bool = False
+) -> Arguments:
+    """Queries and paged keys, and learned sinks."""
     made = paged_keys(size, draw)
     shape = size.events, size.layers, size.heads * size.group, size.window, size.dim
     queries = draw.here({"queries": draw.normal(*shape).to(size.dtype)})
-    return queries | made | {"scale": size.dim**-0.5, "mass": mass}
+    found = queries | made | {"scale": size.dim**-0.5, "mass": mass}
+    if has_sinks:
+        found |= draw.here({"sink_logits": draw.normal(*shape[1:3])})
+    return found
 
 
 def make_paged_norms(size: Size, draw: Draw) -> Arguments:
@@ -317,6 +322,9 @@ def make_page_scores(size: Size, draw: Draw) -> Arguments:
 MAKERS: dict[str, Callable[[Size, Draw], Arguments]] = {
     "window_usage": make_window_usage,
     "window_usage, nuclei": lambda size, draw: make_window_usage(size, draw, 0.9),
+    "window_usage, sinks": lambda size, draw: make_window_usage(
+        size, draw, has_sinks=True
+    ),
     "paged_norms": make_paged_norms,
     "paged_cosines": paged_keys,
     "paged_projections": make_paged_projections,

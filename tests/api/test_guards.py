@@ -13,9 +13,11 @@ from vllm_kvpolicy.api.request_guards import check_prepared
 from vllm_kvpolicy.config import KVPolicyConfig
 
 RAGGED_FLASHINFER = next(r.name for r in REFUSALS if r.name.startswith("FlashInfer"))
-LORA = next(r.name for r in REFUSALS if r.name.startswith("LoRA"))
+LORA = next(r.name for r in REFUSALS if r.name.startswith("LoRA adapters with a p"))
 MULTIMODAL = next(r.name for r in REFUSALS if r.name.startswith("multimodal"))
-WEIGHT_TRANSFER = next(r.name for r in REFUSALS if r.name.startswith("weight tran"))
+WEIGHT_TRANSFER = next(
+    r.name for r in REFUSALS if r.name.startswith("weight transfer with a p")
+)
 QFILTER = {"policy": "qfilter", "policy_config": {"qfilter_calibration": "a file"}}
 OTHER_DRAFTS = next(r.name for r in REFUSALS if "MTP" in r.name)
 MEASURED_DRAFTS = next(r.name for r in REFUSALS if "measures each token" in r.name)
@@ -28,6 +30,11 @@ SLIDING_FITTED = next(
 LAYER_TYPES = "model_config.hf_text_config.layer_types"
 MIXED = {
     LAYER_TYPES: ["sliding_attention", "full_attention"],
+    "cache_config.enable_prefix_caching": False,
+}
+SINK_WEIGHING = next(r.name for r in REFUSALS if r.name.startswith("learned sinks (g"))
+GPT_OSS = {
+    "model_config.hf_text_config.model_type": "gpt_oss",
     "cache_config.enable_prefix_caching": False,
 }
 SET = object()  # some configuration object, whatever is in it
@@ -99,6 +106,26 @@ TRIGGERS = {
         **MIXED,
         "speculative_config": NGRAM,
     },
+    SINK_WEIGHING: {
+        **GPT_OSS,
+        "additional_config": {"kv_policy": {"policy": "tova", "allow": ["ams-rkv"]}},
+    },
+    "per-head lengths with learned sinks": {
+        **GPT_OSS,
+        "additional_config": {"kv_policy": {"policy": "adakv-snapkv"}},
+    },
+    "prefix caching with learned sinks": {
+        **GPT_OSS,
+        "cache_config.enable_prefix_caching": True,
+    },
+    "tensor parallelism with learned sinks": {
+        **GPT_OSS,
+        "parallel_config.tensor_parallel_size": 2,
+    },
+    "speculative decoding with learned sinks": {**GPT_OSS, "speculative_config": NGRAM},
+    "LoRA adapters with learned sinks": {**GPT_OSS, "lora_config": SET},
+    "weight transfer with learned sinks": {**GPT_OSS, "weight_transfer_config": SET},
+    "FP8 KV caches with learned sinks": {**GPT_OSS, "cache_config.cache_dtype": "fp8"},
     "layers other than full attention and sliding windows": {
         "model_config.hf_text_config.layer_types": [
             "chunked_attention",
@@ -157,7 +184,8 @@ MACHINE_TRIGGERS = {
 FP8_ON_GPU = "FP8 KV caches on GPUs"
 DRAFTS_ON_GPU = "speculative decoding on GPUs"
 SLIDING_ON_GPU = "sliding-window layers on GPUs"
-ON_GPU = (FP8_ON_GPU, DRAFTS_ON_GPU, SLIDING_ON_GPU)
+SINKS_ON_GPU = "learned sinks on GPUs"
+ON_GPU = (FP8_ON_GPU, DRAFTS_ON_GPU, SLIDING_ON_GPU, SINKS_ON_GPU)
 # Further ways to switch a feature on.
 MORE_TRIGGERS = [
     ("sliding windows in every layer", {"cache_config.sliding_window": 512}),
@@ -416,3 +444,42 @@ def test_bad_knobs_and_resumable_sessions_are_refused(small_pool, server):
         check(request(kv_budget=500), small_pool, server)
     with pytest.raises(ValueError, match="resumable"):
         check(request(resumable=True), small_pool, server)
+
+
+def test_learned_sinks_are_refused_on_gpus(policy_config, monkeypatch):
+    config = Overlay(policy_config, GPT_OSS)
+    assert refusals(config) == []
+    monkeypatch.setattr(compat, "platform_name", lambda: "cuda")
+    assert refusals(config) == expected(SINKS_ON_GPU)
+
+
+def test_all_that_does_not_take_learned_sinks_is_told_at_once(policy_config):
+    names = [SINK_WEIGHING, *(name for name in TRIGGERS if "with learned s" in name)]
+    changes = {}
+    for name in names:
+        changes |= TRIGGERS[name]
+    policies = {"policy": "hard-snapkv"}  # weighs itself, with per-head lengths
+    found = refusals(
+        Overlay(
+            policy_config,
+            changes
+            | {
+                "additional_config": {"kv_policy": policies},
+                "cache_config.enable_prefix_caching": True,
+            },
+        )
+    )
+    assert found == [line for name in names for line in expected(name)]
+    assert len(found) == 8
+
+
+@pytest.mark.parametrize(
+    ("policy", "is_refused"),
+    [("expected", True), ("ams-snapmax", True), ("rpc", True), ("h2o", False)],
+)
+def test_attention_of_its_own_leaves_learned_sinks_out(
+    policy_config, policy, is_refused
+):
+    changes = {**GPT_OSS, "additional_config": {"kv_policy": {"policy": policy}}}
+    found = refusals(Overlay(policy_config, changes))
+    assert found == (expected(SINK_WEIGHING) if is_refused else [])

@@ -1,4 +1,4 @@
-"""gpt-oss: learned attention sinks beside sliding windows.
+"""gpt-oss: learned sinks beside sliding windows.
 
 Moving tokens gives stock vLLM's tokens, answers follow from the recorded survivors, and
 the model's sinks reach every measurement of attention.
@@ -111,7 +111,8 @@ def test_what_is_held_is_bounded_and_sinks_are_read(
 ) -> None:
     """Full attention reaches exactly its bound; windows stay within theirs.
 
-    Events measure attention with the sinks of the layers of full attention.
+    Events measure attention with the sinks of the layers of full attention, and with
+    others as soon as these are loaded in place.
     """
     found = []
 
@@ -133,24 +134,31 @@ def test_what_is_held_is_bounded_and_sinks_are_read(
 
         engine.run([job], note)
         most = manager.sliding.sizes.most_blocks
+        before = found[:]
+        named = engine.worker.get_model().named_parameters()
+        more = [(name, each + 1) for name, each in named if name.endswith("sinks")]
+        loaded = {"weights_iterator": more, "is_checkpoint_format": False}
+        with torch.no_grad():
+            engine.llm.collective_rpc("reload_weights", kwargs=loaded)
+        engine.run([job])
     tokens = 600 + 150 - 1
     assert max(own) == footprint_of(values, job).peak_blocks(tokens)
     assert max(own) < -(-tokens // BLOCK)
     assert 0 < max(beside) <= most(tokens)
+    after = found[len(before) :]
     weights = load_file(model / "model.safetensors")
-    full = [
-        f"model.layers.{i}.self_attn.sinks" for i, kind in enumerate(PATTERN) if kind
-    ]
-    want = torch.stack([weights[i] for i in full])
-    assert found and all(torch.equal(sinks, want) for sinks in found)
+    full = [i for i, kind in enumerate(PATTERN) if kind]
+    want = torch.stack([weights[f"model.layers.{i}.self_attn.sinks"] for i in full])
+    assert before and all(torch.equal(got, want) for got in before)
+    assert after and all(torch.equal(got, want + 1) for got in after)
 
 
 @pytest.mark.parametrize(
     ("policy", "words"),
     [
-        ("rkv", "attention of its own"),
-        ("rpc", "attention of its own"),
-        ("expected", "attention of its own"),
+        ("rkv", "attention of a policy's own"),
+        ("rpc", "attention of a policy's own"),
+        ("expected", "attention of a policy's own"),
         ("adakv-snapkv", "per-head lengths"),
     ],
 )

@@ -74,20 +74,23 @@ def rows_of_logits(logits: torch.Tensor) -> Case:
 
 
 def run(
-    case: Case, mass: float | None = None, sinks: torch.Tensor | None = None
+    case: Case, mass: float | None = None, sink_logits: torch.Tensor | None = None
 ) -> WindowUsage:
     """Run the twin through its operation."""
     before = window_usage.calls["triton"]
-    usage = window_usage(*case, SCALE, mass, sinks)
+    usage = window_usage(*case, SCALE, mass, sink_logits)
     assert window_usage.calls["triton"] == before + 1
     return usage
 
 
 def check(
-    case: Case, mass: float | None = None, sinks: torch.Tensor | None = None
+    case: Case, mass: float | None = None, sink_logits: torch.Tensor | None = None
 ) -> WindowUsage:
     """Compare with the reference; return what the twin found."""
-    got, want = run(case, mass, sinks), window_usage_ref(*case, SCALE, mass, sinks)
+    got, want = (
+        run(case, mass, sink_logits),
+        window_usage_ref(*case, SCALE, mass, sink_logits),
+    )
     for name in ("mean", "last"):
         found = getattr(got, name)
         assert found.dtype == FULL and found.shape == getattr(want, name).shape
@@ -308,16 +311,16 @@ def test_nuclei_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("apart", [False, True])
 def test_sinks_take_their_share(group: int, apart: bool) -> None:
     queries, keys, lengths = make_case(RAGGED, group=group, window=5)
-    sinks = torch.linspace(0, 20, 4 * group).view(2, -1)
+    sink_logits = torch.linspace(0, 20, 4 * group).view(2, -1)
     if apart:
         keys = replace(keys, pools=[pool.clone() for pool in keys.pools])
-    with_sinks = check((queries, keys, lengths), sinks=sinks)
+    with_sinks = check((queries, keys, lengths), sink_logits=sink_logits)
     without = check((queries, keys, lengths))
     assert with_sinks.last.sum() < 0.9 * without.last.sum()
 
 
 def test_a_sink_above_all_keys_takes_everything() -> None:
-    usage = check(make_case(RAGGED), sinks=torch.full((2, 4), 1e4))
+    usage = check(make_case(RAGGED), sink_logits=torch.full((2, 4), 1e4))
     assert (usage.mean == 0).all()
 
 

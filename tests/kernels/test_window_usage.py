@@ -77,15 +77,15 @@ def test_a_sink_takes_its_share_and_gives_nothing() -> None:
     """
     logits = torch.tensor([1.0, 3.0]).log()
     queries, keys = torch.ones(1, 1, 2, 2, 1), logits.view(1, 1, 1, 2, 1)
-    lengths, sinks = torch.tensor([[[2]]]), torch.tensor([[4.0, 1e-30]]).log()
+    lengths, sink_logits = torch.tensor([[[2]]]), torch.tensor([[4.0, 1e-30]]).log()
     paged = PagedTokens.from_dense(keys)
-    got = window_usage_ref(queries, paged, lengths, 1.0, sinks=sinks)
+    got = window_usage_ref(queries, paged, lengths, 1.0, sink_logits=sink_logits)
     want = torch.tensor([[[[1 / 8, 3 / 8], [1 / 4, 3 / 4]]]])
     torch.testing.assert_close(got.last, want)
     torch.testing.assert_close(got.mean, want)  # at two tokens only one query counts
     longer = torch.cat([keys, torch.tensor(2.0).log().view(1, 1, 1, 1, 1)], 3)
     paged = PagedTokens.from_dense(longer)
-    got = window_usage_ref(queries, paged, lengths + 1, 1.0, sinks=sinks)
+    got = window_usage_ref(queries, paged, lengths + 1, 1.0, sink_logits=sink_logits)
     means = [[1 / 8 + 1 / 10, 3 / 8 + 3 / 10, 2 / 10]]
     means += [[1 / 4 + 1 / 6, 3 / 4 + 3 / 6, 2 / 6]]
     torch.testing.assert_close(got.mean, torch.tensor([[means]]) / 2)
@@ -94,12 +94,12 @@ def test_a_sink_takes_its_share_and_gives_nothing() -> None:
 def test_sinks_that_are_not_taken() -> None:
     queries, keys, lengths = make_inputs(torch.float32)
     given = queries, PagedTokens.from_dense(keys), lengths, SCALE
-    sinks = torch.zeros(LAYERS, HEADS * GROUP)
-    for wrong in (sinks[:1], sinks[:, :1], sinks.double()):
-        with pytest.raises(ValueError, match="^sinks: expected"):
-            window_usage_ref(*given, sinks=wrong)
+    sink_logits = torch.zeros(LAYERS, HEADS * GROUP)
+    for wrong in (sink_logits[:1], sink_logits[:, :1], sink_logits.double()):
+        with pytest.raises(ValueError, match="^sink_logits: expected"):
+            window_usage_ref(*given, sink_logits=wrong)
     with pytest.raises(ValueError, match="^mass: expected None beside sinks"):
-        window_usage_ref(*given, mass=0.9, sinks=sinks)
+        window_usage_ref(*given, mass=0.9, sink_logits=sink_logits)
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, WINDOW, WINDOW + 1])

@@ -44,11 +44,11 @@ def make_case(
 
 
 def check(
-    case: Case, mass: float | None = None, sinks: torch.Tensor | None = None
+    case: Case, mass: float | None = None, sink_logits: torch.Tensor | None = None
 ) -> WindowUsage:
     """Compare with the reference; return what the twin found."""
-    got = window_usage(*case, SCALE, mass, sinks)
-    want = window_usage_ref(*case, SCALE, mass, sinks)
+    got = window_usage(*case, SCALE, mass, sink_logits)
+    want = window_usage_ref(*case, SCALE, mass, sink_logits)
     for name in ("mean", "last"):
         found = getattr(got, name)
         assert found.dtype == torch.float32
@@ -84,17 +84,19 @@ def test_equals_the_reference(shape: dict, columns: bool) -> None:
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_sinks_take_their_share(shape: dict) -> None:
     queries, keys, lengths = make_case(RAGGED, **shape)
-    sinks = torch.linspace(0, 20, 2 * queries.shape[2]).view(2, -1)
-    with_sinks = check((queries, keys, lengths), sinks=sinks)
+    sink_logits = torch.linspace(0, 20, 2 * queries.shape[2]).view(2, -1)
+    with_sinks = check((queries, keys, lengths), sink_logits=sink_logits)
     without = check((queries, keys, lengths))
     assert with_sinks.last.sum() < 0.9 * without.last.sum()
     copies = [pool.clone() for pool in keys.pools]
-    apart = check((queries, replace(keys, pools=copies), lengths), sinks=sinks)
+    apart = check(
+        (queries, replace(keys, pools=copies), lengths), sink_logits=sink_logits
+    )
     assert torch.equal(apart.mean, with_sinks.mean)
 
 
 def test_a_sink_above_all_keys_takes_everything() -> None:
-    usage = check(make_case(RAGGED), sinks=torch.full((2, 4), 1e4))
+    usage = check(make_case(RAGGED), sink_logits=torch.full((2, 4), 1e4))
     assert (usage.mean == 0).all()
 
 

@@ -21,6 +21,7 @@ from vllm_kvpolicy.policies.catalogue.rows import WordRow, load
 from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
 from vllm_kvpolicy.policies.catalogue.selections import SELECTIONS
 from vllm_kvpolicy.policies.catalogue.testing import TEST_POLICIES
+from vllm_kvpolicy.policies.compose import ComposedPolicy
 from vllm_kvpolicy.policies.keep_all import KeepAll
 from vllm_kvpolicy.policies.scorers.snapkv import SnapKVScorer
 from vllm_kvpolicy.policies.selections.quest import Quest
@@ -74,6 +75,47 @@ def test_an_option_says_whether_the_text_decides_how_much_is_kept(
         found = registry.parse("hard-snapkv").is_dynamic(options)
         assert found == build("hard-snapkv", options).dynamic == (mode == "dynamic")
     assert registry.parse("wgkv").is_dynamic({})
+
+
+WEIGHING = ("snapmax", "expected", "rpc", "rkv")  # scorers with attention of their own
+
+
+PAIRS = [
+    (allocator, scorer)
+    for allocator, row in ALLOCATORS.items()
+    for scorer in SCORERS
+    if scorer not in row.refuses
+]
+
+
+@pytest.mark.parametrize(("allocator", "scorer"), PAIRS)
+def test_who_computes_attention_of_its_own(allocator: str, scorer: str) -> None:
+    """It leaves learned sinks out, which the usage of the window counts."""
+    eviction = f"{allocator}-{scorer}".lstrip("-")
+    own = scorer in WEIGHING or allocator == "hard"
+    names = [eviction, f"{eviction}+quest"]
+    if not ADMISSIONS["wgkv"].refuses.keys() & {allocator, scorer}:
+        names.append(f"wgkv+{eviction}")
+    for name in names:
+        assert registry.parse(name).weighs_itself == own, name
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *[(name, {}) for name in registry.names() if name not in TEST_POLICIES],
+        ("hard-tova", {"hard_order": "attention"}),
+        ("hard-tova", {"hard_order": "attention", "hard_merge": True}),
+    ],
+)
+def test_who_reads_queries_beside_the_usage_says_so(
+    name: str, options: dict[str, Any], build: Callable[..., Policy]
+) -> None:
+    policy = build(name, options)
+    assert isinstance(policy, ComposedPolicy)
+    needs = policy.scorer.needs, policy.allocator.needs
+    reads = any(part.mass or part.window_tokens and not part.usage for part in needs)
+    assert registry.parse(name).weighs_itself or not reads
 
 
 ROWS = {**SCORERS, **ALLOCATORS, **ADMISSIONS, **SELECTIONS, **TEST_POLICIES}

@@ -1,4 +1,4 @@
-"""Writes random gpt-oss models: sliding windows and attention sinks in every layer."""
+"""Writes random gpt-oss models: sliding windows and learned sinks in every layer."""
 
 from pathlib import Path
 

@@ -297,5 +297,6 @@ def _window_usage() -> None:
             pool = empty(2**17, 16, 2 * head_dim, dtype=dtype)[..., :head_dim]
             keys = PagedTokens([pool] * 32, empty(4, 32, 8, 160), 2560)
             queries = empty(4, 32, 8 * group, window, head_dim, dtype=dtype)
-            for mass in (None, 0.9):
-                window_usage(queries, keys, empty(4, 32, 8), 0.1, mass)
+            sink_logits = empty(32, 8 * group, dtype=torch.float32)
+            for given in ((None, None), (0.9, None), (None, sink_logits)):
+                window_usage(queries, keys, empty(4, 32, 8), 0.1, *given)

@@ -46,7 +46,7 @@ def layer(**changes):
         ({"attn_backend": SimpleNamespace()}, "an attention backend other than"),
         ({"alibi_slopes": [0.5]}, "ALiBi"),
         ({"logits_soft_cap": 30.0}, "an attention logit soft cap"),
-        ({"sinks": [0.1]}, "learned attention sinks"),
+        ({"sinks": [0.1]}, "learned sinks"),
         ({"kv_sharing_target_layer_name": "a"}, "the keys and values of another layer"),
         ({"kv_cache_torch_dtype": torch.uint8}, "a KV cache of a dtype other than"),
         ({"kv_cache_torch_dtype": torch.float16}, "a KV cache of a dtype other than"),

@@ -6,7 +6,14 @@ from vllm_kvpolicy import compat
 from vllm_kvpolicy.api import version_check
 from vllm_kvpolicy.api.draft_guards import DRAFT_REFUSALS
 from vllm_kvpolicy.api.layer_guards import LAYER_REFUSALS
-from vllm_kvpolicy.api.refusal import FITTED, Refusal, is_fitted, is_float8
+from vllm_kvpolicy.api.refusal import (
+    FITTED,
+    Refusal,
+    is_fitted,
+    is_float8,
+    is_ragged,
+)
+from vllm_kvpolicy.api.sink_guards import SINK_REFUSALS
 from vllm_kvpolicy.config import server_config
 from vllm_kvpolicy.kernels import preferences
 from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
@@ -28,8 +35,7 @@ def _backends(config: Any) -> set[str]:
 
 
 def _plans_ragged_on_host(config: Any) -> bool:
-    server = server_config(config)
-    return server is not None and server.is_ragged and "FLASHINFER" in _backends(config)
+    return "FLASHINFER" in _backends(config) and is_ragged(config)
 
 
 def _copies_select(config: Any) -> bool:
@@ -181,6 +187,7 @@ REFUSALS = (
         "policy's file for that",
     ),
     *LAYER_REFUSALS,
+    *SINK_REFUSALS,
     Refusal(
         "KV caches of other dtypes than the model's and FP8",
         _converts_cache,

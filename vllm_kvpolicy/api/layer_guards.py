@@ -5,8 +5,7 @@ from functools import partial
 from typing import Any
 
 from vllm_kvpolicy import compat
-from vllm_kvpolicy.api.refusal import FITTED, Refusal, is_fitted, is_float8
-from vllm_kvpolicy.config import server_config
+from vllm_kvpolicy.api.refusal import FITTED, Refusal, is_fitted, is_float8, is_ragged
 from vllm_kvpolicy.policies.catalogue.selections import SELECTIONS
 from vllm_kvpolicy.sizes import sliding_groups
 
@@ -20,11 +19,6 @@ def _beside(applies: Callable[[Any], object], config: Any) -> bool:
     """Return whether the model mixes full attention with windows, and `applies`."""
     mixed = {"full_attention", "sliding_attention"}
     return mixed <= _layer_kinds(config) and bool(applies(config))
-
-
-def _is_ragged(config: Any) -> bool:
-    server = server_config(config)
-    return server is not None and server.is_ragged
 
 
 BESIDE_SLIDING = (
@@ -49,7 +43,7 @@ BESIDE_SLIDING = (
     ),
     Refusal(
         "per-head lengths with sliding-window layers",
-        partial(_beside, _is_ragged),
+        partial(_beside, is_ragged),
         "choose a policy whose heads keep equal numbers of tokens, without "
         + ", ".join(f"`{name}`" for name in SELECTIONS),
     ),

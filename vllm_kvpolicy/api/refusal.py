@@ -43,3 +43,9 @@ FITTED = ", ".join(
 
 def is_float8(config: Any) -> bool:
     return config.cache_config.cache_dtype in compat.FLOAT8_CACHES
+
+
+def is_ragged(config: Any) -> bool:
+    """Return whether heads may keep different numbers of tokens."""
+    server = server_config(config)
+    return server is not None and server.is_ragged

@@ -11,10 +11,9 @@ bounded requests will hold is known, so that both can be foreseen:
 Where answers have known lengths and vLLM does not speculate nobody is preempted. Where
 it does, a request takes superblocks for drafts, and how fast it advances is not known:
 it is expected to hold the most of the next superblock of tokens, and booked anew when
-it has left its booking behind.
-Requests without a bound
-(`kv_policy` "none", and policies that may keep everything) follow vLLM's rule; what
-they hold now counts as if they held it for ever.
+it has left its booking behind. Requests without a bound (`kv_policy` "none", and
+policies that may keep everything) follow vLLM's rule; what they hold now counts as if
+they held it for ever.
 """
 
 from collections.abc import Callable, Container, Iterator, Sequence

@@ -33,20 +33,22 @@ def clean_(logits: torch.Tensor) -> torch.Tensor:
     return logits.nan_to_num_(nan=-torch.inf, posinf=highest, neginf=-torch.inf)
 
 
-def softmax(logits: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
+def softmax(
+    logits: torch.Tensor, sink_logits: torch.Tensor | None = None
+) -> torch.Tensor:
     """Share one unit among the tokens of each row, and its sink.
 
     Args:
         logits: [..., T] float32, see `clean_`; minus infinity is left out.
-        sinks: float32, broadcastable to [...], logits of what takes a share beside the
+        sink_logits: float32, broadcastable to [...], of what takes a share beside the
             tokens and gives nothing; None for none.
 
     Returns:
         [..., T] float32, zero for what is left out, also if that is all. The sum is
         carried in float64, so that padding does not change it.
     """
-    if sinks is not None:
-        column = sinks.expand(logits.shape[:-1])[..., None]
+    if sink_logits is not None:
+        column = sink_logits.expand(logits.shape[:-1])[..., None]
         return softmax(torch.cat([logits, column], -1))[..., :-1]
     weight = F.threshold(weights_of(logits, TINY), 2 * TINY, 0.0, inplace=True)
     total = weight.sum(-1, keepdim=True, dtype=torch.float64)

@@ -5,7 +5,7 @@ https://github.com/EIT-NLP/AdaptiveMassSegment/blob/7eb32cd75600c55888f223dddd28
 Deviations: every query is at its own position (theirs rotates the whole window to the
 current one); all sums are fp32 or fp64 (theirs rounds to the model dtype); the newest
 entries get a value per (request, KV head) (theirs takes the maximum over every head of
-every request, available as "global"); attention sinks, as gpt-oss has them
+every request, available as "global"); learned sinks, as gpt-oss has them
 (https://github.com/openai/gpt-oss/blob/main/gpt_oss/torch/model.py), take their share.
 """
 
@@ -47,7 +47,7 @@ def window_usage_ref(
     lengths: torch.Tensor,
     scale: float,
     mass: float | None = None,
-    sinks: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
 ) -> WindowUsage:
     """Causal softmax of the newest queries over the cached keys, reduced over them.
 
@@ -61,8 +61,8 @@ def window_usage_ref(
         lengths: [E, L, H] int64, tokens held, 1..T.
         scale: softmax scale.
         mass: p of the nuclei, above 0, at most 1; None for no nuclei.
-        sinks: [L, Hq] float32, a logit in every softmax whose share no key gets; None
-            for none. Not with `mass`.
+        sink_logits: [L, Hq] float32, of learned sinks: each is a logit in every softmax
+            whose share no key gets; None for none. Not with `mass`.
 
     Returns:
         Usage per query head, in float32; sums over keys are carried in float64, so
@@ -72,7 +72,7 @@ def window_usage_ref(
         ValueError: shapes that do not fit together, or nuclei beside sinks.
     """
     check_shapes(queries, keys)
-    check_sinks(queries, sinks, mass)
+    check_sinks(queries, sink_logits, mass)
     num_q_heads, window = queries.shape[2:4]
     num_heads, num_tokens = keys.shape[2:4]
 
@@ -80,12 +80,12 @@ def window_usage_ref(
         queries: torch.Tensor,
         keys: torch.Tensor,
         lengths: torch.Tensor,
-        *sinks: torch.Tensor,
+        *sink_logits: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         logits = window_logits(queries, keys, lengths, scale)
         counts = () if mass is None else (row_nucleus_counts(logits.amax(2), mass),)
         probs = softmax(
-            logits, *(of_row.view(*logits.shape[:3], 1) for of_row in sinks)
+            logits, *(of_row.view(*logits.shape[:3], 1) for of_row in sink_logits)
         )
         count = effective_window(lengths, window)[..., None, None]
         mean = (probs.sum(3) / count).flatten(1, 2)
@@ -95,8 +95,8 @@ def window_usage_ref(
     row_bytes = 8 * num_q_heads + (0 if mass is None else 32 * num_heads)
     pair_bytes = num_tokens * (4 * num_heads * keys.shape[-1] + window * row_bytes)
     rows = [queries, keys.dense, lengths]
-    if sinks is not None:
-        rows.append(sinks.expand(queries.shape[:3]))
+    if sink_logits is not None:
+        rows.append(sink_logits.expand(queries.shape[:3]))
     parts = map_pairs_to_many(of_chunk, pair_bytes, *rows)
     used = effective_window(lengths, window)
     return WindowUsage(parts[0], parts[1], lengths, used, *parts[2:])
@@ -116,15 +116,15 @@ def check_shapes(queries: torch.Tensor, keys: PagedTokens) -> None:
 
 
 def check_sinks(
-    queries: torch.Tensor, sinks: torch.Tensor | None, mass: float | None
+    queries: torch.Tensor, sink_logits: torch.Tensor | None, mass: float | None
 ) -> None:
     """Raise ValueError if `window_usage` does not take these sinks."""
-    if sinks is None:
+    if sink_logits is None:
         return
-    if sinks.shape != queries.shape[1:3] or sinks.dtype != torch.float32:
+    if sink_logits.shape != queries.shape[1:3] or sink_logits.dtype != torch.float32:
         raise ValueError(
-            f"sinks: expected [L, Hq] = {list(queries.shape[1:3])} float32, got "
-            f"{list(sinks.shape)} {sinks.dtype}"
+            f"sink_logits: expected [L, Hq] = {list(queries.shape[1:3])} float32, got "
+            f"{list(sink_logits.shape)} {sink_logits.dtype}"
         )
     if mass is not None:
         raise ValueError("mass: expected None beside sinks, which nuclei do not count")

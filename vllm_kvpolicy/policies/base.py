@@ -86,8 +86,8 @@ class EventInputs:
         end: [E] int64, tokens computed before the event: the newest held token has
             position `end - 1`.
         scale: softmax scale of the model's attention.
-        sinks: [L, Hq] float32, logits of learned attention sinks, which take part in
-            every softmax of the model; None where it has none.
+        sink_logits: [L, Hq] float32, of learned sinks, which take part in every
+            softmax of the model; None where it has none.
         keys: [E, L, H, T, D] model dtype, cached post-RoPE keys, plain or on pages, or
             None unless asked for, like all that follows. Values on padding are
             unspecified. Of an FP8 cache they are what attention reads, rounded when
@@ -129,7 +129,7 @@ class EventInputs:
     until: torch.Tensor | None = None
     candidates: torch.Tensor | None = None
     ranks: Ranks = ONE_RANK
-    sinks: torch.Tensor | None = None
+    sink_logits: torch.Tensor | None = None
 
     @cached_property
     def valid(self) -> torch.Tensor:
@@ -215,14 +215,6 @@ class Policy(ABC):
     needs = Needs()
     dynamic = False
 
-    @property
-    def weighs_itself(self) -> bool:
-        """Attention is computed from queries otherwise than as the usage.
-
-        Such a policy cannot serve models with learned attention sinks.
-        """
-        return reads_queries(self.needs)
-
     def check_model(  # noqa: B027  most have nothing to check
         self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
     ) -> None:
@@ -244,11 +236,6 @@ class Policy(ABC):
     @abstractmethod
     def decide(self, inputs: EventInputs, budget: int) -> Decision:
         """Choose `budget` tokens per row; pure, no host sync, no state."""
-
-
-def reads_queries(needs: Needs) -> bool:
-    """Return whether queries are read otherwise than for the usage alone."""
-    return bool(needs.window_tokens and not needs.usage or needs.mass)
 
 
 class Decider(Protocol):

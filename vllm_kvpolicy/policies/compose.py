@@ -12,7 +12,6 @@ from vllm_kvpolicy.policies.base import (
     EventInputs,
     Needs,
     Policy,
-    reads_queries,
 )
 from vllm_kvpolicy.policies.ranks import HeadShard
 from vllm_kvpolicy.policies.scorers.base import BaseScorer
@@ -34,11 +33,6 @@ class ComposedPolicy(Policy):
         readers = [part.needs for part in (scorer, allocator) if part.needs.usage]
         self.usage_needs = reduce(Needs.__or__, readers, Needs())
         self.dynamic = getattr(allocator, "dynamic", False)
-
-    @property
-    def weighs_itself(self) -> bool:
-        """Scorer or allocator computes attention of its own; see `Policy`."""
-        return any(reads_queries(part.needs) for part in (self.scorer, self.allocator))
 
     def check_model(
         self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
@@ -96,5 +90,5 @@ def measure_usage(needs: Needs, inputs: EventInputs) -> WindowUsage | None:
         inputs.lengths,
         inputs.scale,
         needs.mass or None,
-        inputs.sinks,
+        inputs.sink_logits,
     )

@@ -221,7 +221,7 @@ def layer_refusals(layers: Mapping[str, Any], cache_dtype: str) -> list[str]:
         "an attention logit soft cap, which scorers do not model": lambda layer: bool(
             getattr(layer.impl, "logits_soft_cap", None)
         ),
-        "learned attention sinks, or none, unlike the first layer": lambda layer: (
+        "learned sinks, or none, unlike the first layer": lambda layer: (
             _has_sinks(layer) != _has_sinks(first)
         ),
         "the keys and values of another layer (KV sharing)": lambda layer: (

@@ -12,7 +12,7 @@ The order of the five is what makes an event correct:
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,6 +36,7 @@ from vllm_kvpolicy.worker.live import NoEvents
 from vllm_kvpolicy.worker.merging import merge_dropped
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
+from vllm_kvpolicy.worker.sinks import no_sinks
 from vllm_kvpolicy.worker.survivors import SurvivorMemory
 from vllm_kvpolicy.worker.tiers.base import PageCounts, Tier
 from vllm_kvpolicy.worker.trace import NoTrace
@@ -84,7 +85,8 @@ class Compactor:
         memory: what policies remember of survivors, true positions included.
         rope: the model's rotary embedding, None where no policy asks for it.
         scale: softmax scale of the model's attention.
-        sinks: [L, Hq] float32, logits of its attention sinks; None for none.
+        sink_logits: returns those of its learned sinks as they are now, [L, Hq]
+            float32; None for none.
         trace: records survivors with true positions.
         live: shows events to whoever listens.
         ranks: that serve the other heads.
@@ -104,7 +106,7 @@ class Compactor:
     live: NoEvents = NoEvents()
     ranks: Ranks = ONE_RANK
     rooms: Mapping[str, float] = field(default_factory=dict)
-    sinks: torch.Tensor | None = None
+    sink_logits: Callable[[], torch.Tensor | None] = no_sinks
 
     @torch.inference_mode()
     def run(self, events: Sequence[CompactEvent]) -> list[EventAnswer]:
@@ -217,7 +219,7 @@ class Compactor:
             memory={name: value.view(*shape, -1) for name, value in memory.items()},
             fresh_tokens=self.requests.fresh_tokens(batch.rows, batch.events),
             ranks=self.ranks,
-            sinks=self.sinks,
+            sink_logits=self.sink_logits(),
             **optional,
         )
 

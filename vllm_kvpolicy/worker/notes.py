@@ -30,9 +30,9 @@ def with_attention(decision: Decision, needs: Needs, inputs: EventInputs) -> Dec
 
     Returns:
         The decision, with these notes where the policy reads queries and keys and the
-        model has no attention sinks, whose share they do not count.
+        model has no learned sinks, whose share they do not count.
     """
-    if inputs.sinks is not None or not (needs.window_tokens and needs.keys):
+    if inputs.sink_logits is not None or not (needs.window_tokens and needs.keys):
         return decision
     queries = inputs.given("queries")[..., -needs.window_tokens :, :]
     lengths = inputs.lengths

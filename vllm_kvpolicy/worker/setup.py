@@ -36,7 +36,7 @@ from vllm_kvpolicy.worker.rotary import check_rotates, model_rope
 from vllm_kvpolicy.worker.runtime import KVPolicyRuntime
 from vllm_kvpolicy.worker.side_memory import Share, of_captures
 from vllm_kvpolicy.worker.side_tables import LISTS, PAGES, VALUES, SideTables
-from vllm_kvpolicy.worker.sinks import check_takes_sinks, sinks_of
+from vllm_kvpolicy.worker.sinks import check_known, logits_reader
 from vllm_kvpolicy.worker.survivors import SurvivorMemory
 from vllm_kvpolicy.worker.tensor_parallel import head_shard, ranks_of, trace_name
 from vllm_kvpolicy.worker.tiers.base import Tier
@@ -156,7 +156,7 @@ class WorkerSetup:
             live=self._live(partial(counters.note_off, LIVE)),
             ranks=self.ranks,
             rooms=self._rooms(pool),
-            sinks=sinks_of(self.layers),
+            sink_logits=logits_reader(self.layers),
         )
         runtime = KVPolicyRuntime(
             self.policies, self.requests, tier, self.captures, compactor, counters
@@ -313,8 +313,7 @@ def _policies(
             policy.check_model(len(layers), *heads)
             policy.take_heads(shard)
         policies[name] = policy
-    if sinks_of(layers) is not None:
-        check_takes_sinks(policies, config.is_ragged, vllm_config)
+    check_known(layers, vllm_config)
     return policies
 
 

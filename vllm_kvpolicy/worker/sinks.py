@@ -1,61 +1,55 @@
-"""Finds a model's learned attention sinks, and refuses what is not tested with them.
+"""Reads a model's learned sinks, and refuses models of which no test knows that.
 
-A sink is a logit of each query head that takes part in every softmax and whose share no
-token gets (gpt-oss, arXiv 2508.10925, section 2.2).
+A learned sink is a logit of each query head that takes part in every softmax and whose
+share no token gets (gpt-oss, arXiv 2508.10925, section 2.2). Here `sinks` alone are the
+first tokens of a request.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from vllm_kvpolicy import compat
-from vllm_kvpolicy.policies.base import Policy
 
 
-def sinks_of(layers: Sequence[Any]) -> torch.Tensor | None:
-    """Return the logits of the sinks, [L, Hq] float32; None if there are none.
+def no_sinks() -> None:
+    """Return None: the model has no learned sinks."""
+
+
+def logits_reader(layers: Sequence[Any]) -> Callable[[], torch.Tensor | None]:
+    """Return what reads the logits of the learned sinks, [L, Hq] float32.
+
+    Each call reads the layers' own: weights may be replaced while a server runs.
 
     Args:
         layers: vLLM's attention layers, loaded; all of them have sinks or none has.
     """
-    found = [getattr(layer.impl, "sinks", None) for layer in layers]
-    rows = [sinks.detach().float() for sinks in found if sinks is not None]
-    return torch.stack(rows) if rows else None
+    return partial(_logits, layers) if _have_sinks(layers) else no_sinks
 
 
-def check_takes_sinks(
-    policies: Mapping[str, Policy], is_ragged: bool, vllm_config: Any
-) -> None:
-    """Refuse policies and engines that do not count sinks.
+def _have_sinks(layers: Sequence[Any]) -> bool:
+    return any(getattr(layer.impl, "sinks", None) is not None for layer in layers)
+
+
+def _logits(layers: Sequence[Any]) -> torch.Tensor:
+    return torch.stack([layer.impl.sinks.detach() for layer in layers]).float()
+
+
+def check_known(layers: Sequence[Any], vllm_config: Any) -> None:
+    """Refuse learned sinks that nothing at start-up has asked about.
 
     Args:
-        policies: by name.
-        is_ragged: heads keep different numbers of tokens.
+        layers: vLLM's attention layers, loaded.
         vllm_config: the engine's configuration.
 
     Raises:
-        ValueError: something that does not take them, or was not tested with them.
+        ValueError: the model's type is not one of which the table of refusals knows.
     """
-    untested = {
-        "per-head lengths": is_ragged,
-        "GPUs": compat.platform_name() != "cpu",
-        "tensor parallelism": vllm_config.parallel_config.tensor_parallel_size > 1,
-        "speculative decoding": vllm_config.speculative_config is not None,
-        "prefix caching": vllm_config.cache_config.enable_prefix_caching,
-        "LoRA": vllm_config.lora_config is not None,
-        "weight transfer": vllm_config.weight_transfer_config is not None,
-        "FP8 KV caches": vllm_config.cache_config.cache_dtype.startswith("fp8"),
-    }
-    for what, applies in untested.items():
-        if applies:
-            raise ValueError(
-                f"learned attention sinks: expected an engine without {what}, which "
-                "no test has run with them"
-            )
-    own = [name for name, policy in policies.items() if policy.weighs_itself]
-    if own:
+    if _have_sinks(layers) and not compat.has_learned_sinks(vllm_config):
         raise ValueError(
-            f"learned attention sinks: got {', '.join(own)}, which computes attention "
-            "of its own that leaves sinks out; choose other policies, also in `allow`"
+            f"{vllm_config.model_config.model}: its attention layers have learned "
+            "sinks, which are tested in models of type "
+            f"{', '.join(compat.LEARNED_SINKS)} alone; leave out --kv-policy"
         )

@@ -21,7 +21,7 @@ def window_usage(
     lengths: torch.Tensor,
     scale: float,
     mass: float | None = None,
-    sinks: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
 ) -> WindowUsage:
     """Causal softmax of the newest queries over the cached keys, reduced over them.
 
@@ -38,7 +38,7 @@ def window_usage(
     """
     load()
     check_shapes(queries, keys)
-    check_sinks(queries, sinks, mass)
+    check_sinks(queries, sink_logits, mass)
     shape = (*queries.shape[:3], keys.num_tokens)
     mean, last = (queries.new_zeros(shape, dtype=torch.float32) for _ in range(2))
     for layers, pool in keys.by_pool():
@@ -48,7 +48,7 @@ def window_usage(
             pool,
             *(each[:, layers] for each in rows),
             scale,
-            None if sinks is None else sinks[layers].contiguous(),
+            None if sink_logits is None else sink_logits[layers].contiguous(),
         )
     counts: tuple[torch.Tensor, ...] = ()
     if mass is not None:

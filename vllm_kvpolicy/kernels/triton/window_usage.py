@@ -46,7 +46,7 @@ def window_usage(
     lengths: torch.Tensor,
     scale: float,
     mass: float | None = None,
-    sinks: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
 ) -> WindowUsage:
     """Causal softmax of the newest queries over the cached keys, reduced over them.
 
@@ -61,14 +61,14 @@ def window_usage(
         ValueError: shapes that do not fit together, or nuclei beside sinks.
     """
     check_shapes(queries, keys)
-    check_sinks(queries, sinks, mass)
+    check_sinks(queries, sink_logits, mass)
     window = queries.shape[3]
     parts = []
     for layers, pool in keys.by_pool():
         pages = keys.pages[:, layers].contiguous()
         held = lengths[:, layers].contiguous()
         paged = PagedTokens([pool], pages, keys.num_tokens)
-        own = None if sinks is None else sinks[layers].contiguous()
+        own = None if sink_logits is None else sink_logits[layers].contiguous()
         parts.append(_usage(queries[:, layers], paged, held, float(scale), mass, own))
     joined = partial(torch.cat, dim=1)
     whole = parts[0] if len(parts) == 1 else map(joined, zip(*parts, strict=True))
@@ -82,7 +82,7 @@ def _usage(
     lengths: torch.Tensor,
     scale: float,
     mass: float | None,
-    sinks: torch.Tensor | None,
+    sink_logits: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
     """Return mean, last and, if asked for, nuclei of layers with one pool."""
     window = queries.shape[3]
@@ -102,7 +102,7 @@ def _usage(
     grid = (num_rows * num_tiles,)
     _softmax_of_tiles[grid](*inputs, *parts, **options)
     _softmax_of_rows[(num_rows, triton.cdiv(per_row, 128))](
-        *(lengths, sinks, *parts, *whole, num_tiles, per_row),
+        *(lengths, sink_logits, *parts, *whole, num_tiles, per_row),
         *(window, lengths[0].numel(), options["TILE"], 16, 128),
     )
     _usage_of_tiles[grid](*inputs, *whole, *usage, **options)
@@ -227,7 +227,7 @@ def _softmax_of_tiles(
 
 @triton.jit(do_not_specialize=VARYING)
 def _softmax_of_rows(
-    lengths, sinks, tile_highest, tile_total, highest, total, num_tiles,
+    lengths, sink_logits, tile_highest, tile_total, highest, total, num_tiles,
     PER_ROW: tl.constexpr, WINDOW: tl.constexpr, PER_EVENT: tl.constexpr,
     TILE: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -237,9 +237,9 @@ def _softmax_of_rows(
     held = tl.cdiv(tl.load(lengths + row).to(tl.int32), TILE)
     most = tl.full((BLOCK,), LOWEST, tl.float32)
     whole = tl.zeros((BLOCK,), tl.float64)
-    if sinks is not None:
+    if sink_logits is not None:
         head = row % PER_EVENT * (PER_ROW // WINDOW) + query // WINDOW
-        sink = tl.load(sinks + head, query < PER_ROW, other=LOWEST)
+        sink = tl.load(sink_logits + head, query < PER_ROW, other=LOWEST)
         most = tl.maximum(sink, most)
         whole += tl.exp(sink - most).to(tl.float64)
     for first in range(0, held, TILES):

@@ -237,6 +237,7 @@ ALLOCATORS = {
         window="window",
         ragged=True,
         dynamic=("hard_mode", "dynamic"),
+        weighs_itself=True,
         refuses={"streaming": _RECENCY},
     ),
     "trim": WordRow(

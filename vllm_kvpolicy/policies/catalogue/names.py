@@ -95,6 +95,11 @@ class PolicyInfo:
         return any(row.measures_tokens for row in self.parts)
 
     @property
+    def weighs_itself(self) -> bool:
+        """Whether attention of its own leaves out a model's learned sinks."""
+        return any(row.weighs_itself for row in self.parts)
+
+    @property
     def decides_later(self) -> bool:
         """Whether a token decides about the token before it."""
         return any(row.decides_later for row in self.parts)

@@ -27,6 +27,8 @@ class WordRow:
         decides_later: a token decides about the token before it.
         measures_tokens: its events read what was measured when each token was computed,
             so that a request takes nothing from the prefix cache.
+        weighs_itself: it computes attention of its own from queries, which leaves out
+            learned sinks.
         presets: option values by the name of a preset.
         refuses: words that it is not combined with, and why.
         placement: where survivors go; a name in block_manager.placement.
@@ -48,6 +50,7 @@ class WordRow:
     decides: bool = False
     decides_later: bool = False
     measures_tokens: bool = False
+    weighs_itself: bool = False
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     refuses: Mapping[str, str] = field(default_factory=dict)
     placement: str = "in_place"

@@ -210,6 +210,7 @@ SCORERS = {
         "WG-KV, arXiv 2512.17452, appendix K.1",
         options=SnapMaxOptions,
         window="snapmax_window",
+        weighs_itself=True,
     ),
     "h2o": WordRow(
         "vllm_kvpolicy.policies.scorers.h2o:H2OScorer",
@@ -224,6 +225,7 @@ SCORERS = {
         "Expected Attention, arXiv 2510.00636",
         options=ExpectedOptions,
         window="expected_window",
+        weighs_itself=True,
     ),
     "keydiff": WordRow(
         "vllm_kvpolicy.policies.scorers.keydiff:KeyDiffScorer",
@@ -248,6 +250,7 @@ SCORERS = {
         "Reasoning Path Compression, arXiv 2505.13866",
         options=RPCOptions,
         window="rpc_window",
+        weighs_itself=True,
         protect_prompt=True,
     ),
     "rkv": WordRow(
@@ -256,6 +259,7 @@ SCORERS = {
         "R-KV, arXiv 2505.24133",
         options=RKVOptions,
         window="rkv_window",
+        weighs_itself=True,
     ),
     "triattention": WordRow(
         "vllm_kvpolicy.policies.scorers.triattention:from_options",
