@@ -304,6 +304,17 @@ def test_bad_policies_are_refused_before_an_engine_starts(tiny_model, policy, me
         args.create_engine_config()
 
 
+def test_a_budget_holds_what_a_step_drafts(tiny_model):
+    values = {"kv_policy": {**POLICY, "budget": 80}}
+    drafts = {"method": "ngram", "num_speculative_tokens": 81, "prompt_lookup_max": 2}
+    changes = {"additional_config": values, "speculative_config": drafts}
+    args = engine_args(tiny_model, **changes)
+    with pytest.raises(ValueError, match="budget: got 80, expected at least 81"):
+        args.create_engine_config()
+    drafts["num_speculative_tokens"] = 80
+    engine_args(tiny_model, **changes).create_engine_config()
+
+
 def test_kernels_that_are_not_there_are_refused(tiny_model, monkeypatch):
     monkeypatch.setattr(preferences, "demanded", lambda: "cuda")
     args = engine_args(tiny_model, additional_config={"kv_policy": POLICY})
