@@ -126,10 +126,10 @@ def check_drafts(config: KVPolicyConfig, vllm_config: Any, prefix: str = "") -> 
         ValueError: the budget is less than a step's drafts; or, of a policy without
             one, the window and a page are.
     """
-    drafts, size = (
-        vllm_config.num_speculative_tokens,
-        vllm_config.cache_config.block_size,
-    )
+    drafts = vllm_config.num_speculative_tokens
+    if not drafts:
+        return
+    size = vllm_config.cache_config.block_size
     held = config.footprint(1, size, query_rows(vllm_config)).events.budget
     if held >= drafts:
         return
