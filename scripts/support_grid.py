@@ -120,6 +120,12 @@ FEATURES = (
         dict.fromkeys(KINDS, DRAFTS),
     ),
     Feature(
+        "suffix speculation",
+        {"speculative_config": SimpleNamespace(method="suffix")},
+        "suffix",
+        dict.fromkeys(KINDS, DRAFTS),
+    ),
+    Feature(
         "LoRA",
         {"lora_config": object()},
         "enable_lora",

@@ -109,6 +109,40 @@ def sliding_groups(vllm_config: Any) -> SlidingGroups:
     )
 
 
+def check_drafts(config: KVPolicyConfig, vllm_config: Any, prefix: str = "") -> None:
+    """Check that a step's drafts do not reach past a request's first event.
+
+    Beside others, vLLM begins a request of which one token is not computed yet with
+    drafts of padding, as many as a step may have, and fails where they are cut. What
+    the prefix cache gives leaves room for them (`RequestPlan.usable_hit`); a prompt of
+    one token has its first event past what is held without one.
+
+    Args:
+        config: of the engine or of a request.
+        vllm_config: of the engine.
+        prefix: of the keys that an error names.
+
+    Raises:
+        ValueError: the budget is less than a step's drafts; or, of a policy without
+            one, the window and a page are.
+    """
+    drafts = vllm_config.num_speculative_tokens
+    if not drafts:
+        return
+    size = vllm_config.cache_config.block_size
+    held = config.footprint(1, size, query_rows(vllm_config)).events.budget
+    if held >= drafts:
+        return
+    name, given, least = "budget", config.budget_tokens, drafts
+    if parse(config.policy).is_unbounded:
+        name, given = "recent", config.recent_tokens
+        least = drafts - size - config.sink_tokens
+    raise ValueError(
+        f"{prefix}{name}: got {given}, expected at least {least}, because a step "
+        f"speculates up to {drafts} tokens"
+    )
+
+
 def planner_limits(vllm_config: Any, config: KVPolicyConfig) -> PlannerLimits:
     """Return the limits of an engine.
 

@@ -304,11 +304,11 @@ def test_an_fp8_cache_is_refused_on_gpus(policy_config, monkeypatch, dtype):
 @pytest.mark.parametrize(
     ("method", "is_refused"),
     [
-        *[("ngram", False), ("suffix", True), ("ngram_gpu", True), ("mtp", True)],
+        *[("ngram", False), ("suffix", False), ("ngram_gpu", True), ("mtp", True)],
         *[("eagle", True), ("eagle3", True), ("draft_model", True), ("medusa", True)],
     ],
 )
-def test_drafts_come_from_n_grams(policy_config, method, is_refused):
+def test_drafts_come_from_n_grams_or_suffix_trees(policy_config, method, is_refused):
     changes = {"speculative_config": SimpleNamespace(method=method)}
     found = refusals(Overlay(policy_config, changes))
     assert found == (expected(OTHER_DRAFTS) if is_refused else [])

@@ -184,6 +184,7 @@ def finished(monkeypatch, count=1, rank=0):
         parallel_config=SimpleNamespace(worker_cls="vllm.v1.worker.gpu_worker.Worker"),
         scheduler_config=SimpleNamespace(async_scheduling=True),
         cache_config=SimpleNamespace(block_size=16),
+        num_speculative_tokens=0,
         additional_config={"kv_policy": POLICY, "other": 1},
     )
     monkeypatch.setattr(startup, "refusals", lambda config: [])
@@ -302,6 +303,17 @@ def test_bad_policies_are_refused_before_an_engine_starts(tiny_model, policy, me
     args = engine_args(tiny_model, additional_config={"kv_policy": policy})
     with pytest.raises(ValueError, match=message):
         args.create_engine_config()
+
+
+def test_a_budget_holds_what_a_step_drafts(tiny_model):
+    values = {"kv_policy": {**POLICY, "budget": 80}}
+    drafts = {"method": "ngram", "num_speculative_tokens": 81, "prompt_lookup_max": 2}
+    changes = {"additional_config": values, "speculative_config": drafts}
+    args = engine_args(tiny_model, **changes)
+    with pytest.raises(ValueError, match="budget: got 80, expected at least 81"):
+        args.create_engine_config()
+    drafts["num_speculative_tokens"] = 80
+    engine_args(tiny_model, **changes).create_engine_config()
 
 
 def test_kernels_that_are_not_there_are_refused(tiny_model, monkeypatch):

@@ -78,7 +78,7 @@ def run_engines(
     while totals["steps"] < num_steps or (missed and totals["steps"] < 2 * num_steps):
         turn = totals["engines"]
         scenario = random_scenario(policy, depth, turn, caching)
-        scenario = replace(scenario, drafts=drafts[turn % len(drafts)])
+        scenario = with_drafts(scenario, drafts[turn % len(drafts)])
         if scenario.drafts and turn % 4 > 1:
             scenario = replace(scenario, caching=False)
         steps = STEPS_PER_ENGINE // 2 if scenario.caching else STEPS_PER_ENGINE
@@ -87,6 +87,15 @@ def run_engines(
         missed = [key for key, least in at_least.items() if totals[key] < least]
     print(policy, "depth", depth, dict(totals))
     assert not missed, f"too little happened: {missed} in {dict(totals)}"
+
+
+def with_drafts(scenario: Scenario, drafts: int) -> Scenario:
+    """Let an engine speculate; events begin when as much is held as a step drafts."""
+    policy, size = scenario.policy, scenario.block_size
+    recent = max(policy["recent"], drafts - size)
+    budget = max(policy["budget"], policy["sinks"] + recent + size)
+    policy = policy | {"recent": recent, "budget": budget}
+    return replace(scenario, policy=policy, drafts=drafts)
 
 
 @pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
@@ -151,7 +160,8 @@ def test_random_engines_that_share_prefixes(
 def test_random_engines_that_speculate(policy: str, model: ModelConfig):
     """How many drafts come and how many are accepted is random: 100,000 steps.
 
-    vLLM schedules asynchronously only with methods that no policy goes with.
+    Suffix trees draft up to 24 tokens: more than the smaller superblocks have. vLLM
+    schedules asynchronously only with methods that no policy goes with.
     """
     at_least = {
         "steps": 10_000,
@@ -172,7 +182,8 @@ def test_random_engines_that_speculate(policy: str, model: ModelConfig):
     if policy not in UNBOUNDED:
         at_least["held back"] = 100
     steps = MIN_STEPS * 13 // 12
-    run_engines(policy, 1, model, steps, at_least, caching=True, drafts=(4, 1, 3, 12))
+    drafts = (4, 1, 3, 12, 24)
+    run_engines(policy, 1, model, steps, at_least, caching=True, drafts=drafts)
 
 
 # Drafts, prefixes, aborts, stops, resets and preemptions, all on one engine.

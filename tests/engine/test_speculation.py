@@ -1,4 +1,7 @@
-"""n-gram drafts with policies: the tokens and survivors of servers without drafts.
+"""Drafts with policies: the tokens and survivors of servers without drafts.
+
+n-grams are looked up in a request. Suffix trees, which need a package, hold the answers
+so far as well; how many tokens they draft varies.
 
 A step that computes several tokens of a request rounds float32 sums in another order
 than one that computes a single token, which may change a choice where two scores are
@@ -24,8 +27,17 @@ from support.engine.oracle_replay import check_replay
 from support.engine.reference_decoder import ReferenceDecoder
 from support.made_patterns import write_pattern
 from support.made_surrogates import write_surrogate
-from support.repetition import SPECULATION, Drafts, repetitive, watch_drafts
+from support.repetition import (
+    METHODS,
+    SPECULATION,
+    SUFFIX,
+    Drafts,
+    needs_suffix,
+    repetitive,
+    watch_drafts,
+)
 from support.tiny_model import make_tiny_model
+from vllm_kvpolicy.block_manager.scheduler import KVPolicyScheduler
 from vllm_kvpolicy.policies.catalogue.names import names, parse
 
 VALUES = {"budget": 128, "interval": 40, "prefill_interval": 256}
@@ -58,9 +70,12 @@ def run(
     return found, drafts
 
 
+SIZES = {"num_blocks": 1500, "max_num_batched_tokens": 128, "max_model_len": 832}
+
+
 @pytest.fixture(scope="module")
-def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory):
-    """All policies on one server, once without and once with drafts."""
+def plain(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory):
+    """All policies on one server without drafts: what was asked, and the answers."""
     folder = tmp_path_factory.mktemp("speculation")
     windows = ("expected_window", "snapmax_window", "rpc_window", "rkv_window")
     options = dict.fromkeys(windows, 36) | {"allow": ALL}
@@ -76,10 +91,19 @@ def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory):
         )
         for number, name in enumerate(ALL)
     ]
-    sizes = {"num_blocks": 1500, "max_num_batched_tokens": 128, "max_model_len": 832}
-    plain, _ = run(tiny_model, values, jobs, trace=folder / "plain", **sizes)
-    drafting = {"trace": folder / "drafts", "speculative_config": SPECULATION}
-    return plain, *run(tiny_model, values, jobs, **drafting, **sizes)
+    found, _ = run(tiny_model, values, jobs, trace=folder / "plain", **SIZES)
+    return values, jobs, found
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def served(
+    plain, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, request: Any
+):
+    """The same server without and with drafts."""
+    values, jobs, expected = plain
+    folder = tmp_path_factory.mktemp("drafts")
+    drafting = {"trace": folder, "speculative_config": request.param}
+    return expected, *run(tiny_model, values, jobs, **drafting, **SIZES)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -107,43 +131,88 @@ def test_answers_follow_from_the_survivors(served, tiny_model: Path, name) -> No
     check_replay(ReferenceDecoder(tiny_model), served[1].results[name])
 
 
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("policy", ["ams-tova", "adakv-snapkv"])
 def test_a_budget_that_never_binds_accepts_what_stock_accepts(
-    tiny_model: Path, policy: str
+    tiny_model: Path, policy: str, method: dict[str, Any]
 ) -> None:
-    jobs = jobs_of((40, 150, 300))
-    values = {"policy": policy, **VALUES, "budget": 512, "interval": 64}
-    stock, of_stock = stock_run(tiny_model)
-    sizes = {"max_model_len": 512, "speculative_config": SPECULATION}
-    found, drafts = run(tiny_model, values, jobs, **sizes)
+    stock, of_stock = speculate(tiny_model, None, method)
+    found, drafts = speculate(tiny_model, policy, method)
     assert found.tokens == stock.tokens
+    compare(drafts, of_stock)
+
+
+def compare(drafts: Drafts, of_stock: Drafts) -> None:
+    """Compare what was drafted and what was right with stock's; no draft is lost."""
+    assert min(drafts.count, of_stock.count) > 200
     assert abs(drafts.share - of_stock.share) <= 0.02
     assert drafts == of_stock, "the same drafts were right"
 
 
+def test_notices_drafts_that_are_lost(tiny_model: Path, monkeypatch) -> None:
+    stock = KVPolicyScheduler.update_draft_token_ids
+
+    def halved(self: Any, drafts: Any) -> None:
+        drafts.draft_token_ids = [
+            ids[: len(ids) // 2] for ids in drafts.draft_token_ids
+        ]
+        stock(self, drafts)
+
+    monkeypatch.setattr(KVPolicyScheduler, "update_draft_token_ids", halved)
+    _, drafts = speculate(tiny_model, "ams-tova", SPECULATION)
+    with pytest.raises(AssertionError):
+        compare(drafts, speculate(tiny_model, None, SPECULATION)[1])
+
+
+def speculate(
+    model: Path, policy: str | None, method: dict[str, Any]
+) -> tuple[Run, Drafts]:
+    """Run a policy whose budget does not bind, or once stock vLLM, with drafts."""
+    if policy is None:
+        return stock_run(model, method["method"])
+    values = {"policy": policy, **VALUES, "budget": 512, "interval": 64}
+    sizes = {"max_model_len": 512, "speculative_config": method}
+    return run(model, values, jobs_of((40, 150, 300)), **sizes)
+
+
 @cache
-def stock_run(model: Path) -> tuple[Run, Drafts]:
+def stock_run(model: Path, method: str) -> tuple[Run, Drafts]:
     """Stock vLLM with drafts."""
-    sizes = {"max_model_len": 512, "speculative_config": SPECULATION}
+    speculation = SUFFIX if method == "suffix" else SPECULATION
+    sizes = {"max_model_len": 512, "speculative_config": speculation}
     return run(model, None, jobs_of((40, 150, 300)), **sizes)
 
 
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     "policy", ["identity", "holes", "snapkv", "ams-tova", "hard-snapkv"]
 )
-def test_preemption_with_drafts_waiting(tiny_model: Path, policy: str) -> None:
+def test_preemption_with_drafts_waiting(
+    tiny_model: Path, policy: str, method: dict[str, Any]
+) -> None:
     """In a pool that is too small, from prompts of one token on, in chunks."""
-    values = {"policy": policy, **VALUES}
-    jobs = jobs_of((1, 40, 150, 300, 90, 60))
-    sizes = {"max_num_batched_tokens": 96, "max_model_len": 512}
-    plain, _ = run(tiny_model, values, jobs, **sizes)
-    strain = {"num_blocks": 20, "foresees": False, "speculative_config": SPECULATION}
-    found, drafts = run(tiny_model, values, jobs, **strain, **sizes)
-    assert found.tokens == plain.tokens
+    strain = {"num_blocks": 20, "foresees": False, "speculative_config": method}
+    found, drafts = run_six(tiny_model, policy, **strain)
+    assert found.tokens == run_six_in_room(tiny_model, policy).tokens
     assert found.preemptions > 0 and drafts.interrupted > 0
 
 
-def test_prompts_from_the_prefix_cache(tiny_model: Path) -> None:
+def run_six(model: Path, policy: str, **engine: Any) -> tuple[Run, Drafts]:
+    jobs = jobs_of((1, 40, 150, 300, 90, 60))
+    sizes = {"max_num_batched_tokens": 96, "max_model_len": 512}
+    return run(model, {"policy": policy, **VALUES}, jobs, **sizes, **engine)
+
+
+@cache
+def run_six_in_room(model: Path, policy: str) -> Run:
+    """Run without drafts, and without a preemption."""
+    return run_six(model, policy)[0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_prompts_from_the_prefix_cache(
+    tiny_model: Path, method: dict[str, Any]
+) -> None:
     """Prompts of whole superblocks and one token more leave one token to compute.
 
     vLLM adds drafts of padding to such a request where others run, up to the event.
@@ -152,7 +221,7 @@ def test_prompts_from_the_prefix_cache(tiny_model: Path) -> None:
     cached = [repetitive(seed, 3 * BLOCK + 1) for seed in range(3)]
     jobs = [*jobs_of((40,)), *(Job(f"c{n}", p, 60, 30) for n, p in enumerate(cached))]
     plain, _ = run(tiny_model, values, jobs)
-    sizes = {"enable_prefix_caching": True, "speculative_config": SPECULATION}
+    sizes = {"enable_prefix_caching": True, "speculative_config": method}
     with Engine(tiny_model, values, **sizes) as engine:
         first = engine.run(jobs)
         hits = watch_hits(engine)
@@ -179,15 +248,18 @@ def admissions(name: str, model: Path, folder: Path) -> dict[str, Any]:
     return {"policy": name, **VALUES, **window, "policy_config": options}
 
 
+ADMISSIONS = ("wgkv", "wgkv+snapkv", "dms", "kvzap", "duo")
 DECIDING = [
-    *((name, False) for name in ("wgkv", "wgkv+snapkv", "dms", "kvzap", "duo")),
-    *((name, True) for name in ("wgkv", "wgkv+snapkv", "dms", "kvzap")),
+    *((name, False, SPECULATION) for name in ADMISSIONS),
+    *((name, True, SPECULATION) for name in ADMISSIONS if name != "duo"),
+    pytest.param("wgkv", False, SUFFIX, marks=needs_suffix, id="wgkv-suffix"),
+    pytest.param("dms", True, SUFFIX, marks=needs_suffix, id="dms-suffix"),
 ]
 
 
-@pytest.mark.parametrize(("name", "is_exact"), DECIDING)
+@pytest.mark.parametrize(("name", "is_exact", "method"), DECIDING)
 def test_admissions_decide_as_without_drafts(
-    tmp_path: Path, name: str, is_exact: bool
+    tmp_path: Path, name: str, is_exact: bool, method: dict[str, Any]
 ) -> None:
     """Where a draft was wrong, the right token decides in its place."""
     model = make_tiny_model(tmp_path / "model")
@@ -196,7 +268,7 @@ def test_admissions_decide_as_without_drafts(
         values["policy_config"] = {**values.get("policy_config", {}), "exact": True}
     jobs = jobs_of((40, 150, 300))
     plain, _ = run(model, values, jobs, trace=tmp_path / "plain")
-    drafting = {"trace": tmp_path / "drafts", "speculative_config": SPECULATION}
+    drafting = {"trace": tmp_path / "drafts", "speculative_config": method}
     found, drafts = run(model, values, jobs, **drafting)
     assert 0.03 < drafts.share < 0.9
     assert found.tokens == plain.tokens

@@ -1,8 +1,11 @@
-"""Requests that repeat themselves, and what becomes of n-gram drafts in them."""
+"""Requests that repeat themselves, and what becomes of drafts in them."""
 
 import random
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
+
+import pytest
 
 from support.engine.helpers import FIRST_TOKEN, LAST_TOKEN, Engine, Prompt
 
@@ -12,6 +15,16 @@ SPECULATION = {
     "prompt_lookup_max": 3,
     "prompt_lookup_min": 1,
 }
+# Up to 24 tokens, vLLM's default.
+SUFFIX = {"method": "suffix"}
+needs_suffix = pytest.mark.skipif(
+    find_spec("arctic_inference") is None,
+    reason="suffix trees need `pip install arctic-inference==0.1.1`",
+)
+METHODS = [
+    pytest.param(SPECULATION, id="ngram"),
+    pytest.param(SUFFIX, id="suffix", marks=needs_suffix),
+]
 
 
 @dataclass
@@ -29,9 +42,14 @@ class Drafts:
     interrupted: int = 0
 
     @property
+    def count(self) -> int:
+        """Tokens that were speculated."""
+        return sum(self.drafted.values())
+
+    @property
     def share(self) -> float:
         """How many of all drafts were right."""
-        return sum(self.accepted.values()) / sum(self.drafted.values())
+        return sum(self.accepted.values()) / self.count
 
 
 def watch_drafts(engine: Engine) -> Drafts:

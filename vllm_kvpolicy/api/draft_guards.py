@@ -8,9 +8,10 @@ from vllm_kvpolicy.config import server_config
 from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
 
-# Methods of vLLM that draft from the tokens of a request alone, as tests have run them:
-# others have layers of their own, whose keys and values no policy looks after.
-METHODS = ("ngram",)
+# Methods of vLLM that draft from tokens alone, of the request and of earlier answers,
+# and that tests have run. Others have layers of their own, whose keys and values no
+# policy looks after.
+METHODS = ("ngram", "suffix")
 
 
 def _speculates(config: Any) -> bool:
@@ -30,12 +31,12 @@ _MEASURING = ", ".join(
 
 DRAFT_REFUSALS = (
     Refusal(
-        "speculative decoding by other methods than n-grams (MTP, EAGLE, draft models, "
-        "suffix trees and others)",
+        "speculative decoding by other methods than n-grams and suffix trees (MTP, "
+        "EAGLE, draft models and others)",
         lambda config: (
             _speculates(config) and config.speculative_config.method not in METHODS
         ),
-        'set "method": "ngram" in --speculative-config, or leave it out',
+        'set "method": "ngram" or "suffix" in --speculative-config, or leave it out',
     ),
     Refusal(
         "speculative decoding on GPUs",

@@ -10,7 +10,12 @@ from vllm_kvpolicy.api.engines import smallest_pool
 from vllm_kvpolicy.config import PER_REQUEST_OFF, KVPolicyConfig, server_config
 from vllm_kvpolicy.config_keys import request_keys
 from vllm_kvpolicy.policies.catalogue.names import parse
-from vllm_kvpolicy.sizes import most_blocks, query_rows, sliding_groups
+from vllm_kvpolicy.sizes import (
+    check_drafts,
+    most_blocks,
+    query_rows,
+    sliding_groups,
+)
 
 # What is refused per request and what to change; the documentation lists it.
 REQUEST_REFUSALS = {
@@ -124,15 +129,20 @@ def check_params(
         server: the engine's policy.
 
     Raises:
-        ValueError: a bad `kv_*` key, or a cache larger than the pool.
+        ValueError: a bad `kv_*` key, drafts beyond the first event, or a cache larger
+            than the pool.
     """
     block_size = vllm_config.cache_config.block_size
     num_blocks = smallest_pool(vllm_config)
     config = server.with_request(params.extra_args, block_size)
+    if config is not None:
+        check_drafts(config, vllm_config, "kv_")
     if num_blocks is None:
         return
     longest = vllm_config.model_config.max_model_len
-    tokens = min(prompt_tokens + (params.max_tokens or longest), longest)
+    tokens = prompt_tokens + (params.max_tokens or longest)
+    # What a step drafts past the end takes superblocks, too.
+    tokens = min(tokens + vllm_config.num_speculative_tokens, longest)
     wanted = -(-tokens // block_size)
     if config is not None:
         sizes = block_size, query_rows(vllm_config)

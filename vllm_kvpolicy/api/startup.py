@@ -27,7 +27,7 @@ from vllm_kvpolicy.config_keys import shown
 from vllm_kvpolicy.config_values import ConfigValues
 from vllm_kvpolicy.kernels import preferences
 from vllm_kvpolicy.live.files import remove_files_at_exit, remove_stale_files_at_exit
-from vllm_kvpolicy.sizes import max_blocks_per_request
+from vllm_kvpolicy.sizes import check_drafts, max_blocks_per_request
 
 logger = init_logger("vllm.kv_policy")
 
@@ -121,6 +121,7 @@ def finish(engine_args: Any, vllm_config: Any, config: KVPolicyConfig) -> None:
     with errors(_is_command(engine_args)):
         _refuse(config, refusals(vllm_config))
         config.validate_block_size(vllm_config.cache_config.block_size)
+        check_drafts(config, vllm_config)
         _name_classes(vllm_config, config)
         remove_stale_files_at_exit()
         if compat.is_first_process(engine_args):

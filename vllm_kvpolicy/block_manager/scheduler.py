@@ -30,6 +30,7 @@ from vllm_kvpolicy.metrics import LIVE
 from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.sizes import (
     capacity_line,
+    check_drafts,
     planner_limits,
     query_rows,
     sharing_line,
@@ -98,6 +99,8 @@ class KVPolicySchedulerMixin(CountingMixin):
             config = self.kv_policy_config.with_request(
                 extra_args, self.kv_policy_limits.block_size
             )
+            if config is not None:
+                check_drafts(config, self.vllm_config, "kv_")
         except ValueError as error:
             # The API process refuses such a request; one that reaches the engine by
             # another door must not take the engine down.

@@ -203,6 +203,7 @@ class Simulation:
             sinks = rng.randint(0, policy.sink_tokens)
             least = recent + sinks + self.scenario.block_size
             window = max(map(policy.window_tokens, policy.policies))
+            least = max(least, self.scenario.drafts)
             budget = rng.randint(least, policy.budget_tokens)
             wishes["kv_interval"] = rng.randint(max(window, 1), policy.interval_tokens)
             if parse(wishes.get("kv_policy", policy.policy)).admission is None:
