@@ -26,10 +26,7 @@ SLIDING_FITTED = next(
     if r.name.startswith("sliding-window l") and "own weights" in r.name
 )
 LAYER_TYPES = "model_config.hf_text_config.layer_types"
-MIXED = {
-    LAYER_TYPES: ["sliding_attention", "full_attention"],
-    "cache_config.enable_prefix_caching": False,
-}
+MIXED = {LAYER_TYPES: ["sliding_attention", "full_attention"]}
 SET = object()  # some configuration object, whatever is in it
 # Row -> what switches the feature on in a finished VllmConfig.
 TRIGGERS = {
@@ -73,10 +70,6 @@ TRIGGERS = {
     LORA: {"lora_config": SET, "additional_config": {"kv_policy": QFILTER}},
     "sliding windows in every layer": {
         "model_config.hf_text_config.layer_types": ["sliding_attention"]
-    },
-    "prefix caching with sliding-window layers": {
-        **MIXED,
-        "cache_config.enable_prefix_caching": True,
     },
     "sliding-window layers without the hybrid KV cache manager": {
         **MIXED,

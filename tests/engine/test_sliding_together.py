@@ -20,6 +20,7 @@ LENGTHS = (40, 300, 150, 220, 90)
 FEATURES: dict[str, dict[str, Any]] = {
     "nothing": {},
     "ranks": {"tensor_parallel_size": 2},
+    "prefix caching": {"enable_prefix_caching": True},
 }
 
 
@@ -90,7 +91,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
     return served
 
 
-@pytest.mark.parametrize("feature", ["ranks"])
+@pytest.mark.parametrize("feature", ["ranks", "prefix caching"])
 def test_moving_tokens_changes_nothing(serve, feature: str) -> None:
     """Stock vLLM with the feature gives the same tokens in caches of the same kind."""
     moved, stock = serve(feature, MOVER), serve(feature, MOVER, is_stock=True)
@@ -101,7 +102,7 @@ def test_moving_tokens_changes_nothing(serve, feature: str) -> None:
     assert {event.survivors.shape[:2] for event in events} == {(NUM_FULL, 2)}
 
 
-@pytest.mark.parametrize("feature", ["ranks"])
+@pytest.mark.parametrize("feature", ["ranks", "prefix caching"])
 def test_what_is_kept_and_said_is_what_it_is_without(serve, feature: str) -> None:
     plain, found = serve("nothing", POLICIES), serve(feature, POLICIES)
     differing = compare(plain.run, found.run)

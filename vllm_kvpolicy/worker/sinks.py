@@ -42,7 +42,6 @@ def check_takes_sinks(
         "GPUs": compat.platform_name() != "cpu",
         "tensor parallelism": vllm_config.parallel_config.tensor_parallel_size > 1,
         "speculative decoding": vllm_config.speculative_config is not None,
-        "prefix caching": vllm_config.cache_config.enable_prefix_caching,
         "LoRA": vllm_config.lora_config is not None,
         "weight transfer": vllm_config.weight_transfer_config is not None,
         "FP8 KV caches": vllm_config.cache_config.cache_dtype.startswith("fp8"),
