@@ -166,26 +166,23 @@ def test_windows_that_are_not_computed_are_taken_out_of_the_cache() -> None:
 
 @pytest.mark.parametrize("late_steps", [0, 1])
 @pytest.mark.parametrize("chunk", [1, 16, 100])
-def test_levels_bear_what_a_long_step_leaves_behind(
-    late_steps: int, chunk: int
+@pytest.mark.parametrize("last", [7, 60])
+def test_levels_bear_what_long_steps_leave_behind(
+    late_steps: int, chunk: int, last: int
 ) -> None:
     """Each step, before and after the request's turn in it, as vLLM gives back."""
     sizes = SlidingGroups(WINDOW, 1, GROUPS, N, 100, late_steps)
-    computed, held = 300, 0
-    counts = [chunk, 7, *[1] * 60]
-    history = []
-    for count in counts:
-        in_flight = sum(history[-late_steps:]) if late_steps else 0
+    computed, held, levels = 300, 0, []
+    counts = [chunk, last, *[1] * 60]
+    for turn, count in enumerate(counts):
+        in_flight = counts[turn - 1] if late_steps and turn else 0
         first = max(computed - in_flight - WINDOW + 1, 0) // N
         after = GROUPS * (-(-(computed + count) // N) - first)
-        if count == 7:
-            end = computed + 7
-            levels = window_levels(sizes, (computed, end, end + 60), held)
+        if turn == 1:
+            end = computed + count
+            levels = list(window_levels(sizes, (computed, end, end + 60), held))
             assert len(levels) == 61
-            step = 0
-        if history:
-            assert max(held, after) <= levels[step], step
-            step += 1
-        history.append(count)
+        if turn:
+            assert max(held, after) <= levels[turn - 1], turn
         computed, held = computed + count, after
     assert levels[5] <= held + GROUPS
