@@ -19,6 +19,7 @@ Main path of one request from the flag to the kernels, in the order of first cal
   request   api.patch > api.request_guards
   schedule  block_manager.scheduler > block_manager.planner > block_manager.manager
   admit     block_manager.admission > block_manager.forecast
+  share     block_manager.manager > block_manager.offers
   step      worker.runtime > worker.request_table > worker.backends.mixins
   capture   worker.captures.query_windows > kernels
   free      block_manager.sliding > block_manager.turnover > block_manager.placement

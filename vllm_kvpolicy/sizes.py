@@ -78,9 +78,19 @@ class SlidingGroups:
             end: tokens after the step.
             step: most tokens that an earlier step computed.
         """
-        first = computed - self.late_steps * step - self.window + 1
-        first = first * (first > 0) // self.block_size
+        first = self.first_block(computed, step)
         return self.count * (-(-end // self.block_size) - first)
+
+    def first_block(self, computed: Any, step: int = 1) -> Any:
+        """Return the first superblock, counted from 0, that has not been given back.
+
+        Args:
+            computed: tokens for which older superblocks have been given back; an
+                integer or an array.
+            step: most tokens that an earlier step computed.
+        """
+        first = computed - self.late_steps * step - self.window + 1
+        return first * (first > 0) // self.block_size
 
     def most_blocks(self, num_tokens: int, step: int | None = None) -> int:
         """Return the most superblocks that a request of `num_tokens` ever holds.

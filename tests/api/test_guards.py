@@ -28,15 +28,9 @@ SLIDING_FITTED = next(
     if r.name.startswith("sliding-window l") and "own weights" in r.name
 )
 LAYER_TYPES = "model_config.hf_text_config.layer_types"
-MIXED = {
-    LAYER_TYPES: ["sliding_attention", "full_attention"],
-    "cache_config.enable_prefix_caching": False,
-}
+MIXED = {LAYER_TYPES: ["sliding_attention", "full_attention"]}
 SINK_WEIGHING = next(r.name for r in REFUSALS if r.name.startswith("learned sinks (g"))
-GPT_OSS = {
-    "model_config.hf_text_config.model_type": "gpt_oss",
-    "cache_config.enable_prefix_caching": False,
-}
+GPT_OSS = {"model_config.hf_text_config.model_type": "gpt_oss"}
 SET = object()  # some configuration object, whatever is in it
 # Row -> what switches the feature on in a finished VllmConfig.
 TRIGGERS = {
@@ -81,10 +75,6 @@ TRIGGERS = {
     "sliding windows in every layer": {
         "model_config.hf_text_config.layer_types": ["sliding_attention"]
     },
-    "prefix caching with sliding-window layers": {
-        **MIXED,
-        "cache_config.enable_prefix_caching": True,
-    },
     "sliding-window layers without the hybrid KV cache manager": {
         **MIXED,
         "scheduler_config.disable_hybrid_kv_cache_manager": True,
@@ -113,10 +103,6 @@ TRIGGERS = {
     "per-head lengths with learned sinks": {
         **GPT_OSS,
         "additional_config": {"kv_policy": {"policy": "adakv-snapkv"}},
-    },
-    "prefix caching with learned sinks": {
-        **GPT_OSS,
-        "cache_config.enable_prefix_caching": True,
     },
     "tensor parallelism with learned sinks": {
         **GPT_OSS,
@@ -462,15 +448,11 @@ def test_all_that_does_not_take_learned_sinks_is_told_at_once(policy_config):
     found = refusals(
         Overlay(
             policy_config,
-            changes
-            | {
-                "additional_config": {"kv_policy": policies},
-                "cache_config.enable_prefix_caching": True,
-            },
+            changes | {"additional_config": {"kv_policy": policies}},
         )
     )
     assert found == [line for name in names for line in expected(name)]
-    assert len(found) == 8
+    assert len(found) == 7
 
 
 @pytest.mark.parametrize(

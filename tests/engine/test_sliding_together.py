@@ -20,7 +20,10 @@ LENGTHS = (40, 300, 150, 220, 90)
 FEATURES: dict[str, dict[str, Any]] = {
     "nothing": {},
     "ranks": {"tensor_parallel_size": 2},
+    "prefix caching": {"enable_prefix_caching": True},
+    "both": {"tensor_parallel_size": 2, "enable_prefix_caching": True},
 }
+SERVED = [("ranks", 1), ("prefix caching", 2), ("both", 2)]
 
 
 def jobs_of(names: tuple[str, ...], is_stock: bool) -> list[Job]:
@@ -95,8 +98,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
     return served
 
 
-@pytest.mark.parametrize("heads", [2, 1], ids=["heads", "copies"])
-@pytest.mark.parametrize("feature", ["ranks"])
+@pytest.mark.parametrize(("feature", "heads"), SERVED)
 def test_moving_tokens_changes_nothing(serve, feature: str, heads: int) -> None:
     """Stock vLLM with the feature gives the same tokens in caches of the same kind.
 
@@ -111,8 +113,7 @@ def test_moving_tokens_changes_nothing(serve, feature: str, heads: int) -> None:
     assert {event.survivors.shape[:2] for event in events} == {(NUM_FULL, heads)}
 
 
-@pytest.mark.parametrize("heads", [2, 1], ids=["heads", "copies"])
-@pytest.mark.parametrize("feature", ["ranks"])
+@pytest.mark.parametrize(("feature", "heads"), SERVED)
 def test_what_is_kept_and_said_is_what_it_is_without(
     serve, feature: str, heads: int
 ) -> None:

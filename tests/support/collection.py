@@ -22,6 +22,8 @@ DEAREST = (
     "engine/test_float8_admissions.py",
     "engine/test_identity.py",
     "engine/test_sliding_together.py",
+    "engine/test_sliding_prefixes.py",
+    "engine/test_sliding_simulation.py",
     "engine/test_sliding_identity.py",
     "engine/test_sliding_memory.py",
     "engine/test_sinks.py",

@@ -23,11 +23,6 @@ def _beside(applies: Callable[[Any], object], config: Any) -> bool:
 
 BESIDE_SLIDING = (
     Refusal(
-        "prefix caching with sliding-window layers",
-        partial(_beside, lambda config: config.cache_config.enable_prefix_caching),
-        "add --no-enable-prefix-caching",
-    ),
-    Refusal(
         "sliding-window layers without the hybrid KV cache manager",
         partial(
             _beside,

@@ -81,11 +81,14 @@ _ENGINE = (
     ),
     Owner(
         "vllm.v1.core.kv_cache_manager:KVCacheManager",
-        read="coordinator block_pool empty_kv_cache_blocks truncate_computed_blocks",
+        read=(
+            "coordinator block_pool empty_kv_cache_blocks truncate_computed_blocks "
+            "create_kv_cache_blocks"
+        ),
     ),
     Owner(
         "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator",
-        read="single_type_managers allocate_new_blocks",
+        read="single_type_managers allocate_new_blocks find_longest_cache_hit",
     ),
     Owner(
         "vllm.v1.engine:EngineCoreReadyResponse",
@@ -106,7 +109,7 @@ _ENGINE = (
         },
         read=(
             "block_pool block_size enable_caching num_cached_block req_to_blocks "
-            "_null_block"
+            "_null_block cache_blocks"
         ),
     ),
     Owner(

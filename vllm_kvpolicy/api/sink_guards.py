@@ -45,11 +45,6 @@ SINK_REFUSALS = (
         "choose policies whose heads keep equal numbers of tokens, also in `allow`",
     ),
     Refusal(
-        "prefix caching with learned sinks",
-        partial(_with, lambda config: config.cache_config.enable_prefix_caching),
-        "add --no-enable-prefix-caching",
-    ),
-    Refusal(
         "tensor parallelism with learned sinks",
         partial(_with, lambda config: config.parallel_config.tensor_parallel_size > 1),
         "set --tensor-parallel-size 1",

@@ -29,6 +29,7 @@ from vllm_kvpolicy.block_manager.forecast import (
     Forecast,
     held_levels,
     most_ahead,
+    window_levels,
 )
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager
 from vllm_kvpolicy.block_manager.output_lengths import OutputLengths
@@ -211,12 +212,10 @@ class Admission:
 
     def _unforeseen(self) -> int:
         """Return the superblocks held that no booking accounts for."""
-        step = self.forecast.step
-        foreseen = sum(
-            self.manager.num_held(request_id) - self._discount(request_id, step)
-            for request_id, booking in self.forecast.bookings.items()
-            if booking.end > step
-        )
+        step, bookings = self.forecast.step, self.forecast.bookings
+        booked = [name for name, each in bookings.items() if each.end > step]
+        foreseen = self.manager.num_held_by(booked)
+        foreseen -= sum(self._discount(name, step) for name in booked)
         return max(self.manager.num_taken - foreseen, 0)
 
     def _discount(self, request_id: str, step: int) -> int:
@@ -250,10 +249,8 @@ class Admission:
         num_before = min(first_event - end + 1, until - self.forecast.step)
         levels[: max(num_before, 0)] -= num_shared
         if self._sliding.count:
-            token = np.arange(positions[1], positions[2])
-            step = max(num_new, 1)
-            levels[0] += self._sliding.most_blocks(end, step)
-            levels[1:] += self._sliding.held(token - 1, token + 1)
+            beside = self.manager.sliding.held(request.request_id)
+            levels += window_levels(self._sliding, positions, beside)
         late = np.full(self.late_steps, levels[-1])
         return np.concatenate([levels, late]), end - self.forecast.step - 1
 

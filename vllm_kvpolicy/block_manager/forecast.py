@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from vllm_kvpolicy.events import EventPlan, Footprint
+from vllm_kvpolicy.sizes import SlidingGroups
 
 HORIZON = 8192  # steps; what a request holds later is booked when they have passed
 
@@ -65,6 +66,33 @@ def _held(
     held = kept - (-(token + 1) // footprint.block_size) - frontier
     has_window = token >= events[number] - footprint.window_tokens
     return held + has_window * footprint.window_blocks
+
+
+def window_levels(
+    sizes: SlidingGroups, positions: tuple[int, int, int], held: int
+) -> np.ndarray:
+    """Return [1 + last - end] int64: most superblocks of windows in a step and later.
+
+    What windows leave behind comes back in the request's turn of a step, when the
+    tokens ahead count as computed; with asynchronous scheduling that is a step later.
+    So the first steps hold what longer ones have left, too.
+
+    Args:
+        sizes: of the groups.
+        positions: tokens computed before the step, `end` after it, and `last`; each
+            later step computes one.
+        held: superblocks of windows that the request holds before the step.
+    """
+    computed, end, last = positions
+    after = np.arange(end, last + 1)  # tokens computed after each step
+    found = sizes.held(after - 2, after)
+    found[0] = sizes.most_blocks(end, max(end - computed, 1))
+    late = sizes.late_steps + 1
+    more = -(-after[:late] // sizes.block_size) - -(-computed // sizes.block_size)
+    found[:late] = np.maximum(found[:late], held + sizes.count * more)
+    before = sizes.held(computed, after[1 : late + 1], 0)
+    found[1 : late + 1] = np.maximum(found[1 : late + 1], before)
+    return found
 
 
 @dataclass(frozen=True)

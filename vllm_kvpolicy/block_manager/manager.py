@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
+from vllm_kvpolicy.block_manager.offers import Offers, WindowOffers
 from vllm_kvpolicy.block_manager.placement import PLACEMENTS
 from vllm_kvpolicy.block_manager.planner import Planner, RequestState
 from vllm_kvpolicy.block_manager.sliding import NO_SLIDING, SlidingBlocks
@@ -68,8 +69,8 @@ class KVPolicyManager(FullAttentionManager):
     blocks_returned: int
     # Superblocks are offered when the token after them is computed: see block_hashes.
     offers_later: bool = False
-    # By request, the first entry that this step has offered to the prefix cache.
-    _promised: dict[str, int]
+    # Of this group and of those with a sliding window.
+    _offers: list[Offers]
     # By request, the superblocks of its open query window.
     _windows: dict[str, list[KVCacheBlock]]
 
@@ -83,7 +84,9 @@ class KVPolicyManager(FullAttentionManager):
         self.planner, self.sliding = planner, sliding
         self.placement_name = placement_name
         self.blocks_returned = 0
-        self._promised, self._windows = {}, {}
+        self._windows = {}
+        beside = [WindowOffers(each, planner) for each in sliding.managers]
+        self._offers = [Offers(self), *beside]
 
     @property
     def has_positionally_stable_blocks(self) -> bool:
@@ -109,29 +112,27 @@ class KVPolicyManager(FullAttentionManager):
         state = self.planner.states.get(request_id)
         if state is not None:
             num_tokens = min(num_tokens, state.plan.first_event)
-        before = self.num_cached_block.get(request_id, 0)
-        super().cache_blocks(
-            request, num_tokens, retention_interval, replay_boundaries=replay_boundaries
+        stock = super().cache_blocks
+        self._offers[0].offer(
+            request_id,
+            lambda: stock(
+                request,
+                num_tokens,
+                retention_interval,
+                replay_boundaries=replay_boundaries,
+            ),
         )
-        if self.num_cached_block.get(request_id, 0) > before:
-            self._promised.setdefault(request_id, before)
 
     def withdraw(self, request_id: str) -> None:
-        """Take out of the prefix cache what a request was about to compute.
-
-        vLLM offers superblocks when it schedules the tokens that fill them. A request
-        that priority scheduling preempts in the same step never computes them, and
-        vLLM itself would leave them in the cache without content.
-        """
-        first = self._promised.pop(request_id, None)
-        if first is not None:
-            blocks = self.req_to_blocks[request_id][first:]
-            self.block_pool.evict_blocks({block.block_id for block in blocks})
+        """Take out of the prefix cache what a request was about to compute."""
+        for offers in self._offers:
+            offers.withdraw(request_id)
 
     def new_step_starts(self) -> None:
         """Note that what was scheduled so far will be computed; vLLM calls this."""
         super().new_step_starts()
-        self._promised.clear()
+        for offers in self._offers:
+            offers.new_step_starts()
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
@@ -330,6 +331,11 @@ class KVPolicyManager(FullAttentionManager):
         And those of layers with a sliding window.
         """
         return self._num_own(request_id) + self.sliding.held(request_id)
+
+    def num_held_by(self, request_ids: Sequence[str]) -> int:
+        """Return what requests hold; windows that several share count once."""
+        own = sum(map(self._num_own, request_ids))
+        return own + self.sliding.held_by(request_ids)
 
     def _num_own(self, request_id: str) -> int:
         """Return those of them that are in this manager's group."""

@@ -152,7 +152,7 @@ class KVPolicySchedulerMixin(CountingMixin):
 
     def _get_local_prefix_cache_hit(
         self, request: Request, *limits: Any
-    ) -> tuple[KVCacheBlocks, int, int, bool]:
+    ) -> tuple[Any, ...]:
         """Look a request up in the prefix cache; take no more than its plan allows.
 
         vLLM 0.33 passes an upper bound of its own, in tokens.
@@ -160,15 +160,47 @@ class KVPolicySchedulerMixin(CountingMixin):
         state = self.kv_policy_planner.states.get(request.request_id)
         if state is not None and not state.plan.takes_hits:
             return self.kv_cache_manager.empty_kv_cache_blocks, 0, 0, False
-        blocks, num_cached, *rest = super()._get_local_prefix_cache_hit(
-            request, *limits
-        )
-        usable = num_cached if state is None else state.plan.usable_hit(num_cached)
-        if usable < num_cached:
-            blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, usable)
-        own = blocks.blocks[self.kv_policy_manager.kv_cache_group_id]
+        found = super()._get_local_prefix_cache_hit(request, *limits)
+        if state is not None:
+            found = self._cut_hit(request, state.plan, *found)
+        own = found[0].blocks[self.kv_policy_manager.kv_cache_group_id]
         self.kv_policy_admission.note_hit(request.request_id, own)
-        return (blocks, usable, *rest)
+        return found
+
+    def _cut_hit(
+        self,
+        request: Request,
+        plan: RequestPlan,
+        blocks: KVCacheBlocks,
+        num_cached: int,
+        junction: int,
+        *rest: Any,
+    ) -> tuple[Any, ...]:
+        """Return a hit cut at what a request may take.
+
+        Where it is cut, layers with a sliding window have to have the window before it
+        in the cache. Where they do not, the hit ends with the last window that they
+        have, and the request computes and caches the one that it misses: vLLM's
+        `shared_prefix_boundary` names its end.
+
+        Args:
+            request: the request.
+            plan: its own.
+            blocks: found in the cache, by group.
+            num_cached: their tokens.
+            junction: end of a longer prefix, where full attention has one; else 0.
+            rest: what vLLM returns beside.
+        """
+        usable, cache = plan.usable_hit(num_cached), self.kv_cache_manager
+        most = plan.usable_hit(max(junction, num_cached))
+        if usable < num_cached and self.kv_policy_manager.sliding.managers:
+            hit, usable, _ = cache.coordinator.find_longest_cache_hit(
+                request.block_hashes, usable
+            )
+            blocks = cache.create_kv_cache_blocks(hit)
+        elif usable < num_cached:
+            blocks = cache.truncate_computed_blocks(blocks, usable)
+        return (blocks, usable, most if most > usable else 0, *rest)
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int

@@ -24,6 +24,7 @@ from support.engine.simulator_forecast import ForecastCheck
 from support.engine.simulator_growth import num_entries
 from support.engine.simulator_pages import Asked, check
 from support.engine.simulator_tables import RaggedCheck, TableCheck
+from support.engine.simulator_windows import WindowCheck
 from support.engine.simulator_worker import StorageWorker
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.events import EventPlan, request_phase
@@ -71,6 +72,7 @@ class Simulation:
             group_size=self.group_size,
             rng=np.random.default_rng(scenario.seed),
         )
+        self.windows = WindowCheck(self.scheduler, scenario, self.worker)
         sizes = (
             scenario.max_num_seqs,
             max_global_blocks(self.scheduler.vllm_config, self.policy),
@@ -192,7 +194,9 @@ class Simulation:
         """Return `extra_args`: mostly none, else smaller numbers or no policy."""
         rng, policy = self.rng, self.policy
         draw = rng.random()
-        fits = num_tokens <= (self.pool.num_gpu_blocks - 1) * self.scenario.block_size
+        beside = self.scheduler.kv_policy_manager.sliding.sizes.most_blocks(num_tokens)
+        usable = self.pool.num_gpu_blocks - 1 - beside
+        fits = num_tokens <= usable * self.scenario.block_size
         if draw < 0.1 and fits:
             return {"kv_policy": "none"}
         wishes: dict[str, Any] = {}
@@ -317,6 +321,7 @@ class Simulation:
     def _process(self) -> None:
         output, commands, cached = self.queue.popleft()
         sampled, answers = self.worker.execute(output, commands, self.asked, cached)
+        self.windows.execute(output)
         if self.cache is not None and not self.queue and self.rng.random() < 0.2:
             self.totals["cached blocks"] += self.cache.compare(self.worker.tokens)
         self.tables.drop(output.finished_req_ids | (output.preempted_req_ids or set()))
@@ -384,6 +389,7 @@ class Simulation:
                 if state is not None and self.rng.random() < 0.05:
                     bound = planner.peak_blocks(request_id, end)
                     check(most <= bound, request_id, "held", most, "bound", bound)
+        owned += self.windows.owned()
         total = len(set(owned))
         self.totals["shared superblocks"] += len(owned) - total
         is_shared = self.cache.may_share if self.cache else lambda block_id: False

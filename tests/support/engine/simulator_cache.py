@@ -11,7 +11,11 @@ from typing import Any
 
 import numpy as np
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    get_group_id,
+    get_request_block_hasher,
+    init_none_hash,
+)
 
 from support.engine.simulator_engine import Scenario
 from support.engine.simulator_pages import NUM_HEADS, Asked, check, own_pages, slots_of
@@ -34,6 +38,9 @@ class CacheCheck:
         init_none_hash(sha256)
         self.pool, self.block_size = pool, scenario.block_size
         self.num_drafts = scenario.drafts
+        # Superblocks that a window reaches back, and groups that have one.
+        self.reach = -(-(scenario.window_tokens - 1) // scenario.block_size)
+        self.windows = range(1, 1 + scenario.windows)
         self.hasher = get_request_block_hasher(scenario.block_size, sha256)
         self._earlier: list[tuple[list[int], str | None]] = []
         self._tree: dict[tuple[int, Any], int] = {}
@@ -87,12 +94,12 @@ class CacheCheck:
     def snapshot(self, scheduler: Any) -> Snapshot:
         """Return hash and holders of each superblock that is cached and in use."""
         held: dict[int, tuple[Any, list[str]]] = {}
-        for name, blocks in scheduler.kv_policy_manager.req_to_blocks.items():
-            for block in blocks:
-                if block.block_hash is not None:
-                    held.setdefault(block.block_id, (block.block_hash, []))[1].append(
-                        name
-                    )
+        for manager in managers_of(scheduler):
+            for name, blocks in manager.req_to_blocks.items():
+                for block in blocks:
+                    if block.block_hash is not None:
+                        known = held.setdefault(block.block_id, (block.block_hash, []))
+                        known[1].append(name)
         return held
 
     def check(self, output: Any, scheduler: Any, before: Snapshot) -> np.ndarray:
@@ -108,7 +115,13 @@ class CacheCheck:
                 block = self.pool.blocks[block_id]
                 is_own = block.ref_cnt == 1 and block.block_hash is None
                 check(is_own, event.request_id, "moves into a shared block", block)
-        lists = scheduler.kv_policy_manager.req_to_blocks
+        for manager in managers_of(scheduler):
+            self._check_written(output, scheduler, manager.req_to_blocks, before)
+        return self.cached_ids()
+
+    def _check_written(
+        self, output: Any, scheduler: Any, lists: Any, before: Snapshot
+    ) -> None:
         for request_id, count in output.num_scheduled_tokens.items():
             end = scheduler.requests[request_id].num_computed_tokens
             blocks, first = lists[request_id], (end - count) // self.block_size
@@ -120,7 +133,6 @@ class CacheCheck:
                 check(not is_cached, request_id, "writes into a cached block", block)
                 is_own = block.ref_cnt == 1 or block.block_hash is not None
                 check(is_own, request_id, "writes into a shared block", block)
-        return self.cached_ids()
 
     def cached_ids(self) -> np.ndarray:
         """Return the ids of all cached superblocks."""
@@ -129,10 +141,22 @@ class CacheCheck:
 
     def watch(self, scheduler: Any, asked: Mapping[str, Asked]) -> None:
         """Check from now on what is offered to the cache and what is taken from it."""
-        manager, look_up = (
-            scheduler.kv_policy_manager,
-            scheduler._get_local_prefix_cache_hit,
-        )
+        look_up = scheduler._get_local_prefix_cache_hit
+        for manager in managers_of(scheduler):
+            self._watch_offers(manager, asked)
+
+        def checked(request: Any, *limits: Any) -> Any:
+            found = look_up(request, *limits)
+            name = request.request_id
+            expected = self._hit(asked[name], request.num_tokens)
+            check(found[1] == expected, name, "hits", found[1], "instead of", expected)
+            lengths = {len(blocks) * self.block_size for blocks in found[0].blocks}
+            check(lengths == {found[1]}, "blocks of hit")
+            return found
+
+        scheduler._get_local_prefix_cache_hit = checked
+
+    def _watch_offers(self, manager: Any, asked: Mapping[str, Asked]) -> None:
         stock = manager.cache_blocks
 
         def noting(request: Any, *args: Any, **options: Any) -> None:
@@ -140,36 +164,31 @@ class CacheCheck:
             name = request.request_id
             self._note(name, manager.req_to_blocks[name], asked[name])
 
-        def checked(request: Any, *limits: Any) -> Any:
-            found = look_up(request, *limits)
-            name = request.request_id
-            expected = self._hit(asked[name], request.num_tokens)
-            check(found[1] == expected, name, "hits", found[1], "instead of", expected)
-            check(
-                len(found[0].blocks[0]) * self.block_size == found[1], "blocks of hit"
-            )
-            return found
-
         manager.cache_blocks = noting
-        scheduler._get_local_prefix_cache_hit = checked
 
     def _hit(self, asked: Asked, num_tokens: int) -> int:
         """Return how many tokens a request should take from the cache.
 
         Its last token is always computed; under a policy, the queries that the first
-        event reads and the token before them, too.
+        event reads and the token before them, too. Groups with a window need the
+        superblocks that it reaches back to.
         """
         size, limit = self.block_size, num_tokens - 1
         if asked.plan is not None:
             before = max(asked.window, self.num_drafts)
             limit = min(limit, asked.plan.next_event(1) - before - 1)
         cached = {
-            int(codes[-1])
+            (get_group_id(known), int(codes[-1]))
             for block_id, (known, codes) in self._expected.items()
             if self.pool.blocks[block_id].block_hash == known
         }
         ends = asked.codes[size - 1 : max(limit, 0) // size * size : size].tolist()
-        return size * sum(1 for _ in takewhile(cached.__contains__, ends))
+        full = sum(1 for _ in takewhile(lambda end: (0, end) in cached, ends))
+        for length in range(full, 0, -1):
+            window = ends[max(length - self.reach, 0) : length]
+            if all((group, end) in cached for group in self.windows for end in window):
+                return size * length
+        return 0
 
     def _note(self, request_id: str, blocks: Sequence[Any], asked: Asked) -> None:
         """Remember what the cached superblocks of a request have to hold."""
@@ -202,3 +221,8 @@ class CacheCheck:
             is_right = np.array_equal(held, np.tile(codes, (NUM_HEADS, 1)))
             check(is_right, "cached block", block.block_id, "holds", held, codes)
         return found
+
+
+def managers_of(scheduler: Any) -> Sequence[Any]:
+    """Return vLLM's managers of all groups, the policy's first."""
+    return scheduler.kv_cache_manager.coordinator.single_type_managers

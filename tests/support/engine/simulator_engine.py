@@ -21,7 +21,11 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import Request
 
 from vllm_kvpolicy.block_manager.manager import KVPolicySpec
@@ -30,7 +34,7 @@ from vllm_kvpolicy.block_manager.scheduler import (
     KVPolicyScheduler,
 )
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.sizes import max_blocks_per_request
+from vllm_kvpolicy.sizes import max_blocks_per_request, sliding_groups
 
 _instances = itertools.count()
 
@@ -57,6 +61,9 @@ class Scenario:
         defers: chance that a step leaves prompts for a later one, as steps do with
             vLLM's `prefill_schedule_interval`.
         drafts: speculated tokens that a step computes at most for a request.
+        windows: groups of layers with a sliding window, beside full attention.
+        window_tokens: that these attend to.
+        retention: vLLM's `prefix_cache_retention_interval`.
     """
 
     policy: dict[str, Any]
@@ -77,6 +84,9 @@ class Scenario:
     resets: float = 0.0
     defers: float = 0.0
     drafts: int = 0
+    windows: int = 0
+    window_tokens: int = 40
+    retention: int | None = 0
 
 
 # Policies whose heads differ in length, by the names that the tests use: shorter
@@ -198,14 +208,18 @@ def make_scheduler(scenario: Scenario, model: ModelConfig) -> Scheduler:
     config.instance_id = f"simulation-{os.getpid()}-{next(_instances)}"
     policy = KVPolicyConfig.from_dict(scenario.policy)
     policy.validate_block_size(scenario.block_size)
+    kinds = ["full_attention", *["sliding_attention"] * scenario.windows]
+    text = copy.copy(model.hf_text_config)
+    text.layer_types, text.sliding_window = kinds, scenario.window_tokens
+    config.model_config.hf_text_config = text
+    if scenario.windows:  # they hold more while steps are under way
+        config.scheduler_config.async_scheduling = scenario.depth > 1
     limit = max_blocks_per_request(config, policy)
-    spec = KVPolicySpec(
-        block_size=scenario.block_size,
-        num_kv_heads=2,
-        head_size=32,
-        dtype=torch.float32,
-        max_blocks_per_request=limit,
-    )
+    sizes = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+    sizes |= {"block_size": scenario.block_size}
+    spec = KVPolicySpec(**sizes, max_blocks_per_request=limit)
+    window = SlidingWindowSpec(**sizes, sliding_window=scenario.window_tokens)
+    limit += sliding_groups(config).most_blocks(scenario.longest)
     usable = int(limit * (1 + scenario.spare))
     config.cache_config.num_gpu_blocks = usable + 1
     cls = KVPolicyAsyncScheduler if scenario.depth > 1 else KVPolicyScheduler
@@ -214,7 +228,14 @@ def make_scheduler(scenario: Scenario, model: ModelConfig) -> Scheduler:
         kv_cache_config=KVCacheConfig(
             num_blocks=usable + 1,
             kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+            kv_cache_groups=[
+                KVCacheGroupSpec(["full"], spec),
+                *(
+                    KVCacheGroupSpec([f"window {index}"], window)
+                    for index in range(scenario.windows)
+                ),
+            ],
+            prefix_cache_retention_interval=scenario.retention,
         ),
         structured_output_manager=AcceptEverything(),
         block_size=scenario.block_size,

@@ -1,0 +1,207 @@
+"""The prefix cache beside sliding windows changes no token and no survivor."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.engine.helpers import (
+    BLOCK,
+    GROUP_SIZE,
+    Engine,
+    Job,
+    Run,
+    make_prompt,
+    watch_hits,
+)
+from support.engine.tensor_parallel import compare
+from support.made_sinks import make_gpt_oss
+from support.made_sliding import make_gemma3
+from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.events import request_phase
+from vllm_kvpolicy.policies.catalogue.names import parse
+
+VALUES = {"budget": 128, "interval": 40, "prefill_interval": 256, "recent": 32}
+MODELS = {"gemma3": make_gemma3, "gpt-oss": make_gpt_oss}
+COMMON = ("ams-tova", "snapkv", "h2o", "streaming", "keydiff")
+POLICIES = {"gemma3": (*COMMON, "ams-expected"), "gpt-oss": COMMON}
+BUDGETS = {"identity": 128, "ams-tova": 2048}  # the second never binds
+# Steps that read part of a prompt; a pool in which requests preempt each other.
+CHUNKS = {"max_num_batched_tokens": 96, "max_model_len": 640}
+TIGHT = {**CHUNKS, "foresees": False}
+NUM_BLOCKS = {"gemma3": 72, "gpt-oss": 48}
+STEM = 320
+
+
+def jobs_of(names: tuple[str, ...], is_stock: bool = False) -> list[Job]:
+    """Return two requests for each name, of several lengths, most of which begin alike.
+
+    Prompts part in the middle of a superblock and at its edge, at several places; some
+    are too short for an event.
+    """
+    stem, found = make_prompt(1, STEM), []
+    for index in range(2 * len(names)):
+        start = (320, 288, 177, 100, 64, 250)[index % 6]
+        own = make_prompt(50 + index, (45, 7, 90, 20)[index % 4])
+        name = names[index % len(names)]
+        found.append(
+            Job(
+                f"{name} {index}",
+                [*stem[:start], *own],
+                110,
+                arrives=3 * index,
+                extra_args=None if is_stock else {"kv_policy": name},
+            )
+        )
+    return found
+
+
+def most_hit(job: Job, values: dict[str, Any]) -> int:
+    """Return what a request takes that was there before, from the rules alone."""
+    name, length = job.extra_args["kv_policy"], len(job.prompt)
+    if parse(name).measures_tokens:
+        return 0
+    config = KVPolicyConfig.from_dict(values).with_request(job.extra_args, BLOCK)
+    footprint = config.footprint(length, BLOCK, GROUP_SIZE, request_phase(job.prompt))
+    first_event = footprint.events.next_event(1)
+    last = min(first_event - footprint.window_tokens, length) - 1
+    return last // BLOCK * BLOCK
+
+
+@dataclass
+class Served:
+    """What an engine gave.
+
+    Args:
+        runs: the same requests, time after time.
+        hits: tokens that each request took from the prefix cache, in each of them.
+        values: the plain form of the policy.
+    """
+
+    runs: list[Run]
+    hits: list[Counter[str]]
+    values: dict[str, Any]
+
+
+def reset_sometimes(engine: Engine) -> None:
+    """Reset the prefix cache in a few steps; what runs begins anew."""
+    engine.resets = getattr(engine, "resets", 0) + 1
+    if engine.resets in (25, 60, 120):
+        assert engine.llm.reset_prefix_cache(reset_running_requests=True)
+        assert engine.num_free == engine.num_usable
+        blocks = engine.scheduler.kv_cache_manager.block_pool.blocks
+        assert not any(block.block_hash for block in blocks)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the folder of a model by its kind."""
+    return cache(lambda kind: MODELS[kind](tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def in_crowds(folders) -> Callable[..., Served]:
+    """Return what preempting requests got, twice, of a policy or of stock vLLM."""
+
+    @cache
+    def served(kind: str, policy: str | None) -> Served:
+        values = policy and {"policy": policy, **VALUES, "budget": BUDGETS[policy]}
+        jobs = jobs_of(tuple(BUDGETS), is_stock=True) * 3
+        jobs = [replace(job, name=f"{n}") for n, job in enumerate(jobs)]
+        changes = {**TIGHT, "num_blocks": NUM_BLOCKS[kind]}
+        found = Served([], [], values or {})
+        with Engine(
+            folders(kind), values, enable_prefix_caching=True, **changes
+        ) as engine:
+            for _ in range(2):
+                hits = watch_hits(engine)
+                found.runs.append(engine.run(jobs))
+                found.hits.append(Counter(hits))
+                engine.tell_worker_of_the_last_finish()
+                assert engine.num_free == engine.num_usable, "superblocks are lost"
+            if policy:
+                events, dropped = (
+                    engine.counters()[f"{name}"]
+                    for name in ("events", "tokens_dropped")
+                )
+                assert (events > 20) == (policy == "identity") and not dropped
+        return found
+
+    return served
+
+
+@pytest.fixture(scope="module")
+def in_peace(folders, tmp_path_factory) -> Callable[..., Served]:
+    """Return what requests of all policies got: cold, warm, with resets and aborts."""
+
+    @cache
+    def served(kind: str, is_caching: bool) -> Served:
+        names = POLICIES[kind]
+        values: dict[str, Any] = {**VALUES, "policy": names[0], "allow": names[1:]}
+        if "ams-expected" in names:
+            values["policy_config"] = {"expected_window": 36}
+        jobs, found = jobs_of(names), Served([], [], values)
+        cut = [
+            replace(job, aborted=9 + index) if index % 4 == 1 else job
+            for index, job in enumerate(jobs)
+        ]
+        times = [(jobs, None), (jobs, None), (cut, reset_sometimes)]
+        changes = {**CHUNKS, "enable_prefix_caching": is_caching}
+        trace = tmp_path_factory.mktemp("trace")
+        with Engine(folders(kind), values, trace, **changes) as engine:
+            for given, on_step in times if is_caching else times[:1]:
+                hits = watch_hits(engine)
+                found.runs.append(engine.run(given, on_step))
+                found.hits.append(Counter(hits))
+                engine.tell_worker_of_the_last_finish()
+                assert engine.num_free == engine.num_usable, "superblocks are lost"
+            assert not engine.scheduler.kv_policy_planner.states
+        return found
+
+    return served
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("policy", BUDGETS)
+def test_what_drops_nothing_is_stock(in_crowds, kind: str, policy: str) -> None:
+    ours, stock = in_crowds(kind, policy), in_crowds(kind, None)
+    for run, hits, other in zip(ours.runs, ours.hits, stock.runs, strict=True):
+        assert run.tokens == other.tokens
+        assert run.preemptions > 0 and sum(hits.values()) > 500
+    assert len({tuple(tokens) for tokens in run.tokens.values()}) > 3
+    if BUDGETS[policy] > CHUNKS["max_model_len"]:
+        assert ours.hits == stock.hits, "a budget that never binds shares as much"
+        preemptions = [run.preemptions for run in ours.runs]
+        assert preemptions == [run.preemptions for run in stock.runs]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_what_is_kept_and_said_is_what_it_is_without(in_peace, kind: str) -> None:
+    (plain,), shared = in_peace(kind, False).runs, in_peace(kind, True)
+    cold, warm, cut = shared.runs
+    for run in (cold, warm):
+        found = compare(plain, run)
+        assert found.events > 2 * len(plain.results)
+        assert not (found.kept or found.said), found
+    assert cut.preemptions > 3
+    for name, result in cut.results.items():
+        aborted, expected = result.job.aborted, plain.tokens[name]
+        assert result.tokens == expected[: len(result.tokens)], name
+        assert aborted or len(result.tokens) == len(expected)
+    assert sum(bool(each.job.aborted) for each in cut.results.values()) > 2
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_requests_share_as_much_as_their_events_let_them(in_peace, kind: str) -> None:
+    shared = in_peace(kind, True)
+    cold, warm, _ = shared.hits
+    assert sum(cold.values()) > 300
+    expected = {
+        job.name: most_hit(job, shared.values) for job in jobs_of(POLICIES[kind])
+    }
+    assert warm == Counter(expected)
+    assert not in_peace(kind, False).hits[0].total()
