@@ -214,6 +214,39 @@ AGING = Scenario(
 )
 
 
+# Two requests hold the pool when an event is due that drops less than a superblock.
+TIGHT = Scenario(
+    policy={
+        "policy": "streaming",
+        "budget": 310,
+        "interval": 32,
+        "recent": 21,
+        "sinks": 7,
+        "prefill_interval": 32,
+        "events_per_step": 3,
+        "spread_events": False,
+    },
+    depth=1,
+    block_size=16,
+    spare=0.5,
+    max_num_seqs=8,
+    max_batched=300,
+    long_prefill=48,
+    priorities=False,
+    longest=400,
+    arrivals=0.05,
+    aborts=0.05,
+    stops=0.01,
+    seed=1673505965,
+    drafts=24,
+)
+
+
+def test_nobody_waits_for_an_event_that_gives_nothing_back(model: ModelConfig):
+    totals = Simulation(TIGHT, model).run(400)
+    assert totals["preemptions"] and totals["events"]
+
+
 @pytest.mark.parametrize("policy", ("ams-tova", "hard-tova", "local"))
 def test_an_engine_that_speculates_does_not_age(policy: str, model: ModelConfig):
     """Heads of equal lengths, of their own, and an admission: nothing is left over."""

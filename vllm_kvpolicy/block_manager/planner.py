@@ -205,10 +205,19 @@ class Planner:
         return state if state is not None and state.due else None
 
     def coming_event(self, request_id: str) -> int:
-        """Return the position of a request's next event that has not run yet."""
-        state = self.states[request_id]
-        first = max(state.computed, state.passed + 1)
-        return state.footprint.events.next_event(first)
+        """Return the position of a request's next event that may give superblocks back.
+
+        One that is due, and has not run for want of superblocks, gives back fewer than
+        the request takes; one that waits for a step with room for it may.
+        """
+        state, events = (
+            self.states[request_id],
+            self.states[request_id].footprint.events,
+        )
+        event = events.next_event(max(state.computed, state.passed + 1))
+        if event == state.computed and request_id not in self._late:
+            event = events.next_event(event + 1)
+        return event
 
     def record(
         self,

@@ -9,6 +9,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from support.engine.simulator_pages import Asked, check
 from support.engine.simulator_tables import RaggedCheck, TableCheck
 from support.engine.simulator_windows import WindowCheck
 from support.engine.simulator_worker import StorageWorker
+from vllm_kvpolicy.api.request_guards import check_params
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.events import EventPlan, request_phase
 from vllm_kvpolicy.policies.catalogue.names import parse
@@ -153,6 +155,8 @@ class Simulation:
         prompt_len = rng.randint(1, 100 if is_short else longest - 1)
         max_tokens = rng.choice((rng.randint(1, 60), rng.randint(200, 500)))
         extra_args = self._wishes(min(prompt_len + max_tokens, longest))
+        if extra_args and self._is_refused(prompt_len, max_tokens, extra_args):
+            extra_args = None
         seed = self.seeds.choice((None, self.seeds.randrange(2**40)))
         for _ in range(rng.choice((1, 1, 1, 5))):
             self._add(prompt_len, max_tokens, extra_args, seed)
@@ -189,6 +193,15 @@ class Simulation:
             asked = replace(asked, codes=self.cache.codes(prompt, salt, most, TOKEN))
         self.asked[request_id] = asked
         self.scheduler.add_request(request)
+
+    def _is_refused(self, prompt_len: int, max_tokens: int, wishes: Any) -> bool:
+        """Return whether the API process refuses a request: the pool is too small."""
+        params = SimpleNamespace(max_tokens=max_tokens, extra_args=wishes)
+        try:
+            check_params(params, prompt_len, self.scheduler.vllm_config, self.policy)
+        except ValueError:
+            return True
+        return False
 
     def _wishes(self, num_tokens: int) -> dict[str, Any] | None:
         """Return `extra_args`: mostly none, else smaller numbers or no policy."""
