@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.config_keys import INTEGER_KEYS, VALID_KEYS
+from vllm_kvpolicy.config_keys import FLAG_KEYS, INTEGER_KEYS, VALID_KEYS
 from vllm_kvpolicy.events import LAST_PHASE
 
 BASE = {"policy": "tova", "budget": 128, "interval": 64}
@@ -192,7 +192,19 @@ def test_prompts_are_cut_at_whole_superblocks():
         config(prefill_interval=100).validate_block_size(32)
 
 
-@pytest.mark.parametrize("extra_args", [None, {}, {"kv_policy": "tova"}, {"top_x": 1}])
+@pytest.mark.parametrize(
+    "extra_args",
+    [
+        None,
+        {},
+        {"kv_policy": "tova"},
+        {"top_x": 1},
+        {"half \ud800": "\udfff"},
+        {"kv_transfer_params": "no object"},
+        {"kv_transfer_params": {"\ud800": 1}},
+    ],
+    ids=ascii,
+)
 def test_requests_that_ask_for_nothing_keep_the_servers_policy(extra_args):
     server = config()
     assert server.with_request(extra_args, 32) is server
@@ -247,6 +259,39 @@ def test_bad_requests_name_key_value_and_valid_ones(extra_args, words):
     with pytest.raises(ValueError) as error:
         config().with_request(extra_args, 32)
     assert [word for word in words if word not in str(error.value)] == []
+
+
+LONG = "x" * 10**6
+WRONG = (LONG, "\ud800", [LONG] * 9, {LONG: LONG}, 10**999)
+
+
+def is_short(error):
+    """Return whether what is said is short, and can be logged and sent as it is."""
+    said = str(error.value)
+    return "got " in said and len(said) < 1500 and said.isprintable()
+
+
+@pytest.mark.parametrize("value", WRONG, ids=lambda value: ascii(value)[:9])
+def test_what_a_user_gave_is_shown_short(value):
+    key = value if isinstance(value, str) else LONG
+    given = [{name: value} for name in VALID_KEYS if name != "trace_dir"]
+    given += [{key: 1}, {"allow": [key]}]
+    options = [{name: value} for name in ("min_segment", "parity", "preset", "live")]
+    given += [{**AMS, "policy_config": each} for each in (*options, {key: 1})]
+    for values in given:
+        with pytest.raises(ValueError) as error:
+            config(**values)
+        assert is_short(error), values.keys()
+
+
+@pytest.mark.parametrize("value", WRONG, ids=lambda value: ascii(value)[:9])
+def test_what_a_request_asked_for_is_shown_short(value):
+    key = value if isinstance(value, str) else LONG
+    asked = [{f"kv_{each.key}": value} for each in FLAG_KEYS]
+    for extra_args in (*asked, {"kv_policy": value}, {f"kv_{key}": 1}):
+        with pytest.raises(ValueError) as error:
+            config().with_request(extra_args, 32)
+        assert is_short(error), extra_args.keys()
 
 
 @pytest.mark.parametrize("policy", ["wgkv", "wgkv+tova"])

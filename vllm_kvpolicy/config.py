@@ -235,7 +235,7 @@ class KVPolicyConfig:
         for key in values:
             if key not in VALID_KEYS:
                 raise ValueError(
-                    f"{CONFIG_KEY}: got the unknown key {key!r}, expected one of "
+                    f"{CONFIG_KEY}: got the unknown key {shown(key)}, expected one of "
                     f"{_listed(VALID_KEYS)}"
                 )
         given = {key: value for key, value in values.items() if value is not None}
@@ -390,8 +390,8 @@ def _check_known(options: Mapping[str, Any], policies: Iterable[str]) -> None:
     for key in options:
         if key not in known:
             raise ValueError(
-                f"kv_policy_config: got the unknown key {key!r}, expected a key of "
-                f"{_listed(map(repr, policies))} ({_listed(known) or 'none'}), or "
+                f"kv_policy_config: got the unknown key {shown(key)}, expected a key "
+                f"of {_listed(map(repr, policies))} ({_listed(known) or 'none'}), or "
                 f"{_listed(SERVER_OPTIONS)}"
             )
 

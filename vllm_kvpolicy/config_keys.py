@@ -135,7 +135,8 @@ def check_switches(values: Mapping[str, Any]) -> None:
     """
     for key in SWITCHES:
         if not isinstance(values[key], bool):
-            raise ValueError(f"{key}: got {values[key]!r}, expected true or false")
+            got = shown(values[key])
+            raise ValueError(f"{key}: got {got}, expected true or false")
     if values["live_text"] and not values["live"]:
         raise ValueError("live_text: got true, expected live to be true as well")
 
