@@ -1,5 +1,6 @@
 """The tracer follows true positions and writes down what it is given."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,14 +135,25 @@ def test_a_full_trace_ends_and_says_so_once(tmp_path, policy_log):
         two_events(tmp_path / "none", size - 1)
 
 
-def test_a_trace_that_cannot_be_written_ends_and_serving_goes_on(tmp_path, policy_log):
+def fill_disk(folder: Path) -> None:
+    """Let the third record of a trace meet a full disk."""
+    (folder / "000002.npz").symlink_to("/dev/full")
+
+
+@pytest.mark.parametrize(
+    ("lose", "reason", "left"),
+    [(shutil.rmtree, "No such file", 0), (fill_disk, "No space left on device", 2)],
+    ids=["folder deleted", "disk full"],
+)
+def test_a_trace_that_cannot_be_written_ends_and_serving_goes_on(
+    tmp_path, policy_log, lose, reason, left
+):
     told: list[str] = []
     tracer = Tracer(str(tmp_path), BLOCK, lambda: told.append("off"))
     record(tracer, FIRST, [[0, 1], [2, 5]])
-    for path in tracer.directory.iterdir():
-        path.unlink()
-    tracer.directory.rmdir()
+    lose(tracer.directory)
     for _ in range(2):
         record(tracer, FIRST, [[0, 1], [2, 5]])
     said = [text for text in policy_log.messages if "cannot write" in text]
-    assert len(said) == 1 and "No such file" in said[0] and told == ["off"]
+    assert len(said) == 1 and reason in said[0] and told == ["off"]
+    assert len([*tmp_path.rglob("*.npz")]) == left, "none that was cut short"

@@ -4,6 +4,7 @@ Off unless a folder is named. One .npz file per event; waits for the device.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -135,10 +136,16 @@ class Tracer(NoTrace):
         self._count += 1
 
     def _save(self, arrays: dict[str, Any]) -> None:
-        """Write a file; where that fails, warn and record no more, but serve on."""
+        """Write a file; where that fails, warn and record no more, but serve on.
+
+        What a full disk has cut short goes: readers would refuse the whole trace.
+        """
+        path = self.directory / f"{self._count:06d}.npz"
         try:
-            np.savez(self.directory / f"{self._count:06d}.npz", **arrays)
+            np.savez(path, **arrays)
         except OSError as error:
+            with suppress(OSError):
+                path.unlink()
             self.bytes_left = -1
             logger.warning(
                 "cannot write to the trace in %s (%s) after %d events; later events "
