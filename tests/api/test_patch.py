@@ -209,10 +209,12 @@ def test_asynchronous_scheduling_and_cuda_have_their_own_classes(monkeypatch):
     ("count", "rank", "starts"), [(1, 0, True), (2, -1, True), (2, 0, False)]
 )
 def test_who_starts_a_server_removes_its_files(monkeypatch, count, rank, starts):
-    names = []
+    """And each process those without a lock."""
+    names, stale = [], []
     monkeypatch.setattr(startup, "remove_files_at_exit", names.append)
+    monkeypatch.setattr(startup, "remove_stale_files_at_exit", lambda: stale.append(1))
     config = finished(monkeypatch, count, rank)
-    assert names == [config.instance_id] * starts
+    assert names == [config.instance_id] * starts and stale == [1]
 
 
 @pytest.mark.parametrize(
@@ -562,10 +564,13 @@ def test_the_live_routes_are_there_where_they_are_asked_for(more, is_there):
     assert tuple(found) == expected
 
 
-def test_stock_that_counts_keeps_its_way_of_scheduling(tiny_model):
+def test_stock_that_counts_keeps_its_way_of_scheduling(tiny_model, monkeypatch):
+    stale = []
+    monkeypatch.setattr(startup, "remove_stale_files_at_exit", lambda: stale.append(1))
     classes = compat.COUNTING_CLASSES
     args = engine_args(tiny_model, async_scheduling=False, scheduler_cls=classes[True])
     assert args.create_engine_config().scheduler_config.scheduler_cls == classes[False]
+    assert stale == [1], "its counter file goes as the process ends"
     scheduler = SimpleNamespace(async_scheduling=True, scheduler_cls=classes[False])
     startup._choose_counting(scheduler)
     assert scheduler.scheduler_cls == classes[True]

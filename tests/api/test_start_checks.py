@@ -1,6 +1,7 @@
 """Files and folders of a configuration are checked where it is made."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from support.calibration_files import make_calibration
 from support.engine_configs import engine_args
 from support.made_gates import make_gates
 from vllm_kvpolicy.api.start_checks import check_files
+from vllm_kvpolicy.api.startup import read_command_line
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies.admissions.wgkv import files as wgkv_files
 from vllm_kvpolicy.policies.calibration import save
@@ -190,9 +192,15 @@ def test_a_model_without_rope_parameters_is_another_model(policy_config, gates):
 
 @pytest.mark.parametrize("name", [5, "", "../../etc/x", "A" * 32, "0" * 31])
 def test_names_of_engines_are_made_by_servers_alone(tiny_model, capsys, name):
-    additional = {"kv_policy": BASE, "kv_policy_engine": name}
-    with pytest.raises(SystemExit) as stopped:
-        engine_args(tiny_model, additional_config=additional).create_engine_config()
-    assert stopped.value.code == 2
-    said = f"error: additional_config: got kv_policy_engine {name!r}, expected it to be"
-    assert capsys.readouterr().err.startswith(said)
+    given = {"kv_policy_engine": name}
+    args = engine_args(tiny_model, additional_config={"kv_policy": BASE, **given})
+    stock = SimpleNamespace(additional_config=given)
+    for start in (
+        args.create_engine_config,
+        lambda: read_command_line(stock, SimpleNamespace()),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            start()
+        assert stopped.value.code == 2
+        said = f"error: additional_config: got kv_policy_engine {name!r}, expected it "
+        assert capsys.readouterr().err.startswith(said)

@@ -92,7 +92,10 @@ def test_a_protected_prompt_stays(
 
 
 def test_engines_in_one_process_do_not_meet(tiny_model: Path, tmp_path: Path) -> None:
-    """Two policies and stock vLLM, stepped in turn, give what each gives alone."""
+    """Two policies and stock vLLM, stepped in turn, give what each gives alone.
+
+    Their counter files go with the engines, while the process goes on.
+    """
     policies = (
         None,
         {**VALUES, "policy": "tova", "budget": 96},
@@ -102,7 +105,9 @@ def test_engines_in_one_process_do_not_meet(tiny_model: Path, tmp_path: Path) ->
         Engine(tiny_model, values, tmp_path / str(index) if values else None)
         for index, values in enumerate(policies)
     ]
+    files = [each.scheduler.kv_policy_counters.file.path for each in engines[1:]]
     try:
+        assert all(path.exists() for path in files)
         jobs = make_jobs(LENGTHS, 200, seed=23)
         alone = [engine.run(jobs).results for engine in engines]
         sessions = [Session(engine, jobs) for engine in engines]
@@ -112,6 +117,7 @@ def test_engines_in_one_process_do_not_meet(tiny_model: Path, tmp_path: Path) ->
     finally:
         for engine in engines:
             engine.close()
+    assert not any(path.exists() for path in files)
     for first, second in zip(alone, together, strict=True):
         for name, result in first.items():
             assert result.tokens == second[name].tokens

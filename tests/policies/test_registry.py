@@ -16,7 +16,11 @@ from vllm_kvpolicy.policies.base import Policy
 from vllm_kvpolicy.policies.catalogue import names as registry
 from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
 from vllm_kvpolicy.policies.catalogue.allocators import ALLOCATORS
-from vllm_kvpolicy.policies.catalogue.options import valid_range
+from vllm_kvpolicy.policies.catalogue.options import (
+    kind_of,
+    limits_of,
+    valid_range,
+)
 from vllm_kvpolicy.policies.catalogue.rows import WordRow, load
 from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
 from vllm_kvpolicy.policies.catalogue.selections import SELECTIONS
@@ -132,6 +136,21 @@ def test_every_row_names_what_its_options_build(row: WordRow) -> None:
     assert row.read(required).model_dump().keys() == fields.keys()
     words = ALLOCATORS if row in ADMISSIONS.values() else SCORERS
     assert set(row.refuses) <= set(words)
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=list(ROWS))
+def test_every_number_has_a_largest_value(row: WordRow) -> None:
+    """Beyond 64 bits a kernel would end the engine at its first event."""
+    fields = row.options.model_fields
+    given = {key: "file" for key, field in fields.items() if field.is_required()}
+    for key, field in fields.items():
+        if kind_of(field) not in (int, float):
+            continue
+        assert abs(limits_of(field)[1]) < 2**33
+        for value in (10**20, -(10**20)):
+            number = kind_of(field)(value)
+            with pytest.raises(ValueError, match=f"^{key}: got .*, expected "):
+                row.read({**given, key: number})
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=list(ROWS))
