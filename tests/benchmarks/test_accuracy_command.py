@@ -137,6 +137,30 @@ def test_other_settings_do_not_continue_a_file(fake, common):
     assert len(fake.bodies) == 3
 
 
+def test_dtypes_reach_every_server_and_are_recorded(fake, common, tmp_path):
+    def settings_and_words(*words):
+        out = tmp_path / f"out-{len(words)}.jsonl"
+        given = [*common, *POLICIES, "--n", "1", "--out", str(out), *words]
+        assert command.main(given) == 0
+        started = [words for _, words in fake.started]
+        fake.started.clear()
+        return results.parse_file(out, out.read_text())[0], started
+
+    plain, started = settings_and_words()
+    assert not {"dtype", "kv_cache_dtype"} & plain.keys()
+    size = started[0].index("--kv-cache-memory-bytes") + 1
+    assert all(words[words.index("--dtype") + 1] == "float32" for words in started)
+    assert not any("--kv-cache-dtype" in words for words in started)
+    named = ["--dtype", "bfloat16", "--kv-cache-dtype", "fp8_e4m3"]
+    settings, other = settings_and_words(*named)
+    assert settings == plain | {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3"}
+    assert len(other) == 3
+    for words in other:
+        assert words[words.index("--dtype") + 1] == "bfloat16"
+        assert words[words.index("--kv-cache-dtype") + 1] == "fp8_e4m3"
+    assert 2 * int(other[0][size]) == int(started[0][size])
+
+
 def test_other_questions_do_not_continue_a_file(fake, common, tmp_path):
     command.main([*common, "--policies", "full", "--n", "1"])
     path = tmp_path / "out.jsonl"
@@ -197,6 +221,8 @@ def test_the_time_is_said_first_and_a_dry_run_does_no_more(
         ([*POLICIES, "--samples", "2"], "samples: expected --temperature above 0"),
         ([*POLICIES, "--url", "http://x", "--evict-prompts"], "url: expected no"),
         ([*POLICIES, "--url", "http://x", "--keep-prompts"], "url: expected no"),
+        ([*POLICIES, "--url", "http://x", "--dtype", "bfloat16"], "url: expected no"),
+        ([*POLICIES, "--kv-cache-dtype", "nvfp4"], "invalid choice: 'nvfp4'"),
         (
             [*POLICIES, "--evict-prompts", "--keep-prompts"],
             "keep-prompts: expected no --evict-prompts",

@@ -170,6 +170,30 @@ def test_columns_are_scores_and_what_the_server_measured(scored):
             rendered("columns", wanted % place, scored)
 
 
+def test_bytes_of_caches_of_two_dtypes_stand_side_by_side(tmp_path):
+    held = {"full": 400.0, "tova": 200.0, "ams-tova": 100.0}
+    for name, cache in (("own", {}), ("fp8", {"kv_cache_dtype": "fp8_e4m3"})):
+        made = record()
+        made["settings"] = made["settings"] | {"dtype": "bfloat16"} | cache
+        for row in made["summary"]:
+            row["measured"] = {"held_tokens": held[row["policy"]]}
+        (tmp_path / f"{name}.json").write_text(json.dumps(made))
+    wanted = (
+        "files: [%s]\nbudget: 96\nrows: {a: full, b: tova, c: full@fp8_e4m3, "
+        "d: ams-tova@fp8_e4m3}\ncolumns: {bytes: held_bytes}\n"
+    )
+    rows = rendered("columns", wanted % "own.json, fp8.json", tmp_path)[2:]
+    assert [row.split(" | ")[1] for row in rows] == [
+        f"{share} |" for share in ("1.00", "0.50", "0.50", "0.12")
+    ]
+    for files, message in (
+        ("own.json", "expected full@fp8_e4m3 in .*, got none"),
+        ("own.json, own.json", "expected files of different caches"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            rendered("columns", wanted % files, tmp_path)
+
+
 def test_layouts_are_rows_with_tokens_per_head(tmp_path):
     layout = {"superblocks": 3, "loaded": 400, "rewritten": 200, "table_bytes": 2**20}
     layout |= {"kept": 100, "held": 800}
