@@ -157,8 +157,8 @@ def _compared(ours: Sequence[Choice], theirs: Sequence[Choice]) -> Iterator[Row]
                 "margin": round(float(values[0]), 4),
                 "low": round(float(ends[0]), 4),
                 "high": round(float(ends[1]), 4),
-                "from": float(low[0, 0]),
-                "to": float(high[0, 0]),
+                "from": round(float(low[0, 0]), 3),
+                "to": round(float(high[0, 0]), 3),
             }
 
 
