@@ -117,7 +117,10 @@ def test_any_number_of_tokens(count: int) -> None:
     case = make_case()
     token, positions = (each.repeat(1, 1, 1, 4)[..., :count] for each in case[1:3])
     got = run((case[0], token, positions, *case[3:]))
-    assert torch.equal(got, run(case).repeat(1, 1, 1, 4)[..., :count])
+    want = run(case).repeat(1, 1, 1, 4)[..., :count]
+    # The interpreter's products are BLAS's, which on some processors adds up a row in an
+    # order that follows from the row's place in its tile.
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
 
 
 def test_layers_with_a_pool_each() -> None:
