@@ -129,6 +129,9 @@ def test_what_requests_share_is_counted_once() -> None:
     assert together == sum(held) - GROUPS * 3
     assert engine.manager.num_held_by("ab") - (BLOCKS - 1) == 200 - engine.free
     assert engine.sliding.held_by(()) == engine.sliding.held("c") == 0
+    # Those that "a" holds, too, stay taken when "b" moves on.
+    assert engine.sliding.held_by("b") == GROUPS
+    assert engine.sliding.held_by("a") == GROUPS * (BLOCKS - 3)
 
 
 @pytest.mark.parametrize("late_steps", [0, 1])

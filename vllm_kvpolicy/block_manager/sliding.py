@@ -1,5 +1,6 @@
 """Superblocks that layers with a sliding window hold, in groups that vLLM manages."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,10 +37,14 @@ class SlidingBlocks:
         return sum(1 for _ in self._newest(request_id))
 
     def held_by(self, request_ids: Iterable[str]) -> int:
-        """Return what requests hold together; shared superblocks count once."""
-        return len(
-            {block.block_id for each in request_ids for _, block in self._newest(each)}
-        )
+        """Return what requests, and no others, hold; what they share counts once.
+
+        What others hold, too, stays taken when these requests move on.
+        """
+        blocks = [block for each in request_ids for _, block in self._newest(each)]
+        num_holders = Counter(block.block_id for block in blocks)
+        ref_counts = {block.block_id: block.ref_cnt for block in blocks}
+        return sum(ref_counts[each] <= num_holders[each] for each in num_holders)
 
     def needed(self, request_id: str, computed: int, num_tokens: int, step: int) -> int:
         """Return what a request takes more to get to `num_tokens`; negative for less.
