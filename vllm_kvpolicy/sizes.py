@@ -133,8 +133,8 @@ def check_drafts(config: KVPolicyConfig, vllm_config: Any, prefix: str = "") -> 
         prefix: of the keys that an error names.
 
     Raises:
-        ValueError: the budget is less than a step's drafts; or, of a policy without
-            one, the window and a page are.
+        ValueError: the budget, and a token of a prompt that is kept, are less than a
+            step's drafts; or, of a policy without one, the window and a page are.
     """
     drafts = vllm_config.num_speculative_tokens
     if not drafts:
@@ -143,10 +143,10 @@ def check_drafts(config: KVPolicyConfig, vllm_config: Any, prefix: str = "") -> 
     held = config.footprint(1, size, query_rows(vllm_config)).events.budget
     if held >= drafts:
         return
-    name, given, least = "budget", config.budget_tokens, drafts
+    name, given = "budget", config.budget_tokens
     if parse(config.policy).is_unbounded:
         name, given = "recent", config.recent_tokens
-        least = drafts - size - config.sink_tokens
+    least = drafts - (held - given)
     raise ValueError(
         f"{prefix}{name}: got {given}, expected at least {least}, because a step "
         f"speculates up to {drafts} tokens"

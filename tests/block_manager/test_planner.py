@@ -124,6 +124,26 @@ def test_the_surplus_of_events_sits_out_and_comes_next():
     assert seen == [["a", "b"], ["c", "d"], ["e"]]
 
 
+def test_a_late_event_that_sits_out_is_no_longer_about_to_come():
+    """It had its place in a step and wanted for superblocks: those come of others'."""
+    planner = make_planner(events_per_step=1, num_requests=3)
+    assert [planner.clip(name, FIRST, 1) for name in "ab"] == [1, 0]
+    assert planner.coming_event("b") == FIRST, "it waits for a place only"
+    carry_out(planner, "a")
+    planner.finish_step({"a": 1})
+    assert planner.clip("b", FIRST, 1) == 1, "invited"
+    planner.sit_out("b")
+    assert planner.coming_event("b") == FIRST + PLAN.interval
+    assert planner.clip("c", FIRST, 1) == 1, "the place is free again"
+    planner.sit_out("c")
+    assert planner.clip("a", FIRST + PLAN.interval, 1) == 1
+    assert planner.clip("b", FIRST, 1) == 0, "one place, and a has it"
+    assert planner.coming_event("b") == FIRST
+    carry_out(planner, "a")
+    planner.finish_step({"a": 1})
+    assert planner.clip("b", FIRST, 1) == 1
+
+
 def test_only_events_count_towards_the_limit():
     planner = make_planner(events_per_step=1, num_requests=4)
     assert [planner.clip(name, 20, 9) for name in "abc"] == [9, 9, 9]

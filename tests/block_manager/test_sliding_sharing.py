@@ -55,25 +55,36 @@ class Engine:
         coordinator = self.cache.coordinator
         self.manager, others = own_manager(coordinator.single_type_managers)
         run_events_first(coordinator, self.manager)
+        self.late_steps, self.requests = late_steps, dict[str, Request]()
         self.planner = Planner(PlannerLimits(N, 8))
         sizes = SlidingGroups(WINDOW, 1, GROUPS, N, LENGTH, late_steps)
-        self.sliding = SlidingBlocks(sizes, others)
+        self.sliding = SlidingBlocks(sizes, others, self.num_processed)
         self.manager.attach(self.planner, "in_place", self.sliding)
 
     @property
     def free(self) -> int:
         return self.cache.block_pool.get_num_free_blocks()
 
+    @property
+    def held_by_windows(self) -> int:
+        return self.sliding.held_by(self.requests)
+
+    def num_processed(self, name: str) -> int:
+        """Return how many tokens of a request steps have computed that have ended."""
+        request = self.requests[name]
+        return request.num_computed_tokens - request.num_in_flight_tokens
+
     def add(self, name: str, prompt: Sequence[int], prefill_interval: int) -> Request:
         events = EventPlan(len(prompt), 64, 32, prefill_interval)
         self.planner.add(name, RequestPlan("tova", Footprint(events, 8, N), 4))
-        return Request(
+        self.requests[name] = Request(
             name,
             list(prompt),
             SamplingParams(max_tokens=99),
             None,
             block_hasher=get_request_block_hasher(N, sha256),
         )
+        return self.requests[name]
 
     def compute(self, request: Request, num_tokens: int) -> None:
         """Schedule tokens of a request in a step; look it up first if it is new."""
@@ -87,6 +98,7 @@ class Engine:
         assert self.cache.allocate_slots(request, num_tokens, **found)
         self.planner.finish_step({name: num_tokens})
         request.num_computed_tokens = computed + num_tokens
+        request.num_in_flight_tokens = num_tokens * self.late_steps
 
     def cached(self) -> list[list[bool]]:
         """Return which entries of a request's groups are cached, windows first."""
@@ -117,12 +129,16 @@ def test_what_requests_share_is_counted_once() -> None:
     assert together == sum(held) - GROUPS * 3
     assert engine.manager.num_held_by("ab") - (BLOCKS - 1) == 200 - engine.free
     assert engine.sliding.held_by(()) == engine.sliding.held("c") == 0
+    # Those that "a" holds, too, stay taken when "b" moves on.
+    assert engine.sliding.held_by("b") == GROUPS
+    assert engine.sliding.held_by("a") == GROUPS * (BLOCKS - 3)
 
 
+@pytest.mark.parametrize("late_steps", [0, 1])
 @pytest.mark.parametrize("num_others", [0, 1])
-def test_what_others_hold_does_not_come_back(num_others: int) -> None:
+def test_what_others_hold_does_not_come_back(num_others: int, late_steps: int) -> None:
     """As many superblocks are taken as a step was said to need."""
-    engine, first, second = share()
+    engine, first, second = share(late_steps)
     if not num_others:
         engine.cache.free(first)
     for request in (first, second):
@@ -135,8 +151,30 @@ def test_what_others_hold_does_not_come_back(num_others: int) -> None:
         engine.compute(second, num_tokens)
         assert before - engine.free == needed, num_tokens
         taken.append(needed)
-    # The last step leaves a superblock of each window behind.
-    assert taken[-1] == (0 if num_others else -GROUPS)
+    # The last step leaves a superblock of each window behind, or is about to.
+    assert taken[-1] == (0 if num_others or late_steps else -GROUPS)
+
+
+@pytest.mark.parametrize("late_steps", [0, 1])
+def test_what_a_longer_step_has_left_comes_back_when_it_is_computed(
+    late_steps: int,
+) -> None:
+    """A prompt in one step, then one token a step; and what that takes until later."""
+    engine = Engine(late_steps)
+    request = engine.add("a", range(LENGTH), 4096)
+    engine.compute(request, LENGTH)
+    request.append_output_token_ids([7] * 60)
+    first_event = engine.planner.states["a"].plan.first_event
+    assert first_event == LENGTH, "it takes no part in what windows take"
+    behind = (LENGTH - WINDOW + 1) // N * GROUPS
+    expected = [GROUPS - behind] if not late_steps else [GROUPS, -behind]
+    for number, windows in enumerate(expected):
+        computed, before = LENGTH + number, engine.held_by_windows
+        needed = engine.sliding.needed("a", computed, computed + 1, 1)
+        later = engine.sliding.needed("a", computed, computed + 30, 1)
+        assert later >= needed
+        engine.compute(request, 1)
+        assert engine.held_by_windows - before == needed == windows
 
 
 def test_a_window_is_kept_where_hits_end_and_none_past_the_first_event() -> None:

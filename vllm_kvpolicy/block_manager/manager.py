@@ -333,7 +333,7 @@ class KVPolicyManager(FullAttentionManager):
         return self._num_own(request_id) + self.sliding.held(request_id)
 
     def num_held_by(self, request_ids: Sequence[str]) -> int:
-        """Return what requests hold; windows that several share count once."""
+        """Return what requests hold; of windows what nobody else holds, once."""
         own = sum(map(self._num_own, request_ids))
         return own + self.sliding.held_by(request_ids)
 

@@ -193,11 +193,16 @@ class Planner:
         return min(num_new, target - computed)
 
     def sit_out(self, request_id: str) -> None:
-        """Take back what `clip` has decided: the request does not run in this step."""
+        """Take back what `clip` has decided: the request does not run in this step.
+
+        Its event had its place in the step, which others may have now.
+        """
         state = self.states.get(request_id)
         if state is not None and state.due:
             state.due = False
             self._num_due -= request_id not in self._invited
+            self._invited -= {request_id}
+            self._late.pop(request_id, None)
 
     def due(self, request_id: str) -> RequestState | None:
         """Return the request's state if it has an event in this step, else None."""
@@ -207,13 +212,12 @@ class Planner:
     def coming_event(self, request_id: str) -> int:
         """Return the position of a request's next event that may give superblocks back.
 
-        One that is due, and has not run for want of superblocks, gives back fewer than
-        the request takes; one that waits for a step with room for it may.
+        An event that had its place in a step, and has not run for want of superblocks,
+        gives back fewer than the request takes: the one after it counts. One that still
+        waits for a place may give some back, and counts itself.
         """
-        state, events = (
-            self.states[request_id],
-            self.states[request_id].footprint.events,
-        )
+        state = self.states[request_id]
+        events = state.footprint.events
         event = events.next_event(max(state.computed, state.passed + 1))
         if event == state.computed and request_id not in self._late:
             event = events.next_event(event + 1)

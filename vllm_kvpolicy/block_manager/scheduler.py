@@ -57,7 +57,9 @@ class KVPolicySchedulerMixin(CountingMixin):
         self.kv_policy_planner = Planner(self.kv_policy_limits)
         self._query_rows = query_rows(self.vllm_config)
         self.kv_policy_manager = manager
-        sliding = SlidingBlocks(sliding_groups(self.vllm_config), others)
+        sliding = SlidingBlocks(
+            sliding_groups(self.vllm_config), others, self._num_processed
+        )
         manager.attach(self.kv_policy_planner, policy.placement, sliding)
         num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
         logger.info(capacity_line(self.vllm_config, self.kv_policy_config, num_blocks))
@@ -247,6 +249,11 @@ class KVPolicySchedulerMixin(CountingMixin):
         elif request.status == RequestStatus.RUNNING:
             admission.follow(request, num_computed_tokens, num_new_tokens)
         return num_new_tokens
+
+    def _num_processed(self, request_id: str) -> int:
+        """Return how many tokens of a request steps have computed that have ended."""
+        request = self.requests[request_id]
+        return request.num_computed_tokens - request.num_in_flight_tokens
 
     def _victim(self) -> Request:
         """Return the running request that vLLM would preempt."""

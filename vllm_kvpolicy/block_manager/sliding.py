@@ -1,6 +1,7 @@
 """Superblocks that layers with a sliding window hold, in groups that vLLM manages."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,13 @@ class SlidingBlocks:
     Args:
         sizes: of the groups.
         managers: of vLLM, one for each group.
+        num_processed: returns how many tokens of a request have been computed in steps
+            that have ended; what lies behind their window comes back.
     """
 
     sizes: SlidingGroups
     managers: Sequence[Any] = ()
+    num_processed: Callable[[str], int] = lambda request_id: 0
 
     def _newest(self, request_id: str) -> Iterator[tuple[int, Any]]:
         """Yield a request's superblocks, newest first, and their places in its rows."""
@@ -33,16 +37,21 @@ class SlidingBlocks:
         return sum(1 for _ in self._newest(request_id))
 
     def held_by(self, request_ids: Iterable[str]) -> int:
-        """Return what requests hold together; shared superblocks count once."""
-        return len(
-            {block.block_id for each in request_ids for _, block in self._newest(each)}
-        )
+        """Return what requests, and no others, hold; what they share counts once.
+
+        What others hold, too, stays taken when these requests move on.
+        """
+        blocks = [block for each in request_ids for _, block in self._newest(each)]
+        num_holders = Counter(block.block_id for block in blocks)
+        ref_counts = {block.block_id: block.ref_cnt for block in blocks}
+        return sum(ref_counts[each] <= num_holders[each] for each in num_holders)
 
     def needed(self, request_id: str, computed: int, num_tokens: int, step: int) -> int:
         """Return what a request takes more to get to `num_tokens`; negative for less.
 
         What the windows leave behind on the way comes back, but for superblocks that
-        others hold, too.
+        others hold, too. In the first step that is what lies behind the window of what
+        has really been computed: a longer step may still be under way.
 
         Args:
             request_id: the request.
@@ -52,14 +61,30 @@ class SlidingBlocks:
         """
         if not self.managers:
             return 0
-        sizes = self.sizes
-        at_end = sizes.most_blocks(num_tokens, step)
-        wanted = min(sizes.held(computed, num_tokens, step), at_end)
-        last_step = max(computed, num_tokens - step)
-        left = sizes.first_block(last_step, step)
         newest = list(self._newest(request_id))
+        end = min(computed + step, num_tokens)
+        left = self.sizes.first_block(self.num_processed(request_id), 0)
+        first_step = self._taken(request_id, end) - _coming_back(newest, left)
+        if end == num_tokens:
+            return first_step
+        wanted = min(
+            self.sizes.held(computed, num_tokens, step),
+            self.sizes.most_blocks(num_tokens, step),
+        )
+        left = self.sizes.first_block(max(computed, num_tokens - step), step)
         staying = sum(index < left and block.ref_cnt > 1 for index, block in newest)
-        return wanted + staying - len(newest)
+        return max(first_step, wanted + staying - len(newest))
+
+    def _taken(self, request_id: str, num_tokens: int) -> int:
+        """Return what a request's rows grow by to have room for `num_tokens`."""
+        num_blocks = -(-num_tokens // self.sizes.block_size)
+        rows = (each.req_to_blocks.get(request_id, ()) for each in self.managers)
+        return sum(max(num_blocks - len(row), 0) for row in rows)
+
+
+def _coming_back(blocks: Iterable[tuple[int, Any]], left: int) -> int:
+    """Return how many superblocks before place `left` nobody else holds."""
+    return sum(index < left and block.ref_cnt <= 1 for index, block in blocks)
 
 
 NO_SLIDING = SlidingBlocks(SlidingGroups(0, 0, 0, 1, 1, 0))
