@@ -120,7 +120,7 @@ FEATURES = (
         dict.fromkeys(KINDS, DRAFTS),
     ),
     Feature(
-        "suffix speculation",
+        "suffix speculation (tests need `arctic-inference`)",
         {"speculative_config": SimpleNamespace(method="suffix")},
         "suffix",
         dict.fromkeys(KINDS, DRAFTS),

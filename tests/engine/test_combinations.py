@@ -49,7 +49,9 @@ ELSEWHERE = {
     "async scheduling": "vLLM switches it off on CPUs",
     "CUDA graphs": "there are none on CPUs",
     "data parallel": "needs a server: tests/serve/test_data_parallel.py",
-    "suffix speculation": "needs a package: tests/engine/test_speculation.py",
+    "suffix speculation (tests need `arctic-inference`)": (
+        "needs that package: tests/engine/test_speculation.py"
+    ),
     "LoRA": "needs an adapter: tests/engine/test_lora.py",
     "text of multimodal models": "needs another model: tests/engine/test_text_only.py",
 }

@@ -118,8 +118,8 @@ def test_any_number_of_tokens(count: int) -> None:
     token, positions = (each.repeat(1, 1, 1, 4)[..., :count] for each in case[1:3])
     got = run((case[0], token, positions, *case[3:]))
     want = run(case).repeat(1, 1, 1, 4)[..., :count]
-    # The interpreter's products are BLAS's, which on some processors adds up a row in an
-    # order that follows from the row's place in its tile.
+    # The interpreter's products are BLAS's, which on some processors adds a row up in
+    # an order that follows from the row's place in its tile.
     torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
 
 

@@ -112,11 +112,89 @@ def test_an_answer_that_is_lost_is_asked_for_again(browser, port, is_silent):
         page.route(ANSWERS, lose)
         page.goto(url)
         page.wait_for_selector("#door:not([hidden])")
-        page.evaluate("view.patience = 2000")
+        page.evaluate("(view.patience = 2000, view.rest = 10)")
         page.fill("#key", KEY)
         page.keyboard.press("Enter")
         wait_for(page, IS_SHOWN)
         assert len(asked) > 3
+
+
+def test_an_error_is_not_asked_for_again_at_once(browser, port):
+    """However often the page draws meanwhile."""
+    asked = []
+
+    def fail(route):
+        asked.append(route)
+        route.fulfill(status=500)
+
+    with PlayedEngine(3) as engine, serving(port) as url, page_of(browser) as page:
+        page.route(ANSWERS, fail)
+        page.goto(url)
+        page.wait_for_selector("#door:not([hidden])")
+        assert page.evaluate("view.rest") == 2000
+        page.evaluate("view.rest = 1e6")
+        page.fill("#key", KEY)
+        page.keyboard.press("Enter")
+        wait_for(page, f"{SELECTED} === '{engine.names[0]}'")
+        wait_until(lambda: page.evaluate(NEXT_FRAME) or asked)
+        for _ in range(20):
+            page.evaluate("(ask(), draw())")
+            page.evaluate(NEXT_FRAME)
+        assert len(asked) == 1
+
+
+def test_an_answer_that_wants_a_key_locks_the_page(browser, port):
+    """As of a server that took a key back; one stream is left after the next key."""
+    asked, begun, ended = [], [], []
+
+    def refuse(route):
+        asked.append(route)
+        if len(asked) > 1:
+            route.continue_()
+        else:
+            route.fulfill(status=401)
+
+    with PlayedEngine(3), serving(port) as url, page_of(browser) as page:
+        page.route(ANSWERS, refuse)
+        for name, found in (("request", begun), ("requestfailed", ended)):
+            page.on(
+                name,
+                lambda request, found=found: (
+                    found.append(request) if request.url.endswith("/stream") else None
+                ),
+            )
+        unlock(page, url)
+        page.wait_for_selector("#door:not([hidden])")
+        assert page.inner_text("#refused") == "not one of its keys"
+        for _ in range(20):
+            page.evaluate("(draw(), ask())")
+            page.evaluate(NEXT_FRAME)
+        assert page.inner_text("#refused") == "not one of its keys"
+        assert page.inner_text("#status") == "locked"
+        assert len(asked) == 1
+        page.fill("#key", KEY)
+        page.keyboard.press("Enter")
+        wait_for(page, IS_SHOWN)
+        assert page.is_hidden("#door")
+        assert (len(begun), len(ended)) == (2, 1)
+
+
+def test_a_mistake_in_drawing_an_answer_is_told(browser, port):
+    told = []
+    with (
+        PlayedEngine(3),
+        serving(port) as url,
+        pytest.raises(AssertionError),  # of `page_of`
+        page_of(browser) as page,
+    ):
+        page.on("pageerror", lambda error: told.append(error.message))
+        page.goto(url)
+        page.wait_for_selector("#door:not([hidden])")
+        page.evaluate("showDetail = () => { throw new Error('drawn wrong'); }, null")
+        page.fill("#key", KEY)
+        page.keyboard.press("Enter")
+        wait_until(lambda: page.evaluate(NEXT_FRAME) or told, 20)
+    assert told[0] == "drawn wrong"
 
 
 def test_a_pause_stops_what_is_due(browser, port):

@@ -20,10 +20,22 @@ def loud() -> Any:
     return torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON)
 
 
+def gelu() -> torch.Tensor:
+    return F.gelu(torch.ones(3, 5))
+
+
+def product() -> torch.Tensor:
+    rows = torch.ones(64, 64, dtype=torch.bfloat16)
+    return rows @ rows
+
+
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
-def test_use_shows(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("use", [gelu, product])
+def test_use_shows(
+    use: Callable[[], torch.Tensor], capfd: pytest.CaptureFixture[str]
+) -> None:
     with loud():
-        F.gelu(torch.ones(3, 5))
+        use()
     assert USED in capfd.readouterr().out
 
 

@@ -8,9 +8,10 @@ from vllm_kvpolicy.config import server_config
 from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
 
-# Methods of vLLM that draft from tokens alone, of the request and of earlier answers,
-# and that tests have run. Others have layers of their own, whose keys and values no
-# policy looks after.
+# Methods of vLLM that draft from tokens alone, of the request and of earlier answers.
+# Tests run both; those of suffix trees are skipped where the package `arctic-inference`
+# is not installed. Others have layers of their own, whose keys and values no policy
+# looks after.
 METHODS = ("ngram", "suffix")
 
 

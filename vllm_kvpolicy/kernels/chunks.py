@@ -15,7 +15,7 @@ import torch.nn.functional as F
 CHUNK_BYTES = 256 * 2**20  # bound on the intermediate results of one chunk
 # On a CPU, so that they stay in a second-level cache of usual size.
 CPU_CHUNK_BYTES = 2 * 2**20
-TILE = 64  # tokens
+TILE = 64  # tokens; a power of two
 
 
 def map_pairs(
@@ -58,18 +58,36 @@ def few_sizes(rows: torch.Tensor) -> torch.Tensor:
         rows: [..., T, d] floating point.
 
     Returns:
-        [..., T', d], `rows` themselves on other devices and in a graph that is
-        compiled: there T' is T. It is a power of two below TILE, a multiple of it from
-        there on.
+        [..., T', d]; T' is a power of two up to TILE, and at most an eighth more than
+        T above. On other devices and in a graph that is compiled, `rows` themselves: a
+        server without `--enforce-eager` has the networks of KVzap and DMS in such a
+        graph, where oneDNN compiles their products for each T, as vLLM's own.
     """
     if rows.device.type != "cpu" or torch.compiler.is_compiling():
         return rows
-    missing = _next_size(rows.shape[-2]) - rows.shape[-2]
+    missing = next_size(rows.shape[-2]) - rows.shape[-2]
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
-def _next_size(count: int) -> int:
-    """Return the least of the few numbers that is not below `count`."""
+def next_size(count: int) -> int:
+    """Return the least of the few numbers that is not below `count`.
+
+    They are 0, the powers of two up to TILE, and from there eight in each octave at
+    equal distances: 80 numbers up to 32,768.
+    """
+    step = _distance(count)
+    return -(-count // step) * step
+
+
+def last_size(count: int) -> int:
+    """Return the greatest of the few numbers that is not above `count`."""
     if count < TILE:
-        return count and 1 << (count - 1).bit_length()
-    return -(-count // TILE) * TILE
+        return count and 1 << (count.bit_length() - 1)
+    return count - count % _distance(count)
+
+
+def _distance(count: int) -> int:
+    """Return a number of which `next_size` is the least multiple from `count` on."""
+    if count < TILE:
+        return 1 << max(0, count - 1).bit_length()
+    return 1 << (count.bit_length() - 4)  # an eighth of the power of two below

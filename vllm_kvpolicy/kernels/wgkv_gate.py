@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 import torch.nn.functional as F
 
-from vllm_kvpolicy.kernels.chunks import CHUNK_BYTES, few_sizes
+from vllm_kvpolicy.kernels.chunks import CHUNK_BYTES, few_sizes, last_size
 from vllm_kvpolicy.kernels.rope import Rope
 
 EPSILON = 1e-6  # added to mean squares
@@ -115,8 +115,7 @@ def gate_cached(
         positions: integers, broadcastable to the keys without D.
         rope: how the model rotates.
         weights: of these layers and heads, see `GateWeights`.
-        chunk_bytes: bound on the intermediate results that exist at a time, without
-            the rows that `few_sizes` adds.
+        chunk_bytes: bound on the intermediate results that exist at a time.
 
     Returns:
         [L, H, T] or [H, T] float32, see `gate`.
@@ -125,7 +124,7 @@ def gate_cached(
     channels, units = keys.shape[-1], weights.first.shape[-2]
     # At most: float32 keys in four stages, features, and units before and after GELU.
     token_bytes = 4 * heads * (10 * channels + 3 * units)
-    step = max(1, chunk_bytes // token_bytes)
+    step = last_size(max(1, chunk_bytes // token_bytes))  # full chunks get no padding
     positions = positions.expand(keys.shape[:-1])
     values = []
     for start in range(0, keys.shape[-2], step):
