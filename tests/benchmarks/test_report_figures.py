@@ -55,7 +55,7 @@ def bars(panel, name: str, across: int) -> list[tuple[float, float, float]]:
 def test_figures_follow_from_what_is_on_file():
     assert list(drawn(record())) == NAMES
     assert list(drawn(record(samples=4))) == NAMES + VOTES
-    older = records.read(command.RESULTS / "accuracy_catalogue.json")
+    older = records.read(command.RESULTS / "accuracy_catalogue.json.xz")
     assert list(drawn(older)) == ["accuracy-by-policy"]
 
 
