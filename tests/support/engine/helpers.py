@@ -119,6 +119,20 @@ class Run:
         """Generated tokens by name."""
         return {name: result.tokens for name, result in self.results.items()}
 
+    def check_answers(self, stock: "Run", most: float = 1e-3) -> None:
+        """Check that tokens are those of a stock run, log-probabilities within `most`.
+
+        Prompts of the jobs must differ, so that no two answers are alike.
+        """
+        assert self.tokens == stock.tokens
+        assert len({tuple(tokens) for tokens in stock.tokens.values()}) == len(
+            stock.tokens
+        )
+        for name, result in self.results.items():
+            pairs = zip(result.logprobs, stock.results[name].logprobs, strict=True)
+            for token, (ours, theirs) in zip(result.tokens, pairs, strict=True):
+                assert abs(ours[token] - theirs[token]) < most
+
 
 def make_prompt(seed: int, length: int) -> Prompt:
     """Return a reproducible random prompt."""
