@@ -325,11 +325,13 @@ class KVPolicyConfig:
             if label in asked:
                 value, limit = asked[label], getattr(self, key.field)
                 changes[key.field] = key.check(value, label)
-                is_fixed = key.key in parse(policy_name).fixed_keys
-                if value > limit or (is_fixed and value < limit):
-                    most = "" if is_fixed else "at most "
+                why_fixed = parse(policy_name).fixed_keys.get(key.key)
+                if value > limit or (why_fixed and value < limit):
+                    most = "" if why_fixed else "at most "
+                    why = f": {why_fixed}" if why_fixed else ""
                     raise ValueError(
                         f"{label}: got {value}, expected {most}the server's {limit}"
+                        f"{why}"
                     )
         if not changes:
             return self

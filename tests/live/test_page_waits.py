@@ -218,6 +218,21 @@ def test_a_pause_stops_what_is_due(browser, port):
         wait_for(page, f"document.getElementById('rows').innerText !== {before!r}")
 
 
+def test_events_are_counted_once_however_often_they_are_told(browser, port):
+    """A new stream begins with the newest ones."""
+    with PlayedEngine(3) as engine, serving(port) as url, page_of(browser) as page:
+        unlock(page, url)
+        wait_for(page, "view.lines.length > 5")
+        page.evaluate(NOTE_TOLD)
+        for _ in range(2):
+            page.keyboard.press("p")
+            last = engine.num_steps + 5
+            wait_until(lambda last=last: engine.num_steps >= last)
+        wait_for(page, "told.size > 5 && again > 5")
+        assert page.evaluate("new Set(view.lines.map(nameOf)).size === told.size")
+        assert page.evaluate("view.lines.length === told.size")
+
+
 def test_a_row_keeps_the_focus_until_engines_have_told_again(browser, port):
     """During a pause nobody listens to them."""
     with PlayedEngine(3) as engine, serving(port) as url, page_of(browser) as page:
@@ -245,5 +260,19 @@ NOTE_FRESHNESS = """() => {
         if (name !== "state") return;
         showRequests();
         fresh.push(content.engines[0].fresh);
+    };
+}"""
+
+NOTE_TOLD = """() => {
+    const own = take;
+    window.nameOf = (line) => [line.at, line.request, line.engine, line.kind].join();
+    window.told = new Set(view.lines.map(nameOf));
+    window.again = 0;
+    take = (name, content) => {
+        own(name, content);
+        if (name === "server" || name === "state" || view.paused) return;
+        const line = nameOf({ kind: name, ...content });
+        if (told.has(line)) again += 1;
+        told.add(line);
     };
 }"""

@@ -75,8 +75,8 @@ _ENGINE = (
         "vllm.v1.request:Request",
         read=(
             "request_id sampling_params num_prompt_tokens num_computed_tokens "
-            "cache_salt block_hashes update_block_hashes all_token_ids num_tokens "
-            "_block_hasher"
+            "num_in_flight_tokens cache_salt block_hashes update_block_hashes "
+            "all_token_ids num_tokens _block_hasher"
         ),
     ),
     Owner(

@@ -76,13 +76,15 @@ class PolicyInfo:
         return self.keeps_all and not self.is_test
 
     @property
-    def fixed_keys(self) -> tuple[str, ...]:
-        """Numbers that requests may not lower.
-
-        Gates are trained for one window; without an eviction nothing reads the budget.
-        """
-        keys = () if self.admission is None else ("recent", "sinks")
-        return (*keys, "budget") if self.is_unbounded else keys
+    def fixed_keys(self) -> dict[str, str]:
+        """Numbers that requests may not lower -> why, for messages."""
+        fixed = {}
+        if self.admission is not None:
+            trained = f"{self.name!r} admits with files made for it"
+            fixed |= {"recent": trained, "sinks": trained}
+        if self.is_unbounded:
+            fixed["budget"] = f"{self.name!r} evicts nothing and does not read it"
+        return fixed
 
     @property
     def protect_prompt(self) -> bool:
