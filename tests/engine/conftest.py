@@ -5,6 +5,7 @@ slow it down. Set before torch starts its threads.
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,18 @@ def one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ranks_from_a_fork_server() -> Iterator[None]:
+    """Let engines of several ranks start them without importing vLLM for each."""
+    from vllm.v1.executor import multiproc_executor
+
+    from support.engine.rank_processes import context
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiproc_executor, "get_mp_context", context)
+        yield
 
 
 @pytest.fixture(scope="session")

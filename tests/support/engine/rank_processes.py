@@ -1,0 +1,46 @@
+"""Starts the ranks of an engine from a process that has imported vLLM already.
+
+vLLM starts each rank on a CPU as a new interpreter, which imports everything anew: more
+than half of the time of a test of two ranks. A fork server imports once and has used no
+thread pool, so ranks may be forked from it.
+"""
+
+import os
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any
+
+from support.engine.collector import keep_imports_frozen
+
+PRELOADED = (
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.qwen3",
+    "vllm_kvpolicy.worker.setup",
+)
+
+
+class RankProcess(ForkServerProcess):
+    """A process with the environment of the one that starts it, not the server's."""
+
+    def start(self) -> None:
+        self._environment = dict(os.environ)
+        super().start()
+
+    def run(self) -> None:
+        os.environ.clear()
+        os.environ.update(self._environment)
+        keep_imports_frozen()
+        super().run()
+
+
+class RankContext(ForkServerContext):
+    """What `multiprocessing.get_context` would return."""
+
+    Process = RankProcess
+
+
+def context() -> Any:
+    """Return the context of ranks, in place of vLLM's `get_mp_context`."""
+    forkserver.set_forkserver_preload([*PRELOADED])
+    return RankContext()
