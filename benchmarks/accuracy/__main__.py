@@ -160,7 +160,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ValueError if values are invalid, alone or together."""
+    """Raise ValueError if values are invalid, alone or together.
+
+    Servers that get more flags by `--serve-args` check theirs themselves.
+    """
     if not args.policies:
         raise ValueError("policies: expected at least one, got none")
     for task in args.tasks:
@@ -199,6 +202,9 @@ def check(args: argparse.Namespace) -> None:
                 f"variants: expected options of {name} in {variant}, got {unknown}; "
                 "docs/support.md lists them"
             )
+    if not (args.url or args.serve_args):
+        for setup in grid.setups_of(args.policies, args.budgets, args.intervals):
+            setup.check(args)
 
 
 def dtypes_of(args: argparse.Namespace) -> Line:

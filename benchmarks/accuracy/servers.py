@@ -15,6 +15,7 @@ from benchmarks.provenance import package_version
 from benchmarks.server import EngineSettings, parse_metrics, running
 from benchmarks.workload import block_bytes
 from vllm_kvpolicy.compat import COUNTING_CLASSES
+from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies.catalogue.names import parse
 
 FULL = "full"
@@ -56,6 +57,19 @@ class Setup:
     def label_of(self, policy: str) -> str:
         """Return the name of a policy of this server: `NAME` or `NAME:VARIANT`."""
         return f"{policy}:{self.variant}" if self.variant else policy
+
+    def check(self, args: argparse.Namespace) -> None:
+        """Raise ValueError where its server would end at once: its flags do not fit."""
+        for policy in self.policies if self.budget is not None else ():
+            config = KVPolicyConfig.from_dict(
+                {
+                    "policy": policy,
+                    "budget": self.budget,
+                    "interval": self.interval,
+                    "policy_config": options_of((policy,), self.variant, vars(args)),
+                }
+            )
+            config.validate_block_size(args.block_size)
 
     def arguments(self, args: argparse.Namespace) -> list[str]:
         """Return arguments of `vllm serve` that leave every request its full length."""

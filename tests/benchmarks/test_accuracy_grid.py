@@ -86,6 +86,15 @@ def test_the_command_line_wins_over_the_grid():
     assert args.n == 3 and args.policies == ["full", "tova"] and args.max_trace == 800
 
 
+def test_a_budget_that_servers_refuse_is_refused_before_any_starts(capsys):
+    words = ["--policies", "full", "tova", "--budgets", "64", "128"]
+    with pytest.raises(SystemExit):
+        command.parse_args(words)
+    assert "budget: got 64, expected at least 68 tokens" in capsys.readouterr().err
+    command.parse_args([*words, "--block-size", "16"])
+    command.parse_args([*words, "--serve-args", "--kv-recent 16"])
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
