@@ -12,7 +12,7 @@ makes a record for benchmarks/results of one or several output files.
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,7 +23,7 @@ from benchmarks.accuracy.results import Line, continue_file
 from benchmarks.accuracy.servers import FULL, OWN_DTYPE, split
 from benchmarks.language import record
 from benchmarks.language.engines import Settings
-from benchmarks.language.parts import PARTS
+from benchmarks.language.parts import PARTS, Item
 from benchmarks.language.runs import Work, run
 from benchmarks.language.texts import encoder_of, read_texts
 from benchmarks.pinned import PinnedError
@@ -79,6 +79,7 @@ def parser() -> argparse.ArgumentParser:
     add("--budgets", nargs="+", type=int, default=[512], help="tokens per KV head")
     add("--intervals", nargs="+", type=int, default=[256], help="tokens")
     add("--texts", type=int, default=36, help="texts, or problems of each kind")
+    add("--kinds", nargs="+", metavar="KIND", help="such as novel, lookup-4096; or all")
     add("--text-tokens", type=int, default=4096, help="length of each text")
     add("--at-once", type=int, default=4, help="requests in an engine step")
     add("--policy-config", type=json.loads, default={}, metavar="JSON")
@@ -162,6 +163,8 @@ def read(args: argparse.Namespace) -> tuple[Settings, dict[str, list[Any]]]:
     cache = pretrained.default_folder().parent
     texts = read_texts(encode, first, args.text_tokens, cache)
     items = {part: PARTS[part].items(encode, texts, args.texts) for part in args.parts}
+    if args.kinds:
+        items = of_kinds(items, args.kinds)
     longest = max(len(item.token_ids) for some in items.values() for item in some)
     settings = Settings(
         model=model,
@@ -177,6 +180,23 @@ def read(args: argparse.Namespace) -> tuple[Settings, dict[str, list[Any]]]:
         kv_cache_dtype=args.kv_cache_dtype,
     )
     return settings, items
+
+
+def of_kinds(
+    items: Mapping[str, Sequence[Item]], kinds: Sequence[str]
+) -> dict[str, list[Item]]:
+    """Return the items of some kinds, by part.
+
+    Raises:
+        ValueError: a kind that no item of any part has.
+    """
+    known = {item.kind for some in items.values() for item in some}
+    if unknown := sorted(set(kinds) - known):
+        raise ValueError(f"kinds: got {unknown}, expected some of {sorted(known)}")
+    return {
+        part: [item for item in some if item.kind in kinds]
+        for part, some in items.items()
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
