@@ -275,6 +275,20 @@ def test_a_run_asks_only_for_what_its_file_lacks(tmp_path, monkeypatch):
     assert len(out.read_text().splitlines()) == 7
 
 
+def test_some_kinds_alone_are_measured():
+    items = {
+        part: [SimpleNamespace(kind=kind) for kind in kinds]
+        for part, kinds in (("losses", "ab"), ("tasks", "bbc"))
+    }
+    found = language.of_kinds(items, ["b"])
+    assert {part: [item.kind for item in some] for part, some in found.items()} == {
+        "losses": ["b"],
+        "tasks": ["b", "b"],
+    }
+    with pytest.raises(ValueError, match=r"kinds: got \['d'\], expected some of \['a', "):
+        language.of_kinds(items, ["b", "d"])
+
+
 def test_lines_of_other_texts_are_refused():
     lines = lines_of("tova", 8)
     lines[1]["digest"] = "another"
