@@ -29,9 +29,9 @@ def losses(wanted: Row, folder: Path) -> list[list[str]]:
     Files of runs over another cache alone have full KV over that one.
 
     Args:
-        wanted: `files`, of equal texts; `places`, a list of [budget, interval], by
-            default the first file's; `rows`, by default all policies. The rows are in
-            the order of the first place.
+        wanted: `files`, of which the texts count that all have; `places`, a list of
+            [budget, interval], by default the first file's; `rows`, by default all
+            policies. The rows are in the order of the first place.
         folder: folder of the files.
 
     Raises:
@@ -69,10 +69,10 @@ def means(wanted: Row, folder: Path) -> list[list[str]]:
     """Return a table of means over a part's items, a row per policy, best first.
 
     Args:
-        wanted: `files`, of equal items; `part`; `figures`, names of the part's figures,
-            a column each, after the first of which rows are in order; `places`, a list
-            of [budget, interval], by default the first file's; `rows`, by default all
-            policies.
+        wanted: `files`, of which the items count that all have; `part`; `figures`,
+            names of the part's figures, a column each, after the first of which rows
+            are in order; `places`, a list of [budget, interval], by default the first
+            file's; `rows`, by default all policies.
         folder: folder of the files.
 
     Raises:
@@ -113,9 +113,9 @@ def comparisons(wanted: Row, folder: Path) -> list[list[str]]:
     The p values are corrected by Holm for all tests that the table has.
 
     Args:
-        wanted: `files`, of equal items; `pairs`, a list of [policy, other]; `places`, a
-            list of [budget, interval], by default the first file's; `part` and
-            `figure`, by default the losses of texts.
+        wanted: `files`, of which the items count that all have; `pairs`, a list of
+            [policy, other]; `places`, a list of [budget, interval], by default the
+            first file's; `part` and `figure`, by default the losses of texts.
         folder: folder of the files.
 
     Raises:
@@ -148,19 +148,19 @@ def comparisons(wanted: Row, folder: Path) -> list[list[str]]:
 
 
 def _read(wanted: Row, folder: Path, figure: str = LOSS) -> dict[Place, list[float]]:
-    """Return a figure of a part's items by policy, budget and interval.
+    """Return a figure of the items that all files have, by policy, budget and interval.
 
     A policy over a cache of another dtype than the model's is called `NAME@DTYPE`.
     """
     part = wanted.get("part", LOSSES)
-    items: list[str] = []
+    records = [read(folder / name, "rows") for name in wanted["files"]]
+    items = [list(record["items"].get(part, ())) for record in records]
+    common = [name for name in items[0] if all(name in own for own in items)]
+    if not common:
+        raise ValueError(f"table: expected some {part} that are in all files")
     found: dict[Place, list[float]] = {}
-    for name in wanted["files"]:
-        record = read(folder / name, "rows")
-        own = list(record["items"].get(part, ()))
-        if items and own != items:
-            raise ValueError(f"table: expected equal {part} in {wanted['files']}")
-        items = own
+    for record, own in zip(records, items, strict=True):
+        taken = [own.index(name) for name in common]
         dtype = record["settings"].get("kv_cache_dtype")
         for row in record["rows"]:
             if row["part"] == part:
@@ -170,7 +170,7 @@ def _read(wanted: Row, folder: Path, figure: str = LOSS) -> dict[Place, list[flo
                     )
                 label = f"{row['policy']}@{dtype}" if dtype else row["policy"]
                 place = label, row["budget"], row["interval"]
-                found.setdefault(place, row[figure])
+                found.setdefault(place, [row[figure][index] for index in taken])
     return found
 
 

@@ -248,6 +248,29 @@ def test_a_table_shows_means_best_first(tmp_path):
     assert row == "| `tova` | `full` | 8, 16 | -0.500 [-1.000, +0.000] | 1 of 2 | 1 |"
 
 
+def test_tables_of_several_files_are_of_the_texts_that_all_have(tmp_path):
+    def write(name, policies, items, losses):
+        rows = [
+            {"part": "losses", "policy": policy, "budget": 8, "interval": 16}
+            | {"loss": own}
+            for policy, own in zip(policies, losses, strict=True)
+        ]
+        made = {"settings": {}, "rows": rows, "items": {"losses": dict.fromkeys(items)}}
+        (tmp_path / name).write_text(json.dumps(made))
+
+    write("many.json", ["full", "tova"], "abcd", [[1, 1, 1, 1], [9, 3, 9, 2]])
+    write("few.json", ["random"], "db", [[4, 6]])
+    write("other.json", ["random"], "xy", [[4, 6]])
+    files = "files: [many.json, few.json]\n"
+    pairs = files + "pairs: [[tova, random]]"
+    (row,) = tables.render("language-comparisons", pairs, tmp_path).splitlines()[2:]
+    assert "-2.500 [-3.000, -2.000] | 2 of 2" in row  # 3 - 6 and 2 - 4
+    first, second = tables.render("losses", files, tmp_path).splitlines()[3:]
+    assert "| `tova` | +1.500" in first and "| `random` | +4.000" in second
+    with pytest.raises(ValueError, match="expected some losses that are in all files"):
+        tables.render("losses", files.replace("few", "other"), tmp_path)
+
+
 def test_a_record_needs_all_texts_of_all_policies(tmp_path):
     write_run(tmp_path / "run.jsonl")
     with (tmp_path / "run.jsonl").open("a") as file:
@@ -285,7 +308,9 @@ def test_some_kinds_alone_are_measured():
         "losses": ["b"],
         "tasks": ["b", "b"],
     }
-    with pytest.raises(ValueError, match=r"kinds: got \['d'\], expected some of \['a', "):
+    with pytest.raises(
+        ValueError, match=r"kinds: got \['d'\], expected some of \['a', "
+    ):
         language.of_kinds(items, ["b", "d"])
 
 
