@@ -300,7 +300,7 @@ def test_requests_keep_the_window_of_gates(policy, key, server):
     options = {"wgkv_gates": "file", "allow": ["tova"]}
     started = config(policy=policy, policy_config=options)
     assert started.with_request({key: server}, 32) is not None
-    why = f"^{key}: got 1, expected the server's {server}: '.*' admits with files"
+    why = f"^{key}: got 1, expected the server's {server}: '.*' decides for one window"
     with pytest.raises(ValueError, match=why):
         started.with_request({key: 1}, 32)
     assert started.with_request({"kv_policy": "tova", key: 1}, 32) is not None

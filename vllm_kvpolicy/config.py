@@ -325,14 +325,11 @@ class KVPolicyConfig:
             if label in asked:
                 value, limit = asked[label], getattr(self, key.field)
                 changes[key.field] = key.check(value, label)
-                why_fixed = parse(policy_name).fixed_keys.get(key.key)
-                if value > limit or (why_fixed and value < limit):
-                    most = "" if why_fixed else "at most "
-                    why = f": {why_fixed}" if why_fixed else ""
-                    raise ValueError(
-                        f"{label}: got {value}, expected {most}the server's {limit}"
-                        f"{why}"
-                    )
+                why = parse(policy_name).fixed_keys.get(key.key)
+                if value > limit or (why and value < limit):
+                    wanted = f"{'' if why else 'at most '}the server's {limit}"
+                    reason = f": {policy_name!r} {why}" if why else ""
+                    raise ValueError(f"{label}: got {value}, expected {wanted}{reason}")
         if not changes:
             return self
         config = replace(self, is_checked=True, **changes)

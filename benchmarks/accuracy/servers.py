@@ -59,17 +59,23 @@ class Setup:
         return f"{policy}:{self.variant}" if self.variant else policy
 
     def check(self, args: argparse.Namespace) -> None:
-        """Raise ValueError where its server would end at once: its flags do not fit."""
-        for policy in self.policies if self.budget is not None else ():
-            config = KVPolicyConfig.from_dict(
-                {
-                    "policy": policy,
-                    "budget": self.budget,
-                    "interval": self.interval,
-                    "policy_config": options_of((policy,), self.variant, vars(args)),
-                }
-            )
-            config.validate_block_size(args.block_size)
+        """Raise ValueError for flags that the server would refuse, or its requests."""
+        if self.budget is None:
+            return
+        first, *others = self.policies
+        options = options_of(self.policies, self.variant, vars(args))
+        config = KVPolicyConfig.from_dict(
+            {
+                "policy": first,
+                "budget": self.budget,
+                "interval": self.interval,
+                "policy_config": {**options, "allow": others},
+            }
+        )
+        config.validate_block_size(args.block_size)
+        for policy in self.policies:
+            extra = extra_of(policy, self, is_given=False)
+            config.with_request(extra, args.block_size)
 
     def arguments(self, args: argparse.Namespace) -> list[str]:
         """Return arguments of `vllm serve` that leave every request its full length."""

@@ -2,6 +2,7 @@
 
 import json
 import lzma
+import re
 
 import pytest
 
@@ -86,12 +87,19 @@ def test_the_command_line_wins_over_the_grid():
     assert args.n == 3 and args.policies == ["full", "tova"] and args.max_trace == 800
 
 
-def test_a_budget_that_servers_refuse_is_refused_before_any_starts(capsys):
-    words = ["--policies", "full", "tova", "--budgets", "64", "128"]
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["tova", "--budgets", "64"], "budget: got 64, expected at least 68 tokens"),
+        (["tova", "expected"], "interval: got 64, expected at least 128 tokens"),
+        (["identity", "tova"], "allow: got the test policy 'identity' with others"),
+    ],
+)
+def test_what_servers_refuse_is_refused_before_any_starts(words, message, capsys):
+    words = ["--intervals", "64", "--policies", "full", *words]
     with pytest.raises(SystemExit):
         command.parse_args(words)
-    assert "budget: got 64, expected at least 68 tokens" in capsys.readouterr().err
-    command.parse_args([*words, "--block-size", "16"])
+    assert re.search(message, capsys.readouterr().err)
     command.parse_args([*words, "--serve-args", "--kv-recent 16"])
 
 

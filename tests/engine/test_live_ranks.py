@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+from vllm.utils.system_utils import get_mp_context
 
 from support.engine.helpers import Engine, Job, make_prompt
 from support.engine.tensor_parallel import LENGTHS, POLICY, Heads, write_model
@@ -47,7 +49,13 @@ def listen(model: Path, ranks: int) -> tuple[Told, dict[str, Any]]:
     return told, texts
 
 
-def test_heads_of_both_ranks_are_in_their_places(tmp_path: Path) -> None:
+def test_heads_of_both_ranks_are_in_their_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here alone ranks are new interpreters, as vLLM starts them; see conftest."""
+    monkeypatch.setattr(
+        "vllm.v1.executor.multiproc_executor.get_mp_context", get_mp_context
+    )
     model = write_model(tmp_path / "model", HEADS)
     (one, texts), (two, same_texts) = (listen(model, ranks) for ranks in (1, 2))
     assert texts == same_texts and all(texts.values())

@@ -265,7 +265,7 @@ NOTE_FRESHNESS = """() => {
 
 NOTE_TOLD = """() => {
     const own = take;
-    window.nameOf = (line) => [line.at, line.request, line.engine, line.kind].join();
+    window.nameOf = (line) => `${line.request} ${line.serial}`;  // as the engine counts
     window.told = new Set(view.lines.map(nameOf));
     window.again = 0;
     take = (name, content) => {

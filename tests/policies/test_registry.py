@@ -237,7 +237,7 @@ def test_a_selection_alone_keeps_everything() -> None:
     assert (
         info.keeps_all and info.is_unbounded and info.is_ragged({}) and not info.is_test
     )
-    assert info.fixed_keys == ("budget",) and info.window_tokens({}) == 0
+    assert tuple(info.fixed_keys) == ("budget",) and info.window_tokens({}) == 0
     assert registry.resolve_options(info, {}) == {"quest_budget": 1024}
     assert isinstance(factory.build("quest", {"quest_budget": 7}), KeepAll)
     with pytest.raises(ValueError, match="quest_budget: got 0, expected an integer"):

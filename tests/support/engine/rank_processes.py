@@ -1,11 +1,13 @@
 """Starts the ranks of an engine from a process that has imported vLLM already.
 
 vLLM starts each rank on a CPU as a new interpreter, which imports everything anew: more
-than half of the time of a test of two ranks. A fork server imports once and has used no
-thread pool, so ranks may be forked from it.
+than half of the time of a test of two ranks. A fork server imports once and computes
+nothing, so that no thread pool runs when ranks are forked from it. What modules read of
+the environment while they are imported is that of the first engine.
 """
 
 import os
+from importlib import import_module
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
@@ -42,5 +44,7 @@ class RankContext(ForkServerContext):
 
 def context() -> Any:
     """Return the context of ranks, in place of vLLM's `get_mp_context`."""
+    for name in PRELOADED:
+        import_module(name)  # the server would leave out what it cannot import
     forkserver.set_forkserver_preload([*PRELOADED])
     return RankContext()

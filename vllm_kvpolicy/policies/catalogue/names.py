@@ -77,14 +77,15 @@ class PolicyInfo:
 
     @property
     def fixed_keys(self) -> dict[str, str]:
-        """Numbers that requests may not lower -> why, for messages."""
-        fixed = {}
-        if self.admission is not None:
-            trained = f"{self.name!r} admits with files made for it"
-            fixed |= {"recent": trained, "sinks": trained}
+        """Numbers that requests may not lower -> why, as the end of a message.
+
+        Gates are trained for one window; without an eviction nothing reads the budget.
+        """
+        window = "decides for one window, the server's"
+        keys = {} if self.admission is None else {"recent": window, "sinks": window}
         if self.is_unbounded:
-            fixed["budget"] = f"{self.name!r} evicts nothing and does not read it"
-        return fixed
+            keys["budget"] = "evicts nothing and does not read it"
+        return keys
 
     @property
     def protect_prompt(self) -> bool:
