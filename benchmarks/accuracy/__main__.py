@@ -160,10 +160,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ValueError if values are invalid, alone or together.
-
-    Servers that get more flags by `--serve-args` check theirs themselves.
-    """
+    """Raise ValueError if values are invalid, alone or together."""
     if not args.policies:
         raise ValueError("policies: expected at least one, got none")
     for task in args.tasks:
@@ -202,6 +199,13 @@ def check(args: argparse.Namespace) -> None:
                 f"variants: expected options of {name} in {variant}, got {unknown}; "
                 "docs/support.md lists them"
             )
+
+
+def check_servers(args: argparse.Namespace) -> None:
+    """Raise ValueError if a server of the run, or its requests, would be refused.
+
+    Servers that get more flags by `--serve-args` check theirs themselves.
+    """
     if not (args.url or args.serve_args):
         for setup in grid.setups_of(args.policies, args.budgets, args.intervals):
             setup.check(args)
@@ -365,6 +369,7 @@ def _forget(_: Line) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure the accuracy of each policy; return 1 if a problem failed."""
     args = parse_args(argv)
+    check_servers(args)
     version, equal = scoring.math_verify() if args.math_verify else (None, None)
     questions = grid.read_questions(args)
     cells = grid.shard_of(grid.cells_of(args), questions, *args.shard)
