@@ -58,21 +58,28 @@ class Setup:
         """Return the name of a policy of this server: `NAME` or `NAME:VARIANT`."""
         return f"{policy}:{self.variant}" if self.variant else policy
 
+    def policy_config(self, args: argparse.Namespace) -> dict[str, Any]:
+        """Return what `--kv-policy-config` gives the server, but for traces."""
+        return {
+            **options_of(self.policies, self.variant, vars(args)),
+            "allow": list(self.policies[1:]),
+            # Events at the papers' positions, as in the committed records.
+            "spread_events": False,
+            "report_events": True,
+        }
+
     def check(self, args: argparse.Namespace) -> None:
         """Raise ValueError for flags that the server would refuse, or its requests."""
         if self.budget is None:
             return
-        first, *others = self.policies
-        options = options_of(self.policies, self.variant, vars(args))
         config = KVPolicyConfig.from_dict(
             {
-                "policy": first,
+                "policy": self.policies[0],
                 "budget": self.budget,
                 "interval": self.interval,
-                "policy_config": {**options, "allow": others},
+                "policy_config": self.policy_config(args),
             }
         )
-        config.validate_block_size(args.block_size)
         for policy in self.policies:
             extra = extra_of(policy, self, is_given=False)
             config.with_request(extra, args.block_size)
@@ -101,15 +108,10 @@ class Setup:
             # vLLM's own scheduler, which says what requests hold as a policy's does.
             words += ["--scheduler-cls", COUNTING_CLASSES[False]]
         else:
-            first, *others = self.policies
-            config = options_of(self.policies, self.variant, vars(args))
-            config["allow"] = others
-            # Events at the papers' positions, as in the committed records.
-            config["spread_events"] = False
-            config["report_events"] = True
+            config = self.policy_config(args)
             if args.trace:
                 config["trace"] = str(args.trace / self.label)
-            words += ["--kv-policy", first, "--kv-budget", str(self.budget)]
+            words += ["--kv-policy", self.policies[0], "--kv-budget", str(self.budget)]
             words += ["--kv-interval", str(self.interval)]
             words += ["--kv-policy-config", json.dumps(config)]
             if args.evict_prompts or args.keep_prompts:

@@ -79,7 +79,12 @@ def parser() -> argparse.ArgumentParser:
     add("--budgets", nargs="+", type=int, default=[512], help="tokens per KV head")
     add("--intervals", nargs="+", type=int, default=[256], help="tokens")
     add("--texts", type=int, default=36, help="texts, or problems of each kind")
-    add("--kinds", nargs="+", metavar="KIND", help="such as novel, lookup-4096; or all")
+    add(
+        "--kinds",
+        nargs="+",
+        metavar="KIND",
+        help="novel, lookup-4096, ...; default: all",
+    )
     add("--text-tokens", type=int, default=4096, help="length of each text")
     add("--at-once", type=int, default=4, help="requests in an engine step")
     add("--policy-config", type=json.loads, default={}, metavar="JSON")
