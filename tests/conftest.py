@@ -27,6 +27,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write what tests/serve/test_live_pictures.py sees into docs/figures",
     )
+    parser.addoption(
+        "--tally", type=Path, help="write the seconds of each test file into this file"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tally seconds where that was asked for."""
+    from support.tally import Tally
+
+    if path := config.getoption("--tally"):
+        config.pluginmanager.register(Tally(path))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
