@@ -28,7 +28,7 @@ MINUTES ?= 60
 SEED ?= 0
 # Tests run in two processes of one thread each, file by file, the slowest files first
 # (tests/support/collection.py), so that neither process waits for the other at the end.
-WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
+WORKERS ?= -n 2 --no-loadscope-reorder
 # What `make check` runs; of the random engines and of the servers one each.
 CHECKED = tests/test_*.py tests/api tests/policies tests/block_manager \
 	tests/engine/test_scheduler_simulation.py tests/serve/test_every_name.py

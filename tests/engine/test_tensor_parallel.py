@@ -29,11 +29,12 @@ from support.engine.tensor_parallel import (
     watch_events,
     write_model,
 )
-from vllm_kvpolicy.policies.catalogue.names import names, parse
+from support.sweeps import covering, evictions
+from vllm_kvpolicy.policies.catalogue.names import parse
 
 SHARED = Heads(query=8, kv=4)  # two KV heads on each of two ranks
 COPIED = Heads(query=4, kv=1)  # one KV head, on both
-SERVED = [name for name in names() if not parse(name).is_test]
+SERVED = covering(evictions())
 EQUAL = tuple(name for name in SERVED if not parse(name).is_ragged({}))
 # Heads of a rank share a budget, or whole pages, among themselves.
 OWN_BUDGETS = ("adakv", "hard", "trim", "pyramid")
