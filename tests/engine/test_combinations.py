@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from allpairspy import AllPairs
 
-from support.engine.float8_oracle import needs_float8
+from support.cpu import needs_float8
 from support.engine.helpers import Engine, Job, Run, watch_hits
 from support.engine.tensor_parallel import (
     POLICY,
