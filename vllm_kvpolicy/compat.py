@@ -157,8 +157,8 @@ def reads_float8() -> bool:
 def multiplies_bfloat16() -> bool:
     """Return whether oneDNN multiplies bfloat16 on this CPU.
 
-    Where it does not, vLLM leaves such products to PyTorch, which takes several times
-    as long for them as oneDNN for those of float32.
+    Where it does not, vLLM leaves such products to PyTorch. Of several rows they take
+    several times as long there as those of float32 in oneDNN.
     """
     import torch
 

@@ -35,7 +35,7 @@ from support_grid import EXAMPLES, FEATURES, KINDS  # noqa: E402
 CACHE, RANKS, FP8, DRAFTS = FACTORS = (
     "prefix caching",
     "tensor parallel",
-    "FP8 KV cache",
+    "FP8 KV cache (needs AVX-512)",
     "n-gram speculation",
 )
 ARGUMENTS: dict[str, dict[str, Any]] = {
