@@ -34,14 +34,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell the sweeps how far they go; tally seconds where that was asked for."""
+    """Say how far tests sweep, tally seconds, hide what PyTorch may not use."""
     from support import sweeps
     from support.tally import Tally
 
     sweeps.every_name = config.getoption("--every-name")
-
+    if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
+        hide_avx512()
     if path := config.getoption("--tally"):
         config.pluginmanager.register(Tally(path))
+
+
+def hide_avx512() -> None:
+    """Let vLLM, which asks for what the CPU has, find what PyTorch is told to use.
+
+    It loads its library and chooses its kernels by that. Servers of tests, processes of
+    their own, ask again.
+    """
+    import torch
+
+    for name in ("avx512", "avx512_bf16", "amx_tile", "amx_fp16"):
+        setattr(torch.cpu, f"_is_{name}_supported", lambda: False)
 
 
 def pytest_collection_modifyitems(

@@ -147,6 +147,24 @@ def platform_name() -> str:
     return current_platform._enum.name.lower()
 
 
+def reads_float8() -> bool:
+    """Return whether vLLM's attention for CPUs reads an FP8 cache on this one."""
+    import torch
+
+    return torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def multiplies_bfloat16() -> bool:
+    """Return whether oneDNN multiplies bfloat16 on this CPU.
+
+    Where it does not, vLLM leaves such products to PyTorch. Of several rows they take
+    several times as long there as those of float32 in oneDNN.
+    """
+    import torch
+
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def cuda_attention_backend(dtype: str) -> str:
     """Return the name of the backend to use on this machine's NVIDIA GPU.
 

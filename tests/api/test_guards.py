@@ -168,10 +168,11 @@ MACHINE_TRIGGERS = {
 }
 # Take a machine and a flag, and some a model.
 FP8_ON_GPU = "FP8 KV caches on GPUs"
+FP8_ON_CPU = "FP8 KV caches on CPUs without AVX-512"
 DRAFTS_ON_GPU = "speculative decoding on GPUs"
 SLIDING_ON_GPU = "sliding-window layers on GPUs"
 SINKS_ON_GPU = "learned sinks on GPUs"
-ON_GPU = (FP8_ON_GPU, DRAFTS_ON_GPU, SLIDING_ON_GPU, SINKS_ON_GPU)
+BY_DEVICE = (FP8_ON_GPU, FP8_ON_CPU, DRAFTS_ON_GPU, SLIDING_ON_GPU, SINKS_ON_GPU)
 # Further ways to switch a feature on.
 MORE_TRIGGERS = [
     ("sliding windows in every layer", {"cache_config.sliding_window": 512}),
@@ -193,10 +194,16 @@ def expected(name):
     return [f"{row.name}: {row.change}"]
 
 
+@pytest.fixture(autouse=True)
+def cpu_with_avx512(monkeypatch):
+    """Whatever this CPU has: FP8 caches are refused without, as a test of its own."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)
+
+
 def test_every_row_has_its_trigger():
     names = [row.name for row in REFUSALS]
     assert len(set(names)) == len(names)
-    assert sorted(names) == sorted([*TRIGGERS, *MACHINE_TRIGGERS, *ON_GPU])
+    assert sorted(names) == sorted([*TRIGGERS, *MACHINE_TRIGGERS, *BY_DEVICE])
     assert {row.name for row in REFUSALS if row.by_machine} == set(MACHINE_TRIGGERS)
 
 
@@ -285,6 +292,25 @@ def test_an_fp8_cache_is_refused_on_gpus(policy_config, monkeypatch, dtype):
     monkeypatch.setattr(compat, "platform_name", lambda: "cuda")
     assert refusals(config) == expected(FP8_ON_GPU)
     assert refusals(policy_config) == []
+
+
+@pytest.mark.parametrize("dtype", compat.FLOAT8_CACHES)
+@pytest.mark.parametrize("has_amx", [False, True])
+def test_an_fp8_cache_needs_avx512_or_amx(policy_config, monkeypatch, dtype, has_amx):
+    """As vLLM says itself, but after it has loaded the weights."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+    config = Overlay(policy_config, {"cache_config.cache_dtype": dtype})
+    assert refusals(policy_config) == []
+    if has_amx:
+        assert refusals(config) == []
+        assert _get_attn_isa(torch.float32, 32, 64, dtype) == "vec"
+    else:
+        assert refusals(config) == expected(FP8_ON_CPU)
+        with pytest.raises(NotImplementedError, match="requires x86 with AVX-512"):
+            _get_attn_isa(torch.float32, 32, 64, dtype)
 
 
 @pytest.mark.parametrize(

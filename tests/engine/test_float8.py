@@ -15,10 +15,10 @@ from tokenizers import Tokenizer
 
 from reasoner.problems import generate
 from support.calibration_files import options_for
+from support.cpu import needs_float8
 from support.engine.float8_oracle import (
     STORED,
     Float8Decoder,
-    needs_float8,
     run_and_see,
     scaled_cache,
 )

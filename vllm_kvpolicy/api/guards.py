@@ -201,6 +201,16 @@ REFUSALS = (
         "checkpoint asks for FP8: no GPU has run a policy over one",
     ),
     Refusal(
+        "FP8 KV caches on CPUs without AVX-512",
+        lambda config: (
+            is_float8(config)
+            and compat.platform_name() == "cpu"
+            and not compat.reads_float8()
+        ),
+        "leave out --kv-cache-dtype, or name the model's own dtype where the "
+        "checkpoint asks for FP8: vLLM's attention reads FP8 with AVX-512 or AMX only",
+    ),
+    Refusal(
         "KV connectors and KV offloading",
         _offloads_cache,
         "leave out --kv-transfer-config and --kv-offloading-size",
