@@ -268,6 +268,7 @@ def plain_server(policy: dict[str, Any]) -> Any:
             hisparse_config=None,
             use_non_causal=False,
         ),
+        aux_output_config=SimpleNamespace(enabled=False),
         **off,
     )
 

@@ -134,6 +134,7 @@ TRIGGERS = {
     "KV cache events": {
         "kv_events_config": SimpleNamespace(enable_kv_cache_events=True)
     },
+    "routed experts in answers": {"aux_output_config.enabled": True},
     "cascade attention": {"model_config.disable_cascade_attn": False},
     "pooling models": {"model_config.runner_type": "pooling"},
     "encoder-decoder models": {"model_config.is_encoder_decoder": True},

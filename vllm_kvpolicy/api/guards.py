@@ -228,6 +228,13 @@ REFUSALS = (
         "leave out --kv-events-config",
     ),
     Refusal(
+        "routed experts in answers",
+        lambda config: config.aux_output_config.enabled,
+        "leave out --enable-return-routed-experts: vLLM stores the experts of as many "
+        "tokens as the pool has room for, by the tokens alone; with a policy requests "
+        "have more of them, and their experts depend on what was dropped",
+    ),
+    Refusal(
         "cascade attention",
         lambda config: not config.model_config.disable_cascade_attn,
         "leave out --no-disable-cascade-attn",

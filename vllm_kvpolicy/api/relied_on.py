@@ -83,7 +83,7 @@ _ENGINE = (
         "vllm.v1.core.kv_cache_manager:KVCacheManager",
         read=(
             "coordinator block_pool empty_kv_cache_blocks truncate_computed_blocks "
-            "create_kv_cache_blocks"
+            "create_kv_cache_blocks estimate_cached_tokens"
         ),
     ),
     Owner(

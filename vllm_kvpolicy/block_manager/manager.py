@@ -70,7 +70,7 @@ class KVPolicyManager(FullAttentionManager):
     # Superblocks are offered when the token after them is computed: see block_hashes.
     offers_later: bool = False
     # Of this group and of those with a sliding window.
-    _offers: list[Offers]
+    offers: list[Offers]
     # By request, the superblocks of its open query window.
     _windows: dict[str, list[KVCacheBlock]]
 
@@ -86,7 +86,7 @@ class KVPolicyManager(FullAttentionManager):
         self.blocks_returned = 0
         self._windows = {}
         beside = [WindowOffers(each, planner) for each in sliding.managers]
-        self._offers = [Offers(self), *beside]
+        self.offers = [Offers(self), *beside]
 
     @property
     def has_positionally_stable_blocks(self) -> bool:
@@ -113,7 +113,7 @@ class KVPolicyManager(FullAttentionManager):
         if state is not None:
             num_tokens = min(num_tokens, state.plan.first_event)
         stock = super().cache_blocks
-        self._offers[0].offer(
+        self.offers[0].offer(
             request_id,
             lambda: stock(
                 request,
@@ -125,13 +125,13 @@ class KVPolicyManager(FullAttentionManager):
 
     def withdraw(self, request_id: str) -> None:
         """Take out of the prefix cache what a request was about to compute."""
-        for offers in self._offers:
+        for offers in self.offers:
             offers.withdraw(request_id)
 
     def new_step_starts(self) -> None:
         """Note that what was scheduled so far will be computed; vLLM calls this."""
         super().new_step_starts()
-        for offers in self._offers:
+        for offers in self.offers:
             offers.new_step_starts()
 
     def allocate_new_blocks(
@@ -156,6 +156,7 @@ class KVPolicyManager(FullAttentionManager):
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Return what a finished or preempted request held, its query window too."""
         window = self._windows.pop(request_id, [])
+        self.offers[0].forget(request_id)
         return super().pop_blocks_for_free(request_id) + window
 
     def run_due_event(self, request_id: str) -> None:
@@ -186,9 +187,7 @@ class KVPolicyManager(FullAttentionManager):
         self._give_back(homes, dest)
         blocks[:frontier] = dest + [self._null_block] * (frontier - len(dest))
         if self.enable_caching:
-            # Below the frontier there is nothing left to offer to the prefix cache.
-            num_cached = self.num_cached_block.get(request_id, 0)
-            self.num_cached_block[request_id] = max(num_cached, frontier)
+            self.offers[0].end(request_id, frontier)
         self.blocks_returned += len(owned) - len(dest)
         self.planner.record(
             request_id,

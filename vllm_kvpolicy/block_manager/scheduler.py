@@ -61,6 +61,7 @@ class KVPolicySchedulerMixin(CountingMixin):
             sliding_groups(self.vllm_config), others, self._num_processed
         )
         manager.attach(self.kv_policy_planner, policy.placement, sliding)
+        manager.offers[0].count_past_events(self.kv_cache_manager)
         num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
         logger.info(capacity_line(self.vllm_config, self.kv_policy_config, num_blocks))
         logger.info(sharing_line(self.vllm_config, self.kv_policy_config))
