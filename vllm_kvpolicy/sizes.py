@@ -197,22 +197,29 @@ def max_global_blocks(vllm_config: Any, config: KVPolicyConfig) -> int:
     return -(-longest // block_size)
 
 
-def max_blocks_per_request(vllm_config: Any, config: KVPolicyConfig) -> int:
+def max_blocks_per_request(
+    vllm_config: Any, config: KVPolicyConfig, longest: int | None = None
+) -> int:
     """Return the most superblocks that a request with the server's policy may hold.
 
     What vLLM wants free at start-up. A request that asks for more by `kv_policy`, a
     protected prompt or the full KV cache, is refused where the pool cannot hold it.
+
+    Args:
+        vllm_config: the engine's configuration.
+        config: the engine's policy.
+        longest: most tokens of a request; None for max_model_len.
     """
     block_size = vllm_config.cache_config.block_size
-    max_model_len = vllm_config.model_config.max_model_len
+    longest = longest or vllm_config.model_config.max_model_len
     footprint = config.footprint(1, block_size, query_rows(vllm_config))
     if parse(config.policy).keeps_all or config.protects_prompt:
-        return -(-max_model_len // block_size) + footprint.window_blocks
+        return -(-longest // block_size) + footprint.window_blocks
     return worst_case_blocks(
-        max_model_len,
+        longest,
         config.budget_tokens,
         config.interval_tokens,
-        config.prefill_step,
+        config.prefill_step(block_size),
         config.recent_tokens,
         block_size,
         footprint.window_blocks,
