@@ -60,7 +60,9 @@ def test_a_server_that_keeps_prompts_states_the_whole_length(
     assert max_blocks_per_request(ENGINE, config) == WHOLE + window_blocks
 
 
-@pytest.mark.parametrize(("num_blocks", "longest"), [(0, 0), (36, 1152), (195, LONGEST)])
+@pytest.mark.parametrize(
+    ("num_blocks", "longest"), [(0, 0), (36, 1152), (195, LONGEST)]
+)
 def test_vllm_finds_the_longest_request_that_fits(
     num_blocks: int, longest: int
 ) -> None:

@@ -105,14 +105,27 @@ class SlidingGroups:
         return self.count * each
 
 
+def layer_kinds(vllm_config: Any) -> list[str]:
+    """Return the kinds of attention that the model names for its layers, in order.
+
+    Where it has no window, as with `--disable-sliding-window`, vLLM makes full
+    attention of layers that would have one.
+    """
+    text = vllm_config.model_config.hf_text_config
+    kinds = list(getattr(text, "layer_types", None) or ())
+    if getattr(text, "sliding_window", None):
+        return kinds
+    return [kind.replace("sliding_attention", "full_attention") for kind in kinds]
+
+
 def sliding_groups(vllm_config: Any) -> SlidingGroups:
     """Return what layers with a sliding window hold, from the model's configuration."""
-    scheduler, text = vllm_config.scheduler_config, vllm_config.model_config
-    kinds = getattr(text.hf_text_config, "layer_types", None) or ()
+    scheduler, kinds = vllm_config.scheduler_config, layer_kinds(vllm_config)
+    text = vllm_config.model_config.hf_text_config
     return SlidingGroups(
-        window=getattr(text.hf_text_config, "sliding_window", None) or 0,
-        num_full=sum(kind == "full_attention" for kind in kinds),
-        num_sliding=sum(kind == "sliding_attention" for kind in kinds),
+        window=getattr(text, "sliding_window", None) or 0,
+        num_full=kinds.count("full_attention"),
+        num_sliding=kinds.count("sliding_attention"),
         block_size=vllm_config.cache_config.block_size,
         step_tokens=scheduler.max_num_batched_tokens,
         late_steps=int(scheduler.async_scheduling or False),

@@ -80,7 +80,7 @@ def test_models_without_windows_hold_nothing_beside() -> None:
 
 @pytest.mark.parametrize("num_made", [0, 4, 6])
 def test_windows_that_vllm_did_not_make_are_refused(num_made: int) -> None:
-    """`--disable-sliding-window` makes full attention of all layers, for example."""
+    """A model's own code may decide about its windows."""
     specs = {f"f{i}": FullAttentionSpec(**SIZES) for i in range(2)}
     windows = [SlidingWindowSpec(**SIZES, sliding_window=48)] * 5
     check_groups(
