@@ -135,7 +135,7 @@ TRIGGERS = {
         ]
     },
     OWN: {ARCHITECTURES: ["InklingForCausalLM"]},
-    UNLIKE: text(model_type="gemma4_text", global_head_dim=64),
+    UNLIKE: text(per_layer_attributes={"head_dim"}),
     OTHER_WINDOWS: text(interleaved_sliding_window=[48, None]),
     ALIBI: {ARCHITECTURES: ["BloomForCausalLM"]},
     SOFT_CAPS: text(attn_logit_softcapping=50.0),
@@ -209,7 +209,6 @@ MORE_TRIGGERS = [
     (OWN, {ARCHITECTURES: ["MiniMaxM3SparseForCausalLM"]}),
     (OWN, text(model_type="mimo_v2_flash", v_head_dim=16)),
     (OWN, text(model_type="pangu_pro_moe_v2", param_sink_number=4)),
-    (UNLIKE, text(num_key_value_heads=4, num_global_key_value_heads=1)),
     (UNLIKE, text(swa_head_dim=64)),
     (UNLIKE, text(num_attention_groups=4, attention_other_setting=OTHER_SETTING)),
     (UNLIKE, text(layer_types=[FULL] * 2, num_attention_heads_per_layer=[8, 4])),

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from support.engine_configs import engine_args
-from vllm_kvpolicy.api.guards import REFUSALS
+from support.engine_configs import Overlay, engine_args
+from vllm_kvpolicy.api.guards import REFUSALS, refusals
 from vllm_kvpolicy.sizes import sliding_groups
 
-SLIDING = "sliding_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
 OWN = "attention layers of a model's own"
 OTHER_DRAFTS = next(row.name for row in REFUSALS if "MTP" in row.name)
 
@@ -33,6 +33,33 @@ def test_a_window_that_no_request_outgrows_is_full_attention(
         config = args.create_engine_config()
         assert config.cache_config.sliding_window is None
         assert sliding_groups(config).count == 0
+
+
+def gemma4(**changes):
+    """A configuration as the model's config.json makes it."""
+    from transformers import Gemma4TextConfig
+
+    fields = {"num_hidden_layers": 3, "layer_types": [SLIDING, SLIDING, FULL]}
+    return Gemma4TextConfig(**{**fields, "head_dim": 32, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_refused"),
+    [
+        ({"global_head_dim": 64}, True),
+        ({"global_head_dim": 32}, False),
+        ({"global_head_dim": 32, "num_global_key_value_heads": 1}, True),
+    ],
+)
+def test_layers_of_two_head_sizes_are_refused(policy_config, changes, is_refused):
+    """Gemma 4: vLLM makes pages of two sizes, which the worker saw after loading."""
+    found = {**changes, "num_key_value_heads": 2, "attention_k_eq_v": True}
+    config = {"model_config.hf_text_config": gemma4(**found)}
+    reasons = refusals(Overlay(policy_config, config))
+    unlike = [
+        each for each in reasons if each.startswith("layers that differ in heads")
+    ]
+    assert bool(unlike) == is_refused
 
 
 MLA, HYBRID = "multi-head latent attention (MLA)", "mamba and linear-attention hybrids"

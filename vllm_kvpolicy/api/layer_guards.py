@@ -17,8 +17,16 @@ def _beside(applies: Callable[[Any], object], config: Any) -> bool:
     return {FULL, SLIDING} <= set(layer_kinds(config)) and bool(applies(config))
 
 
+def _varying(config: Any) -> set[str]:
+    """Return the fields that differ from layer to layer (Transformers' own word)."""
+    text = config.model_config.hf_text_config
+    return set(getattr(text, "per_layer_attributes", None) or ())
+
+
 def _text(config: Any, name: str) -> Any:
-    """Return what the model's own configuration says of its text part, or None."""
+    """Return what the model's own configuration says for all layers, or None."""
+    if name in _varying(config):  # must not be read
+        return None
     return getattr(config.model_config.hf_text_config, name, None)
 
 
@@ -29,10 +37,8 @@ def _is_one_of(names: tuple[str, ...], config: Any) -> bool:
 def _attends_by_itself(config: Any) -> bool:
     """Return whether layers are of classes, or have backends, of the model's own."""
     model_type = str(_text(config, "model_type"))
-    has_own_values = _text(config, "v_head_dim") not in (
-        None,
-        _text(config, "head_dim"),
-    )
+    values = _text(config, "v_head_dim"), _text(config, "swa_v_head_dim")
+    has_own_values = not {*values} <= {None, _text(config, "head_dim")}
     return (
         _is_one_of(compat.OWN_ATTENTION, config)
         or bool(_text(config, "param_sink_number"))
@@ -41,13 +47,13 @@ def _attends_by_itself(config: Any) -> bool:
 
 
 def _differs(config: Any) -> bool:
-    """Return whether layers differ in heads or head sizes, by their own fields."""
+    """Return whether layers differ in heads or head sizes, by fields of any kind."""
+    if {"head_dim", "num_key_value_heads", "num_attention_heads"} & _varying(config):
+        return True
     other = _text(config, "attention_other_setting") or {}
     found = (
-        (_text(config, "global_head_dim"), "head_dim"),
         (_text(config, "swa_head_dim"), "head_dim"),
         (other.get("head_dim"), "head_dim"),
-        (_text(config, "num_global_key_value_heads"), "num_key_value_heads"),
         (_text(config, "swa_num_key_value_heads"), "num_key_value_heads"),
         (other.get("num_attention_groups"), "num_attention_groups"),
     )
