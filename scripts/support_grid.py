@@ -284,6 +284,7 @@ def _model() -> Any:
     )
     return SimpleNamespace(
         hf_text_config=SimpleNamespace(layer_types=None),
+        architectures=[],
         get_total_num_kv_heads=lambda: 8,
         dtype="bfloat16",
         disable_cascade_attn=True,

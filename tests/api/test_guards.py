@@ -28,10 +28,25 @@ SLIDING_FITTED = next(
     if r.name.startswith("sliding-window l") and "own weights" in r.name
 )
 LAYER_TYPES = "model_config.hf_text_config.layer_types"
-MIXED = {LAYER_TYPES: ["sliding_attention", "full_attention"]}
+WINDOW = {"model_config.hf_text_config.sliding_window": 48}
+MIXED = {**WINDOW, LAYER_TYPES: ["sliding_attention", "full_attention"]}
 SINK_WEIGHING = next(r.name for r in REFUSALS if r.name.startswith("learned sinks (g"))
 GPT_OSS = {"model_config.hf_text_config.model_type": "gpt_oss"}
+ARCHITECTURES = "model_config.architectures"
+ALIBI = next(r.name for r in REFUSALS if r.name.startswith("ALiBi"))
+SOFT_CAPS = next(r.name for r in REFUSALS if "soft caps" in r.name)
+UNLIKE = "layers that differ in heads or head sizes"
+OTHER_WINDOWS = next(r.name for r in REFUSALS if "several sizes" in r.name)
+OWN = "attention layers of a model's own"
 SET = object()  # some configuration object, whatever is in it
+
+
+def text(**values):
+    """What a model's own configuration says, in place of the tiny model's."""
+    values = {"layer_types": None, "sliding_window": None, "head_dim": 32, **values}
+    return {"model_config.hf_text_config": SimpleNamespace(**values)}
+
+
 # Row -> what switches the feature on in a finished VllmConfig.
 TRIGGERS = {
     "custom worker classes": {"parallel_config.worker_cls": "mine.Worker"},
@@ -73,7 +88,8 @@ TRIGGERS = {
     },
     LORA: {"lora_config": SET, "additional_config": {"kv_policy": QFILTER}},
     "sliding windows in every layer": {
-        "model_config.hf_text_config.layer_types": ["sliding_attention"]
+        **WINDOW,
+        "model_config.hf_text_config.layer_types": ["sliding_attention"],
     },
     "sliding-window layers without the hybrid KV cache manager": {
         **MIXED,
@@ -118,6 +134,14 @@ TRIGGERS = {
             "full_attention",
         ]
     },
+    OWN: {ARCHITECTURES: ["InklingForCausalLM"]},
+    UNLIKE: text(per_layer_attributes={"head_dim"}),
+    OTHER_WINDOWS: text(interleaved_sliding_window=[48, None]),
+    ALIBI: {ARCHITECTURES: ["BloomForCausalLM"]},
+    SOFT_CAPS: text(attn_logit_softcapping=50.0),
+    "learned sinks of other models than gpt-oss": text(
+        model_type="granite_swa", layer_types=["full_attention"]
+    ),
     "mamba and linear-attention hybrids": {"model_config.is_hybrid": True},
     "attention-free models": {"model_config.is_attention_free": True},
     "multi-head latent attention (MLA)": {"model_config.use_mla": True},
@@ -174,11 +198,29 @@ DRAFTS_ON_GPU = "speculative decoding on GPUs"
 SLIDING_ON_GPU = "sliding-window layers on GPUs"
 SINKS_ON_GPU = "learned sinks on GPUs"
 BY_DEVICE = (FP8_ON_GPU, FP8_ON_CPU, DRAFTS_ON_GPU, SLIDING_ON_GPU, SINKS_ON_GPU)
+FULL, SLIDING = "full_attention", "sliding_attention"
+OTHER_SETTING = {"attention_type": SLIDING, "num_attention_groups": 8}
+BLOCKS = [
+    SimpleNamespace(attention=SimpleNamespace(n_heads_in_group=n)) for n in (4, 8)
+]
 # Further ways to switch a feature on.
 MORE_TRIGGERS = [
     ("sliding windows in every layer", {"cache_config.sliding_window": 512}),
     ("KV connectors and KV offloading", {"kv_transfer_config": SET}),
     ("diffusion models", {"diffusion_config": SET}),
+    (OWN, {ARCHITECTURES: ["MiniMaxM3SparseForCausalLM"]}),
+    (OWN, text(model_type="mimo_v2_flash", v_head_dim=16)),
+    (OWN, text(model_type="pangu_pro_moe_v2", param_sink_number=4)),
+    (UNLIKE, text(swa_head_dim=64)),
+    (UNLIKE, text(num_attention_groups=4, attention_other_setting=OTHER_SETTING)),
+    (UNLIKE, text(layer_types=[FULL] * 2, num_attention_heads_per_layer=[8, 4])),
+    (UNLIKE, text(block_configs=BLOCKS)),
+    (OTHER_WINDOWS, text(sliding_windows=[48, 96])),
+    (
+        OTHER_WINDOWS,
+        text(model_type="cohere2", sliding_window=48, layer_types=[SLIDING, FULL]),
+    ),
+    (ALIBI, text(model_type="falcon", alibi=True)),
     (
         "other attention backends",
         {
@@ -348,6 +390,26 @@ def test_full_attention_is_one_group(policy_config, full, sliding, is_refused):
     kinds = ["full_attention"] * full + ["sliding_attention"] * sliding
     found = refusals(Overlay(policy_config, {**MIXED, LAYER_TYPES: kinds}))
     assert bool(found) == is_refused
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        text(model_type="mimo_v2_flash", v_head_dim=32, swa_head_dim=32),
+        text(
+            layer_types=[SLIDING, FULL, SLIDING],
+            sliding_window=48,
+            num_attention_heads_per_layer=[8, 4, 8],
+        ),
+        text(model_type="granite_swa", layer_types=[FULL], attention_sinks=False),
+        text(model_type="cohere2", layer_types=[FULL] * 2),
+        # `--disable-sliding-window`
+        text(layer_types=[SLIDING, FULL]),
+        text(layer_types=[SLIDING] * 2),
+    ],
+)
+def test_layers_that_are_alike_are_not_refused(policy_config, changes):
+    assert refusals(Overlay(policy_config, changes)) == []
 
 
 def test_all_reasons_come_at_once(policy_config):

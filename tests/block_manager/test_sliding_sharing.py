@@ -38,7 +38,7 @@ class Engine:
         init_none_hash(sha256)
         window = SlidingWindowSpec(**SIZES, sliding_window=WINDOW)
         groups = [KVCacheGroupSpec([f"s{i}"], window) for i in range(GROUPS)]
-        own = KVPolicySpec(**SIZES, max_blocks_per_request=20)
+        own = KVPolicySpec(**SIZES)
         self.cache = KVCacheManager(
             KVCacheConfig(
                 num_blocks=201,

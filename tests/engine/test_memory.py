@@ -138,7 +138,8 @@ def test_capacity_uses_the_compressed_footprint(engine: Engine) -> None:
         scheduler.vllm_config, scheduler.kv_cache_config
     )
     (group,) = scheduler.kv_cache_config.kv_cache_groups
-    bound = group.kv_cache_spec.max_blocks_per_request
+    spec = group.kv_cache_spec
+    bound = spec.max_memory_usage_bytes(scheduler.vllm_config) / spec.page_size_bytes
     longest = scheduler.vllm_config.model_config.max_model_len
     worst = max(
         footprint_of(VALUES, job).most_blocks(longest - 1)
@@ -243,3 +244,15 @@ def test_a_pool_too_small_says_what_takes_the_memory_and_what_is_enough(
     start(tiny_model, enough)
     with pytest.raises(ValueError, match="^KV cache memory: "):
         start(tiny_model, enough - superblock - 0.1)
+
+
+def test_the_longest_request_that_fits_is_searched_for(tiny_model: Path) -> None:
+    """`--max-model-len auto`, with a budget that 2 MiB do not hold."""
+    given = {"kv_cache_memory_bytes": 2**21, "num_gpu_blocks_override": None}
+    given |= {"max_model_len": -1, "max_num_seqs": 4}
+    with Engine(tiny_model, {"policy": "ams-tova"}, **given) as engine:
+        longest = engine.scheduler.max_model_len
+        assert BLOCK * 30 < longest == BLOCK * engine.num_usable < 2048
+        (result,) = engine.run(make_jobs((longest - 40,), 40)).results.values()
+        assert len(result.all_tokens) == longest
+        assert engine.num_free == engine.num_usable

@@ -131,10 +131,7 @@ _ENGINE = (
     ),
     Owner(
         "vllm.v1.kv_cache_interface:FullAttentionSpec",
-        {
-            "max_memory_usage_bytes": "self vllm_config",
-            "merge": "@classmethod cls specs",
-        },
+        {"max_memory_usage_bytes": "self vllm_config"},
     ),
     Owner("vllm.v1.kv_cache_interface:AttentionSpec", read="page_size_bytes"),
     Owner(

@@ -119,6 +119,7 @@ def finish(engine_args: Any, vllm_config: Any, config: KVPolicyConfig) -> None:
         ValueError: with every reason at once.
     """
     with errors(_is_command(engine_args)):
+        _open_windows(vllm_config)
         _refuse(config, refusals(vllm_config))
         config.validate_block_size(vllm_config.cache_config.block_size)
         check_drafts(config, vllm_config)
@@ -197,6 +198,17 @@ def _choose(engine_args: Any, config: KVPolicyConfig) -> None:
         engine_args.attention_backend or "chosen by the platform",
     )
     logger.info("KV policy kernels: %s", preferences.summary(platform))
+
+
+def _open_windows(vllm_config: Any) -> None:
+    """Serve a model as full attention whose layers all have windows, never outgrown.
+
+    What vLLM does with `--disable-sliding-window`. It would keep every superblock all
+    the same: no request is longer than max_model_len.
+    """
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    if (cache.sliding_window or 0) >= model.max_model_len:
+        cache.sliding_window = model.hf_text_config.sliding_window = None
 
 
 def _tell_evidence() -> None:

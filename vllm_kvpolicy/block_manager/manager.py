@@ -24,33 +24,24 @@ from vllm_kvpolicy.block_manager.placement import PLACEMENTS
 from vllm_kvpolicy.block_manager.planner import Planner, RequestState
 from vllm_kvpolicy.block_manager.sliding import NO_SLIDING, SlidingBlocks
 from vllm_kvpolicy.block_manager.turnover import Turnover
+from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.events import event_seed
 from vllm_kvpolicy.protocol import UsedBlocks
+from vllm_kvpolicy.sizes import max_blocks_per_request
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVPolicySpec(FullAttentionSpec):
-    """Full attention whose requests hold at most `max_blocks_per_request` superblocks.
-
-    Args:
-        max_blocks_per_request: worst case over all prompt lengths up to max_model_len.
-    """
-
-    max_blocks_per_request: int
+    """Full attention of which requests hold what the engine's policy lets them."""
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
-        """Return the bytes that one request of max_model_len tokens may hold."""
-        return self.max_blocks_per_request * self.page_size_bytes
+        """Return the bytes that one request of max_model_len tokens may hold.
 
-    @classmethod
-    def merge(cls, specs: list["KVPolicySpec"]) -> "KVPolicySpec":
-        """Return the one spec of a group; all layers must agree in every field."""
-        if any(spec != specs[0] for spec in specs[1:]):
-            raise ValueError(
-                "a KV policy needs one attention geometry in all layers, got "
-                f"{sorted({repr(spec) for spec in specs})}"
-            )
-        return specs[0]
+        Where vLLM searches for the longest request that fits, it asks with other
+        lengths in `vllm_config` than the engine's.
+        """
+        config = KVPolicyConfig.from_dict(vllm_config.additional_config[CONFIG_KEY])
+        return max_blocks_per_request(vllm_config, config) * self.page_size_bytes
 
 
 class KVPolicyManager(FullAttentionManager):

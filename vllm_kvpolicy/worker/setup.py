@@ -68,8 +68,8 @@ class WorkerSetup:
         side_tables: sizes of what is made along with the KV cache.
         shard: the heads that this rank serves.
         ranks: with those that serve the others.
-        limits: longest request in tokens, and rows that a query takes; None to batch
-            events without bound.
+        query_rows: rows of a superblock that a query takes; None to batch events
+            without bound.
     """
 
     vllm_config: Any
@@ -84,7 +84,7 @@ class WorkerSetup:
     side_tables: SideTables
     shard: HeadShard = ALL_HEADS
     ranks: Ranks = ONE_RANK
-    limits: tuple[int, int] | None = None
+    query_rows: int | None = None
 
     @property
     def early_bytes(self) -> int:
@@ -168,10 +168,11 @@ class WorkerSetup:
 
     def _rooms(self, pool: PagePool) -> dict[str, int]:
         """Return how large batches of events may be: as what a warm-up tries."""
-        if self.limits is None:
+        if self.query_rows is None:
             return {}
         most, sizes = self.requests.null_row, (pool.block_size, pool.num_blocks)
-        return rooms(self.config, most, *sizes, *self.limits)
+        longest = self.vllm_config.model_config.max_model_len  # vLLM may have cut it
+        return rooms(self.config, most, *sizes, longest, self.query_rows)
 
     def _memory(self, pool: PagePool) -> SurvivorMemory:
         sizes = self.side_tables
@@ -297,7 +298,7 @@ def prepare(
         side_tables,
         shard,
         ranks_of(shard, device),
-        (vllm_config.model_config.max_model_len, query_rows(vllm_config)),
+        query_rows(vllm_config),
     )
 
 

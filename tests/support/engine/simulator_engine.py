@@ -217,7 +217,7 @@ def make_scheduler(scenario: Scenario, model: ModelConfig) -> Scheduler:
     limit = max_blocks_per_request(config, policy)
     sizes = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
     sizes |= {"block_size": scenario.block_size}
-    spec = KVPolicySpec(**sizes, max_blocks_per_request=limit)
+    spec = KVPolicySpec(**sizes)
     window = SlidingWindowSpec(**sizes, sliding_window=scenario.window_tokens)
     limit += sliding_groups(config).most_blocks(scenario.longest)
     usable = int(limit * (1 + scenario.spare))
