@@ -203,15 +203,7 @@ _WORKER = (
     ),
     Owner(
         "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbeddingBase",
-        read="cos_sin_cache head_size is_neox_style",
-    ),
-    Owner(
-        "vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope:"
-        "Phi3LongRoPEScaledRotaryEmbedding",
-        read=(
-            "head_size long_short_cos_sin_cache original_max_position_embeddings "
-            "use_long_rope"
-        ),
+        read="cos_sin_cache is_neox_style",
     ),
     *(
         Owner(f"vllm.model_executor.models.{name}", {"load_weights": "self weights"})

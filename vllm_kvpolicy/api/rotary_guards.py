@@ -45,11 +45,13 @@ def _parameters(config: Any) -> list[dict[str, Any]]:
 
 def _code_decides(config: Any) -> bool:
     """Return whether only a model's code in Transformers tells how it rotates."""
+    model = config.model_config
     kinds = {each.get("rope_type") for each in _parameters(config)}
-    return config.model_config.using_transformers_backend() and (
-        config.model_config.hf_text_config.model_type in DECIDING
-        or bool(kinds & {"dynamic", "longrope"})
+    differs = (
+        kinds & {"dynamic", "longrope"}
+        or getattr(model.hf_text_config, "model_type", None) in DECIDING
     )
+    return bool(differs) and model.using_transformers_backend()
 
 
 ROTARY_REFUSALS = (
