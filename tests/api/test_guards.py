@@ -30,6 +30,12 @@ SLIDING_FITTED = next(
 LAYER_TYPES = "model_config.hf_text_config.layer_types"
 WINDOW = {"model_config.hf_text_config.sliding_window": 48}
 MIXED = {**WINDOW, LAYER_TYPES: ["sliding_attention", "full_attention"]}
+FOPE, SPLIT, TRANSFORMERS = (
+    next(r.name for r in REFUSALS if r.name.startswith(start))
+    for start in ("Fourier", "heads with a rotated", "the Transformers backend")
+)
+EXPECTED = {"additional_config": {"kv_policy": {"policy": "ams-expected"}}}
+ROPE_PARAMETERS = "model_config.hf_text_config.rope_parameters"
 SINK_WEIGHING = next(r.name for r in REFUSALS if r.name.startswith("learned sinks (g"))
 GPT_OSS = {"model_config.hf_text_config.model_type": "gpt_oss"}
 ARCHITECTURES = "model_config.architectures"
@@ -111,6 +117,16 @@ TRIGGERS = {
     "speculative decoding with sliding-window layers": {
         **MIXED,
         "speculative_config": NGRAM,
+    },
+    "dual chunk attention": {
+        "model_config.hf_text_config.dual_chunk_attention_config": {"chunk_size": 64}
+    },
+    FOPE: {**EXPECTED, ROPE_PARAMETERS: {"rope_type": "default", "use_fope": True}},
+    SPLIT: {**EXPECTED, "model_config.hf_text_config.qk_rope_head_dim": 16},
+    TRANSFORMERS: {
+        **EXPECTED,
+        "model_config.using_transformers_backend": lambda: True,
+        ROPE_PARAMETERS: {"full_attention": {"rope_type": "longrope"}},
     },
     SINK_WEIGHING: {
         **GPT_OSS,

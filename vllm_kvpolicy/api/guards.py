@@ -13,6 +13,7 @@ from vllm_kvpolicy.api.refusal import (
     is_float8,
     is_ragged,
 )
+from vllm_kvpolicy.api.rotary_guards import ROTARY_REFUSALS
 from vllm_kvpolicy.api.sink_guards import SINK_REFUSALS
 from vllm_kvpolicy.config import server_config
 from vllm_kvpolicy.kernels import preferences
@@ -187,6 +188,7 @@ REFUSALS = (
         "policy's file for that",
     ),
     *LAYER_REFUSALS,
+    *ROTARY_REFUSALS,
     *SINK_REFUSALS,
     Refusal(
         "KV caches of other dtypes than the model's and FP8",

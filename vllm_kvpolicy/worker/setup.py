@@ -21,7 +21,7 @@ from vllm_kvpolicy.policies.base import Needs, Policy
 from vllm_kvpolicy.policies.build import build
 from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.policies.ranks import ALL_HEADS, ONE_RANK, HeadShard, Ranks
-from vllm_kvpolicy.sizes import max_global_blocks, query_rows, sliding_groups
+from vllm_kvpolicy.sizes import max_global_blocks, query_rows
 from vllm_kvpolicy.worker.captures.base import Capture
 from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
 from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
@@ -32,7 +32,7 @@ from vllm_kvpolicy.worker.live import LiveEvents, NoEvents
 from vllm_kvpolicy.worker.pages import PagePool, check_layout
 from vllm_kvpolicy.worker.refused import refused_for
 from vllm_kvpolicy.worker.request_table import RequestTable
-from vllm_kvpolicy.worker.rotary import check_rotates, model_rope
+from vllm_kvpolicy.worker.rotary import rope_for
 from vllm_kvpolicy.worker.runtime import KVPolicyRuntime
 from vllm_kvpolicy.worker.side_memory import Share, of_captures
 from vllm_kvpolicy.worker.side_tables import LISTS, PAGES, VALUES, SideTables
@@ -263,11 +263,7 @@ def prepare(
     shard = head_shard(vllm_config, first)
     policies = _policies(vllm_config, config, layers, shard)
     needs = reduce(or_, (policy.needs for policy in policies.values()))
-    with refused_for(policies, lambda needs: needs.rope):
-        if needs.rope and sliding_groups(vllm_config).count:
-            check_rotates(vllm_config.model_config.architectures)
-        names = [layer.layer_name for layer in layers]
-        rope = model_rope(model, first.head_size, names) if needs.rope else None
+    rope = rope_for(policies, model, layers)
     num_requests = vllm_config.scheduler_config.max_num_seqs
     num_global = max_global_blocks(vllm_config, config)
     requests = RequestTable(num_requests, num_global, block_size, device)
