@@ -205,7 +205,7 @@ FULL = {
 def wait_of(engine: Traffic, prompt_len: int, **wishes: Any) -> int:
     """Return the steps to the first token of a request that comes to less urgent ones.
 
-    These are preempted as little as where vLLM lets requests in, and all are served.
+    All are served to the end, it without an interruption.
     """
     for _ in range(8):
         engine.add(300, priority=5)
@@ -228,17 +228,16 @@ def test_an_urgent_request_does_not_wait_for_less_urgent_ones(
 ) -> None:
     """For the short prompt there is room in the pool, for the long one there is none.
 
-    It takes a step to see that, one to preempt, and the next computes the prompt.
+    It takes a step to see that, one to preempt, and the next computes the prompt. The
+    others are preempted no more often than where vLLM lets requests in.
     """
     ours = traffic(model, monkeypatch, **FULL)
     stock = as_vllm_does(traffic(model, monkeypatch, **FULL))
     waits = wait_of(ours, prompt_len, **wishes), wait_of(stock, prompt_len, **wishes)
-    print(waits, ours.steps, stock.steps, ours.counted, stock.counted)
-    assert waits[0] <= max(2 * waits[1], 3)
-    assert waits[0] == (1 if prompt_len == 64 else 3)
+    assert waits[0] == (1 if prompt_len == 64 else 3), waits
     preemptions = [
         each.counted["preemptions_bounded"] + each.counted["preemptions_unbounded"]
         for each in (ours, stock)
     ]
-    assert preemptions[0] <= min(preemptions[1], 2)
+    assert preemptions[0] <= preemptions[1]
     assert ours.steps <= 1.1 * stock.steps
