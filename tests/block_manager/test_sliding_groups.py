@@ -22,11 +22,10 @@ from vllm.v1.request import Request
 from vllm_kvpolicy.block_manager.manager import (
     KVPolicySpec,
     own_manager,
-    run_events_first,
 )
 from vllm_kvpolicy.block_manager.placement import PLACEMENTS
 from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
-from vllm_kvpolicy.block_manager.sliding import SlidingBlocks
+from vllm_kvpolicy.block_manager.sliding import SlidingBlocks, run_events_first
 from vllm_kvpolicy.events import EventPlan, Footprint
 from vllm_kvpolicy.sizes import PlannerLimits, SlidingGroups
 from vllm_kvpolicy.worker.base import check_groups

@@ -19,10 +19,9 @@ from vllm_kvpolicy.block_manager.forecast import window_levels
 from vllm_kvpolicy.block_manager.manager import (
     KVPolicySpec,
     own_manager,
-    run_events_first,
 )
 from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
-from vllm_kvpolicy.block_manager.sliding import SlidingBlocks
+from vllm_kvpolicy.block_manager.sliding import SlidingBlocks, run_events_first
 from vllm_kvpolicy.events import EventPlan, Footprint
 from vllm_kvpolicy.sizes import PlannerLimits, SlidingGroups
 

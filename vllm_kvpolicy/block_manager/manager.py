@@ -6,13 +6,12 @@ both. Workers and schedulers of an engine with a policy import it, and so does
 unpickling the spec; the entry point never does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any
 
 from vllm.utils.math_utils import cdiv
-from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -22,7 +21,11 @@ from vllm.v1.request import Request
 from vllm_kvpolicy.block_manager.offers import Offers, WindowOffers
 from vllm_kvpolicy.block_manager.placement import PLACEMENTS
 from vllm_kvpolicy.block_manager.planner import Planner, RequestState
-from vllm_kvpolicy.block_manager.sliding import NO_SLIDING, SlidingBlocks
+from vllm_kvpolicy.block_manager.sliding import (
+    NO_SLIDING,
+    SlidingBlocks,
+    held_by_no_others,
+)
 from vllm_kvpolicy.block_manager.turnover import Turnover
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.events import event_seed
@@ -60,6 +63,8 @@ class KVPolicyManager(FullAttentionManager):
     blocks_returned: int
     # Superblocks are offered when the token after them is computed: see block_hashes.
     offers_later: bool = False
+    # What the request whose turn it is leaves to a more urgent one that waits.
+    claimed: int = 0
     # Of this group and of those with a sliding window.
     offers: list[Offers]
     # By request, the superblocks of its open query window.
@@ -236,15 +241,19 @@ class KVPolicyManager(FullAttentionManager):
             if peak is not None:
                 return max(peak - self._num_own(request_id), 0)
         beside = self._taken_beside(request_id, num_tokens)
-        return beside + super().get_num_blocks_to_allocate(
-            request_id,
-            num_tokens,
-            new_computed_blocks,
-            total_computed_tokens,
-            num_local_computed_tokens,
-            num_tokens_main_model,
-            apply_admission_cap,
-            prefill_end,
+        return (
+            self.claimed
+            + beside
+            + super().get_num_blocks_to_allocate(
+                request_id,
+                num_tokens,
+                new_computed_blocks,
+                total_computed_tokens,
+                num_local_computed_tokens,
+                num_tokens_main_model,
+                apply_admission_cap,
+                prefill_end,
+            )
         )
 
     def _taken_beside(self, request_id: str, num_tokens: int) -> int:
@@ -327,14 +336,21 @@ class KVPolicyManager(FullAttentionManager):
         own = sum(map(self._num_own, request_ids))
         return own + self.sliding.held_by(request_ids)
 
-    def _num_own(self, request_id: str) -> int:
-        """Return those of them that are in this manager's group."""
+    def num_staying(self, leaving: Collection[str]) -> int:
+        """Return the superblocks that are still taken when these requests have left."""
+        own = chain.from_iterable(map(self._own, leaving))
+        return self.num_taken - held_by_no_others(own) - self.sliding.held_by(leaving)
+
+    def _own(self, request_id: str) -> list[KVCacheBlock]:
+        """Return what a request holds in this manager's group."""
+        row = self.req_to_blocks.get(request_id, [])
         state = self.planner.states.get(request_id)
-        num_entries = len(self.req_to_blocks.get(request_id, ()))
-        if state is None or not num_entries:
-            return num_entries
-        num_dropped = state.frontier_blocks - state.global_blocks
-        return num_entries - num_dropped + len(state.window)
+        if state is not None:
+            row = row[: state.global_blocks] + row[state.frontier_blocks :]
+        return row + self._windows.get(request_id, [])
+
+    def _num_own(self, request_id: str) -> int:
+        return len(self._own(request_id))
 
     def _take(self, count: int) -> list[KVCacheBlock]:
         num_free = self.block_pool.get_num_free_blocks()
@@ -360,25 +376,6 @@ def own_manager(managers: Sequence[Any]) -> tuple[KVPolicyManager, list[Any]]:
             f"expected one KV cache group with a KVPolicyManager, got {managers}"
         )
     return own[0], [each for each in managers if each is not own[0]]
-
-
-def run_events_first(coordinator: KVCacheCoordinator, own: KVPolicyManager) -> None:
-    """Have an event give superblocks back before other groups take theirs.
-
-    vLLM checks that there are enough for all groups together, and then has each take
-    its own, in the order of the model's layers. A model may begin with a window.
-
-    Args:
-        coordinator: of all groups; changed in place.
-        own: the manager of the policy's group.
-    """
-    allocate = coordinator.allocate_new_blocks
-
-    def allocate_new_blocks(request_id: str, *args: Any, **options: Any) -> Any:
-        own.run_due_event(request_id)
-        return allocate(request_id, *args, **options)
-
-    coordinator.allocate_new_blocks = allocate_new_blocks  # type: ignore[method-assign]
 
 
 def _ids(blocks: Sequence[KVCacheBlock]) -> tuple[int, ...]:
