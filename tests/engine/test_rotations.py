@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from support.engine.helpers import Engine, Job, make_prompt
+from support.tiny_model import CHARACTERS, SPECIAL_TOKENS, write_tokenizer
 
 SIZE = 32
 THETA = {"rope_theta": 1e4}
@@ -62,6 +63,7 @@ def make(kind: str, folder: Path) -> Path:
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(
         folder
     )
+    write_tokenizer(folder, [*SPECIAL_TOKENS, *CHARACTERS], 2048)
     return folder
 
 

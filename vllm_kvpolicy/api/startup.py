@@ -206,9 +206,10 @@ def _open_windows(vllm_config: Any) -> None:
     What vLLM does with `--disable-sliding-window`. It would keep every superblock all
     the same: no request is longer than max_model_len.
     """
-    cache, model = vllm_config.cache_config, vllm_config.model_config
-    if (cache.sliding_window or 0) >= model.max_model_len:
-        cache.sliding_window = model.hf_text_config.sliding_window = None
+    window, model = vllm_config.cache_config.sliding_window, vllm_config.model_config
+    if window is not None and window >= model.max_model_len:
+        vllm_config.cache_config.sliding_window = None
+        model.hf_text_config.sliding_window = None
 
 
 def _tell_evidence() -> None:
