@@ -67,10 +67,12 @@ class Traffic:
     def counted(self) -> dict[str, float]:
         return self.scheduler.kv_policy_counters.file.read()
 
-    def add(self, length: int, priority: int = 0) -> str:
+    def add(self, length: int, priority: int = 0, least: int = 0) -> str:
         name = f"r{len(self.stops)}"
         rng = random.Random(name)
-        params = SamplingParams(max_tokens=8000, stop_token_ids=[STOP_TOKEN])
+        params = SamplingParams(
+            max_tokens=8000, min_tokens=least, stop_token_ids=[STOP_TOKEN]
+        )
         prompt = [rng.randrange(10, 90) for _ in range(100)]
         request = Request(name, prompt, params, None, priority=priority)
         self.stops[name] = length
@@ -174,6 +176,21 @@ def test_lengths_that_are_known_by_now_keep_requests_from_preemption(
     engine.finish()
     assert learned <= 3
     assert most < 60, "they do not fit at their full length"
+
+
+def test_an_answer_is_at_least_as_long_as_its_request_says(
+    model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short answers are all that is known; requests of `min_tokens` are no such."""
+    engine = traffic(model, monkeypatch, pool=150)
+    for _ in range(20):
+        engine.add(8)
+    while engine.scheduler.has_requests():
+        engine.step()
+    for _ in range(10):
+        engine.add(400, least=400)
+    engine.finish()
+    assert engine.counted["preemptions_bounded"] == 0
 
 
 def test_a_request_of_a_higher_priority_never_sits_out(

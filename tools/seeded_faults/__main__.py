@@ -135,13 +135,14 @@ def judge_all(
             yield from map(judge_one, cpp)
 
 
-def failing_anyway(copy: Copy, verdicts: Sequence[Verdict], limit: float) -> list[str]:
+def failing_anyway(copy: Copy, verdicts: Sequence[Verdict]) -> list[str]:
     """Return tests that have found faults and fail without one: they show nothing."""
     named = sorted({each.test for each in verdicts if each.result == FOUND})
-    parts = [[], []]
+    parts: tuple[list[str], list[str]] = [], []
     for test in named:
         parts[test.startswith(INTERPRETED)].append(test)
-    return [each for part in parts if part for each in run_tests(copy, part, limit)[0]]
+    runs = [run_tests(copy, part, SUITE_SECONDS) for part in parts if part]
+    return [test for failed, _ in runs for test in failed]
 
 
 def read_verdicts(path: Path) -> dict[str, Verdict]:
@@ -187,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(json.dumps(asdict(verdict)), file=output, flush=True)
             print(f"{verdict.result:10} {verdict.name}", file=sys.stderr, flush=True)
             verdicts.append(verdict)
-        useless = failing_anyway(copy, verdicts, given.limit)
+        useless = failing_anyway(copy, verdicts)
     known = read_verdicts(given.output)
     mine = [known[fault.name] for fault in faults]
     for each in sorted(mine, key=lambda each: each.result != FOUND):

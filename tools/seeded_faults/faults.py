@@ -70,7 +70,7 @@ class Copy:
     """A copy of what a checkout tracks, with its environment and built library.
 
     Args:
-        folder: where it is, on the other side of a link to no checkout.
+        folder: where it is.
     """
 
     folder: Path
