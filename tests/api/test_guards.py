@@ -59,7 +59,7 @@ TRIGGERS = {
     "custom scheduler classes": {"scheduler_config.scheduler_cls": "mine.Sched"},
     "unchunked prefill": {"scheduler_config.enable_chunked_prefill": False},
     "block sizes that the attention kernel cannot split": {
-        "cache_config.block_size": 16
+        "cache_config.block_size": 48
     },
     "other attention backends": {
         "attention_config.backend": SimpleNamespace(name="FLEX_ATTENTION")

@@ -68,12 +68,20 @@ class Traffic:
         return self.scheduler.kv_policy_counters.file.read()
 
     def add(
-        self, length: int, priority: int = 0, prompt_len: int = 100, **wishes: Any
+        self,
+        length: int,
+        priority: int = 0,
+        prompt_len: int = 100,
+        least: int = 0,
+        **wishes: Any,
     ) -> str:
         name = f"r{len(self.stops)}"
         rng = random.Random(name)
         params = SamplingParams(
-            max_tokens=8000, stop_token_ids=[STOP_TOKEN], extra_args=wishes or None
+            max_tokens=8000,
+            min_tokens=least,
+            stop_token_ids=[STOP_TOKEN],
+            extra_args=wishes or None,
         )
         prompt = [rng.randrange(10, 90) for _ in range(prompt_len)]
         request = Request(name, prompt, params, None, priority=priority)
@@ -178,6 +186,21 @@ def test_lengths_that_are_known_by_now_keep_requests_from_preemption(
     engine.finish()
     assert learned <= 3
     assert most < 60, "they do not fit at their full length"
+
+
+def test_an_answer_is_at_least_as_long_as_its_request_says(
+    model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short answers are all that is known; requests of `min_tokens` are no such."""
+    engine = traffic(model, monkeypatch, pool=150)
+    for _ in range(20):
+        engine.add(8)
+    while engine.scheduler.has_requests():
+        engine.step()
+    for _ in range(10):
+        engine.add(400, least=400)
+    engine.finish()
+    assert engine.counted["preemptions_bounded"] == 0
 
 
 def test_a_request_of_a_higher_priority_never_sits_out(
