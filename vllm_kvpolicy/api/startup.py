@@ -74,12 +74,18 @@ def read_command_line(engine_args: Any, args: Any) -> None:
         args.additional_config = merged
 
 
-def serves_http(args: tuple, kwargs: dict) -> bool:
-    """Tell from the arguments of create_engine_config whether it is for a server."""
+def serves_http(context: Any) -> bool:
+    """Tell from the usage context of create_engine_config whether a server asks."""
     from vllm.usage.usage_lib import UsageContext
 
-    context = args[0] if args else kwargs.get("usage_context")
     return context is UsageContext.OPENAI_API_SERVER
+
+
+def runs_batch(context: Any) -> bool:
+    """Tell from the usage context whether `vllm run-batch` asks."""
+    from vllm.usage.usage_lib import UsageContext
+
+    return context is UsageContext.OPENAI_BATCH_RUNNER
 
 
 def prepare(engine_args: Any) -> KVPolicyConfig | None:

@@ -1,6 +1,6 @@
 """Plans events and query windows for every request of one engine; owns frontiers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -263,6 +263,11 @@ class Planner:
         state.ordinal += 1
         self._windows.pop(request_id, None)
         state.window = ()
+
+    def dropped_tokens(self, request_ids: Sequence[str]) -> list[int]:
+        """Return the tokens per KV head that each request's events have dropped."""
+        states = map(self.states.get, request_ids)
+        return [0 if state is None else state.dropped_tokens for state in states]
 
     def note_held(self, request_id: str, num_blocks: int) -> None:
         """Note what a request holds where that is about to shrink, in superblocks."""

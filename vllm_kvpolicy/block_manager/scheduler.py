@@ -19,6 +19,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_kvpolicy.block_manager.admission import Admission
 from vllm_kvpolicy.block_manager.block_hashes import lookahead_hasher
 from vllm_kvpolicy.block_manager.counting import CountingMixin
+from vllm_kvpolicy.block_manager.estimates import HeldMetrics
 from vllm_kvpolicy.block_manager.manager import own_manager
 from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
 from vllm_kvpolicy.block_manager.sliding import SlidingBlocks, run_events_first
@@ -75,6 +76,8 @@ class KVPolicySchedulerMixin(CountingMixin):
             watermark=self.kv_cache_manager.watermark_blocks,
             num_drafts=self.vllm_config.num_speculative_tokens,
         )
+        if self.perf_metrics is not None:
+            self.perf_metrics = HeldMetrics(self.vllm_config)
         self.kv_policy_snapshots = NoSnapshots()
         if self.kv_policy_config.live:
             self.kv_policy_snapshots = Snapshots(
@@ -290,6 +293,10 @@ class KVPolicySchedulerMixin(CountingMixin):
             exempt = frozenset(self._sees_all & scheduled)
             commands = replace(commands, exempt=exempt)
         scheduler_output.kv_policy_commands = commands
+        if self.perf_metrics is not None:
+            names = scheduler_output.scheduled_cached_reqs.req_ids
+            dropped = self.kv_policy_planner.dropped_tokens(names)
+            scheduler_output.kv_policy_dropped = dropped
         self.kv_policy_admission.finish_step(
             scheduler_output.num_scheduled_tokens, has_events=bool(commands.events)
         )
