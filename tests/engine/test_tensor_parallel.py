@@ -93,7 +93,7 @@ def test_heads_of_equal_lengths_are_those_of_one_rank(on_both) -> None:
 
 def test_admissions_and_selections_are_those_of_one_rank(on_both) -> None:
     one, two = on_both(RAGGED, num_blocks=36)
-    assert one.preemptions == two.preemptions > 5
+    assert one.preemptions == two.preemptions > 2
     found = compare(one, two)
     assert found.events > len(RAGGED)
     assert all(is_own(name) for name in differing(found)), found
