@@ -1,0 +1,89 @@
+"""Makes a model hub's cache of what vLLM's tests ask of models.
+
+Tests of the scheduler read a model's configuration alone. Each of them gets one that
+has what they look at, and the tokenizer of the packaged model.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tools.vllm_tests.source import ROOT
+
+CHECKPOINT = ROOT / "reasoner" / "checkpoint"
+REVISION = f"{1:040x}"
+_OPT = {"architectures": ["OPTForCausalLM"], "model_type": "opt", "dtype": "float16"}
+_QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "dtype": "bfloat16",
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 40960,
+}
+_LLAVA = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "model_type": "llava",
+    "dtype": "float16",
+    "image_token_index": 1,
+    "text_config": {"model_type": "llama"},
+}
+_QWEN_VL = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+    "dtype": "bfloat16",
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 36,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+}
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "facebook/opt-125m": _OPT,
+    "facebook/opt-350m": _OPT | {"hidden_size": 1024, "num_attention_heads": 16},
+    "Qwen/Qwen3-0.6B": _QWEN3,
+    "llava-hf/llava-1.5-7b-hf": _LLAVA,
+    "Qwen/Qwen2.5-VL-3B-Instruct": _QWEN_VL,
+}
+PROCESSORS = {
+    "llava-hf/llava-1.5-7b-hf": {
+        "image_processor_type": "CLIPImageProcessor",
+        "processor_class": "LlavaProcessor",
+        "patch_size": 14,
+    },
+    "Qwen/Qwen2.5-VL-3B-Instruct": {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen2_5_VLProcessor",
+    },
+}
+
+
+# Models of the tests that start engines.
+SERVED = (
+    "Qwen/Qwen3-0.6B",
+    "facebook/opt-125m",
+    "hmellor/tiny-random-LlamaForCausalLM",
+)
+
+
+def make(folder: Path, has_weights: bool) -> None:
+    """Write the cache into a folder, as `HF_HOME` names it.
+
+    Args:
+        folder: of the cache.
+        has_weights: every model is the packaged one; else it is its configuration.
+    """
+    for name in SERVED if has_weights else CONFIGURATIONS:
+        base = folder / "hub" / f"models--{name.replace('/', '--')}"
+        snapshot = base / "snapshots" / REVISION
+        shutil.rmtree(base, ignore_errors=True)
+        (base / "refs").mkdir(parents=True)
+        (base / "refs" / "main").write_text(REVISION)
+        shutil.copytree(CHECKPOINT, snapshot)
+        if not has_weights:
+            (snapshot / "model.safetensors").unlink()
+            (snapshot / "config.json").write_text(json.dumps(CONFIGURATIONS[name]))
+        if name in PROCESSORS:
+            processor = json.dumps(PROCESSORS[name])
+            (snapshot / "preprocessor_config.json").write_text(processor)
