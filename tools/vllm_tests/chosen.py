@@ -18,7 +18,6 @@ CONFIGURATIONS = (
     "tests/v1/core/test_swa_inflight_window_free.py",
     "tests/v1/core/test_worker_slot_overflow.py",
     "tests/v1/core/prefix_cache/test_partial_prefix_cache_hits.py",
-    "tests/v1/spec_decode/test_dflash_lookahead.py",
     "tests/v1/spec_decode/test_dynamic_sd.py",
     "tests/v1/streaming_input/test_scheduler_streaming.py",
 )

@@ -22,43 +22,21 @@ _QWEN3 = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 40960,
 }
-_LLAVA = {
-    "architectures": ["LlavaForConditionalGeneration"],
-    "model_type": "llava",
-    "dtype": "float16",
-    "image_token_index": 1,
-    "text_config": {"model_type": "llama"},
-}
-_QWEN_VL = {
-    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-    "model_type": "qwen2_5_vl",
-    "dtype": "bfloat16",
-    "hidden_size": 2048,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 36,
-    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+# Reads images, and vLLM reads its class without packages that need a GPU.
+_ISAAC = {
+    **_QWEN3,
+    "architectures": ["IsaacForConditionalGeneration"],
+    "model_type": "isaac",
+    "text_config": _QWEN3 | {"rope_scaling": {"rope_type": "default"}},
+    "vision_config": {"num_patches": 256, "patch_size": 16},
 }
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "facebook/opt-125m": _OPT,
     "facebook/opt-350m": _OPT | {"hidden_size": 1024, "num_attention_heads": 16},
     "Qwen/Qwen3-0.6B": _QWEN3,
-    "llava-hf/llava-1.5-7b-hf": _LLAVA,
-    "Qwen/Qwen2.5-VL-3B-Instruct": _QWEN_VL,
+    "llava-hf/llava-1.5-7b-hf": _ISAAC,
+    "Qwen/Qwen2.5-VL-3B-Instruct": _ISAAC,
 }
-PROCESSORS = {
-    "llava-hf/llava-1.5-7b-hf": {
-        "image_processor_type": "CLIPImageProcessor",
-        "processor_class": "LlavaProcessor",
-        "patch_size": 14,
-    },
-    "Qwen/Qwen2.5-VL-3B-Instruct": {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": "Qwen2_5_VLProcessor",
-    },
-}
-
-
 # Models of the tests that start engines.
 SERVED = (
     "Qwen/Qwen3-0.6B",
@@ -84,6 +62,3 @@ def make(folder: Path, has_weights: bool) -> None:
         if not has_weights:
             (snapshot / "model.safetensors").unlink()
             (snapshot / "config.json").write_text(json.dumps(CONFIGURATIONS[name]))
-        if name in PROCESSORS:
-            processor = json.dumps(PROCESSORS[name])
-            (snapshot / "preprocessor_config.json").write_text(processor)
