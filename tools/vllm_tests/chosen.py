@@ -1,9 +1,12 @@
 """The files of vLLM's tests that run.
 
 Left out is what needs a GPU (in tests/v1: engine/test_engine_core, test_async_llm,
-test_engine_core_client, test_abort_final_step, most of e2e and sample/test_logprobs),
-what needs the weights of a real model (tests/entrypoints/openai, the rest of e2e), and
-what builds no object of ours (the rest of engine and core).
+test_engine_core_client, test_abort_final_step and most of e2e), what needs the weights
+of a real model (the rest of e2e, tests/entrypoints/openai), what configures a scheduler
+with mocks in the place of numbers, of which nothing of ours can be built
+(streaming_input/test_scheduler_streaming), what wants a drafter's configuration
+(spec_decode/test_dflash_lookahead), and what builds no object of ours (the rest of
+engine and core).
 """
 
 CONFIGURATIONS = (
@@ -19,7 +22,6 @@ CONFIGURATIONS = (
     "tests/v1/core/test_worker_slot_overflow.py",
     "tests/v1/core/prefix_cache/test_partial_prefix_cache_hits.py",
     "tests/v1/spec_decode/test_dynamic_sd.py",
-    "tests/v1/streaming_input/test_scheduler_streaming.py",
 )
 """Of schedulers and block managers: models are configurations without weights."""
 
