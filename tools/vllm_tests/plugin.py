@@ -103,7 +103,9 @@ class Plugin:
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Note how a test went."""
         record = self.record
-        if report.failed or (report.skipped and record.outcome != FAILED):
+        if record.outcome == FAILED:  # by a part of it, or in its call
+            return
+        if not report.passed:
             record.outcome, record.message = report.outcome, _reason(report)
         elif report.when == "call":
             record.outcome = PASSED
