@@ -1,0 +1,13 @@
+"""Runs vLLM's own tests with our classes in the place of vLLM's: see `__main__`."""
+
+from typing import Any
+
+STOCK = "stock"
+MODES: dict[str, dict[str, Any]] = {
+    STOCK: {},
+    "never": {"policy": "ams-tova", "budget": 2**20},
+    "small": {"policy": "tova", "budget": 64, "interval": 32, "recent": 16},
+    "identity": {"policy": "identity", "budget": 64, "interval": 32, "recent": 0},
+}
+"""By mode, the plain form of the policy: none, one whose budget never binds, one whose
+budget binds soon, and one whose events move everything and drop nothing."""

@@ -1,0 +1,39 @@
+"""What differs from stock vLLM when its tests build our classes, and why."""
+
+from tools.vllm_tests.compare import Expected
+
+EXPECTED = (
+    Expected(
+        "A request enters when the forecast bears it until its end; vLLM lets it in "
+        "when its prompt fits, and preempts later",
+        ("never",),
+        (
+            "core/test_async_scheduler.py::test_kv_pressure_preempt_mid_handoff",
+            "core/test_async_scheduler.py"
+            "::test_kv_pressure_preemption_with_inflight_output",
+            "core/test_deferred_block_free.py"
+            "::test_cow_retentions_deferred_until_copy_step_processed",
+            "core/test_scheduler.py::test_preempt_during_execution",
+        ),
+    ),
+    Expected(
+        "Admission counts what requests of a lower priority have booked",
+        ("never",),
+        (
+            "core/test_priority_preemption_bug.py"
+            "::test_priority_scheduler_preempt_skipped_request",
+            "core/test_scheduler.py::test_priority_scheduling_preemption",
+        ),
+    ),
+    Expected(
+        "KV connectors and KV offloading",
+        ("never",),
+        (
+            "core/test_scheduler.py::test_async_load_reservation_prevents_wedge_e2e",
+            "core/test_scheduler.py::test_kv_connector_handles_preemption",
+            "core/test_scheduler.py"
+            "::test_priority_scheduling_preemption_and_resumption_when_out_of_kv",
+        ),
+        refused=True,
+    ),
+)
