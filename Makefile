@@ -80,8 +80,8 @@ test-all: setup
 soak: setup
 	@.venv/bin/python -m benchmarks.soak --minutes '$(MINUTES)' --seed '$(SEED)' $(ARGS)
 	@KVPOLICY_SIMULATION_STEPS=62500 KVPOLICY_AGED_ENGINE_STEPS=100000 \
-		.venv/bin/python -m pytest -n 2 --timeout=0 -k "random_engines or does_not_age" \
-		tests/engine/test_scheduler_simulation.py
+		.venv/bin/python -m pytest -n 2 --timeout=0 --every-name \
+		-k "random_engines or does_not_age" tests/engine/test_scheduler_simulation.py
 
 gpu-check: $(if $(GPU_PYTHON),,setup)
 	@$(or $(GPU_PYTHON),.venv/bin/python) -m benchmarks.gpu.check $(ARGS)
