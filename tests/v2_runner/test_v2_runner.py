@@ -14,12 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support import sweeps
+
 TESTS = Path(__file__).parents[1]
 PROGRAM = TESTS / "support" / "engine" / "run_policies.py"
 MIN_EVENTS = 3
 TRACED = ("ams-tova", "hard-snapkv")
 # Interpreted kernels: over two minutes on a quiet machine.
 pytestmark = pytest.mark.timeout(1800)
+only_with_all = pytest.mark.skipif(
+    not sweeps.every_name, reason="minutes of interpreted kernels: make test-all"
+)
 
 
 def run(runner: str, model: Path, folder: Path) -> dict[str, Any]:
@@ -32,6 +37,7 @@ def run(runner: str, model: Path, folder: Path) -> dict[str, Any]:
         str(model),
         str(traces),
         str(output),
+        *(["all"] if sweeps.every_name else []),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -68,6 +74,7 @@ def test_identity_is_stock_token_for_token(
     assert v2[name]["tokens"] == v2["stock"]
 
 
+@only_with_all
 def test_infinite_budget_is_stock_token_for_token(v2: dict[str, Any]) -> None:
     """Our builder runs and leaves the metadata alone."""
     assert v2["infinite"]["builds"] > 0
@@ -122,6 +129,7 @@ def test_signals_are_those_of_the_v1_runner(
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
+@only_with_all
 @pytest.mark.parametrize("name", ["ams-tova", "hard-snapkv"])
 def test_prompts_from_the_cache_give_the_same_answers(
     v1: dict[str, Any], v2: dict[str, Any], name: str

@@ -4,7 +4,7 @@ Called as a program by test_v2_runner, because `v2` changes the process for good
 Triton's interpreter stands in for a GPU, and vLLM is told to use Triton attention on
 the CPU platform. float32 only, tiny models only.
 
-Usage: python run_policies.py v1|v2 MODEL_DIR TRACE_DIR OUTPUT.json
+Usage: python run_policies.py v1|v2 MODEL_DIR TRACE_DIR OUTPUT.json [all]
 """
 
 import json
@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.driver import DriverBase  # noqa: E402
 
 BLOCK_SIZE = 32
-NUM_TOKENS = 22
+NUM_TOKENS = 12
 PROMPT_LENGTHS = (60, 70, 90)
 ENGINE = {
     "dtype": "float32",
@@ -207,8 +207,11 @@ def generate(
     return [list(output.outputs[0].token_ids) for output in outputs], events
 
 
-def main(model: str, trace_dir: str, output: str) -> None:
-    """Run stock, identity, infinite budget and a real policy; write what came out."""
+def main(model: str, trace_dir: str, output: str, extent: str = "") -> None:
+    """Run stock, movers and real policies; write what came out.
+
+    With `all`, a budget that never binds and a prefix cache, too.
+    """
     if ON_V2:
         install("vllm_kvpolicy.worker.backends.triton.KVPolicyTritonBackend")
     from vllm_kvpolicy import compat
@@ -223,7 +226,6 @@ def main(model: str, trace_dir: str, output: str) -> None:
             "policy": "identity",
             "policy_config": {"ragged": True},
         },
-        "infinite": {**KV_POLICY, "policy": "streaming", "budget": 128},
         "hard-snapkv": {
             **KV_POLICY,
             "policy": "hard-snapkv",
@@ -238,6 +240,8 @@ def main(model: str, trace_dir: str, output: str) -> None:
             "trace_dir": trace_dir,
         },
     }
+    if extent == "all":
+        cases["infinite"] = {**KV_POLICY, "policy": "streaming", "budget": 128}
     for name, policy in cases.items():
         before = dict(counts)
         # As where attention is replayed: always our tables, queries always saved.
@@ -246,7 +250,7 @@ def main(model: str, trace_dir: str, output: str) -> None:
         ran = {key: counts[key] - before[key] for key in counts}
         result[name] = {"tokens": tokens, "events": events, **ran}
     result["signals"] = dict(signals)
-    for name in ("ams-tova", "hard-snapkv"):
+    for name in ("ams-tova", "hard-snapkv") if extent == "all" else ():
         policy = {key: value for key, value in cases[name].items() if key in SHARED}
         compat.captures_attention = lambda config: True
         cold, _ = generate(model, policy, common=50)
