@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from support import sweeps
 from support.engine.helpers import POLICIES, Engine, Job, Run, make_jobs
 
 # With ragged tables pages change heads and layers, too.
@@ -122,7 +123,7 @@ def test_heads_are_shuffled_apart(runs: Runs, policy: str) -> None:
         assert len({tuple(row) for row in survivors}) == len(survivors)
 
 
-@pytest.mark.parametrize("policy", (*POLICIES, "adakv-snapkv", *MOVERS))
+@pytest.mark.parametrize("policy", sweeps.some(("adakv-snapkv", *POLICIES, *MOVERS)))
 def test_a_budget_that_never_binds_is_stock(
     runs: Runs, tiny_model: Path, policy: str
 ) -> None:
