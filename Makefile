@@ -37,7 +37,9 @@ CHECKED_OF = (not test_random_engines or hard-tova-async) and \
 	(not test_it_is_served or ams-expected)
 # What a CPU without AVX-512 may change: kernels, numbers, and who computes them.
 OLDER_CPU = tests/kernels tests/policies tests/worker tests/api \
-	$(patsubst %,tests/engine/test_%.py,layout identity exact oracles features float8)
+	tests/engine/test_layout.py tests/engine/test_identity.py \
+	tests/engine/test_exact.py tests/engine/test_oracles.py \
+	tests/engine/test_features.py tests/engine/test_float8.py
 # More arguments for `vllm serve`, for pytest, and for the commands on a GPU.
 ARGS ?=
 

@@ -69,6 +69,7 @@ ENTRY_MODULES = {
     "api.refusal",
     "api.relied_on",
     "api.request_guards",
+    "api.rotary_guards",
     "api.sink_guards",
     "api.start_checks",
     "api.startup",

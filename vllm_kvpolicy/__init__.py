@@ -13,12 +13,12 @@ Main path of one request from the flag to the kernels, in the order of first cal
 
   flag      plugin > api.patch > api.cli > api.startup > config
   checks    api.startup > api.guards > api.version_check > api.vllm_source
-  files     api.relied_on > api.start_checks
-  refuse    api.draft_guards > api.layer_guards > api.sink_guards > api.refusal
+  files     api.relied_on > api.start_checks > api.draft_guards
+  refuse    api.layer_guards > api.rotary_guards > api.sink_guards > api.refusal
   worker    api.engines > worker.base > worker.setup > policies.build
   request   api.patch > api.request_guards
   schedule  block_manager.scheduler > block_manager.planner > block_manager.manager
-  admit     block_manager.admission > block_manager.forecast
+  admit     block_manager.admission > block_manager.claim > block_manager.forecast
   share     block_manager.manager > block_manager.offers
   step      worker.runtime > worker.request_table > worker.backends.mixins
   capture   worker.captures.query_windows > kernels

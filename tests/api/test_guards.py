@@ -118,11 +118,9 @@ TRIGGERS = {
         **MIXED,
         "speculative_config": NGRAM,
     },
-    "dual chunk attention": {
-        "model_config.hf_text_config.dual_chunk_attention_config": {"chunk_size": 64}
-    },
+    "dual chunk attention": text(dual_chunk_attention_config={"chunk_size": 64}),
     FOPE: {**EXPECTED, ROPE_PARAMETERS: {"rope_type": "default", "use_fope": True}},
-    SPLIT: {**EXPECTED, "model_config.hf_text_config.qk_rope_head_dim": 16},
+    SPLIT: {**EXPECTED, **text(qk_rope_head_dim=16)},
     TRANSFORMERS: {
         **EXPECTED,
         "model_config.using_transformers_backend": lambda: True,

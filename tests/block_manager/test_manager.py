@@ -11,6 +11,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
+from support.engine_configs import Overlay
 from support.pool_engine import FIRST, PLAN, RECENT, SPEC, Engine, N
 from vllm_kvpolicy.block_manager.manager import (
     KVPolicyManager,
@@ -175,14 +176,21 @@ def test_what_admission_promises_is_enough_for_the_whole_request():
             too_small.advance("a", last, chunk)
 
 
-def test_spec_states_the_compressed_footprint():
+def test_spec_states_the_compressed_footprint(policy_config):
+    """Of a request as long as vLLM asks about: at most what its tokens fill."""
     assert SPEC.page_size_bytes == 2 * 2 * 32 * 4 * N
-    assert SPEC.max_memory_usage_bytes(None) == 9 * SPEC.page_size_bytes
+    most = policy_config.model_config.max_model_len
+    for length in (most, N):
+        asked = Overlay(policy_config, {"model_config.max_model_len": length})
+        held = SPEC.max_memory_usage_bytes(asked) // SPEC.page_size_bytes
+        assert 0 < held <= length // N
+    assert held == 1 and most // N > 9
 
 
 def test_spec_merges_only_with_its_equal():
+    """vLLM takes an AssertionError for layers that differ, and nothing else."""
     assert KVPolicySpec.merge([SPEC, replace(SPEC)]) == SPEC
-    with pytest.raises(ValueError, match="one attention geometry in all layers"):
+    with pytest.raises(AssertionError, match="must have the same attention spec"):
         KVPolicySpec.merge([SPEC, replace(SPEC, head_size=64)])
 
 
