@@ -73,6 +73,7 @@ def pytest_collection_modifyitems(
     items.sort(key=lambda item: rank(item.path))
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Share tests among processes file by file."""
     from support.collection import ByFile
