@@ -75,6 +75,23 @@ def build_command(options: argparse.Namespace, device: str) -> list[str]:
     return command + options.extra
 
 
+def choose_dtype(options: argparse.Namespace, device: str) -> None:
+    """Have a CPU that emulates bfloat16 compute in float32, and say so.
+
+    Args:
+        options: the parsed command line of this script; a dtype in `extra` stays.
+        device: `cpu` or `cuda`.
+    """
+    from vllm_kvpolicy.compat import multiplies_bfloat16
+
+    given = {word.partition("=")[0] for word in options.extra}
+    if device != "cpu" or options.model == PACKAGED_MODEL:
+        return
+    if given.isdisjoint(("--dtype", "--config")) and not multiplies_bfloat16():
+        options.extra += ["--dtype", "float32"]
+        print("in float32: this CPU emulates bfloat16 (ARGS='--dtype auto' undoes it)")
+
+
 def threads_of_ranks(extra: list[str], cores: list[int], nodes: int) -> str | None:
     """Return which cores each rank of a server on a CPU computes on.
 
@@ -388,6 +405,7 @@ def main() -> int:
         device = choose_lock()
         if has_policy(options):
             check_policy(options, device)
+        choose_dtype(options, device)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
+from vllm_kvpolicy import compat
 from vllm_kvpolicy.api.guards import REFUSALS
 from vllm_kvpolicy.compat import WORKER_CLASSES
 from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
@@ -107,7 +109,7 @@ FEATURES = (
         {EQUAL: "tests/serve/test_data_parallel.py"},
     ),
     Feature(
-        "FP8 KV cache",
+        "FP8 KV cache (needs AVX-512)",
         {"cache_config.cache_dtype": "fp8"},
         "fp8",
         dict.fromkeys((EQUAL, OWN, FITTED), FP8)
@@ -164,7 +166,8 @@ def cell(kind: str, feature: Feature) -> str:
 
 def refused(config: Any) -> list[str]:
     """Return the rows of the guards that refuse a server, whatever the machine."""
-    rows = [row for row in REFUSALS if not row.by_machine and row.applies(config)]
+    with patch.object(compat, "reads_float8", return_value=True):
+        rows = [row for row in REFUSALS if not row.by_machine and row.applies(config)]
     return [row.name for row in rows]
 
 
@@ -265,6 +268,7 @@ def plain_server(policy: dict[str, Any]) -> Any:
             hisparse_config=None,
             use_non_causal=False,
         ),
+        aux_output_config=SimpleNamespace(enabled=False),
         **off,
     )
 
@@ -280,6 +284,7 @@ def _model() -> Any:
     )
     return SimpleNamespace(
         hf_text_config=SimpleNamespace(layer_types=None),
+        architectures=[],
         get_total_num_kv_heads=lambda: 8,
         dtype="bfloat16",
         disable_cascade_attn=True,

@@ -43,6 +43,11 @@ def _head() -> list[str]:
         "",
         "[vllm_versions.md](vllm_versions.md) has what is different in 0.33.",
         "",
+        "A CPU without AVX-512 runs vLLM's library for AVX2 and serves the same, but "
+        "for two things. An FP8 KV cache is refused, since vLLM's attention cannot "
+        "read one there. And bfloat16 is emulated: `--dtype float32` is faster, and "
+        "`make serve` and `vllm-kvpolicy plan` choose it unless a dtype is given.",
+        "",
     ]
 
 

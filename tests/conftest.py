@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every-name",
         action="store_true",
-        help="serve every policy of the catalogue, one server each: about an hour",
+        help="sweep over every policy of the catalogue, and simulate for longer",
     )
     parser.addoption(
         "--screenshots",
@@ -33,18 +34,50 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tally seconds where that was asked for."""
+    """Say how far tests sweep, tally seconds, hide what PyTorch may not use."""
+    from support import sweeps
     from support.tally import Tally
 
+    sweeps.every_name = config.getoption("--every-name")
+    if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
+        hide_avx512()
     if path := config.getoption("--tally"):
         config.pluginmanager.register(Tally(path))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the dearest files first; within a file nothing changes."""
+def hide_avx512() -> None:
+    """Let vLLM, which asks for what the CPU has, find what PyTorch is told to use.
+
+    It loads its library and chooses its kernels by that. Servers of tests, processes of
+    their own, ask again.
+    """
+    import torch
+
+    for name in ("avx512", "avx512_bf16", "amx_tile", "amx_fp16"):
+        setattr(torch.cpu, f"_is_{name}_supported", lambda: False)
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Thin sweeps; put the dearest files first, within a file nothing changes."""
+    from support import sweeps
     from support.collection import rank
 
+    everything = list(items)
+    is_chosen = sweeps.every_name or any("::" in word for word in config.args)
+    if not is_chosen:
+        items[:] = sweeps.thinned(everything, Path(__file__).parent)
+        left_out = set(everything) - set(items)
+        config.hook.pytest_deselected(items=[i for i in everything if i in left_out])
     items.sort(key=lambda item: rank(item.path))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Share tests among processes file by file."""
+    from support.collection import ByFile
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ def test_defaults_are_those_of_the_design():
     found = KVPolicyConfig.from_dict({"policy": "tova"})
     assert (found.budget_tokens, found.interval_tokens) == (2048, 512)
     assert (found.recent_tokens, found.sink_tokens) == (32, 4)
-    assert found.prefill_interval_tokens == 4096
+    assert found.prefill_step(32) == found.prefill_step(16) == 4096
     assert not found.protects_prompt
     assert found.options == {}
 
@@ -190,6 +190,17 @@ def test_sinks_count_for_the_smallest_budget():
 def test_prompts_are_cut_at_whole_superblocks():
     with pytest.raises(ValueError, match=r"prefill_interval: got 100.* of .*size 32"):
         config(prefill_interval=100).validate_block_size(32)
+    with pytest.raises(ValueError, match=r"prefill_interval: got 4096.* of .*size 96"):
+        config(prefill_interval=4096, budget=2048).validate_block_size(96)
+
+
+@pytest.mark.parametrize(("block_size", "step"), [(96, 4032), (48, 4080), (8192, 8192)])
+def test_a_default_is_cut_to_whole_superblocks(block_size: int, step: int):
+    built = KVPolicyConfig.from_dict({"policy": "snapkv", "budget": 9000})
+    built.validate_block_size(block_size)
+    assert built.prefill_step(block_size) == step
+    events = built.footprint(10**6, block_size, 1).events
+    assert events.next_event(0) == -(-9001 // step) * step
 
 
 @pytest.mark.parametrize(

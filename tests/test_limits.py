@@ -3,7 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
+from vllm.v1.core.kv_cache_utils import estimate_max_model_len
 
+from vllm_kvpolicy.block_manager.manager import KVPolicySpec
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.sizes import (
     capacity_line,
@@ -55,6 +58,23 @@ def test_a_server_that_keeps_prompts_states_the_whole_length(
 ) -> None:
     window_blocks = -(-config.window_tokens() * 4 // (2 * SIZE))
     assert max_blocks_per_request(ENGINE, config) == WHOLE + window_blocks
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "longest"), [(0, 0), (36, 1152), (195, LONGEST)]
+)
+def test_vllm_finds_the_longest_request_that_fits(
+    num_blocks: int, longest: int
+) -> None:
+    """As it does for `--max-model-len auto`; 195 superblocks do for every length."""
+    spec = KVPolicySpec(
+        block_size=SIZE, num_kv_heads=8, head_size=32, dtype=torch.float32
+    )
+    engine = SimpleNamespace(**vars(ENGINE))
+    engine.additional_config = {"kv_policy": {"policy": "streaming"}}
+    memory = num_blocks * spec.page_size_bytes
+    assert estimate_max_model_len(engine, {"layer": spec}, memory) == longest
+    assert ENGINE.model_config.max_model_len == LONGEST
 
 
 def test_a_query_window_counts_as_superblocks_of_the_request() -> None:

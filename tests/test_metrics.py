@@ -5,11 +5,13 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+from support.made_events import BLOCK, FIRST
 from vllm_kvpolicy.live.files import engines_here, own_engine, remove_stale_files
 from vllm_kvpolicy.metrics import (
     Collector,
@@ -71,6 +73,17 @@ def test_a_worker_adds_fields_of_its_own_to_the_engines_file(folder):
     engine.remove()
     with pytest.raises(FileNotFoundError):
         CounterFile("one", create=False)
+
+
+def test_tokens_of_events_and_of_requests_are_counted(folder):
+    """Of 3 superblocks of 2 tokens, 2 were local until now and 1 stays; 1 token is."""
+    file = CounterFile("one", create=True)
+    event = replace(FIRST, num_global=1)
+    WorkerCounters("one", BLOCK).add_tokens([(event, 3, 1)])
+    EngineCounters(file).set_keep_ratio([(10, 30), (20, 30)])
+    found = CounterFile("one", create=False).read()
+    assert (found["tokens_kept"], found["tokens_dropped"]) == (3, 4)
+    assert (found["tokens_left"], found["keep_ratio"]) == (4, 0.5)
 
 
 def test_files_of_killed_engines_are_removed_and_those_of_live_ones_stay(folder):

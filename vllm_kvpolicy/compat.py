@@ -77,6 +77,21 @@ FLOAT8_CACHES = {
 }
 # Types of models in which every layer of full attention has learned sinks.
 LEARNED_SINKS = ("gpt_oss",)
+# Types of models that have them where layers have kinds, unless they say otherwise.
+UNTESTED_SINKS = ("granite", "granite_swa", "granitemoe", "granitemoe_swa")
+# Architectures whose layers attend by classes of their own, or twice in a layer.
+OWN_ATTENTION = (
+    "HrmTextForCausalLM",
+    "InklingForCausalLM",
+    "InklingForConditionalGeneration",
+    "IQuestLoopCoderForCausalLM",
+    "MiniMaxM3SparseForCausalLM",
+    "MiniMaxM3SparseForConditionalGeneration",
+)
+# Architectures that add biases by distance in every layer; Falcon's are an option.
+ALIBI = ("BloomForCausalLM", "Step1ForCausalLM")
+# Types of models whose windows vLLM makes a token wider than `sliding_window`.
+WIDER_WINDOWS = ("cohere2", "cohere2_moe")
 # Names of vLLM's backends for which there is a subclass of ours.
 ATTENTION_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER")
 # Of GPUs, with what takes their place. A machine may lack the library of one of them.
@@ -145,6 +160,24 @@ def platform_name() -> str:
     from vllm.platforms import current_platform
 
     return current_platform._enum.name.lower()
+
+
+def reads_float8() -> bool:
+    """Return whether vLLM's attention for CPUs reads an FP8 cache on this one."""
+    import torch
+
+    return torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def multiplies_bfloat16() -> bool:
+    """Return whether oneDNN multiplies bfloat16 on this CPU.
+
+    Where it does not, vLLM leaves such products to PyTorch. Of several rows they take
+    several times as long there as those of float32 in oneDNN.
+    """
+    import torch
+
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def cuda_attention_backend(dtype: str) -> str:

@@ -10,6 +10,7 @@ from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
 from vllm_kvpolicy.config_keys import (
+    DEFAULT_PREFILL_INTERVAL,
     DEFAULT_RECENT,
     DEFAULT_SINKS,
     FLAG_KEYS,
@@ -44,7 +45,7 @@ class KVPolicyConfig:
         recent_tokens: R, newest tokens that are always kept.
         sink_tokens: S, first tokens that are always kept.
         prefill_interval_tokens: tokens between two events inside a prompt, a multiple
-            of the block size; WHOLE_PROMPT for no event before the prompt's end.
+            of the block size; WHOLE_PROMPT for none before its end, None for default.
         events_per_step: events that one engine step may carry; None for twice what
             the largest batch needs on average.
         protect_prompt: keep the prompt and let K count generated tokens only; None
@@ -65,7 +66,7 @@ class KVPolicyConfig:
     interval_tokens: int = 512
     recent_tokens: int = DEFAULT_RECENT
     sink_tokens: int = DEFAULT_SINKS
-    prefill_interval_tokens: int | str = 4096
+    prefill_interval_tokens: int | str | None = None
     events_per_step: int | None = None
     protect_prompt: bool | None = None
     allow: tuple[str, ...] = ()
@@ -104,7 +105,7 @@ class KVPolicyConfig:
         _check_known(self.options, self.policies)
         for key in INTEGER_KEYS:
             value = getattr(self, key.field)
-            if value is not None or key.field != "events_per_step":
+            if value is not None or getattr(KVPolicyConfig, key.field) is not None:
                 key.check(value)
         _check_type("protect_prompt", self.protect_prompt, bool, "true or false")
         trace_folder(self.trace_dir)
@@ -147,10 +148,10 @@ class KVPolicyConfig:
         given = {key: value for key, value in self.options.items() if key in known}
         return resolve_options(info, given)
 
-    @property
-    def prefill_step(self) -> int:
-        """Tokens between two events inside a prompt, as the plan of events counts."""
-        tokens = self.prefill_interval_tokens
+    def prefill_step(self, block_size: int) -> int:
+        """Return the tokens between two events inside a prompt, NO_STEP for none."""
+        default = max(DEFAULT_PREFILL_INTERVAL // block_size, 1) * block_size
+        tokens = self.prefill_interval_tokens or default
         return tokens if isinstance(tokens, int) else NO_STEP
 
     def window_tokens(self, policy_name: str | None = None) -> int:
@@ -160,17 +161,18 @@ class KVPolicyConfig:
             self._windows[name] = parse(name).window_tokens(self.options_of(name))
         return self._windows[name]
 
-    def _check_windows(self, policy_name: str, prefix: str = "") -> None:
+    def _check_windows(self, policy_name: str, prefix: str = "", size: int = 1) -> None:
         """Raise ValueError where a policy's query window is longer than an interval.
 
         Args:
             policy_name: one of `policies`.
             prefix: what the keys begin with where the user gave them.
+            size: N, tokens per superblock.
         """
         window = self.window_tokens(policy_name)
         intervals = {
             "interval": self.interval_tokens,
-            "prefill_interval": self.prefill_step,
+            "prefill_interval": self.prefill_step(size),
         }
         for key, tokens in intervals.items():
             if tokens < window:
@@ -208,7 +210,7 @@ class KVPolicyConfig:
             prompt_len=prompt_tokens,
             budget=budget,
             interval=self.interval_tokens,
-            prefill_interval=self.prefill_step,
+            prefill_interval=self.prefill_step(block_size),
             phase=phase if self.spread_events else 0,
             window_tokens=window,
         )
@@ -251,8 +253,7 @@ class KVPolicyConfig:
         if isinstance(allow, str) or not isinstance(allow, Iterable):
             raise ValueError(f"allow: got {shown(allow)}, expected a list of policies")
         given |= {"policy_config": dict(options), "allow": tuple(allow)}
-        fields = {"policy_config": "options"}
-        fields |= {key.key: key.field for key in INTEGER_KEYS}
+        fields = {"policy_config": "options"} | {k.key: k.field for k in INTEGER_KEYS}
         return cls(**{fields.get(key, key): value for key, value in given.items()})
 
     def to_dict(self) -> dict[str, Any]:
@@ -260,8 +261,7 @@ class KVPolicyConfig:
         values: dict[str, Any] = {"policy": self.policy}
         values |= {key.key: getattr(self, key.field) for key in INTEGER_KEYS}
         values |= {"policy_config": dict(self.options), "allow": list(self.allow)}
-        values["protect_prompt"] = self.protect_prompt
-        values["trace_dir"] = self.trace_dir
+        values |= {"protect_prompt": self.protect_prompt, "trace_dir": self.trace_dir}
         return values | {key: getattr(self, key) for key in SWITCHES}
 
     def validate_block_size(self, block_size: int) -> None:
@@ -276,11 +276,12 @@ class KVPolicyConfig:
         """
         self._check_budget("budget", block_size)
         for name in self.policies:
-            self._check_windows(name)
-        if self.prefill_step != NO_STEP and self.prefill_step % block_size:
+            self._check_windows(name, size=block_size)
+        tokens = self.prefill_interval_tokens
+        if isinstance(tokens, int) and tokens % block_size:
             raise ValueError(
-                f"prefill_interval: got {self.prefill_interval_tokens}, expected a "
-                f"multiple of the block size {block_size}"
+                f"prefill_interval: got {tokens}, expected a multiple of the block "
+                f"size {block_size}"
             )
 
     def with_request(

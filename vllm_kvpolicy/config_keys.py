@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 DEFAULT_SINKS, DEFAULT_RECENT = 4, 32
+DEFAULT_PREFILL_INTERVAL = 4096  # or the whole superblocks in it
 WHOLE_PROMPT = "prompt"  # a prefill interval that no prompt is as long as
 MOST = 2**31 - 1  # of any integer, far above every context
 _SHORT = reprlib.Repr()
@@ -92,9 +93,10 @@ INTEGER_KEYS = (
         "prefill_interval",
         "prefill_interval_tokens",
         1,
-        "tokens between two events inside a prompt, or `prompt` for none before its "
-        "end: then the prefix cache can share the whole prompt, and the pool must hold "
-        "it",
+        "tokens between two events inside a prompt, a multiple of the block size, by "
+        f"default {DEFAULT_PREFILL_INTERVAL} or what whole blocks of it hold; or "
+        "`prompt` for none before its end: then the prefix cache can share the whole "
+        "prompt, and the pool must hold it",
         is_flag=False,
         word=WHOLE_PROMPT,
     ),

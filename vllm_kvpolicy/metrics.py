@@ -319,6 +319,10 @@ class Collector:
         self.model_name = model_name
         self.missed = missed
 
+    def describe(self) -> tuple[()]:
+        """Name no series, so that none is read before the engines are there."""
+        return ()
+
     def collect(self) -> Iterator[Any]:
         """Yield one metric family per series, as prometheus_client expects."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -365,8 +369,22 @@ def exposition(registry: Any, vllm_config: Any | None, missed: set[str]) -> byte
     text = generate_latest(registry)
     if vllm_config is not None:
         counters = CollectorRegistry()
-        name = vllm_config.model_config.served_model_name
-        name = name[0] if isinstance(name, list) else name
-        counters.register(Collector(engines_here(vllm_config), str(name), missed))
+        counters.register(_collector(vllm_config, missed))
         text += generate_latest(counters)
     return text
+
+
+def register(vllm_config: Any) -> None:
+    """Add a server's counters to Prometheus's own registry of this process.
+
+    It is what `vllm run-batch --enable-metrics` serves, in place of vLLM's route.
+    """
+    from prometheus_client import REGISTRY
+
+    REGISTRY.register(_collector(vllm_config, set()))
+
+
+def _collector(vllm_config: Any, missed: set[str]) -> Collector:
+    name = vllm_config.model_config.served_model_name
+    name = name[0] if isinstance(name, list) else name
+    return Collector(engines_here(vllm_config), str(name), missed)

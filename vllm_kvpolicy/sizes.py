@@ -105,14 +105,27 @@ class SlidingGroups:
         return self.count * each
 
 
+def layer_kinds(vllm_config: Any) -> list[str]:
+    """Return the kinds of attention that the model names for its layers, in order.
+
+    Where it has no window, as with `--disable-sliding-window`, vLLM makes full
+    attention of layers that would have one.
+    """
+    text = vllm_config.model_config.hf_text_config
+    kinds = list(getattr(text, "layer_types", None) or ())
+    if getattr(text, "sliding_window", None):
+        return kinds
+    return [kind.replace("sliding_attention", "full_attention") for kind in kinds]
+
+
 def sliding_groups(vllm_config: Any) -> SlidingGroups:
     """Return what layers with a sliding window hold, from the model's configuration."""
-    scheduler, text = vllm_config.scheduler_config, vllm_config.model_config
-    kinds = getattr(text.hf_text_config, "layer_types", None) or ()
+    scheduler, kinds = vllm_config.scheduler_config, layer_kinds(vllm_config)
+    text = vllm_config.model_config.hf_text_config
     return SlidingGroups(
-        window=getattr(text.hf_text_config, "sliding_window", None) or 0,
-        num_full=sum(kind == "full_attention" for kind in kinds),
-        num_sliding=sum(kind == "sliding_attention" for kind in kinds),
+        window=getattr(text, "sliding_window", None) or 0,
+        num_full=kinds.count("full_attention"),
+        num_sliding=kinds.count("sliding_attention"),
         block_size=vllm_config.cache_config.block_size,
         step_tokens=scheduler.max_num_batched_tokens,
         late_steps=int(scheduler.async_scheduling or False),
@@ -197,22 +210,29 @@ def max_global_blocks(vllm_config: Any, config: KVPolicyConfig) -> int:
     return -(-longest // block_size)
 
 
-def max_blocks_per_request(vllm_config: Any, config: KVPolicyConfig) -> int:
+def max_blocks_per_request(
+    vllm_config: Any, config: KVPolicyConfig, longest: int | None = None
+) -> int:
     """Return the most superblocks that a request with the server's policy may hold.
 
     What vLLM wants free at start-up. A request that asks for more by `kv_policy`, a
     protected prompt or the full KV cache, is refused where the pool cannot hold it.
+
+    Args:
+        vllm_config: the engine's configuration.
+        config: the engine's policy.
+        longest: most tokens of a request; None for max_model_len.
     """
     block_size = vllm_config.cache_config.block_size
-    max_model_len = vllm_config.model_config.max_model_len
+    longest = longest or vllm_config.model_config.max_model_len
     footprint = config.footprint(1, block_size, query_rows(vllm_config))
     if parse(config.policy).keeps_all or config.protects_prompt:
-        return -(-max_model_len // block_size) + footprint.window_blocks
+        return -(-longest // block_size) + footprint.window_blocks
     return worst_case_blocks(
-        max_model_len,
+        longest,
         config.budget_tokens,
         config.interval_tokens,
-        config.prefill_step,
+        config.prefill_step(block_size),
         config.recent_tokens,
         block_size,
         footprint.window_blocks,

@@ -28,17 +28,38 @@ SLIDING_FITTED = next(
     if r.name.startswith("sliding-window l") and "own weights" in r.name
 )
 LAYER_TYPES = "model_config.hf_text_config.layer_types"
-MIXED = {LAYER_TYPES: ["sliding_attention", "full_attention"]}
+WINDOW = {"model_config.hf_text_config.sliding_window": 48}
+MIXED = {**WINDOW, LAYER_TYPES: ["sliding_attention", "full_attention"]}
+FOPE, SPLIT, TRANSFORMERS = (
+    next(r.name for r in REFUSALS if r.name.startswith(start))
+    for start in ("Fourier", "heads with a rotated", "the Transformers backend")
+)
+EXPECTED = {"additional_config": {"kv_policy": {"policy": "ams-expected"}}}
+ROPE_PARAMETERS = "model_config.hf_text_config.rope_parameters"
 SINK_WEIGHING = next(r.name for r in REFUSALS if r.name.startswith("learned sinks (g"))
 GPT_OSS = {"model_config.hf_text_config.model_type": "gpt_oss"}
+ARCHITECTURES = "model_config.architectures"
+ALIBI = next(r.name for r in REFUSALS if r.name.startswith("ALiBi"))
+SOFT_CAPS = next(r.name for r in REFUSALS if "soft caps" in r.name)
+UNLIKE = "layers that differ in heads or head sizes"
+OTHER_WINDOWS = next(r.name for r in REFUSALS if "several sizes" in r.name)
+OWN = "attention layers of a model's own"
 SET = object()  # some configuration object, whatever is in it
+
+
+def text(**values):
+    """What a model's own configuration says, in place of the tiny model's."""
+    values = {"layer_types": None, "sliding_window": None, "head_dim": 32, **values}
+    return {"model_config.hf_text_config": SimpleNamespace(**values)}
+
+
 # Row -> what switches the feature on in a finished VllmConfig.
 TRIGGERS = {
     "custom worker classes": {"parallel_config.worker_cls": "mine.Worker"},
     "custom scheduler classes": {"scheduler_config.scheduler_cls": "mine.Sched"},
     "unchunked prefill": {"scheduler_config.enable_chunked_prefill": False},
     "block sizes that the attention kernel cannot split": {
-        "cache_config.block_size": 16
+        "cache_config.block_size": 48
     },
     "other attention backends": {
         "attention_config.backend": SimpleNamespace(name="FLEX_ATTENTION")
@@ -73,7 +94,8 @@ TRIGGERS = {
     },
     LORA: {"lora_config": SET, "additional_config": {"kv_policy": QFILTER}},
     "sliding windows in every layer": {
-        "model_config.hf_text_config.layer_types": ["sliding_attention"]
+        **WINDOW,
+        "model_config.hf_text_config.layer_types": ["sliding_attention"],
     },
     "sliding-window layers without the hybrid KV cache manager": {
         **MIXED,
@@ -95,6 +117,16 @@ TRIGGERS = {
     "speculative decoding with sliding-window layers": {
         **MIXED,
         "speculative_config": NGRAM,
+    },
+    "dual chunk attention": {
+        "model_config.hf_text_config.dual_chunk_attention_config": {"chunk_size": 64}
+    },
+    FOPE: {**EXPECTED, ROPE_PARAMETERS: {"rope_type": "default", "use_fope": True}},
+    SPLIT: {**EXPECTED, "model_config.hf_text_config.qk_rope_head_dim": 16},
+    TRANSFORMERS: {
+        **EXPECTED,
+        "model_config.using_transformers_backend": lambda: True,
+        ROPE_PARAMETERS: {"full_attention": {"rope_type": "longrope"}},
     },
     SINK_WEIGHING: {
         **GPT_OSS,
@@ -118,6 +150,14 @@ TRIGGERS = {
             "full_attention",
         ]
     },
+    OWN: {ARCHITECTURES: ["InklingForCausalLM"]},
+    UNLIKE: text(per_layer_attributes={"head_dim"}),
+    OTHER_WINDOWS: text(interleaved_sliding_window=[48, None]),
+    ALIBI: {ARCHITECTURES: ["BloomForCausalLM"]},
+    SOFT_CAPS: text(attn_logit_softcapping=50.0),
+    "learned sinks of other models than gpt-oss": text(
+        model_type="granite_swa", layer_types=["full_attention"]
+    ),
     "mamba and linear-attention hybrids": {"model_config.is_hybrid": True},
     "attention-free models": {"model_config.is_attention_free": True},
     "multi-head latent attention (MLA)": {"model_config.use_mla": True},
@@ -134,6 +174,7 @@ TRIGGERS = {
     "KV cache events": {
         "kv_events_config": SimpleNamespace(enable_kv_cache_events=True)
     },
+    "routed experts in answers": {"aux_output_config.enabled": True},
     "cascade attention": {"model_config.disable_cascade_attn": False},
     "pooling models": {"model_config.runner_type": "pooling"},
     "encoder-decoder models": {"model_config.is_encoder_decoder": True},
@@ -168,15 +209,34 @@ MACHINE_TRIGGERS = {
 }
 # Take a machine and a flag, and some a model.
 FP8_ON_GPU = "FP8 KV caches on GPUs"
+FP8_ON_CPU = "FP8 KV caches on CPUs without AVX-512"
 DRAFTS_ON_GPU = "speculative decoding on GPUs"
 SLIDING_ON_GPU = "sliding-window layers on GPUs"
 SINKS_ON_GPU = "learned sinks on GPUs"
-ON_GPU = (FP8_ON_GPU, DRAFTS_ON_GPU, SLIDING_ON_GPU, SINKS_ON_GPU)
+BY_DEVICE = (FP8_ON_GPU, FP8_ON_CPU, DRAFTS_ON_GPU, SLIDING_ON_GPU, SINKS_ON_GPU)
+FULL, SLIDING = "full_attention", "sliding_attention"
+OTHER_SETTING = {"attention_type": SLIDING, "num_attention_groups": 8}
+BLOCKS = [
+    SimpleNamespace(attention=SimpleNamespace(n_heads_in_group=n)) for n in (4, 8)
+]
 # Further ways to switch a feature on.
 MORE_TRIGGERS = [
     ("sliding windows in every layer", {"cache_config.sliding_window": 512}),
     ("KV connectors and KV offloading", {"kv_transfer_config": SET}),
     ("diffusion models", {"diffusion_config": SET}),
+    (OWN, {ARCHITECTURES: ["MiniMaxM3SparseForCausalLM"]}),
+    (OWN, text(model_type="mimo_v2_flash", v_head_dim=16)),
+    (OWN, text(model_type="pangu_pro_moe_v2", param_sink_number=4)),
+    (UNLIKE, text(swa_head_dim=64)),
+    (UNLIKE, text(num_attention_groups=4, attention_other_setting=OTHER_SETTING)),
+    (UNLIKE, text(layer_types=[FULL] * 2, num_attention_heads_per_layer=[8, 4])),
+    (UNLIKE, text(block_configs=BLOCKS)),
+    (OTHER_WINDOWS, text(sliding_windows=[48, 96])),
+    (
+        OTHER_WINDOWS,
+        text(model_type="cohere2", sliding_window=48, layer_types=[SLIDING, FULL]),
+    ),
+    (ALIBI, text(model_type="falcon", alibi=True)),
     (
         "other attention backends",
         {
@@ -193,10 +253,16 @@ def expected(name):
     return [f"{row.name}: {row.change}"]
 
 
+@pytest.fixture(autouse=True)
+def cpu_with_avx512(monkeypatch):
+    """Whatever this CPU has: FP8 caches are refused without, as a test of its own."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)
+
+
 def test_every_row_has_its_trigger():
     names = [row.name for row in REFUSALS]
     assert len(set(names)) == len(names)
-    assert sorted(names) == sorted([*TRIGGERS, *MACHINE_TRIGGERS, *ON_GPU])
+    assert sorted(names) == sorted([*TRIGGERS, *MACHINE_TRIGGERS, *BY_DEVICE])
     assert {row.name for row in REFUSALS if row.by_machine} == set(MACHINE_TRIGGERS)
 
 
@@ -287,6 +353,25 @@ def test_an_fp8_cache_is_refused_on_gpus(policy_config, monkeypatch, dtype):
     assert refusals(policy_config) == []
 
 
+@pytest.mark.parametrize("dtype", compat.FLOAT8_CACHES)
+@pytest.mark.parametrize("has_amx", [False, True])
+def test_an_fp8_cache_needs_avx512_or_amx(policy_config, monkeypatch, dtype, has_amx):
+    """As vLLM says itself, but after it has loaded the weights."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+    config = Overlay(policy_config, {"cache_config.cache_dtype": dtype})
+    assert refusals(policy_config) == []
+    if has_amx:
+        assert refusals(config) == []
+        assert _get_attn_isa(torch.float32, 32, 64, dtype) == "vec"
+    else:
+        assert refusals(config) == expected(FP8_ON_CPU)
+        with pytest.raises(NotImplementedError, match="requires x86 with AVX-512"):
+            _get_attn_isa(torch.float32, 32, 64, dtype)
+
+
 @pytest.mark.parametrize(
     ("method", "is_refused"),
     [
@@ -321,6 +406,26 @@ def test_full_attention_is_one_group(policy_config, full, sliding, is_refused):
     kinds = ["full_attention"] * full + ["sliding_attention"] * sliding
     found = refusals(Overlay(policy_config, {**MIXED, LAYER_TYPES: kinds}))
     assert bool(found) == is_refused
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        text(model_type="mimo_v2_flash", v_head_dim=32, swa_head_dim=32),
+        text(
+            layer_types=[SLIDING, FULL, SLIDING],
+            sliding_window=48,
+            num_attention_heads_per_layer=[8, 4, 8],
+        ),
+        text(model_type="granite_swa", layer_types=[FULL], attention_sinks=False),
+        text(model_type="cohere2", layer_types=[FULL] * 2),
+        # `--disable-sliding-window`
+        text(layer_types=[SLIDING, FULL]),
+        text(layer_types=[SLIDING] * 2),
+    ],
+)
+def test_layers_that_are_alike_are_not_refused(policy_config, changes):
+    assert refusals(Overlay(policy_config, changes)) == []
 
 
 def test_all_reasons_come_at_once(policy_config):

@@ -9,6 +9,7 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.plugins import load_general_plugins
+from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from support.engine_configs import Overlay, engine_args
@@ -183,7 +184,8 @@ def finished(monkeypatch, count=1, rank=0):
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(worker_cls="vllm.v1.worker.gpu_worker.Worker"),
         scheduler_config=SimpleNamespace(async_scheduling=True),
-        cache_config=SimpleNamespace(block_size=16),
+        cache_config=SimpleNamespace(block_size=16, sliding_window=None),
+        model_config=None,
         num_speculative_tokens=0,
         additional_config={"kv_policy": POLICY, "other": 1},
     )
@@ -539,6 +541,27 @@ def test_metrics_have_the_series_of_their_own_engine(
         assert texts[name].count("kvpolicy_events_total{") == 1
     assert "kvpolicy" not in stock
     assert 'kvpolicy_events_total{engine="1",model_name="second"} 4.0' in counted
+
+
+def test_a_batch_is_checked_and_counted_as_a_server_is(parse, monkeypatch):
+    """`vllm run-batch` has HTTP for metrics alone: those of Prometheus's registry."""
+    from prometheus_client import REGISTRY, generate_latest
+
+    wrapped = []
+    monkeypatch.setattr(patch, "_wrap_server", lambda: wrapped.append(1))
+    before = set(REGISTRY._collector_to_names)
+    args = parse(*FLAGS, "--served-model-name", "a")
+    config = args.create_engine_config(UsageContext.OPENAI_BATCH_RUNNER)
+    (added,) = set(REGISTRY._collector_to_names) - before
+    file = CounterFile(f"{config.instance_id}-0", create=True)
+    try:
+        file.add("events", 3)
+        text = generate_latest(REGISTRY).decode()
+    finally:
+        file.remove()
+        REGISTRY.unregister(added)
+    assert 'kvpolicy_events_total{engine="0",model_name="a"} 3.0' in text
+    assert wrapped == [1]
 
 
 @pytest.mark.parametrize(

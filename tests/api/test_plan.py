@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from vllm_kvpolicy import __main__ as command
+from vllm_kvpolicy import compat
 from vllm_kvpolicy.api import plan
 from vllm_kvpolicy.block_manager.capacity import Life, most_at_once
 from vllm_kvpolicy.config import KVPolicyConfig
@@ -127,6 +128,27 @@ def test_what_cannot_be_planned(
     printed = capsys.readouterr()
     assert f"error: {message}" in printed.err or message in printed.err
     assert not printed.out and "Traceback" not in printed.err
+
+
+@pytest.mark.parametrize(
+    ("is_emulated", "given", "dtype"),
+    [
+        (True, "auto", "float32"),
+        (True, "bfloat16", "bfloat16"),
+        (False, "auto", "bfloat16"),
+    ],
+)
+def test_a_cpu_that_emulates_bfloat16_is_planned_in_float32(
+    is_emulated, given, dtype, tiny_model: Path, tmp_path: Path, capsys, monkeypatch
+):
+    monkeypatch.setattr(compat, "multiplies_bfloat16", lambda: not is_emulated)
+    values = json.loads((tiny_model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"dtype": "bfloat16"}))
+    assert command.main(words(tmp_path, "--dtype", given)) == 0
+    text = capsys.readouterr().out
+    assert f"2 KV heads of 32, {dtype}; " in text
+    assert f"of {SUPERBLOCK // (1 + (dtype == 'bfloat16')):,} bytes, in FP8" in text
+    assert ("In float32, because this CPU emulates" in text) == (dtype == "float32")
 
 
 def test_unknown_models(tmp_path: Path, capsys):

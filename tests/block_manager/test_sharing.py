@@ -190,6 +190,20 @@ def test_admission_counts_a_shared_prefix_until_the_event():
     assert wanted(90, blocks) == 6, "what nobody holds has to be taken"
 
 
+def test_an_urgent_request_does_not_rely_on_what_less_urgent_ones_hold():
+    engine = Engine(40, caching=True)
+    compute_prompt(engine, "low")
+    adopt(engine, "other", "low", 64)
+    assert engine.manager.num_staying(()) == 7 + 3
+    assert engine.manager.num_staying(("low",)) == 4 + 3, "four are the other's, too"
+    assert engine.manager.num_staying(("low", "other")) == 0
+    prefix = engine.manager.req_to_blocks["low"][:6]
+    admission = Admission(engine.planner, engine.manager, 500, 100, late_steps=0)
+    for leaving, expected in (((), 6), (("low",), 4), (("low", "other"), 0)):
+        admission.note_hit("new", prefix, frozenset(leaving))
+        assert admission._shared["new"][0] == expected
+
+
 @pytest.mark.parametrize("speed", [1, 2, 5])
 def test_a_booking_counts_a_prefix_no_longer_than_to_the_soonest_event(speed: int):
     """Right drafts bring the event, after which nothing is shared, many steps early."""

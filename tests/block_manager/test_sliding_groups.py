@@ -6,7 +6,10 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size
+from vllm.v1.core.kv_cache_utils import (
+    _get_kv_cache_groups_uniform_page_size,
+    is_kv_cache_spec_uniform,
+)
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -19,11 +22,10 @@ from vllm.v1.request import Request
 from vllm_kvpolicy.block_manager.manager import (
     KVPolicySpec,
     own_manager,
-    run_events_first,
 )
 from vllm_kvpolicy.block_manager.placement import PLACEMENTS
 from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
-from vllm_kvpolicy.block_manager.sliding import SlidingBlocks
+from vllm_kvpolicy.block_manager.sliding import SlidingBlocks, run_events_first
 from vllm_kvpolicy.events import EventPlan, Footprint
 from vllm_kvpolicy.sizes import PlannerLimits, SlidingGroups
 from vllm_kvpolicy.worker.base import check_groups
@@ -40,11 +42,12 @@ def groups(full: int, sliding: int, **changes: int) -> SlidingGroups:
     ("full", "sliding"), [(2, 5), (10, 52), (12, 12), (13, 12), (3, 2), (4, 3), (1, 9)]
 )
 def test_groups_are_those_of_vllm(full: int, sliding: int) -> None:
-
-    specs = {f"f{i}": FullAttentionSpec(**SIZES) for i in range(full)}
+    """Of a model whose first layer is full attention."""
+    specs = {f"f{i}": KVPolicySpec(**SIZES) for i in range(full)}
     specs |= {
         f"s{i}": SlidingWindowSpec(**SIZES, sliding_window=48) for i in range(sliding)
     }
+    assert not is_kv_cache_spec_uniform(specs)
     made = _get_kv_cache_groups_uniform_page_size(specs)
     windows = [isinstance(g.kv_cache_spec, SlidingWindowSpec) for g in made]
     found = groups(full, sliding)
@@ -76,7 +79,7 @@ def test_models_without_windows_hold_nothing_beside() -> None:
 
 @pytest.mark.parametrize("num_made", [0, 4, 6])
 def test_windows_that_vllm_did_not_make_are_refused(num_made: int) -> None:
-    """`--disable-sliding-window` makes full attention of all layers, for example."""
+    """A model's own code may decide about its windows."""
     specs = {f"f{i}": FullAttentionSpec(**SIZES) for i in range(2)}
     windows = [SlidingWindowSpec(**SIZES, sliding_window=48)] * 5
     check_groups(
@@ -97,9 +100,7 @@ def test_windows_take_what_an_event_gives_back(num_free: int) -> None:
         KVCacheGroupSpec([f"s{i}"], SlidingWindowSpec(**SIZES, sliding_window=48))
         for i in range(NUM_WINDOWS)
     ]
-    made.append(
-        KVCacheGroupSpec(["f"], KVPolicySpec(**SIZES, max_blocks_per_request=9))
-    )
+    made.append(KVCacheGroupSpec(["f"], KVPolicySpec(**SIZES)))
     cache = KVCacheManager(
         KVCacheConfig(num_blocks=101, kv_cache_tensors=[], kv_cache_groups=made),
         max_model_len=1024,

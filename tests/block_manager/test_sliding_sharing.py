@@ -19,10 +19,9 @@ from vllm_kvpolicy.block_manager.forecast import window_levels
 from vllm_kvpolicy.block_manager.manager import (
     KVPolicySpec,
     own_manager,
-    run_events_first,
 )
 from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
-from vllm_kvpolicy.block_manager.sliding import SlidingBlocks
+from vllm_kvpolicy.block_manager.sliding import SlidingBlocks, run_events_first
 from vllm_kvpolicy.events import EventPlan, Footprint
 from vllm_kvpolicy.sizes import PlannerLimits, SlidingGroups
 
@@ -38,7 +37,7 @@ class Engine:
         init_none_hash(sha256)
         window = SlidingWindowSpec(**SIZES, sliding_window=WINDOW)
         groups = [KVCacheGroupSpec([f"s{i}"], window) for i in range(GROUPS)]
-        own = KVPolicySpec(**SIZES, max_blocks_per_request=20)
+        own = KVPolicySpec(**SIZES)
         self.cache = KVCacheManager(
             KVCacheConfig(
                 num_blocks=201,

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from allpairspy import AllPairs
 
-from support.engine.float8_oracle import needs_float8
+from support.cpu import needs_float8
 from support.engine.helpers import Engine, Job, Run, watch_hits
 from support.engine.tensor_parallel import (
     POLICY,
@@ -35,7 +35,7 @@ from support_grid import EXAMPLES, FEATURES, KINDS  # noqa: E402
 CACHE, RANKS, FP8, DRAFTS = FACTORS = (
     "prefix caching",
     "tensor parallel",
-    "FP8 KV cache",
+    "FP8 KV cache (needs AVX-512)",
     "n-gram speculation",
 )
 ARGUMENTS: dict[str, dict[str, Any]] = {

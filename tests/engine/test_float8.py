@@ -15,10 +15,10 @@ from tokenizers import Tokenizer
 
 from reasoner.problems import generate
 from support.calibration_files import options_for
+from support.cpu import needs_float8
 from support.engine.float8_oracle import (
     STORED,
     Float8Decoder,
-    needs_float8,
     run_and_see,
     scaled_cache,
 )
@@ -28,17 +28,13 @@ from support.engine.oracle_replay import check_replay
 from support.engine.oracle_selection import Report, check_selection
 from support.engine.reference_decoder import ReferenceDecoder
 from support.engine.scenarios import SCENARIOS
+from support.sweeps import covering, evictions
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.policies.catalogue.names import names, parse
+from vllm_kvpolicy.policies.catalogue.names import parse
 
 pytestmark = needs_float8
 VALUES = {"budget": 128, "interval": 40, "prefill_interval": 256}
-# Every scorer, and every allocator with one of them.
-ALL = [
-    name
-    for name in names()
-    if not parse(name).is_test and ("-" not in name or name.endswith("-snapkv"))
-]
+ALL = covering(evictions())
 STRAIN = {"max_num_batched_tokens": 96, "num_blocks": 24, "max_model_len": 512}
 STRAIN |= {"foresees": False}  # requests preempt each other
 MOVERS = ("identity", "holes ragged")

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from support.cpu import needs_float8
 from support.engine.admissions import follow_decisions
 from support.engine.dms_decoder import DmsDecoder, dropped, say_dms
 from support.engine.float8_oracle import (
     STORED,
     Float8Decoder,
-    needs_float8,
     run_and_see,
     scaled_cache,
 )

@@ -1,5 +1,6 @@
 """Page views read the cache as the CPU kernels write it, also on AMX machines."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from support.engine.helpers import Engine, make_jobs
+from vllm_kvpolicy import compat
 from vllm_kvpolicy.worker.pages import PagePool, check_layout
 
 NUM_BLOCKS, NUM_HEADS, HEAD_DIM = 5, 2, 64
@@ -59,6 +61,17 @@ def test_the_check_tells_orders_apart(layer: SimpleNamespace) -> None:
     assert not layer.kv_cache.any()
 
 
+def test_vllm_runs_the_library_for_the_cpu_that_torch_tells() -> None:
+    """So `make test-all` can run another than the one that is best here."""
+    from vllm import _custom_ops  # noqa: F401
+
+    is_older = not torch.cpu._is_avx512_supported()
+    assert ("/vllm/_C_AVX2." in Path("/proc/self/maps").read_text()) == is_older
+    if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
+        assert is_older and torch.backends.cpu.get_cpu_capability() == "AVX2"
+        assert not compat.multiplies_bfloat16()
+
+
 @pytest.mark.parametrize("block_size", [32, 64])
 def test_amx_machines_use_the_known_order(
     tiny_model: Path, tmp_path: Path, monkeypatch, block_size: int
@@ -66,8 +79,11 @@ def test_amx_machines_use_the_known_order(
     """vLLM packs keys for AMX where it can; with a policy it must not."""
     from vllm.v1.attention.backends import cpu_attn
 
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert cpu_attn._get_attn_isa(torch.bfloat16, block_size, 32) == "amx"
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+        assert cpu_attn._get_attn_isa(torch.bfloat16, block_size, 32) == "amx"
+    # Attention alone: linear layers would run what this CPU may lack.
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_: "amx")
     values = {"policy": "ams-snapkv", "budget": 160, "interval": 64}
     with Engine(
         tiny_model, values, tmp_path, dtype="bfloat16", block_size=block_size

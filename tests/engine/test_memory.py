@@ -1,10 +1,20 @@
 """Memory really returns: the pool at events and at the end, and what users read."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from vllm.v1.metrics.stats import SchedulerStats
 
-from support.engine.helpers import BLOCK, Engine, footprint_of, make_jobs
+from support.engine.helpers import (
+    BLOCK,
+    Engine,
+    Job,
+    Session,
+    footprint_of,
+    make_jobs,
+    make_prompt,
+)
 
 VALUES = {"policy": "ams-tova", "budget": 110, "interval": 56, "prefill_interval": 256}
 
@@ -128,7 +138,8 @@ def test_capacity_uses_the_compressed_footprint(engine: Engine) -> None:
         scheduler.vllm_config, scheduler.kv_cache_config
     )
     (group,) = scheduler.kv_cache_config.kv_cache_groups
-    bound = group.kv_cache_spec.max_blocks_per_request
+    spec = group.kv_cache_spec
+    bound = spec.max_memory_usage_bytes(scheduler.vllm_config) / spec.page_size_bytes
     longest = scheduler.vllm_config.model_config.max_model_len
     worst = max(
         footprint_of(VALUES, job).most_blocks(longest - 1)
@@ -136,6 +147,74 @@ def test_capacity_uses_the_compressed_footprint(engine: Engine) -> None:
     )
     assert worst <= bound < pages(longest)
     assert concurrency == pytest.approx((engine.num_usable + 1) / bound)
+
+
+# -- what vLLM derives from a request's list of blocks --------------------------------
+
+STREAMING = {"policy": "streaming", "budget": 64, "interval": 32, "recent": 8} | {
+    "prefill_interval": 64,  # the first event of a longer prompt is at 128
+}
+
+
+def numbers_of(model: Path, policy: dict[str, Any] | None, jobs: list[Job]):
+    """Run jobs one by one; return by name (hits, tokens cached) as its user reads them,
+    and, summed over all that an operator reads, (tokens looked up, hits), most used."""
+    told: list[SchedulerStats] = []
+    changes = {"enable_prefix_caching": True, "disable_log_stats": False}
+    with Engine(model, policy, max_num_batched_tokens=96, **changes) as engine:
+        make_stats = engine.scheduler.make_stats
+
+        def noting(*args: Any, **kwargs: Any) -> SchedulerStats:
+            told.append(make_stats(*args, **kwargs))
+            return told[-1]
+
+        engine.scheduler.make_stats = noting
+        read = {}
+        for job in jobs:
+            session = Session(engine, [job])
+            while session.step():
+                pass
+            output = session.outputs[job.name]
+            counted = output.num_cached_tokens, output.num_cache_creation_tokens
+            read[job.name] = counted
+    stats = [each.prefix_cache_stats for each in told]
+    looked_up = sum(each.queries for each in stats), sum(each.hits for each in stats)
+    assert told[-1].kv_cache_usage == 0
+    return read, looked_up, max(each.kv_cache_usage for each in told)
+
+
+def test_counts_of_the_prefix_cache_are_those_of_stock_up_to_the_first_event(
+    tiny_model: Path,
+) -> None:
+    """Events take cached blocks out of the list from which vLLM counts them.
+
+    What a request computes after its first event is not cached, and no hit reaches that
+    event. Otherwise the numbers are those of stock.
+    """
+    prompt, free = make_prompt(30, 200), {"kv_policy": "none"}
+    jobs = [
+        Job("short", make_prompt(31, 100), 8),
+        Job("prompt", prompt, 40),
+        Job("ends early", make_prompt(32, 200), 1),
+        Job("long", make_prompt(33, 400), 8),
+        Job("second turn", prompt + make_prompt(34, 60), 8),
+        Job("no policy", make_prompt(35, 400), 8, extra_args=free),
+    ]
+    stock, (queries, hits), most = numbers_of(tiny_model, None, jobs)
+    assert stock == {
+        "short": (0, 96),
+        "prompt": (0, 192),
+        "ends early": (0, 192),
+        "long": (0, 384),
+        "second turn": (192, 64),
+        "no policy": (0, 384),
+    }
+    found, looked_up, used = numbers_of(tiny_model, STREAMING, jobs)
+    ours = {"prompt": (0, 128), "ends early": (0, 128), "long": (0, 128)}
+    assert found == {**stock, **ours, "second turn": (96, 32)}
+    length = sum(len(job.prompt) for job in jobs)
+    assert ((queries, hits), looked_up) == ((length, 192), (length, 96))
+    assert used == most  # by the request without a policy
 
 
 ALLOWED = {"policy": "ams-tova", "budget": 256, "interval": 64} | {
@@ -165,3 +244,15 @@ def test_a_pool_too_small_says_what_takes_the_memory_and_what_is_enough(
     start(tiny_model, enough)
     with pytest.raises(ValueError, match="^KV cache memory: "):
         start(tiny_model, enough - superblock - 0.1)
+
+
+def test_the_longest_request_that_fits_is_searched_for(tiny_model: Path) -> None:
+    """`--max-model-len auto`, with a budget that 2 MiB do not hold."""
+    given = {"kv_cache_memory_bytes": 2**21, "num_gpu_blocks_override": None}
+    given |= {"max_model_len": -1, "max_num_seqs": 4}
+    with Engine(tiny_model, {"policy": "ams-tova"}, **given) as engine:
+        longest = engine.scheduler.max_model_len
+        assert BLOCK * 30 < longest == BLOCK * engine.num_usable < 2048
+        (result,) = engine.run(make_jobs((longest - 40,), 40)).results.values()
+        assert len(result.all_tokens) == longest
+        assert engine.num_free == engine.num_usable

@@ -1,4 +1,4 @@
-"""Every policy of the catalogue on one server: what it selects, and what it answers.
+"""Every word of the catalogue on one server: what it selects, and what it answers.
 
 Requests choose their policies by name; chunked prompts, events inside prompts and
 preemptions included. See oracle_plumbing and oracle_replay.
@@ -15,8 +15,8 @@ from support.engine.oracle_plumbing import check_plumbing
 from support.engine.oracle_replay import check_replay
 from support.engine.oracle_selection import Report
 from support.engine.reference_decoder import ReferenceDecoder
+from support.sweeps import covering, evictions
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.policies.catalogue.names import names, parse
 
 BASE = {
     "budget": 150,
@@ -27,7 +27,7 @@ BASE = {
 }
 ENGINE = {"max_num_batched_tokens": 128, "num_blocks": 60, "max_model_len": 832}
 ENGINE |= {"foresees": False}  # requests preempt each other
-ALL = [name for name in names() if not parse(name).is_test]
+ALL = covering(evictions())
 
 
 def jobs_for(policies: list[str]) -> list[Job]:

@@ -20,10 +20,11 @@ from support.engine.dms_decoder import say_dms
 from support.engine.helpers import BLOCK, Engine, Job, Run, make_prompt, watch_hits
 from support.made_patterns import write_pattern
 from support.made_surrogates import write_surrogate
+from support.sweeps import covering, evictions
 from support.tiny_model import make_tiny_model
 from vllm_kvpolicy.block_manager.planner import RequestState
 from vllm_kvpolicy.policies.calibration import save
-from vllm_kvpolicy.policies.catalogue.names import names, parse
+from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.protocol import UsedBlocks
 from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
 
@@ -32,7 +33,7 @@ STEM, BUDGET, WINDOW = 320, 128, 32
 BASE: dict[str, Any] = {"budget": BUDGET, "interval": 64, "recent": 32, "sinks": 4}
 BASE |= {"prefill_interval": "prompt"}
 OPTIONS = {"expected_window": 48, "snapmax_window": 48, "lag": 32}
-EVICTIONS = [name for name in names() if not parse(name).is_test]
+EVICTIONS = covering(evictions())
 EQUAL = [name for name in EVICTIONS if not parse(name).is_ragged({})]
 RAGGED = [name for name in EVICTIONS if parse(name).is_ragged({})]
 ALONE = {

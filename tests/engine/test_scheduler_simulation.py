@@ -1,7 +1,7 @@
 """The real schedulers under random traffic on a worker that knows every slot.
 
-Owns at least 100,000 checked steps over random engines, and the proof that the
-simulation notices what it is there for: each mutation below must make it fail.
+Owns checked steps over random engines, and the proof that the simulation notices what
+it is there for: each mutation below must make it fail.
 """
 
 import os
@@ -20,6 +20,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request
 
+from support import sweeps
 from support.engine.simulator import Simulation
 from support.engine.simulator_cache import CacheCheck
 from support.engine.simulator_engine import (
@@ -38,10 +39,10 @@ from vllm_kvpolicy.protocol import StepCommands, UsedBlocks
 
 POLICIES = ("streaming", "tova", "ams-tova", "identity", "holes", *RAGGED)
 # 8 policies x 2 depths; raise it for a longer search.
-MIN_STEPS = int(os.environ.get("KVPOLICY_SIMULATION_STEPS", "12000"))
+MIN_STEPS = int(os.environ.get("KVPOLICY_SIMULATION_STEPS", sweeps.trials(12_000)))
 STEPS_PER_ENGINE = 600
 # Of one engine that never restarts; `make soak` takes 100,000.
-AGED_STEPS = int(os.environ.get("KVPOLICY_AGED_ENGINE_STEPS", "5000"))
+AGED_STEPS = int(os.environ.get("KVPOLICY_AGED_ENGINE_STEPS", sweeps.trials(8000)))
 MOST_GROWTH = 3  # entries; less than anything that is left behind makes
 
 
@@ -65,17 +66,18 @@ def run_engines(
     caching: bool = False,
     drafts: tuple[int, ...] = (0,),
 ) -> None:
-    """Run random engines until enough has happened, in at most twice the steps.
+    """Run random engines until enough has happened, in at most four times the steps.
 
     Args:
         policy, depth, model, num_steps: of the engines, and steps of all together.
-        at_least: what has to happen how often.
+        at_least: what has to happen how often in `make test-all`.
         caching: with the prefix cache; with drafts, in every other engine.
         drafts: tokens that are speculated at most, by turns.
     """
     totals: Counter[str] = Counter()
+    at_least = floors(at_least)
     missed = list(at_least)
-    while totals["steps"] < num_steps or (missed and totals["steps"] < 2 * num_steps):
+    while totals["steps"] < num_steps or (missed and totals["steps"] < 4 * num_steps):
         turn = totals["engines"]
         scenario = random_scenario(policy, depth, turn, caching)
         scenario = with_drafts(scenario, drafts[turn % len(drafts)])
@@ -89,6 +91,23 @@ def run_engines(
     assert not missed, f"too little happened: {missed} in {dict(totals)}"
 
 
+def floors(at_least: dict[str, int]) -> dict[str, int]:
+    """Return what has to happen: in a quarter of the steps a tenth of it, if common."""
+    if sweeps.every_name:
+        return at_least
+    return {key: least // 10 for key, least in at_least.items() if least >= 10}
+
+
+def engines(*policies: str) -> list[Any]:
+    """Return policies with depths: both of each, or sync and async by turns."""
+    depths = (1, 2) if sweeps.every_name else (0,)
+    return [
+        pytest.param(policy, at, id=f"{policy}-{('sync', 'async')[at - 1]}")
+        for turn, policy in enumerate(policies)
+        for at in (depth or 1 + turn % 2 for depth in depths)
+    ]
+
+
 def with_drafts(scenario: Scenario, drafts: int) -> Scenario:
     """Let an engine speculate; events begin when as much is held as a step drafts."""
     policy, size = scenario.policy, scenario.block_size
@@ -98,8 +117,7 @@ def with_drafts(scenario: Scenario, drafts: int) -> Scenario:
     return replace(scenario, policy=policy, drafts=drafts)
 
 
-@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "depth"), engines(*POLICIES))
 def test_random_engines(policy: str, depth: int, model: ModelConfig):
     at_least = {
         "engines": 8,
@@ -137,8 +155,9 @@ def test_random_engines(policy: str, depth: int, model: ModelConfig):
     run_engines(policy, depth, model, MIN_STEPS, at_least)
 
 
-@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
-@pytest.mark.parametrize("policy", ("tova", "ams-tova", "holes", "hard-tova", "local"))
+@pytest.mark.parametrize(
+    ("policy", "depth"), engines("tova", "ams-tova", "holes", "hard-tova", "local")
+)
 def test_random_engines_that_share_prefixes(
     policy: str, depth: int, model: ModelConfig
 ):
@@ -156,7 +175,9 @@ def test_random_engines_that_share_prefixes(
     run_engines(policy, depth, model, MIN_STEPS // 2, at_least, caching=True)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy", POLICIES if sweeps.every_name else ("ams-tova", "hard-tova", "local")
+)
 def test_random_engines_that_speculate(policy: str, model: ModelConfig):
     """How many drafts come and how many are accepted is random: 100,000 steps.
 
@@ -254,7 +275,7 @@ def test_an_engine_that_speculates_does_not_age(policy: str, model: ModelConfig)
     print(policy, dict(totals), "entries more than at first:", growth)
     least = {"drafts": 5000, "drafts accepted": 2000, "events": 200, "finished": 30}
     least |= {"preemptions": 5, "aborts": 20, "resets": 2, "hits": 5}
-    missed = [key for key, most in least.items() if totals[key] < most]
+    missed = [key for key, most in floors(least).items() if totals[key] < most]
     assert not missed, f"too little happened: {missed} in {dict(totals)}"
     assert growth <= MOST_GROWTH
 
@@ -349,20 +370,19 @@ def test_a_plan_has_the_budget_that_a_request_asks_for(model):
     assert [plan.footprint.events.interval for plan in plans] == [48, 64]
 
 
-@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
-@pytest.mark.parametrize("policy", ("ams-tova", "holes", "hard-tova"))
+@pytest.mark.parametrize(("policy", "depth"), engines("ams-tova", "holes", "hard-tova"))
 def test_steps_that_defer_prompts(policy: str, depth: int, model: ModelConfig):
     """Requests sit out steps without our say, and start their answers later."""
     totals: Counter[str] = Counter()
-    while totals["steps"] < MIN_STEPS // 2 or totals["events inside prompts"] <= 10:
+    while totals["steps"] < MIN_STEPS // 2 or totals["events inside prompts"] <= 2:
         assert totals["steps"] < 4 * MIN_STEPS, totals
         scenario = random_scenario(policy, depth, totals["engines"], caching=True)
         scenario = replace(scenario, defers=0.6)
         totals += Simulation(scenario, model).run(STEPS_PER_ENGINE)
         totals["engines"] += 1
     print(policy, "depth", depth, dict(totals))
-    assert totals["steps that defer prompts"] > 1000
-    assert totals["finished"] > 20
+    assert totals["steps that defer prompts"] > sweeps.trials(1000)
+    assert totals["finished"] > sweeps.trials(20)
 
 
 def test_nobody_overtakes_a_request_that_waits_for_room(model: ModelConfig):
@@ -388,8 +408,9 @@ def test_nobody_overtakes_a_request_that_waits_for_room(model: ModelConfig):
     scheduler.shutdown()
 
 
-@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
-@pytest.mark.parametrize("policy", ("ams-tova", "holes", "hard-tova", "local"))
+@pytest.mark.parametrize(
+    ("policy", "depth"), engines("ams-tova", "holes", "local", "hard-tova")
+)
 def test_resets_of_running_requests(policy: str, depth: int, model: ModelConfig):
     """All that run are preempted, with steps and answers of theirs under way."""
     totals: Counter[str] = Counter()
@@ -404,7 +425,7 @@ def test_resets_of_running_requests(policy: str, depth: int, model: ModelConfig)
         at_least["resets with steps under way"] = 15
     if policy in ("hard-tova", "local"):
         at_least["answers after a preemption"] = 5
-    missed = [key for key, least in at_least.items() if totals[key] < least]
+    missed = [k for k, least in floors(at_least).items() if totals[k] < least]
     assert not missed, f"too little happened: {missed} in {dict(totals)}"
 
 

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 
 from support.engine.helpers import Engine, Run, make_jobs
-from support.made_sliding import NUM_FULL, make_gemma3
+from support.made_sliding import NUM_FULL, PATTERN, make_gemma3
 
 VALUES = {"budget": 128, "interval": 40, "prefill_interval": 256}
 LENGTHS = (40, 150, 300, 600)
@@ -49,6 +49,17 @@ def test_moving_is_free_of_error(runs, policy: str, case: str) -> None:
     assert sum(event.moved for event in events) / len(events) > 0.5
     assert {event.survivors.shape[:2] for event in events} == {(NUM_FULL, 2)}
     assert (run.preemptions > 0) == (case == "preemption")
+
+
+def test_a_model_may_begin_with_full_attention(tmp_path) -> None:
+    model, runs = make_gemma3(tmp_path / "model", pattern=PATTERN[::-1]), []
+    for values in (None, {"policy": "identity", **VALUES}):
+        trace = tmp_path if values else None
+        with Engine(model, values, trace, **CASES["plain"]) as engine:
+            runs.append(engine.run(make_jobs(LENGTHS, 100, seed=5)))
+            assert engine.num_free == engine.num_usable
+    runs[1].check_answers(runs[0])
+    assert sum(len(result.events) for result in runs[1].results.values()) >= 10
 
 
 @pytest.mark.parametrize("policy", ["ams-tova", "ams-expected"])

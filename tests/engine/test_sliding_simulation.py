@@ -164,7 +164,7 @@ NOTE = CacheCheck._note
 def test_notices_windows_left_in_the_cache_without_content(model, monkeypatch):
     """Where vLLM's priority scheduling preempts who was about to compute them."""
     monkeypatch.setattr(
-        KVPolicyManager, "withdraw", lambda self, name: self._offers[0].withdraw(name)
+        KVPolicyManager, "withdraw", lambda self, name: self.offers[0].withdraw(name)
     )
     expect_failure(model, "strangers|cached block", PREEMPTING)
 

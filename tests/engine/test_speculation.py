@@ -36,17 +36,17 @@ from support.repetition import (
     repetitive,
     watch_drafts,
 )
+from support.sweeps import covering, evictions
 from support.tiny_model import make_tiny_model
 from vllm_kvpolicy.block_manager.scheduler import KVPolicyScheduler
-from vllm_kvpolicy.policies.catalogue.names import names, parse
+from vllm_kvpolicy.policies.catalogue.names import parse
 
 VALUES = {"budget": 128, "interval": 40, "prefill_interval": 256}
-# All evictions whose heads have equal lengths, and some of all others but admissions.
-EQUAL = [
-    name
-    for name in names()
-    if not (parse(name).is_test or parse(name).is_ragged({}) or "epikv" in name)
-]
+# Each word of evictions whose heads have equal lengths, and some of all others but
+# admissions.
+EQUAL = covering(
+    [n for n in evictions() if not parse(n).is_ragged({}) and "epikv" not in n]
+)
 ALL = [
     *EQUAL,
     *("adakv-snapkv", "hard-snapkv", "pyramid-tova", "trim-snapkv", "local"),

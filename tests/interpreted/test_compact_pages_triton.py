@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.sweeps import trials
 from support.worker.page_moves import (
     INTEGERS,
     Head,
@@ -25,7 +26,7 @@ from vllm_kvpolicy.kernels import compact_pages as shared
 from vllm_kvpolicy.kernels.compact_pages import compact_pages
 from vllm_kvpolicy.kernels.triton import compact_pages as twin
 
-CASES = settings(max_examples=40, deadline=None, derandomize=True)
+CASES = settings(max_examples=trials(40), deadline=None, derandomize=True)
 TILES = (1, 2, 8)
 
 

@@ -15,15 +15,15 @@ from vllm_kvpolicy.kernels.paged_reductions import paged_cosines, paged_norms
 from vllm_kvpolicy.kernels.segment_quota import segment_quota
 from vllm_kvpolicy.kernels.window_usage import window_usage
 
-POLICIES = ("streaming", "tova", "snapkv", "ams-snapkv", "ams-keydiff", "rkv", "knorm")
+POLICIES = ("streaming", "ams-snapkv", "ams-keydiff", "rkv", "knorm")
 
 
 def run(name: str, which: str) -> World:
-    """Run three steps with two events each on random keys, values and queries."""
+    """Run two steps with two events each on random keys, values and queries."""
     generator = torch.Generator().manual_seed(5)
     with forced(which):
         world = World(name, "cpu", partial(torch.randn, generator=generator))
-        for ordinal in range(3):
+        for ordinal in range(2):
             world.step(ordinal)
     return world
 
@@ -59,7 +59,7 @@ def test_every_head_holds_its_own_tokens_in_triton(
     before = compact_pages.calls["triton"]
     policy = ScriptedPolicy(is_ragged, False)
     setup = Setup(policy, is_ragged=is_ragged, one_allocation=one_allocation)
-    totals = Chain(setup).run(25)
-    assert totals["events"] > 15
+    totals = Chain(setup).run(18)
+    assert totals["events"] > 5
     most = 3  # events of a step, and so of a batch
     assert most * (compact_pages.calls["triton"] - before) >= totals["events"]

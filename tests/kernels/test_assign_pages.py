@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.sweeps import trials
 from vllm_kvpolicy.kernels.assign_pages import PageLists, assign_pages
 
-CASES = settings(max_examples=120, deadline=None, derandomize=True)
+CASES = settings(max_examples=trials(120), deadline=None, derandomize=True)
 
 
 @dataclass(frozen=True)

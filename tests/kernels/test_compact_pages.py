@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.sweeps import trials
 from support.worker.page_moves import Head, check_moves, layouts, make_pages
 from vllm_kvpolicy.kernels import compact_pages
 from vllm_kvpolicy.kernels.compact_pages import (
@@ -15,7 +16,7 @@ from vllm_kvpolicy.kernels.compact_pages import (
 )
 from vllm_kvpolicy.kernels.cuda import library
 
-CASES = settings(max_examples=150, deadline=None, derandomize=True)
+CASES = settings(max_examples=trials(150), deadline=None, derandomize=True)
 CHUNKS = (1, 2, 3, 7)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from vllm_kvpolicy import compat
 from vllm_kvpolicy.kernels import dms_decision, wgkv_gate
 from vllm_kvpolicy.kernels.chunks import few_sizes, last_size, next_size
 from vllm_kvpolicy.kernels.dms_decision import DecisionWeights, decision_logits
@@ -88,7 +89,8 @@ def test_code_is_compiled_for_few_sizes(
     assert compiled(run, capfd) <= MOST
     for user in (wgkv_gate, dms_decision, kvzap):
         monkeypatch.setattr(user, "few_sizes", lambda rows: rows)
-    assert compiled(run, capfd) > MOST
+    is_of_onednn = dtype is torch.float32 or compat.multiplies_bfloat16()
+    assert (compiled(run, capfd) > MOST) == is_of_onednn
 
 
 @pytest.mark.parametrize("network", [write_gate, surrogate, adapter])

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
+from support.sweeps import trials
 from support.worker.page_moves import (
     Head,
     check_moves,
@@ -22,7 +23,7 @@ from vllm_kvpolicy.kernels import compact_pages as moves_of
 from vllm_kvpolicy.kernels.compact_pages import compact_pages
 from vllm_kvpolicy.kernels.ranking import resize
 
-CASES = settings(max_examples=100, deadline=None, derandomize=True)
+CASES = settings(max_examples=trials(100), deadline=None, derandomize=True)
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64]
 TOKENS = (1, 17, 300)
 in_cpp = compact_pages.implementation("cpu")

@@ -4,9 +4,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.sweeps import trials
 from vllm_kvpolicy.kernels.page_quota import page_quota
 
-CASES = settings(max_examples=100, deadline=None, derandomize=True)
+CASES = settings(max_examples=trials(100), deadline=None, derandomize=True)
 Rows = list[list[int]]
 
 

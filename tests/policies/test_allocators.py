@@ -18,6 +18,7 @@ from support.event_inputs import (
     make_inputs,
     one_event,
 )
+from support.sweeps import trials
 from vllm_kvpolicy.kernels.ranking import limit_must_keep
 from vllm_kvpolicy.policies.base import Allocator, Decision, EventInputs
 from vllm_kvpolicy.policies.catalogue.allocators import ALLOCATORS
@@ -56,7 +57,7 @@ def event(allocator: Allocator, **changes: Any) -> EventInputs:
     return make_inputs(allocator.needs, **changes)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=trials(100), deadline=None, derandomize=True)
 @given(data=st.data(), kind=st.sampled_from(KINDS), seed=st.integers(0, 10**6))
 @pytest.mark.parametrize("name", NAMES)
 def test_keeps_its_total_and_the_must_keep_set(

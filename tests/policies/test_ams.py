@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support import brute_ams
+from support.sweeps import trials
 from vllm_kvpolicy.policies.allocators.ams import PRESETS, AMSConfig, choose
 from vllm_kvpolicy.policies.ams import select
 
@@ -69,7 +70,7 @@ def configs(draw: st.DrawFn) -> AMSConfig:
     )
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=trials(250), deadline=None, derandomize=True)
 @given(
     config=configs(),
     tokens=st.integers(1, 160),
@@ -122,7 +123,7 @@ def test_equals_loops_over_tokens(
         assert (got.credit[r, n:] == 0).all()
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=trials(150), deadline=None, derandomize=True)
 @given(
     config=configs(),
     tokens=st.integers(1, 300),

@@ -119,7 +119,9 @@ def test_who_reads_queries_beside_the_usage_says_so(
     assert isinstance(policy, ComposedPolicy)
     needs = policy.scorer.needs, policy.allocator.needs
     reads = any(part.mass or part.window_tokens and not part.usage for part in needs)
-    assert registry.parse(name).weighs_itself or not reads
+    words = registry.parse(name)
+    assert words.weighs_itself or not reads
+    assert any(row.rotates for row in words.parts) == policy.needs.rope
 
 
 ROWS = {**SCORERS, **ALLOCATORS, **ADMISSIONS, **SELECTIONS, **TEST_POLICIES}

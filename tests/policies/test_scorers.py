@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from support import event_inputs
+from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.base import EventInputs
 from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
 from vllm_kvpolicy.policies.compose import measure_usage
@@ -204,6 +205,35 @@ def test_expected_attention_ignores_queries_before_the_first_token() -> None:
     assert torch.isfinite(short[inputs.valid]).all()
     four = SCORERS["expected"].build({"expected_window": 4, "n_future": 20})
     torch.testing.assert_close(short[:1], score_newest(four, inputs)[:1])
+
+
+# Neighbours, the last of whose pairs stay, scaled as LongRoPE does; and no rotation.
+KINDS = Rope(
+    torch.tensor([[1.0, 0.1, 0.01, 0.0], [0.0] * 4], dtype=torch.float64),
+    torch.tensor([[1.2, 1.2, 1.2, 1.0], [1.0] * 4], dtype=torch.float64),
+    torch.tensor([0, 1]),
+    torch.tensor([[0, 2, 4, 6, 1, 3, 5, 7], list(range(8))]),
+)
+
+
+def test_expected_attention_of_layers_that_rotate_in_other_ways() -> None:
+    """Each layer as if all rotated like it, its pairs half a head apart."""
+    scorer = SCORERS["expected"].build({"expected_window": 7, "n_future": 20})
+    inputs = replace(make_inputs(scorer), rope=KINDS)
+    got = score(scorer, inputs)
+    for layer, (frequency, order) in enumerate(
+        zip(KINDS.inv_freq, KINDS.order, strict=True)
+    ):
+        halves = replace(
+            inputs,
+            rope=Rope(frequency),
+            keys=inputs.keys[..., order],
+            queries=inputs.queries[..., order],
+        )
+        want = score(scorer, halves)[:, layer]
+        np.testing.assert_allclose(got[:, layer], want, **TOLERANCE)
+    still = score(scorer, halves)  # all layers rest
+    assert not torch.allclose(got[:, 0], still[:, 0])
 
 
 def score_newest(scorer: BaseScorer, inputs: EventInputs) -> torch.Tensor:

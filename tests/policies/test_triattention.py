@@ -57,6 +57,19 @@ def test_equals_the_definition(scaling: float) -> None:
     assert (got - want)[valid].abs().max() < 2e-4 < want[valid].std() / 100
 
 
+def test_layers_may_rotate_in_other_ways() -> None:
+    """Each layer as if all rotated like it."""
+    made, inputs = scorer(), make_inputs()
+    frequency = torch.stack([inputs.rope.inv_freq, torch.zeros(events.SIZE // 2)])
+    scaling = torch.tensor([[1.4], [1.0]]).expand(frequency.shape).double()
+    kinds = Rope(frequency, scaling, torch.tensor([0, 1]))
+    got = made.per_query_head(replace(inputs, rope=kinds))
+    for layer in range(events.LAYERS):
+        rope = Rope(frequency[layer], float(scaling[layer, 0]))
+        want = made.per_query_head(replace(inputs, rope=rope))[:, layer]
+        torch.testing.assert_close(got[:, layer], want)
+
+
 @pytest.mark.parametrize("aggregate", ["max", "mean"])
 def test_groups_are_compared_by_z_scores(aggregate: str) -> None:
     made, inputs = scorer(aggregate), make_inputs()

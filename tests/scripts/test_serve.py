@@ -17,6 +17,7 @@ from reasoner.model import EXAMPLE
 from reasoner.problems import generate
 from reasoner.tokenizer import chat_prompt, encode
 from support.make import make
+from vllm_kvpolicy import compat
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -64,6 +65,29 @@ def test_variables_reach_the_command():
         assert part in words, part
     assert words.endswith("--max-num-seqs 4")
     assert "--dtype" not in words
+
+
+@pytest.mark.parametrize("is_emulated", [True, False])
+@pytest.mark.parametrize(
+    ("model", "device", "extra", "chosen"),
+    [
+        ("some/model", "cpu", [], ["--dtype", "float32"]),
+        ("some/model", "cpu", ["--dtype=bfloat16"], []),
+        ("some/model", "cpu", ["--dtype", "auto"], []),
+        ("some/model", "cpu", ["--config", "mine.yaml"], []),  # may name a dtype
+        ("some/model", "cuda", [], []),
+        (serve.PACKAGED_MODEL, "cpu", [], []),  # is served in float32 anywhere
+    ],
+)
+def test_emulated_bfloat16_gives_way_to_float32(
+    model, device, extra, chosen, is_emulated, monkeypatch, capsys
+):
+    monkeypatch.setattr(compat, "multiplies_bfloat16", lambda: not is_emulated)
+    options = serve.parse(["--model", model, "--", *extra])
+    serve.choose_dtype(options, device)
+    assert options.extra == extra + chosen * is_emulated
+    said = capsys.readouterr().out
+    assert said.startswith("in float32: this CPU") == bool(chosen and is_emulated)
 
 
 def test_the_pretrained_model_is_fetched_and_keeps_its_short_name(monkeypatch):

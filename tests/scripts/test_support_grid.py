@@ -10,8 +10,9 @@ import pytest
 
 from benchmarks.gpu.check.engines import served_names
 from support.engine_configs import Overlay
+from support.sweeps import covering, evictions
 from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
-from vllm_kvpolicy.policies.catalogue.names import names, parse
+from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.policies.catalogue.selections import SELECTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,11 +22,11 @@ from support_grid import EXAMPLES, FEATURES, KINDS, Feature  # noqa: E402
 
 COLUMNS = {feature.name: feature for feature in FEATURES}
 RAN = [(feature, kind) for feature in FEATURES for kind in feature.ran]
-EVICTIONS = [name for name in names() if not parse(name).is_test]
+EVICTIONS = evictions()
 
 
 def policies_in(source: str) -> set[str]:
-    """Return the policies that code names, and those of lists of `names()` it uses."""
+    """Return the policies that code names, and those of lists that it makes of all."""
     tree = ast.parse(source)
     found = {name for names_ in lists_used(tree).values() for name in names_}
     said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
@@ -43,7 +44,7 @@ def policies_in(source: str) -> set[str]:
 
 
 def lists_used(tree: ast.Module) -> dict[str, list[str]]:
-    """Return the lists that a file makes of `names()` and that its functions read."""
+    """Return the lists made of `evictions()` that a file's functions read."""
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     reads = {
         node.id
@@ -51,13 +52,17 @@ def lists_used(tree: ast.Module) -> dict[str, list[str]]:
         for node in ast.walk(function)
         if isinstance(node, ast.Name)
     }
-    made: dict[str, Any] = {"names": names, "parse": parse}
+    known = {"covering": covering, "evictions": evictions, "parse": parse}
+    made: dict[str, Any] = dict(known)
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             code = ast.unparse(node.value)
-            if any(re.search(rf"\b{word}\b", code) for word in {*made} - {"parse"}):
+            if any(
+                re.search(rf"\b{word}\b", code)
+                for word in {*made} - {"covering", "parse"}
+            ):
                 made[node.targets[0].id] = eval(code, made)
-    return {name: made[name] for name in made if name in reads - {"names", "parse"}}
+    return {name: made[name] for name in made if name in reads - known.keys()}
 
 
 def ran_by(path: str) -> set[str]:
@@ -68,8 +73,8 @@ def ran_by(path: str) -> set[str]:
 
 
 def test_lists_of_names_count_as_what_they_hold_where_they_are_used() -> None:
-    made = "A = [n for n in names() if not parse(n).is_ragged({})]\n"
-    assert policies_in(made + "def f():\n    'snapkv'\n    names()") == set()
+    made = "A = [n for n in evictions() if not parse(n).is_ragged({})]\n"
+    assert policies_in(made + "def f():\n    'snapkv'\n    evictions()") == set()
     found = policies_in(made + "@run(A)\ndef f():\n    pass")
     kinds = {support_grid.kind_of(name) for name in found if not parse(name).is_test}
     assert kinds == {support_grid.EQUAL, support_grid.FITTED}

@@ -1,4 +1,4 @@
-"""`vllm serve --kv-policy NAME` for a name of each tier, or for every name.
+"""`vllm serve --kv-policy NAME` for the recommended policy, or for every name.
 
 All names are served one by one where pytest is given `--every-name` (`make test-all`).
 """
@@ -22,9 +22,8 @@ from vllm_kvpolicy.policies.catalogue.names import names, parse
 from vllm_kvpolicy.policies.catalogue.selections import SELECTIONS
 
 pytestmark = pytest.mark.serve
-# Served alone: heads of equal lengths, heads of their own with an admission's file. On
-# one server per tier, chosen per request, test_one_server serves one per allocator.
-ALONE = ("ams-expected", "keydiff", "wgkv+snapkv")
+# On one server per tier, chosen per request, test_one_server serves one per allocator.
+ALONE = ("ams-expected",)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -58,8 +57,3 @@ def test_one_name_per_allocator_is_listed() -> None:
     assert allocators == set(ALLOCATORS)
     assert admitted.partition("+")[0] in ADMISSIONS
     assert selected.rpartition("+")[2] in SELECTIONS
-
-
-def test_a_name_of_each_tier_is_served_alone() -> None:
-    assert {parse(name).is_ragged({}) for name in ALONE} == {False, True}
-    assert set(ALONE) <= set(ONE_PER_ALLOCATOR)

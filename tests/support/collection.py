@@ -6,6 +6,8 @@ to be taken, the other process would have nothing to do meanwhile.
 
 from pathlib import Path
 
+from xdist.scheduler import LoadFileScheduling
+
 TESTS = Path(__file__).parents[1]
 # Files of more than half a minute of one core, the dearest first.
 DEAREST = (
@@ -71,6 +73,16 @@ DEAREST = (
     "serve/test_two_servers.py",
     "engine/test_async_scheduling.py",
 )
+# Their tests share nothing, so that each may run in either process.
+APART = ("kernels/test_under_the_interpreter.py", "engine/test_scheduler_simulation.py")
+
+
+class ByFile(LoadFileScheduling):
+    """Gives a process a file at a time, and of some files a test at a time."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return nodeid if file.endswith(APART) else file
 
 
 def rank(path: Path) -> int:

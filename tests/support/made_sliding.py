@@ -12,7 +12,12 @@ PATTERN = (0, 0, 1, 0, 0, 0, 1)  # of `KINDS`: groups of two layers, one of them
 NUM_FULL, NUM_GROUPS = 2, 3
 
 
-def make_gemma3(path: Path | str, seed: int = 3, num_kv_heads: int = 2) -> Path:
+def make_gemma3(
+    path: Path | str,
+    seed: int = 3,
+    num_kv_heads: int = 2,
+    pattern: tuple[int, ...] = PATTERN,
+) -> Path:
     """Write a model of 7 layers of 4 query heads, float32; return its folder.
 
     Attention is sharp and the residual stream is not drowned by the embedding, so that
@@ -24,14 +29,14 @@ def make_gemma3(path: Path | str, seed: int = 3, num_kv_heads: int = 2) -> Path:
         vocab_size=99,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=len(PATTERN),
+        num_hidden_layers=len(pattern),
         num_attention_heads=4,
         num_key_value_heads=num_kv_heads,
         head_dim=32,
         query_pre_attn_scalar=32,
         max_position_embeddings=4096,
         sliding_window=WINDOW,
-        layer_types=[KINDS[kind] for kind in PATTERN],
+        layer_types=[KINDS[kind] for kind in pattern],
         bos_token_id=None,
         eos_token_id=1,
         pad_token_id=0,

@@ -20,7 +20,6 @@ SPEC = KVPolicySpec(
     num_kv_heads=2,
     head_size=32,
     dtype=torch.float32,
-    max_blocks_per_request=9,
 )
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from support.cpu import needs_float8
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.kernels.compact_pages import merge_pages
 from vllm_kvpolicy.kernels.page_bounds import page_bounds
@@ -110,6 +111,7 @@ def test_tokens_move_as_bytes(kind: str) -> None:
         assert {view.untyped_storage().data_ptr() for view in views} == {storage}
 
 
+@needs_float8
 @pytest.mark.parametrize("dtype", PLAIN)
 @kinds
 def test_the_layout_check_bears_any_rounding(

@@ -2,12 +2,15 @@
 
 from dataclasses import fields
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata
 
 from vllm_kvpolicy import compat
+from vllm_kvpolicy.worker.backends.flash import KVPolicyFlashMetadataBuilder
 from vllm_kvpolicy.worker.backends.triton import KVPolicyTritonMetadataBuilder
 from vllm_kvpolicy.worker.tiers.ragged_step import LayerBatch
 
@@ -20,6 +23,26 @@ def test_models_leave_writing_to_the_cache_to_vllm(name):
     module, _, cls = compat.GPU_BACKENDS[name].rpartition(".")
     backend = getattr(import_module(module), cls)
     assert backend.supports_kv_cache_update_bypass is False
+
+
+@pytest.mark.parametrize(
+    ("policy", "is_ahead"), [("ams-tova", True), ("hard-snapkv", False), (None, True)]
+)
+def test_flash_schedules_ahead_only_where_layers_are_alike(
+    monkeypatch: pytest.MonkeyPatch, policy: str | None, is_ahead: bool
+) -> None:
+    """Its schedule is made once per step, from lengths that all layers share."""
+
+    def stock(self, *given):
+        self.aot_schedule = True
+
+    monkeypatch.setattr(FlashAttentionMetadataBuilder, "__init__", stock)
+    config = SimpleNamespace(
+        additional_config={"kv_policy": {"policy": policy}} if policy else {},
+        compilation_config=SimpleNamespace(static_forward_context={"layer": None}),
+    )
+    builder = KVPolicyFlashMetadataBuilder(None, ["layer"], config, None)
+    assert builder.aot_schedule is is_ahead
 
 
 def made_metadata(num_rows: int, threshold: int) -> TritonAttentionMetadata:

@@ -11,11 +11,12 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
+from support.sweeps import trials
 from support.worker.event_world import REQUESTS, World
 from vllm_kvpolicy.policies.catalogue.names import names, parse
 from vllm_kvpolicy.policies.catalogue.options import kind_of, limits_of
 
-EXAMPLES = int(os.environ.get("KVPOLICY_FUZZ", "150"))
+EXAMPLES = int(os.environ.get("KVPOLICY_FUZZ", trials(150)))
 # Of admissions, files are read and decisions seen by captures that the world lacks.
 NAMES = [
     name

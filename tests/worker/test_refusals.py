@@ -1,13 +1,16 @@
 """What only a loaded model tells is refused with the names of policies and options."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from support.calibration_files import options_for
 from vllm_kvpolicy.policies import build as factory
 from vllm_kvpolicy.policies.base import Policy
 from vllm_kvpolicy.policies.catalogue.names import parse, resolve_options
 from vllm_kvpolicy.worker.refused import refused_for
-from vllm_kvpolicy.worker.rotary import check_rotates, model_rope
+from vllm_kvpolicy.worker.rotary import rope_for
 
 NAMES = ("expected", "ams-tova", "rkv", "ams-expected", "epikv")
 
@@ -16,22 +19,23 @@ def build(name: str, **options: object) -> Policy:
     return factory.build(name, resolve_options(parse(name), options))
 
 
-def test_a_model_without_rotary_positions() -> None:
+def test_pairs_that_a_policy_cannot_read(tmp_path: Path) -> None:
+    """Only the policies are named that read pairs half a head apart."""
+    sizes = 1, 2, 2, 64
+    options = options_for("triattention", tmp_path, *sizes)
     policies = {name: build(name) for name in NAMES}
-    refused = refused_for(policies, lambda needs: needs.rope)
-    with pytest.raises(ValueError) as caught, refused:
-        model_rope(torch.nn.Linear(2, 2), 64)
-    text = str(caught.value)
-    assert text.startswith("kv_policy: expected, ams-expected cannot run on this model")
-    assert "rotary positions: got a model without RoPE" in text
-    assert text.endswith("choose other policies, also in `allow`")
-
-
-def test_a_model_that_may_leave_its_rotation_out() -> None:
-    """EXAONE 4 has an embedding in layers of full attention, unused."""
-    check_rotates(["Gemma3ForCausalLM"])
-    with pytest.raises(ValueError, match="known to use RoPE .*got Exaone4ForCausalLM"):
-        check_rotates(["Exaone4ForCausalLM"])
+    layer, model = torch.nn.Module(), torch.nn.Module()
+    layer.head_size, model.attn, model.rotary_emb = 64, layer, torch.nn.Module()
+    table = torch.cat([torch.ones(9, 32), torch.zeros(9, 32)], -1)
+    model.rotary_emb.register_buffer("cos_sin_cache", table)
+    vars(model.rotary_emb).update(is_neox_style=False, head_size=64)
+    rope = rope_for(policies, model, [layer])
+    assert rope is not None and rope.order is not None
+    policies["triattention"] = build("triattention", **options)
+    match = "^kv_policy: triattention cannot run .* got a model with other pairs"
+    with pytest.raises(ValueError, match=match):
+        rope_for(policies, model, [layer])
+    assert rope_for({"rkv": policies["rkv"]}, model, [layer]) is None
 
 
 def test_other_policies_are_not_named() -> None:

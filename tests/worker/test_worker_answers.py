@@ -13,6 +13,7 @@ from vllm.v1.outputs import (
 )
 
 from vllm_kvpolicy.block_manager.manager import KVPolicySpec
+from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.protocol import UsedBlocks
 from vllm_kvpolicy.worker.base import KVPolicyWorkerMixin
 from vllm_kvpolicy.worker.side_memory import MIB, Share, mib, too_small
@@ -74,15 +75,23 @@ class Worker(KVPolicyWorkerMixin, Stock):
             answers=SimpleNamespace(take=self.take)
         )
         self.device = torch.device(device)
+        self.kv_policy_config = KVPolicyConfig("identity")
         self.model_config = SimpleNamespace(
-            max_model_len=1024, hf_text_config=SimpleNamespace(layer_types=None)
+            max_model_len=NEEDED * TABLES.block_size,
+            original_max_model_len=None,
+            hf_text_config=SimpleNamespace(layer_types=None),
+            get_num_attention_heads=lambda parallel: 2,
+            get_num_kv_heads=lambda parallel: 2,
         )
         self.vllm_config = SimpleNamespace(
             model_config=self.model_config,
             scheduler_config=SimpleNamespace(
                 max_num_batched_tokens=64, async_scheduling=False
             ),
-            cache_config=SimpleNamespace(block_size=TABLES.block_size),
+            cache_config=SimpleNamespace(
+                block_size=TABLES.block_size, cache_dtype="auto"
+            ),
+            parallel_config=None,
         )
         self.cache_config = SimpleNamespace(
             kv_cache_memory_bytes=explicit, num_gpu_blocks_override=None
@@ -107,7 +116,6 @@ class Worker(KVPolicyWorkerMixin, Stock):
             num_kv_heads=2,
             head_size=PAGE // (2 * 2 * 4 * TABLES.block_size),  # keys and values
             dtype=torch.float32,
-            max_blocks_per_request=NEEDED,
         )
         assert spec.page_size_bytes == PAGE
         return {str(n): spec for n in range(LAYERS)}
@@ -204,3 +212,16 @@ def test_the_largest_parts_come_first_and_small_ones_are_left_out() -> None:
     )
     alone = too_small(32 * MIB, (7, 35), MIB, shares[1:2], 60 * MIB)
     assert "`allow`" not in alone
+
+
+def test_where_vllm_searches_for_the_length_one_token_is_enough() -> None:
+    """`--max-model-len auto`: what fits is the search's to find, not ours to refuse."""
+    worker = Worker()
+    worker.model_config.original_max_model_len = -1
+    for worker.available, num_blocks in FITS.items():
+        if num_blocks > 1:
+            got = worker.determine_available_memory()
+            assert got == num_blocks * LAYERS * PAGE
+    worker.available = min(FITS)
+    with pytest.raises(ValueError, match="hold 1 superblocks .* at least 2: 1 that"):
+        worker.determine_available_memory()

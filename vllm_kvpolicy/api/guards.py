@@ -13,6 +13,7 @@ from vllm_kvpolicy.api.refusal import (
     is_float8,
     is_ragged,
 )
+from vllm_kvpolicy.api.rotary_guards import ROTARY_REFUSALS
 from vllm_kvpolicy.api.sink_guards import SINK_REFUSALS
 from vllm_kvpolicy.config import server_config
 from vllm_kvpolicy.kernels import preferences
@@ -187,6 +188,7 @@ REFUSALS = (
         "policy's file for that",
     ),
     *LAYER_REFUSALS,
+    *ROTARY_REFUSALS,
     *SINK_REFUSALS,
     Refusal(
         "KV caches of other dtypes than the model's and FP8",
@@ -199,6 +201,16 @@ REFUSALS = (
         lambda config: is_float8(config) and compat.platform_name() != "cpu",
         "leave out --kv-cache-dtype, or name the model's own dtype where the "
         "checkpoint asks for FP8: no GPU has run a policy over one",
+    ),
+    Refusal(
+        "FP8 KV caches on CPUs without AVX-512",
+        lambda config: (
+            is_float8(config)
+            and compat.platform_name() == "cpu"
+            and not compat.reads_float8()
+        ),
+        "leave out --kv-cache-dtype, or name the model's own dtype where the "
+        "checkpoint asks for FP8: vLLM's attention reads FP8 with AVX-512 or AMX only",
     ),
     Refusal(
         "KV connectors and KV offloading",
@@ -216,6 +228,13 @@ REFUSALS = (
             config.kv_events_config and config.kv_events_config.enable_kv_cache_events
         ),
         "leave out --kv-events-config",
+    ),
+    Refusal(
+        "routed experts in answers",
+        lambda config: config.aux_output_config.enabled,
+        "leave out --enable-return-routed-experts: vLLM stores the experts of as many "
+        "tokens as the pool has room for, by the tokens alone; with a policy requests "
+        "have more of them, and their experts depend on what was dropped",
     ),
     Refusal(
         "cascade attention",

@@ -7,18 +7,87 @@ from typing import Any
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.api.refusal import FITTED, Refusal, is_fitted, is_float8, is_ragged
 from vllm_kvpolicy.policies.catalogue.selections import SELECTIONS
-from vllm_kvpolicy.sizes import sliding_groups
+from vllm_kvpolicy.sizes import layer_kinds, sliding_groups
 
-
-def _layer_kinds(config: Any) -> set[str]:
-    """Return the attention kinds that the model names for its layers."""
-    return set(getattr(config.model_config.hf_text_config, "layer_types", None) or ())
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def _beside(applies: Callable[[Any], object], config: Any) -> bool:
     """Return whether the model mixes full attention with windows, and `applies`."""
-    mixed = {"full_attention", "sliding_attention"}
-    return mixed <= _layer_kinds(config) and bool(applies(config))
+    return {FULL, SLIDING} <= set(layer_kinds(config)) and bool(applies(config))
+
+
+def _varying(config: Any) -> set[str]:
+    """Return the fields that differ from layer to layer (Transformers' own word)."""
+    text = config.model_config.hf_text_config
+    return set(getattr(text, "per_layer_attributes", None) or ())
+
+
+def _text(config: Any, name: str) -> Any:
+    """Return what the model's own configuration says for all layers, or None."""
+    if name in _varying(config):  # must not be read
+        return None
+    return getattr(config.model_config.hf_text_config, name, None)
+
+
+def _is_one_of(names: tuple[str, ...], config: Any) -> bool:
+    return not set(names).isdisjoint(config.model_config.architectures or ())
+
+
+def _attends_by_itself(config: Any) -> bool:
+    """Return whether layers are of classes, or have backends, of the model's own."""
+    model_type = str(_text(config, "model_type"))
+    values = _text(config, "v_head_dim"), _text(config, "swa_v_head_dim")
+    has_own_values = not {*values} <= {None, _text(config, "head_dim")}
+    return (
+        _is_one_of(compat.OWN_ATTENTION, config)
+        or bool(_text(config, "param_sink_number"))
+        or (model_type.startswith("mimo_v2") and has_own_values)
+    )
+
+
+def _differs(config: Any) -> bool:
+    """Return whether layers differ in heads or head sizes, by fields of any kind."""
+    if {"head_dim", "num_key_value_heads", "num_attention_heads"} & _varying(config):
+        return True
+    other = _text(config, "attention_other_setting") or {}
+    found = (
+        (_text(config, "swa_head_dim"), "head_dim"),
+        (other.get("head_dim"), "head_dim"),
+        (_text(config, "swa_num_key_value_heads"), "num_key_value_heads"),
+        (other.get("num_attention_groups"), "num_attention_groups"),
+    )
+    if any(value not in (None, _text(config, name)) for value, name in found):
+        return True
+    per_layer = _text(config, "num_attention_heads_per_layer") or ()
+    blocks = _text(config, "block_configs") or ()
+    attentions = [getattr(block, "attention", None) for block in blocks]
+    groups = {getattr(each, "n_heads_in_group", None) for each in attentions}
+    heads = {
+        count
+        for count, kind in zip(per_layer, layer_kinds(config), strict=False)
+        if kind == FULL
+    }
+    return len(heads) > 1 or len(groups - {None}) > 1
+
+
+def _has_other_windows(config: Any) -> bool:
+    """Return whether windows are not of the size that the configuration names."""
+    return (
+        _text(config, "interleaved_sliding_window") is not None
+        or len(set(_text(config, "sliding_windows") or ()) - {None}) > 1
+        or (
+            SLIDING in layer_kinds(config)
+            and _text(config, "model_type") in compat.WIDER_WINDOWS
+        )
+    )
+
+
+def _has_unknown_sinks(config: Any) -> bool:
+    """Return whether a Granite has learned sinks; see vLLM's granite.py."""
+    given = _text(config, "attention_sinks")
+    has_sinks = bool(layer_kinds(config)) if given is None else given
+    return has_sinks and _text(config, "model_type") in compat.UNTESTED_SINKS
 
 
 BESIDE_SLIDING = (
@@ -70,17 +139,45 @@ LAYER_REFUSALS = (
         "sliding windows in every layer",
         lambda config: (
             config.cache_config.sliding_window is not None
-            or _layer_kinds(config) == {"sliding_attention"}
+            or set(layer_kinds(config)) == {SLIDING}
         ),
         "serve a model of which some layers attend to the whole context",
     ),
     *BESIDE_SLIDING,
     Refusal(
         "layers other than full attention and sliding windows",
-        lambda config: bool(
-            _layer_kinds(config) - {"full_attention", "sliding_attention"}
-        ),
+        lambda config: bool(set(layer_kinds(config)) - {FULL, SLIDING}),
         "serve a model whose layers all attend to the whole context",
+    ),
+    Refusal(
+        "attention layers of a model's own",
+        _attends_by_itself,
+        "serve a model with vLLM's own layers of full attention or sliding windows",
+    ),
+    Refusal(
+        "layers that differ in heads or head sizes",
+        _differs,
+        "serve a model whose layers differ in their windows alone",
+    ),
+    Refusal(
+        "sliding windows of several sizes, or of others than `sliding_window`",
+        _has_other_windows,
+        "serve a model whose windows all have the size that it names",
+    ),
+    Refusal(
+        "ALiBi, whose biases depend on distances that events change",
+        lambda config: bool(_is_one_of(compat.ALIBI, config) or _text(config, "alibi")),
+        "serve a model with rotary positions",
+    ),
+    Refusal(
+        "attention logit soft caps, which scorers do not model",
+        lambda config: bool(_text(config, "attn_logit_softcapping")),
+        "serve a model without attn_logit_softcapping",
+    ),
+    Refusal(
+        "learned sinks of other models than gpt-oss",
+        _has_unknown_sinks,
+        "serve a model without learned sinks, or gpt-oss",
     ),
     Refusal(
         "mamba and linear-attention hybrids",

@@ -25,7 +25,7 @@ from vllm_kvpolicy.api.patch_table import (
     Patch,
 )
 from vllm_kvpolicy.config import has_policy
-from vllm_kvpolicy.metrics import exposition
+from vllm_kvpolicy.metrics import exposition, register
 
 
 def install() -> None:
@@ -76,26 +76,30 @@ def _with_given_values(original: Callable) -> Callable:
 
 def _with_policy(original: Callable) -> Callable:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        serves_http = startup.serves_http(args, kwargs)
+        context = args[0] if args else kwargs.get("usage_context")
+        serves_http = startup.serves_http(context)
+        runs_batch = startup.runs_batch(context)
         config = startup.prepare(self)
         vllm_config = original(self, *args, **kwargs)
         if config is None:
-            startup.finish_stock(vllm_config, serves_http)
+            startup.finish_stock(vllm_config, serves_http or runs_batch)
             if serves_http and startup.is_counted(vllm_config):
                 _wrap(ATTACH_METRICS, _with_counters)
             return vllm_config
         startup.finish(self, vllm_config, config)
         _wrap(PROCESS_INPUTS, _with_request_check)
         _wrap(ENGINE_READY, _with_engine_check)
-        if serves_http:
+        if serves_http or runs_batch:
             _wrap_server()
+        if runs_batch:
+            register(vllm_config)
         return vllm_config
 
     return create_engine_config
 
 
 def _wrap_server() -> None:
-    """Wrap what only HTTP servers use."""
+    """Wrap what only servers and batches use."""
     _wrap(ATTACH_METRICS, _with_counters)
     _wrap(GENERATE, _with_early_check)
     _wrap(RESPONSES, _with_early_response_check)

@@ -50,11 +50,13 @@ class Engine:
         vllm_config: what `sizes` reads of a VllmConfig.
         available: bytes for the KV cache.
         lengths: tokens of prompt and answer; requests take turns.
+        is_widened: in float32 for the sake of this CPU, not by the model or its user.
     """
 
     vllm_config: Any
     available: int
     lengths: tuple[tuple[int, int], ...]
+    is_widened: bool = False
 
     @property
     def block_size(self) -> int:
@@ -185,9 +187,13 @@ def _engine(args: argparse.Namespace) -> Engine:
         ValueError: the model is unknown or unlike what is planned, or the lengths are
             longer than its context.
     """
+    import torch
     from vllm.config import ParallelConfig
 
     model = _model(args)
+    is_widened = _is_slow_here(model) and args.dtype == "auto"
+    if is_widened:
+        model.dtype = torch.float32
     block_size = args.block_size or compat.BLOCK_TOKENS.get(compat.platform_name(), 16)
     vllm_config = SimpleNamespace(
         model_config=model,
@@ -212,7 +218,7 @@ def _engine(args: argparse.Namespace) -> Engine:
             f"a request of {longest} tokens is longer than the model's context of "
             f"{model.max_model_len}"
         )
-    return Engine(vllm_config, args.kv_cache_memory, lengths)
+    return Engine(vllm_config, args.kv_cache_memory, lengths, is_widened)
 
 
 def _model(args: argparse.Namespace) -> Any:
@@ -239,6 +245,17 @@ def _model(args: argparse.Namespace) -> Any:
             "this command takes for granted"
         )
     return model
+
+
+def _is_slow_here(model: Any) -> bool:
+    """Return whether this machine computes on a CPU that emulates the model's dtype."""
+    import torch
+
+    return (
+        compat.platform_name() == "cpu"
+        and model.dtype is torch.bfloat16
+        and not compat.multiplies_bfloat16()
+    )
 
 
 # -- lines of the table --------------------------------------------------------
@@ -350,6 +367,11 @@ def _notes(
     engine: Engine, config: KVPolicyConfig, lines: list[tuple[str, ...]]
 ) -> Iterator[str]:
     """Yield what a server would want besides, a line each."""
+    if engine.is_widened:
+        yield (
+            "In float32, because this CPU emulates bfloat16: give the server --dtype "
+            "float32 too, or plan for another machine with --dtype bfloat16."
+        )
     limit = engine.vllm_config.scheduler_config.max_num_seqs
     if max(int(line[-1]) for line in lines) > limit:
         yield f"More than {limit} at once need a higher --max-num-seqs."

@@ -58,7 +58,7 @@ _ENGINE = (
             ),
             "_update_after_schedule": "self scheduler_output",
         },
-        read="kv_cache_manager requests running vllm_config",
+        read="kv_cache_manager perf_metrics requests running vllm_config",
     ),
     Owner(
         "vllm.v1.core.sched.async_scheduler:AsyncScheduler",
@@ -68,8 +68,16 @@ _ENGINE = (
         "vllm.v1.core.sched.output:SchedulerOutput",
         read=(
             "num_scheduled_tokens total_num_scheduled_tokens finished_req_ids "
-            "preempted_req_ids"
+            "preempted_req_ids scheduled_cached_reqs"
         ),
+    ),
+    Owner(
+        "vllm.v1.core.sched.output:CachedRequestData",
+        read="num_computed_tokens req_ids",
+    ),
+    Owner(
+        "vllm.v1.metrics.perf:ModelMetrics",
+        {"get_step_perf_stats_per_gpu": "self scheduler_output"},
     ),
     Owner(
         "vllm.v1.request:Request",
@@ -83,7 +91,7 @@ _ENGINE = (
         "vllm.v1.core.kv_cache_manager:KVCacheManager",
         read=(
             "coordinator block_pool empty_kv_cache_blocks truncate_computed_blocks "
-            "create_kv_cache_blocks"
+            "create_kv_cache_blocks estimate_cached_tokens"
         ),
     ),
     Owner(
@@ -131,10 +139,7 @@ _ENGINE = (
     ),
     Owner(
         "vllm.v1.kv_cache_interface:FullAttentionSpec",
-        {
-            "max_memory_usage_bytes": "self vllm_config",
-            "merge": "@classmethod cls specs",
-        },
+        {"max_memory_usage_bytes": "self vllm_config"},
     ),
     Owner("vllm.v1.kv_cache_interface:AttentionSpec", read="page_size_bytes"),
     Owner(

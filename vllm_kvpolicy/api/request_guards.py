@@ -155,11 +155,11 @@ def check_params(
             f"kv_policy: with {name!r} this request needs up to {wanted} "
             f"superblocks of {block_size} tokens to reach {tokens} tokens, expected "
             f"at most {num_blocks - 1}, the size of the pool; lower max_tokens or "
-            f"{_other_advice(config)}"
+            f"{_other_advice(config, block_size)}"
         )
 
 
-def _other_advice(config: KVPolicyConfig | None) -> str:
+def _other_advice(config: KVPolicyConfig | None, block_size: int) -> str:
     """Say what else makes a request smaller that runs with `config`."""
     if config is None:
         return "leave out kv_policy 'none'"
@@ -170,8 +170,8 @@ def _other_advice(config: KVPolicyConfig | None) -> str:
         return "shorten the prompt: this policy keeps every token"
     if info.keeps_all:
         return "shorten the prompt: the gates may admit everything"
-    step = config.prefill_interval_tokens
-    smaller = f"below {step}" if isinstance(step, int) else f"in place of {step!r}"
+    step, tokens = config.prefill_interval_tokens, config.prefill_step(block_size)
+    smaller = f"in place of {step!r}" if isinstance(step, str) else f"below {tokens}"
     return f"kv_budget, or start the server with a prefill_interval {smaller}"
 
 

@@ -74,12 +74,18 @@ def read_command_line(engine_args: Any, args: Any) -> None:
         args.additional_config = merged
 
 
-def serves_http(args: tuple, kwargs: dict) -> bool:
-    """Tell from the arguments of create_engine_config whether it is for a server."""
+def serves_http(context: Any) -> bool:
+    """Tell from the usage context of create_engine_config whether a server asks."""
     from vllm.usage.usage_lib import UsageContext
 
-    context = args[0] if args else kwargs.get("usage_context")
     return context is UsageContext.OPENAI_API_SERVER
+
+
+def runs_batch(context: Any) -> bool:
+    """Tell from the usage context whether `vllm run-batch` asks."""
+    from vllm.usage.usage_lib import UsageContext
+
+    return context is UsageContext.OPENAI_BATCH_RUNNER
 
 
 def prepare(engine_args: Any) -> KVPolicyConfig | None:
@@ -119,6 +125,7 @@ def finish(engine_args: Any, vllm_config: Any, config: KVPolicyConfig) -> None:
         ValueError: with every reason at once.
     """
     with errors(_is_command(engine_args)):
+        _open_windows(vllm_config)
         _refuse(config, refusals(vllm_config))
         config.validate_block_size(vllm_config.cache_config.block_size)
         check_drafts(config, vllm_config)
@@ -197,6 +204,18 @@ def _choose(engine_args: Any, config: KVPolicyConfig) -> None:
         engine_args.attention_backend or "chosen by the platform",
     )
     logger.info("KV policy kernels: %s", preferences.summary(platform))
+
+
+def _open_windows(vllm_config: Any) -> None:
+    """Serve a model as full attention whose layers all have windows, never outgrown.
+
+    What vLLM does with `--disable-sliding-window`. It would keep every superblock all
+    the same: no request is longer than max_model_len.
+    """
+    window, model = vllm_config.cache_config.sliding_window, vllm_config.model_config
+    if window is not None and window >= model.max_model_len:
+        vllm_config.cache_config.sliding_window = None
+        model.hf_text_config.sliding_window = None
 
 
 def _tell_evidence() -> None:

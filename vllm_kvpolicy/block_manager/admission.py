@@ -3,7 +3,8 @@
 vLLM admits a request when its prompt fits and preempts one when the pool is full. What
 bounded requests will hold is known, so that both can be foreseen:
 
-* a waiting request enters when the forecast with it stays within the pool;
+* a waiting request enters when the forecast with it stays within the pool, without
+  running requests of lower priority where vLLM schedules by priority: it preempts them;
 * a running one sits a step out where it would take the last superblocks with which
   somebody gets to the next event. Where that has cost as many tokens as a preemption
   would, vLLM preempts: answers were longer than expected.
@@ -16,28 +17,28 @@ policies that may keep everything) follow vLLM's rule; what they hold now counts
 they held it for ever.
 """
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
+from vllm_kvpolicy.block_manager.claim import Claim
 from vllm_kvpolicy.block_manager.forecast import (
     HORIZON,
     Forecast,
-    held_levels,
-    most_ahead,
+    computed_levels,
     window_levels,
 )
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager
-from vllm_kvpolicy.block_manager.output_lengths import OutputLengths
+from vllm_kvpolicy.block_manager.output_lengths import OutputLengths, may_stop
 from vllm_kvpolicy.block_manager.planner import Planner, RequestState
-from vllm_kvpolicy.events import Footprint
 from vllm_kvpolicy.sizes import SlidingGroups
 
 PATIENCE = 512  # tokens that requests may lose by waiting, beside what a victim would
+NOBODY: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -52,6 +53,7 @@ class Admission:
         late_steps: steps for which a request that has ended keeps what it held: 1 with
             asynchronous scheduling.
         by_priority: vLLM's priority scheduling.
+        watermark: superblocks that vLLM wants to be free behind one that enters.
         num_drafts: speculated tokens that a step computes at most for a request.
 
     Attributes:
@@ -67,6 +69,7 @@ class Admission:
     step_tokens: int
     late_steps: int
     by_priority: bool = False
+    watermark: int = 0
     num_drafts: int = 0
     forecast: Forecast = field(default_factory=Forecast)
     lengths: OutputLengths = field(default_factory=OutputLengths)
@@ -79,16 +82,16 @@ class Admission:
     _last: dict[str, int] = field(default_factory=dict)
     _running: dict[str, Request] = field(default_factory=dict)
     _entered: list[str] = field(default_factory=list)
-    # What `_computed_levels` was asked last, and its answer.
-    _newest_levels: tuple[Any, np.ndarray] = None, np.empty(0)
     # Tokens not computed by requests that sat out since superblocks last came back.
     _num_lost: int = 0
     # The least that a request misses until its next event or end; and in which step,
-    # after how many events and with how many free superblocks that was counted.
-    _least: tuple[tuple[int, int, int], int] = (-1, 0, 0), 0
+    # after how many events, with how many free superblocks and without whom that was
+    # counted.
+    _least: tuple[tuple[int, int, int, frozenset[str]], int] = (-1, 0, 0, NOBODY), 0
 
     def __post_init__(self) -> None:
         self.lengths.unfinished = self._unfinished
+        self._claim = Claim(self.manager, self.watermark)
 
     @property
     def _lead(self) -> int:
@@ -108,19 +111,31 @@ class Admission:
     def _unfinished(self) -> Iterator[int]:
         """Yield how long the answers are that run and may stop."""
         for request in self._running.values():
-            if _may_stop(request):
+            if may_stop(request):
                 yield request.num_output_tokens
 
     # -- the life of a request ----------------------------------------------------
 
-    def note_hit(self, request_id: str, blocks: Sequence[KVCacheBlock]) -> None:
+    def note_hit(
+        self,
+        request_id: str,
+        blocks: Sequence[KVCacheBlock],
+        leaving: frozenset[str] = NOBODY,
+    ) -> None:
         """Note how much of a waiting request's cached prefix others account for.
 
         Those who hold all of it do, until the last of them has its first event or ends.
+
+        Args:
+            request_id: the request.
+            blocks: its cached prefix.
+            leaving: less urgent requests, on which it does not rely.
         """
-        num_shared = sum(block.ref_cnt > 0 for block in blocks)
+        rows = (self.manager.req_to_blocks.get(each, ()) for each in leaving)
+        less = Counter(each.block_id for row in rows for each in row[: len(blocks)])
+        num_shared = sum(each.ref_cnt > less[each.block_id] for each in blocks)
         releases = [self.forecast.step]
-        for other in self.forecast.bookings if num_shared else ():
+        for other in self.forecast.bookings.keys() - leaving if num_shared else ():
             state = self.planner.states[other]
             row = self.manager.req_to_blocks.get(other, ())
             if state.ordinal or len(row) < num_shared:
@@ -132,24 +147,38 @@ class Admission:
                 releases.append(self.forecast.step + num_steps)
         self._shared[request_id] = num_shared, max(releases)
 
-    def admits(self, request: Request, computed: int, num_new: int) -> bool:
+    def admits(
+        self,
+        request: Request,
+        computed: int,
+        num_new: int,
+        leaving: frozenset[str] = NOBODY,
+    ) -> bool:
         """Return whether a waiting request may enter in this step.
+
+        vLLM preempts nobody for the sake of one that waits. So if there are too few
+        superblocks in this step, less urgent requests leave them free from the next on.
 
         Args:
             request: the request.
             computed: its tokens that the prefix cache gives it.
             num_new: tokens that it would compute in this step.
+            leaving: less urgent requests that run.
         """
         request_id, state = request.request_id, self._bounded(request.request_id)
-        if state is None:
-            return True
-        levels, offset = self._levels(request, state, computed, num_new)
-        if not (self._is_empty() or self._fits(levels)):
-            self.num_held_back += 1
-            return False
-        self.forecast.book(request_id, levels, offset)
-        self._entered.append(request_id)
-        self._running[request_id] = request
+        self._claim.drop()
+        self._claim.take_turn(request)
+        if state is not None:
+            levels, offset = self._levels(request, state, computed, num_new)
+            if not self._fits(levels, leaving):
+                self.num_held_back += 1
+                return False
+            self.forecast.book(request_id, levels, offset)
+            self._entered.append(request_id)
+            self._running[request_id] = request
+        if leaving:
+            num_shared, _ = self._shared.get(request_id, (0, 0))
+            self._claim.make(request, num_shared, leaving)
         return True
 
     def follow(self, request: Request, computed: int, num_new: int) -> None:
@@ -179,9 +208,8 @@ class Admission:
         """Forget a request that has been preempted or has ended; learn from the end."""
         self._forget(request.request_id)
         self._num_lost = 0
-        if RequestStatus.is_finished(request.status) and _may_stop(request):
-            stopped = request.status != RequestStatus.FINISHED_LENGTH_CAPPED
-            self.lengths.add(request.num_output_tokens, stopped)
+        self._claim.drop_of((request.request_id,))
+        self.lengths.learn_from(request)
 
     def finish_step(self, scheduled: Container[str], has_events: bool) -> None:
         """Go on to the next step; forget who was let in and found no superblock."""
@@ -189,6 +217,7 @@ class Admission:
             if request_id not in scheduled:
                 self._forget(request_id)
         self._entered.clear()
+        self._claim.drop_of(scheduled)
         self.forecast.step += 1
         if has_events:
             self._num_lost = 0
@@ -200,23 +229,30 @@ class Admission:
 
     # -- who may enter ------------------------------------------------------------
 
-    def _is_empty(self) -> bool:
-        return not self.forecast.bookings and not self.manager.num_taken
+    def _fits(self, levels: np.ndarray, leaving: frozenset[str]) -> bool:
+        """Return whether the pool bears one more request, now and while it runs.
 
-    def _fits(self, levels: np.ndarray) -> bool:
-        """Return whether the pool bears one more request, now and while it runs."""
-        if self.forecast.peak(levels) > self.manager.num_usable - self._unforeseen():
+        Args:
+            levels: what it will hold.
+            leaving: requests that find no room beside it, where there is none.
+        """
+        staying, usable = self.manager.num_staying(leaving), self.manager.num_usable
+        if not staying and self.forecast.bookings.keys() <= leaving:
+            return True
+        unforeseen = self._unforeseen(staying, leaving)
+        if self.forecast.peak(levels, leaving) > usable - unforeseen:
             return False
-        left = self.manager.num_free - int(levels[0])
-        return left >= levels.max() - levels[0] or self._proceeds(left)
+        left = usable - staying - int(levels[0])
+        return left >= levels.max() - levels[0] or self._proceeds(left, leaving)
 
-    def _unforeseen(self) -> int:
-        """Return the superblocks held that no booking accounts for."""
+    def _unforeseen(self, staying: int, leaving: frozenset[str]) -> int:
+        """Return how many of the superblocks that stay no booking accounts for."""
         step, bookings = self.forecast.step, self.forecast.bookings
-        booked = [name for name, each in bookings.items() if each.end > step]
+        others = bookings.keys() - leaving
+        booked = [name for name in others if bookings[name].end > step]
         foreseen = self.manager.num_held_by(booked)
         foreseen -= sum(self._discount(name, step) for name in booked)
-        return max(self.manager.num_taken - foreseen, 0)
+        return max(staying - foreseen, 0)
 
     def _discount(self, request_id: str, step: int) -> int:
         """Return how many superblocks of a request others account for in a step."""
@@ -235,7 +271,9 @@ class Admission:
         footprint = state.footprint
         known = request.num_tokens + request.num_output_placeholders
         end = min(computed + num_new, known)  # drafts may be rejected
-        last = max(self._expected_tokens(request), computed + num_new)
+        expected = self.lengths.expected_of(request) + self.num_drafts
+        expected = min(request.num_prompt_tokens + expected, self.max_model_len)
+        last = max(expected - 1, computed + num_new)  # an answer's last token is not
         self._last[request.request_id] = last
         if end < known:
             num_steps = -(-(known - computed) // self.step_tokens) + last - known
@@ -243,7 +281,7 @@ class Admission:
             most = footprint.peak_blocks(last) + self._sliding.most_blocks(last)
             return np.full(num_steps, most), None
         positions = computed, end, min(last, end + HORIZON)
-        levels = self._computed_levels(footprint, positions).copy()
+        levels = computed_levels(footprint, positions, self._ahead).copy()
         num_shared, until = self._shared.get(request.request_id, (0, 0))
         first_event = state.plan.first_event - self._lead  # as soon as it may come
         num_before = min(first_event - end + 1, until - self.forecast.step)
@@ -253,40 +291,6 @@ class Admission:
             levels += window_levels(self._sliding, positions, beside)
         late = np.full(self.late_steps, levels[-1])
         return np.concatenate([levels, late]), end - self.forecast.step - 1
-
-    def _computed_levels(
-        self, footprint: Footprint, positions: tuple[int, int, int]
-    ) -> np.ndarray:
-        """Return what a step holds that gets to `end`, and later ones up to `last`.
-
-        The next request that waits asks for the same in every step.
-
-        Args:
-            footprint: of the request.
-            positions: tokens computed before the step, `end` and `last`.
-        """
-        asked = footprint, positions
-        if self._newest_levels[0] != asked:
-            computed, end, last = positions
-            assert end > computed, positions
-            held = held_levels(footprint, computed, last)
-            levels = held[end - computed - 1 :]
-            levels[0] = max(levels[0], held[0])
-            levels = most_ahead(levels, self._ahead)
-            self._newest_levels = asked, levels
-        return self._newest_levels[1]
-
-    def _expected_tokens(self, request: Request) -> int:
-        """Return how many tokens a request is expected to compute, drafts included.
-
-        The last one of its answer is not.
-        """
-        generated, most = request.num_output_tokens, request.max_tokens
-        if _may_stop(request):
-            expected = self.lengths.expected(generated, most)
-            most = max(expected, request.sampling_params.min_tokens)
-        most += self.num_drafts
-        return min(request.num_prompt_tokens + most, self.max_model_len) - 1
 
     # -- who may go on ------------------------------------------------------------
 
@@ -311,36 +315,43 @@ class Admission:
             find_victim: returns whom vLLM would preempt.
         """
         request_id = request.request_id
-        if request_id not in self.forecast.bookings:
+        self._claim.take_turn(request)
+        if request_id not in self.forecast.bookings or self._num_free < 0:
             return num_new
         if self._may_take(request_id, computed + num_new):
+            return num_new
+        victim = find_victim()
+        if self.by_priority and victim.priority > request.priority:
             return num_new
         fitting = self._fitting(request_id, computed, num_new)
         if fitting < num_new and self._may_take(request_id, computed + fitting):
             return fitting
-        victim = find_victim()
         is_dear = self._num_lost >= victim.num_computed_tokens + PATIENCE
-        if is_dear or (self.by_priority and victim.priority > request.priority):
-            return num_new
-        if not self._proceeds(self.manager.num_free):
+        if is_dear or not self._proceeds(self._num_free):
             return num_new
         self.num_waits += 1
         self._num_lost += 1
         return 0
 
+    @property
+    def _num_free(self) -> int:
+        """Superblocks that the request in turn may take."""
+        return self.manager.num_free - self.manager.claimed
+
     def _may_take(self, request_id: str, num_tokens: int) -> bool:
         """Return whether what a request takes leaves enough for somebody to proceed."""
         needed = self.manager.num_needed(request_id, num_tokens)
-        left = self.manager.num_free - needed
+        left = self._num_free - needed
         # An event that is due gives back at once.
         if needed <= 0 or left < 0:
             return needed <= 0
-        is_due = self.planner.due(request_id) is not None
-        return is_due or self._proceeds(left, request_id, needed)
+        if self.planner.due(request_id) is not None:
+            return True
+        return self._missing(request_id) - needed <= left or self._proceeds(left)
 
     def _fitting(self, request_id: str, computed: int, num_new: int) -> int:
         """Return for how many new tokens there are superblocks, at least 1."""
-        size, free = self.manager.block_size, self.manager.num_free
+        size, free = self.manager.block_size, self._num_free
         spare = max(free - self.manager.num_needed(request_id, computed + 1), 0)
         spare //= 1 + self._sliding.count  # groups take as many each
         count = min((computed // size + 1 + spare) * size - computed, num_new)
@@ -348,19 +359,17 @@ class Admission:
         fits = self.manager.num_needed(request_id, computed + count) <= free
         return count if fits else 1
 
-    def _proceeds(self, free: int, served: str | None = None, given: int = 0) -> bool:
+    def _proceeds(self, free: int, leaving: frozenset[str] = NOBODY) -> bool:
         """Return whether somebody gets to where they give superblocks back.
 
         Args:
             free: superblocks that there are for it.
-            served: a request that is given some of those that it misses.
-            given: how many.
+            leaving: requests that do not count.
         """
-        if served is not None and self._missing(served) - given <= free:
-            return True
-        now = self.forecast.step, self.planner.num_events, self.manager.num_free
+        step, num_events = self.forecast.step, self.planner.num_events
+        now = step, num_events, self.manager.num_free, leaving
         if self._least[0] != now:
-            missing = map(self._missing, self.forecast.bookings)
+            missing = map(self._missing, self.forecast.bookings.keys() - leaving)
             self._least = now, min(missing, default=free + 1)
         return self._least[1] <= free
 
@@ -387,11 +396,3 @@ class Admission:
         """Return the state of such a request, None for others."""
         state = self.planner.states.get(request_id)
         return None if state is None or state.footprint.keeps_all else state
-
-
-def _may_stop(request: Request) -> bool:
-    """Return whether an answer may end before `max_tokens`."""
-    params = request.sampling_params
-    if params is None:
-        return False
-    return not params.ignore_eos or bool(params.stop or params.stop_token_ids)

@@ -5,7 +5,9 @@ ends after a known number of tokens. So what it holds is a known saw-tooth, and 
 of them hold together is the sum.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -131,15 +133,21 @@ class Forecast:
     _first: int = 0
     _load: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
-    def peak(self, levels: np.ndarray) -> int:
+    def peak(self, levels: np.ndarray, leaving: Iterable[str] = ()) -> int:
         """Return the most that will be held if another request holds `levels`.
 
         Args:
             levels: [S] int64, superblocks from this step on.
+            leaving: requests whose bookings do not count.
         """
         self._reach(self.step + len(levels))
         start = self.step - self._first
-        return int((self._load[start : start + len(levels)] + levels).max())
+        load = self._load[start : start + len(levels)] + levels
+        for booking in map(self.bookings.get, leaving):
+            if booking is not None:
+                coming = booking.levels[self.step - booking.start :][: len(load)]
+                load[: len(coming)] -= coming
+        return int(load.max())
 
     def most(self) -> int:
         """Return the most that is booked for a step from this one on."""
@@ -174,6 +182,26 @@ class Forecast:
         self._first = self.step
         self._load = np.zeros(max(2 * (end - self.step), 1024), np.int64)
         self._load[: len(coming)] = coming
+
+
+@lru_cache(maxsize=1)  # the next request that waits asks the same in every step
+def computed_levels(
+    footprint: Footprint, positions: tuple[int, int, int], ahead: int
+) -> np.ndarray:
+    """Return [1 + last - end] int64: superblocks where a step gets to `end`, and on.
+
+    Args:
+        footprint: of the request.
+        positions: tokens computed before the step, `end` after it, and `last`; each
+            later step computes one.
+        ahead: tokens by which what it computes may be ahead of this.
+    """
+    computed, end, last = positions
+    assert end > computed, positions
+    held = held_levels(footprint, computed, last)
+    levels = held[end - computed - 1 :]
+    levels[0] = max(levels[0], held[0])
+    return most_ahead(levels, ahead)
 
 
 def most_ahead(levels: np.ndarray, ahead: int) -> np.ndarray:

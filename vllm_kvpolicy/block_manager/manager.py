@@ -6,13 +6,12 @@ both. Workers and schedulers of an engine with a policy import it, and so does
 unpickling the spec; the entry point never does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any
 
 from vllm.utils.math_utils import cdiv
-from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -22,35 +21,30 @@ from vllm.v1.request import Request
 from vllm_kvpolicy.block_manager.offers import Offers, WindowOffers
 from vllm_kvpolicy.block_manager.placement import PLACEMENTS
 from vllm_kvpolicy.block_manager.planner import Planner, RequestState
-from vllm_kvpolicy.block_manager.sliding import NO_SLIDING, SlidingBlocks
+from vllm_kvpolicy.block_manager.sliding import (
+    NO_SLIDING,
+    SlidingBlocks,
+    held_by_no_others,
+)
 from vllm_kvpolicy.block_manager.turnover import Turnover
+from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.events import event_seed
 from vllm_kvpolicy.protocol import UsedBlocks
+from vllm_kvpolicy.sizes import max_blocks_per_request
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVPolicySpec(FullAttentionSpec):
-    """Full attention whose requests hold at most `max_blocks_per_request` superblocks.
-
-    Args:
-        max_blocks_per_request: worst case over all prompt lengths up to max_model_len.
-    """
-
-    max_blocks_per_request: int
+    """Full attention of which requests hold what the engine's policy lets them."""
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
-        """Return the bytes that one request of max_model_len tokens may hold."""
-        return self.max_blocks_per_request * self.page_size_bytes
+        """Return the bytes that one request of max_model_len tokens may hold.
 
-    @classmethod
-    def merge(cls, specs: list["KVPolicySpec"]) -> "KVPolicySpec":
-        """Return the one spec of a group; all layers must agree in every field."""
-        if any(spec != specs[0] for spec in specs[1:]):
-            raise ValueError(
-                "a KV policy needs one attention geometry in all layers, got "
-                f"{sorted({repr(spec) for spec in specs})}"
-            )
-        return specs[0]
+        Where vLLM searches for the longest request that fits, it asks with other
+        lengths in `vllm_config` than the engine's.
+        """
+        config = KVPolicyConfig.from_dict(vllm_config.additional_config[CONFIG_KEY])
+        return max_blocks_per_request(vllm_config, config) * self.page_size_bytes
 
 
 class KVPolicyManager(FullAttentionManager):
@@ -69,8 +63,10 @@ class KVPolicyManager(FullAttentionManager):
     blocks_returned: int
     # Superblocks are offered when the token after them is computed: see block_hashes.
     offers_later: bool = False
+    # What the request whose turn it is leaves to a more urgent one that waits.
+    claimed: int = 0
     # Of this group and of those with a sliding window.
-    _offers: list[Offers]
+    offers: list[Offers]
     # By request, the superblocks of its open query window.
     _windows: dict[str, list[KVCacheBlock]]
 
@@ -86,7 +82,7 @@ class KVPolicyManager(FullAttentionManager):
         self.blocks_returned = 0
         self._windows = {}
         beside = [WindowOffers(each, planner) for each in sliding.managers]
-        self._offers = [Offers(self), *beside]
+        self.offers = [Offers(self), *beside]
 
     @property
     def has_positionally_stable_blocks(self) -> bool:
@@ -113,7 +109,7 @@ class KVPolicyManager(FullAttentionManager):
         if state is not None:
             num_tokens = min(num_tokens, state.plan.first_event)
         stock = super().cache_blocks
-        self._offers[0].offer(
+        self.offers[0].offer(
             request_id,
             lambda: stock(
                 request,
@@ -125,13 +121,13 @@ class KVPolicyManager(FullAttentionManager):
 
     def withdraw(self, request_id: str) -> None:
         """Take out of the prefix cache what a request was about to compute."""
-        for offers in self._offers:
+        for offers in self.offers:
             offers.withdraw(request_id)
 
     def new_step_starts(self) -> None:
         """Note that what was scheduled so far will be computed; vLLM calls this."""
         super().new_step_starts()
-        for offers in self._offers:
+        for offers in self.offers:
             offers.new_step_starts()
 
     def allocate_new_blocks(
@@ -156,6 +152,7 @@ class KVPolicyManager(FullAttentionManager):
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Return what a finished or preempted request held, its query window too."""
         window = self._windows.pop(request_id, [])
+        self.offers[0].forget(request_id)
         return super().pop_blocks_for_free(request_id) + window
 
     def run_due_event(self, request_id: str) -> None:
@@ -186,9 +183,7 @@ class KVPolicyManager(FullAttentionManager):
         self._give_back(homes, dest)
         blocks[:frontier] = dest + [self._null_block] * (frontier - len(dest))
         if self.enable_caching:
-            # Below the frontier there is nothing left to offer to the prefix cache.
-            num_cached = self.num_cached_block.get(request_id, 0)
-            self.num_cached_block[request_id] = max(num_cached, frontier)
+            self.offers[0].end(request_id, frontier)
         self.blocks_returned += len(owned) - len(dest)
         self.planner.record(
             request_id,
@@ -246,15 +241,19 @@ class KVPolicyManager(FullAttentionManager):
             if peak is not None:
                 return max(peak - self._num_own(request_id), 0)
         beside = self._taken_beside(request_id, num_tokens)
-        return beside + super().get_num_blocks_to_allocate(
-            request_id,
-            num_tokens,
-            new_computed_blocks,
-            total_computed_tokens,
-            num_local_computed_tokens,
-            num_tokens_main_model,
-            apply_admission_cap,
-            prefill_end,
+        return (
+            self.claimed
+            + beside
+            + super().get_num_blocks_to_allocate(
+                request_id,
+                num_tokens,
+                new_computed_blocks,
+                total_computed_tokens,
+                num_local_computed_tokens,
+                num_tokens_main_model,
+                apply_admission_cap,
+                prefill_end,
+            )
         )
 
     def _taken_beside(self, request_id: str, num_tokens: int) -> int:
@@ -337,14 +336,21 @@ class KVPolicyManager(FullAttentionManager):
         own = sum(map(self._num_own, request_ids))
         return own + self.sliding.held_by(request_ids)
 
-    def _num_own(self, request_id: str) -> int:
-        """Return those of them that are in this manager's group."""
+    def num_staying(self, leaving: Collection[str]) -> int:
+        """Return the superblocks that are still taken when these requests have left."""
+        own = chain.from_iterable(map(self._own, leaving))
+        return self.num_taken - held_by_no_others(own) - self.sliding.held_by(leaving)
+
+    def _own(self, request_id: str) -> list[KVCacheBlock]:
+        """Return what a request holds in this manager's group."""
+        row = self.req_to_blocks.get(request_id, [])
         state = self.planner.states.get(request_id)
-        num_entries = len(self.req_to_blocks.get(request_id, ()))
-        if state is None or not num_entries:
-            return num_entries
-        num_dropped = state.frontier_blocks - state.global_blocks
-        return num_entries - num_dropped + len(state.window)
+        if state is not None:
+            row = row[: state.global_blocks] + row[state.frontier_blocks :]
+        return row + self._windows.get(request_id, [])
+
+    def _num_own(self, request_id: str) -> int:
+        return len(self._own(request_id))
 
     def _take(self, count: int) -> list[KVCacheBlock]:
         num_free = self.block_pool.get_num_free_blocks()
@@ -370,25 +376,6 @@ def own_manager(managers: Sequence[Any]) -> tuple[KVPolicyManager, list[Any]]:
             f"expected one KV cache group with a KVPolicyManager, got {managers}"
         )
     return own[0], [each for each in managers if each is not own[0]]
-
-
-def run_events_first(coordinator: KVCacheCoordinator, own: KVPolicyManager) -> None:
-    """Have an event give superblocks back before other groups take theirs.
-
-    vLLM checks that there are enough for all groups together, and then has each take
-    its own, in the order of the model's layers. A model may begin with a window.
-
-    Args:
-        coordinator: of all groups; changed in place.
-        own: the manager of the policy's group.
-    """
-    allocate = coordinator.allocate_new_blocks
-
-    def allocate_new_blocks(request_id: str, *args: Any, **options: Any) -> Any:
-        own.run_due_event(request_id)
-        return allocate(request_id, *args, **options)
-
-    coordinator.allocate_new_blocks = allocate_new_blocks  # type: ignore[method-assign]
 
 
 def _ids(blocks: Sequence[KVCacheBlock]) -> tuple[int, ...]:

@@ -23,6 +23,8 @@ class Offers:
         self._manager = manager
         # By request, the first entry that this step has offered.
         self._first: dict[str, int] = {}
+        # By request with an event, how many entries it had offered before its first.
+        self._ended: dict[str, int] = {}
 
     def offer(self, request_id: str, cache_blocks: Callable[[], None]) -> None:
         """Call vLLM's `cache_blocks`; note what it has offered."""
@@ -42,6 +44,33 @@ class Offers:
     def new_step_starts(self) -> None:
         """Note that what was scheduled so far will be computed."""
         self._first.clear()
+
+    def end(self, request_id: str, frontier: int) -> None:
+        """Note that below a frontier, in superblocks, nothing is left to offer."""
+        known = self._manager.num_cached_block
+        self._ended.setdefault(request_id, known.get(request_id, 0))
+        known[request_id] = max(known.get(request_id, 0), frontier)
+
+    def forget(self, request_id: str) -> None:
+        """Forget what a finished or preempted request had offered."""
+        self._ended.pop(request_id, None)
+
+    def count_past_events(self, cache: Any) -> None:
+        """Have vLLM tell users what a prompt put into the prefix cache, whole.
+
+        It looks for cached superblocks in the request's list when the prompt has been
+        computed. By then, events may have replaced them.
+
+        Args:
+            cache: vLLM's KVCacheManager; changed in place.
+        """
+        estimate = cache.estimate_cached_tokens
+
+        def estimate_cached_tokens(request: Request) -> int:
+            ended = self._ended.get(request.request_id, 0)
+            return max(estimate(request), ended * self._manager.block_size)
+
+        cache.estimate_cached_tokens = estimate_cached_tokens
 
 
 class WindowOffers(Offers):

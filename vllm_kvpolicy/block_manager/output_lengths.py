@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+from vllm.v1.request import Request, RequestStatus
 
 REMEMBERED = 512  # answers
 ENOUGH = 20  # answers, before anything is concluded from them
@@ -43,6 +44,19 @@ class OutputLengths:
         if length:
             self._seen.append((length, stopped))
             self._curve = None
+
+    def learn_from(self, request: Request) -> None:
+        """Take in the answer of a request that has ended, if it could have stopped."""
+        if RequestStatus.is_finished(request.status) and may_stop(request):
+            stopped = request.status != RequestStatus.FINISHED_LENGTH_CAPPED
+            self.add(request.num_output_tokens, stopped)
+
+    def expected_of(self, request: Request) -> int:
+        """Return how many tokens a request's answer is expected to have."""
+        if not may_stop(request):
+            return request.max_tokens
+        expected = self.expected(request.num_output_tokens, request.max_tokens)
+        return max(expected, request.sampling_params.min_tokens)
 
     def expected(self, generated: int, most: int) -> int:
         """Return the length that nine in ten answers do not exceed.
@@ -78,3 +92,11 @@ class OutputLengths:
         at_risk = np.arange(len(order), 0, -1)
         shares = np.cumprod(np.where(stopped, 1 - 1 / at_risk, 1.0))
         return lengths[stopped], shares[stopped]
+
+
+def may_stop(request: Request) -> bool:
+    """Return whether an answer may end before `max_tokens`."""
+    params = request.sampling_params
+    if params is None:
+        return False
+    return not params.ignore_eos or bool(params.stop or params.stop_token_ids)

@@ -19,9 +19,10 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_kvpolicy.block_manager.admission import Admission
 from vllm_kvpolicy.block_manager.block_hashes import lookahead_hasher
 from vllm_kvpolicy.block_manager.counting import CountingMixin
-from vllm_kvpolicy.block_manager.manager import own_manager, run_events_first
+from vllm_kvpolicy.block_manager.estimates import HeldMetrics
+from vllm_kvpolicy.block_manager.manager import own_manager
 from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
-from vllm_kvpolicy.block_manager.sliding import SlidingBlocks
+from vllm_kvpolicy.block_manager.sliding import SlidingBlocks, run_events_first
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.events import request_phase
 from vllm_kvpolicy.live.files import own_engine
@@ -61,6 +62,7 @@ class KVPolicySchedulerMixin(CountingMixin):
             sliding_groups(self.vllm_config), others, self._num_processed
         )
         manager.attach(self.kv_policy_planner, policy.placement, sliding)
+        manager.offers[0].count_past_events(self.kv_cache_manager)
         num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
         logger.info(capacity_line(self.vllm_config, self.kv_policy_config, num_blocks))
         logger.info(sharing_line(self.vllm_config, self.kv_policy_config))
@@ -71,8 +73,11 @@ class KVPolicySchedulerMixin(CountingMixin):
             step_tokens=self.max_num_scheduled_tokens,
             late_steps=int(self.scheduler_config.async_scheduling or False),
             by_priority=self.policy == SchedulingPolicy.PRIORITY,
+            watermark=self.kv_cache_manager.watermark_blocks,
             num_drafts=self.vllm_config.num_speculative_tokens,
         )
+        if self.perf_metrics is not None:
+            self.perf_metrics = HeldMetrics(self.vllm_config)
         self.kv_policy_snapshots = NoSnapshots()
         if self.kv_policy_config.live:
             self.kv_policy_snapshots = Snapshots(
@@ -133,6 +138,7 @@ class KVPolicySchedulerMixin(CountingMixin):
             takes_hits=not info.measures_tokens,
             budget=None if info.is_unbounded else config.budget_tokens,
             num_drafts=self.vllm_config.num_speculative_tokens,
+            priority=request.priority * (self.policy == SchedulingPolicy.PRIORITY),
         )
         self.kv_policy_planner.add(request_id, plan)
 
@@ -166,7 +172,8 @@ class KVPolicySchedulerMixin(CountingMixin):
         if state is not None:
             found = self._cut_hit(request, state.plan, *found)
         own = found[0].blocks[self.kv_policy_manager.kv_cache_group_id]
-        self.kv_policy_admission.note_hit(request.request_id, own)
+        leaving = self._outranked(request)
+        self.kv_policy_admission.note_hit(request.request_id, own, leaving)
         return found
 
     def _cut_hit(
@@ -241,7 +248,7 @@ class KVPolicySchedulerMixin(CountingMixin):
             return num_new_tokens
         wanted = request, num_computed_tokens, num_new_tokens
         if request.status != RequestStatus.RUNNING:
-            num_new_tokens *= admission.admits(*wanted)
+            num_new_tokens *= admission.admits(*wanted, self._outranked(request))
         else:
             num_new_tokens = admission.allowed(*wanted, self._victim)
         if num_new_tokens <= 0:
@@ -254,6 +261,18 @@ class KVPolicySchedulerMixin(CountingMixin):
         """Return how many tokens of a request steps have computed that have ended."""
         request = self.requests[request_id]
         return request.num_computed_tokens - request.num_in_flight_tokens
+
+    def _outranked(self, request: Request) -> frozenset[str]:
+        """Return the running requests that vLLM preempts before one as urgent as this.
+
+        Of those of one priority none makes way for another: they fit together.
+        """
+        if self.policy != SchedulingPolicy.PRIORITY:
+            return frozenset()
+        less_urgent = (
+            each for each in self.running if each.priority > request.priority
+        )
+        return frozenset(each.request_id for each in less_urgent)
 
     def _victim(self) -> Request:
         """Return the running request that vLLM would preempt."""
@@ -274,6 +293,10 @@ class KVPolicySchedulerMixin(CountingMixin):
             exempt = frozenset(self._sees_all & scheduled)
             commands = replace(commands, exempt=exempt)
         scheduler_output.kv_policy_commands = commands
+        if self.perf_metrics is not None:
+            names = scheduler_output.scheduled_cached_reqs.req_ids
+            dropped = self.kv_policy_planner.dropped_tokens(names)
+            scheduler_output.kv_policy_dropped = dropped
         self.kv_policy_admission.finish_step(
             scheduler_output.num_scheduled_tokens, has_events=bool(commands.events)
         )

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+
 from vllm_kvpolicy.sizes import SlidingGroups
 
 
@@ -41,10 +43,9 @@ class SlidingBlocks:
 
         What others hold, too, stays taken when these requests move on.
         """
-        blocks = [block for each in request_ids for _, block in self._newest(each)]
-        num_holders = Counter(block.block_id for block in blocks)
-        ref_counts = {block.block_id: block.ref_cnt for block in blocks}
-        return sum(ref_counts[each] <= num_holders[each] for each in num_holders)
+        return held_by_no_others(
+            block for each in request_ids for _, block in self._newest(each)
+        )
 
     def needed(self, request_id: str, computed: int, num_tokens: int, step: int) -> int:
         """Return what a request takes more to get to `num_tokens`; negative for less.
@@ -82,9 +83,36 @@ class SlidingBlocks:
         return sum(max(num_blocks - len(row), 0) for row in rows)
 
 
+def held_by_no_others(blocks: Iterable[Any]) -> int:
+    """Return how many superblocks only these references hold; each counts once."""
+    found = list(blocks)
+    num_here = Counter(block.block_id for block in found)
+    ref_counts = {block.block_id: block.ref_cnt for block in found}
+    return sum(ref_counts[each] <= num_here[each] for each in num_here)
+
+
 def _coming_back(blocks: Iterable[tuple[int, Any]], left: int) -> int:
     """Return how many superblocks before place `left` nobody else holds."""
     return sum(index < left and block.ref_cnt <= 1 for index, block in blocks)
+
+
+def run_events_first(coordinator: KVCacheCoordinator, own: Any) -> None:
+    """Have an event give superblocks back before other groups take theirs.
+
+    vLLM checks that there are enough for all groups together, and then has each take
+    its own, in the order of the model's layers. A model may begin with a window.
+
+    Args:
+        coordinator: of all groups; changed in place.
+        own: the `KVPolicyManager` of the policy's group.
+    """
+    allocate = coordinator.allocate_new_blocks
+
+    def allocate_new_blocks(request_id: str, *args: Any, **options: Any) -> Any:
+        own.run_due_event(request_id)
+        return allocate(request_id, *args, **options)
+
+    coordinator.allocate_new_blocks = allocate_new_blocks  # type: ignore[method-assign]
 
 
 NO_SLIDING = SlidingBlocks(SlidingGroups(0, 0, 0, 1, 1, 0))

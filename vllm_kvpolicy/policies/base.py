@@ -37,7 +37,9 @@ class Needs:
         keys: cached post-RoPE keys.
         values: cached values.
         positions: true positions of the held tokens.
-        rope: the model's rotary frequencies.
+        rope: how the model rotates.
+        halves: it reads channels i and i + D/2 as the pairs that rotate.
+        alike: it reads one rotation for all layers.
         signals: what is measured at every token while it is computed.
         memory: names of the float32 values that it keeps per survivor from event to
             event.
@@ -52,6 +54,8 @@ class Needs:
     values: bool = False
     positions: bool = False
     rope: bool = False
+    halves: bool = False
+    alike: bool = False
     signals: tuple[TokenSignal, ...] = ()
     memory: tuple[str, ...] = ()
     until: bool = False
@@ -67,6 +71,8 @@ class Needs:
             values=self.values or other.values,
             positions=self.positions or other.positions,
             rope=self.rope or other.rope,
+            halves=self.halves or other.halves,
+            alike=self.alike or other.alike,
             signals=tuple(dict.fromkeys(self.signals + other.signals)),
             memory=tuple(dict.fromkeys(self.memory + other.memory)),
             until=self.until or other.until,
@@ -96,7 +102,7 @@ class EventInputs:
         queries: [E, L, Hq, W, D] model dtype, the newest W post-RoPE queries, each at
             its own position, newest last.
         positions: [E, L, H, T] int64, true positions.
-        rope: the model's rotary embedding.
+        rope: how the model's layers rotate.
         signals: by signal, [E, P] float32 by position, also of tokens dropped since;
             P is at least the largest `end`, entries from a request's own `end` on are
             unspecified.

@@ -62,16 +62,16 @@ class KVPolicyWorkerMixin:
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         """Return the model's specs with the compressed footprint."""
-        limit = max_blocks_per_request(self.vllm_config, self.kv_policy_config)
         specs = super().get_kv_cache_spec()
         check_groups(specs, sliding_groups(self.vllm_config))
-        return {name: _bounded(name, spec, limit) for name, spec in specs.items()}
+        return {name: _bounded(spec) for name, spec in specs.items()}
 
     def determine_available_memory(self) -> int:
         """Return the bytes for the KV cache, after the tables of policies.
 
         Raises:
-            ValueError: not even one request fits, beside vLLM's null block.
+            ValueError: not even one request fits, beside vLLM's null block; of one
+                token where vLLM searches for the longest one afterwards.
         """
         is_explicit = self.cache_config.kv_cache_memory_bytes is not None
         available = super().determine_available_memory()
@@ -86,15 +86,17 @@ class KVPolicyWorkerMixin:
         beside = self.kv_policy_setup.side_tables
         num_blocks = beside.pool_blocks(available - early, superblock)
         tables = early + beside.nbytes(num_blocks)
-        longest = self.model_config.max_model_len
-        needed = own.max_blocks_per_request + groups.most_blocks(longest)
+        is_searched = self.model_config.original_max_model_len == -1
+        longest = 1 if is_searched else self.model_config.max_model_len
+        sizes = self.vllm_config, self.kv_policy_config, longest
+        needed = max_blocks_per_request(*sizes) + groups.most_blocks(longest)
         # vLLM takes a number of superblocks that the user gives in place of ours.
         is_given = num_blocks and self.cache_config.num_gpu_blocks_override is not None
         if num_blocks <= needed and not is_given:
             enough = early + beside.nbytes(needed + 1) + (needed + 1) * superblock
             shares = self.kv_policy_setup.shares(num_blocks, is_ours_to_count)
-            sizes = (num_blocks, needed), superblock
-            raise ValueError(too_small(available, *sizes, shares, enough))
+            counts = num_blocks, needed
+            raise ValueError(too_small(available, counts, superblock, shares, enough))
         logger.info(
             "KV policy: tables and the values that policies store per kept token "
             "take %.1f MiB of %.1f MiB",
@@ -303,9 +305,9 @@ def check_groups(specs: Mapping[str, Any], groups: SlidingGroups) -> None:
         )
 
 
-def _bounded(name: str, spec: Any, limit: int) -> Any:
+def _bounded(spec: Any) -> Any:
     """Return the spec with the compressed footprint; windows stay what they are."""
     if type(spec) in SLIDING:
         return spec
     known = {field.name: getattr(spec, field.name) for field in fields(spec)}
-    return KVPolicySpec(**known, max_blocks_per_request=limit)
+    return KVPolicySpec(**known)

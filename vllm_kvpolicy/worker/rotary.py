@@ -1,75 +1,197 @@
-"""Reads a model's rotary frequencies from the table that it rotates with."""
+"""Reads how the layers of a loaded model rotate queries and keys.
+
+vLLM's own models have a table of cosines and sines beside each attention layer. Models
+of its Transformers backend have frequencies in one module above all layers, and a
+function next to its class that tells which channels are pairs.
+"""
 
 import math
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from vllm_kvpolicy.kernels.rope import Rope
+from vllm_kvpolicy.policies.base import Policy
+from vllm_kvpolicy.worker.refused import refused_for
 
-# Models with sliding windows whose layers of full attention rotate queries and keys, as
-# their code in vLLM says. Others may have a rotary embedding there and leave it out.
-ROTATING = frozenset({"Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"})
-
-
-def check_rotates(architectures: Iterable[str]) -> None:
-    """Refuse a model with sliding windows of which is not known whether it rotates.
-
-    Raises:
-        ValueError: it is not among ROTATING.
-    """
-    if not ROTATING & {*architectures}:
-        known, given = ", ".join(sorted(ROTATING)), ", ".join(architectures)
-        raise ValueError(
-            "rotary positions: with sliding windows, expected a model whose layers of "
-            f"full attention are known to use RoPE ({known}), got {given}"
-        )
+# Attributes of the modules around an attention layer in models of which some layers do
+# not rotate. A layer of full attention rotates unless one of these is false.
+SWITCHES = (
+    "use_rope",
+    "_use_rope",
+    "use_rotary",
+    "v1",
+    "force_rope",
+    "apply_rope_all_layers",
+    "is_local_attention",
+)
 
 
-def model_rope(
-    model: torch.nn.Module, head_dim: int, layers: Iterable[str] | None = None
-) -> Rope:
-    """Return the rotary embedding that layers of a model use.
+def rope_for(
+    policies: Mapping[str, Policy], model: nn.Module, layers: Sequence[Any]
+) -> Rope | None:
+    """Return how layers of a model rotate, None if no policy asks for it.
 
     Args:
+        policies: by name.
         model: the loaded model.
-        head_dim: D.
-        layers: names of attention layers, whose embedding is beside them; None for all.
+        layers: attention layers of full attention in it, in model order.
 
     Raises:
-        ValueError: there is none, layers differ, or it is of a kind that policies do
-            not support: interleaved pairs of channels, or only a part of each head.
+        ValueError: a rotary embedding of a kind that is not known, or that one of the
+            policies cannot read.
     """
-    parents = None if layers is None else {name.rpartition(".")[0] for name in layers}
-    modules = [
-        module
-        for name, module in model.named_modules(remove_duplicate=False)
-        if hasattr(module, "cos_sin_cache")
-        and (parents is None or name.rpartition(".")[0] in parents)
-    ]
-    if not modules:
-        raise ValueError(
-            "rotary positions: got a model without RoPE, expected one with RoPE"
-        )
-    first = modules[0]
-    for module in modules:
-        if not torch.equal(module.cos_sin_cache, first.cos_sin_cache):
-            raise ValueError("rotary positions: expected the same RoPE in all layers")
-    if not getattr(first, "is_neox_style", False):
-        raise ValueError(
-            "rotary positions: expected the half (NeoX) layout, got interleaved pairs"
-        )
-    if _width(first) != head_dim:
-        raise ValueError(
-            f"rotary positions: expected RoPE over whole heads, got {_width(first)} "
-            f"of {head_dim} channels"
-        )
-    return rope_of_table(first.cos_sin_cache)
+    needs = [policy.needs for policy in policies.values()]
+    if not any(each.rope for each in needs):
+        return None
+    with refused_for(policies, lambda needs: needs.rope):
+        rope = model_rope(model, layers)
+    with refused_for(policies, lambda needs: needs.halves):
+        if rope.order is not None and any(each.halves for each in needs):
+            raise ValueError(
+                "rotary positions: expected channels i and i + D/2 of each head to "
+                "rotate as a pair, got a model with other pairs"
+            )
+    with refused_for(policies, lambda needs: needs.alike):
+        if rope.of_layer is not None and any(each.alike for each in needs):
+            raise ValueError(
+                "rotary positions: expected all layers to rotate alike, got a model "
+                "whose layers differ, or do not rotate"
+            )
+    return rope
 
 
-def _width(module: Any) -> int:
-    return module.cos_sin_cache.shape[-1]
+def model_rope(model: nn.Module, layers: Sequence[Any]) -> Rope:
+    """Return how layers of full attention rotate.
+
+    A layer with no rotary embedding beside it or above does not.
+
+    Raises:
+        ValueError: a rotary embedding of a kind that is not known.
+    """
+    modules = dict(model.named_modules())
+    names = {module: name for name, module in modules.items()}
+    read, rows = dict[nn.Module | None, torch.Tensor](), []
+    for layer in layers:
+        around = [modules[name] for name in _above(names[layer])]
+        embedding = _embedding(around) if _rotates(around[0]) else None
+        if embedding not in read:
+            read[embedding] = _read(embedding, layer)
+        rows.append(read[embedding])
+    kinds, of_layer = torch.stack(rows).unique(dim=0, return_inverse=True)
+    half = kinds.shape[-1] // 4
+    frequency, scaling, order = kinds.split([half, half, 2 * half], dim=-1)
+    order = order.long()
+    in_halves = bool((order == torch.arange(order.shape[-1]).to(order.device)).all())
+    if in_halves and len(kinds) == 1:
+        return Rope(frequency[0], float(scaling[0, 0]))
+    return Rope(frequency, scaling, of_layer, None if in_halves else order)
+
+
+def _above(name: str) -> Iterator[str]:
+    """Yield the names of the modules around one, the nearest first."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _embedding(around: Sequence[nn.Module]) -> nn.Module | None:
+    """Return the rotary embedding that is nearest to an attention layer."""
+    found = (getattr(module, "rotary_emb", None) for module in around)
+    return next((each for each in found if each is not None), None)
+
+
+def _rotates(attention: nn.Module) -> bool:
+    return all(getattr(attention, name, True) for name in SWITCHES)
+
+
+def _read(embedding: Any, layer: Any) -> torch.Tensor:
+    """Return how one layer rotates, see `_row`.
+
+    Args:
+        embedding: None for a layer that does not rotate.
+        layer: vLLM's attention layer.
+
+    Raises:
+        ValueError: a rotary embedding of a kind that is not known.
+    """
+    size = layer.head_size
+    if embedding is None:
+        none = torch.zeros(0, dtype=torch.float64, device=next(layer.buffers()).device)
+        return _row(none, 1.0, True, size)
+    table = _table(embedding)
+    if table is None:
+        return _row(*_of_transformers(embedding), size)
+    if table.dim() != 2 or not table.shape[-1] <= size == embedding.head_size:
+        raise _unknown(embedding)
+    rope = rope_of_table(table)
+    is_neox = getattr(embedding, "is_neox_style", True)  # LongRoPE knows no other
+    return _row(rope.inv_freq, rope.scaling, is_neox, size)
+
+
+def _unknown(embedding: Any) -> ValueError:
+    return ValueError(
+        "rotary positions: expected a rotary embedding that turns pairs of channels by "
+        f"frequencies of its own, got {type(embedding).__name__}"
+    )
+
+
+def _table(embedding: Any) -> torch.Tensor | None:
+    """Return the table [positions, width] of a module of vLLM, None for others."""
+    both = getattr(embedding, "long_short_cos_sin_cache", None)
+    if both is None:
+        return getattr(embedding, "cos_sin_cache", None)
+    num_short = embedding.original_max_position_embeddings
+    return both[num_short:] if embedding.use_long_rope else both[:num_short]
+
+
+def _of_transformers(embedding: Any) -> tuple[torch.Tensor, float, bool]:
+    """Return frequencies, their factor, and whether halves rather than neighbours turn.
+
+    Turning every channel by a quarter shows which ones are pairs.
+    """
+    kind = "full_attention_" if hasattr(embedding, "full_attention_inv_freq") else ""
+    frequency = getattr(embedding, f"{kind}inv_freq", None)
+    source = sys.modules[type(embedding).__module__]
+    turn = getattr(source, "apply_rotary_pos_emb", None)
+    if frequency is None or turn is None:
+        raise _unknown(embedding)
+    one = torch.eye(2 * len(frequency), device=frequency.device)
+    turned = turn(one[None, None], one[None, None], 0 * one[None], 0 * one[None] + 1)
+    for is_neox in (True, False):
+        first, second = _order(len(one), is_neox).to(one.device).chunk(2)
+        quarter = one.clone()
+        quarter[first], quarter[second] = one[second], -one[first]
+        if torch.equal(turned[0][0, 0], quarter):
+            scaling = float(getattr(embedding, f"{kind}attention_scaling"))
+            return frequency.double(), scaling, is_neox
+    raise _unknown(embedding)
+
+
+def _row(
+    frequency: torch.Tensor, scaling: float, is_neox: bool, size: int
+) -> torch.Tensor:
+    """Return [2 D] float64 numbers of a rotation of the first channels of a head.
+
+    They are D/2 frequencies and D/2 factors of channel pairs, and D channels, see
+    `Rope`. Channels that stay are pairs of frequency 0.
+    """
+    turning = _order(2 * len(frequency), is_neox).view(2, -1)
+    staying = torch.arange(turning.numel(), size).view(2, -1)
+    order = torch.cat([turning, staying], 1).flatten().to(frequency)
+    num_still = staying.shape[1]
+    factors = F.pad(torch.full_like(frequency, scaling), (0, num_still), value=1.0)
+    return torch.cat([F.pad(frequency, (0, num_still)), factors, order])
+
+
+def _order(width: int, is_neox: bool) -> torch.Tensor:
+    """Return channels: the first ones of all pairs, then the second ones."""
+    channels = torch.arange(width)
+    return channels if is_neox else channels.view(-1, 2).T.flatten()
 
 
 def rope_of_table(table: torch.Tensor) -> Rope:

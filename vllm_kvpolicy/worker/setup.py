@@ -21,7 +21,7 @@ from vllm_kvpolicy.policies.base import Needs, Policy
 from vllm_kvpolicy.policies.build import build
 from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.policies.ranks import ALL_HEADS, ONE_RANK, HeadShard, Ranks
-from vllm_kvpolicy.sizes import max_global_blocks, query_rows, sliding_groups
+from vllm_kvpolicy.sizes import max_global_blocks, query_rows
 from vllm_kvpolicy.worker.captures.base import Capture
 from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
 from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
@@ -32,7 +32,7 @@ from vllm_kvpolicy.worker.live import LiveEvents, NoEvents
 from vllm_kvpolicy.worker.pages import PagePool, check_layout
 from vllm_kvpolicy.worker.refused import refused_for
 from vllm_kvpolicy.worker.request_table import RequestTable
-from vllm_kvpolicy.worker.rotary import check_rotates, model_rope
+from vllm_kvpolicy.worker.rotary import rope_for
 from vllm_kvpolicy.worker.runtime import KVPolicyRuntime
 from vllm_kvpolicy.worker.side_memory import Share, of_captures
 from vllm_kvpolicy.worker.side_tables import LISTS, PAGES, VALUES, SideTables
@@ -68,8 +68,8 @@ class WorkerSetup:
         side_tables: sizes of what is made along with the KV cache.
         shard: the heads that this rank serves.
         ranks: with those that serve the others.
-        limits: longest request in tokens, and rows that a query takes; None to batch
-            events without bound.
+        query_rows: rows of a superblock that a query takes; None to batch events
+            without bound.
     """
 
     vllm_config: Any
@@ -84,7 +84,7 @@ class WorkerSetup:
     side_tables: SideTables
     shard: HeadShard = ALL_HEADS
     ranks: Ranks = ONE_RANK
-    limits: tuple[int, int] | None = None
+    query_rows: int | None = None
 
     @property
     def early_bytes(self) -> int:
@@ -168,10 +168,11 @@ class WorkerSetup:
 
     def _rooms(self, pool: PagePool) -> dict[str, int]:
         """Return how large batches of events may be: as what a warm-up tries."""
-        if self.limits is None:
+        if self.query_rows is None:
             return {}
         most, sizes = self.requests.null_row, (pool.block_size, pool.num_blocks)
-        return rooms(self.config, most, *sizes, *self.limits)
+        longest = self.vllm_config.model_config.max_model_len  # vLLM may have cut it
+        return rooms(self.config, most, *sizes, longest, self.query_rows)
 
     def _memory(self, pool: PagePool) -> SurvivorMemory:
         sizes = self.side_tables
@@ -262,11 +263,7 @@ def prepare(
     shard = head_shard(vllm_config, first)
     policies = _policies(vllm_config, config, layers, shard)
     needs = reduce(or_, (policy.needs for policy in policies.values()))
-    with refused_for(policies, lambda needs: needs.rope):
-        if needs.rope and sliding_groups(vllm_config).count:
-            check_rotates(vllm_config.model_config.architectures)
-        names = [layer.layer_name for layer in layers]
-        rope = model_rope(model, first.head_size, names) if needs.rope else None
+    rope = rope_for(policies, model, layers)
     num_requests = vllm_config.scheduler_config.max_num_seqs
     num_global = max_global_blocks(vllm_config, config)
     requests = RequestTable(num_requests, num_global, block_size, device)
@@ -297,7 +294,7 @@ def prepare(
         side_tables,
         shard,
         ranks_of(shard, device),
-        (vllm_config.model_config.max_model_len, query_rows(vllm_config)),
+        query_rows(vllm_config),
     )
 
 

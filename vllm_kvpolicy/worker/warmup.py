@@ -82,7 +82,8 @@ def dummy_events(
         query_rows: rows of a superblock that a query takes.
     """
     prompts = [(1, 0), (1, LAST_PHASE)]
-    prompts += [(tokens, 0) for tokens in prompt_lengths(config, max_model_len)]
+    lengths = prompt_lengths(config, block_size, max_model_len)
+    prompts += [(tokens, 0) for tokens in lengths]
     for policy in config.policies:
         for prompt_tokens, phase in prompts:
             if phase and not config.spread_events:
@@ -124,14 +125,16 @@ def rooms(
     return found
 
 
-def prompt_lengths(config: KVPolicyConfig, max_model_len: int) -> list[int]:
+def prompt_lengths(
+    config: KVPolicyConfig, block_size: int, max_model_len: int
+) -> list[int]:
     """Return prompts whose events hold all numbers of tokens that kernels tell apart.
 
     Kernels are made for powers of two: of tokens, and of numbers that grow with them.
     So lengths grow by half, up to the most that an event inside a prompt can hold, and
     the longest prompt comes last.
     """
-    most = config.budget_tokens + 2 * config.prefill_step
+    most = config.budget_tokens + 2 * config.prefill_step(block_size)
     tokens, lengths = config.budget_tokens + config.interval_tokens, list[int]()
     while tokens < min(most, max_model_len - 1):
         lengths.append(tokens)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 from vllm.model_executor.layers.attention import attention
 
@@ -21,10 +20,6 @@ from support.engine.reference_decoder import ReferenceDecoder
 from vllm_kvpolicy.worker.captures.base import Capture
 from vllm_kvpolicy.worker.step import Step, StepTokens
 
-needs_float8 = pytest.mark.skipif(
-    not torch.cpu._is_avx512_supported(),
-    reason="vLLM 0.32's FP8 attention on a CPU needs AVX-512",
-)
 STORED = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 TOLERANCE = 1e-4
 Seen = dict[str, torch.Tensor]

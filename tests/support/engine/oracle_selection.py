@@ -289,7 +289,7 @@ def check_positions(result: Any, config: KVPolicyConfig, block_size: int) -> Non
         len(prompt),
         config.budget_tokens,
         config.interval_tokens,
-        config.prefill_interval_tokens,
+        config.prefill_step(block_size),
         request_phase(prompt) if config.spread_events else 0,
         config.window_tokens(),
     )

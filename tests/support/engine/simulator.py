@@ -245,7 +245,7 @@ class Simulation:
             prompt_len,
             budget,
             wishes.get("kv_interval", policy.interval_tokens),
-            policy.prefill_step,
+            policy.prefill_step(self.scenario.block_size),
             phase if policy.spread_events else 0,
             policy.window_tokens(name),
         )

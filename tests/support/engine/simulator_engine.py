@@ -15,6 +15,7 @@ import torch
 from vllm.config import (
     CacheConfig,
     ModelConfig,
+    ObservabilityConfig,
     ParallelConfig,
     SchedulerConfig,
     SpeculativeConfig,
@@ -64,6 +65,7 @@ class Scenario:
         windows: groups of layers with a sliding window, beside full attention.
         window_tokens: that these attend to.
         retention: vLLM's `prefix_cache_retention_interval`.
+        estimates: vLLM estimates the work of steps (`--enable-mfu-metrics`).
     """
 
     policy: dict[str, Any]
@@ -87,6 +89,7 @@ class Scenario:
     windows: int = 0
     window_tokens: int = 40
     retention: int | None = 0
+    estimates: bool = False
 
 
 # Policies whose heads differ in length, by the names that the tests use: shorter
@@ -204,6 +207,7 @@ def make_scheduler(scenario: Scenario, model: ModelConfig) -> Scheduler:
         ),
         additional_config={"kv_policy": scenario.policy},
         speculative_config=_speculation(scenario, model),
+        observability_config=ObservabilityConfig(enable_mfu_metrics=scenario.estimates),
     )
     config.instance_id = f"simulation-{os.getpid()}-{next(_instances)}"
     policy = KVPolicyConfig.from_dict(scenario.policy)
@@ -217,7 +221,7 @@ def make_scheduler(scenario: Scenario, model: ModelConfig) -> Scheduler:
     limit = max_blocks_per_request(config, policy)
     sizes = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
     sizes |= {"block_size": scenario.block_size}
-    spec = KVPolicySpec(**sizes, max_blocks_per_request=limit)
+    spec = KVPolicySpec(**sizes)
     window = SlidingWindowSpec(**sizes, sliding_window=scenario.window_tokens)
     limit += sliding_groups(config).most_blocks(scenario.longest)
     usable = int(limit * (1 + scenario.spare))
@@ -239,5 +243,6 @@ def make_scheduler(scenario: Scenario, model: ModelConfig) -> Scheduler:
         ),
         structured_output_manager=AcceptEverything(),
         block_size=scenario.block_size,
+        log_stats=scenario.estimates,
     )
     return scheduler

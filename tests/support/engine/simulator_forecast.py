@@ -1,6 +1,7 @@
 """Compares what admission foresees with what requests hold, in every step."""
 
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 from support.engine.simulator_engine import Scenario
@@ -41,6 +42,7 @@ class ForecastCheck:
         if not self.scenario.foresees:
             return
         admission, manager = self._parts()
+        self._check_preempted(output.preempted_req_ids or ())
         step = admission.forecast.step - 1
         with_event = {event.request_id for event in output.kv_policy_commands.events}
         for name in output.num_scheduled_tokens:
@@ -64,13 +66,28 @@ class ForecastCheck:
             check(is_exact or self.scenario.windows, name, held, "foreseen", foreseen)
             self.totals["foreseen exactly"] += is_exact
 
+    def _check_preempted(self, names: Collection[str]) -> None:
+        """Check that the most urgent ones leave for nobody: to the others they do."""
+        requests, bounded = self.scheduler.requests, self._parts()[0].is_bounded
+        ran = [*names, *(each.request_id for each in self.scheduler.running)]
+        if self.scenario.resets:  # which preempt everybody
+            return
+        if self.scenario.priorities and self._knows_lengths and all(map(bounded, ran)):
+            urgent = [name for name in names if requests[name].priority == 0]
+            check(not urgent, urgent, "preempted for less urgent ones")
+            self.totals["preempted for urgent ones"] += len(names)
+
+    @property
+    def _knows_lengths(self) -> bool:
+        scenario = self.scenario
+        return scenario.foresees and not (scenario.stops or scenario.drafts)
+
     def finish(self) -> None:
         """Check that nobody was preempted for want of foresight, nothing is left."""
         admission, _ = self._parts()
         counted = self.scheduler.kv_policy_counters.file.read()
         preempted = counted["preemptions_bounded"]
-        is_exact = self.scenario.foresees and not self.scenario.stops
-        is_exact &= not (self.scenario.priorities or self.scenario.drafts)
+        is_exact = self._knows_lengths and not self.scenario.priorities
         check(not (is_exact and preempted), preempted, "bounded requests preempted")
         self.totals["engines with known lengths"] += is_exact
         self.totals["waits"] += admission.num_waits

@@ -53,7 +53,8 @@ class PolicyServer:
         assert set(faults) <= set(FAULTS)
         self.faults, self.policy, self.api_key = faults, policy, api_key
         self.budget, self.least, self.longest = budget, least, longest
-        self.counts: Counter[str] = Counter()
+        before = {"requests": 5, "events": 3, "tokens_dropped": 96}  # of other clients
+        self.counts = Counter(before, blocks_returned=3)
         self.bodies: list[dict] = []
         self.running = 0
 

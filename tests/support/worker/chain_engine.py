@@ -79,7 +79,6 @@ class Chain:
             num_kv_heads=HEADS,
             head_size=DIM,
             dtype=torch.float32,
-            max_blocks_per_request=setup.num_blocks,
         )
         self.manager = KVPolicyManager(
             spec,

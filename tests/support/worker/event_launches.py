@@ -87,10 +87,11 @@ def count_launches(name: str, **options: Any) -> Counter[str]:
     """
     generator = torch.Generator().manual_seed(5)
     counter = Launches()
-    with forced("triton"):
+    with forced("reference"):
         world = World(name, "cpu", partial(torch.randn, generator=generator), **options)
         for ordinal in range(EVENTS_BEFORE):
             world.step(ordinal)
+    with forced("triton"):
         events = world.events(EVENTS_BEFORE)
         with counter.watching():
             world.compactor.run(events)

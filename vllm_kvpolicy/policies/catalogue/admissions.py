@@ -125,6 +125,7 @@ ADMISSIONS = {
         "WG-KV, arXiv 2512.17452",
         options=WGKVOptions,
         ragged=True,
+        rotates=True,
         refuses=_UNSHARED,
         startup="vllm_kvpolicy.policies.admissions.wgkv.startup:WGKVStartup",
     ),

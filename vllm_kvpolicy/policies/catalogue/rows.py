@@ -29,6 +29,7 @@ class WordRow:
             so that a request takes nothing from the prefix cache.
         weighs_itself: it computes attention of its own from queries, which leaves out
             learned sinks.
+        rotates: it reads how the model rotates queries and keys.
         presets: option values by the name of a preset.
         refuses: words that it is not combined with, and why.
         placement: where survivors go; a name in block_manager.placement.
@@ -51,6 +52,7 @@ class WordRow:
     decides_later: bool = False
     measures_tokens: bool = False
     weighs_itself: bool = False
+    rotates: bool = False
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     refuses: Mapping[str, str] = field(default_factory=dict)
     placement: str = "in_place"

@@ -226,6 +226,7 @@ SCORERS = {
         options=ExpectedOptions,
         window="expected_window",
         weighs_itself=True,
+        rotates=True,
     ),
     "keydiff": WordRow(
         "vllm_kvpolicy.policies.scorers.keydiff:KeyDiffScorer",
@@ -266,6 +267,7 @@ SCORERS = {
         "attention expected from the mean query at future positions",
         "TriAttention, arXiv 2604.04921",
         options=TriAttentionOptions,
+        rotates=True,
         startup="vllm_kvpolicy.policies.calibration:TriAttentionStartup",
     ),
     "qfilter": WordRow(

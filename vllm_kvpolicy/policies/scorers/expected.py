@@ -61,12 +61,18 @@ class ExpectedAttentionScorer(BaseScorer):
         size, scale = self.needs.window_tokens, inputs.scale
         queries = inputs.given("queries")[..., -size:, :]
         num_real = inputs.end.clamp(max=size)[:, None].expand(queries.shape[:2])
-        turn = turn_ahead(inputs.given("rope"), size, self.num_future, queries.device)
+        rope = inputs.given("rope")
+        kind = rope.of_layer
+        if kind is None:
+            kind = num_real.new_zeros(queries.shape[1])
+        cos, sin = turn_ahead(rope, size, self.num_future, queries.device)
+        turn = cos * scale, sin * scale, rope.partners
         mean, spread = map_pairs_to_many(
-            partial(_moments, turn * scale, self.covariance),
+            partial(_moments, turn, self.covariance),
             3 * 4 * queries[0, 0].numel(),
             queries,
             num_real,
+            kind.expand(queries.shape[:2]),
         )
         keys, lengths = inputs.paged("keys"), inputs.lengths
         logits = paged_quadratics(keys, lengths, mean, spread)
@@ -81,47 +87,54 @@ class ExpectedAttentionScorer(BaseScorer):
 
 def turn_ahead(
     rope: Rope, num_queries: int, num_future: int, device: torch.device
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the average rotation of each query to positions after the window.
 
     Args:
         rope: the model's rotary embedding; its scaling is in the queries already.
         num_queries: W, queries of the window; they are consecutive, the newest is last.
-        num_future: positions averaged over.
+        num_future: N, positions averaged over.
         device: of the result.
 
     Returns:
-        [2, W, D/2] float32, real and imaginary parts of what turns pairs of channels.
+        [K, W, D] float32 each, by which each channel and the other one of its pair are
+        multiplied.
     """
-    ahead = rope.angles(num_queries - torch.arange(num_queries, device=device))
-    further = rope.angles(torch.arange(num_future, device=device))
-    mean = torch.polar(torch.ones_like(further), further).mean(0)
-    turn = torch.polar(torch.ones_like(ahead), ahead) * mean
-    return torch.stack([turn.real, turn.imag]).float()
+    frequency = rope.inv_freq.view(-1, 1, rope.inv_freq.shape[-1])
+    ahead = torch.arange(num_queries, 0, -1, device=device, dtype=torch.float64)
+    angle = (ahead[:, None] + (num_future - 1) / 2) * frequency  # of the N's middle
+    half = frequency / 2
+    length = (num_future * half).sin() / (num_future * half.sin())
+    length = torch.where(frequency == 0, 1.0, length)
+    cos, sin = angle.cos() * length, angle.sin() * length
+    return rope.by_channel(cos, cos).float(), rope.by_channel(-sin, sin).float()
 
 
 def _moments(
-    turn: torch.Tensor,
+    turn: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     covariance: bool,
     queries: torch.Tensor,
     num_real: torch.Tensor,
+    kind: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return mean [n, Hq, D] and half the covariance [n, Hq, D, D] of turned queries.
 
     Args:
-        turn: [2, W, D/2] float32, see `turn_ahead`.
+        turn: see `turn_ahead`, and `Rope.partners`.
         covariance: zeros in its place if False.
         queries: [n, Hq, W, D], newest last.
         num_real: [n] int64, newest queries that count.
+        kind: [n] int64, the kind of layer.
     """
-    window, (real, imag) = queries.shape[2], turn
+    window, (cos, sin, partners) = queries.shape[2], turn
     step = torch.arange(window, device=queries.device)
     is_old = (step < window - num_real[:, None])[:, None, :, None]
     given = queries.float().masked_fill(is_old, 0.0)
-    turned = torch.empty_like(given)
-    (x, y), (new_x, new_y) = given.chunk(2, dim=-1), turned.chunk(2, dim=-1)
-    torch.mul(x, real, out=new_x).addcmul_(y, imag, value=-1)
-    torch.mul(y, real, out=new_y).addcmul_(x, imag)
+    if partners is None:
+        other = given.roll(given.shape[-1] // 2, -1)
+    else:
+        other = given.gather(-1, partners[kind][:, None, None].expand(given.shape))
+    turned = given.mul_(cos[kind][:, None]).addcmul_(other, sin[kind][:, None])
     mean = turned.sum(2) / num_real[:, None, None]
     if not covariance:
         return mean, mean.new_zeros((*mean.shape, mean.shape[-1]))

@@ -51,7 +51,7 @@ class TriAttentionScorer(BaseScorer):
         has_mean_length: subtract |Q| in the second sum.
     """
 
-    needs = Needs(keys=True, rope=True)
+    needs = Needs(keys=True, rope=True, halves=True)
 
     def __init__(
         self,
@@ -91,14 +91,17 @@ class TriAttentionScorer(BaseScorer):
         # Moves to the keys' device once.
         self.query = self.query.to(keys.device)
         self.by_length = self.by_length.to(keys.device)
-        turned = self.query * mean_rotation(inputs.end, rope)[:, None, None]
-        direction = torch.cat([turned.real, turned.imag], -1).float()
-        shape = (*keys.shape[:2], *self.by_length.shape[1:])
+        scaling = rope.scaling
+        if isinstance(scaling, torch.Tensor):
+            scaling = rope.by_layer(scaling)[:, None]
+        rotation = rope.by_layer(mean_rotation(inputs.end, rope))[:, :, None]
+        turned = scaling * self.query * rotation
+        by_length = (scaling * self.by_length).float()
         return paged_pair_projections(
             keys,
             inputs.lengths,
-            rope.scaling * direction.expand(*shape[:3], -1),
-            rope.scaling * self.by_length.expand(shape),
+            torch.cat([turned.real, turned.imag], -1).float(),
+            by_length.expand(len(turned), *by_length.shape),
         )
 
 
@@ -110,7 +113,7 @@ def mean_rotation(end: torch.Tensor, rope: Rope) -> torch.Tensor:
         rope: the model's rotary embedding; its scaling is left out.
 
     Returns:
-        [E, D/2] complex128.
+        [E, D/2] complex128, of kinds [E, K, D/2].
     """
     distance = 2 ** torch.arange(NUM_DISTANCES, device=end.device)
     angle = rope.angles(end[:, None] + distance)

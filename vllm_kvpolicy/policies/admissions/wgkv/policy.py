@@ -46,7 +46,8 @@ class WriteGates(BaseAdmission):
     shift = 0
 
     def __init__(self, gates: Gates, threshold: float | None, exact: bool) -> None:
-        self.needs = Needs(keys=not exact, rope=True, until=exact, exact=exact)
+        turns = Needs(rope=True, halves=True, alike=True)
+        self.needs = turns | Needs(keys=not exact, until=exact, exact=exact)
         self.file = gates
         self.window = gates.window
         self.threshold = gates.threshold if threshold is None else threshold

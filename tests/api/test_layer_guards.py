@@ -1,0 +1,108 @@
+"""Kinds of attention layers: what vLLM has is served, or refused before weights."""
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from support.engine_configs import Overlay, engine_args
+from vllm_kvpolicy.api.guards import REFUSALS, refusals
+from vllm_kvpolicy.sizes import sliding_groups
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+OWN = "attention layers of a model's own"
+OTHER_DRAFTS = next(row.name for row in REFUSALS if "MTP" in row.name)
+
+
+@pytest.mark.parametrize("layer_types", [None, [SLIDING] * 2])
+@pytest.mark.parametrize(("window", "is_refused"), [(4096, False), (4095, True)])
+def test_a_window_that_no_request_outgrows_is_full_attention(
+    tiny_model, layer_types, window, is_refused
+):
+    """Phi-4-mini has one of 262,144 tokens, twice its context, and no `layer_types`."""
+    args = engine_args(
+        tiny_model,
+        additional_config={"kv_policy": {"policy": "tova"}},
+        hf_overrides={"sliding_window": window, "layer_types": layer_types},
+    )
+    if is_refused:
+        with pytest.raises(ValueError, match="sliding windows in every layer"):
+            args.create_engine_config()
+    else:
+        config = args.create_engine_config()
+        assert config.cache_config.sliding_window is None
+        assert sliding_groups(config).count == 0
+
+
+def gemma4(**changes):
+    """A configuration as the model's config.json makes it."""
+    from transformers import Gemma4TextConfig
+
+    fields = {"num_hidden_layers": 3, "layer_types": [SLIDING, SLIDING, FULL]}
+    return Gemma4TextConfig(**{**fields, "head_dim": 32, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_refused"),
+    [
+        ({"global_head_dim": 64}, True),
+        ({"global_head_dim": 32}, False),
+        ({"global_head_dim": 32, "num_global_key_value_heads": 1}, True),
+    ],
+)
+def test_layers_of_two_head_sizes_are_refused(policy_config, changes, is_refused):
+    """Gemma 4: vLLM makes pages of two sizes, which the worker saw after loading."""
+    found = {**changes, "num_key_value_heads": 2, "attention_k_eq_v": True}
+    config = {"model_config.hf_text_config": gemma4(**found)}
+    reasons = refusals(Overlay(policy_config, config))
+    unlike = [
+        each for each in reasons if each.startswith("layers that differ in heads")
+    ]
+    assert bool(unlike) == is_refused
+
+
+MLA, HYBRID = "multi-head latent attention (MLA)", "mamba and linear-attention hybrids"
+# Class of attention layers that models share -> row that refuses it, None for none.
+SHARED = {
+    "Attention": None,
+    "EncoderOnlyAttention": None,  # has no KV cache
+    "CrossAttention": "encoder-decoder models",
+    "ChunkedLocalAttention": "layers other than full attention and sliding windows",
+    "MLAAttention": MLA,
+    "RSWAAttention": "residual sliding-window attention (R-SWA)",
+    **dict.fromkeys(("PrefillPrefixLMAttention", "StaticSinkAttention"), OWN),
+    **dict.fromkeys(("MambaBase", "MambaMixer", "MambaMixer2", "ShortConv"), HYBRID),
+    **dict.fromkeys(("LinearAttention", "GatedDeltaNetAttention"), HYBRID),
+}
+# File or folder of a model that has such a class to itself -> the same.
+MODELS_OWN = {
+    "extract_hidden_states.py": OTHER_DRAFTS,
+    "whisper_causal.py": "images, audio and video",
+    **dict.fromkeys(("inkling", "minimax_m3"), OWN),
+    **dict.fromkeys(("deepseek_v2.py", "deepseek_v32", "deepseek_v4"), MLA),
+    **dict.fromkeys(("deepseek_v41", "dots3_note"), MLA),
+    **dict.fromkeys(("bailing_moe_v3.py", "kimi_k3", "qwen4_exp"), HYBRID),
+}
+LAYER_CLASS = re.compile(
+    r"^class (\w+)\([^)]*\b(?:Attention|AttentionLayerBase|MambaBase|MLAAttention)\b",
+    re.MULTILINE,
+)
+
+
+def test_every_class_of_attention_layers_is_known():
+    """A class that a new vLLM brings needs a look at what its models' fields say."""
+    vllm = Path(find_spec("vllm").origin).parent
+    folders = [vllm / "model_executor/models", vllm / "models"]
+    shared = (vllm / "model_executor/layers").rglob("*.py")
+    found = {name for path in shared for name in LAYER_CLASS.findall(path.read_text())}
+    assert found == set(SHARED)
+    own = {
+        path.relative_to(folder).parts[0]
+        for folder in folders
+        for path in folder.rglob("*.py")
+        if LAYER_CLASS.search(path.read_text())
+    }
+    assert own == set(MODELS_OWN)
+    rows = {*SHARED.values(), *MODELS_OWN.values()} - {None}
+    assert rows <= {row.name for row in REFUSALS}
