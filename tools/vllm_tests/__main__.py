@@ -2,64 +2,71 @@
 
     python -m tools.vllm_tests
 
-Fetches vLLM's tests once, runs the files of `chosen` in each of MODES, prints counts by
-file, and then what differs from stock vLLM without being in `expected`, and what is
-there and differs no longer. Status 1 where there is such a thing.
+Fetches vLLM's tests once, runs the files of `chosen` in each of MODES, two processes at
+a time, prints counts by file, and then what differs from stock vLLM without being in
+`expected`, and what is there and differs no longer. Status 1 where there is such a
+thing.
 """
 
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 from tools.vllm_tests import MODES, chosen, compare, hub, source
 from tools.vllm_tests.expected import EXPECTED
 from tools.vllm_tests.record import Record, read
 from tools.vllm_tests.source import FOLDER, ROOT
 
+PROCESSES = 2
 PYTEST = [sys.executable, "-m", "pytest", "-c", os.devnull, "-p", "no:cacheprovider"]
-PYTEST += ["-p", "tools.vllm_tests.plugin", "--kv-modes", ",".join(MODES)]
-PYTEST += ["--quiet", "--tb=short", "--show-capture=no", "-W", "ignore"]
+PYTEST += ["-p", "tools.vllm_tests.plugin", "--rootdir", str(FOLDER), "-W", "ignore"]
+PYTEST += ["--quiet", "--show-capture=no", "--tb=short"]
 
 
 def main() -> int:
     """Fetch, run, compare; return the status."""
     try:
         source.fetch()
+        records: dict[str, dict[str, Record]] = {mode: {} for mode in MODES}
+        for group in chosen.GROUPS:
+            hub.make(FOLDER / group, group)
+            with ThreadPoolExecutor(PROCESSES) as pool:
+                logs = pool.map(lambda mode, group=group: run(group, mode), MODES)
+                for mode, log in zip(MODES, logs, strict=True):
+                    records[mode] |= log
     except ValueError as error:
         print(f"vLLM's tests: {error}", file=sys.stderr)
         return 1
-    records: dict[str, dict[str, Record]] = {mode: {} for mode in MODES}
-    for name, files in (
-        ("configurations", chosen.CONFIGURATIONS),
-        ("engines", chosen.ENGINES),
-    ):
-        hub.make(FOLDER / name, has_weights=name == "engines")
-        if status := run(FOLDER / name, files):
-            return status
-        for mode in MODES:
-            records[mode] |= read(FOLDER / name / f"{mode}.jsonl")
     print(*compare.table(records), sep="\n")
     found = compare.problems(records, EXPECTED)
     print(*found or ["all differences are expected"], sep="\n")
     return int(bool(found))
 
 
-def run(folder: Path, files: Sequence[str]) -> int:
-    """Run files in all modes; return pytest's status, 0 where tests fail.
+def run(group: str, mode: str) -> dict[str, Record]:
+    """Run a group of tests in a mode; return their records by test.
 
-    Args:
-        folder: has the model hub, gets the records.
-        files: of vLLM's tests.
+    Raises:
+        ValueError: pytest did not get to their end.
     """
+    home, log = FOLDER / group, FOLDER / group / f"{mode}.jsonl"
+    log.write_text("")
     paths = os.pathsep.join([str(ROOT), str(FOLDER / "extras")])
-    environment = {"PYTHONPATH": paths, "HF_HOME": str(folder), "HF_HUB_OFFLINE": "1"}
-    return subprocess.call(
-        [*PYTEST, "--kv-records", str(folder), "--rootdir", str(FOLDER), *files],
+    environment = {"PYTHONPATH": paths, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [*PYTEST, "--kv-mode", mode, "--kv-log", str(log), *chosen.GROUPS[group]],
         cwd=FOLDER,
-        env=os.environ | environment,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
+    log.with_suffix(".txt").write_text(done.stdout)
+    if done.returncode not in (0, 1):
+        raise ValueError(f"{group}, {mode}: status {done.returncode}:\n{done.stdout}")
+    print(f"{group}, {mode}: {done.stdout.splitlines()[-1]}", flush=True)
+    return read(log)
 
 
 if __name__ == "__main__":

@@ -5,30 +5,32 @@ test_engine_core_client, test_abort_final_step and most of e2e), what needs the 
 of a real model (the rest of e2e, tests/entrypoints/openai), what configures a scheduler
 with mocks in the place of numbers, of which nothing of ours can be built
 (streaming_input/test_scheduler_streaming), what wants a drafter's configuration
-(spec_decode/test_dflash_lookahead), and what builds no object of ours (the rest of
-engine and core).
+(spec_decode/test_dflash_lookahead), what builds no object of ours (the rest of engine
+and core), and core/test_priority_scheduler_random: its twelve variants are of 20,000
+steps each, and how long one takes with our classes is not measured.
 """
 
-CONFIGURATIONS = (
-    "tests/v1/core/test_async_scheduler.py",
-    "tests/v1/core/test_deferred_block_free.py",
-    "tests/v1/core/test_prefix_caching.py",
-    "tests/v1/core/test_prefix_replay.py",
-    "tests/v1/core/test_priority_preemption_bug.py",
-    "tests/v1/core/test_priority_scheduler_random.py",
-    "tests/v1/core/test_scheduler.py",
-    "tests/v1/core/test_single_type_kv_cache_manager.py",
-    "tests/v1/core/test_swa_inflight_window_free.py",
-    "tests/v1/core/test_worker_slot_overflow.py",
-    "tests/v1/core/prefix_cache/test_partial_prefix_cache_hits.py",
-    "tests/v1/spec_decode/test_dynamic_sd.py",
-)
-"""Of schedulers and block managers: models are configurations without weights."""
-
-ENGINES = (
-    "tests/v1/core/test_reset_prefix_cache_e2e.py",
-    "tests/v1/core/test_scheduler_e2e.py",
-    "tests/v1/engine/test_llm_engine.py",
-    "tests/v1/engine/test_preprocess_error_handling.py",
-)
-"""Of whole engines: every model is the packaged one."""
+CONFIGURATIONS, ENGINES = "configurations", "engines"
+GROUPS = {
+    CONFIGURATIONS: (
+        "tests/v1/core/test_async_scheduler.py",
+        "tests/v1/core/test_deferred_block_free.py",
+        "tests/v1/core/test_prefix_caching.py",
+        "tests/v1/core/test_prefix_replay.py",
+        "tests/v1/core/test_priority_preemption_bug.py",
+        "tests/v1/core/test_scheduler.py",
+        "tests/v1/core/test_single_type_kv_cache_manager.py",
+        "tests/v1/core/test_swa_inflight_window_free.py",
+        "tests/v1/core/test_worker_slot_overflow.py",
+        "tests/v1/core/prefix_cache/test_partial_prefix_cache_hits.py",
+        "tests/v1/spec_decode/test_dynamic_sd.py",
+    ),
+    ENGINES: (
+        "tests/v1/core/test_reset_prefix_cache_e2e.py",
+        "tests/v1/core/test_scheduler_e2e.py",
+        "tests/v1/engine/test_llm_engine.py",
+        "tests/v1/engine/test_preprocess_error_handling.py",
+    ),
+}
+"""Of schedulers and block managers, where models are configurations without weights; of
+whole engines, where every model is the packaged one."""

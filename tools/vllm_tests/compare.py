@@ -37,28 +37,22 @@ class Expected:
 
 def table(records: Records) -> list[str]:
     """Return how many tests of each file passed, failed and were skipped, by mode."""
-    counts: dict[str, dict[str, Counter[str]]] = {}
+    counts: dict[str, Counter[tuple[str, str]]] = {}
     for mode, tests in records.items():
         for record in tests.values():
-            file = record.test.partition("::")[0]
-            row = counts.setdefault(file, {mode: Counter() for mode in records})
-            row[mode][record.outcome] += 1
-    names = "".join(f"{mode:>16}" for mode in records)
-    lines = [f"{'passed, failed, skipped':62}{names}"]
-    total = {
-        mode: Counter(r.outcome for r in records[mode].values()) for mode in records
-    }
-    for file, row in [*sorted(counts.items()), ("all", total)]:
-        lines.append(f"{file:62}" + "".join(map(_cell, row.values())))
+            for file in (record.test.partition("::")[0], "together"):
+                counts.setdefault(file, Counter())[mode, record.outcome] += 1
+    lines = ["passed, failed, skipped".ljust(62) + "".join(f"{m:>16}" for m in records)]
+    for file, row in sorted(counts.items()):
+        cells = [
+            f"{row[m, PASSED]:8}{row[m, FAILED]:4}{row[m, SKIPPED]:4}" for m in records
+        ]
+        lines.append(file.ljust(62) + "".join(cells))
     for mode, tests in records.items():
         used = sum(record.ours > 0 for record in tests.values())
         events = sum(record.events for record in tests.values())
         lines.append(f"{mode}: {used} tests build objects of ours, {events:,} events")
     return lines
-
-
-def _cell(counts: Counter[str]) -> str:
-    return f"{counts[PASSED]:>8}{counts[FAILED]:>4}{counts[SKIPPED]:>4}"
 
 
 def problems(records: Records, expected: Iterable[Expected]) -> list[str]:

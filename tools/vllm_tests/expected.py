@@ -6,14 +6,27 @@ EXPECTED = (
     Expected(
         "A request enters when the forecast bears it until its end; vLLM lets it in "
         "when its prompt fits, and preempts later",
-        ("never",),
+        ("never", "small"),
         (
             "core/test_async_scheduler.py::test_kv_pressure_preempt_mid_handoff",
             "core/test_async_scheduler.py"
             "::test_kv_pressure_preemption_with_inflight_output",
             "core/test_deferred_block_free.py"
             "::test_cow_retentions_deferred_until_copy_step_processed",
-            "core/test_scheduler.py::test_preempt_during_execution",
+        ),
+    ),
+    Expected(
+        "A request enters when the forecast bears it until its end",
+        ("never",),
+        ("core/test_scheduler.py::test_preempt_during_execution",),
+    ),
+    Expected(
+        "Prompts have events: behind the first nothing is offered to the prefix cache, "
+        "and their rows hold other superblocks",
+        ("small",),
+        (
+            "core/test_async_scheduler.py::test_prefix_caching_for_multi_turn",
+            "core/test_prefix_replay.py::test_hit_replays_window_without_reallocating",
         ),
     ),
     Expected(

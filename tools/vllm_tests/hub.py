@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from tools.vllm_tests.chosen import ENGINES
 from tools.vllm_tests.source import ROOT
 
 CHECKPOINT = ROOT / "reasoner" / "checkpoint"
@@ -45,20 +46,20 @@ SERVED = (
 )
 
 
-def make(folder: Path, has_weights: bool) -> None:
+def make(folder: Path, group: str) -> None:
     """Write the cache into a folder, as `HF_HOME` names it.
 
     Args:
         folder: of the cache.
-        has_weights: every model is the packaged one; else it is its configuration.
+        group: of tests; for ENGINES every model is the packaged one.
     """
-    for name in SERVED if has_weights else CONFIGURATIONS:
+    for name in SERVED if group == ENGINES else CONFIGURATIONS:
         base = folder / "hub" / f"models--{name.replace('/', '--')}"
         snapshot = base / "snapshots" / REVISION
         shutil.rmtree(base, ignore_errors=True)
         (base / "refs").mkdir(parents=True)
         (base / "refs" / "main").write_text(REVISION)
         shutil.copytree(CHECKPOINT, snapshot)
-        if not has_weights:
+        if group != ENGINES:
             (snapshot / "model.safetensors").unlink()
             (snapshot / "config.json").write_text(json.dumps(CONFIGURATIONS[name]))

@@ -16,16 +16,14 @@ class Record:
         outcome: PASSED, FAILED (teardown included) or SKIPPED.
         message: why it has not passed.
         ours: objects of our classes that it built.
-        stock: why it built objects of vLLM's classes instead, one reason per object.
         refused: rows of `api.guards` that refuse what it configured.
-        events: events that its schedulers carried out.
+        events: that its schedulers carried out.
     """
 
     test: str
     outcome: str = SKIPPED
     message: str = ""
     ours: int = 0
-    stock: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     events: int = 0
 
@@ -37,5 +35,5 @@ class Record:
 
 def read(log: Path) -> dict[str, Record]:
     """Return the records of a log by test."""
-    lines = log.read_text().splitlines()
-    return {record.test: record for record in (Record(**json.loads(x)) for x in lines)}
+    records = (Record(**json.loads(line)) for line in log.read_text().splitlines())
+    return {record.test: record for record in records}

@@ -23,18 +23,14 @@ from vllm_kvpolicy.block_manager.manager import (
     KVPolicySpec,
     own_manager,
 )
-from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
+from vllm_kvpolicy.block_manager.planner import Planner
 from vllm_kvpolicy.block_manager.scheduler import (
     KVPolicyAsyncScheduler,
     KVPolicyScheduler,
 )
-from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
-from vllm_kvpolicy.events import LAST_PHASE
-from vllm_kvpolicy.policies.catalogue.names import parse
-from vllm_kvpolicy.sizes import PlannerLimits, max_blocks_per_request
+from vllm_kvpolicy.config import CONFIG_KEY
+from vllm_kvpolicy.sizes import PlannerLimits
 
-NEVER = 2**20  # tokens or superblocks that no test reaches
-EVENTS_PER_STEP = 8
 # Rows that ask for what the wrapped configuration of a server has and a test's has not.
 UNASKED = ("custom worker classes", "custom scheduler classes")
 _instances = itertools.count()
@@ -72,14 +68,13 @@ class Swaps:
     """
 
     def __init__(self, policy: dict[str, Any]) -> None:
-        self.policy, self.config = policy, KVPolicyConfig.from_dict(policy)
+        self.policy = policy
         self.record = Record("")
         self.schedulers: list[Any] = []
+        own = KVPolicyScheduler, KVPolicyAsyncScheduler
         builders = {
-            Scheduler: partial(self._scheduler, Scheduler, KVPolicyScheduler),
-            AsyncScheduler: partial(
-                self._scheduler, AsyncScheduler, KVPolicyAsyncScheduler
-            ),
+            Scheduler: partial(self._scheduler, Scheduler, own[0]),
+            AsyncScheduler: partial(self._scheduler, AsyncScheduler, own[1]),
             KVCacheManager: self._cache_manager,
             FullAttentionManager: self._full_attention_manager,
         }
@@ -91,20 +86,19 @@ class Swaps:
     def _scheduler(
         self,
         stock: type,
-        ours: type,
+        own: type,
         vllm_config: Any,
         kv_cache_config: Any,
-        *args: Any,
-        **kwargs: Any,
+        **rest: Any,
     ) -> Any:
         vllm_config.additional_config[CONFIG_KEY] = self.policy
-        self._note_refusals(vllm_config)
-        most = max_blocks_per_request(vllm_config, self.config)
-        bounded = self._bounded(kv_cache_config, most)
+        rows = [row for row in REFUSALS if row.name not in UNASKED]
+        self.record.refused += [row.name for row in rows if row.applies(vllm_config)]
+        bounded = self._bounded(kv_cache_config)
         if bounded is None:
-            return stock(vllm_config, kv_cache_config, *args, **kwargs)
+            return stock(vllm_config, kv_cache_config, **rest)
         vllm_config.instance_id = f"vllm-tests-{os.getpid()}-{next(_instances)}"
-        scheduler = ours(vllm_config, bounded, *args, **kwargs)
+        scheduler = own(vllm_config, bounded, **rest)
         self.schedulers.append(scheduler)
         return scheduler
 
@@ -126,90 +120,36 @@ class Swaps:
 
         EngineArgs.create_engine_config = create_engine_config
 
-    def _note_refusals(self, vllm_config: Any) -> None:
-        rows = (row for row in REFUSALS if row.name not in UNASKED)
-        found = {row.name for row in rows if row.applies(vllm_config)}
-        self.record.refused = sorted({*self.record.refused, *found})
-
-    def _bounded(self, kv_cache_config: Any, most: int) -> Any | None:
-        """Return a configuration whose full attention is bounded, if it can be.
-
-        Args:
-            kv_cache_config: of a test.
-            most: superblocks that a request may hold.
-        """
+    def _bounded(self, kv_cache_config: Any) -> Any | None:
+        """Return a test's configuration with bounded full attention, if it can be."""
         groups = list(kv_cache_config.kv_cache_groups)
         kinds = [type(group.kv_cache_spec) for group in groups]
         if kinds.count(KVPolicySpec) == 1:  # the test builds another engine of it
             self.record.ours += 1
             return kv_cache_config
         if kinds.count(FullAttentionSpec) != 1:
-            self.record.stock.append(f"{[kind.__name__ for kind in kinds]}")
             return None
         index = kinds.index(FullAttentionSpec)
         spec = groups[index].kv_cache_spec
         values = {each.name: getattr(spec, each.name) for each in fields(spec)}
-        bounded = KVPolicySpec(**values, max_blocks_per_request=most)
-        groups[index] = replace(groups[index], kv_cache_spec=bounded)
+        groups[index] = replace(groups[index], kv_cache_spec=KVPolicySpec(**values))
         self.record.ours += 1
         return replace(kv_cache_config, kv_cache_groups=groups)
 
-    def _cache_manager(
-        self, kv_cache_config: Any, *args: Any, **kwargs: Any
-    ) -> KVCacheManager:
-        bounded = self._bounded(kv_cache_config, NEVER)
-        if bounded is None:
-            return KVCacheManager(kv_cache_config, *args, **kwargs)
-        config = KVPolicyConfig.from_dict(self.policy | {"budget": NEVER})
-        return PlanningCacheManager(config, bounded, *args, **kwargs)
+    def _cache_manager(self, kv_cache_config: Any, **rest: Any) -> KVCacheManager:
+        bounded = self._bounded(kv_cache_config)
+        manager = KVCacheManager(bounded or kv_cache_config, **rest)
+        if bounded:
+            _attach(own_manager(manager.coordinator.single_type_managers)[0])
+        return manager
 
     def _full_attention_manager(self, *args: Any, **kwargs: Any) -> KVPolicyManager:
         manager = KVPolicyManager(*args, **kwargs)
-        limits = PlannerLimits(manager.block_size, EVENTS_PER_STEP)
-        manager.attach(Planner(limits), parse(self.config.policy).placement)
+        _attach(manager)
         self.record.ours += 1
         return manager
 
 
-class PlanningCacheManager(KVCacheManager):
-    """A cache manager without a scheduler, which plans requests that never drop."""
-
-    def __init__(
-        self, config: KVPolicyConfig, kv_cache_config: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        super().__init__(kv_cache_config, *args, **kwargs)
-        self._own, _ = own_manager(self.coordinator.single_type_managers)
-        self._planner = Planner(PlannerLimits(self._own.block_size, EVENTS_PER_STEP))
-        self._own.attach(self._planner, parse(config.policy).placement)
-        self._config = config
-
-    def get_computed_blocks(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        """Plan the request, look it up."""
-        self._plan(request)
-        return super().get_computed_blocks(request, *args, **kwargs)
-
-    def allocate_slots(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        """Plan the request and its step, allocate."""
-        self._plan(request)
-        self._planner.clip(request.request_id, request.num_computed_tokens, NEVER)
-        return super().allocate_slots(request, *args, **kwargs)
-
-    def free(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        """Free what the request holds, forget its plan."""
-        super().free(request, *args, **kwargs)
-        self._planner.remove(request.request_id)
-
-    def _plan(self, request: Any) -> None:
-        if request.request_id in self._planner.states:
-            return
-        size = self._own.block_size
-        footprint = self._config.footprint(
-            request.num_prompt_tokens, size, 1, LAST_PHASE
-        )
-        plan = RequestPlan(
-            policy=self._config.policy,
-            footprint=footprint,
-            sinks=self._config.sink_tokens,
-            budget=NEVER,
-        )
-        self._planner.add(request.request_id, plan)
+def _attach(manager: KVPolicyManager) -> None:
+    """Have a manager without a scheduler plan for nobody, as where no policy is."""
+    manager.attach(Planner(PlannerLimits(manager.block_size, 1)), "in_place")
