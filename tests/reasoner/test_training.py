@@ -115,8 +115,12 @@ def arguments(run, **options):
     return train.parse_args([*words, "--device", "cpu"])
 
 
+@pytest.mark.timeout(1800)
 def test_the_tiny_preset_learns_a_toy_family_in_two_minutes(tmp_path):
-    """Half a minute of one core. By chance no trace of 25 tokens is right."""
+    """Half a minute of one core, many where the CPU emulates Muon's bfloat16.
+
+    By chance no trace of 25 tokens is right.
+    """
     tokens = {"first_tokens": 1024, "step_tokens": 1024, "mix": 1}
     args = arguments(tmp_path, families="copy", steps=400, decay=40, **tokens)
     args.export = tmp_path / "checkpoint"

@@ -12,6 +12,7 @@ TESTS = Path(__file__).parents[1]
 # Files of more than half a minute of one core, the dearest first.
 DEAREST = (
     "engine/test_tensor_parallel.py",
+    "reasoner/test_training.py",
     "kernels/test_under_the_interpreter.py",
     "engine/test_scheduler_simulation.py",
     "v2_runner/test_v2_runner.py",
@@ -32,6 +33,7 @@ DEAREST = (
     "engine/test_dms.py",
     "engine/test_exact.py",
     "engine/test_features.py",
+    "engine/test_rotations.py",
     "engine/test_text_only.py",
     "engine/test_lora.py",
     "engine/test_rollouts.py",
