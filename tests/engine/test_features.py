@@ -30,7 +30,7 @@ VALUES = {"budget": 96, "interval": 40, "prefill_interval": 128}
 LENGTHS = (40, 150, 300)
 PATTERN = "([a-m][n-z]){70}"
 RESET_STEPS = (60, 61, 110)
-LATE = 45
+LATE = 7
 
 
 def with_values(policy: str | None, **changes: Any) -> dict[str, Any] | None:
@@ -239,7 +239,7 @@ def test_urgent_requests_preempt(tiny_model: Path) -> None:
     """Urgent requests take the blocks of others, even of those with an event."""
     changes = {
         "scheduling_policy": "priority",
-        "num_blocks": 48,
+        "num_blocks": 36,
         "max_model_len": 896,
     }
     found = {}
