@@ -60,14 +60,15 @@ def hide_avx512() -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Thin sweeps; put the dearest files first, within a file nothing changes."""
+    """Leave out slow tests, thin sweeps; the dearest files come first."""
     from support import sweeps
     from support.collection import rank
 
     everything = list(items)
     is_chosen = sweeps.every_name or any("::" in word for word in config.args)
     if not is_chosen:
-        items[:] = sweeps.thinned(everything, Path(__file__).parent)
+        quick = [item for item in items if not item.get_closest_marker("slow")]
+        items[:] = sweeps.thinned(quick, Path(__file__).parent)
         left_out = set(everything) - set(items)
         config.hook.pytest_deselected(items=[i for i in everything if i in left_out])
     items.sort(key=lambda item: rank(item.path))

@@ -488,6 +488,7 @@ def test_an_ended_process_runs_no_more_though_nobody_has_collected_it():
     assert faults.still_running([found], 0) == []
 
 
+@pytest.mark.slow
 @pytest.mark.serve
 @pytest.mark.timeout(1200)
 def test_a_wave_on_real_servers(tmp_path, monkeypatch):

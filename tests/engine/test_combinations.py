@@ -82,14 +82,16 @@ PAIRS = [row_of(*each) for each in AllPairs([KINDS, *[(False, True)] * len(FACTO
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run the rows that cover all pairs, or every row."""
-    if "row" in metafunc.fixturenames:
-        every = metafunc.config.getoption("--every-name")
-        rows = [
-            pytest.param(row, id=str(row), marks=needs_float8 if FP8 in row.on else ())
-            for row in (EVERY if every else PAIRS)
-        ]
-        metafunc.parametrize("row", rows)
+    """Run the rows that cover all pairs, or every row; ranks only in slow tests."""
+    if "row" not in metafunc.fixturenames:
+        return
+    marks = {FP8: needs_float8, RANKS: pytest.mark.slow}
+    every = metafunc.config.getoption("--every-name")
+    rows = [
+        pytest.param(row, id=str(row), marks=[marks[x] for x in row.on if x in marks])
+        for row in (EVERY if every else PAIRS)
+    ]
+    metafunc.parametrize("row", rows)
 
 
 def test_every_pair_is_in_a_row() -> None:

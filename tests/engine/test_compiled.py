@@ -37,6 +37,7 @@ def save_adapter(path: Path, is_flipped: bool) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_compiled_is_eager(tiny_model: Path, tmp_path: Path) -> None:
     """`identity` is stock, `ams-tova` is its own eager run."""
     policies = (None, {"policy": "identity"}, {"policy": "ams-tova"})
@@ -58,6 +59,7 @@ def test_compiled_is_eager(tiny_model: Path, tmp_path: Path) -> None:
     assert dropped[0] == dropped[1] > 0
 
 
+@pytest.mark.slow
 def test_one_compilation_for_all_numbers(tiny_model: Path, tmp_path: Path) -> None:
     """Engines share compiled code where their hooks are alike, and nowhere else.
 

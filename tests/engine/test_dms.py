@@ -123,6 +123,7 @@ def test_survivors_do_not_depend_on_chunks(
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.slow
 def test_compiled_models_decide_alike(borrowing_model: Path, tmp_path: Path) -> None:
     """Hooks are traced into the compiled graph."""
     eager, _ = run(borrowing_model, tmp_path / "a", {"policy": "dms"}, 400)

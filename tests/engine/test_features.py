@@ -318,6 +318,7 @@ def test_a_reset_between_runs(tiny_model: Path) -> None:
 # -- vLLM's benchmark -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_bench_throughput(tiny_model: Path, tmp_path: Path) -> None:
     """`vllm bench throughput` takes the policy's flags and runs with events."""
     trace, out = tmp_path / "trace", tmp_path / "out.json"

@@ -86,7 +86,7 @@ def test_near_ties_are_rare(oracle_runs) -> None:
         total.decisions += report.decisions
         total.near_ties += report.near_ties
     total.check()
-    assert total.decisions >= 1000
+    assert total.decisions >= (1000 if sweeps.every_name else 500)
 
 
 @pytest.mark.parametrize("policy", [each for each in TIGHT if each in POLICIES])

@@ -194,6 +194,7 @@ def most_likely(runs: Iterable[Run]) -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", [False, True])
 def test_decisions_of_other_branches_are_not_shared(
     deciding_model: Path, tmp_path: Path, exact: bool
@@ -222,6 +223,7 @@ def test_gates_that_mask_at_once_answer_as_without_the_cache(
     check_equal(tiny_model, allowed, tmp_path, policy={"policy_config": options})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{"max_num_batched_tokens": 96}, {"num_blocks": 46, "foresees": False}]
 )

@@ -10,6 +10,7 @@ from support.engine.helpers import POLICIES, Engine, Job, Result, Run, make_jobs
 from support.engine.oracle_replay import check_replay
 from support.engine.oracle_selection import Report, check_selection
 from support.engine.reference_decoder import ReferenceDecoder
+from support.sweeps import some
 from vllm_kvpolicy.config import KVPolicyConfig
 
 VALUES = {"budget": 110, "interval": 56, "prefill_interval": 256}
@@ -62,7 +63,7 @@ def staggered(jobs: list[Job]) -> list[Job]:
     return [replace(job, arrives=17 * index) for index, job in enumerate(jobs)]
 
 
-@pytest.fixture(scope="module", params=POLICIES)
+@pytest.fixture(scope="module", params=some(POLICIES))
 def comparison(request, tiny_model: Path, tmp_path_factory) -> Comparison:
     folder = tmp_path_factory.mktemp(request.param)
     return Comparison(request.param, tiny_model, folder)

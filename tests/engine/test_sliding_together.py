@@ -23,7 +23,11 @@ FEATURES: dict[str, dict[str, Any]] = {
     "prefix caching": {"enable_prefix_caching": True},
     "both": {"tensor_parallel_size": 2, "enable_prefix_caching": True},
 }
-SERVED = [("ranks", 1), ("prefix caching", 2), ("both", 2)]
+SERVED = [
+    pytest.param("ranks", 1, marks=pytest.mark.slow),
+    ("prefix caching", 2),
+    pytest.param("both", 2, marks=pytest.mark.slow),
+]
 
 
 def jobs_of(names: tuple[str, ...], is_stock: bool) -> list[Job]:

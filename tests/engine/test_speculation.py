@@ -183,6 +183,7 @@ def stock_run(model: Path, method: str) -> tuple[Run, Drafts]:
     return run(model, None, jobs_of((40, 150, 300)), **sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     "policy", ["identity", "holes", "snapkv", "ams-tova", "hard-snapkv"]

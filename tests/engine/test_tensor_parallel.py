@@ -83,6 +83,7 @@ def on_both(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
     return run
 
 
+@pytest.mark.slow
 def test_heads_of_equal_lengths_are_those_of_one_rank(on_both) -> None:
     one, two = on_both(EQUAL, num_blocks=36)
     assert one.preemptions == two.preemptions > 5
@@ -91,6 +92,7 @@ def test_heads_of_equal_lengths_are_those_of_one_rank(on_both) -> None:
     assert all(name.endswith(TIES) for name in differing(found)), found
 
 
+@pytest.mark.slow
 def test_admissions_and_selections_are_those_of_one_rank(on_both) -> None:
     one, two = on_both(RAGGED, num_blocks=36)
     assert one.preemptions == two.preemptions > 2
@@ -108,11 +110,13 @@ def test_decisions_of_the_model_are_those_of_one_rank(on_both, served) -> None:
     assert found.events > len(served) and not differing(found), found
 
 
+@pytest.mark.slow
 def test_gates_that_hide_at_once_are_those_of_one_rank(on_both) -> None:
     found = compare(*on_both(("wgkv",), exact=True))
     assert found.events and not differing(found), found
 
 
+@pytest.mark.slow
 def test_budgets_of_a_rank_hold_and_attention_follows_them(on_both, tmp_path) -> None:
     """Every rank keeps its share; a dense decoder that sees what is kept agrees."""
     two = on_both(RAGGED, num_blocks=36)[1]
@@ -145,6 +149,7 @@ def test_copies_of_a_head_decide_alike(on_both, served) -> None:
     assert found.events > len(served) and not differing(found), found
 
 
+@pytest.mark.slow
 def test_moving_tokens_changes_nothing(tmp_path: Path) -> None:
     """Stock vLLM on two ranks, and tokens that change places, heads and layers."""
     model = write_model(tmp_path / "model", SHARED)
@@ -171,6 +176,7 @@ def test_requests_that_share_prompts_and_steps_ahead(on_both) -> None:
     assert found.events > len(served) and differing(found) <= own, found
 
 
+@pytest.mark.slow
 def test_ranks_never_part(tmp_path: Path) -> None:
     """A crowd of requests, preempted and aborted: both ranks see the same events."""
     served = ("ams-tova", "hard-snapkv", "trim-tova", "streaming", "hard-rpc")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 FILES = sorted((Path(__file__).parents[1] / "interpreted").glob("test_*.py"))
-SHARES = 4  # processes, each with every fourth file
+SHARES = 2  # processes, each with every other file
 
 
 @pytest.mark.timeout(1200)

@@ -115,6 +115,7 @@ def arguments(run, **options):
     return train.parse_args([*words, "--device", "cpu"])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_tiny_preset_learns_a_toy_family_in_two_minutes(tmp_path):
     """Half a minute of one core, many where the CPU emulates Muon's bfloat16.

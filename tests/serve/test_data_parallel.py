@@ -183,6 +183,7 @@ def test_a_killed_engine_ends_the_server_and_leaves_no_file(
     assert [*(folder / "tmp").glob("*.counters")] == []
 
 
+@pytest.mark.slow
 def test_two_processes_over_loopback(tiny_model, tmp_path, monkeypatch) -> None:
     """The second has no HTTP: what its engine counts stays where the engine runs."""
     head, other = tmp_path / "head", tmp_path / "other"

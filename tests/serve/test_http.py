@@ -1,4 +1,7 @@
-"""A real `vllm serve` with a policy: chat, metrics, knobs of one request, hang-ups."""
+"""A real `vllm serve` with a policy: chat, metrics, knobs of one request, hang-ups.
+
+And what clients see of its prefix cache, and what `vllm-kvpolicy verify URL` says.
+"""
 
 import asyncio
 import json
@@ -7,12 +10,15 @@ import re
 import time
 
 import httpx
+import openai
 import pytest
 
 from support import monitoring
 from support.servers.servers import serving
+from vllm_kvpolicy import __main__ as command
 
 BUDGET, INTERVAL, BLOCK = 96, 48, 32
+WINDOW = 32  # of AMS
 SETTINGS = f"""
 kv-policy: ams-tova
 kv-budget: {BUDGET}
@@ -22,14 +28,21 @@ max-model-len: 1024
 max-num-seqs: 16
 kv-cache-memory-bytes: 8388608
 enforce-eager: true
+enable-prompt-tokens-details: true
 served-model-name: tiny
-kv-policy-config: '{{"allow": ["streaming", "chunk-keydiff"]}}'
+kv-policy-config: '{{"allow": ["streaming", "chunk-keydiff"], "report_events": true}}'
 """
 
 pytestmark = pytest.mark.serve
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1-api-server", "2-api-servers"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(1, id="1-api-server"),
+        pytest.param(2, id="2-api-servers", marks=pytest.mark.slow),
+    ],
+)
 def server(request, tiny_model, tmp_path_factory):
     """URL of a server that reads its flags from a YAML file."""
     folder = tmp_path_factory.mktemp("serve")
@@ -154,6 +167,48 @@ def test_a_request_without_a_policy_has_no_events(server):
     answer = complete(server, vllm_xargs={"kv_policy": "none"}, **fields)
     assert answer.json()["usage"]["completion_tokens"] == 400
     assert metric(server, "kvpolicy_events_total") == before
+
+
+def test_hits_are_counted_and_salts_keep_requests_apart(server):
+    client = openai.OpenAI(base_url=f"{server}/v1", api_key="none", timeout=300)
+
+    def ask(prompt, **extra):
+        before = metric(server, "vllm:prefix_cache_hits_total")
+        answer = client.completions.create(
+            model="tiny",
+            prompt=prompt,
+            max_tokens=150,
+            temperature=0,
+            extra_body={"ignore_eos": True, **extra},
+        )
+        hits = metric(server, "vllm:prefix_cache_hits_total") - before
+        details = answer.usage.prompt_tokens_details
+        assert (details.cached_tokens if details else 0) == hits
+        return answer.choices[0].text, int(hits)
+
+    prompt = "".join(chr(97 + (7 * n + n // 9) % 26) for n in range(200))
+    # An event ends the prompt of 200 and reads its last 32 queries.
+    usable = (len(prompt) - WINDOW) // BLOCK * BLOCK
+    cold, hits = ask(prompt)
+    assert hits == 0
+    assert ask(prompt) == (cold, usable)
+    # A second turn finds the whole prompt of the first.
+    assert ask(prompt + cold[:100])[1] == 192
+    assert ask(prompt, cache_salt="mine") == (cold, 0)
+    assert ask(prompt, cache_salt="mine") == (cold, usable)
+    # Requests without the policy and with a smaller budget share all the same.
+    assert ask(prompt, vllm_xargs={"kv_policy": "none"})[1] == 192
+    assert ask(prompt, vllm_xargs={"kv_budget": 72})[1] == usable
+    wait_for_metric(server, "vllm:kv_cache_usage_perc", 0)
+
+
+def test_verify_finds_it_healthy(server, capsys):
+    status = command.main(["verify", server])
+    text = capsys.readouterr().out
+    assert status == 0 and "healthy (" in text, text
+    states = [line.split("  ")[0] for line in text.splitlines()]
+    assert states.count("ok") == 5 and "open" not in states, text
+    assert "events counted" in text and "vllm of the server  0.32" in text
 
 
 async def stream_and_hang_up(client, url, seed, limit):

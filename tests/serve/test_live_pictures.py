@@ -18,7 +18,7 @@ from reasoner.problems import generate
 from support.browser import chromium, faint_texts, wait_for
 from support.servers.servers import serving
 
-pytestmark = pytest.mark.serve
+pytestmark = [pytest.mark.serve, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 BUDGET, NUM_REQUESTS, LINES, WIDTH = 256, 9, 70, 1280
 POLICIES = ("ams-expected", "snapkv", "none")

@@ -21,7 +21,7 @@ from support.servers.names_served import (
 from support.servers.servers import serving
 from vllm_kvpolicy.policies.catalogue.names import names, parse
 
-pytestmark = pytest.mark.serve
+pytestmark = [pytest.mark.serve, pytest.mark.slow]
 OUTPUT_TOKENS = 300
 NO_POLICY = "none"
 MIN_EVENTS = 3  # of budget 128, interval 64, and 90 + 300 tokens

@@ -9,7 +9,7 @@ import pytest
 from support.made_checkpoints import make_released_dms
 from support.servers.servers import serving
 
-pytestmark = pytest.mark.serve
+pytestmark = [pytest.mark.serve, pytest.mark.slow]
 # Of docs/dms.md; the rest is for a small machine.
 COMMAND = ["--kv-policy", "dms", "--kv-recent", "512", "--kv-sinks", "0"]
 SMALL = ["--enforce-eager", "--kv-cache-memory-bytes", "8388608", "--max-num-seqs", "2"]

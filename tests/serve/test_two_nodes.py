@@ -14,7 +14,7 @@ import pytest
 from support.servers.servers import free_port, serving, started
 from vllm_kvpolicy.trace.files import read_trace
 
-pytestmark = pytest.mark.serve
+pytestmark = [pytest.mark.serve, pytest.mark.slow]
 FLAGS = {
     "--kv-policy": "ams-tova",
     "--kv-budget": "128",

@@ -14,7 +14,7 @@ import pytest
 from support.servers.servers import serving
 from vllm_kvpolicy.trace.files import read_trace
 
-pytestmark = pytest.mark.serve
+pytestmark = [pytest.mark.serve, pytest.mark.slow]
 BUDGET, INTERVAL = 96, 48
 FLAGS = [
     *("--kv-budget", str(BUDGET), "--kv-interval", str(INTERVAL), "--kv-live"),

@@ -49,7 +49,6 @@ DEAREST = (
     "serve/test_every_name.py",
     "serve/test_released_dms.py",
     "engine/test_verify.py",
-    "serve/test_verify_url.py",
     "engine/test_wgkv.py",
     "engine/test_kvzap.py",
     "engine/test_ragged.py",

@@ -14,21 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support import sweeps
-
 TESTS = Path(__file__).parents[1]
 PROGRAM = TESTS / "support" / "engine" / "run_policies.py"
 MIN_EVENTS = 3
 TRACED = ("ams-tova", "hard-snapkv")
 # Interpreted kernels: over two minutes on a quiet machine.
 pytestmark = pytest.mark.timeout(1800)
-only_with_all = pytest.mark.skipif(
-    not sweeps.every_name, reason="minutes of interpreted kernels: make test-all"
-)
 
 
-def run(runner: str, model: Path, folder: Path) -> dict[str, Any]:
-    """Run the program and return what it wrote, with the traces of `ams-tova`."""
+def run(runner: str, model: Path, folder: Path, extent: list[str]) -> dict[str, Any]:
+    """Run the program and return what it wrote, with the traces of TRACED."""
     output, traces = folder / f"{runner}.json", folder / runner
     command = [
         sys.executable,
@@ -37,7 +32,7 @@ def run(runner: str, model: Path, folder: Path) -> dict[str, Any]:
         str(model),
         str(traces),
         str(output),
-        *(["all"] if sweeps.every_name else []),
+        *extent,
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -51,17 +46,25 @@ def run(runner: str, model: Path, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def v2(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the V2 runner did."""
-    return run("v2", tiny_model, tmp_path_factory.mktemp("v2"))
+def extent(request: pytest.FixtureRequest) -> list[str]:
+    """What slow tests need as well, where some were chosen."""
+    chosen = [item for item in request.session.items if item.path == request.path]
+    return ["all"] if any(item.get_closest_marker("slow") for item in chosen) else []
 
 
 @pytest.fixture(scope="module")
-def v1(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def v2(tiny_model: Path, tmp_path_factory: Any, extent: list[str]) -> dict[str, Any]:
+    """What the V2 runner did."""
+    return run("v2", tiny_model, tmp_path_factory.mktemp("v2"), extent)
+
+
+@pytest.fixture(scope="module")
+def v1(tiny_model: Path, tmp_path_factory: Any, extent: list[str]) -> dict[str, Any]:
     """What the V1 runner did with the CPU kernels."""
-    return run("v1", tiny_model, tmp_path_factory.mktemp("v1"))
+    return run("v1", tiny_model, tmp_path_factory.mktemp("v1"), extent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tables"), [("identity", "physical"), ("ragged identity", "folded")]
 )
@@ -74,7 +77,7 @@ def test_identity_is_stock_token_for_token(
     assert v2[name]["tokens"] == v2["stock"]
 
 
-@only_with_all
+@pytest.mark.slow
 def test_infinite_budget_is_stock_token_for_token(v2: dict[str, Any]) -> None:
     """Our builder runs and leaves the metadata alone."""
     assert v2["infinite"]["builds"] > 0
@@ -129,7 +132,7 @@ def test_signals_are_those_of_the_v1_runner(
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
-@only_with_all
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ams-tova", "hard-snapkv"])
 def test_prompts_from_the_cache_give_the_same_answers(
     v1: dict[str, Any], v2: dict[str, Any], name: str

@@ -208,24 +208,19 @@ def generate(
 
 
 def main(model: str, trace_dir: str, output: str, extent: str = "") -> None:
-    """Run stock, movers and real policies; write what came out.
+    """Run a policy of each tier; write what came out.
 
-    With `all`, a budget that never binds and a prefix cache, too.
+    With `all`, stock, movers, a budget that never binds and a prefix cache, too.
     """
     if ON_V2:
         install("vllm_kvpolicy.worker.backends.triton.KVPolicyTritonBackend")
     from vllm_kvpolicy import compat
 
     result: dict[str, Any] = {}
-    result["stock"], _ = generate(model, None)
+    if extent == "all":
+        result["stock"], _ = generate(model, None)
     counts, signals = count_builds(), note_signals()
     cases = {
-        "identity": {**KV_POLICY, "policy": "identity"},
-        "ragged identity": {
-            **KV_POLICY,
-            "policy": "identity",
-            "policy_config": {"ragged": True},
-        },
         "hard-snapkv": {
             **KV_POLICY,
             "policy": "hard-snapkv",
@@ -241,7 +236,13 @@ def main(model: str, trace_dir: str, output: str, extent: str = "") -> None:
         },
     }
     if extent == "all":
-        cases["infinite"] = {**KV_POLICY, "policy": "streaming", "budget": 128}
+        ragged = {"policy": "identity", "policy_config": {"ragged": True}}
+        cases = {
+            "identity": {**KV_POLICY, "policy": "identity"},
+            "ragged identity": KV_POLICY | ragged,
+            "infinite": {**KV_POLICY, "policy": "streaming", "budget": 128},
+            **cases,
+        }
     for name, policy in cases.items():
         before = dict(counts)
         # As where attention is replayed: always our tables, queries always saved.
