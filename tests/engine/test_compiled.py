@@ -7,6 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from support.engine.helpers import make_jobs
 from support.engine.run_compiled import run_elsewhere
 from support.made_adapters import make_adapter
