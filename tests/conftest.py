@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 # The tiny model is faster with one thread than with two, and engines of one test run
-# must not all be bound to the first core.
+# must not all be bound to the first core. What looks up n-grams would set the number
+# of threads anew, for PyTorch as well.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

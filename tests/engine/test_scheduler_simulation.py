@@ -156,7 +156,8 @@ def test_random_engines(policy: str, depth: int, model: ModelConfig):
 
 
 @pytest.mark.parametrize(
-    ("policy", "depth"), engines("tova", "ams-tova", "holes", "hard-tova", "local")
+    ("policy", "depth"),
+    engines(*sweeps.some(("ams-tova", "tova", "holes", "hard-tova", "local"))),
 )
 def test_random_engines_that_share_prefixes(
     policy: str, depth: int, model: ModelConfig
@@ -175,9 +176,7 @@ def test_random_engines_that_share_prefixes(
     run_engines(policy, depth, model, MIN_STEPS // 2, at_least, caching=True)
 
 
-@pytest.mark.parametrize(
-    "policy", POLICIES if sweeps.every_name else ("ams-tova", "hard-tova", "local")
-)
+@pytest.mark.parametrize("policy", sweeps.some(POLICIES))
 def test_random_engines_that_speculate(policy: str, model: ModelConfig):
     """How many drafts come and how many are accepted is random: 100,000 steps.
 
@@ -268,7 +267,7 @@ def test_nobody_waits_for_an_event_that_gives_nothing_back(model: ModelConfig):
     assert totals["preemptions"] and totals["events"]
 
 
-@pytest.mark.parametrize("policy", ("ams-tova", "hard-tova", "local"))
+@pytest.mark.parametrize("policy", sweeps.some(("hard-tova", "ams-tova", "local")))
 def test_an_engine_that_speculates_does_not_age(policy: str, model: ModelConfig):
     """Heads of equal lengths, of their own, and an admission: nothing is left over."""
     totals, growth = age(policy, AGED_STEPS, model)
@@ -370,7 +369,9 @@ def test_a_plan_has_the_budget_that_a_request_asks_for(model):
     assert [plan.footprint.events.interval for plan in plans] == [48, 64]
 
 
-@pytest.mark.parametrize(("policy", "depth"), engines("ams-tova", "holes", "hard-tova"))
+@pytest.mark.parametrize(
+    ("policy", "depth"), engines(*sweeps.some(("ams-tova", "holes", "hard-tova")))
+)
 def test_steps_that_defer_prompts(policy: str, depth: int, model: ModelConfig):
     """Requests sit out steps without our say, and start their answers later."""
     totals: Counter[str] = Counter()
@@ -409,7 +410,8 @@ def test_nobody_overtakes_a_request_that_waits_for_room(model: ModelConfig):
 
 
 @pytest.mark.parametrize(
-    ("policy", "depth"), engines("ams-tova", "holes", "local", "hard-tova")
+    ("policy", "depth"),
+    engines(*sweeps.some(("ams-tova", "holes", "local", "hard-tova"))),
 )
 def test_resets_of_running_requests(policy: str, depth: int, model: ModelConfig):
     """All that run are preempted, with steps and answers of theirs under way."""

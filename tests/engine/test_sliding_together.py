@@ -102,6 +102,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
     return served
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("feature", "heads"), SERVED)
 def test_moving_tokens_changes_nothing(serve, feature: str, heads: int) -> None:
     """Stock vLLM with the feature gives the same tokens in caches of the same kind.

@@ -20,6 +20,7 @@ def broken(pages, source_slots, dest_slots, first, in_place=None):
     compact_pages_ref(pages, wrong, dest_slots, first, in_place)
 
 
+@pytest.mark.slow
 def test_a_healthy_engine(tiny_model: Path, capsys: pytest.CaptureFixture) -> None:
     assert command.main(["verify", str(tiny_model)]) == 0
     printed = capsys.readouterr()
@@ -45,6 +46,7 @@ def test_a_kernel_that_copies_from_a_wrong_page(
     assert ample.startswith("ok ") and "NOT HEALTHY" in lines[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "states"),
     [

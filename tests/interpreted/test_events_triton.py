@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from support.sweeps import some
 from support.worker.chain_engine import Chain, Setup
 from support.worker.chain_policy import ScriptedPolicy
 from support.worker.event_world import DIM, HEADS, World
@@ -15,7 +16,7 @@ from vllm_kvpolicy.kernels.paged_reductions import paged_cosines, paged_norms
 from vllm_kvpolicy.kernels.segment_quota import segment_quota
 from vllm_kvpolicy.kernels.window_usage import window_usage
 
-POLICIES = ("streaming", "ams-snapkv", "ams-keydiff", "rkv", "knorm")
+POLICIES = ("ams-keydiff", "streaming", "rkv", "ams-snapkv", "knorm")
 
 
 def run(name: str, which: str) -> World:
@@ -28,7 +29,7 @@ def run(name: str, which: str) -> World:
     return world
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", some(POLICIES))
 def test_events_leave_the_same_cache(name: str) -> None:
     by_key = (paged_norms, paged_cosines)
     operations = (window_usage, segment_quota, compact_pages, *by_key)

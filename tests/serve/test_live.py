@@ -184,6 +184,7 @@ def test_three_policies_are_followed_and_no_text_leaves(server):
     assert "tokens" not in detail and "ids" not in detail
 
 
+@pytest.mark.slow
 def test_the_page_asks_for_the_key_follows_requests_and_survives_a_restart(server):
     """While other clients have opened streams that they never read."""
     with chromium() as browser, open_stalled_stream(server.port, KEY):

@@ -8,6 +8,7 @@ covering set leaves out finds no fault of tools/seeded_faults that it misses.
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,18 @@ def covering(among: Sequence[str]) -> list[str]:
 def some(among: Sequence[Any]) -> list[Any]:
     """Return every third of values that each cost an engine, the first one first."""
     return list(among) if every_name else list(among[::3])
+
+
+def paired(*values: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Return values side by side, the shorter lists again and again; or all products.
+
+    For runs that several tests look at, which have to choose the same ones.
+    """
+    lists = [list(each) for each in values]
+    if every_name:
+        return list(product(*lists))
+    longest = max(map(len, lists))
+    return [tuple(each[n % len(each)] for each in lists) for n in range(longest)]
 
 
 def thinned(items: Iterable[pytest.Item], tests: Path) -> list[pytest.Item]:
