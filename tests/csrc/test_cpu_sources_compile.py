@@ -96,6 +96,7 @@ sys.exit(pytest.main(["-q", "tests/kernels/test_window_usage_cpp.py"]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_cpu_measures_the_same(

@@ -109,6 +109,7 @@ def test_a_threshold_above_all_scores_leaves_the_window(
             assert kept.unique().tolist() == [32]
 
 
+@pytest.mark.slow
 def test_chunks_and_compiled_models_score_alike(
     tiny_model: Path, tmp_path: Path
 ) -> None:

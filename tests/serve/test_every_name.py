@@ -1,7 +1,4 @@
-"""`vllm serve --kv-policy NAME` for the recommended policy, or for every name.
-
-All names are served one by one where pytest is given `--every-name` (`make test-all`).
-"""
+"""`vllm serve --kv-policy NAME` for every name of the catalogue, a server each."""
 
 import json
 from pathlib import Path
@@ -16,25 +13,16 @@ from support.servers.names_served import (
     options_of,
 )
 from support.servers.servers import serving
+from support.sweeps import evictions
 from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
 from vllm_kvpolicy.policies.catalogue.allocators import ALLOCATORS
-from vllm_kvpolicy.policies.catalogue.names import names, parse
 from vllm_kvpolicy.policies.catalogue.selections import SELECTIONS
 
 pytestmark = pytest.mark.serve
-# On one server per tier, chosen per request, test_one_server serves one per allocator.
-ALONE = ("ams-expected",)
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Serve every name if asked to."""
-    if "name" not in metafunc.fixturenames:
-        return
-    every = metafunc.config.getoption("--every-name")
-    served = [name for name in names() if not parse(name).is_test]
-    metafunc.parametrize("name", served if every else ALONE)
-
-
+@pytest.mark.slow
+@pytest.mark.parametrize("name", evictions())
 def test_it_is_served(name: str, tiny_model: Path, tmp_path: Path) -> None:
     options = options_of([name]) | calibration(name, tiny_model, tmp_path)
     arguments = [word for flag in FLAGS.items() for word in flag]

@@ -30,7 +30,9 @@ kv-cache-memory-bytes: 8388608
 enforce-eager: true
 enable-prompt-tokens-details: true
 served-model-name: tiny
-kv-policy-config: '{{"allow": ["streaming", "chunk-keydiff"], "report_events": true}}'
+kv-policy-config:
+  '{{"allow": ["streaming", "chunk-keydiff", "ams-expected"], "expected_window": 40,
+  "report_events": true}}'
 """
 
 pytestmark = pytest.mark.serve
@@ -113,7 +115,7 @@ def test_dashboard_and_alerts_read_series_that_are_there(server):
         ({"kv_budget": "many"}, ["kv_budget: got 'many'", "integer"]),
         ({"kv_budget": BUDGET + 1}, [f"at most the server's {BUDGET}"]),
         ({"kv_budget": 60}, ["kv_budget: got 60", "at least 68"]),
-        ({"kv_policy": "tova"}, ["'none'", "'ams-tova'", "'chunk-keydiff'"]),
+        ({"kv_policy": "tova"}, ["'none'", "'ams-expected'", "'chunk-keydiff'"]),
         ({"kv_policy": ["streaming"]}, ["kv_policy: got ['streaming']"]),
         ({"kv_bugdet": 64}, ["'kv_bugdet'", "kv_budget"]),
         ({"kv_\ud800": 64}, ["'kv_\\ud800'", "kv_budget"]),
@@ -155,18 +157,20 @@ def test_beam_search_takes_no_knobs(server, path):
 
 
 @pytest.mark.parametrize(
-    "knobs", [{"kv_budget": 72}, {"kv_policy": "none"}, {"kv_policy": "chunk-keydiff"}]
+    "knobs",
+    [
+        {"kv_budget": 72},
+        {"kv_policy": "none"},
+        {"kv_policy": "chunk-keydiff"},
+        {"kv_policy": "ams-expected"},
+    ],
 )
 def test_good_knobs_are_served(server, knobs):
-    assert complete(server, vllm_xargs=knobs).status_code == 200
-
-
-def test_a_request_without_a_policy_has_no_events(server):
     before = metric(server, "kvpolicy_events_total")
-    fields = {"max_tokens": 400, "ignore_eos": True}
-    answer = complete(server, vllm_xargs={"kv_policy": "none"}, **fields)
-    assert answer.json()["usage"]["completion_tokens"] == 400
-    assert metric(server, "kvpolicy_events_total") == before
+    answer = complete(server, vllm_xargs=knobs, max_tokens=200, ignore_eos=True)
+    assert answer.json()["usage"]["completion_tokens"] == 200
+    has_events = metric(server, "kvpolicy_events_total") > before
+    assert has_events == (knobs.get("kv_policy") != "none")
 
 
 def test_hits_are_counted_and_salts_keep_requests_apart(server):
