@@ -30,10 +30,12 @@ SEED ?= 0
 # Tests run in two processes of one thread each, file by file, the slowest files first
 # (tests/support/collection.py), so that neither process waits for the other at the end.
 WORKERS ?= -n 2 --no-loadscope-reorder
-# What `make check` runs; of the random engines and of the answers over HTTP one each.
+# What `make check` runs: no processes of their own but one server, and of the random
+# engines and of the answers over HTTP one each.
 CHECKED = tests/test_*.py tests/api tests/policies tests/block_manager \
 	tests/engine/test_scheduler_simulation.py tests/serve/test_http.py
-CHECKED_OF = (not test_random_engines or hard-tova) and \
+CHECKED_OF = not plugin_inert and not main_path and \
+	(not test_random_engines or hard-tova) and \
 	(not api-server or test_one_long_answer)
 # What a CPU without AVX-512 may change: kernels, numbers, and who computes them.
 OLDER_CPU = tests/kernels tests/policies tests/worker tests/api \

@@ -20,7 +20,7 @@ from support.engine.dms_decoder import say_dms
 from support.engine.helpers import BLOCK, Engine, Job, Run, make_prompt, watch_hits
 from support.made_patterns import write_pattern
 from support.made_surrogates import write_surrogate
-from support.sweeps import covering, evictions
+from support.sweeps import covering, evictions, some
 from support.tiny_model import make_tiny_model
 from vllm_kvpolicy.block_manager.planner import RequestState
 from vllm_kvpolicy.policies.calibration import save
@@ -194,8 +194,7 @@ def most_likely(runs: Iterable[Run]) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("exact", some([False, True]))
 def test_decisions_of_other_branches_are_not_shared(
     deciding_model: Path, tmp_path: Path, exact: bool
 ) -> None:
