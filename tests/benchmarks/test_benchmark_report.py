@@ -72,6 +72,7 @@ def merged_from(record: dict) -> list[Path]:
     return [answers / Path(word).name for word in words if word.endswith(".jsonl.xz")]
 
 
+@pytest.mark.slow
 def test_every_summary_that_has_answers_is_theirs():
     answers = set((command.RESULTS / "answers").glob("*.jsonl.xz"))
     assert answers

@@ -161,6 +161,7 @@ def test_imports_inside_functions_are_tried(tmp_path: Path, monkeypatch) -> None
     assert "NOT TRIED: such_a_package, " in imports.found("such_a_package", "x")[0]
 
 
+@pytest.mark.slow
 def test_everything_starts_where_only_what_travels_is(tmp_path: Path) -> None:
     """A broken part shows in the status, the others run all the same."""
     words = ("check", "min-32", "e")

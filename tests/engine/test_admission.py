@@ -49,6 +49,7 @@ def test_requests_that_start_together_hardly_wait_for_each_other(tiny_model):
     assert run.steps <= 433
 
 
+@pytest.mark.slow
 def test_five_hundred_requests_in_a_pool_that_holds_six(tiny_model):
     rng = random.Random(6)
     jobs = []

@@ -70,6 +70,7 @@ def test_eager(model: Path) -> None:
     check(run(model), model)
 
 
+@pytest.mark.slow
 def test_compiled_twice(model: Path, tmp_path: Path) -> None:
     caches = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

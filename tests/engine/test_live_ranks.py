@@ -49,6 +49,7 @@ def listen(model: Path, ranks: int) -> tuple[Told, dict[str, Any]]:
     return told, texts
 
 
+@pytest.mark.slow
 def test_heads_of_both_ranks_are_in_their_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

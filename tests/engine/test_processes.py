@@ -70,17 +70,20 @@ def one_process(tiny_model: Path, tmp_path_factory) -> dict[str | None, Run]:
     return runs
 
 
+@pytest.mark.slow
 def test_there_are_several_processes(apart) -> None:
     for found in apart.values():
         assert found["processes"] >= 2
         assert found["counters"]["events"] >= 15
 
 
+@pytest.mark.slow
 def test_identity_is_stock(apart, one_process) -> None:
     assert apart["identity"]["tokens"] == list(one_process[None].tokens.values())
     assert apart["identity"]["counters"]["tokens_dropped"] == 0
 
 
+@pytest.mark.slow
 def test_survivors_do_not_depend_on_processes(apart, one_process, traces) -> None:
     expected = one_process["ams-snapkv"].results
     assert apart["ams-snapkv"]["tokens"] == list(

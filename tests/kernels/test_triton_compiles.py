@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from support import sweeps
+
 TESTS = Path(__file__).parents[1]
 PROGRAM = TESTS / "support" / "compile_triton_kernels.py"
+STEP = 1 if sweeps.every_name else 3  # of each kernel's launches
 
 
 @dataclass(frozen=True)
@@ -33,12 +36,12 @@ class Compiled:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
-    """Compile everything, with an empty cache and without the interpreter."""
+    """Compile with an empty cache and without the interpreter."""
     folder = tmp_path_factory.mktemp("ptx")
     environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache")}
     environment["PYTHONPATH"] = os.pathsep.join(map(str, (TESTS, TESTS.parent)))
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, str(PROGRAM), str(folder)]
+    command = [sys.executable, str(PROGRAM), str(folder), str(STEP)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-20_000:]
     return Compiled(json.loads(done.stdout.splitlines()[-1]), folder)
@@ -57,7 +60,7 @@ def test_every_kernel_compiles(compiled: Compiled) -> None:
 def test_tokens_are_read_before_any_is_overwritten(compiled: Compiled) -> None:
     """A barrier stands between a tile's reads and its writes, in the loop."""
     variants = compiled.ptx("compact_pages._move_in_place")
-    assert len(variants) > 10
+    assert len(variants) > 10 // STEP
     for text in variants:
         found = re.findall(r"ld\.global|bar\.sync|st\.global", text)
         kinds = [kind for i, kind in enumerate(found) if found[i - 1 : i] != [kind]]

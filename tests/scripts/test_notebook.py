@@ -21,6 +21,7 @@ def test_the_committed_notebook_is_small_and_was_run_in_order() -> None:
     assert "stderr" not in {output.get("name") for output in outputs}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_JUPYTER, reason="no nbclient: `make setup` installs it")
 def test_every_cell_runs() -> None:
     import nbformat

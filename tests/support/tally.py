@@ -22,18 +22,18 @@ class Tally:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.before = (time.monotonic(), cpu_seconds())
+        self.before = (time.perf_counter(), cpu_seconds())
         self.sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0])
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
-        self.before = (time.monotonic(), cpu_seconds())
+        self.before = (time.perf_counter(), cpu_seconds())
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo):
         """Give a report what its phase took, which travels to the first process."""
         report = yield
-        now = (time.monotonic(), cpu_seconds())
+        now = (time.perf_counter(), cpu_seconds())
         report.tally = (now[0] - self.before[0], now[1] - self.before[1])
         self.before = now
         return report

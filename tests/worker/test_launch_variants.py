@@ -64,7 +64,13 @@ def of_random_prompts(
             yield [replace(event, request_id=f"r{number}") for number in range(count)]
 
 
-@pytest.mark.parametrize("shape", [LLAMA, SMALL], ids=["llama", "small"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(LLAMA, id="llama", marks=pytest.mark.slow),
+        pytest.param(SMALL, id="small"),
+    ],
+)
 @pytest.mark.parametrize("names", [EQUAL, RAGGED], ids=["equal", "ragged"])
 def test_events_of_any_length_compile_nothing(
     names: Sequence[str], shape: Shape
