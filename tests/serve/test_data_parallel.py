@@ -21,7 +21,7 @@ from support.browser import chromium, wait_for
 from support.servers.servers import command_of, free_port, serving, started
 from vllm_kvpolicy.metrics import CounterFile
 
-pytestmark = pytest.mark.serve
+pytestmark = [pytest.mark.serve, pytest.mark.slow]
 POOL_BLOCKS, BLOCK = 25, 32
 FLAGS = {
     "--kv-policy": "ams-tova",
@@ -183,7 +183,6 @@ def test_a_killed_engine_ends_the_server_and_leaves_no_file(
     assert [*(folder / "tmp").glob("*.counters")] == []
 
 
-@pytest.mark.slow
 def test_two_processes_over_loopback(tiny_model, tmp_path, monkeypatch) -> None:
     """The second has no HTTP: what its engine counts stays where the engine runs."""
     head, other = tmp_path / "head", tmp_path / "other"
