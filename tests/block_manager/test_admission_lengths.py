@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from support.engine.simulator_engine import Scenario, make_scheduler
+from vllm_kvpolicy.block_manager.claim import Claim
 
 TOKEN, STOP_TOKEN = 5, 7
 # A step costs about as much as ten tokens more in it, by which steps are weighed.
@@ -66,6 +68,15 @@ class Traffic:
     @property
     def counted(self) -> dict[str, float]:
         return self.scheduler.kv_policy_counters.file.read()
+
+    @property
+    def num_preemptions(self) -> float:
+        counted = self.counted
+        return counted["preemptions_bounded"] + counted["preemptions_unbounded"]
+
+    @property
+    def claim(self) -> Claim:
+        return self.scheduler.kv_policy_admission._claim
 
     def add(
         self,
@@ -258,9 +269,47 @@ def test_an_urgent_request_does_not_wait_for_less_urgent_ones(
     stock = as_vllm_does(traffic(model, monkeypatch, **FULL))
     waits = wait_of(ours, prompt_len, **wishes), wait_of(stock, prompt_len, **wishes)
     assert waits[0] == (1 if prompt_len == 64 else 3), waits
-    preemptions = [
-        each.counted["preemptions_bounded"] + each.counted["preemptions_unbounded"]
-        for each in (ours, stock)
-    ]
-    assert preemptions[0] <= preemptions[1]
+    assert ours.num_preemptions <= stock.num_preemptions
     assert ours.steps <= 1.1 * stock.steps
+
+
+def crowd_and_one_that_takes_the_pool(engine: Traffic) -> Request:
+    """Run less urgent requests, and add a more urgent one that fits only alone."""
+    for _ in range(8):
+        engine.add(300, priority=5)
+    for _ in range(60):
+        engine.step()
+    manager = engine.scheduler.kv_policy_manager
+    room = (manager.num_usable - 1) * manager.block_size
+    name = engine.add(9, 0, room, kv_policy="none")
+    return engine.scheduler.requests[name]
+
+
+def test_a_watermark_keeps_nobody_out_who_fits_alone(
+    model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM waives it where nobody else runs."""
+    engine = traffic(model, monkeypatch, **FULL)
+    cache_manager = engine.scheduler.kv_cache_manager
+    cache_manager.watermark_blocks = engine.claim.watermark = 5
+    urgent, came = crowd_and_one_that_takes_the_pool(engine), engine.steps
+    while not urgent.num_output_tokens:
+        engine.step()
+    assert engine.steps - came <= 4
+    engine.finish()
+
+
+def test_nobody_makes_way_while_nobody_is_let_in(
+    model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = traffic(model, monkeypatch, **FULL)
+    urgent = crowd_and_one_that_takes_the_pool(engine)
+    while engine.claim.request is None:
+        engine.step()
+    before = engine.num_preemptions
+    engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    for _ in range(40):
+        engine.step()
+    assert engine.num_preemptions == before and not urgent.num_computed_tokens
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.finish()

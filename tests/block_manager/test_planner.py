@@ -4,7 +4,6 @@ Owns the tests of block_manager.planner that need no block pool; query windows a
 test_planner_windows.
 """
 
-from dataclasses import replace
 
 import pytest
 
@@ -124,15 +123,6 @@ def test_the_surplus_of_events_sits_out_and_comes_next():
         for name, count in scheduled.items():
             at[name] += count
     assert seen == [["a", "b"], ["c", "d"], ["e"]]
-
-
-def test_the_most_urgent_of_the_late_events_comes_first():
-    planner = make_planner(events_per_step=1, num_requests=3)
-    planner.add("c", replace(planner.states["c"].plan, priority=-1))
-    assert [planner.clip(name, FIRST, 1) for name in "abc"] == [1, 0, 0]
-    carry_out(planner, "a")
-    planner.finish_step({"a": 1})
-    assert [planner.clip(name, FIRST, 1) for name in "bc"] == [0, 1]
 
 
 def test_a_late_event_that_sits_out_is_no_longer_about_to_come():

@@ -168,6 +168,7 @@ def test_short_problems_are_solved(model, tokenizer, family):
     assert row.correct >= 38
 
 
+@pytest.mark.slow
 def test_a_streaming_cache_loses_what_a_full_cache_solves(model, tokenizer):
     """The long look-up family needs facts far back: the use of this checkpoint."""
     problems = [generate("copy", 110, seed) for seed in range(8)]

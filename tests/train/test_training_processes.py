@@ -94,8 +94,10 @@ def state_of(folder: Path) -> dict:
     ("module", "options", "file"),
     [
         (wgkv, WGKV, "wgkv-1.2.safetensors"),
-        (dms, ADAPTER, "dms-4.safetensors"),
-        (dms, BORROWED, "dms-2.5/model.safetensors"),
+        pytest.param(dms, ADAPTER, "dms-4.safetensors", marks=pytest.mark.slow),
+        pytest.param(
+            dms, BORROWED, "dms-2.5/model.safetensors", marks=pytest.mark.slow
+        ),
     ],
     ids=["wgkv", "adapter", "borrowed"],
 )

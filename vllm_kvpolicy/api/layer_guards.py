@@ -36,14 +36,12 @@ def _is_one_of(names: tuple[str, ...], config: Any) -> bool:
 
 def _attends_by_itself(config: Any) -> bool:
     """Return whether layers are of classes, or have backends, of the model's own."""
-    model_type = str(_text(config, "model_type"))
+    if _is_one_of(compat.OWN_ATTENTION, config) or _text(config, "param_sink_number"):
+        return True
+    if not str(_text(config, "model_type")).startswith("mimo_v2"):
+        return False
     values = _text(config, "v_head_dim"), _text(config, "swa_v_head_dim")
-    has_own_values = not {*values} <= {None, _text(config, "head_dim")}
-    return (
-        _is_one_of(compat.OWN_ATTENTION, config)
-        or bool(_text(config, "param_sink_number"))
-        or (model_type.startswith("mimo_v2") and has_own_values)
-    )
+    return any(value not in (None, _text(config, "head_dim")) for value in values)
 
 
 def _differs(config: Any) -> bool:
@@ -61,26 +59,38 @@ def _differs(config: Any) -> bool:
         return True
     per_layer = _text(config, "num_attention_heads_per_layer") or ()
     blocks = _text(config, "block_configs") or ()
-    attentions = [getattr(block, "attention", None) for block in blocks]
-    groups = {getattr(each, "n_heads_in_group", None) for each in attentions}
+    groups = {
+        _field(_field(block, "attention"), "n_heads_in_group") for block in blocks
+    }
     heads = {
         count
         for count, kind in zip(per_layer, layer_kinds(config), strict=False)
         if kind == FULL
     }
-    return len(heads) > 1 or len(groups - {None}) > 1
+    own = _text(config, "num_attention_heads")
+    return not heads <= {own} or len(groups - {None}) > 1
+
+
+def _field(entry: Any, name: str) -> Any:
+    """Return a field of a nested configuration, which may be an object or a dict."""
+    return entry.get(name) if isinstance(entry, dict) else getattr(entry, name, None)
 
 
 def _has_other_windows(config: Any) -> bool:
     """Return whether windows are not of the size that the configuration names."""
     return (
         _text(config, "interleaved_sliding_window") is not None
-        or len(set(_text(config, "sliding_windows") or ()) - {None}) > 1
+        or _num_sizes(_text(config, "sliding_windows")) > 1
         or (
             SLIDING in layer_kinds(config)
             and _text(config, "model_type") in compat.WIDER_WINDOWS
         )
     )
+
+
+def _num_sizes(windows: Any) -> int:
+    """Return how many sizes a list of windows has; one size may stand for it."""
+    return len(set(windows) - {None}) if isinstance(windows, list | tuple) else 1
 
 
 def _has_unknown_sinks(config: Any) -> bool:

@@ -211,6 +211,10 @@ class Admission:
         self._claim.drop_of((request.request_id,))
         self.lengths.learn_from(request)
 
+    def pause(self) -> None:
+        """Let nobody make way for one that waits, because nobody is let in."""
+        self._claim.drop()
+
     def finish_step(self, scheduled: Container[str], has_events: bool) -> None:
         """Go on to the next step; forget who was let in and found no superblock."""
         for request_id in self._entered:

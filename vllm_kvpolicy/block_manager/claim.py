@@ -32,6 +32,8 @@ class Claim:
     def make(self, request: Request, num_shared: int, leaving: frozenset[str]) -> None:
         """Claim what a request takes to enter, if that comes back at all.
 
+        vLLM waives the watermark where nobody else runs.
+
         Args:
             request: the request.
             num_shared: superblocks of its cached prefix that others go on holding.
@@ -41,9 +43,14 @@ class Claim:
         needed = manager.planner.peak_blocks(request.request_id, known, num_shared)
         if needed is None:
             needed = cdiv(known, manager.block_size) - num_shared
-        needed += manager.sliding.sizes.most_blocks(known) + self.watermark
-        if needed <= manager.num_usable - manager.num_staying(leaving):
-            self.request, self.num_blocks = request, needed
+        needed += manager.sliding.sizes.most_blocks(known)
+        staying = manager.num_staying(leaving)
+        room = manager.num_usable - staying
+        wanted = needed + self.watermark
+        if not staying:
+            wanted = max(needed, min(wanted, room))
+        if wanted <= room:
+            self.request, self.num_blocks = request, wanted
 
     def drop(self) -> None:
         """Claim nothing."""

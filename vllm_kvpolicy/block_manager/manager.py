@@ -350,7 +350,12 @@ class KVPolicyManager(FullAttentionManager):
         return row + self._windows.get(request_id, [])
 
     def _num_own(self, request_id: str) -> int:
-        return len(self._own(request_id))
+        """Return how many `_own` returns, without a list of them."""
+        count = len(self.req_to_blocks.get(request_id, ()))
+        state = self.planner.states.get(request_id)
+        if state is not None:
+            count -= max(min(state.frontier_blocks, count) - state.global_blocks, 0)
+        return count + len(self._windows.get(request_id, ()))
 
     def _take(self, count: int) -> list[KVCacheBlock]:
         num_free = self.block_pool.get_num_free_blocks()

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 
 from vllm_kvpolicy.events import Footprint
 from vllm_kvpolicy.protocol import (
@@ -27,7 +28,6 @@ class RequestPlan:
         budget: K as it was asked for, in tokens, to which the footprint adds a prompt
             that is kept; None for a policy that takes no budget.
         num_drafts: speculated tokens that a step computes at most.
-        priority: of its events among those that wait; lower ones come first.
     """
 
     policy: str
@@ -36,7 +36,6 @@ class RequestPlan:
     takes_hits: bool = True
     budget: int | None = None
     num_drafts: int = 0
-    priority: int = 0
 
     @cached_property
     def first_event(self) -> int:
@@ -325,8 +324,7 @@ class Planner:
         commands = StepCommands(tuple(self._events.values()), tuple(captures))
         for request_id in self._events:
             self._late.pop(request_id, None)
-        late = sorted(self._late, key=lambda each: self.states[each].plan.priority)
-        self._invited = frozenset(late[: self.limits.events_per_step])
+        self._invited = frozenset(islice(self._late, self.limits.events_per_step))
         self._events = {}
         self._num_due = 0
         return commands
@@ -346,9 +344,9 @@ class Planner:
     def _has_room_for(self, request_id: str) -> bool:
         """Return whether this step may carry the request's event.
 
-        Requests that have waited longest are invited, the most urgent ones first;
-        others get what those leave, so that the order in which vLLM visits requests
-        starves nobody.
+        Requests that have waited longest are invited; others get what those leave, so
+        that neither the order in which vLLM visits requests nor their priorities starve
+        anybody.
         """
         if request_id in self._invited:
             return True

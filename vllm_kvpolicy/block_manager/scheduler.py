@@ -11,6 +11,7 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -138,7 +139,6 @@ class KVPolicySchedulerMixin(CountingMixin):
             takes_hits=not info.measures_tokens,
             budget=None if info.is_unbounded else config.budget_tokens,
             num_drafts=self.vllm_config.num_speculative_tokens,
-            priority=request.priority * (self.policy == SchedulingPolicy.PRIORITY),
         )
         self.kv_policy_planner.add(request_id, plan)
 
@@ -256,6 +256,12 @@ class KVPolicySchedulerMixin(CountingMixin):
         elif request.status == RequestStatus.RUNNING:
             admission.follow(request, num_computed_tokens, num_new_tokens)
         return num_new_tokens
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        """Pause or go on; while nobody enters, nobody makes way for one that waits."""
+        super().set_pause_state(pause_state)
+        if pause_state != PauseState.UNPAUSED:
+            self.kv_policy_admission.pause()
 
     def _num_processed(self, request_id: str) -> int:
         """Return how many tokens of a request steps have computed that have ended."""

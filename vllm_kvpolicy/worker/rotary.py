@@ -18,6 +18,7 @@ from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.base import Policy
 from vllm_kvpolicy.worker.refused import refused_for
 
+EMBEDDING = "rotary_emb"  # None in layers that do not rotate
 # Attributes of the modules around an attention layer in models of which some layers do
 # not rotate. A layer of full attention rotates unless one of these is false.
 SWITCHES = (
@@ -71,14 +72,21 @@ def model_rope(model: nn.Module, layers: Sequence[Any]) -> Rope:
     A layer with no rotary embedding beside it or above does not.
 
     Raises:
-        ValueError: a rotary embedding of a kind that is not known.
+        ValueError: a rotary embedding of a kind that is not known, or none at all.
     """
     modules = dict(model.named_modules())
     names = {module: name for name, module in modules.items()}
     read, rows = dict[nn.Module | None, torch.Tensor](), []
     for layer in layers:
         around = [modules[name] for name in _above(names[layer])]
-        embedding = _embedding(around) if _rotates(around[0]) else None
+        embedding = None
+        if _rotates(around[0]):
+            embedding = _embedding(around)
+            if not any(hasattr(each, EMBEDDING) for each in around):
+                raise ValueError(
+                    f"rotary positions: expected a module {EMBEDDING!r} beside or "
+                    f"above each attention layer, got none for {names[layer]}"
+                )
         if embedding not in read:
             read[embedding] = _read(embedding, layer)
         rows.append(read[embedding])
@@ -101,7 +109,7 @@ def _above(name: str) -> Iterator[str]:
 
 def _embedding(around: Sequence[nn.Module]) -> nn.Module | None:
     """Return the rotary embedding that is nearest to an attention layer."""
-    found = (getattr(module, "rotary_emb", None) for module in around)
+    found = (getattr(module, EMBEDDING, None) for module in around)
     return next((each for each in found if each is not None), None)
 
 
@@ -161,7 +169,11 @@ def _of_transformers(embedding: Any) -> tuple[torch.Tensor, float, bool]:
     if frequency is None or turn is None:
         raise _unknown(embedding)
     one = torch.eye(2 * len(frequency), device=frequency.device)
-    turned = turn(one[None, None], one[None, None], 0 * one[None], 0 * one[None] + 1)
+    angles = 0 * one[None], 0 * one[None] + 1  # cosines and sines of a quarter
+    try:
+        turned = turn(one[None, None], one[None, None], *angles)
+    except TypeError as error:
+        raise _unknown(embedding) from error
     for is_neox in (True, False):
         first, second = _order(len(one), is_neox).to(one.device).chunk(2)
         quarter = one.clone()
