@@ -62,6 +62,28 @@ def test_layers_of_two_head_sizes_are_refused(policy_config, changes, is_refused
     assert bool(unlike) == is_refused
 
 
+@pytest.mark.parametrize(
+    ("fields", "row"),
+    [
+        ({"v_head_dim": [64, 64]}, None),  # of a model that does not read it
+        ({"sliding_windows": 48}, None),
+        ({"sliding_windows": [48, 64]}, "sliding windows of several sizes"),
+        ({"num_attention_heads_per_layer": [4, 4]}, None),
+        ({"num_attention_heads_per_layer": [8, 8]}, "layers that differ in heads"),
+        (
+            {"block_configs": [{"attention": {"n_heads_in_group": n}} for n in (1, 2)]},
+            "layers that differ in heads",
+        ),
+    ],
+)
+def test_fields_come_in_several_forms(policy_config, fields, row):
+    text = policy_config.model_config.hf_text_config
+    changed = type(text)(**{**text.to_dict(), "layer_types": [FULL, FULL], **fields})
+    found = refusals(Overlay(policy_config, {"model_config.hf_text_config": changed}))
+    assert [each for each in found if row and each.startswith(row)] == found
+    assert bool(found) == bool(row)
+
+
 MLA, HYBRID = "multi-head latent attention (MLA)", "mamba and linear-attention hybrids"
 # Class of attention layers that models share -> row that refuses it, None for none.
 SHARED = {

@@ -4,7 +4,6 @@ Owns the tests of block_manager.planner that need no block pool; query windows a
 test_planner_windows.
 """
 
-
 import pytest
 
 from support.request_plans import request_plan
