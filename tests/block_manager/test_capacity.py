@@ -116,6 +116,42 @@ def test_the_real_scheduler_runs_as_many_at_once(
     assert count > usable // 13
 
 
+def small_scheduler(tiny_model: Path, depth: int = 1) -> Any:
+    """Return a scheduler of one policy without random traffic."""
+    model = ModelConfig(str(tiny_model), skip_tokenizer_init=True, dtype="float32")
+    policy = {"policy": "tova", "budget": 128, "interval": 64}
+    limits = {"max_num_seqs": 9, "max_batched": 8192, "long_prefill": 0}
+    traffic = {"arrivals": 0.0, "aborts": 0.0, "stops": 0.0, "priorities": False}
+    sizes = {"block_size": N, "spare": 0.0, "longest": 900, "seed": 0}
+    return make_scheduler(Scenario(policy, depth, **sizes, **limits, **traffic), model)
+
+
+def test_with_steps_under_way_superblocks_come_back_a_step_later(tiny_model: Path):
+    """The scheduler hears of an answer's end when it has scheduled the next step."""
+    ends = []
+    for depth in (1, 2):
+        scheduler = small_scheduler(tiny_model, depth)
+        scheduler.add_request(request("0", 40, 100))
+        scheduler.schedule()
+        ends.append(scheduler.kv_policy_admission.forecast.bookings["0"].end)
+        scheduler.shutdown()
+    assert ends[1] == ends[0] + 1
+
+
+def test_who_ends_before_others_grow_enters_a_full_pool(tiny_model: Path, monkeypatch):
+    """Nothing is left with which the other one gets to its end, nor need it be."""
+    monkeypatch.setattr(
+        "support.engine.simulator_engine.max_blocks_per_request", lambda *_: 4
+    )
+    scheduler = small_scheduler(tiny_model)
+    scheduler.add_request(request("long", 2 * N + 2, 2 * N - 3))
+    scheduler.schedule()
+    scheduler.add_request(request("short", 3, 3))
+    assert "short" in scheduler.schedule().num_scheduled_tokens
+    assert scheduler.kv_policy_manager.num_free == 0
+    scheduler.shutdown()
+
+
 def request(name: str, prompt: int, output: int) -> Request:
     """Return a request that gives `output` tokens."""
     params = SamplingParams(max_tokens=output, ignore_eos=True)

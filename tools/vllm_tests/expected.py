@@ -4,6 +4,11 @@ from tools.vllm_tests.compare import Expected
 
 EXPECTED = (
     Expected(
+        "The test wants a model that is not there",
+        ("stock",),
+        ("engine/test_llm_engine.py::test_skip_tokenizer_initialization",),
+    ),
+    Expected(
         "A request enters when the forecast bears it until its end; vLLM lets it in "
         "when its prompt fits, and preempts later",
         ("never", "small"),
@@ -13,39 +18,57 @@ EXPECTED = (
             "::test_kv_pressure_preemption_with_inflight_output",
             "core/test_deferred_block_free.py"
             "::test_cow_retentions_deferred_until_copy_step_processed",
+            "core/test_priority_preemption_bug.py"
+            "::test_priority_scheduler_preempt_skipped_request",
+            "core/test_scheduler.py::test_preempt_during_execution",
         ),
-    ),
-    Expected(
-        "A request enters when the forecast bears it until its end",
-        ("never",),
-        ("core/test_scheduler.py::test_preempt_during_execution",),
     ),
     Expected(
         "Prompts have events: behind the first nothing is offered to the prefix cache, "
         "and their rows hold other superblocks",
-        ("small",),
+        ("small", "identity"),
         (
             "core/test_async_scheduler.py::test_prefix_caching_for_multi_turn",
             "core/test_prefix_replay.py::test_hit_replays_window_without_reallocating",
         ),
     ),
     Expected(
-        "Admission counts what requests of a lower priority have booked",
-        ("never",),
+        "Requests that have had events hold less, and the pool is never full",
+        ("small",),
         (
-            "core/test_priority_preemption_bug.py"
-            "::test_priority_scheduler_preempt_skipped_request",
-            "core/test_scheduler.py::test_priority_scheduling_preemption",
+            "core/test_scheduler.py"
+            "::test_priority_scheduling_ec_connector_preemption_and_resumption",
+        ),
+    ),
+    Expected(
+        "The test takes superblocks by hand, so that nobody known holds them",
+        ("identity",),
+        (
+            "core/test_deferred_block_free.py"
+            "::test_cow_retentions_deferred_until_copy_step_processed",
         ),
     ),
     Expected(
         "KV connectors and KV offloading",
-        ("never",),
+        ("never", "small"),
         (
             "core/test_scheduler.py::test_async_load_reservation_prevents_wedge_e2e",
             "core/test_scheduler.py::test_kv_connector_handles_preemption",
-            "core/test_scheduler.py"
-            "::test_priority_scheduling_preemption_and_resumption_when_out_of_kv",
+        ),
+        refused=True,
+    ),
+    Expected(
+        "KV connectors and KV offloading",
+        ("small",),
+        ("core/test_scheduler.py::test_kv_connector_basic",),
+        refused=True,
+    ),
+    Expected(
+        "unchunked prefill",
+        ("never", "small", "identity"),
+        (
+            "engine/test_llm_engine.py::test_compatibility_with_skip_tokenizer_init",
+            "engine/test_llm_engine.py::test_parallel_sampling",
         ),
         refused=True,
     ),

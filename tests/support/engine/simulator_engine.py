@@ -216,8 +216,7 @@ def make_scheduler(scenario: Scenario, model: ModelConfig) -> Scheduler:
     text = copy.copy(model.hf_text_config)
     text.layer_types, text.sliding_window = kinds, scenario.window_tokens
     config.model_config.hf_text_config = text
-    if scenario.windows:  # they hold more while steps are under way
-        config.scheduler_config.async_scheduling = scenario.depth > 1
+    config.scheduler_config.async_scheduling = scenario.depth > 1
     limit = max_blocks_per_request(config, policy)
     sizes = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
     sizes |= {"block_size": scenario.block_size}
