@@ -78,6 +78,8 @@ def test_sizes_that_follow_the_text_give_more_back(
             assert engine.num_free == engine.num_usable
             assert min(counts) < least_free
             runs[name + " free"] = sum(counts) / len(counts)
+            counted = engine.counters()
+        assert counted["tokens_dropped"] == 32 * counted["blocks_returned"] > 0
     assert held_blocks(runs["dynamic"]) < 0.8 * held_blocks(runs["fixed"])
     assert runs["dynamic free"] > runs["fixed free"]
     for result in runs["dynamic"].results.values():

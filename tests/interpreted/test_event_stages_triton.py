@@ -60,14 +60,14 @@ def test_page_quota(seed: int, block_size: int, fills: bool) -> None:
         assert torch.equal(page_quota(*given), page_quota_ref(*given))
 
 
-@pytest.mark.parametrize("groups", [1, LAYERS])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_assign_pages(seed: int, groups: int) -> None:
-    given = lists_of(seed, groups)
-    got, want = assign_pages(*given), assign_pages_ref(*given)
-    assert torch.equal(got.first, want.first)
-    assert torch.equal(got.pages, want.pages)
-    assert want.unmoved is not None and torch.equal(got.unmoved, want.unmoved)
+def test_assign_pages(seed: int) -> None:
+    for groups in (1, LAYERS):
+        given = lists_of(seed, groups)
+        got, want = assign_pages(*given), assign_pages_ref(*given)
+        assert torch.equal(got.first, want.first)
+        assert torch.equal(got.pages, want.pages)
+        assert want.unmoved is not None and torch.equal(got.unmoved, want.unmoved)
 
 
 @pytest.mark.parametrize("groups", [1, LAYERS])

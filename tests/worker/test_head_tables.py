@@ -114,8 +114,11 @@ def test_clear_empties_only_the_slots_that_it_names() -> None:
     tables = make_tables()
     lists = {slot: random_lists(rng) for slot in range(SLOTS)}
     update(tables, lists)
+    assert tables.held(range(SLOTS)).all()
     tables.clear([0, 2], torch.tensor([0, 2]))
-    assert tables.first[:, -1].tolist() == [0, sum(map(len, lists[1])), 0, 0]
+    held = [0, sum(map(len, lists[1])), 0, 0]
+    assert tables.first[:, -1].tolist() == held
+    assert tables.held(range(SLOTS + 1)).tolist() == held
     longest = [0, max(map(len, lists[1])), 0, 0]
     assert tables.longest(range(SLOTS + 1)).tolist() == longest
 

@@ -1,5 +1,7 @@
 """Rows of requests: one rule for tables from the first token and the first event."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -31,3 +33,13 @@ def test_rows_of_others_and_padding_are_nobodys(table: RequestRows) -> None:
     assert rows.dtype == np.int64
     assert rows.tolist() == [table.null_row, mine, table.null_row, table.null_row]
     assert len(table) == 1
+
+
+def test_tokens_since_the_last_event_are_the_requests_own() -> None:
+    """A new request has the row of one whose event was at another position."""
+    table = RequestTable(2, 3, 4, torch.device("cpu"))
+    table.positions_cpu[:] = 100
+    first, later = (SimpleNamespace(position=140, ordinal=n) for n in (0, 1))
+    assert table.fresh_tokens([0], [first]) == 140
+    assert table.fresh_tokens([1], [later]) == 40
+    assert table.fresh_tokens([1, 0], [later, first]) == 140
