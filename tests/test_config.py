@@ -424,3 +424,12 @@ def test_a_trace_may_be_in_the_users_folder(key, monkeypatch, tmp_path):
     given = {"trace": "~/x"} if key == "policy_config" else "~/x"
     config = KVPolicyConfig.from_dict({"policy": "tova", key: given})
     assert config.trace_dir == str(tmp_path / "x")
+
+
+def test_a_request_keeps_to_the_window_of_the_policy_that_it_names():
+    values = {"policy": "streaming", "budget": 128, "interval": 64, "allow": ["snapkv"]}
+    server = KVPolicyConfig.from_dict(values)
+    assert server.with_request({"kv_interval": 16}, 32).interval_tokens == 16
+    said = "kv_interval: got 16, expected at least 32 tokens, the query window of 'snap"
+    with pytest.raises(ValueError, match=said):
+        server.with_request({"kv_policy": "snapkv", "kv_interval": 16}, 32)
