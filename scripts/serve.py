@@ -417,7 +417,9 @@ def main() -> int:
     if device == "cpu" and threads is not None:
         os.environ.setdefault(THREADS, threads)
         print(f"{THREADS}={os.environ[THREADS]}")
-    print("starting:", " ".join(command), flush=True)
+    print("starting:", " ".join(command))
+    silent = "vLLM starts one process after the other, silent for up to a minute each"
+    print(silent, flush=True)
     server_pid = os.getpid()
     if os.fork() == 0:
         wait_and_explain(options, server_pid)
