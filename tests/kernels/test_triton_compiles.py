@@ -74,5 +74,6 @@ def test_tokens_move_sixteen_bytes_at_a_time(compiled: Compiled) -> None:
     for name in ("_move_in_place", "_copy_changed"):
         variants = compiled.ptx(f"compact_pages.{name}")
         wide = [text for text in variants if "st.global.v4.b32" in text]
-        assert len(variants) / 2 < len(wide) < len(variants)
+        assert len(variants) / 2 < len(wide) <= len(variants)
+        assert len(wide) < len(variants) or STEP > 1  # other head sizes are left out
         assert all("ld.global.v4.b32" in text for text in wide)
