@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from support.engine_configs import Overlay
 from vllm_kvpolicy import compat
@@ -355,8 +356,6 @@ def test_an_fp8_cache_is_refused_on_gpus(policy_config, monkeypatch, dtype):
 @pytest.mark.parametrize("has_amx", [False, True])
 def test_an_fp8_cache_needs_avx512_or_amx(policy_config, monkeypatch, dtype, has_amx):
     """As vLLM says itself, but after it has loaded the weights."""
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
     config = Overlay(policy_config, {"cache_config.cache_dtype": dtype})
@@ -413,6 +412,7 @@ def test_full_attention_is_one_group(policy_config, full, sliding, is_refused):
         text(
             layer_types=[SLIDING, FULL, SLIDING],
             sliding_window=48,
+            num_attention_heads=4,
             num_attention_heads_per_layer=[8, 4, 8],
         ),
         text(model_type="granite_swa", layer_types=[FULL], attention_sinks=False),

@@ -48,6 +48,7 @@ _ENGINE = (
             "__init__": ANY,
             "add_request": "self request",
             "update_from_output": "self scheduler_output model_runner_output",
+            "set_pause_state": "self pause_state",
             "shutdown": "self",
             "_free_request": ANY,
             "_get_local_prefix_cache_hit": "self request",

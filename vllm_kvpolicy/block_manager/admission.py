@@ -154,10 +154,7 @@ class Admission:
         num_new: int,
         leaving: frozenset[str] = NOBODY,
     ) -> bool:
-        """Return whether a waiting request may enter in this step.
-
-        vLLM preempts nobody for the sake of one that waits. So if there are too few
-        superblocks in this step, less urgent requests leave them free from the next on.
+        """Return whether a waiting request may enter in this step; see also `Claim`.
 
         Args:
             request: the request.
