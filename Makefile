@@ -9,7 +9,7 @@
 # make soak runs an hour of random traffic and faults (docs/reliability.md) and then
 # 1,000,000 steps of the simulator; MINUTES=60 SEED=0
 # make test-all also runs slow tests, serves every policy of the catalogue, one server
-# each, repeats what a CPU may change as one without AVX-512, and runs vLLM's own tests.
+# each, and repeats what a CPU may change as one without AVX-512.
 # On a machine with an NVIDIA GPU (docs/performance.md):
 #   make gpu-check               checks kernels and engines, in under 6 minutes
 #   make gpu-bench PART="c d"    runs parts of the benchmark, under 9 minutes each
@@ -77,7 +77,6 @@ test-all: setup
 	@.venv/bin/python -m pytest $(WORKERS) --every-name $(ARGS)
 	@ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 \
 		.venv/bin/python -m pytest $(WORKERS) $(OLDER_CPU) $(ARGS)
-	@.venv/bin/python -m tools.vllm_tests
 
 # 8 policies, with and without async scheduling: 16 times 62,500 steps, and half as many
 # of some with a shared prefix cache; and of three kinds of policies 100,000 steps of one

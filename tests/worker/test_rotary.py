@@ -2,6 +2,7 @@
 
 import ast
 import math
+import sys
 from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
@@ -369,4 +370,22 @@ def test_a_rotation_of_another_kind_is_refused_by_name() -> None:
     embedding.head_size = SIZE
     embedding.register_buffer("cos_sin_cache", torch.ones(9, 2 * SIZE))  # as FoPE's
     with pytest.raises(ValueError, match="frequencies of its own, got Module"):
+        read(attention(embedding))
+
+
+def test_a_layer_without_a_rotary_embedding_known_by_name_is_refused() -> None:
+    """Its model may well rotate, in a module that is called otherwise."""
+    other = attention(None)
+    del other.rotary_emb
+    with pytest.raises(ValueError, match="expected a module 'rotary_emb' beside or ab"):
+        read(other)
+    vars(other)["use_rope"] = False
+    assert not read(other).inv_freq.any()
+
+
+def test_a_turn_with_other_parameters_is_refused(monkeypatch) -> None:
+    embedding = of_transformers(next(iter(OF_TRANSFORMERS)))
+    source = sys.modules[type(embedding).__module__]
+    monkeypatch.setattr(source, "apply_rotary_pos_emb", lambda only: only)
+    with pytest.raises(ValueError, match="frequencies of its own, got"):
         read(attention(embedding))

@@ -69,7 +69,7 @@ def rope_for(
 def model_rope(model: nn.Module, layers: Sequence[Any]) -> Rope:
     """Return how layers of full attention rotate.
 
-    A layer with no rotary embedding beside it or above does not.
+    A layer does not where one of SWITCHES is false, or where its embedding is None.
 
     Raises:
         ValueError: a rotary embedding of a kind that is not known, or none at all.
