@@ -17,7 +17,14 @@ import torch
 from support.calibration_files import make_calibration, options_for
 from support.engine.async_on_cpu import allow_async_scheduling
 from support.engine.dms_decoder import say_dms
-from support.engine.helpers import BLOCK, Engine, Job, Run, make_prompt, watch_hits
+from support.engine.helpers import (
+    Engine,
+    Job,
+    Run,
+    make_prompt,
+    most_hit,
+    watch_hits,
+)
 from support.made_patterns import write_pattern
 from support.made_surrogates import write_surrogate
 from support.sweeps import covering, evictions, some
@@ -29,7 +36,7 @@ from vllm_kvpolicy.protocol import UsedBlocks
 from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
 
 LAYERS, HEADS, SIZE = 2, 2, 32
-STEM, BUDGET, WINDOW = 320, 128, 32
+STEM, SHORT, BUDGET, WINDOW = 320, 50, 128, 32
 BASE: dict[str, Any] = {"budget": BUDGET, "interval": 64, "recent": 32, "sinks": 4}
 BASE |= {"prefill_interval": "prompt"}
 OPTIONS = {"expected_window": 48, "snapmax_window": 48, "lag": 32}
@@ -68,16 +75,20 @@ def server(allowed: list[str], folder: Path) -> dict[str, Any]:
 
 
 def jobs_of(allowed: list[str], num_tokens: int = 150) -> list[Job]:
-    """Return one request per policy, and one without; all begin alike."""
+    """Return one request per policy, and one without; all begin alike.
+
+    Every third prompt is shorter than the budget: its first event finds superblocks
+    that others share before those of its answer.
+    """
     stem = make_prompt(1, STEM)
+    ends = [
+        SHORT if n % 3 == 2 else STEM - 17 * (n % 5) for n in range(len(allowed) + 1)
+    ]
     return [
         Job(
             name,
             # Prompts part at different places, most of them inside a block.
-            [
-                *stem[: STEM - 17 * (index % 5)],
-                *make_prompt(50 + index, 40 + index % 7),
-            ],
+            [*stem[: ends[index]], *make_prompt(50 + index, 40 + index % 7)],
             num_tokens,
             arrives=index // 2,
             extra_args={"kv_policy": name},
@@ -111,23 +122,8 @@ def check_equal(model: Path, allowed: list[str], folder: Path, **changes: Any) -
         for run in runs:
             assert run.tokens[name] == tokens, name
     for job in jobs:
-        expected = most_hit(job, policy)
-        assert hits[1][job.name] == expected, job.name
+        assert hits[1][job.name] == most_hit(policy, job), job.name
     assert sum(hits[0].values()) > 100 * len(jobs), "cold requests share, too"
-
-
-def most_hit(job: Job, policy: dict[str, Any]) -> int:
-    """Return what a request takes that was there before, from the rules alone."""
-    name, length = job.extra_args["kv_policy"], len(job.prompt)
-    if name == "none":
-        return (length - 1) // BLOCK * BLOCK
-    info = parse(name)
-    if info.measures_tokens:
-        return 0
-    options = {**OPTIONS, **policy["policy_config"]}
-    # A prompt that is not protected ends in an event, and a token before its window.
-    read = 1 if info.protect_prompt else info.window_tokens(options) + 1
-    return (length - read) // BLOCK * BLOCK
 
 
 @pytest.mark.parametrize("allowed", [EQUAL, RAGGED], ids=["equal", "ragged"])

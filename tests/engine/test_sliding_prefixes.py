@@ -10,20 +10,16 @@ from typing import Any
 import pytest
 
 from support.engine.helpers import (
-    BLOCK,
-    GROUP_SIZE,
     Engine,
     Job,
     Run,
     make_prompt,
+    most_hit,
     watch_hits,
 )
 from support.engine.tensor_parallel import compare
 from support.made_sinks import make_gpt_oss
 from support.made_sliding import make_gemma3
-from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.events import request_phase
-from vllm_kvpolicy.policies.catalogue.names import parse
 
 VALUES = {"budget": 128, "interval": 40, "prefill_interval": 256, "recent": 32}
 MODELS = {"gemma3": make_gemma3, "gpt-oss": make_gpt_oss}
@@ -58,18 +54,6 @@ def jobs_of(names: tuple[str, ...], is_stock: bool = False) -> list[Job]:
             )
         )
     return found
-
-
-def most_hit(job: Job, values: dict[str, Any]) -> int:
-    """Return what a request takes that was there before, from the rules alone."""
-    name, length = job.extra_args["kv_policy"], len(job.prompt)
-    if parse(name).measures_tokens:
-        return 0
-    config = KVPolicyConfig.from_dict(values).with_request(job.extra_args, BLOCK)
-    footprint = config.footprint(length, BLOCK, GROUP_SIZE, request_phase(job.prompt))
-    first_event = footprint.events.next_event(1)
-    last = min(first_event - footprint.window_tokens, length) - 1
-    return last // BLOCK * BLOCK
 
 
 @dataclass
@@ -201,7 +185,7 @@ def test_requests_share_as_much_as_their_events_let_them(in_peace, kind: str) ->
     cold, warm, _ = shared.hits
     assert sum(cold.values()) > 300
     expected = {
-        job.name: most_hit(job, shared.values) for job in jobs_of(POLICIES[kind])
+        job.name: most_hit(shared.values, job) for job in jobs_of(POLICIES[kind])
     }
     assert warm == Counter(expected)
     assert not in_peace(kind, False).hits[0].total()

@@ -119,10 +119,15 @@ def test_garbage_is_not_read(name: str) -> None:
         assert torch.equal(run(Step(BATCHES[name], garbage=garbage)), want)
 
 
+@pytest.mark.parametrize("window", [33, 34])
 def test_blocks_that_no_query_sees_are_left_out(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, window: int
 ) -> None:
-    """Of a prompt without a kept token, tiles read their window and themselves."""
+    """Of a prompt without a kept token, tiles read their window and themselves.
+
+    With 34 the first query of every other tile is the only one that sees the first
+    block of its list, and one key of it.
+    """
     made = []
 
     def noted(*args: object) -> tuple[torch.Tensor, ...]:
@@ -130,13 +135,15 @@ def test_blocks_that_no_query_sees_are_left_out(
         return made[-1]
 
     monkeypatch.setattr(twin, "lists_of_tiles", noted)
-    check(Step([Row(1100, 300, kept=0.0, window=33, gone=0.0)], group=4, dtype=HALF))
+    check(
+        Step([Row(1100, 300, kept=0.0, window=window, gone=0.0)], group=4, dtype=HALF)
+    )
     lists, counts, tile_rows = made[0]
     queries, block = 32, 64  # of a tile of 128, keys of a block
     assert tile_rows.tolist() == [0] * 10 and lists.shape[1] == 18
     for tile in range(10):
         first = 800 + tile * queries
-        seen = range((first - 32) // block, (first + 1) // block)
+        seen = range((first - window + 1) // block, (first + 1) // block)
         assert lists[tile, : counts[tile]].tolist() == list(seen)
 
 

@@ -16,6 +16,7 @@ APART = {"one_allocation": False}
 SETUPS: dict[str, tuple[bool, dict[str, Any]]] = {
     "equal": (False, {"is_ragged": False}),
     "equal, layers apart": (False, {"is_ragged": False, **APART}),
+    "equal, shuffled": (False, {"is_ragged": False, "placement": "shuffled"}),
     "ragged": (False, {"is_ragged": True}),
     "ragged, columns": (False, {"is_ragged": True, "columns": True}),
     "ragged, layers apart": (False, {"is_ragged": True, **APART}),

@@ -22,6 +22,7 @@ PROCESSES = 2
 PYTEST = [sys.executable, "-m", "pytest", "-c", os.devnull, "-p", "no:cacheprovider"]
 PYTEST += ["-p", "tools.vllm_tests.plugin", "--rootdir", str(FOLDER), "-W", "ignore"]
 PYTEST += ["--quiet", "--show-capture=no", "--tb=short"]
+PYTEST += [f"--deselect={test}" for test in chosen.LEFT_OUT]
 
 
 def main() -> int:

@@ -43,6 +43,7 @@ SERVED = (
     "Qwen/Qwen3-0.6B",
     "facebook/opt-125m",
     "hmellor/tiny-random-LlamaForCausalLM",
+    "meta-llama/Llama-3.2-1B-Instruct",
 )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from support.engine.collector import keep_imports_frozen
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.events import Footprint, request_phase
+from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.trace.files import EventRecord, join_ranks, read_event, whole_run
 
 BLOCK = 32
@@ -158,10 +159,26 @@ def footprint_of(values: dict[str, Any], job: Job) -> Footprint:
 
     Args:
         values: the plain form of the server's configuration.
-        job: without knobs of its own.
+        job: with a policy, the server's or one of its own.
     """
     config, phase = KVPolicyConfig.from_dict(values), request_phase(job.prompt)
+    config = config.with_request(job.extra_args or {}, BLOCK)
     return config.footprint(len(job.prompt), BLOCK, GROUP_SIZE, phase)
+
+
+def most_hit(values: dict[str, Any], job: Job) -> int:
+    """Return the tokens that a job takes from a warm prefix cache by the rules alone.
+
+    A prompt's last token is computed, and so are those that the window of the first
+    event captures. See `footprint_of`; the job names its policy.
+    """
+    name, last = job.extra_args["kv_policy"], len(job.prompt)
+    if name != "none":
+        if parse(name).measures_tokens:
+            return 0
+        events = footprint_of(values, job).events
+        last = min(events.next_event(1) - events.window_tokens, last)
+    return (last - 1) // BLOCK * BLOCK
 
 
 def engine_arguments(

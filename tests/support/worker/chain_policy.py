@@ -17,6 +17,7 @@ class Seen:
 
     request: int
     end: int
+    budget: int
     lengths: list[int]
     must_keep: torch.Tensor
     keys: torch.Tensor
@@ -68,7 +69,7 @@ class ScriptedPolicy:
             at = inputs.given("positions")[event].flatten(0, 1)
             head = torch.arange(len(at))[:, None]
             marks[event] = mark(end, head, at).view(marks[event].shape)
-            self._note(inputs, event, end, lengths, kept, scores)
+            self._note(inputs, event, budget, lengths, kept, scores)
         return Decision(keep, score, {MARK: marks})
 
     def _sizes(
@@ -94,7 +95,7 @@ class ScriptedPolicy:
         self,
         inputs: EventInputs,
         event: int,
-        end: int,
+        budget: int,
         lengths: list[int],
         keep: torch.Tensor,
         score: torch.Tensor,
@@ -103,7 +104,8 @@ class ScriptedPolicy:
         self.seen.append(
             Seen(
                 request=int(keys[0, 0, 0]),
-                end=end,
+                end=int(inputs.end[event]),
+                budget=budget,
                 lengths=lengths,
                 must_keep=inputs.must_keep[event].flatten(0, 1).clone(),
                 keys=keys,

@@ -39,7 +39,8 @@ def codes(number: int, head: int, positions: Sequence[int]) -> torch.Tensor:
 
 def check_seen(state: Live, note: Seen, frontier: int) -> None:
     """Compare what a policy saw with what the request held."""
-    assert note.end == state.computed
+    assert state.plan is not None
+    assert (note.end, note.budget) == (state.computed, state.plan.budget)
     for head, length in enumerate(note.lengths):
         held = state.held(head)
         assert length == len(held)
