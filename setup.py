@@ -275,8 +275,6 @@ if __name__ == "__main__":
                 "pytest-xdist",
                 "ruff",
             ],
-            # Of `vllm-kvpolicy train`.
-            "train": ["accelerate"],
             # Of the benchmarks in a checkout; vLLM brings the rest.
             "bench": ["gguf", "math-verify", "pyyaml"],
             # Of `vllm-kvpolicy trace plot`.

@@ -29,8 +29,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plugin", "llm", "verify", "__main__"),
 )
 # Commands of their own: they import from the layers, and nothing imports them.
-OFFLINE = ("calibrate", "trace", "train")
+OFFLINE = ("trace",)
 OFFLINE_LAYER = 6
+# What a checkout has beside the package, and the wheel has not.
+BESIDE = {"benchmarks", "docs", "reasoner", "scripts", "support", "tests", "tools"}
+BESIDE |= {"training"}
 # Imported before anybody asks for a policy: the standard library alone, but for the
 # models of options, which loads neither torch nor vLLM.
 LEAVES = (
@@ -156,6 +159,16 @@ def _area(module: str) -> str | None:
     return area_of(module, [*OFFLINE, *(area for layer in LAYERS for area in layer)])
 
 
+def the_package_stands_alone(modules: Sources) -> list[str]:
+    """A wheel has the package alone: it imports nothing else of a checkout."""
+    return [
+        f"{module}:{line}: imports {name}"
+        for module, source in modules.items()
+        for line, name in _imported(source)
+        if name.split(".")[0] in BESIDE
+    ]
+
+
 def leaves_use_the_standard_library(modules: Sources) -> list[str]:
     """The leaves and the `__init__` files load without torch and vLLM."""
     found = []
@@ -164,19 +177,21 @@ def leaves_use_the_standard_library(modules: Sources) -> list[str]:
         known = {*sys.stdlib_module_names, PACKAGE, library}
         if area_of(module, LEAVES) is None and not _is_init(module):
             continue
-        for node in ast.walk(ast.parse(source)):
-            names = []
-            if isinstance(node, ast.ImportFrom):
-                names = [node.module or ""]
-            elif isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            found += [
-                f"{module}:{node.lineno}: imports {name}"
-                for name in names
-                if name.split(".")[0] not in known
-                or (_is_init(module) and _is_ours(name))
-            ]
+        found += [
+            f"{module}:{line}: imports {name}"
+            for line, name in _imported(source)
+            if name.split(".")[0] not in known or (_is_init(module) and _is_ours(name))
+        ]
     return found
+
+
+def _imported(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the module of each import, of any package."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            yield node.lineno, node.module or ""
+        elif isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
 
 
 def methods_are_named_by_the_catalogue(modules: Sources) -> list[str]:
@@ -380,6 +395,7 @@ def _has_index(node: ast.AST) -> bool:
 PACKAGE_RULES = (
     every_module_has_a_room,
     imports_run_down,
+    the_package_stands_alone,
     leaves_use_the_standard_library,
     methods_are_named_by_the_catalogue,
     no_import_cycles,

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FIRST_PARTY = ("vllm_kvpolicy", "benchmarks", "reasoner", "tools")
+FIRST_PARTY = ("vllm_kvpolicy", "benchmarks", "reasoner", "tools", "training")
 # "vllm_kvpolicy.a.b", "vllm_kvpolicy.a.b.Class" and "vllm_kvpolicy.a.b:Class".
 NAME = re.compile(r"(?<![\w./])vllm_kvpolicy(?:\.[a-zA-Z_]\w*)+(?::\w+)?")
 COMMAND = re.compile(rf"-m ((?:{'|'.join(FIRST_PARTY)})(?:\.\w+)*)")
-FOLDERS = "tests|benchmarks|docs|scripts|csrc|tools|docker|reasoner|vllm_kvpolicy"
+FOLDERS = "|".join((*FIRST_PARTY, "tests", "docs", "scripts", "csrc", "docker"))
 # Names with capitals stand for others: csrc/STEM.cu.
 FILE = re.compile(rf"(?<![\w./{{-])((?:{FOLDERS})/[a-z_\d./-]*[a-z_\d])(?![\w*])")
 PAGES = ("*.md", "Makefile", "docker/*", "tools/gpu/*.sh", "*.toml", ".ci/*")
@@ -22,7 +22,8 @@ ROOM_FILE = re.compile(r"`([a-z_\d]+(?:/[a-z_\d]+)+\.py)`")
 ROOMS = [path.name for path in (ROOT / "vllm_kvpolicy").iterdir() if path.is_dir()]
 ROOM_NAME = re.compile(rf"`((?:{'|'.join(ROOMS)})(?:\.(?!py\b)\w+)+)`")
 READ = ("docs/*.md", "README.md", "CONTRIBUTING.md")
-SOURCES = ("vllm_kvpolicy/*.py", "benchmarks/*.py", "scripts/*.py", "setup.py")
+SOURCES = ("vllm_kvpolicy/*.py", "training/*.py", "benchmarks/*.py", "scripts/*.py")
+SOURCES += ("setup.py",)
 # Made by the build, by the reader of docs/add_a_policy.md, by a run on a GPU.
 MADE = re.compile(
     r"vllm_kvpolicy\._C(?:_cpu)?$|.*[./](?:(?:test_)?vnorm|shortkeys)\b|benchmarks/results/gpu/"

@@ -7,7 +7,7 @@ and wrong words are answered at once.
 import argparse
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -24,8 +24,8 @@ class Command:
     """A subcommand.
 
     Args:
-        module: has `main`, which takes the words behind the subcommand and may return
-            an exit status; in this package.
+        module: has `main`, or the function named behind a colon, which takes the words
+            behind the subcommand and may return an exit status; in the package.
         summary: for the help.
     """
 
@@ -38,9 +38,9 @@ COMMANDS = {
     "plan": Command("api.plan", "say how many requests a KV cache bears at once"),
     "verify": Command("verify.command", "check policies here, or a running server"),
     "trace": Command("trace.command", "print or draw what the events of a trace kept"),
-    "calibrate": Command("calibrate.command", "measure a model for a scorer"),
-    "train": Command("train.command", "train write gates or drop decisions"),
 }
+# Commands that only a checkout has, in `training`.
+MOVED = ("train", "calibrate")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -50,23 +50,50 @@ def main(words: Sequence[str] | None = None) -> int:
         words: the command line without the program; that of the process by default.
     """
     words = sys.argv[1:] if words is None else words
+    if words and words[0] in MOVED:
+        told = "run `python -m training` in a checkout of the repository"
+        print(f"{PROGRAM} {words[0]}: error: {told}", file=sys.stderr)
+        return WRONG
+    description = (
+        "Bounded, well-chosen KV caches for vLLM: what surrounds "
+        "`vllm serve MODEL --kv-policy NAME`."
+    )
+    return run(PROGRAM, "vllm_kvpolicy", description, COMMANDS, words)
+
+
+def run(
+    program: str,
+    package: str,
+    description: str,
+    known: Mapping[str, Command],
+    words: Sequence[str],
+) -> int:
+    """Run the subcommand that the first word names, and return its exit status.
+
+    Args:
+        program: how the command line begins.
+        package: has the modules of the subcommands; lies beside this one.
+        description: of the program, for the help.
+        known: subcommands by name.
+        words: the command line without the program.
+    """
     parser = argparse.ArgumentParser(
-        prog=PROGRAM,
-        description="Bounded, well-chosen KV caches for vLLM: what surrounds "
-        "`vllm serve MODEL --kv-policy NAME`.",
-        epilog=f"`{PROGRAM} COMMAND --help` says more of each.",
+        prog=program,
+        description=description,
+        epilog=f"`{program} COMMAND --help` says more of each.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, command in COMMANDS.items():
+    for name, command in known.items():
         commands.add_parser(name, help=command.summary, add_help=False)
     name = parser.parse_args(words[:1]).command
+    module, _, function = known[name].module.partition(":")
     try:
-        module = import_module(f"vllm_kvpolicy.{COMMANDS[name].module}")
-        return module.main(list(words[1:])) or 0
+        called = getattr(import_module(f"{package}.{module}"), function or "main")
+        return called(list(words[1:])) or 0
     except (OSError, ValueError) as error:
         if compat.wants_traceback():
             raise
-        reason = _in_a_line(error)
+        reason = _in_a_line(error, (HERE, HERE.parent / package))
     except ModuleNotFoundError:
         missing = compat.missing_vllm()
         if missing is None:
@@ -74,11 +101,11 @@ def main(words: Sequence[str] | None = None) -> int:
         reason = missing
     except KeyboardInterrupt:
         return STOPPED
-    print(f"{PROGRAM} {name}: error: {reason}", file=sys.stderr)
+    print(f"{program} {name}: error: {reason}", file=sys.stderr)
     return WRONG
 
 
-def _in_a_line(error: Exception) -> str:
+def _in_a_line(error: Exception, homes: Sequence[Path]) -> str:
     """Return what an error says; with its place where no check of ours worded it.
 
     Such an error may be a fault of ours, found after hours. Errors of the system name
@@ -86,12 +113,16 @@ def _in_a_line(error: Exception) -> str:
     """
     reason = " ".join(str(error).split())
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if Path(frame.filename).is_relative_to(HERE)]
-    place = ours[-1]
+    home, place = [
+        (home, frame)
+        for frame in frames
+        for home in homes
+        if Path(frame.filename).is_relative_to(home)
+    ][-1]
     is_worded = place is frames[-1] and (place.line or "").startswith("raise ")
     if is_worded or isinstance(error, OSError):
         return reason
-    where = f"{Path(place.filename).relative_to(HERE)}:{place.lineno}"
+    where = f"{Path(place.filename).relative_to(home)}:{place.lineno}"
     return (
         f"{reason or type(error).__name__} (from {where}; "
         f"{compat.TRACEBACK_VARIABLE}=1 shows more)"

@@ -8,8 +8,8 @@ import torch
 
 from support.engine.helpers import make_prompt
 from support.engine.reference_decoder import ReferenceDecoder
-from vllm_kvpolicy.calibrate import queries as calibrate
-from vllm_kvpolicy.calibrate.command import main
+from training import queries as calibrate
+from training.__main__ import main
 from vllm_kvpolicy.policies.calibration import Calibration, load
 
 TOKENS, PASSAGE = 700, 300

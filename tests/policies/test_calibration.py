@@ -140,7 +140,7 @@ def test_a_policy_without_its_file(kind: str, allocator: str) -> None:
         with pytest.raises(ValueError) as error:
             registry.resolve_options(info, options)
         assert str(error.value).startswith(f"{key}: got ")
-        assert "vllm-kvpolicy calibrate" in str(error.value)
+        assert "python -m training" in str(error.value)
 
 
 def test_other_files_may_be_left_out() -> None:

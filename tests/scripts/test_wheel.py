@@ -25,8 +25,8 @@ from vllm_kvpolicy.policies.catalogue.selections import SELECTIONS
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md")
 SOURCES += ("LICENSE", "NOTICE")
-ROOMS = ("tests", "benchmarks", "vllm_kvpolicy")
-EXTRAS = {"cuda", "flashinfer", "xformers", "plot", "bench", "train", "dev"}
+ROOMS = ("tests", "benchmarks", "training", "vllm_kvpolicy")
+EXTRAS = {"cuda", "flashinfer", "xformers", "plot", "bench", "dev"}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     for name in SOURCES:
         shutil.copy(ROOT / name, folder)
     ignored = shutil.ignore_patterns("__pycache__", "*.so")
-    for name in ("vllm_kvpolicy", "csrc", "reasoner"):
+    for name in ("vllm_kvpolicy", "csrc", "reasoner", "training"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-index"]
     command += ["--no-build-isolation", "--wheel-dir", "dist"]

@@ -11,14 +11,13 @@ import pytest
 
 from vllm_kvpolicy.trace.outputs import new_file, new_folder
 
-MODULE = "vllm_kvpolicy"
 FILES = {
-    "calibrate qfilter": (f"{MODULE}.calibrate.command", "--output"),
-    "calibrate triattention": (f"{MODULE}.calibrate.command", "--output"),
-    "calibrate epikv-collect": (f"{MODULE}.calibrate.command", "--output"),
-    "calibrate epikv-labels": (f"{MODULE}.calibrate.command", "--output"),
-    "calibrate epikv-layers": (f"{MODULE}.calibrate.command", "--output"),
-    "trace report": (f"{MODULE}.trace.command", "--json"),
+    "training qfilter": ("training.__main__", "--output"),
+    "training triattention": ("training.__main__", "--output"),
+    "training epikv-collect": ("training.__main__", "--output"),
+    "training epikv-labels": ("training.__main__", "--output"),
+    "training epikv-layers": ("training.__main__", "--output"),
+    "trace report": ("vllm_kvpolicy.trace.command", "--json"),
     "accuracy": ("benchmarks.accuracy.__main__", "--out"),
     "language": ("benchmarks.language.__main__", "--out"),
     "merge": ("benchmarks.report.__main__", "--out"),
@@ -29,9 +28,9 @@ FILES = {
     "evaluate": ("reasoner.evaluate", "--json"),
 }
 FOLDERS = {
-    "train wgkv": (f"{MODULE}.train.command", "--output"),
-    "train dms": (f"{MODULE}.train.command", "--output"),
-    "trace plot": (f"{MODULE}.trace.command", "--output"),
+    "training wgkv": ("training.__main__", "--output"),
+    "training dms": ("training.__main__", "--output"),
+    "trace plot": ("vllm_kvpolicy.trace.command", "--output"),
     "gpu": ("benchmarks.gpu.__main__", "--out"),
     "draw": ("benchmarks.report.__main__", "--output"),
     "train": ("reasoner.train", "--run"),

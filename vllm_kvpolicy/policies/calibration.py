@@ -1,7 +1,7 @@
 """Calibration files: statistics of a model's queries, made before it serves.
 
-`calibrate` writes them: safetensors with the fields of `Calibration` as text in the
-header; they cannot run code.
+`python -m training` writes them: safetensors with the fields of `Calibration` as text
+in the header; they cannot run code.
 """
 
 from collections.abc import Mapping

@@ -25,7 +25,7 @@ class WGKVOptions(ExactOptions):
 
     wgkv_gates: Path = Field(
         description="the model's write gates: the authors' release (.pt), or from "
-        "`vllm-kvpolicy train wgkv` (.safetensors)"
+        "`python -m training wgkv` in a checkout (.safetensors)"
     )
     wgkv_threshold: float | None = Field(
         None,
@@ -42,8 +42,8 @@ class DMSOptions(ExactOptions):
     dms_adapter: Path | None = Field(
         None,
         description="adapter for a model without DMS decisions of its own: from "
-        "`vllm-kvpolicy train dms` (.safetensors), or a checkpoint folder "
-        "with dms_proj_alpha tensors",
+        "`python -m training dms` in a checkout (.safetensors), or a checkpoint "
+        "folder with dms_proj_alpha tensors",
     )
     dms_window: int | None = Field(
         None,

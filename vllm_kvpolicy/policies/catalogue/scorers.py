@@ -104,7 +104,9 @@ class SnapMaxOptions(Options):
     )
 
 
-_CALIBRATION = "the model's query statistics, from `vllm-kvpolicy calibrate {}`"
+_CALIBRATION = (
+    "the model's query statistics, from `python -m training {}` in a checkout"
+)
 
 
 class TriAttentionOptions(Options):

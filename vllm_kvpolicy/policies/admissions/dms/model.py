@@ -195,6 +195,6 @@ def rule_for(
         raise ValueError(
             f"dms: {model_config.model} has no dms_* keys in config.json and no "
             f"{METADATA_FILE} on this machine, so it makes no decisions of its own; "
-            "set dms_adapter to an adapter from `vllm-kvpolicy train dms`"
+            "set dms_adapter to an adapter from `python -m training dms`"
         )
     return rule.with_options(options)

@@ -1,0 +1,232 @@
+"""DMS with borrowed channels: how they fade, what is trained, what is written."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from training import dms
+from training.dms import measure, save_checkpoint, train
+from training.dms_student import BORROWED, Retrofit, Settings
+from training.model import Base, load_base
+from training.rows import Row
+
+TOKENS = 48
+SETTINGS = replace(
+    BORROWED,
+    targets=(2.0,),
+    steps_per_ratio=3,
+    fade_steps=3,
+    window=6,
+    rows_per_step=1,
+    learning_rate=1e-3,
+)
+FLAVOURS = pytest.mark.parametrize("flavour", ["qwen3", "llama"])
+
+
+def rows(count: int, seed: int = 0) -> list[Row]:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(3, 99, (count, TOKENS), generator=generator)
+    return [Row(ids) for ids in drawn]
+
+
+def nothing(target: float) -> None:
+    return None
+
+
+def learner(teacher: Base, folder: Path, dtype: torch.dtype = torch.float32) -> Base:
+    return load_base(str(folder), "cpu", dtype, trained=True)
+
+
+@pytest.fixture
+def retrofit(
+    request: pytest.FixtureRequest, tiny_model: Path, tiny_llama: Path, flavour: str
+) -> Retrofit:
+    folder = {"qwen3": tiny_model, "llama": tiny_llama}[flavour]
+    teacher = request.getfixturevalue(flavour)
+    return Retrofit(SETTINGS, teacher, learner(teacher, folder))
+
+
+@FLAVOURS
+@torch.no_grad()
+def test_a_channel_that_has_not_faded_changes_nothing(retrofit: Retrofit) -> None:
+    (row,) = rows(1)
+    got = retrofit.student.hidden(row.ids, retrofit.dropping(fade=1.0))
+    want = retrofit.teacher.hidden(row.ids)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    half = retrofit.student.hidden(row.ids, retrofit.dropping(fade=0.5))
+    assert (half - want).abs().max() > 1e-3
+
+
+@FLAVOURS
+@torch.no_grad()
+def test_a_channel_that_has_faded_has_no_influence(retrofit: Retrofit) -> None:
+    """Whatever is added to it where it comes from, and with nothing dropped yet."""
+    (row,) = rows(1)
+    student = retrofit.student
+    passes = (retrofit.dropping(fade=0.0), retrofit.dropping(least=torch.inf))
+    want = [student.hidden(row.ids, item) for item in passes]
+    torch.testing.assert_close(want[0], want[1], rtol=1e-4, atol=1e-4)
+
+    size, heads = student.head_dim, 4
+
+    def disturb(_: object, __: tuple, out: torch.Tensor) -> torch.Tensor:
+        changed = out.clone().view(1, TOKENS, heads, size)
+        changed[:, :, ::2, -1] += 3.0
+        return changed.view(out.shape)
+
+    name = "q_norm" if student.flavour == "qwen3" else "q_proj"
+    modules = [getattr(layer.self_attn, name) for layer in student.decoder.layers]
+    handles = [module.register_forward_hook(disturb) for module in modules]
+    got = student.hidden(row.ids, retrofit.dropping(fade=0.0))
+    torch.testing.assert_close(got, want[0], rtol=1e-4, atol=1e-4)
+    seen = student.hidden(row.ids, retrofit.dropping(fade=0.5))
+    assert (seen - want[0]).abs().max() > 1e-3
+    for handle in handles:
+        handle.remove()
+
+
+@FLAVOURS
+@torch.no_grad()
+def test_the_channel_decides(retrofit: Retrofit) -> None:
+    """The value in front of RoPE, of the first of two query heads, last channel."""
+    student = retrofit.student
+    name = "q_norm" if student.flavour == "qwen3" else "q_proj"
+    made = []
+    module = getattr(student.decoder.layers[1].self_attn, name)
+    handle = module.register_forward_hook(lambda _, __, out: made.append(out))
+    item = retrofit.dropping()
+    student.hidden(rows(1)[0].ids, item)
+    handle.remove()
+    value = made[0].view(1, TOKENS, 4, student.head_dim)[:, :, ::2, -1]
+    want = value.transpose(1, 2) * 100.0 - 5.0
+    torch.testing.assert_close(item.logits[1], want, rtol=1e-3, atol=1e-2)
+    retrofit.clear_channels()
+    item = retrofit.dropping()
+    student.hidden(rows(1)[0].ids, item)
+    for logits in item.logits.values():
+        torch.testing.assert_close(logits, torch.full_like(logits, -5.0))
+
+
+@FLAVOURS
+def test_all_weights_learn_and_the_teacher_does_not(
+    retrofit: Retrofit, tmp_path: Path
+) -> None:
+    teacher = retrofit.teacher.model
+    before = {name: t.clone() for name, t in teacher.state_dict().items()}
+    train(retrofit, iter(rows(6)), tmp_path / "state", nothing)
+    for name, tensor in retrofit.tensors().items():
+        assert not torch.equal(tensor, before[name]), name
+    for name, tensor in teacher.state_dict().items():
+        assert torch.equal(tensor, before[name])
+    assert not any(t.requires_grad for t in teacher.parameters())
+
+
+@pytest.mark.parametrize("flavour", ["qwen3"])
+def test_phases_follow_each_other(
+    retrofit: Retrofit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fading to nothing, then decisions that start where nothing is dropped."""
+    made, plain = [], Retrofit.dropping
+
+    def spy(self: Retrofit, **how: object):
+        made.append(plain(self, **how))
+        return made[-1]
+
+    monkeypatch.setattr(Retrofit, "dropping", spy)
+    train(retrofit, iter(rows(6)), tmp_path / "state", nothing)
+    assert [item.fade for item in made[:3]] == pytest.approx([2 / 3, 1 / 3, 0])
+    assert [item.fade for item in made[3:]] == [None] * 3
+    assert [item.noise is None for item in made] == [True] * 3 + [False] * 3
+    first = made[3].logits
+    assert all((logits + 5).abs().max() < 1e-3 for logits in first.values())
+
+
+@pytest.mark.parametrize("flavour", ["qwen3"])
+@pytest.mark.parametrize("after", [2, 3, 5])
+def test_a_run_that_was_cut_off_ends_as_if_it_had_not_been(
+    retrofit: Retrofit, tiny_model: Path, tmp_path: Path, after: int
+) -> None:
+    train(retrofit, iter(rows(6)), tmp_path / "whole", nothing)
+    others = [
+        replace(retrofit, student=learner(retrofit.teacher, tiny_model))
+        for _ in range(2)
+    ]
+    state = tmp_path / "state"
+    with pytest.raises(ValueError, match="rows: ran out"):
+        train(others[0], iter(rows(after)), state, nothing, save_steps=1)
+    assert torch.load(state, weights_only=True)["step"] == after
+    train(others[1], iter(rows(6)), state, nothing, save_steps=1)
+    for name, tensor in retrofit.tensors().items():
+        assert torch.equal(tensor, others[1].tensors()[name])
+
+
+def test_a_model_in_bfloat16(tiny_model: Path, tmp_path: Path) -> None:
+    """As on a GPU: weights stay in float32, what is computed does not."""
+    teacher = load_base(str(tiny_model), "cpu", torch.bfloat16)
+    student = learner(teacher, tiny_model, torch.bfloat16)
+    retrofit = Retrofit(SETTINGS, teacher, student)
+    train(retrofit, iter(rows(6)), tmp_path / "state", nothing)
+    assert {t.dtype for t in retrofit.tensors().values()} == {torch.float32}
+    module, made = student.decoder.layers[0].self_attn.q_proj, []
+    module.register_forward_hook(lambda _, __, out: made.append(out.dtype))
+    student.hidden(rows(1)[0].ids)
+    assert made == [torch.bfloat16]
+
+
+def test_the_command(tiny_model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(chr(32 + 7 * i * i % 95) for i in range(600)))
+    command = [
+        *(str(tiny_model), "--text", str(text), "--output", str(tmp_path / "out")),
+        *("--flavour", "borrowed", "--targets", "2", "2.5", "--steps-per-ratio", "3"),
+        *("--fade-steps", "2", "--rows-per-step", "1", "--window", "6"),
+        *("--length", "40", "--validation-rows", "2", "--device", "cpu"),
+        *("--learning-rate", "0.001"),
+    ]
+    dms.main(command)
+    content = json.loads((tmp_path / "out" / "figures.json").read_text())
+    assert [item["file"] for item in content["results"]] == ["dms-2", "dms-2.5"]
+    folder = tmp_path / "out" / "dms-2.5"
+    config = json.loads((folder / "config.json").read_text())
+    plain = json.loads((tiny_model / "config.json").read_text())
+    assert config["model_type"] == "qwen3"
+    assert config["architectures"] == ["Qwen3ForCausalLM"]
+    for key in ("hidden_size", "num_hidden_layers", "vocab_size", "eos_token_id"):
+        assert config[key] == plain[key]
+    assert (config["dms_window_size"], config["dms_cr"]) == (6, 2.5)
+    assert (config["dms_alpha_scale"], config["dms_initial_alpha_offset"]) == (100, 5)
+    assert config["dms_separate_alpha"] is False
+    other = json.loads((tmp_path / "out" / "dms-2" / "config.json").read_text())
+    assert other["dms_cr"] == 2 and isinstance(other["dms_cr"], int)
+    assert AutoTokenizer.from_pretrained(folder)("ab").input_ids == (
+        AutoTokenizer.from_pretrained(tiny_model)("ab").input_ids
+    )
+    state = torch.load(tmp_path / "out" / "dms-borrowed.state", weights_only=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name, tensor in model.named_parameters():
+        assert torch.equal(tensor, state["weights"][name])
+    weights = folder / "model.safetensors"
+    assert weights.stat().st_mode & 0o444 == 0o444
+    teacher = load_base(str(tiny_model), "cpu", torch.float32)
+    student = load_base(str(folder), "cpu", torch.float32)
+    rows_of = dms.rows_of(dms.parse(command)).validation
+    settings = dms.settings_of(dms.parse(command), Settings)
+    found = measure(Retrofit(settings, teacher, student), rows_of)
+    assert found.hard_loss == pytest.approx(content["results"][1]["hard_loss"])
+
+
+def test_tied_weights_are_written_once(tmp_path: Path) -> None:
+    source = Path(__file__).parents[2] / "reasoner" / "checkpoint"
+    teacher = load_base(str(source), "cpu", torch.float32)
+    student = learner(teacher, source)
+    retrofit = Retrofit(replace(SETTINGS, window=32), teacher, student)
+    save_checkpoint(tmp_path, retrofit, str(source), 4.0)
+    before, after = (load_file(f / "model.safetensors") for f in (source, tmp_path))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == torch.bfloat16 and torch.equal(after[name], tensor)

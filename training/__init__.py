@@ -1,0 +1,1 @@
+"""Makes what policies read of a model: gates, adapters, calibration files."""

@@ -1,1 +1,0 @@
-"""Measures models for the scorers that need it."""

@@ -1,1 +1,0 @@
-"""Trains WG-KV's write gates and DMS's drop decisions."""

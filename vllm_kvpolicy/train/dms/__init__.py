@@ -1,1 +1,0 @@
-"""Trains a model to decide which tokens to drop (DMS)."""

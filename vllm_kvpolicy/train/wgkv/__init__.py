@@ -1,1 +1,0 @@
-"""Trains the write gates of a model (WG-KV)."""
