@@ -12,8 +12,7 @@ tokens per KV head.
 Main path of one request from the flag to the kernels, in the order of first calls:
 
   flag      plugin > api.patch > api.cli > api.startup > config
-  checks    api.startup > api.guards > api.version_check > api.vllm_source
-  files     api.relied_on > api.start_checks > api.draft_guards
+  checks    api.startup > api.guards > api.start_checks > api.draft_guards
   refuse    api.layer_guards > api.rotary_guards > api.sink_guards > api.refusal
   worker    api.engines > worker.base > worker.setup > policies.build
   request   api.patch > api.request_guards

@@ -3,9 +3,9 @@
 from typing import Any
 
 from vllm_kvpolicy import compat
-from vllm_kvpolicy.api import version_check
 from vllm_kvpolicy.api.draft_guards import DRAFT_REFUSALS
 from vllm_kvpolicy.api.layer_guards import LAYER_REFUSALS
+from vllm_kvpolicy.api.patch_table import problems
 from vllm_kvpolicy.api.refusal import (
     FITTED,
     Refusal,
@@ -320,10 +320,7 @@ def machine_refusals() -> list[str]:
     """Return what keeps any policy from running here, each with what to change."""
     rows = [row for row in REFUSALS if row.by_machine and row.applies(None)]
     reasons = [f"{row.name}: {row.change}" for row in rows]
-    platform = compat.platform_name()
-    return (
-        reasons + preferences.unmet_demands(platform) + version_check.problems(platform)
-    )
+    return reasons + preferences.unmet_demands(compat.platform_name()) + problems()
 
 
 def refusals(vllm_config: Any) -> list[str]:

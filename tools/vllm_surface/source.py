@@ -1,23 +1,16 @@
 """Tells what the classes of a vLLM have from its source, without running it.
 
-So a start can check what workers and engines rely on in a process that loads neither,
-and on a machine that lacks what some of the modules import; and a release can be judged
-that is not installed.
+So a release can be judged that is not installed, and on a machine that lacks what some
+of its modules import.
 """
 
 import ast
 from collections.abc import Callable, Iterator
 from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
+from vllm_kvpolicy.api.patch_table import Function, decorators_of, signature_of
+
 Scope = ast.Module | ast.ClassDef
-# Decorators that change how what they decorate is used.
-BINDING = (
-    *("classmethod", "staticmethod", "property", "cached_property"),
-    *("cache", "lru_cache"),
-)
 # What has names of its own; those in it are not those of the scope around it.
 INNER = (
     *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda),
@@ -115,50 +108,6 @@ class VllmSource:
         return scope, name
 
 
-def signature_of(function: Function) -> str:
-    """Return how a function is declared, without defaults and types.
-
-    Returns:
-        Words with a blank between two: the decorators of `BINDING` with "@", "async",
-        then the parameters as Python writes them, with "/", "*", "*rest" and
-        "**keywords". "@classmethod cls a * b" is one; "()" takes nothing.
-    """
-    takes = function.args
-    decorators = map(_last_name, function.decorator_list)
-    words = [f"@{name}" for name in decorators if name in BINDING]
-    words += ["async"] * isinstance(function, ast.AsyncFunctionDef)
-    words += [each.arg for each in takes.posonlyargs] + ["/"] * bool(takes.posonlyargs)
-    words += [each.arg for each in takes.args]
-    if takes.vararg or takes.kwonlyargs:
-        words.append(f"*{takes.vararg.arg if takes.vararg else ''}")
-    words += [each.arg for each in takes.kwonlyargs]
-    words += [f"**{takes.kwarg.arg}"] if takes.kwarg else []
-    return " ".join(words) or "()"
-
-
-@cache
-def installed() -> VllmSource:
-    """Return the vLLM of this environment, which need not be imported."""
-    spec = find_spec("vllm")
-    if spec is None or spec.origin is None:
-        raise ModuleNotFoundError("vllm is not installed")
-    parent = Path(spec.origin).parents[1]
-
-    def load(module: str) -> ast.Module | None:
-        for path in map(parent.joinpath, files_of(module)):
-            if path.is_file():
-                return ast.parse(path.read_bytes())
-        return None
-
-    return VllmSource(load)
-
-
-def files_of(module: str) -> tuple[str, str]:
-    """Return the two files, within a wheel, of which one may be a module."""
-    base = module.replace(".", "/")
-    return f"{base}.py", f"{base}/__init__.py"
-
-
 def _definitions(scope: Scope) -> dict[str, ast.AST]:
     """Return what the body of a module or class binds, the last of each name."""
     found: dict[str, ast.AST] = {}
@@ -208,11 +157,4 @@ def _is_setter(function: Function) -> bool:
 
 
 def _is_abstract(node: ast.AST) -> bool:
-    decorators = node.decorator_list if isinstance(node, Function) else []
-    return "abstractmethod" in map(_last_name, decorators)
-
-
-def _last_name(decorator: ast.expr) -> str:
-    """Return "c" of "a.b.c" and of "a.b.c(...)"."""
-    called = decorator.func if isinstance(decorator, ast.Call) else decorator
-    return ast.unparse(called).rpartition(".")[2]
+    return isinstance(node, Function) and "abstractmethod" in decorators_of(node)

@@ -1,9 +1,9 @@
-"""What our classes override and read of vLLM, as one table that a start checks.
+"""What our classes override and read of vLLM, as one table.
 
-A row is a class or module of vLLM that is not wrapped (those are in patch_table) but
+A row is a class or module of vLLM that is not wrapped (see `api.patch_table`) but
 overridden by a class of ours, or read beyond what vLLM documents. Every name is listed
 with the class whose body defines it, as in the tested release; where others differ is
-in `compat.RELEASES`. `version_check` finds what a release has changed or dropped.
+in `compat.RELEASES`. `rows` says what a release has changed or dropped.
 """
 
 from collections.abc import Mapping
@@ -20,19 +20,17 @@ class Owner:
     Args:
         target: "module:Class", or "module" for its functions.
         overridden: method or attribute -> how it is declared, in the form of
-            `vllm_source.signature_of`; `ANY` where ours hands on all that it is given;
+            `patch_table.signature_of`; `ANY` where ours hands on all that it is given;
             "" for what is no method.
         read: names of attributes and methods that we read, blanks between them.
         abstract: names of all methods that a class of ours must have to be made, blanks
             between them; None where a class of vLLM in between has them.
-        platform: vLLM's name of the platform that loads it; None for all.
     """
 
     target: str
     overridden: Mapping[str, str] = field(default_factory=dict)
     read: str = ""
     abstract: str | None = None
-    platform: str | None = None
 
     def path(self, name: str) -> str:
         """Return "module:name" or "module:Class.name"."""
@@ -166,7 +164,6 @@ _WORKER = (
     Owner(
         "vllm.v1.worker.cpu_worker:CPUWorker",
         {"determine_available_memory": "self"},
-        platform="cpu",
     ),
     Owner(
         "vllm.v1.worker.worker_base:WorkerBase",
@@ -273,7 +270,6 @@ _CPU = (
     Owner(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend",
         _BACKEND,
-        platform="cpu",
     ),
     Owner(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder",
@@ -282,22 +278,19 @@ _CPU = (
             "dtype head_dim isa kv_cache_dtype num_heads num_kv_heads window_size "
             "_set_isa_to_layers"
         ),
-        platform="cpu",
     ),
     Owner(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl",
         {"forward": _FORWARD},
         read=_IMPL_READS,
-        platform="cpu",
     ),
-    Owner("vllm._custom_ops", read="cpu_attn_get_scheduler_metadata", platform="cpu"),
+    Owner("vllm._custom_ops", read="cpu_attn_get_scheduler_metadata"),
 )
 
 _CUDA = (
     Owner(
         "vllm.v1.attention.backends.flash_attn:FlashAttentionBackend",
         _BACKEND,
-        platform="cuda",
     ),
     Owner(
         "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder",
@@ -308,37 +301,31 @@ _CUDA = (
             "supports_update_block_table": "",
         },
         read="aot_schedule",
-        platform="cuda",
     ),
     Owner(
         "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl",
         {"forward": _FORWARD},
         read=_IMPL_READS,
-        platform="cuda",
     ),
     Owner(
         "vllm.v1.attention.backends.triton_attn:TritonAttentionBackend",
         _BACKEND,
-        platform="cuda",
     ),
     Owner(
         "vllm.v1.attention.backends.triton_attn:TritonAttentionMetadataBuilder",
         {"__init__": _MAKE_BUILDER, "build": _BUILD},
         read="num_heads_kv",
-        platform="cuda",
     ),
     Owner(
         "vllm.v1.attention.backends.triton_attn:TritonAttentionMetadata",
         read=(
             "seq_threshold_3D softmax_segm_expsum softmax_segm_max softmax_segm_output"
         ),
-        platform="cuda",
     ),
     Owner(
         "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl",
         {"forward": _FORWARD},
         read=_IMPL_READS,
-        platform="cuda",
     ),
     Owner(
         "vllm.v1.attention.backends.flashinfer:FlashInferBackend",
@@ -350,7 +337,6 @@ _CUDA = (
                 "has_sink use_sparse use_mm_prefix device_capability"
             ),
         },
-        platform="cuda",
     ),
     Owner(
         "vllm.v1.attention.backends.flashinfer:FlashInferMetadataBuilder",
@@ -359,13 +345,11 @@ _CUDA = (
             "build": _BUILD,
             "get_cudagraph_support": _CUDAGRAPHS,
         },
-        platform="cuda",
     ),
     Owner(
         "vllm.v1.attention.backends.flashinfer:FlashInferImpl",
         {"forward": _FORWARD},
         read=_IMPL_READS,
-        platform="cuda",
     ),
 )
 

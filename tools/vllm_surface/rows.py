@@ -1,8 +1,7 @@
 """Compares what we rely on in vLLM with what a release of it has.
 
-`rows` lists it: the tables `patch_table` and `relied_on`, and the imports of this
-package. A start compares them with the installed vLLM; `tools/compat_scan.py` does so
-with a wheel. Where a release differs from the one that the tables describe, a row of
+`rows` lists it: the tables `api.patch_table` and `relied_on`; `imports` lists what the
+package imports. Where a release differs from the one that the tables describe, a row of
 `compat.RELEASES` says how, and that our code bears it.
 """
 
@@ -11,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.vllm_surface.relied_on import ANY, OWNERS, Owner
+from tools.vllm_surface.source import VllmSource
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.api.patch_table import PATCHES, Patch
-from vllm_kvpolicy.api.relied_on import ANY, OWNERS, Owner
-from vllm_kvpolicy.api.vllm_source import VllmSource, installed
 
 STATES = SAME, CHANGED, GONE = "same", "changed", "gone"
 WRAPPED, OVERRIDDEN, READ = "wrapped", "overridden", "read"
@@ -28,16 +27,14 @@ class Row:
     Args:
         kind: WRAPPED, OVERRIDDEN, READ, ABSTRACT or IMPORTED.
         target: "module:name" or "module:Class.name".
-        wanted: how it is declared, in the form of `vllm_source.signature_of`, or the
+        wanted: how it is declared, in the form of `patch_table.signature_of`, or the
             names of a class's abstract methods, blanks between them; None where it is
             enough that there is one.
-        platform: vLLM's name of the platform that loads it; None for all.
     """
 
     kind: str
     target: str
     wanted: str | None = None
-    platform: str | None = None
 
 
 # Returns what a release has for a row, in the form of `Row.wanted`: "" for what is no
@@ -61,17 +58,6 @@ class Finding:
     state: str
     is_known: bool
 
-    def sentence(self) -> str:
-        """Return what is wrong and what to do about it."""
-        row, found = self.row, self.found
-        advice = f"install vLLM {compat.TESTED_VLLM}.x"
-        if found is None:
-            return f"vLLM has no {row.target}: {advice}"
-        verb = "leaves to subclasses" if row.kind == ABSTRACT else "is declared with"
-        lists = (", ".join(words.split()) for words in (found, row.wanted or ""))
-        got, expected = (words or "nothing" for words in lists)
-        return f"{row.target} {verb} {got}, expected {expected}: {advice}"
-
 
 def rows(
     patches: Iterable[Patch] = PATCHES, owners: Iterable[Owner] = OWNERS
@@ -86,19 +72,16 @@ def rows(
         yield Row(WRAPPED, patch.target, patch.signature)
     for owner in owners:
         if owner.abstract is not None:
-            yield Row(ABSTRACT, owner.target, owner.abstract, owner.platform)
+            yield Row(ABSTRACT, owner.target, owner.abstract)
         for name, signature in owner.overridden.items():
             wanted = None if signature in (ANY, "") else signature
-            yield Row(OVERRIDDEN, owner.path(name), wanted, owner.platform)
+            yield Row(OVERRIDDEN, owner.path(name), wanted)
         for name in owner.read.split():
-            yield Row(READ, owner.path(name), None, owner.platform)
+            yield Row(READ, owner.path(name), None)
 
 
 def imports() -> Iterator[Row]:
-    """Yield what the modules of this package import from vLLM.
-
-    No start checks these: an import that fails says so by itself.
-    """
+    """Yield what the modules of the package import from vLLM."""
     targets = set()
     for path in Path(compat.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -138,25 +121,3 @@ def judge(row: Row, found: str | None, version: str) -> Finding:
         return Finding(row, found, SAME, is_known=True)
     known = compat.release_of(version).changed.get(row.target)
     return Finding(row, found, CHANGED, is_known=found == known)
-
-
-def problems(
-    platform: str | None,
-    patches: Iterable[Patch] = PATCHES,
-    owners: Iterable[Owner] = OWNERS,
-) -> list[str]:
-    """Return a sentence for each name that the installed vLLM has changed or dropped.
-
-    Args:
-        platform: vLLM's name of the platform; None checks the rows of all.
-        patches: what will be wrapped.
-        owners: what is overridden and read.
-    """
-    look, version = look_into(installed()), compat.vllm_version()
-    checked = (
-        row
-        for row in rows(patches, owners)
-        if platform in (None, row.platform) or row.platform is None
-    )
-    findings = (judge(row, look(row), version) for row in checked)
-    return [finding.sentence() for finding in findings if not finding.is_known]

@@ -6,8 +6,8 @@ from zipfile import ZipFile
 
 import pytest
 
-from tools import compat_scan
-from tools.compat_scan import RECORDS
+from tools.vllm_surface import __main__ as surface
+from tools.vllm_surface.__main__ import RECORDS
 from vllm_kvpolicy import compat
 
 OUTPUT = "vllm.v1.outputs:AsyncModelRunnerOutput"
@@ -31,7 +31,7 @@ def made_record(tmp_path):
 
 @pytest.mark.parametrize("minor", compat.RELEASES)
 def test_every_supported_release_is_judged_from_its_record(minor, capsys):
-    assert compat_scan.main([str(RECORDS / f"{minor}.json")]) == 0
+    assert surface.main([str(RECORDS / f"{minor}.json")]) == 0
     *printed, last = capsys.readouterr().out.splitlines()
     assert last.startswith(f"vLLM {minor}.0, which has row") and "0 gone" in last
     changed = {line.split()[-1] for line in printed if line.startswith("changed")}
@@ -40,9 +40,9 @@ def test_every_supported_release_is_judged_from_its_record(minor, capsys):
 
 
 def test_the_record_of_the_tested_release_is_that_of_this_vllm():
-    version, look = compat_scan.open_release("installed")
-    found = compat_scan.record(version, compat_scan.scan(version, look))
-    recorded = json.loads(compat_scan.TESTED.read_text())
+    version, look = surface.open_release("installed")
+    found = surface.record(version, surface.scan(version, look))
+    recorded = json.loads(surface.TESTED.read_text())
     assert json.loads(found)["found"] == recorded["found"]
 
 
@@ -88,7 +88,7 @@ def test_the_record_of_the_tested_release_is_that_of_this_vllm():
     ],
 )
 def test_what_is_not_known_is_shown_and_fails(changes, shown, made_record, capsys):
-    assert compat_scan.main([made_record(*changes)]) == 1
+    assert surface.main([made_record(*changes)]) == 1
     *printed, last = capsys.readouterr().out.splitlines()
     assert f"{shown}   {changes[2]}"[:20] in "\n".join(printed[-3:])
     assert last.endswith("1 of them not known")
@@ -115,8 +115,8 @@ def test_a_wheel_is_read_without_running_it(tmp_path):
         "vllm/v1/request/__init__.py": "class Request:\n    request_id: str\n",
     }
     place = make_wheel(tmp_path / "vllm-0.33.0-py3-none-any.whl", sources)
-    version, look = compat_scan.open_release(place)
-    found = {finding.row.target: finding for finding in compat_scan.scan(version, look)}
+    version, look = surface.open_release(place)
+    found = {finding.row.target: finding for finding in surface.scan(version, look)}
     assert version == "0.33.0"
     assert found[f"{OUTPUT}.get_output"].state == "same"
     assert found["vllm.v1.request:Request.request_id"].state == "same"
@@ -124,9 +124,9 @@ def test_a_wheel_is_read_without_running_it(tmp_path):
 
 
 def test_what_is_written_is_read_again(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(compat_scan, "RECORDS", tmp_path)
+    monkeypatch.setattr(surface, "RECORDS", tmp_path)
     known = RECORDS / "0.33.json"
-    assert compat_scan.main([str(known), "--record"]) == 0
+    assert surface.main([str(known), "--record"]) == 0
     assert (tmp_path / "0.33.json").read_text() == known.read_text()
     assert "vLLM 0.33.0" in capsys.readouterr().out
 
@@ -134,7 +134,7 @@ def test_what_is_written_is_read_again(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("place", ["nothing.whl", "nothing.json", "0.33.0"])
 def test_what_is_no_release_is_refused(place, capsys):
     with pytest.raises(SystemExit) as caught:
-        compat_scan.main([place])
+        surface.main([place])
     assert caught.value.code == 2
     assert f"got {place!r}" in capsys.readouterr().err
 
@@ -144,7 +144,7 @@ def test_a_record_that_lacks_a_row_says_how_to_write_it(tmp_path, capsys):
     del content["found"]["read"]["vllm.v1.request:Request"]["request_id"]
     (tmp_path / "old.json").write_text(json.dumps(content))
     with pytest.raises(SystemExit):
-        compat_scan.main([str(tmp_path / "old.json")])
+        surface.main([str(tmp_path / "old.json")])
     told = capsys.readouterr().err
     assert "nothing about vllm.v1.request:Request.request_id" in told
     assert "record vLLM 0.33.0 again" in told and "--record" in told

@@ -13,10 +13,10 @@ import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
 import vllm_kvpolicy
-from tools.compat_scan import RECORDS, open_release
+from tools.vllm_surface import rows as surface
+from tools.vllm_surface.__main__ import RECORDS, open_release
+from tools.vllm_surface.relied_on import OWNERS
 from vllm_kvpolicy import compat
-from vllm_kvpolicy.api import version_check
-from vllm_kvpolicy.api.relied_on import OWNERS
 
 PACKAGE = vllm_kvpolicy.__name__
 FLASHINFER = f"{PACKAGE}.worker.backends.flashinfer"
@@ -122,7 +122,7 @@ def test_every_abstract_method_that_is_ours_to_have_has_a_row(modules):
 def test_every_override_takes_what_a_release_gives(modules, minor):
     """What vLLM takes by position or by name is given by position here."""
     _, look = open_release(str(RECORDS / f"{minor}.json"))
-    listed = {row.target: row for row in version_check.rows()}
+    listed = {row.target: row for row in surface.rows()}
     num_checked = 0
     for cls in classes_of(modules):
         for target in overrides_of(cls):
@@ -188,8 +188,8 @@ def test_an_override_that_takes_something_else_is_found(declared, is_borne):
 @pytest.mark.parametrize("minor", compat.RELEASES)
 def test_every_class_can_be_made_with_every_release(modules, minor):
     _, look = open_release(str(RECORDS / f"{minor}.json"))
-    for row in version_check.rows():
-        if row.kind == version_check.ABSTRACT:
+    for row in surface.rows():
+        if row.kind == surface.ABSTRACT:
             ours = [
                 cls
                 for cls in classes_of(modules)

@@ -1,37 +1,33 @@
-"""What a release of vLLM has changed is found, unless its row says how."""
+"""What a release of vLLM has is read from its source and compared with our rows."""
 
 import ast
 import inspect
-import sys
 
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from tools.vllm_surface import rows
+from tools.vllm_surface.relied_on import ANY, Owner
+from tools.vllm_surface.rows import Row, judge
+from tools.vllm_surface.source import VllmSource
 from vllm_kvpolicy import compat
-from vllm_kvpolicy.api import version_check, vllm_source
-from vllm_kvpolicy.api.patch_table import Patch
-from vllm_kvpolicy.api.relied_on import ANY, Owner
-from vllm_kvpolicy.api.version_check import Row, judge
-from vllm_kvpolicy.api.vllm_source import VllmSource
+from vllm_kvpolicy.api.patch_table import read_module
 
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 OUTPUT = "vllm.v1.outputs:AsyncModelRunnerOutput"
 NEWEST = [*compat.RELEASES][-1]
+INSTALLED = VllmSource(read_module)
 
 
-def test_the_tables_hold_against_this_vllm():
-    assert version_check.problems(None) == []
+def states(owner):
+    """Return how the installed vLLM compares with the rows of an owner."""
+    look = rows.look_into(INSTALLED)
+    return [judge(row, look(row), "0.32.0").state for row in rows.rows((), (owner,))]
 
 
-def test_a_changed_signature_is_found():
-    patch = Patch("vllm.engine.arg_utils:EngineArgs.add_cli_args", "x", "", "")
-    owner = Owner(SCHEDULER, {"add_request": "self request x"})
-    problems = version_check.problems(None, (patch,), (owner,))
-    told = "EngineArgs.add_cli_args is declared with @staticmethod, parser, expected x"
-    assert told in problems[0]
-    told = f"{SCHEDULER}.add_request is declared with self, request, expected self, "
-    assert told in problems[1]
-    assert all("install vLLM 0.32.x" in problem for problem in problems)
+def test_a_change_is_found():
+    owner = Owner(SCHEDULER, {"add_request": "self request x", "running": "self"})
+    assert states(owner) == ["changed", "changed"]
 
 
 @pytest.mark.parametrize(
@@ -45,37 +41,14 @@ def test_a_changed_signature_is_found():
     ],
 )
 def test_what_is_gone_is_found(owner):
-    (problem,) = version_check.problems(None, (), (owner,))
-    assert problem == f"vLLM has no {owner.path('nothing')}: install vLLM 0.32.x"
-
-
-def test_an_attribute_in_place_of_a_method_is_found():
-    owner = Owner(SCHEDULER, {"running": "self"})
-    (problem,) = version_check.problems(None, (), (owner,))
-    assert f"{SCHEDULER}.running is declared with nothing, expected self" in problem
-
-
-def test_rows_of_other_platforms_are_left_out():
-    owner = Owner(SCHEDULER, read="nothing", platform="cuda")
-    counts = {
-        platform: len(version_check.problems(platform, (), (owner,)))
-        for platform in ("cpu", "cuda", None)
-    }
-    assert counts == {"cpu": 0, "cuda": 1, None: 1}
-
-
-def test_the_check_imports_nothing():
-    vllm_source.installed.cache_clear()
-    before = set(sys.modules)
-    assert version_check.problems(None) == []
-    assert set(sys.modules) == before
+    assert states(owner) == ["gone"]
 
 
 def test_parameters_are_listed_as_inspect_lists_them():
     names = ("schedule", "add_request", "_preempt_request", "__init__", "_free_request")
     for name in names:
         listed = tuple(inspect.signature(vars(Scheduler)[name]).parameters)
-        found = vllm_source.installed().signature(f"{SCHEDULER}.{name}")
+        found = INSTALLED.signature(f"{SCHEDULER}.{name}")
         assert tuple(found.split()) == listed
 
 
@@ -104,13 +77,13 @@ def test_how_a_function_is_declared(text, signature):
 
 def test_another_kind_of_parameter_or_binding_is_a_change():
     """No two of the declarations are taken for the same."""
-    looks = [version_check.look_into(source_of(text)) for text, _ in SIGNATURES]
-    every = [look(Row(version_check.READ, "vllm.a:f")) for look in looks]
-    constant = version_check.look_into(source_of("f = 1"))
-    every.append(constant(Row(version_check.READ, "vllm.a:f")))
+    looks = [rows.look_into(source_of(text)) for text, _ in SIGNATURES]
+    every = [look(Row(rows.READ, "vllm.a:f")) for look in looks]
+    constant = rows.look_into(source_of("f = 1"))
+    every.append(constant(Row(rows.READ, "vllm.a:f")))
     assert every[-1] == "" and len(set(every)) == len(every)
     for wanted in every:
-        row = Row(version_check.WRAPPED, "vllm.a:f", wanted)
+        row = Row(rows.WRAPPED, "vllm.a:f", wanted)
         states = [judge(row, found, "0.32.0").state for found in every]
         assert states.count("same") == 1
 
@@ -196,33 +169,16 @@ def test_modules_and_names_are_found():
     ],
 )
 def test_findings(found, version, state, is_known):
-    row = Row(version_check.ABSTRACT, OUTPUT, "get_output")
+    row = Row(rows.ABSTRACT, OUTPUT, "get_output")
     finding = judge(row, found, version)
     assert (finding.state, finding.is_known) == (state, is_known)
 
 
-def test_a_start_knows_the_row_of_its_release(monkeypatch):
-    owner = Owner(SCHEDULER, {"add_request": "self request x"})
-    told = compat.Release("", {f"{SCHEDULER}.add_request": "self request"})
-    monkeypatch.setattr(compat, "vllm_version", lambda: "0.34.0")
-    assert len(version_check.problems(None, (), (owner,))) == 1
-    monkeypatch.setitem(compat.RELEASES, "0.34", told)
-    assert version_check.problems(None, (), (owner,)) == []
-
-
-def test_a_new_abstract_method_is_refused_in_words():
-    row = Row(version_check.ABSTRACT, OUTPUT, "get_output")
-    assert judge(row, "get_output close", "0.32.0").sentence() == (
-        f"{OUTPUT} leaves to subclasses get_output, close, expected get_output: "
-        "install vLLM 0.32.x"
-    )
-
-
 def test_every_import_of_the_package_is_checked():
-    targets = {row.target for row in version_check.imports()}
+    targets = {row.target for row in rows.imports()}
     assert f"{SCHEDULER}" in targets and "vllm:LLM" in targets
-    look = version_check.look_into(vllm_source.installed())
-    assert [row for row in version_check.imports() if look(row) is None] == []
+    look = rows.look_into(INSTALLED)
+    assert [row for row in rows.imports() if look(row) is None] == []
 
 
 def owner_in(tree, path):
@@ -256,16 +212,16 @@ def rename(owner, name):
 
 def test_what_is_renamed_is_gone():
     """Annotated parameters and attributes of others keep the name."""
-    rows = sorted([*version_check.rows(), *version_check.imports()], key=str)
-    load, trees, still = vllm_source.installed()._module, {}, []
-    for row in rows:
+    every = sorted([*rows.rows(), *rows.imports()], key=str)
+    trees, still = {}, []
+    for row in every:
         module, _, path = row.target.partition(":")
-        tree = trees.setdefault(module, load(module))
+        tree = trees.setdefault(module, read_module(module))
         renamed = rename(owner_in(tree, path), path.split(".")[-1])
         source = VllmSource({module: tree}.get)
-        if renamed and version_check.look_into(source)(row) is not None:
+        if renamed and rows.look_into(source)(row) is not None:
             still.append(row.target)
         for node, field in renamed:
             setattr(node, field, path.split(".")[-1])
-    assert len(rows) > 200
+    assert len(every) > 200
     assert still == []

@@ -1,14 +1,14 @@
 """Judges a release of vLLM without installing it: what we rely on, same or not.
 
     pip download vllm==0.33.0 --no-deps -d /tmp/wheels
-    python -m tools.compat_scan /tmp/wheels/vllm-0.33.0-*.whl
+    python -m tools.vllm_surface /tmp/wheels/vllm-0.33.0-*.whl
 
-Prints a line for each row of `api.version_check`: "same", "changed" or "gone" beside
+Prints a line for each row of `rows`: "same", "changed" or "gone" beside
 the tested release, and "known" where `compat.RELEASES` says so. The wheel's modules are
 parsed and never run. Status 1 if something is changed or gone and not
 known. `installed` in place of a wheel means this environment's vLLM.
 
-`--record` also writes what the release has into the folder tools/releases: signatures
+`--record` also writes what the release has into the folder `releases`: signatures
 with the kinds of their parameters and how a function is bound, without defaults and
 types. The tests run the command on these records, and other releases are compared with
 that of the tested one, so that functions that we call are compared, too. After a change
@@ -27,10 +27,11 @@ from importlib import metadata
 from pathlib import Path
 from zipfile import BadZipFile, ZipFile
 
+from tools.vllm_surface import rows
+from tools.vllm_surface.rows import SAME, Finding, Look, Row
+from tools.vllm_surface.source import VllmSource
 from vllm_kvpolicy import compat
-from vllm_kvpolicy.api import version_check
-from vllm_kvpolicy.api.version_check import SAME, Finding, Look, Row
-from vllm_kvpolicy.api.vllm_source import VllmSource, files_of, installed
+from vllm_kvpolicy.api.patch_table import files_of, read_module
 
 RECORDS = Path(__file__).resolve().parent / "releases"
 TESTED = RECORDS / f"{compat.TESTED_VLLM}.json"
@@ -44,11 +45,11 @@ def scan(version: str, look: Look) -> list[Finding]:
         version: of the release, "0.33.0".
         look: looks a row up in it.
     """
-    rows = [*version_check.rows(), *version_check.imports()]
+    every = [*rows.rows(), *rows.imports()]
     if compat.minor_release(version) != compat.TESTED_VLLM:
         _, tested = _open_record(TESTED)
-        rows = [replace(row, wanted=tested(row)) for row in rows]
-    return [version_check.judge(row, look(row), version) for row in rows]
+        every = [replace(row, wanted=tested(row)) for row in every]
+    return [rows.judge(row, look(row), version) for row in every]
 
 
 # -- where a release is read from ----------------------------------------------
@@ -65,7 +66,7 @@ def open_release(place: str) -> tuple[str, Look]:
     """
     if place == "installed":
         version = metadata.version("vllm").partition("+")[0]
-        return version, version_check.look_into(installed())
+        return version, rows.look_into(VllmSource(read_module))
     try:
         if place.endswith(".json"):
             return _open_record(Path(place))
@@ -89,7 +90,7 @@ def _open_wheel(path: Path) -> tuple[str, Look]:
             return ast.parse(wheel.read(name), name)
         return None
 
-    return versions[0], version_check.look_into(VllmSource(load))
+    return versions[0], rows.look_into(VllmSource(load))
 
 
 # -- records -------------------------------------------------------------------
@@ -116,7 +117,7 @@ def _open_record(path: Path) -> tuple[str, Look]:
         except KeyError:
             raise ValueError(
                 f"{path.name} has nothing about {row.target} ({row.kind}); record "
-                f"vLLM {content['vllm']} again: `python -m tools.compat_scan WHEEL "
+                f"vLLM {content['vllm']} again: `python -m tools.vllm_surface WHEEL "
                 "--record`"
             ) from None
 
@@ -148,7 +149,7 @@ def lines(findings: Iterable[Finding]) -> list[str]:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; 1 if something is changed or gone and not known, else 0."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.compat_scan",
+        prog="python -m tools.vllm_surface",
         description="Judge a release of vLLM without installing it.",
     )
     parser.add_argument("release", help="a wheel, a record, or `installed`")
@@ -165,7 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
         target.write_text(record(version, findings))
     counts = Counter(finding.state for finding in findings)
     unknown = sum(not finding.is_known for finding in findings)
-    states = ", ".join(f"{counts[state]} {state}" for state in version_check.STATES)
+    states = ", ".join(f"{counts[state]} {state}" for state in rows.STATES)
     verb = "has" if compat.supports(version) else "has no"
     print(
         f"vLLM {version}, which {verb} row in compat.RELEASES: {states}, "
