@@ -53,7 +53,7 @@ SERVES_ALL = (
     "config",
     "config_keys",
     "api.patch",
-    "api.start_checks",
+    "api.engine_config",
     "block_manager.scheduler",
 )
 METHODS = re.compile(r"\b(dms|wgkv|kvzap|duo|quest|triattention|qfilter|epikv)\b", re.I)

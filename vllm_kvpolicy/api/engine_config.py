@@ -2,32 +2,35 @@
 
 `patch` calls `prepare` before vLLM makes its VllmConfig from the arguments, then
 `finish` with the result. Nothing here assigns onto vLLM's classes or modules.
+What the words of a policy check before an engine starts is in `policies.startup`.
 """
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from transformers import PreTrainedConfig
 from vllm.logger import init_logger
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.api import cli
 from vllm_kvpolicy.api.engines import server_name
 from vllm_kvpolicy.api.guards import machine_refusals, refusals
-from vllm_kvpolicy.api.start_checks import (
-    check_files,
-    missing_architecture,
-    refuse_plain,
-)
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.config_keys import shown
 from vllm_kvpolicy.config_values import ConfigValues
 from vllm_kvpolicy.kernels import preferences
 from vllm_kvpolicy.live.files import remove_files_at_exit, remove_stale_files_at_exit
+from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
+from vllm_kvpolicy.policies.catalogue.names import parse
+from vllm_kvpolicy.policies.catalogue.rows import WordRow
+from vllm_kvpolicy.policies.startup import startup_of
 from vllm_kvpolicy.sizes import check_drafts, max_blocks_per_request
+from vllm_kvpolicy.trace.files import check_trace
 
 logger = init_logger("vllm.kv_policy")
 
@@ -151,6 +154,78 @@ def finish_stock(vllm_config: Any, is_command: bool) -> None:
         remove_stale_files_at_exit()
 
 
+def check_files(config: KVPolicyConfig, vllm_config: Any) -> None:
+    """Check what each word of the policies reads, and the folder of a trace.
+
+    Args:
+        config: the server's policy.
+        vllm_config: the finished VllmConfig, for the model's shape.
+
+    Raises:
+        ValueError: naming key, path, what was found and what is expected.
+    """
+    checked: list[WordRow] = []
+    for name in config.policies:
+        values = config.options_of(name)
+        for row in parse(name).parts:
+            if row not in checked:
+                startup_of(row).check(row.read(values), config, vllm_config)
+                checked.append(row)
+    _check_deciders(config)
+    refuse_plain(vllm_config.model_config, checked)
+    if config.trace_dir is not None:
+        check_trace(Path(config.trace_dir))
+
+
+def refuse_plain(model_config: Any, served: Iterable[WordRow] = ()) -> None:
+    """Refuse a model that must not be served without a word of the catalogue.
+
+    Args:
+        model_config: vLLM's ModelConfig.
+        served: rows of the words that the server's policies have; none for a plain
+            server.
+
+    Raises:
+        ValueError: saying what to add.
+    """
+    for row in ADMISSIONS.values():
+        if row.architectures and row not in served:
+            startup_of(row).refuse_plain(model_config)
+
+
+def missing_architecture(engine_args: Any) -> str | None:
+    """Return the architecture of a model whose config.json leaves it out.
+
+    vLLM would take one for the model without its output layer, which cannot generate.
+
+    Args:
+        engine_args: EngineArgs; its model is a folder or a name on the hub.
+
+    Returns:
+        None where no word of the catalogue knows the model, or there is no config.json,
+        as beside a model that is a single file.
+
+    Raises:
+        ValueError: a word knows the model but does not support its type.
+    """
+    place = engine_args.hf_config_path or engine_args.model
+    if Path(place).is_file():  # a whole model, which must not be read as a config.json
+        return None
+    try:  # as the first step of vLLM's own HFConfigParser
+        config, _ = PreTrainedConfig.get_config_dict(
+            place,
+            revision=engine_args.revision,
+            token=engine_args.hf_token,
+        )
+    except (OSError, ValueError):
+        return None  # vLLM says what is wrong with it
+    if not isinstance(config, dict) or config.get("architectures"):
+        return None
+    rows = [row for row in ADMISSIONS.values() if row.architectures]
+    found = (startup_of(row).missing_architecture(config) for row in rows)
+    return next(filter(None, found), None)
+
+
 def is_counted(vllm_config: Any) -> bool:
     """Return whether an engine without a policy was asked to count what it holds."""
     scheduler = vllm_config.scheduler_config
@@ -264,3 +339,19 @@ def _name_classes(vllm_config: Any, config: KVPolicyConfig) -> None:
     values = {**additional, CONFIG_KEY: config.to_dict()}
     vllm_config.additional_config = ConfigValues(values)
     vllm_config.instance_id = server_name(unique, config)
+
+
+def _check_deciders(config: KVPolicyConfig) -> None:
+    """Raise ValueError where two admissions decide while tokens are computed."""
+    deciding = {
+        name.partition("+")[0]
+        for name in config.policies
+        if parse(name).decides(config.options_of(name))
+    }
+    if len(deciding) > 1:
+        always = ", ".join(name for name, row in ADMISSIONS.items() if row.decides)
+        raise ValueError(
+            f"allow: got {' and '.join(sorted(deciding))}, expected at most one "
+            f"admission that decides in the forward pass: {always}, or any with "
+            "`exact`"
+        )

@@ -9,8 +9,7 @@ import torch
 from support.calibration_files import make_calibration
 from support.engine_configs import engine_args
 from support.made_gates import make_gates
-from vllm_kvpolicy.api.start_checks import check_files
-from vllm_kvpolicy.api.startup import read_command_line
+from vllm_kvpolicy.api.engine_config import check_files, read_command_line
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies.admissions.wgkv import files as wgkv_files
 from vllm_kvpolicy.policies.calibration import save

@@ -1,20 +1,48 @@
-"""Refuses what a policy is not tested with: kinds of a model's attention layers."""
+"""Refuses what a policy is not tested with: kinds of models, rows of `guards`.
 
-from collections.abc import Callable
-from functools import partial
+About a model's attention layers, how it rotates queries and keys, and its learned
+sinks: logits that take part in every softmax, see `worker.sinks`.
+"""
+
 from typing import Any
 
 from vllm_kvpolicy import compat
-from vllm_kvpolicy.api.refusal import FITTED, Refusal, is_fitted, is_float8, is_ragged
+from vllm_kvpolicy.api.refusal import (
+    FITTED,
+    Refusal,
+    both,
+    has_adapters,
+    has_word_with,
+    is_fitted,
+    is_float8,
+    is_on_gpu,
+    is_ragged,
+    speculates,
+    transfers_weights,
+    words_with,
+)
 from vllm_kvpolicy.policies.catalogue.selections import SELECTIONS
 from vllm_kvpolicy.sizes import layer_kinds, sliding_groups
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+ROTATING, reads_rotations = words_with("rotates"), has_word_with("rotates")
+# Model types whose code in Transformers decides by itself which layers rotate; vLLM's
+# own code of these models says it in attributes, see worker.rotary.
+DECIDING = {
+    "cohere2",
+    "cohere_compass",
+    "exaone4",
+    "exaone4_5",
+    "exaone_moe",
+    "granite_swa",
+    "granitemoe_swa",
+    "muse_glimmer",
+}
 
 
-def _beside(applies: Callable[[Any], object], config: Any) -> bool:
-    """Return whether the model mixes full attention with windows, and `applies`."""
-    return {FULL, SLIDING} <= set(layer_kinds(config)) and bool(applies(config))
+def _mixes_windows(config: Any) -> bool:
+    """Return whether the model mixes full attention with sliding windows."""
+    return {FULL, SLIDING} <= set(layer_kinds(config))
 
 
 def _varying(config: Any) -> set[str]:
@@ -100,51 +128,25 @@ def _has_unknown_sinks(config: Any) -> bool:
     return has_sinks and _text(config, "model_type") in compat.UNTESTED_SINKS
 
 
-BESIDE_SLIDING = (
-    Refusal(
-        "sliding-window layers without the hybrid KV cache manager",
-        partial(
-            _beside,
-            lambda config: config.scheduler_config.disable_hybrid_kv_cache_manager,
-        ),
-        "leave out --disable-hybrid-kv-cache-manager",
-    ),
-    Refusal(
-        "full attention in several KV cache groups",
-        partial(_beside, lambda config: sliding_groups(config).num_full_groups > 1),
-        "serve a model with fewer layers of full attention than with sliding windows, "
-        "or with less than half as many more",
-    ),
-    Refusal(
-        "per-head lengths with sliding-window layers",
-        partial(_beside, is_ragged),
-        "choose a policy whose heads keep equal numbers of tokens, without "
-        + ", ".join(f"`{name}`" for name in SELECTIONS),
-    ),
-    Refusal(
-        f"sliding-window layers with a policy for the model's own weights ({FITTED})",
-        partial(_beside, is_fitted),
-        "choose another policy: no file was made or tested for such a model",
-    ),
-    Refusal(
-        "FP8 KV caches with sliding-window layers",
-        partial(_beside, is_float8),
-        "leave out --kv-cache-dtype",
-    ),
-    Refusal(
-        "speculative decoding with sliding-window layers",
-        partial(_beside, lambda config: config.speculative_config is not None),
-        "leave out --speculative-config",
-    ),
-    Refusal(
-        "sliding-window layers on GPUs",
-        partial(_beside, lambda _: compat.platform_name() != "cpu"),
-        "serve a model whose layers all attend to the whole context: no GPU has run a "
-        "policy beside windows",
-    ),
-)
+def _parameters(config: Any) -> list[dict[str, Any]]:
+    """Return the parameters of rotations, those of kinds of layers one by one."""
+    found = getattr(config.model_config.hf_text_config, "rope_parameters", None) or {}
+    return [found, *(each for each in found.values() if isinstance(each, dict))]
 
-LAYER_REFUSALS = (
+
+def _code_decides(config: Any) -> bool:
+    """Return whether only a model's code in Transformers tells how it rotates."""
+    model = config.model_config
+    kinds = {each.get("rope_type") for each in _parameters(config)}
+    differs = (
+        kinds & {"dynamic", "longrope"}
+        or getattr(model.hf_text_config, "model_type", None) in DECIDING
+    )
+    return bool(differs) and model.using_transformers_backend()
+
+
+MODEL_REFUSALS = (
+    # Attention layers.
     Refusal(
         "sliding windows in every layer",
         lambda config: (
@@ -153,7 +155,47 @@ LAYER_REFUSALS = (
         ),
         "serve a model of which some layers attend to the whole context",
     ),
-    *BESIDE_SLIDING,
+    Refusal(
+        "sliding-window layers without the hybrid KV cache manager",
+        both(
+            _mixes_windows,
+            lambda config: config.scheduler_config.disable_hybrid_kv_cache_manager,
+        ),
+        "leave out --disable-hybrid-kv-cache-manager",
+    ),
+    Refusal(
+        "full attention in several KV cache groups",
+        both(_mixes_windows, lambda config: sliding_groups(config).num_full_groups > 1),
+        "serve a model with fewer layers of full attention than with sliding windows, "
+        "or with less than half as many more",
+    ),
+    Refusal(
+        "per-head lengths with sliding-window layers",
+        both(_mixes_windows, is_ragged),
+        "choose a policy whose heads keep equal numbers of tokens, without "
+        + ", ".join(f"`{name}`" for name in SELECTIONS),
+    ),
+    Refusal(
+        f"sliding-window layers with a policy for the model's own weights ({FITTED})",
+        both(_mixes_windows, is_fitted),
+        "choose another policy: no file was made or tested for such a model",
+    ),
+    Refusal(
+        "FP8 KV caches with sliding-window layers",
+        both(_mixes_windows, is_float8),
+        "leave out --kv-cache-dtype",
+    ),
+    Refusal(
+        "speculative decoding with sliding-window layers",
+        both(_mixes_windows, speculates),
+        "leave out --speculative-config",
+    ),
+    Refusal(
+        "sliding-window layers on GPUs",
+        both(_mixes_windows, is_on_gpu),
+        "serve a model whose layers all attend to the whole context: no GPU has run a "
+        "policy beside windows",
+    ),
     Refusal(
         "layers other than full attention and sliding windows",
         lambda config: bool(set(layer_kinds(config)) - {FULL, SLIDING}),
@@ -222,5 +264,123 @@ LAYER_REFUSALS = (
         ),
         "serve a model in which every layer has its own keys and values, without "
         "--kv-sharing-fast-prefill",
+    ),
+    # How it rotates.
+    Refusal(
+        "dual chunk attention",
+        lambda config: bool(
+            getattr(
+                config.model_config.hf_text_config, "dual_chunk_attention_config", None
+            )
+        ),
+        "serve a model without `dual_chunk_attention_config`",
+    ),
+    Refusal(
+        f"Fourier position embeddings (FoPE) with {ROTATING}",
+        both(
+            reads_rotations,
+            lambda config: any(each.get("use_fope") for each in _parameters(config)),
+        ),
+        "choose another policy",
+    ),
+    Refusal(
+        f"heads with a rotated part of their own (`qk_rope_head_dim`) with {ROTATING}",
+        both(
+            reads_rotations,
+            lambda config: (
+                getattr(config.model_config.hf_text_config, "qk_rope_head_dim", None)
+                and not config.model_config.use_mla
+            ),
+        ),
+        "choose another policy",
+    ),
+    Refusal(
+        "the Transformers backend where rotations depend on the length of a text, or "
+        f"its code leaves them out in some layers, with {ROTATING}",
+        both(reads_rotations, _code_decides),
+        "leave out --model-impl, or choose another policy",
+    ),
+    # Learned sinks.
+    Refusal(
+        f"learned sinks (gpt-oss) with attention of a policy's own "
+        f"({words_with('weighs_itself')})",
+        both(compat.has_learned_sinks, has_word_with("weighs_itself")),
+        "choose other policies, also in `allow`: theirs leaves sinks out",
+    ),
+    Refusal(
+        "per-head lengths with learned sinks",
+        both(compat.has_learned_sinks, is_ragged),
+        "choose policies whose heads keep equal numbers of tokens, also in `allow`",
+    ),
+    Refusal(
+        "tensor parallelism with learned sinks",
+        both(
+            compat.has_learned_sinks,
+            lambda config: config.parallel_config.tensor_parallel_size > 1,
+        ),
+        "set --tensor-parallel-size 1",
+    ),
+    Refusal(
+        "speculative decoding with learned sinks",
+        both(compat.has_learned_sinks, speculates),
+        "leave out --speculative-config",
+    ),
+    Refusal(
+        "LoRA adapters with learned sinks",
+        both(compat.has_learned_sinks, has_adapters),
+        "leave out --enable-lora, or merge the adapter into the model",
+    ),
+    Refusal(
+        "weight transfer with learned sinks",
+        both(compat.has_learned_sinks, transfers_weights),
+        "leave out --weight-transfer-config",
+    ),
+    Refusal(
+        "FP8 KV caches with learned sinks",
+        both(compat.has_learned_sinks, is_float8),
+        "leave out --kv-cache-dtype",
+    ),
+    Refusal(
+        "learned sinks on GPUs",
+        both(compat.has_learned_sinks, is_on_gpu),
+        "serve a model without learned sinks: no GPU has run a policy with them",
+    ),
+    # What it is.
+    Refusal(
+        "pooling models",
+        lambda config: config.model_config.runner_type != "generate",
+        "leave out --kv-policy: these models do not generate tokens",
+    ),
+    Refusal(
+        "encoder-decoder models",
+        lambda config: config.model_config.is_encoder_decoder,
+        "serve a decoder-only model",
+    ),
+    Refusal(
+        "prefix-LM attention",
+        lambda config: config.model_config.is_mm_prefix_lm,
+        "serve a model with causal attention",
+    ),
+    Refusal(
+        "residual sliding-window attention (R-SWA)",
+        lambda config: config.model_config.rswa_window is not None,
+        "serve a model whose layers all attend to the whole context",
+    ),
+    Refusal(
+        "diffusion models",
+        lambda config: (
+            config.diffusion_config is not None or config.model_config.is_diffusion
+        ),
+        "serve an autoregressive model",
+    ),
+    Refusal(
+        "images, audio and video",
+        lambda config: config.model_config.supports_multimodal_inputs,
+        "add --language-model-only to serve a multimodal model for text",
+    ),
+    Refusal(
+        f"multimodal models with a policy for the model's own weights ({FITTED})",
+        both(is_fitted, lambda config: config.model_config.is_multimodal_model),
+        "serve a text model: no files were made or tested for text parts of others",
     ),
 )
