@@ -17,7 +17,7 @@ from vllm_kvpolicy import compat, plugin
 from vllm_kvpolicy.api import engine_config, patch, patch_table, request_guards
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.kernels import preferences
-from vllm_kvpolicy.metrics import CounterFile
+from vllm_kvpolicy.observe.metrics import CounterFile
 
 load_general_plugins()
 

@@ -24,13 +24,16 @@ from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.config_keys import shown
 from vllm_kvpolicy.config_values import ConfigValues
 from vllm_kvpolicy.kernels import preferences
-from vllm_kvpolicy.live.files import remove_files_at_exit, remove_stale_files_at_exit
+from vllm_kvpolicy.observe.shared_files import (
+    remove_files_at_exit,
+    remove_stale_files_at_exit,
+)
+from vllm_kvpolicy.observe.trace_files import check_trace
 from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
 from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.policies.catalogue.rows import WordRow
 from vllm_kvpolicy.policies.startup import startup_of
 from vllm_kvpolicy.sizes import check_drafts, max_blocks_per_request
-from vllm_kvpolicy.trace.files import check_trace
 
 logger = init_logger("vllm.kv_policy")
 

@@ -25,7 +25,7 @@ from vllm_kvpolicy.api.patch_table import (
     Patch,
 )
 from vllm_kvpolicy.config import has_policy
-from vllm_kvpolicy.metrics import exposition, register
+from vllm_kvpolicy.observe.metrics import exposition, register
 
 
 def install() -> None:

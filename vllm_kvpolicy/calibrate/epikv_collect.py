@@ -33,9 +33,9 @@ from vllm_kvpolicy.calibrate.epikv_files import (
     resume,
     same_answer,
 )
+from vllm_kvpolicy.commands.outputs import new_file
 from vllm_kvpolicy.kernels.token_signals import hidden_change
 from vllm_kvpolicy.policies.model_parts import decoder_layers
-from vllm_kvpolicy.trace.outputs import new_file
 
 INSTRUCTION = (
     "Reason step by step, and put your final answer within \\boxed{}."  # system prompt

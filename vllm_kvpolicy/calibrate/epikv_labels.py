@@ -29,7 +29,7 @@ from vllm_kvpolicy.calibrate.epikv_files import (
     resume,
     same_answer,
 )
-from vllm_kvpolicy.trace.outputs import new_file
+from vllm_kvpolicy.commands.outputs import new_file
 
 PROMPT, ANSWER = 1, -1  # labels of tokens outside all windows
 FILLERS = ("eos", "pad", "random")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from vllm_kvpolicy.trace.outputs import new_folder
+from vllm_kvpolicy.commands.outputs import new_folder
 
 # That of https://github.com/EMCLab-Sinica/WG-KV/blob/a6943894/scripts/train.py.
 INSTRUCTION = "Please analyze and summarize the following text:"
