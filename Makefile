@@ -33,6 +33,8 @@ WORKERS ?= -n 2 --no-loadscope-reorder
 # What `make check` runs: no processes of their own but one server, and of the random
 # engines and of the answers over HTTP one each.
 CHECKED = tests/test_*.py tests/api tests/policies tests/block_manager \
+	tests/commands/test_capacity.py tests/commands/test_plan.py \
+	tests/commands/test_report.py tests/observe/test_metrics.py \
 	tests/engine/test_scheduler_simulation.py tests/serve/test_http.py
 CHECKED_OF = not plugin_inert and not main_path and \
 	(not test_random_engines or hard-tova) and \

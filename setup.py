@@ -250,7 +250,7 @@ if __name__ == "__main__":
         long_description_content_type="text/markdown",
         license="Apache-2.0",
         packages=find_packages(include=["vllm_kvpolicy", "vllm_kvpolicy.*"]),
-        package_data={"vllm_kvpolicy.live": ["page.html"]},
+        package_data={"vllm_kvpolicy.observe": ["page.html"]},
         python_requires=">=3.11",
         # vLLM is no hard dependency: the CPU and the CUDA wheel have different names,
         # and a plugin changes no other package. `compat.missing_vllm` says what to do.

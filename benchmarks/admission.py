@@ -28,8 +28,8 @@ from benchmarks.server import EngineSettings, Server, running
 from benchmarks.serving import PACKAGED_MODEL
 from benchmarks.stats import median_ratio
 from benchmarks.workload import NULL_BLOCKS, block_bytes
+from vllm_kvpolicy.commands.outputs import new_file, new_folder
 from vllm_kvpolicy.compat import COUNTING_CLASSES
-from vllm_kvpolicy.trace.outputs import new_file, new_folder
 
 STOCK, POLICY = "stock", "wgkv"
 TASKS = ("count:48", "hops:30", "mul:30", "recall:96", "sub:48", "add:30")

@@ -20,7 +20,7 @@ from benchmarks.stats import median_ratio
 OFF, CLOSED, OPEN = "off", "closed", "open"
 LISTENER = """
 import sys, time
-from vllm_kvpolicy.live.hub import EngineReader, Hub
+from vllm_kvpolicy.observe.hub import EngineReader, Hub
 hub = Hub({0: EngineReader(sys.argv[1], 1)}, 1)
 while True:
     hub.poll()
@@ -37,7 +37,7 @@ def listening(engine: Any) -> Iterator[None]:
     Raises:
         RuntimeError: the engine has told nothing although it had events.
     """
-    from vllm_kvpolicy.live.files import own_engine
+    from vllm_kvpolicy.observe.shared_files import own_engine
 
     name = own_engine(engine.llm_engine.vllm_config)
     command = [sys.executable, "-c", LISTENER, name]

@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.overhead import ENVIRONMENT
 from benchmarks.provenance import collect
 from benchmarks.stats import median_ratio
-from vllm_kvpolicy.trace.outputs import new_file
+from vllm_kvpolicy.commands.outputs import new_file
 
 WINDOW, INTERVAL = 256, 256
 SEARCH_STEPS, NEAR = 12, 0.01

@@ -30,7 +30,7 @@ from benchmarks.server import running
 from benchmarks.speculation_scenario import SPECULATION_SCENARIOS, Speculation
 from benchmarks.verify import verify, verify_caching
 from benchmarks.workload import VALUE_BYTES
-from vllm_kvpolicy.trace.outputs import new_file, new_folder
+from vllm_kvpolicy.commands.outputs import new_file, new_folder
 
 PACKAGED_MODEL = Path("reasoner/checkpoint")
 AnyScenario = Scenario | Prefixes | Turns | Scarce | Speculation

@@ -13,7 +13,7 @@ from benchmarks.scenarios import AMPLE, STOCK, Scenario
 from benchmarks.server import Server
 from benchmarks.shared_prompts import Conversations, SharedPrefixes
 from benchmarks.workload import Workload
-from vllm_kvpolicy.verify.judge import first_difference
+from vllm_kvpolicy.commands.judge import first_difference
 
 CHECKED_PROMPTS = 2
 VERIFICATION_ROUND = -1

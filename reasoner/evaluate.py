@@ -34,7 +34,7 @@ from reasoner.problems import (
     held_out,
     is_correct,
 )
-from vllm_kvpolicy.trace.outputs import new_file
+from vllm_kvpolicy.commands.outputs import new_file
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from reasoner.batches import make_batch, spread_positions
 from reasoner.curriculum import Progress, pick_size
 from reasoner.model import export_checkpoint, new_model
 from reasoner.presets import PRESETS
-from vllm_kvpolicy.trace.outputs import new_folder
+from vllm_kvpolicy.commands.outputs import new_folder
 
 END_TOKENS, END_WEIGHT = 8, 5.0
 """The last question and the answer count more: few tokens that decide everything."""

@@ -21,16 +21,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("kernels",),
     ("policies",),
-    ("live.files", "live.observing", "trace.checks", "trace.outputs"),
-    ("sizes", "metrics", "trace.files"),
-    ("live", "trace.measures"),
+    ("sizes", "observe"),
     ("block_manager", "worker"),
     ("api",),
-    ("plugin", "llm", "verify", "__main__"),
+    ("plugin", "llm", "commands", "__main__"),
 )
-# Commands of their own: they import from the layers, and nothing imports them.
-OFFLINE = ("trace",)
-OFFLINE_LAYER = 6
 # What a checkout has beside the package, and the wheel has not.
 BESIDE = {"benchmarks", "docs", "reasoner", "scripts", "support", "tests", "tools"}
 BESIDE |= {"training"}
@@ -47,7 +42,7 @@ LEAVES = (
 LEAF_LIBRARIES = {"policies.catalogue": "pydantic"}
 # The engine and the worker meet in `protocol`. vLLM finds the manager of a spec in a
 # registry of the process that made the spec, so the worker must import the manager.
-NAMED_EXCEPTIONS = {("worker.base", "block_manager.manager")}
+NAMED_EXCEPTIONS = {("worker.worker", "block_manager.manager")}
 MAX_TOP_FILES = 12
 MAX_FOLDER_FILES = 30
 # Modules that serve every policy, and the methods that they do not know.
@@ -56,7 +51,7 @@ SERVES_ALL = (
     "config",
     "config_keys",
     "api.patch",
-    "api.start_checks",
+    "api.engine_config",
     "block_manager.scheduler",
 )
 METHODS = re.compile(r"\b(dms|wgkv|kvzap|duo|quest|triattention|qfilter|epikv)\b", re.I)
@@ -80,10 +75,8 @@ def area_of(module: str, areas: Sequence[str]) -> str | None:
 def layer_of(module: str) -> int | None:
     """Return the layer of a module, the most specific entry first."""
     places = {area: index for index, layer in enumerate(LAYERS) for area in layer}
-    area = area_of(module, [*places, *OFFLINE])
-    if area is None:
-        return None
-    return places.get(area, OFFLINE_LAYER)
+    area = area_of(module, list(places))
+    return None if area is None else places[area]
 
 
 def imports_of(source: str, modules: Sources) -> Iterator[tuple[ast.AST, str]]:
@@ -131,7 +124,7 @@ def every_module_has_a_room(modules: Sources) -> list[str]:
 
 
 def imports_run_down(modules: Sources) -> list[str]:
-    """No import of a later layer; engine, worker and the offline commands are apart."""
+    """No import of a later layer; engine and worker are apart."""
     found = []
     for module, source in modules.items():
         own = layer_of(module)
@@ -156,7 +149,7 @@ def _area(module: str) -> str | None:
     leaf = area_of(module, LAYERS[0])
     if leaf is not None:
         return "leaves"
-    return area_of(module, [*OFFLINE, *(area for layer in LAYERS for area in layer)])
+    return area_of(module, [area for layer in LAYERS for area in layer])
 
 
 def the_package_stands_alone(modules: Sources) -> list[str]:

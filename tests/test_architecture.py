@@ -31,7 +31,7 @@ VIOLATIONS = {
         "kernels.b": DOC + "from vllm_kvpolicy.kernels import a",
     },
     "imports_stand_at_the_top": {
-        "worker.base": DOC + "def f():\n    from vllm_kvpolicy import compat",
+        "worker.worker": DOC + "def f():\n    from vllm_kvpolicy import compat",
         "compat": DOC,
     },
     "files_and_functions_are_small": {
@@ -39,10 +39,10 @@ VIOLATIONS = {
     },
     "no_environment_variables": {"config": DOC + "import os\nX = os.environ['X']"},
     "only_compat_reads_versions": {
-        "worker.base": DOC + "import vllm\nX = vllm.__version__"
+        "worker.worker": DOC + "import vllm\nX = vllm.__version__"
     },
     "only_patch_assigns_onto_vllm": {
-        "worker.base": DOC + "import vllm.a as b\nc = b.Worker\nc.run = print"
+        "worker.worker": DOC + "import vllm.a as b\nc = b.Worker\nc.run = print"
     },
     "hot_modules_do_not_sync": {"kernels.a": DOC + "x = y.item()"},
     "hot_modules_fill_by_index": {"worker.a": DOC + "x[slots] = 0"},
@@ -58,11 +58,11 @@ MORE_VIOLATIONS = [
     ),
     (
         rules.imports_run_down,
-        {"worker.a": "import vllm_kvpolicy.trace.b", "trace.b": ""},
+        {"worker.a": "import vllm_kvpolicy.commands.b", "commands.b": ""},
     ),
     (
         rules.imports_run_down,
-        {"trace.a": "import vllm_kvpolicy.worker.b", "worker.b": ""},
+        {"api.a": "import vllm_kvpolicy.commands.outputs", "commands.outputs": ""},
     ),
     (
         rules.imports_run_down,

@@ -21,7 +21,7 @@ UNNAMED = {
     "block_manager.counting": "adds to counters, the same without a policy",
 }
 # A line of the docstring: two spaces, what happens, then files from first to last.
-AT_START = ("flag", "checks", "files", "refuse", "worker")
+AT_START = ("flag", "refuse", "worker")
 LINE = re.compile(r"^  (\w+) +((?:[\w.]+ > )*[\w.]+)$", re.M)
 
 

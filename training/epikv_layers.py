@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from training.epikv_files import STEP_SIGNAL, Trace, read_lines
+from vllm_kvpolicy.commands.outputs import new_file
 from vllm_kvpolicy.kernels.rolling import rolling_mean
-from vllm_kvpolicy.trace.outputs import new_file
 
 COLUMNS = ("signal", "spearman_rho", "stable", "n_pairs")
 

@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState
 from transformers import AutoTokenizer
 
 from training.rows import Maker, ReasonerRows, Rows, read_reasoner, read_rows
-from vllm_kvpolicy.trace.outputs import new_folder
+from vllm_kvpolicy.commands.outputs import new_folder
 
 # That of https://github.com/EMCLab-Sinica/WG-KV/blob/a6943894/scripts/train.py.
 INSTRUCTION = "Please analyze and summarize the following text:"

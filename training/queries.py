@@ -29,8 +29,8 @@ from vllm.tokenizers import get_tokenizer
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from vllm_kvpolicy.commands.outputs import new_file
 from vllm_kvpolicy.policies.calibration import Calibration, save
-from vllm_kvpolicy.trace.outputs import new_file
 
 PASSAGE_TOKENS = 4096  # the text is cut into passages of at most this many tokens
 NUM_BLOCKS = PASSAGE_TOKENS // 16 + 2  # enough for a passage at any block size

@@ -11,11 +11,9 @@ tokens per KV head.
 
 Main path of one request from the flag to the kernels, in the order of first calls:
 
-  flag      plugin > api.patch > api.cli > api.startup > config
-  checks    api.startup > api.guards > api.version_check > api.vllm_source
-  files     api.relied_on > api.start_checks > api.draft_guards
-  refuse    api.layer_guards > api.rotary_guards > api.sink_guards > api.refusal
-  worker    api.engines > worker.base > worker.setup > policies.build
+  flag      plugin > api.patch > api.cli > api.engine_config > config
+  refuse    api.engine_config > api.guards > api.refusal > api.model_guards
+  worker    api.engines > worker.worker > worker.setup > policies.build
   request   api.patch > api.request_guards
   schedule  block_manager.scheduler > block_manager.planner > block_manager.manager
   admit     block_manager.admission > block_manager.claim > block_manager.forecast

@@ -34,10 +34,12 @@ class Command:
 
 
 COMMANDS = {
-    "report": Command("api.report", "print versions, kernels, policies and refusals"),
-    "plan": Command("api.plan", "say how many requests a KV cache bears at once"),
-    "verify": Command("verify.command", "check policies here, or a running server"),
-    "trace": Command("trace.command", "print or draw what the events of a trace kept"),
+    "report": Command(
+        "commands.report", "print versions, kernels, policies and refusals"
+    ),
+    "plan": Command("commands.plan", "say how many requests a KV cache bears at once"),
+    "verify": Command("commands.verify", "check policies here, or a running server"),
+    "trace": Command("commands.trace", "print or draw what the events of a trace kept"),
 }
 # Commands that only a checkout has, in `training`.
 MOVED = ("train", "calibrate")

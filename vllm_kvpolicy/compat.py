@@ -15,9 +15,10 @@ class Release:
 
     Args:
         evidence: what has been done with it, for the documentation.
-        changed: "module:path" of a row of `api.patch_table` or `api.relied_on` -> the
-            its declaration, or the names of a class's abstract methods, in the form of
-            those tables, where it is not that of the tested release.
+        changed: "module:path" of a row of `api.patch_table`, or of `relied_on` in
+            `tools/vllm_surface` -> its declaration, or the names of a class's abstract
+            methods, in the form of those tables, where it is not that of the tested
+            release.
     """
 
     evidence: str
@@ -29,7 +30,7 @@ RELEASES = {
     TESTED_VLLM: Release("every test runs with it"),
     "0.33": Release(
         "never run as released, because it has no wheel for the CPU; what we rely on "
-        "was compared with its CUDA wheel (`python -m tools.compat_scan`)",
+        "was compared with its CUDA wheel (`python -m tools.vllm_surface`)",
         {
             "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses"
             "._generate_with_builtin_tools": (

@@ -12,7 +12,7 @@ import aiohttp
 from benchmarks.accuracy.questions import Question
 from benchmarks.accuracy.scoring import Equal, judge
 from benchmarks.load import LoadError, open_session
-from vllm_kvpolicy.trace.measures import repetition
+from vllm_kvpolicy.observe.measures import repetition
 
 TRANSIENT_STATUSES = {408, 425, 429, 500, 502, 503, 504}
 LONGEST_PAUSE = 60.0

@@ -34,7 +34,7 @@ from benchmarks.gpu.models import SHAPES  # noqa: E402
 from benchmarks.gpu.plan import TINY, Options, Part  # noqa: E402
 from benchmarks.gpu.record import ROOT, Record  # noqa: E402
 from benchmarks.printing import table  # noqa: E402
-from vllm_kvpolicy.trace.outputs import new_folder
+from vllm_kvpolicy.commands.outputs import new_folder
 
 PARTS: dict[str, Part] = {
     **serving_parts.PARTS,

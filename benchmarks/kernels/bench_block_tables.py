@@ -35,8 +35,8 @@ from typing import Any
 import torch
 
 from benchmarks import provenance
+from vllm_kvpolicy.commands.outputs import new_file
 from vllm_kvpolicy.protocol import CompactEvent
-from vllm_kvpolicy.trace.outputs import new_file
 from vllm_kvpolicy.worker.batch import Batch
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable

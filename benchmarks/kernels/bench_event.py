@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from vllm_kvpolicy.trace.outputs import new_file
+from vllm_kvpolicy.commands.outputs import new_file
 
 MODULE = "benchmarks.kernels.bench_event"
 HERE = Path(__file__).resolve()

@@ -28,9 +28,9 @@ from benchmarks.language.runs import Work, run
 from benchmarks.language.texts import encoder_of, read_texts
 from benchmarks.pinned import PinnedError
 from benchmarks.printing import table
+from vllm_kvpolicy.commands.outputs import new_file
 from vllm_kvpolicy.compat import FLOAT8_CACHES
 from vllm_kvpolicy.policies.catalogue.names import parse
-from vllm_kvpolicy.trace.outputs import new_file
 
 NOT_IN_GRIDS = {"grid", "out", "record", "dry_run", "quick", "model", "trace"}
 QUICK: dict[str, Any] = {

@@ -31,7 +31,7 @@ from benchmarks.peer.catalogue import FULL, PRESSES, SORTED, rows_of
 from benchmarks.peer.process import PeerError, Worker
 from benchmarks.peer.prompts import Prompts
 from benchmarks.printing import log
-from vllm_kvpolicy.trace.outputs import new_file, new_folder
+from vllm_kvpolicy.commands.outputs import new_file, new_folder
 
 GRID = provenance.ROOT / "benchmarks" / "grids" / "standard.yaml"
 DEFAULTS = ["--grid", str(GRID), "--n", "6", "--budgets", "192", "--variants", "{}"]

@@ -20,8 +20,8 @@ from benchmarks.peer.catalogue import FULL, PRESSES
 from benchmarks.peer.facts import Place, place_of
 from benchmarks.peer.process import Worker
 from benchmarks.peer.prompts import Prompts
+from vllm_kvpolicy.observe.measures import repetition
 from vllm_kvpolicy.policies.catalogue.names import parse, resolve_options
-from vllm_kvpolicy.trace.measures import repetition
 
 SECONDS_PER_TOKEN = 0.003
 """Of one answer on one core, until a file has lines to judge by."""

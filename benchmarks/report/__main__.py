@@ -30,7 +30,7 @@ from benchmarks.report import (
     trace_figures,
     traces,
 )
-from vllm_kvpolicy.trace.outputs import new_file, new_folder
+from vllm_kvpolicy.commands.outputs import new_file, new_folder
 
 RESULTS = provenance.ROOT / "benchmarks" / "results"
 

@@ -6,7 +6,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvpolicy.trace.figures import new_figure
+from vllm_kvpolicy.commands.figures import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

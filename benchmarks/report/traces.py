@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from vllm_kvpolicy.trace.files import EventRecord, read_trace
-from vllm_kvpolicy.trace.measures import kept_mask, overlap
-from vllm_kvpolicy.trace.report import summarise
+from vllm_kvpolicy.commands.trace_summary import summarise
+from vllm_kvpolicy.observe.measures import kept_mask, overlap
+from vllm_kvpolicy.observe.trace_files import EventRecord, read_trace
 
 BUDGETS = "budgets"
 IOU_BY_LAYER = "iou_by_layer"

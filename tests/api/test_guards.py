@@ -8,7 +8,7 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from support.engine_configs import Overlay
 from vllm_kvpolicy import compat
-from vllm_kvpolicy.api import startup
+from vllm_kvpolicy.api import engine_config
 from vllm_kvpolicy.api.guards import REFUSALS, refusals
 from vllm_kvpolicy.api.request_guards import check_prepared
 from vllm_kvpolicy.config import KVPolicyConfig
@@ -452,11 +452,13 @@ def test_supported_versions(version, supported):
 
 def test_a_release_that_was_never_run_is_told(monkeypatch):
     told = []
-    monkeypatch.setattr(startup.logger, "warning", lambda *args: told.append(args))
-    startup._tell_evidence()
+    monkeypatch.setattr(
+        engine_config.logger, "warning", lambda *args: told.append(args)
+    )
+    engine_config._tell_evidence()
     assert told == []
     monkeypatch.setattr(compat, "vllm_version", lambda: "0.33.1")
-    startup._tell_evidence()
+    engine_config._tell_evidence()
     ((text, *values),) = told
     assert (text % tuple(values)).startswith("KV policy: vLLM 0.33.1 was never run as")
 

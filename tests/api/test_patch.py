@@ -14,10 +14,10 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from support.engine_configs import Overlay, engine_args
 from vllm_kvpolicy import compat, plugin
-from vllm_kvpolicy.api import patch, patch_table, request_guards, startup
+from vllm_kvpolicy.api import engine_config, patch, patch_table, request_guards
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.kernels import preferences
-from vllm_kvpolicy.metrics import CounterFile
+from vllm_kvpolicy.observe.metrics import CounterFile
 
 load_general_plugins()
 
@@ -160,7 +160,7 @@ def test_prompts_that_are_kept_whole_are_told(tiny_model, monkeypatch, values, b
     """vLLM's error about a KV cache that is too small does not speak of them."""
     told = []
     logger = SimpleNamespace(info=lambda text, *given: told.append(text % given))
-    monkeypatch.setattr(startup, "logger", logger)
+    monkeypatch.setattr(engine_config, "logger", logger)
     args = engine_args(tiny_model, additional_config={"kv_policy": values})
     args.create_engine_config()
     lines = [line for line in told if "prompts are kept whole" in line]
@@ -189,12 +189,12 @@ def finished(monkeypatch, count=1, rank=0):
         num_speculative_tokens=0,
         additional_config={"kv_policy": POLICY, "other": 1},
     )
-    monkeypatch.setattr(startup, "refusals", lambda config: [])
-    monkeypatch.setattr(startup, "check_files", lambda *args: None)
+    monkeypatch.setattr(engine_config, "refusals", lambda config: [])
+    monkeypatch.setattr(engine_config, "check_files", lambda *args: None)
     arguments = SimpleNamespace(
         additional_config={}, _api_process_count=count, _api_process_rank=rank
     )
-    startup.finish(arguments, config, KVPolicyConfig.from_dict(POLICY))
+    engine_config.finish(arguments, config, KVPolicyConfig.from_dict(POLICY))
     return config
 
 
@@ -213,8 +213,10 @@ def test_asynchronous_scheduling_and_cuda_have_their_own_classes(monkeypatch):
 def test_who_starts_a_server_removes_its_files(monkeypatch, count, rank, starts):
     """And each process those without a lock."""
     names, stale = [], []
-    monkeypatch.setattr(startup, "remove_files_at_exit", names.append)
-    monkeypatch.setattr(startup, "remove_stale_files_at_exit", lambda: stale.append(1))
+    monkeypatch.setattr(engine_config, "remove_files_at_exit", names.append)
+    monkeypatch.setattr(
+        engine_config, "remove_stale_files_at_exit", lambda: stale.append(1)
+    )
     config = finished(monkeypatch, count, rank)
     assert names == [config.instance_id] * starts and stale == [1]
 
@@ -248,7 +250,7 @@ def test_cuda_gets_a_known_backend_and_blocks_of_16(
     )
     policy = {"kv_policy": POLICY}
     args = engine_args(tiny_model, dtype=dtype, additional_config=policy)
-    startup.prepare(args)
+    engine_config.prepare(args)
     assert args.block_size == 16
     assert args.attention_backend.name == expected
 
@@ -589,13 +591,15 @@ def test_the_live_routes_are_there_where_they_are_asked_for(more, is_there):
 
 def test_stock_that_counts_keeps_its_way_of_scheduling(tiny_model, monkeypatch):
     stale = []
-    monkeypatch.setattr(startup, "remove_stale_files_at_exit", lambda: stale.append(1))
+    monkeypatch.setattr(
+        engine_config, "remove_stale_files_at_exit", lambda: stale.append(1)
+    )
     classes = compat.COUNTING_CLASSES
     args = engine_args(tiny_model, async_scheduling=False, scheduler_cls=classes[True])
     assert args.create_engine_config().scheduler_config.scheduler_cls == classes[False]
     assert stale == [1], "its counter file goes as the process ends"
     scheduler = SimpleNamespace(async_scheduling=True, scheduler_cls=classes[False])
-    startup._choose_counting(scheduler)
+    engine_config._choose_counting(scheduler)
     assert scheduler.scheduler_cls == classes[True]
 
 
@@ -605,8 +609,8 @@ def test_an_unknown_version_is_refused_before_anything_is_read(tiny_model, monke
     def not_reached(*args):
         raise AttributeError("an attribute that only 0.32 has")
 
-    monkeypatch.setattr(startup, "refusals", not_reached)
-    monkeypatch.setattr(startup, "_choose", not_reached)
+    monkeypatch.setattr(engine_config, "refusals", not_reached)
+    monkeypatch.setattr(engine_config, "_choose", not_reached)
     args = engine_args(tiny_model, additional_config={"kv_policy": POLICY})
     with pytest.raises(ValueError, match=r"install vLLM 0\.32\.x"):
         args.create_engine_config()

@@ -48,7 +48,7 @@ IDLE = dict.fromkeys((*watch.EMPTY, *watch.EMPTY_OF_POLICIES), 0.0)
 SAMPLE = watch.Sample(52, {"api": 10}, {"api": 20}, {"api": 5}, {"api": 77})
 OWN = """(Worker pid=3) INFO fine
 (Worker pid=3) Traceback (most recent call last):
-(Worker pid=3)   File "/x/vllm_kvpolicy/worker/base.py", line 3, in f
+(Worker pid=3)   File "/x/vllm_kvpolicy/worker/worker.py", line 3, in f
 (Worker pid=3)     raise OSError
 (Worker pid=3) OSError: no
 (Worker pid=3) INFO fine

@@ -28,7 +28,7 @@ from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
 from vllm_kvpolicy.block_manager.sliding import SlidingBlocks, run_events_first
 from vllm_kvpolicy.events import EventPlan, Footprint
 from vllm_kvpolicy.sizes import PlannerLimits, SlidingGroups
-from vllm_kvpolicy.worker.base import check_groups
+from vllm_kvpolicy.worker.worker import check_groups
 
 SIZES = {"block_size": 32, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
 

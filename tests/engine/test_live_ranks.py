@@ -10,8 +10,8 @@ from vllm.utils.system_utils import get_mp_context
 
 from support.engine.helpers import Engine, Job, make_prompt
 from support.engine.tensor_parallel import LENGTHS, POLICY, Heads, write_model
-from vllm_kvpolicy.live.files import own_engine
-from vllm_kvpolicy.live.hub import EngineReader, Hub
+from vllm_kvpolicy.observe.hub import EngineReader, Hub
+from vllm_kvpolicy.observe.shared_files import own_engine
 
 HEADS = Heads(query=8, kv=4)  # two KV heads on each of two ranks
 NAMES = ("snapkv", "ams-tova", "ams-snapkv", "streaming")

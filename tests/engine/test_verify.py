@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from vllm_kvpolicy import __main__ as command
+from vllm_kvpolicy.commands import verify as verify_command
+from vllm_kvpolicy.commands import verify_engine as engine
 from vllm_kvpolicy.events import LAST_PHASE, EventPlan
 from vllm_kvpolicy.kernels.compact_pages import compact_pages, compact_pages_ref
-from vllm_kvpolicy.verify import command as verify_command
-from vllm_kvpolicy.verify import engine
 
 MOVED = "identity: tokens that were moved give stock's answers"
 

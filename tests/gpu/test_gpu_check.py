@@ -35,8 +35,8 @@ from support.engine.helpers import Job, Result, Run, make_jobs
 from support.engine.oracle_replay import Mismatch
 from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.worker import runtime
-from vllm_kvpolicy.worker.tiers.base import StepMetadata
 from vllm_kvpolicy.worker.tiers.equal import EqualTier
+from vllm_kvpolicy.worker.tiers.tier import StepMetadata
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="tries the checks out where there is no GPU"
@@ -294,7 +294,7 @@ def test_a_wait_in_an_event_is_found(
         for tier in ("", ", own lengths")
     }
     assert (
-        "in steps with events: vllm_kvpolicy/worker/base.py"
+        "in steps with events: vllm_kvpolicy/worker/worker.py"
         in failed[WATCHED]["detail"]
     )
     assert syncs.MESSAGE in failed['mode "error"']["detail"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from support.event_inputs import TOKENS, make_inputs
-from vllm_kvpolicy.api.start_checks import check_files
+from vllm_kvpolicy.api.engine_config import check_files
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies import admissions as admissions_folder
 from vllm_kvpolicy.policies import build as factory

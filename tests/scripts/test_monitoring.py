@@ -9,7 +9,7 @@ from itertools import combinations
 import yaml
 
 from support import monitoring
-from vllm_kvpolicy.metrics import SERIES
+from vllm_kvpolicy.observe.metrics import SERIES
 
 EXPOSED = {
     f"kvpolicy_{series.name}{'_total' * (series.kind == 'counter')}": series.kind

@@ -19,7 +19,7 @@ import pytest
 
 from support.browser import chromium, wait_for
 from support.servers.servers import command_of, free_port, serving, started
-from vllm_kvpolicy.metrics import CounterFile
+from vllm_kvpolicy.observe.metrics import CounterFile
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 POOL_BLOCKS, BLOCK = 25, 32

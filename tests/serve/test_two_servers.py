@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from support.servers.servers import serving
-from vllm_kvpolicy.trace.files import read_trace
+from vllm_kvpolicy.observe.trace_files import read_trace
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 BUDGET, INTERVAL = 96, 48

@@ -65,7 +65,7 @@ DEAREST = (
     "benchmarks/test_gpu_bench.py",
     "engine/test_quest.py",
     "engine/test_static_admissions.py",
-    "live/test_page.py",
+    "observe/test_page.py",
     "benchmarks/test_gpu_rehearsal.py",
     "worker/test_launch_variants.py",
     "scripts/test_notebook.py",

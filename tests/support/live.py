@@ -11,9 +11,9 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 
-from vllm_kvpolicy.live.ring import RANK, SCHEDULER, Ring
-from vllm_kvpolicy.live.routes import LiveRoutes
-from vllm_kvpolicy.metrics import CounterFile
+from vllm_kvpolicy.observe.metrics import CounterFile
+from vllm_kvpolicy.observe.ring import RANK, SCHEDULER, Ring
+from vllm_kvpolicy.observe.routes import LiveRoutes
 
 FACTS = {
     "policy": "ams-tova",
@@ -31,7 +31,8 @@ END_SECONDS = 10.0  # that it may take to end
 
 
 def event_record(**changed: Any) -> dict[str, Any]:
-    """Return what a worker tells of an event; see `worker.live`."""
+    """Return what a worker tells of an event; see
+    `worker.observers.live`."""
     record: dict[str, Any] = {
         "kind": "event",
         "at": 1.5e9,
@@ -56,7 +57,7 @@ def event_record(**changed: Any) -> dict[str, Any]:
 
 
 def snapshot_record(at: float, requests: list[str]) -> dict[str, Any]:
-    """Return what a scheduler tells of these requests; see `live.snapshots`.
+    """Return what a scheduler tells of these requests; see `observe.snapshots`.
 
     Args:
         at: time of this host's clock.

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_kvpolicy.trace.files import EventRecord, to_arrays
+from vllm_kvpolicy.observe.trace_files import EventRecord, to_arrays
 
 Choose = Callable[[np.ndarray], np.ndarray]
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.accuracy import groups, summary
 from reasoner.intervals import wilson
-from vllm_kvpolicy.trace.files import EventRecord, new_run, to_arrays
+from vllm_kvpolicy.observe.trace_files import EventRecord, new_run, to_arrays
 
 SETTINGS = {
     "block_size": 32,

@@ -10,12 +10,12 @@ import torch
 
 from support.made_events import BLOCK, FIRST
 from vllm_kvpolicy.kernels.assign_pages import PageLists
-from vllm_kvpolicy.live import ring
-from vllm_kvpolicy.live.ring import RANK, Ring
+from vllm_kvpolicy.observe import ring
+from vllm_kvpolicy.observe.ring import RANK, Ring
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.batch import Batch, HeldPages, Placement
-from vllm_kvpolicy.worker.live import MOST_SECONDS, SHARE, LiveEvents, in_bins
-from vllm_kvpolicy.worker.positions import UNKNOWN, Followed, TruePositions
+from vllm_kvpolicy.worker.observers.live import MOST_SECONDS, SHARE, LiveEvents, in_bins
+from vllm_kvpolicy.worker.observers.positions import UNKNOWN, Followed, TruePositions
 
 SECOND = replace(
     FIRST,

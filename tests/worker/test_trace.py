@@ -12,11 +12,11 @@ import torch
 from support.made_events import BLOCK, FIRST
 from support.made_traces import rows
 from vllm_kvpolicy.kernels.assign_pages import PageLists
+from vllm_kvpolicy.observe.trace_files import EventRecord, read_trace, run_in, to_arrays
 from vllm_kvpolicy.policies.base import Decision
 from vllm_kvpolicy.protocol import CompactEvent
-from vllm_kvpolicy.trace.files import EventRecord, read_trace, run_in, to_arrays
 from vllm_kvpolicy.worker.batch import Batch, HeldPages, Placement
-from vllm_kvpolicy.worker.trace import Tracer
+from vllm_kvpolicy.worker.observers.trace import Tracer
 
 
 def record(tracer: Tracer, event: CompactEvent, survivors: list[list[int]]) -> None:

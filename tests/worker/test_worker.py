@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands
-from vllm_kvpolicy.worker.base import KVPolicyWorkerMixin, layer_refusals
+from vllm_kvpolicy.worker.worker import KVPolicyWorkerMixin, layer_refusals
 
 
 def layer(**changes):

@@ -3,24 +3,32 @@
 from typing import Any
 
 from vllm_kvpolicy import compat
-from vllm_kvpolicy.api import version_check
-from vllm_kvpolicy.api.draft_guards import DRAFT_REFUSALS
-from vllm_kvpolicy.api.layer_guards import LAYER_REFUSALS
+from vllm_kvpolicy.api.model_guards import MODEL_REFUSALS
+from vllm_kvpolicy.api.patch_table import problems
 from vllm_kvpolicy.api.refusal import (
     FITTED,
     Refusal,
+    both,
+    has_adapters,
+    has_word_with,
     is_fitted,
     is_float8,
+    is_on_gpu,
     is_ragged,
+    speculates,
+    transfers_weights,
+    words_with,
 )
-from vllm_kvpolicy.api.rotary_guards import ROTARY_REFUSALS
-from vllm_kvpolicy.api.sink_guards import SINK_REFUSALS
 from vllm_kvpolicy.config import server_config
 from vllm_kvpolicy.kernels import preferences
-from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
-from vllm_kvpolicy.policies.catalogue.allocators import ALLOCATORS
 from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.policies.catalogue.selections import SELECTIONS
+
+# Methods of vLLM that draft from tokens alone, of the request and of earlier answers.
+# Tests run both; those of suffix trees are skipped where the package `arctic-inference`
+# is not installed. Others have layers of their own, whose keys and values no policy
+# looks after.
+DRAFTERS = ("ngram", "suffix")
 
 
 def _block_is_odd(config: Any) -> bool:
@@ -33,10 +41,6 @@ def _backends(config: Any) -> set[str]:
     attention = config.attention_config
     chosen = [attention.backend, *attention.backend_per_kind.values()]
     return {backend.name for backend in chosen if backend is not None}
-
-
-def _plans_ragged_on_host(config: Any) -> bool:
-    return "FLASHINFER" in _backends(config) and is_ragged(config)
 
 
 def _copies_select(config: Any) -> bool:
@@ -57,12 +61,6 @@ def _own_scheduler(config: Any) -> bool:
     known = {None, *compat.SCHEDULER_CLASSES.values()}
     return config.scheduler_config.scheduler_cls not in known
 
-
-_RAGGED = ", ".join(
-    f"`{name}`"
-    for name, word in {**ALLOCATORS, **ADMISSIONS, **SELECTIONS}.items()
-    if word.ragged
-)
 
 _SELECTING = ", ".join(f"`{name}`" for name in SELECTIONS)
 
@@ -115,8 +113,8 @@ REFUSALS = (
         f"leave out --attention-backend ({', '.join(compat.ATTENTION_BACKENDS)} work)",
     ),
     Refusal(
-        f"FlashInfer with per-head lengths ({_RAGGED})",
-        _plans_ragged_on_host,
+        f"FlashInfer with per-head lengths ({words_with('ragged')})",
+        both(lambda config: "FLASHINFER" in _backends(config), is_ragged),
         "leave out --attention-backend",
     ),
     Refusal(
@@ -180,16 +178,33 @@ REFUSALS = (
         lambda config: config.parallel_config.enable_fault_tolerance,
         "leave out --enable-fault-tolerance",
     ),
-    *DRAFT_REFUSALS,
+    Refusal(
+        "speculative decoding by other methods than n-grams and suffix trees (MTP, "
+        "EAGLE, draft models and others)",
+        both(
+            speculates, lambda config: config.speculative_config.method not in DRAFTERS
+        ),
+        'set "method": "ngram" or "suffix" in --speculative-config, or leave it out',
+    ),
+    Refusal(
+        "speculative decoding on GPUs",
+        both(speculates, is_on_gpu),
+        "leave out --speculative-config: no GPU has run a policy with drafts",
+    ),
+    Refusal(
+        f"speculative decoding with what measures each token "
+        f"({words_with('measures_tokens')})",
+        both(speculates, has_word_with("measures_tokens")),
+        "leave out --speculative-config: a token is compared with the one before it, "
+        "which may be a draft that is rejected",
+    ),
     Refusal(
         f"LoRA adapters with a policy for the model's own weights ({FITTED})",
-        lambda config: config.lora_config is not None and is_fitted(config),
+        both(has_adapters, is_fitted),
         "leave out --enable-lora, or merge the adapter into the model and make the "
         "policy's file for that",
     ),
-    *LAYER_REFUSALS,
-    *ROTARY_REFUSALS,
-    *SINK_REFUSALS,
+    *MODEL_REFUSALS,
     Refusal(
         "KV caches of other dtypes than the model's and FP8",
         _converts_cache,
@@ -198,16 +213,15 @@ REFUSALS = (
     ),
     Refusal(
         "FP8 KV caches on GPUs",
-        lambda config: is_float8(config) and compat.platform_name() != "cpu",
+        both(is_float8, is_on_gpu),
         "leave out --kv-cache-dtype, or name the model's own dtype where the "
         "checkpoint asks for FP8: no GPU has run a policy over one",
     ),
     Refusal(
         "FP8 KV caches on CPUs without AVX-512",
-        lambda config: (
-            is_float8(config)
-            and compat.platform_name() == "cpu"
-            and not compat.reads_float8()
+        both(
+            is_float8,
+            lambda config: not is_on_gpu(config) and not compat.reads_float8(),
         ),
         "leave out --kv-cache-dtype, or name the model's own dtype where the "
         "checkpoint asks for FP8: vLLM's attention reads FP8 with AVX-512 or AMX only",
@@ -242,43 +256,6 @@ REFUSALS = (
         "leave out --no-disable-cascade-attn",
     ),
     Refusal(
-        "pooling models",
-        lambda config: config.model_config.runner_type != "generate",
-        "leave out --kv-policy: these models do not generate tokens",
-    ),
-    Refusal(
-        "encoder-decoder models",
-        lambda config: config.model_config.is_encoder_decoder,
-        "serve a decoder-only model",
-    ),
-    Refusal(
-        "prefix-LM attention",
-        lambda config: config.model_config.is_mm_prefix_lm,
-        "serve a model with causal attention",
-    ),
-    Refusal(
-        "residual sliding-window attention (R-SWA)",
-        lambda config: config.model_config.rswa_window is not None,
-        "serve a model whose layers all attend to the whole context",
-    ),
-    Refusal(
-        "diffusion models",
-        lambda config: (
-            config.diffusion_config is not None or config.model_config.is_diffusion
-        ),
-        "serve an autoregressive model",
-    ),
-    Refusal(
-        "images, audio and video",
-        lambda config: config.model_config.supports_multimodal_inputs,
-        "add --language-model-only to serve a multimodal model for text",
-    ),
-    Refusal(
-        f"multimodal models with a policy for the model's own weights ({FITTED})",
-        lambda config: config.model_config.is_multimodal_model and is_fitted(config),
-        "serve a text model: no files were made or tested for text parts of others",
-    ),
-    Refusal(
         "prompt embeddings",
         lambda config: config.model_config.enable_prompt_embeds,
         "leave out --enable-prompt-embeds",
@@ -291,7 +268,7 @@ REFUSALS = (
     ),
     Refusal(
         f"weight transfer with a policy for the model's own weights ({FITTED})",
-        lambda config: config.weight_transfer_config is not None and is_fitted(config),
+        both(transfers_weights, is_fitted),
         "leave out --weight-transfer-config: the policy's file belongs to the weights "
         "that are replaced",
     ),
@@ -320,10 +297,7 @@ def machine_refusals() -> list[str]:
     """Return what keeps any policy from running here, each with what to change."""
     rows = [row for row in REFUSALS if row.by_machine and row.applies(None)]
     reasons = [f"{row.name}: {row.change}" for row in rows]
-    platform = compat.platform_name()
-    return (
-        reasons + preferences.unmet_demands(platform) + version_check.problems(platform)
-    )
+    return reasons + preferences.unmet_demands(compat.platform_name()) + problems()
 
 
 def refusals(vllm_config: Any) -> list[str]:

@@ -11,8 +11,8 @@ from vllm_kvpolicy.api import guards
 from vllm_kvpolicy.api.engines import smallest_pool
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig, server_config
 from vllm_kvpolicy.kernels import preferences
-from vllm_kvpolicy.live.files import engines_here
-from vllm_kvpolicy.live.routes import STREAM, LiveRoutes, api_keys
+from vllm_kvpolicy.observe.routes import STREAM, LiveRoutes, api_keys
+from vllm_kvpolicy.observe.shared_files import engines_here
 from vllm_kvpolicy.policies.fingerprint import file_options
 from vllm_kvpolicy.sizes import capacity_line, sharing_line
 

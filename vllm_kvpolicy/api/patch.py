@@ -2,7 +2,7 @@
 
 `install()` is called by plugin in every process and teaches vLLM's argument parser the
 flags. What a policy needs beyond that is put in place when an engine is configured
-with one. A wrapper here only calls: `startup` for engines, `request_guards` for
+with one. A wrapper here only calls: `engine_config` for engines, `request_guards` for
 requests. Everything else hooks into vLLM by names that vLLM itself resolves.
 """
 
@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from vllm_kvpolicy.api import cli, engines, live, request_guards, startup
+from vllm_kvpolicy.api import cli, engine_config, engines, live, request_guards
 from vllm_kvpolicy.api.patch_table import (
     ADD_CLI_ARGS,
     ATTACH_METRICS,
@@ -25,7 +25,7 @@ from vllm_kvpolicy.api.patch_table import (
     Patch,
 )
 from vllm_kvpolicy.config import has_policy
-from vllm_kvpolicy.metrics import exposition, register
+from vllm_kvpolicy.observe.metrics import exposition, register
 
 
 def install() -> None:
@@ -68,7 +68,7 @@ def _with_flags(original: Callable) -> Callable:
 def _with_given_values(original: Callable) -> Callable:
     def from_cli_args(cls: type, args: Any) -> Any:
         engine_args = original(cls, args)
-        startup.read_command_line(engine_args, args)
+        engine_config.read_command_line(engine_args, args)
         return engine_args
 
     return from_cli_args
@@ -77,16 +77,16 @@ def _with_given_values(original: Callable) -> Callable:
 def _with_policy(original: Callable) -> Callable:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         context = args[0] if args else kwargs.get("usage_context")
-        serves_http = startup.serves_http(context)
-        runs_batch = startup.runs_batch(context)
-        config = startup.prepare(self)
+        serves_http = engine_config.serves_http(context)
+        runs_batch = engine_config.runs_batch(context)
+        config = engine_config.prepare(self)
         vllm_config = original(self, *args, **kwargs)
         if config is None:
-            startup.finish_stock(vllm_config, serves_http or runs_batch)
-            if serves_http and startup.is_counted(vllm_config):
+            engine_config.finish_stock(vllm_config, serves_http or runs_batch)
+            if serves_http and engine_config.is_counted(vllm_config):
                 _wrap(ATTACH_METRICS, _with_counters)
             return vllm_config
-        startup.finish(self, vllm_config, config)
+        engine_config.finish(self, vllm_config, config)
         _wrap(PROCESS_INPUTS, _with_request_check)
         _wrap(ENGINE_READY, _with_engine_check)
         if serves_http or runs_batch:
@@ -173,7 +173,7 @@ def _with_counters(original: Callable) -> Callable:
         def metrics(request: Any) -> Any:
             vllm_config = getattr(request.app.state, "vllm_config", None)
             is_ours = vllm_config is not None and (
-                has_policy(vllm_config) or startup.is_counted(vllm_config)
+                has_policy(vllm_config) or engine_config.is_counted(vllm_config)
             )
             text = exposition(registry, vllm_config if is_ours else None, missed)
             return owner.PrometheusResponse(text)

@@ -1,13 +1,29 @@
 """The functions of vLLM that are wrapped, as one table: why, and until when.
 
-`patch` wraps them; `version_check` first checks them, together with what is overridden
-and read.
+`patch` wraps them. Every start with a policy first compares them with the source of the
+installed vLLM, so that an offline engine need not import what only servers use.
+`tools.vllm_surface` compares them with other releases, and all that we override and
+read besides.
 """
 
+import ast
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
+
+from vllm_kvpolicy import compat
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+# Decorators that change how what they decorate is used.
+BINDING = (
+    *("classmethod", "staticmethod", "property", "cached_property"),
+    *("cache", "lru_cache"),
+)
 
 
 @dataclass(frozen=True)
@@ -16,7 +32,7 @@ class Patch:
 
     Args:
         target: "module:attribute.path".
-        signature: how the tested release declares it, see `vllm_source.signature_of`.
+        signature: how the tested release declares it, see `signature_of`.
         why: what vLLM has no hook for.
         remove_when: what would make the wrap unnecessary.
     """
@@ -39,6 +55,22 @@ class Patch:
             owner = getattr(owner, parent)
         inspect.getattr_static(owner, name)
         return owner, name
+
+    def declared(self) -> str | None:
+        """Return how the installed vLLM declares it, in the form of `signature`.
+
+        Returns:
+            "" for what is no function, None where vLLM has nothing of that name.
+        """
+        module, _, path = self.target.partition(":")
+        found: Any = read_module(module)
+        for name in path.split("."):
+            body = getattr(found, "body", ())
+            named = [each for each in body if getattr(each, "name", None) == name]
+            found = named[-1] if named else None
+        if found is None:
+            return None
+        return signature_of(found) if isinstance(found, Function) else ""
 
 
 ADD_CLI_ARGS = Patch(
@@ -127,3 +159,75 @@ PATCHES = (
     BEAM_CHAT,
     ATTACH_METRICS,
 )
+
+
+def problems(patches: Iterable[Patch] = PATCHES) -> list[str]:
+    """Return a sentence for each function that the installed vLLM does not have so.
+
+    Where its release differs from the tested one, a row of `compat.RELEASES` says how,
+    and that our wraps bear it.
+
+    Args:
+        patches: what will be wrapped.
+    """
+    changed = compat.release_of(compat.vllm_version()).changed
+    advice = f"install vLLM {compat.TESTED_VLLM}.x"
+    found = []
+    for patch in patches:
+        declared = patch.declared()
+        if declared is None:
+            found.append(f"vLLM has no {patch.target}: {advice}")
+        elif declared not in (patch.signature, changed.get(patch.target)):
+            lists = (", ".join(each.split()) for each in (declared, patch.signature))
+            got, expected = (words or "nothing" for words in lists)
+            found.append(
+                f"{patch.target} is declared with {got}, expected {expected}: {advice}"
+            )
+    return found
+
+
+def signature_of(function: Function) -> str:
+    """Return how a function is declared, without defaults and types.
+
+    Returns:
+        Words with a blank between two: the decorators of `BINDING` with "@", "async",
+        then the parameters as Python writes them, with "/", "*", "*rest" and
+        "**keywords". "@classmethod cls a * b" is one; "()" takes nothing.
+    """
+    takes = function.args
+    words = [f"@{name}" for name in decorators_of(function) if name in BINDING]
+    words += ["async"] * isinstance(function, ast.AsyncFunctionDef)
+    words += [each.arg for each in takes.posonlyargs] + ["/"] * bool(takes.posonlyargs)
+    words += [each.arg for each in takes.args]
+    if takes.vararg or takes.kwonlyargs:
+        words.append(f"*{takes.vararg.arg if takes.vararg else ''}")
+    words += [each.arg for each in takes.kwonlyargs]
+    words += [f"**{takes.kwarg.arg}"] if takes.kwarg else []
+    return " ".join(words) or "()"
+
+
+def decorators_of(function: Function) -> list[str]:
+    """Return the names of its decorators: "c" of "a.b.c" and of "a.b.c(...)"."""
+    called = (
+        each.func if isinstance(each, ast.Call) else each
+        for each in function.decorator_list
+    )
+    return [ast.unparse(each).rpartition(".")[2] for each in called]
+
+
+@cache
+def read_module(module: str) -> ast.Module | None:
+    """Return a parsed module of the installed vLLM, None where there is none."""
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("vllm is not installed")
+    for path in map(Path(spec.origin).parents[1].joinpath, files_of(module)):
+        if path.is_file():
+            return ast.parse(path.read_bytes())
+    return None
+
+
+def files_of(module: str) -> tuple[str, str]:
+    """Return the two files, within a wheel, of which one may be a module."""
+    base = module.replace(".", "/")
+    return f"{base}.py", f"{base}/__init__.py"

@@ -7,8 +7,13 @@ from typing import Any
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.config import server_config
 from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
+from vllm_kvpolicy.policies.catalogue.allocators import ALLOCATORS
 from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
+from vllm_kvpolicy.policies.catalogue.selections import SELECTIONS
+
+WORDS = {**SCORERS, **ALLOCATORS, **ADMISSIONS, **SELECTIONS}
+Question = Callable[[Any], object]  # about a finished VllmConfig
 
 
 @dataclass(frozen=True)
@@ -23,22 +28,34 @@ class Refusal:
     """
 
     name: str
-    applies: Callable[[Any], bool]
+    applies: Question
     change: str
     by_machine: bool = False
 
 
-def is_fitted(config: Any) -> bool:
-    """Return whether a policy has words that belong to the weights of the model."""
-    server = server_config(config)
-    return server is not None and any(
-        row.is_fitted for name in server.policies for row in parse(name).parts
-    )
+def both(first: Question, second: Question) -> Question:
+    """Return the question whether both hold; the second is asked if the first does."""
+    return lambda config: bool(first(config) and second(config))
 
 
-FITTED = ", ".join(
-    f"`{name}`" for name, word in {**SCORERS, **ADMISSIONS}.items() if word.is_fitted
-)
+def words_with(trait: str) -> str:
+    """Return the words of the grammar whose rows have a trait, such as "rotates"."""
+    return ", ".join(f"`{name}`" for name, row in WORDS.items() if getattr(row, trait))
+
+
+def has_word_with(trait: str) -> Question:
+    """Return the question whether one of the server's policies has such a word."""
+
+    def ask(config: Any) -> bool:
+        server = server_config(config)
+        return server is not None and any(
+            getattr(row, trait) for name in server.policies for row in parse(name).parts
+        )
+
+    return ask
+
+
+FITTED, is_fitted = words_with("is_fitted"), has_word_with("is_fitted")
 
 
 def is_float8(config: Any) -> bool:
@@ -49,3 +66,20 @@ def is_ragged(config: Any) -> bool:
     """Return whether heads may keep different numbers of tokens."""
     server = server_config(config)
     return server is not None and server.is_ragged
+
+
+def is_on_gpu(config: Any) -> bool:
+    """Return whether this machine's platform is not the CPU."""
+    return compat.platform_name() != "cpu"
+
+
+def speculates(config: Any) -> bool:
+    return config.speculative_config is not None
+
+
+def has_adapters(config: Any) -> bool:
+    return config.lora_config is not None
+
+
+def transfers_weights(config: Any) -> bool:
+    return config.weight_transfer_config is not None

@@ -12,8 +12,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from vllm_kvpolicy.live.files import own_engine
-from vllm_kvpolicy.metrics import CounterFile, EngineCounters
+from vllm_kvpolicy.observe.metrics import CounterFile, EngineCounters
+from vllm_kvpolicy.observe.shared_files import own_engine
 
 
 class CountingMixin:

@@ -26,9 +26,9 @@ from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
 from vllm_kvpolicy.block_manager.sliding import SlidingBlocks, run_events_first
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.events import request_phase
-from vllm_kvpolicy.live.files import own_engine
-from vllm_kvpolicy.live.snapshots import NoSnapshots, Snapshots
-from vllm_kvpolicy.metrics import LIVE
+from vllm_kvpolicy.observe.metrics import LIVE
+from vllm_kvpolicy.observe.shared_files import own_engine
+from vllm_kvpolicy.observe.snapshots import NoSnapshots, Snapshots
 from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.sizes import (
     capacity_line,

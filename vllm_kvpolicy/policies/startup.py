@@ -1,7 +1,7 @@
 """What a word checks before an engine starts: its files, its model, its settings.
 
 A row of the catalogue names its `Startup` by a dotted path, so that importing the
-catalogue loads none. `api.start_checks` loads those of the words that a server uses,
+catalogue loads none. `api.engine_config` loads those of the words that a server uses,
 and those of admissions with model classes of their own, which refuse models that must
 not be served without them.
 """

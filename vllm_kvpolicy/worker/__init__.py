@@ -29,7 +29,7 @@ where                               what                        when the request
                                     visible, by slot; in a
                                     cached superblock they live
                                     as long as it is cached
-`worker.trace.Tracer`               true positions, where a     overwritten
+`observers.trace.Tracer`            true positions, where a     overwritten
                                     trace is asked for
 ==================================  ==========================  ========================
 

@@ -31,15 +31,15 @@ from vllm_kvpolicy.policies.ranks import ONE_RANK, Ranks
 from vllm_kvpolicy.policies.testing import MovementPolicy
 from vllm_kvpolicy.protocol import CompactEvent, UsedBlocks
 from vllm_kvpolicy.worker.batch import Batch, Choice, Placement
-from vllm_kvpolicy.worker.captures.base import Capture
-from vllm_kvpolicy.worker.live import NoEvents
+from vllm_kvpolicy.worker.captures.capture import Capture
 from vllm_kvpolicy.worker.merging import merge_dropped
+from vllm_kvpolicy.worker.observers.live import NoEvents
+from vllm_kvpolicy.worker.observers.trace import NoTrace
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.sinks import no_sinks
 from vllm_kvpolicy.worker.survivors import SurvivorMemory
-from vllm_kvpolicy.worker.tiers.base import PageCounts, Tier
-from vllm_kvpolicy.worker.trace import NoTrace
+from vllm_kvpolicy.worker.tiers.tier import PageCounts, Tier
 from vllm_kvpolicy.worker.transfer import Integers, to_device_together
 
 POSITIONS = "positions"  # name under which true positions are remembered

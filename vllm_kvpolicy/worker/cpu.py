@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 import vllm_kvpolicy.worker.backends.cpu  # noqa: F401  registers the backend
-from vllm_kvpolicy.worker.base import KVPolicyWorkerMixin
+from vllm_kvpolicy.worker.worker import KVPolicyWorkerMixin
 
 
 class KVPolicyCPUWorker(KVPolicyWorkerMixin, CPUWorker):

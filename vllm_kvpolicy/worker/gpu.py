@@ -10,8 +10,8 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.sizes import query_rows
-from vllm_kvpolicy.worker.base import KVPolicyWorkerMixin
 from vllm_kvpolicy.worker.warmup import warm_up
+from vllm_kvpolicy.worker.worker import KVPolicyWorkerMixin
 
 for _name, _path in compat.GPU_BACKENDS.items():
     register_backend(AttentionBackendEnum[_name], _path)

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from vllm_kvpolicy.metrics import WorkerCounters
+from vllm_kvpolicy.observe.metrics import WorkerCounters
 from vllm_kvpolicy.policies.base import Policy
 from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands, UsedBlocks
-from vllm_kvpolicy.worker.captures.base import Capture
+from vllm_kvpolicy.worker.captures.capture import Capture
 from vllm_kvpolicy.worker.compaction import Compactor, EventAnswer
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.step import Step
-from vllm_kvpolicy.worker.tiers.base import StepMetadata, Tier
+from vllm_kvpolicy.worker.tiers.tier import StepMetadata, Tier
 
 
 class AnswerBox:

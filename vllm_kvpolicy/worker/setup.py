@@ -15,20 +15,21 @@ from vllm.logger import init_logger
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.kernels.rope import Rope
-from vllm_kvpolicy.live.files import own_engine
-from vllm_kvpolicy.metrics import LIVE, TRACE, WorkerCounters
+from vllm_kvpolicy.observe.metrics import LIVE, TRACE, WorkerCounters
+from vllm_kvpolicy.observe.shared_files import own_engine
 from vllm_kvpolicy.policies.base import Needs, Policy
 from vllm_kvpolicy.policies.build import build
 from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.policies.ranks import ALL_HEADS, ONE_RANK, HeadShard, Ranks
 from vllm_kvpolicy.sizes import max_global_blocks, query_rows
-from vllm_kvpolicy.worker.captures.base import Capture
+from vllm_kvpolicy.worker.captures.capture import Capture
 from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
 from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
 from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
 from vllm_kvpolicy.worker.compaction import Compactor, remembered
 from vllm_kvpolicy.worker.float8 import Float8
-from vllm_kvpolicy.worker.live import LiveEvents, NoEvents
+from vllm_kvpolicy.worker.observers.live import LiveEvents, NoEvents
+from vllm_kvpolicy.worker.observers.trace import NoTrace, Tracer
 from vllm_kvpolicy.worker.pages import PagePool, check_layout
 from vllm_kvpolicy.worker.refused import refused_for
 from vllm_kvpolicy.worker.request_table import RequestTable
@@ -39,13 +40,12 @@ from vllm_kvpolicy.worker.side_tables import LISTS, PAGES, VALUES, SideTables
 from vllm_kvpolicy.worker.sinks import check_known, logits_reader
 from vllm_kvpolicy.worker.survivors import SurvivorMemory
 from vllm_kvpolicy.worker.tensor_parallel import head_shard, ranks_of, trace_name
-from vllm_kvpolicy.worker.tiers.base import Tier
 from vllm_kvpolicy.worker.tiers.equal import EqualTier, PhysicalTables
 from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
 from vllm_kvpolicy.worker.tiers.page_selection import PageSelection
 from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
 from vllm_kvpolicy.worker.tiers.ragged_step import FoldedTables
-from vllm_kvpolicy.worker.trace import NoTrace, Tracer
+from vllm_kvpolicy.worker.tiers.tier import Tier
 from vllm_kvpolicy.worker.warmup import rooms
 
 logger = init_logger("vllm.kv_policy")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_kvpolicy.policies.base import Needs, Policy
-from vllm_kvpolicy.worker.captures.base import Capture
+from vllm_kvpolicy.worker.captures.capture import Capture
 from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
 from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
 from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil

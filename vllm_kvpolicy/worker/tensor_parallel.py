@@ -14,9 +14,9 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
 from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.observe.trace_files import RANK, run_name
 from vllm_kvpolicy.policies.fingerprint import fingerprint
 from vllm_kvpolicy.policies.ranks import ONE_RANK, HeadShard, Ranks
-from vllm_kvpolicy.trace.files import RANK, run_name
 
 logger = init_logger("vllm.kv_policy")
 MEETING_SECONDS = 60  # that a rank waits for those of other hosts at a start

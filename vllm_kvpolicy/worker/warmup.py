@@ -15,9 +15,9 @@ import torch
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.events import LAST_PHASE
 from vllm_kvpolicy.protocol import CompactEvent
-from vllm_kvpolicy.worker.live import NoEvents
+from vllm_kvpolicy.worker.observers.live import NoEvents
+from vllm_kvpolicy.worker.observers.trace import NoTrace
 from vllm_kvpolicy.worker.runtime import KVPolicyRuntime
-from vllm_kvpolicy.worker.trace import NoTrace
 
 NAMES = ("warm-up 0", "warm-up 1")  # of the requests
 NUM_EVENTS = 2  # of each: the first, and one that finds survivors

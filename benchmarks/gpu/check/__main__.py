@@ -21,7 +21,7 @@ import torch
 from benchmarks.gpu.check.groups import GROUPS, REHEARSAL
 from benchmarks.gpu.check.runner import Checks, run_all, table
 from benchmarks.gpu.record import ROOT, machine
-from vllm_kvpolicy.trace.outputs import new_file
+from vllm_kvpolicy.commands.outputs import new_file
 
 SECONDS, JOBS = 350.0, 4
 RECORDED = ROOT / "benchmarks" / "results" / "gpu" / "gpu-check.json"

@@ -12,12 +12,12 @@ from support.engine_configs import Overlay, engine_args
 from support.made_adapters import make_adapter
 from support.made_checkpoints import DMS_KEYS
 from support.made_gates import make_gates
-from vllm_kvpolicy.api.start_checks import (
+from vllm_kvpolicy.api.engine_config import (
+    _choose,
     check_files,
     missing_architecture,
     refuse_plain,
 )
-from vllm_kvpolicy.api.startup import _choose
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies.admissions.dms import model as dms_model
 from vllm_kvpolicy.policies.admissions.dms import startup

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from support.made_patterns import write_pattern
-from vllm_kvpolicy.api.start_checks import check_files
+from vllm_kvpolicy.api.engine_config import check_files
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies.admissions.duo.files import CONFIG_FILE, HEADS_FILE, load
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from support.made_surrogates import surrogate_tensors, write_surrogate
-from vllm_kvpolicy.api.start_checks import check_files
+from vllm_kvpolicy.api.engine_config import check_files
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies.admissions.kvzap.files import load
 from vllm_kvpolicy.policies.admissions.kvzap.policy import SurrogateScores

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.attention import attention
 from support.engine.helpers import Engine, Job, Run, Session
 from support.engine.oracle_replay import Mismatch
 from support.engine.reference_decoder import ReferenceDecoder
-from vllm_kvpolicy.worker.captures.base import Capture
+from vllm_kvpolicy.worker.captures.capture import Capture
 from vllm_kvpolicy.worker.step import Step, StepTokens
 
 STORED = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}

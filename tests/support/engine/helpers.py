@@ -14,8 +14,13 @@ import numpy as np
 from support.engine.collector import keep_imports_frozen
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.events import Footprint, request_phase
+from vllm_kvpolicy.observe.trace_files import (
+    EventRecord,
+    join_ranks,
+    read_event,
+    whole_run,
+)
 from vllm_kvpolicy.policies.catalogue.names import parse
-from vllm_kvpolicy.trace.files import EventRecord, join_ranks, read_event, whole_run
 
 BLOCK = 32
 POLICIES = ("streaming", "tova", "snapkv", "ams-tova", "ams-snapkv")

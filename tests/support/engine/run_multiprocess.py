@@ -8,8 +8,8 @@ from typing import Any
 
 from vllm import LLM, SamplingParams, TokensPrompt
 
-from vllm_kvpolicy.live.files import own_engine
-from vllm_kvpolicy.metrics import CounterFile
+from vllm_kvpolicy.observe.metrics import CounterFile
+from vllm_kvpolicy.observe.shared_files import own_engine
 
 
 def run(spec: dict[str, Any]) -> dict[str, Any]:

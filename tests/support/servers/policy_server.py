@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from aiohttp import web
 
 from support.servers.running_server import serve_handlers
-from vllm_kvpolicy.metrics import SERIES
+from vllm_kvpolicy.observe.metrics import SERIES
 
 FAULTS = (
     "answers change at once",  # with the policy, before any event

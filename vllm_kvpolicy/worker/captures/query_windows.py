@@ -21,7 +21,7 @@ from vllm_kvpolicy.policies.base import Needs
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.sizes import query_rows
 from vllm_kvpolicy.worker.batch import Batch
-from vllm_kvpolicy.worker.captures.base import Capture
+from vllm_kvpolicy.worker.captures.capture import Capture
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.step import Step
 from vllm_kvpolicy.worker.transfer import Integers, to_device

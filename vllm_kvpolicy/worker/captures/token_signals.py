@@ -16,7 +16,7 @@ from vllm_kvpolicy.policies.base import Needs
 from vllm_kvpolicy.policies.signals import TokenSignal
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.batch import Batch
-from vllm_kvpolicy.worker.captures.base import Capture
+from vllm_kvpolicy.worker.captures.capture import Capture
 from vllm_kvpolicy.worker.captures.hidden_states import HiddenSteps
 from vllm_kvpolicy.worker.request_table import RequestRows
 from vllm_kvpolicy.worker.step import Step, StepTokens

@@ -16,7 +16,7 @@ from vllm_kvpolicy.worker.batch import Batch, HeldPages
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.step import Step
-from vllm_kvpolicy.worker.tiers.base import PageCounts, StepMetadata, Tier, padded
+from vllm_kvpolicy.worker.tiers.tier import PageCounts, StepMetadata, Tier, padded
 from vllm_kvpolicy.worker.transfer import Integers, to_device
 
 

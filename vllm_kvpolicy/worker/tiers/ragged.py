@@ -14,10 +14,10 @@ from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.step import Step
-from vllm_kvpolicy.worker.tiers.base import PageCounts, StepMetadata, Tier, padded
 from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
 from vllm_kvpolicy.worker.tiers.page_selection import PageSelection
 from vllm_kvpolicy.worker.tiers.ragged_step import FoldedTables, Folder
+from vllm_kvpolicy.worker.tiers.tier import PageCounts, StepMetadata, Tier, padded
 from vllm_kvpolicy.worker.transfer import Integers
 
 

@@ -1,0 +1,205 @@
+"""Files and folders of a configuration are checked where it is made."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from support.calibration_files import make_calibration
+from support.engine_configs import engine_args
+from support.made_gates import make_gates
+from vllm_kvpolicy.api.engine_config import check_files, read_command_line
+from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.policies.admissions.wgkv import files as wgkv_files
+from vllm_kvpolicy.policies.calibration import save
+
+BASE = {"policy": "tova", "budget": 128, "interval": 64}
+# Layers, KV heads, query heads per KV head and channels of the tiny model.
+TINY = (2, 2, 2, 32)
+
+
+def config(**values):
+    return KVPolicyConfig.from_dict({**BASE, **values})
+
+
+@pytest.fixture
+def filters(tmp_path):
+    """A calibration file that fits the tiny model."""
+    path = tmp_path / "filters.safetensors"
+    save(path, make_calibration("qfilter", *TINY))
+    return path
+
+
+def test_files_that_fit_pass(policy_config, filters, tmp_path):
+    queries = tmp_path / "queries.safetensors"
+    save(queries, make_calibration("triattention", *TINY))
+    options = {
+        "qfilter_calibration": str(filters),
+        "triattention_calibration": str(queries),
+    }
+    asked = config(
+        allow=["ams-qfilter", "triattention"],
+        policy_config=options,
+        trace_dir=str(tmp_path / "new" / "trace"),
+    )
+    assert check_files(asked, policy_config) is None
+    assert (tmp_path / "new" / "trace").is_dir()
+
+
+@pytest.mark.parametrize("policy", ["qfilter", "tova"])
+def test_a_missing_file_is_named_with_its_key(policy_config, tmp_path, policy):
+    path = tmp_path / "none.safetensors"
+    asked = config(
+        policy=policy,
+        allow=["qfilter"],
+        policy_config={"qfilter_calibration": str(path)},
+    )
+    with pytest.raises(ValueError) as error:
+        check_files(asked, policy_config)
+    message = str(error.value)
+    assert message.startswith(f"qfilter_calibration: calibration {path}: got No such")
+    assert message.endswith("expected a safetensors file")
+    assert "\n" not in message
+
+
+def test_a_file_of_another_kind_is_refused(policy_config, filters):
+    options = {"triattention_calibration": str(filters)}
+    asked = config(policy="triattention", policy_config=options)
+    with pytest.raises(
+        ValueError, match="kind: got 'qfilter', expected 'triattention'"
+    ):
+        check_files(asked, policy_config)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_layers", 3), ("num_heads", 8), ("num_kv_heads", 4), ("head_dim", 64)],
+)
+def test_a_file_of_another_model_is_refused(policy_config, filters, field, value):
+    made = replace(make_calibration("qfilter", *TINY), **{field: value})
+    shape = made.shapes["filters"]
+    save(
+        filters,
+        replace(made, tensors={"filters": made.tensors["filters"].new_zeros(shape)}),
+    )
+    options = {"qfilter_calibration": str(filters)}
+    expected = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+    message = (
+        f"^qfilter_calibration: .*{field}: got {value}, expected {expected[field]}$"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_files(config(policy="qfilter", policy_config=options), policy_config)
+
+
+def test_a_folder_that_cannot_be_written_is_refused(policy_config, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ValueError, match=f"^trace: got '{file}' .*File exists"):
+        check_files(config(trace_dir=str(file)), policy_config)
+
+
+def test_the_first_process_of_a_server_checks_and_no_other(tiny_model, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    additional = {"kv_policy": {**BASE, "trace_dir": str(file)}}
+
+    def make(count, rank):
+        args = engine_args(tiny_model, additional_config=additional)
+        args._api_process_count, args._api_process_rank = count, rank
+        return args.create_engine_config()
+
+    for count, rank in ((1, 0), (2, -1)):
+        with pytest.raises(ValueError, match="expected a folder that can"):
+            make(count, rank)
+    for rank in (0, 1):
+        assert make(2, rank).parallel_config._api_process_rank == rank
+
+
+@pytest.fixture
+def gates(tmp_path):
+    """Write gates that fit the tiny model, or what is made of them."""
+
+    def write(**fields):
+        sizes = {"layers": 2, "heads": 2, "channels": 32}
+        sizes |= {key: fields.pop(key) for key in sizes.keys() & fields.keys()}
+        path = tmp_path / "gates.safetensors"
+        made = make_gates(**sizes, **{"window": 40, "rope_theta": 1e4, **fields})
+        wgkv_files.save(path, made)
+        return path
+
+    return write
+
+
+def with_gates(path, **values):
+    options = {"wgkv_gates": str(path)}
+    asked = {"policy": "wgkv+tova", "recent": 40, "policy_config": options}
+    return config(**{**asked, **values})
+
+
+def test_gates_that_fit_pass(policy_config, gates):
+    assert check_files(with_gates(gates()), policy_config) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"window": 64}, "trained with a window of 64 tokens, got --kv-recent 40"),
+        ({"sinks": 9}, "trained with 9 sinks, got --kv-sinks 4; set --kv-sinks 9"),
+        ({"layers": 3}, "num_layers"),
+        ({"heads": 3}, "num_kv_heads"),
+        ({"channels": 16}, "head_dim"),
+        ({"flavour": "llama"}, "flavour"),
+        ({"rope_theta": 5e5}, "rope_theta"),
+    ],
+    ids=str,
+)
+def test_gates_of_another_model_are_refused(policy_config, gates, fields, message):
+    path = gates(**fields)
+    with pytest.raises(ValueError) as error:
+        check_files(with_gates(path), policy_config)
+    text = str(error.value)
+    assert text.startswith("wgkv_gates: wgkv gates ") and str(path) in text
+    assert message in text
+
+
+def test_broken_gates_are_refused(policy_config, gates, tmp_path):
+    path = gates()
+    path.write_bytes(path.read_bytes()[:-9])
+    for wrong in (path, tmp_path / "none.safetensors", tmp_path / "none.pt"):
+        with pytest.raises(ValueError, match=f"^wgkv_gates: wgkv gates {wrong}: got "):
+            check_files(with_gates(wrong), policy_config)
+    nan = gates(
+        tensors={
+            name: tensor * torch.nan if "conv1.bias" in name else tensor
+            for name, tensor in make_gates(2, 2, 32).tensors.items()
+        }
+    )
+    with pytest.raises(ValueError, match="conv1.bias"):
+        check_files(with_gates(nan), policy_config)
+
+
+def test_a_model_without_rope_parameters_is_another_model(policy_config, gates):
+    text = policy_config.model_config.hf_text_config
+    given, text.rope_parameters = text.rope_parameters, None
+    try:
+        with pytest.raises(ValueError, match="rope_theta: got 10000.0, expected nan"):
+            check_files(with_gates(gates()), policy_config)
+    finally:
+        text.rope_parameters = given
+
+
+@pytest.mark.parametrize("name", [5, "", "../../etc/x", "A" * 32, "0" * 31])
+def test_names_of_engines_are_made_by_servers_alone(tiny_model, capsys, name):
+    given = {"kv_policy_engine": name}
+    args = engine_args(tiny_model, additional_config={"kv_policy": BASE, **given})
+    stock = SimpleNamespace(additional_config=given)
+    for start in (
+        args.create_engine_config,
+        lambda: read_command_line(stock, SimpleNamespace()),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            start()
+        assert stopped.value.code == 2
+        said = f"error: additional_config: got kv_policy_engine {name!r}, expected it "
+        assert capsys.readouterr().err.startswith(said)

@@ -1,0 +1,106 @@
+"""Commands look at where they will write before they begin."""
+
+import argparse
+import errno
+import tempfile
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_kvpolicy.commands.outputs import new_file, new_folder
+
+FILES = {
+    "training qfilter": ("training.__main__", "--output"),
+    "training triattention": ("training.__main__", "--output"),
+    "training epikv-collect": ("training.__main__", "--output"),
+    "training epikv-labels": ("training.__main__", "--output"),
+    "training epikv-layers": ("training.__main__", "--output"),
+    "trace report": ("vllm_kvpolicy.commands.trace", "--json"),
+    "accuracy": ("benchmarks.accuracy.__main__", "--out"),
+    "language": ("benchmarks.language.__main__", "--out"),
+    "merge": ("benchmarks.report.__main__", "--out"),
+    "serving": ("benchmarks.serving", "--out"),
+    "admission": ("benchmarks.admission", "--out"),
+    "check": ("benchmarks.gpu.check.__main__", "--out"),
+    "ask": ("benchmarks.peer.__main__", "--record"),
+    "evaluate": ("reasoner.evaluate", "--json"),
+}
+FOLDERS = {
+    "training wgkv": ("training.__main__", "--output"),
+    "training dms": ("training.__main__", "--output"),
+    "trace plot": ("vllm_kvpolicy.commands.trace", "--output"),
+    "gpu": ("benchmarks.gpu.__main__", "--out"),
+    "draw": ("benchmarks.report.__main__", "--output"),
+    "train": ("reasoner.train", "--run"),
+}
+HAVE_SUBCOMMANDS = ("merge", "draw", "ask")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    file = tmp_path / "file"
+    file.write_text("as it was")
+    return file
+
+
+def refused(name: str, home: tuple[str, str], path: Path, capsys: Any) -> str:
+    """Return what a command says of a path, as the last line of its error."""
+    module, option = home
+    words = name.split()[1:] or [name] * (name in HAVE_SUBCOMMANDS)
+    with pytest.raises(SystemExit) as stopped:
+        import_module(module).main([*words, option, str(path)])
+    assert stopped.value.code == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert f": error: argument {option}: got {str(path)!r}" in line, line
+    return line
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_command_refuses_a_file_that_it_could_not_write(
+    name: str, tmp_path: Path, file: Path, capsys: pytest.CaptureFixture
+) -> None:
+    given = name, FILES[name]
+    assert "which is a folder" in refused(*given, tmp_path, capsys)
+    assert "is not a folder" in refused(*given, file / "f", capsys)
+    assert "is not a folder" in refused(*given, file / "no" / "f", capsys)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_command_refuses_a_folder_that_it_could_not_write(
+    name: str, tmp_path: Path, file: Path, capsys: pytest.CaptureFixture
+) -> None:
+    for path in (file, file / "folder"):
+        assert "is not a folder" in refused(name, FOLDERS[name], path, capsys)
+
+
+def test_what_can_be_written_stays_as_it_is(tmp_path: Path, file: Path) -> None:
+    assert new_file(str(file)) == file and file.read_text() == "as it was"
+    assert new_file(str(tmp_path / "new")) == tmp_path / "new"
+    assert new_file(str(tmp_path / "c" / "d" / "f")) == tmp_path / "c" / "d" / "f"
+    assert new_folder(str(tmp_path / "a" / "b")) == tmp_path / "a" / "b"
+    assert new_folder(str(tmp_path)) == tmp_path
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["c", "d", "file"]
+    assert new_file("/dev/null") == Path("/dev/null")
+
+
+def test_what_the_system_refuses_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A test may run as root, whom permissions do not stop."""
+
+    def full(dir: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    for check in (new_file, new_folder):
+        with pytest.raises(argparse.ArgumentTypeError) as caught:
+            check(str(tmp_path / "new"))
+        assert str(caught.value).endswith("cannot write there: No space left on device")
+
+
+def test_a_name_that_no_file_can_have_is_refused() -> None:
+    for check in (new_file, new_folder):
+        with pytest.raises(argparse.ArgumentTypeError, match="File name too long"):
+            check("x" * 5000)

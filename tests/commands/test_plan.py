@@ -1,0 +1,190 @@
+"""What `vllm-kvpolicy plan` says, and what it refuses."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from vllm_kvpolicy import __main__ as command
+from vllm_kvpolicy import compat
+from vllm_kvpolicy.commands import plan
+from vllm_kvpolicy.commands.capacity import Life, most_at_once
+from vllm_kvpolicy.config import KVPolicyConfig
+
+N, GROUP = 32, 2  # of the tiny model: 4 query heads, 2 KV heads
+# Keys and values of 2 layers, 2 heads and 32 numbers of 4 bytes, and 32 tokens.
+SUPERBLOCK = 2 * 2 * 2 * 32 * 4 * N
+LENGTHS = ("--prompt-tokens", "100", "--output-tokens", "900")
+POLICY = ("--kv-policy", "streaming", "--kv-budget", "256", "--kv-interval", "128")
+
+
+def words(model: Path, *more: str, memory: int | str = 200 * SUPERBLOCK) -> list[str]:
+    size = ("--kv-cache-memory", str(memory), "--block-size", str(N))
+    size += ("--dtype", "float32")
+    return ["plan", str(model), *size, *POLICY, *LENGTHS, *more]
+
+
+def planned(capsys, model: Path, *more: str, **given: int | str) -> dict[tuple, list]:
+    """Return the lines of the table, as (name, budget, interval) -> other columns."""
+    assert command.main(words(model, *more, **given)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    heads = plan.HEAD
+    starts = [lines[1].index(head) for head in heads]
+    cells = [
+        [line[a:b].strip() for a, b in zip(starts, [*starts[1:], None], strict=True)]
+        for line in lines[2 : 4 + 1 + len(plan.NEIGHBOURS)]
+    ]
+    return {tuple(line[:3]): line[3:] for line in cells}
+
+
+def test_the_table_by_hand(tiny_model: Path, capsys):
+    lines = planned(capsys, tiny_model)
+    # 999 tokens are computed, 32 blocks of 32; one of 200 is vLLM's null block.
+    pool, peak, mean, *rest = lines["stock", "", ""]
+    assert (pool, peak, rest) == ("199", "32", ["-", "0", "6"])
+    assert 4 < float(mean) < 32
+    assert lines["stock, FP8", "", ""][::5] == ["799", str(799 // 32)]
+    # After an event 8 blocks for 256 tokens and one for rounding; 128 tokens more fill
+    # 4.
+    pool, peak, mean, *rest = lines["streaming", "256", "128"]
+    assert (pool, peak, rest[:2]) == ("199", "13", ["9", "0"])
+    assert 8 < float(mean) < 13 and 199 // 13 <= int(rest[2]) < 199 // 8
+
+
+def test_a_policy_over_an_fp8_cache(tiny_model: Path, capsys):
+    """A float32 model: four times the superblocks; a query takes four times as many."""
+    plain = planned(capsys, tiny_model, "--kv-policy", "snapkv")
+    lines = planned(
+        capsys, tiny_model, "--kv-policy", "snapkv", "--kv-cache-dtype", "fp8_e5m2"
+    )
+    for name in ("stock", "stock, FP8"):
+        assert lines[name, "", ""] == plain[name, "", ""]
+    before, after = plain["snapkv", "256", "128"], lines["snapkv, FP8", "256", "128"]
+    assert (before[0], after[0]) == ("199", "799")
+    window = 32 * GROUP / (2 * N)
+    assert (before[-2], after[-2]) == (f"{window:.0f}", f"{4 * window:.0f}")
+    assert int(after[-1]) > 3 * int(before[-1])
+
+
+def test_what_policies_keep_per_token_comes_off_the_pool(tiny_model: Path, capsys):
+    # `h2o` remembers a float32 of each token of 4 heads, and of 256 requests.
+    lines = planned(capsys, tiny_model, "--kv-policy", "h2o")
+    used = 256 * (32 + N - 1) * 4 * 4
+    expected = (200 * SUPERBLOCK - used) // (SUPERBLOCK + 4 * 4 * N) - 1
+    assert lines["h2o", "256", "128"][0] == str(expected)
+
+
+def test_the_table_is_what_the_forecast_says(tiny_model: Path, capsys):
+    lines = planned(capsys, tiny_model)
+    assert set(list(lines)[2:]) == {
+        ("streaming", str(64 * budget), str(32 * interval))
+        for budget, interval in ((4, 4), *plan.NEIGHBOURS)
+    }
+    for (_, budget, interval), line in list(lines.items())[2:]:
+        config = KVPolicyConfig("streaming", int(budget), int(interval))
+        life = Life(config.footprint(100, N, GROUP), 999)
+        assert line[2] == f"{life.mean:.1f}"
+        assert int(line[5]) == most_at_once([life], int(line[0]))
+
+
+def test_requests_of_several_lengths(tiny_model: Path, capsys):
+    more = ("--prompt-tokens", "100", "1000", "--output-tokens", "100")
+    lines = planned(capsys, tiny_model, *more)
+    # 7 and 35 blocks, in turns: 42 * 4 + 7 of 199.
+    assert lines["stock", "", ""][5] == "9"
+
+
+def test_notes_say_what_a_server_wants_besides(tiny_model: Path, capsys):
+    more = ("--max-num-seqs", "5")
+    assert command.main(words(tiny_model, *more, memory=60 * SUPERBLOCK)) == 0
+    text = capsys.readouterr().out
+    assert f"tokens, also for stock, of {SUPERBLOCK:,} bytes, in FP8 8,192" in text
+    assert "would not start: a request of --max-model-len 4096" in text
+    assert command.main(words(tiny_model, *more)) == 0
+    assert "More than 5 at once need a higher --max-num-seqs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "memory", "message"),
+    [
+        (("--kv-budget", "50"), "1G", "budget: got 50, expected at least 68 tokens"),
+        (("--kv-policy", "local"), "1G", "local has no budget"),
+        ((), "300KiB", "one request of these lengths holds up to 13 superblocks, and"),
+        (("--output-tokens", "4000"), "1G", "a request of 4100 tokens is longer than"),
+        (
+            ("--output-tokens", "9", "8", "--prompt-tokens", "1", "2", "3"),
+            "1G",
+            "got 2",
+        ),
+    ],
+)
+def test_what_cannot_be_planned(
+    more, memory, message, tiny_model: Path, capsys, monkeypatch
+):
+    # vLLM's log may go to the captured output of an earlier test, which is closed.
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    assert command.main(words(tiny_model, *more, memory=memory)) == 2
+    printed = capsys.readouterr()
+    assert f"error: {message}" in printed.err or message in printed.err
+    assert not printed.out and "Traceback" not in printed.err
+
+
+@pytest.mark.parametrize(
+    ("is_emulated", "given", "dtype"),
+    [
+        (True, "auto", "float32"),
+        (True, "bfloat16", "bfloat16"),
+        (False, "auto", "bfloat16"),
+    ],
+)
+def test_a_cpu_that_emulates_bfloat16_is_planned_in_float32(
+    is_emulated, given, dtype, tiny_model: Path, tmp_path: Path, capsys, monkeypatch
+):
+    monkeypatch.setattr(compat, "multiplies_bfloat16", lambda: not is_emulated)
+    values = json.loads((tiny_model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"dtype": "bfloat16"}))
+    assert command.main(words(tmp_path, "--dtype", given)) == 0
+    text = capsys.readouterr().out
+    assert f"2 KV heads of 32, {dtype}; " in text
+    assert f"of {SUPERBLOCK // (1 + (dtype == 'bfloat16')):,} bytes, in FP8" in text
+    assert ("In float32, because this CPU emulates" in text) == (dtype == "float32")
+
+
+def test_unknown_models(tmp_path: Path, capsys):
+    for model in (tmp_path / "nowhere", tmp_path):
+        assert command.main(words(model)) == 2
+        assert "cannot read the configuration of '/" in capsys.readouterr().err
+
+
+def test_models_with_other_layers(tiny_model: Path, tmp_path: Path, capsys):
+    values = json.loads((tiny_model / "config.json").read_text())
+    values |= {"layer_types": ["sliding_attention", "full_attention"]}
+    values |= {"use_sliding_window": True, "sliding_window": 64}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert command.main(words(tmp_path)) == 2
+    assert "not all of its layers attend to the whole" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("24GiB", 24 * 2**30),
+        ("24G", 24 * 2**30),
+        ("24GB", 24 * 10**9),
+        ("1.5 MiB", 3 * 2**19),
+        ("1000", 1000),
+        ("1000B", 1000),
+    ],
+)
+def test_bytes_with_units(text, nbytes):
+    assert plan._memory(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    "bad", [("--kv-cache-memory", "lots"), ("--prompt-tokens", "0")]
+)
+def test_wrong_words_are_refused_while_parsing(bad, tiny_model: Path, capsys):
+    with pytest.raises(SystemExit):
+        command.main(words(tiny_model, *bad))
+    assert f"got '{bad[1]}', expected" in capsys.readouterr().err

@@ -1,0 +1,98 @@
+"""Every measure of what events keep, on cases worked out by hand."""
+
+import numpy as np
+import pytest
+
+from support.made_traces import make_event, rows
+from vllm_kvpolicy.observe import measures
+
+
+def mask(text: str) -> np.ndarray:
+    """Return one bool per character, True for `x`."""
+    return np.array([letter == "x" for letter in text])
+
+
+def test_masks_leave_out_padding():
+    marked = measures.mask_of(rows([0, 2], [1]), 4)
+    assert np.array_equal(marked, [[mask("x.x."), mask(".x..")]])
+
+
+def test_a_head_keeps_survivors_and_local_tokens():
+    assert np.array_equal(measures.kept_mask(make_event()), [[mask("x..x..xxxx")]])
+
+
+def test_overlap():
+    iou, survival = measures.overlap(
+        np.array([mask("xxxx"), mask("xx..")]),
+        np.array([mask("xx..xx"), mask("..xxxx")]),
+    )
+    assert iou.tolist() == [2 / 6, 0]
+    assert survival.tolist() == [0.5, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "percent", "expected"),
+    [
+        ("....x...xx", 4, 0, (1, 2)),
+        ("....x...xx", 4, 25, (2, 2)),
+        ("....x...xx", 4, 24, (1, 2)),
+        ("....x....", 3, 0, (2, 3)),
+        ("...", 4, 0, (0, 0)),
+        ("x" + "." * 19, 20, 5, (1, 1)),
+        ("xx" + "." * 18, 20, 5, (0, 1)),
+    ],
+)
+def test_wiped_regions(text, size, percent, expected):
+    assert measures.wiped_regions(mask(text), size, percent) == expected
+
+
+def test_wiped_regions_of_several_rows():
+    kept = np.array([mask("..xx"), mask("....")])
+    assert measures.wiped_regions(kept, 2, 0) == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("xx.xxx.", 3), ("", 0), ("...", 0), ("xxx", 3), (".x", 1)]
+)
+def test_longest_run(text, expected):
+    assert measures.longest_run(mask(text)) == expected
+
+
+def test_kept_by_bin():
+    kept, tokens = measures.kept_by_bin(mask("xx.x.xx"), 3, 7)
+    # 3 * p // 7 is 0, 0, 0, 1, 1, 2, 2.
+    assert (kept.tolist(), tokens.tolist()) == ([2, 1, 2], [3, 2, 2])
+    kept, tokens = measures.kept_by_bin(np.array([mask("xx.x")]), 4, 8)
+    assert (kept.tolist(), tokens.tolist()) == ([[2, 1, 0, 0]], [2, 2, 0, 0])
+    kept, tokens = measures.kept_by_bin(mask("x."), 5, 2)
+    assert (kept.sum(), tokens.sum(), tokens.max()) == (1, 2, 1)
+
+
+def test_superblocks_round_up_over_heads():
+    three_pages = rows([0, 1, 2, 3], [4, 5])
+    assert measures.superblocks(make_event(survivors=three_pages)) == 2
+    assert measures.superblocks(make_event(survivors=three_pages, block_size=1)) == 3
+
+
+def test_superblocks_are_those_of_the_fullest_rank():
+    heads = rows([0, 1, 2, 3, 4, 5], [6, 7])  # three pages and one
+    assert measures.superblocks(make_event(survivors=heads)) == 2
+    assert measures.superblocks(make_event(survivors=heads, ranks=2)) == 3
+
+
+def test_memory_time():
+    # Tokens 8 to 10 with 3, 3 and 3 blocks of 4, then an event at 11 that leaves two
+    # blocks and frontier 8: tokens 11 and 12 with 2 + 1 and 2 + 2.
+    assert measures.memory_time((), (), (), 8, 11, 4) == 9
+    assert measures.memory_time([11], [8], [2], 8, 13, 4) == 9 + 3 + 4
+    # Of two events the last one at or before a token counts.
+    assert measures.memory_time([3, 6], [2, 6], [1, 3], 5, 7, 2) == (1 + 2) + (3 + 1)
+    assert measures.memory_time([3], [2], [1], 9, 9, 2) == 0
+
+
+def test_repetition():
+    assert measures.repetition([[1, 2, 1, 2, 1]], 2) == 0.5
+    assert measures.repetition([[1, 2, 1, 2, 1]], 1) == 0.6
+    assert measures.repetition([[1, 2, 3], [7] * 5, [1]], 2) == pytest.approx(0.25)
+    with pytest.raises(ValueError, match="samples"):
+        measures.repetition([], 4)

@@ -1,0 +1,200 @@
+"""What a scheduler tells of its requests, from one that a test plays."""
+
+import tempfile
+from base64 import b64decode
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_kvpolicy.observe import snapshots
+from vllm_kvpolicy.observe.ring import SCHEDULER, Ring
+from vllm_kvpolicy.observe.snapshots import Snapshots, shared_blocks
+
+SIZE = 32
+
+
+def request(name, computed, prompt=10):
+    ids = list(range(100, 100 + computed))
+    return SimpleNamespace(
+        request_id=name,
+        num_computed_tokens=computed,
+        num_prompt_tokens=prompt,
+        all_token_ids=ids,
+        block_hashes=[(name, n) for n in range(computed // SIZE)],
+    )
+
+
+def scheduler_of(computed, waiting=0):
+    """Return a scheduler with a pool of 20 superblocks, 12 of them held."""
+    running = [request(f"r{index}", count) for index, count in enumerate(computed)]
+    queued = [request(f"w{index}", 0) for index in range(waiting)]
+    state = SimpleNamespace(
+        plan=SimpleNamespace(
+            policy="ams-tova",
+            budget=96,
+            footprint=SimpleNamespace(events=SimpleNamespace(interval=48)),
+        ),
+        ordinal=2,
+        dropped_tokens=3 * SIZE,
+        frontier_blocks=5,
+        global_blocks=2,
+    )
+    blocks = [SimpleNamespace(block_hash=1, ref_cnt=n % 2) for n in range(6)]
+    pool = SimpleNamespace(
+        num_gpu_blocks=21, get_num_free_blocks=lambda: 8, blocks=blocks
+    )
+    return SimpleNamespace(
+        running=running,
+        requests={each.request_id: each for each in (*queued, *running)},
+        kv_policy_planner=SimpleNamespace(states={"r0": state}),
+        kv_policy_manager=SimpleNamespace(
+            block_size=SIZE, pool_counts=lambda: (9, 3), num_held=lambda name: 4
+        ),
+        kv_cache_manager=SimpleNamespace(block_pool=pool),
+    )
+
+
+@pytest.fixture
+def told(tmp_path, monkeypatch):
+    """A scheduler's half, and its ring as a listener sees it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = Snapshots("one", True, lambda: None)
+    return own, Ring(SCHEDULER.format("one"), create=False)
+
+
+def test_a_scheduler_that_nobody_listens_to_is_not_looked_at(told):
+    own, listener = told
+    own.publish(None)
+    own.publish_tokens(None, None)
+    own.publish_preemption(None)
+    assert listener.read() == ([], 0)
+
+
+def test_a_snapshot_has_the_pool_and_what_stock_would_hold(told):
+    own, listener = told
+    listener.listen()
+    own.publish(scheduler_of([320, 290, 33], waiting=2))
+    ((found,), _) = listener.read()
+    assert found["pool"] == {
+        "local": 9,
+        "global": 3,
+        "cached": 3,
+        "free": 8,
+        "total": 20,
+        "stock": 10 + 10 + 2,
+    }
+    assert (found["running"], found["stock_running"], found["waiting"]) == (3, 2, 2)
+    first, second, *_, last = found["requests"]
+    assert (first["id"], first["policy"], first["events"]) == ("r0", "ams-tova", 2)
+    assert (first["held"], first["returned"], first["blocks"]) == (320 - 96, 3, 4)
+    assert (second["policy"], second["held"]) == ("none", 290)
+    own_numbers = [(row["budget"], row["interval"]) for row in (first, second)]
+    assert own_numbers == [(96, 48), (None, None)]
+    assert last["id"] == "w1" and not last["running"]
+
+
+def test_a_request_that_ends_in_this_step_does_not_run(told):
+    """vLLM frees a request before it takes it off the list."""
+    own, listener = told
+    listener.listen()
+    scheduler = scheduler_of([320, 64])
+    del scheduler.requests["r0"]
+    own.publish(scheduler)
+    ((found,), _) = listener.read()
+    assert [row["id"] for row in found["requests"]] == ["r1"]
+    assert (found["running"], found["pool"]["stock"]) == (1, 2)
+
+
+def test_stock_holds_common_starts_of_prompts_once(told):
+    own, listener = told
+    listener.listen()
+    scheduler = scheduler_of([3 * SIZE + 1] * 3)
+    first, second, third = scheduler.running
+    first.num_prompt_tokens = second.num_prompt_tokens = third.num_prompt_tokens = 90
+    second.block_hashes = [*first.block_hashes[:2], "own"]
+    assert shared_blocks(scheduler.running, SIZE) == {"r0": 0, "r1": 2, "r2": 0}
+    own.publish(scheduler)
+    ((found,), _) = listener.read()
+    assert found["pool"]["stock"] == 4 + 2 + 4 and found["stock_running"] == 3
+
+
+def test_stock_holds_equal_answers_once_each(told):
+    """Six requests with the same prompt of 7 blocks have written the same 6 blocks."""
+    own, listener = told
+    listener.listen()
+    scheduler = scheduler_of([13 * SIZE] * 6)
+    for each in scheduler.running:
+        each.num_prompt_tokens = 7 * SIZE + 1
+        each.block_hashes = scheduler.running[0].block_hashes
+    own.publish(scheduler)
+    ((found,), _) = listener.read()
+    assert found["pool"]["stock"] == 7 + 6 * 6
+
+
+@pytest.mark.parametrize(
+    ("prompts", "computed", "taken"),
+    [
+        ((4 * SIZE, 4 * SIZE), (140, 140), 3),  # the last token is always computed
+        ((4 * SIZE + 1, 4 * SIZE + 1), (140, 140), 4),
+        ((4 * SIZE, 9 * SIZE), (300, 300), 4),  # longer than the other's prompt
+        ((8 * SIZE, 8 * SIZE), (70, 300), 2),  # what the other has computed so far
+    ],
+)
+def test_stock_takes_whole_blocks_of_a_prompt(prompts, computed, taken):
+    running = [
+        request(name, *sizes)
+        for name, *sizes in zip("ab", computed, prompts, strict=True)
+    ]
+    longest = request("same", 300).block_hashes
+    for each in running:
+        each.block_hashes = longest[: each.num_computed_tokens // SIZE]
+    assert shared_blocks(running, SIZE) == {"a": 0, "b": taken}
+
+
+def test_snapshots_come_a_few_times_a_second_and_at_the_end(told, monkeypatch):
+    own, listener = told
+    listener.listen()
+    scheduler = scheduler_of([40])
+    for _ in range(5):
+        own.publish(scheduler)
+    assert len(listener.read()[0]) == 1
+    scheduler.running, scheduler.requests = [], {}
+    own.publish(scheduler)
+    assert [len(each["requests"]) for each in listener.read()[0]] == [1, 0]
+
+
+def test_of_very_many_requests_the_first_are_shown(told, monkeypatch):
+    own, listener = told
+    monkeypatch.setattr(snapshots, "MOST_ROWS", 3)
+    listener.listen()
+    own.publish(scheduler_of([40, 40], waiting=5))
+    ((found,), _) = listener.read()
+    assert [row["id"] for row in found["requests"]] == ["r0", "r1", "w0"]
+    assert found["waiting"] == 5
+
+
+@pytest.mark.parametrize("with_text", [True, False])
+def test_tokens_are_told_up_to_the_event_where_text_is_asked_for(told, with_text):
+    own, listener = told
+    own.with_text = with_text
+    listener.listen()
+    event = SimpleNamespace(request_id="r", position=2)
+    own.publish_tokens([event], {"r": request("r", 5)})
+    records, _ = listener.read()
+    assert len(records) == with_text
+    for record in records:
+        assert b64decode(record["ids"]) == bytes([100, 0, 0, 0, 101, 0, 0, 0])
+
+
+def test_a_preemption_is_told_at_once_and_the_file_ends_with_the_engine(told):
+    own, listener = told
+    listener.listen()
+    own.publish_preemption(request("r", 9))
+    ((found,), _) = listener.read()
+    assert (found["kind"], found["request"], found["computed"]) == (
+        "preemption",
+        "r",
+        9,
+    )
+    own.close()
+    assert not own.ring.path.exists()

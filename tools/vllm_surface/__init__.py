@@ -1,0 +1,1 @@
+"""Compares what we rely on in vLLM with what a release has: see `__main__`."""

@@ -1,0 +1,360 @@
+"""What happens when an engine is configured: read the policy, refuse, choose classes.
+
+`patch` calls `prepare` before vLLM makes its VllmConfig from the arguments, then
+`finish` with the result. Nothing here assigns onto vLLM's classes or modules.
+What the words of a policy check before an engine starts is in `policies.startup`.
+"""
+
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from transformers import PreTrainedConfig
+from vllm.logger import init_logger
+
+from vllm_kvpolicy import compat
+from vllm_kvpolicy.api import cli
+from vllm_kvpolicy.api.engines import server_name
+from vllm_kvpolicy.api.guards import machine_refusals, refusals
+from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
+from vllm_kvpolicy.config_keys import shown
+from vllm_kvpolicy.config_values import ConfigValues
+from vllm_kvpolicy.kernels import preferences
+from vllm_kvpolicy.observe.shared_files import (
+    remove_files_at_exit,
+    remove_stale_files_at_exit,
+)
+from vllm_kvpolicy.observe.trace_files import check_trace
+from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
+from vllm_kvpolicy.policies.catalogue.names import parse
+from vllm_kvpolicy.policies.catalogue.rows import WordRow
+from vllm_kvpolicy.policies.startup import startup_of
+from vllm_kvpolicy.sizes import check_drafts, max_blocks_per_request
+
+logger = init_logger("vllm.kv_policy")
+
+# Key in additional_config, next to CONFIG_KEY, of the name under which all processes of
+# a server find its counters. Set only for engines that a command line starts.
+ENGINE_KEY = "kv_policy_engine"
+NAME = re.compile("[0-9a-f]{32}")
+
+
+@contextmanager
+def errors(is_command: bool) -> Iterator[None]:
+    """Answer a wrong command line as argparse does; Python code gets the ValueError.
+
+    Args:
+        is_command: the arguments come from a command line.
+
+    Raises:
+        SystemExit: with status 2, in place of a ValueError.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if not is_command:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def read_command_line(engine_args: Any, args: Any) -> None:
+    """Put what a command line says about the policy into the engine's arguments.
+
+    Args:
+        engine_args: EngineArgs; changed.
+        args: the parsed command line; changed in the same way, because API servers are
+            started with it and each makes its own VllmConfig.
+    """
+    with errors(is_command=True):
+        given = cli.given_values(vars(args))
+        merged = cli.merge(engine_args.additional_config, given)
+        _check_name(merged)
+    if isinstance(merged, dict) and CONFIG_KEY in merged:
+        merged = {ENGINE_KEY: uuid4().hex, **merged}
+        engine_args.additional_config = merged
+        args.additional_config = merged
+
+
+def serves_http(context: Any) -> bool:
+    """Tell from the usage context of create_engine_config whether a server asks."""
+    from vllm.usage.usage_lib import UsageContext
+
+    return context is UsageContext.OPENAI_API_SERVER
+
+
+def runs_batch(context: Any) -> bool:
+    """Tell from the usage context whether `vllm run-batch` asks."""
+    from vllm.usage.usage_lib import UsageContext
+
+    return context is UsageContext.OPENAI_BATCH_RUNNER
+
+
+def prepare(engine_args: Any) -> KVPolicyConfig | None:
+    """Return the policy that arguments ask for, None for none.
+
+    What the user left open and the policy depends on is chosen here.
+
+    Args:
+        engine_args: EngineArgs; changed.
+
+    Raises:
+        ValueError: the policy is not valid, or cannot run on this machine.
+    """
+    additional = engine_args.additional_config
+    values = additional.get(CONFIG_KEY) if isinstance(additional, dict) else None
+    if values is None:
+        return None
+    with errors(_is_command(engine_args)):
+        _check_name(additional)
+        config = KVPolicyConfig.from_dict(values)
+        # Other refusals read a VllmConfig that only a known version is sure to have.
+        _refuse(config, machine_refusals())
+        _tell_evidence()
+        _choose(engine_args, config)
+    return config
+
+
+def finish(engine_args: Any, vllm_config: Any, config: KVPolicyConfig) -> None:
+    """Refuse what is not supported, name our classes and check the policy's files.
+
+    Args:
+        engine_args: EngineArgs that `prepare` has seen.
+        vllm_config: the VllmConfig that vLLM has made of them; changed.
+        config: what `prepare` returned.
+
+    Raises:
+        ValueError: with every reason at once.
+    """
+    with errors(_is_command(engine_args)):
+        _open_windows(vllm_config)
+        _refuse(config, refusals(vllm_config))
+        config.validate_block_size(vllm_config.cache_config.block_size)
+        check_drafts(config, vllm_config)
+        _name_classes(vllm_config, config)
+        remove_stale_files_at_exit()
+        if compat.is_first_process(engine_args):
+            remove_files_at_exit(vllm_config.instance_id)
+            check_files(config, vllm_config)
+            _tell_protected(vllm_config, config)
+
+
+def finish_stock(vllm_config: Any, is_command: bool) -> None:
+    """Do what an engine without a policy needs.
+
+    Args:
+        vllm_config: VllmConfig; changed where requests are counted.
+        is_command: it is for a server.
+    """
+    with errors(is_command):
+        refuse_plain(vllm_config.model_config)
+    if is_counted(vllm_config):
+        _choose_counting(vllm_config.scheduler_config)
+        remove_stale_files_at_exit()
+
+
+def check_files(config: KVPolicyConfig, vllm_config: Any) -> None:
+    """Check what each word of the policies reads, and the folder of a trace.
+
+    Args:
+        config: the server's policy.
+        vllm_config: the finished VllmConfig, for the model's shape.
+
+    Raises:
+        ValueError: naming key, path, what was found and what is expected.
+    """
+    checked: list[WordRow] = []
+    for name in config.policies:
+        values = config.options_of(name)
+        for row in parse(name).parts:
+            if row not in checked:
+                startup_of(row).check(row.read(values), config, vllm_config)
+                checked.append(row)
+    _check_deciders(config)
+    refuse_plain(vllm_config.model_config, checked)
+    if config.trace_dir is not None:
+        check_trace(Path(config.trace_dir))
+
+
+def refuse_plain(model_config: Any, served: Iterable[WordRow] = ()) -> None:
+    """Refuse a model that must not be served without a word of the catalogue.
+
+    Args:
+        model_config: vLLM's ModelConfig.
+        served: rows of the words that the server's policies have; none for a plain
+            server.
+
+    Raises:
+        ValueError: saying what to add.
+    """
+    for row in ADMISSIONS.values():
+        if row.architectures and row not in served:
+            startup_of(row).refuse_plain(model_config)
+
+
+def missing_architecture(engine_args: Any) -> str | None:
+    """Return the architecture of a model whose config.json leaves it out.
+
+    vLLM would take one for the model without its output layer, which cannot generate.
+
+    Args:
+        engine_args: EngineArgs; its model is a folder or a name on the hub.
+
+    Returns:
+        None where no word of the catalogue knows the model, or there is no config.json,
+        as beside a model that is a single file.
+
+    Raises:
+        ValueError: a word knows the model but does not support its type.
+    """
+    place = engine_args.hf_config_path or engine_args.model
+    if Path(place).is_file():  # a whole model, which must not be read as a config.json
+        return None
+    try:  # as the first step of vLLM's own HFConfigParser
+        config, _ = PreTrainedConfig.get_config_dict(
+            place,
+            revision=engine_args.revision,
+            token=engine_args.hf_token,
+        )
+    except (OSError, ValueError):
+        return None  # vLLM says what is wrong with it
+    if not isinstance(config, dict) or config.get("architectures"):
+        return None
+    rows = [row for row in ADMISSIONS.values() if row.architectures]
+    found = (startup_of(row).missing_architecture(config) for row in rows)
+    return next(filter(None, found), None)
+
+
+def is_counted(vllm_config: Any) -> bool:
+    """Return whether an engine without a policy was asked to count what it holds."""
+    scheduler = vllm_config.scheduler_config
+    return scheduler.scheduler_cls in compat.COUNTING_CLASSES.values()
+
+
+def _check_name(additional: Any) -> None:
+    """Raise ValueError where a user has written the name of the engine's files.
+
+    The processes of a server hand a name on to each other that the first has made.
+    """
+    name = additional.get(ENGINE_KEY) if isinstance(additional, dict) else None
+    if name is not None and not (isinstance(name, str) and NAME.fullmatch(name)):
+        raise ValueError(
+            f"additional_config: got {ENGINE_KEY} {shown(name)}, expected it to be "
+            "left out, for the server makes this name itself"
+        )
+
+
+def _is_command(engine_args: Any) -> bool:
+    return ENGINE_KEY in engine_args.additional_config
+
+
+def _choose_counting(scheduler: Any) -> None:
+    """Name the counting class that schedules as vLLM would without it."""
+    is_async = bool(scheduler.async_scheduling)
+    scheduler.scheduler_cls = compat.COUNTING_CLASSES[is_async]
+
+
+def _choose(engine_args: Any, config: KVPolicyConfig) -> None:
+    """Choose what the user left open and a policy depends on."""
+    overrides = engine_args.hf_overrides or {}
+    if isinstance(overrides, dict) and "architectures" not in overrides:
+        missing = missing_architecture(engine_args)
+        if missing is not None:
+            engine_args.hf_overrides = {**overrides, "architectures": [missing]}
+            logger.info("config.json names no architecture, served as %s", missing)
+    platform = compat.platform_name()
+    if engine_args.block_size is None:
+        engine_args.block_size = compat.BLOCK_TOKENS.get(platform)
+    chosen = (engine_args.attention_backend, engine_args.attention_config.backend)
+    if platform == "cuda" and chosen == (None, None):
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        chosen_name = compat.cuda_attention_backend(str(engine_args.dtype))
+        engine_args.attention_backend = AttentionBackendEnum[chosen_name]
+    logger.info(
+        "KV policy %s: block size %s, attention backend %s",
+        config.policy,
+        engine_args.block_size,
+        engine_args.attention_backend or "chosen by the platform",
+    )
+    logger.info("KV policy kernels: %s", preferences.summary(platform))
+
+
+def _open_windows(vllm_config: Any) -> None:
+    """Serve a model as full attention whose layers all have windows, never outgrown.
+
+    What vLLM does with `--disable-sliding-window`. It would keep every superblock all
+    the same: no request is longer than max_model_len.
+    """
+    window, model = vllm_config.cache_config.sliding_window, vllm_config.model_config
+    if window is not None and window >= model.max_model_len:
+        vllm_config.cache_config.sliding_window = None
+        model.hf_text_config.sliding_window = None
+
+
+def _tell_evidence() -> None:
+    """Warn where policies start with a vLLM that no test has run with."""
+    version = compat.vllm_version()
+    if compat.minor_release(version) != compat.TESTED_VLLM:
+        evidence = compat.release_of(version).evidence
+        logger.warning("KV policy: vLLM %s was %s", version, evidence)
+
+
+def _tell_protected(vllm_config: Any, config: KVPolicyConfig) -> None:
+    """Say what prompts that are kept whole may take.
+
+    vLLM's error about a KV cache that is too small for a request does not.
+    """
+    if config.protects_prompt:
+        logger.info(
+            "KV policy: prompts are kept whole, on top of the budget, so a request of "
+            "--max-model-len %d may need %d superblocks; a smaller --max-model-len, or "
+            "protect_prompt: false in --additional-config '{\"kv_policy\": {...}}', "
+            "needs fewer",
+            vllm_config.model_config.max_model_len,
+            max_blocks_per_request(vllm_config, config),
+        )
+
+
+def _refuse(config: KVPolicyConfig, reasons: list[str]) -> None:
+    """Raise ValueError with every reason at once, if there is any."""
+    if reasons:
+        lines = "".join(f"\n  - {reason}" for reason in reasons)
+        raise ValueError(
+            f"--kv-policy {config.policy} is not supported together with:{lines}"
+        )
+
+
+def _name_classes(vllm_config: Any, config: KVPolicyConfig) -> None:
+    """Put our worker and scheduler, the policy and the engine's name into a config."""
+    parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+    own = parallel.worker_cls  # of vLLM's by platform, or ours where it was named
+    parallel.worker_cls = compat.WORKER_CLASSES.get(own, own)
+    is_async = bool(scheduler.async_scheduling)
+    scheduler.scheduler_cls = compat.SCHEDULER_CLASSES[is_async]
+    additional = dict(vllm_config.additional_config)
+    # Not left in the config: vLLM's compile cache is keyed by what stands there.
+    unique = additional.pop(ENGINE_KEY, None) or uuid4().hex
+    values = {**additional, CONFIG_KEY: config.to_dict()}
+    vllm_config.additional_config = ConfigValues(values)
+    vllm_config.instance_id = server_name(unique, config)
+
+
+def _check_deciders(config: KVPolicyConfig) -> None:
+    """Raise ValueError where two admissions decide while tokens are computed."""
+    deciding = {
+        name.partition("+")[0]
+        for name in config.policies
+        if parse(name).decides(config.options_of(name))
+    }
+    if len(deciding) > 1:
+        always = ", ".join(name for name, row in ADMISSIONS.items() if row.decides)
+        raise ValueError(
+            f"allow: got {' and '.join(sorted(deciding))}, expected at most one "
+            f"admission that decides in the forward pass: {always}, or any with "
+            "`exact`"
+        )

@@ -1,0 +1,1 @@
+"""What `vllm-kvpolicy` does; serving never imports it."""

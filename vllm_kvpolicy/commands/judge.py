@@ -1,0 +1,224 @@
+"""Judges what engines answered and counted: one `Check` for each thing that must hold.
+
+Nothing here knows where answers come from: `verify_engine` asks engines of this
+process, `verify_server` asks a running one.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, zip_longest
+
+Counters = Mapping[str, float]
+"""Series of `observe.metrics`, by name without prefix and suffix."""
+
+PASSED, FAILED, OPEN = "ok", "FAILED", "open"
+
+
+# Texts of the requests are always the same, and each unlike the others: a linear
+# congruential generator chooses words.
+WORDS = (
+    "river stone window paper garden silver market letter winter bridge candle forest "
+    "hammer island jacket"
+)
+FACTOR, STEP, MODULUS = 1103515245, 12345, 2**31
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one request gave.
+
+    Args:
+        tokens: generated token ids.
+        events: how many events the answer says it had; None where it does not say.
+    """
+
+    tokens: tuple[int, ...]
+    events: int | None = None
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that must hold.
+
+    Args:
+        name: what must hold.
+        result: PASSED, FAILED, or OPEN where it could not be judged.
+        figures: what was found.
+    """
+
+    name: str
+    result: str
+    figures: str
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The superblocks that requests can have, after the last request.
+
+    Args:
+        held: that a request still holds.
+        usable: all of them; None where a server does not say.
+    """
+
+    held: int
+    usable: int | None = None
+
+
+def first_difference(
+    expected: Sequence[Sequence[int]], found: Sequence[Sequence[int]]
+) -> tuple[int, int] | None:
+    """Return the first place at which lists of tokens differ; None for nowhere.
+
+    Args:
+        expected: token ids of each request.
+        found: the same requests in the same order.
+
+    Returns:
+        Index of the request, and of the first output token that is not the same, or is
+        there in one list only.
+    """
+    for request, pair in enumerate(zip(expected, found, strict=True)):
+        places = enumerate(zip_longest(*pair))
+        place = next((index for index, (a, b) in places if a != b), None)
+        if place is not None:
+            return request, place
+    return None
+
+
+def growth(before: Counters, after: Counters) -> dict[str, float]:
+    """Return how much each series grew."""
+    return {name: value - before.get(name, 0.0) for name, value in after.items()}
+
+
+def same_tokens(
+    name: str,
+    expected: Sequence[Answer],
+    found: Sequence[Answer],
+    grown: Counters,
+    *,
+    has_events: bool,
+) -> Check:
+    """Judge whether requests gave the tokens that they should.
+
+    A comparison of requests that had no event says nothing about events, and one of
+    requests that had some nothing about the time before: both fail.
+
+    Args:
+        name: of the check.
+        expected: answers without a policy.
+        found: answers of the same requests.
+        grown: counters over `found`.
+        has_events: whether they must have had events, else they must have none.
+    """
+    events = grown["events"]
+    count = sum(len(answer.tokens) for answer in found)
+    figures = f"{len(found)} requests, {count} tokens, {events:.0f} events"
+    place = first_difference([a.tokens for a in expected], [a.tokens for a in found])
+    if place is not None:
+        told = f"request {place[0]} differs from output token {place[1]} on"
+        return Check(name, FAILED, f"{told}; {figures}")
+    if has_events != (events > 0):
+        wanted = "some" if has_events else "none"
+        return Check(name, FAILED, f"{figures}, expected {wanted}")
+    return Check(name, PASSED, figures)
+
+
+def memory_returns(grown: Counters) -> Check:
+    """Judge whether events drop tokens and give superblocks back."""
+    names = ("events", "tokens_dropped", "blocks_returned")
+    events, dropped, returned = (grown[name] for name in names)
+    figures = (
+        f"{events:.0f} events, {dropped:.0f} tokens dropped per KV head, "
+        f"{returned:.0f} superblocks returned"
+    )
+    holds = min(events, dropped, returned) > 0
+    return _check("a policy returns memory", holds, figures)
+
+
+def pool_is_free(where: str, pool: Pool) -> Check:
+    """Judge whether all superblocks are free after the last request."""
+    of = "" if pool.usable is None else f" of {pool.usable}"
+    figures = f"{pool.held}{of} superblocks still held"
+    name = f"{where}: all superblocks are free at the end"
+    return _check(name, pool.held == 0, figures)
+
+
+def counters_agree(where: str, answers: Sequence[Answer], grown: Counters) -> Check:
+    """Judge whether counters say of requests what their answers say.
+
+    Args:
+        where: that was asked.
+        answers: of all requests in between.
+        grown: counters over them.
+    """
+    counted = {"requests": grown["requests"]}
+    seen: dict[str, float] = {"requests": len(answers)}
+    if all(answer.events is not None for answer in answers):
+        counted["events"] = grown["events"]
+        seen["events"] = sum(answer.events or 0 for answer in answers)
+    told = [
+        f"{counted[name]:.0f} {name} counted, {seen[name]:.0f} seen" for name in seen
+    ]
+    name = f"{where}: counters agree with the answers"
+    return _check(name, counted == seen, "; ".join(told))
+
+
+def _check(name: str, holds: bool, figures: str) -> Check:
+    return Check(name, PASSED if holds else FAILED, figures)
+
+
+def left_open(check: Check, why: str | None) -> Check:
+    """Return a check as one that could not be judged.
+
+    Args:
+        check: as it was judged.
+        why: it says nothing; None leaves it as it is.
+    """
+    if why is None:
+        return check
+    return replace(check, result=OPEN, figures=f"{why}; {check.figures}")
+
+
+def until_stopped(name: str, checks: Iterator[Check]) -> Iterator[Check]:
+    """Yield checks; what stops them is a failed one, not the end of the report.
+
+    Args:
+        name: of the check that fails then.
+        checks: may raise anything.
+    """
+    try:
+        yield from checks
+    except Exception as error:
+        told = " ".join(f"{type(error).__name__}: {error}".split())
+        yield Check(name, FAILED, told)
+
+
+def is_healthy(checks: Sequence[Check]) -> bool:
+    """Return whether nothing failed."""
+    return all(check.result != FAILED for check in checks)
+
+
+def summary(checks: Sequence[Check]) -> str:
+    """Return the verdict, which says so where not everything could be judged."""
+    if not is_healthy(checks):
+        return "NOT HEALTHY"
+    count = sum(check.result == OPEN for check in checks)
+    return f"nothing failed, {count} of {len(checks)} open" if count else "healthy"
+
+
+def text(seed: int, num_words: int) -> str:
+    """Return a text of words and numbers.
+
+    Args:
+        seed: texts of different seeds are different.
+        num_words: its words; a tokenizer makes at least as many tokens of them.
+    """
+    return " ".join(islice(_words(seed), num_words))
+
+
+def _words(seed: int) -> Iterator[str]:
+    words, state = WORDS.split(), seed + 1
+    while True:
+        state = (state * FACTOR + STEP) % MODULUS
+        yield words[(state >> 8) % len(words)]
+        yield str((state >> 4) % 1000)

@@ -1,0 +1,384 @@
+"""The command `plan`: how many requests a KV cache of so many bytes bears at once."""
+
+import argparse
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+from vllm_kvpolicy import compat
+from vllm_kvpolicy.api import cli
+from vllm_kvpolicy.commands.capacity import Life, most_at_once
+from vllm_kvpolicy.commands.report import table
+from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.policies.build import build
+from vllm_kvpolicy.policies.catalogue.names import parse
+from vllm_kvpolicy.sizes import max_blocks_per_request, max_global_blocks, query_rows
+from vllm_kvpolicy.worker.compaction import remembered
+from vllm_kvpolicy.worker.side_tables import SideTables
+
+# Quarters of budget and interval, for further lines of the table.
+NEIGHBOURS = ((4, 2), (4, 1), (3, 4), (3, 2), (2, 4))
+MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", re.IGNORECASE)
+HEAD = (
+    "KV cache",
+    "budget",
+    "interval",
+    "pool",
+    "peak",
+    "mean",
+    "after event",
+    "window",
+    "at once",
+)
+LEGEND = """\
+pool to window: superblocks of {} tokens, also for stock, of {:,} bytes, in FP8 {:,}.
+peak, mean: of one request, at its highest and on average while it answers; after event:
+  at most, right after one in the answer; window: what of the peak is for queries.
+at once: requests whose answers begin together, nobody waiting for a superblock.
+Taken off the pool: vLLM's null block, and values that policies keep per token. Not:
+  buffers for queries and signals of one step, tables of attention, bounds of pages."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What the plan knows of an engine.
+
+    Args:
+        vllm_config: what `sizes` reads of a VllmConfig.
+        available: bytes for the KV cache.
+        lengths: tokens of prompt and answer; requests take turns.
+        is_widened: in float32 for the sake of this CPU, not by the model or its user.
+    """
+
+    vllm_config: Any
+    available: int
+    lengths: tuple[tuple[int, int], ...]
+    is_widened: bool = False
+
+    @property
+    def block_size(self) -> int:
+        """N, tokens per superblock."""
+        return self.vllm_config.cache_config.block_size
+
+    @property
+    def model(self) -> Any:
+        """vLLM's ModelConfig."""
+        return self.vllm_config.model_config
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return self.model.get_num_layers(self.vllm_config.parallel_config)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of a layer."""
+        return self.model.get_num_kv_heads(self.vllm_config.parallel_config)
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the server with a policy has an FP8 cache."""
+        return self.vllm_config.cache_config.cache_dtype in compat.FLOAT8_CACHES
+
+    def superblock_bytes(self, is_fp8: bool) -> int:
+        """Return the bytes of a block of all layers, by vLLM's own count."""
+        import torch
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+        spec = FullAttentionSpec(
+            block_size=self.block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.model.get_head_size(),
+            dtype=torch.uint8 if is_fp8 else self.model.dtype,
+        )
+        return self.num_layers * spec.page_size_bytes
+
+
+def main(words: list[str]) -> None:
+    """Print the plan.
+
+    Args:
+        words: the command line behind `plan`.
+
+    Raises:
+        ValueError: it cannot be made, with the reason.
+    """
+    args = _parser().parse_args(words)
+    config = KVPolicyConfig.from_dict(cli.given_values(vars(args)))
+    engine = _engine(args)
+    config.validate_block_size(engine.block_size)
+    lines = [*_stock(engine), *_policies(engine, config)]
+    print(_title(engine))
+    print(table([HEAD, *lines]))
+    sizes = [engine.superblock_bytes(is_fp8) for is_fp8 in (False, True)]
+    print(LEGEND.format(engine.block_size, *sizes))
+    for note in _notes(engine, config, lines):
+        print(note)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vllm-kvpolicy plan",
+        description="Say how many requests a KV cache bears at once, with stock vLLM "
+        "and with a policy. Reads the model's config.json, no weights.",
+    )
+    parser.add_argument("model", help="folder, or name on the Hugging Face hub")
+    parser.add_argument(
+        "--kv-cache-memory",
+        "--kv-cache-memory-bytes",
+        metavar="BYTES",
+        required=True,
+        type=_memory,
+        help="such as 24GiB or 500M (1024 * 1024 bytes each); with GB, 1000 ** 3",
+    )
+    for name in ("prompt", "output"):
+        parser.add_argument(
+            f"--{name}-tokens",
+            metavar="TOKENS",
+            nargs="+",
+            required=True,
+            type=_positive,
+            help=f"length of each {name}; of several, requests take turns",
+        )
+    parser.add_argument("--block-size", type=_positive, help="tokens per superblock")
+    parser.add_argument("--dtype", default="auto", help="as of vllm serve")
+    parser.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        choices=("auto", *compat.FLOAT8_CACHES),
+        help="the same, of the lines with a policy",
+    )
+    parser.add_argument("--max-model-len", type=_positive, help="as of vllm serve")
+    parser.add_argument("--max-num-seqs", type=_positive, default=256, help="the same")
+    cli.add_arguments(parser)
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.isascii() and text.isdigit() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer >= 1")
+    return value
+
+
+def _memory(text: str) -> int:
+    """Return bytes; 24G and 24GiB are 24 * 1024 ** 3, and 24GB is 24 * 1000 ** 3."""
+    match = MEMORY.fullmatch(text)
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, expected bytes, or a number with a unit such as 24GiB"
+        )
+    number, unit, binary = match.groups()
+    is_decimal = text[-1] in "bB" and not binary
+    power = "KMGT".index(unit.upper()) + 1 if unit else 0
+    return int(float(number) * (1000 if is_decimal else 1024) ** power)
+
+
+# -- what the numbers are of ---------------------------------------------------
+
+
+def _engine(args: argparse.Namespace) -> Engine:
+    """Return what the command line says of an engine.
+
+    Raises:
+        ValueError: the model is unknown or unlike what is planned, or the lengths are
+            longer than its context.
+    """
+    import torch
+    from vllm.config import ParallelConfig
+
+    model = _model(args)
+    is_widened = _is_slow_here(model) and args.dtype == "auto"
+    if is_widened:
+        model.dtype = torch.float32
+    block_size = args.block_size or compat.BLOCK_TOKENS.get(compat.platform_name(), 16)
+    vllm_config = SimpleNamespace(
+        model_config=model,
+        parallel_config=ParallelConfig(),
+        cache_config=SimpleNamespace(
+            block_size=block_size, cache_dtype=args.kv_cache_dtype
+        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=args.max_num_seqs),
+    )
+    prompts, outputs = args.prompt_tokens, args.output_tokens
+    count = max(len(prompts), len(outputs))
+    if {len(prompts), len(outputs)} - {1, count}:
+        raise ValueError(
+            f"--output-tokens: got {len(outputs)} lengths for {len(prompts)} of "
+            "--prompt-tokens, expected one or as many"
+        )
+    prompts, outputs = (each * (count // len(each)) for each in (prompts, outputs))
+    lengths = tuple(zip(prompts, outputs, strict=True))
+    longest = max(map(sum, lengths))
+    if longest > model.max_model_len:
+        raise ValueError(
+            f"a request of {longest} tokens is longer than the model's context of "
+            f"{model.max_model_len}"
+        )
+    return Engine(vllm_config, args.kv_cache_memory, lengths, is_widened)
+
+
+def _model(args: argparse.Namespace) -> Any:
+    """Return vLLM's ModelConfig, made from config.json alone."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    try:
+        model = EngineArgs(
+            model=args.model,
+            dtype=args.dtype,
+            max_model_len=args.max_model_len,
+            skip_tokenizer_init=True,
+        ).create_model_config()
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"cannot read the configuration of {args.model!r}: {reason[:300]}"
+        ) from None
+    kinds = set(getattr(model.hf_text_config, "layer_types", None) or ())
+    odd = model.is_hybrid or model.is_attention_free or model.use_mla
+    if odd or kinds - {"full_attention"}:
+        raise ValueError(
+            f"{args.model}: not all of its layers attend to the whole context, which "
+            "this command takes for granted"
+        )
+    return model
+
+
+def _is_slow_here(model: Any) -> bool:
+    """Return whether this machine computes on a CPU that emulates the model's dtype."""
+    import torch
+
+    return (
+        compat.platform_name() == "cpu"
+        and model.dtype is torch.bfloat16
+        and not compat.multiplies_bfloat16()
+    )
+
+
+# -- lines of the table --------------------------------------------------------
+
+
+def _stock(engine: Engine) -> Iterator[tuple[str, ...]]:
+    """Yield a line for stock vLLM and one for its KV cache in FP8."""
+    size = engine.block_size
+    lives = [
+        Life.without_events(prompt, prompt + output - 1, size)
+        for prompt, output in engine.lengths
+    ]
+    for name, is_fp8 in (("stock", False), ("stock, FP8", True)):
+        usable = max(engine.available // engine.superblock_bytes(is_fp8) - 1, 0)
+        yield (name, "", "", *_numbers(lives, usable))
+
+
+def _policies(engine: Engine, config: KVPolicyConfig) -> Iterator[tuple[str, ...]]:
+    """Yield a line for the policy, then some for other budgets and intervals.
+
+    Raises:
+        ValueError: a policy without a budget, or no request fits the pool.
+    """
+    if parse(config.policy).keeps_all:
+        raise ValueError(
+            f"{config.policy} has no budget: what requests hold depends on their text"
+        )
+    yield _policy(engine, config)
+    for budget, interval in NEIGHBOURS:
+        with suppress(ValueError):  # too small, or no room
+            near = replace(
+                config,
+                budget_tokens=config.budget_tokens * budget // 4,
+                interval_tokens=config.interval_tokens * interval // 4,
+            )
+            near.validate_block_size(engine.block_size)
+            yield _policy(engine, near)
+
+
+def _policy(engine: Engine, config: KVPolicyConfig) -> tuple[str, ...]:
+    sizes = engine.block_size, query_rows(engine.vllm_config)
+    lives = [
+        Life(
+            config.footprint(prompt, *sizes),
+            prompt + output - 1,
+            config.spread_events,
+        )
+        for prompt, output in engine.lengths
+    ]
+    tables = _side_tables(engine, config)
+    superblock = engine.superblock_bytes(engine.is_fp8)
+    usable = tables.pool_blocks(engine.available, superblock) - 1
+    peak = max(life.footprint.most_blocks(life.num_tokens) for life in lives)
+    if peak > usable:
+        raise ValueError(
+            f"{config.policy}: one request of these lengths holds up to {peak} "
+            f"superblocks, and the pool has {max(usable, 0)}; give more memory, a "
+            "smaller budget, or a smaller prefill_interval where prompts are long"
+        )
+    numbers = map(str, (config.budget_tokens, config.interval_tokens))
+    name = config.policy + ", FP8" * engine.is_fp8
+    return (name, *numbers, *_numbers(lives, usable))
+
+
+def _numbers(lives: list[Life], usable: int) -> tuple[str, ...]:
+    """Return the columns from the pool on."""
+    steps = [life.num_tokens - life.first for life in lives]
+    mean = sum(life.mean * num for life, num in zip(lives, steps, strict=True))
+    after = [life.after_event for life in lives if life.after_event is not None]
+    return (
+        str(usable),
+        str(max(life.footprint.most_blocks(life.num_tokens) for life in lives)),
+        f"{mean / sum(steps):.1f}",
+        str(max(after)) if after else "-",
+        str(max(life.footprint.window_blocks for life in lives)),
+        str(most_at_once(lives, usable)),
+    )
+
+
+def _side_tables(engine: Engine, config: KVPolicyConfig) -> SideTables:
+    """Return the tables of a worker that grow with the pool, as it makes them."""
+    policies = (build(name, config.options_of(name)) for name in config.policies)
+    names = {name for policy in policies for name in remembered(policy.needs)}
+    return SideTables(
+        num_requests=engine.vllm_config.scheduler_config.max_num_seqs,
+        num_heads=engine.num_layers * engine.num_kv_heads,
+        block_size=engine.block_size,
+        max_global_blocks=max_global_blocks(engine.vllm_config, config),
+        max_local_tokens=config.recent_tokens + engine.block_size - 1,
+        num_memories=len(names),
+        is_ragged=config.is_ragged,
+    )
+
+
+# -- text around the table -----------------------------------------------------
+
+
+def _title(engine: Engine) -> str:
+    dtype = str(engine.model.dtype).removeprefix("torch.")
+    lengths = ", ".join(f"{prompt} + {output}" for prompt, output in engine.lengths)
+    return (
+        f"{engine.num_layers} layers, {engine.num_kv_heads} KV heads of "
+        f"{engine.model.get_head_size()}, {dtype}; {engine.available:,} bytes; "
+        f"prompt + answer: {lengths} tokens"
+    )
+
+
+def _notes(
+    engine: Engine, config: KVPolicyConfig, lines: list[tuple[str, ...]]
+) -> Iterator[str]:
+    """Yield what a server would want besides, a line each."""
+    if engine.is_widened:
+        yield (
+            "In float32, because this CPU emulates bfloat16: give the server --dtype "
+            "float32 too, or plan for another machine with --dtype bfloat16."
+        )
+    limit = engine.vllm_config.scheduler_config.max_num_seqs
+    if max(int(line[-1]) for line in lines) > limit:
+        yield f"More than {limit} at once need a higher --max-num-seqs."
+    least, usable = max_blocks_per_request(engine.vllm_config, config), lines[2][3]
+    if least > int(usable):
+        longest = engine.model.max_model_len
+        yield (
+            f"A server would not start: a request of --max-model-len {longest} may "
+            f"need {least} superblocks; lower it, or prefill_interval."
+        )

@@ -1,0 +1,147 @@
+"""`vllm-kvpolicy verify`: checks policies here or on a server, and prints a report."""
+
+import argparse
+import logging
+import platform
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+from vllm_kvpolicy import compat
+from vllm_kvpolicy.api import cli
+from vllm_kvpolicy.commands import judge
+from vllm_kvpolicy.commands.judge import Check
+from vllm_kvpolicy.commands.report import table
+from vllm_kvpolicy.commands.verify_server import Server
+from vllm_kvpolicy.commands.verify_server import checks as checks_of_server
+from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.config_keys import MOST
+from vllm_kvpolicy.kernels import preferences
+
+OWN = "vllm-kvpolicy"
+DISTRIBUTIONS = (OWN, "vllm", "torch", "triton")
+DEFAULTS = {"policy": "ams-tova", "budget": 128}
+INTERVAL, DTYPE = 64, "float32"
+Lines = list[tuple[str, str]]
+
+
+def main(words: Sequence[str]) -> int:
+    """Print a block to paste into an issue; 0 where all is well, else 1.
+
+    Args:
+        words: the command line behind `verify`.
+
+    Raises:
+        ValueError: the command line is wrong: there is no such model or server, or
+            it cannot be asked.
+    """
+    started = time.monotonic()
+    parser = _parser()
+    given = parser.parse_args(words)
+    flags = cli.given_values(vars(given))
+    if not given.target.startswith(("http://", "https://")):
+        lines, checks = _of_model(given, flags)
+    elif flags or given.dtype is not None:
+        parser.error(
+            "--kv-* and --dtype: a server has its own, leave them out with a URL"
+        )
+    else:
+        lines, checks = _of_server(given)
+    found = _told_each(checks)
+    print(table([("verified", given.target), *lines]))
+    print(f"\n{table((each.result, each.name, each.figures) for each in found)}")
+    seconds = time.monotonic() - started
+    print(f"\n{judge.summary(found)} ({seconds:.0f} s)")
+    return 0 if judge.is_healthy(found) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vllm-kvpolicy verify",
+        description="Check policies, in engines of this process with a MODEL or on a "
+        "running server with its URL, and print a report to paste into an issue.",
+    )
+    add = parser.add_argument
+    add("target", metavar="MODEL|URL", help="folder or name, or http://HOST:PORT")
+    add(
+        "--dtype",
+        help=f"of a MODEL (default: {DTYPE}, in which moved tokens give equal answers)",
+    )
+    add("--api-key", help="of a server that asks for one")
+    cli.add_arguments(parser)
+    return parser
+
+
+def _of_server(given: argparse.Namespace) -> tuple[Lines, Iterator[Check]]:
+    """Return what is said of a server, and its checks."""
+    server = Server(given.target, given.api_key)
+    lines = [
+        ("model", server.model),
+        ("policy", "not told" if server.policy is None else server.policy.name),
+        ("vllm of the server", server.version),
+        (f"{OWN} here", compat.package_version(OWN)),
+    ]
+    return lines, checks_of_server(server)
+
+
+def _config(flags: Mapping[str, Any]) -> KVPolicyConfig:
+    """Return the policy to check: small numbers, where flags do not say otherwise."""
+    config = KVPolicyConfig.from_dict({"interval": MOST, **DEFAULTS, **flags})
+    if "interval" in flags:
+        return config
+    windows = map(config.window_tokens, config.policies)
+    return replace(config, interval_tokens=max(INTERVAL, *windows))
+
+
+def _of_model(
+    given: argparse.Namespace, flags: Mapping[str, Any]
+) -> tuple[Lines, Iterator[Check]]:
+    """Return what is said of a model's engines, and their checks, which start them.
+
+    Args:
+        given: the command line.
+        flags: plain form of what it says of the policy.
+    """
+    config, dtype = _config(flags), given.dtype or DTYPE
+    # Loads vLLM, which a server's URL does not need.
+    engine = import_module("vllm_kvpolicy.commands.verify_engine")
+    name = compat.platform_name()
+    numbers = f"budget {config.budget_tokens}, interval {config.interval_tokens}"
+    lines = [
+        ("python", platform.python_version()),
+        ("platform", name),
+        ("kernels", preferences.summary(name)),
+        ("policy", f"{config.policy}, {numbers}, {dtype}"),
+        *((name, compat.package_version(name)) for name in DISTRIBUTIONS),
+    ]
+    return lines, engine.checks(given.target, dtype, config, _say)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what vLLM tells of its starts out of the way, but for errors."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _say(what: str) -> None:
+    """Say on stderr what is going on, which is no part of the report."""
+    print(f"verify: {what}", file=sys.stderr, flush=True)
+
+
+def _told_each(checks: Iterable[Check]) -> list[Check]:
+    """Return checks, each told as soon as it is judged."""
+    found = []
+    with _quiet():
+        for check in checks:
+            _say(f"{check.result}: {check.name}")
+            found.append(check)
+    return found

@@ -1,0 +1,1 @@
+"""What a server counts, records and shows of itself; it never stops serving."""

@@ -1,0 +1,395 @@
+"""Counters that cross processes: one small file per engine.
+
+The scheduler and the worker write it; API processes on the same host read it when they
+are scraped. Each field has one writer and is one aligned 8-byte float, so values need
+no lock.
+"""
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from struct import Struct
+from threading import Lock
+from typing import Any
+
+from vllm_kvpolicy.observe.observing import only_observes
+from vllm_kvpolicy.observe.shared_files import (
+    COUNTERS,
+    SharedFile,
+    engines_here,
+    file_path,
+)
+from vllm_kvpolicy.protocol import CompactEvent
+
+logger = logging.getLogger("vllm.kv_policy")  # without importing vLLM
+
+# What only observes, as `kvpolicy_observers_off` calls it.
+TRACE, LIVE, COUNTER_FILE = "trace", "live", "counters"
+
+
+@dataclass(frozen=True)
+class Series:
+    """One Prometheus series: `kvpolicy_<name>`.
+
+    Args:
+        name: without the prefix.
+        kind: "counter" or "gauge".
+        help: what it counts.
+        observers: values of its label `observer`; empty where it has no such label.
+    """
+
+    name: str
+    kind: str
+    help: str
+    observers: tuple[str, ...] = ()
+
+    @property
+    def fields(self) -> dict[str, tuple[str, ...]]:
+        """Its values in a counter file, by name, each with the label's value if any."""
+        labelled: dict[str, tuple[str, ...]]
+        labelled = {f"{self.name}_{each}": (each,) for each in self.observers}
+        return labelled or {self.name: ()}
+
+
+SERIES = (
+    Series("events", "counter", "Events run; each compacts one request."),
+    Series("blocks_returned", "counter", "Superblocks returned to the scheduler."),
+    Series("tokens_kept", "counter", "Tokens per KV head kept, summed over events."),
+    Series(
+        "tokens_dropped", "counter", "Tokens per KV head dropped, summed over events."
+    ),
+    Series("event_seconds", "counter", "Host seconds that the worker spent on events."),
+    Series(
+        "local_blocks",
+        "gauge",
+        "Superblocks that hold local tokens, at and above the frontiers.",
+    ),
+    Series("global_blocks", "gauge", "Superblocks that hold survivors."),
+    Series("keep_ratio", "gauge", "Tokens held / tokens computed, over live requests."),
+    Series("steps", "counter", "Engine steps that computed tokens."),
+    Series("request_steps", "counter", "Running requests, summed over engine steps."),
+    Series("block_steps", "counter", "Superblocks held, summed over engine steps."),
+    Series("requests", "counter", "Finished requests that had held superblocks."),
+    Series(
+        "tokens_left",
+        "counter",
+        "Tokens per KV head that had left the recent window and were scored for the "
+        "first time, summed over events.",
+    ),
+    Series(
+        "peak_blocks",
+        "counter",
+        "Peak superblocks of each request, summed over finished requests.",
+    ),
+    Series(
+        "held_back",
+        "counter",
+        "Steps in which the next waiting request could not enter, because the pool "
+        "would not have borne it later.",
+    ),
+    Series(
+        "waits",
+        "counter",
+        "Steps that running requests sat out so that others get to an event.",
+    ),
+    Series(
+        "foreseen_blocks",
+        "gauge",
+        "Most superblocks that running requests with a bound will hold in a coming "
+        "step.",
+    ),
+    Series(
+        "preemptions_bounded",
+        "counter",
+        "Preemptions while all running requests had a bound: answers got longer than "
+        "expected.",
+    ),
+    Series(
+        "preemptions_unbounded",
+        "counter",
+        "Preemptions while a request without a bound ran.",
+    ),
+    Series(
+        "observers_off",
+        "gauge",
+        "1 where something that only observes has failed and tells no more.",
+        (TRACE, LIVE, COUNTER_FILE),
+    ),
+)
+FIELDS = tuple(name for series in SERIES for name in series.fields)
+INDEX = {name: index for index, name in enumerate(FIELDS)}
+_VALUE = Struct("d")
+SIZE_BYTES = _VALUE.size * len(FIELDS)
+GAUGE_PERIOD_SECONDS = 0.25
+
+
+def counter_path(engine: str) -> Path:
+    """Return the counter file of an engine.
+
+    Args:
+        engine: its name, see `own_engine`.
+    """
+    return file_path(COUNTERS, engine)
+
+
+class CounterFile:
+    """A shared array of float64, one per field, each of which one object writes.
+
+    What tells that an observer is off is written by whoever sees it: always a 1.
+
+    Args:
+        engine: the engine's name, see `own_engine`.
+        create: make a zeroed file and lock it, once files that engines left behind
+            are removed; otherwise it must exist.
+
+    Raises:
+        FileNotFoundError: `create` is False and no engine has made the file.
+    """
+
+    def __init__(self, engine: str, create: bool) -> None:
+        self._file = SharedFile(counter_path(engine), SIZE_BYTES, create)
+        self.path = self._file.path
+        self._values = list(self.read().values())
+
+    def add(self, name: str, amount: float) -> None:
+        """Add to a counter."""
+        self.set(name, self._values[INDEX[name]] + amount)
+
+    def set(self, name: str, value: float) -> None:
+        """Set a gauge."""
+        place = INDEX[name]
+        if value != self._values[place]:
+            self._values[place] = value
+            self._file.write(place * _VALUE.size, _VALUE.pack(value))
+
+    def read(self) -> dict[str, float]:
+        """Return every field by name."""
+        values = _VALUE.iter_unpack(self._file.read(0, SIZE_BYTES))
+        return {name: value for name, (value,) in zip(FIELDS, values, strict=True)}
+
+    def remove(self) -> None:
+        """Delete the file; who has it open keeps reading the old values."""
+        self._file.remove()
+
+
+class EngineCounters:
+    """Writes what only the scheduler knows: superblocks and tokens of requests."""
+
+    def __init__(self, file: CounterFile) -> None:
+        self.file = file
+        self._next_ratio = 0.0
+        self.set_keep_ratio(())
+
+    def set_pools(self, pools: tuple[int, int], blocks_returned: int) -> None:
+        """Set the superblocks of all requests.
+
+        Args:
+            pools: (local, global) superblocks held now.
+            blocks_returned: superblocks given back since the start.
+        """
+        self.file.set("local_blocks", pools[0])
+        self.file.set("global_blocks", pools[1])
+        self.file.set("blocks_returned", blocks_returned)
+
+    def add_step(self, num_requests: int, num_blocks: int) -> None:
+        """Count a step: requests that run in it and superblocks held by all."""
+        self.file.add("steps", 1)
+        self.file.add("request_steps", num_requests)
+        self.file.add("block_steps", num_blocks)
+
+    def set_admission(self, held_back: int, waits: int, foreseen: int) -> None:
+        """Set what admission has done since the start, and what it foresees.
+
+        Args:
+            held_back: steps in which a waiting request could not enter.
+            waits: steps that running requests sat out for others.
+            foreseen: most superblocks that will be held in a coming step.
+        """
+        self.file.set("held_back", held_back)
+        self.file.set("waits", waits)
+        self.file.set("foreseen_blocks", foreseen)
+
+    def add_preemption(self, all_bounded: bool) -> None:
+        """Count a preemption; `all_bounded`: no request without a bound ran."""
+        kind = "bounded" if all_bounded else "unbounded"
+        self.file.add(f"preemptions_{kind}", 1)
+
+    def add_request(self, peak_blocks: int) -> None:
+        """Count a request that has ended, with the most superblocks that it held."""
+        self.file.add("requests", 1)
+        self.file.add("peak_blocks", peak_blocks)
+
+    def note_off(self, observer: str) -> None:
+        """Tell that an observer of the scheduler has failed."""
+        self.file.set(f"observers_off_{observer}", 1)
+
+    def ratio_due(self) -> bool:
+        """Return whether the keep ratio, which needs a walk over requests, is old."""
+        now = time.monotonic()
+        if now < self._next_ratio:
+            return False
+        self._next_ratio = now + GAUGE_PERIOD_SECONDS
+        return True
+
+    def set_keep_ratio(self, held_and_computed: Iterable[tuple[int, int]]) -> None:
+        """Set the realised keep ratio from (held, computed) tokens per live request."""
+        held = computed = 0
+        for request_held, request_computed in held_and_computed:
+            held += request_held
+            computed += request_computed
+        self.file.set("keep_ratio", held / computed if computed else 1.0)
+
+
+class WorkerCounters:
+    """Writes what the worker knows: the events that it has carried out.
+
+    The scheduler makes the file after the worker has started, so it is opened late.
+
+    Args:
+        engine: its name, see `own_engine`.
+        block_size: N, tokens per superblock.
+        counts: False in all ranks of a tensor-parallel group but the first: they see
+            the same events, and one of them has to count.
+    """
+
+    def __init__(self, engine: str, block_size: int, counts: bool = True) -> None:
+        self.engine = engine
+        self.block_size = block_size
+        self.counts = counts
+        self._lock = Lock()
+
+    @cached_property
+    def file(self) -> CounterFile:
+        """The engine's counter file."""
+        return CounterFile(self.engine, create=False)
+
+    @only_observes
+    def note_off(self, observer: str) -> None:
+        """Tell that an observer of this rank has failed."""
+        self.file.set(f"observers_off_{observer}", 1)
+
+    @only_observes
+    def add_events(self, count: int, seconds: float) -> None:
+        """Count a step's events.
+
+        Args:
+            count: events that were carried out.
+            seconds: host time; on a GPU the work itself may still be under way.
+        """
+        if not self.counts:
+            return
+        self.file.add("events", count)
+        self.file.add("event_seconds", seconds)
+
+    @only_observes
+    def add_tokens(self, blocks: Iterable[tuple[CompactEvent, int, int]]) -> None:
+        """Count what events kept and dropped; threads may call at the same time.
+
+        Args:
+            blocks: events, each with the superblocks that were in use below its
+                frontier, and those that its survivors take. What an earlier event left
+                over and the scheduler has not taken back yet is in neither.
+        """
+        if not self.counts:
+            return
+        with self._lock:
+            for event, held, count in blocks:
+                local = event.local_tokens(self.block_size)
+                dropped_blocks = held - count
+                self.file.add("tokens_kept", count * self.block_size + local)
+                self.file.add("tokens_dropped", dropped_blocks * self.block_size)
+                left = len(event.leaving_blocks) * self.block_size
+                self.file.add("tokens_left", left)
+
+
+class Collector:
+    """Prometheus collector over the counter files of a server's engines on this host.
+
+    Registered with the registry that serves `/metrics`. Of an engine whose file cannot
+    be read, there is only that it cannot: engines make theirs before a server answers.
+
+    Args:
+        engines: names by index, see `engines_here`.
+        model_name: label beside the engine's index, as on vLLM's own series.
+        missed: names of engines whose loss has been logged; grows.
+    """
+
+    def __init__(
+        self, engines: Mapping[int, str], model_name: str, missed: set[str]
+    ) -> None:
+        self.engines = engines
+        self.model_name = model_name
+        self.missed = missed
+
+    def describe(self) -> tuple[()]:
+        """Name no series, so that none is read before the engines are there."""
+        return ()
+
+    def collect(self) -> Iterator[Any]:
+        """Yield one metric family per series, as prometheus_client expects."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        families = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
+        found = {index: self._read(name) for index, name in self.engines.items()}
+        for series in SERIES:
+            names = ("model_name", "engine", *("observer",) * bool(series.observers))
+            family = families[series.kind](
+                f"kvpolicy_{series.name}", series.help, labels=names
+            )
+            for index, values in found.items():
+                own = (self.model_name, str(index))
+                for field, observer in series.fields.items():
+                    if field in values:
+                        family.add_metric((*own, *observer), values[field])
+            if family.samples:
+                yield family
+
+    def _read(self, name: str) -> dict[str, float]:
+        """Return what an engine has counted; where its file is gone, say so once."""
+        try:
+            return CounterFile(name, create=False).read()
+        except (OSError, ValueError):
+            if name not in self.missed:
+                logger.warning(
+                    "cannot read %s; serving goes on without its series at /metrics",
+                    counter_path(name),
+                )
+            self.missed.add(name)
+            return {f"observers_off_{COUNTER_FILE}": 1.0}
+
+
+def exposition(registry: Any, vllm_config: Any | None, missed: set[str]) -> bytes:
+    """Return a page of metrics in Prometheus's text format.
+
+    Args:
+        registry: vLLM's CollectorRegistry.
+        vllm_config: of the server whose engines' counters are added; None for none.
+        missed: see `Collector`.
+    """
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    text = generate_latest(registry)
+    if vllm_config is not None:
+        counters = CollectorRegistry()
+        counters.register(_collector(vllm_config, missed))
+        text += generate_latest(counters)
+    return text
+
+
+def register(vllm_config: Any) -> None:
+    """Add a server's counters to Prometheus's own registry of this process.
+
+    It is what `vllm run-batch --enable-metrics` serves, in place of vLLM's route.
+    """
+    from prometheus_client import REGISTRY
+
+    REGISTRY.register(_collector(vllm_config, set()))
+
+
+def _collector(vllm_config: Any, missed: set[str]) -> Collector:
+    name = vllm_config.model_config.served_model_name
+    name = name[0] if isinstance(name, list) else name
+    return Collector(engines_here(vllm_config), str(name), missed)

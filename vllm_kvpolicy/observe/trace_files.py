@@ -1,0 +1,398 @@
+"""Reads and writes the files of a trace: one .npz per event, numbered in order.
+
+Each engine that starts makes a folder of its own in the trace's folder. Under tensor
+parallelism each rank has a folder in that, with its own heads; they are read as one.
+"""
+
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+
+NOTE = "note_"  # prefix of the notes' names within a file
+RANK = "rank-{}-of-{}"  # folder of a rank, and of how many that record
+OF_RANK = re.compile(r"rank-(\d+)-of-(\d+)")
+
+# What a record may be. Bits that flip are found by the checksums of the archive; these
+# find files that are whole and yet none of ours.
+MOST = 2**31 - 1
+MOST_MARKS = 2**30  # layers * heads * positions of one event
+# Integers of a record and the least that each may be.
+LEAST = {
+    "position": 1,
+    "ordinal": 0,
+    "frontier": 0,
+    "budget": 0,
+    "prompt": 0,
+    "sinks": 0,
+    "block_size": 1,
+}
+TEXTS = ("request_id", "policy")
+TOKENS = ("held", "selected", "survivors")
+# Axes of notes behind [L, H]; those of others are not measured.
+NOTE_AXES = {
+    **dict.fromkeys(("retained_mass", "lse_drop", "density_60", "density_90"), 0),
+    "mass": 1,
+    "segments": 2,
+}
+
+
+@dataclass(frozen=True)
+class EventRecord:
+    """One event. Positions are logical and count from 0; -1 pads the rows of heads.
+
+    Args:
+        request_id: vLLM's request id.
+        policy: name of the request's policy.
+        position: tokens computed before the event.
+        ordinal: 0 for the request's first event, and again after a preemption.
+        frontier: tokens at this position and later are local, all kept.
+        budget: K, tokens per KV head.
+        prompt: tokens of the prompt.
+        sinks: first tokens that are always kept, protected prompt included.
+        block_size: N, tokens per page.
+        held: [L, H, T] int32, tokens held before the event, oldest first.
+        selected: [L, H, K] int32, tokens chosen by the policy, before filling pages.
+        survivors: [L, H, C] int32, tokens in the global pool, in physical order.
+        moved: share of (head, token) pairs in the pool that changed place.
+        notes: further arrays by name, [L, H, ...], float32 or int32:
+            mass, segments, quotas: see `ams`; of `held`, [L, H, T], half-open
+            ranges of it, [L, H, S, 2], and tokens, [L, H, S];
+            retained_mass, lse_drop, density_60, density_90: see
+            `worker.observers.retained_attention`.
+        ranks: whose heads these are, each with H / ranks neighbours; files have one.
+    """
+
+    request_id: str
+    policy: str
+    position: int
+    ordinal: int
+    frontier: int
+    budget: int
+    prompt: int
+    sinks: int
+    block_size: int
+    held: np.ndarray
+    selected: np.ndarray
+    survivors: np.ndarray
+    moved: float
+    notes: Mapping[str, np.ndarray] = field(default_factory=dict)
+    ranks: int = 1
+
+
+def to_arrays(record: EventRecord) -> dict[str, np.ndarray]:
+    """Return the arrays of a record's file, by name."""
+    values: dict[str, Any] = dict(vars(record))
+    notes = values.pop("notes")
+    del values["ranks"]
+    values |= {NOTE + name: value for name, value in notes.items()}
+    return {name: np.asarray(value) for name, value in values.items()}
+
+
+def read_event(path: Path) -> EventRecord:
+    """Read the event in one file.
+
+    Raises:
+        ValueError: it cannot be read, or does not hold the fields of a record.
+    """
+    try:
+        with np.load(path) as file:
+            arrays = {name: file[name] for name in file.files}
+    # A damaged archive makes zipfile and numpy raise nearly anything.
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"trace: cannot read {str(path)!r}: {reason}") from None
+    notes = {
+        name.removeprefix(NOTE): arrays.pop(name)
+        for name in list(arrays)
+        if name.startswith(NOTE)
+    }
+    expected = {item.name for item in fields(EventRecord)} - {"notes", "ranks"}
+    if arrays.keys() != expected:
+        raise ValueError(
+            f"trace: {str(path)!r} is not an event file of this release, these "
+            f"fields differ: {sorted(arrays.keys() ^ expected)}"
+        )
+    values: dict[str, Any] = {
+        name: value if value.ndim else value.item() for name, value in arrays.items()
+    }
+    wrong = list(problems(values, notes))
+    if wrong:
+        raise ValueError(
+            f"trace: {str(path)!r} is not an event file of this release: "
+            + "; ".join(wrong)
+        )
+    return EventRecord(**values, notes=notes)
+
+
+def check_trace(folder: Path) -> None:
+    """Check that a folder can be written to, and create it if it is missing.
+
+    Raises:
+        ValueError: it cannot be created or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"trace: got {str(folder)!r} ({error.strerror}), expected a folder that "
+            "can be written to"
+        ) from None
+
+
+def run_name(engine: int = 0) -> str:
+    """Return a name for the folder of a run that starts now.
+
+    Names begin with the time in UTC, so they sort by start, and are unique.
+
+    Args:
+        engine: index of the engine among data-parallel ones.
+    """
+    started = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+    return f"{started}-engine{engine}-{uuid4().hex[:8]}"
+
+
+def new_run(folder: Path, name: str | None = None) -> Path:
+    """Create and return the folder of a run.
+
+    Args:
+        folder: of the trace.
+        name: see `run_name`, followed by the folder of a rank if it is one of several;
+            None for a new name.
+    """
+    run = folder / (name or run_name())
+    run.mkdir(parents=True)
+    return run
+
+
+def run_in(folder: Path) -> Path:
+    """Return the folder that holds events: the given one or one below it.
+
+    Args:
+        folder: a run, or a trace in which one run has events.
+
+    Raises:
+        ValueError: no such folder, no events, or several runs with events.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"trace: no such folder {str(folder)!r}")
+    holders = {path.parent for path in folder.rglob("*.npz")} - {folder}
+    runs = sorted({whole_run(each) for each in holders} | _itself(folder))
+    if not runs:
+        raise ValueError(
+            f"trace: no events in {str(folder)!r}; a request has its first event "
+            "once it holds budget + interval tokens"
+        )
+    if len(runs) > 1:
+        raise ValueError(
+            f"trace: {str(folder)!r} holds {len(runs)} runs, name one of them: "
+            f"{', '.join(map(str, runs))}"
+        )
+    return runs[0]
+
+
+def _itself(folder: Path) -> set[Path]:
+    """Return a folder in which events lie, so that one rank can be read as well."""
+    return {folder} if any(folder.glob("*.npz")) else set()
+
+
+def whole_run(folder: Path) -> Path:
+    """Return the run of a rank's folder; a run itself."""
+    return folder.parent if OF_RANK.fullmatch(folder.name) else folder
+
+
+def read_trace(folder: Path) -> Iterator[EventRecord]:
+    """Yield the events of a run in the order in which they happened.
+
+    Where there are several ranks, those that all of them have recorded.
+
+    Args:
+        folder: see `run_in`.
+
+    Raises:
+        ValueError: see `run_in`; a file is not an event, or not one of the same trace
+            as those before; or a rank is missing.
+    """
+    run = run_in(folder)
+    ranks = _ranks_of(run)
+    recorded = [{path.name for path in rank.glob("*.npz")} for rank in ranks]
+    names = sorted(set.intersection(*recorded))
+    if not names:
+        raise ValueError(f"trace: {str(run)!r} has no event that all ranks recorded")
+    shapes: dict[str, tuple[int, ...]] = {}
+    latest: dict[str, EventRecord] = {}
+    for name in names:
+        event = join_ranks([read_event(rank / name) for rank in ranks])
+        before = latest.get(event.request_id, event)
+        shape = event.held.shape[:2]
+        is_next = before.ordinal + 1 == event.ordinal
+        if (
+            shapes.setdefault(event.policy, shape) != shape
+            or before.policy != event.policy
+            or (is_next and before.position > event.position)
+        ):
+            file = str(ranks[0] / name)
+            raise ValueError(
+                f"trace: the event in {file!r} does not go with those before it: its "
+                "policy has other layers or heads, or its request another policy or "
+                "a later position"
+            )
+        latest[event.request_id] = event
+        yield event
+
+
+def _ranks_of(run: Path) -> list[Path]:
+    """Return the folders of a run's ranks in order; the run itself if it has none."""
+    found = [OF_RANK.fullmatch(path.name) for path in run.iterdir()]
+    ranks = {int(each[1]): int(each[2]) for each in found if each is not None}
+    if not ranks:
+        return [run]
+    size = max(ranks.values())
+    if len(ranks) != size or max(ranks) >= size:
+        raise ValueError(
+            f"trace: {str(run)!r} has the heads of ranks {sorted(ranks)}, expected all "
+            f"of {size}; every host has those of its own ranks, copy them together"
+        )
+    return [run / RANK.format(rank, size) for rank in range(size)]
+
+
+def join_ranks(records: Sequence[EventRecord]) -> EventRecord:
+    """Return one event of all heads.
+
+    Args:
+        records: of the same event, by rank.
+
+    Raises:
+        ValueError: they are of different events.
+    """
+    first = records[0]
+    names = ("request_id", "policy", "position", "ordinal", "frontier", "budget")
+    if any(getattr(r, n) != getattr(first, n) for r in records for n in names):
+        raise ValueError(
+            "trace: ranks have recorded different events under one number: "
+            + ", ".join(f"{r.request_id} at {r.position}" for r in records)
+        )
+    if len(records) == 1:
+        return first
+    if any(_kinds(record) != _kinds(first) for record in records):
+        raise ValueError(
+            f"trace: ranks have recorded {first.request_id} at {first.position} with "
+            "different numbers of layers or heads, or different notes"
+        )
+    notes = {name: [r.notes[name] for r in records] for name in first.notes}
+    heads = [record.held.shape[1] for record in records]
+    return replace(
+        first,
+        held=_side_by_side([record.held for record in records], -1),
+        selected=_side_by_side([record.selected for record in records], -1),
+        survivors=_side_by_side([record.survivors for record in records], -1),
+        moved=float(np.average([record.moved for record in records], weights=heads)),
+        notes={name: _side_by_side(parts, 0) for name, parts in notes.items()},
+        ranks=len(records),
+    )
+
+
+def _kinds(record: EventRecord) -> tuple[Any, ...]:
+    """Return what the records of all ranks have in common."""
+    axes = {name: note.ndim for name, note in record.notes.items()}
+    return record.held.shape[:2], axes
+
+
+def _side_by_side(parts: Sequence[np.ndarray], fill: int) -> np.ndarray:
+    """Return [L, H1 + H2 + .., ...] of [L, H, ...], the later axes padded alike."""
+    shape = np.max([part.shape for part in parts], axis=0)[2:]
+    padded = [
+        np.pad(
+            part,
+            [(0, 0)] * 2
+            + [(0, n - m) for n, m in zip(shape, part.shape[2:], strict=True)],
+            constant_values=fill,
+        )
+        for part in parts
+    ]
+    return np.concatenate(padded, axis=1)
+
+
+def problems(values: Mapping[str, Any], notes: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with the fields of an event, in words.
+
+    Args:
+        values: every field of `EventRecord` but `notes` and `ranks`, by name.
+        notes: its notes.
+    """
+    for name in TEXTS:
+        if not isinstance(values[name], str) or not values[name].isprintable():
+            yield f"{name} is no text"
+    if "/" in str(values["policy"]):
+        yield "policy is no name"
+    for name, least in LEAST.items():
+        value = values[name]
+        if type(value) is not int or not least <= value <= MOST:
+            yield f"{name} is not an integer from {least} to {MOST}"
+    if not isinstance(values["moved"], int | float):
+        yield "moved is no number"
+    tokens = {name: values[name] for name in TOKENS}
+    for name, rows in tokens.items():
+        if np.ndim(rows) != 3 or rows.dtype.kind != "i":
+            yield f"{name} is not [layers, heads, tokens] of integers"
+            return
+    held = values["held"]
+    if not held.size or any(r.shape[:2] != held.shape[:2] for r in tokens.values()):
+        yield f"{', '.join(TOKENS)} are not of the same layers and heads"
+        return
+    if all(type(values[name]) is int for name in LEAST):
+        yield from _misplaced(values)
+    yield from _note_problems(notes, held)
+
+
+def _misplaced(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield which positions cannot be."""
+    position, frontier = values["position"], values["frontier"]
+    if position * values["held"][..., 0].size > MOST_MARKS:
+        yield f"position {position} is too large to measure"
+    for name in TOKENS:
+        rows = values[name]
+        if rows.size and (rows.min() < -1 or rows.max() >= position):
+            yield f"{name} has tokens outside 0 to {position} - 1"
+    if frontier > position:
+        yield f"frontier {frontier} is behind position {position}"
+
+
+def _note_problems(notes: Mapping[str, Any], held: np.ndarray) -> Iterator[str]:
+    """Yield which notes cannot be measured."""
+    for name, note in notes.items():
+        axes = NOTE_AXES.get(name)
+        if np.shape(note)[:2] != held.shape[:2] or note.dtype.kind not in "fiub":
+            yield f"the note {name} is not of numbers per layer and head"
+        elif axes is not None and note.ndim != 2 + axes:
+            yield f"the note {name} has {note.ndim} axes instead of {2 + axes}"
+    if {"mass", "segments"} <= set(notes) and not _fits(
+        notes["mass"], notes["segments"], held
+    ):
+        yield "the notes mass and segments are not of the tokens held"
+
+
+def _fits(mass: np.ndarray, segments: np.ndarray, held: np.ndarray) -> bool:
+    """Return whether every token held has a mass, and segments are of tokens held.
+
+    Both may be padded, to the widest of the events of one step.
+    """
+    if segments.ndim != 4 or segments.shape[-1] != 2 or segments.dtype.kind != "i":
+        return False
+    counts = (held >= 0).sum(-1)
+    if mass.ndim != 3 or mass.shape[-1] < counts.max():
+        return False
+    is_held = np.arange(mass.shape[-1]) < counts[..., None]
+    lengths = counts[..., None, None]
+    used = segments[..., 1] > segments[..., 0]
+    inside = (segments >= 0) & (segments <= lengths)
+    whole = np.all(np.isfinite(mass[is_held])) and np.all(inside[used])
+    return bool(whole and np.all(used.any(-1)))

@@ -1,0 +1,170 @@
+"""Records each event's survivors as true positions, for oracles and diagnostics.
+
+Off unless a folder is named. One .npz file per event; waits for the device.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+
+from vllm_kvpolicy.kernels.compact_pages import survivor_moves
+from vllm_kvpolicy.observe.trace_files import EventRecord, new_run, to_arrays
+from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
+from vllm_kvpolicy.worker.batch import Batch, HeldPages, Placement
+from vllm_kvpolicy.worker.observers.positions import TruePositions, host
+from vllm_kvpolicy.worker.observers.retained_attention import with_attention
+
+logger = init_logger("vllm.kv_policy")
+
+
+class NoTrace:
+    """Records nothing; the default, unless a trace folder is named."""
+
+    def annotate(
+        self, decision: Decision, needs: Needs, inputs: EventInputs
+    ) -> Decision:
+        """Return the decision as it is."""
+        return decision
+
+    def record(self, batch: Batch, decision: Decision, placement: Placement) -> None:
+        """Write nothing."""
+
+
+class Tracer(NoTrace):
+    """Stores the true positions of survivors; see `EventRecord`.
+
+    Args:
+        directory: of the trace; records go into a new folder in it.
+        block_size: N, tokens per page.
+        on_off: hears of it where no more can be written.
+        max_bytes: once the records hold this much, no more are written.
+        name: of that folder, see `new_run`.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        block_size: int,
+        on_off: Callable[[], None],
+        max_bytes: int = 2**30,
+        name: str | None = None,
+    ) -> None:
+        self.directory = new_run(Path(directory), name)
+        logger.info("recording events in %s", self.directory)
+        self.block_size, self.on_off = block_size, on_off
+        self.bytes_left = max_bytes
+        self.positions = TruePositions(block_size)
+        self._count = 0
+
+    def annotate(
+        self, decision: Decision, needs: Needs, inputs: EventInputs
+    ) -> Decision:
+        """Note the attention that the decision retains; needs the cache as it was."""
+        return with_attention(decision, needs, inputs)
+
+    def record(self, batch: Batch, decision: Decision, placement: Placement) -> None:
+        """Write one record per event, before the tables are updated.
+
+        Args:
+            batch: the events and what their requests held.
+            decision: the policy's choice.
+            placement: where the survivors went.
+        """
+        moved = host(self._moved(batch.held, placement))
+        keep = host(decision.keep.flatten(1, 2))
+        notes = {name: _small(value) for name, value in decision.notes.items()}
+        followed = self.positions.follow(batch, placement)
+        for row, (event, seen) in enumerate(zip(batch.events, followed, strict=True)):
+            heads = zip(seen.held, seen.num_held, keep[row], strict=True)
+            chosen = [
+                np.sort(tokens[:count][mask[:count]]) for tokens, count, mask in heads
+            ]
+            shape = decision.keep.shape[1:3]
+            self._write(
+                EventRecord(
+                    request_id=event.request_id,
+                    policy=event.policy,
+                    position=event.position,
+                    ordinal=event.ordinal,
+                    frontier=event.frontier_blocks * self.block_size,
+                    budget=event.budget,
+                    prompt=event.prompt_tokens,
+                    sinks=event.sinks,
+                    block_size=self.block_size,
+                    held=seen.held.reshape(*shape, -1),
+                    selected=_padded(chosen, shape),
+                    survivors=seen.survivors.reshape(*shape, -1),
+                    moved=moved[row],
+                    notes={name: value[row] for name, value in notes.items()},
+                )
+            )
+
+    def _moved(self, held: HeldPages, placement: Placement) -> torch.Tensor:
+        """Return [E] float64, the share of survivors that change their slots."""
+        lists, sources = placement.lists, placement.sources
+        moves = survivor_moves(
+            sources,
+            held.pages,
+            lists.first,
+            lists.pages,
+            None,
+            held.max_tokens,
+            self.block_size,
+            groups=1,
+        )
+        return (moves.source != moves.dest)[0].double().mean(-1)
+
+    def _write(self, record: EventRecord) -> None:
+        arrays: dict[str, Any] = to_arrays(record)
+        size = sum(array.nbytes for array in arrays.values())
+        if size <= self.bytes_left:
+            self._save(arrays)
+        elif self.bytes_left >= 0:
+            logger.warning(
+                "the trace in %s is full after %d events; later events are not "
+                "recorded",
+                self.directory,
+                self._count,
+            )
+            self.on_off()
+        self.bytes_left -= size
+        self._count += 1
+
+    def _save(self, arrays: dict[str, Any]) -> None:
+        """Write a file; where that fails, warn and record no more, but serve on.
+
+        What a full disk has cut short goes: readers would refuse the whole trace.
+        """
+        path = self.directory / f"{self._count:06d}.npz"
+        try:
+            np.savez(path, **arrays)
+        except OSError as error:
+            with suppress(OSError):
+                path.unlink()
+            self.bytes_left = -1
+            logger.warning(
+                "cannot write to the trace in %s (%s) after %d events; later events "
+                "are not recorded",
+                self.directory,
+                error.strerror,
+                self._count,
+            )
+            self.on_off()
+
+
+def _small(values: torch.Tensor) -> np.ndarray:
+    """Return floats as float32 and all else as int32."""
+    is_float = values.is_floating_point()
+    return host(values.to(torch.float32 if is_float else torch.int32))
+
+
+def _padded(rows: Sequence[np.ndarray], shape: Sequence[int]) -> np.ndarray:
+    """Return [L, H, longest] int32, rows padded with -1."""
+    width = max(map(len, rows))
+    padded = [np.pad(row, (0, width - len(row)), constant_values=-1) for row in rows]
+    return np.stack(padded).astype(np.int32).reshape(*shape, width)
