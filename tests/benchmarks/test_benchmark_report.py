@@ -160,10 +160,11 @@ PICKED = {
 )
 def test_values_are_picked_by_their_paths(tmp_path, path, cells):
     (tmp_path / "one.json").write_text(json.dumps(PICKED))
-    columns = "columns: {steps: servers | {}@1 | steps, value: 'PATH'}\n"
-    columns = columns.replace("servers | {}@1 | steps", "'servers | {}@1 | steps'")
-    rows = "rows: {A: a, B: [one.json, b]}\nfile: one.json\n"
-    table = table_of(rows + columns.replace("PATH", path), "picked", tmp_path)
+    description = (
+        "file: one.json\nrows: {A: a, B: [one.json, b]}\n"
+        f"columns: {{steps: 'servers | {{}}@1 | steps', value: '{path}'}}\n"
+    )
+    table = table_of(description, "picked", tmp_path)
     assert table[0] == "|  | steps | value |"
     assert table[2:] == [f"| A | 1,201 | {cells[0]} |", f"| B | 12.5 | {cells[1]} |"]
 
