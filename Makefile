@@ -109,6 +109,7 @@ format: setup
 
 docs: setup
 	@.venv/bin/python scripts/write_support.py
+	@.venv/bin/python -m benchmarks.report pages
 
 site: setup
 	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict

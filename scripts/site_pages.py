@@ -28,6 +28,10 @@ OUTSIDE = {
     "docker/README.md": "docker.md",
     "reasoner/README.md": "reasoner.md",
 }
+OUTSIDE |= {
+    f"benchmarks/reports/{path.name}": f"reports/{path.name}"
+    for path in sorted((ROOT / "benchmarks" / "reports").glob("*.md"))
+}
 """Page of the checkout -> page of the site."""
 CHECKOUT = "checkout/"
 """Folder of the site with the other files that pages link to."""

@@ -21,7 +21,7 @@ PAGES = ("*.md", "Makefile", "docker/*", "tools/gpu/*.sh", "*.toml", ".ci/*")
 ROOM_FILE = re.compile(r"`([a-z_\d]+(?:/[a-z_\d]+)+\.py)`")
 ROOMS = [path.name for path in (ROOT / "vllm_kvpolicy").iterdir() if path.is_dir()]
 ROOM_NAME = re.compile(rf"`((?:{'|'.join(ROOMS)})(?:\.(?!py\b)\w+)+)`")
-READ = ("docs/*.md", "README.md", "CONTRIBUTING.md")
+READ = ("docs/*.md", "benchmarks/reports/*.md", "README.md", "CONTRIBUTING.md")
 SOURCES = ("vllm_kvpolicy/*.py", "training/*.py", "benchmarks/*.py", "scripts/*.py")
 SOURCES += ("setup.py",)
 # Made by the build, by the reader of docs/add_a_policy.md, by a run on a GPU.

@@ -15,12 +15,12 @@ ANSWER = "answer"
 SCORES = (ANSWER, *PARTIAL)
 
 
-def read(path: Path, key: str = "summary") -> dict[str, Any]:
+def read(path: Path, key: str | None = "summary") -> dict[str, Any]:
     """Return a result file.
 
     Args:
         path: JSON.
-        key: required key; "summary" for a file of benchmarks.accuracy.
+        key: required key; "summary" for a file of benchmarks.accuracy; None for none.
 
     Raises:
         ValueError: it cannot be read, or lacks the key.
@@ -29,7 +29,7 @@ def read(path: Path, key: str = "summary") -> dict[str, Any]:
         record = json.loads(packed.read_text(path))
     except (OSError, ValueError) as error:
         raise ValueError(f"results: cannot read {path}: {error}") from None
-    if not isinstance(record, dict) or key not in record:
+    if not isinstance(record, dict) or (key is not None and key not in record):
         raise ValueError(f"results: expected a file with {key!r}, got {path}")
     return record
 

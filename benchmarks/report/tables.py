@@ -1,4 +1,4 @@
-"""Fills the tables of the docs from result files and keeps the text around them.
+"""Fills the tables of pages from result files and keeps the text around them.
 
 A table stands between two comments. The first names its kind and describes it in YAML;
 everything up to the second is replaced::
@@ -27,6 +27,7 @@ from benchmarks.report import (
     margin_tables,
     model_table,
     peer_tables,
+    picked_table,
     policy_tables,
 )
 
@@ -46,6 +47,7 @@ KINDS: dict[str, Callable[[Mapping[str, Any], Path], Rows]] = {
     "language-means": language_tables.means,
     "losses": language_tables.losses,
     "model": model_table.by_size,
+    "picked": picked_table.by_row,
     "peer": peer_tables.side_by_side,
     "speeds": peer_tables.speeds,
 }
@@ -82,8 +84,3 @@ def render(kind: str, description: str, folder: Path) -> str:
     lines = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
     lines.insert(1, "|---" * len(header) + "|")
     return "\n".join(lines) + "\n"
-
-
-def figure_names(text: str) -> Sequence[str]:
-    """Return the files in `figures/` that a document shows."""
-    return re.findall(r"\]\(figures/([^)]+\.png)\)", text)

@@ -1,6 +1,7 @@
 """Tests of the report: tables of the docs, merging, from output files to pictures."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -45,24 +46,37 @@ def table_of(description: str, kind: str, folder: Path) -> list[str]:
     return filled.partition("-->\n")[2].partition("<!--")[0].splitlines()
 
 
+PAGES = command.pages_with_tables()
+INTERVAL = re.compile(r"\d \[[-+]?\d[\d.,]*, [-+]?\d[\d.,]*\]")
+IMAGE = re.compile(r"!\[[^]]*\]\(([^)]+)\)")
+
+
 @pytest.mark.parametrize(
-    "path",
-    [
-        "README.md",
-        "docs/results.md",
-        "docs/compositions.md",
-        "docs/wgkv.md",
-        "docs/hard_kv.md",
-        "reasoner/README.md",
-    ],
+    "page", PAGES, ids=lambda page: str(page.relative_to(provenance.ROOT))
 )
-def test_the_docs_are_up_to_date(path):
-    page = provenance.ROOT / path
+def test_every_page_is_up_to_date(page):
     text = page.read_text()
-    assert text.count("<!-- table") == len(tables.BLOCK.findall(text)) >= 1
-    assert command.docs([page], command.RESULTS, is_check=True) == []
-    for name in tables.figure_names(text):
-        assert (DOCS / "figures" / name).is_file()
+    assert text.count("<!-- table") == len(tables.BLOCK.findall(text))
+    assert command.pages([page], command.RESULTS, is_check=True) == [], "`make docs`"
+    for target in IMAGE.findall(text):
+        assert "://" in target or (page.parent / target).is_file()
+
+
+def test_every_report_has_tables():
+    reports = set((provenance.ROOT / "benchmarks" / "reports").glob("*.md"))
+    assert reports and reports <= set(PAGES)
+
+
+def test_intervals_stand_in_generated_tables_only():
+    root = provenance.ROOT
+    for page in [*PAGES, *DOCS.glob("*.md")]:
+        written = tables.BLOCK.sub("", page.read_text())
+        assert not INTERVAL.search(written), (page.relative_to(root), written)
+
+
+def test_the_pages_of_results_are_short():
+    for name in ("language.md", "results.md", "measured.md"):
+        assert len((DOCS / name).read_text().splitlines()) <= 150, name
 
 
 def merged_from(record: dict) -> list[Path]:
@@ -123,6 +137,53 @@ def test_a_table_is_written_and_stays(folder):
 def test_tables_that_cannot_be_made_are_refused(folder, description, message):
     with pytest.raises(ValueError, match=message):
         tables.fill(document(description), folder)
+
+
+PICKED = {
+    "servers": {"a@1": {"steps": 1201, "ms": 0.5}, "b@1": {"steps": 12.5}},
+    "ratios": {"a@1 / b@1": {"speed": {"median": 1.3, "low": -1, "high": 4660.4}}},
+    "rounds": [{"name": "a", "seed": 1, "kept": 0.25}, {"name": "a", "seed": 2}],
+    "times": {"a": [{"s": 2.0}, {"s": 9.0}, {"s": 4.0}], "b": [{"s": 4.0}] * 3},
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "cells"),
+    [
+        ("servers | {}@1 | steps", ["1,201", "12.5"]),
+        ("servers | {}@1 | ms", ["0.500", "-"]),
+        ("ratios | {}@1 / b@1 | speed", ["1.30 [-1, 4,660]", "-"]),
+        ("rounds | name={} seed=1 | kept %", ["25 %", "-"]),
+        ("times | {} | 1 | s", ["9", "4"]),
+        ("times | {} | * | s over times | b | * | s", ["1 [0.500, 2.25]", "1 [1, 1]"]),
+    ],
+)
+def test_values_are_picked_by_their_paths(tmp_path, path, cells):
+    (tmp_path / "one.json").write_text(json.dumps(PICKED))
+    description = (
+        "file: one.json\nrows: {A: a, B: [one.json, b]}\n"
+        f"columns: {{steps: 'servers | {{}}@1 | steps', value: '{path}'}}\n"
+    )
+    table = table_of(description, "picked", tmp_path)
+    assert table[0] == "|  | steps | value |"
+    assert table[2:] == [f"| A | 1,201 | {cells[0]} |", f"| B | 12.5 | {cells[1]} |"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "path", "message"),
+    [
+        ("{A: c}", "servers | {}@1 | steps", "expected values of 'c' in one.json"),
+        ("{A: a, B: b}", "servers | {}@1 | x", "expected values of 'a' in one.json"),
+    ],
+)
+def test_values_that_no_record_has_are_refused(tmp_path, rows, path, message):
+    (tmp_path / "one.json").write_text(json.dumps(PICKED))
+    text = f"file: one.json\nrows: {rows}\ncolumns: {{value: '{path}'}}\n"
+    with pytest.raises(ValueError, match=message):
+        table_of(text, "picked", tmp_path)
+    both = "columns: {steps: 'servers | {}@1 | steps', none: 'servers | {}@1 | x'}\n"
+    with pytest.raises(ValueError, match="expected values of 'none', got none"):
+        table_of(f"file: one.json\nrows: {{A: a}}\n{both}", "picked", tmp_path)
 
 
 def test_margins_are_rows_of_methods_and_columns_of_families(tmp_path):
@@ -289,15 +350,16 @@ def test_a_peer_at_several_budgets_is_asked_for_one(peer, tmp_path, kind):
         table_of("file: peer.json\nbudget: 64\n", kind, tmp_path)
 
 
-def test_check_writes_nothing(folder, capsys):
+def test_check_writes_nothing(folder, capsys, monkeypatch):
+    monkeypatch.setattr(command, "ROOT", folder)
+    monkeypatch.setattr(command, "RESULTS", folder)
     path = folder / "doc.md"
     path.write_text(document("files: [one.json]\nrows: [full]\n"))
     before = path.read_text()
-    words = ["docs", str(path), "--results", str(folder)]
-    assert command.main([*words, "--check"]) == 1 and path.read_text() == before
+    assert command.main(["pages", "--check"]) == 1 and path.read_text() == before
     assert "is out of date" in capsys.readouterr().out
-    assert command.main(words) == 0 and "100 [51, 100]" in path.read_text()
-    assert command.main([*words, "--check"]) == 0
+    assert command.main(["pages"]) == 0 and "100 [51, 100]" in path.read_text()
+    assert command.main(["pages", "--check"]) == 0
 
 
 def test_the_whole_way_from_output_files_to_pictures(tmp_path, trace, capsys):

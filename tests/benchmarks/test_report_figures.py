@@ -1,6 +1,7 @@
 """Figures of accuracy runs: they show the numbers, and can be read by themselves."""
 
 import sys
+from functools import cache
 
 import pytest
 from PIL import Image
@@ -32,6 +33,12 @@ def drawn(made: dict, about: str = "", score: str = "answer") -> dict:
     return dict(accuracy_figures.draw_accuracy(made, about, score))
 
 
+@cache
+def small(samples: int = 1) -> dict:
+    """The figures of a small record, drawn once."""
+    return drawn(record(samples=samples))
+
+
 @pytest.fixture(scope="module")
 def large() -> dict:
     """The figures of a summary of the size of the standard grid."""
@@ -53,14 +60,14 @@ def bars(panel, name: str, across: int) -> list[tuple[float, float, float]]:
 
 
 def test_figures_follow_from_what_is_on_file():
-    assert list(drawn(record())) == NAMES
-    assert list(drawn(record(samples=4))) == NAMES + VOTES
+    assert list(small()) == NAMES
+    assert list(small(samples=4)) == NAMES + VOTES
     older = records.read(command.RESULTS / "accuracy_catalogue.json.xz")
     assert list(drawn(older)) == ["accuracy-by-policy"]
 
 
 def test_small_figures_can_be_read_without_the_text():
-    for figure in drawn(record(samples=4)).values():
+    for figure in small(samples=4).values():
         check_readable(figure)
 
 
@@ -87,7 +94,7 @@ def test_the_caption_says_what_was_measured():
 
 
 def test_accuracy_by_budget_has_points_and_intervals():
-    figure = drawn(record())["accuracy-by-budget"]
+    figure = small()["accuracy-by-budget"]
     titles = [panel.get_title(loc="left") for panel in figure.axes]
     assert titles == ["all families", "a:1", "b:2"]
     panel = figure.axes[1]
@@ -128,8 +135,7 @@ def test_figures_of_another_score_show_its_means_and_intervals():
 
 
 def test_accuracy_by_policy_names_every_policy_and_budget():
-    made = record()
-    first, panel, _ = drawn(made)["accuracy-by-policy"].axes
+    first, panel, _ = small()["accuracy-by-policy"].axes
     names = [tick.get_text() for tick in first.get_yticklabels()]
     assert names == ["ams-tova", "tova"] and first.yaxis_inverted()
     found = bars(panel, "tova", across=0)
@@ -141,7 +147,7 @@ def test_accuracy_by_policy_names_every_policy_and_budget():
 
 
 def test_repetition_is_that_of_8_grams():
-    figure = drawn(record())["repetition-by-budget"]
+    figure = small()["repetition-by-budget"]
     (container,) = [c for c in figure.axes[0].containers if c.get_label() == "tova"]
     assert list(container[0].get_ydata()) == [10.0, 10.0]
     assert container[2] == (), "no interval"
@@ -150,7 +156,7 @@ def test_repetition_is_that_of_8_grams():
 def test_costs_are_those_on_file():
     made = record()
     pooled = [row for row in made["summary"] if row["family"] == "all"]
-    found = panel_lines(drawn(made)["accuracy-by-kv_read"])[0]
+    found = panel_lines(small()["accuracy-by-kv_read"])[0]
     ams = [row["kv_read"] for row in pooled if row["policy"] == "ams-tova"]
     assert found["ams-tova"] == (ams, [75.0, 75.0])
     assert found["full"][1] == [100.0]
@@ -204,7 +210,7 @@ def test_lines_of_several_intervals_are_told_apart():
 
 def test_votes_are_marked_by_budget_length_and_width():
     made = record(samples=4)
-    panel = drawn(made)["votes-by-kv_peak"].axes[1]
+    panel = small(samples=4)["votes-by-kv_peak"].axes[1]
     marks = [
         (
             line.get_label(),

@@ -87,9 +87,10 @@ def test_the_docs_name_every_policy_flag_and_series():
 def test_the_readme_is_short_and_every_link_of_the_docs_leads_somewhere():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
     pages = [ROOT / "README.md", ROOT / "docker" / "README.md"]
+    reports = ROOT / "benchmarks" / "reports"
     links = [
         (page, target)
-        for page in [*pages, *(ROOT / "docs").glob("*.md")]
+        for page in [*pages, *(ROOT / "docs").glob("*.md"), *reports.glob("*.md")]
         for target in LINK.findall(page.read_text())
     ]
     assert len(links) > 40

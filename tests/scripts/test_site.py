@@ -35,6 +35,10 @@ PAGES = {
     ): str(path.relative_to(ROOT))
     for path in sorted((ROOT / "docs").rglob("*.md"))
 }
+PAGES |= {
+    f"reports/{path.stem}": str(path.relative_to(ROOT))
+    for path in sorted((ROOT / "benchmarks" / "reports").glob("*.md"))
+}
 
 
 def build(

@@ -15,6 +15,7 @@ def check_readable(figure: Any) -> None:
     assert figure.get_supxlabel() or any(panel.get_xlabel() for panel in figure.axes)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
+    figure.set_layout_engine("none")  # it stays as it is: laid out once
     renderer = canvas.get_renderer()
     above = {"title": title, "caption": caption}
     above |= {f"legend {index}": one for index, one in enumerate(figure.legends)}

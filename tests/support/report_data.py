@@ -1,6 +1,8 @@
 """Answers, summaries and events that nobody measured, for tests of the report."""
 
 from collections.abc import Iterable
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,12 @@ def lines(samples: int = 1) -> list[dict]:
 
 
 def record(samples: int = 1) -> dict:
+    """Return the record of `lines`, which the caller may change."""
+    return deepcopy(_record(samples))
+
+
+@cache
+def _record(samples: int) -> dict:
     return {"settings": SETTINGS, **summary.summarise(lines(samples), SETTINGS)}
 
 
