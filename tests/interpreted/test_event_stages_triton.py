@@ -31,12 +31,13 @@ from support.stage_checks import (
     order,
 )
 from vllm_kvpolicy.kernels.assign_pages import assign_pages, assign_pages_ref
-from vllm_kvpolicy.kernels.head_page_tables import (
+from vllm_kvpolicy.kernels.page_quota import page_quota, page_quota_ref
+from vllm_kvpolicy.kernels.page_tables import (
     enter_page_lists,
     enter_page_lists_ref,
+    enter_requests,
+    enter_requests_ref,
 )
-from vllm_kvpolicy.kernels.page_quota import page_quota, page_quota_ref
-from vllm_kvpolicy.kernels.page_tables import enter_requests, enter_requests_ref
 from vllm_kvpolicy.kernels.pooled_usage import SUFFIX_PADS
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vllm_kvpolicy.kernels.head_page_tables import (
+from vllm_kvpolicy.kernels.page_tables import (
     head_page_tables,
     head_page_tables_ref,
 )

@@ -14,10 +14,9 @@ import torch
 
 from support.scattered_pages import Make, scattered
 from vllm_kvpolicy.kernels.paged import PagedTokens
-from vllm_kvpolicy.kernels.paged_gates import paged_gates
 from vllm_kvpolicy.kernels.rope import Rope
-from vllm_kvpolicy.kernels.triton import paged_gates as twin
-from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
+from vllm_kvpolicy.kernels.triton import wgkv_gate as twin
+from vllm_kvpolicy.kernels.wgkv_gate import GateWeights, paged_gates
 
 HALF, FULL = torch.float16, torch.float32
 FAR = 2**31  # elements that an int32 offset does not reach

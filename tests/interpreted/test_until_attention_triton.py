@@ -12,7 +12,6 @@ import torch
 
 from support.scattered_pages import Make
 from support.worker.until_rows import Row, Step
-from vllm_kvpolicy.kernels.triton import block_lists
 from vllm_kvpolicy.kernels.triton import until_attention as twin
 from vllm_kvpolicy.kernels.until_attention import until_attention
 
@@ -126,7 +125,7 @@ def test_blocks_that_no_query_sees_are_left_out(
     made = []
 
     def noted(*args: object) -> tuple[torch.Tensor, ...]:
-        made.append(block_lists.lists_of_tiles(*args))
+        made.append(twin.lists_of_tiles(*args))
         return made[-1]
 
     monkeypatch.setattr(twin, "lists_of_tiles", noted)
@@ -143,8 +142,8 @@ def test_blocks_that_no_query_sees_are_left_out(
 def test_more_blocks_than_are_sifted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step([Row(700, 20, gone=0.2)])
     want = check(step)
-    monkeypatch.setattr(block_lists, "LISTED", 4)
-    monkeypatch.setattr(block_lists, "REACHES", 2)
+    monkeypatch.setattr(twin, "LISTED", 4)
+    monkeypatch.setattr(twin, "REACHES", 2)
     assert torch.equal(run(step), want)
 
 

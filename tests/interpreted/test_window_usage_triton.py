@@ -15,8 +15,8 @@ import torch
 from support.scattered_pages import Make, scattered
 from vllm_kvpolicy.kernels import chunks
 from vllm_kvpolicy.kernels.paged import PagedTokens
+from vllm_kvpolicy.kernels.softmax import window_logits
 from vllm_kvpolicy.kernels.triton import window_usage as twin
-from vllm_kvpolicy.kernels.window_logits import window_logits
 from vllm_kvpolicy.kernels.window_usage import (
     WindowUsage,
     window_usage,

@@ -3,9 +3,8 @@
 import torch
 
 from vllm_kvpolicy.kernels.paged import PagedTokens
-from vllm_kvpolicy.kernels.paged_gates import paged_gates
 from vllm_kvpolicy.kernels.rope import Rope
-from vllm_kvpolicy.kernels.wgkv_gate import GateWeights, gate
+from vllm_kvpolicy.kernels.wgkv_gate import GateWeights, gate, paged_gates
 
 SIZE, UNITS, PAGE = 8, 12, 4
 

@@ -25,7 +25,7 @@ from vllm_kvpolicy.kernels.segment_quota import (
     max_segments,
     num_thresholds,
 )
-from vllm_kvpolicy.kernels.window_logits import effective_window
+from vllm_kvpolicy.kernels.softmax import effective_window
 from vllm_kvpolicy.kernels.window_usage import WindowUsage, check_shapes, check_sinks
 
 # -- what keys say ---------------------------------------------------------------------
