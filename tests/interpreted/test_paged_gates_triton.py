@@ -23,6 +23,8 @@ FAR = 2**31  # elements that an int32 offset does not reach
 LENGTHS = torch.tensor([[[150, 1], [64, 65]], [[128, 17], [63, 2]]])  # E, L, H = 2
 Case = tuple[PagedTokens, torch.Tensor, torch.Tensor, Rope, GateWeights]
 
+SLOWER = ((64, 256), (80, 120), (128, 192), (256, 40))  # sizes and units
+
 
 @pytest.fixture(autouse=True)
 def fresh_memory_is_nan() -> Iterator[None]:
@@ -81,7 +83,11 @@ def check(case: Case) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("size", "units"), [(8, 32), (32, 48), (64, 256), (80, 120), (128, 192), (256, 40)]
+    ("size", "units"),
+    [
+        *((8, 32), (32, 48), (80, 40)),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOWER),
+    ],
 )
 def test_equals_the_reference(size: int, units: int) -> None:
     check(make_case(size, units))
@@ -148,6 +154,7 @@ def test_a_row_alone_has_the_same_results() -> None:
         assert torch.equal(got, together[at])
 
 
+@pytest.mark.slow
 def test_scaled_rotations() -> None:
     case = make_case()
     want = check(case)
@@ -157,6 +164,7 @@ def test_scaled_rotations() -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_wrong_positions_show() -> None:
     case = make_case()
     moved = run((*case[:2], case[2] + 1, *case[3:]))

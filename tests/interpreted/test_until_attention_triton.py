@@ -97,6 +97,7 @@ def test_other_page_sizes(name: str, page: int) -> None:
     check(Step(BATCHES[name], page=page))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BATCHES)
 def test_keys_stored_as_columns(name: str) -> None:
     want = run(Step(BATCHES[name]))
@@ -122,10 +123,10 @@ def test_blocks_that_no_query_sees_are_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a prompt without a kept token, tiles read their window and themselves."""
-    made = []
+    made, lists_of_tiles = [], twin.lists_of_tiles
 
     def noted(*args: object) -> tuple[torch.Tensor, ...]:
-        made.append(twin.lists_of_tiles(*args))
+        made.append(lists_of_tiles(*args))
         return made[-1]
 
     monkeypatch.setattr(twin, "lists_of_tiles", noted)
@@ -163,6 +164,7 @@ def test_single_tokens_by_either_launch() -> None:
     check(step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BATCHES)
 def test_a_row_alone_has_the_same_results(name: str) -> None:
     step = Step(BATCHES[name])
