@@ -21,8 +21,8 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
 HERE = Path(__file__).resolve().parent
-NATIVE = HERE / "vllm_kvpolicy" / "kernels" / "native"
-DIGEST_OF = runpy.run_path(str(NATIVE / "sources.py"))["digest_of"]
+LIBRARIES = HERE / "vllm_kvpolicy" / "kernels" / "libraries.py"
+DIGEST_OF = runpy.run_path(str(LIBRARIES))["digest_of"]
 README = HERE / "README.md"
 WANTED = os.environ.get("KVPOLICY_CUDA_ARCHITECTURES", "80 90 100")
 CUDA_ARCHITECTURES = tuple(map(int, WANTED.split()))

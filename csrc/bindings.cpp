@@ -16,10 +16,4 @@ STABLE_TORCH_LIBRARY(vllm_kvpolicy, library) {
       "page_tables(Tensor(a!) tables, Tensor(b!) lengths, Tensor rows, "
       "Tensor block_table, Tensor seq_lens, Tensor global_blocks, Tensor num_global, "
       "Tensor frontier_blocks, int block_size) -> ()");
-  library.def(
-      "pick_by_quota(Tensor(a!) marked, Tensor score, Tensor group, Tensor quotas) "
-      "-> ()");
-  library.def(
-      "top_k_mask(Tensor(a!) marked, Tensor score, Tensor must_keep, Tensor valid, "
-      "Tensor? budgets, int budget) -> ()");
 }

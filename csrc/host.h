@@ -32,18 +32,6 @@ inline void check_list(const char* name, const Tensor& list, ScalarType type,
   check_beside(name, list, other);
 }
 
-// Checks that `rows` is a [count, columns] matrix with contiguous rows. The stride
-// between rows may have any value.
-inline void check_rows(const char* name, const Tensor& rows, ScalarType type,
-                       int64_t count, int64_t columns, const Tensor& other) {
-  STD_TORCH_CHECK(rows.scalar_type() == type, name, ": expected another dtype");
-  STD_TORCH_CHECK(rows.dim() == 2 && rows.size(0) == count && rows.size(1) == columns,
-                  name, ": expected ", count, " rows of ", columns);
-  STD_TORCH_CHECK(rows.stride(1) == 1 || columns <= 1, name,
-                  ": expected each row's numbers side by side");
-  check_beside(name, rows, other);
-}
-
 // Launches kernels on the current stream of the tensor's GPU.
 class Launcher {
  public:

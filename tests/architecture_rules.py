@@ -61,7 +61,9 @@ HOT_FOLDERS = ("worker.", "policies.", "kernels.")
 HOST_SYNC = re.compile(
     r"\.(item|tolist|cpu|nonzero)\(|torch\.(unique|nonzero)\(|\.synchronize\("
 )
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
+# Longer files, and why: one concept that would be harder to read in pieces.
+LONG_FILES: dict[str, str] = {}
 MAX_FUNCTION_LINES = 60
 MAX_KERNEL_LINES = 120
 
@@ -237,11 +239,11 @@ def imports_stand_at_the_top(modules: Sources) -> list[str]:
 
 
 def files_and_functions_are_small(modules: Sources) -> list[str]:
-    """Long files and functions are cut before they grow."""
+    """A file holds one concept; a longer one needs a reason in LONG_FILES."""
     found = []
     for module, source in modules.items():
         lines = len(source.splitlines())
-        if lines > MAX_FILE_LINES:
+        if lines > MAX_FILE_LINES and not LONG_FILES.get(module):
             found.append(f"{module}: {lines} lines")
         for node in ast.walk(ast.parse(source)):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

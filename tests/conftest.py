@@ -16,6 +16,8 @@ os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# They hold tests, which files of tests import.
+pytest.register_assert_rewrite("support.twins_of_selection", "support.twins_of_stages")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

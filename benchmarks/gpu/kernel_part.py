@@ -25,7 +25,7 @@ from benchmarks.gpu.kernel_inputs import (
 from benchmarks.gpu.plan import Options, Part, Verdict
 from benchmarks.gpu.record import ROOT, Record
 from benchmarks.gpu.timing import copy_bytes_per_second, median_ms
-from vllm_kvpolicy.kernels.cuda.library import LIBRARY
+from vllm_kvpolicy.kernels.libraries import CUDA
 from vllm_kvpolicy.kernels.paged import PagedTokens
 
 SIZES = {
@@ -52,7 +52,7 @@ def implementations(label: str) -> list[str]:
     operation = operations()[label.partition(",")[0]]
     if not torch.cuda.is_available():
         return ["reference"]
-    has_cuda = operation.preference.in_cuda and LIBRARY.exists()
+    has_cuda = operation.preference.in_cuda and CUDA.path.exists()
     return ["reference", "triton", *["cuda"] * has_cuda]
 
 

@@ -12,8 +12,8 @@ import torch
 
 from benchmarks.gpu.kernel_checks import poisoned
 from support.cuda_on_fibres_library import ORDERS, build
-from vllm_kvpolicy.kernels.cuda import library
 from vllm_kvpolicy.kernels.dispatch import forced
+from vllm_kvpolicy.kernels.libraries import CUDA
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,7 +33,7 @@ def library_on_cpu(
     setup: ModuleType, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, ctypes.CDLL]:
     """The library of csrc/ for a CPU, loaded; fails without g++."""
-    if torch.cuda.is_available() and library.LIBRARY.exists():
+    if torch.cuda.is_available() and CUDA.path.exists():
         pytest.skip("a process has one of both, and tests/gpu runs the one for GPUs")
     path = build(setup, tmp_path_factory.mktemp("cuda_on_fibres"))
     torch.ops.load_library(str(path))
@@ -51,7 +51,7 @@ def on_fibres(
     Fresh memory is poisoned: True in masks and the highest number in integers.
     """
     path, fibres = library_on_cpu
-    monkeypatch.setattr(library, "LIBRARY", path)
+    monkeypatch.setattr(CUDA, "path", path)
     fibres.set_order(request.param)
     with forced("cuda"), poisoned():
         yield

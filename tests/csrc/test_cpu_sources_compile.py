@@ -6,14 +6,14 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-from vllm_kvpolicy.kernels.native import library as native
-from vllm_kvpolicy.kernels.native.sources import digest_of
+from vllm_kvpolicy.kernels.libraries import CPU, digest_of
 
 ROOT = Path(__file__).parents[2]
 TORCH_LIB = Path(torch.__file__).parent / "lib"
@@ -21,9 +21,9 @@ USE = """
 import sys
 from pathlib import Path
 import torch
-from vllm_kvpolicy.kernels.cpu import library
+from vllm_kvpolicy.kernels.libraries import CPU
 from vllm_kvpolicy.kernels.ranking import top_k_mask
-library.LIBRARY = Path(sys.argv[1])
+CPU.path = Path(sys.argv[1])
 every = torch.ones(1, 5, dtype=torch.bool)
 score = torch.tensor([[3.0, 1.0, 4.0, 1.0, 5.0]])
 print(top_k_mask(score, ~every, every, 3).int().tolist(), top_k_mask.calls)
@@ -90,8 +90,8 @@ TEST = """
 import sys
 from pathlib import Path
 import pytest
-from vllm_kvpolicy.kernels.cpu import library
-library.LIBRARY = Path(sys.argv[1])
+from vllm_kvpolicy.kernels.libraries import CPU
+CPU.path = Path(sys.argv[1])
 sys.exit(pytest.main(["-q", "tests/kernels/test_window_usage_cpp.py"]))
 """
 
@@ -244,4 +244,4 @@ def test_a_library_of_other_sources_is_refused(
     with (sources / "best.h").open("a") as file:
         file.write("// changed\n")
     with pytest.raises(ImportError, match="other sources than this checkout; to build"):
-        native.load_library(built[0], sources, "CPU kernels", "build them")
+        replace(CPU, path=built[0], sources=sources).load()

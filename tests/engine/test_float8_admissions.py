@@ -27,9 +27,8 @@ from support.engine.reference_decoder import ReferenceDecoder
 from support.made_gates import make_gates
 from support.tiny_model import make_tiny_model
 from vllm_kvpolicy.kernels.paged import PagedTokens
-from vllm_kvpolicy.kernels.paged_gates import paged_gates_ref
 from vllm_kvpolicy.kernels.rope import Rope
-from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
+from vllm_kvpolicy.kernels.wgkv_gate import GateWeights, paged_gates_ref
 from vllm_kvpolicy.policies.admissions.wgkv.files import save
 
 pytestmark = needs_float8

@@ -16,7 +16,7 @@ from vllm_kvpolicy.kernels.paged_reductions import paged_cosines, paged_norms
 from vllm_kvpolicy.kernels.segment_quota import segment_quota
 from vllm_kvpolicy.kernels.window_usage import window_usage
 
-POLICIES = ("ams-keydiff", "streaming", "rkv", "ams-snapkv", "knorm")
+POLICIES = ("ams-keydiff", "ams-snapkv", "streaming", "knorm", "rkv")
 
 
 def run(name: str, which: str) -> World:

@@ -14,15 +14,16 @@ import torch
 
 from support.scattered_pages import Make, scattered
 from vllm_kvpolicy.kernels.paged import PagedTokens
-from vllm_kvpolicy.kernels.paged_gates import paged_gates
 from vllm_kvpolicy.kernels.rope import Rope
-from vllm_kvpolicy.kernels.triton import paged_gates as twin
-from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
+from vllm_kvpolicy.kernels.triton import wgkv_gate as twin
+from vllm_kvpolicy.kernels.wgkv_gate import GateWeights, paged_gates
 
 HALF, FULL = torch.float16, torch.float32
 FAR = 2**31  # elements that an int32 offset does not reach
 LENGTHS = torch.tensor([[[150, 1], [64, 65]], [[128, 17], [63, 2]]])  # E, L, H = 2
 Case = tuple[PagedTokens, torch.Tensor, torch.Tensor, Rope, GateWeights]
+
+SLOWER = ((64, 256), (80, 120), (128, 192), (256, 40))  # sizes and units
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +83,11 @@ def check(case: Case) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("size", "units"), [(8, 32), (32, 48), (64, 256), (80, 120), (128, 192), (256, 40)]
+    ("size", "units"),
+    [
+        *((8, 32), (32, 48), (80, 40)),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOWER),
+    ],
 )
 def test_equals_the_reference(size: int, units: int) -> None:
     check(make_case(size, units))
@@ -149,6 +154,7 @@ def test_a_row_alone_has_the_same_results() -> None:
         assert torch.equal(got, together[at])
 
 
+@pytest.mark.slow
 def test_scaled_rotations() -> None:
     case = make_case()
     want = check(case)
@@ -158,6 +164,7 @@ def test_scaled_rotations() -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_wrong_positions_show() -> None:
     case = make_case()
     moved = run((*case[:2], case[2] + 1, *case[3:]))

@@ -109,7 +109,8 @@ def check(name: str, case: Case) -> torch.Tensor:
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_the_reference(name: str, size: int, dtype: torch.dtype) -> None:
     page_size = 32 if size % 32 else 16
-    check(name, make_case(size=size, page_size=page_size, dtype=dtype))
+    lengths = RAGGED[:1] if size > 64 else RAGGED
+    check(name, make_case(lengths, size=size, page_size=page_size, dtype=dtype))
 
 
 @pytest.mark.parametrize("size", [8, 33])
@@ -121,7 +122,7 @@ def test_odd_head_sizes(name: str, size: int) -> None:
 @pytest.mark.parametrize("group", [1, 8])
 @pytest.mark.parametrize("name", PER_QUERY_HEAD)
 def test_groups_of_query_heads(name: str, group: int) -> None:
-    check(name, make_case(group=group, size=32))
+    check(name, make_case(torch.tensor([[[150, 33]]]), group=group, size=32))
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 48])
@@ -161,7 +162,7 @@ def test_the_mean_is_summed_in_float64() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_layers_with_a_pool_each(name: str) -> None:
-    keys, lengths, given = make_case(size=32)
+    keys, lengths, given = make_case(RAGGED[:1], size=32)
     same = [keys.pools[0][:] for _ in keys.pools]  # views of their own, one place
     want = check(name, (replace(keys, pools=same), lengths, given))
     num_pages = keys.pages[:, 0].numel()
@@ -170,7 +171,7 @@ def test_layers_with_a_pool_each(name: str) -> None:
         size = num_pages + layer, 16, 64
         apart.append(torch.full(size, torch.nan, dtype=HALF)[..., :32])
         apart[layer][:num_pages] = keys.pools[0][keys.pages[:, layer].flatten()]
-    pages = torch.arange(num_pages).view(2, 1, 2, -1).repeat(1, 2, 1, 1)
+    pages = torch.arange(num_pages).view(1, 1, 2, -1).repeat(1, 2, 1, 1)
     got = check(name, (PagedTokens(apart, pages, keys.num_tokens), lengths, given))
     assert torch.equal(got, want)
 
@@ -197,7 +198,7 @@ def test_layers_that_share_a_pool_share_the_launch(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_other_layouts_change_nothing(name: str) -> None:
-    keys, lengths, given = make_case(size=80)
+    keys, lengths, given = make_case(size=24)
     want = check(name, (keys, lengths, given))
     copies = {
         "columns": scattered(keys.dense, lengths, 32, columns=True),
@@ -218,10 +219,10 @@ def test_other_layouts_change_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_alone_has_the_same_results(name: str) -> None:
-    keys, lengths, given = make_case(num_tokens=200)
+    keys, lengths, given = make_case(size=64, num_tokens=200)  # two tiles
     together = run(name, (keys, lengths, given))
     per_row = together.shape[2] // lengths.shape[2]
-    for event, layer, head in ((0, 0, 0), (0, 1, 1), (1, 0, 0), (1, 1, 1)):
+    for event, layer, head in ((0, 0, 0), (1, 1, 1)):
         at = slice(event, event + 1), slice(layer, layer + 1), slice(head, head + 1)
         own = slice(head * per_row, (head + 1) * per_row)
         length = int(lengths[at])
@@ -255,6 +256,7 @@ def test_keys_that_are_no_numbers_stay_in_their_row(
         assert changed.nonzero().tolist() == [[1, 5], [2, 7]]
 
 
+@pytest.mark.slow
 def test_directions_that_are_no_numbers_leave_padding_alone() -> None:
     keys, lengths, given = make_case(size=32)
     spoilt = {
@@ -270,7 +272,7 @@ def test_directions_that_are_no_numbers_leave_padding_alone() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_keys_of_zeros_have_no_direction(name: str) -> None:
-    keys, lengths, given = make_case(size=32, dtype=FULL)
+    keys, lengths, given = make_case(torch.tensor([[[40, 3]]]), size=32, dtype=FULL)
     zeros = scattered(torch.zeros_like(keys.dense), lengths, 16)
     assert (check(name, (zeros, lengths, given)) == 0).all()
 

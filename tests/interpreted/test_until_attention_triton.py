@@ -12,7 +12,6 @@ import torch
 
 from support.scattered_pages import Make
 from support.worker.until_rows import Row, Step
-from vllm_kvpolicy.kernels.triton import block_lists
 from vllm_kvpolicy.kernels.triton import until_attention as twin
 from vllm_kvpolicy.kernels.until_attention import until_attention
 
@@ -98,6 +97,7 @@ def test_other_page_sizes(name: str, page: int) -> None:
     check(Step(BATCHES[name], page=page))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BATCHES)
 def test_keys_stored_as_columns(name: str) -> None:
     want = run(Step(BATCHES[name]))
@@ -128,10 +128,10 @@ def test_blocks_that_no_query_sees_are_left_out(
     With 34 the first query of every other tile is the only one that sees the first
     block of its list, and one key of it.
     """
-    made = []
+    made, lists_of_tiles = [], twin.lists_of_tiles
 
     def noted(*args: object) -> tuple[torch.Tensor, ...]:
-        made.append(block_lists.lists_of_tiles(*args))
+        made.append(lists_of_tiles(*args))
         return made[-1]
 
     monkeypatch.setattr(twin, "lists_of_tiles", noted)
@@ -150,8 +150,8 @@ def test_blocks_that_no_query_sees_are_left_out(
 def test_more_blocks_than_are_sifted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step([Row(700, 20, gone=0.2)])
     want = check(step)
-    monkeypatch.setattr(block_lists, "LISTED", 4)
-    monkeypatch.setattr(block_lists, "REACHES", 2)
+    monkeypatch.setattr(twin, "LISTED", 4)
+    monkeypatch.setattr(twin, "REACHES", 2)
     assert torch.equal(run(step), want)
 
 
@@ -171,6 +171,7 @@ def test_single_tokens_by_either_launch() -> None:
     check(step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BATCHES)
 def test_a_row_alone_has_the_same_results(name: str) -> None:
     step = Step(BATCHES[name])

@@ -14,7 +14,7 @@ from vllm_kvpolicy.kernels.compact_pages import (
     list_survivors,
     survivor_moves,
 )
-from vllm_kvpolicy.kernels.cuda import library
+from vllm_kvpolicy.kernels.libraries import CUDA
 
 CASES = settings(max_examples=trials(150), deadline=None, derandomize=True)
 CHUNKS = (1, 2, 3, 7)
@@ -121,7 +121,7 @@ def test_twins_refuse_other_strides(pages: torch.Tensor) -> None:
 def test_kernels_that_were_not_built_are_an_import_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path
 ) -> None:
-    monkeypatch.setattr(library, "LIBRARY", tmp_path / "_C.abi3.so")
+    monkeypatch.setattr(CUDA, "path", tmp_path / "_C.abi3.so")
     operation = compact_pages.compact_pages.implementation("cuda")
     slots = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ImportError, match="built without CUDA kernels"):

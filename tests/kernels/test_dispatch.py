@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from vllm_kvpolicy import compat, kernels
-from vllm_kvpolicy.kernels import dispatch, preferences
-from vllm_kvpolicy.kernels.cpu import library as cpu_library
-from vllm_kvpolicy.kernels.cuda import library
+from vllm_kvpolicy.kernels import cpu, cuda, dispatch, libraries, preferences
 from vllm_kvpolicy.kernels.dispatch import Operation, forced
-from vllm_kvpolicy.kernels.native import library as native
+from vllm_kvpolicy.kernels.libraries import CPU, CUDA
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.preferences import Preference
 
@@ -66,9 +64,9 @@ def built(monkeypatch: pytest.MonkeyPatch):
     """Return a function that says whether the twins in C++ for the CPU are there."""
 
     def set_built(is_built: bool) -> None:
-        monkeypatch.setattr(native, "_loaded", {cpu_library.LIBRARY})
+        monkeypatch.setattr(libraries, "_loaded", {CPU.path})
         if not is_built:
-            monkeypatch.setattr(cpu_library, "LIBRARY", Path("none.so"))
+            monkeypatch.setattr(CPU, "path", Path("none.so"))
         preferences.why_not_in_cpp.cache_clear()
 
     yield set_built
@@ -79,7 +77,7 @@ def test_a_cpu_runs_cpp_where_it_was_built(modules: list[str], built) -> None:
     built(True)
     double, triple = Operation(double_ref), Operation(triple_ref)
     assert double(torch.tensor(3), times=2) == -2 and double.calls == {"cpu": 1}
-    assert modules == ["vllm_kvpolicy.kernels.cpu.test_dispatch"]
+    assert modules == ["vllm_kvpolicy.kernels.cpu"]
     assert triple(torch.tensor(3)) == 9, "it has no such twin"
 
 
@@ -117,7 +115,7 @@ def test_a_gpu_runs_what_the_table_prefers(modules, monkeypatch) -> None:
     row = Preference(in_cuda=True, on_gpu="cuda")
     monkeypatch.setitem(dispatch.TABLE, "double", row)
     assert run_on_gpu(Operation(double_ref)) == {"cuda": 1}
-    assert modules[1:] == ["vllm_kvpolicy.kernels.cuda.test_dispatch"]
+    assert modules[1:] == ["vllm_kvpolicy.kernels.cuda"]
 
 
 @pytest.mark.parametrize("demanded", ["reference", "triton", "cuda"])
@@ -142,13 +140,11 @@ def test_a_demand_for_a_gpu_is_refused_without_one(demand, demanded) -> None:
     assert reason.startswith(f"KVPOLICY_KERNELS={demanded}: needs an NVIDIA GPU")
 
 
-@pytest.mark.parametrize(
-    ("demanded", "module"), [("cuda", library), ("cpu", cpu_library)]
-)
+@pytest.mark.parametrize(("demanded", "library"), [("cuda", CUDA), ("cpu", CPU)])
 def test_a_demand_for_kernels_that_were_not_built_is_refused(
-    demand, monkeypatch, tmp_path, demanded, module
+    demand, monkeypatch, tmp_path, demanded, library
 ) -> None:
-    monkeypatch.setattr(module, "LIBRARY", tmp_path / "none.so")
+    monkeypatch.setattr(library, "path", tmp_path / "none.so")
     demand(demanded)
     (reason,) = preferences.unmet_demands(demanded)
     said = f"KVPOLICY_KERNELS={demanded}: vllm-kvpolicy was built without"
@@ -171,8 +167,7 @@ def test_a_demand_for_triton_is_refused_where_it_is_not_installed(
 
 
 def test_demands_that_can_be_met_are_not_refused(demand, monkeypatch) -> None:
-    there = {library.LIBRARY, cpu_library.LIBRARY}
-    monkeypatch.setattr(native, "_loaded", there)
+    monkeypatch.setattr(libraries, "_loaded", {CPU.path, CUDA.path})
     monkeypatch.setattr(preferences, "find_spec", lambda name: SimpleNamespace())
     for value in (None, "reference", "triton", "cuda"):
         demand(value)
@@ -197,9 +192,7 @@ def test_the_line_names_every_operation(demand, built) -> None:
     assert preferences.summary("cuda") == f"Triton for all {count} operations"
     demand("cuda")
     in_cuda, in_triton = preferences.summary("cuda").split("; ")
-    assert in_cuda == (
-        "CUDA C++ for compact_pages, page_tables, pick_by_quota, top_k_mask"
-    )
+    assert in_cuda == "CUDA C++ for compact_pages, page_tables"
     assert in_triton.startswith("Triton for assign_pages, best_pages, count_in_pages")
     names = f"{in_cuda}, {in_triton}".replace("Triton for", "").replace(",", "").split()
     assert set(preferences.TABLE) <= set(names)
@@ -215,20 +208,15 @@ def test_the_table_has_a_row_for_every_operation_and_no_more() -> None:
             if isinstance(value, Operation)
         }
     assert set(found) == set(preferences.TABLE)
-    for which, module in (("cuda", library), ("cpu", cpu_library)):
-        folder = Path(module.__file__).parent
-        sources = {name: source_of_twin(found[name], folder) for name in found}
+    for which, module in (("cuda", cuda), ("cpu", cpu)):
         assert {name for name, row in preferences.TABLE.items() if row.has(which)} == {
-            name for name, source in sources.items() if f"def {name}(" in source
+            name
+            for name, value in vars(module).items()
+            if getattr(value, "__module__", "") == module.__name__
+            if name in found
         }
     for row in preferences.TABLE.values():
         assert row.on_gpu == "triton" or (row.on_gpu == "cuda" and row.in_cuda)
-
-
-def source_of_twin(operation: Operation, folder: Path) -> str:
-    """Return the source of the file where a twin would stand, "" for none."""
-    path = folder / f"{operation.stem}.py"
-    return path.read_text() if path.exists() else ""
 
 
 def test_force_wins_where_there_is_such_a_twin(modules: list[str], built) -> None:

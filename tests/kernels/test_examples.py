@@ -9,7 +9,6 @@ MODULES = [
     "events",
     "kernels.assign_pages",
     "kernels.compact_pages",
-    "kernels.head_page_tables",
     "kernels.page_quota",
     "kernels.page_tables",
     "kernels.segment_quota",

@@ -14,7 +14,7 @@ from support import sweeps
 
 TESTS = Path(__file__).parents[1]
 PROGRAM = TESTS / "support" / "compile_triton_kernels.py"
-STEP = 1 if sweeps.every_name else 3  # of each kernel's launches
+STEP = 1 if sweeps.every_name else 6  # of each kernel's launches
 
 
 @dataclass(frozen=True)

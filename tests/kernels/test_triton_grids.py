@@ -7,7 +7,7 @@ import torch
 
 from vllm_kvpolicy.kernels.triton import (
     compact_pages,
-    head_page_tables,
+    page_tables,
     survivor_values,
 )
 
@@ -50,7 +50,7 @@ def moves() -> None:
 def page_lists() -> None:
     """Enter page lists as long as lists of tokens."""
     cells = PLACES
-    head_page_tables.enter_page_lists(
+    page_tables.enter_page_lists(
         empty(4, cells, dtype=torch.int32),
         empty(4, HEADS + 1, dtype=torch.int32),
         empty(EVENTS),
@@ -78,7 +78,7 @@ def memory() -> None:
     ("module", "kernel", "launch"),
     [
         (compact_pages, "_survivor_moves", moves),
-        (head_page_tables, "_enter_page_lists", page_lists),
+        (page_tables, "_enter_page_lists", page_lists),
         (survivor_values, "_write_survivors", memory),
     ],
 )

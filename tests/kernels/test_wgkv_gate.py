@@ -8,8 +8,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.rope import Rope
-from vllm_kvpolicy.kernels.wgkv_gate import GateWeights, gate, gate_cached
+from vllm_kvpolicy.kernels.wgkv_gate import (
+    GateWeights,
+    gate,
+    gate_cached,
+    paged_gates,
+)
 from vllm_kvpolicy.policies.admissions.wgkv.files import load
 from vllm_kvpolicy.policies.admissions.wgkv.gates import NAMES, full_name
 
@@ -205,3 +211,42 @@ def test_chunks_bound_what_is_in_memory(chunk_bytes: int, tokens: int) -> None:
     assert seen.calls == -(-100 // tokens)
     result = got.numel() * 4
     assert seen.most <= max(chunk_bytes, token_bytes, result)
+
+
+def test_each_token_has_the_gate_of_its_key_and_position() -> None:
+    size, units, page = 8, 12, 4
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    pools = [drawn(60, page, size) for _ in range(2)]
+    pages = torch.randperm(60, generator=generator).view(2, 2, 3, 5)  # E, L, H, C
+    token = torch.randint(0, 20, (2, 2, 3, 7), generator=generator)
+    positions = torch.randint(0, 9000, token.shape, generator=generator)
+    weights = GateWeights(
+        drawn(2, size),
+        drawn(2, size),
+        drawn(2, 3, units, 2 * size) * 0.3,
+        drawn(2, 3, units),
+        drawn(2, 3, units) * 0.3,
+        drawn(2, 3),
+    )
+    rope = Rope.from_theta(1e4, size)
+    keys = PagedTokens(pools, pages, 20)
+    got = paged_gates(keys, token, positions, rope, weights)
+    assert got.shape == token.shape and got.std() > 0.1
+    for event, layer, head, number in torch.cartesian_prod(
+        *(torch.arange(each) for each in token.shape)
+    ).tolist():
+        at = event, layer, head
+        place = token[*at, number]
+        after = pools[layer][pages[*at, place // page], place % page]
+        before = rope.unrotate(after, positions[*at, number])
+        own = weights.layer(layer)
+        mine = {
+            name: t if name.endswith("norm") else t[head : head + 1]
+            for name, t in own.tensors().items()
+        }
+        want = gate(before[None, None], after[None, None], GateWeights(**mine))
+        torch.testing.assert_close(got[*at, number], want[0, 0])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from support.scattered_pages import scattered
-from vllm_kvpolicy.kernels.cpu.window_usage import window_usage
+from vllm_kvpolicy.kernels.cpu import window_usage
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.window_usage import WindowUsage, window_usage_ref
 

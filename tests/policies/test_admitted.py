@@ -11,7 +11,7 @@ import torch
 from support.event_inputs import EVENTS, HEADS, LAYERS, SHORTEST, SIZE, make_inputs
 from support.made_gates import make_gates
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.kernels import paged_gates
+from vllm_kvpolicy.kernels import wgkv_gate
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.policies.admissions.wgkv.policy import WriteGates
 from vllm_kvpolicy.policies.admitted import MEMORY, AdmittedPolicy
@@ -162,15 +162,15 @@ def test_gates_do_not_depend_on_how_many_are_copied_at_a_time(
     token = torch.arange(30).expand(EVENTS, LAYERS, HEADS, -1)
     whole = WriteGates(gates, None, False).gates(inputs, token)
     sizes = []
-    some = paged_gates._some
+    some = wgkv_gate._some
 
     def counted(keys: PagedTokens, part: torch.Tensor, *others: Any) -> torch.Tensor:
         sizes.append(part.shape[-1])
         return some(keys, part, *others)
 
-    monkeypatch.setattr(paged_gates, "_some", counted)
+    monkeypatch.setattr(wgkv_gate, "_some", counted)
     copied = 7 * 8 * EVENTS * LAYERS * HEADS * SIZE
-    monkeypatch.setattr(paged_gates, "CHUNK_BYTES", copied)
+    monkeypatch.setattr(wgkv_gate, "CHUNK_BYTES", copied)
     assert torch.allclose(
         WriteGates(gates, None, False).gates(inputs, token), whole, atol=1e-6
     )

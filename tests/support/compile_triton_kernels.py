@@ -76,7 +76,7 @@ def main(folder: Path, step: int) -> None:
         return compiled
 
     JITFunction.run = compile_only
-    for launch in LAUNCHES.values():
+    for launch in LAUNCHES:
         launch()
     for texts in variants.values():
         for file, text in texts.items():

@@ -12,18 +12,18 @@ from vllm_kvpolicy.kernels.triton.compact_pages import (
     list_survivors,
     survivor_moves,
 )
-from vllm_kvpolicy.kernels.triton.head_page_tables import (
-    enter_page_lists,
-    head_page_tables,
-)
 from vllm_kvpolicy.kernels.triton.page_bounds import (
     best_pages,
     page_bounds,
     page_scores,
 )
 from vllm_kvpolicy.kernels.triton.page_quota import count_in_pages, page_quota
-from vllm_kvpolicy.kernels.triton.page_tables import enter_requests, page_tables
-from vllm_kvpolicy.kernels.triton.paged_gates import paged_gates
+from vllm_kvpolicy.kernels.triton.page_tables import (
+    enter_page_lists,
+    enter_requests,
+    head_page_tables,
+    page_tables,
+)
 from vllm_kvpolicy.kernels.triton.paged_reductions import (
     paged_cosines,
     paged_norms,
@@ -51,22 +51,12 @@ from vllm_kvpolicy.kernels.triton.survivor_values import (
 )
 from vllm_kvpolicy.kernels.triton.until_attention import until_attention
 from vllm_kvpolicy.kernels.triton.visibility import write_until
+from vllm_kvpolicy.kernels.triton.wgkv_gate import paged_gates
 from vllm_kvpolicy.kernels.triton.window_usage import window_usage
 from vllm_kvpolicy.kernels.visibility import Decisions
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
 
-LAUNCHES: dict[str, Callable[[], None]] = {}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def launches_of(stem: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Register the calls of one file."""
-
-    def register(calls: Callable[[], None]) -> Callable[[], None]:
-        LAUNCHES[stem] = calls
-        return calls
-
-    return register
 
 
 def mask(*shape: int) -> torch.Tensor:
@@ -79,7 +69,6 @@ def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-@launches_of("compact_pages")
 def _compact_pages() -> None:
     moves = 16 * 32 * 8 * 1024
     first = empty(16 * (32 * 8 + 1) + 1)
@@ -100,7 +89,6 @@ def _compact_pages() -> None:
                 survivor_moves(sources, held, first, lists, unmoved, *sizes)
 
 
-@launches_of("page_bounds")
 def _page_bounds() -> None:
     for dtype in DTYPES:
         for head_dim, group, page in ((32, 2, 16), (80, 7, 32), (128, 4, 16)):
@@ -116,7 +104,6 @@ def _page_bounds() -> None:
         best_pages(tables, scores, empty(256 * 8), empty(256 * 8))
 
 
-@launches_of("visibility")
 def _visibility() -> None:
     until, tokens = empty(2**20, dtype=torch.int32), empty(8192)
     logits = empty(512, 8, dtype=torch.float32)
@@ -127,7 +114,6 @@ def _visibility() -> None:
             write_until(until, decisions, tokens, tokens, tokens, empty(8), *sizes)
 
 
-@launches_of("page_tables")
 def _page_tables() -> None:
     list_of, table = empty(64, dtype=torch.int32), empty(64, 160, dtype=torch.int32)
     per_slot = list_of, list_of
@@ -137,7 +123,6 @@ def _page_tables() -> None:
     enter_requests(empty(4), empty(4, 64), empty(4), table, *per_slot)
 
 
-@launches_of("assign_pages")
 def _assign_pages() -> None:
     for events, heads in ((4, 8), (1, 3)):
         rows = empty(events, 32 * heads, 160), empty(events, 32 * heads)
@@ -146,7 +131,6 @@ def _assign_pages() -> None:
             assign_pages(*rows, empty(events, 64), rows[1], *sizes)
 
 
-@launches_of("page_quota")
 def _page_quota() -> None:
     for num_heads in (8, 90, 256):
         rows = [empty(4, num_heads)] * 3
@@ -155,7 +139,6 @@ def _page_quota() -> None:
         count_in_pages(mask(4, num_heads, 2560), rows[0], 16)
 
 
-@launches_of("survivor_values")
 def _survivor_values() -> None:
     for num_heads in (90, 256):
         tables = empty(2, 2000, num_heads * 16).float(), empty(2, 64, num_heads, 47)
@@ -167,7 +150,6 @@ def _survivor_values() -> None:
         write_survivors(*tables, values, sources, pages, empty(4), blocks)
 
 
-@launches_of("head_page_tables")
 def _head_page_tables() -> None:
     def list_of(*shape: int) -> torch.Tensor:
         return empty(*shape, dtype=torch.int32)
@@ -181,7 +163,6 @@ def _head_page_tables() -> None:
     enter_page_lists(list_of(65, 99), list_of(65, 257), *lists)
 
 
-@launches_of("paged_gates")
 def _paged_gates() -> None:
     rope = Rope(empty(64, dtype=torch.float64))
     for dtype in DTYPES:
@@ -198,7 +179,6 @@ def _paged_gates() -> None:
             paged_gates(keys, token, token, rope, weights)
 
 
-@launches_of("paged_reductions")
 def _paged_reductions() -> None:
     lengths = empty(4, 32, 8)
     for dtype in DTYPES:
@@ -215,7 +195,6 @@ def _paged_reductions() -> None:
             paged_quadratics(tokens, lengths, heads, matrices)
 
 
-@launches_of("ranking")
 def _ranking() -> None:
     for num_tokens in (600, 2560, 40_000):
         shape = (4, 32, 8, num_tokens)
@@ -229,7 +208,6 @@ def _ranking() -> None:
         must_keep_tokens(empty(4, 256), empty(4), empty(4), 16, num_tokens)
 
 
-@launches_of("save_rows")
 def _save_rows() -> None:
     for dtype in DTYPES:
         for group, heads in ((1, 32), (4, 8), (7, 4)):
@@ -238,7 +216,6 @@ def _save_rows() -> None:
             save_rows(empty(2**20, size, dtype=dtype), values, empty(512, group))
 
 
-@launches_of("pooled_usage")
 def _pooled_usage() -> None:
     for num_tokens in (600, 2560, 40_000):
         usage = empty(4, 32, 8, num_tokens, dtype=torch.float32)
@@ -246,7 +223,6 @@ def _pooled_usage() -> None:
             pooled_usage(usage, empty(4, 32, 8), empty(4, 32, 8), 5, suffix)
 
 
-@launches_of("segment_quota")
 def _segment_quota() -> None:
     for num_tokens in (600, 2560, 40_000):
         rows, per_row = (1024, num_tokens), empty(1024)
@@ -268,7 +244,6 @@ def _segment_quota() -> None:
         pick_by_quota(scores, found.segment_of, found.quotas)
 
 
-@launches_of("until_attention")
 def _until_attention() -> None:
     def per_row(*shape: int) -> torch.Tensor:
         return empty(*shape, dtype=torch.int32)
@@ -290,7 +265,6 @@ def _until_attention() -> None:
                 )
 
 
-@launches_of("window_usage")
 def _window_usage() -> None:
     for dtype in DTYPES:
         for head_dim, group, window in ((128, 4, 32), (64, 1, 8), (256, 8, 64)):
@@ -300,3 +274,24 @@ def _window_usage() -> None:
             sink_logits = empty(32, 8 * group, dtype=torch.float32)
             for given in ((None, None), (0.9, None), (None, sink_logits)):
                 window_usage(queries, keys, empty(4, 32, 8), 0.1, *given)
+
+
+LAUNCHES: tuple[Callable[[], None], ...] = (
+    _compact_pages,
+    _page_bounds,
+    _visibility,
+    _page_tables,
+    _assign_pages,
+    _page_quota,
+    _survivor_values,
+    _head_page_tables,
+    _paged_gates,
+    _paged_reductions,
+    _ranking,
+    _save_rows,
+    _pooled_usage,
+    _segment_quota,
+    _until_attention,
+    _window_usage,
+)
+"""Calls of all twins of one file each."""

@@ -1,7 +1,8 @@
 """Operations: a PyTorch reference and faster twins of one name, signature and result.
 
-`preferences` says which of them runs. The twins of an operation are in kernels.triton,
-kernels.cuda and kernels.cpu, in files of the same name as the reference's.
+`preferences` says which of them runs. Twins in Triton are in kernels.triton, in files
+of the same name as the reference's; those in CUDA C++ and in C++ for CPUs are called
+from kernels.cuda and kernels.cpu.
 """
 
 from collections import Counter
@@ -31,7 +32,7 @@ class Operation(Generic[P, R]):
     Args:
         reference: a function called NAME_ref, in module kernels.STEM. NAME has a row in
             `preferences.TABLE`. Its twins are NAME in kernels.triton.STEM and, where
-            the row says so, in kernels.cuda.STEM and kernels.cpu.STEM.
+            the row says so, in kernels.cuda and kernels.cpu.
 
     Attributes:
         name: NAME.
@@ -70,8 +71,9 @@ class Operation(Generic[P, R]):
         """
         if which == "reference":
             return self.reference
+        module = f"triton.{self.stem}" if which == "triton" else which
         package = __name__.rpartition(".")[0]
-        return getattr(import_module(f"{package}.{which}.{self.stem}"), self.name)
+        return getattr(import_module(f"{package}.{module}"), self.name)
 
 
 @contextmanager

@@ -19,8 +19,7 @@ import torch
 
 from vllm_kvpolicy.kernels.chunks import map_pairs
 from vllm_kvpolicy.kernels.ranking import ranked_positions
-from vllm_kvpolicy.kernels.softmax import weights_of
-from vllm_kvpolicy.kernels.window_logits import effective_window, window_logits
+from vllm_kvpolicy.kernels.softmax import effective_window, weights_of, window_logits
 
 WEIGHT_UNIT = 2**32  # fixed-point weight of a row's largest logit
 

@@ -1,4 +1,28 @@
-"""Fills the page tables and lengths of a step where all KV heads share them.
+"""Fills the page tables of a step: one list for all KV heads, or a list for each.
+
+Example of the second: a request whose local superblocks are 7 and 9, at entries 3 and
+4 of its row. Head 0 has the global pages 4 and 5, head 1 has page 8. Superblock b holds
+page 2b of head 0 and 2b + 1 of head 1, so local pages are 14, 18 and 15, 19. vLLM
+counts five superblocks; the heads hold 4 and 3 pages, so the offsets are -1 and -2.
+
+>>> tables = torch.zeros(1, 1, 2, 4, dtype=torch.int32)
+>>> offsets = torch.zeros(1, 1, 2, dtype=torch.int32)
+>>> head_page_tables_ref(
+...     tables,
+...     offsets,
+...     which=torch.tensor([0]),
+...     slots=torch.tensor([0]),
+...     blocks=torch.tensor([[0, 0, 0, 7, 9]], dtype=torch.int32),
+...     skip=torch.tensor([3], dtype=torch.int32),
+...     pages=torch.tensor([[4, 5, 8]], dtype=torch.int32),
+...     first=torch.tensor([[0, 2, 3]], dtype=torch.int32),
+...     own_page=torch.tensor([0, 1]),
+...     stride=2,
+... )
+>>> tables, offsets
+(tensor([[[[ 4,  5, 14, 18],
+           [ 8, 15, 19, 19]]]], dtype=torch.int32),
+ tensor([[[-1, -2]]], dtype=torch.int32))
 
 Source: this project. Deviations: none.
 """
@@ -90,3 +114,75 @@ def enter_requests_ref(
 
 page_tables = Operation(page_tables_ref)
 enter_requests = Operation(enter_requests_ref)
+
+
+def head_page_tables_ref(
+    tables: torch.Tensor,
+    offsets: torch.Tensor,
+    which: torch.Tensor,
+    slots: torch.Tensor,
+    blocks: torch.Tensor,
+    skip: torch.Tensor,
+    pages: torch.Tensor,
+    first: torch.Tensor,
+    own_page: torch.Tensor,
+    stride: int,
+) -> None:
+    """Put each head's global pages in front of its own pages of local superblocks.
+
+    Args:
+        tables: [L, B, H, C] int32 or int64, rows `which` mutated: page ids; any valid
+            id after the last page. Rows of C are contiguous.
+        offsets: [L, B, H], dtype of `tables`, rows `which` mutated: pages of a head
+            less superblocks of its request, vLLM's count.
+        which: [R] int64, rows to fill, of `tables`, `offsets` and `blocks`.
+        slots: [R] int64, each one's row of the request table, which has S rows.
+        blocks: [B, P] int32 or int64 superblock ids, indexed by logical position // N.
+        skip: [S] int32, leading entries of a request's `blocks` that are not local.
+        pages: [S, A] int32, global pages of a request's heads, concatenated.
+        first: [S, L * H + 1] int32, where each head's start and end.
+        own_page: [L * H] int64, id of each head's page of superblock 0.
+        stride: distance in ids between a head's pages of neighbouring superblocks.
+    """
+    num_layers, _, num_heads, width = tables.shape
+    shape = (len(which), num_layers, num_heads)
+    bounds, skipped = first[slots], skip[slots, None]
+    count = bounds.diff(dim=-1)
+    more = (count - skipped).to(offsets.dtype)
+    offsets[:, which] = more.view(shape).transpose(0, 1)
+    column = torch.arange(width, dtype=torch.int32, device=tables.device)
+    entry = (bounds[:, :-1, None] + column).clamp_max(pages.shape[-1] - 1)
+    listed = pages[slots].gather(1, entry.flatten(1).long()).view_as(entry)
+    local = column - count[..., None] + skipped[..., None]
+    local = local.clamp(0, blocks.shape[-1] - 1).flatten(1).long()
+    own = blocks[which].gather(1, local).view_as(entry) * stride + own_page[:, None]
+    found = torch.where(column < count[..., None], listed, own).to(tables.dtype)
+    tables[:, which] = found.view(*shape, width).transpose(0, 1)
+
+
+def enter_page_lists_ref(
+    table_pages: torch.Tensor,
+    table_first: torch.Tensor,
+    index: torch.Tensor,
+    first: torch.Tensor,
+    pages: torch.Tensor,
+) -> torch.Tensor:
+    """Replace the page lists of some requests, and count their pages.
+
+    Args:
+        table_pages: [S, A] int32, rows `index` mutated.
+        table_first: [S, n + 1] int32, likewise.
+        index: [E] int64, no row twice.
+        first: [E, n + 1] int64, where each head's list starts and the last one ends.
+        pages: [E, C] int64 page ids.
+
+    Returns:
+        [2, E] int64, pages of each request's longest list, and of all its lists.
+    """
+    table_first[index] = first.int()
+    table_pages[index, : pages.shape[-1]] = pages.int()
+    return torch.stack([first.diff(dim=-1).amax(-1), first[:, -1]])
+
+
+head_page_tables = Operation(head_page_tables_ref)
+enter_page_lists = Operation(enter_page_lists_ref)

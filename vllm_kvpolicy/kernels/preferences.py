@@ -13,8 +13,7 @@ from functools import cache
 from importlib.util import find_spec
 
 from vllm_kvpolicy import compat
-from vllm_kvpolicy.kernels.cpu import library as cpu_library
-from vllm_kvpolicy.kernels.cuda import library
+from vllm_kvpolicy.kernels.libraries import CPU, CUDA
 
 IMPLEMENTATIONS = ("reference", "triton", "cuda", "cpu")
 LABELS = {
@@ -69,14 +68,14 @@ TABLE: Mapping[str, Preference] = {
     "paged_pair_projections": Preference(),
     "paged_projections": Preference(),
     "paged_quadratics": Preference(in_cpu=True),
-    "pick_by_quota": Preference(in_cuda=True, in_cpu=True),
+    "pick_by_quota": Preference(in_cpu=True),
     "pooled_usage": Preference(in_cpu=True),
     "read_survivors": Preference(in_cpu=True),
     "resize": Preference(in_cpu=True),
     "save_rows": Preference(),
     "segment_quota": Preference(in_cpu=True),
     "survivor_moves": Preference(in_cpu=True),
-    "top_k_mask": Preference(in_cuda=True, in_cpu=True),
+    "top_k_mask": Preference(in_cpu=True),
     "until_attention": Preference(),
     "window_usage": Preference(in_cpu=True),
     "write_survivors": Preference(in_cpu=True),
@@ -109,7 +108,7 @@ def why_not_in_cpp() -> str | None:
     Found out once per process.
     """
     try:
-        cpu_library.load()
+        CPU.load()
     except ImportError as error:
         return str(error)
     return None
@@ -165,8 +164,8 @@ def _load_triton() -> None:
 
 _LOADERS: dict[str, Callable[[], None]] = {
     "triton": _load_triton,
-    "cuda": library.load,
-    "cpu": cpu_library.load,
+    "cuda": CUDA.load,
+    "cpu": CPU.load,
 }
 
 

@@ -17,8 +17,7 @@ from vllm_kvpolicy.kernels.chunks import map_pairs_to_many
 from vllm_kvpolicy.kernels.dispatch import Operation
 from vllm_kvpolicy.kernels.nucleus import row_nucleus_counts
 from vllm_kvpolicy.kernels.paged import PagedTokens
-from vllm_kvpolicy.kernels.softmax import softmax
-from vllm_kvpolicy.kernels.window_logits import effective_window, window_logits
+from vllm_kvpolicy.kernels.softmax import effective_window, softmax, window_logits
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from benchmarks.gpu.kernel_inputs import (
     Size,
     operations,
 )
-from vllm_kvpolicy.kernels.cuda.library import LIBRARY
+from vllm_kvpolicy.kernels.libraries import CUDA
 
 FAR = "far"
 
@@ -35,9 +35,9 @@ FAR = "far"
 def check_all(checks: Any) -> None:
     """Check all twins; those in CUDA C++ where the extension was built."""
     with checks.case("CUDA C++") as notes:
-        if not LIBRARY.exists():
+        if not CUDA.path.exists():
             notes.append("NOT RUN: the extension was not built")
-    twins = ["triton", *["cuda"] * LIBRARY.exists()]
+    twins = ["triton", *["cuda"] * CUDA.path.exists()]
     check_twins(checks, twins, torch.device("cuda"), SMALL_SIZES, REAL_SIZES)
 
 

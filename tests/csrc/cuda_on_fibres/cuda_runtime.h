@@ -3,7 +3,7 @@
 // Thread blocks run one after the other; the threads of a block are fibres that change
 // places at barriers only, in an order that set_order chooses. What a kernel leaves to
 // chance therefore comes out differently in different orders. Only what the kernels use
-// is here. Atomic operations need nothing: no fibre is interrupted.
+// is here.
 #pragma once
 
 #include <algorithm>
@@ -35,33 +35,13 @@ using std::min;
 
 namespace fibres {
 
-constexpr int kWarpSize = 32;
-
-// Waits for all threads of the block; returns the sum of their values.
-int64_t meet_block(int line, int64_t value = 0);
-// Waits for all threads of the warp; returns the value of one of them.
-int64_t meet_warp(int64_t value = 0, int lane = 0);
-void require(bool holds, const char* what);
+// Waits for all threads of the block.
+void meet_block(int line);
 int run(const dim3& blocks, const dim3& threads, const std::function<void()>& kernel);
 
 }  // namespace fibres
 
 #define __syncthreads() fibres::meet_block(__LINE__)
-#define __syncthreads_count(holds) int(fibres::meet_block(__LINE__, (holds) ? 1 : 0))
-#define __syncthreads_or(holds) int(fibres::meet_block(__LINE__, (holds) ? 1 : 0) > 0)
-inline void __syncwarp() { fibres::meet_warp(); }
-
-inline int32_t __shfl_down_sync(unsigned lanes, int32_t value, int distance) {
-  fibres::require(lanes == 0xFFFFFFFF, "not all lanes take part in __shfl_down_sync");
-  const int lane = threadIdx.x % fibres::kWarpSize, from = lane + distance;
-  return fibres::meet_warp(value, from < fibres::kWarpSize ? from : lane);
-}
-
-inline int atomicAdd(int* place, int value) {
-  const int before = *place;
-  *place += value;
-  return before;
-}
 
 using cudaError_t = int;
 using cudaStream_t = void*;

@@ -38,18 +38,6 @@ __global__ void wait_at_two_places(int* numbers) {
   }
 }
 
-__global__ void shift_in_half_a_warp(int* numbers) {
-  numbers[threadIdx.x] = __shfl_down_sync(0xFFFF, numbers[threadIdx.x], 1);
-}
-
-__global__ void count(int* numbers) {
-  const int own = numbers[threadIdx.x];
-  const int even = __syncthreads_count(own % 2 == 0);
-  const int later = __shfl_down_sync(0xFFFFFFFF, own, 1);
-  __syncwarp();
-  numbers[threadIdx.x] = even + 100 * later + 10000 * __syncthreads_or(own == 5);
-}
-
 int launch(dim3 blocks, int threads, void (*kernel)(int*), int* numbers) {
   const cudaLaunchConfig_t config{blocks, dim3(threads), 0, nullptr};
   return cudaLaunchKernelEx(&config, kernel, numbers);
@@ -69,8 +57,6 @@ extern "C" const char* run_kernel(int which, int* numbers) {
       read_what_nobody_wrote,
       only_some_wait,
       wait_at_two_places,
-      shift_in_half_a_warp,
-      count,
   };
   try {
     const int error = launch(dim3(2), kThreads, kernels[which], numbers);

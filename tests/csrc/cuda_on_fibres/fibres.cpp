@@ -22,24 +22,22 @@ constexpr unsigned kMaxThreads = 1024, kMaxBlocksY = 65535;
 constexpr int kRubbish = 0x5A, kInvalidConfiguration = 9;
 
 struct Barrier {
-  int threads = 0, arrived = 0, line = 0;
+  unsigned threads = 0, arrived = 0;
+  int line = 0;
   int64_t generation = 0;
-  int64_t sum = 0, result = 0;  // of values, so far and last time
-  int64_t values[kWarpSize] = {}, results[kWarpSize] = {};
 };
 
 struct Fibre {
   ucontext_t context;
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   unsigned thread = 0;
-  const Barrier* waits_for = nullptr;
-  int64_t generation = 0;  // of that barrier, when the wait began
+  bool is_waiting = false;
+  int64_t generation = 0;  // of the barrier, when the wait began
   bool is_done = false;
 };
 
 std::vector<std::unique_ptr<Fibre>> pool;
-std::vector<Barrier> warps;
-Barrier whole_block;
+Barrier barrier;
 ucontext_t scheduler;
 Fibre* current = nullptr;
 const std::function<void()>* body = nullptr;
@@ -48,20 +46,6 @@ int order = 0;
 std::mt19937 chance;
 
 void leave() { swapcontext(&current->context, &scheduler); }
-
-void meet(Barrier& barrier) {
-  if (++barrier.arrived == barrier.threads) {
-    barrier.arrived = 0;
-    ++barrier.generation;
-    barrier.result = barrier.sum;
-    barrier.sum = 0;
-    std::copy(barrier.values, barrier.values + kWarpSize, barrier.results);
-    return;
-  }
-  current->waits_for = &barrier;
-  current->generation = barrier.generation;
-  leave();
-}
 
 void start() {
   (*body)();
@@ -102,15 +86,12 @@ std::vector<int64_t> in_order(int64_t count) {
 
 void run_block(unsigned threads) {
   while (pool.size() < threads) pool.push_back(std::make_unique<Fibre>());
-  whole_block = Barrier{};
-  whole_block.threads = threads;
-  warps.assign((threads + kWarpSize - 1) / kWarpSize, Barrier{});
+  barrier = Barrier{};
+  barrier.threads = threads;
   for (unsigned thread = 0; thread < threads; ++thread) {
-    ++warps[thread / kWarpSize].threads;
     Fibre& fibre = *pool[thread];
     fibre.thread = thread;
-    fibre.waits_for = nullptr;
-    fibre.is_done = false;
+    fibre.is_waiting = fibre.is_done = false;
     getcontext(&fibre.context);
     fibre.context.uc_stack.ss_sp = fibre.stack.get();
     fibre.context.uc_stack.ss_size = kStackBytes;
@@ -123,9 +104,8 @@ void run_block(unsigned threads) {
     for (const int64_t number : in_order(threads)) {
       Fibre& fibre = *pool[number];
       if (fibre.is_done) continue;
-      const Barrier* barrier = fibre.waits_for;
-      if (barrier != nullptr && barrier->generation == fibre.generation) continue;
-      fibre.waits_for = nullptr;
+      if (fibre.is_waiting && barrier.generation == fibre.generation) continue;
+      fibre.is_waiting = false;
       threadIdx = dim3(fibre.thread, 0, 0);
       current = &fibre;
       swapcontext(&scheduler, &fibre.context);
@@ -141,26 +121,20 @@ void run_block(unsigned threads) {
 
 }  // namespace
 
-void require(bool holds, const char* what) {
-  if (holds) return;
-  failure = what;
+void meet_block(int line) {
+  if (barrier.arrived != 0 && barrier.line != line) {
+    failure = "threads of a block wait at different barriers";
+    leave();
+  }
+  barrier.line = line;
+  if (++barrier.arrived == barrier.threads) {
+    barrier.arrived = 0;
+    ++barrier.generation;
+    return;
+  }
+  current->is_waiting = true;
+  current->generation = barrier.generation;
   leave();
-}
-
-int64_t meet_block(int line, int64_t value) {
-  require(whole_block.arrived == 0 || whole_block.line == line,
-          "threads of a block wait at different barriers");
-  whole_block.line = line;
-  whole_block.sum += value;
-  meet(whole_block);
-  return whole_block.result;
-}
-
-int64_t meet_warp(int64_t value, int lane) {
-  Barrier& warp = warps[threadIdx.x / kWarpSize];
-  warp.values[threadIdx.x % kWarpSize] = value;
-  meet(warp);
-  return warp.results[lane];
 }
 
 int run(const dim3& blocks, const dim3& threads, const std::function<void()>& kernel) {

@@ -1,6 +1,7 @@
 """Twins in Triton of the operations in the folder above: same names and results.
 
-A twin's file has the name of its reference's. `block_lists`, `radix_select` and
-`segment_cuts` are helpers without a reference. All of them are imported when an
+They take and return what their references do, exactly where nothing is said of
+rounding; docstrings here say only what differs. A twin's file has the name of its
+reference's; `radix_select` is a helper without one. All of them are imported when an
 operation first runs on a GPU.
 """

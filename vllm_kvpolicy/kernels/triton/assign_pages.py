@@ -1,7 +1,4 @@
-"""Twin of kernels.assign_pages: heads keep their pages, then groups deal out the rest.
-
-Source: kernels.assign_pages. Deviations: none.
-"""
+"""Twin of kernels.assign_pages: heads keep their pages, groups deal out the rest."""
 
 import torch
 import triton
@@ -22,10 +19,7 @@ def assign_pages(
     num_kv_heads: int,
     groups: int,
 ) -> PageLists:
-    """Give each head its quota of the request's pages, its own pages first.
-
-    Exact; see `kernels.assign_pages.assign_pages_ref`.
-    """
+    """Give each head its quota of the request's pages, its own pages first."""
     (num_events, num_dest), num_heads = dest.shape, held.shape[1]
     first = dest.new_empty(num_events, num_heads + 1)
     pages = dest.new_empty(num_events, num_heads * num_dest)

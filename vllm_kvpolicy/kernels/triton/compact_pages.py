@@ -1,7 +1,4 @@
-"""Twins of kernels.compact_pages: moves by a program per head and slice of columns.
-
-Source: this project. Deviations: none.
-"""
+"""Twins of kernels.compact_pages: moves by a program per head and slice of columns."""
 
 import torch
 import triton
@@ -23,22 +20,13 @@ def compact_pages(
     first: torch.Tensor,
     in_place: torch.Tensor | None = None,
 ) -> None:
-    """Copy tokens between pages; see `kernels.compact_pages`.
+    """Copy tokens between pages.
 
     Moves within a page list take one pass over the pages. Those between lists are read
     into scratch before it and written after it.
 
-    Args:
-        pages: [P, N, D], mutated; see `column_slices` for its strides.
-        source_slots: [M] int64.
-        dest_slots: [M] int64.
-        first: [rows + 1] int64.
-        in_place: [M] bool; None where it holds for all.
-
     Raises:
-        ValueError: `pages` has other strides.
-
-    Exact: moves are bitwise.
+        ValueError: `pages` has other strides than `column_slices` takes.
     """
     num_rows, num_moves = len(first) - 1, len(source_slots)
     for slots, scratch in column_slices(pages, num_moves, in_place is not None):
@@ -65,10 +53,7 @@ def compact_pages(
 def list_survivors(
     survives: torch.Tensor, first: torch.Tensor, num_places: int, block_size: int
 ) -> torch.Tensor:
-    """List the survivors of every head, oldest first.
-
-    Exact; see `kernels.compact_pages.list_survivors_ref`.
-    """
+    """List the survivors of every head, oldest first."""
     num_events, num_heads, num_tokens = survives.shape
     listed = first.new_empty(num_events, num_places)
     _list_survivors[(num_events, num_heads)](
@@ -95,10 +80,7 @@ def survivor_moves(
     block_size: int,
     groups: int,
 ) -> Moves:
-    """Say from which slot to which one each survivor goes.
-
-    Exact; see `kernels.compact_pages.survivor_moves_ref`.
-    """
+    """Say from which slot to which one each survivor goes."""
     (num_events, num_places), num_heads = sources.shape, held.shape[1]
     size = num_places // groups
     source = sources.new_empty(groups, num_events, size)

@@ -18,7 +18,7 @@ COLUMNS = 2048  # of a row at a time, where the best are chosen
 
 
 def page_bounds(bounds: torch.Tensor, keys: torch.Tensor, pages: torch.Tensor) -> None:
-    """Find the smallest and largest number of each channel; see the reference."""
+    """Find the smallest and largest number of each channel."""
     if not len(pages):
         return
     size = keys.shape[2]
@@ -41,7 +41,7 @@ def page_scores(
     counts: torch.Tensor,
     bounds: torch.Tensor,
 ) -> torch.Tensor:
-    """Bound the product of a row's queries with the keys of a page; see the reference.
+    """Bound the product of a row's queries with the keys of a page.
 
     Rows of `pages` are contiguous.
     """
@@ -75,7 +75,7 @@ def best_pages(
     num_global: torch.Tensor,
     num_read: torch.Tensor,
 ) -> torch.Tensor:
-    """Leave out the global pages with the lowest scores; exact, see the reference."""
+    """Leave out the global pages with the lowest scores."""
     num_rows, num_columns = tables.shape
     read = torch.empty_like(tables, memory_format=torch.contiguous_format)
     if read.numel():

@@ -15,10 +15,7 @@ COUNT_TILE = 1024  # tokens that a program looks at at a time
 def count_in_pages(
     mask: torch.Tensor, num_pages: torch.Tensor, block_size: int
 ) -> torch.Tensor:
-    """Count the True entries in each row's first pages.
-
-    Exact; see `kernels.page_quota.count_in_pages_ref`.
-    """
+    """Count the True entries in each row's first pages."""
     counts = torch.empty_like(num_pages, memory_format=torch.contiguous_format)
     _count_in_pages[(counts.numel(),)](
         mask.contiguous(),
@@ -40,10 +37,7 @@ def page_quota(
     most: int = MOST_TOKENS,
     fills: bool = True,
 ) -> torch.Tensor:
-    """Share `total` pages among the n heads of each group.
-
-    Exact; see `kernels.page_quota.page_quota_ref`.
-    """
+    """Share `total` pages among the n heads of each group."""
     num_groups, num_heads = tokens.shape
     quota = torch.empty_like(tokens, memory_format=torch.contiguous_format)
     tile = triton.next_power_of_2(num_heads)

@@ -1,10 +1,16 @@
-"""Twins of kernels.page_tables: filled by a program per row and run of columns."""
+"""Twins of kernels.page_tables: a program per run of columns, or per row and head."""
 
 import torch
 import triton
 import triton.language as tl
 
-COLUMNS = 256  # of a program
+COLUMNS = 256  # of a program, or at a time
+ENTRIES = 1024  # of a list, per program
+# Arguments whose values do not make a kernel of their own: those of an event's tables.
+VARYING = [
+    *("tables_layer", "tables_row", "tables_head", "offsets_layer", "offsets_row"),
+    *("offsets_head", "blocks_row", "num_columns", "num_blocks"),
+]
 
 
 def page_tables(
@@ -18,7 +24,7 @@ def page_tables(
     frontier_blocks: torch.Tensor,
     block_size: int,
 ) -> None:
-    """Put each row's global superblocks in front of its local ones; see the reference.
+    """Put each row's global superblocks in front of its local ones.
 
     Rows of `tables`, `block_table` and `global_blocks` are contiguous.
     """
@@ -50,7 +56,7 @@ def enter_requests(
     num_global: torch.Tensor,
     frontier_blocks: torch.Tensor,
 ) -> None:
-    """Enter where the survivors of some requests are now; see the reference."""
+    """Enter where the survivors of some requests are now."""
     _enter_requests[(len(index),)](
         index.contiguous(),
         dest.contiguous(),
@@ -122,3 +128,159 @@ def _enter_requests(
         block = tl.load(dest + event * num_dest + place, mask=inside, other=0)
         target = global_blocks + slot * global_stride + place
         tl.store(target, block.to(tl.int32), mask=inside)
+
+
+def head_page_tables(
+    tables: torch.Tensor,
+    offsets: torch.Tensor,
+    which: torch.Tensor,
+    slots: torch.Tensor,
+    blocks: torch.Tensor,
+    skip: torch.Tensor,
+    pages: torch.Tensor,
+    first: torch.Tensor,
+    own_page: torch.Tensor,
+    stride: int,
+) -> None:
+    """Put global pages in front of a head's own local ones.
+
+    Rows of `blocks`, `pages` and `first` are contiguous.
+    """
+    num_layers, _, num_heads, num_columns = tables.shape
+    _head_page_tables[(num_layers * num_heads, len(which))](
+        tables,
+        offsets,
+        which,
+        slots,
+        blocks,
+        skip,
+        pages,
+        first,
+        own_page,
+        *tables.stride()[:3],
+        *offsets.stride(),
+        blocks.stride(0),
+        pages.stride(0),
+        first.stride(0),
+        stride,
+        num_heads,
+        num_columns,
+        blocks.shape[1],
+        COLUMNS=COLUMNS,
+    )
+
+
+def enter_page_lists(
+    table_pages: torch.Tensor,
+    table_first: torch.Tensor,
+    index: torch.Tensor,
+    first: torch.Tensor,
+    pages: torch.Tensor,
+) -> torch.Tensor:
+    """Replace the page lists of some requests, and count their pages."""
+    num_events, num_cells = pages.shape
+    counts = first.new_empty(2, num_events)
+    _enter_page_lists[(1 + triton.cdiv(num_cells, ENTRIES), num_events)](
+        table_pages,
+        table_first,
+        index,
+        first.contiguous(),
+        pages.contiguous(),
+        counts,
+        table_pages.stride(0),
+        table_first.stride(0),
+        num_events,
+        first.shape[1] - 1,
+        num_cells,
+        TILE=ENTRIES,
+    )
+    return counts
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _head_page_tables(
+    tables,  # [L, B, H, C] int32 or int64
+    offsets,  # [L, B, H], the same
+    which,  # [R] int64
+    slots,  # [R] int64
+    blocks,  # [B, P] int32 or int64
+    skip,  # [S] int32
+    pages,  # [S, A] int32
+    first,  # [S, n + 1] int32
+    own_page,  # [n] int64
+    tables_layer: tl.int64,
+    tables_row: tl.int64,
+    tables_head: tl.int64,
+    offsets_layer: tl.int64,
+    offsets_row: tl.int64,
+    offsets_head: tl.int64,
+    blocks_row: tl.int64,
+    pages_row: tl.int64,
+    first_row: tl.int64,
+    stride,
+    num_heads,
+    num_columns,
+    num_blocks,
+    COLUMNS: tl.constexpr,
+):
+    number = tl.program_id(0)
+    layer, head = (number // num_heads).to(tl.int64), number % num_heads
+    row = tl.load(which + tl.program_id(1))
+    slot = tl.load(slots + tl.program_id(1))
+    skipped = tl.load(skip + slot)
+    start = tl.load(first + slot * first_row + number)
+    count = tl.load(first + slot * first_row + number + 1) - start
+    place = offsets + layer * offsets_layer + row * offsets_row + head * offsets_head
+    tl.store(place, count - skipped)
+    own = tl.load(own_page + number)
+    listed = pages + slot * pages_row + start
+    target = tables + layer * tables_layer + row * tables_row + head * tables_head
+    for begin in range(0, num_columns, COLUMNS):
+        column = begin + tl.arange(0, COLUMNS)
+        is_column = column < num_columns
+        is_global = column < count
+        page = tl.load(listed + column, mask=is_column & is_global, other=0)
+        local = tl.minimum(tl.maximum(column - count + skipped, 0), num_blocks - 1)
+        entry = blocks + row * blocks_row + local
+        block = tl.load(entry, mask=is_column & ~is_global, other=0).to(tl.int64)
+        page = tl.where(is_global, page, (block * stride + own).to(tl.int32))
+        tl.store(target + column, page, mask=is_column)
+
+
+@triton.jit(do_not_specialize=["num_events", "num_cells"])
+def _enter_page_lists(
+    table_pages,  # [S, A] int32, written
+    table_first,  # [S, n + 1] int32, written
+    index,  # [E] int64
+    first,  # [E, n + 1] int64
+    pages,  # [E, C] int64
+    counts,  # [2, E] int64, written
+    pages_row: tl.int64,
+    first_row: tl.int64,
+    num_events,
+    num_heads,
+    num_cells,
+    TILE: tl.constexpr,
+):
+    """Copy a tile of one request's pages; its first program sees to the starts."""
+    tile = tl.program_id(0)  # the one axis of a grid with more than 65,535 programs
+    event = tl.program_id(1).to(tl.int64)
+    slot = tl.load(index + event)
+    if tile == 0:
+        first += event * (num_heads + 1)
+        longest = tl.full((), 0, tl.int64)
+        for begin in range(0, num_heads + 1, TILE):
+            head = begin + tl.arange(0, TILE)
+            inside = head <= num_heads
+            start = tl.load(first + head, mask=inside, other=0)
+            target = table_first + slot * first_row + head
+            tl.store(target, start.to(tl.int32), mask=inside)
+            end = tl.load(first + head + 1, mask=head < num_heads, other=0)
+            longest = tl.maximum(longest, tl.max(end - start))
+        tl.store(counts + event, longest)
+        tl.store(counts + num_events + event, tl.load(first + num_heads))
+        return
+    cell = (tile - 1) * TILE + tl.arange(0, TILE)
+    inside = cell < num_cells
+    page = tl.load(pages + event * num_cells + cell, mask=inside, other=0)
+    tl.store(table_pages + slot * pages_row + cell, page.to(tl.int32), mask=inside)

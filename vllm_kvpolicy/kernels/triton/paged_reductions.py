@@ -35,14 +35,14 @@ VARYING = [*ROWS, "num_tokens", "num_pages", "page_size", "pages", "lengths"]
 
 
 def paged_norms(tokens: PagedTokens, lengths: torch.Tensor) -> torch.Tensor:
-    """Measure how long each key or value is; see the reference."""
+    """Measure how long each key or value is."""
     norms = _empty(tokens, *tokens.shape[:4])
     _over_tiles(_norms_of_tiles, tokens, lengths, norms)
     return norms
 
 
 def paged_cosines(keys: PagedTokens, lengths: torch.Tensor) -> torch.Tensor:
-    """Compare each key with the mean direction of its row; see the reference."""
+    """Compare each key with the mean direction of its row."""
     size, num_rows = keys.shape[-1], lengths.numel()
     tile = _tile(size)
     num_tiles = triton.cdiv(keys.num_tokens, tile)
@@ -64,7 +64,7 @@ def paged_cosines(keys: PagedTokens, lengths: torch.Tensor) -> torch.Tensor:
 def paged_projections(
     keys: PagedTokens, lengths: torch.Tensor, directions: torch.Tensor
 ) -> torch.Tensor:
-    """Project the keys of each row on one direction; see the reference."""
+    """Project the keys of each row on one direction."""
     check_shape("directions", directions, (*keys.shape[:3], keys.shape[-1]))
     scores = _empty(keys, *keys.shape[:4])
     inputs = directions.contiguous(), scores

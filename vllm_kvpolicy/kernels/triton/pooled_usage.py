@@ -18,8 +18,8 @@ def pooled_usage(
 ) -> torch.Tensor:
     """Smooth the usage of the older keys and give the newest ones a value.
 
-    Equal up to rounding; see `kernels.pooled_usage.pooled_usage_ref`. A `suffix_pad` of
-    "global", which couples rows, is for comparisons: the reference computes it.
+    Equal up to rounding. A `suffix_pad` of "global", which couples rows, is for
+    comparisons: the reference computes it.
     """
     check_pooling(pool_kernel, suffix_pad)
     if suffix_pad == "global":

@@ -18,10 +18,7 @@ def must_keep_tokens(
     block_size: int,
     num_tokens: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mark the tokens that an event keeps in any case: sinks and local ones.
-
-    Exact; see `kernels.ranking.must_keep_tokens_ref`.
-    """
+    """Mark the tokens that an event keeps in any case: sinks and local ones."""
     num_events, num_heads = num_pages.shape
     lengths = num_local.new_empty(num_events, num_heads)
     must_keep = lengths.new_empty((*lengths.shape, num_tokens), dtype=torch.bool)
@@ -42,10 +39,7 @@ def must_keep_tokens(
 
 
 def limit_must_keep(must_keep: torch.Tensor, budget: int) -> torch.Tensor:
-    """Shrink a must-keep set that exceeds the budget: recent tokens go before sinks.
-
-    Exact; see `kernels.ranking.limit_must_keep_ref`.
-    """
+    """Shrink a must-keep set that exceeds the budget: recent tokens go before sinks."""
     limited = torch.empty_like(must_keep, memory_format=torch.contiguous_format)
     num_tokens = must_keep.shape[-1]
     if limited.numel() > 0:
@@ -61,10 +55,7 @@ def fill_next_best(
     valid: torch.Tensor,
     target: torch.Tensor | int,
 ) -> torch.Tensor:
-    """Add the best tokens that are not kept yet until a row keeps `target`.
-
-    Exact; see `kernels.ranking.fill_next_best_ref`. Leading axes may be any.
-    """
+    """Add the best tokens that are not kept yet until a row keeps `target`."""
     return _select(keep, score, None, valid, target, keeps_all=True)
 
 
@@ -74,10 +65,7 @@ def top_k_mask(
     valid: torch.Tensor,
     budget: torch.Tensor | int,
 ) -> torch.Tensor:
-    """Keep the must-keep tokens and the best of the others, `budget` in all.
-
-    Exact; see `kernels.ranking.top_k_mask_ref`. Leading axes may be any.
-    """
+    """Keep the must-keep tokens and the best of the others, `budget` in all."""
     return _select(must_keep, score, None, valid, budget)
 
 
@@ -89,10 +77,7 @@ def resize(
     quota: torch.Tensor,
     block_size: int,
 ) -> torch.Tensor:
-    """Fill up or trim a selection of a row's first pages to whole pages.
-
-    Exact; see `kernels.ranking.resize_ref`.
-    """
+    """Fill up or trim a selection of a row's first pages to whole pages."""
     return _select(keep, score, must_keep, num_pages, quota, block_size)
 
 

@@ -8,7 +8,7 @@ NUMBERS = 1024  # of a program
 
 
 def save_rows(saved: torch.Tensor, values: torch.Tensor, targets: torch.Tensor) -> None:
-    """Copy parts of rows to their targets; see the reference.
+    """Copy parts of rows to their targets.
 
     A program whose part is not wanted ends after one load.
     """

@@ -16,10 +16,7 @@ def read_survivors(
     global_blocks: torch.Tensor,
     num_tokens: int,
 ) -> torch.Tensor:
-    """Read values of the tokens that requests hold, zero where none was written.
-
-    Exact; see `kernels.survivor_values.read_survivors_ref`.
-    """
+    """Read values of the tokens that requests hold, zero where none was written."""
     num_heads, most_local = local.shape[2:]
     shape = (len(which), len(index), num_heads, num_tokens)
     values = survivors.new_empty(shape)
@@ -56,10 +53,7 @@ def write_survivors(
     num_local: torch.Tensor,
     global_blocks: torch.Tensor,
 ) -> None:
-    """Replace the values of requests' survivors, on the superblocks they moved to.
-
-    Exact; see `kernels.survivor_values.write_survivors_ref`.
-    """
+    """Replace the values of requests' survivors, on the superblocks they moved to."""
     num_heads, most_local = local.shape[2:]
     num_places = sources.shape[1]
     list_tiles = triton.cdiv(num_places, TILE)

@@ -26,10 +26,7 @@ def write_until(
     shift: int,
     sinks: int,
 ) -> None:
-    """Write until when queries see tokens; exact, see the reference.
-
-    Writes nothing for tokens that are nowhere.
-    """
+    """Write until when queries see tokens; nothing for tokens that are nowhere."""
     values = decisions.values
     num_tokens, num_heads = values.shape
     if not values.numel():

@@ -25,8 +25,7 @@ import triton.language as tl
 
 from vllm_kvpolicy.kernels import chunks
 from vllm_kvpolicy.kernels.paged import PagedTokens
-from vllm_kvpolicy.kernels.softmax import TINY
-from vllm_kvpolicy.kernels.window_logits import effective_window
+from vllm_kvpolicy.kernels.softmax import TINY, effective_window
 from vllm_kvpolicy.kernels.window_usage import WindowUsage, check_shapes, check_sinks
 
 HIGHEST = tl.constexpr(torch.finfo(torch.float32).max)
@@ -50,15 +49,8 @@ def window_usage(
 ) -> WindowUsage:
     """Causal softmax of the newest queries over the cached keys, reduced over them.
 
-    Args: as for `kernels.window_usage.window_usage_ref`. Queries and pools may have any
-        strides and are not copied. Layers that share one view
-        of a pool share the launches.
-
-    Returns:
-        Usage per query head, in float32, to rounding that of the reference.
-
-    Raises:
-        ValueError: shapes that do not fit together, or nuclei beside sinks.
+    Queries and pools may have any strides and are not copied. Layers that share one
+    view of a pool share the launches.
     """
     check_shapes(queries, keys)
     check_sinks(queries, sink_logits, mass)

@@ -19,8 +19,7 @@ import torch.nn.functional as F
 
 from vllm_kvpolicy.kernels.chunks import map_pairs
 from vllm_kvpolicy.kernels.last_similar import last_similar
-from vllm_kvpolicy.kernels.softmax import masked_softmax
-from vllm_kvpolicy.kernels.window_logits import effective_window
+from vllm_kvpolicy.kernels.softmax import effective_window, masked_softmax
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.scorers.base import BaseScorer

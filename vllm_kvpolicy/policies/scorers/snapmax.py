@@ -17,8 +17,11 @@ import torch
 import torch.nn.functional as F
 
 from vllm_kvpolicy.kernels.chunks import map_pairs
-from vllm_kvpolicy.kernels.softmax import masked_softmax
-from vllm_kvpolicy.kernels.window_logits import effective_window, window_logits
+from vllm_kvpolicy.kernels.softmax import (
+    effective_window,
+    masked_softmax,
+    window_logits,
+)
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.scorers.base import BaseScorer

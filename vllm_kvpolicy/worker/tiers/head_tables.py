@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from vllm_kvpolicy.kernels.head_page_tables import enter_page_lists, head_page_tables
+from vllm_kvpolicy.kernels.page_tables import enter_page_lists, head_page_tables
 from vllm_kvpolicy.policies.ranks import ONE_RANK, Ranks
 from vllm_kvpolicy.worker.transfer import HostCopy
 
@@ -135,7 +135,7 @@ class HeadTables:
         blocks: torch.Tensor,
         skip: torch.Tensor,
     ) -> None:
-        """Put global pages in front of local ones; see `kernels.head_page_tables`."""
+        """Put global pages in front of local ones; see `head_page_tables_ref`."""
         lists = self.pages, self.first, self.own_page
         head_page_tables(
             tables, offsets, which, rows, blocks, skip, *lists, self.stride

@@ -1,6 +1,6 @@
 """WG-KV: g = sigmoid(MLP(norm(key before RoPE), norm(key))), per layer and KV head.
 
-Source: WG-KV (arXiv 2512.17452) section 3.2; see kernels.paged_gates and docs/wgkv.md.
+Source: WG-KV (arXiv 2512.17452) section 3.2; see kernels.wgkv_gate and docs/wgkv.md.
 Deviations: gates are evaluated from cached keys and their positions, at events; where
 attention has to be exact, while tokens are computed.
 """
@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from vllm_kvpolicy.kernels.paged import PagedTokens
-from vllm_kvpolicy.kernels.paged_gates import paged_gates
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.visibility import Decisions
-from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
+from vllm_kvpolicy.kernels.wgkv_gate import GateWeights, paged_gates
 from vllm_kvpolicy.policies.admissions.wgkv.files import load
 from vllm_kvpolicy.policies.admissions.wgkv.gates import Gates
 from vllm_kvpolicy.policies.admitted import BaseAdmission

@@ -1,12 +1,15 @@
-"""Stages of an event whose twins equal their references, number for number.
+"""Tests of the stages of an event, which twins in C++ and in Triton pass.
 
-Each check runs operations as they are dispatched where it is called: a folder of tests
-forces the twins that it is about. Of the values of events nothing is real, only shapes.
+Files of tests import all of them and say which twins run. These equal their references,
+number for number. Fresh memory is poisoned. Of the values of events nothing is real,
+only shapes.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 
 from vllm_kvpolicy.kernels.compact_pages import (
@@ -16,7 +19,11 @@ from vllm_kvpolicy.kernels.compact_pages import (
     survivor_moves_ref,
 )
 from vllm_kvpolicy.kernels.dispatch import Operation
-from vllm_kvpolicy.kernels.pooled_usage import pooled_usage, pooled_usage_ref
+from vllm_kvpolicy.kernels.pooled_usage import (
+    SUFFIX_PADS,
+    pooled_usage,
+    pooled_usage_ref,
+)
 from vllm_kvpolicy.kernels.ranking import (
     limit_must_keep,
     limit_must_keep_ref,
@@ -32,6 +39,13 @@ NUM_HEADS, SLOTS, DEST, HELD = LAYERS * HEADS, 5, 4, 7
 WIDTH = NUM_HEADS * PAGE
 Draw = torch.Generator
 COUNTS = (1, 40, 1100)  # of tokens
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def draw(seed: int) -> Draw:
@@ -70,7 +84,9 @@ def lists_of(seed: int, groups: int) -> tuple[Any, ...]:
     return held, num_held, dest, quota.flatten(1), BLOCKS, HEADS, groups
 
 
-def check_lists_and_moves(seed: int, groups: int) -> None:
+@pytest.mark.parametrize("groups", [1, LAYERS])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_lists_and_moves(seed: int, groups: int) -> None:
     """Compare them; heads and places without a survivor are among them."""
     given = lists_of(seed, groups)
     held, quota, by = given[0], given[3].clamp(max=HELD), draw(seed)
@@ -110,7 +126,8 @@ def both(
     return results[0], results[1]
 
 
-def check_survivor_values(seed: int) -> None:
+@pytest.mark.parametrize("seed", SEEDS)
+def test_survivor_values(seed: int) -> None:
     """Compare two values out of three; heads of one length are a view."""
     by, num_tokens, most_local = draw(seed), HELD * PAGE + 2, 5
     survivors = torch.rand(3, BLOCKS, WIDTH, generator=by)
@@ -130,7 +147,10 @@ def check_survivor_values(seed: int) -> None:
         both(write_survivors, write_survivors.reference, [survivors, local], *rest)
 
 
-def check_pooled_usage(tokens: int, kernel: int, suffix: str) -> None:
+@pytest.mark.parametrize("suffix", SUFFIX_PADS)
+@pytest.mark.parametrize("kernel", [1, 5])
+@pytest.mark.parametrize("tokens", COUNTS)
+def test_pooled_usage(tokens: int, kernel: int, suffix: str) -> None:
     """Compare to the last bit, but for a mean; rows may have no older tokens."""
     by = draw(tokens)
     usage = torch.rand(2, 3, 4, tokens, generator=by)
@@ -144,7 +164,9 @@ def check_pooled_usage(tokens: int, kernel: int, suffix: str) -> None:
         assert torch.equal(got, want)
 
 
-def check_credited_mass(tokens: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("tokens", COUNTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_credited_mass(tokens: int, dtype: torch.dtype) -> None:
     """Compare to the last bit, because segments are cut where it crosses thresholds."""
     generator = draw(tokens)
     usage, credit = torch.rand(2, 6, tokens, generator=generator) ** 8
@@ -159,7 +181,8 @@ def check_credited_mass(tokens: int, dtype: torch.dtype) -> None:
             assert got.dtype == want.dtype and torch.equal(got, want)
 
 
-def check_limit_must_keep(tokens: int) -> None:
+@pytest.mark.parametrize("tokens", COUNTS)
+def test_limit_of_must_keep(tokens: int) -> None:
     """Compare rows of sinks, of newest, of both and others, of all and nothing."""
     generator = draw(tokens)
     edge = integers(0, tokens + 1, (6, 2), generator)
@@ -172,7 +195,8 @@ def check_limit_must_keep(tokens: int) -> None:
         assert torch.equal(got, limit_must_keep_ref(must.view(2, 3, -1), budget))
 
 
-def check_must_keep_tokens(tokens: int) -> None:
+@pytest.mark.parametrize("tokens", COUNTS)
+def test_must_keep_tokens(tokens: int) -> None:
     """Compare heads of their own lengths, and of one length, which are a view."""
     pages = integers(0, tokens // 4 + 1, (3, 5), draw(tokens))
     local = torch.tensor([0, 3, tokens])

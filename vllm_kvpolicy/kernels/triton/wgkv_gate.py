@@ -17,9 +17,8 @@ import triton
 import triton.language as tl
 
 from vllm_kvpolicy.kernels.paged import PagedTokens
-from vllm_kvpolicy.kernels.paged_gates import check_shapes
 from vllm_kvpolicy.kernels.rope import Rope
-from vllm_kvpolicy.kernels.wgkv_gate import EPSILON, GateWeights
+from vllm_kvpolicy.kernels.wgkv_gate import EPSILON, GateWeights, check_shapes
 
 TILE_BYTES = 16384  # of half a key in a tile, times the bytes of a number
 ADDED = tl.constexpr(EPSILON)
@@ -45,7 +44,7 @@ def paged_gates(
     rope: Rope,
     weights: GateWeights,
 ) -> torch.Tensor:
-    """Evaluate the gates of some tokens of each row; see the reference."""
+    """Evaluate the gates of some tokens of each row."""
     check_shapes(keys, token, positions, weights)
     num_events, num_layers, num_heads, _, size = keys.shape
     num_tokens = token.shape[-1]

@@ -1,1 +1,0 @@
-"""What the twins in C++ and in CUDA C++ share."""
