@@ -15,7 +15,7 @@ Main path of one request from the flag to the kernels, in the order of first cal
   checks    api.startup > api.guards > api.version_check > api.vllm_source
   files     api.relied_on > api.start_checks > api.draft_guards
   refuse    api.layer_guards > api.rotary_guards > api.sink_guards > api.refusal
-  worker    api.engines > worker.base > worker.setup > policies.build
+  worker    api.engines > worker.base > worker.setup > policies.compose
   request   api.patch > api.request_guards
   schedule  block_manager.scheduler > block_manager.planner > block_manager.manager
   admit     block_manager.admission > block_manager.claim > block_manager.forecast

@@ -29,7 +29,7 @@ from benchmarks.language.texts import encoder_of, read_texts
 from benchmarks.pinned import PinnedError
 from benchmarks.printing import table
 from vllm_kvpolicy.compat import FLOAT8_CACHES
-from vllm_kvpolicy.policies.catalogue.names import parse
+from vllm_kvpolicy.policies.names import parse
 from vllm_kvpolicy.trace.outputs import new_file
 
 NOT_IN_GRIDS = {"grid", "out", "record", "dry_run", "quick", "model", "trace"}

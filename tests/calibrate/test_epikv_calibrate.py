@@ -21,7 +21,7 @@ from vllm_kvpolicy.calibrate.epikv_layers import (
     proposals,
     spearman,
 )
-from vllm_kvpolicy.policies import build as factory
+from vllm_kvpolicy.policies import compose as factory
 
 # How far each of 12 layers goes with the labels.
 STRENGTHS = (0, 0.8, 1, 1, 0.8, 0, 0.7, 0, -0.8, -1, -0.8, 0)

@@ -23,7 +23,7 @@ from support.made_sinks import make_gpt_oss
 from support.made_sliding import make_gemma3
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.events import request_phase
-from vllm_kvpolicy.policies.catalogue.names import parse
+from vllm_kvpolicy.policies.names import parse
 
 VALUES = {"budget": 128, "interval": 40, "prefill_interval": 256, "recent": 32}
 MODELS = {"gemma3": make_gemma3, "gpt-oss": make_gpt_oss}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_kvpolicy.policies.admissions.dms.files import load
+from vllm_kvpolicy.policies.admissions.dms.model import load
 from vllm_kvpolicy.train.dms import command as dms
 from vllm_kvpolicy.train.dms.options import parse
 from vllm_kvpolicy.train.dms.settings import Settings

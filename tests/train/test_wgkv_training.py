@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
-from vllm_kvpolicy.policies.admissions.wgkv.files import load
+from vllm_kvpolicy.policies.admissions.wgkv import load
 from vllm_kvpolicy.train.base import Base, load_base
 from vllm_kvpolicy.train.rows import Row
 from vllm_kvpolicy.train.wgkv import command as wgkv

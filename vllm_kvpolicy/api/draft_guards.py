@@ -3,10 +3,8 @@
 from typing import Any
 
 from vllm_kvpolicy import compat
-from vllm_kvpolicy.api.refusal import Refusal
+from vllm_kvpolicy.api.refusal import Refusal, listed
 from vllm_kvpolicy.config import server_config
-from vllm_kvpolicy.policies.catalogue.names import parse
-from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
 
 # Methods of vLLM that draft from tokens alone, of the request and of earlier answers.
 # Tests run both; those of suffix trees are skipped where the package `arctic-inference`
@@ -22,13 +20,11 @@ def _speculates(config: Any) -> bool:
 def _measures(config: Any) -> bool:
     server = server_config(config)
     return server is not None and any(
-        parse(name).measures_tokens for name in server.policies
+        each.info.measures_tokens for each in server.all_resolved
     )
 
 
-_MEASURING = ", ".join(
-    f"`{name}`" for name, word in SCORERS.items() if word.measures_tokens
-)
+_MEASURING = listed("measures_tokens")
 
 DRAFT_REFUSALS = (
     Refusal(

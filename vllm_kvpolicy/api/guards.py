@@ -12,15 +12,13 @@ from vllm_kvpolicy.api.refusal import (
     is_fitted,
     is_float8,
     is_ragged,
+    listed,
 )
 from vllm_kvpolicy.api.rotary_guards import ROTARY_REFUSALS
 from vllm_kvpolicy.api.sink_guards import SINK_REFUSALS
 from vllm_kvpolicy.config import server_config
 from vllm_kvpolicy.kernels import preferences
-from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
-from vllm_kvpolicy.policies.catalogue.allocators import ALLOCATORS
-from vllm_kvpolicy.policies.catalogue.names import parse
-from vllm_kvpolicy.policies.catalogue.selections import SELECTIONS
+from vllm_kvpolicy.policies.names import SELECTIONS
 
 
 def _block_is_odd(config: Any) -> bool:
@@ -43,7 +41,7 @@ def _copies_select(config: Any) -> bool:
     server, ranks = server_config(config), config.parallel_config.tensor_parallel_size
     return (
         server is not None
-        and any(parse(name).selection is not None for name in server.policies)
+        and any(each.info.selection is not None for each in server.all_resolved)
         and ranks > config.model_config.get_total_num_kv_heads()
     )
 
@@ -58,12 +56,7 @@ def _own_scheduler(config: Any) -> bool:
     return config.scheduler_config.scheduler_cls not in known
 
 
-_RAGGED = ", ".join(
-    f"`{name}`"
-    for name, word in {**ALLOCATORS, **ADMISSIONS, **SELECTIONS}.items()
-    if word.ragged
-)
-
+_RAGGED = listed("ragged")
 _SELECTING = ", ".join(f"`{name}`" for name in SELECTIONS)
 
 

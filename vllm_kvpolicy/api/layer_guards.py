@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.api.refusal import FITTED, Refusal, is_fitted, is_float8, is_ragged
-from vllm_kvpolicy.policies.catalogue.selections import SELECTIONS
+from vllm_kvpolicy.policies.names import SELECTIONS
 from vllm_kvpolicy.sizes import layer_kinds, sliding_groups
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.config import server_config
-from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
-from vllm_kvpolicy.policies.catalogue.names import parse
-from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
+from vllm_kvpolicy.policies.names import ADMISSIONS, ALLOCATORS, SCORERS, SELECTIONS
 
 
 @dataclass(frozen=True)
@@ -16,29 +15,49 @@ class Refusal:
     """One feature that does not go together with a policy yet.
 
     Args:
-        name: the feature, as a reader of vLLM's documentation knows it.
+        feature: as a reader of vLLM's documentation knows it; see `listed`.
         applies: tells from a finished VllmConfig whether the feature is on.
         change: what to do about it, an imperative.
         by_machine: depends on the installation alone; `applies` ignores its argument.
     """
 
-    name: str
+    feature: str
     applies: Callable[[Any], bool]
     change: str
     by_machine: bool = False
+
+    @cached_property
+    def name(self) -> str:
+        """The feature, with the words that it is about; imports all of them."""
+        return self.feature.format_map(_Lists())
+
+
+class _Lists(dict[str, str]):
+    """The words of this package that have an attribute, by its name."""
+
+    def __missing__(self, attribute: str) -> str:
+        """Return them as code, separated by commas."""
+        words = {**SCORERS, **ALLOCATORS, **ADMISSIONS, **SELECTIONS}
+        return ", ".join(
+            f"`{word}`" for word in words if getattr(words[word], attribute)
+        )
+
+
+def listed(attribute: str) -> str:
+    """Return what stands in a feature for the words that have an attribute.
+
+    They are listed where the feature is shown: a server imports no words but its own.
+    """
+    return f"{{{attribute}}}"
 
 
 def is_fitted(config: Any) -> bool:
     """Return whether a policy has words that belong to the weights of the model."""
     server = server_config(config)
-    return server is not None and any(
-        row.is_fitted for name in server.policies for row in parse(name).parts
-    )
+    return server is not None and any(word.fitted for word in server.words)
 
 
-FITTED = ", ".join(
-    f"`{name}`" for name, word in {**SCORERS, **ADMISSIONS}.items() if word.is_fitted
-)
+FITTED = listed("fitted")
 
 
 def is_float8(config: Any) -> bool:

@@ -4,15 +4,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from vllm_kvpolicy.api.refusal import Refusal
+from vllm_kvpolicy.api.refusal import Refusal, listed
 from vllm_kvpolicy.config import server_config
-from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
-from vllm_kvpolicy.policies.catalogue.names import parse
-from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
 
-ROTATING = ", ".join(
-    f"`{name}`" for name, word in {**SCORERS, **ADMISSIONS}.items() if word.rotates
-)
+ROTATING = listed("rotates")
 # Model types whose code in Transformers decides by itself which layers rotate; vLLM's
 # own code of these models says it in attributes, see worker.rotary.
 DECIDING = {
@@ -32,7 +27,7 @@ def _read_and(applies: Callable[[Any], object], config: Any) -> bool:
     server = server_config(config)
     return (
         server is not None
-        and any(row.rotates for name in server.policies for row in parse(name).parts)
+        and any(word.rotates for word in server.words)
         and bool(applies(config))
     )
 

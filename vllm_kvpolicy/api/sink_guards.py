@@ -8,11 +8,8 @@ from functools import partial
 from typing import Any
 
 from vllm_kvpolicy import compat
-from vllm_kvpolicy.api.refusal import Refusal, is_float8, is_ragged
+from vllm_kvpolicy.api.refusal import Refusal, is_float8, is_ragged, listed
 from vllm_kvpolicy.config import server_config
-from vllm_kvpolicy.policies.catalogue.allocators import ALLOCATORS
-from vllm_kvpolicy.policies.catalogue.names import parse
-from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
 
 
 def _with(applies: Callable[[Any], object], config: Any) -> bool:
@@ -23,15 +20,11 @@ def _with(applies: Callable[[Any], object], config: Any) -> bool:
 def _weighs_itself(config: Any) -> bool:
     server = server_config(config)
     return server is not None and any(
-        parse(name).weighs_itself for name in server.policies
+        each.info.weighs_itself for each in server.all_resolved
     )
 
 
-_WEIGHING = ", ".join(
-    f"`{name}`"
-    for name, word in {**SCORERS, **ALLOCATORS}.items()
-    if word.weighs_itself
-)
+_WEIGHING = listed("weighs_itself")
 
 SINK_REFUSALS = (
     Refusal(

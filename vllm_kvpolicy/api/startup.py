@@ -22,9 +22,8 @@ from vllm_kvpolicy.api.start_checks import (
     missing_architecture,
     refuse_plain,
 )
-from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
+from vllm_kvpolicy.config import CONFIG_KEY, ConfigValues, KVPolicyConfig
 from vllm_kvpolicy.config_keys import shown
-from vllm_kvpolicy.config_values import ConfigValues
 from vllm_kvpolicy.kernels import preferences
 from vllm_kvpolicy.live.files import remove_files_at_exit, remove_stale_files_at_exit
 from vllm_kvpolicy.sizes import check_drafts, max_blocks_per_request
@@ -126,6 +125,8 @@ def finish(engine_args: Any, vllm_config: Any, config: KVPolicyConfig) -> None:
     """
     with errors(_is_command(engine_args)):
         _open_windows(vllm_config)
+        # Read once, however many refusals ask for it.
+        vllm_config.additional_config = ConfigValues(vllm_config.additional_config)
         _refuse(config, refusals(vllm_config))
         config.validate_block_size(vllm_config.cache_config.block_size)
         check_drafts(config, vllm_config)

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_kvpolicy.kernels.rope import Rope
-from vllm_kvpolicy.policies.admissions.wgkv.gates import FLAVOURS
+from vllm_kvpolicy.policies.admissions.wgkv import FLAVOURS
 from vllm_kvpolicy.train.attention import NAME, Student
 
 # RoPE whose frequencies do not depend on the sequence length.

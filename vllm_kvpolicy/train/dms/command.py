@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from vllm_kvpolicy.policies.admissions.dms.adapter import DmsAdapter, unstacked
-from vllm_kvpolicy.policies.admissions.dms.files import save
+from vllm_kvpolicy.policies.admissions.dms.model import DmsAdapter, save, unstacked
 from vllm_kvpolicy.train.base import Base, load_base
 from vllm_kvpolicy.train.dms.attention import SHIFT
 from vllm_kvpolicy.train.dms.checkpoint import save_checkpoint

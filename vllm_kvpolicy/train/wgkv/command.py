@@ -15,8 +15,7 @@ import torch
 from accelerate import PartialState
 
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
-from vllm_kvpolicy.policies.admissions.wgkv.files import save
-from vllm_kvpolicy.policies.admissions.wgkv.gates import Gates, unstacked
+from vllm_kvpolicy.policies.admissions.wgkv import Gates, save, unstacked
 from vllm_kvpolicy.train.base import Base, load_base
 from vllm_kvpolicy.train.reasoner_rows import ReasonerRows
 from vllm_kvpolicy.train.rows import Rows
