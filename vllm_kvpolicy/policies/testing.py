@@ -4,9 +4,11 @@ Source: this project. Deviations: none.
 """
 
 import torch
+from pydantic import Field
 
-from vllm_kvpolicy.policies.keep_all import KeepAll
-from vllm_kvpolicy.policies.mixing import mix
+from vllm_kvpolicy.policies.compose import KeepAll
+from vllm_kvpolicy.policies.options import BaseOptions
+from vllm_kvpolicy.policies.scorers.random import mix
 
 
 class MovementPolicy(KeepAll):
@@ -16,8 +18,15 @@ class MovementPolicy(KeepAll):
         ragged: also shuffle pages among all layers and heads.
     """
 
+    source = "test policy, this project"
+
+    class Options(BaseOptions):
+        ragged: bool = Field(
+            False, description="also swap pages between all heads and layers"
+        )
+
     def __init__(self, ragged: bool) -> None:
-        self.ragged = ragged
+        self.swaps_pages = ragged
 
     def shuffle(
         self, sources: torch.Tensor, heads: torch.Tensor, seeds: torch.Tensor
@@ -41,8 +50,8 @@ class MovementPolicy(KeepAll):
         return sources.gather(-1, key.argsort(dim=-1, stable=True))
 
     def shuffle_pages(self, pages: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
-        """Shuffle [E, C] pages among all heads and layers if `ragged`."""
-        if not self.ragged:
+        """Shuffle [E, C] pages among all heads and layers where the option says so."""
+        if not self.swaps_pages:
             return pages
         draw = self._draw(pages, mix(seeds))
         return pages.gather(-1, draw.argsort(dim=-1, stable=True))
@@ -51,3 +60,17 @@ class MovementPolicy(KeepAll):
     def _draw(entries: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
         entry = torch.arange(entries.shape[-1], device=entries.device)
         return mix(mix(seeds)[:, None] ^ entry)
+
+
+class Identity(MovementPolicy):
+    """Shuffles at each event."""
+
+    summary = "keeps everything, shuffles tokens at each event"
+    placement = "shuffled"
+
+
+class Holes(MovementPolicy):
+    """Gives pages back and takes them again."""
+
+    summary = "keeps everything, frees pages and takes them again"
+    placement = "exchanged"

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from vllm_kvpolicy.kernels.token_signals import channel_variance
-from vllm_kvpolicy.policies.base import Needs
-from vllm_kvpolicy.policies.signals import TokenSignal
+from vllm_kvpolicy.policies.base import Needs, TokenSignal
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.batch import Batch
 from vllm_kvpolicy.worker.captures.capture import Capture
