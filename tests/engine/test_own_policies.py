@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from support.engine.helpers import engine_arguments, make_jobs, read_records
 
 TESTS = Path(__file__).parents[1]
@@ -22,6 +24,7 @@ class Shortest(KnormScorer):
 NAMES = ("adakv-own_policies:Shortest", "adakv-knorm")
 
 
+@pytest.mark.slow
 def test_every_process_imports_it_by_name(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "own_policies.py").write_text(OWN)
     (job,) = make_jobs((300,), 100, seed=7)

@@ -80,7 +80,7 @@ class Words(Mapping[str, Any]):
         """
         if word in self or not self.base:
             return self.get(word)
-        if not _PATH.fullmatch(word) and word not in installed():
+        if not _PATH.fullmatch(str(word)) and word not in installed():
             return None
         base = getattr(import_module(f"{_ROOM}.words"), self.base)
         return _own(word, base)
