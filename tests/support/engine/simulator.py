@@ -219,7 +219,7 @@ class Simulation:
             recent = rng.randint(0, policy.recent_tokens)
             sinks = rng.randint(0, policy.sink_tokens)
             least = recent + sinks + self.scenario.block_size
-            window = max(map(policy.window_tokens, policy.policies))
+            window = max(each.window_tokens for each in policy.all_resolved)
             least = max(least, self.scenario.drafts)
             budget = rng.randint(least, policy.budget_tokens)
             wishes["kv_interval"] = rng.randint(max(window, 1), policy.interval_tokens)
