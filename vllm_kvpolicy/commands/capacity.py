@@ -1,4 +1,4 @@
-"""How many requests of known lengths a pool bears at once, by admission's forecast."""
+"""How many requests of known lengths a pool bears at once, as it is forecast."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -200,8 +200,8 @@ class EngineCounters:
         self.file.add("request_steps", num_requests)
         self.file.add("block_steps", num_blocks)
 
-    def set_admission(self, held_back: int, waits: int, foreseen: int) -> None:
-        """Set what admission has done since the start, and what it foresees.
+    def set_entry(self, held_back: int, waits: int, foreseen: int) -> None:
+        """Set how often requests had to wait since the start, and what is foreseen.
 
         Args:
             held_back: steps in which a waiting request could not enter.

@@ -71,7 +71,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Placement:
+class Destinations:
     """Where the survivors of a batch go.
 
     Args:

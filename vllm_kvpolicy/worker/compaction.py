@@ -28,9 +28,8 @@ from vllm_kvpolicy.kernels.ranking import must_keep_tokens, resize
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.base import EventInputs, Needs, Policy
 from vllm_kvpolicy.policies.ranks import ONE_RANK, Ranks
-from vllm_kvpolicy.policies.testing import MovementPolicy
 from vllm_kvpolicy.protocol import CompactEvent, UsedBlocks
-from vllm_kvpolicy.worker.batch import Batch, Choice, Placement
+from vllm_kvpolicy.worker.batch import Batch, Choice, Destinations
 from vllm_kvpolicy.worker.captures.capture import Capture
 from vllm_kvpolicy.worker.merging import merge_dropped
 from vllm_kvpolicy.worker.observers.live import NoEvents
@@ -142,9 +141,9 @@ class Compactor:
     def _run_batch(self, events: Sequence[CompactEvent]) -> list[EventAnswer]:
         batch = self._open(events)
         choice = self._decide(batch)
-        placement = self._place(batch, choice)
-        self._move(batch, choice, placement)
-        return self._commit(batch, choice, placement)
+        destinations = self._place(batch, choice)
+        self._move(batch, choice, destinations)
+        return self._commit(batch, choice, destinations)
 
     # -- open --------------------------------------------------------------------------
 
@@ -249,7 +248,7 @@ class Compactor:
 
     # -- place -------------------------------------------------------------------------
 
-    def _place(self, batch: Batch, choice: Choice) -> Placement:
+    def _place(self, batch: Batch, choice: Choice) -> Destinations:
         """Round the choice to whole pages; next-best tokens fill them up."""
         held, decision = batch.held, choice.decision
         block_size = self.pool.block_size
@@ -266,31 +265,23 @@ class Compactor:
         )
         num_places = lists.pages.shape[-1] * block_size
         sources = list_survivors(survives, lists.first, num_places, block_size)
-        return self._shuffled(batch, Placement(lists, sources))
-
-    def _shuffled(self, batch: Batch, placement: Placement) -> Placement:
-        """Let a policy that tests the moving of tokens shuffle pages and survivors."""
-        policy, lists = batch.policy, placement.lists
-        if not isinstance(policy, MovementPolicy):
-            return placement
-        seed, groups = batch.sent["seeds"], self.pool.num_groups
-        pages = lists.pages.unflatten(1, (groups, -1)).flatten(0, 1)
-        pages = policy.shuffle_pages(pages, seed.repeat_interleave(groups))
-        heads = placement.sources.div(batch.held.max_tokens, rounding_mode="floor")
-        pages = pages.view_as(lists.pages)
-        unmoved = torch.zeros_like(pages, dtype=torch.bool)  # not in order, either
-        return Placement(
-            replace(lists, pages=pages, unmoved=unmoved),
-            policy.shuffle(placement.sources, heads, seed),
+        pages = lists.pages.unflatten(1, (self.pool.num_groups, -1))
+        shuffled = batch.policy.shuffled(
+            pages, sources, held.max_tokens, batch.sent["seeds"]
         )
+        if shuffled is not None:
+            pages, sources = shuffled[0].flatten(1), shuffled[1]
+            unmoved = torch.zeros_like(pages, dtype=torch.bool)  # not in order, either
+            lists = replace(lists, pages=pages, unmoved=unmoved)
+        return Destinations(lists, sources)
 
     # -- move --------------------------------------------------------------------------
 
-    def _move(self, batch: Batch, choice: Choice, placement: Placement) -> None:
+    def _move(self, batch: Batch, choice: Choice, destinations: Destinations) -> None:
         """Copy survivors to their pages, and merge into them what they take in."""
-        held, lists, pool = batch.held, placement.lists, self.pool
+        held, lists, pool = batch.held, destinations.lists, self.pool
         moves = survivor_moves(
-            placement.sources,
+            destinations.sources,
             held.pages,
             lists.first,
             lists.pages,
@@ -307,24 +298,26 @@ class Compactor:
             for pages in pool.tokens_of(group):
                 compact_pages(pages, *slots, moves.first[group], stays)
         if choice.decision.merge is not None:
-            merge_dropped(pool, held, placement, choice, moves)
+            merge_dropped(pool, held, destinations, choice, moves)
 
     # -- commit ------------------------------------------------------------------------
 
     def _commit(
-        self, batch: Batch, choice: Choice, placement: Placement
+        self, batch: Batch, choice: Choice, destinations: Destinations
     ) -> list[EventAnswer]:
         """Enter the new pages into the tables and remember values of survivors."""
-        self.trace.record(batch, choice.decision, placement)
-        self.live.tell(batch, placement)
-        counts = self.tier.commit(batch, placement.lists)
+        self.trace.record(batch, choice.decision, destinations)
+        self.live.tell(batch, destinations)
+        counts = self.tier.commit(batch, destinations.lists)
         self.requests.update(batch.rows, batch.events, batch.sent)
-        self._remember(batch, choice, placement)
+        self._remember(batch, choice, destinations)
         if counts is None or not batch.policy.dynamic:
             return []
         return [EventAnswer(batch.events, counts, self.tier.num_heads)]
 
-    def _remember(self, batch: Batch, choice: Choice, placement: Placement) -> None:
+    def _remember(
+        self, batch: Batch, choice: Choice, destinations: Destinations
+    ) -> None:
         """Keep what the policy wants to find again, and true positions."""
         values = dict(choice.decision.memory)
         if batch.policy.needs.positions:
@@ -334,7 +327,7 @@ class Compactor:
         rows = [value.flatten(1, 2) for value in values.values()]
         stacked = rows[0][None] if len(rows) == 1 else torch.stack(rows)
         names, index = tuple(values), batch.index
-        self.memory.write(names, index, stacked, placement.sources, batch.held)
+        self.memory.write(names, index, stacked, destinations.sources, batch.held)
 
 
 def _kind(event: CompactEvent) -> tuple[str, int, int]:

@@ -3,14 +3,14 @@
 import torch
 
 from vllm_kvpolicy.kernels.compact_pages import Moves, merge_pages
-from vllm_kvpolicy.worker.batch import Choice, HeldPages, Placement
+from vllm_kvpolicy.worker.batch import Choice, Destinations, HeldPages
 from vllm_kvpolicy.worker.pages import PagePool
 
 
 def merge_dropped(
     pool: PagePool,
     held: HeldPages,
-    placement: Placement,
+    destinations: Destinations,
     choice: Choice,
     moves: Moves,
 ) -> None:
@@ -21,11 +21,11 @@ def merge_dropped(
     Args:
         pool: the group's keys and values, mutated.
         held: what was held.
-        placement: where it went.
+        destinations: where it went.
         choice: the policy's pairs, and keys and values from before the move.
         moves: from slot to slot.
     """
-    placed, inputs, merge = placement.sources, choice.inputs, choice.decision.merge
+    placed, inputs, merge = destinations.sources, choice.inputs, choice.decision.merge
     assert merge is not None
     index = placed.clamp_min(0)
     partner = merge.partner.flatten(1).gather(1, index)

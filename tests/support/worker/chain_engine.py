@@ -59,7 +59,7 @@ class Setup:
     is_ragged: bool
     one_allocation: bool = True
     columns: bool = False
-    placement: str = "in_place"
+    place: Any = None
     latest: int = 0
     moves: bool = False
     num_blocks: int = 70
@@ -87,7 +87,7 @@ class Chain:
             kv_cache_group_id=0,
             scheduler_block_size=SIZE,
         )
-        self.manager.attach(self.planner, setup.placement)
+        self.manager.attach(self.planner, place=setup.place)
         self.caches = list(self._caches())
         self.pool = PagePool(self.caches, setup.columns)
         assert self.pool.spans_layers == setup.one_allocation

@@ -108,9 +108,9 @@ class PolicyInfo:
         return any(row.decides_later for row in self.parts)
 
     @property
-    def placement(self) -> str:
-        """Where survivors go; a name in block_manager.placement."""
-        return "in_place" if self.whole is None else self.whole.placement
+    def placement(self) -> str | None:
+        """What chooses the superblocks of survivors, see `WordRow`."""
+        return None if self.whole is None else self.whole.placement
 
     def window_tokens(self, options: Mapping[str, Any]) -> int:
         """Return how many queries are captured before an event.

@@ -32,7 +32,8 @@ class WordRow:
         rotates: it reads how the model rotates queries and keys.
         presets: option values by the name of a preset.
         refuses: words that it is not combined with, and why.
-        placement: where survivors go; a name in block_manager.placement.
+        placement: "module:function" that chooses the superblocks of survivors; None for
+            the request's oldest, so that survivors move towards the front.
         startup: "module:class" of its `policies.startup.Startup`, None for the plain
             one.
         architectures: "module:class" of model classes that vLLM must know to load the
@@ -55,7 +56,7 @@ class WordRow:
     rotates: bool = False
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     refuses: Mapping[str, str] = field(default_factory=dict)
-    placement: str = "in_place"
+    placement: str | None = None
     startup: str | None = None
     architectures: Mapping[str, str] = field(default_factory=dict)
 

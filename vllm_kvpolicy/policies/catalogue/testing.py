@@ -20,13 +20,13 @@ TEST_POLICIES = {
         "keeps everything, shuffles tokens at each event",
         "test policy, this project",
         options=MovementOptions,
-        placement="shuffled",
+        placement="vllm_kvpolicy.policies.testing:shuffled",
     ),
     "holes": WordRow(
         "vllm_kvpolicy.policies.testing:MovementPolicy",
         "keeps everything, frees pages and takes them again",
         "test policy, this project",
         options=MovementOptions,
-        placement="exchanged",
+        placement="vllm_kvpolicy.policies.testing:exchanged",
     ),
 }

@@ -15,7 +15,7 @@ from vllm_kvpolicy.observe.observing import only_observes
 from vllm_kvpolicy.observe.ring import RANK, Ring
 from vllm_kvpolicy.observe.snapshots import MOST_TOKENS
 from vllm_kvpolicy.protocol import CompactEvent
-from vllm_kvpolicy.worker.batch import Batch, Placement
+from vllm_kvpolicy.worker.batch import Batch, Destinations
 from vllm_kvpolicy.worker.observers.positions import Followed, TruePositions
 
 NUM_BINS = 64
@@ -26,7 +26,7 @@ MOST_SECONDS = 0.5  # that may be taken at once after a quiet time
 class NoEvents:
     """Tells nothing; without `live`."""
 
-    def tell(self, batch: Batch, placement: Placement) -> None:
+    def tell(self, batch: Batch, destinations: Destinations) -> None:
         """Do nothing."""
 
 
@@ -61,7 +61,7 @@ class LiveEvents(NoEvents):
         self._credit, self._now = MOST_SECONDS, time.monotonic()
 
     @only_observes
-    def tell(self, batch: Batch, placement: Placement) -> None:
+    def tell(self, batch: Batch, destinations: Destinations) -> None:
         """Write one record per event, before the tables are updated.
 
         Waits for the device, but only while somebody listens, and leaves events out
@@ -77,7 +77,7 @@ class LiveEvents(NoEvents):
         if self._credit < 0:
             self.positions.forget(batch.rows)
             return
-        followed = self.positions.follow(batch, placement)
+        followed = self.positions.follow(batch, destinations)
         for event, seen in zip(batch.events, followed, strict=True):
             self.ring.append(self._summary(event, seen))
         self._credit -= time.monotonic() - now

@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from vllm_kvpolicy.kernels.compact_pages import survivor_moves
 from vllm_kvpolicy.observe.trace_files import EventRecord, new_run, to_arrays
 from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
-from vllm_kvpolicy.worker.batch import Batch, HeldPages, Placement
+from vllm_kvpolicy.worker.batch import Batch, Destinations, HeldPages
 from vllm_kvpolicy.worker.observers.positions import TruePositions, host
 from vllm_kvpolicy.worker.observers.retained_attention import with_attention
 
@@ -31,7 +31,9 @@ class NoTrace:
         """Return the decision as it is."""
         return decision
 
-    def record(self, batch: Batch, decision: Decision, placement: Placement) -> None:
+    def record(
+        self, batch: Batch, decision: Decision, destinations: Destinations
+    ) -> None:
         """Write nothing."""
 
 
@@ -67,18 +69,20 @@ class Tracer(NoTrace):
         """Note the attention that the decision retains; needs the cache as it was."""
         return with_attention(decision, needs, inputs)
 
-    def record(self, batch: Batch, decision: Decision, placement: Placement) -> None:
+    def record(
+        self, batch: Batch, decision: Decision, destinations: Destinations
+    ) -> None:
         """Write one record per event, before the tables are updated.
 
         Args:
             batch: the events and what their requests held.
             decision: the policy's choice.
-            placement: where the survivors went.
+            destinations: where the survivors went.
         """
-        moved = host(self._moved(batch.held, placement))
+        moved = host(self._moved(batch.held, destinations))
         keep = host(decision.keep.flatten(1, 2))
         notes = {name: _small(value) for name, value in decision.notes.items()}
-        followed = self.positions.follow(batch, placement)
+        followed = self.positions.follow(batch, destinations)
         for row, (event, seen) in enumerate(zip(batch.events, followed, strict=True)):
             heads = zip(seen.held, seen.num_held, keep[row], strict=True)
             chosen = [
@@ -104,9 +108,9 @@ class Tracer(NoTrace):
                 )
             )
 
-    def _moved(self, held: HeldPages, placement: Placement) -> torch.Tensor:
+    def _moved(self, held: HeldPages, destinations: Destinations) -> torch.Tensor:
         """Return [E] float64, the share of survivors that change their slots."""
-        lists, sources = placement.lists, placement.sources
+        lists, sources = destinations.lists, destinations.sources
         moves = survivor_moves(
             sources,
             held.pages,

@@ -1,4 +1,4 @@
-"""Lets requests in as far as the pool bears them until they end, and keeps them going.
+"""Lets requests enter as far as the pool bears them until they end; keeps them going.
 
 vLLM admits a request when its prompt fits and preempts one when the pool is full. What
 bounded requests will hold is known, so that both can be foreseen:
@@ -22,10 +22,10 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
-from vllm_kvpolicy.block_manager.claim import Claim
 from vllm_kvpolicy.block_manager.forecast import (
     HORIZON,
     Forecast,
@@ -37,12 +37,71 @@ from vllm_kvpolicy.block_manager.output_lengths import OutputLengths, may_stop
 from vllm_kvpolicy.block_manager.planner import Planner, RequestState
 from vllm_kvpolicy.sizes import SlidingGroups
 
+
+@dataclass
+class Claim:
+    """The claim of the first waiting request on superblocks of less urgent ones.
+
+    vLLM preempts for the sake of requests that run, not of those that wait. So what a
+    waiting one takes counts as taken in the turns of less urgent requests: these take
+    no more, and vLLM preempts the last of them until as much is free.
+
+    Args:
+        manager: knows what requests hold; is told what the one in turn leaves free.
+        watermark: superblocks that vLLM wants to be free behind one that enters.
+        request: who claims; None for nobody.
+        num_blocks: how many have to be free for it to enter.
+    """
+
+    manager: KVPolicyManager
+    watermark: int = 0
+    request: Request | None = None
+    num_blocks: int = 0
+
+    def make(self, request: Request, num_shared: int, leaving: frozenset[str]) -> None:
+        """Claim what a request takes to enter, if that comes back at all.
+
+        vLLM waives the watermark where nobody else runs.
+
+        Args:
+            request: the request.
+            num_shared: superblocks of its cached prefix that others go on holding.
+            leaving: the less urgent requests that run.
+        """
+        manager, known = self.manager, request.num_tokens
+        needed = manager.planner.peak_blocks(request.request_id, known, num_shared)
+        if needed is None:
+            needed = cdiv(known, manager.block_size) - num_shared
+        needed += manager.sliding.sizes.most_blocks(known)
+        staying = manager.num_staying(leaving)
+        room = manager.num_usable - staying
+        wanted = needed + self.watermark
+        if not staying:
+            wanted = max(needed, min(wanted, room))
+        if wanted <= room:
+            self.request, self.num_blocks = request, wanted
+
+    def drop(self) -> None:
+        """Claim nothing."""
+        self.request, self.num_blocks = None, 0
+
+    def drop_of(self, request_ids: Container[str]) -> None:
+        """Claim nothing for requests that have entered or are gone."""
+        if self.request is not None and self.request.request_id in request_ids:
+            self.drop()
+
+    def take_turn(self, request: Request) -> None:
+        """Note whose turn it is, and so what is left free in it."""
+        yields = self.request is not None and request.priority > self.request.priority
+        self.manager.claimed = self.num_blocks if yields else 0
+
+
 PATIENCE = 512  # tokens that requests may lose by waiting, beside what a victim would
 NOBODY: frozenset[str] = frozenset()
 
 
 @dataclass
-class Admission:
+class Entry:
     """Decides who enters and who waits, for one engine.
 
     Args:
@@ -304,7 +363,7 @@ class Admission:
     ) -> int:
         """Return how many tokens a running request computes in this step.
 
-        None where the superblocks that it would take are the last ones with which
+        0 where the superblocks that it would take are the last ones with which
         somebody gets to an event or the end. But where nobody does, where the victim
         has a lower priority, and where waiting has cost as much as preempting the
         victim, `num_new`: vLLM preempts then. Part of a prompt where that is what fits.
