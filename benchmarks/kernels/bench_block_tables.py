@@ -41,9 +41,8 @@ from vllm_kvpolicy.worker.batch import Batch
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.tiers.equal import PhysicalTables
-from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
+from vllm_kvpolicy.worker.tiers.head_tables import FoldedBatch, FoldedTables, HeadTables
 from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
-from vllm_kvpolicy.worker.tiers.ragged_step import FoldedBatch, FoldedTables
 from vllm_kvpolicy.worker.transfer import to_device_together
 
 ID_BYTES = 4  # int32, ids of pages and lengths

@@ -10,8 +10,8 @@ import torch
 
 from support.made_events import BLOCK, FIRST
 from vllm_kvpolicy.kernels.assign_pages import PageLists
-from vllm_kvpolicy.observe import ring
-from vllm_kvpolicy.observe.ring import RANK, Ring
+from vllm_kvpolicy.observe import shared_files as ring
+from vllm_kvpolicy.observe.shared_files import RANK, Ring
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.batch import Batch, Destinations, HeldPages
 from vllm_kvpolicy.worker.observers.live import MOST_SECONDS, SHARE, LiveEvents, in_bins

@@ -224,7 +224,7 @@ class KVPolicyManager(FullAttentionManager):
     planner: Planner
     sliding: SlidingBlocks
     blocks_returned: int
-    # Superblocks are offered when the token after them is computed: see `lookahead_hasher`.
+    # Superblocks are offered when the token after them is computed: `lookahead_hasher`.
     offers_later: bool = False
     # What the request whose turn it is leaves to a more urgent one that waits.
     claimed: int = 0

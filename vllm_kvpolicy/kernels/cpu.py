@@ -19,14 +19,19 @@ from vllm_kvpolicy.kernels.libraries import CPU
 from vllm_kvpolicy.kernels.nucleus import nucleus_counts
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.paged_reductions import check_squares
-from vllm_kvpolicy.kernels.pooled_usage import check_pooling, pooled_usage_ref
 from vllm_kvpolicy.kernels.segment_quota import (
     SegmentQuotas,
     max_segments,
     num_thresholds,
 )
 from vllm_kvpolicy.kernels.softmax import effective_window
-from vllm_kvpolicy.kernels.window_usage import WindowUsage, check_shapes, check_sinks
+from vllm_kvpolicy.kernels.window_usage import (
+    WindowUsage,
+    check_pooling,
+    check_shapes,
+    check_sinks,
+    pooled_usage_ref,
+)
 
 # -- what keys say ---------------------------------------------------------------------
 

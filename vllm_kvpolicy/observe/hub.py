@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from vllm_kvpolicy.observe.metrics import CounterFile
-from vllm_kvpolicy.observe.ring import LISTEN_SECONDS, RANK, SCHEDULER, Ring
+from vllm_kvpolicy.observe.shared_files import LISTEN_SECONDS, RANK, SCHEDULER, Ring
 
 POLL_SECONDS = 0.1  # between two looks at the files
 RANK_SECONDS = 1.0  # that an event waits for the heads of other ranks

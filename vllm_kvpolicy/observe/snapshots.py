@@ -8,7 +8,7 @@ from struct import pack
 from typing import Any
 
 from vllm_kvpolicy.observe.observing import only_observes
-from vllm_kvpolicy.observe.ring import SCHEDULER, Ring
+from vllm_kvpolicy.observe.shared_files import SCHEDULER, Ring
 from vllm_kvpolicy.protocol import CompactEvent
 
 PERIOD_SECONDS = 0.25  # between two snapshots

@@ -65,7 +65,7 @@ class EventRecord:
             mass, segments, quotas: see `ams`; of `held`, [L, H, T], half-open
             ranges of it, [L, H, S, 2], and tokens, [L, H, S];
             retained_mass, lse_drop, density_60, density_90: see
-            `worker.observers.retained_attention`.
+            `worker.observers.trace.with_attention`.
         ranks: whose heads these are, each with H / ranks neighbours; files have one.
     """
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_kvpolicy.kernels.survivor_values import read_survivors, write_survivors
+from vllm_kvpolicy.kernels.compact_pages import read_survivors, write_survivors
 from vllm_kvpolicy.worker.batch import HeldPages
 from vllm_kvpolicy.worker.request_table import RequestTable
 

@@ -1,7 +1,7 @@
 """Twins in Triton of kernels.page_bounds: bounds by page, scores by tile of a row.
 
 Sums of scores are added up in another order than the reference's. The best pages of a
-row are found without sorting, by radix selection; see `triton.radix_select`.
+row are found without sorting, by radix selection; see `triton.ranking`.
 """
 
 import torch
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from vllm_kvpolicy.kernels.page_bounds import LOWEST
-from vllm_kvpolicy.kernels.triton.radix_select import order_key
+from vllm_kvpolicy.kernels.triton.ranking import order_key
 
 SLOTS = 16  # tokens of a page at a time
 NUMBERS = 4096  # of a tile of pages, two of which are held at once

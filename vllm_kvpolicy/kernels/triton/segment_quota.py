@@ -16,7 +16,7 @@ from vllm_kvpolicy.kernels.segment_quota import (
     max_segments,
     num_thresholds,
 )
-from vllm_kvpolicy.kernels.triton.radix_select import (
+from vllm_kvpolicy.kernels.triton.ranking import (
     find_cut,
     launch_sizes,
     mark_best,

@@ -21,8 +21,8 @@ widest head exceeds the mean in the paper's profile of head sizes, `lower` the i
 
 import torch
 
+from vllm_kvpolicy.kernels.assign_pages import page_quota
 from vllm_kvpolicy.kernels.nucleus import nucleus_votes
-from vllm_kvpolicy.kernels.page_quota import page_quota
 from vllm_kvpolicy.kernels.ranking import (
     fill_in_order,
     limit_must_keep,

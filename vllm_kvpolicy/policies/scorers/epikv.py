@@ -24,8 +24,11 @@ from typing import Any
 import torch
 
 from vllm_kvpolicy.kernels.ranking import leading_run
-from vllm_kvpolicy.kernels.rolling import rolling_mean, rolling_zscore
-from vllm_kvpolicy.kernels.token_signals import hidden_change
+from vllm_kvpolicy.kernels.token_signals import (
+    hidden_change,
+    rolling_mean,
+    rolling_zscore,
+)
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.scorers.base import BaseScorer
@@ -44,7 +47,7 @@ class Mix:
     Args:
         signals: what is measured at each token.
         weights: one per signal.
-        statistic: see `kernels.rolling`.
+        statistic: see `kernels.token_signals`.
     """
 
     signals: tuple[TokenSignal, ...]

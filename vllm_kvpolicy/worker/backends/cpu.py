@@ -21,7 +21,7 @@ from vllm_kvpolicy.worker.backends.mixins import (
     KVPolicyImplMixin,
     KVPolicyMetadataBuilderMixin,
 )
-from vllm_kvpolicy.worker.tiers.ragged_step import LayerBatch
+from vllm_kvpolicy.worker.tiers.head_tables import LayerBatch
 
 
 class KVPolicyCPUMetadataBuilder(

@@ -12,13 +12,13 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 from vllm_kvpolicy.config import server_config
 from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
 from vllm_kvpolicy.worker.runtime import KVPolicyRuntime
-from vllm_kvpolicy.worker.tiers.page_selection import SelectedBatch, selecting
-from vllm_kvpolicy.worker.tiers.ragged_step import (
+from vllm_kvpolicy.worker.tiers.head_tables import (
     FoldedBatch,
     LayerBatch,
     fold_queries,
     unfold_output,
 )
+from vllm_kvpolicy.worker.tiers.page_selection import SelectedBatch, selecting
 
 
 @dataclass(frozen=True)

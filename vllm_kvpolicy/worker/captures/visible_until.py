@@ -11,14 +11,13 @@ import torch
 
 from vllm_kvpolicy.kernels.compact_pages import Moves
 from vllm_kvpolicy.kernels.paged import PagedTokens
-from vllm_kvpolicy.kernels.until_attention import until_attention
-from vllm_kvpolicy.kernels.visibility import NEVER, write_until
+from vllm_kvpolicy.kernels.visibility import NEVER, until_attention, write_until
 from vllm_kvpolicy.policies.base import Decider
 from vllm_kvpolicy.worker.batch import Batch
 from vllm_kvpolicy.worker.captures.capture import Capture
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.step import Step, StepTokens
-from vllm_kvpolicy.worker.tiers.ragged_step import LayerBatch
+from vllm_kvpolicy.worker.tiers.head_tables import LayerBatch
 from vllm_kvpolicy.worker.transfer import to_device
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from vllm_kvpolicy.observe.measures import kept_by_bin
 from vllm_kvpolicy.observe.observing import only_observes
-from vllm_kvpolicy.observe.ring import RANK, Ring
+from vllm_kvpolicy.observe.shared_files import RANK, Ring
 from vllm_kvpolicy.observe.snapshots import MOST_TOKENS
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.batch import Batch, Destinations

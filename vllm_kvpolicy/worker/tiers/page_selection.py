@@ -21,7 +21,7 @@ from vllm_kvpolicy.policies.selections.quest import Quest
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
-from vllm_kvpolicy.worker.tiers.ragged_step import (
+from vllm_kvpolicy.worker.tiers.head_tables import (
     FoldedBatch,
     LayerBatch,
     fold_order,

@@ -6,17 +6,20 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from vllm_kvpolicy.kernels.assign_pages import PageLists, assign_pages
-from vllm_kvpolicy.kernels.page_quota import count_in_pages, page_quota
+from vllm_kvpolicy.kernels.assign_pages import (
+    PageLists,
+    assign_pages,
+    count_in_pages,
+    page_quota,
+)
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.batch import Batch, HeldPages
 from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.step import Step
-from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
+from vllm_kvpolicy.worker.tiers.head_tables import FoldedTables, Folder, HeadTables
 from vllm_kvpolicy.worker.tiers.page_selection import PageSelection
-from vllm_kvpolicy.worker.tiers.ragged_step import FoldedTables, Folder
 from vllm_kvpolicy.worker.tiers.tier import PageCounts, StepMetadata, Tier, padded
 from vllm_kvpolicy.worker.transfer import Integers
 

@@ -18,8 +18,8 @@ from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.step import Step
+from vllm_kvpolicy.worker.tiers.head_tables import FoldedBatch
 from vllm_kvpolicy.worker.tiers.page_selection import SelectedBatch
-from vllm_kvpolicy.worker.tiers.ragged_step import FoldedBatch
 from vllm_kvpolicy.worker.transfer import HostCopy, Integers
 
 
