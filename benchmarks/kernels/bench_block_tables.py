@@ -245,7 +245,7 @@ class HeadPages:
             sent = to_device_together(self.tier.numbers([event], rows), self.device)
             held = self.tier.held([event], rows, sent)
             batch = Batch([event], policy, rows, sent, held)
-            return batch, self.tier.place(batch, keep)[1]
+            return batch, self.tier.assign(batch, self.tier.quota(batch, keep))
 
         (batch, lists), milliseconds = timed(find, self.device)
         self.tier.commit(batch, lists)

@@ -47,7 +47,6 @@ class Claim:
     no more, and vLLM preempts the last of them until as much is free.
 
     Args:
-        manager: knows what requests hold; is told what the one in turn leaves free.
         watermark: superblocks that vLLM wants to be free behind one that enters.
         request: who claims; None for nobody.
         num_blocks: how many have to be free for it to enter.
@@ -64,9 +63,7 @@ class Claim:
         vLLM waives the watermark where nobody else runs.
 
         Args:
-            request: the request.
             num_shared: superblocks of its cached prefix that others go on holding.
-            leaving: the less urgent requests that run.
         """
         manager, known = self.manager, request.num_tokens
         needed = manager.planner.peak_blocks(request.request_id, known, num_shared)
@@ -82,7 +79,6 @@ class Claim:
             self.request, self.num_blocks = request, wanted
 
     def drop(self) -> None:
-        """Claim nothing."""
         self.request, self.num_blocks = None, 0
 
     def drop_of(self, request_ids: Container[str]) -> None:
@@ -105,19 +101,13 @@ class Entry:
     """Decides who enters and who waits, for one engine.
 
     Args:
-        planner: knows where requests are and when they have events.
-        manager: knows what they hold.
-        max_model_len: longest request, in tokens.
         step_tokens: most tokens that a step computes.
         late_steps: steps for which a request that has ended keeps what it held: 1 with
             asynchronous scheduling.
-        by_priority: vLLM's priority scheduling.
         watermark: superblocks that vLLM wants to be free behind one that enters.
         num_drafts: speculated tokens that a step computes at most for a request.
 
     Attributes:
-        forecast: what requests that have entered will hold.
-        lengths: of the answers so far.
         num_held_back: steps in which a waiting request could not enter.
         num_waits: steps that running requests sat out for others.
     """
@@ -186,8 +176,6 @@ class Entry:
         Those who hold all of it do, until the last of them has its first event or ends.
 
         Args:
-            request_id: the request.
-            blocks: its cached prefix.
             leaving: less urgent requests, on which it does not rely.
         """
         rows = (self.manager.req_to_blocks.get(each, ()) for each in leaving)
@@ -216,10 +204,7 @@ class Entry:
         """Return whether a waiting request may enter in this step; see also `Claim`.
 
         Args:
-            request: the request.
             computed: its tokens that the prefix cache gives it.
-            num_new: tokens that it would compute in this step.
-            leaving: less urgent requests that run.
         """
         request_id, state = request.request_id, self._bounded(request.request_id)
         self._claim.drop()
@@ -238,13 +223,7 @@ class Entry:
         return True
 
     def follow(self, request: Request, computed: int, num_new: int) -> None:
-        """Book a running request anew where it is not where it was expected.
-
-        Args:
-            request: the request.
-            computed: its tokens computed before this step.
-            num_new: tokens that it would compute in this step.
-        """
+        """Book a running request anew where it is not where it was expected."""
         booking = self.forecast.bookings.get(request.request_id)
         if booking is None:
             return
@@ -293,7 +272,6 @@ class Entry:
         """Return whether the pool bears one more request, now and while it runs.
 
         Args:
-            levels: what it will hold.
             leaving: requests that find no room beside it, where there is none.
         """
         staying, usable = self.manager.num_staying(leaving), self.manager.num_usable
@@ -369,9 +347,6 @@ class Entry:
         victim, `num_new`: vLLM preempts then. Part of a prompt where that is what fits.
 
         Args:
-            request: the request.
-            computed: its tokens computed before this step.
-            num_new: tokens that it would compute in this step.
             find_victim: returns whom vLLM would preempt.
         """
         request_id = request.request_id
@@ -420,12 +395,7 @@ class Entry:
         return count if fits else 1
 
     def _proceeds(self, free: int, leaving: frozenset[str] = NOBODY) -> bool:
-        """Return whether somebody gets to where they give superblocks back.
-
-        Args:
-            free: superblocks that there are for it.
-            leaving: requests that do not count.
-        """
+        """Return whether somebody gets to where they give superblocks back."""
         step, num_events = self.forecast.step, self.planner.num_events
         now = step, num_events, self.manager.num_free, leaving
         if self._least[0] != now:

@@ -36,9 +36,6 @@ class Offers:
     vLLM offers superblocks when it schedules the tokens that fill them. A request that
     priority scheduling preempts in the same step never computes them, and vLLM itself
     would leave them in the cache without content.
-
-    Args:
-        manager: vLLM's, of the group.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -108,7 +105,6 @@ class WindowOffers(Offers):
 
     Args:
         manager: vLLM's, of the group; its `cache_blocks` is replaced.
-        planner: knows where requests have their first events.
     """
 
     def __init__(self, manager: Any, planner: Planner) -> None:
@@ -242,8 +238,6 @@ class KVPolicyManager(FullAttentionManager):
         """Connect to the engine's planner; the scheduler does so once.
 
         Args:
-            planner: of the engine.
-            sliding: what requests hold in other groups.
             place: chooses the superblocks of survivors, as `policies.testing.shuffled`
                 does; None keeps the oldest ones, so that survivors move towards the
                 front.
@@ -431,7 +425,6 @@ class KVPolicyManager(FullAttentionManager):
         """Return what an event that is due and the next query window take.
 
         Args:
-            request_id: the request.
             num_tokens: what it gets to, no further than the event behind that one.
         """
         state = self.planner.states.get(request_id)
@@ -454,8 +447,6 @@ class KVPolicyManager(FullAttentionManager):
         query window of the next.
 
         Args:
-            request_id: the request.
-            num_tokens: what it gets to.
             step: most tokens that it computes in a step; None if this step suffices.
         """
         num_entries = len(self.req_to_blocks.get(request_id, ()))

@@ -34,7 +34,7 @@ from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.events import request_phase
 from vllm_kvpolicy.observe.metrics import LIVE
 from vllm_kvpolicy.observe.shared_files import own_engine
-from vllm_kvpolicy.observe.snapshots import NoSnapshots, Snapshots
+from vllm_kvpolicy.observe.snapshots import Snapshots
 from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.policies.catalogue.rows import load
 from vllm_kvpolicy.sizes import (
@@ -52,16 +52,13 @@ logger = init_logger("vllm.kv_policy")
 def lookahead_hasher(cache_config: Any) -> Callable[[Request], list[BlockHash]] | None:
     """Return a hasher that counts the token after a superblock as part of it.
 
-    With DMS, a token decides whether the token before it is kept. The decision about
-    the last token of a superblock is stored with the superblock, so that only requests
-    that go on with the same token may share it. vLLM 0.33 has the same for drafters
-    (`num_hash_lookahead_tokens`).
+    With some admissions a token decides whether the one before it is kept. The decision
+    about the last token of a superblock is stored with the superblock, so that only
+    requests that go on with the same token may share it. vLLM 0.33 has the same for
+    drafters (`num_hash_lookahead_tokens`).
 
     Example: superblocks of 4 tokens. The prompts `abcdefgh x` and `abcdefgh y` share
     `abcd`, which `e` follows in both, but not `efgh`.
-
-    Args:
-        cache_config: vLLM's, with block size and hash function.
 
     Returns:
         What a request calls for its new hashes; its last superblock has one when the
@@ -147,7 +144,7 @@ class KVPolicySchedulerMixin(CountingMixin):
         )
         if self.perf_metrics is not None:
             self.perf_metrics = HeldMetrics(self.vllm_config)
-        self.kv_policy_snapshots = NoSnapshots()
+        self.kv_policy_snapshots: Snapshots | None = None
         if self.kv_policy_config.live:
             self.kv_policy_snapshots = Snapshots(
                 own_engine(self.vllm_config),
@@ -261,12 +258,8 @@ class KVPolicySchedulerMixin(CountingMixin):
         `shared_prefix_boundary` names its end.
 
         Args:
-            request: the request.
-            plan: its own.
             blocks: found in the cache, by group.
-            num_cached: their tokens.
             junction: end of a longer prefix, where full attention has one; else 0.
-            rest: what vLLM returns beside.
         """
         usable, cache = plan.usable_hit(num_cached), self.kv_cache_manager
         most = plan.usable_hit(max(junction, num_cached))
@@ -375,7 +368,8 @@ class KVPolicySchedulerMixin(CountingMixin):
             scheduler_output.num_scheduled_tokens, has_events=bool(commands.events)
         )
         super()._update_after_schedule(scheduler_output)
-        self.kv_policy_snapshots.publish_tokens(commands.events, self.requests)
+        if self.kv_policy_snapshots is not None:
+            self.kv_policy_snapshots.publish_tokens(commands.events, self.requests)
         self._count()
 
     def update_from_output(
@@ -388,9 +382,15 @@ class KVPolicySchedulerMixin(CountingMixin):
 
     def _count(self) -> None:
         counters, manager = self.kv_policy_counters, self.kv_policy_manager
-        counters.set_pools(manager.pool_counts(), manager.blocks_returned)
-        entry = self.kv_policy_entry
-        counters.set_entry(entry.num_held_back, entry.num_waits, entry.forecast.most())
+        entry, (local, survivors) = self.kv_policy_entry, manager.pool_counts()
+        counters.set(
+            local_blocks=local,
+            global_blocks=survivors,
+            blocks_returned=manager.blocks_returned,
+            held_back=entry.num_held_back,
+            waits=entry.num_waits,
+            foreseen_blocks=entry.forecast.most(),
+        )
         states = self.kv_policy_planner.states
         if counters.ratio_due() or not states:
             counters.set_keep_ratio(
@@ -401,7 +401,8 @@ class KVPolicySchedulerMixin(CountingMixin):
                 for request_id, request in self.requests.items()
                 if request_id in states
             )
-        self.kv_policy_snapshots.publish(self)
+        if self.kv_policy_snapshots is not None:
+            self.kv_policy_snapshots.publish(self)
 
     def _most_held(self, request_id: str) -> int:
         state = self.kv_policy_planner.states.get(request_id)
@@ -413,8 +414,10 @@ class KVPolicySchedulerMixin(CountingMixin):
             running = [request, *self.running]
             is_bounded = self.kv_policy_entry.is_bounded
             all_bounded = all(is_bounded(each.request_id) for each in running)
-            self.kv_policy_counters.add_preemption(all_bounded)
-            self.kv_policy_snapshots.publish_preemption(request)
+            kind = "bounded" if all_bounded else "unbounded"
+            self.kv_policy_counters.add(**{f"preemptions_{kind}": 1})
+            if self.kv_policy_snapshots is not None:
+                self.kv_policy_snapshots.publish_preemption(request)
         self.kv_policy_manager.withdraw(request.request_id)
         super()._preempt_request(request, *args, **kwargs)
         self.kv_policy_entry.leave(request)
@@ -442,7 +445,8 @@ class KVPolicySchedulerMixin(CountingMixin):
     def shutdown(self) -> None:
         """Stop; what the engine tells others ends with it."""
         super().shutdown()
-        self.kv_policy_snapshots.close()
+        if self.kv_policy_snapshots is not None:
+            self.kv_policy_snapshots.close()
 
 
 class KVPolicyScheduler(KVPolicySchedulerMixin, Scheduler):

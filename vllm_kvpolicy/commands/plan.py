@@ -81,7 +81,6 @@ class Life:
         """Return superblocks while each token from `first` on is computed.
 
         Args:
-            phase: of the request.
             settled: stop where what requests of all phases hold begins to repeat.
         """
         events, last = self.footprint.events, self.num_tokens
@@ -168,8 +167,6 @@ class Engine:
     """What the plan knows of an engine.
 
     Args:
-        vllm_config: what `sizes` reads of a VllmConfig.
-        available: bytes for the KV cache.
         lengths: tokens of prompt and answer; requests take turns.
         is_widened: in float32 for the sake of this CPU, not by the model or its user.
     """
@@ -191,12 +188,10 @@ class Engine:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
         return self.model.get_num_layers(self.vllm_config.parallel_config)
 
     @property
     def num_kv_heads(self) -> int:
-        """KV heads of a layer."""
         return self.model.get_num_kv_heads(self.vllm_config.parallel_config)
 
     @property
@@ -220,9 +215,6 @@ class Engine:
 
 def main(words: list[str]) -> None:
     """Print the plan.
-
-    Args:
-        words: the command line behind `plan`.
 
     Raises:
         ValueError: it cannot be made, with the reason.

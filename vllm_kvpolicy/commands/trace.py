@@ -69,7 +69,6 @@ def measure(event: EventRecord, previous: EventRecord | None) -> dict[str, Sums]
     """Measure one event.
 
     Args:
-        event: the event.
         previous: the event before it, None for the first of a request.
 
     Returns:
@@ -101,7 +100,6 @@ def _gaps(event: EventRecord, kept: np.ndarray) -> dict[str, Sums]:
     """Measure dropped regions between sinks and local tokens, and dropped runs.
 
     Args:
-        event: the event.
         kept: [L, H, P] bool.
     """
     masks = (mask_of(event.held, event.position), kept)
@@ -158,9 +156,6 @@ def summarise(trace: Path) -> dict[str, dict[str, Any]]:
     `retention` is a list of 20 shares: of the tokens in each twentieth of the text so
     far, those that are kept. Figures without any record are left out.
 
-    Args:
-        trace: folder that workers recorded.
-
     Raises:
         ValueError: no events, or a file that is not one.
     """
@@ -214,11 +209,6 @@ def _cell(value: float | None) -> str:
 
 
 def _add_report(commands: Any) -> None:
-    """Add the subcommand `report`.
-
-    Args:
-        commands: the subparsers of `vllm-kvpolicy trace`.
-    """
     parser = commands.add_parser(
         "report",
         help="print a table",
@@ -287,7 +277,6 @@ class PolicyEvents:
         events: of the request asked for, else of the one with the most events; of a
             preempted request, those since the last preemption.
         sums: by name of `HEAD_MAPS`, [L, H], summed over all events of the policy.
-        count: number of these events.
     """
 
     events: list[EventRecord] = field(default_factory=list)
@@ -295,7 +284,6 @@ class PolicyEvents:
     count: int = 0
 
     def add(self, event: EventRecord) -> None:
-        """Add an event to the sums."""
         chosen = (event.selected >= 0).sum(-1)
         values = {"head_budget": chosen, **event.notes}
         for name, _, _ in HEAD_MAPS:
@@ -308,7 +296,6 @@ def read_policies(trace: Path, request: str | None = None) -> dict[str, PolicyEv
     """Return the events to draw, by policy.
 
     Args:
-        trace: folder that workers recorded.
         request: id of the request to draw; by default the one of each policy with the
             most events.
 
@@ -340,7 +327,6 @@ def draw(
     """Yield the names of figures, without ending, and the figures.
 
     Args:
-        policies: events to draw, by policy.
         retention: shares kept by relative position, by policy.
         layers: layers to draw by head; by default up to MAX_LAYERS, evenly spread.
 
@@ -390,10 +376,7 @@ def plot(
     """Write the figures of a trace.
 
     Args:
-        trace: folder that workers recorded.
         output: folder for the figures; made if missing.
-        request: see `read_policies`.
-        layers: see `draw`.
 
     Returns:
         Names of the figures.
@@ -423,11 +406,6 @@ def plot(
 
 
 def _add_plot(commands: Any) -> None:
-    """Add the subcommand `plot`.
-
-    Args:
-        commands: the subparsers of `vllm-kvpolicy trace`.
-    """
     parser = commands.add_parser(
         "plot",
         help="draw figures",
@@ -464,7 +442,6 @@ def _plot(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run one subcommand."""
     parser = argparse.ArgumentParser(
         prog="vllm-kvpolicy trace",
         description="Show what the events of a trace kept.",

@@ -117,7 +117,6 @@ class Decisions:
 
     @property
     def device(self) -> torch.device:
-        """Where the values are."""
         return self.values.device
 
 

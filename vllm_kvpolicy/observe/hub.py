@@ -28,7 +28,7 @@ class EngineReader:
     """Reads the files of one engine.
 
     Args:
-        name: the engine's, see `files.own_engine`.
+        name: the engine's, see `own_engine`.
         num_ranks: that tell of heads of their own.
     """
 
@@ -101,7 +101,6 @@ class Hub:
     """What is known of all engines of this host, as of the last `poll`.
 
     Args:
-        readers: of the engines, by index.
         pool_blocks: superblocks of one engine's pool, until it has told.
     """
 

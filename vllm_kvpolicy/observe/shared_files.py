@@ -129,8 +129,6 @@ class SharedFile:
     told once, and what is missing reads as zeros.
 
     Args:
-        path: see `file_path`.
-        size: in bytes.
         create: make a zeroed file and lock it, once files that engines left behind
             are removed; otherwise it must exist.
 
@@ -209,7 +207,7 @@ class Ring:
     """The newest records of one writer.
 
     Args:
-        name: the engine's, see `files.own_engine`, and who of it writes.
+        name: the engine's, see `own_engine`, and who of it writes.
         create: make the file and lock it, as its writer does; otherwise it must exist.
 
     Raises:
@@ -255,9 +253,6 @@ class Ring:
 
     def read(self, first: int = 0) -> tuple[list[dict[str, Any]], int]:
         """Return the records from a number on that are still there, oldest first.
-
-        Args:
-            first: number of the first one wanted.
 
         Returns:
             The records, and the number from which to go on.

@@ -34,8 +34,8 @@ from vllm_kvpolicy.protocol import CompactEvent, UsedBlocks
 from vllm_kvpolicy.worker.batch import Batch, Choice, Destinations, HeldPages
 from vllm_kvpolicy.worker.captures.capture import Capture
 from vllm_kvpolicy.worker.layers import no_sinks
-from vllm_kvpolicy.worker.observers.live import NoEvents
-from vllm_kvpolicy.worker.observers.trace import NoTrace
+from vllm_kvpolicy.worker.observers.live import LiveEvents
+from vllm_kvpolicy.worker.observers.trace import Tracer, with_attention
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.survivors import SurvivorMemory
@@ -56,10 +56,7 @@ def merge_dropped(
 
     Args:
         pool: the group's keys and values, mutated.
-        held: what was held.
-        destinations: where it went.
         choice: the policy's pairs, and keys and values from before the move.
-        moves: from slot to slot.
     """
     placed, inputs, merge = destinations.sources, choice.inputs, choice.decision.merge
     assert merge is not None
@@ -93,7 +90,6 @@ class EventAnswer:
     """How many pages some requests held and hold, on its way to the host.
 
     Args:
-        events: the events.
         counts: pages of all layers and heads that what was held below the new frontier
             took, and that its survivors take.
         num_heads: pages in a superblock.
@@ -120,19 +116,10 @@ class Compactor:
     """Carries out events on the pages of one KV cache group.
 
     Args:
-        policies: by name, each decides which tokens survive.
-        pool: the group's keys and values.
-        tier: lays out survivors.
         requests: updated after each event.
-        captures: what the forward pass showed.
         memory: what policies remember of survivors, true positions included.
-        rope: the model's rotary embedding, None where no policy asks for it.
-        scale: softmax scale of the model's attention.
         sink_logits: returns those of its learned sinks as they are now, [L, Hq]
             float32; None for none.
-        trace: records survivors with true positions.
-        live: shows events to whoever listens.
-        ranks: that serve the other heads.
         rooms: by policy, most tokens per head of a batch of several events, all padded
             to the longest head among them; its temporary tensors grow with that.
     """
@@ -145,8 +132,8 @@ class Compactor:
     memory: SurvivorMemory
     rope: Rope | None
     scale: float
-    trace: NoTrace = NoTrace()
-    live: NoEvents = NoEvents()
+    trace: Tracer | None = None
+    live: LiveEvents | None = None
     ranks: Ranks = ONE_RANK
     rooms: Mapping[str, float] = field(default_factory=dict)
     sink_logits: Callable[[], torch.Tensor | None] = no_sinks
@@ -225,7 +212,8 @@ class Compactor:
         """Ask the policy which tokens survive."""
         inputs = self._inputs(batch)
         decision = batch.policy.decide(inputs, batch.events[0].budget)
-        decision = self.trace.annotate(decision, batch.policy.needs, inputs)
+        if self.trace is not None:
+            decision = with_attention(decision, batch.policy.needs, inputs)
         if decision.merge is not None:
             inputs = inputs.copied()
         return Choice(inputs, decision)
@@ -298,7 +286,8 @@ class Compactor:
         block_size = self.pool.block_size
         shape = (*held.num_pages.shape, held.max_tokens)
         keep = decision.keep.reshape(shape)
-        quota, lists = self.tier.place(batch, keep)
+        quota = self.tier.quota(batch, keep)
+        lists = self.tier.assign(batch, quota)
         survives = resize(
             keep,
             decision.score.reshape(shape),
@@ -350,8 +339,10 @@ class Compactor:
         self, batch: Batch, choice: Choice, destinations: Destinations
     ) -> list[EventAnswer]:
         """Enter the new pages into the tables and remember values of survivors."""
-        self.trace.record(batch, choice.decision, destinations)
-        self.live.tell(batch, destinations)
+        if self.trace is not None:
+            self.trace.record(batch, choice.decision, destinations)
+        if self.live is not None:
+            self.live.tell(batch, destinations)
         counts = self.tier.commit(batch, destinations.lists)
         self.requests.update(batch.rows, batch.events, batch.sent)
         self._remember(batch, choice, destinations)

@@ -49,10 +49,6 @@ def _logits(layers: Sequence[Any]) -> torch.Tensor:
 def check_known(layers: Sequence[Any], vllm_config: Any) -> None:
     """Refuse learned sinks that nothing at start-up has asked about.
 
-    Args:
-        layers: vLLM's attention layers, loaded.
-        vllm_config: the engine's configuration.
-
     Raises:
         ValueError: the model's type is not one of which the table of refusals knows.
     """
@@ -134,7 +130,6 @@ def _read(embedding: Any, layer: Any) -> torch.Tensor:
 
     Args:
         embedding: None for a layer that does not rotate.
-        layer: vLLM's attention layer.
 
     Raises:
         ValueError: a rotary embedding of a kind that is not known.

@@ -19,10 +19,8 @@ class Float8:
 
     Args:
         stored: torch.float8_e4m3fn or torch.float8_e5m2.
-        dtype: the model's.
         scales: by "keys" and "values", what a stored number of each layer is
             multiplied by: L numbers above 0.
-        device: where the cache is.
     """
 
     stored: torch.dtype
@@ -82,7 +80,6 @@ class Float8:
 
         Args:
             number: [2, ...] int64 >= 0, of keys and of values; they choose the bytes.
-            layer: whose scales.
 
         Returns:
             uint8 and model dtype of that shape.
@@ -116,7 +113,6 @@ class PagePool:
 
     Attributes:
         keys, values: one [P, N, D] view per layer, of the numbers as they are stored.
-        dtype: the model's.
         spans_layers: whether pages may change layers.
         num_groups: 1 if they may, else the number of layers.
         null_pages: [1, L, H, 1] int64, ids of each head's stock page of superblock 0.
@@ -262,7 +258,6 @@ def check_layout(layer: object, pool: PagePool, index: int) -> None:
 
     Args:
         layer: vLLM's attention layer number `index`.
-        pool: the view to check.
 
     Raises:
         RuntimeError: the view does not read what the backend wrote.

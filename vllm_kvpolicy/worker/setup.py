@@ -31,8 +31,8 @@ from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
 from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
 from vllm_kvpolicy.worker.compaction import Compactor, remembered
 from vllm_kvpolicy.worker.layers import check_known, logits_reader, model_rope
-from vllm_kvpolicy.worker.observers.live import LiveEvents, NoEvents
-from vllm_kvpolicy.worker.observers.trace import NoTrace, Tracer
+from vllm_kvpolicy.worker.observers.live import LiveEvents
+from vllm_kvpolicy.worker.observers.trace import Tracer
 from vllm_kvpolicy.worker.pages import Float8, PagePool, check_layout
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.runtime import KVPolicyRuntime
@@ -58,9 +58,7 @@ class SideTables:
     """What a worker allocates once the number of superblocks of the pool is known.
 
     Args:
-        num_requests: requests that may be live at once.
         num_heads: n = L * H on this rank.
-        block_size: N, tokens per superblock.
         max_global_blocks: most superblocks of survivors of one request in any pool.
         max_local_tokens: most local tokens right after an event, per head.
         num_memories: values that are remembered of each survivor.
@@ -108,7 +106,6 @@ class SideTables:
 
         Args:
             available: bytes for the KV cache and these tables together.
-            superblock_bytes: of all layers.
         """
 
         def total(num_blocks: int) -> int:
@@ -130,13 +127,7 @@ READ: Mapping[type[Capture], tuple[str, Callable[[Needs], object]]] = {
 
 @dataclass(frozen=True)
 class Share:
-    """A part of the memory beside the KV cache.
-
-    Args:
-        what: is stored there.
-        nbytes: that it takes.
-        policies: names of those that need it.
-    """
+    """A part of the memory beside the KV cache."""
 
     what: str
     nbytes: int
@@ -178,7 +169,6 @@ def too_small(
         available: bytes for the KV cache and what is beside it.
         superblocks: that fit, and that one request of --max-model-len may hold.
         superblock_bytes: of all layers.
-        shares: of what is beside the KV cache.
         enough: bytes that would be.
     """
     beside = sum(share.nbytes for share in shares)
@@ -203,18 +193,8 @@ class WorkerSetup:
     """What a worker holds before the KV cache exists; `bind` makes the runtime of it.
 
     Args:
-        vllm_config: the engine's configuration.
-        config: the engine's policies.
-        policies: by name.
-        needs: what any of them reads.
-        layers: the model's attention layers, in model order.
-        rope: the model's rotary embedding, None where no policy asks for it.
-        requests: superblocks and frontiers by request.
-        captures: hooked to the model.
         tables: what attention will read in a step.
         side_tables: sizes of what is made along with the KV cache.
-        shard: the heads that this rank serves.
-        ranks: with those that serve the others.
         query_rows: rows of a superblock that a query takes; None to batch events
             without bound.
     """
@@ -242,7 +222,6 @@ class WorkerSetup:
         """Return what is beside a pool, and for which policies.
 
         Args:
-            num_blocks: superblocks of the pool.
             is_early_ours: `early_bytes` are taken from the same memory.
         """
         readers = {
@@ -331,21 +310,21 @@ class WorkerSetup:
             max_local_tokens=sizes.max_local_tokens,
         )
 
-    def _trace(self, on_off: Callable[[], None]) -> NoTrace:
+    def _trace(self, on_off: Callable[[], None]) -> Tracer | None:
         folder = self.config.trace_dir
         if not folder:
-            return NoTrace()
+            return None
         engine = self.vllm_config.parallel_config.data_parallel_index
         name = trace_name(self.shard, engine)
         if name is None:
-            return NoTrace()
+            return None
         return Tracer(folder, self.requests.block_size, on_off, name=name)
 
-    def _live(self, on_off: Callable[[], None]) -> NoEvents:
+    def _live(self, on_off: Callable[[], None]) -> LiveEvents | None:
         """Return what shows events; of heads with copies, the first rank shows them."""
         place, is_copy = divmod(self.shard.rank, self.shard.copies)
         if is_copy or not self.config.live:
-            return NoEvents()
+            return None
         return LiveEvents(
             own_engine(self.vllm_config),
             place,
@@ -397,11 +376,7 @@ def prepare(
     """Build policies, tables and captures, and hook the captures to the model.
 
     Args:
-        vllm_config: the engine's configuration.
-        config: the engine's policies.
         model: the loaded model, not yet compiled or captured.
-        layers: its attention layers in model order.
-        device: where the model runs.
 
     Raises:
         ValueError: a policy that cannot serve this model.
@@ -525,7 +500,6 @@ def refused_for(
     """Add to a refusal the names of the policies that it concerns.
 
     Args:
-        policies: by name.
         reads: returns from its needs whether a policy is concerned; by default all are.
 
     Raises:
@@ -547,8 +521,6 @@ def rope_for(
     """Return how layers of a model rotate, None if no policy asks for it.
 
     Args:
-        policies: by name.
-        model: the loaded model.
         layers: attention layers of full attention in it, in model order.
 
     Raises:

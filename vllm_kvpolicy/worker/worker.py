@@ -175,7 +175,6 @@ class LateAnswers(AsyncModelRunnerOutput):
     """An asynchronous output that carries the answers to its step's events.
 
     Args:
-        output: what vLLM's model runner returned.
         read_answers: waits for the answers and returns them.
     """
 
@@ -208,7 +207,6 @@ def layer_refusals(layers: Mapping[str, Any], cache_dtype: str) -> list[str]:
     Only what the loaded model tells; `api.guards` refuses everything else earlier.
 
     Args:
-        layers: vLLM's attention layers by name.
         cache_dtype: of the KV cache, as the scheduler knows it.
     """
     if not layers:
@@ -279,10 +277,6 @@ def is_sliding(layer: Any) -> bool:
 def check_groups(specs: Mapping[str, Any], groups: SlidingGroups) -> None:
     """Refuse layers of kinds and numbers that were not expected.
 
-    Args:
-        specs: vLLM's specs by layer.
-        groups: what the model's configuration says of its layers.
-
     Raises:
         ValueError: a kind that no policy runs beside, or other layers than the
             configuration names.
@@ -325,7 +319,6 @@ def traced_parts(model: nn.Module, layers: Sequence[Any]) -> list[str]:
 
     Args:
         model: vLLM's model with all hooks attached.
-        layers: its attention layers.
 
     Raises:
         TypeError: compiled code would depend on something that cannot be described.

@@ -17,7 +17,6 @@ COUNT_TILE = 1024  # tokens that a program looks at at a time
 def count_in_pages(
     mask: torch.Tensor, num_pages: torch.Tensor, block_size: int
 ) -> torch.Tensor:
-    """Count the True entries in each row's first pages."""
     counts = torch.empty_like(num_pages, memory_format=torch.contiguous_format)
     _count_in_pages[(counts.numel(),)](
         mask.contiguous(),
@@ -39,7 +38,6 @@ def page_quota(
     most: int = MOST_TOKENS,
     fills: bool = True,
 ) -> torch.Tensor:
-    """Share `total` pages among the n heads of each group."""
     num_groups, num_heads = tokens.shape
     quota = torch.empty_like(tokens, memory_format=torch.contiguous_format)
     tile = triton.next_power_of_2(num_heads)
@@ -137,7 +135,6 @@ def assign_pages(
     num_kv_heads: int,
     groups: int,
 ) -> PageLists:
-    """Give each head its quota of the request's pages, its own pages first."""
     (num_events, num_dest), num_heads = dest.shape, held.shape[1]
     first = dest.new_empty(num_events, num_heads + 1)
     pages = dest.new_empty(num_events, num_heads * num_dest)

@@ -56,7 +56,6 @@ def compact_pages(
 def list_survivors(
     survives: torch.Tensor, first: torch.Tensor, num_places: int, block_size: int
 ) -> torch.Tensor:
-    """List the survivors of every head, oldest first."""
     num_events, num_heads, num_tokens = survives.shape
     listed = first.new_empty(num_events, num_places)
     _list_survivors[(num_events, num_heads)](
@@ -83,7 +82,6 @@ def survivor_moves(
     block_size: int,
     groups: int,
 ) -> Moves:
-    """Say from which slot to which one each survivor goes."""
     (num_events, num_places), num_heads = sources.shape, held.shape[1]
     size = num_places // groups
     source = sources.new_empty(groups, num_events, size)
@@ -303,7 +301,6 @@ def read_survivors(
     global_blocks: torch.Tensor,
     num_tokens: int,
 ) -> torch.Tensor:
-    """Read values of the tokens that requests hold, zero where none was written."""
     num_heads, most_local = local.shape[2:]
     shape = (len(which), len(index), num_heads, num_tokens)
     values = survivors.new_empty(shape)
@@ -340,7 +337,6 @@ def write_survivors(
     num_local: torch.Tensor,
     global_blocks: torch.Tensor,
 ) -> None:
-    """Replace the values of requests' survivors, on the superblocks they moved to."""
     num_heads, most_local = local.shape[2:]
     num_places = sources.shape[1]
     list_tiles = triton.cdiv(num_places, TILE)

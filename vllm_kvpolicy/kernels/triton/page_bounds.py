@@ -18,7 +18,6 @@ COLUMNS = 2048  # of a row at a time, where the best are chosen
 
 
 def page_bounds(bounds: torch.Tensor, keys: torch.Tensor, pages: torch.Tensor) -> None:
-    """Find the smallest and largest number of each channel."""
     if not len(pages):
         return
     size = keys.shape[2]
@@ -75,7 +74,6 @@ def best_pages(
     num_global: torch.Tensor,
     num_read: torch.Tensor,
 ) -> torch.Tensor:
-    """Leave out the global pages with the lowest scores."""
     num_rows, num_columns = tables.shape
     read = torch.empty_like(tables, memory_format=torch.contiguous_format)
     if read.numel():

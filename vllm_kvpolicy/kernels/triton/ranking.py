@@ -222,7 +222,6 @@ def must_keep_tokens(
     block_size: int,
     num_tokens: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mark the tokens that an event keeps in any case: sinks and local ones."""
     num_events, num_heads = num_pages.shape
     lengths = num_local.new_empty(num_events, num_heads)
     must_keep = lengths.new_empty((*lengths.shape, num_tokens), dtype=torch.bool)
@@ -243,7 +242,6 @@ def must_keep_tokens(
 
 
 def limit_must_keep(must_keep: torch.Tensor, budget: int) -> torch.Tensor:
-    """Shrink a must-keep set that exceeds the budget: recent tokens go before sinks."""
     limited = torch.empty_like(must_keep, memory_format=torch.contiguous_format)
     num_tokens = must_keep.shape[-1]
     if limited.numel() > 0:
@@ -259,7 +257,6 @@ def fill_next_best(
     valid: torch.Tensor,
     target: torch.Tensor | int,
 ) -> torch.Tensor:
-    """Add the best tokens that are not kept yet until a row keeps `target`."""
     return _select(keep, score, None, valid, target, keeps_all=True)
 
 
@@ -269,7 +266,6 @@ def top_k_mask(
     valid: torch.Tensor,
     budget: torch.Tensor | int,
 ) -> torch.Tensor:
-    """Keep the must-keep tokens and the best of the others, `budget` in all."""
     return _select(must_keep, score, None, valid, budget)
 
 
@@ -281,7 +277,6 @@ def resize(
     quota: torch.Tensor,
     block_size: int,
 ) -> torch.Tensor:
-    """Fill up or trim a selection of a row's first pages to whole pages."""
     return _select(keep, score, must_keep, num_pages, quota, block_size)
 
 
@@ -428,7 +423,6 @@ def _must_keep(
     num_tokens,
     TILE: tl.constexpr,
 ):
-    """Mark a tile of one head's tokens."""
     row = tl.program_id(0).to(tl.int64)
     event, head = row // num_heads, row % num_heads
     pages = tl.load(num_pages + event * event_stride + head * head_stride)

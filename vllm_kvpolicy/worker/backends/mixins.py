@@ -26,7 +26,6 @@ class FoldedMetadata:
     """What the attention of each layer reads where heads have page tables of their own.
 
     Args:
-        batch: page tables per head.
         stock: returns stock metadata over what one layer reads.
         max_queries: no request has more tokens in this step.
         exact: attends in place of the stock kernel, None where that does.
@@ -107,8 +106,6 @@ class KVPolicyMetadataBuilderMixin:
         """Return stock metadata of one layer over a folded batch.
 
         Args:
-            built: the stock metadata of the step.
-            batch: what the layer reads.
             **changes: fields that the backend has in addition to the common ones.
         """
         return replace(

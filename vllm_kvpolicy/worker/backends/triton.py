@@ -53,10 +53,8 @@ class KVPolicyTritonBackend(HeadMajorBackendMixin, TritonAttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[KVPolicyTritonImpl]:
-        """Return the implementation class."""
         return KVPolicyTritonImpl
 
     @staticmethod
     def get_builder_cls() -> type[KVPolicyTritonMetadataBuilder]:
-        """Return the metadata builder class."""
         return KVPolicyTritonMetadataBuilder

@@ -74,8 +74,6 @@ class HiddenSteps:
         num_requests: requests that may be live at once; one more row is for padding.
         step_tokens: most tokens of a step.
         hidden_size: d, width of the residual stream.
-        dtype: the model's dtype.
-        device: where the model runs.
 
     Attributes:
         changes: one [step_tokens] float32 per layer, filled by the forward pass.
@@ -112,10 +110,6 @@ class HiddenSteps:
 
     def attach(self, model: nn.Module, num_layers: int) -> None:
         """Hook the layers; before the model is compiled or captured.
-
-        Args:
-            model: vLLM's model.
-            num_layers: decoder layers of the model.
 
         Raises:
             ValueError: its decoder layers cannot be found.
@@ -164,10 +158,6 @@ def _note_hidden_step(
         hidden: [T, d] model dtype, the layer's output, or, where `residual` is given,
             the part of it that has yet to be added to the residual stream.
         residual: [T, d] model dtype, the residual stream; None where `hidden` is whole.
-        before: [>= T] int64, row of the token before, or FROM_BATCH.
-        after: [>= T] int64, row that takes this token's output.
-        left: [rows, d] model dtype, read, then written.
-        change: [>= T] float32, written.
     """
     num_tokens = len(hidden)
     output = hidden if residual is None else hidden + residual
@@ -203,14 +193,7 @@ class TokenSignals(Capture):
     """One float32 per (request, signal, position).
 
     Args:
-        signals: what to measure.
         num_layers: L, decoder layers of the model.
-        num_requests: requests that may be live at once.
-        max_model_len: longest request, in tokens.
-        step_tokens: most tokens of a step.
-        hidden_size: d, width of the residual stream.
-        dtype: the model's dtype.
-        device: where the model runs.
 
     Raises:
         ValueError: a signal of layers that the model does not have.
@@ -260,13 +243,6 @@ class TokenSignals(Capture):
     ) -> "TokenSignals":
         """Size the tables for an engine and attach to its model.
 
-        Args:
-            signals: what to measure.
-            model: the loaded model, not yet compiled or captured.
-            num_layers: L, decoder layers of the model.
-            vllm_config: the engine's configuration.
-            device: where the model runs.
-
         Raises:
             ValueError: the layers cannot be found.
         """
@@ -286,7 +262,6 @@ class TokenSignals(Capture):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory."""
         variances = sum(rows.nbytes for rows in self._variances.values())
         return self._table.nbytes + self._hidden.nbytes + variances
 
@@ -300,11 +275,9 @@ class TokenSignals(Capture):
             self._hidden.attach(model, self.num_layers)
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """Forget requests that finished, were aborted or were preempted."""
         self._rows.drop(request_ids)
 
     def plan(self, step: Step) -> None:
-        """Note which tokens the coming forward pass computes."""
         rows = self._rows.take_all(step.request_ids, step.metadata.num_reqs)
         tokens = StepTokens.of(step.metadata)
         of_batch = to_device(rows, self.device)

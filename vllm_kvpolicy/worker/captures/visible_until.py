@@ -30,10 +30,7 @@ class VisibleUntil(Capture):
     Args:
         decider: decides of each token whether it is kept after the window.
         num_sinks: tokens at positions below this are kept in any case.
-        block_size: N, tokens per superblock.
-        num_kv_heads: H.
         step_tokens: most tokens of a step, padding included.
-        device: where the model runs.
 
     Attributes:
         until: one [P, N] int32 per layer, the same tensor where page ids name pages of
@@ -64,7 +61,6 @@ class VisibleUntil(Capture):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory held before the KV cache is made."""
         return 3 * self._own.nbytes + self.decider.nbytes
 
     @property
@@ -167,11 +163,8 @@ class VisibleUntil(Capture):
         """Attend to what each query sees, in place of a stock kernel.
 
         Args:
-            layer: index of the layer in model order.
-            batch: what the layer reads.
             queries: [T * H, G, D] model dtype, folded.
             result: like `queries`, written.
-            scale: softmax scale.
             max_queries: no row has more.
         """
         width = -(-batch.max_length // self._block_size)
@@ -194,7 +187,6 @@ class VisibleUntil(Capture):
             result *= value_scale
 
     def move(self, moves: Moves) -> None:
-        """Carry values along with survivors; see `Capture.move`."""
         for group in range(self.pool.num_groups):
             until = self.until[group].view(-1)
             until[moves.dest[group]] = until[moves.source[group]]

@@ -23,21 +23,12 @@ SHARE = 0.05  # of a worker's time that telling of events may take
 MOST_SECONDS = 0.5  # that may be taken at once after a quiet time
 
 
-class NoEvents:
-    """Tells nothing; without `live`."""
-
-    def tell(self, batch: Batch, destinations: Destinations) -> None:
-        """Do nothing."""
-
-
-class LiveEvents(NoEvents):
+class LiveEvents:
     """Summarises events for whoever listens.
 
     Args:
-        engine: its name, see `own_engine`.
         place: of this rank's heads among those of all ranks.
         ranks: whose heads differ.
-        block_size: N, tokens per page.
         shape: (L, H) of this rank.
         with_text: the share of each token is told as well.
         on_off: hears of it where this has failed and tells no more.
@@ -134,7 +125,6 @@ def tokens_kept(seen: Followed, position: int, num_local: int) -> np.ndarray:
     Where survivors were not followed, all tokens have the mean.
 
     Args:
-        seen: the event.
         position: p, tokens computed before it.
         num_local: newest tokens, which all heads keep.
     """

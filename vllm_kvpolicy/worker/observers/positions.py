@@ -37,11 +37,7 @@ class Followed:
 
 
 class TruePositions:
-    """Remembers where the survivors of each request come from.
-
-    Args:
-        block_size: N, tokens per page.
-    """
+    """Remembers where the survivors of each request come from."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size

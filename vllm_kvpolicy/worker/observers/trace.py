@@ -38,11 +38,6 @@ def with_attention(decision: Decision, needs: Needs, inputs: EventInputs) -> Dec
         density_60, density_90: share of the held tokens that holds 60 and 90 % of the
             attention.
 
-    Args:
-        decision: the policy's.
-        needs: the policy's.
-        inputs: what it saw.
-
     Returns:
         The decision, with these notes where the policy reads queries and keys and the
         model has no learned sinks, whose share they do not count.
@@ -66,27 +61,11 @@ def with_attention(decision: Decision, needs: Needs, inputs: EventInputs) -> Dec
 logger = init_logger("vllm.kv_policy")
 
 
-class NoTrace:
-    """Records nothing; the default, unless a trace folder is named."""
-
-    def annotate(
-        self, decision: Decision, needs: Needs, inputs: EventInputs
-    ) -> Decision:
-        """Return the decision as it is."""
-        return decision
-
-    def record(
-        self, batch: Batch, decision: Decision, destinations: Destinations
-    ) -> None:
-        """Write nothing."""
-
-
-class Tracer(NoTrace):
+class Tracer:
     """Stores the true positions of survivors; see `EventRecord`.
 
     Args:
         directory: of the trace; records go into a new folder in it.
-        block_size: N, tokens per page.
         on_off: hears of it where no more can be written.
         max_bytes: once the records hold this much, no more are written.
         name: of that folder, see `new_run`.
@@ -107,22 +86,10 @@ class Tracer(NoTrace):
         self.positions = TruePositions(block_size)
         self._count = 0
 
-    def annotate(
-        self, decision: Decision, needs: Needs, inputs: EventInputs
-    ) -> Decision:
-        """Note the attention that the decision retains; needs the cache as it was."""
-        return with_attention(decision, needs, inputs)
-
     def record(
         self, batch: Batch, decision: Decision, destinations: Destinations
     ) -> None:
-        """Write one record per event, before the tables are updated.
-
-        Args:
-            batch: the events and what their requests held.
-            decision: the policy's choice.
-            destinations: where the survivors went.
-        """
+        """Write one record per event, before the tables are updated."""
         moved = host(self._moved(batch.held, destinations))
         keep = host(decision.keep.flatten(1, 2))
         notes = {name: _small(value) for name, value in decision.notes.items()}

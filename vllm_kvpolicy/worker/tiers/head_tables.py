@@ -37,11 +37,8 @@ class HeadTables:
     [4, 7, 2, 9, 1, ...] of `pages` and the row [0, 2, 2, 5] of `first`.
 
     Args:
-        num_requests: requests that may be live at once.
-        max_global_blocks: most superblocks of survivors of one request.
         own_page: [n] int64, id of each head's page of superblock 0, n = L * H.
         stride: distance in ids between a head's pages of neighbouring superblocks.
-        device: where the tables live.
         ranks: which hold the same superblocks.
 
     Attributes:
@@ -93,7 +90,6 @@ class HeadTables:
         """Replace the lists of some requests.
 
         Args:
-            rows: of the requests, on the host.
             index: [E] int64, the same on the device.
             first: [E, n + 1] int64.
             pages: [E, C] int64 page ids.
@@ -212,7 +208,6 @@ class FoldedBatch:
         """Return what one layer reads: all that is held.
 
         Args:
-            layer: index of the layer in model order.
             query: [T, Hq, D] model dtype, post-RoPE.
         """
         return LayerBatch(
@@ -231,7 +226,6 @@ class FoldedTables:
     Args:
         num_layers, num_heads: L and H.
         num_rows, num_pages: B rows of C pages at most.
-        device: where they live.
         is_final: they must not be replaced, since graphs read them.
 
     Attributes:
@@ -317,8 +311,6 @@ class Folder:
     """Fills the rows of a step's tables that have changed since the step before.
 
     Args:
-        requests: frontiers.
-        lists: global pages of each head.
         tables: what to fill; replaced by larger ones when a batch does not fit.
     """
 
@@ -342,7 +334,6 @@ class Folder:
         """Return the tables of a step.
 
         Args:
-            common: vLLM's CommonAttentionMetadata, logical.
             request_ids: requests of the batch in row order; rows beyond are padding.
         """
         num_rows, requests = common.num_reqs, self.requests
@@ -368,11 +359,7 @@ class Folder:
         )
 
     def warm_up(self, num_columns: int) -> None:
-        """Fold a dummy batch, so that the kernels are compiled.
-
-        Args:
-            num_columns: of vLLM's block table.
-        """
+        """Fold a dummy batch, so that the kernels are compiled."""
         one = torch.ones(2, dtype=torch.int32, device=self.requests.device)
         dummy = SimpleNamespace(
             num_reqs=1,
@@ -445,7 +432,6 @@ def fold_order(
 
     Args:
         starts: [R + 1] int32, first token of each row.
-        num_tokens: T.
         head: [H] int32, 0 to H - 1.
     """
     token = torch.arange(num_tokens, dtype=torch.int32, device=starts.device)

@@ -31,11 +31,6 @@ class RaggedTier(Tier):
     out its own part of the superblocks.
 
     Args:
-        requests: superblocks and frontiers by request.
-        pool: the pages of the KV cache.
-        lists: global pages of each head.
-        tables: what attention reads in a step.
-        is_captured: the attention of a step may be the replay of a graph.
         selection: selects the pages that queries read; None if they read all.
         exact: masks tokens as soon as they are dropped; None if events drop them.
     """
@@ -57,11 +52,9 @@ class RaggedTier(Tier):
         self.is_captured, self.selection, self.exact = is_captured, selection, exact
 
     def clear(self, rows: Sequence[int], index: torch.Tensor) -> None:
-        """Forget what the rows held."""
         self.lists.clear(rows, index)
 
     def starts(self, index: torch.Tensor) -> torch.Tensor:
-        """Return [E, n + 1] int64; see `Tier`."""
         return self.lists.first[index].long()
 
     def numbers(
@@ -95,7 +88,6 @@ class RaggedTier(Tier):
         rows: Sequence[int],
         sent: Mapping[str, torch.Tensor],
     ) -> HeldPages:
-        """Return what the requests hold before their events; see `Tier`."""
         recent, most = sent["recent"], self.lists.longest(rows)
         blocks = [len(event.leaving_blocks + event.local_blocks) for event in events]
         width = int((most + blocks).max())
@@ -135,7 +127,6 @@ class RaggedTier(Tier):
         return quota.view(counts.shape)
 
     def assign(self, batch: Batch, quota: torch.Tensor) -> PageLists:
-        """Share the pages of the destination superblocks out among the heads."""
         return assign_pages(
             batch.held.pages,
             batch.held.num_pages,
@@ -176,7 +167,6 @@ class RaggedTier(Tier):
         self.folder.forget(request_ids)
 
     def warm_up(self, num_columns: int) -> None:
-        """Fold a dummy batch, and score a page where queries choose."""
         self.folder.warm_up(num_columns)
         if self.selection is not None:
             self.selection.warm_up()
