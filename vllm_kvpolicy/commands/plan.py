@@ -24,6 +24,8 @@ from vllm_kvpolicy.sizes import max_blocks_per_request, max_global_blocks, query
 from vllm_kvpolicy.worker.compaction import remembered
 from vllm_kvpolicy.worker.setup import SideTables
 
+# -- how many requests a pool bears --------------------------------------------
+
 SAMPLED_PHASES = 32
 
 
@@ -138,6 +140,8 @@ def most_at_once(lives: Sequence[Life], num_usable: int) -> int:
         low, high = (middle, high) if fits(middle) else (low, middle)
     return max(count for count in range(low, low + 4) if count == low or fits(count))
 
+
+# -- the command ---------------------------------------------------------------
 
 # Quarters of budget and interval, for further lines of the table.
 NEIGHBOURS = ((4, 2), (4, 1), (3, 4), (3, 2), (2, 4))

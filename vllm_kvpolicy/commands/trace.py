@@ -29,6 +29,8 @@ from vllm_kvpolicy.observe.measures import (
 )
 from vllm_kvpolicy.observe.trace_files import EventRecord, read_trace
 
+# -- `trace report`: a table ---------------------------------------------------
+
 REGIONS = tuple(product((16, 32, 64), (0, 5)))  # tokens, most % kept if wiped out
 BINS = 20
 HEAD_NOTES = ("retained_mass", "lse_drop", "density_60", "density_90")
@@ -236,6 +238,8 @@ def _report(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+# -- `trace plot`: figures and one page ----------------------------------------
 
 MAX_LAYERS = 8  # drawn unless layers are named
 DPI = 100

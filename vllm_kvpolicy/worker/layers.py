@@ -22,6 +22,8 @@ from torch import nn
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.kernels.rope import Rope
 
+# -- learned sinks -------------------------------------------------------------
+
 
 def no_sinks() -> None:
     """Return None: the model has no learned sinks."""
@@ -35,11 +37,12 @@ def logits_reader(layers: Sequence[Any]) -> Callable[[], torch.Tensor | None]:
     Args:
         layers: vLLM's attention layers, loaded; all of them have sinks or none has.
     """
-    return partial(_logits, layers) if _have_sinks(layers) else no_sinks
+    return partial(_logits, layers) if any(map(has_sinks, layers)) else no_sinks
 
 
-def _have_sinks(layers: Sequence[Any]) -> bool:
-    return any(getattr(layer.impl, "sinks", None) is not None for layer in layers)
+def has_sinks(layer: Any) -> bool:
+    """Return whether an attention layer has learned sinks."""
+    return getattr(layer.impl, "sinks", None) is not None
 
 
 def _logits(layers: Sequence[Any]) -> torch.Tensor:
@@ -52,13 +55,15 @@ def check_known(layers: Sequence[Any], vllm_config: Any) -> None:
     Raises:
         ValueError: the model's type is not one of which the table of refusals knows.
     """
-    if _have_sinks(layers) and not compat.has_learned_sinks(vllm_config):
+    if any(map(has_sinks, layers)) and not compat.has_learned_sinks(vllm_config):
         raise ValueError(
             f"{vllm_config.model_config.model}: its attention layers have learned "
             "sinks, which are tested in models of type "
             f"{', '.join(compat.LEARNED_SINKS)} alone; leave out --kv-policy"
         )
 
+
+# -- rotations -----------------------------------------------------------------
 
 EMBEDDING = "rotary_emb"  # None in layers that do not rotate
 # Attributes of the modules around an attention layer in models of which some layers do

@@ -23,6 +23,7 @@ from vllm_kvpolicy.sizes import (
     max_blocks_per_request,
     sliding_groups,
 )
+from vllm_kvpolicy.worker.layers import has_sinks
 from vllm_kvpolicy.worker.setup import prepare, too_small
 from vllm_kvpolicy.worker.tensor_parallel import check_hosts, ends_its_rank
 
@@ -223,7 +224,7 @@ def layer_refusals(layers: Mapping[str, Any], cache_dtype: str) -> list[str]:
             getattr(layer.impl, "logits_soft_cap", None)
         ),
         "learned sinks, or none, unlike the first layer": lambda layer: (
-            _has_sinks(layer) != _has_sinks(first)
+            has_sinks(layer) != has_sinks(first)
         ),
         "the keys and values of another layer (KV sharing)": lambda layer: (
             getattr(layer, "kv_sharing_target_layer_name", None) is not None
@@ -262,10 +263,6 @@ def layer_refusals(layers: Mapping[str, Any], cache_dtype: str) -> list[str]:
 
 def _geometry(layer: Any) -> tuple[float, int, int]:
     return layer.impl.scale, layer.num_heads, layer.num_kv_heads
-
-
-def _has_sinks(layer: Any) -> bool:
-    return getattr(layer.impl, "sinks", None) is not None
 
 
 def is_sliding(layer: Any) -> bool:
@@ -307,6 +304,8 @@ def _bounded(spec: Any) -> Any:
     known = {field.name: getattr(spec, field.name) for field in fields(spec)}
     return KVPolicySpec(**known)
 
+
+# -- what compiled code depends on ---------------------------------------------
 
 PACKAGE = __name__.partition(".")[0]
 PREFIX = "kv_policy_"  # of the submodules that hooks read

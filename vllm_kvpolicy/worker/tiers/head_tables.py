@@ -152,6 +152,8 @@ class HeadTables:
         )
 
 
+# -- tables of a step ----------------------------------------------------------
+
 SPARE = 8  # rows and columns by which a batch may grow before tables are replaced
 
 
