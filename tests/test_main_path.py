@@ -140,9 +140,9 @@ def test_a_file_that_is_left_out_is_found(walk: Walk) -> None:
 
 def test_a_file_that_is_not_passed_is_found(walk: Walk) -> None:
     path = main_path()
-    path["event"] = [*path["event"], "worker.tiers.ragged_step"]
+    path["event"] = [*path["event"], "worker.tiers.head_tables"]
     assert problems(path, walk) == [
-        "event: the request does not pass worker.tiers.ragged_step"
+        "event: the request does not pass worker.tiers.head_tables"
     ]
 
 

@@ -16,11 +16,10 @@ Main path of one request from the flag to the kernels, in the order of first cal
   worker    api.engines > worker.worker > worker.setup > policies.compose
   request   api.patch > api.request_guards
   schedule  block_manager.scheduler > block_manager.planner > block_manager.manager
-  admit     block_manager.admission > block_manager.claim > block_manager.forecast
-  share     block_manager.manager > block_manager.offers
+  enter     block_manager.entry > block_manager.forecast
   step      worker.runtime > worker.request_table > worker.backends.mixins
   capture   worker.captures.query_windows > kernels
-  free      block_manager.sliding > block_manager.turnover > block_manager.placement
+  free      block_manager.sliding
   event     worker.compaction > worker.survivors > policies.compose
   usage     policies.compose > kernels.window_usage
   decide    policies.scorers.tova > policies.allocators.ams > kernels.segment_quota

@@ -413,7 +413,7 @@ class ConfigValues(Mapping[str, Any]):
 
         Args:
             parts: one line each, whatever the policy and its numbers; see
-                `worker.traced_parts`.
+                `worker.worker.traced_parts`.
         """
         self._graph = tuple(parts)
 

@@ -212,7 +212,7 @@ class Footprint:
         return max(peak, held + -(-end // self.block_size) - frontier + window)
 
     def most_blocks(self, num_tokens: int) -> int:
-        """Return superblocks that `peak_blocks` reaches in no phase, or just reaches.
+        """Return a bound on `peak_blocks` in any phase: no request holds more.
 
         At most one too high without a query window, which may be open at any time. In
         phase 0 the first event in decoding is latest; but where events lie in their

@@ -29,8 +29,7 @@ from benchmarks.gpu.record import Record
 from benchmarks.gpu.timing import median_ms
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.rope import Rope
-from vllm_kvpolicy.kernels.until_attention import until_attention
-from vllm_kvpolicy.kernels.visibility import NEVER, visible_until
+from vllm_kvpolicy.kernels.visibility import NEVER, until_attention, visible_until
 from vllm_kvpolicy.kernels.wgkv_gate import paged_gates
 
 DENSE, KINDS = "dense", ("dense", "compacted", "until")

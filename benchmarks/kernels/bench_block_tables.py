@@ -41,9 +41,8 @@ from vllm_kvpolicy.worker.batch import Batch
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.tiers.equal import PhysicalTables
-from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
+from vllm_kvpolicy.worker.tiers.head_tables import FoldedBatch, FoldedTables, HeadTables
 from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
-from vllm_kvpolicy.worker.tiers.ragged_step import FoldedBatch, FoldedTables
 from vllm_kvpolicy.worker.transfer import to_device_together
 
 ID_BYTES = 4  # int32, ids of pages and lengths
@@ -246,7 +245,7 @@ class HeadPages:
             sent = to_device_together(self.tier.numbers([event], rows), self.device)
             held = self.tier.held([event], rows, sent)
             batch = Batch([event], policy, rows, sent, held)
-            return batch, self.tier.place(batch, keep)[1]
+            return batch, self.tier.assign(batch, self.tier.quota(batch, keep))
 
         (batch, lists), milliseconds = timed(find, self.device)
         self.tier.commit(batch, lists)

@@ -97,8 +97,7 @@ def make_worker(policy: str, tokens: int, caches: torch.Tensor) -> Any:
     from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
     from vllm_kvpolicy.worker.compaction import remembered
     from vllm_kvpolicy.worker.request_table import RequestTable
-    from vllm_kvpolicy.worker.setup import WorkerSetup
-    from vllm_kvpolicy.worker.side_tables import SideTables
+    from vllm_kvpolicy.worker.setup import SideTables, WorkerSetup
     from vllm_kvpolicy.worker.tiers.equal import PhysicalTables
 
     device = caches.device

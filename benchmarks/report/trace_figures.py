@@ -8,7 +8,7 @@ import numpy as np
 from benchmarks.report.panels import explain, grid, handle, name_rows
 from benchmarks.report.traces import BUDGETS, IOU_BY_LAYER, SEGMENTS
 from vllm_kvpolicy.commands.figures import new_figure, retention_curves
-from vllm_kvpolicy.commands.trace_summary import REGIONS
+from vllm_kvpolicy.commands.trace import REGIONS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_kvpolicy.commands.trace_summary import summarise
+from vllm_kvpolicy.commands.trace import summarise
 from vllm_kvpolicy.observe.measures import kept_mask, overlap
 from vllm_kvpolicy.observe.trace_files import EventRecord, read_trace
 

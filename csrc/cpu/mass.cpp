@@ -1,5 +1,5 @@
 // Turns the window's attention into mass: smooths it over neighbours, normalises it, and
-// mixes in the moving average. Each number is rounded as in kernels/pooled_usage.py and
+// mixes in the moving average. Each number is rounded as in kernels/window_usage.py and
 // kernels/segment_quota.py, in the same order.
 #include <algorithm>
 #include <numeric>

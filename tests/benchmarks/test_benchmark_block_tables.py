@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.kernels import bench_block_tables
 from benchmarks.kernels.bench_block_tables import Account, Case, HeadPages, accounts
-from vllm_kvpolicy.worker.tiers.ragged_step import SPARE
+from vllm_kvpolicy.worker.tiers.head_tables import SPARE
 
 CPU = torch.device("cpu")
 PAPER = Case(layers=36, heads=8, requests=32, page=16, tokens=20480)

@@ -17,7 +17,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from support.engine.simulator_engine import Scenario, make_scheduler
-from vllm_kvpolicy.block_manager.claim import Claim
+from vllm_kvpolicy.block_manager.entry import Claim
 
 TOKEN, STOP_TOKEN = 5, 7
 # A step costs about as much as ten tokens more in it, by which steps are weighed.
@@ -76,7 +76,7 @@ class Traffic:
 
     @property
     def claim(self) -> Claim:
-        return self.scheduler.kv_policy_admission._claim
+        return self.scheduler.kv_policy_entry._claim
 
     def add(
         self,
@@ -141,7 +141,7 @@ def traffic(
 
 
 def as_vllm_does(engine: Traffic) -> Traffic:
-    admission = engine.scheduler.kv_policy_admission
+    admission = engine.scheduler.kv_policy_entry
     admission.admits = lambda *request: True
     admission.allowed = lambda *given: given[2]
     return engine

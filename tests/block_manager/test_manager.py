@@ -18,6 +18,7 @@ from vllm_kvpolicy.block_manager.manager import (
     KVPolicySpec,
 )
 from vllm_kvpolicy.events import EventPlan, Footprint, positions_up_to
+from vllm_kvpolicy.policies.testing import exchanged, shuffled
 
 
 def test_an_event_frees_before_the_request_allocates():
@@ -50,12 +51,12 @@ def test_the_next_event_starts_from_survivors_and_later_blocks():
     assert second.frontier_blocks == 8
 
 
-@pytest.mark.parametrize("placement", ["in_place", "shuffled", "exchanged"])
+@pytest.mark.parametrize("place", [None, shuffled, exchanged])
 @pytest.mark.parametrize("keeps_all", [False, True])
-def test_ownership_is_local_plus_global_at_every_step(placement, keeps_all):
+def test_ownership_is_local_plus_global_at_every_step(place, keeps_all):
     rng = random.Random(1)
     for _ in range(12):
-        engine = Engine(200, placement, keeps_all)
+        engine = Engine(200, place, keeps_all)
         plan = EventPlan(
             rng.randint(1, 300), rng.randint(24, 200), rng.randint(1, 80), 32
         )
@@ -82,7 +83,7 @@ def test_ownership_is_local_plus_global_at_every_step(placement, keeps_all):
 
 
 def test_exchanged_works_when_the_pool_is_empty():
-    engine = Engine(7, "exchanged")
+    engine = Engine(7, exchanged)
     engine.add("a")
     engine.compute("a", 0, 1000)
     engine.planner.finish_step({"a": FIRST})
@@ -94,7 +95,7 @@ def test_exchanged_works_when_the_pool_is_empty():
 
 
 def test_exchanged_takes_blocks_that_an_earlier_event_of_the_step_freed():
-    engine = Engine(14, "exchanged")
+    engine = Engine(14, exchanged)
     for name in "ab":
         engine.add(name)
         engine.compute(name, 0, 1000)

@@ -12,6 +12,7 @@ import pytest
 
 from support.pool_engine import FIRST, PLAN, Engine, N
 from vllm_kvpolicy.events import EventPlan
+from vllm_kvpolicy.policies.testing import exchanged, shuffled
 from vllm_kvpolicy.protocol import StepCommands
 
 # A superblock has room for 2N / G = 8 queries, so that a window takes three.
@@ -260,7 +261,7 @@ class Traffic:
         self.num_blocks = rng.randint(30, 60)
         self.engine = Engine(
             self.num_blocks,
-            rng.choice(("in_place", "shuffled", "exchanged")),
+            rng.choice((None, shuffled, exchanged)),
             events_per_step=rng.randint(1, 3),
         )
         self.computed: dict[str, int] = {}

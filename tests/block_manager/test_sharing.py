@@ -13,7 +13,7 @@ from vllm.v1.request import Request
 
 from support.pool_engine import FIRST, PLAN, Engine, N
 from support.request_plans import request_plan
-from vllm_kvpolicy.block_manager.admission import Admission
+from vllm_kvpolicy.block_manager.entry import Entry
 from vllm_kvpolicy.block_manager.forecast import held_levels
 from vllm_kvpolicy.block_manager.manager import Turnover
 from vllm_kvpolicy.events import EventPlan, Footprint
@@ -198,7 +198,7 @@ def test_an_urgent_request_does_not_rely_on_what_less_urgent_ones_hold():
     assert engine.manager.num_staying(("low",)) == 4 + 3, "four are the other's, too"
     assert engine.manager.num_staying(("low", "other")) == 0
     prefix = engine.manager.req_to_blocks["low"][:6]
-    admission = Admission(engine.planner, engine.manager, 500, 100, late_steps=0)
+    admission = Entry(engine.planner, engine.manager, 500, 100, late_steps=0)
     for leaving, expected in (((), 6), (("low",), 4), (("low", "other"), 0)):
         admission.note_hit("new", prefix, frozenset(leaving))
         assert admission._shared["new"][0] == expected
@@ -210,7 +210,7 @@ def test_a_booking_counts_a_prefix_no_longer_than_to_the_soonest_event(speed: in
     engine, drafts, shared = Engine(40, caching=True), 4, 5
     plan = replace(PLAN, prompt_len=80)
     engine.add("b", plan)
-    admission = Admission(
+    admission = Entry(
         engine.planner, engine.manager, 500, 100, late_steps=0, num_drafts=drafts
     )
     admission._shared["b"] = shared, 1000  # others keep it for long

@@ -23,7 +23,6 @@ from vllm_kvpolicy.block_manager.manager import (
     KVPolicySpec,
     own_manager,
 )
-from vllm_kvpolicy.block_manager.placement import PLACEMENTS
 from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
 from vllm_kvpolicy.block_manager.sliding import SlidingBlocks, run_events_first
 from vllm_kvpolicy.events import EventPlan, Footprint
@@ -113,7 +112,7 @@ def test_windows_take_what_an_event_gives_back(num_free: int) -> None:
     run_events_first(cache.coordinator, own)
     planner = Planner(PlannerLimits(32, 8))
     sliding = SlidingBlocks(groups(1, NUM_WINDOWS, step_tokens=LENGTH), others)
-    own.attach(planner, next(iter(PLACEMENTS)), sliding)
+    own.attach(planner, sliding)
     footprint = Footprint(EventPlan(LENGTH, 128, 64, 4096), 8, 32)
     planner.add("r", RequestPlan("tova", footprint, 4))
     request = Request("r", list(range(LENGTH)), SamplingParams(max_tokens=99), None)

@@ -58,7 +58,7 @@ class Engine:
         self.planner = Planner(PlannerLimits(N, 8))
         sizes = SlidingGroups(WINDOW, 1, GROUPS, N, LENGTH, late_steps)
         self.sliding = SlidingBlocks(sizes, others, self.num_processed)
-        self.manager.attach(self.planner, "in_place", self.sliding)
+        self.manager.attach(self.planner, self.sliding)
 
     @property
     def free(self) -> int:

@@ -13,7 +13,7 @@ from vllm.v1.request import Request
 from support.engine.simulator_engine import Scenario, make_scheduler
 from vllm_kvpolicy.block_manager import scheduler as schedulers
 from vllm_kvpolicy.block_manager.forecast import held_levels
-from vllm_kvpolicy.commands.capacity import Life, most_at_once, phases
+from vllm_kvpolicy.commands.plan import Life, most_at_once, phases
 from vllm_kvpolicy.config import KVPolicyConfig
 
 N, GROUP = 16, 2
@@ -133,7 +133,7 @@ def test_with_steps_under_way_superblocks_come_back_a_step_later(tiny_model: Pat
         scheduler = small_scheduler(tiny_model, depth)
         scheduler.add_request(request("0", 40, 100))
         scheduler.schedule()
-        ends.append(scheduler.kv_policy_admission.forecast.bookings["0"].end)
+        ends.append(scheduler.kv_policy_entry.forecast.bookings["0"].end)
         scheduler.shutdown()
     assert ends[1] == ends[0] + 1
 

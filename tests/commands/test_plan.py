@@ -9,7 +9,7 @@ import pytest
 from vllm_kvpolicy import __main__ as command
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.commands import plan
-from vllm_kvpolicy.commands.capacity import Life, most_at_once
+from vllm_kvpolicy.commands.plan import Life, most_at_once
 from vllm_kvpolicy.config import KVPolicyConfig
 
 N, GROUP = 32, 2  # of the tiny model: 4 query heads, 2 KV heads

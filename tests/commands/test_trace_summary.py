@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from support.made_traces import make_event, rows, run_request, write_trace
-from vllm_kvpolicy.commands.trace import main
-from vllm_kvpolicy.commands.trace_summary import LABELS, summarise
+from vllm_kvpolicy.commands.trace import LABELS, main, summarise
 from vllm_kvpolicy.observe.trace_files import new_run
 
 SINKS = 4

@@ -148,6 +148,6 @@ def test_answer_lengths_are_learned_from_answers_that_may_stop(
         )
         prompts = [TokensPrompt(prompt_token_ids=make_prompt(n, 30)) for n in range(8)]
         engine.llm.generate(prompts, params, use_tqdm=False)
-        seen = engine.scheduler.kv_policy_admission.lengths._seen
+        seen = engine.scheduler.kv_policy_entry.lengths._seen
     assert len(seen) == (0 if ignores_eos else 8)
     assert all(length <= 40 and stopped == (length < 40) for length, stopped in seen)

@@ -9,8 +9,7 @@ import pytest
 
 from support.engine.helpers import Engine, make_jobs
 from vllm_kvpolicy.observe.metrics import Collector
-from vllm_kvpolicy.observe.ring import RANK, SCHEDULER, Ring
-from vllm_kvpolicy.observe.shared_files import own_engine
+from vllm_kvpolicy.observe.shared_files import RANK, SCHEDULER, Ring, own_engine
 
 VALUES = {"policy": "ams-tova", "budget": 100, "interval": 40, "live": True}
 JOBS = make_jobs((60, 130, 200, 90), 150, seed=3)

@@ -17,7 +17,7 @@ from support.engine.reference_decoder import ReferenceDecoder
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies.compose import ComposedPolicy
 from vllm_kvpolicy.policies.scorers.random import RandomScorer
-from vllm_kvpolicy.worker.batch import Batch, Choice, Placement
+from vllm_kvpolicy.worker.batch import Batch, Choice, Destinations
 from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
 from vllm_kvpolicy.worker.compaction import Compactor
 from vllm_kvpolicy.worker.request_table import RequestTable
@@ -128,11 +128,11 @@ def test_one_head_dropped_when_moving(engine, decoder, monkeypatch) -> None:
     """The last head's pages receive the tokens that the first head keeps."""
     move = Compactor._move
 
-    def wrong(self, batch: Batch, choice: Choice, placement: Placement) -> None:
+    def wrong(self, batch: Batch, choice: Choice, destinations: Destinations) -> None:
         num_heads, size = batch.held.pages.shape[1], batch.held.max_tokens
-        heads = placement.sources.unflatten(1, (num_heads, -1)).clone()
+        heads = destinations.sources.unflatten(1, (num_heads, -1)).clone()
         heads[:, -1] = heads[:, 0] + (num_heads - 1) * size
-        move(self, batch, choice, replace(placement, sources=heads.flatten(1)))
+        move(self, batch, choice, replace(destinations, sources=heads.flatten(1)))
 
     monkeypatch.setattr(Compactor, "_move", wrong)
     _, replay = oracles_agree(engine, decoder)

@@ -396,7 +396,7 @@ def test_nobody_overtakes_a_request_that_waits_for_room(model: ModelConfig):
         scheduler.add_request(request)
     looks_at = scheduler._handle_blocked_waiting_request
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(scheduler.kv_policy_admission, "admits", lambda *_: False)
+        patched.setattr(scheduler.kv_policy_entry, "admits", lambda *_: False)
         assert looks_at(first)
         assert scheduler._reserve_prefill_lookahead(first, 0, 3) == 0
         assert not looks_at(second)

@@ -53,7 +53,7 @@ def test_many_requests_take_turns_without_preemptions(model: Path) -> None:
     jobs = make_jobs((40, 90, 200, 310, 60, 130, 250), 220, seed=9)
     with Engine(model, VALUES, **changes) as engine:
         run = engine.run(jobs)
-        held_back = engine.scheduler.kv_policy_admission.num_held_back
+        held_back = engine.scheduler.kv_policy_entry.num_held_back
         assert engine.num_free == engine.num_usable
     assert run.preemptions == 0 and held_back > 0
 

@@ -19,10 +19,9 @@ from support.engine.simulator import Simulation
 from support.engine.simulator_cache import CacheCheck
 from support.engine.simulator_engine import Scenario, random_scenario
 from support.engine.simulator_pages import Asked, SimulationFailure
-from vllm_kvpolicy.block_manager import admission
+from vllm_kvpolicy.block_manager import entry
 from vllm_kvpolicy.block_manager.forecast import window_levels
-from vllm_kvpolicy.block_manager.manager import KVPolicyManager
-from vllm_kvpolicy.block_manager.offers import WindowOffers
+from vllm_kvpolicy.block_manager.manager import KVPolicyManager, WindowOffers
 from vllm_kvpolicy.block_manager.planner import RequestPlan
 from vllm_kvpolicy.block_manager.scheduler import KVPolicySchedulerMixin
 
@@ -188,7 +187,7 @@ def test_notices_hits_across_an_event(model, monkeypatch):
 
 def test_notices_windows_that_the_forecast_leaves_out(model, monkeypatch):
     monkeypatch.setattr(
-        admission,
+        entry,
         "window_levels",
         lambda sizes, positions, held: window_levels(sizes, positions, held) - 1,
     )

@@ -19,8 +19,9 @@ from support.twins_of_stages import (
     lists_of,
     order,
 )
-from vllm_kvpolicy.kernels.assign_pages import assign_pages, assign_pages_ref
-from vllm_kvpolicy.kernels.page_quota import (
+from vllm_kvpolicy.kernels.assign_pages import (
+    assign_pages,
+    assign_pages_ref,
     count_in_pages,
     count_in_pages_ref,
     page_quota,

@@ -12,8 +12,8 @@ import torch
 
 from support.scattered_pages import Make
 from support.worker.until_rows import Row, Step
-from vllm_kvpolicy.kernels.triton import until_attention as twin
-from vllm_kvpolicy.kernels.until_attention import until_attention
+from vllm_kvpolicy.kernels.triton import visibility as twin
+from vllm_kvpolicy.kernels.visibility import until_attention
 
 HALF, FULL = torch.float16, torch.float32
 FAR = 2**31  # elements that an int32 offset does not reach

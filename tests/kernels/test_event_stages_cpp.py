@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from support.twins_of_stages import *  # noqa: F403
-from vllm_kvpolicy.kernels.compact_pages import list_survivors, survivor_moves
+from vllm_kvpolicy.kernels.compact_pages import (
+    list_survivors,
+    read_survivors,
+    survivor_moves,
+)
 from vllm_kvpolicy.kernels.dispatch import forced
-from vllm_kvpolicy.kernels.pooled_usage import pooled_usage
 from vllm_kvpolicy.kernels.segment_quota import credited_mass
-from vllm_kvpolicy.kernels.survivor_values import read_survivors
+from vllm_kvpolicy.kernels.window_usage import pooled_usage
 
 
 @pytest.fixture(autouse=True)

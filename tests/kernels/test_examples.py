@@ -9,7 +9,7 @@ MODULES = [
     "events",
     "kernels.assign_pages",
     "kernels.compact_pages",
-    "kernels.page_quota",
+    "kernels.assign_pages",
     "kernels.page_tables",
     "kernels.segment_quota",
 ]

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.sweeps import trials
-from vllm_kvpolicy.kernels.page_quota import page_quota
+from vllm_kvpolicy.kernels.assign_pages import page_quota
 
 CASES = settings(max_examples=trials(100), deadline=None, derandomize=True)
 Rows = list[list[int]]

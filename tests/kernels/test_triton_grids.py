@@ -8,7 +8,6 @@ import torch
 from vllm_kvpolicy.kernels.triton import (
     compact_pages,
     page_tables,
-    survivor_values,
 )
 
 LIMIT = 65_535
@@ -61,7 +60,7 @@ def page_lists() -> None:
 
 def memory() -> None:
     """Write what is remembered of the survivors of the largest events."""
-    survivor_values.write_survivors(
+    compact_pages.write_survivors(
         empty(2, 4, HEADS * BLOCK, dtype=torch.float32),
         empty(2, 4, HEADS, 64, dtype=torch.float32),
         empty(2),
@@ -79,7 +78,7 @@ def memory() -> None:
     [
         (compact_pages, "_survivor_moves", moves),
         (page_tables, "_enter_page_lists", page_lists),
-        (survivor_values, "_write_survivors", memory),
+        (compact_pages, "_write_survivors", memory),
     ],
 )
 def test_events_of_long_requests_fit(

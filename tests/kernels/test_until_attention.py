@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from support.worker.until_rows import Row, Step
-from vllm_kvpolicy.kernels import until_attention as module
-from vllm_kvpolicy.kernels.until_attention import until_attention
+from vllm_kvpolicy.kernels import visibility as module
+from vllm_kvpolicy.kernels.visibility import until_attention
 
 MIXED = (
     Row(150, 37),

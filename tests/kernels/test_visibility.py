@@ -10,7 +10,6 @@ import torch
 from support.cache_replay import replay
 from vllm_kvpolicy.kernels.visibility import (
     NEVER,
-    extra_visible,
     settled,
     visible,
     visible_until,
@@ -88,24 +87,6 @@ def test_a_replayed_cache(
     for head, row in enumerate(keep.tolist()):
         for query, want in enumerate(replay(row, window, page)):
             assert set(got[head, query].nonzero().flatten().tolist()) == want
-
-
-@pytest.mark.parametrize(("num_tokens", "window", "page", "share"), CASES)
-def test_extra_tokens_of_whole_pages(
-    num_tokens: int, window: int, page: int, share: float
-) -> None:
-    keep = bits(num_tokens, share)
-    queries = torch.arange(num_tokens)
-    got = extra_visible(keep, window, page, queries)
-    for head, row in enumerate(keep.tolist()):
-        paged, single = (replay(row, window, size) for size in (page, 1))
-        want = [len(a - b) for a, b in zip(paged, single, strict=True)]
-        assert got[head].tolist() == want
-    assert got.max() <= page - 1
-    if share == 0 and num_tokens > window + page:
-        assert got.max() == page - 1
-    some = torch.tensor([num_tokens - 1, 3])
-    assert torch.equal(extra_visible(keep, window, page, some), got[:, some])
 
 
 @pytest.mark.parametrize(("num_tokens", "window", "page", "share"), CASES)

@@ -9,10 +9,10 @@ import torch
 
 from vllm_kvpolicy.kernels import chunks
 from vllm_kvpolicy.kernels.paged import PagedTokens
-from vllm_kvpolicy.kernels.pooled_usage import pooled_usage
 from vllm_kvpolicy.kernels.window_usage import (
     WindowUsage,
     mean_over_group,
+    pooled_usage,
     window_usage_ref,
 )
 

@@ -9,7 +9,7 @@ from support.live import event_record, snapshot_record
 from vllm_kvpolicy.observe import hub as hubs
 from vllm_kvpolicy.observe.hub import EngineReader, Hub
 from vllm_kvpolicy.observe.metrics import CounterFile
-from vllm_kvpolicy.observe.ring import LISTEN_SECONDS, RANK, SCHEDULER, Ring
+from vllm_kvpolicy.observe.shared_files import LISTEN_SECONDS, RANK, SCHEDULER, Ring
 
 POOL = 40
 

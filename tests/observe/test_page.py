@@ -248,7 +248,7 @@ def test_two_hundred_requests_do_not_stall_it(browser, port):
 
 
 def test_nobody_is_told_once_the_page_is_closed(browser, port, monkeypatch):
-    monkeypatch.setattr("vllm_kvpolicy.observe.ring.LISTEN_SECONDS", 0.5)
+    monkeypatch.setattr("vllm_kvpolicy.observe.shared_files.LISTEN_SECONDS", 0.5)
     with PlayedEngine(2) as engine, serving(port) as url:
         with page_of(browser) as page:
             unlock(page, url)

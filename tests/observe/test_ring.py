@@ -9,9 +9,14 @@ import tempfile
 
 import pytest
 
-from vllm_kvpolicy.observe import ring
-from vllm_kvpolicy.observe.ring import DATA_BYTES, LISTEN_SECONDS, NUM_ROWS, Ring
-from vllm_kvpolicy.observe.shared_files import remove_stale_files
+from vllm_kvpolicy.observe import shared_files as ring
+from vllm_kvpolicy.observe.shared_files import (
+    DATA_BYTES,
+    LISTEN_SECONDS,
+    NUM_ROWS,
+    Ring,
+    remove_stale_files,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -135,7 +140,7 @@ def test_a_full_disk_is_told_once_and_nothing_is_written(pair, monkeypatch, poli
 
 WORKER = """
 import os, signal, sys, tempfile
-from vllm_kvpolicy.observe.ring import RANK, Ring
+from vllm_kvpolicy.observe.shared_files import RANK, Ring
 tempfile.tempdir = sys.argv[1]
 ring = Ring(RANK.format("own-0", 0), create=True)
 print("made", flush=True)

@@ -15,8 +15,8 @@ from starlette.testclient import TestClient
 from support.live import event_record, snapshot_record
 from vllm_kvpolicy.observe import routes
 from vllm_kvpolicy.observe.metrics import CounterFile
-from vllm_kvpolicy.observe.ring import RANK, SCHEDULER, Ring
 from vllm_kvpolicy.observe.routes import PAGE, LiveRoutes
+from vllm_kvpolicy.observe.shared_files import RANK, SCHEDULER, Ring
 
 PATHS = ["/kv_policy", "/kv_policy/requests", "/kv_policy/requests/r"]
 KEY = {"Authorization": "Bearer right"}

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_kvpolicy.observe import snapshots
-from vllm_kvpolicy.observe.ring import SCHEDULER, Ring
+from vllm_kvpolicy.observe.shared_files import SCHEDULER, Ring
 from vllm_kvpolicy.observe.snapshots import Snapshots, shared_blocks
 
 SIZE = 32

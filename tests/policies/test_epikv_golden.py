@@ -14,8 +14,7 @@ import torch
 
 from support.epikv_trace import scores_from_hidden
 from vllm_kvpolicy.kernels.ranking import top_k_mask
-from vllm_kvpolicy.kernels.rolling import rolling_zscore
-from vllm_kvpolicy.kernels.token_signals import channel_variance
+from vllm_kvpolicy.kernels.token_signals import channel_variance, rolling_zscore
 from vllm_kvpolicy.policies.scorers.epikv import (
     MIXES,
     Mix,

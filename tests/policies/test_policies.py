@@ -17,8 +17,11 @@ from support.event_inputs import (
     make_inputs,
     one_event,
 )
-from vllm_kvpolicy.kernels.pooled_usage import pooled_usage
-from vllm_kvpolicy.kernels.window_usage import mean_over_group, window_usage
+from vllm_kvpolicy.kernels.window_usage import (
+    mean_over_group,
+    pooled_usage,
+    window_usage,
+)
 from vllm_kvpolicy.policies import compose as factory
 from vllm_kvpolicy.policies import names as registry
 from vllm_kvpolicy.policies.allocators.ams import CREDIT, PRESETS

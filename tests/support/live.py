@@ -12,8 +12,8 @@ import uvicorn
 from starlette.applications import Starlette
 
 from vllm_kvpolicy.observe.metrics import CounterFile
-from vllm_kvpolicy.observe.ring import RANK, SCHEDULER, Ring
 from vllm_kvpolicy.observe.routes import LiveRoutes
+from vllm_kvpolicy.observe.shared_files import RANK, SCHEDULER, Ring
 
 FACTS = {
     "policy": "ams-tova",

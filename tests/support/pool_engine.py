@@ -1,6 +1,7 @@
 """Planner, manager and vLLM's own block pool, without a scheduler."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from vllm.v1.core.block_pool import BlockPool
@@ -28,7 +29,7 @@ class Engine:
 
     Args:
         num_blocks: of the pool, without the null block.
-        placement: where survivors go.
+        place: chooses the superblocks of survivors; None for the oldest.
         keeps_all: events drop nothing.
         block_size: N.
         caching: vLLM's prefix cache is on.
@@ -38,7 +39,7 @@ class Engine:
     def __init__(
         self,
         num_blocks: int,
-        placement: str = "in_place",
+        place: Any = None,
         keeps_all: bool = False,
         block_size: int = N,
         caching: bool = False,
@@ -54,7 +55,7 @@ class Engine:
             kv_cache_group_id=0,
             scheduler_block_size=block_size,
         )
-        self.manager.attach(self.planner, placement)
+        self.manager.attach(self.planner, place=place)
 
     @property
     def free(self) -> int:

@@ -24,7 +24,7 @@ from vllm_kvpolicy.kernels.segment_quota import (
     segment_quota,
     share_by_mass,
 )
-from vllm_kvpolicy.kernels.triton.radix_select import GROUP_TILE, MAX_TILE
+from vllm_kvpolicy.kernels.triton.ranking import GROUP_TILE, MAX_TILE
 from vllm_kvpolicy.policies.allocators.ams import PRESETS, AMSConfig, choose, select
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "ams_parity.npz"

@@ -15,15 +15,12 @@ import torch
 from vllm_kvpolicy.kernels.compact_pages import (
     list_survivors,
     list_survivors_ref,
+    read_survivors,
     survivor_moves,
     survivor_moves_ref,
+    write_survivors,
 )
 from vllm_kvpolicy.kernels.dispatch import Operation
-from vllm_kvpolicy.kernels.pooled_usage import (
-    SUFFIX_PADS,
-    pooled_usage,
-    pooled_usage_ref,
-)
 from vllm_kvpolicy.kernels.ranking import (
     limit_must_keep,
     limit_must_keep_ref,
@@ -31,7 +28,11 @@ from vllm_kvpolicy.kernels.ranking import (
     must_keep_tokens_ref,
 )
 from vllm_kvpolicy.kernels.segment_quota import credited_mass, credited_mass_ref
-from vllm_kvpolicy.kernels.survivor_values import read_survivors, write_survivors
+from vllm_kvpolicy.kernels.window_usage import (
+    SUFFIX_PADS,
+    pooled_usage,
+    pooled_usage_ref,
+)
 
 SEEDS = range(4)
 EVENTS, LAYERS, HEADS, BLOCKS, PAGE = 3, 3, 2, 40, 4

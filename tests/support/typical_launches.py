@@ -6,18 +6,23 @@ import torch
 
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.rope import Rope
-from vllm_kvpolicy.kernels.triton.assign_pages import assign_pages
+from vllm_kvpolicy.kernels.triton.assign_pages import (
+    assign_pages,
+    count_in_pages,
+    page_quota,
+)
 from vllm_kvpolicy.kernels.triton.compact_pages import (
     compact_pages,
     list_survivors,
+    read_survivors,
     survivor_moves,
+    write_survivors,
 )
 from vllm_kvpolicy.kernels.triton.page_bounds import (
     best_pages,
     page_bounds,
     page_scores,
 )
-from vllm_kvpolicy.kernels.triton.page_quota import count_in_pages, page_quota
 from vllm_kvpolicy.kernels.triton.page_tables import (
     enter_page_lists,
     enter_requests,
@@ -31,7 +36,6 @@ from vllm_kvpolicy.kernels.triton.paged_reductions import (
     paged_projections,
     paged_quadratics,
 )
-from vllm_kvpolicy.kernels.triton.pooled_usage import pooled_usage
 from vllm_kvpolicy.kernels.triton.ranking import (
     fill_next_best,
     limit_must_keep,
@@ -45,14 +49,9 @@ from vllm_kvpolicy.kernels.triton.segment_quota import (
     pick_by_quota,
     segment_quota,
 )
-from vllm_kvpolicy.kernels.triton.survivor_values import (
-    read_survivors,
-    write_survivors,
-)
-from vllm_kvpolicy.kernels.triton.until_attention import until_attention
-from vllm_kvpolicy.kernels.triton.visibility import write_until
+from vllm_kvpolicy.kernels.triton.visibility import until_attention, write_until
 from vllm_kvpolicy.kernels.triton.wgkv_gate import paged_gates
-from vllm_kvpolicy.kernels.triton.window_usage import window_usage
+from vllm_kvpolicy.kernels.triton.window_usage import pooled_usage, window_usage
 from vllm_kvpolicy.kernels.visibility import Decisions
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
 

@@ -8,7 +8,7 @@ import pytest
 
 from support.worker.chain_engine import Chain, Setup
 from support.worker.chain_policy import ScriptedPolicy
-from vllm_kvpolicy.policies.testing import MovementPolicy
+from vllm_kvpolicy.policies.testing import MovementPolicy, exchanged, shuffled
 
 STEPS = 110
 APART = {"one_allocation": False}
@@ -16,7 +16,7 @@ APART = {"one_allocation": False}
 SETUPS: dict[str, tuple[bool, dict[str, Any]]] = {
     "equal": (False, {"is_ragged": False}),
     "equal, layers apart": (False, {"is_ragged": False, **APART}),
-    "equal, shuffled": (False, {"is_ragged": False, "placement": "shuffled"}),
+    "equal, shuffled": (False, {"is_ragged": False, "place": shuffled}),
     "ragged": (False, {"is_ragged": True}),
     "ragged, columns": (False, {"is_ragged": True, "columns": True}),
     "ragged, layers apart": (False, {"is_ragged": True, **APART}),
@@ -63,11 +63,11 @@ def test_batches_fit_their_room(is_ragged: bool) -> None:
     assert padded(0) == []
 
 
-@pytest.mark.parametrize("placement", ["shuffled", "exchanged"])
+@pytest.mark.parametrize("place", [shuffled, exchanged])
 @pytest.mark.parametrize("one_allocation", [True, False], ids=["one", "apart"])
 @pytest.mark.parametrize("is_ragged", [False, True], ids=["equal", "ragged"])
 def test_moving_loses_nothing(
-    is_ragged: bool, one_allocation: bool, placement: str
+    is_ragged: bool, one_allocation: bool, place: Any
 ) -> None:
     totals: Counter[str] = Counter()
     for num_blocks in (60, 45):
@@ -75,7 +75,7 @@ def test_moving_loses_nothing(
             MovementPolicy(is_ragged),
             is_ragged=is_ragged,
             one_allocation=one_allocation,
-            placement=placement,
+            place=place,
             moves=True,
             num_blocks=num_blocks,
         )

@@ -9,12 +9,11 @@ from support.cpu import needs_float8
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.kernels.compact_pages import merge_pages
 from vllm_kvpolicy.kernels.page_bounds import page_bounds
-from vllm_kvpolicy.kernels.until_attention import until_attention
+from vllm_kvpolicy.kernels.visibility import until_attention
 from vllm_kvpolicy.protocol import StepCommands, WindowCapture
 from vllm_kvpolicy.sizes import query_rows
 from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
-from vllm_kvpolicy.worker.float8 import Float8
-from vllm_kvpolicy.worker.pages import PagePool, check_layout
+from vllm_kvpolicy.worker.pages import Float8, PagePool, check_layout
 from vllm_kvpolicy.worker.step import Step
 
 LAYERS, BLOCKS, HEADS, SIZE, DIM = 3, 5, 2, 32, 32

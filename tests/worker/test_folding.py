@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from vllm_kvpolicy.worker.request_table import RequestTable
-from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
-from vllm_kvpolicy.worker.tiers.ragged_step import (
+from vllm_kvpolicy.worker.tiers.head_tables import (
     FoldedBatch,
     FoldedTables,
     Folder,
+    HeadTables,
     fold_queries,
     unfold_output,
 )

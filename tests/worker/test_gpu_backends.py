@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.worker.backends.flash import KVPolicyFlashMetadataBuilder
 from vllm_kvpolicy.worker.backends.triton import KVPolicyTritonMetadataBuilder
-from vllm_kvpolicy.worker.tiers.ragged_step import LayerBatch
+from vllm_kvpolicy.worker.tiers.head_tables import LayerBatch
 
 HEADS, GROUP, SEGMENTS, SIZE = 2, 3, 4, 8
 

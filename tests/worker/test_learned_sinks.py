@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_kvpolicy.worker.sinks import check_known, logits_reader
+from vllm_kvpolicy.worker.layers import check_known, logits_reader
 
 
 def layer(sinks: torch.Tensor | None) -> SimpleNamespace:

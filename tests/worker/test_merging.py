@@ -22,9 +22,8 @@ from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.survivors import SurvivorMemory
 from vllm_kvpolicy.worker.tiers.equal import EqualTier, PhysicalTables
-from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
+from vllm_kvpolicy.worker.tiers.head_tables import FoldedTables, HeadTables
 from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
-from vllm_kvpolicy.worker.tiers.ragged_step import FoldedTables
 
 LAYERS, HEADS, BLOCK, SIZE, BLOCKS, SINKS = 2, 3, 4, 8, 40, 2
 NUM_HEADS = LAYERS * HEADS

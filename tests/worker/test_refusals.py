@@ -8,8 +8,7 @@ import torch
 from support.calibration_files import options_for
 from vllm_kvpolicy.policies import compose as factory
 from vllm_kvpolicy.policies.base import Policy
-from vllm_kvpolicy.worker.refused import refused_for
-from vllm_kvpolicy.worker.rotary import rope_for
+from vllm_kvpolicy.worker.setup import refused_for, rope_for
 
 NAMES = ("expected", "ams-tova", "rkv", "ams-expected", "epikv")
 

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.rotary_embedding.ernie45_vl_rope import (
 )
 
 from vllm_kvpolicy.kernels.rope import Rope
-from vllm_kvpolicy.worker.rotary import SWITCHES, model_rope, rope_of_table
+from vllm_kvpolicy.worker.layers import SWITCHES, model_rope, rope_of_table
 
 HEAD_DIM = 128
 TOLERANCE = 1e-6  # relative

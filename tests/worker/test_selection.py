@@ -13,13 +13,17 @@ from vllm_kvpolicy.kernels.page_bounds import best_pages
 from vllm_kvpolicy.policies.selections.quest import Quest
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
-from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
+from vllm_kvpolicy.worker.tiers.head_tables import (
+    FoldedBatch,
+    FoldedTables,
+    Folder,
+    HeadTables,
+)
 from vllm_kvpolicy.worker.tiers.page_selection import (
     PageSelection,
     SelectedBatch,
     cut_rows,
 )
-from vllm_kvpolicy.worker.tiers.ragged_step import FoldedBatch, FoldedTables, Folder
 
 LAYERS, HEADS, GROUP, DIM, SIZE, BLOCKS = 2, 2, 2, 6, 4, 80
 MOST, LONGEST, CPU = 6, 30, torch.device("cpu")

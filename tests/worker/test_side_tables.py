@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_kvpolicy.worker.side_tables import SideTables
+from vllm_kvpolicy.worker.setup import SideTables
 
 GIB = 2**30
 # 80 layers, 8 KV heads of 128 channels in bf16, 256 requests of up to 128k tokens.

@@ -15,7 +15,7 @@ from vllm_kvpolicy.kernels.assign_pages import PageLists
 from vllm_kvpolicy.observe.trace_files import EventRecord, read_trace, run_in, to_arrays
 from vllm_kvpolicy.policies.base import Decision
 from vllm_kvpolicy.protocol import CompactEvent
-from vllm_kvpolicy.worker.batch import Batch, HeldPages, Placement
+from vllm_kvpolicy.worker.batch import Batch, Destinations, HeldPages
 from vllm_kvpolicy.worker.observers.trace import Tracer
 
 
@@ -51,8 +51,8 @@ def record(tracer: Tracer, event: CompactEvent, survivors: list[list[int]]) -> N
     events = [event, replace(event, request_id="r1")]
     policy: Any = None
     batch = Batch(events, policy, [0, 1], {"rows": torch.tensor([0, 1])}, held)
-    placement = Placement(lists, sources.expand(2, -1))
-    tracer.record(batch, decision, placement)
+    destinations = Destinations(lists, sources.expand(2, -1))
+    tracer.record(batch, decision, destinations)
 
 
 def two_events(folder: Path, max_bytes: int = 2**30) -> list[EventRecord]:

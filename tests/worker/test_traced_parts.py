@@ -14,8 +14,8 @@ from vllm_kvpolicy.policies.admissions.dms.model import DmsRule
 from vllm_kvpolicy.policies.admissions.dms.policy import attach_adapter, attach_borrowed
 from vllm_kvpolicy.policies.admissions.kvzap import attach_surrogate
 from vllm_kvpolicy.policies.head_logits import HeadLogits
-from vllm_kvpolicy.worker.captures.hidden_states import HiddenSteps, _note_output
-from vllm_kvpolicy.worker.traced_parts import traced_parts
+from vllm_kvpolicy.worker.captures.token_signals import HiddenSteps, _note_output
+from vllm_kvpolicy.worker.worker import traced_parts
 
 LAYERS, HEADS, SIZE, WIDTH = 3, 2, 8, 8
 ATTENTION = [SimpleNamespace(attn_backend=SimpleNamespace)]

@@ -15,8 +15,7 @@ from vllm.v1.outputs import (
 from vllm_kvpolicy.block_manager.manager import KVPolicySpec
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.protocol import UsedBlocks
-from vllm_kvpolicy.worker.side_memory import MIB, Share, mib, too_small
-from vllm_kvpolicy.worker.side_tables import SideTables
+from vllm_kvpolicy.worker.setup import MIB, Share, SideTables, mib, too_small
 from vllm_kvpolicy.worker.worker import KVPolicyWorkerMixin
 
 ANSWERS = (UsedBlocks("a", 3, 2), UsedBlocks("b", 4, 1))

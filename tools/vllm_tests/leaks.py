@@ -32,7 +32,7 @@ def _strangers(scheduler: Any) -> list[str]:
     held = scheduler.kv_policy_manager.req_to_blocks
     known = {
         "planner": scheduler.kv_policy_planner.states.keys(),
-        "bookings": scheduler.kv_policy_admission.forecast.bookings.keys(),
+        "bookings": scheduler.kv_policy_entry.forecast.bookings.keys(),
         "superblocks": {name for name, blocks in held.items() if blocks},
     }
     return [
@@ -59,7 +59,7 @@ def _miscounted(scheduler: Any) -> list[str]:
 
 def _left_over(scheduler: Any) -> list[str]:
     """Return containers of ours that are not empty without any request."""
-    admission, manager = scheduler.kv_policy_admission, scheduler.kv_policy_manager
+    admission, manager = scheduler.kv_policy_entry, scheduler.kv_policy_manager
     owners = {
         "planner": scheduler.kv_policy_planner,
         "admission": admission,

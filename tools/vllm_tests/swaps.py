@@ -152,4 +152,4 @@ class Swaps:
 
 def _attach(manager: KVPolicyManager) -> None:
     """Have a manager without a scheduler plan for nobody, as where no policy is."""
-    manager.attach(Planner(PlannerLimits(manager.block_size, 1)), "in_place")
+    manager.attach(Planner(PlannerLimits(manager.block_size, 1)))

@@ -1,7 +1,7 @@
 """Refuses what a policy is not tested with: kinds of models, rows of `guards`.
 
 About a model's attention layers, how it rotates queries and keys, and its learned
-sinks: logits that take part in every softmax, see `worker.sinks`.
+sinks: logits that take part in every softmax, see `worker.layers`.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ from vllm_kvpolicy.sizes import layer_kinds, sliding_groups
 FULL, SLIDING = "full_attention", "sliding_attention"
 ROTATING, reads_rotations = listed("rotates"), has_word_with("rotates")
 # Model types whose code in Transformers decides by itself which layers rotate; vLLM's
-# own code of these models says it in attributes, see worker.rotary.
+# own code of these models says it in attributes, see worker.layers.
 DECIDING = {
     "cohere2",
     "cohere_compass",

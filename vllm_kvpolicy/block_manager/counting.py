@@ -38,7 +38,9 @@ class CountingMixin:
             pool = self.kv_cache_manager.block_pool
             # One block is vLLM's null block.
             num_held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
-            self.kv_policy_counters.add_step(len(self.running), num_held)
+            self.kv_policy_counters.add(
+                steps=1, request_steps=len(self.running), block_steps=num_held
+            )
 
     def _most_held(self, request_id: str) -> int:
         """Return the most superblocks that a request held since it was (re)started."""
@@ -59,7 +61,7 @@ class CountingMixin:
         earlier = self._peaks_before_preemption.pop(request_id, 0)
         peak = max(earlier, self._most_held(request_id))
         if peak:
-            self.kv_policy_counters.add_request(peak)
+            self.kv_policy_counters.add(requests=1, peak_blocks=peak)
         return super()._free_request(request, *args, **kwargs)
 
     def shutdown(self) -> None:

@@ -32,7 +32,6 @@ def held_levels(footprint: Footprint, first: int, last: int) -> np.ndarray:
     (array([7, 7, 5]), array([5, 6]))
 
     Args:
-        footprint: of the request.
         first: position of the first token; one is computed in each step.
         last: position behind the last one.
     """
@@ -80,7 +79,6 @@ def window_levels(
     So the first steps hold what longer ones have left, too.
 
     Args:
-        sizes: of the groups.
         positions: tokens computed before the step, `end` after it, and `last`; each
             later step computes one.
         held: superblocks of windows that the request holds before the step.
@@ -124,7 +122,6 @@ class Forecast:
 
     Attributes:
         step: number of the step that is being scheduled.
-        bookings: by request.
     """
 
     step: int = 0
@@ -191,7 +188,6 @@ def computed_levels(
     """Return [1 + last - end] int64: superblocks where a step gets to `end`, and on.
 
     Args:
-        footprint: of the request.
         positions: tokens computed before the step, `end` after it, and `last`; each
             later step computes one.
         ahead: tokens by which what it computes may be ahead of this.

@@ -6,7 +6,7 @@ both. Workers and schedulers of an engine with a policy import it, and so does
 unpickling the spec; the entry point never does.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain, takewhile
 from typing import Any
@@ -18,19 +18,179 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
-from vllm_kvpolicy.block_manager.offers import Offers, WindowOffers
-from vllm_kvpolicy.block_manager.placement import PLACEMENTS
 from vllm_kvpolicy.block_manager.planner import Planner, RequestState
 from vllm_kvpolicy.block_manager.sliding import (
     NO_SLIDING,
     SlidingBlocks,
     held_by_no_others,
 )
-from vllm_kvpolicy.block_manager.turnover import Turnover
 from vllm_kvpolicy.config import own_config
 from vllm_kvpolicy.events import event_seed
 from vllm_kvpolicy.protocol import UsedBlocks
 from vllm_kvpolicy.sizes import max_blocks_per_request
+
+
+class Offers:
+    """Superblocks of one group that this step has offered to the prefix cache.
+
+    vLLM offers superblocks when it schedules the tokens that fill them. A request that
+    priority scheduling preempts in the same step never computes them, and vLLM itself
+    would leave them in the cache without content.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        # By request, the first entry that this step has offered.
+        self._first: dict[str, int] = {}
+        # By request with an event, how many entries it had offered before its first.
+        self._ended: dict[str, int] = {}
+
+    def offer(self, request_id: str, cache_blocks: Callable[[], None]) -> None:
+        """Call vLLM's `cache_blocks`; note what it has offered."""
+        known = self._manager.num_cached_block
+        before = known.get(request_id, 0)
+        cache_blocks()
+        if known.get(request_id, 0) > before:
+            self._first.setdefault(request_id, before)
+
+    def withdraw(self, request_id: str) -> None:
+        """Take out of the prefix cache what a request was about to compute."""
+        first = self._first.pop(request_id, None)
+        if first is not None:
+            blocks = self._manager.req_to_blocks[request_id][first:]
+            self._manager.block_pool.evict_blocks({block.block_id for block in blocks})
+
+    def new_step_starts(self) -> None:
+        """Note that what was scheduled so far will be computed."""
+        self._first.clear()
+
+    def end(self, request_id: str, frontier: int) -> None:
+        """Note that below a frontier, in superblocks, nothing is left to offer."""
+        known = self._manager.num_cached_block
+        self._ended.setdefault(request_id, known.get(request_id, 0))
+        known[request_id] = max(known.get(request_id, 0), frontier)
+
+    def forget(self, request_id: str) -> None:
+        """Forget what a finished or preempted request had offered."""
+        self._ended.pop(request_id, None)
+
+    def count_past_events(self, cache: Any) -> None:
+        """Have vLLM tell users what a prompt put into the prefix cache, whole.
+
+        It looks for cached superblocks in the request's list when the prompt has been
+        computed. By then, events may have replaced them.
+
+        Args:
+            cache: vLLM's KVCacheManager; changed in place.
+        """
+        estimate = cache.estimate_cached_tokens
+
+        def estimate_cached_tokens(request: Request) -> int:
+            ended = self._ended.get(request.request_id, 0)
+            return max(estimate(request), ended * self._manager.block_size)
+
+        cache.estimate_cached_tokens = estimate_cached_tokens
+
+
+class WindowOffers(Offers):
+    """What a request of a policy offers in a group of layers with a sliding window.
+
+    Keys and values of these layers follow from hidden states, which behind the first
+    event depend on what layers of full attention keep. So nothing is offered from there
+    on, as in the policy's group.
+
+    vLLM keeps windows that end where the same prompt, sent again, would go on, and
+    offers no others unless users ask for more. A policy lets a request take less, so
+    that the window that ends there is kept, too.
+
+    Args:
+        manager: vLLM's, of the group; its `cache_blocks` is replaced.
+    """
+
+    def __init__(self, manager: Any, planner: Planner) -> None:
+        super().__init__(manager)
+        self._planner, self._stock = planner, manager.cache_blocks
+        manager.cache_blocks = self.cache_blocks
+
+    def cache_blocks(
+        self,
+        request: Request,
+        num_tokens: int,
+        retention_interval: int | None = None,
+        *,
+        replay_boundaries: Sequence[int],
+    ) -> None:
+        """Offer full superblocks, none past the first event."""
+        state = self._planner.states.get(request.request_id)
+        if state is not None:
+            plan = state.plan
+            num_tokens = min(num_tokens, plan.first_event)
+            last = plan.usable_hit(request.num_prompt_tokens - 1)
+            replay_boundaries = (*replay_boundaries, last)
+
+        def cache_blocks() -> None:
+            self._stock(
+                request,
+                num_tokens,
+                retention_interval,
+                replay_boundaries=replay_boundaries,
+            )
+
+        self.offer(request.request_id, cache_blocks)
+
+
+class Turnover:
+    """The superblocks of one event: read by it, written by it, taken and given back.
+
+    Example: a request owns a b c d e, of which a, b and c are cached, and 4 hold its
+    survivors afterwards. d and e can be written; two more are taken, and a, b and c go
+    back to the prefix cache.
+
+    Args:
+        owned: what the event reads, in time order.
+        num_dest: how many hold survivors afterwards.
+        is_writable: whether the request alone uses a block and it is not cached.
+    """
+
+    def __init__(
+        self,
+        owned: Sequence[KVCacheBlock],
+        num_dest: int,
+        is_writable: Callable[[KVCacheBlock], bool],
+    ) -> None:
+        self.owned, self.num_dest = owned, num_dest
+        self.writable = [is_writable(block) for block in owned]
+        self.num_fresh = max(num_dest - sum(self.writable), 0)
+
+    @property
+    def let_go(self) -> list[KVCacheBlock]:
+        """What the request lets go without writing to it, in time order."""
+        pairs = zip(self.owned, self.writable, strict=True)
+        return [block for block, is_writable in pairs if not is_writable]
+
+    @property
+    def net_taken(self) -> int:
+        """How many free blocks the pool has less afterwards; negative for more."""
+        freed = sum(block.ref_cnt == 1 for block in self.let_go)
+        surplus = sum(self.writable) + self.num_fresh - self.num_dest
+        return self.num_fresh - freed - surplus
+
+    def homes(self, fresh: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
+        """Return what may be written, at least `num_dest` blocks.
+
+        Blocks stay at their place where they can, so that survivors need not move.
+
+        Args:
+            fresh: `num_fresh` blocks that take the places of the first ones that
+                cannot be written.
+        """
+        left, found = list(fresh), []
+        for block, is_writable in zip(self.owned, self.writable, strict=True):
+            if is_writable:
+                found.append(block)
+            elif left:
+                found.append(left.pop(0))
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +219,8 @@ class KVPolicyManager(FullAttentionManager):
 
     planner: Planner
     sliding: SlidingBlocks
-    placement_name: str
     blocks_returned: int
-    # Superblocks are offered when the token after them is computed: see block_hashes.
+    # Superblocks are offered when the token after them is computed: `lookahead_hasher`.
     offers_later: bool = False
     # What the request whose turn it is leaves to a more urgent one that waits.
     claimed: int = 0
@@ -73,12 +232,17 @@ class KVPolicyManager(FullAttentionManager):
     def attach(
         self,
         planner: Planner,
-        placement_name: str,
         sliding: SlidingBlocks = NO_SLIDING,
+        place: Callable[..., list[KVCacheBlock]] | None = None,
     ) -> None:
-        """Connect to the engine's planner; the scheduler does so once."""
-        self.planner, self.sliding = planner, sliding
-        self.placement_name = placement_name
+        """Connect to the engine's planner; the scheduler does so once.
+
+        Args:
+            place: chooses the superblocks of survivors, as `policies.testing.shuffled`
+                does; None keeps the oldest ones, so that survivors move towards the
+                front.
+        """
+        self.planner, self.sliding, self.place = planner, sliding, place
         self.blocks_returned = 0
         self._windows = {}
         beside = [WindowOffers(each, planner) for each in sliding.managers]
@@ -177,9 +341,10 @@ class KVPolicyManager(FullAttentionManager):
         self.block_pool.free_blocks(self._windows.pop(request_id, ()))
         fresh = self.block_pool.get_new_blocks(turnover.num_fresh)
         homes = turnover.homes(fresh)
-        seed = event_seed(state.ordinal, state.computed)
-        place = PLACEMENTS[self.placement_name]
-        dest = place(homes, turnover.num_dest, self._take, seed)
+        dest = homes[: turnover.num_dest]
+        if self.place is not None:
+            seed = event_seed(state.ordinal, state.computed)
+            dest = self.place(homes, turnover.num_dest, self._take, seed)
         self._give_back(homes, dest)
         blocks[:frontier] = dest + [self._null_block] * (frontier - len(dest))
         if self.enable_caching:
@@ -260,7 +425,6 @@ class KVPolicyManager(FullAttentionManager):
         """Return what an event that is due and the next query window take.
 
         Args:
-            request_id: the request.
             num_tokens: what it gets to, no further than the event behind that one.
         """
         state = self.planner.states.get(request_id)
@@ -283,8 +447,6 @@ class KVPolicyManager(FullAttentionManager):
         query window of the next.
 
         Args:
-            request_id: the request.
-            num_tokens: what it gets to.
             step: most tokens that it computes in a step; None if this step suffices.
         """
         num_entries = len(self.req_to_blocks.get(request_id, ()))

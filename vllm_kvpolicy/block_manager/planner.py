@@ -21,8 +21,6 @@ class RequestPlan:
     """When a request has events, and what they may read and must keep.
 
     Args:
-        policy: name of its policy.
-        footprint: when they happen and what the request holds between them.
         sinks: first tokens that are always kept.
         takes_hits: the prefix cache may give it its first tokens.
         budget: K as it was asked for, in tokens, to which the footprint adds a prompt
@@ -67,7 +65,6 @@ class RequestState:
     """Progress of one request: its frontier, its next event, its query window.
 
     Args:
-        plan: when it has events.
         computed: tokens computed before this step.
         target: the next event position, at or after `computed`.
         frontier_blocks: current F / N.
@@ -128,10 +125,8 @@ class Planner:
     """Decides per step which requests have an event and how far each may compute.
 
     Args:
-        limits: sizes fixed for the life of the engine.
         states: requests by id, from arrival to finish.
         num_global_blocks: superblocks that hold survivors, over all requests.
-        num_events: events so far.
     """
 
     limits: PlannerLimits
@@ -364,7 +359,6 @@ class Planner:
         In the step of an event the open window is read; the next one is another.
 
         Args:
-            request_id: the request.
             num_tokens: tokens computed after this step.
         """
         state = self.states.get(request_id)

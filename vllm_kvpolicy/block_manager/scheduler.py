@@ -4,23 +4,29 @@ A VllmConfig with a policy names these classes in place of vLLM's.
 """
 
 import secrets
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    generate_block_hash_extra_keys,
+    hash_block_tokens,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.perf import ModelMetrics, PerfStats
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_kvpolicy.block_manager.admission import Admission
-from vllm_kvpolicy.block_manager.block_hashes import lookahead_hasher
 from vllm_kvpolicy.block_manager.counting import CountingMixin
-from vllm_kvpolicy.block_manager.estimates import HeldMetrics
+from vllm_kvpolicy.block_manager.entry import Entry
 from vllm_kvpolicy.block_manager.manager import own_manager
 from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
 from vllm_kvpolicy.block_manager.sliding import SlidingBlocks, run_events_first
@@ -28,7 +34,7 @@ from vllm_kvpolicy.config import own_config
 from vllm_kvpolicy.events import request_phase
 from vllm_kvpolicy.observe.metrics import LIVE
 from vllm_kvpolicy.observe.shared_files import own_engine
-from vllm_kvpolicy.observe.snapshots import NoSnapshots, Snapshots
+from vllm_kvpolicy.observe.snapshots import Snapshots
 from vllm_kvpolicy.sizes import (
     capacity_line,
     check_drafts,
@@ -39,6 +45,63 @@ from vllm_kvpolicy.sizes import (
 )
 
 logger = init_logger("vllm.kv_policy")
+
+
+def lookahead_hasher(cache_config: Any) -> Callable[[Request], list[BlockHash]] | None:
+    """Return a hasher that counts the token after a superblock as part of it.
+
+    With some admissions a token decides whether the one before it is kept. The decision
+    about the last token of a superblock is stored with the superblock, so that only
+    requests that go on with the same token may share it. vLLM 0.33 has the same for
+    drafters (`num_hash_lookahead_tokens`).
+
+    Example: superblocks of 4 tokens. The prompts `abcdefgh x` and `abcdefgh y` share
+    `abcd`, which `e` follows in both, but not `efgh`.
+
+    Returns:
+        What a request calls for its new hashes; its last superblock has one when the
+        token after it is known. None without prefix caching.
+    """
+    if not cache_config.enable_prefix_caching:
+        return None
+    block_size = cache_config.block_size
+    hash_function = get_hash_fn_by_name(cache_config.prefix_caching_hash_algo)
+
+    def new_hashes(request: Request) -> list[BlockHash]:
+        known, tokens = request.block_hashes, request.all_token_ids
+        before = known[-1] if known else None
+        hashes = []
+        last = request.num_tokens - block_size  # a token has to follow the superblock
+        for start in range(len(known) * block_size, last, block_size):
+            end = start + block_size
+            keys, _ = generate_block_hash_extra_keys(request, start, end, 0)
+            keys = (*(keys or ()), tokens[end])
+            before = hash_block_tokens(hash_function, before, tokens[start:end], keys)
+            hashes.append(before)
+        return hashes
+
+    return new_hashes
+
+
+class HeldMetrics(ModelMetrics):
+    """Estimates operations and bytes by what the requests of a step hold.
+
+    Of a sliding window that is longer than that, no more counts either.
+    """
+
+    def get_step_perf_stats_per_gpu(
+        self, scheduler_output: SchedulerOutput
+    ) -> PerfStats:
+        """Return the estimate for a step that says what its requests have dropped."""
+        cached = scheduler_output.scheduled_cached_reqs
+        pairs = zip(
+            cached.num_computed_tokens, scheduler_output.kv_policy_dropped, strict=True
+        )
+        held = [computed - dropped for computed, dropped in pairs]
+        cached = replace(cached, num_computed_tokens=held)
+        return super().get_step_perf_stats_per_gpu(
+            replace(scheduler_output, scheduled_cached_reqs=cached)
+        )
 
 
 class KVPolicySchedulerMixin(CountingMixin):
@@ -59,12 +122,13 @@ class KVPolicySchedulerMixin(CountingMixin):
         sliding = SlidingBlocks(
             sliding_groups(self.vllm_config), others, self._num_processed
         )
-        manager.attach(self.kv_policy_planner, policy.placement, sliding)
+        place = policy.placement
+        manager.attach(self.kv_policy_planner, sliding, place)
         manager.offers[0].count_past_events(self.kv_cache_manager)
         num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
         logger.info(capacity_line(self.vllm_config, self.kv_policy_config, num_blocks))
         logger.info(sharing_line(self.vllm_config, self.kv_policy_config))
-        self.kv_policy_admission = Admission(
+        self.kv_policy_entry = Entry(
             self.kv_policy_planner,
             manager,
             self.max_model_len,
@@ -76,7 +140,7 @@ class KVPolicySchedulerMixin(CountingMixin):
         )
         if self.perf_metrics is not None:
             self.perf_metrics = HeldMetrics(self.vllm_config)
-        self.kv_policy_snapshots = NoSnapshots()
+        self.kv_policy_snapshots: Snapshots | None = None
         if self.kv_policy_config.live:
             self.kv_policy_snapshots = Snapshots(
                 own_engine(self.vllm_config),
@@ -145,7 +209,7 @@ class KVPolicySchedulerMixin(CountingMixin):
         Where attention masks tokens at once, hidden states behind the window, and so
         keys and values, are not those of full attention: such requests share only
         among themselves. Where tokens decide about the token before them, see
-        `block_hashes.lookahead_hasher`.
+        `lookahead_hasher`.
         """
         if is_masked:
             request.cache_salt = f"{self._masked_salt}{request.cache_salt or ''}"
@@ -170,7 +234,7 @@ class KVPolicySchedulerMixin(CountingMixin):
             found = self._cut_hit(request, state.plan, *found)
         own = found[0].blocks[self.kv_policy_manager.kv_cache_group_id]
         leaving = self._outranked(request)
-        self.kv_policy_admission.note_hit(request.request_id, own, leaving)
+        self.kv_policy_entry.note_hit(request.request_id, own, leaving)
         return found
 
     def _cut_hit(
@@ -190,12 +254,8 @@ class KVPolicySchedulerMixin(CountingMixin):
         `shared_prefix_boundary` names its end.
 
         Args:
-            request: the request.
-            plan: its own.
             blocks: found in the cache, by group.
-            num_cached: their tokens.
             junction: end of a longer prefix, where full attention has one; else 0.
-            rest: what vLLM returns beside.
         """
         usable, cache = plan.usable_hit(num_cached), self.kv_cache_manager
         most = plan.usable_hit(max(junction, num_cached))
@@ -237,7 +297,7 @@ class KVPolicySchedulerMixin(CountingMixin):
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
         """Return how many tokens a request computes in this step."""
-        request_id, admission = request.request_id, self.kv_policy_admission
+        request_id, entry = request.request_id, self.kv_policy_entry
         num_new_tokens = self.kv_policy_planner.clip(
             request_id, num_computed_tokens, num_new_tokens
         )
@@ -245,20 +305,20 @@ class KVPolicySchedulerMixin(CountingMixin):
             return num_new_tokens
         wanted = request, num_computed_tokens, num_new_tokens
         if request.status != RequestStatus.RUNNING:
-            num_new_tokens *= admission.admits(*wanted, self._outranked(request))
+            num_new_tokens *= entry.admits(*wanted, self._outranked(request))
         else:
-            num_new_tokens = admission.allowed(*wanted, self._victim)
+            num_new_tokens = entry.allowed(*wanted, self._victim)
         if num_new_tokens <= 0:
             self.kv_policy_planner.sit_out(request_id)
         elif request.status == RequestStatus.RUNNING:
-            admission.follow(request, num_computed_tokens, num_new_tokens)
+            entry.follow(request, num_computed_tokens, num_new_tokens)
         return num_new_tokens
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         """Pause or go on; while nobody enters, nobody makes way for one that waits."""
         super().set_pause_state(pause_state)
         if pause_state != PauseState.UNPAUSED:
-            self.kv_policy_admission.pause()
+            self.kv_policy_entry.pause()
 
     def _num_processed(self, request_id: str) -> int:
         """Return how many tokens of a request steps have computed that have ended."""
@@ -300,11 +360,12 @@ class KVPolicySchedulerMixin(CountingMixin):
             names = scheduler_output.scheduled_cached_reqs.req_ids
             dropped = self.kv_policy_planner.dropped_tokens(names)
             scheduler_output.kv_policy_dropped = dropped
-        self.kv_policy_admission.finish_step(
+        self.kv_policy_entry.finish_step(
             scheduler_output.num_scheduled_tokens, has_events=bool(commands.events)
         )
         super()._update_after_schedule(scheduler_output)
-        self.kv_policy_snapshots.publish_tokens(commands.events, self.requests)
+        if self.kv_policy_snapshots is not None:
+            self.kv_policy_snapshots.publish_tokens(commands.events, self.requests)
         self._count()
 
     def update_from_output(
@@ -317,10 +378,14 @@ class KVPolicySchedulerMixin(CountingMixin):
 
     def _count(self) -> None:
         counters, manager = self.kv_policy_counters, self.kv_policy_manager
-        counters.set_pools(manager.pool_counts(), manager.blocks_returned)
-        admission = self.kv_policy_admission
-        counters.set_admission(
-            admission.num_held_back, admission.num_waits, admission.forecast.most()
+        entry, (local, survivors) = self.kv_policy_entry, manager.pool_counts()
+        counters.set(
+            local_blocks=local,
+            global_blocks=survivors,
+            blocks_returned=manager.blocks_returned,
+            held_back=entry.num_held_back,
+            waits=entry.num_waits,
+            foreseen_blocks=entry.forecast.most(),
         )
         states = self.kv_policy_planner.states
         if counters.ratio_due() or not states:
@@ -332,7 +397,8 @@ class KVPolicySchedulerMixin(CountingMixin):
                 for request_id, request in self.requests.items()
                 if request_id in states
             )
-        self.kv_policy_snapshots.publish(self)
+        if self.kv_policy_snapshots is not None:
+            self.kv_policy_snapshots.publish(self)
 
     def _most_held(self, request_id: str) -> int:
         state = self.kv_policy_planner.states.get(request_id)
@@ -342,19 +408,21 @@ class KVPolicySchedulerMixin(CountingMixin):
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("drop_stale_output"):  # as it is where users reset the cache
             running = [request, *self.running]
-            is_bounded = self.kv_policy_admission.is_bounded
+            is_bounded = self.kv_policy_entry.is_bounded
             all_bounded = all(is_bounded(each.request_id) for each in running)
-            self.kv_policy_counters.add_preemption(all_bounded)
-            self.kv_policy_snapshots.publish_preemption(request)
+            kind = "bounded" if all_bounded else "unbounded"
+            self.kv_policy_counters.add(**{f"preemptions_{kind}": 1})
+            if self.kv_policy_snapshots is not None:
+                self.kv_policy_snapshots.publish_preemption(request)
         self.kv_policy_manager.withdraw(request.request_id)
         super()._preempt_request(request, *args, **kwargs)
-        self.kv_policy_admission.leave(request)
+        self.kv_policy_entry.leave(request)
         self.kv_policy_planner.restart(request.request_id)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         report = self._report(request.request_id)
         kv_params, *others = super()._free_request(request, *args, **kwargs)
-        self.kv_policy_admission.leave(request)
+        self.kv_policy_entry.leave(request)
         self.kv_policy_planner.remove(request.request_id)
         self._sees_all.discard(request.request_id)
         self._count()
@@ -373,7 +441,8 @@ class KVPolicySchedulerMixin(CountingMixin):
     def shutdown(self) -> None:
         """Stop; what the engine tells others ends with it."""
         super().shutdown()
-        self.kv_policy_snapshots.close()
+        if self.kv_policy_snapshots is not None:
+            self.kv_policy_snapshots.close()
 
 
 class KVPolicyScheduler(KVPolicySchedulerMixin, Scheduler):

@@ -15,7 +15,6 @@ class SlidingBlocks:
     """What requests hold beside the superblocks of a policy.
 
     Args:
-        sizes: of the groups.
         managers: of vLLM, one for each group.
         num_processed: returns how many tokens of a request have been computed in steps
             that have ended; what lies behind their window comes back.
@@ -55,9 +54,6 @@ class SlidingBlocks:
         has really been computed: a longer step may still be under way.
 
         Args:
-            request_id: the request.
-            computed: its tokens computed so far.
-            num_tokens: what it gets to.
             step: most tokens that it computes in a step on the way.
         """
         if not self.managers:
@@ -104,7 +100,6 @@ def run_events_first(coordinator: KVCacheCoordinator, own: Any) -> None:
 
     Args:
         coordinator: of all groups; changed in place.
-        own: the `KVPolicyManager` of the policy's group.
     """
     allocate = coordinator.allocate_new_blocks
 

@@ -30,9 +30,7 @@ def new_figure(
     All panels share the x axis; with several columns they share the y axis, too.
 
     Args:
-        rows: rows of panels.
         height: of the figure, inches.
-        columns: columns of panels.
         width: of the figure, inches.
 
     Raises:
@@ -65,8 +63,6 @@ def retention_map(events: Sequence[EventRecord], layer: int, title: str) -> "Fig
 
     Args:
         events: of one request, in order.
-        layer: layer to draw.
-        title: shown above, followed by the layer.
     """
     last = events[-1].position
     columns = min(last, MAX_COLUMNS)
@@ -107,8 +103,6 @@ def segment_map(event: EventRecord, layer: int, title: str) -> "Figure":
 
     Args:
         event: with the notes `mass` and `segments`.
-        layer: layer to draw.
-        title: shown above, followed by the layer.
     """
     heads = event.held.shape[1]
     figure, panels = _by_head(layer, heads, title)
@@ -142,8 +136,6 @@ def head_map(values: np.ndarray, title: str, unit: str) -> "Figure":
 
     Args:
         values: [L, H].
-        title: shown above.
-        unit: label of the colour bar.
     """
     layers, heads = values.shape
     figure, (panel,) = new_figure(1, 0.35 * layers + 2)

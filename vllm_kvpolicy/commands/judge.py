@@ -28,7 +28,6 @@ class Answer:
     """What one request gave.
 
     Args:
-        tokens: generated token ids.
         events: how many events the answer says it had; None where it does not say.
     """
 
@@ -41,9 +40,7 @@ class Check:
     """One thing that must hold.
 
     Args:
-        name: what must hold.
         result: PASSED, FAILED, or OPEN where it could not be judged.
-        figures: what was found.
     """
 
     name: str
@@ -56,7 +53,6 @@ class Pool:
     """The superblocks that requests can have, after the last request.
 
     Args:
-        held: that a request still holds.
         usable: all of them; None where a server does not say.
     """
 
@@ -70,7 +66,6 @@ def first_difference(
     """Return the first place at which lists of tokens differ; None for nowhere.
 
     Args:
-        expected: token ids of each request.
         found: the same requests in the same order.
 
     Returns:
@@ -104,10 +99,6 @@ def same_tokens(
     requests that had some nothing about the time before: both fail.
 
     Args:
-        name: of the check.
-        expected: answers without a policy.
-        found: answers of the same requests.
-        grown: counters over `found`.
         has_events: whether they must have had events, else they must have none.
     """
     events = grown["events"]
@@ -144,13 +135,7 @@ def pool_is_free(where: str, pool: Pool) -> Check:
 
 
 def counters_agree(where: str, answers: Sequence[Answer], grown: Counters) -> Check:
-    """Judge whether counters say of requests what their answers say.
-
-    Args:
-        where: that was asked.
-        answers: of all requests in between.
-        grown: counters over them.
-    """
+    """Judge whether counters say of requests what their answers say."""
     counted = {"requests": grown["requests"]}
     seen: dict[str, float] = {"requests": len(answers)}
     if all(answer.events is not None for answer in answers):
@@ -171,7 +156,6 @@ def left_open(check: Check, why: str | None) -> Check:
     """Return a check as one that could not be judged.
 
     Args:
-        check: as it was judged.
         why: it says nothing; None leaves it as it is.
     """
     if why is None:

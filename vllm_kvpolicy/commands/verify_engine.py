@@ -39,7 +39,6 @@ class Sizes:
 
     @property
     def prompts(self) -> tuple[int, ...]:
-        """Tokens of each prompt."""
         return tuple(tokens + self._more for tokens in (40, 200, 330))
 
     @property
@@ -62,7 +61,6 @@ class Sizes:
         """Raise ValueError where a model's requests cannot be long enough.
 
         Args:
-            config: of the policy.
             most: tokens of a request of the model.
         """
         if self.longest <= most:
@@ -79,9 +77,6 @@ class Engine:
     """A vLLM engine in this process.
 
     Args:
-        model: folder or name, as for vLLM.
-        dtype: as for vLLM.
-        sizes: of its requests.
         policy: the plain form of its configuration; None for stock vLLM.
     """
 
@@ -122,7 +117,6 @@ class Engine:
         """Answer prompts greedily, all at once.
 
         Args:
-            prompts: token ids.
             keys: of each request, as in `vllm_xargs`.
         """
         params = SamplingParams(
@@ -152,7 +146,6 @@ class Engine:
         return self._scheduler.kv_policy_counters.file.read()
 
     def pool(self) -> Pool:
-        """Return what requests hold of the pool."""
         pool = self._scheduler.kv_cache_manager.block_pool
         usable = pool.num_gpu_blocks - 1  # without vLLM's null block
         return Pool(usable - pool.get_num_free_blocks(), usable)
@@ -170,9 +163,7 @@ def checks(model: str, dtype: str, config: KVPolicyConfig, say: Say) -> Iterator
     """Start engines one after the other and yield what was found.
 
     Args:
-        model: folder or name, as for vLLM.
         dtype: as for vLLM; float32 leaves no rounding by which moved tokens differ.
-        config: of the policy.
         say: is told what takes long before it begins.
 
     Raises:

@@ -54,12 +54,9 @@ class Server:
 
     Args:
         url: its root.
-        api_key: where it asks for one.
 
     Attributes:
-        model: the first name that it serves.
         longest: tokens of a request, at most.
-        version: of its vLLM.
         policy: name of what it runs with; None where it does not say.
         answers: all that it has given since `start`.
         start: its counters before.

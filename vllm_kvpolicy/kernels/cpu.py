@@ -19,14 +19,19 @@ from vllm_kvpolicy.kernels.libraries import CPU
 from vllm_kvpolicy.kernels.nucleus import nucleus_counts
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.paged_reductions import check_squares
-from vllm_kvpolicy.kernels.pooled_usage import check_pooling, pooled_usage_ref
 from vllm_kvpolicy.kernels.segment_quota import (
     SegmentQuotas,
     max_segments,
     num_thresholds,
 )
 from vllm_kvpolicy.kernels.softmax import effective_window
-from vllm_kvpolicy.kernels.window_usage import WindowUsage, check_shapes, check_sinks
+from vllm_kvpolicy.kernels.window_usage import (
+    WindowUsage,
+    check_pooling,
+    check_shapes,
+    check_sinks,
+    pooled_usage_ref,
+)
 
 # -- what keys say ---------------------------------------------------------------------
 
@@ -90,7 +95,6 @@ def pooled_usage(
 
 
 def paged_norms(tokens: PagedTokens, lengths: torch.Tensor) -> torch.Tensor:
-    """Measure how long each key or value is."""
     norms = lengths.new_zeros(tokens.shape[:4], dtype=torch.float32)
     _by_pool(CPU.load().paged_norms, norms, tokens, lengths)
     return norms
@@ -141,7 +145,6 @@ def must_keep_tokens(
     block_size: int,
     num_tokens: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mark the tokens that an event keeps in any case: sinks and local ones."""
     lengths = num_pages.new_empty(num_pages.shape)
     must_keep = num_pages.new_empty((*num_pages.shape, num_tokens), dtype=torch.bool)
     CPU.load().must_keep_tokens(
@@ -151,7 +154,6 @@ def must_keep_tokens(
 
 
 def limit_must_keep(must_keep: torch.Tensor, budget: int) -> torch.Tensor:
-    """Shrink a must-keep set that exceeds the budget: recent tokens go before sinks."""
     kept = torch.empty_like(must_keep, memory_format=torch.contiguous_format)
     CPU.load().limit_must_keep(as_rows(kept), as_rows(must_keep), budget)
     return kept
@@ -163,7 +165,6 @@ def fill_next_best(
     valid: torch.Tensor,
     target: torch.Tensor | int,
 ) -> torch.Tensor:
-    """Add the best tokens that are not kept yet until a row keeps `target`."""
     marked = score.new_empty(score.shape, dtype=torch.bool)
     rows = [as_rows(tokens) for tokens in (marked, keep, score, valid)]
     targets, alike = None, target
@@ -180,7 +181,6 @@ def top_k_mask(
     valid: torch.Tensor,
     budget: torch.Tensor | int,
 ) -> torch.Tensor:
-    """Keep the must-keep tokens and the best of the others, `budget` in all."""
     return fill_next_best(must_keep & valid, score, valid, budget)
 
 
@@ -192,7 +192,6 @@ def resize(
     quota: torch.Tensor,
     block_size: int,
 ) -> torch.Tensor:
-    """Fill up or trim a selection of a row's first pages to whole pages."""
     marked = score.new_empty(score.shape, dtype=torch.bool)
     rows = [as_rows(tokens) for tokens in (marked, keep, score, must_keep)]
     counts = [each.reshape(-1).contiguous() for each in (num_pages, quota)]
@@ -207,7 +206,6 @@ def credited_mass(
     decay: float,
     mix: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turn usage into mass, and mix in the moving average of past mass."""
     mass = usage.new_empty(usage.shape, dtype=torch.float64)
     updated = usage.new_empty(usage.shape, dtype=torch.float32)
     rows = as_rows(usage), lengths.contiguous()
@@ -252,7 +250,6 @@ def segment_quota(
 def pick_by_quota(
     score: torch.Tensor, group: torch.Tensor, quotas: torch.Tensor
 ) -> torch.Tensor:
-    """Mark the best tokens of each group, as many as its quota."""
     marked = score.new_empty(score.shape, dtype=torch.bool)
     rows = [as_rows(numbers) for numbers in (marked, score, group, quotas)]
     CPU.load().pick_by_quota(*rows)
@@ -265,7 +262,6 @@ def pick_by_quota(
 def list_survivors(
     survives: torch.Tensor, first: torch.Tensor, num_places: int, block_size: int
 ) -> torch.Tensor:
-    """List the survivors of every head, oldest first."""
     listed = first.new_empty(len(survives), num_places)
     rows = survives.contiguous(), first.contiguous()
     CPU.load().list_survivors(listed, *rows, block_size)
@@ -282,7 +278,6 @@ def survivor_moves(
     block_size: int,
     groups: int,
 ) -> Moves:
-    """Say from which slot to which one each survivor goes."""
     (num_events, num_places), num_heads = sources.shape, held.shape[1]
     source = sources.new_empty(groups, num_events, num_places // groups)
     dest = torch.empty_like(source)
@@ -329,7 +324,6 @@ def read_survivors(
     global_blocks: torch.Tensor,
     num_tokens: int,
 ) -> torch.Tensor:
-    """Read values of the tokens that requests hold, zero where none was written."""
     found = survivors.new_empty(len(which), len(index), local.shape[2], num_tokens)
     rows = which, index, first.long().contiguous(), global_blocks
     CPU.load().read_survivors(found, survivors, local, *rows)
@@ -347,7 +341,6 @@ def write_survivors(
     num_local: torch.Tensor,
     global_blocks: torch.Tensor,
 ) -> None:
-    """Replace the values of requests' survivors, on the superblocks they moved to."""
     rows = (each.contiguous() for each in (values, sources, num_pages))
     CPU.load().write_survivors(
         survivors, local, which, index, *rows, num_local, global_blocks

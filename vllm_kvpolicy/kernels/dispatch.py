@@ -35,9 +35,6 @@ class Operation(Generic[P, R]):
             the row says so, in kernels.cuda and kernels.cpu.
 
     Attributes:
-        name: NAME.
-        reference: the reference.
-        preference: the row of NAME.
         calls: how often each implementation has run in this process.
 
     Raises:

@@ -18,7 +18,6 @@ class Library:
 
     Attributes:
         name: of its operators in `torch.ops`.
-        path: of the library.
         sources: folder of its sources in a checkout; an installed package has none.
         kernels: what it holds, such as "CUDA kernels".
         how: how to build it, as the end of a sentence.

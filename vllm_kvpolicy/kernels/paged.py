@@ -41,7 +41,6 @@ class PagedTokens:
 
     @property
     def device(self) -> torch.device:
-        """Where the tokens are."""
         return self.pages.device
 
     @property

@@ -118,7 +118,6 @@ def implementation_of(preference: Preference, device_type: str) -> str:
     """Return the implementation that an operation runs on a type of device.
 
     Args:
-        preference: the operation's row.
         device_type: `torch.device.type`. What is neither "cpu" nor "cuda" runs the
             reference.
     """

@@ -1,10 +1,14 @@
-"""Measures what a token shows while it is computed.
+"""Signals of tokens, and rolling statistics over them: what EpiKV reads.
 
-That is how far its hidden state moves, and how much the channels of its key or value
-differ.
+Every sum of a rolling statistic adds the same entries in the same order in float64,
+wherever the row starts and however long it is, so that a recomputed token gets the
+value that it had.
+
+Source: EpiKV's rolling mean and z-score; see policies.scorers.epikv. Deviations: none.
 """
 
 import torch
+import torch.nn.functional as F
 
 
 def hidden_change(hidden: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
@@ -30,3 +34,63 @@ def channel_variance(vectors: torch.Tensor) -> torch.Tensor:
         [T] float32.
     """
     return vectors.float().var(-1).mean(-1)
+
+
+Z_EPS = 1e-6  # added to the standard deviation
+
+
+def rolling_mean(
+    values: torch.Tensor, first: torch.Tensor, window: int
+) -> torch.Tensor:
+    """Average the newest entries up to each one.
+
+    Args:
+        values: [R, T] floating point.
+        first: [R] int64, entries before it are padding, whatever they hold.
+        window: entries that count, the last one included, at least 1.
+
+    Returns:
+        [R, T] float64; zero before `first`.
+    """
+    exists, count = _samples(values, first, window)
+    return _window_sum(torch.where(exists, values.double(), 0.0), window) / count
+
+
+def rolling_zscore(
+    values: torch.Tensor, first: torch.Tensor, window: int
+) -> torch.Tensor:
+    """Measure how far each entry lies from the rolling mean, in standard deviations.
+
+    Args:
+        values: [R, T] floating point.
+        first: [R] int64, entries before it are padding, whatever they hold.
+        window: entries that count, the last one included, at least 1.
+
+    Returns:
+        [R, T] float64, (value - mean) / (population standard deviation + 1e-6); zero
+        where fewer than two entries count.
+    """
+    exists, count = _samples(values, first, window)
+    known = torch.where(exists, values.double(), 0.0)
+    mean = _window_sum(known, window) / count
+    variance = _window_sum(known.square(), window) / count - mean.square()
+    score = (known - mean) / (variance.clamp_min(0).sqrt() + Z_EPS)
+    return torch.where(count > 1, score, 0.0)
+
+
+def _samples(
+    values: torch.Tensor, first: torch.Tensor, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which entries exist and how many count at each one, both [R, T]."""
+    age = torch.arange(values.shape[-1], device=values.device) - first[:, None]
+    return age >= 0, (age + 1).clamp(1, window)
+
+
+def _window_sum(values: torch.Tensor, window: int) -> torch.Tensor:
+    """Sum `window` entries up to each one, [R, T] float64; outside counts as zero.
+
+    Pooling adds them one by one: a difference of running sums would round differently
+    in rows that start elsewhere.
+    """
+    padded = F.pad(values[:, None], (window - 1, 0))
+    return F.avg_pool2d(padded, (1, window), stride=1, divisor_override=1)[:, 0]

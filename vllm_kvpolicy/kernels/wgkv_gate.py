@@ -43,7 +43,6 @@ class GateWeights:
     second_bias: torch.Tensor
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors by name."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "GateWeights":

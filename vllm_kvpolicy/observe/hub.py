@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from vllm_kvpolicy.observe.metrics import CounterFile
-from vllm_kvpolicy.observe.ring import LISTEN_SECONDS, RANK, SCHEDULER, Ring
+from vllm_kvpolicy.observe.shared_files import LISTEN_SECONDS, RANK, SCHEDULER, Ring
 
 POLL_SECONDS = 0.1  # between two looks at the files
 RANK_SECONDS = 1.0  # that an event waits for the heads of other ranks
@@ -28,7 +28,7 @@ class EngineReader:
     """Reads the files of one engine.
 
     Args:
-        name: the engine's, see `files.own_engine`.
+        name: the engine's, see `own_engine`.
         num_ranks: that tell of heads of their own.
     """
 
@@ -101,7 +101,6 @@ class Hub:
     """What is known of all engines of this host, as of the last `poll`.
 
     Args:
-        readers: of the engines, by index.
         pool_blocks: superblocks of one engine's pool, until it has told.
     """
 

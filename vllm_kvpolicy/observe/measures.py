@@ -92,7 +92,6 @@ def kept_by_bin(
 
     Args:
         kept: [..., P] bool by logical position.
-        bins: number of bins.
         num_positions: P', at least P; P makes positions relative to the event's.
 
     Returns:
@@ -137,7 +136,6 @@ def memory_time(
         start: position of the first token that counts; the prompt's length counts all
             of decoding.
         end: tokens computed when the request ends.
-        block_size: N.
     """
     token = np.arange(start, end)
     latest = np.searchsorted(np.asarray(positions, int), token, side="right")

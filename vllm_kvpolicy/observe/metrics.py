@@ -35,9 +35,7 @@ class Series:
     """One Prometheus series: `kvpolicy_<name>`.
 
     Args:
-        name: without the prefix.
         kind: "counter" or "gauge".
-        help: what it counts.
         observers: values of its label `observer`; empty where it has no such label.
     """
 
@@ -127,11 +125,6 @@ GAUGE_PERIOD_SECONDS = 0.25
 
 
 def counter_path(engine: str) -> Path:
-    """Return the counter file of an engine.
-
-    Args:
-        engine: its name, see `own_engine`.
-    """
     return file_path(COUNTERS, engine)
 
 
@@ -141,7 +134,6 @@ class CounterFile:
     What tells that an observer is off is written by whoever sees it: always a 1.
 
     Args:
-        engine: the engine's name, see `own_engine`.
         create: make a zeroed file and lock it, once files that engines left behind
             are removed; otherwise it must exist.
 
@@ -155,11 +147,9 @@ class CounterFile:
         self._values = list(self.read().values())
 
     def add(self, name: str, amount: float) -> None:
-        """Add to a counter."""
         self.set(name, self._values[INDEX[name]] + amount)
 
     def set(self, name: str, value: float) -> None:
-        """Set a gauge."""
         place = INDEX[name]
         if value != self._values[place]:
             self._values[place] = value
@@ -183,44 +173,15 @@ class EngineCounters:
         self._next_ratio = 0.0
         self.set_keep_ratio(())
 
-    def set_pools(self, pools: tuple[int, int], blocks_returned: int) -> None:
-        """Set the superblocks of all requests.
+    def add(self, **amounts: float) -> None:
+        """Add to counters, by name."""
+        for name, amount in amounts.items():
+            self.file.add(name, amount)
 
-        Args:
-            pools: (local, global) superblocks held now.
-            blocks_returned: superblocks given back since the start.
-        """
-        self.file.set("local_blocks", pools[0])
-        self.file.set("global_blocks", pools[1])
-        self.file.set("blocks_returned", blocks_returned)
-
-    def add_step(self, num_requests: int, num_blocks: int) -> None:
-        """Count a step: requests that run in it and superblocks held by all."""
-        self.file.add("steps", 1)
-        self.file.add("request_steps", num_requests)
-        self.file.add("block_steps", num_blocks)
-
-    def set_admission(self, held_back: int, waits: int, foreseen: int) -> None:
-        """Set what admission has done since the start, and what it foresees.
-
-        Args:
-            held_back: steps in which a waiting request could not enter.
-            waits: steps that running requests sat out for others.
-            foreseen: most superblocks that will be held in a coming step.
-        """
-        self.file.set("held_back", held_back)
-        self.file.set("waits", waits)
-        self.file.set("foreseen_blocks", foreseen)
-
-    def add_preemption(self, all_bounded: bool) -> None:
-        """Count a preemption; `all_bounded`: no request without a bound ran."""
-        kind = "bounded" if all_bounded else "unbounded"
-        self.file.add(f"preemptions_{kind}", 1)
-
-    def add_request(self, peak_blocks: int) -> None:
-        """Count a request that has ended, with the most superblocks that it held."""
-        self.file.add("requests", 1)
-        self.file.add("peak_blocks", peak_blocks)
+    def set(self, **values: float) -> None:
+        """Set gauges, and counters of what others have counted, by name."""
+        for name, value in values.items():
+            self.file.set(name, value)
 
     def note_off(self, observer: str) -> None:
         """Tell that an observer of the scheduler has failed."""
@@ -249,8 +210,6 @@ class WorkerCounters:
     The scheduler makes the file after the worker has started, so it is opened late.
 
     Args:
-        engine: its name, see `own_engine`.
-        block_size: N, tokens per superblock.
         counts: False in all ranks of a tensor-parallel group but the first: they see
             the same events, and one of them has to count.
     """
@@ -276,7 +235,6 @@ class WorkerCounters:
         """Count a step's events.
 
         Args:
-            count: events that were carried out.
             seconds: host time; on a GPU the work itself may still be under way.
         """
         if not self.counts:
@@ -312,7 +270,6 @@ class Collector:
     be read, there is only that it cannot: engines make theirs before a server answers.
 
     Args:
-        engines: names by index, see `engines_here`.
         model_name: label beside the engine's index, as on vLLM's own series.
         missed: names of engines whose loss has been logged; grows.
     """
@@ -365,7 +322,6 @@ def exposition(registry: Any, vllm_config: Any | None, missed: set[str]) -> byte
     """Return a page of metrics in Prometheus's text format.
 
     Args:
-        registry: vLLM's CollectorRegistry.
         vllm_config: of the server whose engines' counters are added; None for none.
         missed: see `Collector`.
     """

@@ -47,7 +47,6 @@ class LiveRoutes:
         facts: returns what is fixed for the life of the server, JSON-able.
         engines: returns the names of this host's engines by index, and of how many
             ranks of each the heads differ.
-        pool_blocks: returns the superblocks of an engine's pool.
         keys: API keys; none where everybody may ask.
         server: returns uvicorn's server of the application; None where there is none.
         token_text: returns the text of a token, None where no text is shown.
@@ -109,7 +108,6 @@ class LiveRoutes:
         return guarded
 
     async def page(self, request: Any) -> Any:
-        """Answer with the page."""
         from starlette.responses import FileResponse
 
         return FileResponse(PAGE, headers=PAGE_HEADERS)
@@ -210,11 +208,7 @@ class LiveRoutes:
 
 
 def api_keys(args: Any) -> list[str]:
-    """Return the keys that vLLM asks for.
-
-    Args:
-        args: the server's command line, parsed.
-    """
+    """Return the keys that vLLM asks for."""
     return [key for key in args.api_key or [compat.api_key()] if key]
 
 
@@ -227,12 +221,7 @@ def _event(name: str, content: dict[str, Any]) -> str:
 
 
 def connection_of(server: Any, scope: Any) -> Any:
-    """Return uvicorn's connection of a request, None where another server runs.
-
-    Args:
-        server: uvicorn's, or None.
-        scope: the request's.
-    """
+    """Return uvicorn's connection of a request, None where another server runs."""
     state = getattr(server, "server_state", None)
     for connection in getattr(state, "connections", ()):
         if connection.scope is scope:
@@ -246,8 +235,6 @@ async def cut_off_if_stalled(connection: Any, server: Any, over: asyncio.Event) 
     Where the server ends it has `END_SECONDS`.
 
     Args:
-        connection: uvicorn's.
-        server: uvicorn's.
         over: set where the stream has ended; what still waits then is looked at, too.
     """
     transport, waiting, taken_at = connection.transport, 0, time.monotonic()

@@ -8,7 +8,7 @@ from struct import pack
 from typing import Any
 
 from vllm_kvpolicy.observe.observing import only_observes
-from vllm_kvpolicy.observe.ring import SCHEDULER, Ring
+from vllm_kvpolicy.observe.shared_files import SCHEDULER, Ring
 from vllm_kvpolicy.protocol import CompactEvent
 
 PERIOD_SECONDS = 0.25  # between two snapshots
@@ -17,29 +17,10 @@ MOST_ROWS = 512  # requests of a snapshot; the rest is only counted
 MOST_TOKENS = 2**16  # of one request whose text is shown
 
 
-class NoSnapshots:
-    """Tells nothing; without `live`."""
-
-    def publish(self, scheduler: Any) -> None:
-        """Do nothing."""
-
-    def publish_tokens(
-        self, events: Iterable[CompactEvent], requests: Mapping[str, Any]
-    ) -> None:
-        """Do nothing."""
-
-    def publish_preemption(self, request: Any) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class Snapshots(NoSnapshots):
+class Snapshots:
     """Writes snapshots into the ring of an engine's scheduler.
 
     Args:
-        engine: its name, see `files.own_engine`.
         with_text: token ids are told as well.
         on_off: hears of it where this has failed and tells no more.
     """
@@ -55,11 +36,7 @@ class Snapshots(NoSnapshots):
 
     @only_observes
     def publish(self, scheduler: Any) -> None:
-        """Write a snapshot if the last one is old, or if no request is left.
-
-        Args:
-            scheduler: with events, see `block_manager.scheduler`.
-        """
+        """Write a snapshot if the last one is old, or if no request is left."""
         if not self.ring.is_heard():
             return
         now = time.monotonic()
@@ -74,12 +51,7 @@ class Snapshots(NoSnapshots):
     def publish_tokens(
         self, events: Iterable[CompactEvent], requests: Mapping[str, Any]
     ) -> None:
-        """Write the token ids of requests that have an event, where text is shown.
-
-        Args:
-            events: of this step.
-            requests: the scheduler's, by id.
-        """
+        """Write the token ids of requests that have an event, where text is shown."""
         if not (self.with_text and self.ring.is_heard()):
             return
         for event in events:
@@ -152,7 +124,6 @@ def shared_blocks(running: Sequence[Any], block_size: int) -> dict[str, int]:
 
     Args:
         running: vLLM's requests, whose blocks are those that stock vLLM would hold.
-        block_size: N, tokens per block.
     """
     seen: set[Any] = set()
     shared = {}

@@ -65,7 +65,7 @@ class EventRecord:
             mass, segments, quotas: see `ams`; of `held`, [L, H, T], half-open
             ranges of it, [L, H, S, 2], and tokens, [L, H, S];
             retained_mass, lse_drop, density_60, density_90: see
-            `worker.observers.retained_attention`.
+            `worker.observers.trace.with_attention`.
         ranks: whose heads these are, each with H / ranks neighbours; files have one.
     """
 
@@ -164,7 +164,6 @@ def new_run(folder: Path, name: str | None = None) -> Path:
     """Create and return the folder of a run.
 
     Args:
-        folder: of the trace.
         name: see `run_name`, followed by the folder of a rank if it is one of several;
             None for a new name.
     """
@@ -267,9 +266,6 @@ def _ranks_of(run: Path) -> list[Path]:
 def join_ranks(records: Sequence[EventRecord]) -> EventRecord:
     """Return one event of all heads.
 
-    Args:
-        records: of the same event, by rank.
-
     Raises:
         ValueError: they are of different events.
     """
@@ -326,7 +322,6 @@ def problems(values: Mapping[str, Any], notes: Mapping[str, Any]) -> Iterator[st
 
     Args:
         values: every field of `EventRecord` but `notes` and `ranks`, by name.
-        notes: its notes.
     """
     for name in TEXTS:
         if not isinstance(values[name], str) or not values[name].isprintable():

@@ -274,6 +274,26 @@ class Policy(ABC):
     def take_heads(self, shard: HeadShard) -> None:  # noqa: B027  likewise
         """Serve some of the model's heads; once, after `check_model`."""
 
+    def shuffled(
+        self,
+        pages: torch.Tensor,
+        sources: torch.Tensor,
+        num_tokens: int,
+        seeds: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return pages and survivors in another order, None to leave them in theirs.
+
+        Only policies that test the moving of tokens do.
+
+        Args:
+            pages: [E, g, C / g] int64, page lists after the event, by set of heads.
+            sources: [E, M] int64, head * T + token that each place of the lists
+                receives; negative after the last survivor.
+            num_tokens: T.
+            seeds: [E] int64, one per event, a pure function of the request.
+        """
+        return None
+
     @abstractmethod
     def decide(self, inputs: EventInputs, budget: int) -> Decision:
         """Choose `budget` tokens per row; pure, no host sync, no state."""

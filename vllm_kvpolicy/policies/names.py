@@ -11,7 +11,7 @@ not have is not imported.
 
 import pkgutil
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib import import_module
@@ -269,9 +269,9 @@ class PolicyInfo:
         return any(word.decides_later for word in self.parts)
 
     @property
-    def placement(self) -> str:
-        """Where survivors go; a name in block_manager.placement."""
-        return "in_place" if self.whole is None else self.whole.placement
+    def placement(self) -> Callable[..., list[Any]] | None:
+        """What chooses the superblocks of survivors, see `words.Word`."""
+        return None if self.whole is None else self.whole.placement
 
     def window_tokens(self, options: Mapping[str, Any]) -> int:
         """Return how many queries are captured before an event.

@@ -3,12 +3,18 @@
 Source: this project. Deviations: none.
 """
 
+import random
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
 import torch
 from pydantic import Field
 
 from vllm_kvpolicy.policies.compose import KeepAll
 from vllm_kvpolicy.policies.options import BaseOptions
 from vllm_kvpolicy.policies.scorers.random import mix
+
+Block = TypeVar("Block")
 
 
 class MovementPolicy(KeepAll):
@@ -27,6 +33,20 @@ class MovementPolicy(KeepAll):
 
     def __init__(self, ragged: bool) -> None:
         self.swaps_pages = ragged
+
+    def shuffled(
+        self,
+        pages: torch.Tensor,
+        sources: torch.Tensor,
+        num_tokens: int,
+        seeds: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return pages and survivors in another order; see `Policy`."""
+        num_groups, heads = pages.shape[1], sources // num_tokens
+        moved = self.shuffle_pages(
+            pages.flatten(0, 1), seeds.repeat_interleave(num_groups)
+        )
+        return moved.view_as(pages), self.shuffle(sources, heads, seeds)
 
     def shuffle(
         self, sources: torch.Tensor, heads: torch.Tensor, seeds: torch.Tensor
@@ -62,15 +82,43 @@ class MovementPolicy(KeepAll):
         return mix(mix(seeds)[:, None] ^ entry)
 
 
+def shuffled(
+    owned: Sequence[Block], count: int, take: Callable[[int], list[Block]], seed: int
+) -> list[Block]:
+    """Keep a random choice of a request's own blocks, in random order.
+
+    Args:
+        owned: blocks below the frontier, in time order.
+        count: blocks that the survivors need, at most `len(owned)`.
+        take: takes up to n free blocks from the pool; may return fewer.
+        seed: reproducible per request and event.
+    """
+    return random.Random(seed).sample(list(owned), count)
+
+
+def exchanged(
+    owned: Sequence[Block], count: int, take: Callable[[int], list[Block]], seed: int
+) -> list[Block]:
+    """Trade half of the blocks for free ones and shuffle the rest.
+
+    With no free block in the pool this is `shuffled`, whose arguments it has.
+    """
+    rng = random.Random(seed)
+    fresh = take(count // 2)
+    blocks = fresh + rng.sample(list(owned), count - len(fresh))
+    rng.shuffle(blocks)
+    return blocks
+
+
 class Identity(MovementPolicy):
     """Shuffles at each event."""
 
     summary = "keeps everything, shuffles tokens at each event"
-    placement = "shuffled"
+    placement = staticmethod(shuffled)
 
 
 class Holes(MovementPolicy):
     """Gives pages back and takes them again."""
 
     summary = "keeps everything, frees pages and takes them again"
-    placement = "exchanged"
+    placement = staticmethod(exchanged)

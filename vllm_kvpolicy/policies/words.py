@@ -5,7 +5,7 @@ where it is published, and, as class attributes, what the rest of the package as
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -39,7 +39,8 @@ class Word:
         fitted: it belongs to one model's weights: by a file, or by their training.
         presets: option values by the name of a preset.
         refuses: words that it is not combined with, and why.
-        placement: where survivors go; a name in block_manager.placement.
+        placement: chooses the superblocks of survivors, see `testing.shuffled`; None
+            for the request's oldest, so that survivors move towards the front.
     """
 
     Options: ClassVar[type[BaseOptions]] = BaseOptions
@@ -57,7 +58,7 @@ class Word:
     fitted: ClassVar[bool] = False
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     refuses: ClassVar[Mapping[str, str]] = {}
-    placement: ClassVar[str] = "in_place"
+    placement: ClassVar[Callable[..., list[Any]] | None] = None
 
     @classmethod
     def from_options(cls, **options: Any) -> Any:

@@ -1,6 +1,6 @@
 """The worker process: runs events before each forward pass and sees what it computes.
 
-A step goes through `base` (vLLM's worker calls it), `runtime` (begin, build, observe,
+A step goes through `worker` (vLLM's worker calls it), `runtime` (begin, build, observe,
 end), `compaction` (the step's events) and a tier, which describes the step to the
 attention backends. `setup` builds all of them: sizes before the KV cache exists, the
 runtime after.
@@ -14,7 +14,7 @@ where                               what                        when the request
                                     frontier, last event        values overwritten
 `tiers.head_tables.HeadTables`      page lists of its heads,    overwritten
                                     in a ragged tier
-`tiers.ragged_step.FoldedTables`    the same with local pages,  dropped at once, by
+`tiers.head_tables.FoldedTables`    the same with local pages,  dropped at once, by
                                     until they change           `Tier.forget`
 `tiers.page_selection`              whether it selects, and     overwritten
                                     bounds of its pages

@@ -36,12 +36,9 @@ class Batch:
     """Events that run together: one policy, one budget, as many destinations each.
 
     Args:
-        events: the events.
-        policy: decides which tokens survive.
         rows: rows of the requests in the worker's tables.
         sent: integers of the host, int64 on the device: those that `Compactor`,
             `Tier.numbers` and `Capture.numbers` name.
-        held: what the requests hold.
     """
 
     events: Sequence[CompactEvent]
@@ -63,7 +60,6 @@ class Choice:
     Args:
         inputs: what it saw. Keys and values read the cache, which the move overwrites;
             where survivors take in dropped tokens they are copies made before.
-        decision: what it decided.
     """
 
     inputs: EventInputs
@@ -71,7 +67,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Placement:
+class Destinations:
     """Where the survivors of a batch go.
 
     Args:

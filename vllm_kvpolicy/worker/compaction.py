@@ -20,27 +20,67 @@ import torch
 
 from vllm_kvpolicy.events import event_seed
 from vllm_kvpolicy.kernels.compact_pages import (
+    Moves,
     compact_pages,
     list_survivors,
+    merge_pages,
     survivor_moves,
 )
 from vllm_kvpolicy.kernels.ranking import must_keep_tokens, resize
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.base import EventInputs, Needs, Policy
 from vllm_kvpolicy.policies.ranks import ONE_RANK, Ranks
-from vllm_kvpolicy.policies.testing import MovementPolicy
 from vllm_kvpolicy.protocol import CompactEvent, UsedBlocks
-from vllm_kvpolicy.worker.batch import Batch, Choice, Placement
+from vllm_kvpolicy.worker.batch import Batch, Choice, Destinations, HeldPages
 from vllm_kvpolicy.worker.captures.capture import Capture
-from vllm_kvpolicy.worker.merging import merge_dropped
-from vllm_kvpolicy.worker.observers.live import NoEvents
-from vllm_kvpolicy.worker.observers.trace import NoTrace
+from vllm_kvpolicy.worker.layers import no_sinks
+from vllm_kvpolicy.worker.observers.live import LiveEvents
+from vllm_kvpolicy.worker.observers.trace import Tracer, with_attention
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
-from vllm_kvpolicy.worker.sinks import no_sinks
 from vllm_kvpolicy.worker.survivors import SurvivorMemory
 from vllm_kvpolicy.worker.tiers.tier import PageCounts, Tier
 from vllm_kvpolicy.worker.transfer import Integers, to_device_together
+
+
+def merge_dropped(
+    pool: PagePool,
+    held: HeldPages,
+    destinations: Destinations,
+    choice: Choice,
+    moves: Moves,
+) -> None:
+    """Rewrite keys and values of the survivors whose partner is gone.
+
+    A partner that was kept after all, to fill a page, is not merged.
+
+    Args:
+        pool: the group's keys and values, mutated.
+        choice: the policy's pairs, and keys and values from before the move.
+    """
+    placed, inputs, merge = destinations.sources, choice.inputs, choice.decision.merge
+    assert merge is not None
+    index = placed.clamp_min(0)
+    partner = merge.partner.flatten(1).gather(1, index)
+    other = index - index % held.max_tokens + partner.clamp_min(0)
+    size = merge.partner[0].numel()
+    survives = torch.zeros(len(placed), size + 1, dtype=torch.bool, device=index.device)
+    survives = survives.scatter(1, torch.where(placed < 0, size, placed), True)
+    is_merged = (placed >= 0) & (partner >= 0) & ~survives.gather(1, other)
+    weight = torch.where(is_merged, merge.weight.flatten(1).gather(1, index), 1.0)
+    layer = index // (held.max_tokens * pool.num_heads)
+    for group in range(pool.num_groups):
+        slots = moves.dest[group].flatten()
+        others, weights, layers = (
+            row.unflatten(1, (pool.num_groups, -1))[:, group]
+            for row in (other, weight, layer)
+        )
+        for name, pages in (("keys", pool.keys), ("values", pool.values)):
+            before = inputs.given(name).flatten(1, 3)
+            taken = torch.take_along_dim(before, others[..., None], dim=1)
+            rows = slots, taken.flatten(0, 1), weights.flatten()
+            merge_pages(pages[group], *rows, pool.scales(name, layers.flatten()))
+
 
 POSITIONS = "positions"  # name under which true positions are remembered
 
@@ -50,7 +90,6 @@ class EventAnswer:
     """How many pages some requests held and hold, on its way to the host.
 
     Args:
-        events: the events.
         counts: pages of all layers and heads that what was held below the new frontier
             took, and that its survivors take.
         num_heads: pages in a superblock.
@@ -77,19 +116,10 @@ class Compactor:
     """Carries out events on the pages of one KV cache group.
 
     Args:
-        policies: by name, each decides which tokens survive.
-        pool: the group's keys and values.
-        tier: lays out survivors.
         requests: updated after each event.
-        captures: what the forward pass showed.
         memory: what policies remember of survivors, true positions included.
-        rope: the model's rotary embedding, None where no policy asks for it.
-        scale: softmax scale of the model's attention.
         sink_logits: returns those of its learned sinks as they are now, [L, Hq]
             float32; None for none.
-        trace: records survivors with true positions.
-        live: shows events to whoever listens.
-        ranks: that serve the other heads.
         rooms: by policy, most tokens per head of a batch of several events, all padded
             to the longest head among them; its temporary tensors grow with that.
     """
@@ -102,8 +132,8 @@ class Compactor:
     memory: SurvivorMemory
     rope: Rope | None
     scale: float
-    trace: NoTrace = NoTrace()
-    live: NoEvents = NoEvents()
+    trace: Tracer | None = None
+    live: LiveEvents | None = None
     ranks: Ranks = ONE_RANK
     rooms: Mapping[str, float] = field(default_factory=dict)
     sink_logits: Callable[[], torch.Tensor | None] = no_sinks
@@ -142,9 +172,9 @@ class Compactor:
     def _run_batch(self, events: Sequence[CompactEvent]) -> list[EventAnswer]:
         batch = self._open(events)
         choice = self._decide(batch)
-        placement = self._place(batch, choice)
-        self._move(batch, choice, placement)
-        return self._commit(batch, choice, placement)
+        destinations = self._place(batch, choice)
+        self._move(batch, choice, destinations)
+        return self._commit(batch, choice, destinations)
 
     # -- open --------------------------------------------------------------------------
 
@@ -182,7 +212,8 @@ class Compactor:
         """Ask the policy which tokens survive."""
         inputs = self._inputs(batch)
         decision = batch.policy.decide(inputs, batch.events[0].budget)
-        decision = self.trace.annotate(decision, batch.policy.needs, inputs)
+        if self.trace is not None:
+            decision = with_attention(decision, batch.policy.needs, inputs)
         if decision.merge is not None:
             inputs = inputs.copied()
         return Choice(inputs, decision)
@@ -249,13 +280,14 @@ class Compactor:
 
     # -- place -------------------------------------------------------------------------
 
-    def _place(self, batch: Batch, choice: Choice) -> Placement:
+    def _place(self, batch: Batch, choice: Choice) -> Destinations:
         """Round the choice to whole pages; next-best tokens fill them up."""
         held, decision = batch.held, choice.decision
         block_size = self.pool.block_size
         shape = (*held.num_pages.shape, held.max_tokens)
         keep = decision.keep.reshape(shape)
-        quota, lists = self.tier.place(batch, keep)
+        quota = self.tier.quota(batch, keep)
+        lists = self.tier.assign(batch, quota)
         survives = resize(
             keep,
             decision.score.reshape(shape),
@@ -266,31 +298,23 @@ class Compactor:
         )
         num_places = lists.pages.shape[-1] * block_size
         sources = list_survivors(survives, lists.first, num_places, block_size)
-        return self._shuffled(batch, Placement(lists, sources))
-
-    def _shuffled(self, batch: Batch, placement: Placement) -> Placement:
-        """Let a policy that tests the moving of tokens shuffle pages and survivors."""
-        policy, lists = batch.policy, placement.lists
-        if not isinstance(policy, MovementPolicy):
-            return placement
-        seed, groups = batch.sent["seeds"], self.pool.num_groups
-        pages = lists.pages.unflatten(1, (groups, -1)).flatten(0, 1)
-        pages = policy.shuffle_pages(pages, seed.repeat_interleave(groups))
-        heads = placement.sources.div(batch.held.max_tokens, rounding_mode="floor")
-        pages = pages.view_as(lists.pages)
-        unmoved = torch.zeros_like(pages, dtype=torch.bool)  # not in order, either
-        return Placement(
-            replace(lists, pages=pages, unmoved=unmoved),
-            policy.shuffle(placement.sources, heads, seed),
+        pages = lists.pages.unflatten(1, (self.pool.num_groups, -1))
+        shuffled = batch.policy.shuffled(
+            pages, sources, held.max_tokens, batch.sent["seeds"]
         )
+        if shuffled is not None:
+            pages, sources = shuffled[0].flatten(1), shuffled[1]
+            unmoved = torch.zeros_like(pages, dtype=torch.bool)  # not in order, either
+            lists = replace(lists, pages=pages, unmoved=unmoved)
+        return Destinations(lists, sources)
 
     # -- move --------------------------------------------------------------------------
 
-    def _move(self, batch: Batch, choice: Choice, placement: Placement) -> None:
+    def _move(self, batch: Batch, choice: Choice, destinations: Destinations) -> None:
         """Copy survivors to their pages, and merge into them what they take in."""
-        held, lists, pool = batch.held, placement.lists, self.pool
+        held, lists, pool = batch.held, destinations.lists, self.pool
         moves = survivor_moves(
-            placement.sources,
+            destinations.sources,
             held.pages,
             lists.first,
             lists.pages,
@@ -307,24 +331,28 @@ class Compactor:
             for pages in pool.tokens_of(group):
                 compact_pages(pages, *slots, moves.first[group], stays)
         if choice.decision.merge is not None:
-            merge_dropped(pool, held, placement, choice, moves)
+            merge_dropped(pool, held, destinations, choice, moves)
 
     # -- commit ------------------------------------------------------------------------
 
     def _commit(
-        self, batch: Batch, choice: Choice, placement: Placement
+        self, batch: Batch, choice: Choice, destinations: Destinations
     ) -> list[EventAnswer]:
         """Enter the new pages into the tables and remember values of survivors."""
-        self.trace.record(batch, choice.decision, placement)
-        self.live.tell(batch, placement)
-        counts = self.tier.commit(batch, placement.lists)
+        if self.trace is not None:
+            self.trace.record(batch, choice.decision, destinations)
+        if self.live is not None:
+            self.live.tell(batch, destinations)
+        counts = self.tier.commit(batch, destinations.lists)
         self.requests.update(batch.rows, batch.events, batch.sent)
-        self._remember(batch, choice, placement)
+        self._remember(batch, choice, destinations)
         if counts is None or not batch.policy.dynamic:
             return []
         return [EventAnswer(batch.events, counts, self.tier.num_heads)]
 
-    def _remember(self, batch: Batch, choice: Choice, placement: Placement) -> None:
+    def _remember(
+        self, batch: Batch, choice: Choice, destinations: Destinations
+    ) -> None:
         """Keep what the policy wants to find again, and true positions."""
         values = dict(choice.decision.memory)
         if batch.policy.needs.positions:
@@ -334,7 +362,7 @@ class Compactor:
         rows = [value.flatten(1, 2) for value in values.values()]
         stacked = rows[0][None] if len(rows) == 1 else torch.stack(rows)
         names, index = tuple(values), batch.index
-        self.memory.write(names, index, stacked, placement.sources, batch.held)
+        self.memory.write(names, index, stacked, destinations.sources, batch.held)
 
 
 def _kind(event: CompactEvent) -> tuple[str, int, int]:

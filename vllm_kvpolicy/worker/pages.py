@@ -1,11 +1,95 @@
 """Views vLLM's KV cache as head pages: one per (superblock, layer, KV head)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from vllm_kvpolicy import compat
 from vllm_kvpolicy.kernels.paged import PagedTokens
-from vllm_kvpolicy.worker.float8 import Float8
+
+SAMPLES = 32, 67  # first and number of bytes that every dtype and scale can show
+NUDGE = 1.01  # so that a number is stored as the same byte however it is rounded
+
+
+@dataclass(frozen=True)
+class Float8:
+    """The numbers of an FP8 cache.
+
+    Args:
+        stored: torch.float8_e4m3fn or torch.float8_e5m2.
+        scales: by "keys" and "values", what a stored number of each layer is
+            multiplied by: L numbers above 0.
+    """
+
+    stored: torch.dtype
+    dtype: torch.dtype
+    scales: Mapping[str, Sequence[float]]
+    device: torch.device
+
+    @classmethod
+    def of_layers(cls, layers: Sequence[Any]) -> "Float8 | None":
+        """Return the numbers of vLLM's attention layers; None without an FP8 cache.
+
+        Args:
+            layers: in model order, all with one kind of cache, and scales per layer.
+        """
+        first = layers[0]
+        name = compat.FLOAT8_CACHES.get(first.kv_cache_dtype)
+        if name is None:
+            return None
+        scales = {
+            "keys": [layer._k_scale_float for layer in layers],
+            "values": [layer._v_scale_float for layer in layers],
+        }
+        stored = getattr(torch, name)
+        return cls(stored, first.dtype, scales, first.kv_cache.device)
+
+    def table(self, name: str) -> torch.Tensor:
+        """Return [L] float32, the scales of "keys" or "values"."""
+        return torch.tensor(self.scales[name], device=self.device)
+
+    def numbers(self, name: str, layer: int) -> torch.Tensor:
+        """Return [256] model dtype, what each byte of a layer stands for."""
+        each = torch.arange(256, device=self.device).to(torch.uint8).view(self.stored)
+        return (each.float() * self.scales[name][layer]).to(self.dtype)
+
+    def read(self, name: str, tokens: PagedTokens) -> PagedTokens:
+        """Return a copy of tokens as the numbers that they stand for.
+
+        A byte's number is rounded to the model's dtype, as a cache without FP8 rounds.
+
+        Args:
+            name: "keys" or "values".
+            tokens: [E, L, H, T, D] uint8 on pages.
+        """
+        found = torch.empty(tokens.shape, dtype=self.dtype, device=self.device)
+        for layer in range(tokens.shape[1]):
+            stored = tokens.dense[:, layer]
+            numbers = self.numbers(name, layer)
+            found[:, layer] = numbers.index_select(0, stored.flatten().int()).view(
+                stored.shape
+            )
+        return PagedTokens.from_dense(found)
+
+    def samples(
+        self, number: torch.Tensor, layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return bytes, and keys and values that are stored as these.
+
+        Args:
+            number: [2, ...] int64 >= 0, of keys and of values; they choose the bytes.
+
+        Returns:
+            uint8 and model dtype of that shape.
+        """
+        first, count = SAMPLES
+        stored = (first + number % count).to(torch.uint8)
+        plain = stored.view(self.stored).float() * NUDGE
+        scales = [self.scales[name][layer] for name in ("keys", "values")]
+        parts = [part * scale for part, scale in zip(plain, scales, strict=True)]
+        return stored, torch.stack(parts).to(self.dtype)
 
 
 class PagePool:
@@ -29,7 +113,6 @@ class PagePool:
 
     Attributes:
         keys, values: one [P, N, D] view per layer, of the numbers as they are stored.
-        dtype: the model's.
         spans_layers: whether pages may change layers.
         num_groups: 1 if they may, else the number of layers.
         null_pages: [1, L, H, 1] int64, ids of each head's stock page of superblock 0.
@@ -175,7 +258,6 @@ def check_layout(layer: object, pool: PagePool, index: int) -> None:
 
     Args:
         layer: vLLM's attention layer number `index`.
-        pool: the view to check.
 
     Raises:
         RuntimeError: the view does not read what the backend wrote.

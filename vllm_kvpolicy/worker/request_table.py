@@ -51,7 +51,6 @@ class RequestRows:
 
         Args:
             request_ids: in the order of the batch; what follows is padding.
-            num_rows: size of the batch.
         """
         rows = np.full(num_rows, self.null_row, dtype=np.int64)
         get, null = self.row_of.get, self.null_row
@@ -73,10 +72,7 @@ class RequestTable(RequestRows):
     padding and batches of graph capture need no branch.
 
     Args:
-        num_requests: requests that may be live at once.
         max_global_blocks: most superblocks of survivors of one request.
-        block_size: N, tokens per superblock.
-        device: where the tables live.
     """
 
     def __init__(
@@ -106,7 +102,6 @@ class RequestTable(RequestRows):
         """Return what `update` needs on the device.
 
         Args:
-            rows: of the requests.
             events: one each, with equally many destinations.
 
         Returns:
@@ -124,7 +119,6 @@ class RequestTable(RequestRows):
         events: Sequence[CompactEvent],
         sent: Mapping[str, torch.Tensor],
     ) -> None:
-        """Enter the destinations and frontiers of these events; see `numbers`."""
         enter_requests(
             sent["rows"],
             sent["dest"],

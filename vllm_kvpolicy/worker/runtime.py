@@ -25,9 +25,6 @@ class AnswerBox:
 
     A policy is dynamic if it may leave destination blocks of an event empty. How many
     it fills is known only on the device, so the scheduler learns it later.
-
-    Args:
-        counters: count the tokens of dynamic policies once their answers are read.
     """
 
     def __init__(self, counters: WorkerCounters) -> None:
@@ -60,18 +57,9 @@ class KVPolicyRuntime:
 
     Made by `setup` once there is a KV cache.
 
-    Args:
-        policies: by name.
-        requests: superblocks and frontiers by request.
-        tier: lays out survivors.
-        captures: see every forward pass.
-        compactor: runs events.
-        counters: count events and tokens.
-
     Attributes:
         batch_request_ids: returns the requests of the current batch in row order; set
             by the worker mixin.
-        answers: to the scheduler.
     """
 
     def __init__(
@@ -93,7 +81,6 @@ class KVPolicyRuntime:
         """Run the step's events; the forward pass may follow.
 
         Args:
-            commands: what the scheduler attached to its output.
             gone: requests that finished or were preempted before this step.
         """
         self.requests.drop(gone)

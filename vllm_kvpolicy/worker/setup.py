@@ -3,13 +3,16 @@
 vLLM measures free memory between the two.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
 from operator import or_
 from typing import Any
 
 import torch
+from torch import nn
 from vllm.logger import init_logger
 
 from vllm_kvpolicy import compat
@@ -26,28 +29,162 @@ from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
 from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
 from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
 from vllm_kvpolicy.worker.compaction import Compactor, remembered
-from vllm_kvpolicy.worker.float8 import Float8
-from vllm_kvpolicy.worker.observers.live import LiveEvents, NoEvents
-from vllm_kvpolicy.worker.observers.trace import NoTrace, Tracer
-from vllm_kvpolicy.worker.pages import PagePool, check_layout
-from vllm_kvpolicy.worker.refused import refused_for
+from vllm_kvpolicy.worker.layers import check_known, logits_reader, model_rope
+from vllm_kvpolicy.worker.observers.live import LiveEvents
+from vllm_kvpolicy.worker.observers.trace import Tracer
+from vllm_kvpolicy.worker.pages import Float8, PagePool, check_layout
 from vllm_kvpolicy.worker.request_table import RequestTable
-from vllm_kvpolicy.worker.rotary import rope_for
 from vllm_kvpolicy.worker.runtime import KVPolicyRuntime
-from vllm_kvpolicy.worker.side_memory import Share, of_captures
-from vllm_kvpolicy.worker.side_tables import LISTS, PAGES, VALUES, SideTables
-from vllm_kvpolicy.worker.sinks import check_known, logits_reader
 from vllm_kvpolicy.worker.survivors import SurvivorMemory
 from vllm_kvpolicy.worker.tensor_parallel import head_shard, ranks_of, trace_name
 from vllm_kvpolicy.worker.tiers.equal import EqualTier, PhysicalTables
-from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
+from vllm_kvpolicy.worker.tiers.head_tables import FoldedTables, HeadTables
 from vllm_kvpolicy.worker.tiers.page_selection import PageSelection
 from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
-from vllm_kvpolicy.worker.tiers.ragged_step import FoldedTables
 from vllm_kvpolicy.worker.tiers.tier import Tier
 from vllm_kvpolicy.worker.warmup import rooms
 
 logger = init_logger("vllm.kv_policy")
+
+# Kinds of these tables.
+VALUES = "values of kept tokens"
+PAGES = "decisions and bounds of pages"
+LISTS = "page lists of heads"
+
+
+@dataclass(frozen=True)
+class SideTables:
+    """What a worker allocates once the number of superblocks of the pool is known.
+
+    Args:
+        num_heads: n = L * H on this rank.
+        max_global_blocks: most superblocks of survivors of one request in any pool.
+        max_local_tokens: most local tokens right after an event, per head.
+        num_memories: values that are remembered of each survivor.
+        is_ragged: whether heads have page lists of their own.
+        page_bytes: bytes for each head page, of captures and page bounds.
+    """
+
+    num_requests: int
+    num_heads: int
+    block_size: int
+    max_global_blocks: int
+    max_local_tokens: int
+    num_memories: int
+    is_ragged: bool
+    page_bytes: int = 0
+
+    def global_blocks(self, num_blocks: int) -> int:
+        """Return the most superblocks of survivors of one request in a pool."""
+        return min(self.max_global_blocks, num_blocks)
+
+    def parts(self, num_blocks: int) -> dict[str, int]:
+        """Return the bytes of each kind of these, with a pool of `num_blocks`."""
+        each = SurvivorMemory.nbytes_of(
+            self.num_requests,
+            num_blocks,
+            self.num_heads,
+            self.block_size,
+            self.max_local_tokens,
+        )
+        longest = self.global_blocks(num_blocks)
+        # One more row is for requests without an event.
+        lists = HeadTables.nbytes(self.num_requests + 1, longest, self.num_heads)
+        return {
+            VALUES: self.num_memories * each,
+            PAGES: num_blocks * self.num_heads * self.page_bytes,
+            LISTS: lists * self.is_ragged,
+        }
+
+    def nbytes(self, num_blocks: int) -> int:
+        """Return the bytes that these take with a pool of `num_blocks` superblocks."""
+        return sum(self.parts(num_blocks).values())
+
+    def pool_blocks(self, available: int, superblock_bytes: int) -> int:
+        """Return how many superblocks fit together with these tables.
+
+        Args:
+            available: bytes for the KV cache and these tables together.
+        """
+
+        def total(num_blocks: int) -> int:
+            return num_blocks * superblock_bytes + self.nbytes(num_blocks)
+
+        most = max(available, 0) // superblock_bytes
+        return max(bisect_right(range(most + 1), available, key=total) - 1, 0)
+
+
+MIB = 2**20
+SMALL = 0.01  # of the whole: smaller parts are not named
+# What captures hold before the KV cache is made, and which policies read it.
+READ: Mapping[type[Capture], tuple[str, Callable[[Needs], object]]] = {
+    QueryWindows: ("places of queries", lambda needs: needs.window_tokens),
+    TokenSignals: ("signals of tokens", lambda needs: needs.signals),
+    VisibleUntil: ("decisions about tokens", lambda needs: needs.until),
+}
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of the memory beside the KV cache."""
+
+    what: str
+    nbytes: int
+    policies: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Return the share in words."""
+        return f"{self.what} {mib(self.nbytes)} for {', '.join(self.policies)}"
+
+
+def of_captures(
+    captures: Iterable[Capture], policies: Mapping[str, Policy]
+) -> list[Share]:
+    """Return what captures hold before the KV cache is made."""
+    shares = []
+    for capture in captures:
+        what, reads = READ[type(capture)]
+        names = tuple(name for name, each in policies.items() if reads(each.needs))
+        shares.append(Share(what, capture.nbytes, names))
+    return shares
+
+
+def mib(nbytes: float) -> str:
+    """Return a number of bytes in MiB, below 1 MiB with three digits."""
+    size = nbytes / MIB
+    return f"{size:,.1f} MiB" if size >= 1 or not size else f"{size:.3g} MiB"
+
+
+def too_small(
+    available: int,
+    superblocks: tuple[int, int],
+    superblock_bytes: int,
+    shares: Sequence[Share],
+    enough: int,
+) -> str:
+    """Return the error of a pool in which not even one request fits.
+
+    Args:
+        available: bytes for the KV cache and what is beside it.
+        superblocks: that fit, and that one request of --max-model-len may hold.
+        superblock_bytes: of all layers.
+        enough: bytes that would be.
+    """
+    beside = sum(share.nbytes for share in shares)
+    named = [share for share in shares if share.nbytes > SMALL * beside]
+    parts = "; ".join(map(str, sorted(named, key=lambda share: -share.nbytes)))
+    fit, wanted = superblocks
+    names = {name for share in shares for name in share.policies}
+    allowed = "take policies out of `allow`, " if len(names) > 1 else ""
+    return (
+        f"KV cache memory: of {mib(available)}, --kv-policy takes {mib(beside)} for "
+        f"tables ({parts}), and the other {mib(max(available - beside, 0))} hold {fit} "
+        f"superblocks of {mib(superblock_bytes)}, expected at least {wanted + 1}: "
+        f"{wanted} that one request of --max-model-len tokens may hold, and vLLM's "
+        f"null block; give at least {mib(enough + MIB / 20)} (such as by "
+        f"--kv-cache-memory-bytes), {allowed}lower --max-num-seqs for smaller tables, "
+        "or lower --kv-budget, --kv-interval, prefill_interval or --max-model-len"
+    )
 
 
 @dataclass(frozen=True)
@@ -55,18 +192,8 @@ class WorkerSetup:
     """What a worker holds before the KV cache exists; `bind` makes the runtime of it.
 
     Args:
-        vllm_config: the engine's configuration.
-        config: the engine's policies.
-        policies: by name.
-        needs: what any of them reads.
-        layers: the model's attention layers, in model order.
-        rope: the model's rotary embedding, None where no policy asks for it.
-        requests: superblocks and frontiers by request.
-        captures: hooked to the model.
         tables: what attention will read in a step.
         side_tables: sizes of what is made along with the KV cache.
-        shard: the heads that this rank serves.
-        ranks: with those that serve the others.
         query_rows: rows of a superblock that a query takes; None to batch events
             without bound.
     """
@@ -94,7 +221,6 @@ class WorkerSetup:
         """Return what is beside a pool, and for which policies.
 
         Args:
-            num_blocks: superblocks of the pool.
             is_early_ours: `early_bytes` are taken from the same memory.
         """
         readers = {
@@ -185,21 +311,21 @@ class WorkerSetup:
             max_local_tokens=sizes.max_local_tokens,
         )
 
-    def _trace(self, on_off: Callable[[], None]) -> NoTrace:
+    def _trace(self, on_off: Callable[[], None]) -> Tracer | None:
         folder = self.config.trace_dir
         if not folder:
-            return NoTrace()
+            return None
         engine = self.vllm_config.parallel_config.data_parallel_index
         name = trace_name(self.shard, engine)
         if name is None:
-            return NoTrace()
+            return None
         return Tracer(folder, self.requests.block_size, on_off, name=name)
 
-    def _live(self, on_off: Callable[[], None]) -> NoEvents:
+    def _live(self, on_off: Callable[[], None]) -> LiveEvents | None:
         """Return what shows events; of heads with copies, the first rank shows them."""
         place, is_copy = divmod(self.shard.rank, self.shard.copies)
         if is_copy or not self.config.live:
-            return NoEvents()
+            return None
         return LiveEvents(
             own_engine(self.vllm_config),
             place,
@@ -251,11 +377,7 @@ def prepare(
     """Build policies, tables and captures, and hook the captures to the model.
 
     Args:
-        vllm_config: the engine's configuration.
-        config: the engine's policies.
         model: the loaded model, not yet compiled or captured.
-        layers: its attention layers in model order.
-        device: where the model runs.
 
     Raises:
         ValueError: a policy that cannot serve this model.
@@ -370,3 +492,57 @@ def _captures(
             )
         )
     return captures
+
+
+@contextmanager
+def refused_for(
+    policies: Mapping[str, Policy], reads: Callable[[Needs], Any] = lambda needs: True
+) -> Iterator[None]:
+    """Add to a refusal the names of the policies that it concerns.
+
+    Args:
+        reads: returns from its needs whether a policy is concerned; by default all are.
+
+    Raises:
+        ValueError: the one raised inside, with the policies' names.
+    """
+    try:
+        yield
+    except ValueError as error:
+        names = [name for name, policy in policies.items() if reads(policy.needs)]
+        raise ValueError(
+            f"kv_policy: {', '.join(names)} cannot run on this model: {error}; "
+            "choose other policies, also in `allow`"
+        ) from None
+
+
+def rope_for(
+    policies: Mapping[str, Policy], model: nn.Module, layers: Sequence[Any]
+) -> Rope | None:
+    """Return how layers of a model rotate, None if no policy asks for it.
+
+    Args:
+        layers: attention layers of full attention in it, in model order.
+
+    Raises:
+        ValueError: a rotary embedding of a kind that is not known, or that one of the
+            policies cannot read.
+    """
+    needs = [policy.needs for policy in policies.values()]
+    if not any(each.rope for each in needs):
+        return None
+    with refused_for(policies, lambda needs: needs.rope):
+        rope = model_rope(model, layers)
+    with refused_for(policies, lambda needs: needs.halves):
+        if rope.order is not None and any(each.halves for each in needs):
+            raise ValueError(
+                "rotary positions: expected channels i and i + D/2 of each head to "
+                "rotate as a pair, got a model with other pairs"
+            )
+    with refused_for(policies, lambda needs: needs.alike):
+        if rope.of_layer is not None and any(each.alike for each in needs):
+            raise ValueError(
+                "rotary positions: expected all layers to rotate alike, got a model "
+                "whose layers differ, or do not rotate"
+            )
+    return rope

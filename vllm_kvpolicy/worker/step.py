@@ -16,7 +16,6 @@ class Step:
     Args:
         metadata: vLLM's CommonAttentionMetadata with logical lengths.
         request_ids: requests of the batch in row order; rows beyond are padding.
-        commands: what the scheduler asks of this step.
         is_real: False where vLLM builds metadata for a dummy batch, as it does to
             capture a graph; there are no request ids and no commands then.
     """
@@ -47,11 +46,7 @@ class StepTokens:
 
     @classmethod
     def of(cls, metadata: Any) -> "StepTokens":
-        """Locate the tokens of a step; does not wait for the device.
-
-        Args:
-            metadata: vLLM's CommonAttentionMetadata with logical lengths.
-        """
+        """Locate the tokens of a step; does not wait for the device."""
         num_rows, num_tokens = metadata.num_reqs, metadata.num_actual_tokens
         start = metadata.query_start_loc[: num_rows + 1]
         token = torch.arange(num_tokens, dtype=start.dtype, device=start.device)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_kvpolicy.kernels.survivor_values import read_survivors, write_survivors
+from vllm_kvpolicy.kernels.compact_pages import read_survivors, write_survivors
 from vllm_kvpolicy.worker.batch import HeldPages
 from vllm_kvpolicy.worker.request_table import RequestTable
 
@@ -26,9 +26,6 @@ class SurvivorMemory:
     8 of head 1.
 
     Args:
-        names: of the values.
-        requests: superblocks of each request.
-        num_blocks: superblocks of the pool.
         num_heads: n = L * H.
         max_local_tokens: most local tokens right after an event, per head.
     """
@@ -74,7 +71,6 @@ class SurvivorMemory:
             names: K of those that are remembered.
             index: [E] int64, rows of the request table.
             first: [E, n + 1] integers, each head's first page before this event.
-            max_tokens: T.
         """
         tables = self.survivors, self.local, self._rows(names)
         blocks = self.requests.global_blocks
@@ -93,13 +89,11 @@ class SurvivorMemory:
         The request table must already name the superblocks that they have moved to.
 
         Args:
-            names: K of those that are remembered.
             index: [E] int64, rows of the request table.
             values: [K, E, n, T] float32, before survivors are gathered.
             sources: [E, M] int64, head * T + token of each survivor in the order of
                 the new page lists; negative after the last. M tokens fill the new
                 superblocks.
-            held: what the requests held.
         """
         tables = self.survivors, self.local, self._rows(names)
         counts = held.num_pages, held.num_local

@@ -26,7 +26,6 @@ class TensorParallelRanks(Ranks):
     """The ranks of a group of several.
 
     Args:
-        shard: the heads of this rank.
         group: of torch.distributed, on the device of the model.
     """
 
@@ -34,19 +33,16 @@ class TensorParallelRanks(Ranks):
         self.shard, self.group = shard, group
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the mean over the ranks; see `Ranks`."""
         total = values.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=self.group)
         return total / self.shard.size
 
     def most(self, counts: torch.Tensor) -> torch.Tensor:
-        """Return the largest of the ranks' integers; see `Ranks`."""
         largest = counts.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         return largest
 
     def queries_of_copies(self, queries: torch.Tensor) -> torch.Tensor:
-        """Return the queries of a KV head's copies; see `Ranks`."""
         copies = self.shard.copies
         if copies == 1:
             return queries
@@ -61,10 +57,6 @@ class TensorParallelRanks(Ranks):
 
 def head_shard(vllm_config: Any, layer: Any) -> HeadShard:
     """Return the heads that this worker serves.
-
-    Args:
-        vllm_config: the engine's configuration.
-        layer: an attention layer of the loaded model; all are of its shape.
 
     Raises:
         ValueError: neither of KV heads and ranks divides the other, or the model
@@ -90,12 +82,7 @@ def head_shard(vllm_config: Any, layer: Any) -> HeadShard:
 
 
 def ranks_of(shard: HeadShard, device: torch.device) -> Ranks:
-    """Return the group of this worker, once it has met there.
-
-    Args:
-        shard: the heads of this rank.
-        device: of the model.
-    """
+    """Return the group of this worker, once it has met there."""
     if shard.size == 1:
         return ONE_RANK
     ranks = TensorParallelRanks(shard, get_tp_group().device_group)
@@ -108,7 +95,6 @@ def trace_name(shard: HeadShard, engine: int) -> str | None:
     """Return the name of this worker's folder in a trace; all ranks have to ask.
 
     Args:
-        shard: the heads that this worker serves.
         engine: index of its engine among data-parallel ones.
 
     Returns:
@@ -147,10 +133,6 @@ def check_hosts(vllm_config: Any, config: KVPolicyConfig) -> None:
 
     Each host has a command line and files of its own. Before the model is loaded, so
     that the hosts are about equally far.
-
-    Args:
-        vllm_config: the engine's configuration.
-        config: its policies, as this rank's host has them.
 
     Raises:
         ValueError: a rank has other policies or none.

@@ -14,7 +14,6 @@ def to_device(values: Integers, device: torch.device) -> torch.Tensor:
 
     Args:
         values: rectangular integers on the host.
-        device: where they are needed.
 
     Returns:
         int64 tensor of the same shape.
@@ -32,7 +31,6 @@ def to_device_together(
 
     Args:
         values: by name, rectangular integers on the host.
-        device: where they are needed.
 
     Returns:
         By name, int64 tensors of the same shapes: parts of one buffer.
@@ -51,11 +49,7 @@ def to_device_together(
 
 
 class HostCopy:
-    """Integers that are being copied to the host, which need not wait for them.
-
-    Args:
-        values: a few integers, any shape.
-    """
+    """Integers that are being copied to the host, which need not wait for them."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None

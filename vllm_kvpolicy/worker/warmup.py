@@ -15,8 +15,6 @@ import torch
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.events import LAST_PHASE
 from vllm_kvpolicy.protocol import CompactEvent
-from vllm_kvpolicy.worker.observers.live import NoEvents
-from vllm_kvpolicy.worker.observers.trace import NoTrace
 from vllm_kvpolicy.worker.runtime import KVPolicyRuntime
 
 NAMES = ("warm-up 0", "warm-up 1")  # of the requests
@@ -32,16 +30,13 @@ def warm_up(
     """Run dummy events, and the other kernels of a step.
 
     Args:
-        runtime: the worker's.
-        config: the server's policies.
-        max_model_len: longest request, in tokens.
         query_rows: rows of a superblock that a query takes.
 
     Raises:
         ValueError: the device has no memory for the temporary tensors of an event.
     """
     requests, pool = runtime.requests, runtime.compactor.pool
-    untraced = replace(runtime.compactor, trace=NoTrace(), live=NoEvents())
+    untraced = replace(runtime.compactor, trace=None, live=None)
     sizes = requests.block_size, pool.num_blocks, max_model_len, query_rows
     for events in dummy_events(config, requests.null_row, *sizes):
         try:
@@ -74,12 +69,8 @@ def dummy_events(
     as they have events and the pool holds them.
 
     Args:
-        config: the server's policies.
         most: requests at once.
-        block_size: N, tokens per superblock.
         num_blocks: superblocks of the pool, vLLM's null block included.
-        max_model_len: longest request, in tokens.
-        query_rows: rows of a superblock that a query takes.
     """
     prompts = [(1, 0), (1, LAST_PHASE)]
     lengths = prompt_lengths(config, block_size, max_model_len)
@@ -112,9 +103,6 @@ def rooms(
 
     A batch is padded to its longest event. Of heads of different lengths, the tokens
     are the mean.
-
-    Args:
-        see `dummy_events`.
     """
     found: dict[str, int] = {}
     sizes = block_size, num_blocks, max_model_len, query_rows

@@ -1,10 +1,13 @@
 """What a policy adds to vLLM's worker: six short overrides."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import fields
+from functools import partial
+from types import FunctionType
 from typing import Any
 
+from torch import nn
 from vllm.config import get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
@@ -20,10 +23,9 @@ from vllm_kvpolicy.sizes import (
     max_blocks_per_request,
     sliding_groups,
 )
-from vllm_kvpolicy.worker.setup import prepare
-from vllm_kvpolicy.worker.side_memory import too_small
+from vllm_kvpolicy.worker.layers import has_sinks
+from vllm_kvpolicy.worker.setup import prepare, too_small
 from vllm_kvpolicy.worker.tensor_parallel import check_hosts, ends_its_rank
-from vllm_kvpolicy.worker.traced_parts import traced_parts
 
 logger = init_logger("vllm.kv_policy")
 SLIDING = (SlidingWindowSpec,)  # specs that stay vLLM's
@@ -172,7 +174,6 @@ class LateAnswers(AsyncModelRunnerOutput):
     """An asynchronous output that carries the answers to its step's events.
 
     Args:
-        output: what vLLM's model runner returned.
         read_answers: waits for the answers and returns them.
     """
 
@@ -205,7 +206,6 @@ def layer_refusals(layers: Mapping[str, Any], cache_dtype: str) -> list[str]:
     Only what the loaded model tells; `api.guards` refuses everything else earlier.
 
     Args:
-        layers: vLLM's attention layers by name.
         cache_dtype: of the KV cache, as the scheduler knows it.
     """
     if not layers:
@@ -222,7 +222,7 @@ def layer_refusals(layers: Mapping[str, Any], cache_dtype: str) -> list[str]:
             getattr(layer.impl, "logits_soft_cap", None)
         ),
         "learned sinks, or none, unlike the first layer": lambda layer: (
-            _has_sinks(layer) != _has_sinks(first)
+            has_sinks(layer) != has_sinks(first)
         ),
         "the keys and values of another layer (KV sharing)": lambda layer: (
             getattr(layer, "kv_sharing_target_layer_name", None) is not None
@@ -263,10 +263,6 @@ def _geometry(layer: Any) -> tuple[float, int, int]:
     return layer.impl.scale, layer.num_heads, layer.num_kv_heads
 
 
-def _has_sinks(layer: Any) -> bool:
-    return getattr(layer.impl, "sinks", None) is not None
-
-
 def is_sliding(layer: Any) -> bool:
     """Return whether a layer attends to a window, so that no policy is for it."""
     shares = getattr(layer, "kv_sharing_target_layer_name", None) is not None
@@ -275,10 +271,6 @@ def is_sliding(layer: Any) -> bool:
 
 def check_groups(specs: Mapping[str, Any], groups: SlidingGroups) -> None:
     """Refuse layers of kinds and numbers that were not expected.
-
-    Args:
-        specs: vLLM's specs by layer.
-        groups: what the model's configuration says of its layers.
 
     Raises:
         ValueError: a kind that no policy runs beside, or other layers than the
@@ -309,3 +301,73 @@ def _bounded(spec: Any) -> Any:
         return spec
     known = {field.name: getattr(spec, field.name) for field in fields(spec)}
     return KVPolicySpec(**known)
+
+
+# -- what compiled code depends on ---------------------------------------------
+
+PACKAGE = __name__.partition(".")[0]
+PREFIX = "kv_policy_"  # of the submodules that hooks read
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")  # where PyTorch keeps them
+CONSTANTS = int | float | str | bool | None
+
+
+def traced_parts(model: nn.Module, layers: Sequence[Any]) -> list[str]:
+    """Return a line for each hook, each module that hooks read, and for attention.
+
+    Args:
+        model: vLLM's model with all hooks attached.
+
+    Raises:
+        TypeError: compiled code would depend on something that cannot be described.
+    """
+    parts = [f"attention {_name(layer.attn_backend)}" for layer in layers]
+    for path, module in model.named_modules():
+        parts += [f"{path}: hook {_name(hook)}" for hook in _own_hooks(module)]
+        if PREFIX in path:
+            parts.append(f"{path}: {_module_text(module)}")
+    return parts
+
+
+def _own_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    own = [
+        hook
+        for kind in HOOKS
+        for hook in vars(module)[kind].values()
+        if _package(hook) == PACKAGE
+    ]
+    for hook in own:
+        if not isinstance(hook, FunctionType) or hook.__closure__:
+            raise TypeError(
+                f"forward hook: got {hook!r}, expected a plain function: what else it "
+                "holds would be part of compiled code"
+            )
+    return own
+
+
+def _module_text(module: nn.Module) -> str:
+    """Return class, constants, and names, dtypes and layouts of tensors."""
+    constants = {k: v for k, v in vars(module).items() if not k.startswith("_")}
+    for name, value in constants.items():
+        if not isinstance(value, CONSTANTS):
+            raise TypeError(
+                f"{name} of {_name(type(module))}: got {type(value).__name__}, "
+                "expected a buffer, a number or a string"
+            )
+    own = *module.named_buffers(recurse=False), *module.named_parameters(recurse=False)
+    tensors = [
+        f"{name} {tensor.dtype} {list(tensor.shape)} {tensor.stride()}"
+        for name, tensor in own
+    ]
+    return f"{_name(type(module))} {constants} {tensors}"
+
+
+def _package(item: Any) -> str:
+    """Return the package of a function, or of the class of anything else."""
+    while isinstance(item, partial):
+        item = item.func
+    home = getattr(item, "__module__", None) or type(item).__module__
+    return str(home).partition(".")[0]
+
+
+def _name(item: Any) -> str:
+    return f"{item.__module__}.{item.__qualname__}"

@@ -286,14 +286,14 @@ class Engine:
 
     def admit_as_vllm_does(self) -> None:
         """Let requests in when their prompt fits: where the pool is full, preempt."""
-        admission = getattr(self.scheduler, "kv_policy_admission", None)
+        admission = getattr(self.scheduler, "kv_policy_entry", None)
         if admission is not None:
             admission.admits = lambda *request: True
             admission.allowed = lambda *given: given[2]
 
     def admit_by_forecast(self) -> None:
         """Let requests in as a server does, after `admit_as_vllm_does`."""
-        admission = getattr(self.scheduler, "kv_policy_admission", None)
+        admission = getattr(self.scheduler, "kv_policy_entry", None)
         if admission is not None:
             del admission.admits, admission.allowed
 

@@ -28,7 +28,7 @@ class ForecastCheck:
         self.scheduler, self.scenario = scheduler, scenario
         self.asked, self.totals = asked, totals
         if not scenario.foresees:
-            admission = scheduler.kv_policy_admission
+            admission = scheduler.kv_policy_entry
             admission.admits = lambda *request: True
             admission.allowed = lambda request, computed, num_new, victim: num_new
 
@@ -99,4 +99,4 @@ class ForecastCheck:
 
     def _parts(self) -> tuple[Any, Any]:
         scheduler = self.scheduler
-        return scheduler.kv_policy_admission, scheduler.kv_policy_manager
+        return scheduler.kv_policy_entry, scheduler.kv_policy_manager

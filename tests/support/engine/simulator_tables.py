@@ -15,8 +15,7 @@ from support.engine.simulator_pages import NUM_HEADS, Incarnation, check, own_pa
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.tiers.equal import PhysicalTables
-from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
-from vllm_kvpolicy.worker.tiers.ragged_step import FoldedTables, Folder
+from vllm_kvpolicy.worker.tiers.head_tables import FoldedTables, Folder, HeadTables
 from vllm_kvpolicy.worker.transfer import to_device_together
 
 CPU = torch.device("cpu")

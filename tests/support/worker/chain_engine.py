@@ -37,9 +37,8 @@ from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.survivors import SurvivorMemory
 from vllm_kvpolicy.worker.tiers.equal import EqualTier, PhysicalTables
-from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
+from vllm_kvpolicy.worker.tiers.head_tables import FoldedTables, Folder, HeadTables
 from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
-from vllm_kvpolicy.worker.tiers.ragged_step import FoldedTables, Folder
 from vllm_kvpolicy.worker.tiers.tier import Tier
 
 RECENT, LONGEST, MOST_LIVE = 5, 130, 4
@@ -59,7 +58,7 @@ class Setup:
     is_ragged: bool
     one_allocation: bool = True
     columns: bool = False
-    placement: str = "in_place"
+    place: Any = None
     latest: int = 0
     moves: bool = False
     num_blocks: int = 70
@@ -87,7 +86,7 @@ class Chain:
             kv_cache_group_id=0,
             scheduler_block_size=SIZE,
         )
-        self.manager.attach(self.planner, setup.placement)
+        self.manager.attach(self.planner, place=setup.place)
         self.caches = list(self._caches())
         self.pool = PagePool(self.caches, setup.columns)
         assert self.pool.spans_layers == setup.one_allocation

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
+from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs, Policy
 
 MARK = "mark"
 
@@ -33,7 +33,7 @@ def mark(end: int, head: Any, position: Any) -> Any:
     return (end * 512 + position) * 16 + head
 
 
-class ScriptedPolicy:
+class ScriptedPolicy(Policy):
     """Keeps a random number of random tokens per head; scores have many ties.
 
     Args:

@@ -21,8 +21,8 @@ from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.step import Step
+from vllm_kvpolicy.worker.tiers.head_tables import FoldedBatch
 from vllm_kvpolicy.worker.tiers.page_selection import PageSelection, SelectedBatch
-from vllm_kvpolicy.worker.tiers.ragged_step import FoldedBatch
 
 LAYERS, HEADS, GROUP, DIM, SIZE, BLOCKS = 2, 2, 2, 8, 4, 80
 REQUESTS, HELD, MOST, BUDGET = 3, 45, 14, 14

@@ -12,9 +12,8 @@ from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.survivors import SurvivorMemory
 from vllm_kvpolicy.worker.tiers.equal import EqualTier, PhysicalTables
-from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
+from vllm_kvpolicy.worker.tiers.head_tables import FoldedTables, HeadTables
 from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
-from vllm_kvpolicy.worker.tiers.ragged_step import FoldedTables
 from vllm_kvpolicy.worker.tiers.tier import Tier
 
 META = torch.device("meta")

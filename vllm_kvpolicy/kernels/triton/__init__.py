@@ -2,6 +2,5 @@
 
 They take and return what their references do, exactly where nothing is said of
 rounding; docstrings here say only what differs. A twin's file has the name of its
-reference's; `radix_select` is a helper without one. All of them are imported when an
-operation first runs on a GPU.
+reference's. All of them are imported when an operation first runs on a GPU.
 """

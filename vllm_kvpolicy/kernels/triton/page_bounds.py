@@ -1,7 +1,7 @@
 """Twins in Triton of kernels.page_bounds: bounds by page, scores by tile of a row.
 
 Sums of scores are added up in another order than the reference's. The best pages of a
-row are found without sorting, by radix selection; see `triton.radix_select`.
+row are found without sorting, by radix selection; see `triton.ranking`.
 """
 
 import torch
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from vllm_kvpolicy.kernels.page_bounds import LOWEST
-from vllm_kvpolicy.kernels.triton.radix_select import order_key
+from vllm_kvpolicy.kernels.triton.ranking import order_key
 
 SLOTS = 16  # tokens of a page at a time
 NUMBERS = 4096  # of a tile of pages, two of which are held at once
@@ -18,7 +18,6 @@ COLUMNS = 2048  # of a row at a time, where the best are chosen
 
 
 def page_bounds(bounds: torch.Tensor, keys: torch.Tensor, pages: torch.Tensor) -> None:
-    """Find the smallest and largest number of each channel."""
     if not len(pages):
         return
     size = keys.shape[2]
@@ -75,7 +74,6 @@ def best_pages(
     num_global: torch.Tensor,
     num_read: torch.Tensor,
 ) -> torch.Tensor:
-    """Leave out the global pages with the lowest scores."""
     num_rows, num_columns = tables.shape
     read = torch.empty_like(tables, memory_format=torch.contiguous_format)
     if read.numel():

@@ -56,7 +56,6 @@ def enter_requests(
     num_global: torch.Tensor,
     frontier_blocks: torch.Tensor,
 ) -> None:
-    """Enter where the survivors of some requests are now."""
     _enter_requests[(len(index),)](
         index.contiguous(),
         dest.contiguous(),
@@ -177,7 +176,6 @@ def enter_page_lists(
     first: torch.Tensor,
     pages: torch.Tensor,
 ) -> torch.Tensor:
-    """Replace the page lists of some requests, and count their pages."""
     num_events, num_cells = pages.shape
     counts = first.new_empty(2, num_events)
     _enter_page_lists[(1 + triton.cdiv(num_cells, ENTRIES), num_events)](

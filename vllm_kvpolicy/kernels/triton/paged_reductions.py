@@ -35,14 +35,12 @@ VARYING = [*ROWS, "num_tokens", "num_pages", "page_size", "pages", "lengths"]
 
 
 def paged_norms(tokens: PagedTokens, lengths: torch.Tensor) -> torch.Tensor:
-    """Measure how long each key or value is."""
     norms = _empty(tokens, *tokens.shape[:4])
     _over_tiles(_norms_of_tiles, tokens, lengths, norms)
     return norms
 
 
 def paged_cosines(keys: PagedTokens, lengths: torch.Tensor) -> torch.Tensor:
-    """Compare each key with the mean direction of its row."""
     size, num_rows = keys.shape[-1], lengths.numel()
     tile = _tile(size)
     num_tiles = triton.cdiv(keys.num_tokens, tile)
@@ -64,7 +62,6 @@ def paged_cosines(keys: PagedTokens, lengths: torch.Tensor) -> torch.Tensor:
 def paged_projections(
     keys: PagedTokens, lengths: torch.Tensor, directions: torch.Tensor
 ) -> torch.Tensor:
-    """Project the keys of each row on one direction."""
     check_shape("directions", directions, (*keys.shape[:3], keys.shape[-1]))
     scores = _empty(keys, *keys.shape[:4])
     inputs = directions.contiguous(), scores
@@ -119,7 +116,6 @@ def _width(size: int) -> int:
 
 
 def _tile(size: int) -> int:
-    """Return the tokens of a tile for heads of this size."""
     return min(128, NUMBERS // _width(size))
 
 
@@ -134,7 +130,6 @@ def _over_tiles(
 
     Args:
         kernel: takes the arguments that are built here, then `others`.
-        tokens: what it reads.
         lengths: [E, L, H] int64, tokens held.
         others: its further inputs and outputs, one row after the other.
         options: its further constants.

@@ -16,7 +16,7 @@ from vllm_kvpolicy.kernels.segment_quota import (
     max_segments,
     num_thresholds,
 )
-from vllm_kvpolicy.kernels.triton.radix_select import (
+from vllm_kvpolicy.kernels.triton.ranking import (
     find_cut,
     launch_sizes,
     mark_best,
@@ -224,7 +224,6 @@ def credited_mass(
     decay: float,
     mix: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turn usage into mass, and mix in the moving average of past mass."""
     num_rows, num_tokens = usage.shape
     mass = usage.new_empty(usage.shape, dtype=torch.float64)
     updated = usage.new_empty(usage.shape, dtype=torch.float32)

@@ -44,7 +44,6 @@ def paged_gates(
     rope: Rope,
     weights: GateWeights,
 ) -> torch.Tensor:
-    """Evaluate the gates of some tokens of each row."""
     check_shapes(keys, token, positions, weights)
     num_events, num_layers, num_heads, _, size = keys.shape
     num_tokens = token.shape[-1]

@@ -24,7 +24,6 @@ import torch
 from pydantic import AfterValidator, Field
 
 from vllm_kvpolicy.config_keys import DEFAULT_RECENT, DEFAULT_SINKS
-from vllm_kvpolicy.kernels.pooled_usage import pooled_usage
 from vllm_kvpolicy.kernels.ranking import ascending_indices, limit_must_keep, top_k_mask
 from vllm_kvpolicy.kernels.segment_quota import (
     MASS_EPS,
@@ -34,7 +33,12 @@ from vllm_kvpolicy.kernels.segment_quota import (
     segment_quota_ref,
     to_fixed_point,
 )
-from vllm_kvpolicy.kernels.window_usage import WindowUsage, mean_over_group, measured
+from vllm_kvpolicy.kernels.window_usage import (
+    WindowUsage,
+    mean_over_group,
+    measured,
+    pooled_usage,
+)
 from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
 from vllm_kvpolicy.policies.options import MOST_TOKENS, AtLeast, PoolOptions
 from vllm_kvpolicy.policies.words import RECENCY, BaseAllocator

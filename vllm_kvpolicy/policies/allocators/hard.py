@@ -25,8 +25,8 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 
+from vllm_kvpolicy.kernels.assign_pages import page_quota
 from vllm_kvpolicy.kernels.nucleus import nucleus_votes
-from vllm_kvpolicy.kernels.page_quota import page_quota
 from vllm_kvpolicy.kernels.ranking import (
     fill_in_order,
     limit_must_keep,

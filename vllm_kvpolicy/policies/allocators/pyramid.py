@@ -18,7 +18,7 @@ holds less, passes the difference on to all others evenly.
 import torch
 from pydantic import Field
 
-from vllm_kvpolicy.kernels.page_quota import page_quota
+from vllm_kvpolicy.kernels.assign_pages import page_quota
 from vllm_kvpolicy.kernels.ranking import fill_next_best, limit_must_keep, top_k_mask
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import Decision, EventInputs

@@ -27,8 +27,11 @@ from pydantic import Field
 
 from vllm_kvpolicy.kernels.chunks import map_pairs
 from vllm_kvpolicy.kernels.ranking import leading_run, ranks_within
-from vllm_kvpolicy.kernels.rolling import rolling_mean, rolling_zscore
-from vllm_kvpolicy.kernels.token_signals import hidden_change
+from vllm_kvpolicy.kernels.token_signals import (
+    hidden_change,
+    rolling_mean,
+    rolling_zscore,
+)
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs, TokenSignal
 from vllm_kvpolicy.policies.options import MOST_LAYERS, BaseOptions
@@ -47,7 +50,7 @@ class Mix:
     Args:
         signals: what is measured at each token.
         weights: one per signal.
-        statistic: see `kernels.rolling`.
+        statistic: see `kernels.token_signals`.
     """
 
     signals: tuple[TokenSignal, ...]

@@ -9,8 +9,12 @@ score (kvpress takes the maximum over all heads and requests, in later versions 
 
 import torch
 
-from vllm_kvpolicy.kernels.pooled_usage import pooled_usage
-from vllm_kvpolicy.kernels.window_usage import WindowUsage, mean_over_group, measured
+from vllm_kvpolicy.kernels.window_usage import (
+    WindowUsage,
+    mean_over_group,
+    measured,
+    pooled_usage,
+)
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.options import PoolOptions
 from vllm_kvpolicy.policies.words import BaseScorer

@@ -21,7 +21,7 @@ from vllm_kvpolicy.worker.backends.mixins import (
     KVPolicyImplMixin,
     KVPolicyMetadataBuilderMixin,
 )
-from vllm_kvpolicy.worker.tiers.ragged_step import LayerBatch
+from vllm_kvpolicy.worker.tiers.head_tables import LayerBatch
 
 
 class KVPolicyCPUMetadataBuilder(
@@ -44,7 +44,6 @@ class KVPolicyCPUMetadataBuilder(
     def folded_layer(
         self, built: Any, batch: LayerBatch, **changes: Any
     ) -> CPUAttentionMetadata:
-        """Return stock metadata of one layer over a folded batch."""
         schedule = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=len(batch.lengths),
             num_heads=self.num_heads // self.num_kv_heads,
@@ -74,12 +73,10 @@ class KVPolicyCPUBackend(CPUAttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[KVPolicyCPUImpl]:
-        """Return the implementation class."""
         return KVPolicyCPUImpl
 
     @staticmethod
     def get_builder_cls() -> type[KVPolicyCPUMetadataBuilder]:
-        """Return the metadata builder class."""
         return KVPolicyCPUMetadataBuilder
 
 

@@ -48,10 +48,8 @@ class KVPolicyFlashBackend(HeadMajorBackendMixin, FlashAttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[KVPolicyFlashImpl]:
-        """Return the implementation class."""
         return KVPolicyFlashImpl
 
     @staticmethod
     def get_builder_cls() -> type[KVPolicyFlashMetadataBuilder]:
-        """Return the metadata builder class."""
         return KVPolicyFlashMetadataBuilder

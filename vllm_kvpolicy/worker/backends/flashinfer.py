@@ -38,7 +38,6 @@ class WholeRowsBuilder(FlashInferMetadataBuilder):
         common_attn_metadata: Any,
         fast_build: bool = False,
     ) -> Any:
-        """Build the stock metadata of this step; see the stock builder."""
         tables = common_attn_metadata.block_table_tensor
         columns = tables.stride(0)
         whole = tables.as_strided((len(tables), columns), (columns, 1))
@@ -75,10 +74,8 @@ class KVPolicyFlashInferBackend(HeadMajorBackendMixin, FlashInferBackend):
 
     @staticmethod
     def get_impl_cls() -> type[KVPolicyFlashInferImpl]:
-        """Return the implementation class."""
         return KVPolicyFlashInferImpl
 
     @staticmethod
     def get_builder_cls() -> type[KVPolicyFlashInferMetadataBuilder]:
-        """Return the metadata builder class."""
         return KVPolicyFlashInferMetadataBuilder

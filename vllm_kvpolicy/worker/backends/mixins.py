@@ -12,13 +12,13 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 from vllm_kvpolicy.config import server_config
 from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
 from vllm_kvpolicy.worker.runtime import KVPolicyRuntime
-from vllm_kvpolicy.worker.tiers.page_selection import SelectedBatch, selecting
-from vllm_kvpolicy.worker.tiers.ragged_step import (
+from vllm_kvpolicy.worker.tiers.head_tables import (
     FoldedBatch,
     LayerBatch,
     fold_queries,
     unfold_output,
 )
+from vllm_kvpolicy.worker.tiers.page_selection import SelectedBatch, selecting
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,6 @@ class FoldedMetadata:
     """What the attention of each layer reads where heads have page tables of their own.
 
     Args:
-        batch: page tables per head.
         stock: returns stock metadata over what one layer reads.
         max_queries: no request has more tokens in this step.
         exact: attends in place of the stock kernel, None where that does.
@@ -107,8 +106,6 @@ class KVPolicyMetadataBuilderMixin:
         """Return stock metadata of one layer over a folded batch.
 
         Args:
-            built: the stock metadata of the step.
-            batch: what the layer reads.
             **changes: fields that the backend has in addition to the common ones.
         """
         return replace(

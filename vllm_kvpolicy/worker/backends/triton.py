@@ -18,7 +18,7 @@ from vllm_kvpolicy.worker.backends.mixins import (
     KVPolicyImplMixin,
     KVPolicyMetadataBuilderMixin,
 )
-from vllm_kvpolicy.worker.tiers.ragged_step import LayerBatch
+from vllm_kvpolicy.worker.tiers.head_tables import LayerBatch
 
 
 class KVPolicyTritonMetadataBuilder(
@@ -53,10 +53,8 @@ class KVPolicyTritonBackend(HeadMajorBackendMixin, TritonAttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[KVPolicyTritonImpl]:
-        """Return the implementation class."""
         return KVPolicyTritonImpl
 
     @staticmethod
     def get_builder_cls() -> type[KVPolicyTritonMetadataBuilder]:
-        """Return the metadata builder class."""
         return KVPolicyTritonMetadataBuilder

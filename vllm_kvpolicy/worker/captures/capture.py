@@ -45,7 +45,6 @@ class Capture:
         """See one layer's new tokens, from inside its attention.
 
         Args:
-            layer: index of the layer in model order.
             query: [T, Hq, D] model dtype, post-RoPE.
             key: [T, H, D] model dtype, post-RoPE.
             value: [T, H, D] model dtype.

@@ -44,7 +44,6 @@ class QueryWindows(Capture):
     Args:
         num_parts: rows that a query takes; see `sizes.query_rows`.
         step_tokens: most tokens of a step, padding included.
-        device: where the model runs.
         is_captured: the attention of a step may be the replay of a graph, which then
             has to contain the saving of queries, whether any are planned or not.
     """
@@ -65,12 +64,6 @@ class QueryWindows(Capture):
 
     @classmethod
     def of_engine(cls, vllm_config: Any, device: torch.device) -> "QueryWindows":
-        """Build the windows of an engine.
-
-        Args:
-            vllm_config: the engine's configuration.
-            device: where the model runs.
-        """
         return cls(
             query_rows(vllm_config),
             vllm_config.scheduler_config.max_num_batched_tokens,
@@ -80,7 +73,6 @@ class QueryWindows(Capture):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory that are held before the KV cache is made."""
         return self.targets.nbytes
 
     def bind(self, pool: PagePool) -> None:
@@ -162,7 +154,6 @@ class QueryWindows(Capture):
 
         Args:
             rows: [E, W * G] int64, where the parts of each window are; see `numbers`.
-            window_tokens: W.
         """
         saved = self.pool.read_vectors(rows.flatten()).flatten(1).view(self.pool.dtype)
         shape = (len(saved), len(rows), window_tokens, -1, self.pool.head_dim)

@@ -11,14 +11,13 @@ import torch
 
 from vllm_kvpolicy.kernels.compact_pages import Moves
 from vllm_kvpolicy.kernels.paged import PagedTokens
-from vllm_kvpolicy.kernels.until_attention import until_attention
-from vllm_kvpolicy.kernels.visibility import NEVER, write_until
+from vllm_kvpolicy.kernels.visibility import NEVER, until_attention, write_until
 from vllm_kvpolicy.policies.base import Decider
 from vllm_kvpolicy.worker.batch import Batch
 from vllm_kvpolicy.worker.captures.capture import Capture
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.step import Step, StepTokens
-from vllm_kvpolicy.worker.tiers.ragged_step import LayerBatch
+from vllm_kvpolicy.worker.tiers.head_tables import LayerBatch
 from vllm_kvpolicy.worker.transfer import to_device
 
 
@@ -31,10 +30,7 @@ class VisibleUntil(Capture):
     Args:
         decider: decides of each token whether it is kept after the window.
         num_sinks: tokens at positions below this are kept in any case.
-        block_size: N, tokens per superblock.
-        num_kv_heads: H.
         step_tokens: most tokens of a step, padding included.
-        device: where the model runs.
 
     Attributes:
         until: one [P, N] int32 per layer, the same tensor where page ids name pages of
@@ -65,7 +61,6 @@ class VisibleUntil(Capture):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory held before the KV cache is made."""
         return 3 * self._own.nbytes + self.decider.nbytes
 
     @property
@@ -168,11 +163,8 @@ class VisibleUntil(Capture):
         """Attend to what each query sees, in place of a stock kernel.
 
         Args:
-            layer: index of the layer in model order.
-            batch: what the layer reads.
             queries: [T * H, G, D] model dtype, folded.
             result: like `queries`, written.
-            scale: softmax scale.
             max_queries: no row has more.
         """
         width = -(-batch.max_length // self._block_size)
@@ -195,7 +187,6 @@ class VisibleUntil(Capture):
             result *= value_scale
 
     def move(self, moves: Moves) -> None:
-        """Carry values along with survivors; see `Capture.move`."""
         for group in range(self.pool.num_groups):
             until = self.until[group].view(-1)
             until[moves.dest[group]] = until[moves.source[group]]

@@ -12,10 +12,10 @@ import numpy as np
 
 from vllm_kvpolicy.observe.measures import kept_by_bin
 from vllm_kvpolicy.observe.observing import only_observes
-from vllm_kvpolicy.observe.ring import RANK, Ring
+from vllm_kvpolicy.observe.shared_files import RANK, Ring
 from vllm_kvpolicy.observe.snapshots import MOST_TOKENS
 from vllm_kvpolicy.protocol import CompactEvent
-from vllm_kvpolicy.worker.batch import Batch, Placement
+from vllm_kvpolicy.worker.batch import Batch, Destinations
 from vllm_kvpolicy.worker.observers.positions import Followed, TruePositions
 
 NUM_BINS = 64
@@ -23,21 +23,12 @@ SHARE = 0.05  # of a worker's time that telling of events may take
 MOST_SECONDS = 0.5  # that may be taken at once after a quiet time
 
 
-class NoEvents:
-    """Tells nothing; without `live`."""
-
-    def tell(self, batch: Batch, placement: Placement) -> None:
-        """Do nothing."""
-
-
-class LiveEvents(NoEvents):
+class LiveEvents:
     """Summarises events for whoever listens.
 
     Args:
-        engine: its name, see `own_engine`.
         place: of this rank's heads among those of all ranks.
         ranks: whose heads differ.
-        block_size: N, tokens per page.
         shape: (L, H) of this rank.
         with_text: the share of each token is told as well.
         on_off: hears of it where this has failed and tells no more.
@@ -61,7 +52,7 @@ class LiveEvents(NoEvents):
         self._credit, self._now = MOST_SECONDS, time.monotonic()
 
     @only_observes
-    def tell(self, batch: Batch, placement: Placement) -> None:
+    def tell(self, batch: Batch, destinations: Destinations) -> None:
         """Write one record per event, before the tables are updated.
 
         Waits for the device, but only while somebody listens, and leaves events out
@@ -77,7 +68,7 @@ class LiveEvents(NoEvents):
         if self._credit < 0:
             self.positions.forget(batch.rows)
             return
-        followed = self.positions.follow(batch, placement)
+        followed = self.positions.follow(batch, destinations)
         for event, seen in zip(batch.events, followed, strict=True):
             self.ring.append(self._summary(event, seen))
         self._credit -= time.monotonic() - now
@@ -134,7 +125,6 @@ def tokens_kept(seen: Followed, position: int, num_local: int) -> np.ndarray:
     Where survivors were not followed, all tokens have the mean.
 
     Args:
-        seen: the event.
         position: p, tokens computed before it.
         num_local: newest tokens, which all heads keep.
     """

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from vllm_kvpolicy.protocol import CompactEvent
-from vllm_kvpolicy.worker.batch import Batch, Placement
+from vllm_kvpolicy.worker.batch import Batch, Destinations
 
 UNKNOWN = -1  # position of a survivor of an event that was not followed
 
@@ -37,11 +37,7 @@ class Followed:
 
 
 class TruePositions:
-    """Remembers where the survivors of each request come from.
-
-    Args:
-        block_size: N, tokens per page.
-    """
+    """Remembers where the survivors of each request come from."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -53,11 +49,11 @@ class TruePositions:
         for row in list(self._known) if rows is None else rows:
             self._known.pop(row, None)
 
-    def follow(self, batch: Batch, placement: Placement) -> Iterator[Followed]:
+    def follow(self, batch: Batch, destinations: Destinations) -> Iterator[Followed]:
         """Yield what each event of a batch does, before the tables are updated."""
-        size, lists = self.block_size, placement.lists
+        size, lists = self.block_size, destinations.lists
         pages, starts = host(batch.held.num_pages), host(lists.first) * size
-        sources = host(placement.sources)
+        sources = host(destinations.sources)
         for row, (event, own) in enumerate(zip(batch.events, batch.rows, strict=True)):
             num_held = pages[row] * size + event.local_tokens(size)
             held, first_known = self._held(event, own, num_held)

@@ -5,6 +5,7 @@ Off unless a folder is named. One .npz file per event; waits for the device.
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +14,58 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_kvpolicy.kernels.compact_pages import survivor_moves
+from vllm_kvpolicy.kernels.nucleus import (
+    WEIGHT_UNIT,
+    nucleus_counts,
+    retained_mass,
+    window_mean,
+)
 from vllm_kvpolicy.observe.trace_files import EventRecord, new_run, to_arrays
 from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
-from vllm_kvpolicy.worker.batch import Batch, HeldPages, Placement
+from vllm_kvpolicy.worker.batch import Batch, Destinations, HeldPages
 from vllm_kvpolicy.worker.observers.positions import TruePositions, host
-from vllm_kvpolicy.worker.observers.retained_attention import with_attention
+
+DENSITY_PERCENTS = (60, 90)
+
+
+def with_attention(decision: Decision, needs: Needs, inputs: EventInputs) -> Decision:
+    """Note the attention that a decision retains and how dense attention is.
+
+    Notes, [E, L, H] float32, means over the queries of the policy's window:
+        retained_mass: share of the attention that the chosen tokens hold;
+        lse_drop: minus its logarithm, in nats: the LSE of all held tokens minus that
+            of the chosen ones; at most 32 ln 2, the resolution of the weights;
+        density_60, density_90: share of the held tokens that holds 60 and 90 % of the
+            attention.
+
+    Returns:
+        The decision, with these notes where the policy reads queries and keys and the
+        model has no learned sinks, whose share they do not count.
+    """
+    if inputs.sink_logits is not None or not (needs.window_tokens and needs.keys):
+        return decision
+    queries = inputs.given("queries")[..., -needs.window_tokens :, :]
+    lengths = inputs.lengths
+    window = (queries, inputs.given("keys"), lengths, inputs.scale)
+    retained = retained_mass(*window, decision.keep)
+    notes = {
+        "retained_mass": 1 - window_mean(1 - retained, lengths),
+        "lse_drop": window_mean(-retained.clamp(1 / WEIGHT_UNIT).log(), lengths),
+    }
+    for percent in DENSITY_PERCENTS:
+        counts = nucleus_counts(*window, percent / 100)
+        notes[f"density_{percent}"] = window_mean(counts, lengths) / lengths
+    return replace(decision, notes={**decision.notes, **notes})
+
 
 logger = init_logger("vllm.kv_policy")
 
 
-class NoTrace:
-    """Records nothing; the default, unless a trace folder is named."""
-
-    def annotate(
-        self, decision: Decision, needs: Needs, inputs: EventInputs
-    ) -> Decision:
-        """Return the decision as it is."""
-        return decision
-
-    def record(self, batch: Batch, decision: Decision, placement: Placement) -> None:
-        """Write nothing."""
-
-
-class Tracer(NoTrace):
+class Tracer:
     """Stores the true positions of survivors; see `EventRecord`.
 
     Args:
         directory: of the trace; records go into a new folder in it.
-        block_size: N, tokens per page.
         on_off: hears of it where no more can be written.
         max_bytes: once the records hold this much, no more are written.
         name: of that folder, see `new_run`.
@@ -61,24 +86,14 @@ class Tracer(NoTrace):
         self.positions = TruePositions(block_size)
         self._count = 0
 
-    def annotate(
-        self, decision: Decision, needs: Needs, inputs: EventInputs
-    ) -> Decision:
-        """Note the attention that the decision retains; needs the cache as it was."""
-        return with_attention(decision, needs, inputs)
-
-    def record(self, batch: Batch, decision: Decision, placement: Placement) -> None:
-        """Write one record per event, before the tables are updated.
-
-        Args:
-            batch: the events and what their requests held.
-            decision: the policy's choice.
-            placement: where the survivors went.
-        """
-        moved = host(self._moved(batch.held, placement))
+    def record(
+        self, batch: Batch, decision: Decision, destinations: Destinations
+    ) -> None:
+        """Write one record per event, before the tables are updated."""
+        moved = host(self._moved(batch.held, destinations))
         keep = host(decision.keep.flatten(1, 2))
         notes = {name: _small(value) for name, value in decision.notes.items()}
-        followed = self.positions.follow(batch, placement)
+        followed = self.positions.follow(batch, destinations)
         for row, (event, seen) in enumerate(zip(batch.events, followed, strict=True)):
             heads = zip(seen.held, seen.num_held, keep[row], strict=True)
             chosen = [
@@ -104,9 +119,9 @@ class Tracer(NoTrace):
                 )
             )
 
-    def _moved(self, held: HeldPages, placement: Placement) -> torch.Tensor:
+    def _moved(self, held: HeldPages, destinations: Destinations) -> torch.Tensor:
         """Return [E] float64, the share of survivors that change their slots."""
-        lists, sources = placement.lists, placement.sources
+        lists, sources = destinations.lists, destinations.sources
         moves = survivor_moves(
             sources,
             held.pages,

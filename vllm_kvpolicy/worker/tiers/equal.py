@@ -24,9 +24,7 @@ class PhysicalTables:
     """Tables and lengths of the rows of a batch.
 
     Args:
-        requests: superblocks of survivors, by request.
         num_rows: most rows of a batch, padding included.
-        num_columns: columns of vLLM's block table.
     """
 
     def __init__(self, requests: RequestTable, num_rows: int, num_columns: int) -> None:
@@ -85,8 +83,6 @@ class EqualTier(Tier):
     """All heads hold the same number of tokens, each in its own stock pages.
 
     Args:
-        requests: superblocks and frontiers by request.
-        pool: the pages of the KV cache.
         tables: what attention reads in place of vLLM's block table and lengths.
         is_captured: the attention of a step may be the replay of a graph.
     """
@@ -103,11 +99,9 @@ class EqualTier(Tier):
         self._head = torch.arange(self.num_heads + 1, device=requests.device)
 
     def clear(self, rows: Sequence[int], index: torch.Tensor) -> None:
-        """Forget what the rows held."""
         self.requests.num_global.index_fill_(0, index, 0)
 
     def starts(self, index: torch.Tensor) -> torch.Tensor:
-        """Return [E, n + 1] int64; see `Tier`."""
         return self.requests.num_global[index, None] * self._head
 
     def numbers(
@@ -120,7 +114,6 @@ class EqualTier(Tier):
         }
 
     def longest(self, event: CompactEvent) -> int:
-        """Return the tokens that every head holds; see `Tier`."""
         block_size = self.pool.block_size
         return len(event.source_blocks) * block_size + event.local_tokens(block_size)
 
@@ -130,7 +123,6 @@ class EqualTier(Tier):
         rows: Sequence[int],
         sent: Mapping[str, torch.Tensor],
     ) -> HeldPages:
-        """Return what the requests hold before their events; see `Tier`."""
         pages = self.pool.own_pages(sent["blocks"]).flatten(1, 2)
         return HeldPages(
             pages=pages,
@@ -193,7 +185,6 @@ class EqualTier(Tier):
         )
 
     def warm_up(self, num_columns: int) -> None:
-        """Fill the tables for one row of padding."""
         row = to_device([self.requests.null_row], self.requests.device)
         nothing = torch.zeros(1, 1, dtype=torch.int32, device=self.requests.device)
         self.tables.fill(row, nothing, nothing[0], 1)

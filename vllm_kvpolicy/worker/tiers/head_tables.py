@@ -1,17 +1,31 @@
-"""Page lists per (request, layer, KV head), for heads of different lengths.
+"""Page tables of heads of different lengths: of what events leave, and of a step.
 
-The lists of a request lie end to end, so that memory grows with the pages held and not
-with the longest head.
+`HeadTables` has the global pages of every (request, layer, KV head). The lists of a
+request lie end to end, so that memory grows with the pages held and not with the
+longest head.
+
+In a step KV heads are folded into the batch: every (request, KV head) becomes a row of
+a stock paged kernel with one KV head and G query heads, its own page list and its own
+length. The tables are filled once per step and read by the attention of each layer.
+Where graphs are captured the tensors stay in place, so that a graph reads what the step
+of its replay has put there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
+from vllm.logger import init_logger
 
 from vllm_kvpolicy.kernels.page_tables import enter_page_lists, head_page_tables
 from vllm_kvpolicy.policies.ranks import ONE_RANK, Ranks
-from vllm_kvpolicy.worker.transfer import HostCopy
+from vllm_kvpolicy.worker.request_table import RequestTable
+from vllm_kvpolicy.worker.transfer import HostCopy, to_device
+
+logger = init_logger("vllm.kv_policy")
 
 
 class HeadTables:
@@ -23,11 +37,8 @@ class HeadTables:
     [4, 7, 2, 9, 1, ...] of `pages` and the row [0, 2, 2, 5] of `first`.
 
     Args:
-        num_requests: requests that may be live at once.
-        max_global_blocks: most superblocks of survivors of one request.
         own_page: [n] int64, id of each head's page of superblock 0, n = L * H.
         stride: distance in ids between a head's pages of neighbouring superblocks.
-        device: where the tables live.
         ranks: which hold the same superblocks.
 
     Attributes:
@@ -79,7 +90,6 @@ class HeadTables:
         """Replace the lists of some requests.
 
         Args:
-            rows: of the requests, on the host.
             index: [E] int64, the same on the device.
             first: [E, n + 1] int64.
             pages: [E, C] int64 page ids.
@@ -140,3 +150,311 @@ class HeadTables:
         head_page_tables(
             tables, offsets, which, rows, blocks, skip, *lists, self.stride
         )
+
+
+# -- tables of a step ----------------------------------------------------------
+
+SPARE = 8  # rows and columns by which a batch may grow before tables are replaced
+
+
+@dataclass(frozen=True)
+class LayerBatch:
+    """What one layer of a step reads, rows in the order (request, KV head).
+
+    Args:
+        tables: [R * H, C] int32 page ids.
+        lengths: [R * H] int32, tokens that each row reads, this step's included.
+        query_start: [R * H + 1] int32, first query token of each row.
+        max_length: see `FoldedBatch`.
+        order: see `FoldedBatch`.
+        ends: [R * H] int32, logical position after each row's newest token; None where
+            attention does not need it.
+    """
+
+    tables: torch.Tensor
+    lengths: torch.Tensor
+    query_start: torch.Tensor
+    max_length: int
+    order: torch.Tensor | None
+    ends: torch.Tensor | None
+
+    @property
+    def num_tokens(self) -> int:
+        """Folded query tokens: those of the step, once for each KV head."""
+        return len(self.lengths if self.order is None else self.order)
+
+
+@dataclass(frozen=True)
+class FoldedBatch:
+    """Page tables of a step, rows in the order (request, KV head).
+
+    Args:
+        tables: [L, R * H, C] int32 page ids.
+        lengths: [L, R * H] int32, tokens that each row holds, this step's included.
+        query_start: [R * H + 1] int32, first query token of each row.
+        max_length: no row holds more. For a batch without requests, with which a graph
+            may be captured, it is vLLM's bound, since replays will hold more.
+        order: [T * H] int64, place of each (token, KV head) among the folded queries;
+            None where every request has one token, so that folding is a view.
+        ends: see `LayerBatch`.
+    """
+
+    tables: torch.Tensor
+    lengths: torch.Tensor
+    query_start: torch.Tensor
+    max_length: int
+    order: torch.Tensor | None
+    ends: torch.Tensor | None = None
+
+    def of_layer(self, layer: int, query: torch.Tensor) -> LayerBatch:
+        """Return what one layer reads: all that is held.
+
+        Args:
+            query: [T, Hq, D] model dtype, post-RoPE.
+        """
+        return LayerBatch(
+            self.tables[layer],
+            self.lengths[layer],
+            self.query_start,
+            self.max_length,
+            self.order,
+            self.ends,
+        )
+
+
+class FoldedTables:
+    """Tensors that hold the tables of a batch.
+
+    Args:
+        num_layers, num_heads: L and H.
+        num_rows, num_pages: B rows of C pages at most.
+        is_final: they must not be replaced, since graphs read them.
+
+    Attributes:
+        pages: [L, B, H, C] int32 page ids.
+        offsets: [L, B, H] int32, pages of a head minus superblocks of its request.
+        lengths: [L, B, H] int32, tokens held.
+        starts: [B * H + 1] int32, first query tokens.
+        filled: what each row was filled for: a request and its number of superblocks.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_heads: int,
+        num_rows: int,
+        num_pages: int,
+        device: torch.device,
+        is_final: bool = False,
+    ) -> None:
+        self.is_final = is_final
+        shape = num_layers, num_rows, num_heads, num_pages
+        self.pages = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.offsets, self.lengths = self.pages.new_zeros(2, *shape[:3])
+        self.starts = self.pages.new_zeros(num_rows * num_heads + 1)
+        self.filled: list[tuple[str, int] | None] = [None] * num_rows
+
+    @classmethod
+    def of_engine(
+        cls,
+        num_layers: int,
+        num_heads: int,
+        num_rows: int,
+        num_pages: int,
+        device: torch.device,
+        is_final: bool,
+    ) -> "FoldedTables":
+        """Return tables of an engine, and say in the log how large they are.
+
+        Raises:
+            ValueError: the device has no room for them.
+        """
+        size = 4 * num_layers * num_rows * num_heads * num_pages / 2**20
+        try:
+            found = cls(num_layers, num_heads, num_rows, num_pages, device, is_final)
+        except torch.OutOfMemoryError:
+            raise ValueError(
+                f"kv_policy: per-head page tables of {num_rows} requests with "
+                f"{num_pages} pages each take {size:.0f} MiB, more than the device "
+                "has free; lower --max-num-seqs or --max-model-len"
+            ) from None
+        if size:
+            logger.info("KV policy: %.0f MiB for per-head page tables", size)
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory."""
+        tensors = self.pages, self.offsets, self.lengths, self.starts
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def with_room(self, num_rows: int, num_pages: int) -> "FoldedTables":
+        """Return these tables, or larger ones if the batch does not fit into them.
+
+        Raises:
+            RuntimeError: graphs read these, and the batch does not fit.
+        """
+        layers, rows, heads, columns = self.pages.shape
+        if num_rows <= rows and num_pages <= columns:
+            return self
+        if self.is_final:
+            raise RuntimeError(
+                f"{num_rows} requests of {num_pages} pages: expected at most {rows} "
+                f"of {columns}, the size of the tables that captured graphs read"
+            )
+        if num_rows > rows:
+            rows = max(num_rows + SPARE, 2 * rows)
+        if num_pages > columns:
+            columns = max(num_pages + SPARE, 2 * columns)
+        return FoldedTables(layers, heads, rows, columns, self.pages.device)
+
+
+class Folder:
+    """Fills the rows of a step's tables that have changed since the step before.
+
+    Args:
+        tables: what to fill; replaced by larger ones when a batch does not fit.
+    """
+
+    def __init__(
+        self, requests: RequestTable, lists: HeadTables, tables: FoldedTables
+    ) -> None:
+        self.requests, self.lists, self.tables = requests, lists, tables
+        head = torch.arange(tables.pages.shape[2], dtype=torch.int32)
+        self._head = head.to(requests.device)
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Fill the rows of these requests again: their page lists have changed."""
+        gone, tables = set(request_ids), self.tables
+        if not gone:
+            return
+        tables.filled = [
+            None if key is None or key[0] in gone else key for key in tables.filled
+        ]
+
+    def fold(self, common: Any, request_ids: Sequence[str]) -> FoldedBatch:
+        """Return the tables of a step.
+
+        Args:
+            request_ids: requests of the batch in row order; rows beyond are padding.
+        """
+        num_rows, requests = common.num_reqs, self.requests
+        starts, order = common.query_start_loc[: num_rows + 1], None
+        if common.max_query_len > 1:
+            num_tokens = int(common.query_start_loc_cpu[num_rows])
+            order = fold_order(starts, num_tokens, self._head)
+        width = self._fill(common, request_ids)
+        tables, num_heads = self.tables, len(self._head)
+        held, offsets = common.seq_lens[:num_rows, None], tables.offsets[:, :num_rows]
+        lengths = tables.lengths[:, :num_rows]
+        torch.add(held, offsets, alpha=requests.block_size, out=lengths)
+        query_start = tables.starts[: num_rows * num_heads + 1]
+        fold_starts(query_start, starts, self._head)
+        return FoldedBatch(
+            tables=tables.pages[:, :num_rows].flatten(1, 2),
+            lengths=lengths.flatten(1),
+            query_start=query_start,
+            max_length=width * requests.block_size
+            if request_ids
+            else common.max_seq_len,
+            order=order,
+        )
+
+    def warm_up(self, num_columns: int) -> None:
+        """Fold a dummy batch, so that the kernels are compiled."""
+        one = torch.ones(2, dtype=torch.int32, device=self.requests.device)
+        dummy = SimpleNamespace(
+            num_reqs=1,
+            max_query_len=1,
+            max_seq_len=1,
+            seq_lens=one[:1],
+            seq_lens_cpu_upper_bound=torch.ones(1, dtype=torch.int32),
+            query_start_loc=one.cumsum(0, dtype=torch.int32) - 1,
+            block_table_tensor=one.new_zeros(1, num_columns),
+        )
+        self.fold(dummy, ())
+        self.tables.filled[0] = None
+
+    def _fill(self, common: Any, request_ids: Sequence[str]) -> int:
+        """Bring the rows of a batch up to date; return the columns in use."""
+        requests, num_rows = self.requests, common.num_reqs
+        held = common.seq_lens_cpu_upper_bound.numpy()
+        num_blocks = -(-held // requests.block_size)
+        rows = requests.rows(request_ids, num_rows)
+        frontier = requests.frontier_blocks_cpu[rows]
+        num_pages = num_blocks - frontier + self.lists.most(rows, frontier)
+        width = int(num_pages.max())
+        self.tables = tables = self.tables.with_room(num_rows, width)
+        names = [*request_ids, *[""] * (num_rows - len(request_ids))]
+        keys = list(zip(names, map(int, num_blocks), strict=True))
+        changed = [n for n, key in enumerate(keys) if key != tables.filled[n]]
+        if changed:
+            self.lists.expand(
+                tables.pages[..., :width],
+                tables.offsets,
+                to_device(changed, requests.device),
+                to_device(rows[changed], requests.device),
+                common.block_table_tensor,
+                requests.frontier_blocks,
+            )
+            tables.filled[:num_rows] = keys
+        return width
+
+
+def fold_starts(
+    query_start: torch.Tensor, starts: torch.Tensor, head: torch.Tensor
+) -> None:
+    """Write where the queries of each (row, KV head) start, and where the last end.
+
+    Example: H = 2, and rows of 1 and 2 tokens: starts [0, 1, 3] become
+    [0, 1, 2, 4, 6].
+
+    Args:
+        query_start: [R * H + 1] int32, mutated.
+        starts: [R + 1] int32, first token of each row.
+        head: [H] int32, 0 to H - 1.
+    """
+    num_heads = len(head)
+    first = query_start[:-1].view(-1, num_heads)
+    counts = starts.diff()[:, None]
+    torch.addcmul(starts[:-1, None] * num_heads, counts, head, out=first)
+    torch.mul(starts[-1:], num_heads, out=query_start[-1:])
+
+
+def fold_order(
+    starts: torch.Tensor, num_tokens: int, head: torch.Tensor
+) -> torch.Tensor:
+    """Return [T * H] int64 places of (token, KV head) among the folded queries.
+
+    The folded queries are ordered by row, then KV head, then token of the row.
+
+    Example: H = 2, and rows of 1 and 2 tokens: starts [0, 1, 3]. Token 0 is alone in
+    its row, so its heads have places 0 and 1. Row 1 has places 2 to 5: head 0 of tokens
+    1 and 2 at 2 and 3, head 1 at 4 and 5. The result is [0, 1, 2, 4, 3, 5].
+
+    Args:
+        starts: [R + 1] int32, first token of each row.
+        head: [H] int32, 0 to H - 1.
+    """
+    token = torch.arange(num_tokens, dtype=torch.int32, device=starts.device)
+    row = torch.searchsorted(starts, token, right=True) - 1
+    first, end = starts[row], starts[row + 1]
+    places = (first * len(head) + token - first)[:, None]
+    return (places + (end - first)[:, None] * head).flatten().long()
+
+
+def fold_queries(
+    query: torch.Tensor, num_kv_heads: int, order: torch.Tensor | None
+) -> torch.Tensor:
+    """Return [T * H, G, D] of queries [T, Hq, D]; query head h reads KV head h // G."""
+    heads = query.unflatten(1, (num_kv_heads, -1)).flatten(0, 1)
+    return (
+        heads if order is None else torch.empty_like(heads).index_copy_(0, order, heads)
+    )
+
+
+def unfold_output(
+    folded: torch.Tensor, num_kv_heads: int, order: torch.Tensor
+) -> torch.Tensor:
+    """Return [T, Hq, D] of [T * H, G, D]: the reverse of `fold_queries`."""
+    return folded[order].unflatten(0, (-1, num_kv_heads)).flatten(1, 2)

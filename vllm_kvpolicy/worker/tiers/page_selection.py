@@ -19,7 +19,7 @@ from vllm_kvpolicy.policies.selections.quest import Quest
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
-from vllm_kvpolicy.worker.tiers.ragged_step import (
+from vllm_kvpolicy.worker.tiers.head_tables import (
     FoldedBatch,
     LayerBatch,
     fold_order,
@@ -36,11 +36,9 @@ class SelectedBatch:
 
     Args:
         folded: what is held, rows in the order (request, KV head).
-        quest: scores pages.
         bounds: [2, P, D] of each layer; see `kernels.page_bounds`. Of an FP8 cache,
             of keys as they are stored: a layer's scale is above zero and the same for
             all its pages, so it changes no choice.
-        block_size: N.
         rows: [S * H] int64, rows of `folded`; None where none is cut.
         tokens: the query of each row that selects, any token of others: the first S, or
             [S] int64.
@@ -48,7 +46,7 @@ class SelectedBatch:
         num_read: [L, S * H] int64, how many of them it reads.
         scored: [L, S * H] int32, pages that need scores: none of rows that read all.
         lengths: [L, S * H] int32, tokens that each row reads.
-        query_start, order, ends: of the S rows; see `ragged_step.FoldedBatch`.
+        query_start, order, ends: of the S rows; see `FoldedBatch`.
     """
 
     folded: FoldedBatch
@@ -69,7 +67,6 @@ class SelectedBatch:
         """Return what one layer reads.
 
         Args:
-            layer: index of the layer in model order.
             query: [T, Hq, D] model dtype, post-RoPE.
         """
         width = -(-self.folded.max_length // self.block_size)
@@ -98,8 +95,6 @@ class PageSelection:
         quest: chooses pages; requests cannot change its options, so it is the same one
             for all policies of a server.
         policies: names of those that have a selection.
-        requests: frontiers.
-        pool: the pages that are chosen from.
         group: G, query heads per KV head.
     """
 
@@ -128,14 +123,7 @@ class PageSelection:
     def of_server(
         cls, config: KVPolicyConfig, layer: Any, requests: RequestTable, pool: PagePool
     ) -> "PageSelection | None":
-        """Build the selection of a server, None where no query selects.
-
-        Args:
-            config: the policies.
-            layer: one of vLLM's attention layers, all of which are alike.
-            requests: frontiers.
-            pool: the pages that are chosen from.
-        """
+        """Build the selection of a server, None where no query selects."""
         names = selecting(config)
         if not names:
             return None
@@ -156,7 +144,6 @@ class PageSelection:
         """Compute the bounds of all pages of some requests, after their event.
 
         Args:
-            rows: of the requests.
             events: the events, of one policy.
             pages: [E, C] int64, the requests' page lists; any valid id on padding.
         """
@@ -182,13 +169,7 @@ class PageSelection:
     def narrow(
         self, common: Any, request_ids: Sequence[str], folded: FoldedBatch
     ) -> FoldedBatch | SelectedBatch:
-        """Return what a step reads; the folded batch itself if no row selects.
-
-        Args:
-            common: vLLM's CommonAttentionMetadata, logical.
-            request_ids: requests of the batch in row order; rows beyond are padding.
-            folded: what is held.
-        """
+        """Return what a step reads; the folded batch itself if no row selects."""
         requests, block_size = self.requests, self.requests.block_size
         which = requests.rows(request_ids, common.num_reqs)
         selects = self._selects[which]

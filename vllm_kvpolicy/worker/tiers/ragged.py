@@ -6,17 +6,20 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from vllm_kvpolicy.kernels.assign_pages import PageLists, assign_pages
-from vllm_kvpolicy.kernels.page_quota import count_in_pages, page_quota
+from vllm_kvpolicy.kernels.assign_pages import (
+    PageLists,
+    assign_pages,
+    count_in_pages,
+    page_quota,
+)
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.batch import Batch, HeldPages
 from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.step import Step
-from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
+from vllm_kvpolicy.worker.tiers.head_tables import FoldedTables, Folder, HeadTables
 from vllm_kvpolicy.worker.tiers.page_selection import PageSelection
-from vllm_kvpolicy.worker.tiers.ragged_step import FoldedTables, Folder
 from vllm_kvpolicy.worker.tiers.tier import PageCounts, StepMetadata, Tier, padded
 from vllm_kvpolicy.worker.transfer import Integers
 
@@ -28,11 +31,6 @@ class RaggedTier(Tier):
     out its own part of the superblocks.
 
     Args:
-        requests: superblocks and frontiers by request.
-        pool: the pages of the KV cache.
-        lists: global pages of each head.
-        tables: what attention reads in a step.
-        is_captured: the attention of a step may be the replay of a graph.
         selection: selects the pages that queries read; None if they read all.
         exact: masks tokens as soon as they are dropped; None if events drop them.
     """
@@ -54,11 +52,9 @@ class RaggedTier(Tier):
         self.is_captured, self.selection, self.exact = is_captured, selection, exact
 
     def clear(self, rows: Sequence[int], index: torch.Tensor) -> None:
-        """Forget what the rows held."""
         self.lists.clear(rows, index)
 
     def starts(self, index: torch.Tensor) -> torch.Tensor:
-        """Return [E, n + 1] int64; see `Tier`."""
         return self.lists.first[index].long()
 
     def numbers(
@@ -92,7 +88,6 @@ class RaggedTier(Tier):
         rows: Sequence[int],
         sent: Mapping[str, torch.Tensor],
     ) -> HeldPages:
-        """Return what the requests hold before their events; see `Tier`."""
         recent, most = sent["recent"], self.lists.longest(rows)
         blocks = [len(event.leaving_blocks + event.local_blocks) for event in events]
         width = int((most + blocks).max())
@@ -132,7 +127,6 @@ class RaggedTier(Tier):
         return quota.view(counts.shape)
 
     def assign(self, batch: Batch, quota: torch.Tensor) -> PageLists:
-        """Share the pages of the destination superblocks out among the heads."""
         return assign_pages(
             batch.held.pages,
             batch.held.num_pages,
@@ -173,7 +167,6 @@ class RaggedTier(Tier):
         self.folder.forget(request_ids)
 
     def warm_up(self, num_columns: int) -> None:
-        """Fold a dummy batch, and score a page where queries choose."""
         self.folder.warm_up(num_columns)
         if self.selection is not None:
             self.selection.warm_up()

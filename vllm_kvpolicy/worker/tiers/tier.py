@@ -1,4 +1,4 @@
-"""The interface of a tier: what is held, place, commit, and metadata of a step.
+"""The interface of a tier: what is held, quota, pages, and metadata of a step.
 
 A server has one tier for all its requests. Only `setup` knows which one it is.
 """
@@ -18,8 +18,8 @@ from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.step import Step
+from vllm_kvpolicy.worker.tiers.head_tables import FoldedBatch
 from vllm_kvpolicy.worker.tiers.page_selection import SelectedBatch
-from vllm_kvpolicy.worker.tiers.ragged_step import FoldedBatch
 from vllm_kvpolicy.worker.transfer import HostCopy, Integers
 
 
@@ -28,7 +28,6 @@ class StepMetadata:
     """What the attention of a step reads.
 
     Args:
-        common: CommonAttentionMetadata for vLLM's own metadata builder.
         folded: page tables per head, None where the stock metadata is all.
         exact: masks tokens as soon as they are dropped, in place of a stock kernel;
             None where a dropped token is masked at the next event.
@@ -85,10 +84,6 @@ class Tier(ABC):
     ) -> dict[str, Integers]:
         """Return integers of the host that an event of this tier needs on the device.
 
-        Args:
-            events: of a batch.
-            rows: of their requests.
-
         Returns:
             By name, those of `RequestTable.numbers` among them.
         """
@@ -113,28 +108,19 @@ class Tier(ABC):
         """Return what the requests hold before their events.
 
         Args:
-            events: of a batch.
-            rows: of their requests.
             sent: what `numbers` returned, on the device.
         """
 
-    def place(self, batch: Batch, keep: torch.Tensor) -> tuple[torch.Tensor, PageLists]:
-        """Round a choice to whole pages and choose the pages.
+    @abstractmethod
+    def quota(self, batch: Batch, keep: torch.Tensor) -> torch.Tensor:
+        """Round a choice to whole pages.
 
         Args:
-            batch: the events.
             keep: [E, n, T] bool, tokens that the policy chose.
 
         Returns:
-            [E, n] int64 global pages of each head after the event, and which they are,
-            pages [E, C].
+            [E, n] int64 global pages of each head after the event.
         """
-        quota = self.quota(batch, keep)
-        return quota, self.assign(batch, quota)
-
-    @abstractmethod
-    def quota(self, batch: Batch, keep: torch.Tensor) -> torch.Tensor:
-        """Return [E, n] int64 global pages of each head after the event."""
 
     @abstractmethod
     def assign(self, batch: Batch, quota: torch.Tensor) -> PageLists:

@@ -1,22 +1,69 @@
-"""Reads how the layers of a loaded model rotate queries and keys.
+"""Reads from a loaded model how its attention layers rotate, and their learned sinks.
 
 vLLM's own models have a table of cosines and sines beside each attention layer. Models
 of its Transformers backend have frequencies in one module above all layers, and a
 function next to its class that tells which channels are pairs.
+
+A learned sink is a logit of each query head that takes part in every softmax and whose
+share no token gets (gpt-oss, arXiv 2508.10925, section 2.2). Elsewhere `sinks` alone
+are the first tokens of a request.
 """
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from vllm_kvpolicy import compat
 from vllm_kvpolicy.kernels.rope import Rope
-from vllm_kvpolicy.policies.base import Policy
-from vllm_kvpolicy.worker.refused import refused_for
+
+# -- learned sinks -------------------------------------------------------------
+
+
+def no_sinks() -> None:
+    """Return None: the model has no learned sinks."""
+
+
+def logits_reader(layers: Sequence[Any]) -> Callable[[], torch.Tensor | None]:
+    """Return what reads the logits of the learned sinks, [L, Hq] float32.
+
+    Each call reads the layers' own: weights may be replaced while a server runs.
+
+    Args:
+        layers: vLLM's attention layers, loaded; all of them have sinks or none has.
+    """
+    return partial(_logits, layers) if any(map(has_sinks, layers)) else no_sinks
+
+
+def has_sinks(layer: Any) -> bool:
+    """Return whether an attention layer has learned sinks."""
+    return getattr(layer.impl, "sinks", None) is not None
+
+
+def _logits(layers: Sequence[Any]) -> torch.Tensor:
+    return torch.stack([layer.impl.sinks.detach() for layer in layers]).float()
+
+
+def check_known(layers: Sequence[Any], vllm_config: Any) -> None:
+    """Refuse learned sinks that nothing at start-up has asked about.
+
+    Raises:
+        ValueError: the model's type is not one of which the table of refusals knows.
+    """
+    if any(map(has_sinks, layers)) and not compat.has_learned_sinks(vllm_config):
+        raise ValueError(
+            f"{vllm_config.model_config.model}: its attention layers have learned "
+            "sinks, which are tested in models of type "
+            f"{', '.join(compat.LEARNED_SINKS)} alone; leave out --kv-policy"
+        )
+
+
+# -- rotations -----------------------------------------------------------------
 
 EMBEDDING = "rotary_emb"  # None in layers that do not rotate
 # Attributes of the modules around an attention layer in models of which some layers do
@@ -30,40 +77,6 @@ SWITCHES = (
     "apply_rope_all_layers",
     "is_local_attention",
 )
-
-
-def rope_for(
-    policies: Mapping[str, Policy], model: nn.Module, layers: Sequence[Any]
-) -> Rope | None:
-    """Return how layers of a model rotate, None if no policy asks for it.
-
-    Args:
-        policies: by name.
-        model: the loaded model.
-        layers: attention layers of full attention in it, in model order.
-
-    Raises:
-        ValueError: a rotary embedding of a kind that is not known, or that one of the
-            policies cannot read.
-    """
-    needs = [policy.needs for policy in policies.values()]
-    if not any(each.rope for each in needs):
-        return None
-    with refused_for(policies, lambda needs: needs.rope):
-        rope = model_rope(model, layers)
-    with refused_for(policies, lambda needs: needs.halves):
-        if rope.order is not None and any(each.halves for each in needs):
-            raise ValueError(
-                "rotary positions: expected channels i and i + D/2 of each head to "
-                "rotate as a pair, got a model with other pairs"
-            )
-    with refused_for(policies, lambda needs: needs.alike):
-        if rope.of_layer is not None and any(each.alike for each in needs):
-            raise ValueError(
-                "rotary positions: expected all layers to rotate alike, got a model "
-                "whose layers differ, or do not rotate"
-            )
-    return rope
 
 
 def model_rope(model: nn.Module, layers: Sequence[Any]) -> Rope:
@@ -122,7 +135,6 @@ def _read(embedding: Any, layer: Any) -> torch.Tensor:
 
     Args:
         embedding: None for a layer that does not rotate.
-        layer: vLLM's attention layer.
 
     Raises:
         ValueError: a rotary embedding of a kind that is not known.

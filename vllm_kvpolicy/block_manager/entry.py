@@ -1,4 +1,4 @@
-"""Lets requests in as far as the pool bears them until they end, and keeps them going.
+"""Lets requests enter as far as the pool bears them until they end; keeps them going.
 
 vLLM admits a request when its prompt fits and preempts one when the pool is full. What
 bounded requests will hold is known, so that both can be foreseen:
@@ -22,10 +22,10 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
-from vllm_kvpolicy.block_manager.claim import Claim
 from vllm_kvpolicy.block_manager.forecast import (
     HORIZON,
     Forecast,
@@ -37,28 +37,77 @@ from vllm_kvpolicy.block_manager.output_lengths import OutputLengths, may_stop
 from vllm_kvpolicy.block_manager.planner import Planner, RequestState
 from vllm_kvpolicy.sizes import SlidingGroups
 
+
+@dataclass
+class Claim:
+    """The claim of the first waiting request on superblocks of less urgent ones.
+
+    vLLM preempts for the sake of requests that run, not of those that wait. So what a
+    waiting one takes counts as taken in the turns of less urgent requests: these take
+    no more, and vLLM preempts the last of them until as much is free.
+
+    Args:
+        watermark: superblocks that vLLM wants to be free behind one that enters.
+        request: who claims; None for nobody.
+        num_blocks: how many have to be free for it to enter.
+    """
+
+    manager: KVPolicyManager
+    watermark: int = 0
+    request: Request | None = None
+    num_blocks: int = 0
+
+    def make(self, request: Request, num_shared: int, leaving: frozenset[str]) -> None:
+        """Claim what a request takes to enter, if that comes back at all.
+
+        vLLM waives the watermark where nobody else runs.
+
+        Args:
+            num_shared: superblocks of its cached prefix that others go on holding.
+        """
+        manager, known = self.manager, request.num_tokens
+        needed = manager.planner.peak_blocks(request.request_id, known, num_shared)
+        if needed is None:
+            needed = cdiv(known, manager.block_size) - num_shared
+        needed += manager.sliding.sizes.most_blocks(known)
+        staying = manager.num_staying(leaving)
+        room = manager.num_usable - staying
+        wanted = needed + self.watermark
+        if not staying:
+            wanted = max(needed, min(wanted, room))
+        if wanted <= room:
+            self.request, self.num_blocks = request, wanted
+
+    def drop(self) -> None:
+        self.request, self.num_blocks = None, 0
+
+    def drop_of(self, request_ids: Container[str]) -> None:
+        """Claim nothing for requests that have entered or are gone."""
+        if self.request is not None and self.request.request_id in request_ids:
+            self.drop()
+
+    def take_turn(self, request: Request) -> None:
+        """Note whose turn it is, and so what is left free in it."""
+        yields = self.request is not None and request.priority > self.request.priority
+        self.manager.claimed = self.num_blocks if yields else 0
+
+
 PATIENCE = 512  # tokens that requests may lose by waiting, beside what a victim would
 NOBODY: frozenset[str] = frozenset()
 
 
 @dataclass
-class Admission:
+class Entry:
     """Decides who enters and who waits, for one engine.
 
     Args:
-        planner: knows where requests are and when they have events.
-        manager: knows what they hold.
-        max_model_len: longest request, in tokens.
         step_tokens: most tokens that a step computes.
         late_steps: steps for which a request that has ended keeps what it held: 1 with
             asynchronous scheduling.
-        by_priority: vLLM's priority scheduling.
         watermark: superblocks that vLLM wants to be free behind one that enters.
         num_drafts: speculated tokens that a step computes at most for a request.
 
     Attributes:
-        forecast: what requests that have entered will hold.
-        lengths: of the answers so far.
         num_held_back: steps in which a waiting request could not enter.
         num_waits: steps that running requests sat out for others.
     """
@@ -127,8 +176,6 @@ class Admission:
         Those who hold all of it do, until the last of them has its first event or ends.
 
         Args:
-            request_id: the request.
-            blocks: its cached prefix.
             leaving: less urgent requests, on which it does not rely.
         """
         rows = (self.manager.req_to_blocks.get(each, ()) for each in leaving)
@@ -157,10 +204,7 @@ class Admission:
         """Return whether a waiting request may enter in this step; see also `Claim`.
 
         Args:
-            request: the request.
             computed: its tokens that the prefix cache gives it.
-            num_new: tokens that it would compute in this step.
-            leaving: less urgent requests that run.
         """
         request_id, state = request.request_id, self._bounded(request.request_id)
         self._claim.drop()
@@ -179,13 +223,7 @@ class Admission:
         return True
 
     def follow(self, request: Request, computed: int, num_new: int) -> None:
-        """Book a running request anew where it is not where it was expected.
-
-        Args:
-            request: the request.
-            computed: its tokens computed before this step.
-            num_new: tokens that it would compute in this step.
-        """
+        """Book a running request anew where it is not where it was expected."""
         booking = self.forecast.bookings.get(request.request_id)
         if booking is None:
             return
@@ -234,7 +272,6 @@ class Admission:
         """Return whether the pool bears one more request, now and while it runs.
 
         Args:
-            levels: what it will hold.
             leaving: requests that find no room beside it, where there is none.
         """
         staying, usable = self.manager.num_staying(leaving), self.manager.num_usable
@@ -304,15 +341,12 @@ class Admission:
     ) -> int:
         """Return how many tokens a running request computes in this step.
 
-        None where the superblocks that it would take are the last ones with which
+        0 where the superblocks that it would take are the last ones with which
         somebody gets to an event or the end. But where nobody does, where the victim
         has a lower priority, and where waiting has cost as much as preempting the
         victim, `num_new`: vLLM preempts then. Part of a prompt where that is what fits.
 
         Args:
-            request: the request.
-            computed: its tokens computed before this step.
-            num_new: tokens that it would compute in this step.
             find_victim: returns whom vLLM would preempt.
         """
         request_id = request.request_id
@@ -361,12 +395,7 @@ class Admission:
         return count if fits else 1
 
     def _proceeds(self, free: int, leaving: frozenset[str] = NOBODY) -> bool:
-        """Return whether somebody gets to where they give superblocks back.
-
-        Args:
-            free: superblocks that there are for it.
-            leaving: requests that do not count.
-        """
+        """Return whether somebody gets to where they give superblocks back."""
         step, num_events = self.forecast.step, self.planner.num_events
         now = step, num_events, self.manager.num_free, leaving
         if self._least[0] != now:

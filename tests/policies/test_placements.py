@@ -1,19 +1,14 @@
 """Where survivors go: counts, order, repeatability and empty pools.
 
-Owns the tests of block_manager.placement, on plain integers.
+Of test policies, on plain integers.
 """
 
 import random
 
 import pytest
 
-from vllm_kvpolicy.block_manager.placement import (
-    PLACEMENTS,
-    exchanged,
-    in_place,
-    shuffled,
-)
 from vllm_kvpolicy.events import event_seed
+from vllm_kvpolicy.policies.testing import exchanged, shuffled
 
 OWNED = list(range(100, 120))
 
@@ -29,12 +24,6 @@ class Pool:
         self.asked.append(count)
         taken, self.free = self.free[:count], self.free[count:]
         return taken
-
-
-def test_in_place_keeps_the_oldest_in_order_and_takes_nothing():
-    pool = Pool(5)
-    assert in_place(OWNED, 7, pool.take, seed=1) == OWNED[:7]
-    assert pool.asked == []
 
 
 def test_shuffled_keeps_own_blocks_out_of_order_and_takes_nothing():
@@ -69,25 +58,25 @@ def test_exchanged_with_an_empty_pool_is_shuffled():
         assert set(blocks) == set(kept), "the draw must not depend on the empty pool"
 
 
-@pytest.mark.parametrize("name", PLACEMENTS)
-def test_every_placement_returns_the_count_of_distinct_blocks(name):
+@pytest.mark.parametrize("place", [shuffled, exchanged])
+def test_every_placement_returns_the_count_of_distinct_blocks(place):
     rng = random.Random(2)
     for _ in range(500):
         owned = rng.sample(range(1000, 9000), rng.randint(1, 40))
         count = rng.randint(0, len(owned))
         pool = Pool(rng.randint(0, 30))
         before = set(pool.free)
-        blocks = PLACEMENTS[name](owned, count, pool.take, seed=rng.randrange(2**40))
+        blocks = place(owned, count, pool.take, seed=rng.randrange(2**40))
         assert len(blocks) == len(set(blocks)) == count
         taken = before - set(pool.free)
         assert taken <= set(blocks) <= set(owned) | taken, "a taken block is lost"
 
 
-@pytest.mark.parametrize("name", PLACEMENTS)
-def test_a_replay_chooses_alike_and_leaves_its_arguments_alone(name):
+@pytest.mark.parametrize("place", [shuffled, exchanged])
+def test_a_replay_chooses_alike_and_leaves_its_arguments_alone(place):
     owned = list(OWNED)
-    first = PLACEMENTS[name](owned, 9, Pool(30).take, seed=7)
-    again = PLACEMENTS[name](owned, 9, Pool(30).take, seed=7)
+    first = place(owned, 9, Pool(30).take, seed=7)
+    again = place(owned, 9, Pool(30).take, seed=7)
     assert first == again
     assert owned == OWNED
     assert first is not owned
