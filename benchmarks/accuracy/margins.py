@@ -28,9 +28,6 @@ RESAMPLES = 2000
 SPLITS = 5
 """Splits of the questions in halves that a margin is the mean over."""
 
-Choices = Mapping[str, Sequence[Choice]]
-"""Of one family by method."""
-
 Points = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Costs, shares to choose by and shares to judge by, [..., P] each, of P choices."""
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.accuracy.answers import last_boxed, normal_form, number, same_answer
+from benchmarks.accuracy.answers import last_boxed, same_answer
 from benchmarks.accuracy.questions import (
     ALL_IN_TEXT,
     ANY_IN_TEXT,
@@ -16,141 +16,77 @@ from benchmarks.accuracy.scoring import judge
 BOXES = {
     # No box, or no content.
     "": None,
-    "7": None,
     "The answer is 7.": None,
     "boxed{7}": None,
-    "\\box{7}": None,
     "\\boxedd{7}": None,
-    "\\boxed": None,
     "\\boxed 7": None,
-    "\\boxed(7)": None,
-    "\\boxed{}": None,
     "\\boxed{  }": None,
-    "\\boxed{\n}": None,
     # One box.
-    "\\boxed{7}": "7",
     "\\boxed{ 7 }": "7",
-    "\\boxed {7}": "7",
     "\\boxed\n{7}": "7",
     "\\fbox{7}": "7",
-    "$\\boxed{7}$": "7",
     "\\[\\boxed{7}\\]": "7",
-    "so \\boxed{7}.": "7",
-    "\\boxed{-7}": "-7",
     "\\boxed{7}}": "7",
-    "{\\boxed{7}": "7",
     "\\boxed{7": None,
-    "\\boxed{": None,
     "\\boxed{\\frac{1}{2}": None,
     "\\boxed{7\\}": None,
     # Several boxes.
     "\\boxed{1} \\boxed{2}": "2",
-    "\\boxed{1}\\boxed{2}\\boxed{3}": "3",
-    "\\boxed{1}, then again \\boxed{1}": "1",
     "\\boxed{1} and \\fbox{2}": "2",
-    "\\fbox{2} and \\boxed{1}": "1",
-    "\\boxed{1} \\boxed{": None,
     "\\boxed{1} \\boxed{2": None,
     "\\boxed{1} \\boxed{}": None,
     "\\boxed{1 \\boxed{2}": "2",
     "\\boxed{1} \\boxed": "1",
-    "<think>\\boxed{1}</think>\\boxed{2}": "2",
     "<think>\\boxed{1}</think>no box": "1",
     # Nested braces and boxes.
-    "\\boxed{\\frac{1}{2}}": "\\frac{1}{2}",
     "\\boxed{\\frac{\\sqrt{3}}{2}}": "\\frac{\\sqrt{3}}{2}",
-    "\\boxed{x^{2^{3}}}": "x^{2^{3}}",
     "\\boxed{{7}}": "{7}",
-    "\\boxed{{{7}}}": "{{7}}",
-    "\\boxed{\\boxed{7}}": "7",
     "\\boxed{x = \\boxed{7}}": "7",
     "\\boxed{\\{1, 2\\}}": "\\{1, 2\\}",
-    "\\boxed{\\{1, 2}": "\\{1, 2",
-    "\\boxed{1 \\\\ 2}": "1 \\\\ 2",
     "\\boxed{1 \\\\}": "1 \\\\",
-    "\\boxed{\\text{a } b}": "\\text{a } b",
-    "\\boxed{a}b}": "a",
-    "\\boxed{\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}}": (
-        "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}"
-    ),
-    "\\boxed{1\n2}": "1\n2",
     # Units and fractions stay as they are written.
     "\\boxed{5\\text{ cm}}": "5\\text{ cm}",
-    "\\boxed{5 \\, \\mathrm{kg}}": "5 \\, \\mathrm{kg}",
-    "\\boxed{1/2}": "1/2",
-    "\\boxed{50\\%}": "50\\%",
-    "\\boxed{90^\\circ}": "90^\\circ",
-    "\\boxed{\\$12}": "\\$12",
-    "\\boxed{(1, 2)}": "(1, 2)",
     "\\boxed{\\dfrac{3}{4}} cm": "\\dfrac{3}{4}",
-    "\\boxed{\\text{(B)}}": "\\text{(B)}",
 }
 SAME = [
-    ("7", "7"),
     ("7.", "7"),
     ("$7$", "7"),
-    ("\\(7\\)", "7"),
     ("07", "7"),
-    ("+7", "7"),
     ("7.0", "7"),
     (".5", "0.5"),
-    ("1/2", "0.5"),
     ("\\frac{1}{2}", "1/2"),
     ("\\dfrac{1}{2}", "\\tfrac{1}{2}"),
     ("\\frac12", "\\frac{1}{2}"),
     ("-\\frac{1}{2}", "-0.5"),
-    ("\\frac{-1}{2}", "-\\frac{1}{2}"),
     ("2\\frac{1}{2}", "2.5"),
     ("\\frac{2}{4}", "\\frac{1}{2}"),
     ("1,234", "1234"),
     ("10,\\!000", "10000"),
-    ("1{,}5", "1{,}5"),
-    ("5\\text{ cm}", "5"),
     ("5 \\text{ cm}^2", "5"),
-    ("5 cm", "5"),
     ("12 dollars", "\\$12"),
-    ("3 square feet", "3"),
-    ("\\frac{1}{2}\\text{ hour}", "\\frac{1}{2}"),
-    ("90^\\circ", "90"),
     ("90^{\\circ}", "90"),
     ("50\\%", "50"),
     ("x = 5", "5"),
-    ("x=5", "x = 5"),
     ("\\text{East}", "east"),
-    ("(1, 2)", "(1,2)"),
     ("(1, \\frac{1}{2})", "(1, 0.5)"),
     ("\\left( 1, 2 \\right)", "(1,2)"),
-    ("\\{1, 2\\}", "\\{1,2\\}"),
-    ("1, 2", "1,2"),
     ("x^2 + 1", "x^2+1"),
-    ("\\sqrt{2}", "\\sqrt{2}"),
 ]
 DIFFERENT = [
-    ("7", "8"),
     ("7", "-7"),
     ("7", "77"),
     ("", "7"),
     ("0.3333", "\\frac{1}{3}"),
     ("\\frac{1}{0}", "0"),
-    ("5x", "5"),
     ("5 x", "5"),
-    ("5 and 6", "5"),
     ("5 or 6", "5"),
     ("(1,2)", "[1,2]"),
-    ("(1,2]", "(1,2)"),
     ("(1,2)", "(2,1)"),
-    ("(1,2)", "(1,2,3)"),
     ("1,2", "12"),
     ("x^2", "x2"),
-    ("\\sqrt{2}", "2"),
     ("50", "0.5"),
-    ("east", "west"),
     ("10^3", "10"),
 ]
-
-
-def test_a_hundred_cases_were_made():
-    assert len(BOXES) + len(SAME) + len(DIFFERENT) > 100
 
 
 @pytest.mark.parametrize(("text", "expected"), BOXES.items())
@@ -168,16 +104,6 @@ def test_equal_answers(given, expected):
 def test_answers_that_differ(given, expected):
     assert not same_answer(given, expected)
     assert not same_answer(expected, given)
-
-
-@pytest.mark.parametrize("answer", [pair[0] for pair in SAME])
-def test_a_normal_form_stays(answer):
-    assert normal_form(normal_form(answer)) == normal_form(answer)
-
-
-def test_numbers_are_exact():
-    assert number("0.1") == number("1/10") == number("\\frac{1}{10}")
-    assert number("x") is None and number("1/0") is None
 
 
 def question(judged: str, *answers: str) -> Question:
@@ -227,8 +153,6 @@ def test_any_answer_is_enough():
     [
         ("x+x", "2x", True),
         ("\\frac{\\sqrt{2}}{2}", "\\frac{1}{\\sqrt{2}}", True),
-        ("(x+1)^2", "x^2+2x+1", True),
-        ("x^2", "x^3", False),
         ("\\frac{1}{3}", "\\frac{1}{4}", False),
     ],
 )

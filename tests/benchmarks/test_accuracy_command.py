@@ -14,7 +14,6 @@ from benchmarks.load import LoadError
 from support.servers.chat_server import ChatServer, serve
 
 POLICIES = ["--policies", "full", "tova"]
-NO_EMA = '{"x": {"ema_mix": 1.0}}'
 
 
 @pytest.fixture
@@ -93,17 +92,6 @@ def test_every_row_has_what_its_server_measured(fake, common, tmp_path, capsys):
     assert "| peak held | / full" in capsys.readouterr().out
 
 
-def test_failures_of_all_batches_of_a_server_count_together(fake, common, tmp_path):
-    asked = questions_of("copy:5", 9, 0, tmp_path) + questions_of("sub:4", 9, 0, Path())
-    fake.faults |= {question.prompt: [400] * 4 for question in asked}
-    words = [*common, "--policies", "full", "tova", "--n", "9"]
-    assert command.main([*words, "--budgets", "96"]) == 1
-    fake.faults |= {question.prompt: [400] * 4 for question in asked}
-    with pytest.raises(LoadError, match="problems failed, at most 20 may"):
-        command.main([*words[:-2], "--policies", "tova", "keydiff", "--n", "9",
-                      "--budgets", "96"])  # fmt: skip
-
-
 def test_a_line_that_was_cut_off_is_asked_again(fake, common, tmp_path):
     command.main([*common, *POLICIES, "--n", "2"])
     path = tmp_path / "out.jsonl"
@@ -161,26 +149,6 @@ def test_dtypes_reach_every_server_and_are_recorded(fake, common, tmp_path):
     assert 2 * int(other[0][size]) == int(started[0][size])
 
 
-def test_other_questions_do_not_continue_a_file(fake, common, tmp_path):
-    command.main([*common, "--policies", "full", "--n", "1"])
-    path = tmp_path / "out.jsonl"
-    digest = lines_of(tmp_path)[0]["digest"]
-    path.write_text(path.read_text().replace(digest, "0badf00d"))
-    with pytest.raises(ValueError, match="task: copy:5 [0-9]+ is another question"):
-        command.main([*common, "--policies", "full", "--n", "2"])
-
-
-@pytest.mark.parametrize(
-    "text", ["{}\n", "[]\n", "\n", '{"settings": 1}\n{"policy": 1}\n']
-)
-def test_other_files_are_not_continued(tmp_path, text):
-    path = tmp_path / "out.jsonl"
-    path.write_text(text)
-    with pytest.raises(ValueError, match="expected the output of benchmarks.accuracy"):
-        results.continue_file(path, {})
-    assert path.read_text() == text
-
-
 def test_a_server_that_is_there_already(fake, common, tmp_path):
     given = [*common, "--url", fake.url, "--served-name", "other"]
     assert command.main([*given, *POLICIES, "--n", "1"]) == 0
@@ -203,48 +171,14 @@ def test_several_samples_differ_and_vote(fake, common, tmp_path):
     assert {row["width"] for row in summary["votes"]} == {1, 2}
 
 
-def test_the_time_is_said_first_and_a_dry_run_does_no_more(
-    fake, common, tmp_path, capsys
-):
-    assert command.main([*common, *POLICIES, "--n", "2", "--dry-run"]) == 0
-    first = capsys.readouterr().err.splitlines()[0]
-    assert "12 answers to come on 3 servers, 0 there; about 2 minutes" in first
-    assert fake.bodies == [] and not (tmp_path / "out.jsonl").exists()
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "policies: expected at least one, got none"),
         ([*POLICIES, "--tasks", "copy"], "task: expected NAME:SIZE"),
-        ([*POLICIES, "--n", "0"], "n: expected at least 1, got 0"),
         ([*POLICIES, "--samples", "2"], "samples: expected --temperature above 0"),
-        ([*POLICIES, "--url", "http://x", "--evict-prompts"], "url: expected no"),
-        ([*POLICIES, "--url", "http://x", "--keep-prompts"], "url: expected no"),
         ([*POLICIES, "--url", "http://x", "--dtype", "bfloat16"], "url: expected no"),
-        ([*POLICIES, "--kv-cache-dtype", "nvfp4"], "invalid choice: 'nvfp4'"),
-        (
-            [*POLICIES, "--evict-prompts", "--keep-prompts"],
-            "keep-prompts: expected no --evict-prompts",
-        ),
-        (
-            [*POLICIES, "--policy-config", '{"lgs": 3}'],
-            "options of policies, got ['lgs']",
-        ),
-        (
-            ["--policies", "ams-keydiff:x", "keydiff:x", "--variants", NO_EMA],
-            "variants: expected options of keydiff in x, got ['ema_mix']",
-        ),
         (["--policies", "snapkv:x"], "variants: expected ['x'], which --policies"),
-        ([*POLICIES, "--variants", '{"x": {}}'], "name, got ['x']"),
-        (
-            ["--policies", "snapkv:x", "--variants", '{"x": {}}', "--url", "http://x"],
-            "url: expected no",
-        ),
-        ([*POLICIES, "--url", "http://x", "--trace", "t"], "url: expected no"),
         ([*POLICIES, "--shard", "3/2"], "expected I/N, 1 <= I <= N, got '3/2'"),
-        ([*POLICIES, "--shard", "0/2"], "expected I/N"),
-        ([*POLICIES, "--grid", "nothing.yaml"], "grid: cannot read nothing.yaml"),
     ],
 )
 def test_bad_arguments_are_refused(words, message, capsys):

@@ -1,21 +1,14 @@
 """Tests of costs: windows, what servers say that events dropped, selections."""
 
-import random
-
 import pytest
 
-from benchmarks.accuracy import summary
 from benchmarks.accuracy.cost import (
     FROM_LENGTHS,
     FROM_SERVER,
-    bounded_cost,
     cost_from,
     cost_of,
     full_cost,
 )
-from benchmarks.accuracy.results import PACKAGED_GROUP
-from benchmarks.serving import PACKAGED_MODEL
-from benchmarks.workload import group_size
 from vllm_kvpolicy.config import KVPolicyConfig
 
 SETTINGS = {
@@ -44,23 +37,6 @@ def line(policy: str, **changes) -> dict:
 def footprint(policy: str, prompt: int = 50, group: int = 4, **values):
     given = {"policy": policy, "budget": 128, "interval": 64, "spread_events": False}
     return KVPolicyConfig.from_dict(given | values).footprint(prompt, 32, group)
-
-
-def test_files_without_a_group_size_are_of_the_packaged_model():
-    assert group_size(PACKAGED_MODEL) == PACKAGED_GROUP
-
-
-@pytest.mark.parametrize("policy", ["tova", "snapkv", "keydiff", "rpc"])
-def test_the_peak_is_that_of_the_footprint(policy):
-    """With windows, protected prompts, and events inside prompts."""
-    rng = random.Random(0)
-    for _ in range(100):
-        prompt, output = rng.randint(1, 700), rng.randint(1, 900)
-        values = {"budget": rng.randint(100, 300), "interval": rng.randint(40, 200)}
-        values |= {"prefill_interval": rng.choice([128, 256, 4096])}
-        held = footprint(policy, prompt, rng.choice([1, 4, 8]), **values)
-        _, peak = bounded_cost(prompt, output, held)
-        assert peak == 32 * held.peak_blocks(prompt + output - 1)
 
 
 def test_windows_are_counted_where_the_model_is_known():
@@ -107,18 +83,6 @@ def test_what_a_cost_follows_from(policy, found):
         assert cost_from(line(policy, dropped=[]), SETTINGS) == FROM_SERVER
 
 
-def test_rows_with_an_unknown_answer_have_no_cost():
-    more = {"task": "a:1", "correct": True, "score": 1.0, "capped": False}
-    more |= {"repeated": None, "answer": "5"}
-    lines = [line("wgkv", **more, id=str(n), sample=0) for n in range(2)]
-    lines[0]["dropped"] = [[100, 40]]
-    row = summary.row_of(lines, SETTINGS)
-    assert row["kv_read"] is row["kv_peak"] is row["cost_from"] is None
-    lines[1]["dropped"] = []
-    row = summary.row_of(lines, SETTINGS)
-    assert row["cost_from"] == FROM_SERVER and row["kv_peak"] == 32 * (10 + 11) / 2
-
-
 def quest_reads(prompt: int, output: int, budget: int, events: list[int]) -> int:
     """Return what steps read: local tokens, and pages while they fit the budget."""
     read, frontier = 0, 0
@@ -144,10 +108,3 @@ def test_quest_reads_pages_and_holds_everything():
     assert cost_of(line("quest"), large) == full_cost(50, 300, 32)
     small = SETTINGS | {"policy_config": {"quest_budget": 1}}
     assert cost_of(line("quest"), small)[0] == quest_reads(50, 300, 1, events)
-
-
-def test_quest_reads_of_what_an_eviction_keeps():
-    both, alone = (cost_of(line(p), SETTINGS) for p in ("snapkv+quest", "snapkv"))
-    assert both[0] < alone[0] and both[1] == alone[1]
-    large = SETTINGS | {"policy_config": {"quest_budget": 4000}}
-    assert cost_of(line("snapkv+quest"), large) == alone

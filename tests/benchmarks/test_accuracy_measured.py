@@ -2,13 +2,10 @@
 
 import json
 import lzma
-import time
 
 import pytest
 
 from benchmarks.accuracy import measured, results, summary
-from benchmarks.accuracy.cost import cost_of
-from support.servers.chat_server import ChatServer, serve
 
 SETTINGS = {
     "block_size": 32,
@@ -126,71 +123,6 @@ def test_rows_are_compared_with_full_kv_of_the_same_task():
     (row,) = [r for r in text.splitlines() if "| tova" in r and "| all" in r]
     assert "| 160  | 0.40 (0.25 to 1.00) |" in row
     assert "| 400   | 0.80 (0.50 to 2.00) |" in row
-
-
-def test_rows_without_a_measurement_are_what_they_were():
-    lines = [answer(OURS, "a:1"), answer(OURS, "b:1")]
-    plain = summary.summarise(lines, SETTINGS)["summary"]
-    assert all("measured" not in row for row in plain)
-    assert "tok/s" not in summary.format_summary(plain)
-    rows = summary.summarise(lines, SETTINGS, [batch(OURS, "a:1")])["summary"]
-    assert [row.get("measured") is None for row in rows] == [False, True, False]
-    assert rows[0]["measured"]["to_full"] == {}
-    text = summary.format_summary(rows)
-    (missing,) = [row for row in text.splitlines() if "| b:1" in row]
-    assert missing.split("|")[-7:-1] == [" -    ", " -      ", " -         ",
-                                         " -      ", " -     ", " -      "]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("policy", "is_known"),
-    [
-        ("snapkv", True),
-        ("hard-snapkv", True),
-        ("hard-snapkv:x", False),
-        ("wgkv", False),
-        ("wgkv+snapkv", False),
-    ],
-)
-def test_nothing_is_computed_where_the_text_decides(policy, is_known):
-    """Where a policy may keep less than its budget, arithmetic gives only a bound."""
-    line = answer((policy, 128, 64), "a:1")
-    assert (cost_of(line, SETTINGS) is not None) is is_known
-    row = summary.summarise([line], SETTINGS)["summary"][0]
-    assert (row["kv_read"] is not None) is (row["kv_peak"] is not None) is is_known
-    cells = summary.format_summary([row]).splitlines()[-1].split("|")
-    assert (cells[-2].strip() == "-") is not is_known
-    several = [line | {"sample": number} for number in range(2)]
-    votes = summary.summarise(several, SETTINGS)["votes"]
-    assert votes and all((v["kv_read"] is not None) is is_known for v in votes)
-
-
-def test_a_server_is_read_before_and_after():
-    fake = ChatServer()
-    with serve(fake) as url:
-        fake.bodies += [{}] * 3
-
-        def ask() -> list[dict]:
-            fake.bodies += [{}] * 2
-            time.sleep(0.01)
-            return [answer(OURS, "a:1", n) for n in range(2)]
-
-        found = measured.measure(url, (*OURS, "a:1"), 7, ask)
-        fake.has_policies = False
-        silent = measured.measure(url, (*OURS, "a:1"), 7, lambda: [])
-    assert 0 < found.pop("seconds") < 60
-    assert found == {
-        **dict(zip(measured.PLACE_FIELDS, (*OURS, "a:1"), strict=True)),
-        "answers": 2,
-        "output_tokens": 400,
-        "clients": 7,
-        "steps": 10.0,
-        "request_steps": 20.0,
-        "block_steps": 60.0,
-        "requests": 2.0,
-        "peak_blocks": 8.0,
-    }
-    assert [silent[name] for name in measured.COUNTERS] == [None] * 5
 
 
 def test_batches_stand_in_the_file_and_are_no_answers(tmp_path):

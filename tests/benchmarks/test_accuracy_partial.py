@@ -1,13 +1,12 @@
 """Tests of partial scores: how far an answer follows the right trace."""
 
 import lzma
-from pathlib import Path
 
 import pytest
 
 from benchmarks import provenance
 from benchmarks.accuracy import partial, results
-from benchmarks.accuracy.questions import digest_of, questions_of
+from benchmarks.accuracy.questions import digest_of
 from reasoner.problems import generate
 
 ANSWERS = provenance.ROOT / "benchmarks" / "results" / "answers"
@@ -21,12 +20,6 @@ def line(text: str, **changes) -> dict:
     return {"task": "copy:10", "id": "3", "digest": digest, "text": text, **changes}
 
 
-def without(number: int) -> str:
-    """Return the trace without one of its lines."""
-    lines = TRACE.split(";")
-    return ";".join(lines[:number] + lines[number + 1 :])
-
-
 def wrong(place: int) -> str:
     """Return the trace with another character at a place."""
     return f"{TRACE[:place]}~{TRACE[place + 1 :]}"
@@ -37,33 +30,11 @@ def test_a_right_trace_has_all_whatever_follows_it():
         assert partial.scores_of(line(text)) == {"prefix": 1.0, "lines": 1.0}
 
 
-def test_an_empty_answer_has_nothing():
-    for text in ("", "</think>\\boxed{5}"):
-        assert partial.scores_of(line(text)) == {"prefix": 0.0, "lines": 0.0}
-
-
 @pytest.mark.parametrize("place", [0, 1, 20, len(TRACE) - 1])
 def test_one_wrong_character_ends_the_prefix_and_costs_a_line(place):
     found = partial.scores_of(line(wrong(place)))
     count = len(TRACE.split(";"))
     assert found == {"prefix": place / len(TRACE), "lines": (count - 1) / count}
-
-
-def test_lines_count_at_their_place():
-    lines = TRACE.split(";")
-    found = partial.scores_of(line(without(4)))
-    assert found["lines"] == 4 / len(lines)
-    found = partial.scores_of(line(";".join(lines[:7])))
-    assert found["lines"] == 7 / len(lines)
-    assert found["prefix"] == len(";".join(lines[:7])) / len(TRACE)
-    # More than the trace does no harm to what is right.
-    found = partial.scores_of(line(f"{TRACE};3>BA3"))
-    assert found == {"prefix": 1.0, "lines": 1.0}
-
-
-def test_other_tasks_have_no_partial_scores():
-    for task in ("math500", "ruler-needle:100"):
-        assert partial.scores_of(line(TRACE, task=task)) is None
 
 
 def test_answers_to_another_question_are_refused():
@@ -76,12 +47,6 @@ def test_a_question_is_the_mean_of_its_samples():
     scores = partial.scores_by_question(samples)
     assert scores == {("copy:10", "3"): {"prefix": 0.5, "lines": 0.5}}
     assert partial.scores_by_question([*samples, line("", task="math500")]) is None
-
-
-def test_digests_are_those_of_questions():
-    (question,) = questions_of("copy:10", 1, 3, Path())
-    problem = generate("copy", 10, int(question.id))
-    assert digest_of(problem.prompt, [problem.answer]) == question.digest
 
 
 def test_right_answers_on_file_have_right_traces():

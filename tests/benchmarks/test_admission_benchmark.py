@@ -67,14 +67,6 @@ def test_servers_differ_in_the_policy_alone(tiny_model):
         admission.servers_of(arguments(tiny_model, "--blocks", "32"))
 
 
-def test_no_problem_comes_twice(tiny_model):
-    args = arguments(tiny_model, "--tasks", "copy:5", "sub:4", "--problems", "3")
-    rounds = [admission.asked_of(args, number) for number in range(3)]
-    ids = [(one.question.task, one.question.id) for some in rounds for one in some]
-    assert len(set(ids)) == len(ids) == 3 * 6
-    assert [task for task, _ in ids[:4]] == ["copy:5", "sub:4"] * 2
-
-
 def test_requests_at_once_count_while_others_wait():
     """The ramp at both ends, where nobody waits, is not the pool's doing."""
     samples = [
@@ -96,17 +88,6 @@ def test_requests_at_once_count_while_others_wait():
     assert found["kept_fraction"] == 0.25
     assert (found["output_tok_s"], found["right"]) == (20.0, 1)
     assert found["blocks_left"] == 0
-
-
-def test_what_is_not_there_has_no_figure():
-    samples = [sample(0, 0), sample(5, 5, running=1, waiting=1), sample(9, 9)]
-    found = admission.figures([{"output_tokens": 1, "correct": True}], 1.0, samples)
-    assert found["mean_running"] is None and found["kept_fraction"] is None
-    left = samples[:-1] + [samples[-1] | {admission.USAGE: 0.25}]
-    found = admission.figures([{"output_tokens": 1, "correct": True}], 1.0, left)
-    args = arguments(Path(), "--blocks", "101")
-    found = admission.in_units(found | {"held_blocks": 3.0}, args)
-    assert (found["blocks_left"], found["held_tokens"]) == (25, 96.0)
 
 
 def test_ratios_are_those_of_pairs():
@@ -133,22 +114,6 @@ def test_one_pair_may_miss_the_target(changes):
     found = admission.summarise(rows)
     assert not found["meets_target"]
     assert admission.report(rows, found).endswith(": missed")
-
-
-def test_a_pool_that_holds_everything_compares_nothing():
-    rows = {"wgkv": [row(mean_running=None, kept_fraction=0.1)], "stock": [row()]}
-    with pytest.raises(ValueError, match="mean_running: a round in which no request"):
-        admission.summarise(rows)
-
-
-def test_blocks_that_stay_in_use_are_found(monkeypatch):
-    monkeypatch.setattr(admission, "SETTLE_SECONDS", 0.3)
-    states = [GAUGES | {admission.USAGE: share} for share in (0.5, 0.25, 0.0)]
-    server = Server("a", (), "", Path(), None)  # type: ignore[arg-type]
-    monkeypatch.setattr(Server, "metrics", lambda self: states.pop(0))
-    assert admission.settled(server)[admission.USAGE] == 0 and not states
-    monkeypatch.setattr(Server, "metrics", lambda self: GAUGES | {admission.USAGE: 0.5})
-    assert admission.settled(server)[admission.USAGE] == 0.5
 
 
 def test_a_round_over_http(tiny_model, monkeypatch):

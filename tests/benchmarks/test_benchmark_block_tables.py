@@ -31,13 +31,6 @@ def up(number: int, unit: int) -> int:
     return -(-number // unit)
 
 
-def test_the_profile_is_the_papers() -> None:
-    kept = PAPER.kept()
-    assert kept.tolist() == rows(PAPER)
-    assert kept.max() / PAPER.tokens == pytest.approx(0.5)
-    assert kept.double().mean() / PAPER.tokens == pytest.approx(0.125, abs=1e-4)
-
-
 @CASES
 def test_every_layout_keeps_the_same_and_holds_what_it_loads(case: Case) -> None:
     total = sum(map(sum, rows(case)))
@@ -101,22 +94,6 @@ def test_the_plugin_builds_what_is_accounted() -> None:
     assert ours.build_again().tables.data_ptr() == batch.tables.data_ptr()
     assert ours.build().tables is not batch.tables
     assert len(ours.event_ms) == SMALL.requests
-
-
-def test_other_lists_than_accounted_stop_the_run() -> None:
-    ours = HeadPages(SMALL, CPU)
-    ours.tier.lists.pages[1] = ours.tier.lists.pages[0]
-    with pytest.raises(RuntimeError, match="differ from the accounting"):
-        ours.verify()
-    longer = HeadPages(SMALL, CPU)
-    longer.tier.lists.first[0, -1] += 1
-    with pytest.raises(RuntimeError, match="differ from the accounting"):
-        longer.verify()
-
-
-def test_partly_filled_pages_are_refused() -> None:
-    with pytest.raises(ValueError, match="whole pages of 4"):
-        HeadPages(Case(1, 1, 1, 4, 33), CPU)
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,22 +16,6 @@ from benchmarks.load import (
 from support.servers.fake_server import MAX_TOKENS, FakeServer, serve
 
 
-@pytest.mark.parametrize(
-    "line, expected",
-    [
-        (b'data: {"choices": []}\n', {"choices": []}),
-        (b'data:{"choices": []}\r\n', {"choices": []}),
-        (b"\n", None),
-        (b"", None),
-        (b": keep alive\n", None),
-        (b"event: message\n", None),
-        (b"data: [DONE]\n", None),
-    ],
-)
-def test_parse_event(line, expected):
-    assert parse_event(line) == expected
-
-
 def test_parse_event_raises_what_the_server_reports():
     with pytest.raises(LoadError, match="pool is gone"):
         parse_event(b'data: {"error": {"message": "the pool is gone"}}\n')
@@ -51,14 +35,6 @@ def test_outputs_and_arrivals():
         assert body["ignore_eos"] and body["stream"] and body["temperature"] == 0
         assert body["min_tokens"] == body["max_tokens"] == 5
         assert "vllm_xargs" not in body
-
-
-def test_per_request_arguments_are_sent():
-    fake = FakeServer()
-    with serve(fake) as url:
-        found = asyncio.run(run_one_by_one(url, [[1], [2]], 2, {"kv_policy": "none"}))
-    assert found == [[7, 8], [7, 8]]
-    assert all(body["vllm_xargs"] == {"kv_policy": "none"} for body in fake.bodies)
 
 
 @pytest.mark.parametrize("at_once, most", [(None, 6), (2, 2), (1, 1)])
@@ -93,17 +69,6 @@ def test_a_conversation_goes_on_without_its_thinking():
     assert all(body["vllm_xargs"] == {"kv_policy": "none"} for body in fake.bodies)
 
 
-def test_conversations_are_held_at_once():
-    fake = FakeServer()
-    conversations = [[[number], [0]] for number in range(3)]
-    with serve(fake) as url:
-        found, _ = asyncio.run(run_conversations(url, conversations, 40, 0, dict))
-    assert max(one.started for one in found[::2]) < found[0].arrivals[-1]
-    assert [completion.turn for completion in found] == [1, 2] * 3
-    later = [body["prompt"] for body in fake.bodies if len(body["prompt"]) > 1]
-    assert sorted(prompt[0] for prompt in later) == [0, 1, 2]
-
-
 def test_a_short_output_is_an_error():
     with (
         serve(FakeServer(missing_tokens=1)) as url,
@@ -125,13 +90,3 @@ def test_samples_are_taken_while_requests_run(monkeypatch):
             run_together(url, [[1]], 500, lambda: {"running": 1.0})
         )
     assert samples and samples[0] == {"running": 1.0}
-
-
-def test_a_failing_sample_is_not_swallowed(monkeypatch):
-    monkeypatch.setattr(load, "SAMPLE_SECONDS", 0.001)
-
-    def fail() -> dict[str, float]:
-        raise OSError("no metrics")
-
-    with serve(FakeServer()) as url, pytest.raises(LoadError, match="no metrics"):
-        asyncio.run(run_together(url, [[1]], 500, fail))

@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks.provenance import ROOT
 from benchmarks.server import (
-    EngineSettings,
     Server,
     ServerError,
     parse_metrics,
@@ -41,23 +40,6 @@ def test_parse_metrics_sums_over_labels_and_skips_buckets():
         "vllm:iteration_tokens_total_count": 12.0,
         "vllm:iteration_tokens_total_sum": 90.0,
     }
-
-
-def test_settings_are_explicit():
-    words = EngineSettings("folder", 2048, 16, 1000, seed=7).arguments()
-    assert words[0] == "folder"
-    for flag, value in {
-        "--dtype": "float32",
-        "--max-model-len": "2048",
-        "--max-num-seqs": "16",
-        "--kv-cache-memory-bytes": "1000",
-        "--seed": "7",
-    }.items():
-        assert words[words.index(flag) + 1] == value
-    assert "--enforce-eager" in words
-    words = EngineSettings("folder", 2048, None, 1000, dtype="bfloat16").arguments()
-    assert "--max-num-seqs" not in words
-    assert words[words.index("--dtype") + 1] == "bfloat16"
 
 
 def put_vllm(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:

@@ -4,26 +4,22 @@ Nothing is downloaded and no engine starts; `test_language_engine.py` starts one
 """
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-import reasoner
-import vllm_kvpolicy
 from benchmarks.accuracy.servers import options_of, split
 from benchmarks.language import __main__ as language
-from benchmarks.language import engines, losses, record, runs, texts
-from benchmarks.language.engines import Engine, Settings, engines_of, running
+from benchmarks.language import losses, record, runs, texts
+from benchmarks.language.engines import Engine
 from benchmarks.language.texts import Text
 from benchmarks.report import tables
 from vllm_kvpolicy.events import event_positions
 from vllm_kvpolicy.policies.names import parse, resolve
 
 GRIDS = Path(language.__file__).parent.parent / "grids" / "language"
-POLICIES = ["snapkv", "ams-tova", "adakv-snapkv", "ams-tova:no-ema"]
 
 
 def words_of(book: str) -> list[int]:
@@ -63,33 +59,6 @@ def test_texts_are_cut_to_length_and_differ(cache):
     assert words.startswith(place) and "\r" not in words
 
 
-def test_a_model_without_the_first_token_is_refused():
-    with pytest.raises(ValueError, match="model: expected a tokenizer with"):
-        texts.encoder_of(Path(reasoner.__file__).parent / "checkpoint")
-
-
-def test_a_text_that_is_too_short_is_named(cache):
-    with pytest.raises(ValueError, match=r"text-tokens: got 5000, .* novel-3"):
-        texts.read_texts(words_of, 7, 5000, cache)
-
-
-def test_few_texts_are_of_all_kinds(cache):
-    found = texts.spread(texts.read_texts(words_of, 7, 50, cache), 7)
-    kinds = ["novel", "play", "verse", "report", "guide", "source", "novel"]
-    assert [text.kind for text in found] == kinds
-
-
-def test_engines_are_by_tier_and_variant_and_full_runs_once_per_interval():
-    found = engines_of(POLICIES, [64, 256])
-    assert found[:3] == [
-        Engine(("full", "snapkv", "ams-tova"), 64),
-        Engine(("adakv-snapkv",), 64),
-        Engine(("ams-tova",), 64, "no-ema"),
-    ]
-    assert [engine.policies[0] for engine in found].count("full") == 2
-    assert found[2].label_of("ams-tova") == "ams-tova:no-ema"
-
-
 @pytest.mark.parametrize("budget, interval", [(512, 256), (256, 64), (500, 256)])
 def test_losses_are_scored_from_the_first_event_of_a_prompt(budget, interval):
     first = next(event_positions(4096, budget, interval, interval))
@@ -103,11 +72,6 @@ def test_the_loss_of_a_text_is_of_what_follows_its_first_event():
     # Positions 16, 17, 32 and 33 lie in the first eighth of an interval.
     assert found["places"][0] == (16 + 17 + 32 + 33) / 4
     assert found["places"][-1] == (30 + 31) / 2
-
-
-def test_a_text_without_an_interval_behind_its_first_event_is_refused():
-    with pytest.raises(ValueError, match="expected at least 33"):
-        losses.figures(np.zeros(31), budget=8, interval=16)
 
 
 class FakeAsker:
@@ -177,77 +141,6 @@ def test_tables_show_losses_above_full_and_pairs(tmp_path):
         tables.render("losses", "files: [run.json]\nrows: [keydiff]", tmp_path)
 
 
-def test_tables_put_caches_of_two_dtypes_side_by_side(tmp_path):
-    for name, settings in (("own", {}), ("fp8", {"kv_cache_dtype": "fp8_e5m2"})):
-        write_run(tmp_path / f"{name}.jsonl", {"model": "made"} | settings)
-        made = record.of_files([tmp_path / f"{name}.jsonl"])
-        if settings:
-            for row in made["rows"]:
-                row["loss"] = [loss + 0.2 for loss in row["loss"]]
-        (tmp_path / f"{name}.json").write_text(record.compact(made))
-    files = "files: [own.json, fp8.json]\n"
-    rows = tables.render("losses", files, tmp_path).splitlines()[3:]
-    assert [row.split(" |")[0] for row in rows] == [
-        "| `tova`",
-        "| `random`",
-        "| `full@fp8_e5m2`",
-        "| `tova@fp8_e5m2`",
-        "| `random@fp8_e5m2`",
-    ]
-    assert "+0.200 [0.200, 0.200]" in rows[2] and "+0.300" in rows[4]
-    alone = tables.render("losses", "files: [fp8.json]", tmp_path).splitlines()[2:]
-    assert alone[0].startswith("| `full@fp8_e5m2` | ") and len(alone) == 3
-    assert "| `random@fp8_e5m2` | +0.100" in alone[2]  # above full KV over that cache
-    pairs = files + "pairs: [['tova@fp8_e5m2', tova]]"
-    assert "+0.200" in tables.render("language-comparisons", pairs, tmp_path)
-    with pytest.raises(ValueError, match="written with"):
-        record.of_files([tmp_path / "own.jsonl", tmp_path / "fp8.jsonl"])
-
-
-def test_a_cache_of_another_dtype_is_recorded_and_reaches_the_engine(monkeypatch):
-    asked: dict = {}
-
-    def made(*_, **keys):
-        asked.update(keys)
-        core = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
-        return SimpleNamespace(llm_engine=core)
-
-    monkeypatch.setitem(vars(vllm_kvpolicy), "LLM", made)
-    monkeypatch.setattr(engines, "ENVIRONMENT", {})
-    model = Path(reasoner.__file__).parent / "checkpoint"
-    own = Settings(model, "float32", 128, 2, budgets=(32,), intervals=(16,))
-    assert "kv_cache_dtype" not in own.recorded()
-    settings = replace(own, kv_cache_dtype="fp8_e4m3")
-    assert settings.recorded()["kv_cache_dtype"] == "fp8_e4m3"
-    with running(Engine(("tova",), 16), settings):
-        assert asked["kv_cache_dtype"] == "fp8_e4m3"
-    with pytest.raises(SystemExit):
-        language.parse_args(["--policies", "tova", "--kv-cache-dtype", "nvfp4"])
-
-
-def test_a_table_shows_means_best_first(tmp_path):
-    rows = [
-        {"part": "tasks", "policy": name, "budget": 8, "interval": 16}
-        | {"right": right, "loss": loss}
-        for name, right, loss in [("tova", [0, 1], [2, 1]), ("full", [1, 1], [1, 0.5])]
-    ]
-    items = {"tasks": {"a": "x", "b": "x"}}
-    made = {"settings": {}, "items": items, "rows": rows}
-    (tmp_path / "run.json").write_text(json.dumps(made))
-    wanted = "files: [run.json]\npart: tasks\nfigures: [right, loss]"
-    head, _, best, worst = tables.render(
-        "language-means", wanted, tmp_path
-    ).splitlines()
-    assert head == "| policy | right at 8/16 | loss at 8/16 |"
-    assert best == "| `full` | 100 % [100, 100] | 0.750 [0.500, 1.000] |"
-    assert worst == "| `tova` | 50 % [0, 100] | 1.500 [1.000, 2.000] |"
-    with pytest.raises(ValueError, match="expected a figure of tasks, got 'kl'"):
-        tables.render("language-means", wanted.replace("loss", "kl"), tmp_path)
-    pairs = "files: [run.json]\npart: tasks\nfigure: right\npairs: [[tova, full]]"
-    (row,) = tables.render("language-comparisons", pairs, tmp_path).splitlines()[2:]
-    assert row == "| `tova` | `full` | 8, 16 | -0.500 [-1.000, +0.000] | 1 of 2 | 1 |"
-
-
 def test_tables_of_several_files_are_of_the_texts_that_all_have(tmp_path):
     def write(name, policies, items, losses):
         rows = [
@@ -271,15 +164,6 @@ def test_tables_of_several_files_are_of_the_texts_that_all_have(tmp_path):
         tables.render("losses", files.replace("few", "other"), tmp_path)
 
 
-def test_a_record_needs_all_texts_of_all_policies(tmp_path):
-    write_run(tmp_path / "run.jsonl")
-    with (tmp_path / "run.jsonl").open("a") as file:
-        for line in lines_of("snapkv", 8, count=2):
-            file.write(json.dumps(line) + "\n")
-    with pytest.raises(ValueError, match="snapkv at 8/16 has 2 items of losses"):
-        record.of_files([tmp_path / "run.jsonl"])
-
-
 def test_a_run_asks_only_for_what_its_file_lacks(tmp_path, monkeypatch):
     fake = FakeAsker()
     settings = SimpleNamespace(budgets=(8,), intervals=(16,), at_once=2)
@@ -296,22 +180,6 @@ def test_a_run_asks_only_for_what_its_file_lacks(tmp_path, monkeypatch):
         ("random", 8, 1),
     ]
     assert len(out.read_text().splitlines()) == 7
-
-
-def test_some_kinds_alone_are_measured():
-    items = {
-        part: [SimpleNamespace(kind=kind) for kind in kinds]
-        for part, kinds in (("losses", "ab"), ("tasks", "bbc"))
-    }
-    found = language.of_kinds(items, ["b"])
-    assert {part: [item.kind for item in some] for part, some in found.items()} == {
-        "losses": ["b"],
-        "tasks": ["b", "b"],
-    }
-    with pytest.raises(
-        ValueError, match=r"kinds: got \['d'\], expected some of \['a', "
-    ):
-        language.of_kinds(items, ["b", "d"])
 
 
 def test_lines_of_other_texts_are_refused():
@@ -331,21 +199,6 @@ class _opened:
 
     def __exit__(self, *_):
         return False
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ([], "policies: expected at least one"),
-        (["--policies", "nova"], "policies: got 'nova', expected"),
-        (["--policies", "tova:x"], "variants: expected 'x', which tova:x names"),
-        (["--policies", "tova", "--at-once", "0"], "at_once: expected at least 1"),
-    ],
-)
-def test_bad_options_are_refused(words, message, capsys):
-    with pytest.raises(SystemExit):
-        language.parse_args(words)
-    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", sorted(GRIDS.glob("*.yaml")), ids=lambda p: p.stem)

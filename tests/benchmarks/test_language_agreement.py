@@ -2,14 +2,13 @@
 
 import json
 import math
-import random
 
 import numpy as np
 import pytest
 
 from benchmarks.accuracy.servers import FULL
 from benchmarks.language import agreement, parts
-from benchmarks.language.agreement import ANSWER, PROMPT, Agreement
+from benchmarks.language.agreement import ANSWER, PROMPT
 from benchmarks.language.losses import first_event
 from benchmarks.language.texts import Text
 from support.language_model import MadeUpAsker
@@ -87,32 +86,6 @@ def test_a_later_run_compares_with_the_answers_that_are_on_file():
     assert later.digest == first.digest
 
 
-def test_a_short_text_is_refused():
-    text = Text("guide-1", "guide", tuple(range(500)))
-    with pytest.raises(ValueError, match="text-tokens: got 500, expected at least 512"):
-        agreement.prepare(MadeUpAsker(predict), [text], {})
-
-
-@pytest.mark.parametrize("seed", range(1, 6))
-def test_the_divergence_is_a_lower_bound_of_that_of_the_whole(seed):
-    rng = np.random.default_rng(seed)
-    logits = rng.normal(size=(2, 500)) * 3
-    logits[1] = logits[0] + rng.normal(size=500) * seed / 4
-    logs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-    whole = float((np.exp(logs[0]) * (logs[0] - logs[1])).sum())
-    full, policy = (
-        {int(token): float(one[token]) for token in np.argsort(-one)[:20]}
-        for one in logs
-    )
-    found = agreement.divergence(full, policy)
-    assert 0 <= found <= whole + 1e-9
-    # Little is lost, and naming more tokens loses less.
-    assert found > 0.3 * whole
-    every = [{token: float(one[token]) for token in range(499)} for one in logs]
-    assert found <= agreement.divergence(*every) + 1e-9
-    assert agreement.divergence(*every) == pytest.approx(whole, rel=0.01)
-
-
 def test_the_divergence_over_two_classes_by_hand():
     full = {3: math.log(0.5), 4: math.log(0.1)}
     policy = {3: math.log(0.25), 5: math.log(0.7)}
@@ -130,32 +103,3 @@ def test_events_have_equal_places_where_the_budget_is_a_multiple(budget, interva
     )
     assert own == forced
     assert own[0] == first_event(budget, interval)
-
-
-def test_events_have_other_places_where_it_is_not():
-    own, forced = (
-        positions_up_to(EventPlan(length, 320, 256, 256), 1024)
-        for length in (PROMPT, PROMPT + ANSWER)
-    )
-    assert own == [576, 832]
-    assert forced == [512, 768]
-
-
-def test_what_comes_before_the_first_event_is_left_out():
-    rng = random.Random(0)
-    same = np.array([rng.random() < 0.5 for _ in range(ANSWER)])
-    divergence = np.arange(ANSWER) / 1000
-    found = Agreement(same, divergence, same)
-    kept = agreement.figures(found, 320, 256)
-    assert kept["equal"] == pytest.approx(same[65:].mean(), abs=1e-4)
-    assert kept["top"] == pytest.approx(same[1:].mean(), abs=1e-4)
-    assert kept["kl"] == pytest.approx(divergence[1:].mean(), abs=1e-4)
-    assert kept["first"] == int(np.argmin(same))
-
-
-def test_a_budget_without_an_event_is_refused():
-    ones = np.ones(ANSWER)
-    with pytest.raises(
-        ValueError, match="budget: got 1024 with interval 256, expected"
-    ):
-        agreement.figures(Agreement(ones == 1, ones, ones == 1), 1024, 256)

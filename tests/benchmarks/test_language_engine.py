@@ -63,13 +63,6 @@ def test_losses_differ_from_the_first_event_on_and_not_before(policy, found):
         assert ours[FIRST] != full[FIRST]
 
 
-def test_policies_differ(found):
-    for ours, theirs in zip(
-        found["tova", BUDGET], found["streaming", BUDGET], strict=True
-    ):
-        assert (ours[FIRST:] != theirs[FIRST:]).mean() > 0.9
-
-
 def test_what_events_keep_is_recorded(found, folder):
     made = traces.read_policies(folder)
     events = sum(place < LENGTH for place in range(FIRST, LENGTH + 1, INTERVAL))

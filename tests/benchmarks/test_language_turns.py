@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.language import __main__ as language
-from benchmarks.language import parts, turns
+from benchmarks.language import parts
 from benchmarks.language.engines import Asker
 from benchmarks.language.tasks import Problem
 
@@ -62,19 +61,3 @@ def test_only_a_conversation_of_one_policy_and_budget_shares_a_cache():
     salts = [salt for _, salt in script.asked]
     assert len(set(salts)) == 6
     assert salts[0] == salts[1] != salts[2]
-
-
-def test_a_prompt_without_an_event_is_refused():
-    found = turns.Turns(True, True, True, 0.5, first_held=41)
-    with pytest.raises(
-        ValueError, match="got 32 with interval 16, expected at most 41"
-    ):
-        turns.figures(found, 32, 16)
-
-
-def test_turns_have_engines_of_their_own(capsys):
-    words = ["--policies", "tova", "--parts", "turns"]
-    assert language.parse_args(words).parts == ["turns"]
-    with pytest.raises(SystemExit):
-        language.parse_args([*words, "losses"])
-    assert "expected `turns` alone" in capsys.readouterr().err

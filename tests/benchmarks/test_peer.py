@@ -9,22 +9,15 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.accuracy import results, servers
-from benchmarks.accuracy.client import Asked, Client
 from benchmarks.accuracy.questions import questions_of
-from benchmarks.load import LoadError
 from benchmarks.peer import __main__ as command
 from benchmarks.peer import (
     asking,
-    catalogue,
-    environment,
-    facts,
     joining,
-    ours,
     process,
     record,
 )
-from benchmarks.peer.process import PeerError, Worker
-from benchmarks.peer.prompts import Prompts
+from benchmarks.peer.process import PeerError
 from benchmarks.report import records, tables
 from reasoner.tokenizer import chat_prompt, encode
 from support.servers.chat_server import ChatServer, serve
@@ -113,19 +106,6 @@ def test_an_answer_that_is_cut_off_is_wrong():
         assert (line["correct"], line["capped"]) == (stopped, not stopped)
 
 
-def test_a_line_has_all_that_a_line_of_the_harness_has(fake):
-    ask(fake, "--n", "1", policies=["full"])
-    (question,) = questions_of("copy:5", 1, 0, Path())
-    keys = dict.fromkeys((*results.KEY_FIELDS, "digest"))
-    choice = {"message": {"content": "x"}, "finish_reason": "stop", "token_ids": [1]}
-    usage = {"prompt_tokens": 1, "completion_tokens": 1}
-    theirs = Client()._line(
-        Asked(keys, question, 0, None), {"choices": [choice], "usage": usage}
-    )
-    line = lines_of(fake / "peer.jsonl")[0]
-    assert set(theirs) | {"seconds", "tries"} <= set(line)
-
-
 def test_a_second_run_asks_only_what_is_missing(fake):
     ask(fake, "--n", "2")
     before = (fake / "peer.jsonl").read_bytes()
@@ -145,20 +125,6 @@ def test_a_worker_that_dies_loses_nothing_that_is_written(fake):
     ask(fake, "--n", "2")
     assert len(lines_of(fake / "peer.jsonl")) == 12
     assert len(asked_of(fake)) == 9 + 4
-
-
-def test_other_settings_do_not_continue_a_file(fake):
-    ask(fake, "--n", "1")
-    for other in (["--dtype", "bfloat16"], ["--policy-config", '{"window": 16}']):
-        with pytest.raises(ValueError, match="written with .*; name another file"):
-            ask(fake, "--n", "1", *other)
-    assert len(asked_of(fake)) == 6
-
-
-def test_a_dry_run_writes_nothing(fake, capsys):
-    assert ask(fake, "--n", "2", "--dry-run") == 0
-    assert "12 answers to come" in capsys.readouterr().err
-    assert not (fake / "asked").exists() and not (fake / "peer.jsonl").exists()
 
 
 def test_the_record_makes_tables_and_says_what_was_refused(fake, monkeypatch):
@@ -193,65 +159,6 @@ def test_the_record_makes_tables_and_says_what_was_refused(fake, monkeypatch):
     assert row["tok_s"] == tokens / 0.5 and row["revived"] is None
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--policies", "rkv"], "policies: expected any of ['full', 'streaming'"),
-        (["--policies", "tova:x"], "variants: expected"),
-        (["--temperature", "1", "--samples", "2"], "expected one greedy answer"),
-        (["--shard", "1/2"], "ask: expected no --shard, it has no use"),
-        (["--out", "x.jsonl", "--logs", "x"], "ask: expected no --logs, --out"),
-        (["--concurrency", "16"], "ask: expected no --concurrency"),
-        (["--tries", "2", "--timeout", "9"], "ask: expected no --timeout, --tries"),
-        (["--serve-args=--seed 1"], "ask: expected no --serve-args"),
-        (["--n", "0"], "n: expected at least 1"),
-        (["--dtype", "int8"], "invalid choice: 'int8'"),
-    ],
-)
-def test_bad_arguments_are_refused(words, message, capsys):
-    with pytest.raises(SystemExit):
-        command.parse_args(["ask", *words])
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["ours", "--conc", "4"], "ours: expected no --concurrency"),
-        (["ours", "--out", "x"], "ours: expected no --out"),
-        (["ours", "--url", "http://x"], "error"),
-        (["setup", "--python", "x"], "setup: expected no options"),
-    ],
-)
-def test_options_without_use_are_refused(words, message, capsys):
-    with pytest.raises(SystemExit):
-        command.parse_args(words)
-    assert message in capsys.readouterr().err
-
-
-def test_prompts_that_kvpress_would_not_be_kept_from_are_refused(tmp_path, capsys):
-    grid = tmp_path / "grid.yaml"
-    grid.write_text("tasks: ['copy:5']\n")
-    with pytest.raises(SystemExit):
-        command.parse_args(["ask", "--grid", str(grid)])
-    assert "expected --evict-prompts" in capsys.readouterr().err
-
-
-def test_a_peer_that_is_not_there_is_said(tmp_path):
-    with pytest.raises(PeerError, match="run python -m benchmarks.peer setup"):
-        process.command(tmp_path / "python")
-    with pytest.raises(PeerError, match="worker: ended with status 3"):
-        Worker([sys.executable, "-c", "exit(3)"], {"threads": 1})
-
-
-def test_the_lock_is_pinned_and_is_what_kvpress_needs():
-    lines = environment.LOCK.read_text().splitlines()
-    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
-    assert pins["kvpress"] == "0.5.5"
-    assert tuple(map(int, pins["transformers"].split("."))) < (5, 3)
-    assert "vllm" not in pins
-
-
 def test_options_that_both_sides_have_are_ours():
     _, args = command.parse_args(["ask"])
     options = asking.options_of(args)
@@ -261,32 +168,6 @@ def test_options_that_both_sides_have_are_ours():
     _, args = command.parse_args(["ask", "--policy-config", '{"pyramid_beta": 0}'])
     with pytest.raises(ValueError, match="pyramid_beta"):
         asking.options_of(args)
-
-
-class Letters:
-    """A tokenizer of one token per letter; `template` has %s for the user's words."""
-
-    def __init__(self, template):
-        self.chat_template = template
-
-    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
-        return self.chat_template % messages[0]["content"]
-
-    def encode(self, text, add_special_tokens):
-        return [ord(letter) for letter in text.replace("U", "UU")]
-
-
-def test_templates_that_kvpress_cannot_split_are_refused():
-    assert Prompts(Letters("U:%s.")).start == 3
-    with pytest.raises(ValueError, match="expected a chat template, got none"):
-        Prompts(Letters(""))
-    with pytest.raises(ValueError, match="a token before the user's words"):
-        Prompts(Letters("%s."))
-    merging = Letters("U%s.")
-    prompts = Prompts(merging)
-    merging.encode = lambda text, add_special_tokens: [0]
-    with pytest.raises(ValueError, match="prompt: expected it to start with"):
-        prompts.ids("a")
 
 
 @pytest.fixture
@@ -340,18 +221,6 @@ def ask_ours(folder, *words, policies=("full", "tova"), counts=("1",)):
     return command.main([*given, *words])
 
 
-def test_every_policy_of_a_server_is_warm(fake, server):
-    assert ask_ours(fake, policies=["tova", "keydiff"]) == 0
-    named = [body["vllm_xargs"]["kv_policy"] for body in server.bodies]
-    assert named == ["tova", "keydiff", "tova", "tova", "keydiff", "keydiff"]
-
-
-def test_a_server_that_counts_no_events_is_said(fake, server):
-    server.has_policies = False
-    with pytest.raises(LoadError, match="expected a server with a KV policy"):
-        ask_ours(fake, policies=["tova"])
-
-
 def test_answers_that_were_made_otherwise_do_not_stand_beside(fake, server):
     ask(fake, "--n", "1")
     for words, name in (
@@ -364,89 +233,6 @@ def test_answers_that_were_made_otherwise_do_not_stand_beside(fake, server):
             ask_ours(fake, *words)
         (fake / "ours-1.jsonl").unlink()
     assert ask_ours(fake) == 0
-
-
-def test_a_peer_of_other_numbers_does_not_stand_beside(fake, server):
-    ask(fake, "--n", "1", "--dtype", "bfloat16")
-    with pytest.raises(ValueError, match="expected dtype 'bfloat16'"):
-        ask_ours(fake)
-
-
-def test_other_weights_or_questions_do_not_stand_beside():
-    line = {"task": "copy:5", "id": "0", "digest": "a"}
-    settings = {"model_sha256": "x", "evict_prompts": True, "variants": {}}
-    files = {Path("peer.jsonl"): (settings, [line])}
-    joining.check_same(files | {Path("ours"): (settings | {"variants": 1}, [line])})
-    for key, other in (("model_sha256", "y"), ("evict_prompts", False)):
-        with pytest.raises(ValueError, match=f"ours: expected {key}"):
-            joining.check_same(files | {Path("ours"): (settings | {key: other}, [])})
-    changed = [line | {"digest": "b"}]
-    with pytest.raises(ValueError, match="ours: copy:5 0 is another question than in"):
-        joining.check_same(files | {Path("ours"): (settings, changed)})
-
-
-def test_only_the_concurrencies_named_last_are_read(fake, server):
-    ask_ours(fake, counts=["4"])
-    ask_ours(fake, counts=["1", "2"])
-    whole = json.loads((fake / "record.json").read_text())
-    speeds = whole["ours"]["speeds"]
-    assert {row["concurrency"] for row in speeds} == {1, 2}
-    # Named again, an old file is checked before it counts.
-    old = (fake / "ours-4.jsonl").read_text().replace('"digest": "', '"digest": "0')
-    (fake / "ours-4.jsonl").write_text(old)
-    known = facts.read(fake)
-    known["ours"]["concurrencies"] = [1, 4]
-    with pytest.raises(ValueError, match=r"ours-4.jsonl: copy:5 .* another question"):
-        record.assemble(fake, known)
-
-
-def refused_of(folder):
-    """Return the places that the record calls refused, with their answers."""
-    whole = json.loads((folder / "record.json").read_text())
-    return [(one["policy"], one["budget"], one["answers"]) for one in whole["refused"]]
-
-
-def test_refusals_are_known_until_there_are_answers(fake, server):
-    both = ["--n", "1", "--budgets", "96", "128"]
-    ask(fake, *both, policies=["full", "chunk-snapkv"])
-    assert refused_of(fake) == [("chunk-snapkv", 96, 0), ("chunk-snapkv", 128, 0)]
-    ask(fake, "--n", "1", policies=["tova"])
-    assert len(refused_of(fake)) == 2
-    ask_ours(fake, policies=["full", "tova", "chunk-snapkv"])
-    for kind in ("peer", "speeds"):
-        table = tables.render(kind, "file: record.json\n", fake)
-        assert "| `chunk-snapkv` | refused |" in table
-    (fake / "agree").touch()
-    ask(fake, "--n", "1", policies=["chunk-snapkv"])
-    assert refused_of(fake) == [("chunk-snapkv", 128, 0)]
-    table = tables.render("peer", "file: record.json\n", fake)
-    assert "refused" not in table
-
-
-def test_refusals_of_other_weights_are_forgotten(fake):
-    ask(fake, "--n", "1", policies=["chunk-snapkv"])
-    (fake / "peer.jsonl").unlink()
-    ask(fake, "--n", "1", "--max-tokens", "99", policies=["full"])
-    assert refused_of(fake) == []
-
-
-def test_a_refusal_in_the_midst_ends_when_more_answers_come():
-    line = {"policy": "tova", "budget": 96, "interval": 64}
-    place = facts.place_of(line)
-    (one,) = facts.merged([], {place: "no"}, [place], [line])
-    assert one == line | {"answers": 1, "message": "no"}
-    assert facts.merged([one], {}, [], [line]) == [one]
-    assert facts.merged([one], {}, [], [line, line]) == []
-    assert facts.merged([one], {}, [place], [line]) == []
-
-
-def test_speed_is_tokens_over_the_seconds_of_all_rounds():
-    lines = [
-        {"output_tokens": tokens, "round_s": seconds, "round_events": events}
-        for tokens, seconds, events in ((10, 2.0, 3), (30, 2.0, 3), (20, 1.0, 4))
-    ]
-    speed = ours.speed_of(lines)
-    assert (speed["tok_s"], speed["events"]) == (20, 7)
 
 
 def test_what_our_heads_keep_is_the_budget_filled_up_to_blocks():
@@ -471,8 +257,3 @@ def test_pairs_with_ours_count_questions_that_both_answered():
     (row,) = joining.against_ours(theirs, own)
     assert (row["pairs"], row["only_peer"], row["only_ours"]) == (4, 1, 0)
     assert not list(joining.against_ours(theirs, [line("knorm", "0", True)]))
-
-
-def test_rows_are_sorted_only_where_a_press_gathers_by_score():
-    rows = catalogue.rows_of(["full", "tova", "adakv-snapkv", "chunk-snapkv"])
-    assert rows == ["full", "tova", "tova:sorted", "adakv-snapkv", "chunk-snapkv"]

@@ -12,10 +12,8 @@ from torch.nn.functional import cross_entropy
 from benchmarks.language import __main__ as language
 from benchmarks.language.texts import Text
 from benchmarks.peer import __main__ as command
-from benchmarks.peer import losses, process
-from benchmarks.peer.catalogue import PRESSES
+from benchmarks.peer import process
 from benchmarks.peer.forcing import read
-from benchmarks.peer.process import PeerError
 from benchmarks.report import tables
 
 AT, LENGTH = 24, 41
@@ -43,41 +41,6 @@ for line in sys.stdin:
     if asked["row"] == "knorm":
         said = {"refused": "AssertionError: no"}
     print(json.dumps(said), flush=True)
-"""
-
-KVPRESS = r"""
-from contextlib import contextmanager
-
-class AdaKVPress: ...
-class DecodingPress: ...
-
-class ScorerPress:
-    compression_ratio = 0.0
-
-    def compress(self, module, hidden, keys, values, attentions, kwargs):
-        count = round(keys.shape[2] * (1 - self.compression_ratio))
-        places = self.score(keys).topk(count).indices[..., None]
-        places = places.expand(-1, -1, -1, keys.shape[-1])
-        return keys.gather(2, places), values.gather(2, places)
-
-    @contextmanager
-    def __call__(self, model):
-        def hook(module, inputs, kwargs, output):
-            layer = kwargs["past_key_values"].layers[module.layer_idx]
-            layer.keys, layer.values = self.compress(
-                module, None, layer.keys, layer.values, None, {}
-            )
-        attentions = [layer.self_attn for layer in model.model.layers]
-        hooks = [a.register_forward_hook(hook, with_kwargs=True) for a in attentions]
-        yield
-        for each in hooks:
-            each.remove()
-
-class StreamingLLMPress(ScorerPress):
-    def score(self, keys, *others):
-        scores = keys[..., 0] * 0
-        scores[:, :, :4] = scores[:, :, -4:] = 1
-        return scores
 """
 
 
@@ -117,18 +80,6 @@ def asked_of(folder):
     return [json.loads(line) for line in (folder / "asked").read_text().splitlines()]
 
 
-def test_the_peer_reads_our_texts_and_compresses_them_once(fake):
-    assert run(fake) == 0
-    asked = asked_of(fake)
-    rows = ["full", "tova", "adakv-snapkv"]
-    assert [one["row"] for one in asked] == rows * 2
-    texts = [text for text in made_texts(2) for _ in rows]
-    for one, text in zip(asked, texts, strict=True):
-        assert one["token_ids"] == list(text.token_ids)
-        assert (one["at"], one["budget"]) == (32, 16)
-        assert one["options"]["snapkv"] == {"window_size": 32, "kernel_size": 5}
-
-
 def test_its_record_stands_beside_ours_in_a_table(fake):
     run(fake)
     record = json.loads((fake / "losses.json").read_text())
@@ -155,37 +106,6 @@ def test_a_second_run_asks_only_what_is_missing(fake):
     assert new == ["adakv-snapkv"] * 2 + ["full", "tova", "adakv-snapkv"]
     with pytest.raises(ValueError, match="written with"):
         run(fake, "--dtype", "bfloat16")
-
-
-def test_a_press_that_refuses_ends_the_run_and_loses_nothing(fake):
-    with pytest.raises(PeerError, match="knorm: refused at 16: AssertionError: no"):
-        run(fake, policies=["tova", "knorm"])
-    assert len((fake / "losses.jsonl").read_text().splitlines()) == 1 + 2
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--policies", "rkv"], "policies: expected any of ['full', 'streaming'"),
-        (["--text-tokens", "2048"], "text-tokens: got 2048, expected 2049"),
-        (["--intervals", "256"], "expected 1025, one interval behind"),
-        (["--parts", "tasks"], "losses: expected no --parts, it has no use"),
-        (["--out", "x"], "losses: expected no --out"),
-    ],
-)
-def test_bad_arguments_are_refused(words, message, capsys):
-    with pytest.raises(SystemExit):
-        command.parse_args(["losses", *words])
-    assert message in capsys.readouterr().err
-
-
-def test_both_sides_are_asked_the_same_by_default():
-    _, theirs = command.parse_args(["losses"])
-    ours = language.parse_args(["--grid", str(losses.GRID)])
-    assert set(PRESSES) == {name for name in ours.policies if ":" not in name}
-    assert theirs.policies == ["full", *PRESSES]
-    for name in ("budgets", "intervals", "texts", "text_tokens", "dtype", "model"):
-        assert getattr(theirs, name) == getattr(ours, name)
 
 
 @pytest.fixture(scope="module")
@@ -270,29 +190,3 @@ def test_what_a_press_drops_is_not_seen_and_positions_stay(model, counts):
     assert said["losses"] == pytest.approx(masked_losses(model, kept), abs=1e-4)
     full = masked_losses(model, kept_places(AT, AT))
     assert said["losses"] != pytest.approx(full, abs=1e-2) and said["held"] == KEPT
-
-
-def test_the_worker_compresses_as_it_is_asked(model, tiny_model, tmp_path, monkeypatch):
-    """The process itself, with a module in kvpress' place that drops the middle."""
-    (tmp_path / "kvpress.py").write_text(KVPRESS)
-    facts = tmp_path / "kvpress-0.dist-info" / "METADATA"
-    facts.parent.mkdir()
-    facts.write_text("Metadata-Version: 2.1\nName: kvpress\nVersion: 0\n")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{command.provenance.ROOT}")
-    settings = {"model": str(tiny_model), "dtype": "float32", "threads": 1}
-    asked = {"budget": KEPT, "at": AT, "token_ids": TOKENS.tolist()}
-    asked["options"] = {"streaming": {}}
-    words = [sys.executable, "-m", "benchmarks.peer.worker"]
-    with process.Worker(words, settings) as worker:
-        full, dropped = (
-            worker.ask(asked | {"row": row}) for row in ("full", "streaming")
-        )
-    assert (full["held"], full["kept_mean"]) == (AT, None)
-    assert full["losses"] == pytest.approx(
-        masked_losses(model, kept_places(AT, AT)), abs=1e-4
-    )
-    kept = torch.tensor([0, 1, 2, 3, 20, 21, 22, 23]).expand(2, -1)
-    assert dropped["losses"] == pytest.approx(
-        masked_losses(model, [kept, kept]), abs=1e-4
-    )
-    assert (dropped["kept_mean"], dropped["sinks_held"]) == (KEPT, [1.0])

@@ -57,19 +57,6 @@ def test_sorting_keeps_the_same_tokens_in_the_order_of_the_cache():
     assert torch.equal(kept[1], kept[0] + 100)
 
 
-def test_a_press_that_keeps_something_else_is_noticed():
-    press, _ = watched(True, is_honest=False)
-    with pytest.raises(RuntimeError, match="expected it to keep its best scores"):
-        press.compress(LAYER, None, *states([[5, 1, 9, 7, 2, 8]]), None, {})
-
-
-def test_a_press_that_drops_nothing_is_no_event():
-    press, tracker = watched(True)
-    keys, values = states([[5, 1, 9]])
-    assert press.compress(LAYER, None, keys, values, None, {})[0] is keys
-    assert tracker.figures()["events"] == 0
-
-
 def test_positions_are_followed_through_the_events_of_each_layer():
     tracker = Tracker()
     tracker.keep(0, 8, torch.tensor([[0, 1, 2, 3, 4], [4, 5, 6, 7, 0]]))
@@ -78,35 +65,6 @@ def test_positions_are_followed_through_the_events_of_each_layer():
     # Positions 8 to 10 are new, at the places 5 to 7.
     tracker.keep(0, 8, torch.tensor([[7, 3, 0], [6, 4, 1]]))
     assert tracker._held[0].tolist() == [[10, 3, 0], [9, 0, 5]]
-
-
-@pytest.mark.parametrize(
-    ("in_order", "held"), [(False, [1.0, 0.0]), (True, [1.0, 1.0])]
-)
-def test_first_places_are_the_first_tokens_only_in_a_sorted_cache(in_order, held):
-    """StreamingLLM in small: ones for the first 4 places and the last ones."""
-
-    class Sinks(FakePress):
-        count = 8
-
-        def score(self, keys):
-            scores = torch.ones_like(keys[..., 0])
-            scores[..., 4 : 4 + keys.shape[2] - self.count] = 0
-            # The order of topk among equals, made certain: newest first.
-            return scores + torch.arange(keys.shape[2]) / 1000
-
-    tracker = Tracker()
-    facts = {"tracker": tracker, "in_order": in_order}
-    press = type("Watched", (Watching, Sinks), facts)()
-    keys, values = states([list(range(12))] * 2)
-    kept = press.compress(LAYER, None, keys, values, None, {})
-    more, _ = states([list(range(12, 18))] * 2)
-    keys = torch.cat([kept[0], more], dim=2)
-    kept = press.compress(LAYER, None, keys, keys + 100, None, {})
-    assert tracker.figures()["sinks_held"] == held
-    assert tracker.figures()["kept_mean"] == 8
-    # The keys carry their positions, so what is tracked can be read off them.
-    assert torch.equal(tracker._held[0].float(), kept[0][0, ..., 0])
 
 
 def test_masked_keys_that_are_chosen_again_are_counted():
@@ -133,40 +91,6 @@ def test_masked_keys_that_are_chosen_again_are_counted():
     assert figures["sinks_held"][1] == (0 / 4 + 2 / 4) / 2
     assert figures["kept_mean"] == 4
     assert Tracker().figures()["kept_mean"] is None
-
-
-def test_a_masked_key_stays_overwritten_however_often_it_is_chosen():
-    tracker = Tracker()
-    chosen = [[0, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]]
-    for kept in chosen:
-        tracker.mask(0, torch.tensor([kept]).bool())
-    # Place 0 is overwritten by the first event, place 3 by the second.
-    figures = tracker.figures()
-    assert figures["sinks_held"] == [0.75, 0.5]  # The third masks nothing.
-    assert figures["revived"] == round(1 / 3, 4)
-    tracker.mask(0, torch.tensor([[1, 1, 0, 1, 1]]).bool())
-    figures = tracker.figures()
-    assert figures["revived"] == round((1 / 3 + 2 / 4) / 2, 4)
-    assert figures["sinks_held"] == [0.75, 0.5, 0.25]
-
-
-def test_layers_of_different_lengths_are_noted_at_every_event():
-    """As PyramidKV leaves them: a layer that drops nothing beside one that does."""
-    press, tracker = watched(False)
-    layers = [SimpleNamespace(layer_idx=index) for index in (0, 1)]
-
-    def event(*lengths):
-        for layer, length in zip(layers, lengths, strict=True):
-            keys, values = states([list(range(length))])
-            press.compress(layer, None, keys, values, None, {})
-
-    event(3, 4)  # No layer drops anything: no event.
-    event(6, 4)
-    event(6, 6)
-    figures = tracker.figures()
-    assert (figures["events"], figures["kept_mean"]) == (2, 4)
-    # First layer: 5, 4, 3, 2, then 7, 6, 2, 3. Second: 0 to 3, then 5, 4, 3, 2.
-    assert figures["sinks_held"] == [(2 / 4 + 4 / 4) / 2, (2 / 4 + 2 / 4) / 2]
 
 
 def test_the_loop_is_greedy_decoding_and_counts_as_the_harness(tiny_model):
@@ -197,25 +121,3 @@ def worker(monkeypatch):
     yield importlib.import_module("benchmarks.peer.worker")
     for name in ("worker", "presses"):
         sys.modules.pop(f"benchmarks.peer.{name}", None)
-
-
-def test_only_what_a_press_raises_is_a_refusal(worker, monkeypatch):
-    names = ("row", "budget", "interval", "options", "prompt", "start", "max_tokens")
-    asked = dict.fromkeys(names)
-
-    def refusing(*_):
-        raise AssertionError("window too large")
-
-    monkeypatch.setattr(worker, "build", lambda *_: None)
-    monkeypatch.setattr(worker, "answer", refusing)
-    assert worker.reply(None, asked) == {"refused": "AssertionError: window too large"}
-
-    def uneven(row, budget, interval, options, tracker):
-        tracker.keep(0, 4, torch.tensor([[0, 1]]))
-        tracker.keep(0, 4, torch.tensor([[0, 1]]))
-        tracker.keep(1, 4, torch.tensor([[0, 1]]))
-
-    monkeypatch.setattr(worker, "build", uneven)
-    monkeypatch.setattr(worker, "answer", lambda *_: {})
-    with pytest.raises(ValueError, match="zip"):
-        worker.reply(None, asked)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.report import panels, trace_figures, traces
+from benchmarks.report import trace_figures, traces
 from support.figure_checks import check_readable
 from support.report_data import event, write_run
 from vllm_kvpolicy.policies.allocators.ams import PRESETS, choose
@@ -54,12 +54,6 @@ def test_iou_is_taken_by_layer(trace):
     assert "segments_of_heads" not in found["tova"]
 
 
-def test_events_that_do_not_follow_each_other_are_not_compared(tmp_path):
-    write_run(tmp_path, [event(40, 0, SAME), event(120, 2, SAME)])
-    found = traces.read_policies(tmp_path)["tova"]
-    assert "iou_by_layer" not in found and found["events"] == 2
-
-
 def test_segments_are_those_of_the_last_two_events_of_the_longest_request(tmp_path):
     events = [ams_event("a", 0), ams_event("a", 1), ams_event("b", 0)]
     write_run(tmp_path, events)
@@ -86,15 +80,6 @@ def test_segments_are_those_of_the_last_two_events_of_the_longest_request(tmp_pa
         [0.5, 0.5],
         [1, 4],
     )
-
-
-def test_at_most_two_heads_of_the_middle_layer_are_kept(tmp_path):
-    write_run(tmp_path / "a", [ams_event("a", n, layers=5) for n in range(2)])
-    heads = traces.read_policies(tmp_path / "a")["ams-tova"]["segments_of_heads"]
-    assert {each["layer"] for each in heads} == {2} and len(heads) == 4
-    write_run(tmp_path / "b", [ams_event("a", n, heads=1) for n in range(2)])
-    heads = traces.read_policies(tmp_path / "b")["ams-tova"]["segments_of_heads"]
-    assert [each["head"] for each in heads] == [0, 0]
 
 
 def test_numbers_agree_with_what_ams_decides(tmp_path):
@@ -128,9 +113,9 @@ def test_numbers_agree_with_what_ams_decides(tmp_path):
 
 @pytest.fixture
 def many(tmp_path: Path) -> dict:
-    """What the report says of 16 policies, one of them AMS."""
+    """What the report says of 8 policies, one of them AMS."""
     rng, events = np.random.default_rng(0), []
-    for policy in [f"policy-{index}" for index in range(15)]:
+    for policy in [f"policy-{index}" for index in range(7)]:
         for ordinal, position in enumerate((200, 300, 400)):
             kept = rng.choice(position, (4, 2, 64))
             fields = {"request_id": policy, "policy": policy}
@@ -140,7 +125,7 @@ def many(tmp_path: Path) -> dict:
     return traces.read_policies(tmp_path / "many")
 
 
-def test_figures_can_be_read_without_the_text(many, tmp_path):
+def test_figures_can_be_read_without_the_text(many):
     drawn = dict(trace_figures.draw_traces(many, "tiny model, two tasks"))
     assert list(drawn) == [
         "retention",
@@ -148,62 +133,10 @@ def test_figures_can_be_read_without_the_text(many, tmp_path):
         "iou-by-layer",
         "segments-ams-tova",
     ]
-    for name, figure in drawn.items():
+    for figure in drawn.values():
         check_readable(figure)
         assert "Setting: tiny model, two tasks, budget 5" in figure.texts[-1].get_text()
-        panels.save(figure, tmp_path / f"{name}.png")
-        assert (tmp_path / f"{name}.png").stat().st_size < 150_000
     for name in ("retention", "wipe-outs", "iou-by-layer"):
         text = drawn[name].texts[-1].get_text().replace("\n", " ")
         assert "budget 5, 64 tokens per KV head" in text
         assert "per policy 1 requests with 2 to 3 events" in text
-
-
-def test_retention_has_a_panel_per_policy(many):
-    figure = dict(trace_figures.draw_traces(many))["retention"]
-    titles = [panel.get_title(loc="left") for panel in figure.axes]
-    assert titles == list(many) and len(titles) == 16
-    own = figure.axes[3].patches[-1]
-    assert own.get_label() == titles[3]
-    assert list(own.get_data().values) == many[titles[3]]["retention"]
-
-
-def test_wipe_outs_stand_in_order(many):
-    figure = dict(trace_figures.draw_traces(many))["wipe-outs"]
-    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    rates = [many[name].get("wiped_16_5", 0) for name in names]
-    assert sorted(names) == sorted(many) and rates == sorted(rates)
-    for panel, key in zip(figure.axes, ("wiped", "wiped", "gone", "gone"), strict=True):
-        percent = 0 if "<= 0 %" in panel.get_title(loc="left") else 5
-        line = {line.get_label(): line for line in panel.get_lines()}["16 tokens"]
-        x, y = line.get_data()
-        expected = [100 * many[names[place]][f"{key}_16_{percent}"] for place in y]
-        assert list(x) == pytest.approx(expected) and len(x) >= 15
-
-
-def test_iou_is_a_map_of_policies_and_layers(trace):
-    figure = dict(trace_figures.draw_traces(traces.read_policies(trace)))[
-        "iou-by-layer"
-    ]
-    panel = figure.axes[0]
-    assert panel.get_images()[0].get_array().tolist() == [[1.0, 0.5]]
-    assert [text.get_text() for text in panel.texts] == ["1.00", "0.50"]
-
-
-def test_traces_of_two_models_are_refused(many):
-    many["policy-0"]["iou_by_layer"] = [0.5] * 3
-    with pytest.raises(ValueError, match=r"of one model, got \[3, 4\] layers"):
-        dict(trace_figures.draw_traces(many))
-
-
-def test_segments_show_quotas_and_what_is_kept(many):
-    figure = dict(trace_figures.draw_traces(many))["segments-ams-tova"]
-    first = figure.axes[0]
-    assert first.get_title(loc="left") == (
-        "KV head 0, event 1 of the request, after 10 tokens"
-    )
-    assert [text.get_text() for text in first.texts] == ["1", "2"]
-    kept, within = first.containers
-    for container, heights in ((kept, [50, 50]), (within, [25, 100 / 3])):
-        bars = [(bar.get_x(), bar.get_width(), bar.get_height()) for bar in container]
-        assert bars == [(0, 4, heights[0]), (4, 6, pytest.approx(heights[1]))]

@@ -3,6 +3,7 @@
 What nvcc compiles runs here with a fibre per thread; see cuda_on_fibres_library.py.
 """
 
+import mmap
 from random import Random
 
 import pytest
@@ -10,7 +11,6 @@ import torch
 
 from benchmarks.gpu.kernel_checks import check_operation
 from benchmarks.gpu.kernel_inputs import CPU, MAKERS, SMALL_SIZES, Size, operations
-from support.far_memory import DISTANCE, far_rows, moved_far
 from support.worker.page_moves import (
     INTEGERS,
     Rows,
@@ -21,6 +21,39 @@ from support.worker.page_moves import (
 from vllm_kvpolicy.kernels import compact_pages as compaction
 from vllm_kvpolicy.kernels.compact_pages import compact_pages, compact_pages_ref
 from vllm_kvpolicy.kernels.page_tables import page_tables, page_tables_ref
+
+# Beyond what 32 bits count, with or without a sign, in numbers and in bytes.
+DISTANCE = 2**32 + 64
+MAP_NORESERVE = 0x4000  # of Linux; Python has no name for it
+
+
+def far_rows(
+    rows: int, columns: int, dtype: torch.dtype, distance: int = DISTANCE
+) -> torch.Tensor:
+    """Return zeros.
+
+    Args:
+        rows: R.
+        columns: T.
+        dtype: of the numbers.
+        distance: numbers between two rows.
+
+    Returns:
+        [R, T], strides (distance, 1).
+    """
+    count = (rows - 1) * distance + columns
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    memory = mmap.mmap(-1, count * dtype.itemsize, flags=flags)
+    numbers = torch.frombuffer(memory, dtype=dtype)
+    return numbers.as_strided((rows, columns), (distance, 1))
+
+
+def moved_far(near: torch.Tensor, distance: int = DISTANCE) -> torch.Tensor:
+    """Return a copy [R, T] with rows far apart."""
+    far = far_rows(*near.shape, near.dtype, distance)
+    far.copy_(near)
+    return far
+
 
 IN_CUDA = [
     label

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu.check.groups import GROUPS
 from benchmarks.gpu.check.runner import Checks
 from support.attention import oracles
 from support.attention.oracles import (
@@ -20,7 +19,7 @@ from support.attention.oracles import (
     page_lists,
     plain,
 )
-from support.attention.scene import POISON, Scene, Shape, requests
+from support.attention.scene import Scene, Shape, requests
 from support.engine_configs import engine_args
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.kernels.compact_pages import compact_pages
@@ -56,20 +55,6 @@ def test_paged_attention_is_float32_on_what_heads_hold(
     verdict = judge(scene, found)
     assert verdict.allowed == oracles.FLOOR  # PyTorch is float32 as well
     verdict.check()
-
-
-def test_scenes_are_what_they_should_be(config: Any) -> None:
-    scene = make(config, 9)
-    for request, (keys, values) in zip(scene.batch, scene.held, strict=True):
-        dropped = (request.frontier - request.kept) * SHAPE.block
-        assert len(keys) == len(values) == request.computed - dropped
-    assert scene.lengths.tolist() == [len(keys) for keys, _ in scene.held]
-    assert [request.queries for request in scene.batch] == [1] * 5 + [9, 9]
-    # Heads kept tokens of their own, and nothing that was given back can be read.
-    keys = scene.held[3][0]
-    assert not torch.equal(keys[:32, 0].sum(-1), keys[:32, 1].sum(-1))
-    assert (scene.cache == POISON).all(-1).any()
-    assert not scene.tables.is_contiguous(), "tables are views of a wider buffer"
 
 
 @pytest.mark.parametrize("mistake", ["table", "length", "token"])
@@ -196,12 +181,3 @@ def test_what_is_missing_is_said(
     assert text.count("NOT RUN: xformers is not installed") == 1
     assert text.count("off by") == 2 * (len(compat.GPU_BACKENDS) - 1)
     assert set(others(make(config))) == {"flashinfer", "xformers"}
-
-
-def test_engines_on_flashinfer_are_not_run_without_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    checks = Checks("flashinfer", tmp_path / "lines")
-    GROUPS["flashinfer"].run(checks)
-    assert "NOT RUN: flashinfer is not installed" in checks.path.read_text()

@@ -193,14 +193,6 @@ def test_it_waits_for_its_own_stream_and_for_nothing_else(twin: Twin) -> None:
     assert torch.equal(pages.cpu(), cache)
 
 
-def test_a_gpu_runs_triton_unless_told_otherwise() -> None:
-    before = compact_pages.calls.copy()
-    slot = torch.zeros(1, dtype=torch.int64, device=GPU)
-    first = torch.tensor([0, 1], device=GPU)
-    compact_pages(torch.zeros(1, 16, 8, device=GPU), slot, slot, first)
-    assert compact_pages.calls - before == {"triton": 1}
-
-
 @pytest.mark.parametrize("wrong", ["dtype", "device", "length"])
 def test_the_cuda_twin_refuses_other_lists(wrong: str) -> None:
     try:

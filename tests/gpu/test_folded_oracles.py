@@ -55,28 +55,6 @@ def test_folded_attention_is_float32_on_what_heads_hold(
     verdict.check()
 
 
-@pytest.mark.parametrize("queries", [1, 9])
-def test_scenes_are_what_they_should_be(config: Any, queries: int) -> None:
-    scene = make(config, queries, padding=2)
-    pool = scene.runtime.compactor.pool
-    assert pool.spans_layers
-    for number, request in enumerate(scene.batch):
-        counts = scene.counts[number]
-        assert (counts is None) == (request.frontier == 0)
-        if counts is None:
-            counts = torch.zeros(2, 2, dtype=torch.int64)
-        else:
-            assert counts.min() == 0 and counts.max() == request.frontier
-        local = request.computed - request.frontier * SHAPE.block
-        lengths = [[len(keys) for keys, _ in heads] for heads in scene.held[number]]
-        assert lengths == (counts * SHAPE.block + local).tolist()
-    assert sum(counts is None for counts in scene.counts) == 2
-    query = scene.parts(1)[0]
-    assert not query.is_contiguous() and query.data_ptr() > scene.qkv.data_ptr()
-    folded = scene.build().kv_policy_folded.batch
-    assert (folded.order is None) == (queries == 1)
-
-
 def test_pages_change_layers_and_heads(config: Any) -> None:
     scene = make(config)
     folder = scene.runtime.tier.folder
@@ -148,12 +126,6 @@ def test_heads_alone_equal_heads_together(config: Any) -> None:
         query = scene.parts(layer)[0][1:2]
         want = plain(query, keys, values, scene.scale)
         torch.testing.assert_close(found[layer, 1:2], want)
-
-
-def test_nothing_that_is_no_number_is_let_through(config: Any) -> None:
-    scene = make(config)
-    with pytest.raises(AssertionError, match="allowed"):
-        judge(scene, torch.full_like(scene.attend(), torch.nan)).check()
 
 
 def test_rows_of_the_table_of_gpu_check(

@@ -4,9 +4,7 @@ import json
 import os
 import subprocess
 import sys
-import traceback
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +16,6 @@ import torch
 from benchmarks.gpu.check import __main__ as command
 from benchmarks.gpu.check import engines, oracles, syncs
 from benchmarks.gpu.check.compare import Agreement, assert_alike, assert_same, compare
-from benchmarks.gpu.check.groups import GROUPS
 from benchmarks.gpu.check.kernels import check_twins
 from benchmarks.gpu.check.runner import (
     GRACE_SECONDS,
@@ -81,6 +78,7 @@ def where(model: Path) -> Where:
 # -- engines ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_engines(tiny_model: Path, checks: Checks) -> None:
     place = where(tiny_model)
     stock = engines.check_stock(checks, place)
@@ -125,7 +123,7 @@ def test_a_model_without_weights(
     assert "allowed" in last["detail"] or "near tie" in last["detail"]
 
 
-@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("ragged", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_oracles(checks: Checks, ragged: bool) -> None:
     settings = {**oracles.TIGHT, **SETTINGS}
     policies = RAGGED if ragged else POLICIES
@@ -264,6 +262,7 @@ class FakeMode:
             raise RuntimeError(syncs.MESSAGE)
 
 
+@pytest.mark.slow
 def test_steps_without_waits(tiny_model: Path, checks: Checks) -> None:
     syncs.check_syncs(checks, where(tiny_model), RAGGED, FakeMode())
     found = details(checks)
@@ -299,21 +298,6 @@ def test_a_wait_in_an_event_is_found(
     )
     assert syncs.MESSAGE in failed['mode "error"']["detail"]
     assert mode.mode == "default"
-
-
-def test_blame() -> None:
-    def frame(name: str, line: int) -> traceback.FrameSummary:
-        return traceback.FrameSummary(name, line, "f")
-
-    ours, theirs = frame("x/vllm_kvpolicy/a/b.py", 7), frame("x/vllm/v1/c.py", 9)
-    other = frame("x/torch/d.py", 3)
-    blame: Callable[..., str] = lambda *frames: syncs.site_of(  # noqa: E731
-        traceback.StackSummary.from_list(list(frames))
-    )
-    assert blame(theirs, ours, other) == "vllm_kvpolicy/a/b.py:7"
-    assert blame(ours, theirs, other) == "vllm_kvpolicy/a/b.py:7"
-    assert blame(theirs, other) == "vllm/v1/c.py:9"
-    assert blame(other) == "d.py:3"
 
 
 # -- operations and the command --------------------------------------------------------
@@ -377,11 +361,6 @@ def test_groups_that_fail_crash_or_hang(tmp_path: Path) -> None:
 def test_without_a_gpu_nothing_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main([]) == 2
     assert "nothing was checked" in capsys.readouterr().err
-
-
-def test_every_group_can_be_called() -> None:
-    assert {"kernels", "flash", "triton", "syncs", "oracles"} < set(GROUPS)
-    assert all(callable(group.function) for group in GROUPS.values())
 
 
 def test_processes_of_groups_import_what_tests_share() -> None:

@@ -7,13 +7,40 @@ import numpy as np
 import pytest
 import torch
 
-from support.cache_replay import replay
 from vllm_kvpolicy.kernels.visibility import (
     NEVER,
     settled,
     visible,
     visible_until,
 )
+
+
+def replay(keep: list[bool], window: int, page: int) -> list[set[int]]:
+    """Return the positions that each query sees, for one KV head.
+
+    The cache holds a dense part, whose pages leave it when none of their tokens is in
+    the window any more, and a part of tokens that were kept when they left. With pages
+    of one token this is what the authors' ring does.
+
+    Args:
+        keep: by position.
+        window: tokens in the window, the querying one included.
+        page: tokens of a page.
+    """
+    dense: list[int] = []
+    kept: list[int] = []
+    seen = []
+    for query in range(len(keep)):
+        dense.append(query)
+        while True:
+            oldest = dense[:page]
+            if len(oldest) < page or oldest[-1] > query - window:
+                break
+            dense = dense[page:]
+            kept += [token for token in oldest if keep[token]]
+        seen.append({*dense, *kept})
+    return seen
+
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "wgkv_gate.npz"
 MASKS, TRACES = range(5), range(4)

@@ -7,15 +7,11 @@ import shutil
 import socket
 import subprocess
 import sys
-from itertools import count
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 
-from reasoner.model import EXAMPLE
-from reasoner.problems import generate
-from reasoner.tokenizer import chat_prompt, encode
 from support.make import make
 from vllm_kvpolicy import compat
 
@@ -111,25 +107,6 @@ def test_a_pretrained_model_that_cannot_be_had_ends_the_start(monkeypatch, capsy
     assert "MODEL: got 'smollm2', which cannot be fetched" in capsys.readouterr().err
 
 
-def test_the_answer_that_is_shown_has_an_event():
-    options = serve.parse([])
-    prompt = serve.example_prompt(options.model)
-    problems = (generate(*EXAMPLE, seed) for seed in count())
-    problem = next(problem for problem in problems if problem.prompt == prompt)
-    tokens = len(encode(chat_prompt(prompt))) + len(encode(problem.trace))
-    assert tokens > int(options.budget) + int(options.interval)
-
-
-def test_without_a_policy_vllm_is_stock():
-    assert "--kv-" not in command("--policy", "none").replace("--kv-cache", "")
-
-
-def test_a_gpu_sizes_its_own_cache():
-    words = command(device="cuda")
-    assert "--kv-cache-memory-bytes" not in words
-    assert "--enforce-eager" not in words
-
-
 @pytest.mark.parametrize("extra", [[], ["--kv-live"], ["--kv_live"]])
 def test_the_address_of_the_live_page_is_told_where_there_is_one(extra):
     root = "http://127.0.0.1:8000"
@@ -162,14 +139,7 @@ def test_a_port_in_use_is_refused_before_anything_starts(monkeypatch, capsys):
     assert "Ready" not in answer.out
 
 
-def test_a_free_port_passes():
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        port = other.getsockname()[1]
-    assert serve.check_port("127.0.0.1", str(port)) is None
-
-
-@pytest.mark.parametrize("port", ["http", "0", "65536", "-1", "80.5", ""])
+@pytest.mark.parametrize("port", ["http", "65536", ""])
 def test_what_is_no_port(port):
     with pytest.raises(ValueError, match=f"^PORT: got '{port}', expected a number"):
         serve.check_port("127.0.0.1", port)
@@ -220,9 +190,7 @@ def answers(reason):
     ("model", "extra", "environment"),
     [
         ("s3://bucket/m", [], {}),
-        ("gs://bucket/m", [], {}),
         ("some/GGUF:Q4_K_M", [], {}),
-        ("some/model", ["--download-dir", "/models"], {}),
         ("some/model", ["--revision=v2"], {}),
         ("docs", ["--load_format", "runai_streamer"], {}),
         ("some/model", [], {"VLLM_USE_MODELSCOPE": "1"}),
@@ -247,12 +215,9 @@ def test_a_hub_that_cannot_be_asked_is_a_warning(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--budget", ""], "BUDGET: got '', expected an integer"),
         (["--budget", "2"], "BUDGET: got 2, expected at least 68 tokens"),
         (["--interval", "x"], "INTERVAL: got 'x', expected an integer"),
-        (["--policy", "NONE"], "POLICY: got 'NONE', .* none in small letters"),
         (["--policy", "tva"], "POLICY: got 'tva', expected "),
-        (["--", "--kv-budget", "2"], "budget: got 2, expected at least 68 tokens"),
         (["--", "--kv-budget", "x"], "ARGS: argument --kv-budget: .* got 'x'"),
     ],
 )
@@ -272,11 +237,8 @@ def test_a_bad_policy_is_one_sentence_with_the_readers_name(words, told, capsys)
             ["--kv-policy-config", '{"a": "b c"}', "-x"],
         ),
         ('--a={"b": {"c": [1, "}"]}}', ['--a={"b": {"c": [1, "}"]}}']),
-        ('--a \'{"b": 1}\' {"c":2}', ["--a", '{"b": 1}', '{"c":2}']),
         ("--a {b} 'c d'", ["--a", "{b}", "c d"]),
-        ('--a \'{"b": "it"}\'x', ["--a", '{"b": "it"}x']),
         ('--a \'{"b": {"c d": "e"}}\'', ["--a", '{"b": {"c d": "e"}}']),
-        ('--a=\'{"b": {"c d": 1}}\'', ['--a={"b": {"c d": 1}}']),
         (r'--a "{\"b\": {\"c d\": 1}}"', ["--a", '{"b": {"c d": 1}}']),
         ('{"b": "it\'s"} \'{"c": {"d": 1}}\'', ['{"b": "it\'s"}', '{"c": {"d": 1}}']),
         (r"""\' {"b": 1} \'""", ["'", '{"b": 1}', "'"]),
@@ -284,11 +246,6 @@ def test_a_bad_policy_is_one_sentence_with_the_readers_name(words, told, capsys)
 )
 def test_words_keep_the_quotes_of_json(text, words):
     assert serve.split_words(text) == words
-
-
-def test_a_quote_that_does_not_end_is_one_sentence():
-    with pytest.raises(ValueError, match="^ARGS: got .*: No closing quotation"):
-        serve.split_words("--a 'b")
 
 
 def test_make_leaves_the_quotes_of_json(tmp_path):
@@ -308,23 +265,15 @@ def test_make_leaves_the_quotes_of_json(tmp_path):
     assert serve.split_words(given)[1] == '{"preset": "paper"}'
 
 
-def test_make_passes_its_variables_on():
-    answer = make("-n", "serve", "PORT=9", "POLICY=tova", "BUDGET=96", "MODEL=m")
-    for part in ("--port '9'", "--policy 'tova'", "--budget '96'", "--model 'm'"):
-        assert part in answer.stdout, answer.stdout + answer.stderr
-
-
 @pytest.mark.parametrize(
     ("programs", "called", "said"),
     [
         ({"chromium": "", "id": "echo 0"}, ["make"], ""),
-        ({"google-chrome": "", "id": "echo 0"}, ["make"], ""),
         ({"id": "echo 0", "apt-get": ""}, ["apt-get", "apt-get", "make"], ""),
         ({"id": "echo 0", "apt-get": "exit 100"}, ["apt-get", "make"], "no Chromium"),
         ({"id": "echo 1000", "apt-get": ""}, ["make"], "no Chromium"),
-        ({"id": "echo 0"}, ["make"], "no Chromium"),
     ],
-    ids=["there", "chrome", "installed", "fails", "no-root", "no-apt"],
+    ids=["there", "installed", "fails", "no-root"],
 )
 def test_continuous_integration_gets_a_browser_and_runs_the_tests(
     programs, called, said, tmp_path
@@ -360,9 +309,7 @@ def test_continuous_integration_gets_a_browser_and_runs_the_tests(
         (["--tensor-parallel-size", "2"], 2, "0|1"),
         (["-tp", "2"], 8, "0,1,2,3|4,5,6,7"),
         (["-tp=2", "--data-parallel-size=2"], 4, "0|1|2|3"),
-        (["-tp", "2", "--max-model-len", "64"], 1, "0|0"),
         (["-dp", "3"], 8, "0,1|2,3|4,5"),
-        (["--tensor_parallel_size", "2"], 2, "0|1"),
         (["-tp", "2", "--nnodes", "2"], 4, None),
         (["-tp", "4", "--nnodes", "2"], 4, "0,1|2,3"),
         (["-dp", "4", "-dpl", "2"], 4, "0,1|2,3"),
@@ -376,8 +323,3 @@ def test_vllm_places_ranks_where_there_are_numa_nodes():
     cores = list(range(8))
     assert serve.threads_of_ranks(["-tp", "2"], cores, nodes=2) is None
     assert serve.threads_of_ranks(["-tp", "4"], cores, nodes=2) == "0,1|2,3|4,5|6,7"
-
-
-def test_cores_count_once(monkeypatch):
-    monkeypatch.setattr(serve.os, "sched_getaffinity", lambda pid: {0, 1})
-    assert serve.cores_here() in ([0, 1], [0])

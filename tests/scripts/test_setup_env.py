@@ -69,11 +69,6 @@ def test_without_nvidia_smi_the_lock_is_cpu(setup, monkeypatch, tmp_path):
     assert setup.choose_lock() == "cpu"
 
 
-def test_the_device_can_be_forced(tmp_path):
-    write_program(tmp_path / "nvidia-smi", LISTS_A_GPU)
-    assert printed_lock(tmp_path, "--device", "cpu") == "cpu"
-
-
 @pytest.mark.parametrize(
     ("lock", "pins", "absent"),
     [
@@ -128,13 +123,6 @@ def test_the_cpu_wheel_gets_the_name_of_vllm(setup, tmp_path):
     assert all(path.locate().exists() for path in found.files)
 
 
-def test_no_python_is_one_sentence(setup, monkeypatch):
-    monkeypatch.setattr(setup.shutil, "which", lambda name: None)
-    monkeypatch.setattr(setup.sys, "version_info", (3, 9))
-    with pytest.raises(setup.SetupError, match=r"No Python >= 3.11 on PATH"):
-        setup.find_python()
-
-
 def test_an_old_python_is_passed_over(setup, monkeypatch, tmp_path):
     write_program(tmp_path / "python3.11", "exit 1")
     write_program(tmp_path / "python3", "echo /new/python3")
@@ -161,22 +149,6 @@ def test_failures_of_pip_are_one_sentence(setup, output, sentence):
         setup.run(["sh", "-c", f"echo '{output}'; exit 1"], "pip could not install it.")
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_the_message_of_an_earlier_failure_is_not_taken_for_this_one(setup):
-    setup.LOG.write_text("Temporary failure in name resolution\n")
-    with pytest.raises(setup.SetupError, match="other reason"):
-        setup.run(["false"], "other reason")
-
-
-def test_a_long_step_says_what_it_does(setup, monkeypatch, capsys):
-    monkeypatch.setattr(setup, "PROGRESS_SECONDS", 0.2)
-    setup.run(["sh", "-c", "echo Downloading torch; echo; sleep 0.7"], "x")
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) >= 2 and all("s: Downloading torch" in line for line in lines)
-    assert all(line.startswith("set-up: ") for line in lines)
-    setup.run(["true"], "x")
-    assert not capsys.readouterr().out
 
 
 def run_main(setup, monkeypatch, *arguments):

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from support.make import make
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.__main__ import COMMANDS
 from vllm_kvpolicy.api.cli import ARGUMENTS
@@ -153,6 +152,7 @@ def test_it_runs_from_another_folder(wheel: zipfile.ZipFile, tmp_path: Path) -> 
     assert "PyTorch for" in run.stdout and "C++ for" not in run.stdout
 
 
+@pytest.mark.slow
 def test_it_installs_beside_vllm_and_changes_no_other_package(
     wheel: zipfile.ZipFile, tmp_path: Path
 ) -> None:
@@ -184,8 +184,3 @@ def test_it_installs_beside_vllm_and_changes_no_other_package(
     (new,) = set(run("pip", "freeze").splitlines()) ^ before
     assert new.startswith("vllm-kvpolicy @ ")
     assert "--kv-policy" in run("vllm.entrypoints.cli.main", "serve", "--help=all")
-
-
-def test_make_builds_it() -> None:
-    answer = make("-n", "wheel")
-    assert "pip wheel . " in answer.stdout and "rm -rf build dist" in answer.stdout

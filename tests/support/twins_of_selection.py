@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from support.rows_of_mass import rows_of_mass
 from vllm_kvpolicy.kernels.dispatch import Operation, forced
 from vllm_kvpolicy.kernels.ranking import fill_next_best, resize, top_k_mask
 from vllm_kvpolicy.kernels.segment_quota import (
@@ -23,9 +22,36 @@ from vllm_kvpolicy.kernels.segment_quota import (
     pick_by_quota,
     segment_quota,
     share_by_mass,
+    to_fixed_point,
 )
 from vllm_kvpolicy.kernels.triton.ranking import GROUP_TILE, MAX_TILE
 from vllm_kvpolicy.policies.allocators.ams import PRESETS, AMSConfig, choose, select
+
+
+def rows_of_mass(tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Six rows: flat, uneven, on few tokens, on the first, on the last, sparse."""
+    mass = torch.rand(6, tokens, generator=generator, dtype=torch.float64)
+    mass **= torch.tensor([[0], [3], [40], [1], [1], [1]])
+    mass[3, 1:] *= 1e-4
+    lengths = torch.randint(1, tokens + 1, (6,), generator=generator)
+    lengths[1] = tokens
+    position = torch.arange(tokens)
+    mass[4] *= torch.where(position == lengths[4] - 1, 1, 1e-3)
+    mass[5] *= torch.rand(tokens, generator=generator) < 0.1
+    valid = position < lengths[:, None]
+    mass = (mass + 1e-12).masked_fill(~valid, 0)
+    exempt = torch.rand(6, tokens, generator=generator) < 0.25
+    exempt[2] = False
+    exempt[5] |= True
+    room = (valid & ~exempt).sum(-1)
+    share = torch.tensor([0.5, 1.0, 0.1, 0.0, 0.9, 0.5], dtype=torch.float64)
+    return {
+        "mass": to_fixed_point(mass / mass.sum(-1, keepdim=True)),
+        "lengths": lengths,
+        "exempt": exempt,
+        "total": (share * room).long(),
+    }
+
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "ams_parity.npz"
 SPECIAL = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -1.0])

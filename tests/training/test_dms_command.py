@@ -9,7 +9,6 @@ import torch
 
 from training import dms
 from training.dms import parse
-from training.dms_student import Settings
 from training.options import words_of
 from vllm_kvpolicy.policies.admissions.dms.model import load
 
@@ -39,13 +38,6 @@ def check_output(folder: Path, model: Path) -> None:
             assert item[name] >= 0
 
 
-def test_figures_that_are_no_json_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "figures.json"
-    path.write_text("{")
-    with pytest.raises(ValueError, match=r"output: '.*figures\.json' is no JSON"):
-        dms._record(path, "model", Settings(), {"target": 2.0})
-
-
 def test_the_command_with_a_text(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -69,40 +61,20 @@ def test_the_command_with_a_text(
 def test_the_command_with_the_reasoner(tmp_path: Path) -> None:
     model = ROOT / "reasoner" / "checkpoint"
     command = [str(model), "--reasoner", "--output", str(tmp_path), *OPTIONS]
-    dms.main([*command, "--length", "400"])
+    dms.main([*command, "--length", "200"])
     check_output(tmp_path, model)
-
-
-def test_defaults_are_those_of_the_flavour(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    command = ["model", "--output", "out", "--text", str(tmp_path / "file")]
-    given = dms.parse(command)
-    assert dms.settings_of(given, Settings).steps == 510 and given.length == 32768
-    assert (given.window, given.rows_per_step, given.learning_rate) == (512, 8, 3e-5)
-    given = dms.parse([*command, "--flavour", "borrowed"])
-    assert dms.settings_of(given, Settings).steps == 2700 and given.length == 8192
-    assert (given.window, given.rows_per_step) == (256, 1024)
-    given = dms.parse([*command, "--flavour", "borrowed", "--fade-steps", "0"])
-    assert given.fade_steps == 0
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         (["--window", "0"], "window: got 0, expected at least 1"),
-        (["--hold-steps", "-1"], "hold_steps: got -1, expected at least 0"),
         (
             ["--targets", "2", "2"],
             "targets: got (2.0, 2.0), expected increasing numbers",
         ),
-        (["--targets", "1", "2"], "expected increasing numbers above 1"),
-        (["--targets", "inf"], "expected increasing numbers"),
-        (["--steps-per-ratio", "0"], "steps_per_ratio: got 0.0, expected a number"),
         (["--learning-rate", "nan"], "learning_rate: got nan, expected a number"),
-        (["--alpha-offset", "inf"], "alpha_offset: got inf, expected a finite"),
         (["--fade-steps", "5"], "fade_steps: only for --flavour borrowed"),
-        (["--length", "-4"], "length: got -4, expected at least 1"),
-        (["--reasoner"], "not allowed with argument"),
     ],
 )
 def test_options_that_are_refused(
@@ -133,10 +105,3 @@ def test_other_rows_are_another_run(
     if change is not None:
         text.write_text(f"abc{change}")
     assert before == again != words_of(parse([*command, *options]))
-
-
-def test_errors_of_users_are_one_sentence(tiny_model: Path, tmp_path: Path) -> None:
-    command = [str(tiny_model), "--output", str(tmp_path)]
-    with pytest.raises(ValueError, match="^text: cannot read"):
-        dms.main([*command, "--text", str(tmp_path / "none")])
-    assert not list(tmp_path.iterdir())

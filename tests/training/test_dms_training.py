@@ -158,18 +158,6 @@ def test_figures_by_hand(qwen3: Base) -> None:
     assert got.tokens == TOKENS
 
 
-def test_figures_weigh_rows_by_their_tokens(qwen3: Base) -> None:
-    model = retrofit(qwen3, QUICK)
-    drawn = torch.randn(2, 2, 64, generator=torch.Generator().manual_seed(0))
-    model.weights.projection.data = 0.1 * drawn
-    long, short = rows(1)[0], Row(rows(1, 1)[0].ids[:20])
-    parts = [measure(model, [row]) for row in (long, short)]
-    both = measure(model, [long, short])
-    for name in ("cached_fraction", "hard_loss", "window_loss"):
-        want = sum(getattr(part, name) * part.tokens for part in parts) / both.tokens
-        assert math.isclose(getattr(both, name), want, rel_tol=1e-4)
-
-
 def test_losses_are_weighed_by_what_counts(qwen3: Base) -> None:
     model = retrofit(qwen3, QUICK)
     first, second = rows(2)
@@ -269,18 +257,6 @@ def test_a_run_of_other_settings_is_refused(
         train(other, iter(rows(12)), state, nothing)
 
 
-def test_a_run_of_another_model_is_refused(
-    qwen3: Base, tiny_model: Path, tmp_path: Path
-) -> None:
-    from support.tiny_model import make_tiny_model
-
-    state = tmp_path / "state"
-    train(retrofit(qwen3), iter(rows(12)), state, nothing)
-    other = load_base(str(make_tiny_model(tmp_path, hidden=96)), "cpu", torch.float32)
-    with pytest.raises(ValueError, match=r"shape of norm: got \[2, 64\], expected"):
-        train(retrofit(other), iter(rows(12)), state, nothing)
-
-
 def one_step(
     base: Base, monkeypatch: pytest.MonkeyPatch, path: Path, texts: list, **change
 ) -> dict[str, torch.Tensor]:
@@ -292,22 +268,6 @@ def one_step(
         train(retrofit(base, settings), iter(texts), path, nothing, save_steps=1)
     states = torch.load(path, weights_only=True)["optimizer"]["state"]
     return {name: states[i]["exp_avg"] for i, name in enumerate(("norm", "projection"))}
-
-
-def test_a_step_takes_the_mean_of_its_rows(
-    qwen3: Base, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(dms, "LARGEST_GRADIENT", 1e9)
-    first, second = rows(2)
-    texts = ([first], [second], [first, second])
-    found = [
-        one_step(qwen3, monkeypatch, tmp_path / str(index), text)["projection"]
-        for index, text in enumerate(texts)
-    ]
-    assert found[0].abs().max() > 1e-3
-    torch.testing.assert_close(
-        found[2], (found[0] + found[1]) / 2, rtol=1e-3, atol=1e-5
-    )
 
 
 def test_a_step_takes_the_learning_rate_of_its_time(
@@ -353,19 +313,6 @@ def test_noise_differs_by_step_and_row(
     monkeypatch.setattr(dms, "noise_of", spy)
     train(retrofit(qwen3), iter(rows(12)), tmp_path / "state", nothing)
     assert places == [(42, step, row) for step in range(6) for row in range(2)]
-
-
-def test_too_few_rows(qwen3: Base, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="rows: ran out at step 6 of 6"):
-        train(retrofit(qwen3), iter(rows(11)), tmp_path / "state", nothing)
-
-
-def test_a_loss_that_is_no_number(qwen3: Base, tmp_path: Path) -> None:
-    model = retrofit(qwen3)
-    model.weights.projection.data[0, 0, 0] = math.nan
-    with pytest.raises(ValueError, match="loss: got nan, expected a finite number"):
-        train(model, iter(rows(12)), tmp_path / "state", nothing)
-    assert not (tmp_path / "state").exists()
 
 
 def test_a_model_in_bfloat16(tiny_model: Path, tmp_path: Path) -> None:

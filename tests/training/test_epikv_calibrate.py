@@ -90,12 +90,8 @@ def test_answers_agree_however_they_are_written() -> None:
     [
         (["p", "a", "</think>", "\n", " ", "7"], 5),
         (["p", "a", "</th", "ink>", "7", "8"], 4),
-        (["p", "a", "x</think>7", "8"], 3),
-        (["p", "</think>", "b", "</think>", "7"], 4),
         (["</think>", "a", "b", "so \\box", "ed{7}"], 3),
         (["p", "a", "b", "\\boxed{", "7}"], 3),
-        (["p", "\\boxed{7}"], 2),
-        (["p", "a", "</think>"], 3),
         (["p"] + ["a"] * 100, 37),
         (["p", "a", "b"], 2),
         (["p"], 1),
@@ -138,7 +134,7 @@ class Model:
 WINDOWS = Windows(token=FILL)
 
 
-@pytest.mark.parametrize("key_at", [0, 20, 33, 69])
+@pytest.mark.parametrize("key_at", [0, 33, 69])
 def test_tokens_of_windows_that_change_the_answer(key_at: int) -> None:
     trace, model = make_trace(key_at), Model()
     made = label(trace, pieces_of(trace["token_ids"]), WINDOWS, model)
@@ -155,17 +151,6 @@ def test_tokens_of_windows_that_change_the_answer(key_at: int) -> None:
         "changed": changed,
     }
     assert trace.items() <= made.items()
-
-
-def test_contexts_differ_in_their_window_alone() -> None:
-    trace, model = make_trace(20), Model()
-    label(trace, pieces_of(trace["token_ids"]), WINDOWS, model)
-    end = PROMPT + BODY + 1
-    for number, context in enumerate(model.contexts):
-        start = PROMPT + 16 * number
-        want = trace["token_ids"][:end]
-        want[start : start + 32] = [FILL] * len(want[start : start + 32])
-        assert context == want
 
 
 def test_random_fillers_are_the_same_in_each_run() -> None:

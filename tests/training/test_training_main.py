@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from training.__main__ import COMMANDS, TRAINERS, main
+from training.__main__ import TRAINERS, main
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,16 +25,6 @@ def test_help_and_wrong_words_load_no_library() -> None:
         )
         assert run.stdout.rpartition("LOADED ")[2].strip() == "set()", run.stderr
         assert run.returncode == (0 if "--help" in words else 2)
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_each_command_has_a_help(name: str, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main([name, "--help"])
-    assert stopped.value.code == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith(f"usage: python -m training {name} ")
-    assert "--output" in printed
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
@@ -61,15 +51,3 @@ def test_files_that_are_missing_end_in_a_line(
     (*_, told) = capsys.readouterr().err.splitlines()
     start = f"python -m training wgkv: error: text: cannot read {missing!r}"
     assert told.startswith(start) and "(from " not in told
-
-
-def test_a_fault_says_where_it_is(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    """Of the trainers' code as of the package's."""
-    from training import wgkv
-
-    monkeypatch.setattr(wgkv, "parse", lambda words: int(words[0]))
-    assert main(["wgkv", "x"]) == 2
-    told = capsys.readouterr().err
-    assert "(from wgkv.py:" in told and "KVPOLICY_TRACEBACK=1 shows more" in told

@@ -88,14 +88,13 @@ def state_of(folder: Path) -> dict:
     return torch.load(path, weights_only=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "options", "file"),
     [
         (wgkv, WGKV, "wgkv-1.2.safetensors"),
-        pytest.param(dms, ADAPTER, "dms-4.safetensors", marks=pytest.mark.slow),
-        pytest.param(
-            dms, BORROWED, "dms-2.5/model.safetensors", marks=pytest.mark.slow
-        ),
+        (dms, ADAPTER, "dms-4.safetensors"),
+        (dms, BORROWED, "dms-2.5/model.safetensors"),
     ],
     ids=["wgkv", "adapter", "borrowed"],
 )
@@ -133,7 +132,11 @@ def test_two_processes_give_what_one_gives(
 
 @pytest.mark.parametrize(
     ("module", "options"),
-    [(wgkv, WGKV), (dms, ADAPTER), (dms, BORROWED)],
+    [
+        (wgkv, WGKV),
+        pytest.param(dms, ADAPTER, marks=pytest.mark.slow),
+        pytest.param(dms, BORROWED, marks=pytest.mark.slow),
+    ],
     ids=["wgkv", "adapter", "borrowed"],
 )
 def test_three_steps_and_three_are_six(

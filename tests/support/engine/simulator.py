@@ -4,12 +4,19 @@ Owns the traffic, the queue between scheduler and worker (one deep, or two deep 
 asynchronous scheduling) and the block accounting after every `schedule()`.
 """
 
+import gc
 import pickle
 import random
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import numpy as np
@@ -22,7 +29,6 @@ from support.engine.simulator_answers import LateAnswers
 from support.engine.simulator_cache import CacheCheck
 from support.engine.simulator_engine import Scenario, make_scheduler
 from support.engine.simulator_forecast import ForecastCheck
-from support.engine.simulator_growth import num_entries
 from support.engine.simulator_pages import Asked, check
 from support.engine.simulator_tables import RaggedCheck, TableCheck
 from support.engine.simulator_windows import WindowCheck
@@ -32,6 +38,28 @@ from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.events import EventPlan, request_phase
 from vllm_kvpolicy.policies.names import parse
 from vllm_kvpolicy.sizes import max_global_blocks, query_rows
+
+# What they lead to belongs to the process.
+SHARED = type, ModuleType, FunctionType, BuiltinFunctionType, MethodType
+GROWING = dict, list, set, frozenset
+
+
+def num_entries(root: Any) -> int:
+    """Return the entries of all dicts, lists and sets that an object leads to.
+
+    Deques do not count: those of a scheduler have a length that they do not exceed.
+    """
+    seen, waiting, found = {id(root)}, [root], 0
+    while waiting:
+        holder = waiting.pop()
+        if isinstance(holder, GROWING):
+            found += len(holder)
+        for each in gc.get_referents(holder):
+            if id(each) not in seen and not isinstance(each, SHARED):
+                seen.add(id(each))
+                waiting.append(each)
+    return found
+
 
 TOKEN, STOP_TOKEN = 5, 7
 MAX_IDLE_STEPS = 6
