@@ -106,8 +106,8 @@ def write_gates(model: Path, path: Path) -> None:
     """Write gates of random weights for a model."""
     import torch
 
-    from vllm_kvpolicy.policies.admissions.wgkv import files as wgkv_files
-    from vllm_kvpolicy.policies.admissions.wgkv.gates import Gates, unstacked
+    from vllm_kvpolicy.policies.admissions import wgkv
+    from vllm_kvpolicy.policies.admissions.wgkv import Gates, unstacked
 
     config = json.loads((model / "config.json").read_text())
     layers, heads = config["num_hidden_layers"], config["num_key_value_heads"]
@@ -140,7 +140,7 @@ def write_gates(model: Path, path: Path) -> None:
         kept_fraction=float("nan"),
         tensors=unstacked(weights),
     )
-    wgkv_files.save(path, gates)
+    wgkv.save(path, gates)
 
 
 def search_threshold(engine: Any, tokens: int, kept: float) -> float:

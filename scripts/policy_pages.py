@@ -1,13 +1,13 @@
 """Writes a page of the site for each word of a policy's name.
 
 What a page says stands elsewhere already: formula, source and deviations in the
-docstring of the word's module, options in the catalogue, figures in
+docstring of the word's module, options in its class, figures in
 `benchmarks/results`. Called by site_pages.py.
 """
 
-import ast
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -20,18 +20,20 @@ import yaml
 from benchmarks.report import tables
 from benchmarks.report.records import read
 from benchmarks.stats import estimate_difference
-from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
-from vllm_kvpolicy.policies.catalogue.allocators import ALLOCATORS
-from vllm_kvpolicy.policies.catalogue.names import parse
-from vllm_kvpolicy.policies.catalogue.rows import WordRow
-from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
-from vllm_kvpolicy.policies.catalogue.selections import SELECTIONS
+from vllm_kvpolicy.policies.names import (
+    ADMISSIONS,
+    ALLOCATORS,
+    SCORERS,
+    SELECTIONS,
+    parse,
+)
+from vllm_kvpolicy.policies.words import Word
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 FOLDER = "policies/"
 """Of the site."""
-KINDS: Mapping[str, tuple[str, Mapping[str, WordRow]]] = {
+KINDS: Mapping[str, tuple[str, Mapping[str, type[Word]]]] = {
     "Scorer": ("says how important each token is", SCORERS),
     "Allocator": ("says how the budget is shared among heads and layers", ALLOCATORS),
     "Admission": ("decides which tokens stay at all", ADMISSIONS),
@@ -152,7 +154,7 @@ CONCLUSIONS = {
 """By whether any comparison shows it better, and whether all do."""
 
 
-def words() -> Iterator[tuple[str, str, str, WordRow]]:
+def words() -> Iterator[tuple[str, str, str, type[Word]]]:
     """Yield the page, the kind, the word and the row of each word, by kind."""
     for kind, (_, rows) in KINDS.items():
         for word, row in rows.items():
@@ -194,7 +196,7 @@ def write_index() -> str:
     return "\n".join(lines) + "\n"
 
 
-def write(kind: str, word: str, row: WordRow) -> str:
+def write(kind: str, word: str, row: type[Word]) -> str:
     """Return the page of a word."""
     formula, source, deviations = docstring(row)
     name = f"{word}-snapkv" if kind == "Allocator" and word else word or "snapkv"
@@ -217,21 +219,21 @@ def write(kind: str, word: str, row: WordRow) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _needed(row: WordRow) -> str:
+def _needed(row: type[Word]) -> str:
     """Return the flag with the options that a word does not start without."""
-    fields = row.options.model_fields.items()
+    fields = row.Options.model_fields.items()
     needed = {key: "FILE" for key, each in fields if each.is_required()}
     return f" --kv-policy-config '{json.dumps(needed)}'" if needed else ""
 
 
-def docstring(row: WordRow) -> tuple[str, str, str]:
+def docstring(row: type[Word]) -> tuple[str, str, str]:
     """Return formula, source and deviations from the module of a word.
 
     Raises:
         ValueError: the module's docstring lacks one of them.
     """
-    place = ROOT / row.path.partition(":")[0].replace(".", "/")
-    text = ast.get_docstring(ast.parse(place.with_suffix(".py").read_text())) or ""
+    place = row.__module__
+    text = sys.modules[place].__doc__ or ""
     found = re.fullmatch(
         r"(.+?)\s+Source:\s+(.+?)\s+Deviations(?:: |, )(.+)", text, re.DOTALL
     )
@@ -241,14 +243,14 @@ def docstring(row: WordRow) -> tuple[str, str, str]:
     return formula, source, deviations[0].upper() + deviations[1:]
 
 
-def names_with(row: WordRow, measure: Measure) -> list[str]:
+def names_with(row: type[Word], measure: Measure) -> list[str]:
     """Return the policies of a measurement whose names have a word."""
     known = dict.fromkeys(each["policy"] for each in measure.rows)
     known.pop("full", None)
     return [name for name in known if row in parse(name.partition(":")[0]).parts]
 
 
-def _measured(row: WordRow) -> Iterator[str]:
+def _measured(row: type[Word]) -> Iterator[str]:
     """Yield the tables that have rows of a word."""
     chains = CHAINS if names_with(row, CHAINS) else CONTROLS
     shown = [m for m in (TEXT, FACTS, chains, TRAINED) if names_with(row, m)]
@@ -269,13 +271,13 @@ def _measured(row: WordRow) -> Iterator[str]:
         )
 
 
-def when(kind: str, word: str, row: WordRow) -> str:
+def when(kind: str, word: str, row: type[Word]) -> str:
     """Return when to use a word, as far as its rows say."""
     if "control" in row.source:
         return "In measurements: a control that others are compared with."
     has_rows = any(names_with(row, each) for each in MEASURES)
     said = []
-    if row.is_fitted:
+    if row.fitted:
         said.append(
             "Where you have it for your model: it needs that model's training, or a "
             "file made for it."
@@ -306,7 +308,7 @@ def when(kind: str, word: str, row: WordRow) -> str:
 
 
 def _pairs(
-    kind: str, word: str, row: WordRow, measure: Measure
+    kind: str, word: str, row: type[Word], measure: Measure
 ) -> Iterator[tuple[str, str]]:
     """Yield which measured names are compared for a word, and with which.
 
@@ -334,9 +336,9 @@ def _difference(measure: Measure, name: str, other: str) -> tuple[float, float, 
     return some.low, some.mean, some.high
 
 
-def _options(row: WordRow) -> str:
+def _options(row: type[Word]) -> str:
     """Return the table of the keys of `--kv-policy-config` that a word reads."""
-    fields = row.options.model_fields
+    fields = row.Options.model_fields
     if not fields:
         return "None of its own."
     lines = ["| key | default | meaning |", "|---|---|---|"]

@@ -364,7 +364,7 @@ def default_interval(policy: str) -> str:
 
     values = {"policy": policy, "interval": MAX_MODEL_TOKENS}
     try:
-        window = KVPolicyConfig.from_dict(values).window_tokens()
+        window = KVPolicyConfig.from_dict(values).resolved().window_tokens
     except ValueError:  # no policy, or one without a file: `check_policy` says so
         window = 0
     return str(max(MIN_INTERVAL, window))

@@ -13,11 +13,13 @@ from unittest.mock import patch
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.api.guards import REFUSALS
 from vllm_kvpolicy.compat import WORKER_CLASSES
-from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
-from vllm_kvpolicy.policies.catalogue.allocators import ALLOCATORS
-from vllm_kvpolicy.policies.catalogue.names import parse
-from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
-from vllm_kvpolicy.policies.catalogue.selections import SELECTIONS
+from vllm_kvpolicy.policies.names import (
+    ADMISSIONS,
+    ALLOCATORS,
+    SCORERS,
+    SELECTIONS,
+    parse,
+)
 
 EQUAL, OWN, FITTED, ADMISSION, SELECTION = KINDS = (
     "equal lengths",
@@ -149,7 +151,7 @@ def kind_of(name: str) -> str:
         name: of a policy that serves, no test policy.
     """
     info = parse(name)
-    if any(row.is_fitted for row in info.parts):
+    if any(row.fitted for row in info.parts):
         return FITTED if info.admission is None else ADMISSION
     if info.selection is not None:
         return SELECTION
@@ -193,10 +195,10 @@ def grid() -> list[str]:
 def _members() -> Iterator[str]:
     """Yield what the kinds consist of."""
     words = {**SCORERS, **ALLOCATORS, **ADMISSIONS, **SELECTIONS}
-    fitted = [name for name in SCORERS if words[name].is_fitted]
+    fitted = [name for name in SCORERS if words[name].fitted]
     own = [name for name in ALLOCATORS if words[name].ragged]
-    own += [name for name in ADMISSIONS if not words[name].is_fitted]
-    trained = [name for name in ADMISSIONS if words[name].is_fitted]
+    own += [name for name in ADMISSIONS if not words[name].fitted]
+    trained = [name for name in ADMISSIONS if words[name].fitted]
     yield (
         f"Per-head lengths: {_code(own)}. Calibrated scorers: {_code(fitted)}, with "
         f"any allocator. Admissions: {_code(trained)}, alone or with an eviction. "

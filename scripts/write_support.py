@@ -9,13 +9,16 @@ from vllm_kvpolicy.api.request_guards import REQUEST_REFUSALS
 from vllm_kvpolicy.compat import ATTENTION_BACKENDS, BLOCK_TOKENS, RELEASES
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.config_keys import INTEGER_KEYS
-from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
-from vllm_kvpolicy.policies.catalogue.allocators import ALLOCATORS
-from vllm_kvpolicy.policies.catalogue.options import default_in_words, valid_range
-from vllm_kvpolicy.policies.catalogue.rows import WordRow
-from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
-from vllm_kvpolicy.policies.catalogue.selections import SELECTIONS
-from vllm_kvpolicy.policies.catalogue.testing import TEST_POLICIES
+from vllm_kvpolicy.policies.names import (
+    ADMISSIONS,
+    ALLOCATORS,
+    SCORERS,
+    SELECTIONS,
+    TESTS,
+    parse,
+)
+from vllm_kvpolicy.policies.options import default_in_words, valid_range
+from vllm_kvpolicy.policies.words import Word
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "support.md"
 
@@ -89,7 +92,7 @@ def _policies() -> list[str]:
     return [*lines, "", f"Test policies, which drop nothing: {tests}.", ""]
 
 
-def _refused(word: WordRow, pair: str) -> list[str]:
+def _refused(word: type[Word], pair: str) -> list[str]:
     """Return a row per reason for which a word is not combined with others.
 
     Args:
@@ -105,8 +108,8 @@ def _refused(word: WordRow, pair: str) -> list[str]:
     return rows
 
 
-def _tests() -> list[tuple[str, WordRow]]:
-    return list(TEST_POLICIES.items())
+def _tests() -> list[tuple[str, type[Word]]]:
+    return [(name, parse(name).parts[0]) for name in TESTS]
 
 
 def _row(*cells: object) -> str:
@@ -168,10 +171,10 @@ def _options() -> list[str]:
         "|---|---|---|---|---|",
     ]
     words = {**SCORERS, **ALLOCATORS, **ADMISSIONS, **SELECTIONS}
-    words |= TEST_POLICIES
-    fields = {k: f for w in words.values() for k, f in w.options.model_fields.items()}
+    words |= dict(_tests())
+    fields = {k: f for w in words.values() for k, f in w.Options.model_fields.items()}
     for key, field in fields.items():
-        users = [n for n, word in words.items() if key in word.options.model_fields]
+        users = [n for n, word in words.items() if key in word.Options.model_fields]
         shown = ", ".join(f"`{name}`" for name in users)
         cells = default_in_words(field), shown, valid_range(field), field.description
         lines.append(_row(f"`{key}`", *cells))

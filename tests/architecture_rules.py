@@ -15,9 +15,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "protocol",
         "config",
         "config_keys",
-        "config_values",
         "compat",
-        "policies.catalogue",
+        "policies.names",
+        "policies.options",
     ),
     ("kernels",),
     ("policies",),
@@ -36,10 +36,10 @@ LEAVES = (
     "protocol",
     "config",
     "config_keys",
-    "config_values",
-    "policies.catalogue",
+    "policies.names",
+    "policies.options",
 )
-LEAF_LIBRARIES = {"policies.catalogue": "pydantic"}
+LEAF_LIBRARIES = dict.fromkeys(("policies.names", "policies.options"), "pydantic")
 # The engine and the worker meet in `protocol`. vLLM finds the manager of a spec in a
 # registry of the process that made the spec, so the worker must import the manager.
 NAMED_EXCEPTIONS = {("worker.worker", "block_manager.manager")}
@@ -189,8 +189,8 @@ def _imported(source: str) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, alias.name) for alias in node.names)
 
 
-def methods_are_named_by_the_catalogue(modules: Sources) -> list[str]:
-    """What serves every policy asks the rows of the catalogue, and names no method."""
+def methods_are_named_by_their_files(modules: Sources) -> list[str]:
+    """What serves every policy asks the words of a policy, and names no method."""
     return [
         f"{module}:{number}: {line.strip()}"
         for module, source in modules.items()
@@ -392,7 +392,7 @@ PACKAGE_RULES = (
     imports_run_down,
     the_package_stands_alone,
     leaves_use_the_standard_library,
-    methods_are_named_by_the_catalogue,
+    methods_are_named_by_their_files,
     no_import_cycles,
     imports_stand_at_the_top,
     files_and_functions_are_small,

@@ -22,9 +22,9 @@ VIOLATIONS = {
     },
     "the_package_stands_alone": {"verify.a": DOC + "from reasoner import problems"},
     "leaves_use_the_standard_library": {"config": DOC + "def f():\n    import torch"},
-    "methods_are_named_by_the_catalogue": {
-        "api.patch": DOC + "from vllm_kvpolicy.policies.admissions.dms import files",
-        "policies.admissions.dms.files": DOC,
+    "methods_are_named_by_their_files": {
+        "api.patch": DOC + "from vllm_kvpolicy.policies.admissions.dms import model",
+        "policies.admissions.dms.model": DOC,
     },
     "no_import_cycles": {
         "kernels.a": DOC + "import vllm_kvpolicy.kernels.b",
@@ -76,8 +76,8 @@ MORE_VIOLATIONS = [
     (rules.the_package_stands_alone, {"a": "def f():\n    import benchmarks.stats"}),
     (rules.leaves_use_the_standard_library, {"policies.__init__": "import torch"}),
     (rules.leaves_use_the_standard_library, {"config": "import pydantic"}),
-    (rules.leaves_use_the_standard_library, {"policies.catalogue.a": "import torch"}),
-    (rules.methods_are_named_by_the_catalogue, {"config": "A = 'wgkv+tova'"}),
+    (rules.leaves_use_the_standard_library, {"policies.names": "import torch"}),
+    (rules.methods_are_named_by_their_files, {"config": "A = 'wgkv+tova'"}),
     (rules.files_and_functions_are_small, {"config": "x = 1\n" * 601}),
     (rules.no_environment_variables, {"api.guards": "from vllm import envs"}),
     (rules.hot_modules_fill_by_index, {"kernels.a": "x[:, rows[0], 1] = -NEVER"}),

@@ -40,13 +40,17 @@ def test_plain_form_survives_json_and_pickle():
 
 
 def test_explicit_options_win_over_the_preset():
-    options = KVPolicyConfig.from_dict(
-        {
-            **AMS,
-            "interval": 128,
-            "policy_config": {"preset": "paper", "min_segment": 8},
-        }
-    ).options_of()
+    options = (
+        KVPolicyConfig.from_dict(
+            {
+                **AMS,
+                "interval": 128,
+                "policy_config": {"preset": "paper", "min_segment": 8},
+            }
+        )
+        .resolved()
+        .options
+    )
     assert options["min_segment"] == 8
     assert options["window"] == 128  # the preset's own
 
@@ -368,8 +372,8 @@ def test_a_request_for_an_allowed_policy_keeps_the_servers_options():
     assert server.may_protect_prompt
     asked = server.with_request({"kv_policy": "tova"})
     assert asked is not None
-    assert (asked.policy, asked.window_tokens()) == ("tova", 1)
-    assert asked.options_of("ams-tova")["segment_mass"] == 0.2
+    assert (asked.policy, asked.resolved().window_tokens) == ("tova", 1)
+    assert asked.resolved("ams-tova").options["segment_mass"] == 0.2
     # Its own window counts, not that of others.
     assert asked.with_request({"kv_interval": 8}).interval_tokens == 8
 
@@ -387,7 +391,7 @@ def test_a_window_is_as_many_superblocks_as_its_queries_fill(
     policy, block_size, group_size, blocks
 ):
     footprint = config(policy=policy).footprint(1, block_size, group_size)
-    assert footprint.window_tokens == config(policy=policy).window_tokens()
+    assert footprint.window_tokens == config(policy=policy).resolved().window_tokens
     assert footprint.window_blocks == blocks
 
 

@@ -56,7 +56,7 @@ def test_an_allowed_policy_that_protects_prompts_leaves_the_bound_alone() -> Non
 def test_a_server_that_keeps_prompts_states_the_whole_length(
     config: KVPolicyConfig,
 ) -> None:
-    window_blocks = -(-config.window_tokens() * 4 // (2 * SIZE))
+    window_blocks = -(-config.resolved().window_tokens * 4 // (2 * SIZE))
     assert max_blocks_per_request(ENGINE, config) == WHOLE + window_blocks
 
 
@@ -83,7 +83,7 @@ def test_a_query_window_counts_as_superblocks_of_the_request() -> None:
         max_blocks_per_request(ENGINE, KVPolicyConfig(name))
         for name in ("keydiff", "snapkv")
     ]
-    assert KVPolicyConfig("snapkv").window_tokens() == 32
+    assert KVPolicyConfig("snapkv").resolved().window_tokens == 32
     assert bounds[1] == bounds[0] + 2
 
 

@@ -35,7 +35,7 @@ def test_keywords_become_the_plain_form(made):
     config = KVPolicyConfig.from_dict(kwargs["additional_config"]["kv_policy"])
     assert (config.budget_tokens, config.interval_tokens) == (128, 64)
     assert (config.recent_tokens, config.sink_tokens) == (16, 2)
-    assert config.options_of()["preset"] == "code"
+    assert config.resolved().options["preset"] == "code"
 
 
 def test_keywords_win_over_additional_config(made):

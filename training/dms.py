@@ -51,8 +51,7 @@ from training.options import (
 )
 from training.rows import ReasonerRows, Row, Rows
 from training.run import Run
-from vllm_kvpolicy.policies.admissions.dms.adapter import DmsAdapter, unstacked
-from vllm_kvpolicy.policies.admissions.dms.files import save
+from vllm_kvpolicy.policies.admissions.dms.model import DmsAdapter, save, unstacked
 
 BLOCK = 512  # tokens whose logits are in memory at once
 BETAS = (0.9, 0.95)  # of Adam

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.visibility import visible, visible_until
-from vllm_kvpolicy.policies.admissions.wgkv.gates import FLAVOURS
+from vllm_kvpolicy.policies.admissions.wgkv import FLAVOURS
 
 NAME = "kvpolicy_student"  # of the attention function, in transformers
 BLOCK = 512  # queries whose attention weights are in memory at once

@@ -13,7 +13,7 @@ Main path of one request from the flag to the kernels, in the order of first cal
 
   flag      plugin > api.patch > api.cli > api.engine_config > config
   refuse    api.engine_config > api.guards > api.refusal > api.model_guards
-  worker    api.engines > worker.worker > worker.setup > policies.build
+  worker    api.engines > worker.worker > worker.setup > policies.compose
   request   api.patch > api.request_guards
   schedule  block_manager.scheduler > block_manager.planner > block_manager.manager
   enter     block_manager.entry > block_manager.forecast

@@ -5,8 +5,11 @@ rebuilt from `VllmConfig.additional_config["kv_policy"]` by scheduler and worker
 of the plain form are the flags without their prefix: `--kv-budget` is `budget`.
 """
 
-from collections.abc import Iterable, Mapping
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from vllm_kvpolicy.config_keys import (
@@ -25,7 +28,7 @@ from vllm_kvpolicy.config_keys import (
     with_server_options,
 )
 from vllm_kvpolicy.events import NO_STEP, EventPlan, Footprint
-from vllm_kvpolicy.policies.catalogue.names import grammar, parse, resolve_options
+from vllm_kvpolicy.policies.names import ResolvedPolicy, grammar, parse, resolve
 
 CONFIG_KEY = "kv_policy"
 PER_REQUEST_OFF = "none"
@@ -39,7 +42,7 @@ class KVPolicyConfig:
     from that of its server, and checks only what the request changes.
 
     Args:
-        policy: name in the grammar of policies.catalogue.names.
+        policy: name in the grammar of policies.names.
         budget_tokens: K, held right after an event: sinks + selected + local.
         interval_tokens: I, tokens between two events.
         recent_tokens: R, newest tokens that are always kept.
@@ -76,13 +79,16 @@ class KVPolicyConfig:
     report_events: bool = False
     live: bool = False
     live_text: bool = False
-    # By policy name: a cache of what follows from `options`, shared with requests.
-    _windows: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
+    # By policy name: what follows from `options`, made once and shared with requests.
+    _resolved: dict[str, ResolvedPolicy] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     # Not a value of the configuration: whether its values have been checked before.
     is_checked: InitVar[bool] = False
 
     def __post_init__(self, is_checked: bool) -> None:
         if not is_checked:
+            object.__setattr__(self, "_resolved", {})
             self._check()
 
     def _check(self) -> None:
@@ -117,7 +123,7 @@ class KVPolicyConfig:
         """Whether any of `policies` keeps prompts whole."""
         if self.protect_prompt is not None:
             return self.protect_prompt
-        return any(parse(name).protect_prompt for name in self.policies)
+        return any(each.info.protect_prompt for each in self.all_resolved)
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -127,15 +133,25 @@ class KVPolicyConfig:
     @property
     def is_ragged(self) -> bool:
         """Whether heads may hold different numbers of tokens under any policy."""
-        return any(parse(n).is_ragged(self.options_of(n)) for n in self.policies)
+        return any(each.is_ragged for each in self.all_resolved)
 
     @property
     def is_exact(self) -> bool:
         """Whether a dropped token is masked at once instead of at the next event."""
-        return any(self.options_of(n).get("exact", False) for n in self.policies)
+        return any(each.is_exact for each in self.all_resolved)
 
-    def options_of(self, policy_name: str | None = None) -> dict[str, Any]:
-        """Return all options of one of `policies`, defaults and presets filled in.
+    @property
+    def all_resolved(self) -> list[ResolvedPolicy]:
+        """Every one of `policies`, with its options."""
+        return [self.resolved(name) for name in self.policies]
+
+    @property
+    def words(self) -> list[Any]:
+        """The words of all of `policies`, see `policies.words.Word`."""
+        return [word for each in self.all_resolved for word in each.info.parts]
+
+    def resolved(self, policy_name: str | None = None) -> ResolvedPolicy:
+        """Return one of `policies` with all options, defaults and presets filled in.
 
         Args:
             policy_name: by default the server's own.
@@ -143,23 +159,19 @@ class KVPolicyConfig:
         Raises:
             ValueError: a value outside its range, or none where one is required.
         """
-        info = parse(policy_name or self.policy)
-        known = info.options
-        given = {key: value for key, value in self.options.items() if key in known}
-        return resolve_options(info, given)
+        name = policy_name or self.policy
+        if name not in self._resolved:
+            info = parse(name)
+            known = info.options
+            given = {key: value for key, value in self.options.items() if key in known}
+            self._resolved[name] = resolve(info, given)
+        return self._resolved[name]
 
     def prefill_step(self, block_size: int) -> int:
         """Return the tokens between two events inside a prompt, NO_STEP for none."""
         default = max(DEFAULT_PREFILL_INTERVAL // block_size, 1) * block_size
         tokens = self.prefill_interval_tokens or default
         return tokens if isinstance(tokens, int) else NO_STEP
-
-    def window_tokens(self, policy_name: str | None = None) -> int:
-        """Return the queries that one of `policies` reads, by default the server's."""
-        name = policy_name or self.policy
-        if name not in self._windows:
-            self._windows[name] = parse(name).window_tokens(self.options_of(name))
-        return self._windows[name]
 
     def _check_windows(self, policy_name: str, prefix: str = "", size: int = 1) -> None:
         """Raise ValueError where a policy's query window is longer than an interval.
@@ -169,7 +181,7 @@ class KVPolicyConfig:
             prefix: what the keys begin with where the user gave them.
             size: N, tokens per superblock.
         """
-        window = self.window_tokens(policy_name)
+        window = self.resolved(policy_name).window_tokens
         intervals = {
             "interval": self.interval_tokens,
             "prefill_interval": self.prefill_step(size),
@@ -186,7 +198,7 @@ class KVPolicyConfig:
         """Whether prompts are kept whole: as the user says, else as the policy does."""
         if self.protect_prompt is not None:
             return self.protect_prompt
-        return parse(self.policy).protect_prompt
+        return self.resolved().info.protect_prompt
 
     def footprint(
         self, prompt_tokens: int, block_size: int, query_rows: int, phase: int = 0
@@ -201,11 +213,11 @@ class KVPolicyConfig:
             phase: of the request, see `events`; 0 where events are not spread.
         """
         protected = prompt_tokens if self.protects_prompt else 0
-        info, budget = parse(self.policy), self.budget_tokens + protected
-        if info.is_unbounded:
+        policy, budget = self.resolved(), self.budget_tokens + protected
+        if policy.info.is_unbounded:
             # Events begin when the first page has left the window.
             budget = self.sink_tokens + self.recent_tokens + block_size
-        window = self.window_tokens()
+        window = policy.window_tokens
         events = EventPlan(
             prompt_len=prompt_tokens,
             budget=budget,
@@ -215,7 +227,7 @@ class KVPolicyConfig:
             window_tokens=window,
         )
         window_blocks = -(-window * query_rows // (2 * block_size))
-        sizes = self.recent_tokens, block_size, info.keeps_all
+        sizes = self.recent_tokens, block_size, policy.info.keeps_all
         return Footprint(events, *sizes, window_blocks)
 
     @classmethod
@@ -326,7 +338,7 @@ class KVPolicyConfig:
             if label in asked:
                 value, limit = asked[label], getattr(self, key.field)
                 changes[key.field] = key.check(value, label)
-                why = parse(policy_name).fixed_keys.get(key.key)
+                why = self.resolved(policy_name).info.fixed_keys.get(key.key)
                 if value > limit or (why and value < limit):
                     wanted = f"{'' if why else 'at most '}the server's {limit}"
                     reason = f": {policy_name!r} {why}" if why else ""
@@ -343,7 +355,7 @@ class KVPolicyConfig:
 
         For example 4 sinks and 32 recent tokens need a budget of 68 with pages of 32.
         """
-        if parse(self.policy).is_unbounded:
+        if self.resolved().info.is_unbounded:
             return
         sinks, recent = self.sink_tokens, self.recent_tokens
         least = sinks + recent + page_tokens
@@ -355,6 +367,67 @@ class KVPolicyConfig:
             )
 
 
+class ConfigValues(Mapping[str, Any]):
+    """`VllmConfig.additional_config` of an engine with a policy.
+
+    vLLM keys its compile cache by all values of a dict, and would compile a model anew
+    for each budget. Of anything else it asks for a hash, and that of these values
+    leaves out what the compiled model does not depend on, once a worker has told.
+
+    Args:
+        values: the plain form of the policy under `CONFIG_KEY`, and what else the user
+            put into `additional_config`; JSON throughout.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = dict(values)
+        self._graph: tuple[str, ...] | None = None
+
+    @cached_property
+    def policy(self) -> KVPolicyConfig:
+        """What the values under `CONFIG_KEY` say."""
+        return KVPolicyConfig.from_dict(self._values[CONFIG_KEY])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what other processes get: each makes its own `policy`."""
+        return {key: value for key, value in vars(self).items() if key != "policy"}
+
+    def __getitem__(self, key: str) -> Any:
+        """Return a value."""
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the keys."""
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        """Return the number of values."""
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        """Return the values as a dict is written."""
+        return repr(self._values)
+
+    def set_graph(self, parts: Sequence[str]) -> None:
+        """Tell what policies have put into the model's forward pass.
+
+        Args:
+            parts: one line each, whatever the policy and its numbers; see
+                `worker.worker.traced_parts`.
+        """
+        self._graph = tuple(parts)
+
+    def compute_hash(self) -> str:
+        """Return what vLLM's key of compiled models has of these values.
+
+        All of them, until `set_graph` has been called; from then on its parts in place
+        of the policy's values.
+        """
+        graph = {} if self._graph is None else {CONFIG_KEY: self._graph}
+        text = json.dumps({**self._values, **graph}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
 def has_policy(vllm_config: Any) -> bool:
     """Return whether an engine runs with a policy, from its VllmConfig."""
     additional = vllm_config.additional_config
@@ -362,10 +435,21 @@ def has_policy(vllm_config: Any) -> bool:
 
 
 def server_config(vllm_config: Any) -> KVPolicyConfig | None:
-    """Return the policy that an engine runs with, or None; parsed anew at each call."""
+    """Return the policy that an engine runs with, or None; one object per process."""
     if not has_policy(vllm_config):
         return None
-    return KVPolicyConfig.from_dict(vllm_config.additional_config[CONFIG_KEY])
+    additional = vllm_config.additional_config
+    if isinstance(additional, ConfigValues):
+        return additional.policy
+    return KVPolicyConfig.from_dict(additional[CONFIG_KEY])
+
+
+def own_config(vllm_config: Any) -> KVPolicyConfig:
+    """Return what `server_config` does for an engine that has a policy."""
+    config = server_config(vllm_config)
+    if config is None:
+        raise ValueError("got a VllmConfig without a policy, expected one with it")
+    return config
 
 
 def _check_type(key: str, value: Any, kind: type, expected: str) -> None:

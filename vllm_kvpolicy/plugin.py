@@ -6,10 +6,10 @@ def register() -> None:
     from vllm import ModelRegistry
 
     from vllm_kvpolicy.api import patch
-    from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
+    from vllm_kvpolicy.policies.names import architectures
 
     patch.install()
     known = ModelRegistry.get_supported_archs()
-    for row in ADMISSIONS.values():
-        for name in row.architectures.keys() - known:
-            ModelRegistry.register_model(name, row.architectures[name])
+    for name, path in architectures().items():
+        if name not in known:
+            ModelRegistry.register_model(name, path)

@@ -9,7 +9,6 @@ from typing import Any
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.events import LAST_PHASE, worst_case_blocks
-from vllm_kvpolicy.policies.catalogue.names import parse
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ def check_drafts(config: KVPolicyConfig, vllm_config: Any, prefix: str = "") -> 
     if held >= drafts:
         return
     name, given = "budget", config.budget_tokens
-    if parse(config.policy).is_unbounded:
+    if config.resolved().info.is_unbounded:
         name, given = "recent", config.recent_tokens
     least = drafts - (held - given)
     raise ValueError(
@@ -204,7 +203,7 @@ def max_global_blocks(vllm_config: Any, config: KVPolicyConfig) -> int:
     """Return the most superblocks of survivors of any request, by any policy."""
     block_size = vllm_config.cache_config.block_size
     longest = vllm_config.model_config.max_model_len
-    may_keep_all = any(parse(name).keeps_all for name in config.policies)
+    may_keep_all = any(each.info.keeps_all for each in config.all_resolved)
     if not (may_keep_all or config.may_protect_prompt):
         longest = min(longest, config.budget_tokens)
     return -(-longest // block_size)
@@ -226,7 +225,7 @@ def max_blocks_per_request(
     block_size = vllm_config.cache_config.block_size
     longest = longest or vllm_config.model_config.max_model_len
     footprint = config.footprint(1, block_size, query_rows(vllm_config))
-    if parse(config.policy).keeps_all or config.protects_prompt:
+    if config.resolved().info.keeps_all or config.protects_prompt:
         return -(-longest // block_size) + footprint.window_blocks
     return worst_case_blocks(
         longest,
@@ -276,7 +275,7 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
     beside = sliding_groups(vllm_config).most_blocks(max_model_len)
     held = most_blocks(config, 1, max_model_len, *sizes) + beside
     whole = -(-max_model_len // block_size) + beside
-    info = parse(config.policy)
+    info = config.resolved().info
     if info.is_unbounded:
         kept = f"its newest {config.recent_tokens} tokens and all admitted tokens"
         return (
@@ -309,7 +308,8 @@ def sharing_line(vllm_config: Any, config: KVPolicyConfig) -> str:
     """Return the start-up line about the prefix cache: what is shared, for how long."""
     if not vllm_config.cache_config.enable_prefix_caching:
         return "KV policy prefix cache: off, every request computes its whole prompt"
-    alone = [name for name in config.policies if parse(name).measures_tokens]
+    measuring = [each.info for each in config.all_resolved if each.info.measures_tokens]
+    alone = [info.name for info in measuring]
     sizes = vllm_config.cache_config.block_size, query_rows(vllm_config)
     longest = vllm_config.model_config.max_model_len
     first_event = config.footprint(longest, *sizes).events.next_event(1)

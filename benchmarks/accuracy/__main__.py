@@ -42,7 +42,7 @@ from benchmarks.serving import PACKAGED_MODEL
 from benchmarks.workload import VALUE_BYTES, group_size
 from vllm_kvpolicy.commands.outputs import new_file, new_folder
 from vllm_kvpolicy.compat import FLOAT8_CACHES
-from vllm_kvpolicy.policies.catalogue.names import parse, parts
+from vllm_kvpolicy.policies.names import parse, parts
 
 DEFAULT_TASKS = ["recall:60", "copy:40", "hot:40", "sub:30"]
 NOT_IN_GRIDS = {"grid", "shard", "dry_run", "out", "logs", "url", "data", "trace"}

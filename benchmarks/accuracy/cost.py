@@ -12,7 +12,6 @@ from benchmarks.accuracy.results import Line
 from benchmarks.accuracy.servers import FULL, options_of, split
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.events import Footprint, positions_up_to
-from vllm_kvpolicy.policies.catalogue.names import parse
 
 FROM_LENGTHS, FROM_SERVER = "lengths", "server"
 
@@ -45,7 +44,7 @@ def cost_of(
         return None
     group = settings["group_size"] or 0
     footprint = config.footprint(prompt, block, group)
-    selected = config.options_of().get("quest_budget")
+    selected = config.resolved().options.get("quest_budget")
     return bounded_cost(prompt, output, footprint, line.get("dropped"), selected)
 
 
@@ -79,7 +78,8 @@ def _config_of(line: Line, settings: Line) -> KVPolicyConfig:
 
 def depends_on_text(config: KVPolicyConfig) -> bool:
     """Return whether the text decides how much a policy holds."""
-    return parse(config.policy).is_dynamic(config.options_of(config.policy))
+    policy = config.resolved()
+    return policy.info.is_dynamic(policy.options)
 
 
 def full_cost(prompt: int, output: int, block: int) -> tuple[int, int]:

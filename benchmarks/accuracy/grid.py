@@ -13,7 +13,7 @@ from benchmarks.accuracy.client import Asked
 from benchmarks.accuracy.questions import EXACT, Question, questions_of
 from benchmarks.accuracy.results import KEY_FIELDS, Line
 from benchmarks.accuracy.servers import FULL, Setup, extra_of, split
-from vllm_kvpolicy.policies.catalogue.names import parse
+from vllm_kvpolicy.policies.names import parse
 
 TOKENS_PER_SECOND = 1000.0
 """Of all requests together: what the packaged model gives on 2 CPU cores. Taken until a

@@ -8,8 +8,7 @@ from benchmarks.accuracy.partial import PARTIAL, Scores, scores_by_question
 from benchmarks.accuracy.servers import FULL, split
 from benchmarks.printing import table
 from benchmarks.stats import estimate_difference, mcnemar
-from vllm_kvpolicy.policies.catalogue.names import parse
-from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
+from vllm_kvpolicy.policies.names import SCORERS, parse
 
 CONTROL = "strat"
 """Allocator that AMS is compared with: equal quotas for equal blocks."""

@@ -16,7 +16,7 @@ from benchmarks.server import EngineSettings, parse_metrics, running
 from benchmarks.workload import block_bytes
 from vllm_kvpolicy.compat import COUNTING_CLASSES
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.policies.catalogue.names import parse
+from vllm_kvpolicy.policies.names import parse
 
 FULL = "full"
 DTYPE = "float32"

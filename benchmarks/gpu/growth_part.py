@@ -20,7 +20,7 @@ from benchmarks.gpu.timing import median_ms
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.kernels.compact_pages import compact_pages
 from vllm_kvpolicy.policies.base import EventInputs
-from vllm_kvpolicy.policies.build import build
+from vllm_kvpolicy.policies.compose import build
 
 POLICIES = (POLICY, "snapkv", "keydiff", "streaming")
 INTERVAL_TOKENS = 512  # dropped at an event
@@ -75,7 +75,7 @@ def time_event(
                 compact_pages(*arguments)
     else:
         config = KVPolicyConfig(policy=what)
-        policy = build(what, config.options_of())
+        policy = build(what, config.resolved().options)
         inputs = event_inputs(size, policy.needs.memory, device)
         call = partial(policy.decide, inputs, size.budget)
     milliseconds = median_ms(call, device, repeats)

@@ -29,9 +29,8 @@ from benchmarks import provenance
 from vllm_kvpolicy.kernels.dispatch import Operation, forced
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.preferences import why_not_in_cpp
-from vllm_kvpolicy.policies import build as factory
+from vllm_kvpolicy.policies import compose as factory
 from vllm_kvpolicy.policies.base import EventInputs, Policy
-from vllm_kvpolicy.policies.catalogue.names import resolve_options
 
 MODULE = "benchmarks.kernels.bench_decision"
 LAYERS, HEADS, GROUP, SIZE, PAGE = 30, 3, 3, 64, 32
@@ -114,8 +113,7 @@ def main() -> None:
         print(f"bench_decision: {reason}", file=sys.stderr)
         sys.exit(2)
     torch.set_num_threads(args.threads)
-    info = factory.parse(args.policy)
-    policy = factory.build(args.policy, resolve_options(info, {}))
+    policy = factory.build(args.policy)
     inputs = make_inputs(policy, args.tokens, getattr(torch, args.dtype))
     found: dict[str, Times] = {which: defaultdict(list) for which in WHICH}
     budget = args.tokens - INTERVAL

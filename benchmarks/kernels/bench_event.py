@@ -93,7 +93,7 @@ def make_config(policy: str, tokens: int) -> Any:
 def make_worker(policy: str, tokens: int, caches: torch.Tensor) -> Any:
     """Return the runtime of a worker whose KV caches are [L, B, H, N, 2D]."""
     from vllm_kvpolicy.kernels.rope import Rope
-    from vllm_kvpolicy.policies.build import build
+    from vllm_kvpolicy.policies.compose import build
     from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
     from vllm_kvpolicy.worker.compaction import remembered
     from vllm_kvpolicy.worker.request_table import RequestTable
@@ -102,7 +102,7 @@ def make_worker(policy: str, tokens: int, caches: torch.Tensor) -> Any:
 
     device = caches.device
     config = make_config(policy, tokens)
-    policies = {policy: build(policy, config.options_of(policy))}
+    policies = {policy: build(policy, config.resolved(policy).options)}
     needs = policies[policy].needs
     requests = RequestTable(1, BLOCKS, PAGE, device)
     return WorkerSetup(

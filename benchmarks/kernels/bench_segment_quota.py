@@ -28,8 +28,8 @@ from vllm_kvpolicy.kernels.segment_quota import (
 from vllm_kvpolicy.policies.allocators.ams import (
     PRESETS,
     AMSConfig,
+    select,  # noqa: E402
 )
-from vllm_kvpolicy.policies.ams import select  # noqa: E402
 
 
 def parse_args() -> argparse.Namespace:

@@ -30,7 +30,7 @@ from benchmarks.pinned import PinnedError
 from benchmarks.printing import table
 from vllm_kvpolicy.commands.outputs import new_file
 from vllm_kvpolicy.compat import FLOAT8_CACHES
-from vllm_kvpolicy.policies.catalogue.names import parse
+from vllm_kvpolicy.policies.names import parse
 
 NOT_IN_GRIDS = {"grid", "out", "record", "dry_run", "quick", "model", "trace"}
 QUICK: dict[str, Any] = {

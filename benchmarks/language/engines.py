@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.accuracy.servers import FULL, OWN_DTYPE, options_of, split
 from benchmarks.provenance import usable_cores
 from benchmarks.workload import block_bytes
-from vllm_kvpolicy.policies.catalogue.names import parse
+from vllm_kvpolicy.policies.names import parse
 
 BLOCK_SIZE = 32
 BATCHED_TOKENS = 2048

@@ -21,7 +21,7 @@ from benchmarks.peer.facts import Place, place_of
 from benchmarks.peer.process import Worker
 from benchmarks.peer.prompts import Prompts
 from vllm_kvpolicy.observe.measures import repetition
-from vllm_kvpolicy.policies.catalogue.names import parse, resolve_options
+from vllm_kvpolicy.policies.names import parse, resolve
 
 SECONDS_PER_TOKEN = 0.003
 """Of one answer on one core, until a file has lines to judge by."""
@@ -63,7 +63,7 @@ def options_of(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     options = {}
     for policy in PRESSES:
         given = servers.options_of((policy,), "", vars(args))
-        ours = resolve_options(parse(policy), given)
+        ours = resolve(parse(policy), given).options
         options[policy] = catalogue.options_of(policy, ours)
     return options
 

@@ -16,7 +16,7 @@ from benchmarks.report.lines import (
 )
 from benchmarks.report.panels import SHARES, explain, grid, handle, log_ticks
 from reasoner.intervals import wilson
-from vllm_kvpolicy.policies.catalogue.names import parse
+from vllm_kvpolicy.policies.names import parse
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

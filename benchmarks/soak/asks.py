@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.soak import settings
 from reasoner.problems import FAMILIES, generate
-from vllm_kvpolicy.policies.catalogue.names import parse
+from vllm_kvpolicy.policies.names import parse
 
 Body = dict[str, Any]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -30,7 +30,7 @@ def test_every_flag_reaches_the_configuration():
     assert config.policy == "ams-tova"
     assert (config.budget_tokens, config.interval_tokens) == (128, 64)
     assert (config.recent_tokens, config.sink_tokens) == (16, 2)
-    assert config.options_of()["segment_mass"] == 0.02  # of the preset `code`
+    assert config.resolved().options["segment_mass"] == 0.02  # of the preset `code`
     assert config.live and config.live_text
     assert KVPolicyConfig.from_dict(config.to_dict()) == config
 

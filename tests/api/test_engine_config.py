@@ -11,7 +11,7 @@ from support.engine_configs import engine_args
 from support.made_gates import make_gates
 from vllm_kvpolicy.api.engine_config import check_files, read_command_line
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.policies.admissions.wgkv import files as wgkv_files
+from vllm_kvpolicy.policies.admissions import wgkv
 from vllm_kvpolicy.policies.calibration import save
 
 BASE = {"policy": "tova", "budget": 128, "interval": 64}
@@ -125,7 +125,7 @@ def gates(tmp_path):
         sizes |= {key: fields.pop(key) for key in sizes.keys() & fields.keys()}
         path = tmp_path / "gates.safetensors"
         made = make_gates(**sizes, **{"window": 40, "rope_theta": 1e4, **fields})
-        wgkv_files.save(path, made)
+        wgkv.save(path, made)
         return path
 
     return write

@@ -386,11 +386,9 @@ def test_each_engine_parses_its_policy_once(policy_config, monkeypatch):
     monkeypatch.setattr(KVPolicyConfig, "from_dict", count)
     check = patch._with_request_check(prepare)
     early = patch._with_early_check(lambda self, *args: args)
-    other = Overlay(
-        policy_config, {"additional_config": {"kv_policy": {"policy": "tova"}}}
-    )
-    for config in (policy_config, other):
-        owner = SimpleNamespace(vllm_config=config)
+    for name in ("ams-tova", "tova"):
+        values = {"additional_config": {"kv_policy": {"policy": name}}}
+        owner = SimpleNamespace(vllm_config=Overlay(policy_config, values))
         for _ in range(3):
             check(owner, "id", (1,), params(kv_budget=96))
             early(owner, "hi", params(kv_budget=96))

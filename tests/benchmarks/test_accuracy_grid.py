@@ -11,7 +11,7 @@ from benchmarks.accuracy import grid, results, servers
 from benchmarks.accuracy.servers import FULL, Setup
 from reasoner.tokenizer import encode
 from vllm_kvpolicy.compat import COUNTING_CLASSES
-from vllm_kvpolicy.policies.catalogue.names import parse
+from vllm_kvpolicy.policies.names import parse
 
 GRIDS = provenance.ROOT / "benchmarks" / "grids"
 STANDARD = GRIDS / "standard.yaml"

@@ -10,7 +10,7 @@ from benchmarks.accuracy.groups import grouped
 from benchmarks.accuracy.questions import digest_of
 from reasoner.problems import generate
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.policies.catalogue.names import parse
+from vllm_kvpolicy.policies.names import parse
 
 SETTINGS = {
     "block_size": 32,

@@ -20,7 +20,7 @@ from benchmarks.language.engines import Engine, Settings, engines_of, running
 from benchmarks.language.texts import Text
 from benchmarks.report import tables
 from vllm_kvpolicy.events import event_positions
-from vllm_kvpolicy.policies.catalogue.names import parse, resolve_options
+from vllm_kvpolicy.policies.names import parse, resolve
 
 GRIDS = Path(language.__file__).parent.parent / "grids" / "language"
 POLICIES = ["snapkv", "ams-tova", "adakv-snapkv", "ams-tova:no-ema"]
@@ -358,6 +358,6 @@ def test_grids_are_valid(path):
         name, variant = split(label)
         options = options_of([name], variant, vars(args))
         assert args.variants.get(variant, {}).keys() <= options.keys()
-        window = parse(name).window_tokens(resolve_options(parse(name), options))
+        window = parse(name).window_tokens(resolve(parse(name), options).options)
         assert window <= min(args.intervals)
     assert "full" not in args.policies  # it always runs

@@ -13,10 +13,7 @@ from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.config_keys import FLAG_KEYS
 from vllm_kvpolicy.kernels import preferences
 from vllm_kvpolicy.observe.metrics import SERIES
-from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
-from vllm_kvpolicy.policies.catalogue.allocators import ALLOCATORS
-from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
-from vllm_kvpolicy.policies.catalogue.selections import SELECTIONS
+from vllm_kvpolicy.policies.names import ADMISSIONS, ALLOCATORS, SCORERS, SELECTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = f"vllm-kvpolicy  {metadata.version('vllm-kvpolicy')}"

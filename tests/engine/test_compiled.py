@@ -12,7 +12,7 @@ import pytest
 from support.engine.helpers import make_jobs
 from support.engine.run_compiled import run_elsewhere
 from support.made_adapters import make_adapter
-from vllm_kvpolicy.policies.admissions.dms.files import save
+from vllm_kvpolicy.policies.admissions.dms.model import save
 
 VALUES = {"budget": 96, "interval": 40, "prefill_interval": 128}
 SERVE_MODE = 2  # DYNAMO_TRACE_ONCE, what vLLM takes on CPU

@@ -19,7 +19,7 @@ from support.engine.helpers import Engine, make_jobs
 from support.engine.oracle_replay import activations, check_replay
 from support.made_adapters import make_adapter
 from support.tiny_model import make_tiny_model
-from vllm_kvpolicy.policies.admissions.dms.files import save
+from vllm_kvpolicy.policies.admissions.dms.model import save
 
 LAYERS, HEADS, SIZE, WINDOW, SINKS, BUDGET = 2, 2, 32, 40, 7, 110
 BASE = {"interval": 48, "prefill_interval": 128, "recent": WINDOW, "sinks": SINKS}

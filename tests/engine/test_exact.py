@@ -20,8 +20,7 @@ from support.engine.reference_decoder import ReferenceDecoder
 from support.made_gates import make_gates
 from support.made_patterns import write_pattern
 from support.tiny_model import make_tiny_model
-from vllm_kvpolicy.policies.admissions.wgkv.files import save
-from vllm_kvpolicy.policies.admissions.wgkv.gates import full_name
+from vllm_kvpolicy.policies.admissions.wgkv import full_name, save
 
 LAYERS, HEADS, DIM, WINDOW, SINKS, BUDGET = 2, 2, 32, 40, 7, 110
 BASE = {"interval": 48, "prefill_interval": 128, "recent": WINDOW, "sinks": SINKS}

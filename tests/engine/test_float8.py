@@ -30,7 +30,7 @@ from support.engine.reference_decoder import ReferenceDecoder
 from support.engine.scenarios import SCENARIOS
 from support.sweeps import covering, evictions
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.policies.catalogue.names import parse
+from vllm_kvpolicy.policies.names import parse
 
 pytestmark = needs_float8
 VALUES = {"budget": 128, "interval": 40, "prefill_interval": 256}
@@ -199,7 +199,7 @@ def test_selection_is_the_policys(served, tiny_model: Path, name: str) -> None:
         prompt = len(result.job.prompt)
         config = replace(config, budget_tokens=config.budget_tokens + prompt)
     decoder, report = decoder_of(served, tiny_model, name), Report()
-    check_plumbing(decoder, result, config, config.options_of(), 32, report)
+    check_plumbing(decoder, result, config, config.resolved().options, 32, report)
     report.check()
     assert report.decisions > 0
 

@@ -29,7 +29,7 @@ from support.tiny_model import make_tiny_model
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights, paged_gates_ref
-from vllm_kvpolicy.policies.admissions.wgkv.files import save
+from vllm_kvpolicy.policies.admissions.wgkv import save
 
 pytestmark = needs_float8
 LAYERS, HEADS, DIM, WINDOW, SINKS = 2, 2, 32, 40, 7

@@ -68,7 +68,7 @@ def complaint(engine: Engine, decoder: ReferenceDecoder, name: str) -> str:
     try:
         for result in results:
             report = Report()
-            options = config.options_of()
+            options = config.resolved().options
             check_plumbing(decoder, result, config, options, BLOCK, report)
             report.check()
     except Mismatch as mismatch:

@@ -85,6 +85,6 @@ def test_selection_is_the_policys(run, decoder: ReferenceDecoder, name: str) -> 
         prompt = len(result.job.prompt)
         config = replace(config, budget_tokens=config.budget_tokens + prompt)
     report = Report()
-    check_plumbing(decoder, result, config, config.options_of(), 32, report)
+    check_plumbing(decoder, result, config, config.resolved().options, 32, report)
     report.check()
     assert report.decisions > 0

@@ -31,7 +31,7 @@ from support.sweeps import covering, evictions, some
 from support.tiny_model import make_tiny_model
 from vllm_kvpolicy.block_manager.planner import RequestState
 from vllm_kvpolicy.policies.calibration import save
-from vllm_kvpolicy.policies.catalogue.names import parse
+from vllm_kvpolicy.policies.names import parse
 from vllm_kvpolicy.protocol import UsedBlocks
 from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
 

@@ -12,7 +12,7 @@ from support.engine.oracle_quest import QuestDecoder
 from support.engine.oracle_replay import check_replay
 from support.engine.reference_decoder import ReferenceDecoder
 from support.made_gates import make_gates
-from vllm_kvpolicy.policies.admissions.wgkv.files import save
+from vllm_kvpolicy.policies.admissions.wgkv import save
 
 LAYERS, HEADS, DIM, WINDOW = 2, 2, 32, 40
 BASE = {"interval": 48, "prefill_interval": 128, "recent": WINDOW, "sinks": 7}

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.accuracy.cost import bounded_cost
 from support.engine.helpers import BLOCK, Engine, Session, footprint_of, make_jobs
 from support.made_gates import make_gates
-from vllm_kvpolicy.policies.admissions.wgkv.files import save
+from vllm_kvpolicy.policies.admissions.wgkv import save
 
 WINDOW = 40
 BASE = {"budget": 110, "interval": 48, "prefill_interval": 128, "recent": WINDOW}

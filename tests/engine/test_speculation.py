@@ -39,7 +39,7 @@ from support.repetition import (
 from support.sweeps import covering, evictions
 from support.tiny_model import make_tiny_model
 from vllm_kvpolicy.block_manager.scheduler import KVPolicyScheduler
-from vllm_kvpolicy.policies.catalogue.names import parse
+from vllm_kvpolicy.policies.names import parse
 
 VALUES = {"budget": 128, "interval": 40, "prefill_interval": 256}
 # Each word of evictions whose heads have equal lengths, and some of all others but

@@ -30,7 +30,7 @@ from support.engine.tensor_parallel import (
     write_model,
 )
 from support.sweeps import covering, evictions, some
-from vllm_kvpolicy.policies.catalogue.names import parse
+from vllm_kvpolicy.policies.names import parse
 
 SHARED = Heads(query=8, kv=4)  # two KV heads on each of two ranks
 COPIED = Heads(query=4, kv=1)  # one KV head, on both

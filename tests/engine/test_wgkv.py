@@ -16,8 +16,7 @@ from support.engine.helpers import Engine, Run, make_jobs
 from support.engine.oracle_replay import activations, check_replay
 from support.engine.reference_decoder import ReferenceDecoder
 from support.made_gates import make_gates
-from vllm_kvpolicy.policies.admissions.wgkv.files import save
-from vllm_kvpolicy.policies.admissions.wgkv.gates import Gates, full_name
+from vllm_kvpolicy.policies.admissions.wgkv import Gates, full_name, save
 
 LAYERS, HEADS, DIM, SIZE, WINDOW, SINKS = 2, 2, 32, 32, 40, 7
 BASE = {"interval": 48, "prefill_interval": 128, "recent": WINDOW, "sinks": SINKS}

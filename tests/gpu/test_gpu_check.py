@@ -33,7 +33,7 @@ from benchmarks.gpu.kernel_inputs import CPU, MAKERS, SMALL_SIZES, operations
 from benchmarks.gpu.models import drawn_weights, write_model
 from support.engine.helpers import Job, Result, Run, make_jobs
 from support.engine.oracle_replay import Mismatch
-from vllm_kvpolicy.policies.catalogue.names import parse
+from vllm_kvpolicy.policies.names import parse
 from vllm_kvpolicy.worker import runtime
 from vllm_kvpolicy.worker.tiers.equal import EqualTier
 from vllm_kvpolicy.worker.tiers.tier import StepMetadata

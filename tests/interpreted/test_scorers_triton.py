@@ -14,12 +14,12 @@ from support.calibration_files import make_calibration
 from support.scattered_pages import scattered
 from vllm_kvpolicy.kernels import paged_reductions
 from vllm_kvpolicy.kernels.dispatch import forced
-from vllm_kvpolicy.policies.catalogue.scorers import SCORERS as ROWS
-from vllm_kvpolicy.policies.scorers.base import BaseScorer
+from vllm_kvpolicy.policies.names import SCORERS as ROWS
 from vllm_kvpolicy.policies.scorers.keydiff import KeyDiffScorer
 from vllm_kvpolicy.policies.scorers.knorm import KnormScorer
 from vllm_kvpolicy.policies.scorers.qfilter import QFilterScorer
 from vllm_kvpolicy.policies.scorers.triattention import TriAttentionScorer
+from vllm_kvpolicy.policies.words import BaseScorer
 
 SIZES = events.LAYERS, events.HEADS, events.GROUP, events.SIZE
 # The operation that each runs, and what it reads without a copy.

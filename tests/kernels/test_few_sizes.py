@@ -12,8 +12,8 @@ from vllm_kvpolicy.kernels.chunks import few_sizes, last_size, next_size
 from vllm_kvpolicy.kernels.dms_decision import DecisionWeights, decision_logits
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights, gate_cached
-from vllm_kvpolicy.policies.admissions.kvzap import surrogate as kvzap
-from vllm_kvpolicy.policies.admissions.kvzap.surrogate import surrogate_scores
+from vllm_kvpolicy.policies.admissions import kvzap
+from vllm_kvpolicy.policies.admissions.kvzap import surrogate_scores
 
 LAYERS, HEADS, CHANNELS, UNITS, WIDTH = 3, 2, 16, 24, 64
 COUNTS = range(1, 400)

@@ -16,8 +16,7 @@ from vllm_kvpolicy.kernels.wgkv_gate import (
     gate_cached,
     paged_gates,
 )
-from vllm_kvpolicy.policies.admissions.wgkv.files import load
-from vllm_kvpolicy.policies.admissions.wgkv.gates import NAMES, full_name
+from vllm_kvpolicy.policies.admissions.wgkv import NAMES, full_name, load
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "wgkv_gate.npz"
 CASES = ("llama_a", "llama_b", "qwen3_a", "qwen3_b")

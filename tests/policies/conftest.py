@@ -7,7 +7,7 @@ import pytest
 
 from support.calibration_files import options_for
 from support.event_inputs import GROUP, HEADS, LAYERS, SIZE
-from vllm_kvpolicy.policies import build as factory
+from vllm_kvpolicy.policies import compose as factory
 from vllm_kvpolicy.policies.base import Policy
 
 

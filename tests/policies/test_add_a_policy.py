@@ -1,68 +1,199 @@
-"""The examples of docs/add_a_policy.md, run as they stand there."""
+"""docs/add_a_policy.md: its examples run as they stand there, and its rules hold."""
 
 import re
+import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from support.event_inputs import TOKENS, make_inputs
-from vllm_kvpolicy.api.engine_config import check_files
+from support.event_inputs import make_inputs
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.policies import admissions as admissions_folder
-from vllm_kvpolicy.policies import build as factory
+from vllm_kvpolicy.policies import compose as factory
+from vllm_kvpolicy.policies import names as registry
 from vllm_kvpolicy.policies import scorers as scorers_folder
-from vllm_kvpolicy.policies.admitted import MEMORY
-from vllm_kvpolicy.policies.catalogue import admissions, scorers
-from vllm_kvpolicy.policies.catalogue import names as registry
+from vllm_kvpolicy.policies.fingerprint import fingerprint
 
 PAGE = Path(__file__).parents[2] / "docs" / "add_a_policy.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-SCORER, OPTIONS, ROW, TEST, ADMISSION, STARTUP, ADMITTED_OPTIONS, ADMITTED_ROW = BLOCKS
+SCORER, TEST = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+POINT = re.findall(r'```toml\n\[.*\."(.*)"\]\n(\w+) = "(.*)"', PAGE.read_text())[0]
+OWN = "mypolicies:ValueNorm"
+MORE = """
+from vllm_kvpolicy.policies.allocators._uniform import UniformTopK
+from vllm_kvpolicy.policies.base import Needs
+from vllm_kvpolicy.policies.scorers.knorm import KnormScorer
+from vllm_kvpolicy.policies.words import BaseScorer
 
+class Uniform(UniformTopK):
+    summary, ragged = "as without an allocator", True
 
-def rows_of(module: Any, options: str, row: str) -> dict[str, Any]:
-    """The row, evaluated where the page puts it."""
-    names = dict(vars(module))
-    exec(options, names)
-    return eval("{" + row + "}", names)
+class Silent(KnormScorer):
+    summary, needs = "reads queries and does not say so", Needs(window_tokens=3)
+
+class Unfinished(BaseScorer):
+    summary = "has no method score"
+
+Neither = 3
+"""
 
 
 @pytest.fixture
-def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The files in their folders and the rows in their tables."""
-    (tmp_path / "vnorm.py").write_text(SCORER)
-    folder = tmp_path / "shortkeys"
-    folder.mkdir()
-    (folder / "__init__.py").touch()
-    (folder / "policy.py").write_text(ADMISSION)
-    (folder / "startup.py").write_text(STARTUP)
-    for package in (scorers_folder, admissions_folder):
-        monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
-    for name, row in rows_of(scorers, OPTIONS, ROW).items():
-        monkeypatch.setitem(scorers.SCORERS, name, row)
-    for name, row in rows_of(admissions, ADMITTED_OPTIONS, ADMITTED_ROW).items():
-        monkeypatch.setitem(admissions.ADMISSIONS, name, row)
-    yield
-    for name in [name for name in sys.modules if re.search("vnorm|shortkeys", name)]:
-        sys.modules.pop(name)
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The page's module and another one, where Python finds them."""
+    (tmp_path / "mypolicies.py").write_text(SCORER)
+    (tmp_path / "more_policies.py").write_text(MORE)
+    monkeypatch.syspath_prepend(tmp_path)
+    forget()
+    yield tmp_path
+    forget()
 
 
-def test_one_file_and_one_row_make_policies(example: None) -> None:
-    assert {"vnorm", "ams-vnorm", "adakv-vnorm"} <= set(registry.names())
-    assert "vnorm" in registry.grammar()
-    assert KVPolicyConfig("hard-vnorm", 128, 64).is_ragged
-    assert factory.build("vnorm").needs.values
+def forget() -> None:
+    for name in ("mypolicies", "more_policies", f"{scorers_folder.__name__}.vnorm"):
+        sys.modules.pop(name, None)
+    registry._own.cache_clear()
+    registry.installed.cache_clear()
+    vars(registry.SCORERS).pop("_files", None)
+
+
+@pytest.fixture
+def install(example: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return what makes packages have entry points of these names and values."""
+
+    def install(**values: str) -> None:
+        points = [EntryPoint(*item, registry.GROUP) for item in values.items()]
+        monkeypatch.setattr(registry, "entry_points", lambda group: points)
+        registry.installed.cache_clear()
+
+    return install
+
+
+@pytest.mark.parametrize("allocator", ["", "ams-", "adakv-", "more_policies:Uniform-"])
+def test_a_module_and_its_class_stand_for_a_word(example: Path, allocator: str) -> None:
+    name = f"{allocator}{OWN}+quest"
+    info = registry.parse(name)
+    assert info.name == name and info.scorer is sys.modules["mypolicies"].ValueNorm
+    policy = factory.build(f"{allocator}{OWN}", {"vnorm_power": 2})
+    inputs = make_inputs(policy.needs)
+    keep = policy.decide(inputs, budget=90).keep
+    assert (keep | ~inputs.must_keep).all() and not keep.all()
+    config = KVPolicyConfig(f"{allocator}{OWN}", 128, 64)
+    assert config.is_ragged == (allocator not in ("", "ams-"))
     with pytest.raises(ValueError, match="vnorm_power: got -1, expected a number >= 0"):
-        factory.build("ams-vnorm", {"vnorm_power": -1})
+        KVPolicyConfig(OWN, options={"vnorm_power": -1})
 
 
-def test_the_test_of_the_page_passes_and_can_fail(example: None) -> None:
+def test_a_package_gives_it_a_name(install: Callable[..., None]) -> None:
+    group, word, value = POINT
+    assert group == registry.GROUP and value == OWN
+    install(**{word: value, "mine": "more_policies:Uniform"})
+    assert registry.parse(word).scorer is registry.parse(f"mine-{OWN}").scorer
+    assert registry.parse("ams-vnorm").summary.startswith("longest values; ")
+    assert "Class for a scorer or an allocator, vnorm, mine; " in registry.grammar()
+    assert word not in registry.SCORERS  # tests and pages have this package's alone
+
+
+@pytest.mark.parametrize("word", ["tova", "ams", "wgkv", "quest", "identity", "none"])
+def test_a_name_that_is_taken_is_an_error(
+    install: Callable[..., None], word: str
+) -> None:
+    install(**{word: OWN})
+    with pytest.raises(ValueError, match=f"entry point '{word}' = .* has this name"):
+        registry.parse("snapkv")
+    assert "snapkv" in registry.grammar(
+        in_full=False
+    )  # stock vLLM has this in its help
+
+
+def test_two_packages_cannot_share_a_name(
+    example: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = [EntryPoint("vnorm", value, registry.GROUP) for value in (OWN, "b:C")]
+    monkeypatch.setattr(registry, "entry_points", lambda group: points)
+    with pytest.raises(ValueError, match="another policy has this name; rename it"):
+        registry.installed()
+    points[1:] = [EntryPoint("v-norm", OWN, registry.GROUP)]
+    with pytest.raises(ValueError, match="expected a name of letters, digits and _"):
+        registry.installed()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "nowhere.at_all:Scorer",
+            "No module named 'nowhere'\"), expected a module that",
+        ),
+        ("mypolicies:Absent", "which its module does not have, expected a subclass of"),
+        ("mypolicies:", "expected [ADMISSION+][ALLOCATOR-]SCORER"),
+        (":ValueNorm", "expected [ADMISSION+][ALLOCATOR-]SCORER"),
+        ("more_policies:Neither", "3, expected a subclass of vllm_kvpolicy.policies."),
+        ("more_policies:Uniform", "policies.words.BaseScorer"),
+        (f"{OWN}-tova", "policies.words.BaseAllocator"),
+        ("more_policies:Unfinished", "which does not define score, expected"),
+        (f"ams-{OWN}-tova", "expected [ADMISSION+][ALLOCATOR-]SCORER"),
+        (f"{OWN}+tova", "expected [ADMISSION+][ALLOCATOR-]SCORER"),
+        (f"-{OWN}", "expected [ADMISSION+][ALLOCATOR-]SCORER"),
+    ],
+)
+def test_what_cannot_be_a_word_is_said_in_one_line(
+    example: Path, name: str, text: str
+) -> None:
+    with pytest.raises(ValueError) as error:
+        registry.parse(name)
+    said = str(error.value)
+    assert said.startswith("kv_policy: got ") and text in said and "\n" not in said
+
+
+def test_what_a_scorer_reads_is_declared(example: Path) -> None:
+    with pytest.raises(ValueError, match="no class of its words .* by query_window; "):
+        factory.build("more_policies:Silent")
+
+
+def test_requests_choose_names_and_never_code(example: Path) -> None:
+    """Nothing is imported for a name that the server does not list."""
+    server = KVPolicyConfig("tova", 128, 64, allow=("snapkv",))
+    listing = KVPolicyConfig("tova", 128, 64, allow=(f"ams-{OWN}",))
+    for config in (server, listing):
+        for name in (OWN, "more_policies:Uniform-tova", f"ams-{OWN}+quest", "os:path"):
+            with pytest.raises(
+                ValueError, match="one that the server allows: 'tova', "
+            ):
+                config.with_request({"kv_policy": name})
+    assert "more_policies" not in sys.modules
+    asked = listing.with_request({"kv_policy": f"ams-{OWN}"})
+    assert asked is not None and asked.resolved() is listing.resolved(f"ams-{OWN}")
+    with pytest.raises(ValueError, match="unknown key 'kv_allow'"):
+        listing.with_request({"kv_allow": [OWN]})
+
+
+def test_processes_compare_the_code_of_own_words(example: Path) -> None:
+    first = fingerprint(KVPolicyConfig(OWN))
+    assert first == fingerprint(KVPolicyConfig(OWN))
+    (example / "mypolicies.py").write_text(f"{SCORER}\n# changed\n")
+    assert first != fingerprint(KVPolicyConfig(OWN))
+
+
+def test_a_file_of_the_folder_is_a_word(
+    example: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = example / "folder"
+    folder.mkdir()
+    (folder / "vnorm.py").write_text(SCORER)
+    (folder / "_helper.py").write_text("")
+    paths = [*scorers_folder.__path__, str(folder)]
+    monkeypatch.setattr(scorers_folder, "__path__", paths)
+    forget()
+    assert {"vnorm", "ams-vnorm", "adakv-vnorm"} <= set(registry.names())
+    assert "vnorm" in registry.grammar() and "_helper" not in registry.SCORERS
+    assert factory.build("vnorm").needs.values
+
+
+def test_the_test_of_the_page_passes_and_can_fail(example: Path) -> None:
     names: dict[str, Any] = {}
     exec(TEST, names)
     names["test_scores_are_the_squared_lengths_of_values"]()
@@ -71,20 +202,16 @@ def test_the_test_of_the_page_passes_and_can_fail(example: None) -> None:
         names["test_scores_are_the_squared_lengths_of_values"]()
 
 
-def test_one_folder_and_one_row_make_an_admission(example: None) -> None:
-    assert registry.parse("shortkeys+ams-snapkv+quest").is_ragged({})
-    policy = factory.build("shortkeys", {"shortkeys_limit": 2.0})
-    inputs = make_inputs(policy.needs)
-    unknown = {MEMORY: torch.zeros(inputs.must_keep.shape)}
-    inputs = replace(inputs, memory=unknown, fresh_tokens=TOKENS)
-    kept = policy.decide(inputs, budget=1).keep
-    is_short = inputs.given("keys").norm(dim=-1) < 2.0
-    assert torch.equal(kept, inputs.valid & (inputs.must_keep | is_short))
-
-
-def test_an_admission_checks_itself_at_start(example: None) -> None:
-    plain = SimpleNamespace(hf_text_config=SimpleNamespace(), model="m", revision=None)
-    server = SimpleNamespace(model_config=plain)
-    check_files(KVPolicyConfig("shortkeys", recent_tokens=16), server)
-    with pytest.raises(ValueError, match="set --kv-recent 16 or more"):
-        check_files(KVPolicyConfig("shortkeys", recent_tokens=15), server)
+def test_the_command_line_takes_it(example: Path) -> None:
+    code = (
+        "import argparse; from vllm_kvpolicy.api import cli;"
+        "parser = argparse.ArgumentParser(); cli.add_arguments(parser);"
+        f"print(parser.parse_args(['--kv-policy', 'ams-{OWN}']).kv_policy)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": ":".join([str(example), *sys.path])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == f"ams-{OWN}", done.stderr

@@ -13,10 +13,10 @@ from support.made_gates import make_gates
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.kernels import wgkv_gate
 from vllm_kvpolicy.kernels.paged import PagedTokens
-from vllm_kvpolicy.policies.admissions.wgkv.policy import WriteGates
-from vllm_kvpolicy.policies.admitted import MEMORY, AdmittedPolicy
+from vllm_kvpolicy.policies import names as registry
+from vllm_kvpolicy.policies.admissions.wgkv import WriteGates
 from vllm_kvpolicy.policies.base import EventInputs, Needs, Policy
-from vllm_kvpolicy.policies.catalogue import names as registry
+from vllm_kvpolicy.policies.compose import MEMORY, AdmittedPolicy
 from vllm_kvpolicy.sizes import capacity_line
 
 Build = Callable[..., Policy]

@@ -20,9 +20,10 @@ from support.event_inputs import (
 )
 from support.sweeps import trials
 from vllm_kvpolicy.kernels.ranking import limit_must_keep
-from vllm_kvpolicy.policies.base import Allocator, Decision, EventInputs
-from vllm_kvpolicy.policies.catalogue.allocators import ALLOCATORS
+from vllm_kvpolicy.policies.base import Decision, EventInputs
 from vllm_kvpolicy.policies.compose import measure_usage
+from vllm_kvpolicy.policies.names import ALLOCATORS
+from vllm_kvpolicy.policies.words import BaseAllocator
 
 NAMES = list(ALLOCATORS)
 EQUAL = [name for name in NAMES if not ALLOCATORS[name].ragged]
@@ -30,7 +31,7 @@ KINDS = ("random", "ties", "flat", "special")
 SPECIAL = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1.0])
 
 
-def build(name: str, **options: Any) -> Allocator:
+def build(name: str, **options: Any) -> BaseAllocator:
     return ALLOCATORS[name].build(options)
 
 
@@ -47,13 +48,13 @@ def make_score(kind: str, shape: torch.Size, seed: int = 0) -> torch.Tensor:
 
 
 def choose(
-    allocator: Allocator, score: torch.Tensor, inputs: EventInputs, budget: int
+    allocator: BaseAllocator, score: torch.Tensor, inputs: EventInputs, budget: int
 ) -> Decision:
     usage = measure_usage(allocator.needs, inputs)
     return allocator.choose(score, inputs, usage, budget)
 
 
-def event(allocator: Allocator, **changes: Any) -> EventInputs:
+def event(allocator: BaseAllocator, **changes: Any) -> EventInputs:
     return make_inputs(allocator.needs, **changes)
 
 

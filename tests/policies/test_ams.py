@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from support import brute_ams
 from support.sweeps import trials
-from vllm_kvpolicy.policies.allocators.ams import PRESETS, AMSConfig, choose
-from vllm_kvpolicy.policies.ams import select
+from vllm_kvpolicy.policies.allocators.ams import PRESETS, AMSConfig, choose, select
 
 DEFAULT = PRESETS["default"]
 KINDS = ("random", "sinky", "zeros", "one_hot", "flat", "ties", "nan")

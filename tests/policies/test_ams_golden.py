@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_kvpolicy.policies.ams import AMSConfig, AMSSelection, select
+from vllm_kvpolicy.policies.allocators.ams import AMSConfig, AMSSelection, select
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "ams_parity.npz"
 SINGLES, CHAINS = 80, 20

@@ -10,7 +10,8 @@ from pydantic import Field
 from safetensors.torch import load_file, save_file
 
 from support.calibration_files import make_calibration
-from vllm_kvpolicy.policies import build as factory
+from vllm_kvpolicy.policies import compose as factory
+from vllm_kvpolicy.policies import names as registry
 from vllm_kvpolicy.policies.calibration import (
     FORMAT,
     HEADER,
@@ -18,9 +19,7 @@ from vllm_kvpolicy.policies.calibration import (
     load,
     save,
 )
-from vllm_kvpolicy.policies.catalogue import names as registry
-from vllm_kvpolicy.policies.catalogue.options import Options
-from vllm_kvpolicy.policies.catalogue.options import Path as FilePath
+from vllm_kvpolicy.policies.options import BaseOptions, FilePath
 
 KINDS = ("triattention", "qfilter")
 SHAPE = {"num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
@@ -138,13 +137,13 @@ def test_a_policy_without_its_file(kind: str, allocator: str) -> None:
     key = f"{kind}_calibration"
     for options in ({}, {key: None}, {key: ""}):
         with pytest.raises(ValueError) as error:
-            registry.resolve_options(info, options)
+            registry.resolve(info, options)
         assert str(error.value).startswith(f"{key}: got ")
         assert "python -m training" in str(error.value)
 
 
 def test_other_files_may_be_left_out() -> None:
-    class Words(Options):
+    class Words(BaseOptions):
         words: FilePath | None = Field(None, description="words to look for")
 
     assert Words(words=None) == Words()

@@ -8,18 +8,18 @@ import torch
 
 from support.epikv_trace import scores_from_hidden
 from support.event_inputs import LENGTHS, make_inputs, one_event
-from vllm_kvpolicy.policies import build as factory
+from vllm_kvpolicy.policies import compose as factory
 from vllm_kvpolicy.policies.base import EventInputs
-from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
-from vllm_kvpolicy.policies.scorers.base import BaseScorer
+from vllm_kvpolicy.policies.names import SCORERS
 from vllm_kvpolicy.policies.scorers.epikv import (
     MIXES,
     Mix,
+    best_of_segments,
     signals_from_hidden,
 )
-from vllm_kvpolicy.policies.scorers.epikv_cache import best_of_segments
+from vllm_kvpolicy.policies.words import BaseScorer
 
-VARIANTS = get_args(SCORERS["epikv"].options.model_fields["variant"].annotation)
+VARIANTS = get_args(SCORERS["epikv"].Options.model_fields["variant"].annotation)
 STEP_VARIANTS = ("detrend", "variance", "band")
 
 

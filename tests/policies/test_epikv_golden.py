@@ -18,9 +18,10 @@ from vllm_kvpolicy.kernels.token_signals import channel_variance, rolling_zscore
 from vllm_kvpolicy.policies.scorers.epikv import (
     MIXES,
     Mix,
+    best_of_segments,
+    lag_spread,
     signals_from_hidden,
 )
-from vllm_kvpolicy.policies.scorers.epikv_cache import best_of_segments, lag_spread
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "epikv.npz"
 TRACES = (0, 1, 2)

@@ -11,8 +11,8 @@ from support.brute_ams import best
 from support.event_inputs import EVENTS, GROUP, HEADS, LAYERS, TOKENS, make_inputs
 from vllm_kvpolicy.policies.allocators.hard import HardAllocator, scale_to
 from vllm_kvpolicy.policies.base import Decision, EventInputs
-from vllm_kvpolicy.policies.catalogue.allocators import ALLOCATORS
 from vllm_kvpolicy.policies.compose import measure_usage
+from vllm_kvpolicy.policies.names import ALLOCATORS
 
 WINDOW, BUDGET, SHARP = 8, 70, 3.0
 ROWS = list(product(range(EVENTS), range(LAYERS), range(HEADS)))

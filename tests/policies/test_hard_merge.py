@@ -19,8 +19,8 @@ from support.event_inputs import (
     one_event,
 )
 from vllm_kvpolicy.kernels.window_usage import window_usage_ref
-from vllm_kvpolicy.policies import build as factory
-from vllm_kvpolicy.policies.allocators.merging import choose_merge, pair_up
+from vllm_kvpolicy.policies import compose as factory
+from vllm_kvpolicy.policies.allocators.hard import choose_merge, pair_up
 from vllm_kvpolicy.policies.base import Decision, EventInputs
 
 WINDOW, BUDGET = 8, 70

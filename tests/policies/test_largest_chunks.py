@@ -7,9 +7,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_kvpolicy.policies.allocators.chunk import ChunkAllocator
-from vllm_kvpolicy.policies.catalogue.options import MOST_TOKENS
+from vllm_kvpolicy.policies.options import MOST_TOKENS
 from vllm_kvpolicy.policies.ranks import ONE_RANK
-from vllm_kvpolicy.policies.scorers.epikv_cache import best_of_segments, lag_spread
+from vllm_kvpolicy.policies.scorers.epikv import best_of_segments, lag_spread
 
 TOKENS = 50
 SCORE = torch.rand(2, 3, TOKENS, generator=torch.Generator().manual_seed(0))

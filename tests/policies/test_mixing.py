@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_kvpolicy.policies.mixing import mix
+from vllm_kvpolicy.policies.scorers.random import mix
 
 
 def lowbias32(value: int) -> int:

@@ -27,9 +27,9 @@ from support.event_inputs import (
 )
 from support.scorer_cases import VARIANTS, case_id
 from vllm_kvpolicy.kernels.ranking import fill_next_best
-from vllm_kvpolicy.policies.ams import PRESETS, select
+from vllm_kvpolicy.policies import names as registry
+from vllm_kvpolicy.policies.allocators.ams import PRESETS, select
 from vllm_kvpolicy.policies.base import Policy
-from vllm_kvpolicy.policies.catalogue import names as registry
 from vllm_kvpolicy.policies.testing import MovementPolicy
 
 BUDGET = SHORTEST

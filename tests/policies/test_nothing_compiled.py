@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from support.event_inputs import SHORTEST, make_inputs
 from support.scorer_cases import VARIANTS, case_id
 from vllm_kvpolicy import compat
+from vllm_kvpolicy.policies import names as registry
 from vllm_kvpolicy.policies.base import Policy
-from vllm_kvpolicy.policies.catalogue import names as registry
 
 USED = "onednn_verbose"
 

@@ -22,10 +22,10 @@ from vllm_kvpolicy.kernels.window_usage import (
     pooled_usage,
     window_usage,
 )
-from vllm_kvpolicy.policies import build as factory
+from vllm_kvpolicy.policies import compose as factory
+from vllm_kvpolicy.policies import names as registry
 from vllm_kvpolicy.policies.allocators.ams import CREDIT, PRESETS
 from vllm_kvpolicy.policies.base import Needs, Policy
-from vllm_kvpolicy.policies.catalogue import names as registry
 from vllm_kvpolicy.policies.testing import MovementPolicy
 
 Build = Callable[..., Policy]

@@ -5,32 +5,33 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
 
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.policies import build as factory
+from vllm_kvpolicy.policies import compose as factory
+from vllm_kvpolicy.policies import names as registry
 from vllm_kvpolicy.policies.allocators.ams import AMSAllocator
 from vllm_kvpolicy.policies.base import Policy
-from vllm_kvpolicy.policies.catalogue import names as registry
-from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
-from vllm_kvpolicy.policies.catalogue.allocators import ALLOCATORS
-from vllm_kvpolicy.policies.catalogue.options import (
+from vllm_kvpolicy.policies.compose import ComposedPolicy, KeepAll
+from vllm_kvpolicy.policies.names import (
+    ADMISSIONS,
+    ALLOCATORS,
+    SCORERS,
+    SELECTIONS,
+    TESTS,
+)
+from vllm_kvpolicy.policies.options import (
     kind_of,
     limits_of,
     valid_range,
 )
-from vllm_kvpolicy.policies.catalogue.rows import WordRow, load
-from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
-from vllm_kvpolicy.policies.catalogue.selections import SELECTIONS
-from vllm_kvpolicy.policies.catalogue.testing import TEST_POLICIES
-from vllm_kvpolicy.policies.compose import ComposedPolicy
-from vllm_kvpolicy.policies.keep_all import KeepAll
 from vllm_kvpolicy.policies.scorers.snapkv import SnapKVScorer
 from vllm_kvpolicy.policies.selections.quest import Quest
-from vllm_kvpolicy.policies.startup import Startup, startup_of
 from vllm_kvpolicy.policies.testing import MovementPolicy
+from vllm_kvpolicy.policies.words import Word
 
 # The words that the documentation promises; others may be added without a change here.
 SCORER_WORDS = (
@@ -43,8 +44,8 @@ ALLOCATOR_WORDS = "ams adakv pyramid chunk hard trim strat"
 def test_words() -> None:
     assert set(SCORER_WORDS.split()) <= set(SCORERS)
     assert {"", *ALLOCATOR_WORDS.split()} <= set(ALLOCATORS)
-    assert set(TEST_POLICIES) == {"identity", "holes"}
-    words = [*SCORERS, *ALLOCATORS, *TEST_POLICIES]
+    assert set(TESTS) == {"identity", "holes"}
+    words = [*SCORERS, *ALLOCATORS, *TESTS]
     assert len(words) == len(set(words))
     assert not any("-" in word or "+" in word for word in words)
 
@@ -52,7 +53,7 @@ def test_words() -> None:
 def test_names() -> None:
     names = registry.names()
     assert names[: len(SCORERS)] == list(SCORERS)
-    assert names[-2:] == list(TEST_POLICIES)
+    assert names[-2:] == list(TESTS)
     assert len(set(names)) == len(names)
     refused = sum(len(word.refuses) for word in ALLOCATORS.values())
     assert len(names) == len(SCORERS) * len(ALLOCATORS) - refused + 2
@@ -63,12 +64,12 @@ def test_names() -> None:
 def test_every_name_parses_and_builds(name: str, build: Callable[..., Policy]) -> None:
     info = registry.parse(name)
     assert info.name == name
-    assert info.is_test == info.keeps_all == (name in TEST_POLICIES)
+    assert info.is_test == info.keeps_all == (name in TESTS)
     assert info.protect_prompt == name.endswith(("rpc", "epikv"))
     policy = build(name)
     assert callable(policy.decide)
     assert policy.dynamic == info.is_dynamic({})
-    assert isinstance(policy, MovementPolicy) == (name in TEST_POLICIES)
+    assert isinstance(policy, MovementPolicy) == (name in TESTS)
 
 
 def test_an_option_says_whether_the_text_decides_how_much_is_kept(
@@ -107,7 +108,7 @@ def test_who_computes_attention_of_its_own(allocator: str, scorer: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        *[(name, {}) for name in registry.names() if name not in TEST_POLICIES],
+        *[(name, {}) for name in registry.names() if name not in TESTS],
         ("hard-tova", {"hard_order": "attention"}),
         ("hard-tova", {"hard_order": "attention", "hard_merge": True}),
     ],
@@ -124,14 +125,18 @@ def test_who_reads_queries_beside_the_usage_says_so(
     assert any(row.rotates for row in words.parts) == policy.needs.rope
 
 
-ROWS = {**SCORERS, **ALLOCATORS, **ADMISSIONS, **SELECTIONS, **TEST_POLICIES}
+ROWS = {**SCORERS, **ALLOCATORS, **ADMISSIONS, **SELECTIONS}
+ROWS |= {name: registry.parse(name).parts[0] for name in TESTS}
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=list(ROWS))
-def test_every_row_names_what_its_options_build(row: WordRow) -> None:
-    fields = row.options.model_fields
-    assert inspect.signature(load(row.path)).bind(**fields)
-    assert isinstance(row.window, int) or row.window in fields
+def test_every_row_names_what_its_options_build(row: type[Word]) -> None:
+    fields = row.Options.model_fields
+    if row.from_options.__func__ is Word.from_options.__func__:
+        assert inspect.signature(row).bind(**fields)
+    window = row.query_window
+    assert isinstance(window, int) or window in fields
+    assert row.summary and row.source
     for field in fields.values():
         assert field.description and valid_range(field)
     required = {key: "file" for key, field in fields.items() if field.is_required()}
@@ -141,9 +146,9 @@ def test_every_row_names_what_its_options_build(row: WordRow) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=list(ROWS))
-def test_every_number_has_a_largest_value(row: WordRow) -> None:
+def test_every_number_has_a_largest_value(row: type[Word]) -> None:
     """Beyond 64 bits a kernel would end the engine at its first event."""
-    fields = row.options.model_fields
+    fields = row.Options.model_fields
     given = {key: "file" for key, field in fields.items() if field.is_required()}
     for key, field in fields.items():
         if kind_of(field) not in (int, float):
@@ -155,16 +160,19 @@ def test_every_number_has_a_largest_value(row: WordRow) -> None:
                 row.read({**given, key: number})
 
 
-@pytest.mark.parametrize("row", ROWS.values(), ids=list(ROWS))
-def test_every_row_names_its_startup_and_its_models(row: WordRow) -> None:
-    assert isinstance(startup_of(row), Startup)
-    assert all(load(path).__name__ == name for name, path in row.architectures.items())
+def test_every_admission_with_own_models_says_what_vllm_must_know() -> None:
+    for name, path in registry.architectures().items():
+        module, _, model = path.partition(":")
+        assert getattr(import_module(module), model).__name__ == name
+    for admission in registry.OWN_MODELS:
+        found = registry.models_of(admission)
+        assert found.refuse_plain and found.missing_architecture
 
 
 def test_words_that_share_an_option_agree_on_it() -> None:
     by_name: dict[str, Any] = {}
     for row in ROWS.values():
-        for key, field in row.options.model_fields.items():
+        for key, field in row.Options.model_fields.items():
             assert repr(by_name.setdefault(key, field)) == repr(field)
 
 
@@ -216,7 +224,7 @@ def test_an_admission_adds_its_options_and_drops_the_budget_alone() -> None:
     assert both.window_tokens({}) == eviction.window_tokens({}) > 0
     assert not (alone.is_test or both.is_test)
     with pytest.raises(ValueError, match="wgkv_gates"):
-        registry.resolve_options(both, {})
+        registry.resolve(both, {})
 
 
 @pytest.mark.parametrize(
@@ -240,22 +248,23 @@ def test_a_selection_alone_keeps_everything() -> None:
         info.keeps_all and info.is_unbounded and info.is_ragged({}) and not info.is_test
     )
     assert tuple(info.fixed_keys) == ("budget",) and info.window_tokens({}) == 0
-    assert registry.resolve_options(info, {}) == {"quest_budget": 1024}
+    assert registry.resolve(info, {}).options == {"quest_budget": 1024}
     assert isinstance(factory.build("quest", {"quest_budget": 7}), KeepAll)
     with pytest.raises(ValueError, match="quest_budget: got 0, expected an integer"):
-        factory.build_selection("quest", {"quest_budget": 0})
+        factory.build("quest", {"quest_budget": 0})
 
 
 def test_selections_are_built_from_their_options() -> None:
-    quest = factory.build_selection("ams-tova+quest", {"quest_budget": 64, "window": 9})
+    options = {"quest_budget": 64, "window": 9}
+    quest = registry.parse("ams-tova+quest").selection.build(options)
     assert isinstance(quest, Quest) and quest.budget == 64
-    assert factory.build_selection("ams-tova", {"window": 9}) is None
+    assert registry.parse("ams-tova").selection is None
 
 
 def test_grammar_names_every_word_and_every_refusal() -> None:
     text = registry.grammar()
     words = set(re.findall(r"[\w-]+", text))
-    assert {*SCORERS, *ALLOCATORS, *SELECTIONS, *TEST_POLICIES} - {""} < words
+    assert {*SCORERS, *ALLOCATORS, *SELECTIONS, *TESTS} - {""} < words
     assert "adakv-tova" in text and "ams-tova" not in text and "\n" not in text
 
 
@@ -272,18 +281,23 @@ def test_refused_combinations_give_their_reason(name: str, reason: str) -> None:
         registry.parse(name)
 
 
-def test_registry_imports_neither_torch_nor_vllm() -> None:
+def test_a_name_imports_its_own_words_alone() -> None:
     code = (
-        "import sys; from vllm_kvpolicy.policies.catalogue import names as registry;"
-        "info = registry.parse('ams-tova'); registry.resolve_options(info, {});"
-        "assert not {'torch', 'vllm', 'numpy'} & set(sys.modules)"
+        "import sys; from vllm_kvpolicy.policies import names as registry;"
+        "assert 'tova' in registry.grammar(in_full=False);"
+        "assert not {'torch', 'vllm', 'numpy'} & set(sys.modules);"
+        "registry.resolve(registry.parse('ams-tova'), {});"
+        "rooms = ('scorers', 'allocators', 'admissions', 'selections');"
+        "found = {name.partition('.policies.')[2] for name in sys.modules};"
+        "found = {name for name in found if '.' in name and name.startswith(rooms)};"
+        "assert found == {'scorers.tova', 'allocators.ams'}, found"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def resolved(name: str, **options: object) -> dict[str, object]:
-    return registry.resolve_options(registry.parse(name), options)
+    return registry.resolve(registry.parse(name), options).options
 
 
 def test_defaults_equal_the_default_preset() -> None:
@@ -310,7 +324,7 @@ def test_the_configuration_knows_which_queries_the_policy_reads(
 ) -> None:
     """The scheduler lends superblocks for the one, the worker reads the other."""
     config = KVPolicyConfig(name, options=scorer_options(name))
-    assert config.window_tokens(name) == build(name).needs.window_tokens
+    assert config.resolved().window_tokens == build(name).needs.window_tokens
 
 
 def test_window_follows_options() -> None:
@@ -327,7 +341,7 @@ def test_window_follows_options() -> None:
         ("ams-rkv", {"rkv_window": 40}, 40),
     ]:
         info = registry.parse(name)
-        assert info.window_tokens(registry.resolve_options(info, options)) == want
+        assert info.window_tokens(registry.resolve(info, options).options) == want
         assert factory.build(name, options).needs.window_tokens == want
 
 
@@ -380,5 +394,5 @@ def test_options_reach_the_parts() -> None:
 )
 def test_bad_options(name: str, options: dict[str, object], text: str) -> None:
     with pytest.raises(ValueError) as error:
-        registry.resolve_options(registry.parse(name), options)
+        registry.resolve(registry.parse(name), options)
     assert text in str(error.value)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from support import event_inputs as events
-from vllm_kvpolicy.policies import build as factory
+from vllm_kvpolicy.policies import compose as factory
 from vllm_kvpolicy.policies.base import EventInputs
-from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
+from vllm_kvpolicy.policies.names import SCORERS
 from vllm_kvpolicy.policies.scorers.rkv import RKVScorer
 
 SHORT = (((9, 8), (7, 2)), ((8, 3), (9, 6)), ((4, 9), (5, 2)))

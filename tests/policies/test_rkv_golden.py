@@ -8,7 +8,7 @@ import torch
 
 from vllm_kvpolicy.kernels.ranking import ascending_indices, top_k_mask
 from vllm_kvpolicy.policies.base import EventInputs
-from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
+from vllm_kvpolicy.policies.names import SCORERS
 from vllm_kvpolicy.policies.scorers.rkv import redundancy
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "rkv_original.npz"

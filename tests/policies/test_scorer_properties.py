@@ -19,7 +19,7 @@ from support.event_inputs import (
 from support.scorer_cases import CASES, READ_ALL_HEADS, case_id
 from vllm_kvpolicy.policies.base import EventInputs, Policy
 from vllm_kvpolicy.policies.compose import measure_usage
-from vllm_kvpolicy.policies.scorers.base import BaseScorer
+from vllm_kvpolicy.policies.words import BaseScorer
 
 Build = Callable[..., Policy]
 Options = dict[str, Any]

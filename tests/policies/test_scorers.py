@@ -11,10 +11,9 @@ import torch
 from support import event_inputs
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.base import EventInputs
-from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
 from vllm_kvpolicy.policies.compose import measure_usage
+from vllm_kvpolicy.policies.names import SCORERS
 from vllm_kvpolicy.policies.ranks import ONE_RANK
-from vllm_kvpolicy.policies.scorers.base import BaseScorer
 from vllm_kvpolicy.policies.scorers.expected import ExpectedAttentionScorer
 from vllm_kvpolicy.policies.scorers.h2o import H2OScorer
 from vllm_kvpolicy.policies.scorers.keydiff import KeyDiffScorer
@@ -25,6 +24,7 @@ from vllm_kvpolicy.policies.scorers.rpc import RPCScorer
 from vllm_kvpolicy.policies.scorers.snapkv import SnapKVScorer
 from vllm_kvpolicy.policies.scorers.streaming import StreamingScorer
 from vllm_kvpolicy.policies.scorers.tova import TovaScorer, cross_head_mean
+from vllm_kvpolicy.policies.words import BaseScorer
 
 HEADS, GROUP, SIZE = event_inputs.HEADS, event_inputs.GROUP, event_inputs.SIZE
 SCALE = SIZE**-0.5

@@ -8,14 +8,14 @@ import torch
 
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.base import EventInputs
-from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
 from vllm_kvpolicy.policies.compose import measure_usage
-from vllm_kvpolicy.policies.scorers.base import BaseScorer
+from vllm_kvpolicy.policies.names import SCORERS
 from vllm_kvpolicy.policies.scorers.keydiff import KeyDiffScorer
 from vllm_kvpolicy.policies.scorers.knorm import KnormScorer
 from vllm_kvpolicy.policies.scorers.lagkv import LagKVScorer
 from vllm_kvpolicy.policies.scorers.streaming import StreamingScorer
 from vllm_kvpolicy.policies.scorers.tova import TovaScorer
+from vllm_kvpolicy.policies.words import BaseScorer
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "scorers_kvpress.npz"
 SINKS = 4

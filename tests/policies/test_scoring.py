@@ -11,11 +11,11 @@ import torch
 from support import event_inputs
 from support.epikv_trace import scores_from_hidden
 from vllm_kvpolicy.kernels.rope import Rope
-from vllm_kvpolicy.policies import build as factory
+from vllm_kvpolicy.policies import compose as factory
 from vllm_kvpolicy.policies import score
 from vllm_kvpolicy.policies.base import EventInputs
-from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
 from vllm_kvpolicy.policies.compose import measure_usage
+from vllm_kvpolicy.policies.names import SCORERS
 
 HEADS, GROUP, SIZE = event_inputs.HEADS, event_inputs.GROUP, event_inputs.SIZE
 TOKENS, WINDOW, THETA = 60, 20, 5e4
@@ -73,8 +73,8 @@ def test_equals_the_scorer_at_an_event(name: str, scorer_options: Options) -> No
     params, given = required(name, scorer_options), tensors()
     row = SCORERS[name]
     options = scorer_options(name, num_layers=1)
-    if isinstance(row.window, str):
-        options[row.window] = WINDOW
+    if isinstance(row.query_window, str):
+        options[row.query_window] = WINDOW
     scorer = factory.build(name, options).scorer
     rows = (1, 1, HEADS, TOKENS)
     inputs = EventInputs(
@@ -152,7 +152,7 @@ def test_scores_depend_on_where_queries_turn_to() -> None:
 @pytest.mark.parametrize(
     ("name", "params", "text"),
     [
-        ("ams-tova", {}, "name: got 'ams-tova', expected one of streaming, tova"),
+        ("ams-tova", {}, "name: got 'ams-tova', expected one of epikv, expected"),
         (None, {}, "name: got None"),
         ("snapkv", {"lag": 3}, "'snapkv', expected one of window, kernel, sinks"),
         ("tova", {"window": 4}, "window: not a parameter of 'tova'"),

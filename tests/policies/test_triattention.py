@@ -9,7 +9,7 @@ import torch
 from support import event_inputs as events
 from support.calibration_files import make_calibration, options_for
 from vllm_kvpolicy.kernels.rope import Rope
-from vllm_kvpolicy.policies import build as factory
+from vllm_kvpolicy.policies import compose as factory
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.scorers.triattention import TriAttentionScorer, standardised
 

@@ -8,13 +8,11 @@ import torch
 
 from support import event_inputs as events
 from support.brute_ams import best
-from vllm_kvpolicy.policies import build as factory
-from vllm_kvpolicy.policies.admitted import MEMORY, AdmittedPolicy, BaseAdmission
+from vllm_kvpolicy.policies import compose as factory
 from vllm_kvpolicy.policies.allocators.trim import TrimAllocator
 from vllm_kvpolicy.policies.base import EventInputs, Needs
-from vllm_kvpolicy.policies.catalogue.allocators import ALLOCATORS
-from vllm_kvpolicy.policies.catalogue.names import parse
-from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
+from vllm_kvpolicy.policies.compose import MEMORY, AdmittedPolicy, BaseAdmission
+from vllm_kvpolicy.policies.names import ALLOCATORS, SCORERS, parse
 from vllm_kvpolicy.policies.scorers.snapmax import SnapMaxScorer
 
 WINDOW = 16

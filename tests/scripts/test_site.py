@@ -10,8 +10,8 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 
-from vllm_kvpolicy.policies.catalogue import names
-from vllm_kvpolicy.policies.catalogue.testing import TEST_POLICIES
+from vllm_kvpolicy.policies import names
+from vllm_kvpolicy.policies.names import TESTS
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -88,7 +88,7 @@ WORDS = {page: word for page, _, word, _ in policy_pages.words()}
 
 def test_every_word_of_a_name_has_a_page() -> None:
     words = {word for name in names.parts() for word in re.split(r"[-+]", name)}
-    assert words - set(TEST_POLICIES) == set(WORDS.values()) - {""}
+    assert words - set(TESTS) == set(WORDS.values()) - {""}
 
 
 @pytest.mark.parametrize("page", WORDS)

@@ -11,9 +11,7 @@ import pytest
 from benchmarks.gpu.check.engines import served_names
 from support.engine_configs import Overlay
 from support.sweeps import covering, evictions
-from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
-from vllm_kvpolicy.policies.catalogue.names import parse
-from vllm_kvpolicy.policies.catalogue.selections import SELECTIONS
+from vllm_kvpolicy.policies.names import ADMISSIONS, SELECTIONS, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))

@@ -17,10 +17,7 @@ from support.make import make
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.__main__ import COMMANDS
 from vllm_kvpolicy.api.cli import ARGUMENTS
-from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
-from vllm_kvpolicy.policies.catalogue.allocators import ALLOCATORS
-from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
-from vllm_kvpolicy.policies.catalogue.selections import SELECTIONS
+from vllm_kvpolicy.policies.names import ADMISSIONS, ALLOCATORS, SCORERS, SELECTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md")

@@ -14,9 +14,7 @@ from support.servers.names_served import (
 )
 from support.servers.servers import serving
 from support.sweeps import evictions
-from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
-from vllm_kvpolicy.policies.catalogue.allocators import ALLOCATORS
-from vllm_kvpolicy.policies.catalogue.selections import SELECTIONS
+from vllm_kvpolicy.policies.names import ADMISSIONS, ALLOCATORS, SELECTIONS
 
 pytestmark = pytest.mark.serve
 

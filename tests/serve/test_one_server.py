@@ -19,7 +19,7 @@ from support.servers.names_served import (
     options_of,
 )
 from support.servers.servers import serving
-from vllm_kvpolicy.policies.catalogue.names import names, parse
+from vllm_kvpolicy.policies.names import names, parse
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 OUTPUT_TOKENS = 300

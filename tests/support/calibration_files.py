@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from support.made_gates import make_gates
-from vllm_kvpolicy.policies.admissions.wgkv import files as wgkv_files
+from vllm_kvpolicy.policies import names as registry
+from vllm_kvpolicy.policies.admissions import wgkv
 from vllm_kvpolicy.policies.calibration import Calibration, save
-from vllm_kvpolicy.policies.catalogue import names as registry
 
 
 def make_calibration(
@@ -49,7 +49,7 @@ def options_for(
     if name.startswith("wgkv"):
         path = folder / "gates.safetensors"
         sizes = num_layers, num_kv_heads, size
-        wgkv_files.save(path, make_gates(*sizes, window=32, rope_theta=1e4))
+        wgkv.save(path, make_gates(*sizes, window=32, rope_theta=1e4))
         return {"wgkv_gates": str(path)}
     kind = name.rpartition("-")[2]
     key = f"{kind}_calibration"

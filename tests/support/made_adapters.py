@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_kvpolicy.policies.admissions.dms.adapter import DmsAdapter, unstacked
+from vllm_kvpolicy.policies.admissions.dms.model import DmsAdapter, unstacked
 
 
 def make_adapter(

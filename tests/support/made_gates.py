@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_kvpolicy.policies.admissions.wgkv.gates import Gates, unstacked
+from vllm_kvpolicy.policies.admissions.wgkv import Gates, unstacked
 
 
 def make_gates(

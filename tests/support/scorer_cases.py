@@ -3,7 +3,7 @@ through code that events as short as those of `event_inputs` would not reach."""
 
 from typing import Any
 
-from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
+from vllm_kvpolicy.policies.names import SCORERS
 
 VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("snapmax", {"snapmax_window": 16}),

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from vllm_kvpolicy.policies.catalogue.names import names, parse
+from vllm_kvpolicy.policies.names import names, parse
 
 every_name = False  # `--every-name`, set by tests/conftest.py
 THINNER = 4  # times fewer random cases in `make test`

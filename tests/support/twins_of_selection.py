@@ -25,8 +25,7 @@ from vllm_kvpolicy.kernels.segment_quota import (
     share_by_mass,
 )
 from vllm_kvpolicy.kernels.triton.ranking import GROUP_TILE, MAX_TILE
-from vllm_kvpolicy.policies.allocators.ams import PRESETS, AMSConfig, choose
-from vllm_kvpolicy.policies.ams import select
+from vllm_kvpolicy.policies.allocators.ams import PRESETS, AMSConfig, choose, select
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "ams_parity.npz"
 SPECIAL = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -1.0])

@@ -176,7 +176,7 @@ def test_findings(found, version, state, is_known):
 
 def test_every_import_of_the_package_is_checked():
     targets = {row.target for row in rows.imports()}
-    assert f"{SCHEDULER}" in targets and "vllm:LLM" in targets
+    assert f"{SCHEDULER}" in targets and "vllm:EngineArgs" in targets
     look = rows.look_into(INSTALLED)
     assert [row for row in rows.imports() if look(row) is None] == []
 

@@ -82,7 +82,7 @@ def test_the_record_of_the_tested_release_is_that_of_this_vllm():
             "changed       read",
         ),
         (
-            ("0.99.0", "imported", "vllm", "LLM", None),
+            ("0.99.0", "imported", "vllm", "SamplingParams", None),
             "gone          imported",
         ),
     ],

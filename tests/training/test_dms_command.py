@@ -11,7 +11,7 @@ from training import dms
 from training.dms import parse
 from training.dms_student import Settings
 from training.options import words_of
-from vllm_kvpolicy.policies.admissions.dms.files import load
+from vllm_kvpolicy.policies.admissions.dms.model import load
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = [

@@ -29,7 +29,7 @@ from training.epikv_layers import (
     spearman,
 )
 from training.epikv_traces import StepReader, Windows, label, label_all
-from vllm_kvpolicy.policies import build as factory
+from vllm_kvpolicy.policies import compose as factory
 
 TRACE = {"token_ids": [1, 2, 3], "prompt_len": 1}
 

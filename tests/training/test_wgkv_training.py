@@ -15,7 +15,7 @@ from training.model import Base, load_base
 from training.rows import Row
 from training.wgkv import Figures, Gating, Settings, measure, new_gates, rate, train
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
-from vllm_kvpolicy.policies.admissions.wgkv.files import load
+from vllm_kvpolicy.policies.admissions.wgkv import load
 
 ROOT = Path(__file__).parents[2]
 WINDOW, TOKENS = 8, 64

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_kvpolicy.policies import build as factory
+from vllm_kvpolicy.policies import compose as factory
 from vllm_kvpolicy.policies.base import Decision, EventInputs, Merge, Policy
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.captures.query_windows import QueryWindows

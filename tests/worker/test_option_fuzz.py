@@ -13,16 +13,16 @@ from pydantic.fields import FieldInfo
 
 from support.sweeps import trials
 from support.worker.event_world import REQUESTS, World
-from vllm_kvpolicy.policies.catalogue.names import names, parse
-from vllm_kvpolicy.policies.catalogue.options import kind_of, limits_of
+from vllm_kvpolicy.policies.names import names, parse
+from vllm_kvpolicy.policies.options import kind_of, limits_of
 
 EXAMPLES = int(os.environ.get("KVPOLICY_FUZZ", trials(150)))
 # Of admissions, files are read and decisions seen by captures that the world lacks.
 NAMES = [
     name
     for name in names()
-    if not parse(name).decides({})
-    and not any(part.is_fitted for part in parse(name).parts)
+    if not any(word.decides for word in parse(name).parts)
+    and not any(part.fitted for part in parse(name).parts)
 ]
 # What the world lends; a start checks these keys against the budget.
 WINDOW = 32

@@ -6,16 +6,15 @@ import pytest
 import torch
 
 from support.calibration_files import options_for
-from vllm_kvpolicy.policies import build as factory
+from vllm_kvpolicy.policies import compose as factory
 from vllm_kvpolicy.policies.base import Policy
-from vllm_kvpolicy.policies.catalogue.names import parse, resolve_options
 from vllm_kvpolicy.worker.setup import refused_for, rope_for
 
 NAMES = ("expected", "ams-tova", "rkv", "ams-expected", "epikv")
 
 
 def build(name: str, **options: object) -> Policy:
-    return factory.build(name, resolve_options(parse(name), options))
+    return factory.build(name, options)
 
 
 def test_pairs_that_a_policy_cannot_read(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from support.event_inputs import EVENTS, GROUP, HEADS, LAYERS, SHORTEST, make_inputs
 from vllm_kvpolicy.kernels.ranking import limit_must_keep
 from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
-from vllm_kvpolicy.policies.build import build
+from vllm_kvpolicy.policies.compose import build
 from vllm_kvpolicy.worker.observers.trace import with_attention
 
 NEEDS = Needs(window_tokens=16, keys=True)

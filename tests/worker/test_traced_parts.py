@@ -10,9 +10,9 @@ from torch import nn
 
 from support.made_adapters import make_adapter
 from vllm_kvpolicy.kernels.dms_decision import DecisionWeights
-from vllm_kvpolicy.policies.admissions.dms.hooks import attach_adapter, attach_borrowed
 from vllm_kvpolicy.policies.admissions.dms.model import DmsRule
-from vllm_kvpolicy.policies.admissions.kvzap.policy import attach_surrogate
+from vllm_kvpolicy.policies.admissions.dms.policy import attach_adapter, attach_borrowed
+from vllm_kvpolicy.policies.admissions.kvzap import attach_surrogate
 from vllm_kvpolicy.policies.head_logits import HeadLogits
 from vllm_kvpolicy.worker.captures.token_signals import HiddenSteps, _note_output
 from vllm_kvpolicy.worker.worker import traced_parts

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.config_keys import FLAG_KEYS, IntegerKey, shown
-from vllm_kvpolicy.policies.catalogue.names import grammar, parse
+from vllm_kvpolicy.policies.names import grammar, parse
 
 # Attribute of the parsed command line -> key of the plain form.
 ARGUMENTS = {
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         type=_policy_name,
         default=argparse.SUPPRESS,
-        help=f"Policy to use: {grammar()}. Off by default.",
+        help=f"Policy to use: {grammar(in_full=False)}. Off by default.",
     )
     for key in FLAG_KEYS:
         default = getattr(KVPolicyConfig, key.field)

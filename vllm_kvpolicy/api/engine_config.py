@@ -2,7 +2,8 @@
 
 `patch` calls `prepare` before vLLM makes its VllmConfig from the arguments, then
 `finish` with the result. Nothing here assigns onto vLLM's classes or modules.
-What the words of a policy check before an engine starts is in `policies.startup`.
+What the words of a policy check before an engine starts is in `Word.check_start` of
+`policies.words`.
 """
 
 import re
@@ -20,19 +21,15 @@ from vllm_kvpolicy import compat
 from vllm_kvpolicy.api import cli
 from vllm_kvpolicy.api.engines import server_name
 from vllm_kvpolicy.api.guards import machine_refusals, refusals
-from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
+from vllm_kvpolicy.config import CONFIG_KEY, ConfigValues, KVPolicyConfig
 from vllm_kvpolicy.config_keys import shown
-from vllm_kvpolicy.config_values import ConfigValues
 from vllm_kvpolicy.kernels import preferences
 from vllm_kvpolicy.observe.shared_files import (
     remove_files_at_exit,
     remove_stale_files_at_exit,
 )
 from vllm_kvpolicy.observe.trace_files import check_trace
-from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
-from vllm_kvpolicy.policies.catalogue.names import parse
-from vllm_kvpolicy.policies.catalogue.rows import WordRow
-from vllm_kvpolicy.policies.startup import startup_of
+from vllm_kvpolicy.policies.names import ADMISSIONS, OWN_MODELS, models_of
 from vllm_kvpolicy.sizes import check_drafts, max_blocks_per_request
 
 logger = init_logger("vllm.kv_policy")
@@ -132,6 +129,8 @@ def finish(engine_args: Any, vllm_config: Any, config: KVPolicyConfig) -> None:
     """
     with errors(_is_command(engine_args)):
         _open_windows(vllm_config)
+        # Read once, however many refusals ask for it.
+        vllm_config.additional_config = ConfigValues(vllm_config.additional_config)
         _refuse(config, refusals(vllm_config))
         config.validate_block_size(vllm_config.cache_config.block_size)
         check_drafts(config, vllm_config)
@@ -167,33 +166,32 @@ def check_files(config: KVPolicyConfig, vllm_config: Any) -> None:
     Raises:
         ValueError: naming key, path, what was found and what is expected.
     """
-    checked: list[WordRow] = []
-    for name in config.policies:
-        values = config.options_of(name)
-        for row in parse(name).parts:
-            if row not in checked:
-                startup_of(row).check(row.read(values), config, vllm_config)
-                checked.append(row)
+    checked: list[type] = []
+    for policy in config.all_resolved:
+        for word in policy.info.parts:
+            if word not in checked:
+                word.check_start(word.read(policy.options), config, vllm_config)
+                checked.append(word)
     _check_deciders(config)
-    refuse_plain(vllm_config.model_config, checked)
+    served = [name.partition("+")[0] for name in config.policies]
+    refuse_plain(vllm_config.model_config, served)
     if config.trace_dir is not None:
         check_trace(Path(config.trace_dir))
 
 
-def refuse_plain(model_config: Any, served: Iterable[WordRow] = ()) -> None:
-    """Refuse a model that must not be served without a word of the catalogue.
+def refuse_plain(model_config: Any, served: Iterable[str] = ()) -> None:
+    """Refuse a model that must not be served without an admission.
 
     Args:
         model_config: vLLM's ModelConfig.
-        served: rows of the words that the server's policies have; none for a plain
-            server.
+        served: admissions of the server's policies; none for a plain server.
 
     Raises:
         ValueError: saying what to add.
     """
-    for row in ADMISSIONS.values():
-        if row.architectures and row not in served:
-            startup_of(row).refuse_plain(model_config)
+    for word in OWN_MODELS:
+        if word not in served:
+            models_of(word).refuse_plain(model_config)
 
 
 def missing_architecture(engine_args: Any) -> str | None:
@@ -205,7 +203,7 @@ def missing_architecture(engine_args: Any) -> str | None:
         engine_args: EngineArgs; its model is a folder or a name on the hub.
 
     Returns:
-        None where no word of the catalogue knows the model, or there is no config.json,
+        None where no admission knows the model, or there is no config.json,
         as beside a model that is a single file.
 
     Raises:
@@ -224,8 +222,7 @@ def missing_architecture(engine_args: Any) -> str | None:
         return None  # vLLM says what is wrong with it
     if not isinstance(config, dict) or config.get("architectures"):
         return None
-    rows = [row for row in ADMISSIONS.values() if row.architectures]
-    found = (startup_of(row).missing_architecture(config) for row in rows)
+    found = (models_of(word).missing_architecture(config) for word in OWN_MODELS)
     return next(filter(None, found), None)
 
 
@@ -347,12 +344,12 @@ def _name_classes(vllm_config: Any, config: KVPolicyConfig) -> None:
 def _check_deciders(config: KVPolicyConfig) -> None:
     """Raise ValueError where two admissions decide while tokens are computed."""
     deciding = {
-        name.partition("+")[0]
-        for name in config.policies
-        if parse(name).decides(config.options_of(name))
+        policy.info.name.partition("+")[0]
+        for policy in config.all_resolved
+        if policy.decides
     }
     if len(deciding) > 1:
-        always = ", ".join(name for name, row in ADMISSIONS.items() if row.decides)
+        always = ", ".join(name for name, word in ADMISSIONS.items() if word.decides)
         raise ValueError(
             f"allow: got {' and '.join(sorted(deciding))}, expected at most one "
             f"admission that decides in the forward pass: {always}, or any with "

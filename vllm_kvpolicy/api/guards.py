@@ -15,14 +15,13 @@ from vllm_kvpolicy.api.refusal import (
     is_float8,
     is_on_gpu,
     is_ragged,
+    listed,
     speculates,
     transfers_weights,
-    words_with,
 )
 from vllm_kvpolicy.config import server_config
 from vllm_kvpolicy.kernels import preferences
-from vllm_kvpolicy.policies.catalogue.names import parse
-from vllm_kvpolicy.policies.catalogue.selections import SELECTIONS
+from vllm_kvpolicy.policies.names import SELECTIONS
 
 # Methods of vLLM that draft from tokens alone, of the request and of earlier answers.
 # Tests run both; those of suffix trees are skipped where the package `arctic-inference`
@@ -47,7 +46,7 @@ def _copies_select(config: Any) -> bool:
     server, ranks = server_config(config), config.parallel_config.tensor_parallel_size
     return (
         server is not None
-        and any(parse(name).selection is not None for name in server.policies)
+        and any(each.info.selection is not None for each in server.all_resolved)
         and ranks > config.model_config.get_total_num_kv_heads()
     )
 
@@ -113,7 +112,7 @@ REFUSALS = (
         f"leave out --attention-backend ({', '.join(compat.ATTENTION_BACKENDS)} work)",
     ),
     Refusal(
-        f"FlashInfer with per-head lengths ({words_with('ragged')})",
+        f"FlashInfer with per-head lengths ({listed('ragged')})",
         both(lambda config: "FLASHINFER" in _backends(config), is_ragged),
         "leave out --attention-backend",
     ),
@@ -193,7 +192,7 @@ REFUSALS = (
     ),
     Refusal(
         f"speculative decoding with what measures each token "
-        f"({words_with('measures_tokens')})",
+        f"({listed('measures_tokens')})",
         both(speculates, has_word_with("measures_tokens")),
         "leave out --speculative-config: a token is compared with the one before it, "
         "which may be a draft that is rejected",

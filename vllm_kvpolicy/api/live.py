@@ -9,7 +9,7 @@ from typing import Any
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.api import guards
 from vllm_kvpolicy.api.engines import smallest_pool
-from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig, server_config
+from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig, own_config
 from vllm_kvpolicy.kernels import preferences
 from vllm_kvpolicy.observe.routes import STREAM, LiveRoutes, api_keys
 from vllm_kvpolicy.observe.shared_files import engines_here
@@ -68,9 +68,7 @@ def facts(vllm_config: Any) -> dict[str, Any]:
     Args:
         vllm_config: of an API process that serves.
     """
-    config = server_config(vllm_config)
-    if config is None:
-        raise ValueError("got a VllmConfig without a policy, expected one with it")
+    config = own_config(vllm_config)
     platform, model = compat.platform_name(), vllm_config.model_config
     num_blocks = smallest_pool(vllm_config)
     values = config.to_dict()
@@ -78,7 +76,7 @@ def facts(vllm_config: Any) -> dict[str, Any]:
     del values["policy_config"]  # paths of the server's files are its own affair
     options = {
         key: Path(value).name if key in file_options(config) and value else value
-        for key, value in config.options_of().items()
+        for key, value in config.resolved().options.items()
     }
     served = model.served_model_name
     return {

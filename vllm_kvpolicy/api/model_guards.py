@@ -17,15 +17,15 @@ from vllm_kvpolicy.api.refusal import (
     is_float8,
     is_on_gpu,
     is_ragged,
+    listed,
     speculates,
     transfers_weights,
-    words_with,
 )
-from vllm_kvpolicy.policies.catalogue.selections import SELECTIONS
+from vllm_kvpolicy.policies.names import SELECTIONS
 from vllm_kvpolicy.sizes import layer_kinds, sliding_groups
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-ROTATING, reads_rotations = words_with("rotates"), has_word_with("rotates")
+ROTATING, reads_rotations = listed("rotates"), has_word_with("rotates")
 # Model types whose code in Transformers decides by itself which layers rotate; vLLM's
 # own code of these models says it in attributes, see worker.layers.
 DECIDING = {
@@ -303,7 +303,7 @@ MODEL_REFUSALS = (
     # Learned sinks.
     Refusal(
         f"learned sinks (gpt-oss) with attention of a policy's own "
-        f"({words_with('weighs_itself')})",
+        f"({listed('weighs_itself')})",
         both(compat.has_learned_sinks, has_word_with("weighs_itself")),
         "choose other policies, also in `allow`: theirs leaves sinks out",
     ),

@@ -2,17 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.config import server_config
-from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
-from vllm_kvpolicy.policies.catalogue.allocators import ALLOCATORS
-from vllm_kvpolicy.policies.catalogue.names import parse
-from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
-from vllm_kvpolicy.policies.catalogue.selections import SELECTIONS
+from vllm_kvpolicy.policies.names import ADMISSIONS, ALLOCATORS, SCORERS, SELECTIONS
 
-WORDS = {**SCORERS, **ALLOCATORS, **ADMISSIONS, **SELECTIONS}
 Question = Callable[[Any], object]  # about a finished VllmConfig
 
 
@@ -21,16 +17,40 @@ class Refusal:
     """One feature that does not go together with a policy yet.
 
     Args:
-        name: the feature, as a reader of vLLM's documentation knows it.
+        feature: as a reader of vLLM's documentation knows it; see `listed`.
         applies: tells from a finished VllmConfig whether the feature is on.
         change: what to do about it, an imperative.
         by_machine: depends on the installation alone; `applies` ignores its argument.
     """
 
-    name: str
+    feature: str
     applies: Question
     change: str
     by_machine: bool = False
+
+    @cached_property
+    def name(self) -> str:
+        """The feature, with the words that it is about; imports all of them."""
+        return self.feature.format_map(_Lists())
+
+
+class _Lists(dict[str, str]):
+    """The words of this package that have an attribute, by its name."""
+
+    def __missing__(self, attribute: str) -> str:
+        """Return them as code, separated by commas."""
+        words = {**SCORERS, **ALLOCATORS, **ADMISSIONS, **SELECTIONS}
+        return ", ".join(
+            f"`{word}`" for word in words if getattr(words[word], attribute)
+        )
+
+
+def listed(attribute: str) -> str:
+    """Return what stands in a feature for the words that have an attribute.
+
+    They are listed where the feature is shown: a server imports no words but its own.
+    """
+    return f"{{{attribute}}}"
 
 
 def both(first: Question, second: Question) -> Question:
@@ -38,24 +58,19 @@ def both(first: Question, second: Question) -> Question:
     return lambda config: bool(first(config) and second(config))
 
 
-def words_with(trait: str) -> str:
-    """Return the words of the grammar whose rows have a trait, such as "rotates"."""
-    return ", ".join(f"`{name}`" for name, row in WORDS.items() if getattr(row, trait))
-
-
-def has_word_with(trait: str) -> Question:
+def has_word_with(attribute: str) -> Question:
     """Return the question whether one of the server's policies has such a word."""
 
     def ask(config: Any) -> bool:
         server = server_config(config)
         return server is not None and any(
-            getattr(row, trait) for name in server.policies for row in parse(name).parts
+            getattr(word, attribute) for word in server.words
         )
 
     return ask
 
 
-FITTED, is_fitted = words_with("is_fitted"), has_word_with("is_fitted")
+FITTED, is_fitted = listed("fitted"), has_word_with("fitted")
 
 
 def is_float8(config: Any) -> bool:

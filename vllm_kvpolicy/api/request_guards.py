@@ -9,7 +9,6 @@ from vllm.exceptions import VLLMValidationError
 from vllm_kvpolicy.api.engines import smallest_pool
 from vllm_kvpolicy.config import PER_REQUEST_OFF, KVPolicyConfig, server_config
 from vllm_kvpolicy.config_keys import request_keys
-from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.sizes import (
     check_drafts,
     most_blocks,
@@ -165,7 +164,7 @@ def _other_advice(config: KVPolicyConfig | None, block_size: int) -> str:
         return "leave out kv_policy 'none'"
     if config.protects_prompt:
         return "shorten the prompt, which is kept whole"
-    info = parse(config.policy)
+    info = config.resolved().info
     if info.keeps_all and info.admission is None:
         return "shorten the prompt: this policy keeps every token"
     if info.keeps_all:

@@ -24,7 +24,7 @@ from vllm_kvpolicy.block_manager.sliding import (
     SlidingBlocks,
     held_by_no_others,
 )
-from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
+from vllm_kvpolicy.config import own_config
 from vllm_kvpolicy.events import event_seed
 from vllm_kvpolicy.protocol import UsedBlocks
 from vllm_kvpolicy.sizes import max_blocks_per_request
@@ -203,7 +203,7 @@ class KVPolicySpec(FullAttentionSpec):
         Where vLLM searches for the longest request that fits, it asks with other
         lengths in `vllm_config` than the engine's.
         """
-        config = KVPolicyConfig.from_dict(vllm_config.additional_config[CONFIG_KEY])
+        config = own_config(vllm_config)
         return max_blocks_per_request(vllm_config, config) * self.page_size_bytes
 
 

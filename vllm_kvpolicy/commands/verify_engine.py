@@ -13,7 +13,6 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm_kvpolicy.commands import judge
 from vllm_kvpolicy.commands.judge import Answer, Check, Pool, text
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
-from vllm_kvpolicy.policies.catalogue.names import parse
 
 MOVER = "identity"
 OUTPUT_TOKENS = 160
@@ -235,7 +234,7 @@ def _policy(
     config: KVPolicyConfig,
 ) -> Iterator[Check]:
     """Judge a policy: with a budget that never binds, and with its own."""
-    info = parse(config.policy)
+    info = config.resolved().info
     start = engine.counters()
     ample = engine.ask(prompts)
     between = engine.counters()
@@ -257,6 +256,6 @@ def _policy(
 
 def _differs_from_stock(config: KVPolicyConfig) -> str | None:
     """Return why a policy need not give stock's answers under an ample budget."""
-    if parse(config.policy).is_unbounded:
+    if config.resolved().info.is_unbounded:
         return "it has no budget"
     return "`exact` masks tokens before any event" if config.is_exact else None

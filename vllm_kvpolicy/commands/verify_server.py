@@ -18,7 +18,7 @@ from vllm_kvpolicy.commands.judge import FAILED, Answer, Check, Pool, text
 from vllm_kvpolicy.config import CONFIG_KEY, PER_REQUEST_OFF
 from vllm_kvpolicy.config_keys import shown
 from vllm_kvpolicy.observe.metrics import SERIES
-from vllm_kvpolicy.policies.catalogue.names import PolicyInfo, parse
+from vllm_kvpolicy.policies.names import TESTS, keeps_all
 
 OFF = {"kv_policy": PER_REQUEST_OFF}
 SMALL = {"kv_budget": 128, "kv_interval": 64}
@@ -57,7 +57,7 @@ class Server:
 
     Attributes:
         longest: tokens of a request, at most.
-        policy: what it runs with; None where it does not say.
+        policy: name of what it runs with; None where it does not say.
         answers: all that it has given since `start`.
         start: its counters before.
 
@@ -171,9 +171,9 @@ class Server:
             return str(error)
         return None
 
-    def _own_policy(self) -> PolicyInfo | None:
+    def _own_policy(self) -> str | None:
         found = OWN_POLICY.search(self._refusal(UNKNOWN) or "")
-        return None if found is None else parse(found[1])
+        return None if found is None else found[1]
 
     def smaller(self) -> dict[str, int]:
         """Return `SMALL`, or the least that the server lets a request have.
@@ -276,7 +276,7 @@ def _checks(server: Server) -> Iterator[Check]:
     yield judge.left_open(check, some if early.grown["events"] else None)
     none = f"requests of {sum(lengths)} tokens have no event here"
     why = None if found.grown["events"] else none
-    if server.policy is not None and server.policy.is_test:
+    if server.policy in TESTS:
         name = "tokens that were moved give the answers of the full KV cache"
         yield judge.left_open(same(name, whole, found, True), why)
     else:
@@ -290,8 +290,8 @@ def _checks(server: Server) -> Iterator[Check]:
     yield judge.counters_agree("server", server.answers, grown)
 
 
-def _may_keep_all(policy: PolicyInfo | None) -> str | None:
+def _may_keep_all(policy: str | None) -> str | None:
     """Return why a policy need not drop tokens at an event."""
     if policy is None:
         return "the server does not tell its policy"
-    return "without a scorer it may keep every token" if policy.keeps_all else None
+    return "without a scorer it may keep every token" if keeps_all(policy) else None

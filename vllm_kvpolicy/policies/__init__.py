@@ -1,7 +1,7 @@
 """Policies: which tokens a KV head keeps, as pure functions of tensors.
 
 Without an engine, `score` returns the scores of plain tensors (`policies.scoring`), and
-`ams.select` the selection of AMS.
+`allocators.ams.select` the selection of AMS.
 """
 
 from typing import Any

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.policies import model_files
-from vllm_kvpolicy.policies.startup import ModelShape, Startup, errors_name
 
 NAME = "calibration"
+DESCRIPTION = "the model's query statistics, from `python -m training {}` in a checkout"
 _expect = partial(model_files.expect, NAME)
 FORMAT = "vllm-kvpolicy calibration 1"
 
@@ -108,33 +107,21 @@ def load(path: str | Path, kind: str) -> Calibration:
     return calibration
 
 
-class CalibrationStartup(Startup):
-    """Checks that a calibration is of the word's kind and fits the model.
+def check_file(kind: str, options: Any, vllm_config: Any) -> None:
+    """Check, before an engine starts, that a word's calibration fits the model.
 
-    Attributes:
+    Args:
         kind: what the file has to hold; its option is the kind plus "_calibration".
+        options: the word's.
+        vllm_config: the finished VllmConfig.
+
+    Raises:
+        ValueError: naming the option, the file, and what was found and expected.
     """
-
-    kind: str
-
-    def check(self, options: Any, kept: AlwaysKept, vllm_config: Any) -> None:
-        """Check the file; see `Startup`."""
-        key = f"{self.kind}_calibration"
-        with errors_name(key):
-            found = load(getattr(options, key), self.kind)
-            shape = ModelShape.of(vllm_config)
-            found.check_model(
-                shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_dim
-            )
-
-
-class TriAttentionStartup(CalibrationStartup):
-    """The calibration of `triattention`."""
-
-    kind = "triattention"
-
-
-class QFilterStartup(CalibrationStartup):
-    """The calibration of `qfilter`."""
-
-    kind = "qfilter"
+    key = f"{kind}_calibration"
+    with model_files.errors_name(key):
+        found = load(getattr(options, key), kind)
+        shape = model_files.ModelShape.of(vllm_config)
+        found.check_model(
+            shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_dim
+        )

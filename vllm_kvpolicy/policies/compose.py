@@ -1,20 +1,34 @@
-"""A policy made of a scorer and an allocator."""
+"""How a policy is put together from the words of its name."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import reduce
+from typing import Any, cast
 
 import torch
 
+from vllm_kvpolicy.kernels.visibility import NEVER
 from vllm_kvpolicy.kernels.window_usage import WindowUsage, window_usage
-from vllm_kvpolicy.policies.base import (
-    Allocator,
-    Decision,
-    EventInputs,
-    Needs,
-    Policy,
-)
+from vllm_kvpolicy.policies.base import Decider, Decision, EventInputs, Needs, Policy
+from vllm_kvpolicy.policies.names import ResolvedPolicy, parse, resolve
 from vllm_kvpolicy.policies.ranks import HeadShard
-from vllm_kvpolicy.policies.scorers.base import BaseScorer
+from vllm_kvpolicy.policies.words import BaseAdmission, BaseAllocator, BaseScorer, Word
+
+MEMORY = "admission"
+LEAST = 2.0**-126  # stands for a gate of 0 in memory, where 0 means not evaluated
+
+
+class KeepAll(Policy, Word):
+    """Keeps every token, in time order: what a selection alone chooses from."""
+
+    summary = "keeps everything"
+    source = "this project"
+
+    def decide(self, inputs: EventInputs, budget: int) -> Decision:
+        """Keep all valid tokens, whatever the budget; newer ones score higher."""
+        keep = inputs.valid
+        position = torch.arange(keep.shape[-1], device=keep.device)
+        return Decision(keep, position.float().expand(keep.shape))
 
 
 class ComposedPolicy(Policy):
@@ -25,14 +39,14 @@ class ComposedPolicy(Policy):
         allocator: says how the budget is spent.
     """
 
-    def __init__(self, scorer: BaseScorer, allocator: Allocator) -> None:
+    def __init__(self, scorer: BaseScorer, allocator: BaseAllocator) -> None:
         self.scorer = scorer
         self.allocator = allocator
         self.needs = scorer.needs | allocator.needs
         # As many queries as those who read the usage ask for, however many others do.
         readers = [part.needs for part in (scorer, allocator) if part.needs.usage]
         self.usage_needs = reduce(Needs.__or__, readers, Needs())
-        self.dynamic = getattr(allocator, "dynamic", False)
+        self.dynamic = allocator.dynamic
 
     def check_model(
         self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
@@ -92,3 +106,130 @@ def measure_usage(needs: Needs, inputs: EventInputs) -> WindowUsage | None:
         needs.mass or None,
         inputs.sink_logits,
     )
+
+
+class AdmittedPolicy(Policy):
+    """Keeps the admitted tokens, or those that an eviction chooses among them.
+
+    A token's gate is evaluated once, while it is computed or at the first event after
+    that, and remembered for as long as the token is held. Admission alone has no
+    budget; an eviction after it chooses among the admitted tokens.
+
+    Source: WG-KV (arXiv 2512.17452) sections 3.2 and 3.3; the eviction of its appendix
+    K.1 is `trim-snapmax`. Deviations: tokens leave the window at events, not one by
+    one; heads are filled up to whole pages with refused tokens, best first, which the
+    next event may drop.
+
+    Args:
+        admission: the gates.
+        eviction: chooses within the budget; None for no budget.
+    """
+
+    dynamic = True
+
+    def __init__(self, admission: BaseAdmission, eviction: Policy | None) -> None:
+        self.admission, self.eviction = admission, eviction
+        self.needs = admission.needs
+        if not self.needs.until:
+            self.needs |= Needs(memory=(MEMORY,))
+        if eviction is not None:
+            self.needs |= eviction.needs
+
+    @property
+    def decider(self) -> Decider | None:
+        """What decides while tokens are computed; None where gates wait for events."""
+        return cast(Decider, self.admission) if self.needs.until else None
+
+    def check_model(
+        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
+        """Check both parts at start-up; see `Policy`."""
+        for part in (self.admission, self.eviction):
+            if part is not None:
+                part.check_model(num_layers, num_heads, num_kv_heads, head_dim)
+
+    def take_heads(self, shard: HeadShard) -> None:
+        """Serve some of the model's heads with both parts; see `Policy`."""
+        for part in (self.admission, self.eviction):
+            if part is not None:
+                part.take_heads(shard)
+
+    def decide(self, inputs: EventInputs, budget: int) -> Decision:
+        """Keep admitted and must-keep tokens; at most `budget` where there is one."""
+        gates = self._gates(inputs)
+        is_useful = gates > self.admission.threshold
+        admitted = inputs.valid & (inputs.must_keep | is_useful)
+        memory = {} if self.needs.until else {MEMORY: gates}
+        notes = {"gates": gates}
+        if self.eviction is None:
+            return Decision(admitted, gates, memory, notes)
+        chosen = self.eviction.decide(replace(inputs, candidates=admitted), budget)
+        # Refused tokens fill up pages after all others, best gates first.
+        lowest = torch.finfo(gates.dtype).min
+        return replace(
+            chosen,
+            score=torch.where(admitted, chosen.score / 2, lowest * (1 - gates / 4)),
+            memory={**chosen.memory, **memory},
+            notes={**chosen.notes, **notes},
+        )
+
+    def _gates(self, inputs: EventInputs) -> torch.Tensor:
+        """Return [E, L, H, T] float32 gates, new tokens' evaluated, others' remembered.
+
+        What is remembered comes first in a row: survivors, then local tokens of the
+        last event. A row that has fewer new tokens than another one also evaluates
+        some of its padding, whose gates nobody reads. Decisions made while tokens were
+        computed are remembered along with the tokens.
+        """
+        if self.needs.until:
+            return (inputs.given("until") == NEVER).float()
+        known = inputs.memory[MEMORY]
+        fresh = torch.arange(inputs.fresh_tokens, device=known.device)
+        token = (known > 0).sum(-1, keepdim=True) + fresh
+        token = torch.minimum(token, inputs.lengths[..., None] - 1)
+        gates = self.admission.gates(inputs, token).clamp_min(LEAST)
+        return known.scatter(-1, token, gates)
+
+
+def build(name: str, options: Mapping[str, Any] | None = None) -> Policy:
+    """Build a policy by name, without a server.
+
+    Args:
+        name: see `policies.names`.
+        options: `--kv-policy-config` as the user gave it; None is empty.
+
+    Raises:
+        ValueError: an unknown name, an unknown option, or a value outside its range.
+    """
+    return assemble(resolve(parse(name), options or {}))
+
+
+def assemble(policy: ResolvedPolicy) -> Policy:
+    """Put a policy together from its words and options.
+
+    Raises:
+        ValueError: a file that a word needs is missing, broken, or something else; or a
+            user's own word reads what its class attributes do not declare.
+    """
+    info, options = policy.info, policy.options
+    if info.whole is not None:
+        return info.whole.build(options)
+    built: Any = None
+    if info.scorer is not None and info.allocator is not None:
+        scorer, allocator = info.scorer.build(options), info.allocator.build(options)
+        built = ComposedPolicy(scorer, allocator)
+    if info.admission is not None:
+        built = AdmittedPolicy(info.admission.build(options), built)
+    needs = built.needs
+    declared = {
+        "query_window": needs.window_tokens <= policy.window_tokens,
+        "rotates": not needs.rope or any(word.rotates for word in info.parts),
+        "measures_tokens": not needs.signals or info.measures_tokens,
+    }
+    for attribute, is_declared in declared.items():
+        if not is_declared:
+            raise ValueError(
+                f"kv_policy: {info.name} has {needs}, and no class of its words says "
+                f"so by {attribute}; see policies.words.Word"
+            )
+    return built

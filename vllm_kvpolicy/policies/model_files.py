@@ -1,6 +1,8 @@
 """Files made for one model: tensors in safetensors, fields as text in the header."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +102,40 @@ def expect(kind: str, path: str | Path, key: str, found: Any, expected: Any) -> 
     """Raise ValueError unless the value of `key` in a file is the one expected."""
     if found != expected:
         raise ValueError(f"{kind} {path}: {key}: got {found!r}, expected {expected!r}")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a whole model, which files have to fit.
+
+    Args:
+        num_layers: L, attention layers.
+        num_heads: Hq, query heads per layer.
+        num_kv_heads: H, KV heads per layer.
+        head_dim: D, channels per head.
+    """
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> "ModelShape":
+        """Read the sizes from a finished VllmConfig."""
+        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        return cls(
+            num_layers=model.get_num_layers(parallel),
+            num_heads=model.model_arch_config.total_num_attention_heads,
+            num_kv_heads=model.get_total_num_kv_heads(),
+            head_dim=model.get_head_size(),
+        )
+
+
+@contextmanager
+def errors_name(key: str) -> Iterator[None]:
+    """Begin every ValueError raised inside with the option that it is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None

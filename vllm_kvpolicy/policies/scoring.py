@@ -10,14 +10,14 @@ from pydantic import Field
 from vllm_kvpolicy.config_keys import DEFAULT_SINKS
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.base import EventInputs, Needs
-from vllm_kvpolicy.policies.build import build
-from vllm_kvpolicy.policies.catalogue.options import Options
-from vllm_kvpolicy.policies.catalogue.rows import WordRow
-from vllm_kvpolicy.policies.catalogue.scorers import SCORERS
+from vllm_kvpolicy.policies.compose import build
+from vllm_kvpolicy.policies.names import SCORERS
+from vllm_kvpolicy.policies.options import BaseOptions
 from vllm_kvpolicy.policies.scorers.epikv import signals_from_hidden
+from vllm_kvpolicy.policies.words import Word
 
 
-class ScoreOptions(Options):
+class ScoreOptions(BaseOptions):
     """What `score` reads beside the scorer's own options."""
 
     sinks: int = Field(
@@ -39,7 +39,7 @@ def score(
     """Score the tokens of one layer.
 
     Args:
-        name: a scorer, a key of `policies.catalogue.scorers.SCORERS`.
+        name: a scorer, a word of `policies.names.SCORERS`, or a user's own.
         k: [Hk, T, D] floating point, cached post-RoPE keys, oldest first.
         v: [Hk, T, D] floating point, cached values.
         q: [Hq, W, D] floating point, the newest W post-RoPE queries, newest last; query
@@ -50,11 +50,10 @@ def score(
         **params: the scorer's options, named as in `--kv-policy-config`, but `window`,
             `kernel` and `calibration` for its queries, its pooling and its file. The
             window is all queries given unless `window` says less. A calibration is of
-            one layer. `sinks`:
-            leading tokens (default 4) that expected, lagkv and triattention leave out,
-            and rpc as its prompt. `state` [Hk, T], for h2o: what it returned last, zero
-            for newer tokens. `hidden` [N, S + 1, d], for epikv: outputs of all N
-            decoder layers at the prompt's last token and at all S tokens after it.
+            one layer. `sinks`: leading tokens (default 4) that expected, lagkv and
+            triattention leave out, and rpc as its prompt. `state` [Hk, T], for h2o:
+            what it returned last, zero for newer tokens. `hidden` [N, S + 1, d], for
+            epikv: outputs of all N layers at the prompt's last token and all S later.
 
     Returns:
         [Hk, T] float32, higher is kept sooner.
@@ -63,11 +62,12 @@ def score(
         ValueError: an unknown name or parameter, a value outside its range, a missing
             tensor, or shapes that do not fit together.
     """
-    if name not in SCORERS:
+    word = SCORERS.find(name)
+    if word is None:
         raise ValueError(f"name: got {name!r}, expected one of {', '.join(SCORERS)}")
     _check_shapes(k, v, q, positions)
     positions, (num_heads, _, size) = positions.long(), k.shape
-    keys = _option_keys(SCORERS[name])
+    keys = _option_keys(word)
     options = {keys[key]: value for key, value in params.items() if key in keys}
     if "window" in keys and q.shape[1]:
         options.setdefault(keys["window"], q.shape[1])
@@ -89,11 +89,11 @@ def score(
     return policy.decide(inputs, budget=1).score[0, 0].contiguous()
 
 
-def _option_keys(row: WordRow) -> dict[str, str]:
+def _option_keys(word: type[Word]) -> dict[str, str]:
     """Map the parameters of `score` to keys of `--kv-policy-config`."""
     keys = {}
-    for key in row.options.model_fields:
-        name = "window" if key == row.window else key
+    for key in word.Options.model_fields:
+        name = "window" if key == word.query_window else key
         for short in ("kernel", "calibration"):
             name = short if name.endswith(f"_{short}") else name
         keys[name] = key

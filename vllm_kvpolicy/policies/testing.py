@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
+from pydantic import Field
 
-from vllm_kvpolicy.policies.keep_all import KeepAll
-from vllm_kvpolicy.policies.mixing import mix
+from vllm_kvpolicy.policies.compose import KeepAll
+from vllm_kvpolicy.policies.options import BaseOptions
+from vllm_kvpolicy.policies.scorers.random import mix
 
 Block = TypeVar("Block")
 
@@ -22,8 +24,15 @@ class MovementPolicy(KeepAll):
         ragged: also shuffle pages among all layers and heads.
     """
 
+    source = "test policy, this project"
+
+    class Options(BaseOptions):
+        ragged: bool = Field(
+            False, description="also swap pages between all heads and layers"
+        )
+
     def __init__(self, ragged: bool) -> None:
-        self.ragged = ragged
+        self.swaps_pages = ragged
 
     def shuffled(
         self,
@@ -61,8 +70,8 @@ class MovementPolicy(KeepAll):
         return sources.gather(-1, key.argsort(dim=-1, stable=True))
 
     def shuffle_pages(self, pages: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
-        """Shuffle [E, C] pages among all heads and layers if `ragged`."""
-        if not self.ragged:
+        """Shuffle [E, C] pages among all heads and layers where the option says so."""
+        if not self.swaps_pages:
             return pages
         draw = self._draw(pages, mix(seeds))
         return pages.gather(-1, draw.argsort(dim=-1, stable=True))
@@ -99,3 +108,17 @@ def exchanged(
     blocks = fresh + rng.sample(list(owned), count - len(fresh))
     rng.shuffle(blocks)
     return blocks
+
+
+class Identity(MovementPolicy):
+    """Shuffles at each event."""
+
+    summary = "keeps everything, shuffles tokens at each event"
+    placement = staticmethod(shuffled)
+
+
+class Holes(MovementPolicy):
+    """Gives pages back and takes them again."""
+
+    summary = "keeps everything, frees pages and takes them again"
+    placement = staticmethod(exchanged)

@@ -21,8 +21,7 @@ from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.observe.metrics import LIVE, TRACE, WorkerCounters
 from vllm_kvpolicy.observe.shared_files import own_engine
 from vllm_kvpolicy.policies.base import Needs, Policy
-from vllm_kvpolicy.policies.build import build
-from vllm_kvpolicy.policies.catalogue.names import parse
+from vllm_kvpolicy.policies.compose import assemble
 from vllm_kvpolicy.policies.ranks import ALL_HEADS, ONE_RANK, HeadShard, Ranks
 from vllm_kvpolicy.sizes import max_global_blocks, query_rows
 from vllm_kvpolicy.worker.captures.capture import Capture
@@ -227,7 +226,10 @@ class WorkerSetup:
         readers = {
             VALUES: self._those(lambda name: remembered(self.policies[name].needs)),
             PAGES: self._those(
-                lambda name: parse(name).selection or self.policies[name].needs.until
+                lambda name: (
+                    self.config.resolved(name).info.selection
+                    or self.policies[name].needs.until
+                )
             ),
             LISTS: self._ragged(),
         }
@@ -246,8 +248,7 @@ class WorkerSetup:
         ]
 
     def _ragged(self) -> tuple[str, ...]:
-        options = self.config.options_of
-        return self._those(lambda name: parse(name).is_ragged(options(name)))
+        return self._those(lambda name: self.config.resolved(name).is_ragged)
 
     def _those(self, wants: Callable[[str], object]) -> tuple[str, ...]:
         return tuple(name for name in self.policies if wants(name))
@@ -426,7 +427,7 @@ def _policies(
     """Return the server's policies by name, each for the heads of this rank."""
     policies = {}
     for name in config.policies:
-        policy = build(name, config.options_of(name))
+        policy = assemble(config.resolved(name))
         with refused_for({name: policy}):
             heads = shard.num_heads, shard.num_kv_heads, layers[0].head_size
             policy.check_model(len(layers), *heads)

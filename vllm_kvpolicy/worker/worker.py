@@ -16,7 +16,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.block_manager.manager import KVPolicySpec
-from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
+from vllm_kvpolicy.config import own_config
 from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands, UsedBlocks
 from vllm_kvpolicy.sizes import (
     SlidingGroups,
@@ -38,9 +38,7 @@ class KVPolicyWorkerMixin:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model with our attention backend and hook captures to it."""
-        config = KVPolicyConfig.from_dict(
-            self.vllm_config.additional_config[CONFIG_KEY]
-        )
+        config = own_config(self.vllm_config)
         check_hosts(self.vllm_config, config)
         compat.forget_chosen_backends()
         stated = self.cache_config.cache_dtype  # which checkpoints may change

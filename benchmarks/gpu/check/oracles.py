@@ -23,7 +23,7 @@ from support.engine.oracle_selection import Report, check_selection
 from support.engine.reference_decoder import ReferenceDecoder
 from support.tiny_model import make_tiny_model
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.policies.catalogue.names import names, parse
+from vllm_kvpolicy.policies.names import names, parse
 
 BASE = {
     "budget": 150,
@@ -106,7 +106,7 @@ def check_oracles(checks: Any, what: Oracles) -> None:
                 # The tiny model's keys all have one length: knorm sees ties only.
                 if "knorm" not in result.job.name:
                     config = request_config(values, result.job)
-                    options = config.options_of()
+                    options = config.resolved().options
                     check_plumbing(decoder, result, config, options, BLOCK, report)
             notes.append(judged(report))
         selected = [each for each in results if each.job.name in SELECTED]

@@ -11,8 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from support.made_adapters import make_adapter
-from vllm_kvpolicy.policies.admissions.dms.adapter import NAMES, full_name, unstacked
-from vllm_kvpolicy.policies.admissions.dms.files import FORMAT, load, save
+from vllm_kvpolicy.policies.admissions.dms.model import (
+    FORMAT,
+    NAMES,
+    full_name,
+    load,
+    save,
+    unstacked,
+)
 
 MODEL = {"flavour": "qwen3", "num_layers": 3, "num_kv_heads": 2, "hidden_size": 8}
 NAN = float("nan")

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from vllm_kvpolicy.policies.admissions.dms.hooks import attach_borrowed
 from vllm_kvpolicy.policies.admissions.dms.model import DmsRule
+from vllm_kvpolicy.policies.admissions.dms.policy import attach_borrowed
 
 HEADS, GROUP, SIZE, WIDTH, TOKENS = 2, 3, 8, 24, 5
 CHANNEL = 2

@@ -19,19 +19,19 @@ from vllm_kvpolicy.api.engine_config import (
     refuse_plain,
 )
 from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.policies.admissions import wgkv
 from vllm_kvpolicy.policies.admissions.dms import model as dms_model
-from vllm_kvpolicy.policies.admissions.dms import startup
-from vllm_kvpolicy.policies.admissions.dms.adapter import FLAVOURS
-from vllm_kvpolicy.policies.admissions.dms.files import save
+from vllm_kvpolicy.policies.admissions.dms import policy as dms_policy
 from vllm_kvpolicy.policies.admissions.dms.model import (
+    FLAVOURS,
     DmsRule,
     model_folder,
     rule_for,
     rule_of_config,
     rule_of_metadata,
+    save,
 )
-from vllm_kvpolicy.policies.admissions.wgkv import files as wgkv_files
-from vllm_kvpolicy.policies.catalogue.admissions import ADMISSIONS
+from vllm_kvpolicy.policies.names import architectures
 
 NONE = dict.fromkeys(
     ("dms_window", "dms_channel", "dms_shift", "dms_zero_after_rope"), None
@@ -219,7 +219,7 @@ def test_a_model_in_one_file_is_not_read(monkeypatch, tmp_path):
 
 def test_every_class_of_checkpoints_with_adapters_is_registered():
     names = [f"{name}DMS" for name in FLAVOURS.values()]
-    assert list(ADMISSIONS["dms"].architectures) == names
+    assert list(architectures()) == names
 
 
 @pytest.mark.parametrize("kind", FLAVOURS)
@@ -241,7 +241,7 @@ def test_a_tokenizer_that_cannot_be_read_says_why(monkeypatch, policy_config):
     def fails(*args):
         raise OSError("You are trying to access a gated repo.\nLog in.")
 
-    monkeypatch.setattr(startup, "cached_tokenizer_from_config", fails)
+    monkeypatch.setattr(dms_policy, "cached_tokenizer_from_config", fails)
     config = KVPolicyConfig.from_dict({"policy": "dms", "recent": 32})
     why = r"has no tokenizer that can be read \(You are .* gated repo\. Log in\.\); set"
     with pytest.raises(ValueError, match=why):
@@ -270,7 +270,7 @@ def test_start_checks_of_a_model_that_decides(policy_config):
 
 def test_two_admissions_that_decide_are_refused(policy_config, tmp_path):
     path = tmp_path / "gates.safetensors"
-    wgkv_files.save(path, make_gates(2, 2, 32, window=32, rope_theta=1e4))
+    wgkv.save(path, make_gates(2, 2, 32, window=32, rope_theta=1e4))
     options = {"wgkv_gates": str(path)}
     checked(policy_config, options=options, allow=["wgkv", "dms+snapkv"])
     options["exact"] = True
@@ -326,7 +326,7 @@ def test_ranks_without_the_deciding_head_are_refused(rule, ranks, said):
         model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 2),
     )
     if said is None:
-        assert startup._check_ranks(rule, config) is None
+        assert dms_policy._check_ranks(rule, config) is None
     else:
         with pytest.raises(ValueError, match=said):
-            startup._check_ranks(rule, config)
+            dms_policy._check_ranks(rule, config)

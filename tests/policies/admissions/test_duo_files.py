@@ -6,7 +6,7 @@ import torch
 from support.made_patterns import write_pattern
 from vllm_kvpolicy.api.engine_config import check_files
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.policies.admissions.duo.files import CONFIG_FILE, HEADS_FILE, load
+from vllm_kvpolicy.policies.admissions.duo import CONFIG_FILE, HEADS_FILE, load
 
 USE = [[0.9, 0.1, 0.5], [0.2, 0.7, 0.5]]
 

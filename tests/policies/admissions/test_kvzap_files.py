@@ -12,9 +12,8 @@ from safetensors.torch import load_file, save_file
 from support.made_surrogates import surrogate_tensors, write_surrogate
 from vllm_kvpolicy.api.engine_config import check_files
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.policies.admissions.kvzap.files import load
-from vllm_kvpolicy.policies.admissions.kvzap.policy import SurrogateScores
-from vllm_kvpolicy.policies.build import build
+from vllm_kvpolicy.policies.admissions.kvzap import SurrogateScores, load
+from vllm_kvpolicy.policies.compose import build
 
 SIZES = 3, 2, 8  # layers, KV heads, hidden size
 TINY = 2, 2, 64  # of the tiny model

@@ -16,12 +16,10 @@ from torch import nn
 from support.engine.kvzap_decoder import KVzapDecoder
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.kernels.visibility import NEVER, visible_until
-from vllm_kvpolicy.policies.admissions.kvzap.policy import (
+from vllm_kvpolicy.policies.admissions.kvzap import (
+    Surrogate,
     SurrogateScores,
     attach_surrogate,
-)
-from vllm_kvpolicy.policies.admissions.kvzap.surrogate import (
-    Surrogate,
     surrogate_scores,
 )
 

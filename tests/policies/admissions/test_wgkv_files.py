@@ -12,8 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from support.made_gates import make_gates
-from vllm_kvpolicy.policies.admissions.wgkv.files import load, save
-from vllm_kvpolicy.policies.admissions.wgkv.gates import NAMES, full_name, unstacked
+from vllm_kvpolicy.policies.admissions.wgkv import (
+    NAMES,
+    full_name,
+    load,
+    save,
+    unstacked,
+)
 
 MODEL = {
     "flavour": "qwen3",

@@ -20,7 +20,7 @@ from vllm_kvpolicy.observe.trace_files import (
     read_event,
     whole_run,
 )
-from vllm_kvpolicy.policies.catalogue.names import parse
+from vllm_kvpolicy.policies.names import parse
 
 BLOCK = 32
 POLICIES = ("streaming", "tova", "snapkv", "ams-tova", "ams-snapkv")

@@ -2,7 +2,7 @@
 
 Replays the survivors that the server recorded, and at every event recomputes usage,
 score and selection in float64, one head at a time, with no code of the policies but
-`policies.ams.select`, which has golden tests of its own.
+`policies.allocators.ams.select`, which has golden tests of its own.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from support.engine.oracle_replay import Mismatch, activations
 from support.engine.reference_decoder import Activations, ReferenceDecoder
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.events import event_positions, request_phase
-from vllm_kvpolicy.policies.ams import AMSConfig, select
+from vllm_kvpolicy.policies.allocators.ams import AMSConfig, select
 
 GAP = 1e-5
 MAX_SHARE = 1e-3
@@ -88,7 +88,7 @@ class Selector:
     @property
     def window(self) -> int:
         """Queries that the policy looks at."""
-        return self.config.window_tokens() or 1
+        return self.config.resolved().window_tokens or 1
 
     def rows(self, seen: Activations, event: Any, previous: Any) -> list[list[Row]]:
         """Measure the window's attention of every (layer, KV head)."""
@@ -156,7 +156,9 @@ class Selector:
             is_kept = np.zeros(len(score), dtype=bool)
             is_kept[:num_sinks] = is_kept[len(score) - local :] = True
             return fill(is_kept, score, event.budget)
-        config = AMSConfig(**self.config.options_of(), sinks=num_sinks, recent=local)
+        config = AMSConfig(
+            **self.config.resolved().options, sinks=num_sinks, recent=local
+        )
         usage = self.pooled(row)
         old = self.credit.get((layer, head))
         choice = select(
@@ -291,7 +293,7 @@ def check_positions(result: Any, config: KVPolicyConfig, block_size: int) -> Non
         config.interval_tokens,
         config.prefill_step(block_size),
         request_phase(prompt) if config.spread_events else 0,
-        config.window_tokens(),
+        config.resolved().window_tokens,
     )
     # The newest token is never computed, so no event comes before it.
     num_computed = len(result.all_tokens) - 1

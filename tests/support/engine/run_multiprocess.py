@@ -16,15 +16,22 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     """Run one engine.
 
     Args:
-        spec: `arguments` of LLM, `prompts`, and `max_tokens` of every request.
+        spec: `arguments` of LLM, `prompts`, `max_tokens` of every request, and where
+            they ask for anything, `extra_args` of each.
 
     Returns:
         Generated tokens, the engine's counters, and how many processes it had.
     """
     llm = LLM(**spec["arguments"])
-    params = SamplingParams(
-        temperature=0, max_tokens=spec["max_tokens"], ignore_eos=True
-    )
+    params = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=spec["max_tokens"],
+            ignore_eos=True,
+            extra_args=asked,
+        )
+        for asked in spec.get("extra_args", [None] * len(spec["prompts"]))
+    ]
     prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in spec["prompts"]]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     engine = own_engine(llm.llm_engine.vllm_config)

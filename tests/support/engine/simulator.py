@@ -30,7 +30,7 @@ from support.engine.simulator_worker import StorageWorker
 from vllm_kvpolicy.api.request_guards import check_params
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.events import EventPlan, request_phase
-from vllm_kvpolicy.policies.catalogue.names import parse
+from vllm_kvpolicy.policies.names import parse
 from vllm_kvpolicy.sizes import max_global_blocks, query_rows
 
 TOKEN, STOP_TOKEN = 5, 7
@@ -219,7 +219,7 @@ class Simulation:
             recent = rng.randint(0, policy.recent_tokens)
             sinks = rng.randint(0, policy.sink_tokens)
             least = recent + sinks + self.scenario.block_size
-            window = max(map(policy.window_tokens, policy.policies))
+            window = max(each.window_tokens for each in policy.all_resolved)
             least = max(least, self.scenario.drafts)
             budget = rng.randint(least, policy.budget_tokens)
             wishes["kv_interval"] = rng.randint(max(window, 1), policy.interval_tokens)
@@ -234,7 +234,8 @@ class Simulation:
         name = wishes.get("kv_policy", policy.policy)
         if name == "none":
             return Asked(prompt_len)
-        info, options = parse(name), policy.options_of(name)
+        found = policy.resolved(name)
+        info, options = found.info, found.options
         protected = prompt_len if policy.protects_prompt else 0
         budget = wishes.get("kv_budget", policy.budget_tokens) + protected
         if info.is_unbounded:
@@ -247,9 +248,9 @@ class Simulation:
             wishes.get("kv_interval", policy.interval_tokens),
             policy.prefill_step(self.scenario.block_size),
             phase if policy.spread_events else 0,
-            policy.window_tokens(name),
+            policy.resolved(name).window_tokens,
         )
-        window = policy.window_tokens(name)
+        window = policy.resolved(name).window_tokens
         parts = window * self.group_size
         return Asked(
             prompt_len=prompt_len,

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from support.calibration_files import options_for
-from vllm_kvpolicy.policies.catalogue.names import parse
+from vllm_kvpolicy.policies.names import parse
 
 FLAGS = {
     "--kv-budget": "128",

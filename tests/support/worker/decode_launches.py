@@ -10,8 +10,10 @@ from torch import nn
 
 from support.worker.event_launches import Launches
 from vllm_kvpolicy.kernels.dispatch import forced
-from vllm_kvpolicy.policies.admissions.dms.hooks import attach_borrowed
-from vllm_kvpolicy.policies.admissions.dms.policy import DelayedEviction
+from vllm_kvpolicy.policies.admissions.dms.policy import (
+    DelayedEviction,
+    attach_borrowed,
+)
 from vllm_kvpolicy.policies.selections.quest import Quest
 from vllm_kvpolicy.protocol import StepCommands, WindowCapture
 from vllm_kvpolicy.worker.captures.query_windows import QueryWindows

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from vllm_kvpolicy.kernels.rope import Rope
-from vllm_kvpolicy.policies import build as factory
-from vllm_kvpolicy.policies.catalogue.names import resolve_options
+from vllm_kvpolicy.policies import compose as factory
+from vllm_kvpolicy.policies.names import parse, resolve
 from vllm_kvpolicy.protocol import CompactEvent, StepCommands, WindowCapture
 from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
 from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
@@ -53,8 +53,8 @@ class World:
         self, name: str, device: str, draw: Any = torch.zeros, **options: Any
     ) -> None:
         where, self.draw = torch.device(device), draw
-        info = factory.parse(name)
-        self.policy = factory.build(name, resolve_options(info, options))
+        found = resolve(parse(name), options)
+        self.policy = factory.assemble(found)
         needs = self.policy.needs
         shape = (LAYERS, BLOCKS, HEADS, SIZE, 2 * DIM)
         self.caches = draw(*shape, device=where)
@@ -70,7 +70,7 @@ class World:
         self.compactor = Compactor(
             policies={name: self.policy},
             pool=self.pool,
-            tier=self._tier(info.is_ragged(resolve_options(info, options))),
+            tier=self._tier(found.is_ragged),
             requests=self.requests,
             captures=self.captures,
             memory=SurvivorMemory(

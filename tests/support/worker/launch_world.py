@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.policies.build import build
+from vllm_kvpolicy.policies.compose import build
 from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
 from vllm_kvpolicy.worker.compaction import Compactor, remembered
 from vllm_kvpolicy.worker.pages import PagePool
@@ -54,7 +54,9 @@ def launch_world(config: KVPolicyConfig, shape: Shape) -> Compactor:
     size = shape.layers, shape.num_blocks, shape.heads, shape.block_size
     caches = torch.zeros(*size, 2 * shape.dim, dtype=torch.bfloat16, device=META)
     pool = PagePool(list(caches), False)
-    policies = {name: build(name, config.options_of(name)) for name in config.policies}
+    policies = {
+        name: build(name, config.resolved(name).options) for name in config.policies
+    }
     longest = -(-config.budget_tokens // shape.block_size)
     requests = RequestTable(shape.requests, longest, shape.block_size, META)
     windows = QueryWindows(shape.group, 8192, META)

@@ -6,12 +6,20 @@ Source: the baseline of WG-KV (arXiv 2512.17452) section 4, after StreamingLLM (
 
 import torch
 
-from vllm_kvpolicy.policies.admitted import BaseAdmission
 from vllm_kvpolicy.policies.base import EventInputs
+from vllm_kvpolicy.policies.names import ALLOCATORS
+from vllm_kvpolicy.policies.words import BaseAdmission
+
+_NO_CHOICE = "`local` keeps only sinks and the recent window: nothing is left to choose"
 
 
 class LocalAttention(BaseAdmission):
     """Admits no token; sinks and the window are always kept."""
+
+    summary = "only sinks and the recent window are kept; a baseline"
+    source = "WG-KV, arXiv 2512.17452"
+    ragged = True
+    refuses = dict.fromkeys(ALLOCATORS, _NO_CHOICE)
 
     def gates(self, inputs: EventInputs, token: torch.Tensor) -> torch.Tensor:
         """Return [E, L, H, F] zeros; see `BaseAdmission`."""

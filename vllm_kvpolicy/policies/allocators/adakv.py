@@ -11,20 +11,42 @@ must-keep set comes on top of a head's own share (theirs is part of it).
 """
 
 import torch
+from pydantic import Field
 
 from vllm_kvpolicy.kernels.ranking import fill_next_best, limit_must_keep, top_k_mask
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
-from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
+from vllm_kvpolicy.policies.base import Decision, EventInputs
+from vllm_kvpolicy.policies.options import BaseOptions
+from vllm_kvpolicy.policies.words import BaseAllocator
+
+_ALIKE = "all KV heads get the same scores, which cannot divide the budget among them"
+_SPREAD = "scores are distributed alike in all KV heads and cannot divide the budget"
+_WITHIN = (
+    "scores are relative to a block of one KV head and cannot be compared between "
+    "heads, so they cannot divide the budget"
+)
 
 
-class AdaKVAllocator:
+class AdaKVAllocator(BaseAllocator):
     """Shares a layer's budget among its heads by score.
 
     Args:
         adakv_floor: a, share of the budget that each head has to itself.
     """
 
-    needs = Needs()
+    summary = "the best tokens of each layer, over all its heads"
+    source = "Ada-KV, arXiv 2407.11550"
+    ragged = True
+    refuses = {
+        **dict.fromkeys(("streaming", "tova", "rpc", "epikv"), _ALIKE),
+        "lagkv": _WITHIN,
+        "random": _SPREAD,
+    }
+
+    class Options(BaseOptions):
+        adakv_floor: float = Field(
+            0.2, ge=0, le=1, description="fraction of the budget reserved for each head"
+        )
 
     def __init__(self, adakv_floor: float) -> None:
         self.floor = adakv_floor

@@ -18,16 +18,13 @@ Axes: R rows, one per (request, layer, KV head); T tokens (right-padded); K budg
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from vllm_kvpolicy.config_keys import DEFAULT_RECENT, DEFAULT_SINKS
-from vllm_kvpolicy.kernels.ranking import (
-    limit_must_keep,
-    top_k_mask,
-)
+from vllm_kvpolicy.kernels.ranking import ascending_indices, limit_must_keep, top_k_mask
 from vllm_kvpolicy.kernels.segment_quota import (
     MASS_EPS,
     credited_mass,
@@ -43,9 +40,86 @@ from vllm_kvpolicy.kernels.window_usage import (
     pooled_usage,
 )
 from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
-from vllm_kvpolicy.policies.catalogue.allocators import AMS_PRESETS, AMSOptions
+from vllm_kvpolicy.policies.options import MOST_TOKENS, AtLeast, PoolOptions
+from vllm_kvpolicy.policies.words import RECENCY, BaseAllocator
 
 CREDIT = "ams_credit"  # name of the moving average in a policy's memory
+
+
+class AMSOptions(PoolOptions):
+    """Options of `ams`.
+
+    The defaults are Table 15 of the paper with the window of the authors' code: of the
+    settings tried, the one whose segment counts come closest to the paper's Table 14.
+    """
+
+    preset: Literal["default", "paper", "code"] = Field(
+        "default", description="named set of defaults for the keys that are not given"
+    )
+    segment_mass: float = Field(
+        0.1, ge=0.001, lt=1, description="attention mass of a segment"
+    )
+    min_segment: int = Field(
+        16,
+        ge=1,
+        le=MOST_TOKENS,
+        description="minimum segment length in tokens; shorter segments are merged",
+    )
+    max_segment: Annotated[int, AfterValidator(AtLeast("min_segment"))] = Field(
+        256,
+        ge=1,
+        le=MOST_TOKENS,
+        description="maximum segment length in tokens; longer segments are split",
+    )
+    min_quota: int = Field(
+        1, ge=0, le=MOST_TOKENS, description="minimum quota of a segment in tokens"
+    )
+    ema_decay: float = Field(
+        0.9,
+        ge=0,
+        lt=1,
+        description="weight of the credit from earlier events at each event",
+    )
+    ema_mix: float = Field(
+        0.9,
+        ge=0,
+        le=1,
+        description="weight of the current mass in the average; 1 uses no earlier "
+        "events",
+    )
+    quotas: Literal["mass", "uniform"] = Field(
+        "mass", description="how segments share the budget: by mass, or equally"
+    )
+    segments: Literal["mass", "fixed"] = Field(
+        "mass",
+        description="segment boundaries: by mass, or every `fixed_segment` tokens",
+    )
+    fixed_segment: int = Field(
+        128,
+        ge=1,
+        le=MOST_TOKENS,
+        description="segment length in tokens if `segments` is fixed",
+    )
+    suffix_pad: Literal["max", "mean", "none"] = Field(
+        "max", description="mass assigned to each of the newest `window` tokens"
+    )
+    parity: bool = Field(False, description="reproduce the authors' code exactly")
+
+
+OPTION_PRESETS: dict[str, dict[str, Any]] = {
+    "default": {},
+    # Table 15 as printed; the paper leaves the number of recent tokens open.
+    "paper": {"window": 128},
+    # The defaults of the authors' evaluation registry.
+    "code": {
+        "segment_mass": 0.02,
+        "min_segment": 32,
+        "max_segment": 1024,
+        "min_quota": 8,
+        "ema_decay": 0.8,
+        "ema_mix": 0.7,
+    },
+}
 
 
 class AMSConfig(AMSOptions):
@@ -72,7 +146,7 @@ class AMSConfig(AMSOptions):
         return {name: getattr(self, name) for name in names}
 
 
-PRESETS = {name: AMSConfig(**values) for name, values in AMS_PRESETS.items()}
+PRESETS = {name: AMSConfig(**values) for name, values in OPTION_PRESETS.items()}
 
 
 @dataclass(frozen=True)
@@ -107,7 +181,7 @@ def choose(
     """Choose `budget` tokens per row around a given must-keep set.
 
     Args:
-        usage: [R, T] floating point, see `policies.ams.select`.
+        usage: [R, T] floating point, see `select`.
         score: [R, T] floating point.
         must_keep: [R, T] bool, at most `budget` per row, False on padding.
         lengths: [R] int64.
@@ -183,12 +257,124 @@ def _normalise_as_code(values: torch.Tensor, valid: torch.Tensor) -> torch.Tenso
     return positive / positive.sum(-1, keepdim=True)
 
 
-class AMSAllocator:
+@dataclass(frozen=True)
+class AMSSelection:
+    """Result of `select`.
+
+    Args:
+        keep: [R, K] int64, token indices, ascending; -1 on the right of rows that hold
+            fewer than K tokens.
+        segments: [R, S, 2] int64, half-open (start, end), unused ones (length, length).
+        quotas: [R, S] int64; add up to K in parity mode, else to K minus must-keep.
+        credit: [R, K], credit of the kept tokens, float64 in parity mode, else float32.
+    """
+
+    keep: torch.Tensor
+    segments: torch.Tensor
+    quotas: torch.Tensor
+    credit: torch.Tensor
+
+
+def select(
+    usage: torch.Tensor,
+    score: torch.Tensor,
+    budget: int,
+    config: AMSConfig,
+    credit: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+) -> AMSSelection:
+    """Choose `budget` tokens per row of plain tensors, without an engine.
+
+    With `parity` it does as the authors' own code. For example, one row of 64 tokens in
+    which tokens 40 to 49 have all the attention:
+
+        usage = torch.zeros(1, 64)
+        usage[0, 40:50] = 1.0
+        kept = select(usage, usage, 16, AMSConfig(sinks=2, recent=4, min_quota=0)).keep
+
+    keeps the sinks 0 and 1, tokens 40 to 49, and the newest ones, 60 to 63.
+
+    Args:
+        usage: [R, T] floating point, pooled and padded window usage; negative values
+            and NaN count as zero.
+        score: [R, T] floating point, higher is kept sooner within a segment.
+        budget: K, tokens per row, at most T and at most every row's length.
+        config: parameters.
+        credit: [R, <= T], what the last call returned; newer tokens start at zero.
+            None at a first event.
+        lengths: [R] int64, tokens per row where rows are right-padded, else T.
+
+    Returns:
+        Kept indices, segments, quotas and the credit of the kept tokens.
+
+    Raises:
+        ValueError: shapes that do not fit, or a budget outside 1..T.
+    """
+    num_rows, num_tokens = _check_rows(usage, score, budget, credit)
+    if lengths is None:
+        lengths = torch.full((num_rows,), num_tokens, device=usage.device)
+    if credit is not None:
+        credit = torch.nn.functional.pad(credit, (0, num_tokens - credit.shape[-1]))
+    must_keep = _sinks_and_recent(lengths, num_tokens, budget, config)
+    choice = choose(usage, score, must_keep, lengths, budget, config, credit)
+    keep = ascending_indices(choice.keep, budget)
+    kept_credit = choice.credit.gather(-1, keep.clamp(min=0)).masked_fill(keep < 0, 0.0)
+    return AMSSelection(keep, choice.segments, choice.quotas, kept_credit)
+
+
+def _sinks_and_recent(
+    lengths: torch.Tensor, num_tokens: int, budget: int, config: AMSConfig
+) -> torch.Tensor:
+    """Mark each row's first and newest tokens, [R, T] bool, at most `budget`."""
+    if config.parity:
+        recent = min(config.recent, budget)
+        sinks = min(config.sinks, budget - recent)
+    else:
+        sinks = min(config.sinks, budget)
+        recent = min(config.recent, budget - sinks)
+    position = torch.arange(num_tokens, device=lengths.device)
+    is_recent = position >= lengths[:, None] - recent
+    return ((position < sinks) | is_recent) & (position < lengths[:, None])
+
+
+def _check_rows(
+    usage: torch.Tensor,
+    score: torch.Tensor,
+    budget: int,
+    credit: torch.Tensor | None,
+) -> tuple[int, int]:
+    """Return (R, T) or raise ValueError."""
+    if usage.ndim != 2 or usage.shape != score.shape or usage.shape[-1] == 0:
+        raise ValueError(
+            "usage and score: expected the same shape [R, T >= 1], got "
+            f"{list(usage.shape)} and {list(score.shape)}"
+        )
+    num_rows, num_tokens = usage.shape
+    if not 1 <= budget <= num_tokens:
+        raise ValueError(f"budget: expected 1..{num_tokens} tokens, got {budget}")
+    if credit is not None and (
+        credit.shape[:-1] != usage.shape[:-1] or credit.shape[-1] > num_tokens
+    ):
+        raise ValueError(
+            f"credit: expected [{num_rows}, at most {num_tokens}], got "
+            f"{list(credit.shape)}"
+        )
+    return num_rows, num_tokens
+
+
+class AMSAllocator(BaseAllocator):
     """AMS over any scorer: mass comes from the window, choice from the score.
 
     Args:
-        **options: those of `catalogue.allocators.AMSOptions`.
+        **options: those of `AMSOptions`.
     """
+
+    summary = "segments of equal attention mass, each with its own quota"
+    source = "AMS, arXiv 2605.23200"
+    query_window = "window"
+    presets = OPTION_PRESETS
+    refuses = {"streaming": RECENCY}
+    Options = AMSOptions
 
     def __init__(self, **options: Any) -> None:
         self.config = AMSConfig(**options)

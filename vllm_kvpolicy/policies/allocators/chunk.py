@@ -12,21 +12,31 @@ where heads have cut a chunk differently, one index names different tokens in th
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 
 from vllm_kvpolicy.kernels.ranking import limit_must_keep, rank_by, top_k_mask
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
-from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
+from vllm_kvpolicy.policies.base import Decision, EventInputs
+from vllm_kvpolicy.policies.options import MOST_TOKENS, BaseOptions
 from vllm_kvpolicy.policies.ranks import Ranks
+from vllm_kvpolicy.policies.words import RECENCY, BaseAllocator
 
 
-class ChunkAllocator:
+class ChunkAllocator(BaseAllocator):
     """Keeps neighbours together.
 
     Args:
         chunk_length: tokens per chunk.
     """
 
-    needs = Needs()
+    summary = "the best chunks of adjacent tokens, the same in all heads of a layer"
+    source = "ChunkKV, arXiv 2502.00299"
+    refuses = {"streaming": RECENCY}
+
+    class Options(BaseOptions):
+        chunk_length: int = Field(
+            20, ge=1, le=MOST_TOKENS, description="tokens per chunk"
+        )
 
     def __init__(self, chunk_length: int) -> None:
         self.length = chunk_length

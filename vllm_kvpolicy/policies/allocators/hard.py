@@ -5,7 +5,7 @@ q_w . k_i * scale, for each query w of the window; v_i = number of w that have t
 among the first K_w. A head's size is the number of tokens with v_i >= 1 or to be kept
 anyway, clamped to lower * K .. upper * K; sizes are then scaled to a mean of K over the
 heads that share a budget, between the same bounds. Heads keep their best by v, then
-score; with `merge` those take in what they replace, see policies.allocators.merging.
+score; with `merge` those take in what they replace, see `choose_merge`.
 
 Source: Hard-KV, Problem 1, Constraint 1 and Cautious Update, as the paper has them; its
 code, https://github.com/SuDIS-ZJU/HARDInfer, keeps equally many in all heads.
@@ -19,7 +19,11 @@ widest head exceeds the mean in the paper's profile of head sizes, `lower` the i
 (AdaKV protects 0.2).
 """
 
+from collections.abc import Mapping
+from typing import Any, Literal
+
 import torch
+from pydantic import Field
 
 from vllm_kvpolicy.kernels.assign_pages import page_quota
 from vllm_kvpolicy.kernels.nucleus import nucleus_votes
@@ -29,14 +33,15 @@ from vllm_kvpolicy.kernels.ranking import (
     rank_by,
     ranked_positions,
 )
-from vllm_kvpolicy.kernels.window_usage import WindowUsage, measured
-from vllm_kvpolicy.policies.allocators.merging import choose_merge
-from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
+from vllm_kvpolicy.kernels.window_usage import WindowUsage, mean_over_group, measured
+from vllm_kvpolicy.policies.base import Decision, EventInputs, Merge, Needs
+from vllm_kvpolicy.policies.options import WindowOptions
+from vllm_kvpolicy.policies.words import RECENCY, BaseAllocator
 
 SHARE_UNIT = 16  # shares of the total are exact to 1/16 token
 
 
-class HardAllocator:
+class HardAllocator(BaseAllocator):
     """Sizes each head by how many keys hold most of its attention.
 
     Args:
@@ -50,6 +55,56 @@ class HardAllocator:
         hard_scope: "model" or "layer", the heads that share a budget.
         hard_merge: merge dropped tokens into survivors.
     """
+
+    summary = "each head's size follows how many keys hold most of its attention"
+    source = "Hard-KV"
+    query_window = "window"
+    ragged = True
+    weighs_itself = True
+    refuses = {"streaming": RECENCY}
+
+    class Options(WindowOptions):
+        hard_p: float = Field(
+            0.9,
+            ge=0.01,
+            le=1,
+            description="attention mass that a nucleus covers (top-p)",
+        )
+        hard_lower: float = Field(
+            0.25,
+            ge=0,
+            le=1,
+            description="minimum size of a head, as a multiple of the budget",
+        )
+        hard_upper: float = Field(
+            4.0,
+            ge=1,
+            le=1_000_000,
+            description="maximum size of a head, as a multiple of the budget",
+        )
+        hard_order: Literal["method", "attention"] = Field(
+            "method",
+            description="order in which keys enter a nucleus: by the scorer's scores, "
+            "or by each query's attention",
+        )
+        hard_mode: Literal["fixed", "dynamic"] = Field(
+            "fixed",
+            description="fixed spends the whole budget, dynamic only what the nuclei "
+            "need",
+        )
+        hard_scope: Literal["model", "layer"] = Field(
+            "layer",
+            description="heads that share a budget: all of the model, or those "
+            "of one layer",
+        )
+        hard_merge: bool = Field(
+            False, description="merge dropped tokens into kept tokens"
+        )
+
+    @classmethod
+    def is_dynamic(cls, values: Mapping[str, Any]) -> bool:
+        """Return whether sizes are only scaled down; see `Word`."""
+        return values.get("hard_mode") == "dynamic"
 
     def __init__(
         self,
@@ -169,3 +224,62 @@ def scale_to(
     whole = sizes.sum(-1, keepdim=True).clamp(min=1)
     share = sizes * (total[:, None] * SHARE_UNIT) // whole
     return page_quota(share, floors, caps, total, SHARE_UNIT, SHARE_UNIT * most)
+
+
+def choose_merge(
+    keep: torch.Tensor, order: torch.Tensor, inputs: EventInputs, usage: torch.Tensor
+) -> Merge:
+    """Pair survivors with dropped tokens of their head, no sinks or local tokens.
+
+    a_i = attention to token i, mean over the window and over the group's query heads.
+    Of m dropped tokens and n survivors, the r-th strongest survivor by a takes the r-th
+    weakest, by the policy's order, of the min(m, n) best dropped tokens:
+    k' = w k_s + (1 - w) k_d, v' = w v_s + (1 - w) v_d, w = a_s / (a_s + a_d).
+
+    Source: Hard-KV, appendix G, pairwise merging at a fixed budget;
+    https://github.com/SuDIS-ZJU/HARDInfer, where nothing reaches it.
+    Deviations: a is the mean of the query heads' probabilities, not the softmax of
+    their largest logit. With more dropped tokens than survivors the worst go unmerged.
+
+    Args:
+        keep: [E, L, H, T] bool, the policy's choice.
+        order: [E, L, H, T] floating point, higher is kept sooner.
+        inputs: the event.
+        usage: [E, L, Hq, T] float32, mean attention of the window.
+    """
+    attention = mean_over_group(usage, keep.shape[2])
+    free = inputs.valid & ~inputs.must_keep
+    partner = pair_up(keep & free, ~keep & free, attention, order)
+    other = attention.gather(-1, partner.clamp_min(0))
+    total = attention + other
+    weight = torch.where((partner < 0) | (total == 0), 1.0, attention / total)
+    return Merge(partner, weight)
+
+
+def pair_up(
+    strong: torch.Tensor,
+    weak: torch.Tensor,
+    attention: torch.Tensor,
+    order: torch.Tensor,
+) -> torch.Tensor:
+    """Pair the r-th strong token with the r-th last of as many weak ones.
+
+    For example strong tokens A, B, C by attention and weak ones x, y, z, u by order: u
+    goes without, A takes z, B takes y and C takes x.
+
+    Args:
+        strong: [..., T] bool, ranked by attention.
+        weak: [..., T] bool, ranked by order; the worst of them go without.
+        attention: [..., T] floating point.
+        order: [..., T] floating point; NaN allowed.
+
+    Returns:
+        [..., T] int64, a token's partner, no token twice; -1 for none.
+    """
+    token = torch.arange(strong.shape[-1], device=strong.device)
+    count = torch.minimum(strong.sum(-1), weak.sum(-1))[..., None]
+    rank = rank_by(weak.long(), order)
+    best_first = torch.empty_like(rank).scatter_(-1, rank, token.expand_as(rank))
+    place = count - 1 - rank_by(strong.long(), attention)
+    partner = best_first.gather(-1, place.clamp_min(0))
+    return torch.where(strong & (place >= 0), partner, -1)

@@ -16,14 +16,17 @@ holds less, passes the difference on to all others evenly.
 """
 
 import torch
+from pydantic import Field
 
 from vllm_kvpolicy.kernels.assign_pages import page_quota
 from vllm_kvpolicy.kernels.ranking import fill_next_best, limit_must_keep, top_k_mask
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
-from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
+from vllm_kvpolicy.policies.base import Decision, EventInputs
+from vllm_kvpolicy.policies.options import MOST_TOKENS, BaseOptions
+from vllm_kvpolicy.policies.words import BaseAllocator
 
 
-class PyramidAllocator:
+class PyramidAllocator(BaseAllocator):
     """Gives deeper layers smaller budgets; they depend only on the tokens held.
 
     Args:
@@ -31,7 +34,24 @@ class PyramidAllocator:
         pyramid_headroom: tokens that a layer may hold beyond the budget.
     """
 
-    needs = Needs()
+    summary = "smaller budgets for deeper layers"
+    source = "PyramidKV, arXiv 2406.02069"
+    ragged = True
+
+    class Options(BaseOptions):
+        pyramid_beta: float = Field(
+            20.0,
+            ge=1,
+            le=1_000_000,
+            description="the budget divided by the last layer's budget",
+        )
+        pyramid_headroom: int = Field(
+            512,
+            ge=0,
+            le=MOST_TOKENS,
+            description="tokens above the budget that the first layer may hold, if it "
+            "has that many",
+        )
 
     def __init__(self, pyramid_beta: float, pyramid_headroom: int) -> None:
         self.beta = pyramid_beta

@@ -6,21 +6,31 @@ Source: this project. Deviations: none.
 """
 
 import torch
+from pydantic import Field
 
 from vllm_kvpolicy.kernels.ranking import limit_must_keep
 from vllm_kvpolicy.kernels.segment_quota import pick_by_quota, round_robin
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
-from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
+from vllm_kvpolicy.policies.base import Decision, EventInputs
+from vllm_kvpolicy.policies.options import MOST_TOKENS, BaseOptions
+from vllm_kvpolicy.policies.words import RECENCY, BaseAllocator
 
 
-class StratifiedAllocator:
+class StratifiedAllocator(BaseAllocator):
     """Shares each head's budget evenly among blocks by index, oldest first.
 
     Args:
         strat_block: B, tokens; must-keep tokens take no quota of their block.
     """
 
-    needs = Needs()
+    summary = "blocks of equal length with equal quotas; a control"
+    source = "control, this project"
+    refuses = {"streaming": RECENCY}
+
+    class Options(BaseOptions):
+        strat_block: int = Field(
+            256, ge=1, le=MOST_TOKENS, description="tokens per block"
+        )
 
     def __init__(self, strat_block: int) -> None:
         self.block = strat_block

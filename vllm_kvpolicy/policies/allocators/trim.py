@@ -17,21 +17,37 @@ the budget holds. Heads are then rounded to whole pages, within the budget of al
 from functools import cache
 
 import torch
+from pydantic import Field
 
 from vllm_kvpolicy.kernels.ranking import limit_must_keep, top_k_mask
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
-from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
+from vllm_kvpolicy.policies.base import Decision, EventInputs
+from vllm_kvpolicy.policies.options import BaseOptions
+from vllm_kvpolicy.policies.words import RECENCY, BaseAllocator
 
 
-class TrimAllocator:
+class TrimAllocator(BaseAllocator):
     """Drops the same share of every head while their mean is above the budget.
 
     Args:
         trim_share: share of a head's tokens that one round drops.
     """
 
-    needs = Needs()
+    summary = (
+        "while heads hold more than the budget on average, each drops its lowest tenth"
+    )
+    source = "WG-KV, arXiv 2512.17452, appendix K.1"
+    ragged = True
     dynamic = True
+    refuses = {"streaming": RECENCY}
+
+    class Options(BaseOptions):
+        trim_share: float = Field(
+            0.1,
+            ge=0.01,
+            le=1,
+            description="share of each head's tokens that is dropped at a time",
+        )
 
     def __init__(self, trim_share: float) -> None:
         self.share = trim_share

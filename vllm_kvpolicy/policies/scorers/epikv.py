@@ -19,25 +19,28 @@ which names different tokens where heads keep different ones.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
+from pydantic import Field
 
-from vllm_kvpolicy.kernels.ranking import leading_run
+from vllm_kvpolicy.kernels.chunks import map_pairs
+from vllm_kvpolicy.kernels.ranking import leading_run, ranks_within
 from vllm_kvpolicy.kernels.token_signals import (
     hidden_change,
     rolling_mean,
     rolling_zscore,
 )
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
-from vllm_kvpolicy.policies.base import EventInputs, Needs
-from vllm_kvpolicy.policies.scorers.base import BaseScorer
-from vllm_kvpolicy.policies.scorers.epikv_cache import best_of_segments, lag_spread
-from vllm_kvpolicy.policies.signals import TokenSignal
+from vllm_kvpolicy.policies.base import EventInputs, Needs, TokenSignal
+from vllm_kvpolicy.policies.options import MOST_LAYERS, BaseOptions
+from vllm_kvpolicy.policies.words import BaseScorer
 
 # Tokens kept first of each `SHARE_OF` tokens of a segment, by third of the segments:
 # lowest key variance, middle, highest.
 SHARES, SHARE_OF = (8, 32, 64), 128
+LAG_EPS = 1e-9  # added to the range of a chunk
 
 
 @dataclass(frozen=True)
@@ -121,30 +124,6 @@ def signals_from_hidden(
     return measured
 
 
-def from_options(
-    variant: str,
-    stat_window: int,
-    epikv_chunk: int,
-    epikv_scores_prompt: bool,
-    **bands: Any,
-) -> BaseScorer:
-    """Build the scorer of a variant.
-
-    Args:
-        variant: a key of `MIXES`, "lag-kv" or "segment".
-        stat_window: tokens in the rolling statistics.
-        epikv_chunk: tokens per chunk, for "lag-kv" and "segment".
-        epikv_scores_prompt: see MixScorer; "lag-kv" scores all tokens anyway.
-        **bands: layers and weight, see `_mix`.
-    """
-    if variant == "lag-kv":
-        return LagScorer(epikv_chunk)
-    if variant == "segment":
-        mix = _mix("detrend", bands)
-        return SegmentScorer(mix, stat_window, epikv_chunk, epikv_scores_prompt)
-    return MixScorer(_mix(variant, bands), stat_window, epikv_scores_prompt)
-
-
 class MixScorer(BaseScorer):
     """Scores a token once, by signals measured while it was computed, for all heads.
 
@@ -157,6 +136,74 @@ class MixScorer(BaseScorer):
         scores_prompt: score prompt tokens as generated ones, all but the first, which
             has no step.
     """
+
+    summary = "change of the hidden state while the token was computed"
+    source = "EpiKV, arXiv 2606.26472"
+    protect_prompt = True
+    measures_tokens = True
+
+    class Options(BaseOptions):
+        variant: Literal[
+            "detrend", "variance", "band", "kv-key", "kv-val", "lag-kv", "segment"
+        ] = Field("detrend", description="statistic that scores a token")
+        a_first: int = Field(
+            -1,
+            ge=-1,
+            le=MOST_LAYERS,
+            description="first layer of band a, whose change raises a "
+            "token's score; -1 picks it by depth",
+        )
+        a_last: int = Field(
+            -1,
+            ge=-1,
+            le=MOST_LAYERS,
+            description="last layer of band a; -1 picks it by depth",
+        )
+        b_first: int = Field(
+            -1,
+            ge=-1,
+            le=MOST_LAYERS,
+            description="first layer of band b, whose change lowers a "
+            "token's score; -1 picks it by depth",
+        )
+        b_last: int = Field(
+            -1,
+            ge=-1,
+            le=MOST_LAYERS,
+            description="last layer of band b; -1 picks it by depth",
+        )
+        a_weight: float = Field(
+            0.0,
+            ge=0,
+            le=1_000_000,
+            description="weight of band a relative to band b; 0 takes the "
+            "variant's default",
+        )
+        stat_window: int = Field(
+            64, ge=2, le=4096, description="number of tokens in the rolling statistics"
+        )
+        epikv_chunk: int = Field(
+            128,
+            ge=2,
+            le=65536,
+            description="tokens per chunk for the variants lag-kv and segment",
+        )
+        epikv_scores_prompt: bool = Field(
+            False,
+            description="score prompt tokens that nobody protects as generated ones; "
+            "else they rank before those",
+        )
+
+    @classmethod
+    def from_options(cls, **options: Any) -> BaseScorer:
+        """Build the scorer of a variant; see `Word`."""
+        variant, chunk = options["variant"], options["epikv_chunk"]
+        if variant == "lag-kv":
+            return LagScorer(chunk)
+        window, prompt = options["stat_window"], options["epikv_scores_prompt"]
+        if variant == "segment":
+            return SegmentScorer(_mix("detrend", options), window, chunk, prompt)
+        return MixScorer(_mix(variant, options), window, prompt)
 
     def __init__(self, mix: Mix, stat_window: int, scores_prompt: bool = False) -> None:
         self.mix = mix
@@ -268,3 +315,91 @@ def _at_positions(by_position: torch.Tensor, inputs: EventInputs) -> torch.Tenso
     positions = inputs.given("positions").clamp(0, by_position.shape[-1] - 1)
     rows = by_position[:, None, None].expand(*positions.shape[:3], -1)
     return rows.gather(-1, positions)
+
+
+def best_of_segments(
+    score: torch.Tensor,
+    variance: torch.Tensor,
+    older: torch.Tensor,
+    free: torch.Tensor,
+    segment: int,
+    shares: Sequence[int],
+) -> torch.Tensor:
+    """Mark the best tokens of each segment: more of them where keys vary more.
+
+    Segments are ordered by mean variance; the lowest third (rounded down) keeps the
+    first share, those up to two thirds (rounded down) the second, others the third.
+
+    Args:
+        score: [R, T] floating point.
+        variance: [R, T] floating point.
+        older: [R, T] bool, tokens in segments: True up to some point, then False.
+        free: [R, T] bool, tokens that need to be chosen in order to stay.
+        segment: tokens per segment.
+        shares: three numbers of tokens, see above.
+
+    Returns:
+        [R, T] bool.
+    """
+    num_tokens = score.shape[-1]
+    segment = min(segment, num_tokens)
+    pad = (0, -num_tokens % segment)
+    inside = F.pad(older, pad).unflatten(-1, (-1, segment))
+    known = F.pad(torch.where(older, variance.double(), 0.0), pad)
+    mean = known.unflatten(-1, (-1, segment)).sum(-1) / inside.sum(-1)  # NaN: empty
+    num_segments = inside.any(-1).sum(-1, keepdim=True)
+    from_top = ranks_within(mean, torch.zeros_like(mean, dtype=torch.int64))
+    place = num_segments - 1 - from_top
+    low, middle, high = shares
+    share = torch.where(place < 2 * num_segments // 3, middle, high)
+    share = torch.where(place < num_segments // 3, low, share)
+    index = torch.arange(num_tokens, device=score.device) // segment
+    index = index.expand_as(score)
+    is_choosable = older & free
+    group = torch.where(is_choosable, index, share.shape[-1])
+    return is_choosable & (ranks_within(score, group) < share.gather(-1, index))
+
+
+def lag_spread(states: torch.Tensor, valid: torch.Tensor, chunk: int) -> torch.Tensor:
+    """Measure how far the channels of the mean over layers spread, mean over heads.
+
+    Each channel is scaled by its range in the chunk before; the first chunk is not.
+
+    Args:
+        states: [E, L, H, T, D] floating point, cached keys or values.
+        valid: [E, L, H, T] bool, False on padding, whose states may hold anything.
+        chunk: tokens per chunk.
+
+    Returns:
+        [E, T] float32.
+    """
+    # A sum over layers in float64, a summand, and four float32 copies of the mean.
+    event_bytes = 32 * states[0, 0].numel()
+
+    def of_chunk(states: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        return _spread_of_mean(states, valid, chunk)
+
+    spread = map_pairs(of_chunk, event_bytes, states[:, None], valid[:, None])
+    return spread[:, 0]
+
+
+def _spread_of_mean(
+    states: torch.Tensor, valid: torch.Tensor, chunk: int
+) -> torch.Tensor:
+    """Return [n, T] of states [n, L, H, T, D]; see `lag_spread`."""
+    num_tokens = states.shape[3]
+    chunk = min(chunk, num_tokens)
+    num_layers = valid.sum(1)  # [n, H, T]
+    mean = states.new_zeros(states[:, 0].shape, dtype=torch.float64)
+    for layer, is_held in zip(states.unbind(1), valid.unbind(1), strict=True):
+        mean += torch.where(is_held[..., None], layer, 0.0)
+    mean /= num_layers.clamp(min=1)[..., None]
+    mean = F.pad(mean.float(), (0, 0, 0, -num_tokens % chunk))
+    mean = mean.unflatten(2, (-1, chunk))  # [n, H, chunks, chunk, D]
+    low, high = mean.amin(3, keepdim=True), mean.amax(3, keepdim=True)
+    shift = F.pad(low[:, :, :-1], (0, 0, 0, 0, 1, 0))
+    width = F.pad((high - low)[:, :, :-1] + LAG_EPS, (0, 0, 0, 0, 1, 0), value=1.0)
+    spread = ((mean - shift) / width).std(-1).flatten(2)[..., :num_tokens]
+    is_held = num_layers > 0
+    total = torch.where(is_held, spread, 0.0).sum(1)
+    return total / is_held.sum(1).clamp(min=1)

@@ -17,6 +17,7 @@ gives them the highest score, here of their row (theirs of all heads and request
 from functools import partial
 
 import torch
+from pydantic import Field
 
 from vllm_kvpolicy.kernels.chunks import map_pairs_to_many
 from vllm_kvpolicy.kernels.paged_reductions import paged_norms, paged_quadratics
@@ -25,8 +26,9 @@ from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.softmax import masked_softmax
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
-from vllm_kvpolicy.policies.scorers.base import BaseScorer
-from vllm_kvpolicy.policies.scorers.unmeasured import fill_with_highest
+from vllm_kvpolicy.policies.options import BaseOptions
+from vllm_kvpolicy.policies.scorers._unmeasured import fill_with_highest
+from vllm_kvpolicy.policies.words import BaseScorer
 
 
 class ExpectedAttentionScorer(BaseScorer):
@@ -39,6 +41,39 @@ class ExpectedAttentionScorer(BaseScorer):
         value_norm: multiply by the length of the value.
         epsilon: eps, added to the attention before that.
     """
+
+    summary = "attention expected from future queries, times the value's norm"
+    source = "Expected Attention, arXiv 2510.00636"
+    query_window = "expected_window"
+    weighs_itself = True
+    rotates = True
+
+    class Options(BaseOptions):
+        expected_window: int = Field(
+            128,
+            ge=1,
+            le=1024,
+            description="number of newest queries from which future queries are "
+            "estimated",
+        )
+        n_future: int = Field(
+            512,
+            ge=1,
+            le=65536,
+            description="number of future positions to average over",
+        )
+        covariance: bool = Field(
+            True, description="include the covariance of the queries"
+        )
+        value_norm: bool = Field(
+            True, description="multiply the attention by the norm of the value"
+        )
+        epsilon: float = Field(
+            1e-2,
+            ge=0,
+            le=1_000_000,
+            description="constant added to each token's expected attention",
+        )
 
     def __init__(
         self,

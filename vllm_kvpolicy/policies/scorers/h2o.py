@@ -15,7 +15,8 @@ import torch
 
 from vllm_kvpolicy.kernels.window_usage import WindowUsage, measured
 from vllm_kvpolicy.policies.base import EventInputs, Needs
-from vllm_kvpolicy.policies.scorers.base import BaseScorer
+from vllm_kvpolicy.policies.options import WindowOptions
+from vllm_kvpolicy.policies.words import BaseScorer
 
 RECEIVED = "h2o"  # name of the running sum in a policy's memory
 
@@ -26,6 +27,11 @@ class H2OScorer(BaseScorer):
     Args:
         window: W, newest queries that count at each event.
     """
+
+    summary = "attention received so far, summed over the query windows"
+    source = "H2O, arXiv 2306.14048"
+    query_window = "window"
+    Options = WindowOptions
 
     def __init__(self, window: int) -> None:
         self.needs = Needs(

@@ -10,11 +10,14 @@ import torch
 from vllm_kvpolicy.kernels.paged_reductions import paged_cosines
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
-from vllm_kvpolicy.policies.scorers.base import BaseScorer
+from vllm_kvpolicy.policies.words import BaseScorer
 
 
 class KeyDiffScorer(BaseScorer):
     """Scores a token higher the less its key resembles the other keys of its head."""
+
+    summary = "keys least similar to the mean key"
+    source = "KeyDiff, arXiv 2504.15364"
 
     needs = Needs(keys=True)
 

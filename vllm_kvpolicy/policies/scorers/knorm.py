@@ -10,11 +10,14 @@ import torch
 from vllm_kvpolicy.kernels.paged_reductions import paged_norms
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
-from vllm_kvpolicy.policies.scorers.base import BaseScorer
+from vllm_kvpolicy.policies.words import BaseScorer
 
 
 class KnormScorer(BaseScorer):
     """Scores a token higher the shorter its key."""
+
+    summary = "keys with the smallest norm"
+    source = "L2 norm, arXiv 2406.11430"
 
     needs = Needs(keys=True)
 

@@ -11,12 +11,14 @@ run of must-keep tokens: a protected prompt as a whole.
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 
 from vllm_kvpolicy.kernels.chunks import map_pairs
 from vllm_kvpolicy.kernels.ranking import leading_run, ranks_within
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
-from vllm_kvpolicy.policies.scorers.base import BaseScorer
+from vllm_kvpolicy.policies.options import MOST_TOKENS, BaseOptions
+from vllm_kvpolicy.policies.words import BaseScorer
 
 
 class LagKVScorer(BaseScorer):
@@ -29,6 +31,17 @@ class LagKVScorer(BaseScorer):
         lag: tokens per block.
         cross: compare a across blocks instead of ranking within each.
     """
+
+    summary = "keys and values with the largest spread relative to the next block"
+    source = "LagKV, arXiv 2504.04704"
+
+    class Options(BaseOptions):
+        lag: int = Field(128, ge=2, le=MOST_TOKENS, description="tokens per block")
+        cross: bool = Field(
+            False,
+            description="compare scores across blocks instead of ranking within each "
+            "block",
+        )
 
     needs = Needs(keys=True, values=True)
 

@@ -5,23 +5,24 @@ https://github.com/NVIDIA/kvpress/blob/main/kvpress/presses/qfilter_press.py.
 Deviations: none. As in the published filters, f points away from the queries.
 """
 
-import torch
+from typing import Any, Self
 
+import torch
+from pydantic import Field
+
+from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.kernels.paged_reductions import paged_projections
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
-from vllm_kvpolicy.policies.calibration import Calibration, load
+from vllm_kvpolicy.policies.calibration import (
+    DESCRIPTION,
+    Calibration,
+    check_file,
+    load,
+)
+from vllm_kvpolicy.policies.options import BaseOptions, FilePath
 from vllm_kvpolicy.policies.ranks import HeadShard
-from vllm_kvpolicy.policies.scorers.base import BaseScorer
-
-
-def from_options(qfilter_calibration: str) -> "QFilterScorer":
-    """Build the scorer from its calibration file.
-
-    Raises:
-        ValueError: the file is missing, broken, or holds something else.
-    """
-    return QFilterScorer(load(qfilter_calibration, "qfilter"))
+from vllm_kvpolicy.policies.words import BaseScorer
 
 
 class QFilterScorer(BaseScorer):
@@ -31,7 +32,24 @@ class QFilterScorer(BaseScorer):
         calibration: of kind "qfilter".
     """
 
+    summary = "keys that point in the direction of typical queries"
+    source = "Q-Filters, arXiv 2503.02812"
+    fitted = True
+
+    class Options(BaseOptions):
+        qfilter_calibration: FilePath = Field(description=DESCRIPTION.format("qfilter"))
+
     needs = Needs(keys=True)
+
+    @classmethod
+    def from_options(cls, **options: Any) -> Self:
+        """Build the scorer from its calibration file; see `Word`."""
+        return cls(load(options["qfilter_calibration"], "qfilter"))
+
+    @classmethod
+    def check_start(cls, options: Any, kept: AlwaysKept, vllm_config: Any) -> None:
+        """Check the calibration file; see `Word`."""
+        check_file("qfilter", options, vllm_config)
 
     def __init__(self, calibration: Calibration) -> None:
         self.calibration = calibration

@@ -4,12 +4,13 @@ Source: this project. Deviations: none.
 """
 
 import torch
+from pydantic import Field
 
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs
-from vllm_kvpolicy.policies.mixing import mix
+from vllm_kvpolicy.policies.options import BaseOptions
 from vllm_kvpolicy.policies.ranks import HeadShard
-from vllm_kvpolicy.policies.scorers.base import BaseScorer
+from vllm_kvpolicy.policies.words import BaseScorer
 
 
 class RandomScorer(BaseScorer):
@@ -18,6 +19,14 @@ class RandomScorer(BaseScorer):
     Args:
         seed: a different one draws different scores.
     """
+
+    summary = "random scores; a control"
+    source = "control, this project"
+
+    class Options(BaseOptions):
+        seed: int = Field(
+            0, ge=0, le=2**32 - 1, description="random seed of the scores"
+        )
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -38,3 +47,15 @@ class RandomScorer(BaseScorer):
         draw = mix(mix(mix(event ^ layer) ^ head) ^ token)
         # float32 holds 24 bits exactly.
         return (draw >> 8).float() / 2**24
+
+
+def mix(values: torch.Tensor) -> torch.Tensor:
+    """Hash int64 to 0..2^32-1: xor-shift and multiply, a bijection on 32-bit values.
+
+    Source: https://nullprogram.com/blog/2018/07/31/ (lowbias32).
+    """
+    mask = 2**32 - 1
+    values = (values ^ (values >> 32)) & mask
+    values = ((values ^ (values >> 16)) * 0x7FEB352D) & mask
+    values = ((values ^ (values >> 15)) * 0x846CA68B) & mask
+    return values ^ (values >> 16)

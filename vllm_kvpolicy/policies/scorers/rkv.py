@@ -16,14 +16,16 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 
 from vllm_kvpolicy.kernels.chunks import map_pairs
 from vllm_kvpolicy.kernels.last_similar import last_similar
 from vllm_kvpolicy.kernels.softmax import effective_window, masked_softmax
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
-from vllm_kvpolicy.policies.scorers.base import BaseScorer
-from vllm_kvpolicy.policies.scorers.unmeasured import fill_with_highest
+from vllm_kvpolicy.policies.options import BaseOptions, Odd
+from vllm_kvpolicy.policies.scorers._unmeasured import fill_with_highest
+from vllm_kvpolicy.policies.words import BaseScorer
 
 NORM_EPS = 1e-8  # makes a key of zeros similar to none
 
@@ -37,6 +39,34 @@ class RKVScorer(BaseScorer):
         rkv_lambda: lambda, weight of the attention, 0 to 1.
         rkv_threshold: cosine above which two keys are similar, at least 0.
     """
+
+    summary = "attention of the newest queries, minus similarity to other keys"
+    source = "R-KV, arXiv 2505.24133"
+    query_window = "rkv_window"
+    weighs_itself = True
+
+    class Options(BaseOptions):
+        rkv_window: int = Field(
+            8,
+            ge=1,
+            le=1024,
+            description="number of newest queries that score the older tokens",
+        )
+        rkv_kernel: Odd = Field(
+            7, ge=1, le=255, description="width of the max pooling over tokens"
+        )
+        rkv_lambda: float = Field(
+            0.07,
+            ge=0,
+            le=1,
+            description="weight of attention; redundancy gets the rest",
+        )
+        rkv_threshold: float = Field(
+            0.5,
+            ge=0,
+            le=1,
+            description="cosine similarity above which two keys are similar",
+        )
 
     def __init__(
         self,

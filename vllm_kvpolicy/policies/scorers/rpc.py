@@ -13,15 +13,17 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 
 from vllm_kvpolicy.kernels.chunks import map_pairs
 from vllm_kvpolicy.kernels.ranking import leading_run
 from vllm_kvpolicy.kernels.softmax import effective_window, masked_softmax
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
-from vllm_kvpolicy.policies.scorers.base import BaseScorer
+from vllm_kvpolicy.policies.options import BaseOptions, Odd
+from vllm_kvpolicy.policies.scorers._unmeasured import fill_with_highest
 from vllm_kvpolicy.policies.scorers.tova import cross_head_mean
-from vllm_kvpolicy.policies.scorers.unmeasured import fill_with_highest
+from vllm_kvpolicy.policies.words import BaseScorer
 
 
 class RPCScorer(BaseScorer):
@@ -31,6 +33,26 @@ class RPCScorer(BaseScorer):
         rpc_window: W, queries that score, and newest tokens that they do not score.
         rpc_kernel: neighbours averaged over, odd.
     """
+
+    summary = (
+        "pooled attention of the newest queries to older tokens, averaged over all "
+        "heads"
+    )
+    source = "Reasoning Path Compression, arXiv 2505.13866"
+    query_window = "rpc_window"
+    weighs_itself = True
+    protect_prompt = True
+
+    class Options(BaseOptions):
+        rpc_window: int = Field(
+            32,
+            ge=1,
+            le=1024,
+            description="number of newest queries that score the older tokens",
+        )
+        rpc_kernel: Odd = Field(
+            7, ge=1, le=255, description="width of the average pooling over tokens"
+        )
 
     def __init__(self, rpc_window: int, rpc_kernel: int) -> None:
         self.needs = Needs(window_tokens=rpc_window, keys=True)

@@ -16,7 +16,8 @@ from vllm_kvpolicy.kernels.window_usage import (
     pooled_usage,
 )
 from vllm_kvpolicy.policies.base import EventInputs, Needs
-from vllm_kvpolicy.policies.scorers.base import BaseScorer
+from vllm_kvpolicy.policies.options import PoolOptions
+from vllm_kvpolicy.policies.words import BaseScorer
 
 
 class SnapKVScorer(BaseScorer):
@@ -26,6 +27,11 @@ class SnapKVScorer(BaseScorer):
         window: W, newest queries that count.
         pool_kernel: neighbours averaged over, odd.
     """
+
+    summary = "pooled attention of the newest queries"
+    source = "SnapKV, arXiv 2404.14469"
+    query_window = "window"
+    Options = PoolOptions
 
     def __init__(self, window: int, pool_kernel: int) -> None:
         self.needs = Needs(window_tokens=window, usage=True, keys=True)

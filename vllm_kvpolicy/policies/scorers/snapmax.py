@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 
 from vllm_kvpolicy.kernels.chunks import map_pairs
 from vllm_kvpolicy.kernels.softmax import (
@@ -24,8 +25,9 @@ from vllm_kvpolicy.kernels.softmax import (
 )
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
-from vllm_kvpolicy.policies.scorers.base import BaseScorer
-from vllm_kvpolicy.policies.scorers.unmeasured import fill_with_highest
+from vllm_kvpolicy.policies.options import BaseOptions, Odd
+from vllm_kvpolicy.policies.scorers._unmeasured import fill_with_highest
+from vllm_kvpolicy.policies.words import BaseScorer
 
 
 class SnapMaxScorer(BaseScorer):
@@ -35,6 +37,22 @@ class SnapMaxScorer(BaseScorer):
         snapmax_window: W, queries that score, and newest tokens that they do not score.
         snapmax_kernel: neighbours whose maximum is taken, odd.
     """
+
+    summary = "largest attention of the newest queries to tokens that may be dropped"
+    source = "WG-KV, arXiv 2512.17452, appendix K.1"
+    query_window = "snapmax_window"
+    weighs_itself = True
+
+    class Options(BaseOptions):
+        snapmax_window: int = Field(
+            256,
+            ge=1,
+            le=1024,
+            description="number of newest queries that score the older tokens",
+        )
+        snapmax_kernel: Odd = Field(
+            5, ge=1, le=255, description="width of the max pooling over tokens"
+        )
 
     def __init__(self, snapmax_window: int, snapmax_kernel: int) -> None:
         self.needs = Needs(window_tokens=snapmax_window, keys=True)

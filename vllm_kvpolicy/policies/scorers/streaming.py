@@ -10,11 +10,14 @@ import torch
 
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs
-from vllm_kvpolicy.policies.scorers.base import BaseScorer
+from vllm_kvpolicy.policies.words import BaseScorer
 
 
 class StreamingScorer(BaseScorer):
     """Scores a token by its place in time."""
+
+    summary = "sinks and the newest tokens"
+    source = "StreamingLLM, arXiv 2309.17453"
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score [E, L, H, T] float32: the token's index (exact below 2^24)."""

@@ -14,7 +14,7 @@ import torch
 from vllm_kvpolicy.kernels.window_usage import WindowUsage, measured
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.ranks import Ranks
-from vllm_kvpolicy.policies.scorers.base import BaseScorer
+from vllm_kvpolicy.policies.words import BaseScorer
 
 
 def cross_head_mean(per_query_head: torch.Tensor, ranks: Ranks) -> torch.Tensor:
@@ -32,6 +32,10 @@ def cross_head_mean(per_query_head: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 
 class TovaScorer(BaseScorer):
     """Scores a token by the newest query's attention; the same for all KV heads."""
+
+    summary = "attention of the newest query, averaged over all heads"
+    source = "TOVA, arXiv 2401.06104"
+    query_window = 1
 
     needs = Needs(window_tokens=1, usage=True, keys=True)
 

@@ -14,31 +14,29 @@ are float32 up to 70000 rad); no noise on ties. Mean and deviation are those of 
 tokens but the leading run of must-keep tokens (theirs: but the prompt).
 """
 
-import torch
+from typing import Any, Literal, Self
 
+import torch
+from pydantic import Field
+
+from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.kernels.paged_reductions import paged_pair_projections
 from vllm_kvpolicy.kernels.ranking import leading_run
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
-from vllm_kvpolicy.policies.calibration import Calibration, load
+from vllm_kvpolicy.policies.calibration import (
+    DESCRIPTION,
+    Calibration,
+    check_file,
+    load,
+)
+from vllm_kvpolicy.policies.options import BaseOptions, FilePath
 from vllm_kvpolicy.policies.ranks import HeadShard
-from vllm_kvpolicy.policies.scorers.base import BaseScorer
+from vllm_kvpolicy.policies.words import BaseScorer
 
 NUM_DISTANCES = 17  # d = 1, 2, 4 .. 65536
 MIN_DEVIATION = 1e-6
-
-
-def from_options(
-    triattention_calibration: str, tri_aggregate: str
-) -> "TriAttentionScorer":
-    """Build the scorer from its calibration file.
-
-    Raises:
-        ValueError: the file is missing, broken, or holds something else.
-    """
-    calibration = load(triattention_calibration, "triattention")
-    return TriAttentionScorer(calibration, tri_aggregate)
 
 
 class TriAttentionScorer(BaseScorer):
@@ -51,7 +49,31 @@ class TriAttentionScorer(BaseScorer):
         has_mean_length: subtract |Q| in the second sum.
     """
 
+    summary = "attention expected from the mean query at future positions"
+    source = "TriAttention, arXiv 2604.04921"
+    rotates = True
+    fitted = True
+
+    class Options(BaseOptions):
+        triattention_calibration: FilePath = Field(
+            description=DESCRIPTION.format("triattention")
+        )
+        tri_aggregate: Literal["max", "mean"] = Field(
+            "max", description="how the query heads of a KV head are combined"
+        )
+
     needs = Needs(keys=True, rope=True, halves=True)
+
+    @classmethod
+    def from_options(cls, **options: Any) -> Self:
+        """Build the scorer from its calibration file; see `Word`."""
+        calibration = load(options["triattention_calibration"], "triattention")
+        return cls(calibration, options["tri_aggregate"])
+
+    @classmethod
+    def check_start(cls, options: Any, kept: AlwaysKept, vllm_config: Any) -> None:
+        """Check the calibration file; see `Word`."""
+        check_file("triattention", options, vllm_config)
 
     def __init__(
         self,

@@ -17,16 +17,34 @@ local tokens but its newest page, and one choice per query head.
 
 import numpy as np
 import torch
+from pydantic import Field
 
 from vllm_kvpolicy.kernels.page_bounds import page_scores
+from vllm_kvpolicy.policies.options import MOST_TOKENS, BaseOptions
+from vllm_kvpolicy.policies.words import Word
 
 
-class Quest:
+class Quest(Word):
     """Chooses pages by bounds on the keys in them.
 
     Args:
         quest_budget: tokens per KV head that a query reads, local tokens included.
     """
+
+    summary = (
+        "each generated token reads only the pages whose keys may match its query best"
+    )
+    source = "Quest, arXiv 2406.10774"
+    ragged = True
+
+    class Options(BaseOptions):
+        quest_budget: int = Field(
+            1024,
+            ge=1,
+            le=MOST_TOKENS,
+            description="tokens per KV head that a decoding step reads, including "
+            "local tokens",
+        )
 
     def __init__(self, quest_budget: int) -> None:
         self.budget = quest_budget

@@ -17,9 +17,8 @@ from torch import nn
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from vllm_kvpolicy.kernels.token_signals import channel_variance, hidden_change
-from vllm_kvpolicy.policies.base import Needs
+from vllm_kvpolicy.policies.base import Needs, TokenSignal
 from vllm_kvpolicy.policies.model_parts import decoder_layers
-from vllm_kvpolicy.policies.signals import TokenSignal
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.batch import Batch
 from vllm_kvpolicy.worker.captures.capture import Capture

@@ -15,8 +15,6 @@ import torch
 
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.kernels.page_bounds import best_pages, page_bounds
-from vllm_kvpolicy.policies.build import build_selection
-from vllm_kvpolicy.policies.catalogue.names import parse
 from vllm_kvpolicy.policies.selections.quest import Quest
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.pages import PagePool
@@ -129,8 +127,9 @@ class PageSelection:
         names = selecting(config)
         if not names:
             return None
-        quest = build_selection(names[0], config.options_of(names[0]))
-        assert quest is not None  # `names` says so
+        policy = config.resolved(names[0])
+        assert policy.info.selection is not None  # `names` says so
+        quest = policy.info.selection.build(policy.options)
         return cls(quest, names, requests, pool, layer.num_heads // layer.num_kv_heads)
 
     @staticmethod
@@ -238,7 +237,7 @@ class PageSelection:
 
 def selecting(config: KVPolicyConfig) -> list[str]:
     """Return the policies of a server whose queries select the pages that they read."""
-    return [name for name in config.policies if parse(name).selection is not None]
+    return [each.info.name for each in config.all_resolved if each.info.selection]
 
 
 def cut_rows(

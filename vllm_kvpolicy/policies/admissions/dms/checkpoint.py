@@ -1,6 +1,6 @@
 """Model classes of checkpoints that hold DMS adapters next to the model's own weights.
 
-The entry point registers them with vLLM under the names in the catalogue. The base
+The entry point registers them with vLLM under their names here. The base
 model is unchanged, so without a policy they run as the model that they were made from;
 `policy` reads the adapters from the same files.
 

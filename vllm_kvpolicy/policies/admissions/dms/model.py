@@ -1,4 +1,4 @@
-"""Finds out how a model that was trained with DMS decides: the rule of its decisions.
+"""How a model that was trained with DMS decides: its rule, and adapters' files.
 
 Three kinds of models decide themselves. Released ones (nvidia/Qwen3-8B-DMS-8x) have
 `dms_*` keys in their config.json and borrow a channel of the first query head of each
@@ -13,15 +13,277 @@ models from the paper are fields of `DmsRule`.
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
+import torch
 from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError, safe_open
 
-from vllm_kvpolicy.policies.admissions.dms.adapter import DmsAdapter
+from vllm_kvpolicy.policies import model_files
+
+NAME = "dms adapter"
+expect = partial(model_files.expect, NAME)
+# Model types, and vLLM's classes of such models.
+FLAVOURS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# Names in a file, and of the fields of `kernels.dms_decision.DecisionWeights`.
+NAMES = {
+    "dms_proj_alpha_norm.weight": "norm",
+    "dms_proj_alpha.weight": "projection",
+}
+
+
+def full_name(layer: int, name: str) -> str:
+    """Return the name of a tensor of `NAMES` in a file."""
+    return f"model.layers.{layer}.self_attn.{name}"
+
+
+@dataclass(frozen=True)
+class DmsAdapter:
+    """The adapter of a model, and what it was trained for.
+
+    A small projection per layer, with names and shapes as the checkpoints of
+    https://github.com/NVIDIA/Model-Optimizer/tree/a2fbac7b/experimental/dms have them.
+
+    It reads the residual stream h before each layer's input norm and decides for each
+    token and KV head whether to drop a token: where alpha_scale * projection(RMSNorm(h,
+    norm)) - alpha_offset is above 0. The norm's epsilon is the model's `rms_norm_eps`.
+
+    Args:
+        model: name of the model, as it was given; "" where a file does not say.
+        flavour: type of the model, one of `FLAVOURS`.
+        num_layers: L.
+        num_kv_heads: H, KV heads per layer.
+        hidden_size: d, channels of the residual stream.
+        window: W; query i sees key j where i - j <= W, W + 1 keys with itself.
+        alpha_scale: factor on the projection's output.
+        alpha_offset: subtracted from that.
+        shift: the token at t decides on the one at t - shift.
+        target_cr: tokens per token kept that it was trained for.
+        kept_fraction: kept share of the tokens that were evaluated after training, of
+            all layers and heads; NaN where a file does not say.
+        tensors: float32 by name, see `shapes`.
+        path: where it was read from, for errors.
+    """
+
+    model: str
+    flavour: str
+    num_layers: int
+    num_kv_heads: int
+    hidden_size: int
+    window: int
+    target_cr: float
+    kept_fraction: float
+    tensors: Mapping[str, torch.Tensor]
+    alpha_scale: float = 100.0
+    alpha_offset: float = 5.0
+    shift: int = 1
+    path: str | Path = ""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors: norms [d], projections [H, d]."""
+        size = self.hidden_size
+        shapes = ((size,), (self.num_kv_heads, size))
+        return {
+            full_name(layer, name): shape
+            for layer in range(self.num_layers)
+            for name, shape in zip(NAMES, shapes, strict=True)
+        }
+
+    def check_model(
+        self, flavour: str, num_layers: int, num_kv_heads: int, hidden_size: int
+    ) -> None:
+        """Check that the adapter was trained for a model of this kind and shape.
+
+        Raises:
+            ValueError: naming the file, the field, and both values.
+        """
+        expect(self.path, "flavour", self.flavour, flavour)
+        expect(self.path, "num_layers", self.num_layers, num_layers)
+        expect(self.path, "num_kv_heads", self.num_kv_heads, num_kv_heads)
+        expect(self.path, "hidden_size", self.hidden_size, hidden_size)
+
+    def stacked(self) -> dict[str, torch.Tensor]:
+        """Return `norm` [L, d] and `projection` [L, H, d], float32."""
+        layers = range(self.num_layers)
+        return {
+            field: torch.stack([self.tensors[full_name(i, name)] for i in layers])
+            for name, field in NAMES.items()
+        }
+
+
+def unstacked(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file; the inverse of `DmsAdapter.stacked`."""
+    return {
+        full_name(layer, name): tensor.detach().to("cpu", torch.float32).contiguous()
+        for name, field in NAMES.items()
+        for layer, tensor in enumerate(weights[field])
+    }
+
+
+FORMAT = "vllm-kvpolicy dms adapter 1"
+VALID = "a file of train.dms, or a checkpoint folder with dms_proj_alpha tensors"
+_TENSOR = re.compile(r"model\.layers\.\d{1,6}\.self_attn\.(dms_proj_alpha.*)")
+_HEADER: dict[str, Any] = {
+    "model": str,
+    "flavour": str,
+    "num_layers": int,
+    "num_kv_heads": int,
+    "hidden_size": int,
+    "window": int,
+    "target_cr": float,
+    "kept_fraction": float,
+    "alpha_scale": float,
+    "alpha_offset": float,
+    "shift": int,
+}
+
+
+def save(path: str | Path, adapter: DmsAdapter) -> None:
+    """Write a safetensors file; overwrites one that exists."""
+    header = {name: getattr(adapter, name) for name in _HEADER}
+    model_files.save(path, FORMAT, header, adapter.tensors)
+
+
+def load(path: str | Path) -> DmsAdapter:
+    """Read an adapter: a file of ours, or a checkpoint folder that has one.
+
+    Ours are safetensors with the other fields of `DmsAdapter` as text in the header. A
+    checkpoint is a folder with the whole model, of which the adapter's tensors alone
+    are read, as float32. Neither can run code.
+
+    Raises:
+        ValueError: naming the file, the key, and what was found and expected there.
+    """
+    if Path(path).is_dir():
+        adapter, per_layer = _load_folder(Path(path))
+    else:
+        values, tensors = model_files.load(NAME, path, FORMAT, _HEADER, VALID)
+        adapter, per_layer = DmsAdapter(**values, tensors=tensors, path=path), False
+    _check_fields(adapter)
+    missing = sorted(adapter.shapes.keys() - adapter.tensors.keys())
+    unknown = sorted(adapter.tensors.keys() - adapter.shapes.keys())
+    expect(path, "missing tensors", missing, [])
+    expect(path, "unexpected tensors", unknown, [])
+    model_files.check_tensors(NAME, path, adapter.tensors, adapter.shapes)
+    if per_layer:
+        _follow_first_head(adapter)
+    return adapter
+
+
+def _check_fields(adapter: DmsAdapter) -> None:
+    """Check the fields that are not tensors."""
+    path = adapter.path
+    if adapter.flavour not in FLAVOURS:
+        expect(path, "flavour", adapter.flavour, " or ".join(FLAVOURS))
+    for name in ("num_layers", "num_kv_heads", "hidden_size", "window"):
+        if getattr(adapter, name) < 1:
+            expect(path, name, getattr(adapter, name), "at least 1")
+    if adapter.num_layers > len(adapter.tensors):
+        expect(
+            path, "num_layers", adapter.num_layers, f"at most {len(adapter.tensors)}"
+        )
+    if adapter.shift not in (0, 1):
+        expect(path, "shift", adapter.shift, "0 or 1")
+    if not 1 <= adapter.target_cr < math.inf:
+        expect(path, "target_cr", adapter.target_cr, "a number of at least 1")
+    if not 0 < adapter.alpha_scale < math.inf:
+        expect(path, "alpha_scale", adapter.alpha_scale, "a number above 0")
+    if not math.isfinite(adapter.alpha_offset):
+        expect(path, "alpha_offset", adapter.alpha_offset, "a number")
+
+
+def _load_folder(folder: Path) -> tuple[DmsAdapter, bool]:
+    """Read a checkpoint; also return whether its first head decides for a layer."""
+    config = _read_json(folder / "config.json")
+    if not any(key.startswith("dms_") for key in config):
+        _refuse(folder, "a config.json without dms_ keys")
+    # Keys that are not there mean what they do to the class that wrote the others.
+    if not config.get("dms_separate_alpha", False):
+        _refuse(
+            folder, "a model whose decision is a query channel, which needs no adapter"
+        )
+    expect(folder, "dms_disable_eviction", config.get("dms_disable_eviction", 0), 0)
+    per = config.get("dms_alpha_per", "head")
+    if per not in ("head", "layer"):
+        expect(folder, "dms_alpha_per", per, "head or layer")
+    keys = {
+        "flavour": ("model_type", str, None),
+        "num_layers": ("num_hidden_layers", int, None),
+        "num_kv_heads": ("num_key_value_heads", int, None),
+        "hidden_size": ("hidden_size", int, None),
+        "window": ("dms_window_size", int, 512),
+        "target_cr": ("dms_cr", float, 8),
+        "alpha_scale": ("dms_alpha_scale", float, 100.0),
+        "alpha_offset": ("dms_initial_alpha_offset", float, 5.0),
+    }
+    values: dict[str, Any] = {}
+    for field, (key, kind, default) in keys.items():
+        found = config.get(key, default)
+        if kind is float and type(found) is int:
+            found = float(found)
+        expect(folder, f"type of {key}", type(found).__name__, kind.__name__)
+        values[field] = found
+    name = config.get("_name_or_path")
+    return DmsAdapter(
+        **values,
+        model=name if isinstance(name, str) else "",
+        kept_fraction=math.nan,
+        tensors=_read_tensors(folder),
+        path=folder,
+    ), per == "layer"
+
+
+def _refuse(path: Path, found: str) -> NoReturn:
+    raise ValueError(f"{NAME} {path}: got {found}, expected {VALID}")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object that a file holds."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        _refuse(path, str(error))
+    if not isinstance(content, dict):
+        _refuse(path, type(content).__name__)
+    return content
+
+
+def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the adapter's tensors of all safetensors files, in float32."""
+    tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in filter(_TENSOR.fullmatch, file.keys()):
+                    tensors[name] = file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            _refuse(path, str(error))
+    if not tensors:
+        _refuse(folder, "no such tensor in a .safetensors file")
+    biases = [name for name in tensors if name.endswith("dms_proj_alpha.bias")]
+    if biases:
+        expect(folder, "biases, which no released model has", biases, [])
+    for name, tensor in tensors.items():
+        floating = tensor.is_floating_point()
+        expect(folder, f"{name} is floating point", floating, True)
+    return {name: tensor.float() for name, tensor in tensors.items()}
+
+
+def _follow_first_head(adapter: DmsAdapter) -> None:
+    """Give all heads of a layer the weights of its first one."""
+    (name,) = (name for name, field in NAMES.items() if field == "projection")
+    for layer in range(adapter.num_layers):
+        weight = adapter.tensors[full_name(layer, name)]
+        weight.copy_(weight[:1].expand_as(weight).clone())
+
 
 METADATA_FILE = "dms_metadata.json"
 # Of the released models, where their files leave a value out.
@@ -198,3 +460,56 @@ def rule_for(
             "set dms_adapter to an adapter from `python -m training dms`"
         )
     return rule.with_options(options)
+
+
+def refuse_plain(model_config: Any) -> None:
+    """Refuse, without DMS, a model that borrows a channel of its queries.
+
+    Args:
+        model_config: vLLM's ModelConfig.
+
+    Raises:
+        ValueError: saying what to add.
+    """
+    rule = rule_of_model(model_config)
+    if rule is None or not rule.is_borrowed:
+        return
+    kind = model_config.hf_text_config.model_type
+    advice = (
+        f"add --kv-policy dms --kv-recent {rule.window}"
+        if kind in FLAVOURS
+        else f"--kv-policy dms supports {', '.join(FLAVOURS)}, not {kind}"
+    )
+    raise ValueError(
+        f"{model_config.model} was trained with DMS: one channel of its queries "
+        "marks the tokens to drop and is not part of attention. Without DMS the "
+        f"model would silently give wrong answers; {advice}"
+    )
+
+
+def missing_architecture(config: Mapping[str, Any]) -> str | None:
+    """Return the architecture of a model with `dms_*` keys, which leaves it out.
+
+    Args:
+        config: what config.json says.
+
+    Returns:
+        None where the model has no such keys.
+
+    Raises:
+        ValueError: it has, but its type is not supported.
+    """
+    rule = rule_of_config(SimpleNamespace(**config))
+    if rule is None:
+        return None
+    kind = supported(config.get("model_type"))
+    return FLAVOURS[kind] if rule.is_borrowed else f"{FLAVOURS[kind]}DMS"
+
+
+def supported(kind: Any) -> str:
+    """Return the type of a model; raise ValueError where it is not supported."""
+    if kind not in FLAVOURS:
+        raise ValueError(
+            f"dms: got a model of type {kind}, expected one of {', '.join(FLAVOURS)}"
+        )
+    return str(kind)

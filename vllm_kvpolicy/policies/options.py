@@ -28,7 +28,7 @@ MOST_TOKENS = 2**24
 MOST_LAYERS = 4096
 
 
-class Options(BaseModel):
+class BaseOptions(BaseModel):
     """The options of a word that has none; others add fields.
 
     Raises:
@@ -88,10 +88,10 @@ def _odd(value: int) -> int:
 
 
 Odd = Annotated[int, AfterValidator(_odd)]
-Path = Annotated[str, Field(min_length=1)]
+FilePath = Annotated[str, Field(min_length=1)]
 
 
-class WindowOptions(Options):
+class WindowOptions(BaseOptions):
     """The query window, shared by the words that measure attention over it."""
 
     window: int = Field(
@@ -107,6 +107,16 @@ class PoolOptions(WindowOptions):
 
     pool_kernel: Odd = Field(
         5, ge=1, le=255, description="width of the average pooling over tokens"
+    )
+
+
+class ExactOptions(BaseOptions):
+    """The choice of admissions that can decide while tokens are computed."""
+
+    exact: bool = Field(
+        False,
+        description="mask a dropped token as soon as it leaves the window instead "
+        "of at the next event; uses slower attention kernels",
     )
 
 

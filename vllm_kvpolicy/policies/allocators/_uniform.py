@@ -9,13 +9,15 @@ import torch
 
 from vllm_kvpolicy.kernels.ranking import limit_must_keep, top_k_mask
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
-from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
+from vllm_kvpolicy.policies.base import Decision, EventInputs
+from vllm_kvpolicy.policies.words import BaseAllocator
 
 
-class UniformTopK:
+class UniformTopK(BaseAllocator):
     """Keeps the must-keep tokens and the highest scores of each head."""
 
-    needs = Needs()
+    summary = "the best tokens of each head"
+    source = "kvpress 0.4.0, ScorerPress"
 
     def choose(
         self,

@@ -1,1 +1,0 @@
-"""DuoAttention: some heads keep everything, the others the newest tokens."""

@@ -1,0 +1,374 @@
+"""KVzap: a surrogate scores each token by what the layer's attention is given.
+
+A token whose score is below a threshold leaves with the recent window.
+
+Source: KVzap (arXiv 2601.07891), with the rule of `presses/kvzap_press.py` and
+`presses/dms_press.py` in kvpress 0.5.5; see docs/kvzap.md. Deviations: tokens leave the
+window at events, also inside a prompt; heads are filled up to whole pages with refused
+tokens; sinks are kept. Theirs hides tokens of a prompt when it has been read whole.
+"""
+
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from pydantic import Field
+from torch import nn
+
+from vllm_kvpolicy.config import own_config
+from vllm_kvpolicy.config_keys import AlwaysKept
+from vllm_kvpolicy.kernels.chunks import few_sizes
+from vllm_kvpolicy.kernels.rope import Rope
+from vllm_kvpolicy.kernels.visibility import Decisions
+from vllm_kvpolicy.policies import model_files
+from vllm_kvpolicy.policies.base import Needs
+from vllm_kvpolicy.policies.head_logits import HeadLogits
+from vllm_kvpolicy.policies.model_parts import attention_modules
+from vllm_kvpolicy.policies.options import ExactOptions, FilePath
+from vllm_kvpolicy.policies.ranks import HeadShard
+from vllm_kvpolicy.policies.words import SIZED_BY_HELD, BaseAdmission
+
+NAME = "kvzap surrogate"
+expect = partial(model_files.expect, NAME)
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """The surrogate of a model: a small network per layer. Files do not name the model.
+
+    Names and sizes are those of `KVzapConfig` and `KVzapModel` in
+    `presses/kvzap_press.py` of kvpress 0.5.5; tensors become float32. Neither of the
+    folder's files, config.json and model.safetensors, can run code.
+
+    Args:
+        num_layers: L, `n_modules` of config.json.
+        hidden_size: d, what the attention of a layer is given per token; `input_dim`.
+        num_kv_heads: H, KV heads per layer; `output_dim`.
+        num_units: M, hidden units per layer, `hidden_dim`; None for a linear surrogate.
+        tensors: float32 by name, see `shapes`.
+        path: where it was read from, for errors.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_kv_heads: int
+    num_units: int | None
+    tensors: Mapping[str, torch.Tensor]
+    path: str | Path = ""
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """What the names of the linear layers end in, `layers.I` before them."""
+        return ("",) if self.num_units is None else (".0", ".2")
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors.
+
+        `layers.I.weight` [H, d] and `layers.I.bias` [H]; with hidden units
+        `layers.I.0.weight` [M, d], `layers.I.0.bias` [M], `layers.I.2.weight` [H, M]
+        and `layers.I.2.bias` [H].
+        """
+        units = () if self.num_units is None else (self.num_units,)
+        sizes = (self.hidden_size, *units, self.num_kv_heads)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for layer in range(self.num_layers):
+            for name, before, after in zip(
+                self._names, sizes[:-1], sizes[1:], strict=True
+            ):
+                shapes[f"layers.{layer}{name}.weight"] = (after, before)
+                shapes[f"layers.{layer}{name}.bias"] = (after,)
+        return shapes
+
+    def linears(self, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return weight and bias of a layer's linear layers, first to last."""
+        names = [f"layers.{layer}{name}" for name in self._names]
+        return [
+            (self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"])
+            for name in names
+        ]
+
+    def of_heads(self, shard: HeadShard) -> "Surrogate":
+        """Return the surrogate that scores for a rank's KV heads alone."""
+        cut = {
+            f"layers.{layer}{self._names[-1]}.{part}"
+            for layer in range(self.num_layers)
+            for part in ("weight", "bias")
+        }
+        tensors = {
+            name: shard.kv_heads(tensor, 0) if name in cut else tensor
+            for name, tensor in self.tensors.items()
+        }
+        heads = len(tensors[f"layers.0{self._names[-1]}.bias"])
+        return replace(self, num_kv_heads=heads, tensors=tensors)
+
+    def check_heads(self, num_layers: int, num_kv_heads: int) -> None:
+        """Check that the surrogate was trained for a model of so many heads.
+
+        Raises:
+            ValueError: naming the folder, the key of config.json, and both values.
+        """
+        expect(self.path, "n_modules", self.num_layers, num_layers)
+        expect(self.path, "output_dim", self.num_kv_heads, num_kv_heads)
+
+    def check_model(self, num_layers: int, num_kv_heads: int, hidden_size: int) -> None:
+        """Check that the surrogate was trained for a model of this shape.
+
+        Raises:
+            ValueError: naming the folder, the key of config.json, and both values.
+        """
+        self.check_heads(num_layers, num_kv_heads)
+        expect(self.path, "input_dim", self.hidden_size, hidden_size)
+
+
+def surrogate_scores(
+    hidden: torch.Tensor, linears: Sequence[tuple[torch.Tensor, torch.Tensor]]
+) -> torch.Tensor:
+    """Score tokens for every KV head of a layer.
+
+    Args:
+        hidden: [..., T, d] floating point, what the layer's attention is given, behind
+            the input norm.
+        linears: weight [out, in] and bias [out] of each linear layer, in the dtype of
+            `hidden`, with an exact GELU between two of them; the last has H outputs.
+
+    Returns:
+        [..., T, H] float32, estimated logarithms of the KVzip+ scores.
+    """
+    rows = few_sizes(hidden)
+    for number, (weight, bias) in enumerate(linears):
+        rows = F.linear(F.gelu(rows) if number else rows, weight, bias)
+    return rows[..., : hidden.shape[-2], :].float()
+
+
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+VALID = (
+    f"a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, or a name on the hub that `hf "
+    "download NAME` has brought to this machine"
+)
+MODEL_TYPE = "kvzap"
+SIZES = ("n_modules", "input_dim", "output_dim")  # and hidden_dim, which may be null
+
+
+def load(name: str | Path) -> Surrogate:
+    """Read a surrogate from a folder, or from what has been downloaded from the hub.
+
+    Args:
+        name: a folder, or a name on the hub such as nvidia/KVzap-mlp-Qwen3-8B.
+
+    Raises:
+        ValueError: naming the folder, the key, and what was found and expected there.
+    """
+    folder = _folder(name)
+    config = _read_config(folder / CONFIG_FILE)
+    expect(folder, "model_type", config.get("model_type"), MODEL_TYPE)
+    units = config.get("hidden_dim")
+    sizes = {key: config.get(key) for key in SIZES}
+    for key, size in {**sizes, "hidden_dim": 1 if units is None else units}.items():
+        if type(size) is not int or size < 1:
+            expect(folder, key, size, "an integer of at least 1")
+    _, found = model_files.read(NAME, folder / WEIGHTS_FILE, VALID)
+    for tensor_name, tensor in found.items():
+        floating = tensor.is_floating_point()
+        expect(folder, f"{tensor_name} is floating point", floating, True)
+    surrogate = Surrogate(
+        num_layers=config["n_modules"],
+        hidden_size=config["input_dim"],
+        num_kv_heads=config["output_dim"],
+        num_units=units,
+        tensors={key: tensor.float() for key, tensor in found.items()},
+        path=folder,
+    )
+    if surrogate.num_layers > len(found):
+        expect(folder, "n_modules", surrogate.num_layers, f"at most {len(found)}")
+    shapes = surrogate.shapes
+    expect(folder, "missing tensors", sorted(shapes.keys() - found.keys()), [])
+    expect(folder, "unexpected tensors", sorted(found.keys() - shapes.keys()), [])
+    model_files.check_tensors(NAME, folder, surrogate.tensors, shapes)
+    return surrogate
+
+
+def _folder(name: str | Path) -> Path:
+    """Return the folder that a name means; uses the local cache of the hub only."""
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        return Path(snapshot_download(str(name), local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
+        raise ValueError(f"{NAME} {name}: got no folder, expected {VALID}") from None
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """Return the object that config.json holds."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{NAME} {path}: got {error}, expected {VALID}") from None
+    if not isinstance(content, dict):
+        expect(path, "content", type(content).__name__, "an object")
+    return content
+
+
+ARGUMENT = "hidden_states"  # of the forward method of vLLM's attention modules
+
+
+class SurrogateScores(BaseAdmission):
+    """Admits the tokens whose score is not below a threshold; a `Decider`.
+
+    Args:
+        surrogate: as read from a folder; once layers have its tensors, its sizes alone.
+        lowest: score that a token needs to stay.
+        exact: tokens are hidden as soon as they leave the window.
+    """
+
+    summary = (
+        "a surrogate scores tokens by their hidden states; low scores leave with the "
+        "recent window"
+    )
+    source = "KVzap, arXiv 2601.07891"
+    ragged = True
+    decides = True
+    fitted = True
+    refuses = SIZED_BY_HELD
+
+    class Options(ExactOptions):
+        kvzap_model: FilePath = Field(
+            description="the model's surrogate as NVIDIA releases them, "
+            "KVzap-mlp-MODEL or KVzap-linear-MODEL: a folder with config.json and "
+            "model.safetensors, or a name on the hub that has been downloaded"
+        )
+        kvzap_threshold: float = Field(
+            -4.0,
+            ge=-1_000_000,
+            le=1_000_000,
+            description="tokens with a score below this are dropped; scores are "
+            "natural logarithms",
+        )
+
+    shift = 0
+
+    @classmethod
+    def from_options(cls, **options: Any) -> Self:
+        """Build the admission from the folder of a surrogate; see `Word`."""
+        surrogate = load(options["kvzap_model"])
+        return cls(surrogate, options["kvzap_threshold"], options["exact"])
+
+    @classmethod
+    def check_start(cls, options: Any, kept: AlwaysKept, vllm_config: Any) -> None:
+        """Check the folder of a surrogate; see `Word`."""
+        with model_files.errors_name("kvzap_model"):
+            surrogate, shape = (
+                load(options.kvzap_model),
+                model_files.ModelShape.of(vllm_config),
+            )
+            surrogate.check_model(
+                shape.num_layers,
+                shape.num_kv_heads,
+                vllm_config.model_config.get_hidden_size(),
+            )
+
+    def __init__(self, surrogate: Surrogate, lowest: float, exact: bool) -> None:
+        self.needs = Needs(until=True, exact=exact)
+        self.surrogate, self.lowest = surrogate, lowest
+        self.window = 1
+        self._scorers: list[HeadLogits] = []
+
+    def check_model(
+        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
+        """Check that the surrogate fits the model; see `Surrogate.check_heads`."""
+        self.surrogate.check_heads(num_layers, num_kv_heads)
+
+    def take_heads(self, shard: HeadShard) -> None:
+        """Score for the rank's KV heads; see `BaseAdmission`."""
+        self.surrogate = self.surrogate.of_heads(shard)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of scores and surrogates."""
+        return sum(part.nbytes for each in self._scorers for part in each.buffers())
+
+    def attach(
+        self,
+        model: nn.Module,
+        layers: Sequence[nn.Module],
+        vllm_config: Any,
+        rope: Rope | None,
+    ) -> None:
+        """Hook the attention module of each layer; see `Decider`."""
+        config = own_config(vllm_config)
+        # Besides itself, a query sees as many tokens as are recent at an event.
+        self.window = config.recent_tokens + 1
+        step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        shape = step_tokens, self.surrogate.num_kv_heads
+        device = next(model.parameters()).device
+        dtype = vllm_config.model_config.dtype
+        for index, attention in enumerate(attention_modules(model, layers)):
+            linears = [
+                (weight.to(device, dtype), bias.to(device, dtype))
+                for weight, bias in self.surrogate.linears(index)
+            ]
+            scores = torch.zeros(shape, device=device)
+            self._scorers.append(attach_surrogate(attention, scores, linears))
+        self.surrogate = replace(self.surrogate, tensors={})
+
+    def decisions(
+        self, layer: int, key: torch.Tensor, positions: torch.Tensor
+    ) -> Decisions:
+        """Return [T, H] decisions of the tokens themselves; see `Decider`."""
+        is_below = self._scorers[layer].logits[: len(positions)] < self.lowest
+        return Decisions(~is_below)
+
+
+def attach_surrogate(
+    attention: nn.Module,
+    scores: torch.Tensor,
+    linears: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> HeadLogits:
+    """Score what an attention module is given.
+
+    Args:
+        attention: vLLM's attention module of a decoder layer, called with hidden
+            states [T, d] behind the input norm.
+        scores: [step_tokens, H] float32, written.
+        linears: see `surrogate_scores`.
+
+    Returns:
+        What holds the scores.
+
+    Raises:
+        ValueError: its forward method takes no hidden states.
+    """
+    arguments = list(inspect.signature(attention.forward).parameters)
+    if ARGUMENT not in arguments:
+        raise ValueError(
+            f"{type(attention).__name__}: expected a forward method that takes "
+            f"{ARGUMENT}, as in vLLM's Llama and Qwen3, got {', '.join(arguments)}"
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    for number, (weight, bias) in enumerate(linears):
+        tensors |= {f"weight_{number}": weight, f"bias_{number}": bias}
+    taken = HeadLogits(scores, **tensors)
+    taken.depth, taken.place = len(linears), arguments.index(ARGUMENT)
+    attention.add_module("kv_policy_logits", taken)
+    attention.register_forward_pre_hook(_score, with_kwargs=True)
+    return taken
+
+
+def _score(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Store the scores of [T, d]; a pre-hook."""
+    taken = attention.kv_policy_logits
+    hidden = kwargs[ARGUMENT] if ARGUMENT in kwargs else args[taken.place]
+    linears = [
+        (getattr(taken, f"weight_{number}"), getattr(taken, f"bias_{number}"))
+        for number in range(taken.depth)
+    ]
+    taken(surrogate_scores(hidden, linears))

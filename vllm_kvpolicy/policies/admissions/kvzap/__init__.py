@@ -1,1 +1,0 @@
-"""KVzap: surrogates of KVzip+ decide which tokens leave the cache."""

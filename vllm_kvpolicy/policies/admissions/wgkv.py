@@ -1,0 +1,441 @@
+"""WG-KV: g = sigmoid(MLP(norm(key before RoPE), norm(key))), per layer and KV head.
+
+Source: WG-KV (arXiv 2512.17452) section 3.2; see kernels.wgkv_gate and docs/wgkv.md.
+Deviations: gates are evaluated from cached keys and their positions, at events; where
+attention has to be exact, while tokens are computed.
+"""
+
+import math
+import re
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from vllm_kvpolicy.config_keys import AlwaysKept
+from vllm_kvpolicy.kernels.paged import PagedTokens
+from vllm_kvpolicy.kernels.rope import Rope
+from vllm_kvpolicy.kernels.visibility import Decisions
+from vllm_kvpolicy.kernels.wgkv_gate import GateWeights, paged_gates
+from vllm_kvpolicy.policies import model_files
+from vllm_kvpolicy.policies.base import EventInputs, Needs
+from vllm_kvpolicy.policies.options import ExactOptions, FilePath
+from vllm_kvpolicy.policies.ranks import HeadShard
+from vllm_kvpolicy.policies.words import SIZED_BY_HELD, BaseAdmission
+
+NAME = "wgkv gates"
+expect = partial(model_files.expect, NAME)
+FLAVOURS = ("llama", "qwen3")  # model types; the gate of qwen3 reads normalised keys
+# Hidden units of released gates, in head sizes.
+RELEASED_UNITS = {"llama": 4, "qwen3": 1.5}
+# Names in a file, and of the fields of `kernels.wgkv_gate.GateWeights`.
+NAMES = {
+    "pre_key_norm.weight": "pre_norm",
+    "post_key_norm.weight": "post_norm",
+    "conv1.weight": "first",
+    "conv1.bias": "first_bias",
+    "conv2.weight": "second",
+    "conv2.bias": "second_bias",
+}
+
+
+def full_name(layer: int, name: str) -> str:
+    """Return the name of a tensor of `NAMES` in a file."""
+    return f"model.layers.{layer}.self_attn.g_predictors.{name}"
+
+
+@dataclass(frozen=True)
+class Gates:
+    """The gates of a model, and what they were trained for.
+
+    A small network per layer and KV head, with names and shapes as the weights at
+    https://huggingface.co/WG-KV/checkpoints have them.
+
+    Args:
+        model: name of the model, as it was given; "" where a file does not say.
+        flavour: one of `FLAVOURS`, or "" where a file does not say.
+        num_layers: L.
+        num_kv_heads: H, KV heads per layer.
+        head_dim: D, channels per head.
+        rope_theta: base of the rotary embedding; NaN where a file does not say.
+        window: tokens that are always seen, the querying one included.
+        threshold: tokens with a gate above this are kept (the paper's tau).
+        sinks: first tokens that are kept in any case.
+        sparsity_weight: the paper's lambda; NaN where a file does not say.
+        kept_fraction: kept share of the tokens that were looked at after training, of
+            all layers and heads; NaN where a file does not say.
+        tensors: float32 by name, see `shapes`.
+        path: where it was read from, for errors.
+    """
+
+    model: str
+    flavour: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float
+    window: int
+    threshold: float
+    sinks: int
+    sparsity_weight: float
+    kept_fraction: float
+    tensors: Mapping[str, torch.Tensor]
+    path: str | Path = ""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors: as the first bias says, M units per head."""
+        heads, channels = self.num_kv_heads, self.head_dim
+        first_bias = self.tensors.get(full_name(0, "conv1.bias"), torch.empty(0))
+        units = max(1, first_bias.numel() // heads)
+        shapes = (
+            (channels,),
+            (channels,),
+            (heads * units, 2 * channels, 1),
+            (heads * units,),
+            (heads, units, 1),
+            (heads,),
+        )
+        return {
+            full_name(layer, name): shape
+            for layer in range(self.num_layers)
+            for name, shape in zip(NAMES, shapes, strict=True)
+        }
+
+    def check_model(
+        self,
+        flavour: str,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        rope_theta: float,
+    ) -> None:
+        """Check that the gates were trained for a model of this kind and shape.
+
+        Raises:
+            ValueError: naming the file, the field, and both values.
+        """
+        self.check_shape(num_layers, num_kv_heads, head_dim)
+        if self.flavour:
+            expect(self.path, "flavour", self.flavour, flavour)
+        elif flavour in RELEASED_UNITS:
+            units = self.shapes[full_name(0, "conv2.weight")][1]
+            wanted = int(RELEASED_UNITS[flavour] * head_dim)
+            expect(self.path, f"hidden units for {flavour}", units, wanted)
+        if not math.isnan(self.rope_theta):
+            expect(self.path, "rope_theta", self.rope_theta, rope_theta)
+
+    def check_shape(self, num_layers: int, num_kv_heads: int, head_dim: int) -> None:
+        """Check the sizes, which every file holds.
+
+        Raises:
+            ValueError: naming the file, the field, and both values.
+        """
+        expect(self.path, "num_layers", self.num_layers, num_layers)
+        expect(self.path, "num_kv_heads", self.num_kv_heads, num_kv_heads)
+        expect(self.path, "head_dim", self.head_dim, head_dim)
+
+    def stacked(self) -> dict[str, torch.Tensor]:
+        """Return the fields of `kernels.wgkv_gate.GateWeights`, with a leading L."""
+        heads, channels = self.num_kv_heads, self.head_dim
+        shapes = {
+            "first": (self.num_layers, heads, -1, 2 * channels),
+            "first_bias": (self.num_layers, heads, -1),
+            "second": (self.num_layers, heads, -1),
+        }
+        layers = range(self.num_layers)
+        whole = {
+            field: torch.stack([self.tensors[full_name(i, name)] for i in layers])
+            for name, field in NAMES.items()
+        }
+        return {
+            field: tensor.view(shapes.get(field, tensor.shape))
+            for field, tensor in whole.items()
+        }
+
+
+def unstacked(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file; the inverse of `Gates.stacked`."""
+    num_layers, num_heads, num_units, channels = weights["first"].shape
+    shapes = {
+        "first": (num_layers, num_heads * num_units, channels, 1),
+        "first_bias": (num_layers, num_heads * num_units),
+        "second": (num_layers, num_heads, num_units, 1),
+    }
+    return {
+        full_name(layer, name): tensor[layer]
+        .detach()
+        .to("cpu", torch.float32)
+        .contiguous()
+        for name, field in NAMES.items()
+        for tensor in [weights[field].reshape(shapes.get(field, weights[field].shape))]
+        for layer in range(num_layers)
+    }
+
+
+FORMAT = "vllm-kvpolicy wgkv gates 1"
+WINDOW, THRESHOLD = 256, 0.1  # of all released gates
+_NAME = re.compile(r"model\.layers\.(\d{1,6})\.self_attn\.g_predictors\..+")
+_HEADER: dict[str, Any] = {
+    "model": str,
+    "flavour": str,
+    "num_layers": int,
+    "num_kv_heads": int,
+    "head_dim": int,
+    "rope_theta": float,
+    "window": int,
+    "threshold": float,
+    "sinks": int,
+    "sparsity_weight": float,
+    "kept_fraction": float,
+}
+
+
+def save(path: str | Path, gates: Gates) -> None:
+    """Write a safetensors file; overwrites one that exists."""
+    header = {name: getattr(gates, name) for name in _HEADER}
+    model_files.save(path, FORMAT, header, gates.tensors)
+
+
+def load(path: str | Path) -> Gates:
+    """Read a gate file: `.pt` as the authors released them, else one of ours.
+
+    Both name their tensors as the authors do
+    (https://github.com/EMCLab-Sinica/WG-KV/blob/a6943894/scripts/train.py), and nothing
+    in either can run. Ours are safetensors with the other fields of `Gates` as text in
+    the header.
+
+    A released file says neither window nor threshold: it gets those of the paper, which
+    `dataclasses.replace` changes.
+
+    Raises:
+        ValueError: naming the file, the key, and what was found and expected there.
+    """
+    gates = (
+        _load_released(path) if Path(path).suffix.lower() == ".pt" else _load_ours(path)
+    )
+    if gates.num_layers > len(gates.tensors):
+        expect(path, "num_layers", gates.num_layers, f"at most {len(gates.tensors)}")
+    missing = sorted(gates.shapes.keys() - gates.tensors.keys())
+    unknown = sorted(gates.tensors.keys() - gates.shapes.keys())
+    expect(path, "missing tensors", missing, [])
+    expect(path, "unexpected tensors", unknown, [])
+    model_files.check_tensors(NAME, path, gates.tensors, gates.shapes)
+    return gates
+
+
+def _load_ours(path: str | Path) -> Gates:
+    """Read a file that `save` wrote; does not check its tensors."""
+    valid = "a safetensors file, or a .pt file released by the authors"
+    values, tensors = model_files.load(NAME, path, FORMAT, _HEADER, valid)
+    gates = Gates(**values, tensors=tensors, path=path)
+    if gates.flavour not in FLAVOURS:
+        expect(path, "flavour", gates.flavour, " or ".join(FLAVOURS))
+    for name in ("num_layers", "num_kv_heads", "head_dim", "window"):
+        if values[name] < 1:
+            expect(path, name, values[name], "at least 1")
+    if gates.sinks < 0:
+        expect(path, "sinks", gates.sinks, "at least 0")
+    if not 0 <= gates.threshold < 1:
+        expect(path, "threshold", gates.threshold, "a number from 0 to below 1")
+    if not gates.rope_theta > 0:
+        expect(path, "rope_theta", gates.rope_theta, "a number above 0")
+    return gates
+
+
+def _load_released(path: str | Path) -> Gates:
+    """Read a file of the authors; fields that it leaves out are the paper's."""
+    tensors = _read_pickle(path)
+    matches = [_NAME.fullmatch(name) for name in tensors]
+    # Counted, since a name could hold any number.
+    num_layers = len({int(match[1]) for match in matches if match})
+    head_dim = _only_size(path, tensors, full_name(0, "pre_key_norm.weight"))
+    num_kv_heads = _only_size(path, tensors, full_name(0, "conv2.bias"))
+    return Gates(
+        model="",
+        flavour="",
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rope_theta=math.nan,
+        window=WINDOW,
+        threshold=THRESHOLD,
+        sinks=0,
+        sparsity_weight=math.nan,
+        kept_fraction=math.nan,
+        tensors=tensors,
+        path=path,
+    )
+
+
+def _only_size(path: str | Path, tensors: Mapping[str, torch.Tensor], name: str) -> int:
+    """Return the size of a tensor that has to have one dimension."""
+    if name not in tensors:
+        expect(path, "tensors", sorted(tensors)[:8], f"{name} among them")
+    shape = list(tensors[name].shape)
+    if len(shape) != 1 or not shape[0]:
+        expect(path, f"shape of {name}", shape, "one size above 0")
+    return shape[0]
+
+
+def _read_pickle(path: str | Path) -> dict[str, torch.Tensor]:
+    """Return the flat dict of tensors that a file holds, in float32.
+
+    The unpickler makes tensors, numbers and plain containers only.
+    """
+    expected = "a dict of tensors written by torch.save"
+    if not Path(path).is_file() or not zipfile.is_zipfile(path):
+        kind = "a different kind of file" if Path(path).is_file() else "no file"
+        raise ValueError(f"{NAME} {path}: got {kind}, expected {expected}")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception:  # torch has no one error for what a broken file causes
+        # Its own words advise to load such a file in a way that runs what is in it.
+        raise ValueError(
+            f"{NAME} {path}: got content that cannot be read safely, expected "
+            f"{expected}"
+        ) from None
+    if not isinstance(content, dict) or not content:
+        expect(path, "content", type(content).__name__, expected)
+    for name, value in content.items():
+        expect(path, f"name {name!r} is text", isinstance(name, str), True)
+        expect(path, f"{name} is a tensor", isinstance(value, torch.Tensor), True)
+        expect(path, f"layout of {name}", value.layout, torch.strided)
+        expect(path, f"{name} is floating point", value.is_floating_point(), True)
+    return {name: value.detach().float() for name, value in content.items()}
+
+
+class WriteGates(BaseAdmission):
+    """Admits the tokens whose trained gate is above a threshold.
+
+    Args:
+        gates: as read from a file.
+        threshold: the paper's tau; None for the file's.
+        exact: tokens decide while they are computed; this is a `Decider` then.
+    """
+
+    summary = "trained gates choose which tokens stay when they leave the recent window"
+    source = "WG-KV, arXiv 2512.17452"
+    ragged = True
+    rotates = True
+    fitted = True
+    refuses = SIZED_BY_HELD
+
+    class Options(ExactOptions):
+        wgkv_gates: FilePath = Field(
+            description="the model's write gates: the authors' release (.pt), or from "
+            "`python -m training wgkv` in a checkout (.safetensors)"
+        )
+        wgkv_threshold: float | None = Field(
+            None,
+            ge=0,
+            lt=1,
+            description="tokens with a gate above this are admitted; by default the "
+            "file's value, 0.1 for released gates",
+        )
+
+    shift = 0
+
+    @classmethod
+    def from_options(cls, **options: Any) -> Self:
+        """Build the admission from its file of gates; see `Word`."""
+        gates, threshold = load(options["wgkv_gates"]), options["wgkv_threshold"]
+        return cls(gates, threshold, options["exact"])
+
+    @classmethod
+    def check_start(cls, options: Any, kept: AlwaysKept, vllm_config: Any) -> None:
+        """Check the file of gates; see `Word`."""
+        path = options.wgkv_gates
+        with model_files.errors_name("wgkv_gates"):
+            gates, text = load(path), vllm_config.model_config.hf_text_config
+            shape = model_files.ModelShape.of(vllm_config)
+            rope = getattr(text, "rope_parameters", None) or {}
+            gates.check_model(
+                text.model_type,
+                shape.num_layers,
+                shape.num_kv_heads,
+                shape.head_dim,
+                float(rope.get("rope_theta", math.nan)),
+            )
+            if kept.sink_tokens < gates.sinks:
+                raise ValueError(
+                    f"wgkv gates {path}: trained with {gates.sinks} sinks, got "
+                    f"--kv-sinks {kept.sink_tokens}; set --kv-sinks {gates.sinks} or "
+                    "more"
+                )
+            if kept.recent_tokens != gates.window:
+                raise ValueError(
+                    f"wgkv gates {path}: trained with a window of {gates.window} "
+                    f"tokens, got --kv-recent {kept.recent_tokens}; set --kv-recent "
+                    f"{gates.window}"
+                )
+
+    def __init__(self, gates: Gates, threshold: float | None, exact: bool) -> None:
+        turns = Needs(rope=True, halves=True, alike=True)
+        self.needs = turns | Needs(keys=not exact, until=exact, exact=exact)
+        self.file = gates
+        self.window = gates.window
+        self.threshold = gates.threshold if threshold is None else threshold
+        self.weights = GateWeights(**gates.stacked())
+
+    def check_model(
+        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
+        """Check that the gates fit the model; see `Gates.check_shape`."""
+        self.file.check_shape(num_layers, num_kv_heads, head_dim)
+
+    def take_heads(self, shard: HeadShard) -> None:
+        """Take the gates of the rank's KV heads; see `BaseAdmission`."""
+        self.weights = self.weights.of_heads(shard.kv_heads)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gates."""
+        return sum(tensor.nbytes for tensor in self.weights.tensors().values())
+
+    def attach(
+        self,
+        model: nn.Module,
+        layers: Sequence[nn.Module],
+        vllm_config: Any,
+        rope: Rope | None,
+    ) -> None:
+        """Move the gates to the model's device and dtype; see `Decider`."""
+        self._rope = rope
+        first = next(model.parameters())
+        self.weights = self.weights.to(first.device, vllm_config.model_config.dtype)
+        self._of_layer = [
+            GateWeights(**{k: t[i : i + 1] for k, t in self.weights.tensors().items()})
+            for i in range(len(layers))
+        ]
+
+    def decisions(
+        self, layer: int, key: torch.Tensor, positions: torch.Tensor
+    ) -> Decisions:
+        """Return [T, H] decisions of the tokens themselves; see `Decider`."""
+        assert self._rope is not None  # `needs` says so
+        # One event of one layer, [1, 1, H, T, D].
+        keys = PagedTokens.from_dense(key.transpose(0, 1)[None, None])
+        shape = keys.shape[:-1]
+        token = torch.arange(len(positions), device=positions.device).expand(shape)
+        weights = self._of_layer[layer]
+        rows = keys, token, positions.expand(shape)
+        gates = paged_gates(*rows, self._rope, weights)[0, 0]
+        return Decisions((gates > self.threshold).T)
+
+    def gates(self, inputs: EventInputs, token: torch.Tensor) -> torch.Tensor:
+        """Evaluate [E, L, H, F] gates of held tokens; see `BaseAdmission`."""
+        keys = inputs.paged("keys")
+        # Weights move to the device, and to the dtype of the model, once.
+        self.weights = self.weights.to(keys.device, keys.pools[0].dtype)
+        # Nothing has been dropped since the last event: positions count to the end.
+        offset = token - inputs.lengths[..., None]
+        positions = inputs.end[:, None, None, None] + offset
+        rope = inputs.given("rope")
+        return paged_gates(keys, token, positions, rope, self.weights)

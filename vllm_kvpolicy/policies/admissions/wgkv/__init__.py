@@ -1,1 +1,0 @@
-"""WG-KV: trained write gates admit tokens to the long-term cache."""

@@ -1,1 +1,0 @@
-"""The catalogue: policy names and options; imports neither torch nor vLLM."""

@@ -1,0 +1,465 @@
+"""Names of policies: the grammar, and what a name says about its policy.
+
+A name is `[ADMISSION][+EVICTION][+SELECTION]`, at least one part; EVICTION is
+`[ALLOCATOR-]SCORER`. For example `wgkv+ams-snapkv+quest` has all four words.
+
+A word is a file of the folder of its kind. A user's own scorer or allocator is a word,
+too: the name of an entry point of the group `vllm_kvpolicy.policies`, or
+`package.module:Class` in its place, such as `ams-my.scorers:Novelty`. What a name does
+not have is not imported.
+"""
+
+import pkgutil
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from vllm_kvpolicy.config_keys import shown
+
+Word = Any
+"""A subclass of `policies.words.Word`, which imports torch."""
+GROUP = "vllm_kvpolicy.policies"
+"""Of the entry points that name users' own scorers and allocators."""
+_ROOM = "vllm_kvpolicy.policies"
+_PATH = re.compile(r"(?!\d)\w+(\.(?!\d)\w+)*:(?!\d)\w+")  # "package.module:Class"
+
+
+class Words(Mapping[str, Any]):
+    """The words of one kind, by name; a class is imported when it is looked up.
+
+    Iterating lists the words of this package alone, and imports none.
+
+    Args:
+        folder: a file of it is a word; one with a leading underscore is not.
+        base: what users' own words are subclasses of; "" where there are none.
+        unnamed: file of the empty word.
+    """
+
+    def __init__(self, folder: str, base: str = "", unnamed: str = "") -> None:
+        self.folder, self.base, self.unnamed = folder, base, unnamed
+
+    @cached_property
+    def _files(self) -> dict[str, str]:
+        """The module of each word."""
+        folders = import_module(f"{_ROOM}.{self.folder}").__path__
+        found = {"": self.unnamed} if self.unnamed else {}
+        for module in sorted(pkgutil.iter_modules(folders), key=lambda each: each.name):
+            if not module.name.startswith("_"):
+                inside = ".policy" if module.ispkg else ""
+                found[module.name] = f"{module.name}{inside}"
+        return {word: f"{_ROOM}.{self.folder}.{name}" for word, name in found.items()}
+
+    def __getitem__(self, word: str) -> Word:
+        """Return the class of a word of this package."""
+        return _defined_in(self._files[word])
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the words of this package."""
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._files)
+
+    def __contains__(self, word: object) -> bool:
+        """Return whether a word is one of this package; imports nothing."""
+        return word in self._files
+
+    def find(self, word: str) -> Word:
+        """Return the class of a word, a user's own included; None for an unknown one.
+
+        Raises:
+            ValueError: a user's own word that cannot be used.
+        """
+        if word in self or not self.base:
+            return self.get(word)
+        if not _PATH.fullmatch(str(word)) and word not in installed():
+            return None
+        base = getattr(import_module(f"{_ROOM}.words"), self.base)
+        return _own(word, base)
+
+
+SCORERS = Words("scorers", "BaseScorer")
+# The empty word is the allocator of a name without one.
+ALLOCATORS = Words("allocators", "BaseAllocator", unnamed="_uniform")
+ADMISSIONS = Words("admissions")
+SELECTIONS = Words("selections")
+# Policies that are not composed, by name: "module:class".
+TESTS = {"identity": "testing:Identity", "holes": "testing:Holes"}
+KEEP_ALL = "compose:KeepAll"
+# Admissions with models of their own -> classes in their `checkpoint` that vLLM must
+# know to load these. Their `model` is asked at every start, with a policy or without.
+OWN_MODELS = {"dms": ("LlamaForCausalLMDMS", "Qwen3ForCausalLMDMS")}
+
+
+@cache
+def _defined_in(module_name: str) -> Word:
+    """Return the word that a file defines: its class that has a summary."""
+    members = vars(import_module(module_name)).values()
+    return next(
+        each
+        for each in members
+        if getattr(each, "__module__", None) == module_name and "summary" in vars(each)
+    )
+
+
+def _load(path: str) -> Word:
+    module, _, name = path.partition(":")
+    return getattr(import_module(f"{_ROOM}.{module}"), name)
+
+
+def models_of(admission: str) -> ModuleType:
+    """Return what an admission of `OWN_MODELS` says about models."""
+    return import_module(f"{_ROOM}.{ADMISSIONS.folder}.{admission}.model")
+
+
+def architectures() -> dict[str, str]:
+    """Return "module:class" of the models of `OWN_MODELS`, by their architecture."""
+    return {
+        name: f"{_ROOM}.{ADMISSIONS.folder}.{admission}.checkpoint:{name}"
+        for admission, found in OWN_MODELS.items()
+        for name in found
+    }
+
+
+@cache
+def installed() -> Mapping[str, EntryPoint]:
+    """Return the entry points of users' own words, by name; imports none of them.
+
+    Raises:
+        ValueError: a name that is taken, or that no policy's name can have.
+    """
+    found: dict[str, EntryPoint] = {}
+    taken = {*SCORERS, *ALLOCATORS, *ADMISSIONS, *SELECTIONS, *TESTS, "none"}
+    for point in entry_points(group=GROUP):
+        where = f"entry point {point.name!r} = {point.value!r} of {GROUP}"
+        if not point.name.isidentifier():
+            raise ValueError(f"{where}: expected a name of letters, digits and _")
+        if point.name in taken or found.get(point.name, point).value != point.value:
+            raise ValueError(f"{where}: another policy has this name; rename it")
+        found[point.name] = point
+    return found
+
+
+@cache
+def _own(word: str, base: Word) -> Word:
+    """Import a user's own word, and check that it can be one.
+
+    Raises:
+        ValueError: naming the word, what was found and what is expected.
+    """
+    place = EntryPoint(word, word, GROUP) if ":" in word else installed()[word]
+    got, kind = f"got {shown(word)}", f"a subclass of {base.__module__}.{base.__name__}"
+    try:
+        found = getattr(import_module(place.module), place.attr, None)
+    except (ImportError, ValueError) as error:
+        raise ValueError(
+            f"{got}, which cannot be imported ({shown(str(error))}), expected a module "
+            "that Python finds: install its package, or name its folder in PYTHONPATH"
+        ) from error
+    if not isinstance(found, type) or not issubclass(found, base):
+        what = "which its module does not have" if found is None else shown(found)
+        raise ValueError(f"{got}, {what}, expected {kind}")
+    if missing := ", ".join(sorted(getattr(found, "__abstractmethods__", ()))):
+        raise ValueError(f"{got}, which does not define {missing}, expected {kind}")
+    return found
+
+
+def keeps_all(name: str) -> bool:
+    """Return whether a name has no scorer; imports nothing, so anybody may say it."""
+    return all(
+        word in ADMISSIONS or word in SELECTIONS or word in TESTS
+        for word in name.split("+")
+    )
+
+
+@dataclass(frozen=True)
+class PolicyInfo:
+    """What a name means: the classes of its words.
+
+    Args:
+        name: the name as given.
+        admission: None for none.
+        scorer: None where nothing is evicted.
+        allocator: every scorer has one.
+        whole: a policy that is not composed: a test policy, or the one that keeps
+            everything under a selection.
+        selection: what chooses pages to read, None where all are read.
+    """
+
+    name: str
+    admission: Word = None
+    scorer: Word = None
+    allocator: Word = None
+    whole: Word = None
+    selection: Word = None
+
+    @property
+    def parts(self) -> tuple[Word, ...]:
+        """The words that there are, in the order in which they act."""
+        words = self.admission, self.scorer, self.allocator, self.whole, self.selection
+        return tuple(word for word in words if word is not None)
+
+    @property
+    def summary(self) -> str:
+        """One line: what each part does."""
+        return "; ".join(word.summary for word in self.parts)
+
+    @property
+    def options(self) -> dict[str, FieldInfo]:
+        """The keys of `--kv-policy-config` that it reads."""
+        return {
+            key: field
+            for word in self.parts
+            for key, field in word.Options.model_fields.items()
+        }
+
+    @property
+    def is_test(self) -> bool:
+        """Whether it is outside the grammar and drops nothing."""
+        return self.name in TESTS
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether there is no budget, so that events may keep everything."""
+        return self.scorer is None
+
+    @property
+    def is_unbounded(self) -> bool:
+        """Whether events have work without a budget: an admission's, a selection's."""
+        return self.keeps_all and not self.is_test
+
+    @property
+    def fixed_keys(self) -> dict[str, str]:
+        """Numbers that requests may not lower -> why, as the end of a message.
+
+        Gates are trained for one window; without an eviction nothing reads the budget.
+        """
+        window = "decides for one window, the server's"
+        keys = {} if self.admission is None else {"recent": window, "sinks": window}
+        if self.is_unbounded:
+            keys["budget"] = "evicts nothing and does not read it"
+        return keys
+
+    @property
+    def protect_prompt(self) -> bool:
+        """Whether prompt tokens are kept unless the user says otherwise."""
+        return any(word.protect_prompt for word in self.parts)
+
+    @property
+    def measures_tokens(self) -> bool:
+        """Whether requests compute all their tokens, none from the prefix cache."""
+        return any(word.measures_tokens for word in self.parts)
+
+    @property
+    def weighs_itself(self) -> bool:
+        """Whether attention of its own leaves out a model's learned sinks."""
+        return any(word.weighs_itself for word in self.parts)
+
+    @property
+    def decides_later(self) -> bool:
+        """Whether a token decides about the token before it."""
+        return any(word.decides_later for word in self.parts)
+
+    @property
+    def placement(self) -> Callable[..., list[Any]] | None:
+        """What chooses the superblocks of survivors, see `words.Word`."""
+        return None if self.whole is None else self.whole.placement
+
+    def window_tokens(self, options: Mapping[str, Any]) -> int:
+        """Return how many queries are captured before an event.
+
+        Args:
+            options: resolved options; a missing one takes its default.
+        """
+        return max(word.window_tokens(options) for word in self.parts)
+
+    def is_ragged(self, options: Mapping[str, Any]) -> bool:
+        """Return whether heads may hold different numbers of tokens."""
+        is_ragged = any(word.ragged for word in self.parts)
+        return is_ragged or bool(options.get("ragged", False))
+
+    def is_dynamic(self, options: Mapping[str, Any]) -> bool:
+        """Return whether the text decides how much it keeps, up to the budget.
+
+        Args:
+            options: resolved options.
+        """
+        return self.admission is not None or any(
+            word.is_dynamic(options) for word in self.parts
+        )
+
+
+@dataclass(frozen=True)
+class ResolvedPolicy:
+    """A policy with its options; made once per process, shared by requests.
+
+    Args:
+        info: what its name means.
+        options: a value for every key that it reads.
+    """
+
+    info: PolicyInfo
+    options: Mapping[str, Any]
+
+    @cached_property
+    def window_tokens(self) -> int:
+        """Queries that are captured before an event."""
+        return self.info.window_tokens(self.options)
+
+    @cached_property
+    def is_ragged(self) -> bool:
+        """Whether heads may hold different numbers of tokens."""
+        return self.info.is_ragged(self.options)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a dropped token is masked at once instead of at the next event."""
+        return bool(self.options.get("exact", False))
+
+    @property
+    def decides(self) -> bool:
+        """Whether its admission decides while tokens are computed."""
+        admission = self.info.admission
+        return (admission is not None and admission.decides) or self.is_exact
+
+
+def names() -> list[str]:
+    """List every eviction of this package, test policies last; imports the allocators.
+
+    `parse` also accepts each admission and each selection alone, and with `+` before
+    and after an eviction.
+    """
+    evictions = [
+        f"{allocator}-{scorer}" if allocator else scorer
+        for allocator, word in ALLOCATORS.items()
+        for scorer in SCORERS
+        if scorer not in word.refuses
+    ]
+    return evictions + list(TESTS)
+
+
+def parts() -> list[str]:
+    """List every eviction, admission and selection by itself; each is a name."""
+    return [*names(), *ADMISSIONS, *SELECTIONS]
+
+
+def grammar(in_full: bool = True) -> str:
+    """Say in one sentence which names are valid.
+
+    Args:
+        in_full: with the pairs that are refused, for which allocators are imported, and
+            with installed words.
+    """
+    allocators = ", ".join(filter(None, ALLOCATORS))
+    own = "; your own: package.module:Class for a scorer or an allocator"
+    if in_full:
+        refused = [
+            f"{allocator}-{scorer}"
+            for allocator, word in ALLOCATORS.items()
+            for scorer in word.refuses
+        ]
+        allocators += f", but not {', '.join(refused)}"
+        own += "".join(f", {word}" for word in installed())
+    return (
+        "[ADMISSION+][ALLOCATOR-]SCORER[+SELECTION], or ADMISSION, SELECTION or "
+        f"ADMISSION+SELECTION without a scorer; scorers: {', '.join(SCORERS)}; "
+        f"allocators: {allocators}; admissions: "
+        f"{', '.join(ADMISSIONS)}; selections: {', '.join(SELECTIONS)}{own}; for "
+        f"tests: {', '.join(TESTS)}"
+    )
+
+
+def parse(name: str, key: str = "kv_policy") -> PolicyInfo:
+    """Look a policy up by name; imports its words, a user's own included.
+
+    Args:
+        name: of the policy, from who runs this process and never from a request.
+        key: where the user gave it, for errors.
+
+    Raises:
+        ValueError: an unknown name, a combination that makes no sense, or a user's own
+            word that cannot be used.
+    """
+    if not isinstance(name, str):
+        raise ValueError(f"{key}: got {shown(name)}, expected {grammar()}")
+    if name in TESTS:
+        return PolicyInfo(name, whole=_load(TESTS[name]))
+    words = name.split("+")
+    admission = words.pop(0) if words[0] in ADMISSIONS else ""
+    selection = words.pop() if words and words[-1] in SELECTIONS else ""
+    if len(words) > 1 or not (words or admission or selection):
+        raise ValueError(f"{key}: got {shown(name)}, expected {grammar()}")
+    found = {
+        "admission": ADMISSIONS[admission] if admission else None,
+        "whole": None if words or admission else _load(KEEP_ALL),
+        "selection": SELECTIONS[selection] if selection else None,
+    }
+    if words:
+        found |= _eviction(name, words[0], admission, key)
+    return PolicyInfo(name, **found)
+
+
+def _eviction(name: str, eviction: str, admission: str, key: str) -> dict[str, Any]:
+    """Return scorer and allocator of the part of a name that is `[ALLOCATOR-]SCORER`.
+
+    Raises:
+        ValueError: it is not, or its words are not combined with one another.
+    """
+    allocator, _, scorer = eviction.rpartition("-")
+    try:
+        installed()  # where one of them is wrong, no name is safe
+        # A leading dash is no name, though the empty word is an allocator.
+        is_name = not eviction.startswith("-")
+        sharing = ALLOCATORS.find(allocator) if is_name else None
+        scoring = SCORERS.find(scorer) if sharing is not None else None
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+    if sharing is None or scoring is None:
+        raise ValueError(f"{key}: got {shown(name)}, expected {grammar()}")
+    reason = sharing.refuses.get(scorer)
+    if reason is None and admission:
+        reason = ADMISSIONS[admission].refuses.get(allocator)
+    if reason is not None:
+        raise ValueError(f"{key}: got {shown(name)}, refused because {reason}")
+    return {"scorer": scoring, "allocator": sharing}
+
+
+def resolve(info: PolicyInfo, given: Mapping[str, Any]) -> ResolvedPolicy:
+    """Check `--kv-policy-config` and complete it: explicit, else preset, else default.
+
+    For example `ams-tova` with `{"preset": "paper", "min_segment": 8}` has the window
+    of 128 queries of its preset, the given 8, and defaults for the rest.
+
+    Args:
+        info: the policy.
+        given: keys and values as the user gave them.
+
+    Raises:
+        ValueError: an unknown key, or a value outside its range.
+    """
+    known = info.options
+    for key in given:
+        if key not in known:
+            valid = ", ".join(known) or "none"
+            raise ValueError(
+                f"kv_policy_config: got the unknown key {key!r}, expected a key of "
+                f"{info.name!r} ({valid})"
+            )
+    values = {**_preset(info, given), **given}
+    read = {key: value for word in info.parts for key, value in word.read(values)}
+    return ResolvedPolicy(info, read)
+
+
+def _preset(info: PolicyInfo, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the values of the preset that the user named; none for a wrong one."""
+    presets = {name: keys for word in info.parts for name, keys in word.presets.items()}
+    chosen = given.get("preset")
+    return presets.get(chosen, {}) if isinstance(chosen, str) else {}

@@ -1,0 +1,235 @@
+"""The base classes of a policy's words: scorers, allocators, admissions, selections.
+
+A word is one class with all that there is to know about it: the method, its options,
+where it is published, and, as class attributes, what the rest of the package asks.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from vllm_kvpolicy.config_keys import AlwaysKept
+from vllm_kvpolicy.kernels.window_usage import WindowUsage
+from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
+from vllm_kvpolicy.policies.options import BaseOptions
+from vllm_kvpolicy.policies.ranks import HeadShard
+
+
+class Word:
+    """One word of the grammar; a class of a file here has a `summary`.
+
+    Attributes:
+        Options: the keys of `--kv-policy-config` that it reads; it is built with their
+            values as keyword arguments.
+        summary: half a line for help texts.
+        source: where the method is published.
+        query_window: queries that it reads: a number, or the option that holds it.
+        ragged: heads end up with different numbers of tokens; an admission must set it.
+        dynamic: it may keep less than the budget; an admission always may.
+        protect_prompt: prompt tokens are kept unless the user says otherwise.
+        decides: it always decides while tokens are computed, not at events.
+        decides_later: a token decides about the token before it.
+        measures_tokens: its events read what was measured when each token was computed,
+            so that a request takes nothing from the prefix cache.
+        weighs_itself: it computes attention of its own from queries, which leaves out
+            learned sinks.
+        rotates: it reads how the model rotates queries and keys.
+        fitted: it belongs to one model's weights: by a file, or by their training.
+        presets: option values by the name of a preset.
+        refuses: words that it is not combined with, and why.
+        placement: chooses the superblocks of survivors, see `testing.shuffled`; None
+            for the request's oldest, so that survivors move towards the front.
+    """
+
+    Options: ClassVar[type[BaseOptions]] = BaseOptions
+    summary: ClassVar[str] = ""
+    source: ClassVar[str] = ""
+    query_window: ClassVar[int | str] = 0
+    ragged: ClassVar[bool] = False
+    dynamic: bool = False
+    protect_prompt: ClassVar[bool] = False
+    decides: ClassVar[bool] = False
+    decides_later: ClassVar[bool] = False
+    measures_tokens: ClassVar[bool] = False
+    weighs_itself: ClassVar[bool] = False
+    rotates: ClassVar[bool] = False
+    fitted: ClassVar[bool] = False
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    refuses: ClassVar[Mapping[str, str]] = {}
+    placement: ClassVar[Callable[..., list[Any]] | None] = None
+
+    @classmethod
+    def from_options(cls, **options: Any) -> Any:
+        """Build it from the values of its options; files are read here.
+
+        Raises:
+            ValueError: a file is missing, broken, or holds something else.
+        """
+        return cls(**options)
+
+    @classmethod
+    def check_start(cls, options: Any, kept: AlwaysKept, vllm_config: Any) -> None:
+        """Check, before an engine starts, that it can serve a model under its settings.
+
+        Args:
+            options: an instance of `Options`.
+            kept: the tokens that the server always keeps.
+            vllm_config: the finished VllmConfig.
+
+        Raises:
+            ValueError: one sentence with what was found and what to change.
+        """
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> BaseOptions:
+        """Return its own options.
+
+        Args:
+            values: of a whole policy; a key that is missing takes its default.
+
+        Raises:
+            ValueError: a value outside its range.
+        """
+        fields = cls.Options.model_fields
+        return cls.Options(**{key: values[key] for key in fields if key in values})
+
+    @classmethod
+    def build(cls, values: Mapping[str, Any]) -> Any:
+        """Build it from the options of a whole policy, see `read`."""
+        return cls.from_options(**dict(cls.read(values)))
+
+    @classmethod
+    def is_dynamic(cls, values: Mapping[str, Any]) -> bool:
+        """Return whether it may keep less than the budget with these options."""
+        return cls.dynamic
+
+    @classmethod
+    def window_tokens(cls, values: Mapping[str, Any]) -> int:
+        """Return how many queries it reads.
+
+        Args:
+            values: options of a whole policy; a missing one takes its default.
+        """
+        if isinstance(cls.query_window, int):
+            return cls.query_window
+        default = cls.Options.model_fields[cls.query_window].default
+        return values.get(cls.query_window, default)
+
+    def check_model(
+        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
+        """Check, once it is built, that it can serve the model.
+
+        Args:
+            num_layers: L, attention layers.
+            num_heads: Hq, query heads per layer, of all ranks.
+            num_kv_heads: H, KV heads per layer, of all ranks.
+            head_dim: D, channels per head.
+
+        Raises:
+            ValueError: it was made for a model of another shape.
+        """
+
+    def take_heads(self, shard: HeadShard) -> None:
+        """Serve some of the model's heads; once, after `check_model`."""
+
+
+class BaseScorer(Word, ABC):
+    """Says how important each token is; knows nothing about budgets.
+
+    Subclasses set `needs` and define `score`.
+    """
+
+    needs = Needs()
+
+    @abstractmethod
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+        """Score every token.
+
+        Args:
+            inputs: the event.
+            usage: attention of the window, None unless `needs` asks for it.
+
+        Returns:
+            [E, L, H, T] float32, higher is kept sooner; NaN counts as minus infinity;
+            unspecified on padding. May be a broadcast view.
+        """
+
+    def remember(self, score: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """Return what `needs.memory` names, [E, L, H, T] float32 each.
+
+        Args:
+            score: as `score` just returned it.
+        """
+        return {}
+
+
+class BaseAllocator(Word, ABC):
+    """Shares the budget among layers, heads and regions, given scores.
+
+    Subclasses set `needs` and define `choose`.
+    """
+
+    needs = Needs()
+
+    @abstractmethod
+    def choose(
+        self,
+        score: torch.Tensor,
+        inputs: EventInputs,
+        usage: WindowUsage | None,
+        budget: int,
+    ) -> Decision:
+        """Pick `budget` tokens per row, must-keep first.
+
+        Args:
+            score: [E, L, H, T] float32, what the scorer returned.
+            inputs: the event.
+            usage: attention of the window, None unless scorer or allocator needs it.
+            budget: K, tokens per row.
+        """
+
+
+class BaseAdmission(Word):
+    """Predicts how useful a token will be after it leaves the window.
+
+    A subclass either defines `gates`, or sets `needs.until` and implements `Decider`;
+    its decisions then act as gates of 0 or 1.
+
+    Attributes:
+        needs: what `gates` reads.
+        threshold: tokens with a gate above this are admitted.
+    """
+
+    needs = Needs()
+    threshold: float = 0.5
+
+    def gates(self, inputs: EventInputs, token: torch.Tensor) -> torch.Tensor:
+        """Evaluate the gates of some tokens.
+
+        Args:
+            inputs: the event.
+            token: [E, L, H, F] int64, held tokens, by their places in the rows.
+
+        Returns:
+            [E, L, H, F] float32 between 0 and 1.
+        """
+        raise NotImplementedError
+
+
+# Why admissions with a gate refuse the allocators that size heads or chunks.
+_HELD = (
+    "the allocator sizes heads by the tokens held, not by the tokens admitted; `trim` "
+    "sizes them by the latter"
+)
+SIZED_BY_HELD = {
+    "adakv": _HELD,
+    "pyramid": _HELD,
+    "hard": _HELD,
+    "strat": _HELD,
+    "chunk": "a chunk that contains a token refused by the admission has no score",
+}
+# Why allocators refuse `streaming`.
+RECENCY = "recency does not measure importance within a region or a head"
