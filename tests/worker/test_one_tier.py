@@ -8,22 +8,21 @@ import pytest
 import vllm_kvpolicy.worker
 
 FOLDER = Path(vllm_kvpolicy.worker.__file__).parent
-MAIN_PATH = ("runtime", "compaction", "warmup", "base")
+MAIN_PATH = ("runtime", "compaction", "warmup", "worker")
 CHOICES = ("tiers", "captures")
+INTERFACES = ("tiers.tier", "captures.capture")
 
 
 def named(source: str) -> list[str]:
-    """Return the modules of tiers and captures that a source imports, less bases."""
+    """Return the tiers and captures that a source imports, less their interfaces."""
     prefix = f"{vllm_kvpolicy.worker.__name__}."
     modules = [
         node.module.removeprefix(prefix)
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(prefix)
     ]
-    parts = [module.split(".") for module in modules]
-    return [
-        ".".join(part) for part in parts if part[0] in CHOICES and part[1:] != ["base"]
-    ]
+    chosen = [each for each in modules if each.split(".")[0] in CHOICES]
+    return [module for module in chosen if module not in INTERFACES]
 
 
 @pytest.mark.parametrize("module", MAIN_PATH)

@@ -122,8 +122,7 @@ class KVPolicySchedulerMixin(CountingMixin):
         sliding = SlidingBlocks(
             sliding_groups(self.vllm_config), others, self._num_processed
         )
-        place = policy.placement
-        manager.attach(self.kv_policy_planner, sliding, place)
+        manager.attach(self.kv_policy_planner, sliding, policy.placement)
         manager.offers[0].count_past_events(self.kv_cache_manager)
         num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
         logger.info(capacity_line(self.vllm_config, self.kv_policy_config, num_blocks))
