@@ -12,7 +12,7 @@ from vllm_kvpolicy.worker.compaction import Compactor
 from vllm_kvpolicy.worker.warmup import (
     NAMES,
     dummy_events,
-    rooms,
+    most_tokens,
     warm_up,
 )
 
@@ -35,7 +35,7 @@ def test_answers_are_those_of_an_engine_that_did_not_warm_up(
                 assert window_usage.calls.total() > before
                 assert not runtime.requests.row_of and not runtime.answers.take()
             policies = engine.worker.kv_policy_config.policies
-            assert set(runtime.compactor.rooms) == set(policies)
+            assert set(runtime.compactor.most_tokens) == set(policies)
             answers.append(engine.run(make_jobs((40, 100, 150), 60, seed=4)).tokens)
             events.append(engine.counters()["events"])
     assert answers[0] == answers[1]
@@ -59,7 +59,7 @@ def test_events_have_the_sizes_of_real_ones() -> None:
             most[event.policy] = max(most[event.policy], num_tokens * len(step))
             blocks += held
         assert len(set(blocks)) == len(blocks) and 0 < min(blocks) <= max(blocks) < 100
-    assert rooms(config, 4, 32, 100, 600, 2) == most
+    assert most_tokens(config, 4, 32, 100, 600, 2) == most
     positions = {step[0].position for step in steps}
     # In the last phase, `keydiff` has its first event with a token above the budget;
     # the other policy reads the queries of a whole interval.
@@ -76,7 +76,7 @@ def test_events_have_the_sizes_of_real_ones() -> None:
         "the pool holds no such request"
     )
     assert not list(dummy_events(config, 4, 32, 100, 65, 2)), "no request has an event"
-    assert rooms(config, 4, 32, 100, 65, 2) == {}
+    assert most_tokens(config, 4, 32, 100, 65, 2) == {}
 
 
 def test_events_that_find_no_memory_say_what_to_lower(tiny_model, monkeypatch) -> None:

@@ -21,7 +21,7 @@ from support.engine.simulator_engine import Scenario, random_scenario
 from support.engine.simulator_pages import Asked, SimulationFailure
 from vllm_kvpolicy.block_manager import entry
 from vllm_kvpolicy.block_manager.forecast import window_levels
-from vllm_kvpolicy.block_manager.manager import KVPolicyManager, WindowOffers
+from vllm_kvpolicy.block_manager.manager import KVPolicyManager, SlidingOffers
 from vllm_kvpolicy.block_manager.planner import RequestPlan
 from vllm_kvpolicy.block_manager.scheduler import KVPolicySchedulerMixin
 
@@ -140,7 +140,7 @@ def test_notices_hits_whose_windows_are_not_cached(model, monkeypatch):
 def test_notices_windows_cached_past_the_first_event(model, monkeypatch):
     """What they hold there follows from what full attention has kept."""
     monkeypatch.setattr(
-        WindowOffers,
+        SlidingOffers,
         "cache_blocks",
         lambda self, *args, **options: self._stock(*args, **options),
     )

@@ -128,7 +128,7 @@ def finish(engine_args: Any, vllm_config: Any, config: KVPolicyConfig) -> None:
         ValueError: with every reason at once.
     """
     with errors(_is_command(engine_args)):
-        _open_windows(vllm_config)
+        _serve_as_full_attention(vllm_config)
         # Read once, however many refusals ask for it.
         vllm_config.additional_config = ConfigValues(vllm_config.additional_config)
         _refuse(config, refusals(vllm_config))
@@ -281,8 +281,8 @@ def _choose(engine_args: Any, config: KVPolicyConfig) -> None:
     logger.info("KV policy kernels: %s", preferences.summary(platform))
 
 
-def _open_windows(vllm_config: Any) -> None:
-    """Serve a model as full attention whose layers all have windows, never outgrown.
+def _serve_as_full_attention(vllm_config: Any) -> None:
+    """Treat sliding windows that no request outgrows as full attention.
 
     What vLLM does with `--disable-sliding-window`. It would keep every superblock all
     the same: no request is longer than max_model_len.

@@ -1,4 +1,4 @@
-"""Lets requests enter as far as the pool bears them until they end; keeps them going.
+"""Decides which waiting requests may start, so that those that run need not stop.
 
 vLLM admits a request when its prompt fits and preempts one when the pool is full. What
 bounded requests will hold is known, so that both can be foreseen:

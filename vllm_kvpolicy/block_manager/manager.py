@@ -92,7 +92,7 @@ class Offers:
         cache.estimate_cached_tokens = estimate_cached_tokens
 
 
-class WindowOffers(Offers):
+class SlidingOffers(Offers):
     """What a request of a policy offers in a group of layers with a sliding window.
 
     Keys and values of these layers follow from hidden states, which behind the first
@@ -195,7 +195,7 @@ class Turnover:
 
 @dataclass(frozen=True, kw_only=True)
 class KVPolicySpec(FullAttentionSpec):
-    """Full attention of which requests hold what the engine's policy lets them."""
+    """Full attention that tells vLLM the bounded size of a request."""
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         """Return the bytes that one request of max_model_len tokens may hold.
@@ -245,7 +245,7 @@ class KVPolicyManager(FullAttentionManager):
         self.planner, self.sliding, self.place = planner, sliding, place
         self.blocks_returned = 0
         self._windows = {}
-        beside = [WindowOffers(each, planner) for each in sliding.managers]
+        beside = [SlidingOffers(each, planner) for each in sliding.managers]
         self.offers = [Offers(self), *beside]
 
     @property
@@ -308,7 +308,7 @@ class KVPolicyManager(FullAttentionManager):
             count = self.planner.states[request_id].footprint.window_blocks
             window = self.block_pool.get_new_blocks(count)
             self._windows[request_id] = window
-            self.planner.open_window(request_id, _ids(window))
+            self.planner.lend_window(request_id, _ids(window))
         return super().allocate_new_blocks(
             request_id, num_tokens, num_tokens_main_model
         )

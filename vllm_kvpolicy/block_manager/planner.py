@@ -366,7 +366,7 @@ class Planner:
             return False
         return num_tokens > state.window_start
 
-    def open_window(self, request_id: str, blocks: tuple[int, ...]) -> None:
+    def lend_window(self, request_id: str, blocks: tuple[int, ...]) -> None:
         """Note the superblocks that the manager has lent for a request's queries."""
         state = self.states[request_id]
         state.window = blocks

@@ -1,9 +1,9 @@
-"""Moves survivors to their places after an event, and what is remembered of them.
+"""Moves the survivors of an event to their new pages, and what is remembered of them.
 
-And merges dropped tokens into them. Axes of what is remembered: A values that a server
-remembers, K of them read or written; B superblocks; S requests; n heads through the
-layers; W = n * N tokens of a superblock in all heads; R most local tokens right after
-an event; T tokens held.
+Dropped tokens may be merged into them. Axes of what is remembered: A values that a
+server remembers, K of them read or written; B superblocks; S requests; n heads through
+the layers; W = n * N tokens of a superblock in all heads; R most local tokens right
+after an event; T tokens held.
 
 Source: this project; merging by weight is Hard-KV's, appendix G, theorem G.1, for
 pairs, with the logarithms of the weights as logits;

@@ -1,4 +1,4 @@
-"""What only observes can never stop serving: it switches itself off and says so."""
+"""Turns off an observer that fails, and says so, so that serving goes on."""
 
 import logging
 from collections.abc import Callable

@@ -120,8 +120,8 @@ class Compactor:
         memory: what policies remember of survivors, true positions included.
         sink_logits: returns those of its learned sinks as they are now, [L, Hq]
             float32; None for none.
-        rooms: by policy, most tokens per head of a batch of several events, all padded
-            to the longest head among them; its temporary tensors grow with that.
+        most_tokens: by policy, most tokens per head of a batch of several events, all
+            padded to the longest head among them; temporary tensors grow with that.
     """
 
     policies: Mapping[str, Policy]
@@ -135,7 +135,7 @@ class Compactor:
     trace: Tracer | None = None
     live: LiveEvents | None = None
     ranks: Ranks = ONE_RANK
-    rooms: Mapping[str, float] = field(default_factory=dict)
+    most_tokens: Mapping[str, float] = field(default_factory=dict)
     sink_logits: Callable[[], torch.Tensor | None] = no_sinks
 
     @torch.inference_mode()
@@ -154,14 +154,14 @@ class Compactor:
     ) -> Iterator[Sequence[CompactEvent]]:
         """Yield neighbours of one policy, budget and number of destination blocks.
 
-        As many as `rooms` take. Batches keep the order of the message, in which a block
-        is freed before it is taken.
+        As many as `most_tokens` allows. Batches keep the order of the message, in which
+        a block is freed before it is taken.
         """
         start = longest = 0
         for end, event in enumerate(events):
             tokens = self.tier.longest(event)
             longest = max(longest, tokens)
-            room = self.rooms.get(event.policy, math.inf)
+            room = self.most_tokens.get(event.policy, math.inf)
             fits = longest * (end + 1 - start) <= room
             if end > start and not (fits and _kind(events[start]) == _kind(event)):
                 yield events[start:end]

@@ -42,7 +42,7 @@ from vllm_kvpolicy.worker.tiers.head_tables import FoldedTables, HeadTables
 from vllm_kvpolicy.worker.tiers.page_selection import PageSelection
 from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
 from vllm_kvpolicy.worker.tiers.tier import Tier
-from vllm_kvpolicy.worker.warmup import rooms
+from vllm_kvpolicy.worker.warmup import most_tokens
 
 logger = init_logger("vllm.kv_policy")
 
@@ -282,7 +282,7 @@ class WorkerSetup:
             trace=self._trace(partial(counters.note_off, TRACE)),
             live=self._live(partial(counters.note_off, LIVE)),
             ranks=self.ranks,
-            rooms=self._rooms(pool),
+            most_tokens=self._most_tokens(pool),
             sink_logits=logits_reader(self.layers),
         )
         runtime = KVPolicyRuntime(
@@ -293,13 +293,13 @@ class WorkerSetup:
             layer.kv_policy_index = index
         return runtime
 
-    def _rooms(self, pool: PagePool) -> dict[str, int]:
+    def _most_tokens(self, pool: PagePool) -> dict[str, int]:
         """Return how large batches of events may be: as what a warm-up tries."""
         if self.query_rows is None:
             return {}
         most, sizes = self.requests.null_row, (pool.block_size, pool.num_blocks)
         longest = self.vllm_config.model_config.max_model_len  # vLLM may have cut it
-        return rooms(self.config, most, *sizes, longest, self.query_rows)
+        return most_tokens(self.config, most, *sizes, longest, self.query_rows)
 
     def _memory(self, pool: PagePool) -> SurvivorMemory:
         sizes = self.side_tables

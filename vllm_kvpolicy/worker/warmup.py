@@ -4,7 +4,7 @@ Triton compiles a kernel when it first meets sizes of a kind; these events have 
 every kind that real ones have. They run while the KV cache is still empty.
 
 They also show that the device has memory for the temporary tensors of events: service
-batches no more events than have as many tokens as a batch here; see `rooms`.
+batches no more events than have as many tokens as a batch here; see `most_tokens`.
 """
 
 from collections.abc import Iterator
@@ -91,7 +91,7 @@ def dummy_events(
                     yield [_moved(event, n, n * held) for n in range(count)]
 
 
-def rooms(
+def most_tokens(
     config: KVPolicyConfig,
     most: int,
     block_size: int,

@@ -1,4 +1,4 @@
-"""What a policy adds to vLLM's worker: six short overrides."""
+"""The mixin that lets vLLM's worker run events before a forward pass."""
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy

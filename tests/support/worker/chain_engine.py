@@ -120,7 +120,7 @@ class Chain:
             ),
             rope=None,
             scale=1.0,
-            rooms={"scripted": self.setup.room},
+            most_tokens={"scripted": self.setup.room},
         )
 
     def _tier(self) -> Tier:
