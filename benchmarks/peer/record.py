@@ -148,6 +148,8 @@ def kept_of(line: Line, settings: Line) -> list[int]:
     """
     if line["policy"] == FULL:
         return []
+    if ":" in line["policy"]:  # would be imported
+        raise ValueError(f"policy: got {line['policy']!r}, expected a word of ours")
     block, prompt = settings["block_size"], line["prompt_tokens"]
     config = {name: line[name] for name in ("policy", "budget", "interval")}
     config["protect_prompt"] = False

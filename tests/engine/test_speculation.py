@@ -48,7 +48,7 @@ EQUAL = covering(
     [n for n in evictions() if not parse(n).is_ragged({}) and "epikv" not in n]
 )
 ALL = [
-    *EQUAL,
+    *dict.fromkeys([*EQUAL, "ams-tova"]),
     *("adakv-snapkv", "hard-snapkv", "pyramid-tova", "trim-snapkv", "local"),
     *("quest", "snapkv+quest"),
 ]

@@ -24,8 +24,11 @@ POINT = re.findall(r'```toml\n\[.*\."(.*)"\]\n(\w+) = "(.*)"', PAGE.read_text())
 OWN = "mypolicies:ValueNorm"
 MORE = """
 from vllm_kvpolicy.policies.allocators._uniform import UniformTopK
+from vllm_kvpolicy.policies.allocators.adakv import AdaKVAllocator
 from vllm_kvpolicy.policies.base import Needs
+from vllm_kvpolicy.policies.options import BaseOptions
 from vllm_kvpolicy.policies.scorers.knorm import KnormScorer
+from vllm_kvpolicy.policies.scorers.streaming import StreamingScorer
 from vllm_kvpolicy.policies.words import BaseScorer
 
 class Uniform(UniformTopK):
@@ -33,6 +36,29 @@ class Uniform(UniformTopK):
 
 class Silent(KnormScorer):
     summary, needs = "reads queries and does not say so", Needs(window_tokens=3)
+
+class Masking(KnormScorer):
+    summary = "its option is one of all policies"
+    class Options(BaseOptions):
+        exact: bool = True
+
+class Plain(KnormScorer):
+    summary, Options = "has options of another kind", dict
+
+class Windowed(KnormScorer):
+    summary, query_window = "reads as many queries as an option says", "nope"
+
+class Shared(AdaKVAllocator):
+    summary = "shares as `adakv` does"
+
+class Newest(StreamingScorer):
+    summary = "scores as `streaming` does"
+
+class Gated(KnormScorer):
+    summary, needs = "remembers gates", Needs(keys=True, memory=("admission",))
+
+class Masked(KnormScorer):
+    summary, needs = "decides while tokens are computed", Needs(keys=True, until=True)
 
 class Unfinished(BaseScorer):
     summary = "has no method score"
@@ -46,6 +72,7 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The page's module and another one, where Python finds them."""
     (tmp_path / "mypolicies.py").write_text(SCORER)
     (tmp_path / "more_policies.py").write_text(MORE)
+    (tmp_path / "broken_policies.py").write_text("len(5)")
     monkeypatch.syspath_prepend(tmp_path)
     forget()
     yield tmp_path
@@ -116,9 +143,14 @@ def test_two_packages_cannot_share_a_name(
     monkeypatch.setattr(registry, "entry_points", lambda group: points)
     with pytest.raises(ValueError, match="another policy has this name; rename it"):
         registry.installed()
-    points[1:] = [EntryPoint("v-norm", OWN, registry.GROUP)]
-    with pytest.raises(ValueError, match="expected a name of letters, digits and _"):
-        registry.installed()
+    for name, value, text in (
+        ("v-norm", OWN, "expected a name of letters, digits and _"),
+        ("v", "my-module:A", "expected package.module:Class"),
+        ("v", "module", "expected package.module:Class"),
+    ):
+        points[1:] = [EntryPoint(name, value, registry.GROUP)]
+        with pytest.raises(ValueError, match=text):
+            registry.installed()
 
 
 @pytest.mark.parametrize(
@@ -126,7 +158,7 @@ def test_two_packages_cannot_share_a_name(
     [
         (
             "nowhere.at_all:Scorer",
-            "No module named 'nowhere'\"), expected a module that",
+            "raises ModuleNotFoundError (\"No module named 'nowhere'\"), expected",
         ),
         ("mypolicies:Absent", "which its module does not have, expected a subclass of"),
         ("mypolicies:", "expected [ADMISSION+][ALLOCATOR-]SCORER"),
@@ -138,6 +170,17 @@ def test_two_packages_cannot_share_a_name(
         (f"ams-{OWN}-tova", "expected [ADMISSION+][ALLOCATOR-]SCORER"),
         (f"{OWN}+tova", "expected [ADMISSION+][ALLOCATOR-]SCORER"),
         (f"-{OWN}", "expected [ADMISSION+][ALLOCATOR-]SCORER"),
+        (
+            "broken_policies:A",
+            "raises TypeError (\"object of type 'int' has no len()\")",
+        ),
+        ("more_policies:Masking", "expected another name for its option exact, which"),
+        ("more_policies:Plain", "expected Options to be a BaseOptions of"),
+        ("more_policies:Windowed", "got query_window 'nope', expected a number or one"),
+        ("local+more_policies:Uniform-snapkv", "nothing is left to choose"),
+        ("wgkv+more_policies:Shared-snapkv", "refused because the allocator sizes"),
+        ("more_policies:Shared-tova", "refused because"),
+        ("adakv-more_policies:Newest", "refused because"),
     ],
 )
 def test_what_cannot_be_a_word_is_said_in_one_line(
@@ -150,8 +193,13 @@ def test_what_cannot_be_a_word_is_said_in_one_line(
 
 
 def test_what_a_scorer_reads_is_declared(example: Path) -> None:
-    with pytest.raises(ValueError, match="no class of its words .* by query_window; "):
-        factory.build("more_policies:Silent")
+    for name, text in {
+        "Silent": "no class of its words .* by query_window; ",
+        "Gated": "remember admission, expected names of their own, not admission or",
+        "Masked": "expected `until` and `exact` of admissions only",
+    }.items():
+        with pytest.raises(ValueError, match=text):
+            factory.build(f"more_policies:{name}")
 
 
 def test_requests_choose_names_and_never_code(example: Path) -> None:
@@ -175,6 +223,8 @@ def test_processes_compare_the_code_of_own_words(example: Path) -> None:
     first = fingerprint(KVPolicyConfig(OWN))
     assert first == fingerprint(KVPolicyConfig(OWN))
     (example / "mypolicies.py").write_text(f"{SCORER}\n# changed\n")
+    assert first != fingerprint(KVPolicyConfig(OWN))
+    (example / "mypolicies.py").unlink()  # as of what is typed in, or in an archive
     assert first != fingerprint(KVPolicyConfig(OWN))
 
 

@@ -29,6 +29,7 @@ from vllm_kvpolicy.observe.shared_files import (
     remove_stale_files_at_exit,
 )
 from vllm_kvpolicy.observe.trace_files import check_trace
+from vllm_kvpolicy.policies.compose import assemble
 from vllm_kvpolicy.policies.names import ADMISSIONS, OWN_MODELS, models_of
 from vllm_kvpolicy.sizes import check_drafts, max_blocks_per_request
 
@@ -168,6 +169,8 @@ def check_files(config: KVPolicyConfig, vllm_config: Any) -> None:
     """
     checked: list[type] = []
     for policy in config.all_resolved:
+        if policy.info.has_own:  # its faults show here and not after loading weights
+            assemble(policy)
         for word in policy.info.parts:
             if word not in checked:
                 word.check_start(word.read(policy.options), config, vllm_config)

@@ -14,7 +14,8 @@ from vllm_kvpolicy.policies.names import ResolvedPolicy, parse, resolve
 from vllm_kvpolicy.policies.ranks import HeadShard
 from vllm_kvpolicy.policies.words import BaseAdmission, BaseAllocator, BaseScorer, Word
 
-MEMORY = "admission"
+# Names under which the gates of an admission and true positions are remembered.
+MEMORY, POSITIONS = "admission", "positions"
 LEAST = 2.0**-126  # stands for a gate of 0 in memory, where 0 means not evaluated
 
 
@@ -218,6 +219,18 @@ def assemble(policy: ResolvedPolicy) -> Policy:
     if info.scorer is not None and info.allocator is not None:
         scorer, allocator = info.scorer.build(options), info.allocator.build(options)
         built = ComposedPolicy(scorer, allocator)
+        remembered = [*scorer.needs.memory, *allocator.needs.memory]
+        if len({*remembered, MEMORY, POSITIONS}) < len(remembered) + 2:
+            raise ValueError(
+                f"kv_policy: scorer and allocator of {info.name} remember "
+                f"{', '.join(remembered)}, expected names of their own, not {MEMORY} "
+                f"or {POSITIONS}"
+            )
+        if built.needs.until or built.needs.exact:
+            raise ValueError(
+                f"kv_policy: {info.name} has {built.needs}, expected `until` and "
+                "`exact` of admissions only"
+            )
     if info.admission is not None:
         built = AdmittedPolicy(info.admission.build(options), built)
     needs = built.needs

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.policies.names import is_own
 from vllm_kvpolicy.policies.options import names_file
 
 
@@ -31,11 +32,11 @@ def fingerprint(config: KVPolicyConfig) -> str:
     for key in ("trace_dir", "live", "live_text"):  # every host may have its own
         del values[key]
     options = values.pop("policy_config")
-    ours = __name__.partition(".")[0]
-    own = [word for word in config.words if not word.__module__.startswith(f"{ours}.")]
-    code = [_contents(Path(inspect.getfile(word))) for word in own]
+    code = [_code(word) for word in config.words if is_own(word)]
     for key in sorted(file_options(config) & options.keys()):
-        path = Path(options[key] or "")
+        if not options[key]:
+            continue
+        path = Path(options[key])
         if path.is_file():
             options[key] = _contents(path)
         elif path.is_dir():
@@ -44,6 +45,14 @@ def fingerprint(config: KVPolicyConfig) -> str:
             options[key] = sorted(sizes)
     text = json.dumps([values, options, code], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _code(word: type) -> str:
+    """Return a digest of the file that defines a class, or its name without a file."""
+    try:
+        return _contents(Path(inspect.getfile(word)))
+    except (OSError, TypeError):  # typed in, built in, or in an archive
+        return f"{word.__module__}:{word.__qualname__}"
 
 
 def _contents(path: Path) -> str:

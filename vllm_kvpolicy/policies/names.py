@@ -21,10 +21,12 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from vllm_kvpolicy.config_keys import shown
+from vllm_kvpolicy.config_keys import SERVER_OPTIONS, shown
 
 Word = Any
 """A subclass of `policies.words.Word`, which imports torch."""
+RESERVED = {"exact", "ragged", *SERVER_OPTIONS}
+"""Names of options that every policy reads alike, or that are the server's."""
 GROUP = "vllm_kvpolicy.policies"
 """Of the entry points that name users' own scorers and allocators."""
 _ROOM = "vllm_kvpolicy.policies"
@@ -103,11 +105,12 @@ OWN_MODELS = {"dms": ("LlamaForCausalLMDMS", "Qwen3ForCausalLMDMS")}
 def _defined_in(module_name: str) -> Word:
     """Return the word that a file defines: its class that has a summary."""
     members = vars(import_module(module_name)).values()
-    return next(
+    (word,) = (
         each
         for each in members
         if getattr(each, "__module__", None) == module_name and "summary" in vars(each)
     )
+    return word
 
 
 def _load(path: str) -> Word:
@@ -142,6 +145,8 @@ def installed() -> Mapping[str, EntryPoint]:
         where = f"entry point {point.name!r} = {point.value!r} of {GROUP}"
         if not point.name.isidentifier():
             raise ValueError(f"{where}: expected a name of letters, digits and _")
+        if not _PATH.fullmatch(point.value):
+            raise ValueError(f"{where}: expected package.module:Class")
         if point.name in taken or found.get(point.name, point).value != point.value:
             raise ValueError(f"{where}: another policy has this name; rename it")
         found[point.name] = point
@@ -159,17 +164,50 @@ def _own(word: str, base: Word) -> Word:
     got, kind = f"got {shown(word)}", f"a subclass of {base.__module__}.{base.__name__}"
     try:
         found = getattr(import_module(place.module), place.attr, None)
-    except (ImportError, ValueError) as error:
+    except Exception as error:  # whatever a user's module raises
         raise ValueError(
-            f"{got}, which cannot be imported ({shown(str(error))}), expected a module "
-            "that Python finds: install its package, or name its folder in PYTHONPATH"
+            f"{got}, whose import raises {type(error).__name__} ({shown(str(error))}), "
+            "expected a module that Python finds, in an installed package or in a "
+            "folder of PYTHONPATH, and that imports"
         ) from error
     if not isinstance(found, type) or not issubclass(found, base):
         what = "which its module does not have" if found is None else shown(found)
         raise ValueError(f"{got}, {what}, expected {kind}")
     if missing := ", ".join(sorted(getattr(found, "__abstractmethods__", ()))):
         raise ValueError(f"{got}, which does not define {missing}, expected {kind}")
+    _check_own(got, found)
     return found
+
+
+def _check_own(got: str, word: Word) -> None:
+    """Check what a user's own word says about itself.
+
+    Raises:
+        ValueError: an attribute is of another kind, or an option has a name that means
+            something for all policies.
+    """
+    options: Any = word.Options
+    base = import_module(f"{_ROOM}.options").BaseOptions
+    if not (isinstance(options, type) and issubclass(options, base)):
+        raise ValueError(f"{got}: expected Options to be a BaseOptions of {_ROOM}")
+    keys = word.Options.model_fields
+    if taken := RESERVED & keys.keys():
+        raise ValueError(
+            f"{got}: expected another name for its option {min(taken)}, which means "
+            "something for every policy"
+        )
+    if not isinstance(word.query_window, int) and word.query_window not in keys:
+        raise ValueError(
+            f"{got}: got query_window {shown(word.query_window)}, expected a number or "
+            "one of its options"
+        )
+    if not isinstance(word.refuses, Mapping):
+        raise ValueError(f"{got}: expected refuses to be a mapping, word: reason")
+
+
+def is_own(word: Word) -> bool:
+    """Return whether a word is a user's own."""
+    return not word.__module__.startswith(f"{_ROOM}.")
 
 
 def keeps_all(name: str) -> bool:
@@ -220,6 +258,11 @@ class PolicyInfo:
             for word in self.parts
             for key, field in word.Options.model_fields.items()
         }
+
+    @property
+    def has_own(self) -> bool:
+        """Whether a word is a user's own."""
+        return any(is_own(word) for word in self.parts)
 
     @property
     def is_test(self) -> bool:
@@ -424,12 +467,29 @@ def _eviction(name: str, eviction: str, admission: str, key: str) -> dict[str, A
         raise ValueError(f"{key}: {error}") from error
     if sharing is None or scoring is None:
         raise ValueError(f"{key}: got {shown(name)}, expected {grammar()}")
-    reason = sharing.refuses.get(scorer)
+    reason = _refusal(sharing.refuses, scorer, scoring, SCORERS)
     if reason is None and admission:
-        reason = ADMISSIONS[admission].refuses.get(allocator)
+        refused = ADMISSIONS[admission].refuses
+        reason = _refusal(refused, allocator, sharing, ALLOCATORS)
     if reason is not None:
         raise ValueError(f"{key}: got {shown(name)}, refused because {reason}")
     return {"scorer": scoring, "allocator": sharing}
+
+
+def _refusal(
+    refused: Mapping[str, str], name: str, word: Word, known: Words
+) -> str | None:
+    """Return why a word is refused, None where it is not.
+
+    A user's own is refused as the words are whose classes it extends, and where all
+    words of this package are.
+    """
+    if name in known:
+        return refused.get(name)
+    if all(each in refused for each in known):
+        return next(iter(refused.values()))
+    extended = (each for each in refused if each in known)
+    return next((refused[n] for n in extended if issubclass(word, known[n])), None)
 
 
 def resolve(info: PolicyInfo, given: Mapping[str, Any]) -> ResolvedPolicy:

@@ -88,7 +88,8 @@ def _odd(value: int) -> int:
 
 
 Odd = Annotated[int, AfterValidator(_odd)]
-FilePath = Annotated[str, Field(min_length=1)]
+IS_PATH = "names a file or a folder"
+FilePath = Annotated[str, Field(min_length=1), IS_PATH]
 
 
 class WindowOptions(BaseOptions):
@@ -122,7 +123,9 @@ class ExactOptions(BaseOptions):
 
 def names_file(field: FieldInfo) -> bool:
     """Return whether the values of a field name a file or a folder."""
-    return kind_of(field) is str
+    parts = get_args(field.annotation)  # of `FilePath | None`
+    found = [field.metadata, *(getattr(part, "__metadata__", ()) for part in parts)]
+    return any(IS_PATH in metadata for metadata in found)
 
 
 def valid_range(field: FieldInfo) -> str:
@@ -136,7 +139,7 @@ def valid_range(field: FieldInfo) -> str:
     if kind is bool:
         return "true or false"
     if kind is str:
-        return f"a file: {field.description}"
+        return f"a file: {field.description}" if names_file(field) else "a text"
     rules = field.metadata
     checks = [rule.func for rule in rules if isinstance(rule, AfterValidator)]
     noun = "an integer" if kind is int else "a number"

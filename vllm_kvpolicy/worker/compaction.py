@@ -29,6 +29,7 @@ from vllm_kvpolicy.kernels.compact_pages import (
 from vllm_kvpolicy.kernels.ranking import must_keep_tokens, resize
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.base import EventInputs, Needs, Policy
+from vllm_kvpolicy.policies.compose import POSITIONS
 from vllm_kvpolicy.policies.ranks import ONE_RANK, Ranks
 from vllm_kvpolicy.protocol import CompactEvent, UsedBlocks
 from vllm_kvpolicy.worker.batch import Batch, Choice, Destinations, HeldPages
@@ -80,9 +81,6 @@ def merge_dropped(
             taken = torch.take_along_dim(before, others[..., None], dim=1)
             rows = slots, taken.flatten(0, 1), weights.flatten()
             merge_pages(pages[group], *rows, pool.scales(name, layers.flatten()))
-
-
-POSITIONS = "positions"  # name under which true positions are remembered
 
 
 @dataclass(frozen=True)

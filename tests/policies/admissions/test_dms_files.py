@@ -124,10 +124,10 @@ def test_a_truncated_file(tmp_path: Path, kept: int) -> None:
     path = tmp_path / "file"
     save(path, make_adapter())
     path.write_bytes(path.read_bytes()[:kept])
-    assert "expected a file of train.dms" in refused(path)
+    assert "expected a file of `python -m training dms`" in refused(path)
     shard = write_folder(tmp_path / "folder") / "model-00002-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:kept])
-    assert "expected a file of train.dms" in refused(tmp_path / "folder")
+    assert "expected a file of `python -m training dms`" in refused(tmp_path / "folder")
 
 
 def test_no_file(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_nothing_in_a_file_runs(tmp_path: Path) -> None:
     (folder / "model-00001-of-00002.safetensors").unlink()
     torch.save({"a": Trap()}, folder / "model-00001-of-00002.safetensors")
     for name in ("zipped", "plain", "folder"):
-        assert "expected a file of train.dms" in refused(tmp_path / name)
+        assert "expected a file of `python -m training dms`" in refused(tmp_path / name)
     assert not (tmp_path / "sprung").exists()
 
 

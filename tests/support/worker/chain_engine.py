@@ -30,9 +30,10 @@ from support.worker.chain_requests import (
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager, KVPolicySpec
 from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
 from vllm_kvpolicy.events import EventPlan, Footprint
+from vllm_kvpolicy.policies.compose import POSITIONS
 from vllm_kvpolicy.protocol import CompactEvent, UsedBlocks
 from vllm_kvpolicy.sizes import PlannerLimits
-from vllm_kvpolicy.worker.compaction import POSITIONS, Compactor
+from vllm_kvpolicy.worker.compaction import Compactor
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.survivors import SurvivorMemory

@@ -8,11 +8,12 @@ import torch
 
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies import compose as factory
+from vllm_kvpolicy.policies.compose import POSITIONS
 from vllm_kvpolicy.policies.names import parse, resolve
 from vllm_kvpolicy.protocol import CompactEvent, StepCommands, WindowCapture
 from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
 from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
-from vllm_kvpolicy.worker.compaction import POSITIONS, Compactor
+from vllm_kvpolicy.worker.compaction import Compactor
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.step import Step

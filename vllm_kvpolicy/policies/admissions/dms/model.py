@@ -129,7 +129,10 @@ def unstacked(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 FORMAT = "vllm-kvpolicy dms adapter 1"
-VALID = "a file of train.dms, or a checkpoint folder with dms_proj_alpha tensors"
+VALID = (
+    "a file of `python -m training dms`, or a checkpoint folder with dms_proj_alpha "
+    "tensors"
+)
 _TENSOR = re.compile(r"model\.layers\.\d{1,6}\.self_attn\.(dms_proj_alpha.*)")
 _HEADER: dict[str, Any] = {
     "model": str,
