@@ -18,7 +18,7 @@ Main path of one request from the flag to the kernels, in the order of first cal
   schedule  block_manager.scheduler > block_manager.planner > block_manager.manager
   enter     block_manager.entry > block_manager.forecast
   step      worker.runtime > worker.request_table > worker.backends.mixins
-  capture   worker.captures.query_windows > kernels.save_rows
+  capture   worker.captures.query_windows > kernels
   free      block_manager.manager > block_manager.sliding
   event     worker.compaction > worker.survivors > policies.compose
   usage     policies.compose > kernels.window_usage
