@@ -28,7 +28,7 @@ from triton.backends.driver import DriverBase  # noqa: E402
 
 BLOCK_SIZE = 32
 NUM_TOKENS = 12
-PROMPT_LENGTHS = (60, 70, 90)
+PROMPT_LENGTHS = (60, 90)
 ENGINE = {
     "dtype": "float32",
     "max_model_len": 128,
