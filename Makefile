@@ -8,7 +8,7 @@
 # make wheel builds what `pip install` puts beside a vLLM that is there already.
 # make soak runs an hour of random traffic and faults (docs/reliability.md) and then
 # 1,000,000 steps of the simulator; MINUTES=60 SEED=0
-# make test-all also runs slow tests, serves every policy of the catalogue, one server
+# make test-all also runs slow tests, serves every policy of the package, one server
 # each, and repeats what a CPU may change as one without AVX-512.
 # On a machine with an NVIDIA GPU (docs/performance.md):
 #   make gpu-check               checks kernels and engines, in under 6 minutes

@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every-name",
         action="store_true",
-        help="sweep over every policy of the catalogue, and simulate for longer",
+        help="sweep over every policy of the package, and simulate for longer",
     )
     parser.addoption(
         "--screenshots",

@@ -245,6 +245,8 @@ def test_what_our_heads_keep_is_the_budget_filled_up_to_blocks():
     size = {"prompt_tokens": 100, "output_tokens": 100}
     assert record.kept_of(line | size, settings) == [128]
     assert record.kept_of(line | size | {"policy": "full"}, settings) == []
+    with pytest.raises(ValueError, match="policy: got 'this:Zen', expected a word"):
+        record.kept_of(line | size | {"policy": "this:Zen"}, settings)
 
 
 def test_pairs_with_ours_count_questions_that_both_answered():

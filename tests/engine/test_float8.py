@@ -151,7 +151,7 @@ def test_decisions_and_answers_are_those_of_the_references(
 
 @pytest.fixture(scope="module")
 def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory):
-    """Every policy of the catalogue on one server; keys and values have scales."""
+    """Every policy of the package on one server; keys and values have scales."""
     trace = tmp_path_factory.mktemp("float8")
     options = {"expected_window": 48, "snapmax_window": 48, "allow": ALL}
     for scorer in ("triattention", "qfilter"):

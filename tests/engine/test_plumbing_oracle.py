@@ -1,4 +1,4 @@
-"""Every word of the catalogue on one server: what it selects, and what it answers.
+"""Every word of the package on one server: what it selects, and what it answers.
 
 Requests choose their policies by name; chunked prompts, events inside prompts and
 preemptions included. See oracle_plumbing and oracle_replay.

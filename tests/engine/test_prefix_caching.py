@@ -1,6 +1,6 @@
 """Answers with the prefix cache are those without it, for every policy, cold and warm.
 
-Owns the real worker's side of prefix caching: every name of the catalogue on servers
+Owns the real worker's side of prefix caching: every name of the package on servers
 that share prompts, what lies in cached blocks, and second turns.
 """
 

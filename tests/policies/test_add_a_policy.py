@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from support.event_inputs import make_inputs
+from vllm_kvpolicy.api.engine_config import check_files
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies import compose as factory
 from vllm_kvpolicy.policies import names as registry
@@ -29,7 +30,7 @@ from vllm_kvpolicy.policies.base import Needs
 from vllm_kvpolicy.policies.options import BaseOptions
 from vllm_kvpolicy.policies.scorers.knorm import KnormScorer
 from vllm_kvpolicy.policies.scorers.streaming import StreamingScorer
-from vllm_kvpolicy.policies.words import BaseScorer
+from vllm_kvpolicy.policies.words import BaseAllocator, BaseScorer
 
 class Uniform(UniformTopK):
     summary, ragged = "as without an allocator", True
@@ -47,6 +48,19 @@ class Plain(KnormScorer):
 
 class Windowed(KnormScorer):
     summary, query_window = "reads as many queries as an option says", "nope"
+
+class Listed(KnormScorer):
+    summary, refuses = "lists words without reasons", ["tova"]
+
+class Moded(KnormScorer):
+    summary = "has an option that is a text and no path"
+    class Options(BaseOptions):
+        mode: str = "api"
+    def __init__(self, mode): pass
+
+class Fresh(BaseAllocator):
+    summary = "extends no allocator of the package"
+    def choose(self, *args): pass
 
 class Shared(AdaKVAllocator):
     summary = "shares as `adakv` does"
@@ -177,7 +191,9 @@ def test_two_packages_cannot_share_a_name(
         ("more_policies:Masking", "expected another name for its option exact, which"),
         ("more_policies:Plain", "expected Options to be a BaseOptions of"),
         ("more_policies:Windowed", "got query_window 'nope', expected a number or one"),
+        ("more_policies:Listed", "expected refuses to be a mapping"),
         ("local+more_policies:Uniform-snapkv", "nothing is left to choose"),
+        ("local+more_policies:Fresh-snapkv", "nothing is left to choose"),
         ("wgkv+more_policies:Shared-snapkv", "refused because the allocator sizes"),
         ("more_policies:Shared-tova", "refused because"),
         ("adakv-more_policies:Newest", "refused because"),
@@ -200,6 +216,14 @@ def test_what_a_scorer_reads_is_declared(example: Path) -> None:
     }.items():
         with pytest.raises(ValueError, match=text):
             factory.build(f"more_policies:{name}")
+
+
+def test_what_a_scorer_reads_is_checked_before_weights_load(
+    example: Path, policy_config: Any
+) -> None:
+    config = KVPolicyConfig("tova", 128, 64, allow=("more_policies:Silent",))
+    with pytest.raises(ValueError, match="no class of its words .* by query_window; "):
+        check_files(config, policy_config)
 
 
 def test_requests_choose_names_and_never_code(example: Path) -> None:
@@ -265,3 +289,19 @@ def test_the_command_line_takes_it(example: Path) -> None:
         text=True,
     )
     assert done.stdout.strip() == f"ams-{OWN}", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("more_policies:Moded", {"mode": "api"}), ("dms", {"dms_adapter": None})],
+)
+def test_values_that_are_no_paths_are_compared_alike_everywhere(
+    example: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]
+) -> None:
+    found = []
+    for folder in ("here", "there"):
+        (example / folder / "api").mkdir(parents=True)
+        (example / folder / "api" / folder).write_text(folder)
+        monkeypatch.chdir(example / folder)
+        found.append(fingerprint(KVPolicyConfig(name, options=options)))
+    assert found[0] == found[1]

@@ -1,4 +1,4 @@
-"""What holds for every scorer of the catalogue, on ragged and padded events."""
+"""What holds for every scorer of the package, on ragged and padded events."""
 
 from collections.abc import Callable
 from dataclasses import replace

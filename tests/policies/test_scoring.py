@@ -1,4 +1,4 @@
-"""`vllm_kvpolicy.policies.score`: every scorer of the catalogue on plain tensors."""
+"""`vllm_kvpolicy.policies.score`: every scorer of the package on plain tensors."""
 
 import subprocess
 import sys

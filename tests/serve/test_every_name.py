@@ -1,4 +1,4 @@
-"""`vllm serve --kv-policy NAME` for every name of the catalogue, a server each."""
+"""`vllm serve --kv-policy NAME` for every name of the package, a server each."""
 
 import json
 from pathlib import Path

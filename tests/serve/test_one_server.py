@@ -1,4 +1,4 @@
-"""Every name of the catalogue on one server per tier, chosen per request over HTTP.
+"""Every name of the package on one server per tier, chosen per request over HTTP.
 
 All names where pytest is given `--every-name` (`make test-all`), else a few.
 """
