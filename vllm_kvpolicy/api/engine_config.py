@@ -29,7 +29,6 @@ from vllm_kvpolicy.observe.shared_files import (
     remove_stale_files_at_exit,
 )
 from vllm_kvpolicy.observe.trace_files import check_trace
-from vllm_kvpolicy.policies.compose import assemble
 from vllm_kvpolicy.policies.names import ADMISSIONS, OWN_MODELS, models_of
 from vllm_kvpolicy.sizes import check_drafts, max_blocks_per_request
 
@@ -167,6 +166,9 @@ def check_files(config: KVPolicyConfig, vllm_config: Any) -> None:
     Raises:
         ValueError: naming key, path, what was found and what is expected.
     """
+    # Here and not above: a vLLM that is only installed beside us loads no policy.
+    from vllm_kvpolicy.policies.compose import assemble
+
     checked: list[type] = []
     for policy in config.all_resolved:
         if policy.info.has_own:  # its faults show here and not after loading weights
