@@ -13,6 +13,8 @@ from functools import cached_property
 from typing import Any
 
 from vllm_kvpolicy.config_keys import (
+    ALWAYS,
+    PRESSURE,
     DEFAULT_PREFILL_INTERVAL,
     DEFAULT_RECENT,
     DEFAULT_SINKS,
@@ -54,6 +56,8 @@ class KVPolicyConfig:
         protect_prompt: keep the prompt and let K count generated tokens only; None
             leaves it to the policy.
         allow: further policies that a request may ask for by name.
+        events: ALWAYS for events at positions that follow from the request alone,
+            PRESSURE for events when the pool runs short, and as deep as it needs.
         options: options of the policies as the user gave them; each policy reads those
             that it knows.
         trace_dir: folder in which workers record survivors; None for off.
@@ -73,6 +77,7 @@ class KVPolicyConfig:
     events_per_step: int | None = None
     protect_prompt: bool | None = None
     allow: tuple[str, ...] = ()
+    events: str = ALWAYS
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     trace_dir: str | None = None
     spread_events: bool = True
@@ -114,6 +119,9 @@ class KVPolicyConfig:
             if value is not None or getattr(KVPolicyConfig, key.field) is not None:
                 key.check(value)
         _check_type("protect_prompt", self.protect_prompt, bool, "true or false")
+        if self.events not in (ALWAYS, PRESSURE):
+            got = shown(self.events)
+            raise ValueError(f"events: got {got}, expected {ALWAYS!r} or {PRESSURE!r}")
         trace_folder(self.trace_dir)
         check_switches(vars(self))
         self._check_windows(self.policy)
@@ -273,7 +281,8 @@ class KVPolicyConfig:
         values: dict[str, Any] = {"policy": self.policy}
         values |= {key.key: getattr(self, key.field) for key in INTEGER_KEYS}
         values |= {"policy_config": dict(self.options), "allow": list(self.allow)}
-        values |= {"protect_prompt": self.protect_prompt, "trace_dir": self.trace_dir}
+        values |= {"events": self.events, "protect_prompt": self.protect_prompt}
+        values |= {"trace_dir": self.trace_dir}
         return values | {key: getattr(self, key) for key in SWITCHES}
 
     def validate_block_size(self, block_size: int) -> None:

@@ -109,6 +109,7 @@ INTEGER_KEYS = (
         is_flag=False,
     ),
 )
+ALWAYS, PRESSURE = "always", "pressure"  # when events come
 # Keys that are true or false, and fields of the same names.
 SWITCHES = ("spread_events", "report_events", "live", "live_text")
 FLAG_KEYS = tuple(key for key in INTEGER_KEYS if key.is_flag)
@@ -117,6 +118,7 @@ VALID_KEYS = (
     *(key.key for key in INTEGER_KEYS),
     "policy_config",
     "allow",
+    "events",
     "protect_prompt",
     "trace_dir",
     *SWITCHES,

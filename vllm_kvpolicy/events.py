@@ -123,10 +123,14 @@ class EventPlan:
         span = latest - self.earliest_decode_event + 1
         return latest - (self.phase * span >> PHASE_BITS)
 
+    def next_inside(self, position: int) -> int:
+        """Return the first event position >= `position` of an endless prompt."""
+        step = self.prefill_interval
+        return max(-(-position // step), self.budget // step + 1) * step
+
     def next_event(self, position: int) -> int:
         """Return the first event position >= `position`."""
-        step = self.prefill_interval
-        inside = max(-(-position // step), self.budget // step + 1) * step
+        inside = self.next_inside(position)
         if inside < self.prompt_len:
             return inside
         _, ends_in_event = self._decode_start()
@@ -171,17 +175,26 @@ class Footprint:
         """W, newest queries that an event reads; 0 for none."""
         return self.events.window_tokens
 
+    def blocks(self, num_tokens: int) -> int:
+        """Return the superblocks of that many tokens."""
+        return -(-num_tokens // self.block_size)
+
     def frontier_blocks(self, position: int) -> int:
         """Return F / N for an event at `position`; tokens at and above F are local."""
         return (position - self.recent) // self.block_size
 
-    def global_blocks(self, position: int) -> int:
-        """Return the superblocks of survivors after an event at `position`."""
+    def global_blocks(self, position: int, budget: int | None = None) -> int:
+        """Return the superblocks of survivors after an event at `position`.
+
+        Args:
+            budget: of the event; None for that of the plan.
+        """
+        budget = self.events.budget if budget is None else budget
         frontier_blocks = self.frontier_blocks(position)
         if self.keeps_all:
             return frontier_blocks
         local = position - frontier_blocks * self.block_size
-        return -(-(self.events.budget - local) // self.block_size)
+        return -(-(budget - local) // self.block_size)
 
     def peak_blocks(self, num_tokens: int, num_shared: int = 0) -> int:
         """Return the most superblocks held on the way to `num_tokens` tokens.

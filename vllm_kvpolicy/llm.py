@@ -22,6 +22,7 @@ class LLM(vllm.LLM):
         kv_interval: tokens between events.
         kv_recent: newest tokens that are always kept.
         kv_sinks: first tokens that are always kept.
+        kv_events: "always" or "pressure": when requests are cut.
         kv_policy_config: options of the policy.
         additional_config: vLLM's own; values given here as keywords win over it.
         **kwargs: everything else that vLLM's `LLM` takes.
@@ -39,6 +40,7 @@ class LLM(vllm.LLM):
         kv_interval: int | None = None,
         kv_recent: int | None = None,
         kv_sinks: int | None = None,
+        kv_events: str | None = None,
         kv_policy_config: dict[str, Any] | None = None,
         additional_config: dict[str, Any] | None = None,
         **kwargs: Any,
@@ -50,6 +52,7 @@ class LLM(vllm.LLM):
                 "kv_interval": kv_interval,
                 "kv_recent": kv_recent,
                 "kv_sinks": kv_sinks,
+                "kv_events": kv_events,
                 "kv_policy_config": kv_policy_config,
             }
         )

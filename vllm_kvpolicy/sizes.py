@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.config_keys import PRESSURE
 from vllm_kvpolicy.events import LAST_PHASE, worst_case_blocks
 
 
@@ -204,6 +205,7 @@ def max_global_blocks(vllm_config: Any, config: KVPolicyConfig) -> int:
     block_size = vllm_config.cache_config.block_size
     longest = vllm_config.model_config.max_model_len
     may_keep_all = any(each.info.keeps_all for each in config.all_resolved)
+    may_keep_all |= config.events == PRESSURE
     if not (may_keep_all or config.may_protect_prompt):
         longest = min(longest, config.budget_tokens)
     return -(-longest // block_size)

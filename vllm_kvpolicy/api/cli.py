@@ -7,13 +7,14 @@ from contextlib import suppress
 from typing import Any
 
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
-from vllm_kvpolicy.config_keys import FLAG_KEYS, IntegerKey, shown
+from vllm_kvpolicy.config_keys import ALWAYS, FLAG_KEYS, PRESSURE, IntegerKey, shown
 from vllm_kvpolicy.policies.names import grammar, parse
 
 # Attribute of the parsed command line -> key of the plain form.
 ARGUMENTS = {
     "kv_policy": "policy",
     **{f"kv_{key.key}": key.key for key in FLAG_KEYS},
+    "kv_events": "events",
     "kv_policy_config": "policy_config",
     "kv_live": "live",
 }
@@ -42,6 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             default=argparse.SUPPRESS,
             help=f"{key.summary[0].upper()}{key.summary[1:]} (default: {default}).",
         )
+    group.add_argument(
+        "--kv-events",
+        choices=(ALWAYS, PRESSURE),
+        default=argparse.SUPPRESS,
+        help=f"{ALWAYS}: every request is cut to its budget at positions that follow "
+        f"from the request alone. {PRESSURE}: nobody is cut while there is room; when "
+        "the pool runs short the longest are cut, as deep as it needs, and the budget "
+        f"is the floor (default: {ALWAYS}).",
+    )
     group.add_argument(
         "--kv-policy-config",
         metavar="JSON",

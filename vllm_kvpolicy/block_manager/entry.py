@@ -30,11 +30,14 @@ from vllm_kvpolicy.block_manager.forecast import (
     HORIZON,
     Forecast,
     computed_levels,
+    course_peak,
     window_levels,
 )
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager
 from vllm_kvpolicy.block_manager.output_lengths import OutputLengths, may_stop
 from vllm_kvpolicy.block_manager.planner import Planner, RequestState
+from vllm_kvpolicy.block_manager.pressure import Pressure
+from vllm_kvpolicy.events import NO_STEP
 from vllm_kvpolicy.sizes import SlidingGroups
 
 
@@ -106,8 +109,11 @@ class Entry:
             asynchronous scheduling.
         watermark: superblocks that vLLM wants to be free behind one that enters.
         num_drafts: speculated tokens that a step computes at most for a request.
+        window_tokens: most queries that an event reads.
+        calls_events: events are called for when the pool runs short, see `pressure`.
 
     Attributes:
+        pressure: calls for the events of requests that have them on call.
         num_held_back: steps in which a waiting request could not enter.
         num_waits: steps that running requests sat out for others.
     """
@@ -120,6 +126,8 @@ class Entry:
     by_priority: bool = False
     watermark: int = 0
     num_drafts: int = 0
+    window_tokens: int = 0
+    calls_events: bool = False
     forecast: Forecast = field(default_factory=Forecast)
     lengths: OutputLengths = field(default_factory=OutputLengths)
     num_held_back: int = 0
@@ -141,6 +149,19 @@ class Entry:
     def __post_init__(self) -> None:
         self.lengths.unfinished = self._unfinished
         self._claim = Claim(self.manager, self.watermark)
+        self.pressure = Pressure(
+            self.planner,
+            self.manager,
+            self.forecast,
+            self._running,
+            self._last,
+            rebook=self.rebook,
+            unforeseen=lambda: self._unforeseen(self.manager.num_taken, NOBODY),
+            late_steps=self.late_steps,
+            window_tokens=self.window_tokens,
+            by_priority=self.by_priority,
+            is_on=self.calls_events,
+        )
 
     @property
     def _lead(self) -> int:
@@ -188,7 +209,7 @@ class Entry:
             if state.ordinal or len(row) < num_shared:
                 continue
             if row[num_shared - 1] is blocks[num_shared - 1]:
-                end = min(state.plan.first_event, self._last[other])
+                end = min(state.first_event, self._last[other])
                 first = max(state.computed, self._running[other].num_prompt_tokens)
                 num_steps = max(end - first, 0) // (1 + self.num_drafts)
                 releases.append(self.forecast.step + num_steps)
@@ -210,13 +231,23 @@ class Entry:
         self._claim.drop()
         self._claim.take_turn(request)
         if state is not None:
+            state.folds_from = NO_STEP
             levels, offset = self._levels(request, state, computed, num_new)
-            if not self._fits(levels, leaving):
+            known = request_id, state
+            if state.plan.is_called and not self._fits_by_floors(*known, levels):
+                # Its prompt does not fit whole: it has events inside, as `always` does.
+                state.folds_from = computed + state.footprint.window_tokens + 1
+                levels, offset = self._levels(request, state, computed, num_new)
+            fits = not state.plan.is_called or self._fits_by_floors(*known, levels)
+            if not (fits and self._fits(levels, leaving)):
+                if fits and state.plan.is_called:
+                    self.pressure.ask(self._soon(levels), request.priority)
                 self.num_held_back += 1
                 return False
             self.forecast.book(request_id, levels, offset)
             self._entered.append(request_id)
             self._running[request_id] = request
+            self.pressure.enters(request_id, state)
         if leaving:
             num_shared, _ = self._shared.get(request_id, (0, 0))
             self._claim.make(request, num_shared, leaving)
@@ -238,6 +269,17 @@ class Entry:
         state = self.planner.states[request.request_id]
         levels, offset = self._levels(request, state, computed, num_new)
         self.forecast.book(request.request_id, levels, offset)
+
+    def rebook(self, request_id: str) -> None:
+        """Book a running request anew before its turn, because its events changed."""
+        request = self._running.get(request_id)
+        if request is None:
+            return
+        state, computed = self.planner.states[request_id], request.num_computed_tokens
+        known = request.num_tokens + request.num_output_placeholders
+        num_new = max(min(known - computed, self.step_tokens), 1)
+        levels, offset = self._levels(request, state, computed, num_new)
+        self.forecast.book(request_id, levels, offset)
 
     def leave(self, request: Request) -> None:
         """Forget a request that has been preempted or has ended; learn from the end."""
@@ -263,6 +305,7 @@ class Entry:
 
     def _forget(self, request_id: str) -> None:
         self.forecast.cancel(request_id)
+        self.pressure.leaves(request_id)
         for known in (self._shared, self._last, self._running):
             known.pop(request_id, None)
 
@@ -279,9 +322,24 @@ class Entry:
             return True
         unforeseen = self._unforeseen(staying, leaving)
         if self.forecast.peak(levels, leaving) > usable - unforeseen:
-            return False
+            if not self.pressure.is_on:
+                return False
+            soon = levels[: self.pressure.lead + 1]
+            peak = self.forecast.peak(soon, leaving) + self.pressure.reserve
+            return peak <= usable - unforeseen
         left = usable - staying - int(levels[0])
         return left >= levels.max() - levels[0] or self._proceeds(left, leaving)
+
+    def _soon(self, levels: np.ndarray) -> int:
+        """Return the most of the levels until an event that is called now has passed."""
+        return int(levels[: self.pressure.lead + 1].max())
+
+    def _fits_by_floors(
+        self, request_id: str, state: RequestState, levels: np.ndarray
+    ) -> bool:
+        """Return whether there is room beside all others at their floors."""
+        floor = self.pressure.floor(request_id, state)
+        return self.pressure.fits_by_floors(max(self._soon(levels), floor))
 
     def _unforeseen(self, staying: int, leaving: frozenset[str]) -> int:
         """Return how many of the superblocks that stay no booking accounts for."""
@@ -316,12 +374,16 @@ class Entry:
         if end < known:
             num_steps = -(-(known - computed) // self.step_tokens) + last - known
             num_steps = min(num_steps + 1, HORIZON)
-            most = footprint.peak_blocks(last) + self._sliding.most_blocks(last)
+            peak = footprint.peak_blocks(last)
+            if state.plan.is_called:
+                peak = course_peak(footprint, state.course(), known)
+            most = peak + self._sliding.most_blocks(last)
             return np.full(num_steps, most), None
         positions = computed, end, min(last, end + HORIZON)
-        levels = computed_levels(footprint, positions, self._ahead).copy()
+        course = state.course() if state.plan.is_called else None
+        levels = computed_levels(footprint, positions, self._ahead, course).copy()
         num_shared, until = self._shared.get(request.request_id, (0, 0))
-        first_event = state.plan.first_event - self._lead  # as soon as it may come
+        first_event = state.first_event - self._lead  # as soon as it may come
         num_before = min(first_event - end + 1, until - self.forecast.step)
         levels[: max(num_before, 0)] -= num_shared
         if self._sliding.count:

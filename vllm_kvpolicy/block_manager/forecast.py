@@ -18,7 +18,25 @@ from vllm_kvpolicy.sizes import SlidingGroups
 HORIZON = 8192  # steps; what a request holds later is booked when they have passed
 
 
-def held_levels(footprint: Footprint, first: int, last: int) -> np.ndarray:
+@dataclass(frozen=True)
+class Course:
+    """The events of a request that are known, and what it holds between them.
+
+    Args:
+        events: positions to come, ascending, one more than there are: the last one is
+            not reached.
+        frontiers: F / N before each of them.
+        kept: superblocks of survivors before each of them.
+    """
+
+    events: tuple[int, ...]
+    frontiers: tuple[int, ...]
+    kept: tuple[int, ...]
+
+
+def held_levels(
+    footprint: Footprint, first: int, last: int, course: Course | None = None
+) -> np.ndarray:
     """Return [last - first] int64: most superblocks held while each token is computed.
 
     In a step with an event that is what the request holds before it or after it,
@@ -34,18 +52,41 @@ def held_levels(footprint: Footprint, first: int, last: int) -> np.ndarray:
     Args:
         first: position of the first token; one is computed in each step.
         last: position behind the last one.
+        course: of events that are called for; None where their positions are fixed.
     """
     token = np.arange(first, last)
-    events = _events(footprint.events, last)
+    course = course or _fixed_course(footprint, last)
+    events = np.array(course.events)
     number = np.searchsorted(events, token, side="right")  # of events so far
-    held = _held(footprint, events, number, token)
+    held = _held(footprint, course, number, token)
     at_event = events[(events >= first) & (events < last)] - first
-    before = _held(footprint, events, number[at_event] - 1, token[at_event] - 1)
+    before = _held(footprint, course, number[at_event] - 1, token[at_event] - 1)
     held[at_event] = np.maximum(held[at_event], before)
     return held
 
 
-def _events(plan: EventPlan, last: int) -> np.ndarray:
+def course_peak(footprint: Footprint, course: Course, last: int) -> int:
+    """Return the most superblocks held on the way to `last` tokens."""
+    peak = 0
+    for event, frontier, kept in zip(
+        course.events, course.frontiers, course.kept, strict=True
+    ):
+        end = min(event, last)
+        window = footprint.window_blocks if end > event - footprint.window_tokens else 0
+        peak = max(peak, kept + -(-end // footprint.block_size) - frontier + window)
+        if event >= last:
+            break
+    return peak
+
+
+def _fixed_course(footprint: Footprint, last: int) -> Course:
+    events = _events(footprint.events, last)
+    frontiers = np.insert(footprint.frontier_blocks(events), 0, 0)
+    kept = np.insert(footprint.global_blocks(events), 0, 0)
+    return Course(*(tuple(each.tolist()) for each in (events, frontiers, kept)))
+
+
+def _events(plan: EventPlan, last: int) -> Any:
     """Return the event positions up to the first one at or after `last`."""
     found, position = [], plan.next_event(0)
     while position <= plan.prompt_len and position < last:
@@ -56,16 +97,13 @@ def _events(plan: EventPlan, last: int) -> np.ndarray:
 
 
 def _held(
-    footprint: Footprint, events: Any, number: np.ndarray, token: np.ndarray
+    footprint: Footprint, course: Course, number: np.ndarray, token: np.ndarray
 ) -> np.ndarray:
-    """Return what is held once a token is computed and `number` events have passed.
-
-    The closed forms of one event take an array of them, too.
-    """
-    frontier = np.insert(footprint.frontier_blocks(events), 0, 0)[number]
-    kept = np.insert(footprint.global_blocks(events), 0, 0)[number]
-    held = kept - (-(token + 1) // footprint.block_size) - frontier
-    has_window = token >= events[number] - footprint.window_tokens
+    """Return what is held once a token is computed and `number` events have passed."""
+    frontier, kept = np.asarray(course.frontiers), np.asarray(course.kept)
+    held = kept[number] - (-(token + 1) // footprint.block_size) - frontier[number]
+    due = np.asarray(course.events)[number]
+    has_window = token >= due - footprint.window_tokens
     return held + has_window * footprint.window_blocks
 
 
@@ -146,6 +184,11 @@ class Forecast:
                 load[: len(coming)] -= coming
         return int(load.max())
 
+    def soon(self, last: int, first: int = 0) -> int:
+        """Return the most that is booked for the steps `first` to `last` from here."""
+        start = self.step - self._first
+        return int(self._load[start + first : start + last + 1].max(initial=0))
+
     def most(self) -> int:
         """Return the most that is booked for a step from this one on."""
         return int(self._load[self.step - self._first :].max(initial=0))
@@ -183,7 +226,10 @@ class Forecast:
 
 @lru_cache(maxsize=1)  # the next request that waits asks the same in every step
 def computed_levels(
-    footprint: Footprint, positions: tuple[int, int, int], ahead: int
+    footprint: Footprint,
+    positions: tuple[int, int, int],
+    ahead: int,
+    course: Course | None = None,
 ) -> np.ndarray:
     """Return [1 + last - end] int64: superblocks where a step gets to `end`, and on.
 
@@ -191,10 +237,11 @@ def computed_levels(
         positions: tokens computed before the step, `end` after it, and `last`; each
             later step computes one.
         ahead: tokens by which what it computes may be ahead of this.
+        course: of events that are called for; None where their positions are fixed.
     """
     computed, end, last = positions
     assert end > computed, positions
-    held = held_levels(footprint, computed, last)
+    held = held_levels(footprint, computed, last, course)
     levels = held[end - computed - 1 :]
     levels[0] = max(levels[0], held[0])
     return most_ahead(levels, ahead)

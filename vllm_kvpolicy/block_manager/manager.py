@@ -124,7 +124,7 @@ class SlidingOffers(Offers):
         state = self._planner.states.get(request.request_id)
         if state is not None:
             plan = state.plan
-            num_tokens = min(num_tokens, plan.first_event)
+            num_tokens = min(num_tokens, state.first_event)
             last = plan.usable_hit(request.num_prompt_tokens - 1)
             replay_boundaries = (*replay_boundaries, last)
 
@@ -271,7 +271,7 @@ class KVPolicyManager(FullAttentionManager):
             num_tokens -= 1
         state = self.planner.states.get(request_id)
         if state is not None:
-            num_tokens = min(num_tokens, state.plan.first_event)
+            num_tokens = min(num_tokens, state.first_event)
         stock = super().cache_blocks
         self.offers[0].offer(
             request_id,
@@ -359,11 +359,11 @@ class KVPolicyManager(FullAttentionManager):
 
     def _turnover(self, request_id: str, state: RequestState) -> Turnover:
         """Return what the event of this step takes from the pool and gives back."""
-        blocks, footprint = self.req_to_blocks[request_id], state.footprint
-        frontier = footprint.frontier_blocks(state.computed)
+        blocks = self.req_to_blocks[request_id]
+        frontier = state.footprint.frontier_blocks(state.computed)
         owned = blocks[: state.global_blocks] + blocks[state.frontier_blocks : frontier]
         # After an event that left surplus, fewer may be owned than this one may fill.
-        num_dest = min(footprint.global_blocks(state.computed), len(owned))
+        num_dest = min(state.num_dest(state.computed), len(owned))
         return Turnover(owned, num_dest, self.block_pool.is_block_writable)
 
     def give_back_surplus(self, used: UsedBlocks) -> None:

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 
-from vllm_kvpolicy.events import Footprint
+from vllm_kvpolicy.block_manager.forecast import Course
+from vllm_kvpolicy.events import NO_STEP, Footprint
 from vllm_kvpolicy.protocol import (
     NO_COMMANDS,
     CompactEvent,
@@ -26,6 +27,8 @@ class RequestPlan:
         budget: K as it was asked for, in tokens, to which the footprint adds a prompt
             that is kept; None for a policy that takes no budget.
         num_drafts: speculated tokens that a step computes at most.
+        is_called: events come when the scheduler calls for them, and only then; the
+            budget is a floor. Otherwise their positions follow from the request alone.
     """
 
     policy: str
@@ -34,6 +37,7 @@ class RequestPlan:
     takes_hits: bool = True
     budget: int | None = None
     num_drafts: int = 0
+    is_called: bool = False
 
     @cached_property
     def first_event(self) -> int:
@@ -54,10 +58,25 @@ class RequestPlan:
         """
         if not self.takes_hits:
             return 0
+        if self.is_called:
+            return num_cached
         block_size = self.footprint.block_size
         before = max(self.footprint.window_tokens, self.num_drafts)
         last = self.first_event - before - 1
         return max(min(last // block_size * block_size, num_cached), 0)
+
+
+@dataclass(frozen=True)
+class Call:
+    """An event that the scheduler has called for.
+
+    Args:
+        position: of the event, at or after what is computed.
+        budget: tokens per KV head that it leaves.
+    """
+
+    position: int
+    budget: int
 
 
 @dataclass
@@ -74,6 +93,10 @@ class RequestState:
         due: an event decided in this step that the manager has yet to carry out.
         serial: number of the last event, -1 before the first.
         passed: position of the last event, -1 before the first.
+        first_passed: position of the first event, -1 before it.
+        call: the event that has been called for, until it has run.
+        folds_from: where events inside its prompt begin, whose positions are fixed
+            because the prompt does not fit whole; NO_STEP for none.
         most_held: most superblocks held just before some were given back.
         dropped: by serial, the position of each event, and how many tokens had been
             dropped after it, per KV head, mean over layers and heads. Of an event whose
@@ -90,6 +113,9 @@ class RequestState:
     due: bool = False
     serial: int = -1
     passed: int = -1
+    first_passed: int = -1
+    call: Call | None = None
+    folds_from: int = NO_STEP
     most_held: int = 0
     dropped: dict[int, tuple[int, float]] = field(default_factory=dict)
 
@@ -98,12 +124,71 @@ class RequestState:
         """When the request has events and what it holds between them."""
         return self.plan.footprint
 
+    def next_event(self, position: int) -> int:
+        """Return the first event position >= `position`; NO_STEP where none is known."""
+        events = self.footprint.events
+        if not self.plan.is_called:
+            return events.next_event(position)
+        inside = NO_STEP
+        if self.folds_from < NO_STEP:
+            inside = events.next_inside(max(position, self.folds_from))
+            inside = inside if inside < events.prompt_len else NO_STEP
+        is_called = self.call is not None and self.call.position >= position
+        return min(inside, self.call.position) if is_called else inside
+
+    @property
+    def first_event(self) -> int:
+        """Position of the first event, as far as it is known."""
+        if not self.plan.is_called:
+            return self.plan.first_event
+        return self.first_passed if self.ordinal else self.next_event(0)
+
+    @property
+    def spacing(self) -> int:
+        """Fewest tokens between two called events, and that one drops."""
+        events = self.footprint.events
+        return max(events.interval // 4, 2 * events.window_tokens, 1)
+
+    @property
+    def soonest_call(self) -> int:
+        """First position at which an event can be called for: its window has to fill."""
+        soonest = self.computed + self.footprint.window_tokens
+        return max(soonest, self.passed + self.spacing) if self.ordinal else soonest
+
+    @property
+    def soonest_release(self) -> int:
+        """Where it could give superblocks back if called now; NO_STEP for nowhere."""
+        position = self.soonest_call
+        held = position - self.dropped_tokens
+        is_worth = held - self.footprint.events.budget >= self.spacing
+        return position if is_worth else NO_STEP
+
+    def budget_at(self, position: int) -> int:
+        """Return the tokens per KV head that an event leaves."""
+        if self.call is not None and self.call.position == position:
+            return self.call.budget
+        return self.footprint.events.budget
+
+    def num_dest(self, position: int) -> int:
+        """Return the superblocks of survivors after an event, at most."""
+        return self.footprint.global_blocks(position, self.budget_at(position))
+
+    def course(self) -> Course:
+        """Return the events that are known to come, of a request that is called."""
+        frontiers, kept = [self.frontier_blocks], [self.global_blocks]
+        events = [self.next_event(max(self.computed, self.passed + 1))]
+        while events[-1] < NO_STEP:
+            frontiers.append(self.footprint.frontier_blocks(events[-1]))
+            kept.append(self.num_dest(events[-1]))
+            events.append(self.next_event(events[-1] + 1))
+        return Course(tuple(events), tuple(frontiers), tuple(kept))
+
     @property
     def window_start(self) -> int:
         """Position of the first query that the event after this position reads."""
         target = self.target
         if target <= self.computed:
-            target = self.footprint.events.next_event(self.computed + 1)
+            target = self.next_event(self.computed + 1)
         return target - self.footprint.window_tokens
 
     @property
@@ -163,6 +248,12 @@ class Planner:
         self.restart(request_id)
         self.states.pop(request_id, None)
 
+    def call(self, request_id: str, call: Call) -> None:
+        """Have an event of a request whose events are called for."""
+        state = self.states[request_id]
+        state.call = call
+        state.target = state.next_event(max(state.computed, state.passed + 1))
+
     # -- while vLLM schedules ----------------------------------------------
 
     def clip(self, request_id: str, computed: int, num_new: int) -> int:
@@ -176,14 +267,13 @@ class Planner:
         if state is None or num_new <= 0:
             return num_new
         state.computed, state.due = computed, False
-        events = state.footprint.events
         if state.target < computed:
-            state.target = events.next_event(computed)
+            state.target = state.next_event(computed)
         target = state.target
         if target == computed:
             if not self._has_room_for(request_id):
                 return 0
-            target = events.next_event(computed + 1)
+            target = state.next_event(computed + 1)
             state.due = True
         return min(num_new, target - computed)
 
@@ -212,10 +302,11 @@ class Planner:
         waits for a place may give some back, and counts itself.
         """
         state = self.states[request_id]
-        events = state.footprint.events
-        event = events.next_event(max(state.computed, state.passed + 1))
+        event = state.next_event(max(state.computed, state.passed + 1))
         if event == state.computed and request_id not in self._late:
-            event = events.next_event(event + 1)
+            event = state.next_event(event + 1)
+        if event == NO_STEP and state.plan.is_called:
+            return state.soonest_release
         return event
 
     def record(
@@ -228,6 +319,9 @@ class Planner:
         """Note the event that the manager has just carried out on its block list."""
         state = self.states[request_id]
         position = state.passed = state.computed
+        budget = state.budget_at(position)
+        if not state.ordinal:
+            state.first_passed = position
         state.due = False
         num_held = len(source_blocks) + len(local_blocks) + len(state.window)
         self.note_held(request_id, num_held)
@@ -245,7 +339,7 @@ class Planner:
             ordinal=state.ordinal,
             position=position,
             frontier_blocks=state.frontier_blocks,
-            budget=state.footprint.events.budget,
+            budget=budget,
             sinks=state.plan.sinks,
             prompt_tokens=state.footprint.events.prompt_len,
             num_global=num_global,
@@ -255,6 +349,8 @@ class Planner:
             window_blocks=state.window,
         )
         state.ordinal += 1
+        if state.call is not None and state.call.position <= position:
+            state.call = None
         self._windows.pop(request_id, None)
         state.window = ()
 
@@ -334,6 +430,8 @@ class Planner:
         state = self.states.get(request_id)
         if state is None:
             return None
+        if state.plan.is_called and state.folds_from == NO_STEP:
+            return -(-num_tokens // state.footprint.block_size) - num_shared
         return state.footprint.peak_blocks(num_tokens, num_shared)
 
     def _has_room_for(self, request_id: str) -> bool:

@@ -31,6 +31,7 @@ from vllm_kvpolicy.block_manager.manager import own_manager
 from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
 from vllm_kvpolicy.block_manager.sliding import SlidingBlocks, run_events_first
 from vllm_kvpolicy.config import own_config
+from vllm_kvpolicy.config_keys import PRESSURE
 from vllm_kvpolicy.events import request_phase
 from vllm_kvpolicy.observe.metrics import LIVE
 from vllm_kvpolicy.observe.shared_files import own_engine
@@ -136,6 +137,10 @@ class KVPolicySchedulerMixin(CountingMixin):
             by_priority=self.policy == SchedulingPolicy.PRIORITY,
             watermark=self.kv_cache_manager.watermark_blocks,
             num_drafts=self.vllm_config.num_speculative_tokens,
+            window_tokens=max(
+                each.window_tokens for each in self.kv_policy_config.all_resolved
+            ),
+            calls_events=self.kv_policy_config.events == PRESSURE,
         )
         if self.perf_metrics is not None:
             self.perf_metrics = HeldMetrics(self.vllm_config)
@@ -154,6 +159,12 @@ class KVPolicySchedulerMixin(CountingMixin):
         if any(word.decides_later for word in self.kv_policy_config.words):
             self._lookahead_hasher = lookahead_hasher(self.vllm_config.cache_config)
             manager.offers_later = True
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Schedule a step; events that the pool needs are called for before it."""
+        if self.kv_policy_entry.calls_events:
+            self.kv_policy_entry.pressure.relieve()
+        return super().schedule(*args, **kwargs)
 
     def add_request(self, request: Request) -> None:
         """Queue a request and plan its events."""
@@ -199,6 +210,7 @@ class KVPolicySchedulerMixin(CountingMixin):
             takes_hits=not info.measures_tokens,
             budget=None if info.is_unbounded else config.budget_tokens,
             num_drafts=self.vllm_config.num_speculative_tokens,
+            is_called=config.events == PRESSURE and not info.is_unbounded,
         )
         self.kv_policy_planner.add(request_id, plan)
 
@@ -373,6 +385,8 @@ class KVPolicySchedulerMixin(CountingMixin):
         """Take the step's results, the workers' answers to events first."""
         for used in getattr(model_runner_output, "kv_policy_answers", ()):
             self.kv_policy_manager.give_back_surplus(used)
+            if self.kv_policy_entry.calls_events:
+                self.kv_policy_entry.rebook(used.request_id)
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _count(self) -> None:

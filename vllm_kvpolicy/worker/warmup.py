@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 
 from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.config_keys import PRESSURE
 from vllm_kvpolicy.events import LAST_PHASE
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.runtime import KVPolicyRuntime
@@ -123,6 +124,8 @@ def prompt_lengths(
     the longest prompt comes last.
     """
     most = config.budget_tokens + 2 * config.prefill_step(block_size)
+    if config.events == PRESSURE:
+        most = max_model_len
     tokens, lengths = config.budget_tokens + config.interval_tokens, list[int]()
     while tokens < min(most, max_model_len - 1):
         lengths.append(tokens)
