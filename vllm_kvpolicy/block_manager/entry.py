@@ -231,12 +231,15 @@ class Entry:
         self._claim.drop()
         self._claim.take_turn(request)
         if state is not None:
-            state.folds_from = NO_STEP
+            if state.plan.is_called:
+                state.folds_from = state.target = NO_STEP
             levels, offset = self._levels(request, state, computed, num_new)
             known = request_id, state
             if state.plan.is_called and not self._fits_by_floors(*known, levels):
                 # Its prompt does not fit whole: it has events inside, as `always` does.
-                state.folds_from = computed + state.footprint.window_tokens + 1
+                window = state.footprint.window_tokens
+                state.folds_from = computed + num_new + max(window, 1)
+                state.target = state.next_event(computed)
                 levels, offset = self._levels(request, state, computed, num_new)
             fits = not state.plan.is_called or self._fits_by_floors(*known, levels)
             if not (fits and self._fits(levels, leaving)):

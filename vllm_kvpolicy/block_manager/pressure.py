@@ -172,7 +172,8 @@ class Pressure:
             return None
         state.computed = request.num_computed_tokens
         position = state.soonest_call
-        if position >= self.last[request_id]:
+        is_cut_before = state.next_event(state.computed) <= position
+        if is_cut_before or position >= self.last[request_id]:
             return None
         footprint = state.footprint
         frontier = footprint.frontier_blocks(position)
