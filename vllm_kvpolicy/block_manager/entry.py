@@ -241,10 +241,11 @@ class Entry:
                 state.folds_from = computed + num_new + max(window, 1)
                 state.target = state.next_event(computed)
                 levels, offset = self._levels(request, state, computed, num_new)
-            fits = not state.plan.is_called or self._fits_by_floors(*known, levels)
+            fits = self._is_alone(leaving) or not state.plan.is_called
+            fits = fits or self._fits_by_floors(*known, levels)
             if not (fits and self._fits(levels, leaving)):
                 if fits and state.plan.is_called:
-                    self.pressure.ask(self._soon(levels), request.priority)
+                    self.pressure.ask(self._soon(state, levels), request.priority)
                 self.num_held_back += 1
                 return False
             self.forecast.book(request_id, levels, offset)
@@ -321,7 +322,7 @@ class Entry:
             leaving: requests that find no room beside it, where there is none.
         """
         staying, usable = self.manager.num_staying(leaving), self.manager.num_usable
-        if not staying and self.forecast.bookings.keys() <= leaving:
+        if self._is_alone(leaving):
             return True
         unforeseen = self._unforeseen(staying, leaving)
         if self.forecast.peak(levels, leaving) > usable - unforeseen:
@@ -333,16 +334,23 @@ class Entry:
         left = usable - staying - int(levels[0])
         return left >= levels.max() - levels[0] or self._proceeds(left, leaving)
 
-    def _soon(self, levels: np.ndarray) -> int:
-        """Return the most of the levels until an event that is called now has passed."""
-        return int(levels[: self.pressure.lead + 1].max())
+    def _is_alone(self, leaving: frozenset[str]) -> bool:
+        """Return whether nobody else holds anything when these have left."""
+        if not self.forecast.bookings.keys() <= leaving:
+            return False
+        return not self.manager.num_staying(leaving)
+
+    def _soon(self, state: RequestState, levels: np.ndarray) -> int:
+        """Return what a request holds until an event that is called now has passed."""
+        soon = int(levels[: self.pressure.lead + 1].max())
+        return soon + state.footprint.window_blocks
 
     def _fits_by_floors(
         self, request_id: str, state: RequestState, levels: np.ndarray
     ) -> bool:
         """Return whether there is room beside all others at their floors."""
         floor = self.pressure.floor(request_id, state)
-        return self.pressure.fits_by_floors(max(self._soon(levels), floor))
+        return self.pressure.fits_by_floors(max(self._soon(state, levels), floor))
 
     def _unforeseen(self, staying: int, leaving: frozenset[str]) -> int:
         """Return how many of the superblocks that stay no booking accounts for."""
@@ -379,7 +387,8 @@ class Entry:
             num_steps = min(num_steps + 1, HORIZON)
             peak = footprint.peak_blocks(last)
             if state.plan.is_called:
-                peak = course_peak(footprint, state.course(), known)
+                until = min(known + self.pressure.lead, last)
+                peak = course_peak(footprint, state.course(), until)
             most = peak + self._sliding.most_blocks(last)
             return np.full(num_steps, most), None
         positions = computed, end, min(last, end + HORIZON)

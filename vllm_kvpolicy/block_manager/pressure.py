@@ -172,10 +172,13 @@ class Pressure:
             return None
         state.computed = request.num_computed_tokens
         position = state.soonest_call
-        is_cut_before = state.next_event(state.computed) <= position
-        if is_cut_before or position >= self.last[request_id]:
-            return None
         footprint = state.footprint
+        # An event inside a prompt may come before, or begin to read queries before.
+        known = state.next_event(state.computed)
+        if known <= position + footprint.window_tokens:
+            return None
+        if position >= self.last[request_id]:
+            return None
         frontier = footprint.frontier_blocks(position)
         shared = 0 if state.ordinal else self.manager.num_shared(request_id)
         return Row(
