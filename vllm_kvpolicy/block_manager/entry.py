@@ -37,7 +37,6 @@ from vllm_kvpolicy.block_manager.manager import KVPolicyManager
 from vllm_kvpolicy.block_manager.output_lengths import OutputLengths, may_stop
 from vllm_kvpolicy.block_manager.planner import Planner, RequestState
 from vllm_kvpolicy.block_manager.pressure import Pressure
-from vllm_kvpolicy.events import NO_STEP
 from vllm_kvpolicy.sizes import SlidingGroups
 
 
@@ -221,8 +220,10 @@ class Entry:
         computed: int,
         num_new: int,
         leaving: frozenset[str] = NOBODY,
-    ) -> bool:
-        """Return whether a waiting request may enter in this step; see also `Claim`.
+    ) -> int:
+        """Return how many tokens a waiting request computes in this step; 0 for none.
+
+        For what less urgent ones give, see `Claim`.
 
         Args:
             computed: its tokens that the prefix cache gives it.
@@ -232,14 +233,14 @@ class Entry:
         self._claim.take_turn(request)
         if state is not None:
             if state.plan.is_called:
-                state.folds_from = state.target = NO_STEP
+                self.planner.fold(request_id, None)
             levels, offset = self._levels(request, state, computed, num_new)
             known = request_id, state
             if state.plan.is_called and not self._fits_by_floors(*known, levels):
-                # Its prompt does not fit whole: it has events inside, as `always` does.
-                window = state.footprint.window_tokens
-                state.folds_from = computed + num_new + max(window, 1)
-                state.target = state.next_event(computed)
+                # What it begins with does not fit whole: events inside, as in `always`.
+                first = computed + state.footprint.window_tokens + 1
+                self.planner.fold(request_id, (first, request.num_tokens))
+                num_new = min(num_new, state.target - computed)
                 levels, offset = self._levels(request, state, computed, num_new)
             fits = self._is_alone(leaving) or not state.plan.is_called
             fits = fits or self._fits_by_floors(*known, levels)
@@ -247,7 +248,7 @@ class Entry:
                 if fits and state.plan.is_called:
                     self.pressure.ask(self._soon(state, levels), request.priority)
                 self.num_held_back += 1
-                return False
+                return 0
             self.forecast.book(request_id, levels, offset)
             self._entered.append(request_id)
             self._running[request_id] = request
@@ -255,7 +256,7 @@ class Entry:
         if leaving:
             num_shared, _ = self._shared.get(request_id, (0, 0))
             self._claim.make(request, num_shared, leaving)
-        return True
+        return num_new
 
     def follow(self, request: Request, computed: int, num_new: int) -> None:
         """Book a running request anew where it is not where it was expected."""

@@ -95,8 +95,8 @@ class RequestState:
         passed: position of the last event, -1 before the first.
         first_passed: position of the first event, -1 before it.
         call: the event that has been called for, until it has run.
-        folds_from: where events inside its prompt begin, whose positions are fixed
-            because the prompt does not fit whole; NO_STEP for none.
+        folds: first and last + 1 of the positions at which it has events as inside a
+            prompt, because what it begins with does not fit whole; None for none.
         most_held: most superblocks held just before some were given back.
         dropped: by serial, the position of each event, and how many tokens had been
             dropped after it, per KV head, mean over layers and heads. Of an event whose
@@ -115,7 +115,7 @@ class RequestState:
     passed: int = -1
     first_passed: int = -1
     call: Call | None = None
-    folds_from: int = NO_STEP
+    folds: tuple[int, int] | None = None
     most_held: int = 0
     dropped: dict[int, tuple[int, float]] = field(default_factory=dict)
 
@@ -130,9 +130,10 @@ class RequestState:
         if not self.plan.is_called:
             return events.next_event(position)
         inside = NO_STEP
-        if self.folds_from < NO_STEP:
-            inside = events.next_inside(max(position, self.folds_from))
-            inside = inside if inside < events.prompt_len else NO_STEP
+        if self.folds is not None:
+            first, end = self.folds
+            inside = events.next_inside(max(position, first))
+            inside = inside if inside < end else NO_STEP
         is_called = self.call is not None and self.call.position >= position
         return min(inside, self.call.position) if is_called else inside
 
@@ -247,6 +248,12 @@ class Planner:
         """Forget a finished or aborted request."""
         self.restart(request_id)
         self.states.pop(request_id, None)
+
+    def fold(self, request_id: str, folds: tuple[int, int] | None) -> None:
+        """Give a request that enters events as inside a prompt, or none."""
+        state = self.states[request_id]
+        state.folds = folds
+        state.target = state.next_event(state.computed)
 
     def call(self, request_id: str, call: Call) -> None:
         """Have an event of a request whose events are called for."""
@@ -430,7 +437,7 @@ class Planner:
         state = self.states.get(request_id)
         if state is None:
             return None
-        if state.plan.is_called and state.folds_from == NO_STEP:
+        if state.plan.is_called and state.folds is None:
             return -(-num_tokens // state.footprint.block_size) - num_shared
         return state.footprint.peak_blocks(num_tokens, num_shared)
 

@@ -316,7 +316,7 @@ class KVPolicySchedulerMixin(CountingMixin):
             return num_new_tokens
         wanted = request, num_computed_tokens, num_new_tokens
         if request.status != RequestStatus.RUNNING:
-            num_new_tokens *= entry.admits(*wanted, self._outranked(request))
+            num_new_tokens = entry.admits(*wanted, self._outranked(request))
         else:
             num_new_tokens = entry.allowed(*wanted, self._victim)
         if num_new_tokens <= 0:
