@@ -1,13 +1,21 @@
 """Each allocator's own rule, against loops over tokens."""
 
 import math
-from itertools import product
 
 import pytest
 import torch
 
 from support.brute_ams import best, deal
-from support.event_inputs import EVENTS, HEADS, LAYERS, LENGTHS, make_inputs
+from support.event_inputs import (
+    EVENTS,
+    HEADS,
+    LAYERS,
+    LENGTHS,
+    ROWS,
+    make_inputs,
+    make_score,
+    marked,
+)
 from vllm_kvpolicy.policies.allocators.adakv import AdaKVAllocator
 from vllm_kvpolicy.policies.allocators.chunk import ChunkAllocator
 from vllm_kvpolicy.policies.allocators.pyramid import PyramidAllocator
@@ -16,31 +24,20 @@ from vllm_kvpolicy.policies.base import EventInputs, Needs
 
 BUDGET = 70
 KINDS = ("random", "ties", "special")
-SPECIAL = torch.tensor([math.nan, math.inf, -math.inf, 0.0, 1.0])
 
 
 def case(kind: str) -> tuple[torch.Tensor, EventInputs]:
     inputs = make_inputs(Needs())
-    generator = torch.Generator().manual_seed(0)
-    score = torch.rand(inputs.must_keep.shape, generator=generator)
-    if kind == "ties":
-        score = (score * 4).round()
-    if kind == "special":
-        score = SPECIAL[(score * len(SPECIAL)).long()]
-    return score, inputs
+    return make_score(kind, inputs.must_keep.shape), inputs
 
 
 def row(
     score: torch.Tensor, inputs: EventInputs, *at: int
 ) -> tuple[list[float], set[int], list[int]]:
     """Scores, must-keep tokens and other tokens of one (event, layer, head)."""
-    must = set(inputs.must_keep[at].nonzero().flatten().tolist())
+    must = marked(inputs.must_keep, at)
     others = [i for i in range(int(inputs.lengths[at])) if i not in must]
     return score[at].tolist(), must, others
-
-
-def kept(keep: torch.Tensor, *at: int) -> set[int]:
-    return set(keep[at].nonzero().flatten().tolist())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -64,7 +61,7 @@ def test_adakv(kind: str, floor: float) -> None:
             for _, i, head in sorted(open_tokens, reverse=True)[:left]:
                 keep[head].add(i)
             for head in range(HEADS):
-                assert kept(got, e, layer, head) == keep[head]
+                assert marked(got, (e, layer, head)) == keep[head]
 
 
 def test_adakv_with_the_whole_budget_protected_is_uniform() -> None:
@@ -96,7 +93,7 @@ def test_chunk(kind: str, length: int) -> None:
                 for chunk in order:
                     members = [i for i in others if i // length == chunk]
                     keep.update(best(members, values, BUDGET - len(keep)))
-                assert kept(got, e, layer, head) == keep
+                assert marked(got, (e, layer, head)) == keep
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,7 +101,7 @@ def test_chunk(kind: str, length: int) -> None:
 def test_strat(kind: str, block: int) -> None:
     score, inputs = case(kind)
     got = StratifiedAllocator(block).choose(score, inputs, None, BUDGET).keep
-    for at in product(range(EVENTS), range(LAYERS), range(HEADS)):
+    for at in ROWS:
         values, must, others = row(score, inputs, *at)
         blocks = [
             [i for i in others if i // block == b] for b in range(max(others) + 1)
@@ -113,7 +110,7 @@ def test_strat(kind: str, block: int) -> None:
         keep = set(must)
         for part, quota in zip(blocks, quotas, strict=True):
             keep.update(best(part, values, quota))
-        assert kept(got, *at) == keep
+        assert marked(got, at) == keep
 
 
 @pytest.mark.parametrize("layers", [1, 2, 5, 28, 36])
@@ -157,7 +154,7 @@ def test_pyramid_asks_for_what_is_held(length: int, want: list[int]) -> None:
     for layer, tokens in enumerate(want):
         values, must, others = row(score, inputs, 0, layer, 2)
         chosen = must | set(best(others, values, tokens - len(must)))
-        assert kept(keep, 0, layer, 2) == chosen
+        assert marked(keep, (0, layer, 2)) == chosen
 
 
 def test_pyramid_makes_room_for_must_keep_tokens() -> None:

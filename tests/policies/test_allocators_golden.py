@@ -1,27 +1,21 @@
 """Allocators against kvpress's selections and budgets, index for index."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
+from support.golden import Golden
 from vllm_kvpolicy.policies.allocators.adakv import AdaKVAllocator
 from vllm_kvpolicy.policies.allocators.chunk import ChunkAllocator
 from vllm_kvpolicy.policies.allocators.pyramid import layer_budgets
 from vllm_kvpolicy.policies.base import EventInputs
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "scorers_kvpress.npz"
+GOLDEN = "scorers_kvpress"
+
 CHUNK_CASES, ADAKV_CASES, PYRAMID_CASES = 48, 33, 96
 
 
-@pytest.fixture(scope="module")
-def golden() -> dict[str, np.ndarray]:
-    with np.load(GOLDEN, allow_pickle=False) as data:
-        return dict(data)
-
-
-def cases(golden: dict[str, np.ndarray], kind: str) -> list[tuple[str, str, str]]:
+def cases(golden: Golden, kind: str) -> list[tuple[str, str, str]]:
     """Names of the selections, of the scores they came from, and their settings."""
     found = []
     for name in golden:
@@ -40,7 +34,7 @@ def layer_of(score: np.ndarray) -> tuple[torch.Tensor, EventInputs]:
     return rows, EventInputs(held, nothing, held[:, 0, 0], 1.0)
 
 
-def test_whole_chunks(golden: dict[str, np.ndarray]) -> None:
+def test_whole_chunks(golden: Golden) -> None:
     found = cases(golden, "chunkkv")
     assert len(found) == CHUNK_CASES
     for name, score, settings in found:
@@ -52,7 +46,7 @@ def test_whole_chunks(golden: dict[str, np.ndarray]) -> None:
             assert head.nonzero().flatten().tolist() == want, name
 
 
-def test_adakv(golden: dict[str, np.ndarray]) -> None:
+def test_adakv(golden: Golden) -> None:
     found = cases(golden, "adakv")
     assert len(found) == ADAKV_CASES
     for name, score, _ in found:
@@ -65,9 +59,7 @@ def test_adakv(golden: dict[str, np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize("case", range(PYRAMID_CASES))
-def test_pyramid_with_the_original_rounding(
-    golden: dict[str, np.ndarray], case: int
-) -> None:
+def test_pyramid_with_the_original_rounding(golden: Golden, case: int) -> None:
     row = dict(zip(golden["pyramid_cols"], golden["pyramid_params"][case], strict=True))
     num_layers, length = int(row["L"]), int(row["T"])
     budget = length * (1 - row["compression_ratio"])

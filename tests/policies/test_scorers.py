@@ -19,7 +19,7 @@ from vllm_kvpolicy.policies.scorers.h2o import H2OScorer
 from vllm_kvpolicy.policies.scorers.keydiff import KeyDiffScorer
 from vllm_kvpolicy.policies.scorers.knorm import KnormScorer
 from vllm_kvpolicy.policies.scorers.lagkv import LagKVScorer
-from vllm_kvpolicy.policies.scorers.random import RandomScorer
+from vllm_kvpolicy.policies.scorers.random import RandomScorer, mix
 from vllm_kvpolicy.policies.scorers.rpc import RPCScorer
 from vllm_kvpolicy.policies.scorers.snapkv import SnapKVScorer
 from vllm_kvpolicy.policies.scorers.streaming import StreamingScorer
@@ -300,6 +300,22 @@ def test_keydiff_and_knorm() -> None:
         np.testing.assert_allclose(length[e, layer, head, :n], -norm, rtol=1e-6)
 
 
+def lowbias32(value: int) -> int:
+    """The published hash of one 32-bit number."""
+    value ^= value >> 16
+    value = value * 0x7FEB352D % 2**32
+    value ^= value >> 15
+    value = value * 0x846CA68B % 2**32
+    return value ^ value >> 16
+
+
+def test_the_hash_is_the_published_function() -> None:
+    values = [0, 1, 2, 12345, 2**31, 2**32 - 1]
+    assert mix(torch.tensor(values)).tolist() == [lowbias32(v) for v in values]
+    high_and_negative = torch.tensor([5, 5 + 2**32, 5 + 2**40, -7, -(2**40)])
+    assert len(mix(high_and_negative).unique()) == 5
+
+
 def test_random_draws_for_each_token_event_and_seed() -> None:
     inputs = make_inputs(RandomScorer(0))
     got = score(RandomScorer(0), inputs)
@@ -330,18 +346,9 @@ def test_cross_head_mean_keeps_the_axis() -> None:
 
 
 @pytest.mark.parametrize(
-    "scorer", [TovaScorer(), SCORERS["snapkv"].build({}), SCORERS["h2o"].build({})]
-)
-def test_missing_usage_is_an_error(scorer: BaseScorer) -> None:
-    with pytest.raises(ValueError, match="usage: expected"):
-        scorer.score(make_inputs(scorer), None)
-
-
-@pytest.mark.parametrize(
     ("scorer", "field"),
     [
         (KeyDiffScorer(), "keys"),
-        (KnormScorer(), "keys"),
         (SCORERS["lagkv"].build({}), "values"),
         (SCORERS["rpc"].build({}), "queries"),
         (SCORERS["expected"].build({}), "rope"),
@@ -349,13 +356,8 @@ def test_missing_usage_is_an_error(scorer: BaseScorer) -> None:
 )
 def test_missing_inputs_are_errors(scorer: BaseScorer, field: str) -> None:
     without = replace(make_inputs(scorer), **{field: None})
-    with pytest.raises(
-        ValueError, match=f"{field}: got None, but this policy needs it"
-    ):
+    said = f"{field}: got None, but this policy needs it"
+    with pytest.raises(ValueError, match=said):
         scorer.score(without, None)
-
-
-def test_a_scorer_without_a_score_cannot_be_made() -> None:
-    unfinished = type("Unfinished", (BaseScorer,), {})
-    with pytest.raises(TypeError, match="score"):
-        unfinished()
+    with pytest.raises(ValueError, match="usage: expected"):
+        TovaScorer().score(make_inputs(TovaScorer()), None)
