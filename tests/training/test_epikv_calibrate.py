@@ -12,7 +12,6 @@ from torch import nn
 
 from training.__main__ import main
 from training.epikv_files import (
-    PROBLEM_KEYS,
     answer_start,
     append,
     boxed_answer,
@@ -47,18 +46,6 @@ def test_a_line_that_was_cut_off_is_made_again(tmp_path: Path) -> None:
     append(path, [TRACE])
     assert read_lines(path)[1] == {**TRACE, "correct": True}
     assert len(read_lines(path)) == 3
-
-
-@pytest.mark.parametrize("line", ["{", "[1]", '{"token_ids": [1]}'])
-def test_other_lines_are_refused(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "traces.jsonl"
-    path.write_text(json.dumps(TRACE) + "\n" + line + "\n" + json.dumps(TRACE) + "\n")
-    with pytest.raises(ValueError, match="line 2: .* token_ids and prompt_len"):
-        resume(path)
-    with pytest.raises(ValueError, match="line 1: .* problem and ground_truth"):
-        read_lines(path, PROBLEM_KEYS)
-    with pytest.raises(ValueError, match="cannot read"):
-        read_lines(tmp_path / "missing.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -153,17 +140,6 @@ def test_tokens_of_windows_that_change_the_answer(key_at: int) -> None:
     assert trace.items() <= made.items()
 
 
-def test_random_fillers_are_the_same_in_each_run() -> None:
-    windows = Windows(filler="random", vocabulary=range(200, 300))
-    tokens, span = list(range(100)), range(16, 48)
-    filled = windows.without(tokens, span, 90)
-    assert filled == windows.without(tokens, span, 90)
-    assert filled[:16] + filled[48:] == tokens[:16] + tokens[48:90]
-    assert len(set(filled[16:48])) > 20
-    assert min(filled[16:48]) >= 200
-    assert filled[16:48] != windows.without(tokens, range(32, 64), 90)[32:64]
-
-
 def test_goes_on_where_it_stopped(tmp_path: Path) -> None:
     output = tmp_path / "labels.jsonl"
     wrong = {**make_trace(3, seed=9), "correct": False}
@@ -179,21 +155,6 @@ def test_goes_on_where_it_stopped(tmp_path: Path) -> None:
     ]
     assert len(first.contexts) == len(second.contexts) == 5
     assert label_all(traces, output, WINDOWS, pieces_of, second) == 0
-
-
-def test_what_was_labelled_survives_a_crash(tmp_path: Path) -> None:
-    output = tmp_path / "labels.jsonl"
-    append(output, [])
-
-    def fails_at_the_second(contexts: list[list[int]]) -> list[str]:
-        if read_lines(output):
-            raise RuntimeError("out of memory")
-        return Model()(contexts)
-
-    traces = [make_trace(3, seed=seed) for seed in range(3)]
-    with pytest.raises(RuntimeError, match="out of memory"):
-        label_all(traces, output, WINDOWS, pieces_of, fails_at_the_second)
-    assert len(read_lines(output)) == 1
 
 
 # How far each of 12 layers goes with the labels.
@@ -286,15 +247,6 @@ def test_a_band_ends_where_the_sign_does() -> None:
         ValueError, match="band b: no layer correlates with a stable sign"
     ):
         proposals({"hs_l2_diff_l0": flat(0.3), "other": flat(-0.3)})
-
-
-def test_signals_must_be_as_long_as_labels() -> None:
-    trace = make_traces(1)[0]
-    trace["signals"]["hs_l2_diff_l0"].pop()
-    with pytest.raises(ValueError, match="got 399 values for 400 labelled tokens"):
-        correlate([trace], 64, 1)
-    with pytest.raises(ValueError, match="no trace has both"):
-        correlate([], 64, 1)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
