@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from vllm_kvpolicy.commands import judge
-from vllm_kvpolicy.commands.judge import FAILED, OPEN, PASSED, Answer, Check, Pool, text
+from vllm_kvpolicy.commands.judge import FAILED, OPEN, PASSED, Answer, Check, Pool
 
 STOCK = [Answer((1, 2, 3, 4)), Answer((5, 6, 7, 8))]
 OTHER = [Answer((1, 2, 3, 4)), Answer((5, 6, 9, 8))]
@@ -94,10 +94,3 @@ def test_what_stops_is_a_failed_check() -> None:
     assert first.result == PASSED
     told = "RuntimeError: no kernel image"
     assert last == Check("the engine answers", FAILED, told)
-
-
-def test_texts_differ_and_repeat():
-    assert text(0, 40) == text(0, 40) != text(1, 40)
-    assert len(text(0, 40).split()) == 40
-    assert text(0, 40).startswith(text(0, 20))
-    assert len(set(text(0, 400).split())) > 100

@@ -4,7 +4,6 @@ import fcntl
 import os
 import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -36,12 +35,6 @@ print("made", flush=True)
 sys.stdin.readline()
 os.kill(os.getpid(), signal.SIGKILL)
 """
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
 
 
 def test_a_file_cut_short_counts_on(folder):
@@ -108,14 +101,6 @@ def test_files_of_killed_engines_are_removed_and_those_of_live_ones_stay(folder)
     assert not counter_path("killed").exists()
     # Of the second nobody holds the object.
     assert sorted(folder.iterdir()) == sorted([other, own.path, third.path])
-
-
-def test_a_file_of_another_user_is_left_alone(folder, monkeypatch):
-    path = counter_path("theirs")
-    path.write_bytes(b"")
-    monkeypatch.setattr("os.getuid", lambda: path.stat().st_uid + 1)
-    CounterFile("own", create=True)
-    assert path.exists()
 
 
 def test_a_file_made_anew_under_a_removed_name_stays(folder, monkeypatch):

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 
 import pytest
 
@@ -17,12 +16,6 @@ from vllm_kvpolicy.observe.shared_files import (
     Ring,
     remove_stale_files,
 )
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
 
 
 @pytest.fixture
