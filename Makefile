@@ -42,7 +42,7 @@ CHECKED_OF = not plugin_inert and not main_path and \
 # What a CPU without AVX-512 may change: kernels, numbers, and who computes them.
 OLDER_CPU = tests/kernels tests/policies tests/worker tests/api \
 	tests/engine/test_layout.py tests/engine/test_identity.py \
-	tests/engine/test_exact.py tests/engine/test_oracles.py \
+	tests/engine/test_admitted_tokens.py tests/engine/test_oracles.py \
 	tests/engine/test_features.py tests/engine/test_float8.py
 # More arguments for `vllm serve`, for pytest, and for the commands on a GPU.
 ARGS ?=
