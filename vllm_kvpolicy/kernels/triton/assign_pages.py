@@ -59,12 +59,7 @@ def page_quota(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _count_in_pages(
-    mask,  # [R, T] bool
-    num_pages,  # [R] int64
-    counts,  # [R] int64, written
-    block_size,
-    num_tokens,
-    TILE: tl.constexpr,
+    mask, num_pages, counts, block_size, num_tokens, TILE: tl.constexpr
 ):
     """Count the True entries of one row's first pages."""
     row = tl.program_id(0).to(tl.int64)
@@ -79,18 +74,10 @@ def _count_in_pages(
 
 @triton.jit(do_not_specialize=["digits"])
 def _page_quota(
-    tokens,  # [G, n] int64
-    floors,  # [G, n] int64
-    caps,  # [G, n] int64
-    total,  # [G] int64
-    quota,  # [G, n] int64, written
-    num_heads,
-    block_size,
-    digits,  # of the shift, to base 16
-    FILLS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Share the pages of one group."""
+    tokens, floors, caps, total, quota, num_heads, block_size, digits,
+    FILLS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Share the pages of one group; the shift has `digits` digits to base 16."""
     group = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, TILE)
     is_head = head < num_heads
@@ -173,24 +160,15 @@ def assign_pages(
 
 @triton.jit(do_not_specialize=["width", "num_dest"])
 def _keep_own(
-    held,  # [E, n, P] int64
-    num_held,  # [E, n] int64
-    dest,  # [E, D] int64
-    quota,  # [E, n] int64
-    first,  # [E, n + 1] int64, written
-    pages,  # [E, n * D] int64, written; -1 where a page is wanted
-    unmoved,  # [E, n * D] bool, written in lists
-    taken,  # [E, n * D] bool, cleared; cells of pages that stay
-    width,
-    num_dest,
-    num_blocks,
-    num_kv_heads,
-    num_heads,
-    groups,
-    HEADS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Let one head keep its first pages that are in the arena."""
+    held, num_held, dest, quota, first, pages, unmoved, taken,
+    width, num_dest, num_blocks, num_kv_heads, num_heads, groups,
+    HEADS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Let one head keep its first pages that are in the arena.
+
+    Writes `first` and, in the head's list, `pages`, -1 where a page is wanted, and
+    `unmoved`; sets `taken` [E, n * D] in the cells of pages that stay.
+    """
     event = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     per_group = num_heads // groups
@@ -242,21 +220,15 @@ def _keep_own(
 
 @triton.jit(do_not_specialize=["num_dest"])
 def _deal_rest(
-    dest,  # [E, D] int64
-    quota,  # [E, n] int64
-    taken,  # [E, n * D] bool
-    free,  # [E, n * D] int64, scratch
-    pages,  # [E, n * D] int64, -1 in lists where a page is wanted; written
-    unmoved,  # [E, n * D] bool, cleared behind the lists
-    num_dest,
-    num_blocks,
-    num_kv_heads,
-    num_heads,
-    groups,
-    HEADS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Fill the shortfalls of one group's heads with the pages that none keeps."""
+    dest, quota, taken, free, pages, unmoved,
+    num_dest, num_blocks, num_kv_heads, num_heads, groups,
+    HEADS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Fill the shortfalls of one group's heads with the pages that none keeps.
+
+    They are listed in `free` [E, n * D] int64 on the way. Behind the lists, `pages` and
+    `unmoved` are cleared.
+    """
     event = tl.program_id(0).to(tl.int64)
     per_group = num_heads // groups
     size = per_group * num_dest

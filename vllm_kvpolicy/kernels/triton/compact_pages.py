@@ -117,18 +117,12 @@ def survivor_moves(
 # What differs between batches must not choose the compiled kernel.
 @triton.jit(do_not_specialize=["first_ptr"])
 def _move_in_place(
-    slots_ptr,  # integers, [slots, width], mutated
-    distance,  # between two slots
-    source_ptr,  # int64 [M]
-    dest_ptr,  # int64 [M]
-    in_place_ptr,  # bool [M], or None where it holds for all
-    first_ptr,  # int64 [rows + 1]
-    width,
-    TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    slots_ptr, distance, source_ptr, dest_ptr, in_place_ptr, first_ptr, width,
+    TILE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Walk the survivors of one row towards its end, a tile of them at a time.
 
+    `slots_ptr` has integers [slots, width], of which two rows are `distance` apart.
     A row's sources ascend in the order of its page list, and each destination is at or
     before its source. Whatever a tile overwrites is therefore a source of this tile or
     of an earlier one, never of a later one.
@@ -161,19 +155,11 @@ def _move_in_place(
 
 @triton.jit(do_not_specialize=["num_moves"])
 def _copy_changed(
-    slots_ptr,  # integers, [slots, width], mutated
-    distance,  # between two slots
-    source_ptr,  # int64 [M]
-    dest_ptr,  # int64 [M]
-    in_place_ptr,  # bool [M]
-    scratch_ptr,  # integers, [M, width], mutated
-    num_moves,
-    width,
-    TO_SCRATCH: tl.constexpr,
-    TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Read into scratch, or write from it, what changes pages."""
+    slots_ptr, distance, source_ptr, dest_ptr, in_place_ptr, scratch_ptr,
+    num_moves, width,
+    TO_SCRATCH: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Read into scratch [M, width], or write from it, what changes pages."""
     move = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     moves = move < num_moves
@@ -193,17 +179,10 @@ def _copy_changed(
 
 @triton.jit(do_not_specialize=["first_row", "num_tokens", "num_places"])
 def _list_survivors(
-    survives,  # [E, n, T] bool
-    first,  # [E, n + 1] int64
-    first_row,
-    first_head,
-    listed,  # [E, M] int64, written
-    num_heads,
-    num_tokens,
-    num_places,
-    block_size,
+    survives, first, first_row, first_head, listed,
+    num_heads, num_tokens, num_places, block_size,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """List one head's survivors; behind them nothing, up to the next head's."""
     event = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
@@ -231,27 +210,15 @@ def _list_survivors(
     do_not_specialize=["first_row", "num_events", "width", "num_tokens", "num_places"]
 )
 def _survivor_moves(
-    sources,  # [E, M] int64
-    held,  # [E, n, P] int64
-    first,  # [E, n + 1] int64
-    first_row,
-    first_head,
-    pages,  # [E, M / N] int64
-    unmoved,  # [E, M / N] bool, or None
-    source,  # [g, E, m] int64, written
-    dest,  # [g, E, m] int64, written
-    starts,  # [g, E * (n / g + 1) + 1] int64, written
-    in_place,  # [g, E, m] bool, written, or None
-    num_events,
-    num_heads,
-    width,
-    num_tokens,
-    num_places,
-    block_size,
-    groups,
+    sources, held, first, first_row, first_head, pages, unmoved,
+    source, dest, starts, in_place,
+    num_events, num_heads, width, num_tokens, num_places, block_size, groups,
     TILE: tl.constexpr,
-):
-    """Look one tile of survivors up; the first program of an event sees to starts."""
+):  # fmt: skip
+    """Look one tile of survivors up; the first program of an event sees to starts.
+
+    Writes `source`, `dest`, `starts` and `in_place`: the fields of `Moves`.
+    """
     tile = tl.program_id(0)  # the one axis of a grid with more than 65,535 programs
     event = tl.program_id(1).to(tl.int64)
     size, per_group = num_places // groups, num_heads // groups
@@ -367,23 +334,11 @@ def write_survivors(
 
 @triton.jit(do_not_specialize=["num_events", "num_tokens"])
 def _read_survivors(
-    survivors,  # [A, B, W] float32
-    local,  # [A, S, n, R] float32
-    which,  # [K] int64
-    index,  # [E] int64
-    first,  # [E, n + 1] integers
-    global_blocks,  # [S + 1, G] int32
-    values,  # [K, E, n, T] float32, written
-    survivors_stride: tl.int64,
-    local_stride: tl.int64,
-    blocks_stride: tl.int64,
-    num_events,
-    num_heads,
-    width,
-    most_local,
-    num_tokens,
+    survivors, local, which, index, first, global_blocks, values,
+    survivors_stride: tl.int64, local_stride: tl.int64, blocks_stride: tl.int64,
+    num_events, num_heads, width, most_local, num_tokens,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """Read a tile of one head's tokens."""
     row = tl.program_id(0).to(tl.int64)
     event, head = row // num_heads, row % num_heads
@@ -419,28 +374,12 @@ def _read_survivors(
     ]
 )
 def _write_survivors(
-    survivors,  # [A, B, W] float32, written
-    local,  # [A, S, n, R] float32, written
-    which,  # [K] int64
-    index,  # [E] int64
-    values,  # [K, E, n, T] float32
-    sources,  # [E, M] int64
-    num_pages,  # [E, n] int64
-    event_stride,
-    head_stride,
-    num_local,  # [E] int64
-    global_blocks,  # [S + 1, G] int32
-    survivors_stride: tl.int64,
-    local_stride: tl.int64,
-    blocks_stride: tl.int64,
-    num_events,
-    num_heads,
-    width,
-    most_local,
-    num_places,
-    num_tokens,
+    survivors, local, which, index, values, sources,
+    num_pages, event_stride, head_stride, num_local, global_blocks,
+    survivors_stride: tl.int64, local_stride: tl.int64, blocks_stride: tl.int64,
+    num_events, num_heads, width, most_local, num_places, num_tokens,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """Write a tile of one event's survivors, or of its local tokens."""
     tile = tl.program_id(0)  # the one axis of a grid with more than 65,535 programs
     event = tl.program_id(1).to(tl.int64)

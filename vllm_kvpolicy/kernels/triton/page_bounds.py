@@ -93,18 +93,10 @@ def best_pages(
 
 @triton.jit(do_not_specialize=["page_size"])
 def _page_bounds(
-    bounds,  # [2, P, D]
-    keys,  # [P, N, D]
-    pages,  # [M] int64
-    side: tl.int64,
-    page_stride: tl.int64,
-    slot_stride: tl.int64,
-    number_stride: tl.int64,
-    page_size,
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
+    bounds, keys, pages, side: tl.int64,
+    page_stride: tl.int64, slot_stride: tl.int64, number_stride: tl.int64, page_size,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
     page = tl.load(pages + tl.program_id(0))
     number = tl.arange(0, WIDTH)
     is_number = number < SIZE
@@ -127,19 +119,10 @@ def _page_bounds(
 
 @triton.jit(do_not_specialize=["num_columns"])
 def _page_scores(
-    queries,  # [R, G, D]
-    pages,  # [R, C] int32
-    counts,  # [R] int32
-    bounds,  # [2, P, D]
-    scores,  # [R, C] float32
-    pages_row: tl.int64,
-    side: tl.int64,
-    num_columns,
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    queries, pages, counts, bounds, scores,
+    pages_row: tl.int64, side: tl.int64, num_columns,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_column = column < num_columns
@@ -162,15 +145,9 @@ def _page_scores(
 
 @triton.jit(do_not_specialize=["tables_row", "num_columns"])
 def _best_pages(
-    tables,  # [R, C] int32
-    scores,  # [R, C] float32
-    num_global,  # [R] int64
-    num_read,  # [R] int64
-    read,  # [R, C] int32, written
-    tables_row: tl.int64,
-    num_columns,
+    tables, scores, num_global, num_read, read, tables_row: tl.int64, num_columns,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """Choose pages of one row: find the lowest score that is read, then list pages."""
     row = tl.program_id(0).to(tl.int64)
     end, quota = tl.load(num_global + row).to(tl.int32), tl.load(num_read + row)

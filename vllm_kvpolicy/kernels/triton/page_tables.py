@@ -71,22 +71,12 @@ def enter_requests(
 
 @triton.jit(do_not_specialize=["num_columns", "table_columns"])
 def _page_tables(
-    tables,  # [R, C] int32
-    lengths,  # [R] int32
-    rows,  # [R] int64
-    block_table,  # [R, P] int32
-    seq_lens,  # [R] int32
-    global_blocks,  # [S, A] int32
-    num_global,  # [S] int32
-    frontier_blocks,  # [S] int32
-    tables_stride: tl.int64,
-    block_table_stride: tl.int64,
-    global_stride: tl.int64,
-    num_columns,
-    table_columns,
-    block_size,
+    tables, lengths, rows, block_table, seq_lens,
+    global_blocks, num_global, frontier_blocks,
+    tables_stride: tl.int64, block_table_stride: tl.int64, global_stride: tl.int64,
+    num_columns, table_columns, block_size,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(rows + row)
     held = tl.load(num_global + slot)
@@ -107,16 +97,10 @@ def _page_tables(
 
 @triton.jit(do_not_specialize=["num_dest"])
 def _enter_requests(
-    index,  # [E] int64
-    dest,  # [E, D] int64
-    frontier,  # [E] int64
-    global_blocks,  # [S, A] int32, written
-    num_global,  # [S] int32, written
-    frontier_blocks,  # [S] int32, written
-    global_stride: tl.int64,
-    num_dest,
+    index, dest, frontier, global_blocks, num_global, frontier_blocks,
+    global_stride: tl.int64, num_dest,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     event = tl.program_id(0).to(tl.int64)
     slot = tl.load(index + event)
     tl.store(num_global + slot, num_dest)
@@ -197,30 +181,13 @@ def enter_page_lists(
 
 @triton.jit(do_not_specialize=VARYING)
 def _head_page_tables(
-    tables,  # [L, B, H, C] int32 or int64
-    offsets,  # [L, B, H], the same
-    which,  # [R] int64
-    slots,  # [R] int64
-    blocks,  # [B, P] int32 or int64
-    skip,  # [S] int32
-    pages,  # [S, A] int32
-    first,  # [S, n + 1] int32
-    own_page,  # [n] int64
-    tables_layer: tl.int64,
-    tables_row: tl.int64,
-    tables_head: tl.int64,
-    offsets_layer: tl.int64,
-    offsets_row: tl.int64,
-    offsets_head: tl.int64,
-    blocks_row: tl.int64,
-    pages_row: tl.int64,
-    first_row: tl.int64,
-    stride,
-    num_heads,
-    num_columns,
-    num_blocks,
+    tables, offsets, which, slots, blocks, skip, pages, first, own_page,
+    tables_layer: tl.int64, tables_row: tl.int64, tables_head: tl.int64,
+    offsets_layer: tl.int64, offsets_row: tl.int64, offsets_head: tl.int64,
+    blocks_row: tl.int64, pages_row: tl.int64, first_row: tl.int64,
+    stride, num_heads, num_columns, num_blocks,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     number = tl.program_id(0)
     layer, head = (number // num_heads).to(tl.int64), number % num_heads
     row = tl.load(which + tl.program_id(1))
@@ -247,19 +214,10 @@ def _head_page_tables(
 
 @triton.jit(do_not_specialize=["num_events", "num_cells"])
 def _enter_page_lists(
-    table_pages,  # [S, A] int32, written
-    table_first,  # [S, n + 1] int32, written
-    index,  # [E] int64
-    first,  # [E, n + 1] int64
-    pages,  # [E, C] int64
-    counts,  # [2, E] int64, written
-    pages_row: tl.int64,
-    first_row: tl.int64,
-    num_events,
-    num_heads,
-    num_cells,
+    table_pages, table_first, index, first, pages, counts,
+    pages_row: tl.int64, first_row: tl.int64, num_events, num_heads, num_cells,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """Copy a tile of one request's pages; its first program sees to the starts."""
     tile = tl.program_id(0)  # the one axis of a grid with more than 65,535 programs
     event = tl.program_id(1).to(tl.int64)

@@ -73,18 +73,13 @@ def launch_sizes(
 
 @triton.jit(do_not_specialize=["ends", "num_tokens", "num_groups"])
 def _mark_best(
-    score,  # [R, T]
-    group,  # [R, T]
-    quotas,  # [R, S]
-    begins,  # [R, S] int32, T minus the first position of a group, or None
-    ends,  # [R, S] int32, one past its last position, or None
-    marked,  # [R, T] bool
-    num_tokens,
-    num_groups,
-    TILE: tl.constexpr,
-    HAS_MORE: tl.constexpr,
-):
-    """Search one group of one row; its first tile stays in registers."""
+    score, group, quotas, begins, ends, marked, num_tokens, num_groups,
+    TILE: tl.constexpr, HAS_MORE: tl.constexpr,
+):  # fmt: skip
+    """Search one group of one row; its first tile stays in registers.
+
+    See `mark_best`; `begins` and `ends` are its ranges.
+    """
     row = tl.program_id(0).to(tl.int64)
     wanted = tl.program_id(1)
     entry = row * num_groups + wanted
@@ -146,17 +141,9 @@ def order_key(score):
 
 @triton.jit
 def find_cut(
-    key,
-    among,
-    quota,
-    score,
-    group,
-    wanted,
-    begin,
-    end,
-    TILE: tl.constexpr,
-    HAS_MORE: tl.constexpr,
-):
+    key, among, quota, score, group, wanted, begin, end,
+    TILE: tl.constexpr, HAS_MORE: tl.constexpr,
+):  # fmt: skip
     """Find the key of the last token that gets in.
 
     Args:
@@ -332,21 +319,16 @@ def _select(
 
 @triton.jit(do_not_specialize=["target", "unit", "num_tokens"])
 def _grade(
-    keep,  # [R, T] bool
-    must_keep,  # [R, T] bool, or None: nothing that is kept is dropped
-    valid,  # [R, T] bool, or None
-    held,  # [R] int64, units of a row's first tokens that are valid, or None
-    target,  # [R] int64, or a number for all rows; units
-    unit,  # tokens
-    chosen,  # [R, T] bool: whether the token is in, whatever its score
-    group,  # [R, T] uint8: 0 where its score decides, else 1
-    quota,  # [R] int32: how many of group 0 get in
-    num_tokens,
-    HAS_TARGETS: tl.constexpr,
-    KEEPS_ALL: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Sort one row's tokens into those in, those out and those to choose from."""
+    keep, must_keep, valid, held, target, unit, chosen, group, quota, num_tokens,
+    HAS_TARGETS: tl.constexpr, KEEPS_ALL: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Sort one row's tokens into those in, those out and those to choose from.
+
+    Without `valid` the first `held` [R] units of a row are valid; `target` is [R] or a
+    number for all rows. Writes `chosen` [R, T] bool, the token is in whatever its
+    score, `group` [R, T] uint8, 0 where its score decides and else 1, and `quota` [R]
+    int32, how many of group 0 get in.
+    """
     row = tl.program_id(0).to(tl.int64)
     start = row * num_tokens
     if HAS_TARGETS:
@@ -411,18 +393,10 @@ def _grades(
 
 @triton.jit(do_not_specialize=["head_stride", "num_tokens"])
 def _must_keep(
-    num_pages,  # [E, n] int64
-    event_stride,
-    head_stride,
-    num_local,  # [E] int64
-    sinks,  # [E] int64
-    lengths,  # [E, n] int64, written
-    must_keep,  # [E, n, T] bool, written
-    num_heads,
-    block_size,
-    num_tokens,
+    num_pages, event_stride, head_stride, num_local, sinks,
+    lengths, must_keep, num_heads, block_size, num_tokens,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     event, head = row // num_heads, row % num_heads
     pages = tl.load(num_pages + event * event_stride + head * head_stride)
@@ -437,13 +411,7 @@ def _must_keep(
 
 
 @triton.jit(do_not_specialize=["budget", "num_tokens"])
-def _limit_must_keep(
-    must_keep,  # [R, T] bool
-    limited,  # [R, T] bool, written
-    budget,
-    num_tokens,
-    TILE: tl.constexpr,
-):
+def _limit_must_keep(must_keep, limited, budget, num_tokens, TILE: tl.constexpr):
     """Keep a row's first sinks, and of the others the newest."""
     row = tl.program_id(0).to(tl.int64)
     must_keep += row * num_tokens

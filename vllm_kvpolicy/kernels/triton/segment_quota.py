@@ -84,22 +84,15 @@ def cut_rows(
 
 @triton.jit(do_not_specialize=CUTS_VARYING)
 def _cut_row(
-    mass,  # [R, T] int64
-    lengths,  # [R] int64
-    exempt,  # [R, T] bool
-    starts,  # [R, S + 1] int64, written
-    open_before,  # [R, S + 1] int64, written
-    mass_before,  # [R, S + 1] int64, written
-    segment_of,  # [R, T] int64, written
-    num_tokens,
-    num_segments,
-    step,  # bits of the float64 mass between thresholds, in units
-    count,  # thresholds
-    min_segment,
-    max_segment,
+    mass, lengths, exempt, starts, open_before, mass_before, segment_of,
+    num_tokens, num_segments, step, count, min_segment, max_segment,
     TILE: tl.constexpr,
-):
-    """Walk one row, a tile at a time; everything but a few sums stays in registers."""
+):  # fmt: skip
+    """Walk one row, a tile at a time; everything but a few sums stays in registers.
+
+    `step` has the bits of the float64 mass between thresholds, of which there are
+    `count`. Writes what `cut_rows` returns.
+    """
     row = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + row).to(tl.int32)
     step = step.to(tl.int64).to(tl.float64, bitcast=True)
@@ -318,15 +311,12 @@ def pick_by_quota(
 
 @triton.jit(do_not_specialize=["ends", "num_tokens", "num_groups"])
 def _find_groups(
-    group,  # [R, T] int64
-    begins,  # [R, S] int32, T minus the first position of a group; zero before
-    ends,  # [R, S] int32, one past its last position; zero before
-    picked,  # [R, T] bool, cleared
-    num_tokens,
-    num_groups,
-    TILE: tl.constexpr,
+    group, begins, ends, picked, num_tokens, num_groups, TILE: tl.constexpr
 ):
-    """Note where the groups of a tile begin and end."""
+    """Note where the groups of a tile begin and end, and clear `picked`.
+
+    `begins` and `ends` are the ranges of `mark_best`, zero before.
+    """
     row = tl.program_id(0).to(tl.int64)
     position = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = position < num_tokens
@@ -345,19 +335,13 @@ def _find_groups(
 
 @triton.jit(do_not_specialize=VARYING)
 def _share_row(
-    starts,  # [R, S + 1] int64
-    open_before,  # [R, S + 1] int64
-    mass_before,  # [R, S + 1] int64
-    total,  # [R] int64
-    segments,  # [R, S, 2] int64, written
-    quotas,  # [R, S] int64, written
-    num_segments,
-    min_quota,
-    BY_MASS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    starts, open_before, mass_before, total, segments, quotas,
+    num_segments, min_quota,
+    BY_MASS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Share one row's tokens among its segments, which one tile holds.
 
+    The first three arguments are what `cut_rows` returns.
     At most one round robin is due: it lowers floors that exceed the budget, or takes
     back what rounding gave too much, or deals out what is left.
     """
@@ -442,20 +426,13 @@ def _round_robin(capacity, total):
 
 @triton.jit(do_not_specialize=["num_tokens", "decay", "gain", "mix", "rest", "eps"])
 def _credited_mass(
-    usage,  # [R, T] floating point
-    lengths,  # [R] int64
-    credit,  # [R, T] floating point, or None
-    mass,  # [R, T] float64, written
-    updated,  # [R, T] float32, written
-    num_tokens,
-    decay,  # bits of float64 numbers
-    gain,
-    mix,
-    rest,
-    eps,
+    usage, lengths, credit, mass, updated, num_tokens, decay, gain, mix, rest, eps,
     TILE: tl.constexpr,
-):
-    """Normalise one row's usage, average it, and normalise the average."""
+):  # fmt: skip
+    """Normalise one row's usage, average it, and normalise the average.
+
+    Numbers from `decay` on are the bits of a float64.
+    """
     row = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + row)
     start = row * num_tokens

@@ -90,25 +90,11 @@ def write_until(
     ]
 )
 def _write_until(
-    until,  # [S] int32
-    values,  # [T, H] bool or float32
-    value_row: tl.int64,
-    value_head: tl.int64,
-    own,  # [T or more] int64
-    governed,  # likewise
-    position,  # likewise
-    heads,  # [H] int64
-    num_tokens,
-    num_heads,
-    base: tl.int64,
-    scale,
-    most,
-    window,
-    shift,
-    sinks,
-    IS_DECIDED: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    until, values, value_row: tl.int64, value_head: tl.int64,
+    own, governed, position, heads,
+    num_tokens, num_heads, base: tl.int64, scale, most, window, shift, sinks,
+    IS_DECIDED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     entry = tl.program_id(0) * TILE + tl.arange(0, TILE)
     token, head = entry // num_heads, entry % num_heads
     is_token = token < num_tokens
