@@ -18,13 +18,9 @@ def count_in_pages(
     mask: torch.Tensor, num_pages: torch.Tensor, block_size: int
 ) -> torch.Tensor:
     counts = torch.empty_like(num_pages, memory_format=torch.contiguous_format)
+    rows = mask.contiguous(), num_pages.contiguous(), counts
     _count_in_pages[(counts.numel(),)](
-        mask.contiguous(),
-        num_pages.contiguous(),
-        counts,
-        block_size,
-        mask.shape[-1],
-        TILE=COUNT_TILE,
+        *rows, block_size, mask.shape[-1], TILE=COUNT_TILE
     )
     return counts
 
@@ -41,19 +37,10 @@ def page_quota(
     num_groups, num_heads = tokens.shape
     quota = torch.empty_like(tokens, memory_format=torch.contiguous_format)
     tile = triton.next_power_of_2(num_heads)
-    _page_quota[(num_groups,)](
-        tokens.contiguous(),
-        floors.contiguous(),
-        caps.contiguous(),
-        total.contiguous(),
-        quota,
-        num_heads,
-        block_size,
-        num_digits(most),
-        FILLS=fills,
-        TILE=tile,
-        num_warps=min(8, max(1, tile // 64)),
-    )
+    given = (each.contiguous() for each in (tokens, floors, caps, total))
+    numbers = num_heads, block_size, num_digits(most)
+    sizes = {"TILE": tile, "num_warps": min(8, max(1, tile // 64))}
+    _page_quota[(num_groups,)](*given, quota, *numbers, FILLS=fills, **sizes)
     return quota
 
 
@@ -128,32 +115,16 @@ def assign_pages(
     unmoved = torch.empty_like(pages, dtype=torch.bool)
     taken = torch.zeros_like(unmoved)
     sizes = (num_dest, num_blocks, num_kv_heads, num_heads, groups)
-    per_group = num_heads // groups
-    dest, quota = dest.contiguous(), quota.contiguous()
+    heads = triton.next_power_of_2(num_heads // groups)
+    owned = held.contiguous(), num_held.contiguous()
+    wanted = dest.contiguous(), quota.contiguous()
+    made, width = (first, pages, unmoved, taken), held.shape[-1]
     _keep_own[(num_events, num_heads)](
-        held.contiguous(),
-        num_held.contiguous(),
-        dest,
-        quota,
-        first,
-        pages,
-        unmoved,
-        taken,
-        held.shape[-1],
-        *sizes,
-        HEADS=triton.next_power_of_2(per_group),
-        TILE=PAGES,
+        *owned, *wanted, *made, width, *sizes, HEADS=heads, TILE=PAGES
     )
+    free = torch.empty_like(pages)
     _deal_rest[(num_events, groups)](
-        dest,
-        quota,
-        taken,
-        torch.empty_like(pages),
-        pages,
-        unmoved,
-        *sizes,
-        HEADS=triton.next_power_of_2(per_group),
-        TILE=CELLS,
+        *wanted, taken, free, pages, unmoved, *sizes, HEADS=heads, TILE=CELLS
     )
     return PageLists(first, pages, unmoved)
 

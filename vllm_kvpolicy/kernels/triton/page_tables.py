@@ -24,27 +24,14 @@ def page_tables(
     frontier_blocks: torch.Tensor,
     block_size: int,
 ) -> None:
-    """Put each row's global superblocks in front of its local ones.
-
-    Rows of `tables`, `block_table` and `global_blocks` are contiguous.
-    """
+    """Rows of `tables`, `block_table` and `global_blocks` are contiguous."""
     num_rows, num_columns = tables.shape
+    batch = tables, lengths, rows, block_table, seq_lens
+    survivors = global_blocks, num_global, frontier_blocks
+    strides = tables.stride(0), block_table.stride(0), global_blocks.stride(0)
+    sizes = num_columns, block_table.shape[1], block_size
     _page_tables[(num_rows, triton.cdiv(num_columns, COLUMNS))](
-        tables,
-        lengths,
-        rows,
-        block_table,
-        seq_lens,
-        global_blocks,
-        num_global,
-        frontier_blocks,
-        tables.stride(0),
-        block_table.stride(0),
-        global_blocks.stride(0),
-        num_columns,
-        block_table.shape[1],
-        block_size,
-        COLUMNS=COLUMNS,
+        *batch, *survivors, *strides, *sizes, COLUMNS=COLUMNS
     )
 
 
@@ -56,16 +43,10 @@ def enter_requests(
     num_global: torch.Tensor,
     frontier_blocks: torch.Tensor,
 ) -> None:
+    entered = (each.contiguous() for each in (index, dest, frontier))
+    table = global_blocks, num_global, frontier_blocks
     _enter_requests[(len(index),)](
-        index.contiguous(),
-        dest.contiguous(),
-        frontier.contiguous(),
-        global_blocks,
-        num_global,
-        frontier_blocks,
-        global_blocks.stride(0),
-        dest.shape[1],
-        TILE=COLUMNS,
+        *entered, *table, global_blocks.stride(0), dest.shape[1], TILE=COLUMNS
     )
 
 
@@ -125,31 +106,15 @@ def head_page_tables(
     own_page: torch.Tensor,
     stride: int,
 ) -> None:
-    """Put global pages in front of a head's own local ones.
-
-    Rows of `blocks`, `pages` and `first` are contiguous.
-    """
+    """Rows of `blocks`, `pages` and `first` are contiguous."""
     num_layers, _, num_heads, num_columns = tables.shape
+    batch = tables, offsets, which, slots, blocks
+    lists = skip, pages, first, own_page
+    strides = *tables.stride()[:3], *offsets.stride()
+    rows = blocks.stride(0), pages.stride(0), first.stride(0)
+    sizes = num_heads, num_columns, blocks.shape[1]
     _head_page_tables[(num_layers * num_heads, len(which))](
-        tables,
-        offsets,
-        which,
-        slots,
-        blocks,
-        skip,
-        pages,
-        first,
-        own_page,
-        *tables.stride()[:3],
-        *offsets.stride(),
-        blocks.stride(0),
-        pages.stride(0),
-        first.stride(0),
-        stride,
-        num_heads,
-        num_columns,
-        blocks.shape[1],
-        COLUMNS=COLUMNS,
+        *batch, *lists, *strides, *rows, stride, *sizes, COLUMNS=COLUMNS
     )
 
 
@@ -162,19 +127,11 @@ def enter_page_lists(
 ) -> torch.Tensor:
     num_events, num_cells = pages.shape
     counts = first.new_empty(2, num_events)
+    lists = index, first.contiguous(), pages.contiguous()
+    strides = table_pages.stride(0), table_first.stride(0)
+    sizes = num_events, first.shape[1] - 1, num_cells
     _enter_page_lists[(1 + triton.cdiv(num_cells, ENTRIES), num_events)](
-        table_pages,
-        table_first,
-        index,
-        first.contiguous(),
-        pages.contiguous(),
-        counts,
-        table_pages.stride(0),
-        table_first.stride(0),
-        num_events,
-        first.shape[1] - 1,
-        num_cells,
-        TILE=ENTRIES,
+        table_pages, table_first, *lists, counts, *strides, *sizes, TILE=ENTRIES
     )
     return counts
 

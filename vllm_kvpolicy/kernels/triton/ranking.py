@@ -40,18 +40,9 @@ def mark_best(
     (num_rows, num_tokens), num_groups = score.shape, quotas.shape[-1]
     max_tile = MAX_TILE if ranges is None else GROUP_TILE
     sizes = launch_sizes(num_tokens, max_tile, per_thread=16)
-    _mark_best[(num_rows, num_groups)](
-        score,
-        group,
-        quotas,
-        None if ranges is None else ranges[0],
-        None if ranges is None else ranges[1],
-        marked,
-        num_tokens,
-        num_groups,
-        HAS_MORE=num_tokens > sizes["TILE"],
-        **sizes,
-    )
+    sizes["HAS_MORE"] = num_tokens > sizes["TILE"]
+    rows = score, group, quotas, *(ranges or (None, None)), marked
+    _mark_best[(num_rows, num_groups)](*rows, num_tokens, num_groups, **sizes)
 
 
 def launch_sizes(
@@ -112,10 +103,12 @@ def _mark_best(
 
 @triton.jit
 def load_tile(score, group, wanted, position, end):
-    """Load keys, and whether tokens belong to the wanted group."""
-    inside = position < end
-    key = order_key(tl.load(score + position, mask=inside, other=0.0))
-    return key, inside & (tl.load(group + position, mask=inside, other=0) == wanted)
+    """Load keys, and whether tokens are of the wanted group; all are of None."""
+    among = position < end
+    key = order_key(tl.load(score + position, mask=among, other=0.0))
+    if group is not None:
+        among &= tl.load(group + position, mask=among, other=0) == wanted
+    return key, among
 
 
 @triton.jit
@@ -162,19 +155,19 @@ def find_cut(
     one = tl.full((), 1, key.dtype)
     bit = tl.full((), bits, tl.int32)
     cut = one << (bits - 1)  # the lowest number
-    reached = _count(cut, key, among, rest, TILE, HAS_MORE)
+    reached = count_from(cut, key, among, rest, TILE, HAS_MORE)
     # Where exactly the quota is reached, lower bits change nothing.
     while (bit > 0) & (reached > quota):
         bit -= 1
         trial = cut ^ (one << bit)
-        count = _count(trial, key, among, rest, TILE, HAS_MORE)
+        count = count_from(trial, key, among, rest, TILE, HAS_MORE)
         cut = tl.where(count >= quota, trial, cut)
         reached = tl.where(count >= quota, count, reached)
     return cut, reached - quota
 
 
 @triton.jit
-def _count(trial, key, among, rest, TILE: tl.constexpr, HAS_MORE: tl.constexpr):
+def count_from(trial, key, among, rest, TILE: tl.constexpr, HAS_MORE: tl.constexpr):
     """Count the tokens to choose from whose key is at least `trial`."""
     count = tl.sum((among & (key >= trial)).to(tl.int32))
     if HAS_MORE:
@@ -213,18 +206,9 @@ def must_keep_tokens(
     lengths = num_local.new_empty(num_events, num_heads)
     must_keep = lengths.new_empty((*lengths.shape, num_tokens), dtype=torch.bool)
     grid = (lengths.numel(), triton.cdiv(num_tokens, MASK_TILE))
-    _must_keep[grid](
-        num_pages,
-        *num_pages.stride(),
-        num_local,
-        sinks,
-        lengths,
-        must_keep,
-        num_heads,
-        block_size,
-        num_tokens,
-        TILE=MASK_TILE,
-    )
+    given = num_pages, *num_pages.stride(), num_local, sinks
+    sizes = num_heads, block_size, num_tokens
+    _must_keep[grid](*given, lengths, must_keep, *sizes, TILE=MASK_TILE)
     return lengths, must_keep
 
 
@@ -293,23 +277,16 @@ def _select(
     num_rows, num_tokens = math.prod(keep.shape[:-1]), keep.shape[-1]
     group = torch.empty_like(chosen, dtype=torch.uint8)
     quota = chosen.new_empty((num_rows, 1), dtype=torch.int32)
+    sizes = launch_sizes(num_tokens)
+    sizes |= {"HAS_TARGETS": isinstance(target, torch.Tensor), "KEEPS_ALL": keeps_all}
     if isinstance(target, torch.Tensor):
         target = target.expand(keep.shape[:-1]).contiguous()
-    has_mask = valid.dtype == torch.bool
+    keep, valid = keep.contiguous(), valid.contiguous()
+    must_keep = None if must_keep is None else must_keep.contiguous()
+    masks = (valid, None) if valid.dtype == torch.bool else (None, valid)
+    made = chosen, group, quota
     _grade[(num_rows,)](
-        keep.contiguous(),
-        None if must_keep is None else must_keep.contiguous(),
-        valid.contiguous() if has_mask else None,
-        None if has_mask else valid.contiguous(),
-        target,
-        unit,
-        chosen,
-        group,
-        quota,
-        num_tokens,
-        HAS_TARGETS=isinstance(target, torch.Tensor),
-        KEEPS_ALL=keeps_all,
-        **launch_sizes(num_tokens),
+        *(keep, must_keep, *masks, target, unit), *made, num_tokens, **sizes
     )
     rows = (num_rows, num_tokens)
     score = score.contiguous().view(rows)

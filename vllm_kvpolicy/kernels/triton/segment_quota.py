@@ -34,52 +34,10 @@ CUTS_VARYING = [
 ]
 
 
-def cut_rows(
-    mass: torch.Tensor,
-    lengths: torch.Tensor,
-    exempt: torch.Tensor,
-    num_segments: int,
-    *,
-    segment_mass: float,
-    min_segment: int,
-    max_segment: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Segment every row.
-
-    Args:
-        mass: [R, T] int64, contiguous.
-        lengths: [R] int64, contiguous.
-        exempt: [R, T] bool, contiguous.
-        num_segments: S, a bound.
-        segment_mass, min_segment, max_segment: see `segment_quota_ref`.
-
-    Returns:
-        [3, R, S + 1] int64: start of each segment, open tokens before it, open mass
-        before it; entries after the last segment are those of the row's end. And the
-        number of each token's segment, [R, T] int64, S on padding.
-    """
-    num_rows, num_tokens = mass.shape
-    edges = mass.new_empty((3, num_rows, num_segments + 1))
-    segment_of = torch.empty_like(mass)
-    # Only the bits of a float64 reach a kernel unharmed.
-    step = struct.unpack("<q", struct.pack("<d", segment_mass * MASS_UNIT))[0]
-    _cut_row[(num_rows,)](
-        mass,
-        lengths,
-        exempt,
-        *edges,
-        segment_of,
-        num_tokens,
-        num_segments,
-        step,
-        num_thresholds(segment_mass),
-        min(min_segment, num_tokens),
-        min(max_segment, num_tokens),
-        # A product is rounded by itself, as the reference's is.
-        enable_fp_fusion=False,
-        **launch_sizes(num_tokens),
-    )
-    return edges, segment_of
+def _bits_of(*numbers: float) -> tuple[int, ...]:
+    """Return the bits of float64 numbers, which alone reach a kernel unharmed."""
+    count = len(numbers)
+    return struct.unpack(f"<{count}q", struct.pack(f"<{count}d", *numbers))
 
 
 @triton.jit(do_not_specialize=CUTS_VARYING)
@@ -91,7 +49,9 @@ def _cut_row(
     """Walk one row, a tile at a time; everything but a few sums stays in registers.
 
     `step` has the bits of the float64 mass between thresholds, of which there are
-    `count`. Writes what `cut_rows` returns.
+    `count`. Writes [R, S + 1] int64 each, the `starts` of segments and the open tokens
+    and their mass before them; entries after the last segment are those of the row's
+    end. And `segment_of`, as the operation returns it.
     """
     row = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + row).to(tl.int32)
@@ -182,9 +142,14 @@ def _is_cut(position, before, reached, length, step, count):
 @triton.jit
 def _threshold(number, step):
     """Return number * step, rounded to a float64, then half to even to an int64."""
-    product = number.to(tl.float64) * step
-    whole = product.to(tl.int64)
-    part = product - whole.to(tl.float64)
+    return _rounded(number.to(tl.float64) * step)
+
+
+@triton.jit
+def _rounded(value):
+    """Round a non-negative float64 half to even, to an int64."""
+    whole = value.to(tl.int64)
+    part = value - whole.to(tl.float64)
     rounds_up = (part > 0.5) | ((part == 0.5) & (whole % 2 == 1))
     return whole + rounds_up.to(tl.int64)
 
@@ -220,21 +185,12 @@ def credited_mass(
     num_rows, num_tokens = usage.shape
     mass = usage.new_empty(usage.shape, dtype=torch.float64)
     updated = usage.new_empty(usage.shape, dtype=torch.float32)
-    # Only the bits of a float64 reach a kernel unharmed.
-    numbers = (decay, 1 - decay, mix, 1 - mix, MASS_EPS)
-    bits = struct.unpack("<5q", struct.pack("<5d", *numbers))
-    _credited_mass[(num_rows,)](
-        usage.contiguous(),
-        lengths.contiguous(),
-        None if credit is None else credit.contiguous(),
-        mass,
-        updated,
-        num_tokens,
-        *bits,
-        # A product is rounded by itself, as the reference's is.
-        enable_fp_fusion=False,
-        TILE=MASS_TILE,
-    )
+    credit = None if credit is None else credit.contiguous()
+    rows = usage.contiguous(), lengths.contiguous(), credit, mass, updated
+    numbers = _bits_of(decay, 1 - decay, mix, 1 - mix, MASS_EPS)
+    # A product is rounded by itself, as the reference's is.
+    options = {"enable_fp_fusion": False, "TILE": MASS_TILE}
+    _credited_mass[(num_rows,)](*rows, num_tokens, *numbers, **options)
     return mass, updated
 
 
@@ -259,26 +215,25 @@ def segment_quota(
         raise ValueError(f"mass: expected int64 units, got {mass.dtype}")
     num_rows, num_tokens = mass.shape
     bound = max_segments(num_tokens, segment_mass, min_segment, max_segment)
-    edges, segment_of = cut_rows(
-        mass.contiguous(),
-        lengths.contiguous(),
-        exempt.contiguous(),
-        bound,
-        segment_mass=segment_mass,
-        min_segment=min_segment,
-        max_segment=max_segment,
+    edges = mass.new_empty((3, num_rows, bound + 1))
+    segment_of = mass.new_empty(mass.shape)
+    rows = (each.contiguous() for each in (mass, lengths, exempt))
+    thresholds = *_bits_of(segment_mass * MASS_UNIT), num_thresholds(segment_mass)
+    bounds = min(min_segment, num_tokens), min(max_segment, num_tokens)
+    _cut_row[(num_rows,)](
+        *(*rows, *edges, segment_of, num_tokens, bound, *thresholds, *bounds),
+        # A product is rounded by itself, as the reference's is.
+        enable_fp_fusion=False,
+        **launch_sizes(num_tokens),
     )
     segments = mass.new_empty((num_rows, bound, 2))
     quotas = mass.new_empty((num_rows, bound))
+    inputs = *edges, total.contiguous()
+    sizes = launch_sizes(bound, triton.next_power_of_2(bound))
     _share_row[(num_rows,)](
-        *edges,
-        total.contiguous(),
-        segments,
-        quotas,
-        bound,
-        min(min_quota, num_tokens),
+        *(*inputs, segments, quotas, bound, min(min_quota, num_tokens)),
         BY_MASS=by_mass,
-        **launch_sizes(bound, triton.next_power_of_2(bound)),
+        **sizes,
     )
     return SegmentQuotas(segments, quotas, segment_of)
 
@@ -304,8 +259,7 @@ def pick_by_quota(
     _find_groups[(num_rows, triton.cdiv(num_tokens, sizes["TILE"]))](
         group, *ranges, picked, num_tokens, num_groups, **sizes
     )
-    begins, ends = ranges
-    mark_best(score.contiguous(), group, quotas.contiguous(), (begins, ends), picked)
+    mark_best(score.contiguous(), group, quotas.contiguous(), tuple(ranges), picked)
     return picked
 
 
@@ -341,7 +295,7 @@ def _share_row(
 ):  # fmt: skip
     """Share one row's tokens among its segments, which one tile holds.
 
-    The first three arguments are what `cut_rows` returns.
+    The first three arguments are what `_cut_row` writes.
     At most one round robin is due: it lowers floors that exceed the budget, or takes
     back what rounding gave too much, or deals out what is left.
     """
@@ -453,22 +407,19 @@ def _credited_mass(
     if credit is not None:
         for first in range(0, num_tokens, TILE):
             token = first + tl.arange(0, TILE)
-            value = _positive(usage, start, token, length, eps)
-            new = _units(value, highest).to(tl.float64) / total.to(tl.float64)
+            new = _share(usage, start, token, length, eps, highest, total)
             average = _average(credit, start, token, length, decay, gain, new)
             shifted = tl.where(token < length, average + eps, 0.0)
             top = tl.maximum(top, tl.max(shifted))
         for first in range(0, num_tokens, TILE):
             token = first + tl.arange(0, TILE)
-            value = _positive(usage, start, token, length, eps)
-            new = _units(value, highest).to(tl.float64) / total.to(tl.float64)
+            new = _share(usage, start, token, length, eps, highest, total)
             average = _average(credit, start, token, length, decay, gain, new)
             shifted = tl.where(token < length, average + eps, 0.0)
             whole += tl.sum(_units(shifted, top))
     for first in range(0, num_tokens, TILE):
         token = first + tl.arange(0, TILE)
-        value = _positive(usage, start, token, length, eps)
-        new = _units(value, highest).to(tl.float64) / total.to(tl.float64)
+        new = _share(usage, start, token, length, eps, highest, total)
         mixed = new
         average = gain * new
         if credit is not None:
@@ -500,11 +451,14 @@ def _positive(values, start, token, length, eps):
 @triton.jit
 def _units(value, highest):
     """Round to 2^-32 of the highest value, half to even."""
-    scaled = value / highest * 4294967296.0
-    whole = scaled.to(tl.int64)
-    part = scaled - whole.to(tl.float64)
-    rounds_up = (part > 0.5) | ((part == 0.5) & (whole % 2 == 1))
-    return whole + rounds_up.to(tl.int64)
+    return _rounded(value / highest * 4294967296.0)
+
+
+@triton.jit
+def _share(values, start, token, length, eps, highest, total):
+    """Return the share of each value in the `total` of the row's units."""
+    value = _positive(values, start, token, length, eps)
+    return _units(value, highest).to(tl.float64) / total.to(tl.float64)
 
 
 @triton.jit
