@@ -23,13 +23,10 @@ def compact_pages(
     first: torch.Tensor,
     in_place: torch.Tensor | None = None,
 ) -> None:
-    """Copy tokens between pages.
+    """Copy tokens of pages that `column_slices` takes.
 
     Moves within a page list take one pass over the pages. Those between lists are read
     into scratch before it and written after it.
-
-    Raises:
-        ValueError: `pages` has other strides than `column_slices` takes.
     """
     num_rows, num_moves = len(first) - 1, len(source_slots)
     for slots, scratch in column_slices(pages, num_moves, in_place is not None):
@@ -58,17 +55,9 @@ def list_survivors(
 ) -> torch.Tensor:
     num_events, num_heads, num_tokens = survives.shape
     listed = first.new_empty(num_events, num_places)
-    _list_survivors[(num_events, num_heads)](
-        survives.contiguous(),
-        first,
-        *first.stride(),
-        listed,
-        num_heads,
-        num_tokens,
-        num_places,
-        block_size,
-        TILE=LIST_TILE,
-    )
+    given = survives.contiguous(), first, *first.stride()
+    sizes = num_heads, num_tokens, num_places, block_size
+    _list_survivors[(num_events, num_heads)](*given, listed, *sizes, TILE=LIST_TILE)
     return listed
 
 
@@ -83,32 +72,19 @@ def survivor_moves(
     groups: int,
 ) -> Moves:
     (num_events, num_places), num_heads = sources.shape, held.shape[1]
-    size = num_places // groups
-    source = sources.new_empty(groups, num_events, size)
+    source = sources.new_empty(groups, num_events, num_places // groups)
     dest = torch.empty_like(source)
     in_place = None
     if unmoved is not None:
+        unmoved = unmoved.contiguous()
         in_place = torch.empty_like(source, dtype=torch.bool)
     num_rows = num_events * (num_heads // groups + 1)
     starts = sources.new_empty(groups, num_rows + 1)
+    given = sources.contiguous(), held.contiguous(), first, *first.stride()
+    lists = pages.contiguous(), unmoved
+    sizes = num_events, num_heads, held.shape[-1], num_tokens, num_places, block_size
     _survivor_moves[(1 + triton.cdiv(num_places, LIST_TILE), num_events)](
-        sources.contiguous(),
-        held.contiguous(),
-        first,
-        *first.stride(),
-        pages.contiguous(),
-        None if unmoved is None else unmoved.contiguous(),
-        source,
-        dest,
-        starts,
-        in_place,
-        num_events,
-        num_heads,
-        held.shape[-1],
-        num_tokens,
-        num_places,
-        block_size,
-        groups,
+        *(*given, *lists, source, dest, starts, in_place, *sizes, groups),
         TILE=LIST_TILE,
     )
     return Moves(source, dest, starts, in_place)
@@ -268,26 +244,14 @@ def read_survivors(
     global_blocks: torch.Tensor,
     num_tokens: int,
 ) -> torch.Tensor:
-    num_heads, most_local = local.shape[2:]
-    shape = (len(which), len(index), num_heads, num_tokens)
-    values = survivors.new_empty(shape)
-    grid = (shape[1] * num_heads, triton.cdiv(num_tokens, TILE), shape[0])
+    num_events, (num_heads, most_local) = len(index), local.shape[2:]
+    values = survivors.new_empty(len(which), num_events, num_heads, num_tokens)
+    grid = (num_events * num_heads, triton.cdiv(num_tokens, TILE), len(which))
+    tables = survivors, local, which, index
+    strides = survivors.stride(0), local.stride(0), global_blocks.stride(0)
+    sizes = num_events, num_heads, survivors.shape[-1], most_local, num_tokens
     _read_survivors[grid](
-        survivors,
-        local,
-        which,
-        index,
-        first.contiguous(),
-        global_blocks,
-        values,
-        survivors.stride(0),
-        local.stride(0),
-        global_blocks.stride(0),
-        shape[1],
-        num_heads,
-        survivors.shape[-1],
-        most_local,
-        num_tokens,
+        *(*tables, first.contiguous(), global_blocks, values, *strides, *sizes),
         TILE=TILE,
     )
     return values
@@ -304,30 +268,17 @@ def write_survivors(
     num_local: torch.Tensor,
     global_blocks: torch.Tensor,
 ) -> None:
-    num_heads, most_local = local.shape[2:]
-    num_places = sources.shape[1]
+    num_events, (num_heads, most_local) = len(index), local.shape[2:]
+    num_places, num_tokens = sources.shape[1], values.shape[-1]
     list_tiles = triton.cdiv(num_places, TILE)
     local_tiles = triton.cdiv(num_heads * most_local, TILE)
-    _write_survivors[(list_tiles + local_tiles, len(index), len(which))](
-        survivors,
-        local,
-        which,
-        index,
-        values.contiguous(),
-        sources.contiguous(),
-        num_pages,
-        *num_pages.stride(),
-        num_local,
-        global_blocks,
-        survivors.stride(0),
-        local.stride(0),
-        global_blocks.stride(0),
-        len(index),
-        num_heads,
-        survivors.shape[-1],
-        most_local,
-        num_places,
-        values.shape[-1],
+    tables = survivors, local, which, index
+    given = values.contiguous(), sources.contiguous(), num_pages, *num_pages.stride()
+    strides = survivors.stride(0), local.stride(0), global_blocks.stride(0)
+    sizes = num_events, num_heads, survivors.shape[-1], most_local
+    _write_survivors[(list_tiles + local_tiles, num_events, len(which))](
+        *(*tables, *given, num_local, global_blocks, *strides),
+        *(*sizes, num_places, num_tokens),
         TILE=TILE,
     )
 
@@ -364,15 +315,10 @@ def _read_survivors(
     tl.store(values + out * num_tokens + token, value, mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "event_stride",
-        "head_stride",
-        "num_events",
-        "num_places",
-        "num_tokens",
-    ]
-)
+VARYING = ["event_stride", "head_stride", "num_events", "num_places", "num_tokens"]
+
+
+@triton.jit(do_not_specialize=VARYING)
 def _write_survivors(
     survivors, local, which, index, values, sources,
     num_pages, event_stride, head_stride, num_local, global_blocks,

@@ -75,10 +75,6 @@ def paged_pair_projections(
     directions: torch.Tensor,
     by_length: torch.Tensor,
 ) -> torch.Tensor:
-    """Project keys for each query head, and weigh the lengths of their channel pairs.
-
-    See the reference.
-    """
     group = check_pairs(keys, directions, by_length)
     scores = _empty(keys, *directions.shape[:3], keys.num_tokens)
     inputs = directions.contiguous(), by_length.contiguous(), scores
@@ -92,10 +88,6 @@ def paged_quadratics(
     directions: torch.Tensor,
     matrices: torch.Tensor,
 ) -> torch.Tensor:
-    """Give each key k the value directions . k + k . matrices k of each query head.
-
-    See the reference.
-    """
     group = check_squares(keys, directions, matrices)
     values = _empty(keys, *directions.shape[:3], keys.num_tokens)
     inputs = directions.contiguous(), matrices.contiguous(), values
@@ -136,15 +128,13 @@ def _over_tiles(
     """
     num_events, num_layers, num_heads, num_tokens, size = tokens.shape
     pages, lengths = tokens.pages.contiguous(), lengths.contiguous()
-    views = {(pool.data_ptr(), pool.stride()) for pool in tokens.pools}
-    step = num_layers if len(views) == 1 else 1
-    launch_rows, tile = step * num_heads, _tile(size)
-    grid = (num_events * launch_rows * triton.cdiv(num_tokens, tile),)
-    for first in range(0, num_layers, step):
-        pool = tokens.pools[first]
+    tile = _tile(size)
+    for layers, pool in tokens.by_pool():
+        launch_rows = (layers.stop - layers.start) * num_heads
+        grid = (num_events * launch_rows * triton.cdiv(num_tokens, tile),)
         kernel[grid](
             *(pool, *pool.stride(), pages, lengths),
-            *(launch_rows, num_layers * num_heads, first * num_heads),
+            *(launch_rows, num_layers * num_heads, layers.start * num_heads),
             *(num_tokens, pages.shape[-1], pool.shape[1]),
             *others,
             SIZE=size,

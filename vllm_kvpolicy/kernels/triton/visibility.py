@@ -53,42 +53,21 @@ def write_until(
 ) -> None:
     """Write until when queries see tokens; nothing for tokens that are nowhere."""
     values = decisions.values
-    num_tokens, num_heads = values.shape
     if not values.numel():
         return
+    given = until, values, *values.stride(), own, governed, position, heads
+    numbers = base, decisions.scale, decisions.most, window, shift, sinks
     _write_until[(triton.cdiv(values.numel(), TILE),)](
-        until,
-        values,
-        *values.stride(),
-        own,
-        governed,
-        position,
-        heads,
-        num_tokens,
-        num_heads,
-        base,
-        decisions.scale,
-        decisions.most,
-        window,
-        shift,
-        sinks,
+        *(*given, *values.shape, *numbers),
         IS_DECIDED=values.dtype == torch.bool,
         TILE=TILE,
     )
 
 
-@triton.jit(
-    do_not_specialize=[
-        "value_row",
-        "value_head",
-        "num_tokens",
-        "num_heads",
-        "base",
-        "window",
-        "shift",
-        "sinks",
-    ]
-)
+NUMBERS = ["value_row", "value_head", "num_tokens", "num_heads"]
+
+
+@triton.jit(do_not_specialize=[*NUMBERS, "base", "window", "shift", "sinks"])
 def _write_until(
     until, values, value_row: tl.int64, value_head: tl.int64,
     own, governed, position, heads,
@@ -149,10 +128,7 @@ def until_attention(
     output: torch.Tensor,
     max_queries: int,
 ) -> None:
-    """Attend from each row's queries to the held tokens that they see.
-
-    See the reference; queries of no row are left as they were in `output`.
-    """
+    """Queries of no row are left as they were in `output`."""
     sizes = _sizes(query, max_queries)
     rows = tables, tables.stride(0), lengths, query_start, ends
     pools = (
