@@ -82,7 +82,6 @@ def nucleus_counts(
     Returns:
         [E, L, H, W] int64 tokens; 0 for rows outside a short request's window.
     """
-
     function = partial(row_nucleus_counts, mass=mass)
     return _map_logits(function, scale, queries, keys, lengths)
 
@@ -199,14 +198,9 @@ def _map_logits(
     num_heads, num_tokens = keys.shape[2:4]
     num_q_heads, window = queries.shape[2:4]
 
-    def of_chunk(
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        lengths: torch.Tensor,
-        *others: torch.Tensor,
-    ) -> torch.Tensor:
-        logits = window_logits(queries, keys, lengths, scale)
-        return function(logits.amax(2), *others)
+    def of_chunk(*pairs: torch.Tensor) -> torch.Tensor:
+        logits = window_logits(*pairs[:3], scale)
+        return function(logits.amax(2), *pairs[3:])
 
     # float32 logits of all query heads; four int64 rows per KV head.
     pair_bytes = window * num_tokens * (4 * num_q_heads + 32 * num_heads)

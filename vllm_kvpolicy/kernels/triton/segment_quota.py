@@ -13,6 +13,7 @@ from vllm_kvpolicy.kernels.segment_quota import (
     MASS_EPS,
     MASS_UNIT,
     SegmentQuotas,
+    check_exact,
     max_segments,
     num_thresholds,
 )
@@ -206,13 +207,7 @@ def segment_quota(
     min_quota: int,
     by_mass: bool = True,
 ) -> SegmentQuotas:
-    """Segment every row and share `total` tokens among its segments.
-
-    Raises:
-        ValueError: `mass` is of floating point, which has no exact sums.
-    """
-    if mass.dtype != torch.int64:
-        raise ValueError(f"mass: expected int64 units, got {mass.dtype}")
+    check_exact(mass)
     num_rows, num_tokens = mass.shape
     bound = max_segments(num_tokens, segment_mass, min_segment, max_segment)
     edges = mass.new_empty((3, num_rows, bound + 1))
@@ -241,10 +236,9 @@ def segment_quota(
 def pick_by_quota(
     score: torch.Tensor, group: torch.Tensor, quotas: torch.Tensor
 ) -> torch.Tensor:
-    """Mark the best tokens of each group, as many as its quota.
+    """Each program looks at the tokens between the first and the last of one group.
 
-    Each program looks at the tokens between the first and the last of one group, so
-    that groups which are runs of neighbours cost one pass over the row, others more.
+    So groups which are runs of neighbours cost one pass over the row, others more.
     """
     picked = torch.empty_like(
         score, dtype=torch.bool, memory_format=torch.contiguous_format
