@@ -124,7 +124,7 @@ def survivor_moves_ref(
     block_size: int,
     groups: int,
 ) -> Moves:
-    """Say from which slot to which one each survivor goes.
+    """Find the slot that each survivor leaves, and the one that it goes to.
 
     Example: N = 4, T = 8, two heads. Head 0 holds pages 7 and 3, head 1 holds page 5.
     Head 0 keeps tokens 1, 4, 5 and 7 and gets page 3: its sources are 1, 4, 5, 7. Token

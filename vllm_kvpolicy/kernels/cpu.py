@@ -1,8 +1,9 @@
 """Twins in C++ for CPUs, of csrc/cpu: they take and return what their references do.
 
-Exact where nothing else is said; rows may have any leading axes. What the kernels do is
-compiled for several kinds of a CPU, and chosen when they run. An ImportError says that
-they were not built, a RuntimeError that a tensor has another dtype, size or device.
+Exact where nothing else is said; rows may have any leading axes. The kernels are
+compiled for several kinds of a CPU, of which one is chosen when they run. An
+ImportError says that they were not built, a RuntimeError that a tensor has another
+dtype, size or device.
 Source: this project. Deviations, all of them rounding, in `window_usage`, `paged_norms`
 and `paged_quadratics` alone: the order in which products are added up and, in the
 first, the exponential, and a product with one over the sum of weights in place of a
@@ -75,7 +76,7 @@ def pooled_usage(
     pool_kernel: int = 5,
     suffix_pad: str = "max",
 ) -> torch.Tensor:
-    """Leave "mean", whose sums have an order of their own, and "global" aside."""
+    """Pad with "max" or nothing; the reference does "mean" and "global"."""
     check_pooling(pool_kernel, suffix_pad)
     if suffix_pad in ("mean", "global"):
         return pooled_usage_ref(usage, lengths, window, pool_kernel, suffix_pad)
@@ -260,8 +261,7 @@ def survivor_moves(
     (num_events, num_places), num_heads = sources.shape, held.shape[1]
     source = sources.new_empty(groups, num_events, num_places // groups)
     dest = torch.empty_like(source)
-    num_rows = num_events * (num_heads // groups + 1)
-    starts = sources.new_empty(groups, num_rows + 1)
+    starts = sources.new_empty(groups, num_events * (num_heads // groups + 1) + 1)
     in_place = None
     if unmoved is not None:
         in_place = torch.empty_like(source, dtype=torch.bool)

@@ -188,7 +188,7 @@ def _map_logits(
     lengths: torch.Tensor,
     *others: torch.Tensor,
 ) -> torch.Tensor:
-    """Apply `function` to the logits [n, H, W, T] of some (event, layer) pairs a time.
+    """Apply `function` to the logits [n, H, W, T] of a few (event, layer) pairs.
 
     Args:
         function: also takes the pairs' `others`, [n, ...] each.

@@ -85,9 +85,7 @@ TABLE: Mapping[str, Preference] = {
 
 @cache
 def demanded() -> str | None:
-    """Return what KVPOLICY_KERNELS demands, None where it is not set.
-
-    Read once per process.
+    """Return what KVPOLICY_KERNELS demands, None where it is not set; read once.
 
     Raises:
         ValueError: it is not one of `IMPLEMENTATIONS`.
@@ -103,10 +101,7 @@ def demanded() -> str | None:
 
 @cache
 def why_not_in_cpp() -> str | None:
-    """Return why no twin in C++ can run on this CPU, None where they can.
-
-    Found out once per process.
-    """
+    """Return why twins in C++ cannot run on this CPU, None where they can."""
     try:
         CPU.load()
     except ImportError as error:

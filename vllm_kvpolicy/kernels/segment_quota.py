@@ -115,7 +115,7 @@ def segment_quota_ref(
 
 
 def check_exact(mass: torch.Tensor) -> None:
-    """Raise ValueError for a mass of floating point, which twins cannot sum exactly."""
+    """Raise ValueError unless a mass is in int64 units, which twins sum exactly."""
     if mass.dtype != torch.int64:
         raise ValueError(f"mass: expected int64 units, got {mass.dtype}")
 

@@ -1,8 +1,7 @@
 """Twins of kernels.assign_pages: heads keep their pages, groups deal out the rest.
 
-Pages are shared out by a program per group, its heads in one tile.
-
-Source: kernels.assign_pages. Deviations: the shift is found bit by bit.
+Pages are shared out by a program per group, its heads in one tile; the shift is found
+bit by bit.
 """
 
 import torch

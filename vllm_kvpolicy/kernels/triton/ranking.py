@@ -1,6 +1,4 @@
-"""Twins of kernels.ranking: selections of rows, and lists of what a mask holds.
-
-Marks the best tokens of each group of a row, without sorting the row.
+"""Twins of kernels.ranking: the best tokens of a row are found without sorting it.
 
 The quota-th best score is found bit by bit, from the highest one down: a bit is set if
 enough tokens are at least as good. Sums of flags are all that it takes, so the result
@@ -103,7 +101,7 @@ def _mark_best(
 
 @triton.jit
 def load_tile(score, group, wanted, position, end):
-    """Load keys, and whether tokens are of the wanted group; all are of None."""
+    """Load keys, and whether tokens are in the wanted group; all are without groups."""
     among = position < end
     key = order_key(tl.load(score + position, mask=among, other=0.0))
     if group is not None:

@@ -1,7 +1,4 @@
-"""Twins of kernels.segment_quota: segments, quotas, the tokens that they pay for.
-
-Axes: R rows, T tokens (right-padded), S segments.
-"""
+"""Twins of kernels.segment_quota: a program per row, or per group of tokens to pick."""
 
 import struct
 
@@ -119,13 +116,8 @@ def _cut_row(
 def _is_cut(position, before, reached, length, step, count):
     """Say which tokens open a segment, ahead of splitting and merging.
 
-    Args:
-        position: [TILE] int32.
-        before: [TILE] int64, the row's mass before the token.
-        reached: [TILE] int64, the row's mass with it.
-        length: tokens of the row.
-        step: float64, mass between thresholds.
-        count: thresholds.
+    The row's mass is `before` without and `reached` with each token; there are `count`
+    thresholds, a float64 mass `step` apart.
     """
     # The first threshold above `before` has this number or the next.
     number = (before.to(tl.float64) / step).to(tl.int64) + 1
@@ -159,15 +151,9 @@ def _rounded(value):
 def _next_start(cut_at, last_cut, earliest, max_segment):
     """Find the first position from `earliest` on where a segment may start.
 
-    Segments start at cuts and every `max_segment` tokens after one.
-
-    Args:
-        cut_at: [TILE] int32, positions of this tile's cuts.
-        last_cut: the newest cut of the tiles before.
-        earliest: a position, in any tile.
-
-    Returns:
-        The position, or one after the tile if it is not in this tile.
+    Segments start at cuts and every `max_segment` tokens after one. `cut_at` [TILE] are
+    the cuts of this tile, `last_cut` is the newest of the tiles before. Returns a
+    position after the tile if it is not in this tile.
     """
     is_behind = cut_at > earliest
     from_cut = tl.maximum(last_cut, tl.max(tl.where(is_behind, 0, cut_at)))
@@ -352,12 +338,7 @@ def _divide(dividend, divisor):
 
 @triton.jit
 def _round_robin(capacity, total):
-    """Deal out tokens one at a time from the first segment on, skipping full ones.
-
-    Args:
-        capacity: [TILE] int64.
-        total: int64; what exceeds the capacity is not dealt.
-    """
+    """Deal out `total` tokens as the reference's `round_robin` does, [TILE] int64."""
     level = total * 0
     step = level + FIRST_STEP
     while step > 0:

@@ -10,11 +10,10 @@ together (flash decoding). How many shares there are follows from R, C and N alo
 never from lengths, so that graphs can capture it; hidden tokens are not fetched.
 No launch waits for a number on the device.
 
-Memory order: a block of keys is gathered token by token through the page list, N of
-any size; fastest where D is contiguous, as vLLM's GPU kernels keep it. Keys and values
-are [P, N, D] by their strides, with 64-bit offsets, and read where they lie. The
-device also holds R * C * N / block integers and as many per tile of queries, and for
-decoding shares [R, shares, G, D] in float32.
+Memory: a block of keys is gathered token by token through the page list, N of any size,
+and read where it lies, with 64-bit offsets; fastest where D is contiguous, as vLLM's
+GPU kernels keep it. The device also holds R * C * N / block integers and as many per
+tile of queries, and for decoding shares [R, shares, G, D] in float32.
 
 A query's block order is that of its tokens, whatever the tile. So results do not
 depend on other rows, nor on how prompts are cut into tiles; those of decoding depend on
@@ -406,7 +405,7 @@ def lists_of_tiles(
     Args:
         rows: tables, stride of their rows, lengths, query_start and ends of
             `until_attention`.
-        until: [P, N] int32, and its strides.
+        until: the tensor, and its strides.
         page_size: N.
         num_tiles: at least Tq // queries + R.
         queries: of a tile.
