@@ -199,8 +199,9 @@ def _map_logits(
     num_q_heads, window = queries.shape[2:4]
 
     def of_chunk(*pairs: torch.Tensor) -> torch.Tensor:
-        logits = window_logits(*pairs[:3], scale)
-        return function(logits.amax(2), *pairs[3:])
+        queries, keys, lengths, *others = pairs
+        logits = window_logits(queries, keys, lengths, scale)
+        return function(logits.amax(2), *others)
 
     # float32 logits of all query heads; four int64 rows per KV head.
     pair_bytes = window * num_tokens * (4 * num_q_heads + 32 * num_heads)
