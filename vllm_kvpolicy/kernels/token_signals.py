@@ -62,7 +62,9 @@ def rolling_zscore(
     """Measure how far each entry lies from the rolling mean, in standard deviations.
 
     Args:
-        values, first, window: as for `rolling_mean`.
+        values: [R, T] floating point.
+        first: [R] int64, entries before it are padding, whatever they hold.
+        window: entries that count, the last one included, at least 1.
 
     Returns:
         [R, T] float64, (value - mean) / (population standard deviation + 1e-6); zero
