@@ -11,8 +11,6 @@ from support.engine_configs import engine_args
 from support.made_gates import make_gates
 from vllm_kvpolicy.api.engine_config import check_files, read_command_line
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.policies.admissions import wgkv
-from vllm_kvpolicy.policies.calibration import save
 
 BASE = {"policy": "tova", "budget": 128, "interval": 64}
 # Layers, KV heads, query heads per KV head and channels of the tiny model.
@@ -27,13 +25,13 @@ def config(**values):
 def filters(tmp_path):
     """A calibration file that fits the tiny model."""
     path = tmp_path / "filters.safetensors"
-    save(path, make_calibration("qfilter", *TINY))
+    make_calibration("qfilter", *TINY).save(path)
     return path
 
 
 def test_files_that_fit_pass(policy_config, filters, tmp_path):
     queries = tmp_path / "queries.safetensors"
-    save(queries, make_calibration("triattention", *TINY))
+    make_calibration("triattention", *TINY).save(queries)
     options = {
         "qfilter_calibration": str(filters),
         "triattention_calibration": str(queries),
@@ -79,9 +77,8 @@ def test_a_file_of_another_kind_is_refused(policy_config, filters):
 def test_a_file_of_another_model_is_refused(policy_config, filters, field, value):
     made = replace(make_calibration("qfilter", *TINY), **{field: value})
     shape = made.shapes["filters"]
-    save(
-        filters,
-        replace(made, tensors={"filters": made.tensors["filters"].new_zeros(shape)}),
+    replace(made, tensors={"filters": made.tensors["filters"].new_zeros(shape)}).save(
+        filters
     )
     options = {"qfilter_calibration": str(filters)}
     expected = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
@@ -125,7 +122,7 @@ def gates(tmp_path):
         sizes |= {key: fields.pop(key) for key in sizes.keys() & fields.keys()}
         path = tmp_path / "gates.safetensors"
         made = make_gates(**sizes, **{"window": 40, "rope_theta": 1e4, **fields})
-        wgkv.save(path, made)
+        made.save(path)
         return path
 
     return write

@@ -19,7 +19,6 @@ from support.engine.helpers import Engine, make_jobs
 from support.engine.oracle_replay import activations, check_replay
 from support.made_adapters import make_adapter
 from support.tiny_model import make_tiny_model
-from vllm_kvpolicy.policies.admissions.dms.model import save
 
 LAYERS, HEADS, SIZE, WINDOW, SINKS, BUDGET = 2, 2, 32, 40, 7, 110
 BASE = {"interval": 48, "prefill_interval": 128, "recent": WINDOW, "sinks": SINKS}
@@ -154,7 +153,7 @@ def test_options_have_the_last_word(borrowing_model: Path, tmp_path: Path) -> No
 
 def test_survivors_are_those_of_an_adapter(tiny_model: Path, tmp_path: Path) -> None:
     adapter = make_adapter(LAYERS, HEADS, 64, window=WINDOW)
-    save(tmp_path / "adapter.safetensors", adapter)
+    adapter.save(tmp_path / "adapter.safetensors")
     options = {"dms_adapter": str(tmp_path / "adapter.safetensors")}
     policy = {"policy": "dms", "policy_config": options}
     found, _ = run(tiny_model, tmp_path / "trace", policy, BLOCKS[False])

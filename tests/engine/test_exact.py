@@ -20,7 +20,7 @@ from support.engine.reference_decoder import ReferenceDecoder
 from support.made_gates import make_gates
 from support.made_patterns import write_pattern
 from support.tiny_model import make_tiny_model
-from vllm_kvpolicy.policies.admissions.wgkv import full_name, save
+from vllm_kvpolicy.policies.admissions.wgkv import full_name
 
 LAYERS, HEADS, DIM, WINDOW, SINKS, BUDGET = 2, 2, 32, 40, 7, 110
 BASE = {"interval": 48, "prefill_interval": 128, "recent": WINDOW, "sinks": SINKS}
@@ -121,7 +121,7 @@ def check_closed_form(decoder: Any, found: Any, has_budget: bool) -> None:
 @pytest.fixture
 def gates(tmp_path: Path) -> Any:
     made = make_gates(LAYERS, HEADS, DIM, 6, window=WINDOW, rope_theta=1e4)
-    save(tmp_path / "gates.safetensors", made)
+    made.save(tmp_path / "gates.safetensors")
     return made
 
 

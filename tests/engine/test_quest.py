@@ -12,7 +12,6 @@ from support.engine.oracle_quest import QuestDecoder
 from support.engine.oracle_replay import check_replay
 from support.engine.reference_decoder import ReferenceDecoder
 from support.made_gates import make_gates
-from vllm_kvpolicy.policies.admissions.wgkv import save
 
 LAYERS, HEADS, DIM, WINDOW = 2, 2, 32, 40
 BASE = {"interval": 48, "prefill_interval": 128, "recent": WINDOW, "sinks": 7}
@@ -35,7 +34,7 @@ def policy_of(name: str, folder: Path, budget: int, **fields: Any) -> dict[str, 
     if "wgkv" in name:
         path = folder / "gates.safetensors"
         gates = make_gates(LAYERS, HEADS, DIM, 6, window=WINDOW, rope_theta=1e4)
-        save(path, gates)
+        gates.save(path)
         options |= {"wgkv_gates": str(path), "wgkv_threshold": 0.5}
     if "quest" not in name:
         del options["quest_budget"]

@@ -16,7 +16,7 @@ from support.engine.helpers import Engine, Run, make_jobs
 from support.engine.oracle_replay import activations, check_replay
 from support.engine.reference_decoder import ReferenceDecoder
 from support.made_gates import make_gates
-from vllm_kvpolicy.policies.admissions.wgkv import Gates, full_name, save
+from vllm_kvpolicy.policies.admissions.wgkv import Gates, full_name
 
 LAYERS, HEADS, DIM, SIZE, WINDOW, SINKS = 2, 2, 32, 32, 40, 7
 BASE = {"interval": 48, "prefill_interval": 128, "recent": WINDOW, "sinks": SINKS}
@@ -54,7 +54,7 @@ class Served:
         self.gates = gates_with_bias(bias)
         self.threshold = threshold
         path = folder / "gates.safetensors"
-        save(path, self.gates)
+        self.gates.save(path)
         options = {"wgkv_gates": str(path), "wgkv_threshold": threshold}
         if "snapmax" in name:
             options["snapmax_window"] = WINDOW
@@ -175,7 +175,7 @@ def test_survivors_are_those_of_the_gates(
 def test_survivors_do_not_depend_on_chunks(tiny_model: Path, tmp_path: Path) -> None:
     """Of a prompt, which several steps read in parts of other lengths."""
     gates, found = gates_with_bias(None), []
-    save(tmp_path / "gates.safetensors", gates)
+    gates.save(tmp_path / "gates.safetensors")
     options = {"wgkv_gates": str(tmp_path / "gates.safetensors")}
     policy = {"policy": "wgkv", "policy_config": options, **BASE}
     for tokens in (64, 101, 832):
@@ -199,7 +199,7 @@ def test_a_released_file_is_served_like_one_of_ours(
 ) -> None:
     """It names neither model nor window: 256 tokens, as in the paper."""
     gates = make_gates(LAYERS, HEADS, DIM, 48, window=256, rope_theta=1e4, sinks=0)
-    save(tmp_path / "ours.safetensors", gates)
+    gates.save(tmp_path / "ours.safetensors")
     parameters = {name: torch.nn.Parameter(t) for name, t in gates.tensors.items()}
     torch.save(parameters, tmp_path / "qwen3-0.16.pt")
     found = []

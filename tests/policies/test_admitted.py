@@ -17,6 +17,7 @@ from vllm_kvpolicy.policies import names as registry
 from vllm_kvpolicy.policies.admissions.wgkv import WriteGates
 from vllm_kvpolicy.policies.base import EventInputs, Needs, Policy
 from vllm_kvpolicy.policies.compose import MEMORY, AdmittedPolicy
+from vllm_kvpolicy.policies.model_files import ModelShape
 from vllm_kvpolicy.sizes import capacity_line
 
 Build = Callable[..., Policy]
@@ -37,8 +38,8 @@ class Fixed:
         self.threshold = threshold
         self.asked: list[torch.Tensor] = []
 
-    def check_model(self, *sizes: int) -> None:
-        if 7 in sizes:
+    def check_model(self, model: ModelShape) -> None:
+        if model.num_layers == 7:
             raise ValueError("seven")
 
     def gates(self, inputs: EventInputs, token: torch.Tensor) -> torch.Tensor:
@@ -149,9 +150,9 @@ def test_a_gate_of_zero_is_remembered_as_evaluated() -> None:
 
 def test_both_parts_check_the_model(build: Build) -> None:
     policy = AdmittedPolicy(Fixed(0.5), build("snapkv"))
-    policy.check_model(2, 4, 2, 8)
+    policy.check_model(ModelShape(2, 4, 2, 8))
     with pytest.raises(ValueError, match="seven"):
-        policy.check_model(7, 4, 2, 8)
+        policy.check_model(ModelShape(7, 4, 2, 8))
 
 
 def test_gates_do_not_depend_on_how_many_are_copied_at_a_time(

@@ -13,12 +13,10 @@ from support.calibration_files import make_calibration
 from vllm_kvpolicy.policies import compose as factory
 from vllm_kvpolicy.policies import names as registry
 from vllm_kvpolicy.policies.calibration import (
-    FORMAT,
-    HEADER,
     Calibration,
     load,
-    save,
 )
+from vllm_kvpolicy.policies.model_files import ModelShape
 from vllm_kvpolicy.policies.options import BaseOptions, FilePath
 
 KINDS = ("triattention", "qfilter")
@@ -33,7 +31,7 @@ def calibration(kind: str) -> Calibration:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_comes_back_as_it_was(tmp_path: Path, kind: str) -> None:
     saved, path = calibration(kind), tmp_path / "file"
-    save(path, saved)
+    saved.save(path)
     assert path.stat().st_mode & 0o444 == 0o444  # a server may run as somebody else
     got = load(path, kind)
     assert replace(got, tensors={}, path="") == replace(saved, tensors={})
@@ -54,7 +52,7 @@ def refused(path: Path, kind: str) -> str:
 @pytest.mark.parametrize("kept", [0, 4, 100, -1])
 def test_a_truncated_file(tmp_path: Path, kept: int) -> None:
     path = tmp_path / "file"
-    save(path, calibration("qfilter"))
+    calibration("qfilter").save(path)
     path.write_bytes(path.read_bytes()[:kept])
     assert "expected a safetensors file" in refused(path, "qfilter")
 
@@ -77,7 +75,7 @@ def test_nothing_in_a_file_runs(tmp_path: Path) -> None:
 
 
 def test_another_kind(tmp_path: Path) -> None:
-    save(tmp_path / "file", calibration("qfilter"))
+    calibration("qfilter").save(tmp_path / "file")
     text = refused(tmp_path / "file", "triattention")
     assert "kind: got 'qfilter', expected 'triattention'" in text
 
@@ -106,7 +104,7 @@ def test_any_other_safetensors_file(tmp_path: Path) -> None:
     ],
 )
 def test_contents_that_do_not_fit(tmp_path: Path, change: dict, text: str) -> None:
-    save(tmp_path / "file", replace(calibration("qfilter"), **change))
+    replace(calibration("qfilter"), **change).save(tmp_path / "file")
     assert text in refused(tmp_path / "file", "qfilter")
 
 
@@ -114,20 +112,19 @@ def test_contents_that_do_not_fit(tmp_path: Path, change: dict, text: str) -> No
 def test_every_tensor_is_checked(tmp_path: Path, name: str) -> None:
     made = calibration("triattention")
     wrong = {**made.tensors, name: made.tensors[name][:2].contiguous()}
-    save(tmp_path / "file", replace(made, tensors=wrong))
+    replace(made, tensors=wrong).save(tmp_path / "file")
     text = f"shape of {name}: got [2, 4, 4], expected [3, 4, 4]"
     assert text in refused(tmp_path / "file", "triattention")
 
 
-@pytest.mark.parametrize("field", HEADER)
+@pytest.mark.parametrize("field", Calibration.header())
 def test_a_header_without_a_field(tmp_path: Path, field: str) -> None:
     path, whole = tmp_path / "file", calibration("qfilter")
-    save(path, whole)
-    header = {name: str(getattr(whole, name)) for name in HEADER if name != field}
-    save_file(load_file(path), path, {"format": FORMAT, **header})
-    assert f"{field}: got None, expected '{HEADER[field].__name__}'" in refused(
-        path, "qfilter"
-    )
+    whole.save(path)
+    header = {n: str(getattr(whole, n)) for n in Calibration.header() if n != field}
+    save_file(load_file(path), path, {"format": Calibration.FORMAT, **header})
+    kind = Calibration.header()[field].__name__
+    assert f"{field}: got None, expected '{kind}'" in refused(path, "qfilter")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -155,13 +152,13 @@ def test_other_files_may_be_left_out() -> None:
 @pytest.mark.parametrize("name", SHAPE)
 def test_a_model_of_another_shape(tmp_path: Path, kind: str, name: str) -> None:
     path = tmp_path / "file"
-    save(path, calibration(kind))
+    calibration(kind).save(path)
     scorer = factory.build(kind, {f"{kind}_calibration": str(path)}).scorer
-    scorer.check_model(**SHAPE)
+    scorer.check_model(ModelShape(**SHAPE))
     with pytest.raises(ValueError) as error:
-        scorer.check_model(**{**SHAPE, name: 32})
+        scorer.check_model(ModelShape(**{**SHAPE, name: 32}))
     assert f"{path}: {name}: got {SHAPE[name]}, expected 32" in str(error.value)
 
 
 def test_scorers_without_calibration_serve_every_model() -> None:
-    assert factory.build("rkv").scorer.check_model(1, 2, 3, 4) is None
+    assert factory.build("rkv").scorer.check_model(ModelShape(1, 2, 3, 4)) is None

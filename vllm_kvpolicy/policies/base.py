@@ -20,6 +20,7 @@ from torch import nn
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.visibility import Decisions
+from vllm_kvpolicy.policies.model_files import ModelShape
 from vllm_kvpolicy.policies.ranks import ONE_RANK, HeadShard, Ranks
 
 
@@ -245,7 +246,31 @@ class Decision:
     merge: Merge | None = None
 
 
-class Policy(ABC):
+class OfModel:
+    """What serves one model: a policy, or a part of one.
+
+    Attributes:
+        consists_of: its own parts.
+    """
+
+    consists_of: tuple["OfModel", ...] = ()
+
+    def check_model(self, model: ModelShape) -> None:
+        """Check at start-up that it can serve the model, all ranks' heads of it.
+
+        Raises:
+            ValueError: it was made for a model of another shape.
+        """
+        for part in self.consists_of:
+            part.check_model(model)
+
+    def take_heads(self, shard: HeadShard) -> None:
+        """Serve some of the model's heads; once, after `check_model`."""
+        for part in self.consists_of:
+            part.take_heads(shard)
+
+
+class Policy(OfModel, ABC):
     """Scores, allocates and selects in one call; subclasses define `decide`.
 
     Attributes:
@@ -255,24 +280,6 @@ class Policy(ABC):
 
     needs = Needs()
     dynamic = False
-
-    def check_model(  # noqa: B027  most have nothing to check
-        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
-    ) -> None:
-        """Check at start-up that the policy can serve the model.
-
-        Args:
-            num_layers: L, attention layers.
-            num_heads: Hq, query heads per layer, of all ranks.
-            num_kv_heads: H, KV heads per layer, of all ranks.
-            head_dim: D, channels per head.
-
-        Raises:
-            ValueError: it was calibrated for a model of another shape.
-        """
-
-    def take_heads(self, shard: HeadShard) -> None:  # noqa: B027  likewise
-        """Serve some of the model's heads; once, after `check_model`."""
 
     def shuffled(
         self,

@@ -12,12 +12,11 @@ import torch
 
 from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
-from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
+from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs, OfModel
 from vllm_kvpolicy.policies.options import BaseOptions
-from vllm_kvpolicy.policies.ranks import HeadShard
 
 
-class Word:
+class Word(OfModel):
     """One word of the grammar; a class of a file here has a `summary`.
 
     Attributes:
@@ -116,24 +115,6 @@ class Word:
             return cls.query_window
         default = cls.Options.model_fields[cls.query_window].default
         return values.get(cls.query_window, default)
-
-    def check_model(
-        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
-    ) -> None:
-        """Check, once it is built, that it can serve the model.
-
-        Args:
-            num_layers: L, attention layers.
-            num_heads: Hq, query heads per layer, of all ranks.
-            num_kv_heads: H, KV heads per layer, of all ranks.
-            head_dim: D, channels per head.
-
-        Raises:
-            ValueError: it was made for a model of another shape.
-        """
-
-    def take_heads(self, shard: HeadShard) -> None:
-        """Serve some of the model's heads; once, after `check_model`."""
 
 
 class BaseScorer(Word, ABC):

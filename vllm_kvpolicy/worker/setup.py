@@ -22,6 +22,7 @@ from vllm_kvpolicy.observe.metrics import LIVE, TRACE, WorkerCounters
 from vllm_kvpolicy.observe.shared_files import own_engine
 from vllm_kvpolicy.policies.base import Needs, Policy
 from vllm_kvpolicy.policies.compose import assemble
+from vllm_kvpolicy.policies.model_files import ModelShape
 from vllm_kvpolicy.policies.ranks import ALL_HEADS, ONE_RANK, HeadShard, Ranks
 from vllm_kvpolicy.sizes import max_global_blocks, query_rows
 from vllm_kvpolicy.worker.captures.capture import Capture
@@ -430,7 +431,7 @@ def _policies(
         policy = assemble(config.resolved(name))
         with refused_for({name: policy}):
             heads = shard.num_heads, shard.num_kv_heads, layers[0].head_size
-            policy.check_model(len(layers), *heads)
+            policy.check_model(ModelShape(len(layers), *heads))
             policy.take_heads(shard)
         policies[name] = policy
     check_known(layers, vllm_config)

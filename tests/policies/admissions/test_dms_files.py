@@ -12,11 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from support.made_adapters import make_adapter
 from vllm_kvpolicy.policies.admissions.dms.model import (
-    FORMAT,
     NAMES,
+    DmsAdapter,
     full_name,
     load,
-    save,
     unstacked,
 )
 
@@ -67,7 +66,7 @@ def refused(path: Path) -> str:
 
 def test_a_file_comes_back_as_it_was(tmp_path: Path) -> None:
     saved, path = make_adapter(shift=0), tmp_path / "file"
-    save(path, saved)
+    saved.save(path)
     assert path.stat().st_mode & 0o444 == 0o444  # a server may run as somebody else
     got = load(path)
     assert replace(got, tensors={}, path="") == replace(saved, tensors={})
@@ -122,7 +121,7 @@ def test_names_are_those_of_checkpoints() -> None:
 @pytest.mark.parametrize("kept", [0, 4, 100, -1, -100])
 def test_a_truncated_file(tmp_path: Path, kept: int) -> None:
     path = tmp_path / "file"
-    save(path, make_adapter())
+    make_adapter().save(path)
     path.write_bytes(path.read_bytes()[:kept])
     assert "expected a file of `python -m training dms`" in refused(path)
     shard = write_folder(tmp_path / "folder") / "model-00002-of-00002.safetensors"
@@ -160,24 +159,24 @@ def test_every_tensor_has_to_be_there_and_fit(
     path, key = tmp_path / "file", full_name(layer, name)
     tensors = dict(make_adapter().tensors)
     whole = tensors.pop(key)
-    save(path, make_adapter(tensors=tensors))
+    make_adapter(tensors=tensors).save(path)
     assert f"missing tensors: got ['{key}']" in refused(path)
     for wrong in (whole[:-1].clone(), whole[..., None].clone(), whole[:0].clone()):
-        save(path, make_adapter(tensors={**tensors, key: wrong}))
+        make_adapter(tensors={**tensors, key: wrong}).save(path)
         found, expected = list(wrong.shape), list(whole.shape)
         assert f"shape of {key}: got {found}, expected {expected}" in refused(path)
-    save(path, make_adapter(tensors={**tensors, key: whole.half()}))
+    make_adapter(tensors={**tensors, key: whole.half()}).save(path)
     assert f"dtype of {key}: got torch.float16" in refused(path)
     for value in (NAN, float("inf")):
         bad = whole.clone()
         bad.view(-1)[-1] = value
-        save(path, make_adapter(tensors={**tensors, key: bad}))
+        make_adapter(tensors={**tensors, key: bad}).save(path)
         assert f"{key} is finite: got False, expected True" in refused(path)
 
 
 def test_tensors_that_do_not_belong_there(tmp_path: Path) -> None:
     path, tensors = tmp_path / "file", {NORM: torch.ones(8)}
-    save(path, make_adapter(tensors={**make_adapter().tensors, **tensors}))
+    make_adapter(tensors={**make_adapter().tensors, **tensors}).save(path)
     text = f"unexpected tensors: got ['{NORM}'], expected []"
     assert text in refused(path)
 
@@ -206,7 +205,7 @@ def test_tensors_that_do_not_belong_there(tmp_path: Path) -> None:
 )
 def test_headers_that_do_not_fit(tmp_path: Path, change: dict, text: str) -> None:
     path = tmp_path / "file"
-    save(path, make_adapter(**change))
+    make_adapter(**change).save(path)
     assert text in refused(path)
 
 
@@ -252,8 +251,8 @@ def test_folders_of_something_else(tmp_path: Path) -> None:
 def test_any_other_safetensors_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     save_file(dict(make_adapter().tensors), path)
-    assert f"format: got None, expected '{FORMAT}'" in refused(path)
-    save_file(load_file(path), path, {"format": FORMAT})
+    assert f"format: got None, expected '{DmsAdapter.FORMAT}'" in refused(path)
+    save_file(load_file(path), path, {"format": DmsAdapter.FORMAT})
     assert "model: got None, expected 'str'" in refused(path)
 
 
@@ -263,11 +262,11 @@ def test_any_other_safetensors_file(tmp_path: Path) -> None:
 )
 def test_an_adapter_of_another_model(tmp_path: Path, name: str, other: object) -> None:
     path = tmp_path / "file"
-    save(path, make_adapter())
+    make_adapter().save(path)
     adapter = load(path)
-    adapter.check_model(**MODEL)
+    adapter.fits(**MODEL)
     with pytest.raises(ValueError) as error:
-        adapter.check_model(**{**MODEL, name: other})
+        adapter.fits(**{**MODEL, name: other})
     assert str(error.value) == (
         f"dms adapter {path}: {name}: got {MODEL[name]!r}, expected {other!r}"
     )

@@ -22,6 +22,7 @@ from vllm_kvpolicy.policies.admissions.kvzap import (
     attach_surrogate,
     surrogate_scores,
 )
+from vllm_kvpolicy.policies.model_files import ModelShape
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "kvzap.npz"
 LAYERS, HEADS, HIDDEN = 2, 2, 64
@@ -144,9 +145,9 @@ def test_layers_take_the_tensors_and_sizes_stay(
     assert policy.nbytes == held > 0
     assert not policy.surrogate.tensors
     assert tuple(policy.surrogate.shapes) == names
-    policy.check_model(LAYERS, 2 * HEADS, HEADS, 32)
+    policy.check_model(ModelShape(LAYERS, 2 * HEADS, HEADS, 32))
     with pytest.raises(ValueError, match="n_modules"):
-        policy.check_model(LAYERS + 1, 2 * HEADS, HEADS, 32)
+        policy.check_model(ModelShape(LAYERS + 1, 2 * HEADS, HEADS, 32))
 
 
 def test_scores_are_taken_in_the_dtype_of_the_model() -> None:

@@ -16,7 +16,6 @@ from vllm_kvpolicy.policies.admissions.wgkv import (
     NAMES,
     full_name,
     load,
-    save,
     unstacked,
 )
 
@@ -34,7 +33,7 @@ Tensors = dict[str, torch.Tensor]
 
 def write_ours(path: Path, tensors: Tensors) -> Path:
     path = path.with_suffix(".safetensors")
-    save(path, make_gates(tensors=tensors))
+    make_gates(tensors=tensors).save(path)
     return path
 
 
@@ -58,7 +57,7 @@ def refused(path: Path) -> str:
 
 def test_a_file_comes_back_as_it_was(tmp_path: Path) -> None:
     saved, path = make_gates(), tmp_path / "file"
-    save(path, saved)
+    saved.save(path)
     assert path.stat().st_mode & 0o444 == 0o444  # a server may run as somebody else
     got = load(path)
     assert replace(got, tensors={}, path="") == replace(saved, tensors={})
@@ -283,7 +282,7 @@ def test_numbers_are_finite(
 )
 def test_headers_that_do_not_fit(tmp_path: Path, change: dict, text: str) -> None:
     path = tmp_path / "file"
-    save(path, make_gates(**change))
+    make_gates(**change).save(path)
     assert text in refused(path)
 
 
@@ -297,7 +296,7 @@ def test_half_precision_is_not_ours(tmp_path: Path) -> None:
 
 def test_a_header_without_a_field(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    save(path, make_gates())
+    make_gates().save(path)
     save_file(load_file(path), path, {"format": "vllm-kvpolicy wgkv gates 1"})
     assert "model: got None, expected 'str'" in refused(path)
 

@@ -34,6 +34,7 @@ from vllm_kvpolicy.kernels.token_signals import (
 )
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs, TokenSignal
+from vllm_kvpolicy.policies.model_files import ModelShape
 from vllm_kvpolicy.policies.options import MOST_LAYERS, BaseOptions
 from vllm_kvpolicy.policies.words import BaseScorer
 
@@ -211,13 +212,11 @@ class MixScorer(BaseScorer):
         self.scores_prompt = scores_prompt
         self.needs = Needs(positions=True, signals=mix.signals)
 
-    def check_model(
-        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
-    ) -> None:
+    def check_model(self, model: ModelShape) -> None:
         """Check that the model has the layers; see `BaseScorer`."""
         for band, signal in zip("ab", self.mix.signals, strict=False):
             try:
-                signal.layers(num_layers)
+                signal.layers(model.num_layers)
             except ValueError as error:
                 raise ValueError(f"{band}_first, {band}_last: {error}") from None
 

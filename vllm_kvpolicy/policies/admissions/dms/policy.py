@@ -134,7 +134,7 @@ class DelayedEviction(BaseAdmission):
         self._shard: HeadShard | None = None
 
     def take_heads(self, shard: HeadShard) -> None:
-        """Decide for the rank's KV heads; see `BaseAdmission`."""
+        """Decide for the rank's KV heads; see `OfModel`."""
         self._shard = shard
 
     @property
@@ -336,10 +336,10 @@ def _adapter(path: str | None, vllm_config: Any) -> DmsAdapter | None:
         return None
     adapter, shape = load(path), model_files.ModelShape.of(vllm_config)
     model = vllm_config.model_config
-    adapter.check_model(
-        model.hf_text_config.model_type,
-        shape.num_layers,
-        shape.num_kv_heads,
-        model.get_hidden_size(),
+    adapter.fits(
+        flavour=model.hf_text_config.model_type,
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        hidden_size=model.get_hidden_size(),
     )
     return adapter
