@@ -30,9 +30,8 @@ from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.visibility import Decisions
 from vllm_kvpolicy.policies import model_files
 from vllm_kvpolicy.policies.base import Needs
-from vllm_kvpolicy.policies.head_logits import HeadLogits
+from vllm_kvpolicy.policies.hooks import HeadLogits, attention_modules
 from vllm_kvpolicy.policies.model_files import ModelShape
-from vllm_kvpolicy.policies.model_parts import attention_modules
 from vllm_kvpolicy.policies.options import ExactOptions, FilePath
 from vllm_kvpolicy.policies.ranks import HeadShard
 from vllm_kvpolicy.policies.words import SIZED_BY_HELD, BaseAdmission
@@ -342,7 +341,7 @@ def attach_surrogate(
     tensors: dict[str, torch.Tensor] = {}
     for number, (weight, bias) in enumerate(linears):
         tensors |= {f"weight_{number}": weight, f"bias_{number}": bias}
-    taken = HeadLogits(scores, **tensors)
+    taken = HeadLogits(logits=scores, **tensors)
     taken.depth, taken.place = len(linears), arguments.index(ARGUMENT)
     attention.add_module("kv_policy_logits", taken)
     attention.register_forward_pre_hook(_score, with_kwargs=True)

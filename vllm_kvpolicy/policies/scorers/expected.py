@@ -27,7 +27,7 @@ from vllm_kvpolicy.kernels.softmax import masked_softmax
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.options import BaseOptions
-from vllm_kvpolicy.policies.scorers._unmeasured import fill_with_highest
+from vllm_kvpolicy.policies.scorers._windows import fill_with_highest
 from vllm_kvpolicy.policies.words import BaseScorer
 
 

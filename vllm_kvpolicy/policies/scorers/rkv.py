@@ -24,7 +24,11 @@ from vllm_kvpolicy.kernels.softmax import effective_window, masked_softmax
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.options import BaseOptions, Odd
-from vllm_kvpolicy.policies.scorers._unmeasured import fill_with_highest
+from vllm_kvpolicy.policies.scorers._windows import (
+    fill_with_highest,
+    map_windows,
+    older_tokens,
+)
 from vllm_kvpolicy.policies.words import BaseScorer
 
 NORM_EPS = 1e-8  # makes a key of zeros similar to none
@@ -83,19 +87,9 @@ class RKVScorer(BaseScorer):
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score [E, L, H, T] float32; the newest tokens get the highest."""
         size, keys = self.needs.window_tokens, inputs.given("keys")
-        queries = inputs.given("queries")[..., -size:, :]
-        window = effective_window(inputs.lengths, size)[..., None]
-        token = torch.arange(keys.shape[3], device=keys.device)
-        is_older = token < inputs.lengths[..., None] - window
-        selects = torch.arange(size, device=keys.device) >= size - window
-        attention = map_pairs(
-            partial(_attention, inputs.scale),
-            2 * 4 * queries[0, 0, :, :, 0].numel() * len(token),
-            queries,
-            keys,
-            is_older,
-            selects,
-        )
+        is_older = older_tokens(inputs, size)
+        attention = map_windows(_attention, inputs, size, is_older)
+        attention = attention / effective_window(inputs.lengths, size)[..., None]
         similar = map_pairs(
             partial(redundancy, self.threshold),
             3 * 4 * keys[0, 0].numel(),
@@ -108,28 +102,9 @@ class RKVScorer(BaseScorer):
         return fill_with_highest(score, is_older)
 
 
-def _attention(
-    scale: float,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    is_older: torch.Tensor,
-    selects: torch.Tensor,
-) -> torch.Tensor:
-    """Return the attention of the window to the older keys, [n, H, T] float32.
-
-    Args:
-        scale: softmax scale.
-        queries: [n, Hq, W, D].
-        keys: [n, H, T, D].
-        is_older: [n, H, T] bool, tokens that share the attention.
-        selects: [n, H, W] bool, False before a short request's first query.
-    """
-    rows = queries.float().unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
-    logits = torch.matmul(rows, keys.float().transpose(-1, -2)) * scale
-    highest = logits.unflatten(2, (-1, queries.shape[2])).amax(2)  # [n, H, W, T]
-    probs = masked_softmax(highest, is_older[:, :, None])
-    total = probs.masked_fill(~selects[..., None], 0.0).sum(2)
-    return total / selects.sum(-1, keepdim=True)
+def _attention(logits: torch.Tensor, is_older: torch.Tensor) -> torch.Tensor:
+    """Sum the attention of the window to the older keys, [n, H, T] float32."""
+    return masked_softmax(logits.amax(2), is_older[:, :, None]).sum(2)
 
 
 def redundancy(

@@ -11,22 +11,19 @@ Deviations: tokens that are not scored get the row's highest score (theirs are n
 dropped).
 """
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 
-from vllm_kvpolicy.kernels.chunks import map_pairs
-from vllm_kvpolicy.kernels.softmax import (
-    effective_window,
-    masked_softmax,
-    window_logits,
-)
+from vllm_kvpolicy.kernels.softmax import effective_window, masked_softmax
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.options import BaseOptions, Odd
-from vllm_kvpolicy.policies.scorers._unmeasured import fill_with_highest
+from vllm_kvpolicy.policies.scorers._windows import (
+    fill_with_highest,
+    map_windows,
+    older_tokens,
+)
 from vllm_kvpolicy.policies.words import BaseScorer
 
 
@@ -60,22 +57,11 @@ class SnapMaxScorer(BaseScorer):
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score [E, L, H, T] float32; tokens that are not scored get the highest."""
-        size, keys = self.needs.window_tokens, inputs.given("keys")
-        queries = inputs.given("queries")[..., -size:, :]
+        size = self.needs.window_tokens
         held = inputs.valid if inputs.candidates is None else inputs.candidates
-        token = torch.arange(keys.shape[3], device=keys.device)
-        window = effective_window(inputs.lengths, size)[..., None]
-        measured = (
-            held & ~inputs.must_keep & (token < inputs.lengths[..., None] - window)
-        )
-        attention = map_pairs(
-            partial(_attention, inputs.scale),
-            3 * 4 * queries[0, 0, :, :, 0].numel() * len(token),
-            queries,
-            keys,
-            inputs.lengths,
-            measured,
-        )
+        measured = held & ~inputs.must_keep & older_tokens(inputs, size)
+        attention = map_windows(_attention, inputs, size, measured)
+        attention = attention / effective_window(inputs.lengths, size)[..., None]
         return fill_with_highest(self._pooled(attention, measured), measured)
 
     def _pooled(self, attention: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
@@ -89,22 +75,6 @@ class SnapMaxScorer(BaseScorer):
         return pooled.view_as(attention).gather(-1, place.clamp(min=0))
 
 
-def _attention(
-    scale: float,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    lengths: torch.Tensor,
-    measured: torch.Tensor,
-) -> torch.Tensor:
-    """Return the window's mean attention to the measured tokens, [n, H, T] float32.
-
-    Args:
-        scale: softmax scale.
-        queries: [n, Hq, W, D].
-        keys: [n, H, T, D].
-        lengths: [n, H], tokens held.
-        measured: [n, H, T] bool, tokens that share the attention.
-    """
-    logits = window_logits(queries, keys, lengths, scale)  # [n, H, G, W, T]
-    highest = masked_softmax(logits, measured[:, :, None, None]).amax(2)
-    return highest.sum(2) / effective_window(lengths, queries.shape[2])[..., None]
+def _attention(logits: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
+    """Sum the window's largest attention to measured tokens, [n, H, T] float32."""
+    return masked_softmax(logits, measured[:, :, None, None]).amax(2).sum(2)

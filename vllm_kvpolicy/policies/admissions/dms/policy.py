@@ -33,8 +33,12 @@ from vllm_kvpolicy.policies.admissions.dms.model import (
     supported,
 )
 from vllm_kvpolicy.policies.base import Needs
-from vllm_kvpolicy.policies.head_logits import HeadLogits
-from vllm_kvpolicy.policies.model_parts import attention_modules, decoder_layers
+from vllm_kvpolicy.policies.hooks import (
+    Buffers,
+    HeadLogits,
+    attention_modules,
+    decoder_layers,
+)
 from vllm_kvpolicy.policies.options import MOST_TOKENS, ExactOptions, FilePath
 from vllm_kvpolicy.policies.ranks import HeadShard
 from vllm_kvpolicy.policies.words import SIZED_BY_HELD, BaseAdmission
@@ -237,12 +241,11 @@ def attach_borrowed(
     rest = torch.ones(2 * logits.shape[1] * size, device=device, dtype=dtype)
     before = visible if is_normed else torch.cat([visible.flatten(), rest])
     first = torch.arange(0, num_heads, group, device=device)
-    taken = HeadLogits(logits, visible=before, channels=first * size + channel)
+    taken = HeadLogits(logits=logits, visible=before, channels=first * size + channel)
     source.add_module("kv_policy_logits", taken)
     source.register_forward_hook(_borrow)
     if rule.zero_after_rope:
-        hidden = nn.Module()
-        hidden.register_buffer("visible", visible.flatten().clone(), persistent=False)
+        hidden = Buffers(visible=visible.flatten().clone())
         attention.attn.add_module("kv_policy_hidden", hidden)
         attention.attn.register_forward_pre_hook(_hide)
 
@@ -274,8 +277,7 @@ def attach_adapter(
         weights: of this layer, in the model's dtype.
         epsilon: the model's `rms_norm_eps`.
     """
-    tensors = {"norm": weights.norm, "projection": weights.projection}
-    taken = HeadLogits(logits, **tensors)
+    taken = HeadLogits(logits=logits, norm=weights.norm, projection=weights.projection)
     taken.epsilon = epsilon
     layer.add_module("kv_policy_logits", taken)
     layer.register_forward_pre_hook(_adapt, with_kwargs=True)
