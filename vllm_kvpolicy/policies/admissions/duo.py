@@ -18,7 +18,7 @@ from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.policies import model_files
 from vllm_kvpolicy.policies.base import EventInputs
 from vllm_kvpolicy.policies.model_files import ModelShape
-from vllm_kvpolicy.policies.options import BaseOptions, FilePath
+from vllm_kvpolicy.policies.options import BaseOptions, FilePath, Share
 from vllm_kvpolicy.policies.ranks import HeadShard
 from vllm_kvpolicy.policies.words import SIZED_BY_HELD, BaseAdmission
 
@@ -122,10 +122,8 @@ class RetrievalHeads(BaseAdmission):
             description="folder with full_attention_heads.tsv and config.json, which "
             "say how much each head needs the full KV cache"
         )
-        duo_sparsity: float = Field(
+        duo_sparsity: Share = Field(
             0.5,
-            ge=0,
-            le=1,
             description="fraction of heads that keep only sinks and the recent window, "
             "those that need the full KV cache least",
         )

@@ -16,7 +16,7 @@ from pydantic import Field
 from vllm_kvpolicy.kernels.ranking import fill_next_best, limit_must_keep, top_k_mask
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import Decision, EventInputs
-from vllm_kvpolicy.policies.options import BaseOptions
+from vllm_kvpolicy.policies.options import BaseOptions, Share
 from vllm_kvpolicy.policies.words import BaseAllocator
 
 _ALIKE = "all KV heads get the same scores, which cannot divide the budget among them"
@@ -44,8 +44,8 @@ class AdaKVAllocator(BaseAllocator):
     }
 
     class Options(BaseOptions):
-        adakv_floor: float = Field(
-            0.2, ge=0, le=1, description="fraction of the budget reserved for each head"
+        adakv_floor: Share = Field(
+            0.2, description="fraction of the budget reserved for each head"
         )
 
     def __init__(self, adakv_floor: float) -> None:

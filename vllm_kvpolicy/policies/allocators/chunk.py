@@ -17,7 +17,7 @@ from pydantic import Field
 from vllm_kvpolicy.kernels.ranking import limit_must_keep, rank_by, top_k_mask
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import Decision, EventInputs
-from vllm_kvpolicy.policies.options import MOST_TOKENS, BaseOptions
+from vllm_kvpolicy.policies.options import BaseOptions, Tokens
 from vllm_kvpolicy.policies.ranks import Ranks
 from vllm_kvpolicy.policies.words import RECENCY, BaseAllocator
 
@@ -34,9 +34,7 @@ class ChunkAllocator(BaseAllocator):
     refuses = {"streaming": RECENCY}
 
     class Options(BaseOptions):
-        chunk_length: int = Field(
-            20, ge=1, le=MOST_TOKENS, description="tokens per chunk"
-        )
+        chunk_length: Tokens = Field(20, description="tokens per chunk")
 
     def __init__(self, chunk_length: int) -> None:
         self.length = chunk_length

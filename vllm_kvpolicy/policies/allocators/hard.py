@@ -35,7 +35,7 @@ from vllm_kvpolicy.kernels.ranking import (
 )
 from vllm_kvpolicy.kernels.window_usage import WindowUsage, mean_over_group, measured
 from vllm_kvpolicy.policies.base import Decision, EventInputs, Merge, Needs
-from vllm_kvpolicy.policies.options import WindowOptions
+from vllm_kvpolicy.policies.options import Share, WindowOptions
 from vllm_kvpolicy.policies.words import RECENCY, BaseAllocator
 
 SHARE_UNIT = 16  # shares of the total are exact to 1/16 token
@@ -70,10 +70,8 @@ class HardAllocator(BaseAllocator):
             le=1,
             description="attention mass that a nucleus covers (top-p)",
         )
-        hard_lower: float = Field(
+        hard_lower: Share = Field(
             0.25,
-            ge=0,
-            le=1,
             description="minimum size of a head, as a multiple of the budget",
         )
         hard_upper: float = Field(

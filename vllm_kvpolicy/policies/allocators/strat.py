@@ -12,7 +12,7 @@ from vllm_kvpolicy.kernels.ranking import limit_must_keep
 from vllm_kvpolicy.kernels.segment_quota import pick_by_quota, round_robin
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import Decision, EventInputs
-from vllm_kvpolicy.policies.options import MOST_TOKENS, BaseOptions
+from vllm_kvpolicy.policies.options import BaseOptions, Tokens
 from vllm_kvpolicy.policies.words import RECENCY, BaseAllocator
 
 
@@ -28,9 +28,7 @@ class StratifiedAllocator(BaseAllocator):
     refuses = {"streaming": RECENCY}
 
     class Options(BaseOptions):
-        strat_block: int = Field(
-            256, ge=1, le=MOST_TOKENS, description="tokens per block"
-        )
+        strat_block: Tokens = Field(256, description="tokens per block")
 
     def __init__(self, strat_block: int) -> None:
         self.block = strat_block

@@ -35,7 +35,7 @@ from vllm_kvpolicy.kernels.token_signals import (
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs, TokenSignal
 from vllm_kvpolicy.policies.model_files import ModelShape
-from vllm_kvpolicy.policies.options import MOST_LAYERS, BaseOptions
+from vllm_kvpolicy.policies.options import BaseOptions, Layer
 from vllm_kvpolicy.policies.words import BaseScorer
 
 # Tokens kept first of each `SHARE_OF` tokens of a segment, by third of the segments:
@@ -147,30 +147,22 @@ class MixScorer(BaseScorer):
         variant: Literal[
             "detrend", "variance", "band", "kv-key", "kv-val", "lag-kv", "segment"
         ] = Field("detrend", description="statistic that scores a token")
-        a_first: int = Field(
+        a_first: Layer = Field(
             -1,
-            ge=-1,
-            le=MOST_LAYERS,
             description="first layer of band a, whose change raises a "
             "token's score; -1 picks it by depth",
         )
-        a_last: int = Field(
+        a_last: Layer = Field(
             -1,
-            ge=-1,
-            le=MOST_LAYERS,
             description="last layer of band a; -1 picks it by depth",
         )
-        b_first: int = Field(
+        b_first: Layer = Field(
             -1,
-            ge=-1,
-            le=MOST_LAYERS,
             description="first layer of band b, whose change lowers a "
             "token's score; -1 picks it by depth",
         )
-        b_last: int = Field(
+        b_last: Layer = Field(
             -1,
-            ge=-1,
-            le=MOST_LAYERS,
             description="last layer of band b; -1 picks it by depth",
         )
         a_weight: float = Field(

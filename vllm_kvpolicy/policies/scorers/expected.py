@@ -26,7 +26,7 @@ from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.softmax import masked_softmax
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
-from vllm_kvpolicy.policies.options import BaseOptions
+from vllm_kvpolicy.policies.options import BaseOptions, Queries
 from vllm_kvpolicy.policies.scorers._windows import fill_with_highest
 from vllm_kvpolicy.policies.words import BaseScorer
 
@@ -49,10 +49,8 @@ class ExpectedAttentionScorer(BaseScorer):
     rotates = True
 
     class Options(BaseOptions):
-        expected_window: int = Field(
+        expected_window: Queries = Field(
             128,
-            ge=1,
-            le=1024,
             description="number of newest queries from which future queries are "
             "estimated",
         )

@@ -23,7 +23,7 @@ from vllm_kvpolicy.kernels.last_similar import last_similar
 from vllm_kvpolicy.kernels.softmax import effective_window, masked_softmax
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
-from vllm_kvpolicy.policies.options import BaseOptions, Odd
+from vllm_kvpolicy.policies.options import BaseOptions, Queries, Share, Width
 from vllm_kvpolicy.policies.scorers._windows import (
     fill_with_highest,
     map_windows,
@@ -50,25 +50,17 @@ class RKVScorer(BaseScorer):
     weighs_itself = True
 
     class Options(BaseOptions):
-        rkv_window: int = Field(
+        rkv_window: Queries = Field(
             8,
-            ge=1,
-            le=1024,
             description="number of newest queries that score the older tokens",
         )
-        rkv_kernel: Odd = Field(
-            7, ge=1, le=255, description="width of the max pooling over tokens"
-        )
-        rkv_lambda: float = Field(
+        rkv_kernel: Width = Field(7, description="width of the max pooling over tokens")
+        rkv_lambda: Share = Field(
             0.07,
-            ge=0,
-            le=1,
             description="weight of attention; redundancy gets the rest",
         )
-        rkv_threshold: float = Field(
+        rkv_threshold: Share = Field(
             0.5,
-            ge=0,
-            le=1,
             description="cosine similarity above which two keys are similar",
         )
 

@@ -17,7 +17,7 @@ from vllm_kvpolicy.kernels.ranking import leading_run
 from vllm_kvpolicy.kernels.softmax import masked_softmax
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
-from vllm_kvpolicy.policies.options import BaseOptions, Odd
+from vllm_kvpolicy.policies.options import BaseOptions, Queries, Width
 from vllm_kvpolicy.policies.scorers._windows import (
     fill_with_highest,
     map_windows,
@@ -45,14 +45,12 @@ class RPCScorer(BaseScorer):
     protect_prompt = True
 
     class Options(BaseOptions):
-        rpc_window: int = Field(
+        rpc_window: Queries = Field(
             32,
-            ge=1,
-            le=1024,
             description="number of newest queries that score the older tokens",
         )
-        rpc_kernel: Odd = Field(
-            7, ge=1, le=255, description="width of the average pooling over tokens"
+        rpc_kernel: Width = Field(
+            7, description="width of the average pooling over tokens"
         )
 
     def __init__(self, rpc_window: int, rpc_kernel: int) -> None:

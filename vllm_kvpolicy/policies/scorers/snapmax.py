@@ -18,7 +18,7 @@ from pydantic import Field
 from vllm_kvpolicy.kernels.softmax import effective_window, masked_softmax
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
-from vllm_kvpolicy.policies.options import BaseOptions, Odd
+from vllm_kvpolicy.policies.options import BaseOptions, Queries, Width
 from vllm_kvpolicy.policies.scorers._windows import (
     fill_with_highest,
     map_windows,
@@ -41,14 +41,12 @@ class SnapMaxScorer(BaseScorer):
     weighs_itself = True
 
     class Options(BaseOptions):
-        snapmax_window: int = Field(
+        snapmax_window: Queries = Field(
             256,
-            ge=1,
-            le=1024,
             description="number of newest queries that score the older tokens",
         )
-        snapmax_kernel: Odd = Field(
-            5, ge=1, le=255, description="width of the max pooling over tokens"
+        snapmax_kernel: Width = Field(
+            5, description="width of the max pooling over tokens"
         )
 
     def __init__(self, snapmax_window: int, snapmax_kernel: int) -> None:

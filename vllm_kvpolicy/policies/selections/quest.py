@@ -20,7 +20,7 @@ import torch
 from pydantic import Field
 
 from vllm_kvpolicy.kernels.page_bounds import page_scores
-from vllm_kvpolicy.policies.options import MOST_TOKENS, BaseOptions
+from vllm_kvpolicy.policies.options import BaseOptions, Tokens
 from vllm_kvpolicy.policies.words import Word
 
 
@@ -38,10 +38,8 @@ class Quest(Word):
     ragged = True
 
     class Options(BaseOptions):
-        quest_budget: int = Field(
+        quest_budget: Tokens = Field(
             1024,
-            ge=1,
-            le=MOST_TOKENS,
             description="tokens per KV head that a decoding step reads, including "
             "local tokens",
         )
