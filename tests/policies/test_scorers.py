@@ -158,7 +158,13 @@ def leading(inputs: EventInputs, e: int, layer: int, head: int) -> int:
 @pytest.mark.parametrize("covariance", [True, False])
 @pytest.mark.parametrize("value_norm", [True, False])
 def test_expected_attention(covariance: bool, value_norm: bool) -> None:
-    scorer = ExpectedAttentionScorer(7, 20, covariance, value_norm, 0.05)
+    scorer = ExpectedAttentionScorer(
+        expected_window=7,
+        n_future=20,
+        covariance=covariance,
+        value_norm=value_norm,
+        epsilon=0.05,
+    )
     inputs = make_inputs(scorer)
     got = score(scorer, inputs)
     frequency = np.array([1e4 ** (-2 * i / SIZE) for i in range(SIZE // 2)])

@@ -99,21 +99,14 @@ class Needs:
 
     def __or__(self, other: "Needs") -> "Needs":
         """Return what is needed by either."""
-        return Needs(
-            window_tokens=max(self.window_tokens, other.window_tokens),
-            usage=self.usage or other.usage,
-            mass=max(self.mass, other.mass),
-            keys=self.keys or other.keys,
-            values=self.values or other.values,
-            positions=self.positions or other.positions,
-            rope=self.rope or other.rope,
-            halves=self.halves or other.halves,
-            alike=self.alike or other.alike,
-            signals=tuple(dict.fromkeys(self.signals + other.signals)),
-            memory=tuple(dict.fromkeys(self.memory + other.memory)),
-            until=self.until or other.until,
-            exact=self.exact or other.exact,
-        )
+        merged: dict[str, Any] = {}
+        for name, mine in vars(self).items():
+            theirs = getattr(other, name)
+            is_list = isinstance(mine, tuple)
+            merged[name] = (
+                tuple(dict.fromkeys(mine + theirs)) if is_list else max(mine, theirs)
+            )
+        return Needs(**merged)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ gives them the highest score, here of their row (theirs of all heads and request
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -35,11 +36,8 @@ class ExpectedAttentionScorer(BaseScorer):
     """Scores a token by the attention that queries like the newest will pay to it.
 
     Args:
-        expected_window: W, queries that stand for future ones.
-        n_future: N, future positions.
-        covariance: add the half variance to z.
-        value_norm: multiply by the length of the value.
-        epsilon: eps, added to the attention before that.
+        **options: those of `Options`; `expected_window` is W, `n_future` N, `epsilon`
+            eps, and `covariance` adds the half variance to z.
     """
 
     summary = "attention expected from future queries, times the value's norm"
@@ -73,21 +71,14 @@ class ExpectedAttentionScorer(BaseScorer):
             description="constant added to each token's expected attention",
         )
 
-    def __init__(
-        self,
-        expected_window: int,
-        n_future: int,
-        covariance: bool,
-        value_norm: bool,
-        epsilon: float,
-    ) -> None:
+    def __init__(self, **options: Any) -> None:
+        self.options = own = self.Options(**options)
         self.needs = Needs(
-            window_tokens=expected_window, keys=True, values=value_norm, rope=True
+            window_tokens=own.expected_window,
+            keys=True,
+            values=own.value_norm,
+            rope=True,
         )
-        self.num_future = n_future
-        self.covariance = covariance
-        self.value_norm = value_norm
-        self.epsilon = epsilon
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score [E, L, H, T] float32."""
@@ -98,10 +89,10 @@ class ExpectedAttentionScorer(BaseScorer):
         kind = rope.of_layer
         if kind is None:
             kind = num_real.new_zeros(queries.shape[1])
-        cos, sin = turn_ahead(rope, size, self.num_future, queries.device)
+        cos, sin = turn_ahead(rope, size, self.options.n_future, queries.device)
         turn = cos * scale, sin * scale, rope.partners
         mean, spread = map_pairs_to_many(
-            partial(_moments, turn, self.covariance),
+            partial(_moments, turn, self.options.covariance),
             3 * 4 * queries[0, 0].numel(),
             queries,
             num_real,
@@ -112,9 +103,9 @@ class ExpectedAttentionScorer(BaseScorer):
         measured = inputs.valid & ~leading_run(inputs.must_keep)
         grouped = logits.unflatten(2, (measured.shape[2], -1))  # [E, L, H, G, T]
         score = masked_softmax(grouped, measured[:, :, :, None]).mean(3)
-        if self.value_norm:
+        if self.options.value_norm:
             norms = paged_norms(inputs.paged("values"), inputs.lengths)
-            score = (score + self.epsilon) * norms
+            score = (score + self.options.epsilon) * norms
         return fill_with_highest(score, measured)
 
 
