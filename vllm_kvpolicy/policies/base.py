@@ -299,6 +299,35 @@ class Policy(OfModel, ABC):
         """Choose `budget` tokens per row; pure, no host sync, no state."""
 
 
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model to hook: its weights are there, it is not yet compiled or captured.
+
+    Args:
+        module: vLLM's model.
+        layers: its attention layers in model order.
+        vllm_config: the engine's configuration.
+        device: where its weights are.
+        rope: the model's rotary embedding, None unless a policy asks for it.
+    """
+
+    module: nn.Module
+    layers: Sequence[Any]
+    vllm_config: Any
+    device: torch.device
+    rope: Rope | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that it computes in."""
+        return self.vllm_config.model_config.dtype
+
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens of a step, padding included."""
+        return self.vllm_config.scheduler_config.max_num_batched_tokens
+
+
 class Decider(Protocol):
     """Decides, while tokens are computed, which ones stay after the window.
 
@@ -312,20 +341,8 @@ class Decider(Protocol):
     shift: int
     nbytes: int
 
-    def attach(
-        self,
-        model: nn.Module,
-        layers: Sequence[nn.Module],
-        vllm_config: Any,
-        rope: Rope | None,
-    ) -> None:
-        """Hook the loaded model; before it is compiled or captured.
-
-        Args:
-            model: vLLM's model.
-            layers: its attention layers in model order.
-            vllm_config: the engine's configuration.
-            rope: the model's rotary embedding, None unless asked for.
+    def attach(self, model: LoadedModel) -> None:
+        """Hook the loaded model.
 
         Raises:
             ValueError: the model is not one that it can hook.

@@ -22,6 +22,7 @@ from vllm_kvpolicy.policies.admissions.kvzap import (
     attach_surrogate,
     surrogate_scores,
 )
+from vllm_kvpolicy.policies.base import LoadedModel
 from vllm_kvpolicy.policies.model_files import ModelShape
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "kvzap.npz"
@@ -138,7 +139,8 @@ def test_layers_take_the_tensors_and_sizes_stay(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8),
         model_config=SimpleNamespace(dtype=torch.float32),
     )
-    policy.attach(model, [module.attn for module in model], config, None)
+    layers, cpu = [module.attn for module in model], torch.device("cpu")
+    policy.attach(LoadedModel(model, layers, config, cpu))
     held = sum(
         part.nbytes for each in model for part in each.kv_policy_logits.buffers()
     )

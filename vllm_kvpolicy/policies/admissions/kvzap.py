@@ -26,10 +26,9 @@ from torch import nn
 from vllm_kvpolicy.config import own_config
 from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.kernels.chunks import few_sizes
-from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.visibility import Decisions
 from vllm_kvpolicy.policies import model_files
-from vllm_kvpolicy.policies.base import Needs
+from vllm_kvpolicy.policies.base import LoadedModel, Needs
 from vllm_kvpolicy.policies.hooks import HeadLogits, attention_modules
 from vllm_kvpolicy.policies.model_files import ModelShape
 from vllm_kvpolicy.policies.options import ExactOptions, FilePath
@@ -281,27 +280,19 @@ class SurrogateScores(BaseAdmission):
         """Bytes of scores and surrogates."""
         return sum(part.nbytes for each in self._scorers for part in each.buffers())
 
-    def attach(
-        self,
-        model: nn.Module,
-        layers: Sequence[nn.Module],
-        vllm_config: Any,
-        rope: Rope | None,
-    ) -> None:
+    def attach(self, model: LoadedModel) -> None:
         """Hook the attention module of each layer; see `Decider`."""
-        config = own_config(vllm_config)
         # Besides itself, a query sees as many tokens as are recent at an event.
-        self.window = config.recent_tokens + 1
-        step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-        shape = step_tokens, self.surrogate.num_kv_heads
-        device = next(model.parameters()).device
-        dtype = vllm_config.model_config.dtype
-        for index, attention in enumerate(attention_modules(model, layers)):
+        self.window = own_config(model.vllm_config).recent_tokens + 1
+        shape = model.step_tokens, self.surrogate.num_kv_heads
+        place = model.device, model.dtype
+        attentions = attention_modules(model.module, model.layers)
+        for index, attention in enumerate(attentions):
             linears = [
-                (weight.to(device, dtype), bias.to(device, dtype))
+                (weight.to(*place), bias.to(*place))
                 for weight, bias in self.surrogate.linears(index)
             ]
-            scores = torch.zeros(shape, device=device)
+            scores = torch.zeros(shape, device=model.device)
             self._scorers.append(attach_surrogate(attention, scores, linears))
         self.surrogate = replace(self.surrogate, tensors={})
 

@@ -8,7 +8,7 @@ attention has to be exact, while tokens are computed.
 import math
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,15 +16,13 @@ from typing import Any, Self
 
 import torch
 from pydantic import Field
-from torch import nn
 
 from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.kernels.paged import PagedTokens
-from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.visibility import Decisions
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights, paged_gates
 from vllm_kvpolicy.policies import model_files
-from vllm_kvpolicy.policies.base import EventInputs, Needs
+from vllm_kvpolicy.policies.base import EventInputs, LoadedModel, Needs
 from vllm_kvpolicy.policies.model_files import ModelFile, ModelShape
 from vllm_kvpolicy.policies.options import ExactOptions, FilePath
 from vllm_kvpolicy.policies.ranks import HeadShard
@@ -367,20 +365,13 @@ class WriteGates(BaseAdmission):
         """Bytes of the gates."""
         return sum(tensor.nbytes for tensor in self.weights.tensors().values())
 
-    def attach(
-        self,
-        model: nn.Module,
-        layers: Sequence[nn.Module],
-        vllm_config: Any,
-        rope: Rope | None,
-    ) -> None:
+    def attach(self, model: LoadedModel) -> None:
         """Move the gates to the model's device and dtype; see `Decider`."""
-        self._rope = rope
-        first = next(model.parameters())
-        self.weights = self.weights.to(first.device, vllm_config.model_config.dtype)
+        self._rope = model.rope
+        self.weights = self.weights.to(model.device, model.dtype)
         self._of_layer = [
             GateWeights(**{k: t[i : i + 1] for k, t in self.weights.tensors().items()})
-            for i in range(len(layers))
+            for i in range(len(model.layers))
         ]
 
     def decisions(

@@ -48,6 +48,12 @@ class QueryWindows(Capture):
             has to contain the saving of queries, whether any are planned or not.
     """
 
+    holds = "places of queries"
+
+    @staticmethod
+    def serves(needs: Needs) -> bool:
+        return needs.window_tokens > 0
+
     pool: PagePool
 
     def __init__(
@@ -127,8 +133,6 @@ class QueryWindows(Capture):
         self, events: Sequence[CompactEvent], needs: Needs
     ) -> dict[str, Integers]:
         """Return where the windows of events are; see `Capture.numbers`."""
-        if not needs.window_tokens:
-            return {}
         part = np.arange(needs.window_tokens * self.targets.shape[1])
         blocks = np.array([event.window_blocks for event in events])
         return {"window_rows": self._rows(blocks, part)}
@@ -136,8 +140,6 @@ class QueryWindows(Capture):
     def read(self, batch: Batch) -> Mapping[str, Any]:
         """Return the newest queries of the batch's requests."""
         window_tokens = batch.policy.needs.window_tokens
-        if not window_tokens:
-            return {}
         queries = self.queries(batch.sent["window_rows"], window_tokens)
         self.drop([event.request_id for event in batch.events])
         return {"queries": queries}

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from vllm_kvpolicy.kernels.token_signals import channel_variance, hidden_change
-from vllm_kvpolicy.policies.base import Needs, TokenSignal
+from vllm_kvpolicy.policies.base import LoadedModel, Needs, TokenSignal
 from vllm_kvpolicy.policies.hooks import Buffers, custom_op, decoder_layers
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.batch import Batch
@@ -93,6 +93,12 @@ class TokenSignals(Capture):
         ValueError: a signal of layers that the model does not have.
     """
 
+    holds = "signals of tokens"
+
+    @staticmethod
+    def serves(needs: Needs) -> bool:
+        return bool(needs.signals)
+
     def __init__(
         self,
         signals: Sequence[TokenSignal],
@@ -140,30 +146,25 @@ class TokenSignals(Capture):
 
     @classmethod
     def of_engine(
-        cls,
-        signals: Sequence[TokenSignal],
-        model: nn.Module,
-        num_layers: int,
-        vllm_config: Any,
-        device: torch.device,
+        cls, signals: Sequence[TokenSignal], model: LoadedModel
     ) -> "TokenSignals":
         """Size the tables for an engine and attach to its model.
 
         Raises:
             ValueError: the layers cannot be found.
         """
-        scheduler, model_config = vllm_config.scheduler_config, vllm_config.model_config
+        vllm_config = model.vllm_config
         table = cls(
             signals,
-            num_layers=num_layers,
-            num_requests=scheduler.max_num_seqs,
-            max_model_len=model_config.max_model_len,
-            step_tokens=scheduler.max_num_batched_tokens,
-            hidden_size=model_config.get_hidden_size(),
-            dtype=model_config.dtype,
-            device=device,
+            num_layers=len(model.layers),
+            num_requests=vllm_config.scheduler_config.max_num_seqs,
+            max_model_len=vllm_config.model_config.max_model_len,
+            step_tokens=model.step_tokens,
+            hidden_size=vllm_config.model_config.get_hidden_size(),
+            dtype=model.dtype,
+            device=model.device,
         )
-        table.attach(model)
+        table.attach(model.module)
         return table
 
     @property
@@ -230,14 +231,10 @@ class TokenSignals(Capture):
         self, events: Sequence[CompactEvent], needs: Needs
     ) -> dict[str, Integers]:
         """Return the rows of the requests; see `Capture.numbers`."""
-        if not needs.signals:
-            return {}
         return {"signal_rows": self.rows_of([event.request_id for event in events])}
 
     def read(self, batch: Batch) -> Mapping[str, Any]:
         """Return the signals of the batch's requests up to their events."""
-        if not batch.policy.needs.signals:
-            return {}
         longest = max(event.position for event in batch.events)
         return {"signals": self.values(batch.sent["signal_rows"], longest)}
 

@@ -11,7 +11,7 @@ pages with refused tokens; sinks are kept.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
@@ -21,7 +21,6 @@ from vllm.tokenizers import cached_tokenizer_from_config
 
 from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.kernels.dms_decision import DecisionWeights, decision_logits
-from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.visibility import Decisions
 from vllm_kvpolicy.policies import model_files
 from vllm_kvpolicy.policies.admissions.dms.model import (
@@ -32,7 +31,7 @@ from vllm_kvpolicy.policies.admissions.dms.model import (
     rule_for,
     supported,
 )
-from vllm_kvpolicy.policies.base import Needs
+from vllm_kvpolicy.policies.base import LoadedModel, Needs
 from vllm_kvpolicy.policies.hooks import (
     Buffers,
     HeadLogits,
@@ -158,37 +157,28 @@ class DelayedEviction(BaseAdmission):
         adapter = (weights.norm, weights.projection) if weights is not None else ()
         return sum(tensor.nbytes for tensor in (*self._logits, *adapter))
 
-    def attach(
-        self,
-        model: nn.Module,
-        layers: Sequence[nn.Module],
-        vllm_config: Any,
-        rope: Rope | None,
-    ) -> None:
+    def attach(self, model: LoadedModel) -> None:
         """Hook a model's layers; see `Decider`."""
-        config, first = vllm_config.model_config, layers[0]
+        config, first = model.vllm_config.model_config, model.layers[0]
         self.rule = rule_for(config, self.adapter, self.options)
-        step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-        shape = step_tokens, first.num_kv_heads
-        device = next(model.parameters()).device
+        shape, device = (model.step_tokens, first.num_kv_heads), model.device
         # Copies, not views: compiled graphs must not be given parts of one buffer.
-        self._logits = [torch.zeros(shape, device=device) for _ in layers]
+        self._logits = [torch.zeros(shape, device=device) for _ in model.layers]
         if self.rule.is_borrowed:
-            parents = attention_modules(model, layers)
+            parents = attention_modules(model.module, model.layers)
+            given = first.num_heads, model.dtype
             for parent, logits in zip(parents, self._logits, strict=True):
-                attach_borrowed(
-                    parent, self.rule, logits, first.num_heads, config.dtype
-                )
+                attach_borrowed(parent, self.rule, logits, *given)
             return
         adapter = load(model_folder(config)) if self.adapter is None else self.adapter
         weights = adapter.stacked()
         if self._shard is not None:
             weights["projection"] = self._shard.kv_heads(weights["projection"], 1)
         self.weights = DecisionWeights(
-            **{k: t.to(device, config.dtype) for k, t in weights.items()}
+            **{k: t.to(device, model.dtype) for k, t in weights.items()}
         )
         epsilon = config.hf_text_config.rms_norm_eps
-        found = decoder_layers(model, len(layers))
+        found = decoder_layers(model.module, len(model.layers))
         for index, layer in enumerate(found):
             own = self.weights.layer(index)
             attach_adapter(layer, self._logits[index], own, epsilon)
