@@ -43,7 +43,7 @@ from vllm_kvpolicy.worker.tiers.head_tables import FoldedTables, HeadTables
 from vllm_kvpolicy.worker.tiers.page_selection import PageSelection
 from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
 from vllm_kvpolicy.worker.tiers.tier import Tier
-from vllm_kvpolicy.worker.warmup import most_tokens
+from vllm_kvpolicy.worker.warmup import DummyEvents
 
 logger = init_logger("vllm.kv_policy")
 
@@ -288,7 +288,8 @@ class WorkerSetup:
             return {}
         most, sizes = self.requests.null_row, (pool.block_size, pool.num_blocks)
         longest = self.vllm_config.model_config.max_model_len  # vLLM may have cut it
-        return most_tokens(self.config, most, *sizes, longest, self.query_rows)
+        events = DummyEvents(self.config, most, *sizes, longest, self.query_rows)
+        return events.most_tokens()
 
     def _memory(self, pool: PagePool) -> SurvivorMemory:
         sizes = self.side_tables
