@@ -13,8 +13,8 @@ from vllm_kvpolicy.kernels.dms_decision import DecisionWeights
 from vllm_kvpolicy.policies.admissions.dms.model import DmsRule
 from vllm_kvpolicy.policies.admissions.dms.policy import attach_adapter, attach_borrowed
 from vllm_kvpolicy.policies.admissions.kvzap import attach_surrogate
-from vllm_kvpolicy.policies.base import TokenSignal
 from vllm_kvpolicy.policies.hooks import HeadLogits
+from vllm_kvpolicy.policies.scorers._signals import TokenSignal
 from vllm_kvpolicy.worker.captures.token_signals import TokenSignals, _note_output
 from vllm_kvpolicy.worker.worker import traced_parts
 

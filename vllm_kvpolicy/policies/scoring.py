@@ -14,7 +14,7 @@ from vllm_kvpolicy.policies.compose import build
 from vllm_kvpolicy.policies.model_files import ModelShape
 from vllm_kvpolicy.policies.names import SCORERS
 from vllm_kvpolicy.policies.options import BaseOptions
-from vllm_kvpolicy.policies.scorers.epikv import signals_from_hidden
+from vllm_kvpolicy.policies.scorers._signals import signals_from_hidden
 from vllm_kvpolicy.policies.words import Word
 
 

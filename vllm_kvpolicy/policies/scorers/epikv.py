@@ -27,15 +27,15 @@ from pydantic import Field
 
 from vllm_kvpolicy.kernels.chunks import map_pairs
 from vllm_kvpolicy.kernels.ranking import leading_run, ranks_within
-from vllm_kvpolicy.kernels.token_signals import (
-    hidden_change,
+from vllm_kvpolicy.kernels.window_usage import WindowUsage
+from vllm_kvpolicy.policies.base import EventInputs, Needs
+from vllm_kvpolicy.policies.model_files import ModelShape
+from vllm_kvpolicy.policies.options import BaseOptions, Layer
+from vllm_kvpolicy.policies.scorers._signals import (
+    TokenSignal,
     rolling_mean,
     rolling_zscore,
 )
-from vllm_kvpolicy.kernels.window_usage import WindowUsage
-from vllm_kvpolicy.policies.base import EventInputs, Needs, TokenSignal
-from vllm_kvpolicy.policies.model_files import ModelShape
-from vllm_kvpolicy.policies.options import BaseOptions, Layer
 from vllm_kvpolicy.policies.words import BaseScorer
 
 # Tokens kept first of each `SHARE_OF` tokens of a segment, by third of the segments:
@@ -51,7 +51,7 @@ class Mix:
     Args:
         signals: what is measured at each token.
         weights: one per signal.
-        statistic: see `kernels.token_signals`.
+        statistic: `rolling_mean` or `rolling_zscore`.
     """
 
     signals: tuple[TokenSignal, ...]
@@ -94,35 +94,6 @@ MIXES = {
     "kv-key": Mix((TokenSignal("key"),), (1.0,), rolling_mean),
     "kv-val": Mix((TokenSignal("value"),), (1.0,), rolling_mean),
 }
-
-
-def signals_from_hidden(
-    signals: Sequence[TokenSignal], hidden: torch.Tensor
-) -> dict[TokenSignal, torch.Tensor]:
-    """Measure signals on the hidden states of one trace.
-
-    Args:
-        signals: signals of the kind "hidden".
-        hidden: [N, T, d] floating point, outputs of all N decoder layers.
-
-    Returns:
-        By signal, [1, T] float32; zero at the first token.
-
-    Raises:
-        ValueError: a signal of another kind, or of layers that are not there.
-    """
-    measured = {}
-    for signal in signals:
-        if signal.kind != "hidden":
-            raise ValueError(
-                f"signals: got {signal.kind!r}, expected 'hidden', the "
-                "only kind that hidden states contain"
-            )
-        layers = signal.layers(len(hidden))
-        chosen = hidden[layers.start : layers.stop]
-        step = hidden_change(chosen[:, 1:], chosen[:, :-1]).double().mean(0).float()
-        measured[signal] = torch.cat([step.new_zeros(1), step])[None]
-    return measured
 
 
 class MixScorer(BaseScorer):

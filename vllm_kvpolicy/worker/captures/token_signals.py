@@ -15,9 +15,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from vllm_kvpolicy.kernels.token_signals import channel_variance, hidden_change
-from vllm_kvpolicy.policies.base import LoadedModel, Needs, TokenSignal
+from vllm_kvpolicy.policies.base import LoadedModel, Needs
 from vllm_kvpolicy.policies.hooks import Buffers, custom_op, decoder_layers
+from vllm_kvpolicy.policies.scorers._signals import (
+    TokenSignal,
+    channel_variance,
+    hidden_change,
+)
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.batch import Batch
 from vllm_kvpolicy.worker.captures.capture import Capture
