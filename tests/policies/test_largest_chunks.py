@@ -34,7 +34,7 @@ class Largest(TorchDispatchMode):
 
 
 def chunk_ranks(length: int) -> torch.Tensor:
-    allocator = ChunkAllocator(length)
+    allocator = ChunkAllocator(chunk_length=length)
     return allocator._chunk_ranks(SCORE[None], VALID[None], ONE_RANK)
 
 

@@ -356,7 +356,7 @@ def test_options_reach_the_parts() -> None:
     config = policy.allocator.config
     assert config.parity and config.max_segment == 1024
     assert (config.pool_kernel, config.suffix_pad) == (7, "mean")
-    assert policy.scorer.pool_kernel == 7
+    assert policy.scorer.options.pool_kernel == 7
 
 
 @pytest.mark.parametrize(

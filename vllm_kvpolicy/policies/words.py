@@ -22,6 +22,7 @@ class Word(OfModel):
     Attributes:
         Options: the keys of `--kv-policy-config` that it reads; it is built with their
             values as keyword arguments.
+        options: an instance of `Options` with these values.
         summary: half a line for help texts.
         source: where the method is published.
         query_window: queries that it reads: a number, or the option that holds it.
@@ -58,6 +59,10 @@ class Word(OfModel):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     refuses: ClassVar[Mapping[str, str]] = {}
     placement: ClassVar[Callable[..., list[Any]] | None] = None
+    options: Any
+
+    def __init__(self, **options: Any) -> None:
+        self.options = self.Options(**options)
 
     @classmethod
     def from_options(cls, **options: Any) -> Any:

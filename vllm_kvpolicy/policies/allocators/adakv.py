@@ -28,11 +28,7 @@ _WITHIN = (
 
 
 class AdaKVAllocator(BaseAllocator):
-    """Shares a layer's budget among its heads by score.
-
-    Args:
-        adakv_floor: a, share of the budget that each head has to itself.
-    """
+    """Shares a layer's budget among its heads by score; a is `adakv_floor`."""
 
     summary = "the best tokens of each layer, over all its heads"
     source = "Ada-KV, arXiv 2407.11550"
@@ -48,9 +44,6 @@ class AdaKVAllocator(BaseAllocator):
             0.2, description="fraction of the budget reserved for each head"
         )
 
-    def __init__(self, adakv_floor: float) -> None:
-        self.floor = adakv_floor
-
     def choose(
         self,
         score: torch.Tensor,
@@ -60,7 +53,7 @@ class AdaKVAllocator(BaseAllocator):
     ) -> Decision:
         """Pick H * `budget` tokens per layer of `score` [E, L, H, T], all if fewer."""
         must_keep = limit_must_keep(inputs.must_keep, budget)
-        own = must_keep.sum(-1) + int(self.floor * budget)
+        own = must_keep.sum(-1) + int(self.options.adakv_floor * budget)
         protected = top_k_mask(score, must_keep, inputs.valid, own.clamp(max=budget))
         # By token first: ties go to the later position, then to the later head.
         best = fill_next_best(

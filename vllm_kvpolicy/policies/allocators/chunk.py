@@ -23,11 +23,7 @@ from vllm_kvpolicy.policies.words import RECENCY, BaseAllocator
 
 
 class ChunkAllocator(BaseAllocator):
-    """Keeps neighbours together.
-
-    Args:
-        chunk_length: tokens per chunk.
-    """
+    """Keeps neighbours together."""
 
     summary = "the best chunks of adjacent tokens, the same in all heads of a layer"
     source = "ChunkKV, arXiv 2502.00299"
@@ -35,9 +31,6 @@ class ChunkAllocator(BaseAllocator):
 
     class Options(BaseOptions):
         chunk_length: Tokens = Field(20, description="tokens per chunk")
-
-    def __init__(self, chunk_length: int) -> None:
-        self.length = chunk_length
 
     def choose(
         self,
@@ -52,7 +45,8 @@ class ChunkAllocator(BaseAllocator):
         more of the chunk that was cut.
         """
         chunk_rank = self._chunk_ranks(score, inputs.valid, inputs.ranks)
-        chunk = torch.arange(score.shape[-1], device=score.device) // self.length
+        token = torch.arange(score.shape[-1], device=score.device)
+        chunk = token // self.options.chunk_length
         of_token = chunk_rank[..., chunk].unsqueeze(2).expand(score.shape)
         last = chunk_rank.shape[-1]
         rank = rank_by(-of_token.masked_fill(~inputs.valid, last), score)
@@ -74,7 +68,7 @@ class ChunkAllocator(BaseAllocator):
 
     def _sum(self, values: torch.Tensor) -> torch.Tensor:
         """Add up [E, L, H, T] over heads and each chunk's tokens, to [E, L, C]."""
-        length = min(self.length, values.shape[-1])
+        length = min(self.options.chunk_length, values.shape[-1])
         missing = -values.shape[-1] % length
         chunks = F.pad(values, (0, missing)).unflatten(-1, (-1, length))
         return chunks.sum((2, 4))

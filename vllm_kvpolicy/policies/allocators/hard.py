@@ -97,7 +97,8 @@ class HardAllocator(BaseAllocator):
         return values.get("hard_mode") == "dynamic"
 
     def __init__(self, **options: Any) -> None:
-        self.options = own = self.Options(**options)
+        super().__init__(**options)
+        own = self.options
         by_attention = own.hard_order == "attention"  # each row in its own order
         self.needs = Needs(
             window_tokens=own.window,

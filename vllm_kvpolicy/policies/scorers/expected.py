@@ -72,7 +72,8 @@ class ExpectedAttentionScorer(BaseScorer):
         )
 
     def __init__(self, **options: Any) -> None:
-        self.options = own = self.Options(**options)
+        super().__init__(**options)
+        own = self.options
         self.needs = Needs(
             window_tokens=own.expected_window,
             keys=True,

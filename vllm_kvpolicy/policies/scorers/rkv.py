@@ -13,6 +13,7 @@ highest score (theirs keeps them whatever they score).
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,14 +36,7 @@ NORM_EPS = 1e-8  # makes a key of zeros similar to none
 
 
 class RKVScorer(BaseScorer):
-    """Scores a token by the window's attention and by how few keys resemble its key.
-
-    Args:
-        rkv_window: W, queries that score, and newest tokens that they do not score.
-        rkv_kernel: neighbours whose maximum is taken, odd.
-        rkv_lambda: lambda, weight of the attention, 0 to 1.
-        rkv_threshold: cosine above which two keys are similar, at least 0.
-    """
+    """Scores a token by the window's attention and by how few keys resemble its key."""
 
     summary = "attention of the newest queries, minus similarity to other keys"
     source = "R-KV, arXiv 2505.24133"
@@ -64,17 +58,9 @@ class RKVScorer(BaseScorer):
             description="cosine similarity above which two keys are similar",
         )
 
-    def __init__(
-        self,
-        rkv_window: int,
-        rkv_kernel: int,
-        rkv_lambda: float,
-        rkv_threshold: float,
-    ) -> None:
-        self.needs = Needs(window_tokens=rkv_window, keys=True)
-        self.pool_kernel = rkv_kernel
-        self.attention_weight = rkv_lambda
-        self.threshold = rkv_threshold
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.needs = Needs(window_tokens=self.options.rkv_window, keys=True)
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score [E, L, H, T] float32; the newest tokens get the highest."""
@@ -83,12 +69,12 @@ class RKVScorer(BaseScorer):
         attention = map_windows(_attention, inputs, size, is_older)
         attention = attention / effective_window(inputs.lengths, size)[..., None]
         similar = map_pairs(
-            partial(redundancy, self.threshold),
+            partial(redundancy, self.options.rkv_threshold),
             3 * 4 * keys[0, 0].numel(),
             keys,
             inputs.valid,
         )
-        kernel, weight = self.pool_kernel, self.attention_weight
+        kernel, weight = self.options.rkv_kernel, self.options.rkv_lambda
         pooled = F.max_pool1d(attention.flatten(0, 1), kernel, 1, kernel // 2)
         score = weight * pooled.view_as(similar) - (1 - weight) * similar
         return fill_with_highest(score, is_older)

@@ -9,6 +9,8 @@ always keeps, get the row's highest score. As in `tova`, the mean over all
 query heads of the layer goes by cache index.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -28,12 +30,7 @@ from vllm_kvpolicy.policies.words import BaseScorer
 
 
 class RPCScorer(BaseScorer):
-    """Scores a token by its share of the newest queries' attention to older tokens.
-
-    Args:
-        rpc_window: W, queries that score, and newest tokens that they do not score.
-        rpc_kernel: neighbours averaged over, odd.
-    """
+    """Scores a token by its share of the newest queries' attention to older tokens."""
 
     summary = (
         "pooled attention of the newest queries to older tokens, averaged over all "
@@ -53,9 +50,9 @@ class RPCScorer(BaseScorer):
             7, description="width of the average pooling over tokens"
         )
 
-    def __init__(self, rpc_window: int, rpc_kernel: int) -> None:
-        self.needs = Needs(window_tokens=rpc_window, keys=True)
-        self.pool_kernel = rpc_kernel
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.needs = Needs(window_tokens=self.options.rpc_window, keys=True)
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score [E, L, H, T] float32; prompt and newest tokens get the highest."""
@@ -64,7 +61,7 @@ class RPCScorer(BaseScorer):
         received = map_windows(_received, inputs, size, measured)
         mean = cross_head_mean(received, inputs.ranks)
         mean = torch.where(measured, mean, 0.0).flatten(0, 1)
-        kernel = self.pool_kernel
+        kernel = self.options.rpc_kernel
         pooled = F.avg_pool1d(mean, kernel, stride=1, padding=kernel // 2)
         return fill_with_highest(pooled.view(measured.shape), measured)
 

@@ -11,6 +11,8 @@ Deviations: tokens that are not scored get the row's highest score (theirs are n
 dropped).
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -28,12 +30,7 @@ from vllm_kvpolicy.policies.words import BaseScorer
 
 
 class SnapMaxScorer(BaseScorer):
-    """Scores a token by its share of the window's attention to droppable tokens.
-
-    Args:
-        snapmax_window: W, queries that score, and newest tokens that they do not score.
-        snapmax_kernel: neighbours whose maximum is taken, odd.
-    """
+    """Scores a token by its share of the window's attention to droppable tokens."""
 
     summary = "largest attention of the newest queries to tokens that may be dropped"
     source = "WG-KV, arXiv 2512.17452, appendix K.1"
@@ -49,9 +46,9 @@ class SnapMaxScorer(BaseScorer):
             5, description="width of the max pooling over tokens"
         )
 
-    def __init__(self, snapmax_window: int, snapmax_kernel: int) -> None:
-        self.needs = Needs(window_tokens=snapmax_window, keys=True)
-        self.pool_kernel = snapmax_kernel
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.needs = Needs(window_tokens=self.options.snapmax_window, keys=True)
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score [E, L, H, T] float32; tokens that are not scored get the highest."""
@@ -69,7 +66,8 @@ class SnapMaxScorer(BaseScorer):
         last = packed.shape[-1] - 1  # takes what is not measured
         packed = packed.scatter(-1, torch.where(measured, place, last), attention)
         rows = packed[..., :last].flatten(0, 1)
-        pooled = F.max_pool1d(rows, self.pool_kernel, 1, self.pool_kernel // 2)
+        kernel = self.options.snapmax_kernel
+        pooled = F.max_pool1d(rows, kernel, 1, kernel // 2)
         return pooled.view_as(attention).gather(-1, place.clamp(min=0))
 
 
