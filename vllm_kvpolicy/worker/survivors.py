@@ -16,7 +16,7 @@ from vllm_kvpolicy.worker.transfer import to_device
 
 
 class SurvivorMemory:
-    """Some float32 per (layer, KV head, token right after an event), by name.
+    """Keeps float32 values per (layer, KV head, token right after an event), by name.
 
     Values of global tokens follow the order of a request's page lists, laid end to end;
     each of its superblocks has a row that holds n * N of them. Values of local tokens

@@ -23,7 +23,7 @@ from vllm_kvpolicy.policies.words import RECENCY, BaseAllocator
 
 
 class ChunkAllocator(BaseAllocator):
-    """Keeps neighbours together."""
+    """Keeps whole chunks of adjacent tokens."""
 
     summary = "the best chunks of adjacent tokens, the same in all heads of a layer"
     source = "ChunkKV, arXiv 2502.00299"

@@ -30,7 +30,7 @@ UNWANTED = 0  # a row of vLLM's null block
 
 
 class QueryWindows(Capture):
-    """Query windows in superblocks.
+    """Keeps query windows in superblocks.
 
     A layer's part of a superblock is 2N rows of H * D numbers. A query of all heads is
     Hq * D numbers, so it takes G = Hq / H rows, and a window of W queries takes the

@@ -81,7 +81,7 @@ def _note_hidden_step(
 
 
 class TokenSignals(Capture):
-    """One float32 per (request, signal, position).
+    """Measures signals of new tokens; keeps a float32 per (request, signal, position).
 
     The output of a layer at a request's last token is kept for its next step, so that
     chunks of a prompt do not matter.

@@ -22,7 +22,7 @@ from vllm_kvpolicy.worker.transfer import to_device
 
 
 class VisibleUntil(Capture):
-    """The first query position that no longer sees each cached token.
+    """Keeps the first query position that no longer sees each cached token.
 
     A token whose decision is not known yet counts as kept. Slots that hold no token of
     a live request or a cached superblock have unspecified values.
