@@ -9,8 +9,6 @@ from support.engine_configs import engine_args
 from support.made_gates import make_gates
 from vllm_kvpolicy.api.engine_config import check_files, read_command_line
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.policies.admissions import wgkv
-from vllm_kvpolicy.policies.calibration import save
 
 BASE = {"policy": "tova", "budget": 128, "interval": 64}
 # Layers, KV heads, query heads per KV head and channels of the tiny model.
@@ -25,13 +23,13 @@ def config(**values):
 def filters(tmp_path):
     """A calibration file that fits the tiny model."""
     path = tmp_path / "filters.safetensors"
-    save(path, make_calibration("qfilter", *TINY))
+    make_calibration("qfilter", *TINY).save(path)
     return path
 
 
 def test_files_that_fit_pass(policy_config, filters, tmp_path):
     queries = tmp_path / "queries.safetensors"
-    save(queries, make_calibration("triattention", *TINY))
+    make_calibration("triattention", *TINY).save(queries)
     options = {
         "qfilter_calibration": str(filters),
         "triattention_calibration": str(queries),
@@ -58,7 +56,7 @@ def test_a_missing_file_is_named_with_its_key(policy_config, tmp_path, policy):
 
 
 def test_a_file_of_another_model_is_refused(policy_config, filters):
-    save(filters, make_calibration("qfilter", 3, *TINY[1:]))
+    make_calibration("qfilter", 3, *TINY[1:]).save(filters)
     options = {"qfilter_calibration": str(filters)}
     message = "^qfilter_calibration: .*num_layers: got 3, expected 2$"
     with pytest.raises(ValueError, match=message):
@@ -98,7 +96,7 @@ def gates(tmp_path):
         sizes |= {key: fields.pop(key) for key in sizes.keys() & fields.keys()}
         path = tmp_path / "gates.safetensors"
         made = make_gates(**sizes, **{"window": 40, "rope_theta": 1e4, **fields})
-        wgkv.save(path, made)
+        made.save(path)
         return path
 
     return write

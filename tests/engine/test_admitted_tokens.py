@@ -119,7 +119,7 @@ class Words:
         for layer in range(LAYERS if bias is not None else 0):
             self.gates.tensors[full_name(layer, "conv2.bias")].fill_(bias)
         folder.mkdir(exist_ok=True)
-        save(folder / "gates.safetensors", self.gates)
+        self.gates.save(folder / "gates.safetensors")
         # A linear surrogate goes with open and shut gates.
         units = 16 if bias is None else None
         surrogate = write_surrogate(folder / "surrogate", LAYERS, HEADS, HIDDEN, units)

@@ -21,7 +21,6 @@ from support.engine.helpers import Engine, Run, make_jobs
 from support.engine.oracle_replay import activations, check_replay
 from support.made_adapters import make_adapter
 from support.tiny_model import make_tiny_model
-from vllm_kvpolicy.policies.admissions.dms.model import save
 
 LAYERS, HEADS, SIZE, WINDOW, SINKS = 2, 2, 32, 40, 7
 BASE = {"interval": 48, "prefill_interval": 128, "recent": WINDOW, "sinks": SINKS}
@@ -113,7 +112,7 @@ def test_options_have_the_last_word(borrowing_model: Path, tmp_path: Path) -> No
 
 def test_survivors_are_those_of_an_adapter(tiny_model: Path, tmp_path: Path) -> None:
     adapter = make_adapter(LAYERS, HEADS, 64, window=WINDOW)
-    save(tmp_path / "adapter.safetensors", adapter)
+    adapter.save(tmp_path / "adapter.safetensors")
     options = {"dms_adapter": str(tmp_path / "adapter.safetensors")}
     found, _ = run(tiny_model, tmp_path / "trace", policy_config=options)
     check(DmsDecoder(tiny_model, adapter.stacked(), 50.0, 2.5), found, 1)

@@ -30,7 +30,6 @@ from support.made_surrogates import write_surrogate
 from support.sweeps import covering, evictions, some
 from support.tiny_model import make_tiny_model
 from vllm_kvpolicy.block_manager.planner import RequestState
-from vllm_kvpolicy.policies.calibration import save
 from vllm_kvpolicy.policies.names import parse
 from vllm_kvpolicy.protocol import UsedBlocks
 from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
@@ -57,7 +56,7 @@ def server(allowed: list[str], folder: Path) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for kind in ("triattention", "qfilter"):
         path = folder / f"{kind}.safetensors"
-        save(path, make_calibration(kind, LAYERS, HEADS, 2, SIZE))
+        make_calibration(kind, LAYERS, HEADS, 2, SIZE).save(path)
         options[f"{kind}_calibration"] = str(path)
     options |= OPTIONS | options_for("wgkv", folder, LAYERS, HEADS, 2, SIZE)
     pattern = write_pattern(folder / "duo", [[0.1, 0.9], [0.8, 0.2]], 4, WINDOW)

@@ -12,7 +12,6 @@ from support.engine.oracle_quest import QuestDecoder
 from support.engine.oracle_replay import check_replay
 from support.engine.reference_decoder import ReferenceDecoder
 from support.made_gates import make_gates
-from vllm_kvpolicy.policies.admissions.wgkv import save
 
 LAYERS, HEADS, DIM, WINDOW = 2, 2, 32, 40
 VALUES = {"interval": 48, "prefill_interval": 128, "recent": WINDOW, "sinks": 7}
@@ -40,7 +39,7 @@ def serve(
     if any("wgkv" in name for name in names):
         path = folder / "gates.safetensors"
         gates = make_gates(LAYERS, HEADS, DIM, 6, window=WINDOW, rope_theta=1e4)
-        save(path, gates)
+        gates.save(path)
         options |= {"wgkv_gates": str(path), "wgkv_threshold": 0.5}
     allowed = [name for name in names[1:] if name != "none"]
     policy = {"policy": names[0], "allow": allowed, "policy_config": options, **VALUES}

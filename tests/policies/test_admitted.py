@@ -15,6 +15,7 @@ from vllm_kvpolicy.policies import names as registry
 from vllm_kvpolicy.policies.admissions.wgkv import WriteGates
 from vllm_kvpolicy.policies.base import EventInputs, Needs, Policy
 from vllm_kvpolicy.policies.compose import MEMORY, AdmittedPolicy
+from vllm_kvpolicy.policies.model_files import ModelShape
 
 Build = Callable[..., Policy]
 EVICTIONS = [
@@ -34,8 +35,8 @@ class Fixed:
         self.threshold = threshold
         self.asked: list[torch.Tensor] = []
 
-    def check_model(self, *sizes: int) -> None:
-        if 7 in sizes:
+    def check_model(self, model: ModelShape) -> None:
+        if model.num_layers == 7:
             raise ValueError("seven")
 
     def gates(self, inputs: EventInputs, token: torch.Tensor) -> torch.Tensor:

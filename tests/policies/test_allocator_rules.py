@@ -44,7 +44,7 @@ def row(
 @pytest.mark.parametrize("floor", [0.0, 0.2, 0.7, 1.0])
 def test_adakv(kind: str, floor: float) -> None:
     score, inputs = case(kind)
-    got = AdaKVAllocator(floor).choose(score, inputs, None, BUDGET).keep
+    got = AdaKVAllocator(adakv_floor=floor).choose(score, inputs, None, BUDGET).keep
     for e in range(EVENTS):
         for layer in range(LAYERS):
             keep, open_tokens = [], []
@@ -66,9 +66,9 @@ def test_adakv(kind: str, floor: float) -> None:
 
 def test_adakv_with_the_whole_budget_protected_is_uniform() -> None:
     score, inputs = case("random")
-    got = AdaKVAllocator(1.0).choose(score, inputs, None, BUDGET).keep
+    got = AdaKVAllocator(adakv_floor=1.0).choose(score, inputs, None, BUDGET).keep
     assert (got.sum(-1) == BUDGET).all()
-    shared = AdaKVAllocator(0.2).choose(score, inputs, None, BUDGET).keep
+    shared = AdaKVAllocator(adakv_floor=0.2).choose(score, inputs, None, BUDGET).keep
     assert (shared.sum(-1) != BUDGET).any()
 
 
@@ -76,7 +76,7 @@ def test_adakv_with_the_whole_budget_protected_is_uniform() -> None:
 @pytest.mark.parametrize("length", [1, 7, 20, 500])
 def test_chunk(kind: str, length: int) -> None:
     score, inputs = case(kind)
-    got = ChunkAllocator(length).choose(score, inputs, None, BUDGET).keep
+    got = ChunkAllocator(chunk_length=length).choose(score, inputs, None, BUDGET).keep
     for e in range(EVENTS):
         for layer in range(LAYERS):
             chunks: dict[int, list[float]] = {}
@@ -100,7 +100,9 @@ def test_chunk(kind: str, length: int) -> None:
 @pytest.mark.parametrize("block", [1, 16, 50, 500])
 def test_strat(kind: str, block: int) -> None:
     score, inputs = case(kind)
-    got = StratifiedAllocator(block).choose(score, inputs, None, BUDGET).keep
+    got = (
+        StratifiedAllocator(strat_block=block).choose(score, inputs, None, BUDGET).keep
+    )
     for at in ROWS:
         values, must, others = row(score, inputs, *at)
         blocks = [
@@ -120,7 +122,8 @@ def test_strat(kind: str, block: int) -> None:
 def test_pyramid_plan(layers: int, budget: int, headroom: int, extra: int) -> None:
     """No layer is asked for more than is held, however short the interval."""
     held = torch.tensor([budget + 10**7, budget + extra])
-    plan = PyramidAllocator(20.0, headroom).plan(layers, budget, held)[1].tolist()
+    allocator = PyramidAllocator(pyramid_headroom=headroom)
+    plan = allocator.plan(layers, budget, held)[1].tolist()
     assert sum(plan) == layers * budget
     assert plan == sorted(plan, reverse=True)
     assert plan[0] <= budget + extra
@@ -146,7 +149,7 @@ def equal_heads(length: int, local: int) -> EventInputs:
     ],
 )
 def test_pyramid_asks_for_what_is_held(length: int, want: list[int]) -> None:
-    allocator = PyramidAllocator(20.0, 40)
+    allocator = PyramidAllocator(pyramid_headroom=40)
     inputs = equal_heads(length, 6)
     score = torch.rand(inputs.must_keep.shape)
     keep = allocator.choose(score, inputs, None, 80).keep
@@ -160,7 +163,8 @@ def test_pyramid_asks_for_what_is_held(length: int, want: list[int]) -> None:
 def test_pyramid_makes_room_for_must_keep_tokens() -> None:
     inputs = equal_heads(150, 42)
     score = torch.rand(inputs.must_keep.shape)
-    keep = PyramidAllocator(20.0, 40).choose(score, inputs, None, 80).keep
+    allocator = PyramidAllocator(pyramid_headroom=40)
+    keep = allocator.choose(score, inputs, None, 80).keep
     # 6 tokens more than planned for the last layer: 2 less for each of the others.
     assert (keep.sum(-1) == torch.tensor([118, 91, 65, 46])[:, None]).all()
 
@@ -169,6 +173,7 @@ def test_pyramid_spends_what_a_short_layer_cannot() -> None:
     lengths = [[[length] * 3 for length in (99, 140, 140, 140)]] * 2
     inputs = make_inputs(Needs(), lengths=lengths, local=[6, 6], width=140)
     score = torch.rand(inputs.must_keep.shape)
-    keep = PyramidAllocator(20.0, 40).choose(score, inputs, None, 80).keep
+    allocator = PyramidAllocator(pyramid_headroom=40)
+    keep = allocator.choose(score, inputs, None, 80).keep
     # 21 tokens less than planned for the first layer: 7 more for each of the others.
     assert (keep.sum(-1) == torch.tensor([99, 100, 74, 47])[:, None]).all()

@@ -41,7 +41,8 @@ def test_whole_chunks(golden: Golden) -> None:
         rows, inputs = layer_of(golden[score])
         length = int(settings.partition("_")[0])
         want = golden[name].tolist()
-        got = ChunkAllocator(length).choose(rows, inputs, None, len(want)).keep
+        allocator = ChunkAllocator(chunk_length=length)
+        got = allocator.choose(rows, inputs, None, len(want)).keep
         for head in got[0, 0]:
             assert head.nonzero().flatten().tolist() == want, name
 
@@ -53,7 +54,7 @@ def test_adakv(golden: Golden) -> None:
         rows, inputs = layer_of(golden[score])
         want = torch.from_numpy(golden[name])
         heads, budget = len(want), int(want.sum()) // len(want)
-        got = AdaKVAllocator(0.2).choose(rows, inputs, None, budget).keep[0, 0]
+        got = AdaKVAllocator().choose(rows, inputs, None, budget).keep[0, 0]
         assert torch.equal(got, want), name
         assert int(want.sum()) == heads * budget
 

@@ -27,7 +27,7 @@ FLAT, HELD = SCORE.flatten(0, 1), VALID.flatten(0, 1)
 STATES = SCORE[None, ..., None] * torch.arange(1, 9)
 # What is computed of chunks that an option gives the length of.
 MEASURES: dict[str, Callable[[int], torch.Tensor]] = {
-    "chunk": lambda length: ChunkAllocator(length)._chunk_ranks(
+    "chunk": lambda length: ChunkAllocator(chunk_length=length)._chunk_ranks(
         SCORE[None], VALID[None], ONE_RANK
     ),
     "segment": lambda length: best_of_segments(

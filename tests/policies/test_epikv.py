@@ -10,11 +10,8 @@ from support.epikv_trace import scores_from_hidden
 from support.event_inputs import LENGTHS, make_inputs, one_event
 from vllm_kvpolicy.policies.base import EventInputs
 from vllm_kvpolicy.policies.names import SCORERS
-from vllm_kvpolicy.policies.scorers.epikv import (
-    MIXES,
-    Mix,
-    signals_from_hidden,
-)
+from vllm_kvpolicy.policies.scorers._signals import signals_from_hidden
+from vllm_kvpolicy.policies.scorers.epikv import MIXES, Mix
 from vllm_kvpolicy.policies.words import BaseScorer
 
 VARIANTS = get_args(SCORERS["epikv"].Options.model_fields["variant"].annotation)

@@ -13,12 +13,15 @@ import torch
 from support.epikv_trace import scores_from_hidden
 from support.golden import Golden
 from vllm_kvpolicy.kernels.ranking import top_k_mask
-from vllm_kvpolicy.kernels.token_signals import channel_variance, rolling_zscore
+from vllm_kvpolicy.policies.scorers._signals import (
+    channel_variance,
+    rolling_zscore,
+    signals_from_hidden,
+)
 from vllm_kvpolicy.policies.scorers.epikv import (
     MIXES,
     best_of_segments,
     lag_spread,
-    signals_from_hidden,
 )
 
 GOLDEN = "epikv"

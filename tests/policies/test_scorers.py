@@ -103,7 +103,7 @@ def test_tova_is_one_row_for_all_heads() -> None:
 
 @pytest.mark.parametrize(("window", "kernel"), [(6, 3), (9, 5)])
 def test_snapkv(window: int, kernel: int) -> None:
-    scorer = SnapKVScorer(window, kernel)
+    scorer = SnapKVScorer(window=window, pool_kernel=kernel)
     inputs = make_inputs(scorer)
     got = score(scorer, inputs)
     for e, layer, head, n in rows(inputs):
@@ -114,7 +114,7 @@ def test_snapkv(window: int, kernel: int) -> None:
 
 
 def test_h2o_adds_to_what_tokens_had() -> None:
-    scorer = H2OScorer(6)
+    scorer = H2OScorer(window=6)
     inputs = make_inputs(scorer)
     got = score(scorer, inputs)
     for e, layer, head, n in rows(inputs):
@@ -127,7 +127,7 @@ def test_h2o_adds_to_what_tokens_had() -> None:
 @pytest.mark.parametrize(("window", "kernel"), [(6, 3), (9, 7)])
 @pytest.mark.parametrize("sinks", [0, 3])
 def test_rpc(window: int, kernel: int, sinks: int) -> None:
-    scorer = RPCScorer(window, kernel)
+    scorer = RPCScorer(rpc_window=window, rpc_kernel=kernel)
     inputs = make_inputs(scorer, sinks)
     got = score(scorer, inputs)
     received = np.zeros((*inputs.keys.shape[:2], WIDTH))
@@ -158,7 +158,13 @@ def leading(inputs: EventInputs, e: int, layer: int, head: int) -> int:
 @pytest.mark.parametrize("covariance", [True, False])
 @pytest.mark.parametrize("value_norm", [True, False])
 def test_expected_attention(covariance: bool, value_norm: bool) -> None:
-    scorer = ExpectedAttentionScorer(7, 20, covariance, value_norm, 0.05)
+    scorer = ExpectedAttentionScorer(
+        expected_window=7,
+        n_future=20,
+        covariance=covariance,
+        value_norm=value_norm,
+        epsilon=0.05,
+    )
     inputs = make_inputs(scorer)
     got = score(scorer, inputs)
     frequency = np.array([1e4 ** (-2 * i / SIZE) for i in range(SIZE // 2)])
@@ -245,7 +251,7 @@ def score_newest(scorer: BaseScorer, inputs: EventInputs) -> torch.Tensor:
 @pytest.mark.parametrize("cross", [True, False])
 def test_lagkv(cross: bool) -> None:
     lag = 5
-    scorer = LagKVScorer(lag, cross)
+    scorer = LagKVScorer(lag=lag, cross=cross)
     inputs = make_inputs(scorer)
     got = score(scorer, inputs)
 
@@ -277,7 +283,7 @@ def test_lagkv(cross: bool) -> None:
 
 
 def test_lagkv_channels_that_do_not_vary_say_nothing() -> None:
-    scorer = LagKVScorer(5, True)
+    scorer = LagKVScorer(lag=5, cross=True)
     inputs = make_inputs(scorer)
     inputs.values[..., 3] = 1.0
     got = score(scorer, inputs)[inputs.valid]
@@ -317,16 +323,16 @@ def test_the_hash_is_the_published_function() -> None:
 
 
 def test_random_draws_for_each_token_event_and_seed() -> None:
-    inputs = make_inputs(RandomScorer(0))
-    got = score(RandomScorer(0), inputs)
+    inputs = make_inputs(RandomScorer(seed=0))
+    got = score(RandomScorer(seed=0), inputs)
     assert (got >= 0).all() and (got < 1).all()
     assert len(got.unique()) > 0.99 * got.numel()
     assert abs(float(got.mean()) - 0.5) < 0.05
-    assert torch.equal(score(RandomScorer(0), inputs), got)
-    other = score(RandomScorer(1), inputs)
+    assert torch.equal(score(RandomScorer(seed=0), inputs), got)
+    other = score(RandomScorer(seed=1), inputs)
     assert (other == got).float().mean() < 0.01
     inputs.end[0] += 1
-    later = score(RandomScorer(0), inputs)
+    later = score(RandomScorer(seed=0), inputs)
     assert (later[0] == got[0]).float().mean() < 0.01
     assert torch.equal(later[1], got[1])
 

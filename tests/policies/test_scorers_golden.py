@@ -24,8 +24,8 @@ WHOLE_ROW = {
     "keydiff": KeyDiffScorer(),
     "knorm": KnormScorer(),
     "lagkv_lag128": SCORERS["lagkv"].build({}),
-    "lagkv_lag32": LagKVScorer(32, False),
-    "lagkv_lag32_cross": LagKVScorer(32, True),
+    "lagkv_lag32": LagKVScorer(lag=32, cross=False),
+    "lagkv_lag32_cross": LagKVScorer(lag=32, cross=True),
 }
 # kvpress' variants of Expected Attention as options.
 EXPECTED = {
@@ -91,7 +91,9 @@ def test_lagkv_over_several_blocks(golden: Golden, case: int) -> None:
     inputs = event(golden, f"lagkvx{case}_")
     ranked = score(SCORERS["lagkv"].build({}), inputs)
     np.testing.assert_array_equal(ranked, golden[f"lagkvx{case}_score"])
-    check_close(score(LagKVScorer(128, True), inputs), golden[f"lagkvx{case}_cross"])
+    check_close(
+        score(LagKVScorer(lag=128, cross=True), inputs), golden[f"lagkvx{case}_cross"]
+    )
 
 
 @pytest.mark.parametrize("name", EXPECTED)

@@ -24,7 +24,7 @@ def test_pages_that_the_authors_read(golden: Golden, case: int) -> None:
     want = unpacked(golden, f"quest{case}_read_packed", keep.shape[1])
     keys = torch.from_numpy(golden[f"quest{case}_k"])
     queries = torch.from_numpy(golden[f"quest{case}_q"]).unflatten(0, (num_heads, -1))
-    quest = Quest(int(p["token_budget"]))
+    quest = Quest(quest_budget=int(p["token_budget"]))
     chosen_of_several = 0
     for step in range(int(p["steps"])):
         position = int(p["prompt"]) + step

@@ -17,7 +17,7 @@ from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker import pages
 from vllm_kvpolicy.worker.compaction import Compactor
 from vllm_kvpolicy.worker.transfer import HostCopy
-from vllm_kvpolicy.worker.warmup import dummy_events, first_events
+from vllm_kvpolicy.worker.warmup import DummyEvents
 
 LLAMA = Shape(layers=32, heads=8, group=4)
 SMALL = Shape(layers=3, heads=1, group=3, dim=64)  # few of its numbers are even
@@ -50,17 +50,21 @@ def variants(
     return found
 
 
+def dummy_events(config: KVPolicyConfig, shape: Shape) -> DummyEvents:
+    sizes = shape.requests, shape.block_size, shape.num_blocks, shape.max_model_len
+    return DummyEvents(config, *sizes, shape.group)
+
+
 def of_random_prompts(
     config: KVPolicyConfig, shape: Shape, seed: int
 ) -> Iterator[list[CompactEvent]]:
     """Yield steps in which several requests of a random prompt length have an event."""
-    rng = Random(seed)
+    rng, dummy = Random(seed), dummy_events(config, shape)
     for _ in range(LENGTHS):
         prompt = rng.randint(1, shape.max_model_len - 2)
         phase = rng.randint(0, LAST_PHASE)
         count, policy = rng.choice(AT_ONCE), rng.choice(config.policies)
-        sizes = prompt, phase, shape.block_size, shape.max_model_len, shape.group
-        for event in first_events(config, policy, *sizes):
+        for event in dummy.first(policy, prompt, phase):
             yield [replace(event, request_id=f"r{number}") for number in range(count)]
 
 
@@ -78,8 +82,7 @@ def test_events_of_any_length_compile_nothing(
     plain = {**VALUES, "policy": names[0], "allow": list(names[1:])}
     config = KVPolicyConfig.from_dict(plain)
     worker = launch_world(config, shape)
-    sizes = shape.requests, shape.block_size, shape.num_blocks, shape.max_model_len
-    warm = variants(worker, dummy_events(config, *sizes, shape.group))
+    warm = variants(worker, dummy_events(config, shape).steps())
     worker.requests.drop(list(worker.requests.row_of))
     cold = variants(worker, of_random_prompts(config, shape, 1)) - warm
     assert len(warm) > 10

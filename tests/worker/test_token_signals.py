@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from vllm_kvpolicy.policies.base import TokenSignal
-from vllm_kvpolicy.policies.model_parts import decoder_layers
-from vllm_kvpolicy.policies.scorers.epikv import signals_from_hidden
+from vllm_kvpolicy.policies.hooks import decoder_layers
+from vllm_kvpolicy.policies.scorers._signals import TokenSignal, signals_from_hidden
 from vllm_kvpolicy.protocol import NO_COMMANDS
 from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
 from vllm_kvpolicy.worker.request_table import RequestRows

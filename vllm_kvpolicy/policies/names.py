@@ -302,16 +302,6 @@ class PolicyInfo:
         return any(word.measures_tokens for word in self.parts)
 
     @property
-    def weighs_itself(self) -> bool:
-        """Whether attention of its own leaves out a model's learned sinks."""
-        return any(word.weighs_itself for word in self.parts)
-
-    @property
-    def decides_later(self) -> bool:
-        """Whether a token decides about the token before it."""
-        return any(word.decides_later for word in self.parts)
-
-    @property
     def placement(self) -> Callable[..., list[Any]] | None:
         """What chooses the superblocks of survivors, see `words.Word`."""
         return None if self.whole is None else self.whole.placement

@@ -71,7 +71,7 @@ ALL_HEADS = HeadShard(num_heads=1, num_kv_heads=1)
 
 
 class Ranks:
-    """A group of one rank, which has nobody to ask; the worker knows larger ones.
+    """What ranks hear of each other; here of one rank alone, which has nobody to ask.
 
     Every rank calls the same methods in the same order, with tensors of one shape.
     """

@@ -24,7 +24,6 @@ from reasoner.problems import FAMILIES, generate
 from reasoner.tokenizer import chat_prompt, encode
 from support.engine.helpers import Job, Run, make_jobs, make_prompt
 from support.made_gates import make_gates
-from vllm_kvpolicy.policies.admissions import wgkv
 from vllm_kvpolicy.policies.names import names, parse
 
 REASONER = Path(__file__).resolve().parents[3] / "reasoner" / "checkpoint"
@@ -308,7 +307,7 @@ def gates_of(model: Path, folder: Path) -> dict[str, str]:
     theta = config["rope_parameters"]["rope_theta"]
     fields = {"window": BASE["recent"], "rope_theta": theta}
     fields["flavour"] = config["model_type"]
-    wgkv.save(path, make_gates(*shape, config["head_dim"], **fields))
+    make_gates(*shape, config["head_dim"], **fields).save(path)
     return {"wgkv_gates": str(path)}
 
 

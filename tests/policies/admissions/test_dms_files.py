@@ -13,7 +13,6 @@ from support.made_adapters import make_adapter
 from vllm_kvpolicy.policies.admissions.dms.model import (
     full_name,
     load,
-    save,
     unstacked,
 )
 
@@ -140,7 +139,7 @@ def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
 )
 def test_headers_that_do_not_fit(tmp_path: Path, change: dict, text: str) -> None:
     path = tmp_path / "file"
-    save(path, make_adapter(**change))
+    make_adapter(**change).save(path)
     assert text in refused(path)
 
 

@@ -19,7 +19,6 @@ from vllm_kvpolicy.api.engine_config import (
     refuse_plain,
 )
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.policies.admissions import wgkv
 from vllm_kvpolicy.policies.admissions.dms import model as dms_model
 from vllm_kvpolicy.policies.admissions.dms import policy as dms_policy
 from vllm_kvpolicy.policies.admissions.dms.model import (
@@ -29,7 +28,6 @@ from vllm_kvpolicy.policies.admissions.dms.model import (
     rule_for,
     rule_of_config,
     rule_of_metadata,
-    save,
 )
 from vllm_kvpolicy.policies.names import architectures
 
@@ -260,7 +258,7 @@ def test_start_checks_of_a_model_that_decides(policy_config):
 
 def test_two_admissions_that_decide_are_refused(policy_config, tmp_path):
     path = tmp_path / "gates.safetensors"
-    wgkv.save(path, make_gates(2, 2, 32, window=32, rope_theta=1e4))
+    make_gates(2, 2, 32, window=32, rope_theta=1e4).save(path)
     options = {"wgkv_gates": str(path)}
     checked(policy_config, options=options, allow=["wgkv", "dms+snapkv"])
     options["exact"] = True
@@ -282,11 +280,11 @@ def test_disabled_eviction_is_refused_where_adapters_decide(policy_config):
 def test_start_checks_of_an_adapter(policy_config, tmp_path):
     path = tmp_path / "adapter.safetensors"
     options = {"options": {"dms_adapter": str(path)}, "window": None}
-    save(path, make_adapter(2, 2, 64, window=32))
+    make_adapter(2, 2, 64, window=32).save(path)
     checked(policy_config, **options)
     with pytest.raises(ValueError, match="set --kv-recent 32"):
         checked(policy_config, recent=40, **options)
-    save(path, make_adapter(3, 2, 64, window=32))
+    make_adapter(3, 2, 64, window=32).save(path)
     with pytest.raises(ValueError, match="num_layers: got 3, expected 2"):
         checked(policy_config, **options)
     path.write_text("{}")

@@ -14,6 +14,7 @@ from vllm_kvpolicy.api.engine_config import check_files
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies.admissions.kvzap import SurrogateScores, load
 from vllm_kvpolicy.policies.compose import build
+from vllm_kvpolicy.policies.model_files import ModelShape
 
 SIZES = 3, 2, 8  # layers, KV heads, hidden size
 TINY = 2, 2, 64  # of the tiny model
@@ -153,6 +154,6 @@ def test_the_default_threshold_is_that_of_the_released_examples(tmp_path: Path) 
 def test_a_surrogate_of_other_heads_does_not_serve(tmp_path: Path) -> None:
     options = {"kvzap_model": str(write_surrogate(tmp_path, *TINY, None))}
     made = build("kvzap", options)
-    made.check_model(2, 4, 2, 32)
+    made.check_model(ModelShape(2, 4, 2, 32))
     with pytest.raises(ValueError, match="output_dim: got 2, expected 4"):
-        made.check_model(2, 4, 4, 32)
+        made.check_model(ModelShape(2, 4, 4, 32))

@@ -22,6 +22,8 @@ from vllm_kvpolicy.policies.admissions.kvzap import (
     attach_surrogate,
     surrogate_scores,
 )
+from vllm_kvpolicy.policies.base import LoadedModel
+from vllm_kvpolicy.policies.model_files import ModelShape
 
 LAYERS, HEADS, HIDDEN = 2, 2, 64
 
@@ -131,16 +133,17 @@ def test_layers_take_the_tensors_and_sizes_stay(data: Golden, kind: str) -> None
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8),
         model_config=SimpleNamespace(dtype=torch.float32),
     )
-    policy.attach(model, [module.attn for module in model], config, None)
+    layers, cpu = [module.attn for module in model], torch.device("cpu")
+    policy.attach(LoadedModel(model, layers, config, cpu))
     held = sum(
         part.nbytes for each in model for part in each.kv_policy_logits.buffers()
     )
     assert policy.nbytes == held > 0
     assert not policy.surrogate.tensors
     assert tuple(policy.surrogate.shapes) == names
-    policy.check_model(LAYERS, 2 * HEADS, HEADS, 32)
+    policy.check_model(ModelShape(LAYERS, 2 * HEADS, HEADS, 32))
     with pytest.raises(ValueError, match="n_modules"):
-        policy.check_model(LAYERS + 1, 2 * HEADS, HEADS, 32)
+        policy.check_model(ModelShape(LAYERS + 1, 2 * HEADS, HEADS, 32))
 
 
 def test_scores_are_taken_in_the_dtype_of_the_model() -> None:

@@ -13,7 +13,6 @@ from vllm_kvpolicy.policies.admissions.wgkv import (
     NAMES,
     full_name,
     load,
-    save,
     unstacked,
 )
 
@@ -177,7 +176,7 @@ def test_pickles_of_something_else(tmp_path: Path, content: object, text: str) -
 )
 def test_headers_that_do_not_fit(tmp_path: Path, change: dict, text: str) -> None:
     path = tmp_path / "file"
-    save(path, make_gates(**change))
+    make_gates(**change).save(path)
     assert text in refused(path)
 
 

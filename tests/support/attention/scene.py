@@ -21,7 +21,7 @@ from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.tiers.equal import PhysicalTables
-from vllm_kvpolicy.worker.transfer import to_device_together
+from vllm_kvpolicy.worker.transfer import to_device, to_device_together
 
 POISON = 50.0  # in all places that nobody holds: it would win every softmax
 NAME = "model.layers.0.self_attn.attn"
@@ -215,7 +215,7 @@ class Scene:
         names = [str(number) for number in range(count)]
         physical = PhysicalTables(self.requests, count, columns + 2)
         return physical.fill(
-            self.requests.to_device(self.requests.rows(names, count)),
+            to_device(self.requests.rows(names, count), self.requests.device),
             torch.tensor(table, dtype=torch.int32, device=self.device),
             torch.tensor([r.computed for r in self.batch], device=self.device).int(),
             max(-(-len(keys) // self.shape.block) for keys, _ in self.held),

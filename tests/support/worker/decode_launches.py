@@ -111,7 +111,7 @@ def _dms(pool: PagePool) -> Phases:
 def _quest(pool: PagePool) -> Phases:
     """Every request has had an event; tables are filled already."""
     requests = RequestTable(4, MOST, SIZE, CPU)
-    selection = PageSelection(Quest(BUDGET), ["q"], requests, pool, GROUP)
+    selection = PageSelection(Quest(quest_budget=BUDGET), ["q"], requests, pool, GROUP)
     rows = [requests.take(name) for name in NAMES]
     requests.frontier_blocks_cpu[rows] = 10
     event: Any = SimpleNamespace(policy="q", prompt_tokens=4)

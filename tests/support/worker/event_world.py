@@ -22,6 +22,7 @@ from vllm_kvpolicy.worker.tiers.equal import EqualTier, PhysicalTables
 from vllm_kvpolicy.worker.tiers.head_tables import FoldedTables, HeadTables
 from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
 from vllm_kvpolicy.worker.tiers.tier import Tier
+from vllm_kvpolicy.worker.transfer import to_device
 
 LAYERS, HEADS, GROUP, DIM, SIZE, BLOCKS = 2, 2, 2, 8, 4, 80
 NUM_HEADS, NUM_SLOTS = LAYERS * HEADS, 4
@@ -97,7 +98,7 @@ class World:
     def step(self, ordinal: int) -> None:
         """Compute some tokens of both requests, then give both an event."""
         self.compactor.run(self.events(ordinal))
-        rows = self.requests.to_device(self.requests.rows(REQUESTS, 3))
+        rows = to_device(self.requests.rows(REQUESTS, 3), self.requests.device)
         table = torch.zeros(3, BLOCKS, dtype=torch.int32, device=self.requests.device)
         lengths = torch.zeros(3, dtype=torch.int32, device=self.requests.device)
         physical = PhysicalTables(self.requests, 3, BLOCKS)
@@ -115,9 +116,9 @@ class World:
         metadata = SimpleNamespace(
             num_reqs=2,
             num_actual_tokens=2 * STEP,
-            query_start_loc=self.requests.to_device(STARTS),
+            query_start_loc=to_device(STARTS, self.requests.device),
             query_start_loc_cpu=HostTensor(),
-            seq_lens=self.requests.to_device([position, position]),
+            seq_lens=to_device([position, position], self.requests.device),
         )
         window = self.policy.needs.window_tokens
         count = min(window, STEP)

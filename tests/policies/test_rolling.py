@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from vllm_kvpolicy.kernels.token_signals import rolling_mean, rolling_zscore
+from vllm_kvpolicy.policies.scorers._signals import rolling_mean, rolling_zscore
 
 WINDOWS = (1, 2, 7, 64)
 STATISTICS = {"mean": rolling_mean, "zscore": rolling_zscore}
