@@ -23,7 +23,6 @@ FILES = {
     "merge": ("benchmarks.report.__main__", "--out"),
     "serving": ("benchmarks.serving", "--out"),
     "admission": ("benchmarks.admission", "--out"),
-    "check": ("benchmarks.gpu.check.__main__", "--out"),
     "ask": ("benchmarks.peer.__main__", "--record"),
     "evaluate": ("reasoner.evaluate", "--json"),
 }

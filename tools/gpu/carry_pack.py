@@ -45,7 +45,7 @@ LIBRARIES = {  # CUDA libraries that travel, each in the archive of that name
     "vllm/_C_stable_libtorch.abi3.so": "c",
     "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so": "fa3",
 }
-ON_DEVICE = ("install_on_device.sh", "smoke.py", "device_check.py")
+ON_DEVICE = "install_on_device.sh"
 ROOM_BYTES = 65536  # in a part, for scripts and manifest
 Content = bytes | Path
 
@@ -283,8 +283,8 @@ def write_parts(
         manifest = {"build": build, "part": number, "parts": len(parts)}
         manifest |= {"libraries": facts, "archives": names, "files": files}
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
-        for script in ON_DEVICE:
-            (folder / script).write_bytes((Path(__file__).parent / script).read_bytes())
+        script = (Path(__file__).parent / ON_DEVICE).read_bytes()
+        (folder / ON_DEVICE).write_bytes(script)
         size = sum(len(chunk.data) for chunk in chunks) / 2**20
         print(f"part{number}: {size:.1f} MiB", [chunk.file for chunk in chunks])
 
