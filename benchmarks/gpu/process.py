@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from benchmarks.gpu.engine import ENVIRONMENT, BenchEngine, EngineSpec
@@ -172,13 +173,17 @@ def take_turns(
             continue
         with running(group) as engines:
             facts = {name: engine.wait_ready() for name, engine in engines.items()}
-
-            def ask(cell: Cell, engines: Any = engines, facts: Any = facts) -> Any:
-                found = engines[cell.engine].call(cell.method, **cell.arguments)
-                return found | {"engine": facts[cell.engine]}
-
             for cell in warm_ups:
                 if cell.engine in alive:
-                    ask(cell)
+                    ask(engines, facts, cell)
             for cell in mine:
-                options.measure(record, cell.name, limit_s, lambda c=cell: ask(c))
+                call = partial(ask, engines, facts, cell)
+                options.measure(record, cell.name, limit_s, call)
+
+
+def ask(
+    engines: Mapping[str, EngineProcess], facts: Mapping[str, Any], cell: Cell
+) -> dict[str, Any]:
+    """Return what an engine measured, and what the engine is."""
+    found = engines[cell.engine].call(cell.method, **cell.arguments)
+    return found | {"engine": facts[cell.engine]}

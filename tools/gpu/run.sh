@@ -32,17 +32,14 @@ if [ $# = 0 ]; then
 fi
 
 install_vllm() {
-  local part
-  if ! ls "$carry"/part*/manifest.json >/dev/null 2>&1; then
+  local manifest=$carry/vllm/manifest.json
+  if [ ! -e "$manifest" ]; then
     python3 -c 'import vllm' && return # it is installed already
-    echo "no vLLM, and no carry folder at $carry: tools/gpu/build_carry.sh makes it"
+    echo "no vLLM, and none in $carry: tools/gpu/build_carry.sh makes it"
     return 1
   fi
-  if [ ! -e "$site/build" ] || ! grep -qF "$(cat "$site/build")" \
-    "$carry"/part1/manifest.json; then
-    for part in "$carry"/part*; do
-      SITE=$site bash "$part/install_on_device.sh" "$part" || return 1
-    done
+  if [ ! -e "$site/build" ] || ! grep -qF "$(cat "$site/build")" "$manifest"; then
+    SITE=$site bash tools/gpu/install_on_device.sh "$carry/vllm" || return 1
   fi
   # shellcheck disable=SC1091  # written by install_on_device.sh
   . "$site/env.sh"

@@ -86,6 +86,22 @@ def problems(count: int) -> Jobs:
     return jobs
 
 
+def one_of_each(
+    policies: Sequence[str], tokens: int, prompt_logprobs: bool = False
+) -> Jobs:
+    """Return a request of each policy, with prompts of several lengths."""
+    return [
+        Job(
+            name,
+            make_prompt(7000 + number, (37, 180, 300, 430)[number % 4]),
+            tokens,
+            extra_args={"kv_policy": name},
+            prompt_logprobs=prompt_logprobs,
+        )
+        for number, name in enumerate(policies)
+    ]
+
+
 def on_gpu(backend: str) -> Where:
     """Return the packaged model on the GPU, with one attention backend."""
     # In float32, which FlashAttention lacks, there is hardly any rounding to allow for.
@@ -253,15 +269,7 @@ def check_policies(checks: Any, where: Where, folder: Path | None = None) -> Non
         where: what engines run on.
         folder: for files that the policies read.
     """
-    jobs = [
-        Job(
-            name,
-            make_prompt(7000 + number, (37, 180, 300, 430)[number % 4]),
-            where.policy_tokens,
-            extra_args={"kv_policy": name},
-        )
-        for number, name in enumerate(where.policies)
-    ]
+    jobs = one_of_each(where.policies, where.policy_tokens)
     first, *others = where.policies
     options = options_of(where.policies)
     if folder is not None:

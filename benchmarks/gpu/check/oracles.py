@@ -13,10 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.check.engines import BASE, is_ragged, options_of, served_names
+from benchmarks.gpu.check.engines import (
+    BASE,
+    is_ragged,
+    one_of_each,
+    options_of,
+    served_names,
+)
 from benchmarks.gpu.check.where import GPU, QUICK, Graphs, assert_given_back
 from support.calibration_files import options_for
-from support.engine.helpers import Engine, Job, Result, make_prompt
+from support.engine.helpers import Engine, Job, Result
 from support.engine.oracle_plumbing import check_plumbing
 from support.engine.oracle_replay import Mismatch, check_replay
 from support.engine.oracle_selection import Report, check_selection
@@ -69,7 +75,7 @@ def check_oracles(checks: Any, what: Oracles) -> None:
         model = make_tiny_model(Path(folder) / "model")
         trace = Path(folder) / "trace"
         values = policy_values(what, Path(folder))
-        jobs = jobs_for(what.policies)
+        jobs = one_of_each(what.policies, 290, prompt_logprobs=True)
         with (
             checks.case(f"a run that strains the engine{tier}") as notes,
             Engine(model, values, trace, what.num_blocks, **what.settings) as engine,
@@ -146,20 +152,6 @@ def policy_values(what: Oracles, folder: Path) -> dict[str, Any]:
         if scorer in what.policies:
             options |= options_for(scorer, folder, 2, 2, 2, 32)
     return {"policy": first, "allow": others, "policy_config": options, **BASE}
-
-
-def jobs_for(policies: Sequence[str]) -> list[Job]:
-    """Return a request of each policy, with prompts of several lengths."""
-    return [
-        Job(
-            name,
-            make_prompt(7000 + number, (37, 180, 300, 430)[number % 4]),
-            290,
-            extra_args={"kv_policy": name},
-            prompt_logprobs=True,
-        )
-        for number, name in enumerate(policies)
-    ]
 
 
 def request_config(values: dict[str, Any], job: Job) -> KVPolicyConfig:

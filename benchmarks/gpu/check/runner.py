@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.gpu.engine import ENVIRONMENT
 from benchmarks.gpu.record import ROOT, machine
+from benchmarks.printing import table
 
 JOBS = 4  # groups at a time
 GRACE_SECONDS = 5.0
@@ -212,27 +213,20 @@ def run_all(
     lines = sorted(lines_of(path), key=lambda line: names.index(line["group"]))
     words = [about.get(key) for key in ("gpu", "torch", "vllm", "triton")]
     failed = sum(not line["ok"] for line in lines)
-    print(f"\n{' '.join(map(str, words))}\n{table(lines)}")
+    rows = [
+        [
+            "ok" if line["ok"] else "FAIL",
+            line["group"],
+            line["check"],
+            f"{line['seconds']:.1f}",
+            line["detail"][:MAX_DETAIL],
+        ]
+        for line in lines
+    ]
+    header = ["", "group", "check", "seconds", "notes"]
+    print(f"\n{' '.join(map(str, words))}\n\n{table(header, rows)}\n")
     print(
         f"{len(lines) - failed} checks passed, {failed} failed, "
         f"{time.monotonic() - started:.0f} s"
     )
     return not failed
-
-
-def table(lines: Sequence[Line]) -> str:
-    """Return the checks as lines of text."""
-    rows = [
-        (
-            "ok  " if line["ok"] else "FAIL",
-            line["group"],
-            line["check"],
-            f"{line['seconds']:.1f} s",
-            line["detail"][:MAX_DETAIL],
-        )
-        for line in lines
-    ]
-    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:4]]
-    return "\n".join(
-        "  ".join([*map(str.ljust, row[:4], widths), row[4]]).rstrip() for row in rows
-    )
