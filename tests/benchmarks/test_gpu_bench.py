@@ -1,7 +1,6 @@
 """The GPU benchmark's own logic, part by part, on a CPU with a model of two layers.
 
-Engines are in this process here; that each has a process of its own otherwise is tried
-with one that fails at once.
+Engines are in this process here; the rehearsal gives each a process of its own.
 """
 
 import json
