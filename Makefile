@@ -11,10 +11,10 @@
 # make test-all also runs slow tests, serves every policy of the package, one server
 # each, and repeats what a CPU may change as one without AVX-512.
 # On a machine with an NVIDIA GPU (docs/performance.md):
-#   make gpu-check               checks kernels and engines, in under 6 minutes
-#   make gpu-bench PART="c d"    runs parts of the benchmark, under 9 minutes each
+#   make gpu-check               checks kernels and engines, in under 8 minutes
+#   make gpu-bench PART="decode events"    measures, under 9 minutes each
 # and before, where there is none:
-#   make gpu-rehearsal           packs what travels there and starts every command
+#   make gpu-rehearsal           packs what travels there and runs every part small
 # GPU_PYTHON= is a Python that has vLLM and this package, in place of .venv.
 PYTHON ?= python3
 PORT ?= 8000
@@ -23,7 +23,7 @@ POLICY ?= ams-expected
 BUDGET ?= 384
 INTERVAL ?=
 MODEL ?= reasoner/checkpoint
-PART ?= min
+PART ?= serving
 GPU_PYTHON ?=
 MINUTES ?= 60
 SEED ?= 0
@@ -90,7 +90,7 @@ soak: setup
 		-k "random_engines or does_not_age" tests/engine/test_scheduler_simulation.py
 
 gpu-check: $(if $(GPU_PYTHON),,setup)
-	@$(or $(GPU_PYTHON),.venv/bin/python) -m benchmarks.gpu.check $(ARGS)
+	@$(or $(GPU_PYTHON),.venv/bin/python) -m benchmarks.gpu check $(ARGS)
 
 gpu-bench: $(if $(GPU_PYTHON),,setup)
 	@$(or $(GPU_PYTHON),.venv/bin/python) -m benchmarks.gpu $(PART) $(ARGS)

@@ -31,8 +31,6 @@ OUTPUTS = {
     "draw": ("benchmarks.report.__main__", "--output/"),
     "serving": ("benchmarks.serving", "--out"),
     "admission": ("benchmarks.admission", "--out"),
-    "check": ("benchmarks.gpu.check.__main__", "--out"),
-    "gpu": ("benchmarks.gpu.__main__", "--out/"),
     "ask": ("benchmarks.peer.__main__", "--record"),
     "evaluate": ("reasoner.evaluate", "--json"),
     "train": ("reasoner.train", "--run/"),

@@ -76,7 +76,7 @@ def test_every_twin_as_on_a_gpu(
     label: str, size: str, generator: torch.Generator
 ) -> None:
     seed = generator.initial_seed()
-    assert check_operation(label, SIZES[size], seed, CPU, "cuda") == []
+    assert check_operation(label, SIZES[size], seed, CPU, ["cuda"]) == []
 
 
 def test_which_operations_have_a_twin() -> None:

@@ -31,7 +31,7 @@ from support.made_gates import make_gates
 from support.made_patterns import write_pattern
 from support.made_surrogates import CENTRE, write_surrogate
 from support.tiny_model import make_tiny_model
-from vllm_kvpolicy.policies.admissions.wgkv import Gates, full_name, save
+from vllm_kvpolicy.policies.admissions.wgkv import Gates, full_name
 
 LAYERS, HEADS, DIM, HIDDEN, WINDOW, SINKS = 2, 2, 32, 64, 40, 7
 BASE = {"interval": 48, "prefill_interval": 128, "recent": WINDOW, "sinks": SINKS}

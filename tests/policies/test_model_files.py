@@ -23,6 +23,8 @@ from vllm_kvpolicy.policies import compose as factory
 from vllm_kvpolicy.policies import names as registry
 from vllm_kvpolicy.policies.admissions import wgkv
 from vllm_kvpolicy.policies.admissions.dms import model as dms
+from vllm_kvpolicy.policies.calibration import Calibration
+from vllm_kvpolicy.policies.model_files import ModelShape
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,12 @@ class Kind:
 
     Args:
         made: what a file is made of.
-        save, load: of the module.
+        load: of the module.
         format_name: what the header begins with.
         model: what `check_model` takes of a model that fits.
     """
 
     made: Any
-    save: Callable[[Path, Any], None]
     load: Callable[[Path], Any]
     format_name: str
     model: dict[str, Any]
@@ -49,25 +50,22 @@ KINDS = {
     **{
         name: Kind(
             made=make_calibration(name, 3, 2, 2, 8),
-            save=calibration.save,
             load=partial(calibration.load, kind=name),
-            format_name=calibration.FORMAT,
+            format_name=Calibration.FORMAT,
             model=HEADS,
         )
         for name in ("qfilter", "triattention")
     },
     "dms": Kind(
         made=make_adapter(shift=0),
-        save=dms.save,
         load=dms.load,
-        format_name=dms.FORMAT,
+        format_name=dms.DmsAdapter.FORMAT,
         model={"flavour": "qwen3", **SIZES, "hidden_size": 8},
     ),
     "wgkv": Kind(
         made=make_gates(),
-        save=wgkv.save,
         load=wgkv.load,
-        format_name=wgkv.FORMAT,
+        format_name=wgkv.Gates.FORMAT,
         model={"flavour": "qwen3", **SIZES, "head_dim": 8, "rope_theta": 5e5},
     ),
 }
@@ -92,7 +90,7 @@ def refused(kind: Kind, path: Path) -> str:
 
 
 def test_a_file_comes_back_as_it_was(path: Path, kind: Kind) -> None:
-    kind.save(path, kind.made)
+    kind.made.save(path)
     assert path.stat().st_mode & 0o444 == 0o444  # a server may run as somebody else
     got = kind.load(path)
     assert replace(got, tensors={}, path="") == replace(kind.made, tensors={})
@@ -103,7 +101,7 @@ def test_a_file_comes_back_as_it_was(path: Path, kind: Kind) -> None:
 
 @pytest.mark.parametrize("kept", [0, 4, 100, -1, -100])
 def test_a_truncated_file(path: Path, kind: Kind, kept: int) -> None:
-    kind.save(path, kind.made)
+    kind.made.save(path)
     path.write_bytes(path.read_bytes()[:kept])
     assert "expected a" in refused(kind, path)
 
@@ -131,19 +129,19 @@ def test_any_other_safetensors_file(path: Path, kind: Kind) -> None:
     assert f"format: got None, expected '{kind.format_name}'" in refused(kind, path)
     save_file(load_file(path), path, {"format": kind.format_name})
     assert ": got None, expected 'str'" in refused(kind, path)
-    kind.save(path, replace(kind.made, num_layers="three"))
+    replace(kind.made, num_layers="three").save(path)
     assert "num_layers: got 'three', expected 'int'" in refused(kind, path)
 
 
 def test_another_kind(path: Path) -> None:
-    KINDS["qfilter"].save(path, KINDS["qfilter"].made)
+    KINDS["qfilter"].made.save(path)
     told = "kind: got 'qfilter', expected 'triattention'"
     assert told in refused(KINDS["triattention"], path)
 
 
 def test_every_tensor_has_to_be_there_and_fit(path: Path, kind: Kind) -> None:
     def told(**changed: torch.Tensor) -> str:
-        kind.save(path, replace(kind.made, tensors={**others, **changed}))
+        replace(kind.made, tensors={**others, **changed}).save(path)
         return refused(kind, path)
 
     for key, whole in kind.made.tensors.items():
@@ -169,11 +167,12 @@ def test_every_tensor_has_to_be_there_and_fit(path: Path, kind: Kind) -> None:
 def test_a_file_of_another_model(path: Path, kind: Kind, name: str) -> None:
     if name not in kind.model:
         name = next(reversed(kind.model))
-    kind.save(path, kind.made)
+    kind.made.save(path)
     found, other = kind.load(path), "llama" if name == "flavour" else 32
-    found.check_model(**kind.model)
+    check = found.check_model if hasattr(found, "check_model") else found.fits
+    check(**kind.model)
     with pytest.raises(ValueError) as error:
-        found.check_model(**{**kind.model, name: other})
+        check(**{**kind.model, name: other})
     told = f"{path}: {name}: got {kind.model[name]!r}, expected {other!r}"
     assert str(error.value).endswith(told)
 
@@ -190,9 +189,9 @@ def test_a_policy_without_its_file(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["triattention", "qfilter"])
 def test_a_scorer_checks_the_shape_of_its_model(path: Path, name: str) -> None:
-    KINDS[name].save(path, KINDS[name].made)
+    KINDS[name].made.save(path)
     scorer = factory.build(name, {f"{name}_calibration": str(path)}).scorer
-    scorer.check_model(**HEADS)
+    scorer.check_model(ModelShape(**HEADS))
     with pytest.raises(ValueError, match="num_heads: got 4, expected 8"):
-        scorer.check_model(**{**HEADS, "num_heads": 8})
-    assert factory.build("rkv").scorer.check_model(1, 2, 3, 4) is None
+        scorer.check_model(ModelShape(**{**HEADS, "num_heads": 8}))
+    assert factory.build("rkv").scorer.check_model(ModelShape(1, 2, 3, 4)) is None
