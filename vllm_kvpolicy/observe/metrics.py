@@ -7,15 +7,14 @@ no lock.
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
 from struct import Struct
 from threading import Lock
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from vllm_kvpolicy.observe.observing import only_observes
 from vllm_kvpolicy.observe.shared_files import (
     COUNTERS,
     SharedFile,
@@ -25,6 +24,8 @@ from vllm_kvpolicy.observe.shared_files import (
 from vllm_kvpolicy.protocol import CompactEvent
 
 logger = logging.getLogger("vllm.kv_policy")  # without importing vLLM
+P = ParamSpec("P")
+Observer = TypeVar("Observer")
 
 # What only observes, as `kvpolicy_observers_off` calls it.
 TRACE, LIVE, COUNTER_FILE = "trace", "live", "counters"
@@ -202,6 +203,31 @@ class EngineCounters:
             held += request_held
             computed += request_computed
         self.file.set("keep_ratio", held / computed if computed else 1.0)
+
+
+def only_observes(
+    method: Callable[Concatenate[Observer, P], None],
+) -> Callable[Concatenate[Observer, P], None]:
+    """Return a method whose errors do not reach its caller, so that serving goes on.
+
+    The first one is logged and told to the object's `on_off`, where it has one; from
+    then on the methods of that object that are wrapped like this do nothing.
+    """
+
+    @wraps(method)
+    def guarded(self: Any, *args: P.args, **kwargs: P.kwargs) -> None:
+        if getattr(self, "is_off", False):
+            return
+        try:
+            method(self, *args, **kwargs)
+        except Exception:
+            self.is_off = True
+            name = type(self).__name__
+            logger.exception("%s is off from here on; serving goes on", name)
+            if hasattr(self, "on_off"):
+                self.on_off()
+
+    return guarded
 
 
 class WorkerCounters:
