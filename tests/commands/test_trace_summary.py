@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from support.made_traces import make_event, rows, run_request, write_trace
-from vllm_kvpolicy.commands.trace import LABELS, main, summarise
+from vllm_kvpolicy.__main__ import main
+from vllm_kvpolicy.commands.trace import LABELS, summarise
 from vllm_kvpolicy.observe.trace_files import new_run
 
 SINKS = 4
@@ -158,7 +159,7 @@ def test_json_that_cannot_be_written_is_one_line(tmp_path, capsys):
     (tmp_path / "no").write_text("")
     file = tmp_path / "no" / "x"
     with pytest.raises(SystemExit) as stopped:
-        main(["report", str(folder), "--json", str(file)])
+        main(["trace", "report", str(folder), "--json", str(file)])
     assert stopped.value.code == 2
     message = f"--json: got {str(file)!r}, but {str(file.parent)!r} is not a folder\n"
     assert capsys.readouterr().err.endswith(message)
@@ -169,9 +170,7 @@ def test_json_that_cannot_be_written_is_one_line(tmp_path, capsys):
     [(".", "trace: no events in"), ("none", "trace: no such folder")],
 )
 def test_a_folder_without_events_is_refused(tmp_path, capsys, name, message):
-    with pytest.raises(SystemExit) as stopped:
-        main(["report", str(tmp_path / name)])
-    assert stopped.value.code == 2
+    assert main(["trace", "report", str(tmp_path / name)]) == 2
     assert f"error: {message} '{tmp_path / name}'" in capsys.readouterr().err
 
 
@@ -179,8 +178,7 @@ def test_a_restarted_server_is_measured_apart(tmp_path, capsys):
     first = write_trace(new_run(tmp_path), run_request(newest))
     assert summarise(tmp_path) == summarise(first)
     second = write_trace(new_run(tmp_path), run_request(newest, events=2))
-    with pytest.raises(SystemExit):
-        main(["report", str(tmp_path)])
+    assert main(["trace", "report", str(tmp_path)]) == 2
     assert f"name one of them: {first}, {second}" in capsys.readouterr().err
-    main(["report", str(second)])
+    assert main(["trace", "report", str(second)]) == 0
     assert summarise(second)["snapkv"]["events"] == 2
