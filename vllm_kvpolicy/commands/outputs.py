@@ -16,7 +16,7 @@ def table(lines: Iterable[Sequence[str]], are_numbers: bool = False) -> str:
     """Return lines as columns.
 
     Args:
-        are_numbers: columns behind the first one end in line; else all begin in line.
+        are_numbers: align the columns behind the first one at the right.
     """
     rows = list(lines)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -129,7 +129,7 @@ def counter_path(engine: str) -> Path:
     return file_path(COUNTERS, engine)
 
 
-class CounterFile:
+class CounterFile(SharedFile):
     """A shared array of float64, one per field, each of which one object writes.
 
     What tells that an observer is off is written by whoever sees it: always a 1.
@@ -143,8 +143,7 @@ class CounterFile:
     """
 
     def __init__(self, engine: str, create: bool) -> None:
-        self._file = SharedFile(counter_path(engine), SIZE_BYTES, create)
-        self.path = self._file.path
+        super().__init__(counter_path(engine), SIZE_BYTES, create)
         self._values = list(self.read().values())
 
     def add(self, name: str, amount: float) -> None:
@@ -154,16 +153,12 @@ class CounterFile:
         place = INDEX[name]
         if value != self._values[place]:
             self._values[place] = value
-            self._file.write(place * _VALUE.size, _VALUE.pack(value))
+            self.write_bytes(place * _VALUE.size, _VALUE.pack(value))
 
     def read(self) -> dict[str, float]:
         """Return every field by name."""
-        values = _VALUE.iter_unpack(self._file.read(0, SIZE_BYTES))
+        values = _VALUE.iter_unpack(self.read_bytes(0, SIZE_BYTES))
         return {name: value for name, (value,) in zip(FIELDS, values, strict=True)}
-
-    def remove(self) -> None:
-        """Delete the file; who has it open keeps reading the old values."""
-        self._file.remove()
 
 
 class EngineCounters:
