@@ -152,10 +152,7 @@ def finish_stock(vllm_config: Any, is_command: bool) -> None:
     with errors(is_command):
         refuse_plain(vllm_config.model_config)
     if is_counted(vllm_config):
-        scheduler = vllm_config.scheduler_config
-        # The counting class that schedules as vLLM would without it.
-        is_async = bool(scheduler.async_scheduling)
-        scheduler.scheduler_cls = compat.COUNTING_CLASSES[is_async]
+        _choose_counting(vllm_config.scheduler_config)
         remove_stale_files_at_exit()
 
 
@@ -255,6 +252,12 @@ def _check_name(additional: Any) -> None:
 
 def _is_command(engine_args: Any) -> bool:
     return ENGINE_KEY in engine_args.additional_config
+
+
+def _choose_counting(scheduler: Any) -> None:
+    """Name the counting class that schedules as vLLM would without it."""
+    is_async = bool(scheduler.async_scheduling)
+    scheduler.scheduler_cls = compat.COUNTING_CLASSES[is_async]
 
 
 def _choose(engine_args: Any, config: KVPolicyConfig) -> None:
