@@ -475,7 +475,8 @@ def small_pool(policy_config):
 
 def check(request, vllm_config, server):
     """Check a request as vLLM's InputProcessor does once it is prepared."""
-    processor = SimpleNamespace(vllm_config=vllm_config, kv_policy_server=server)
+    policy = {"additional_config": {"kv_policy": server.to_dict()}}
+    processor = SimpleNamespace(vllm_config=Overlay(vllm_config, policy))
     return check_prepared(processor, request, request.sampling_params)
 
 

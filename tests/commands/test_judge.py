@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from vllm_kvpolicy.commands import judge
-from vllm_kvpolicy.commands.judge import FAILED, OPEN, PASSED, Answer, Check, Pool
+from vllm_kvpolicy.commands.judge import FAILED, OPEN, PASSED, Answer, Check
 
 STOCK = [Answer((1, 2, 3, 4)), Answer((5, 6, 7, 8))]
 OTHER = [Answer((1, 2, 3, 4)), Answer((5, 6, 9, 8))]
@@ -50,9 +50,9 @@ def test_a_policy_that_returns_nothing(name):
 
 
 def test_a_pool_that_leaks():
-    assert judge.pool_is_free("x", Pool(0, 9)).result == PASSED
-    check = judge.pool_is_free("x", Pool(2, 9))
-    assert (check.result, check.figures) == (FAILED, "2 of 9 superblocks still held")
+    assert judge.pool_is_free("x", 0).result == PASSED
+    check = judge.pool_is_free("x", 2)
+    assert (check.result, check.figures) == (FAILED, "2 superblocks still held")
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from support.made_traces import make_event, rows, run_request, write_trace
+from vllm_kvpolicy.__main__ import main
 from vllm_kvpolicy.commands import trace as command
-from vllm_kvpolicy.commands.trace import main
 
 HEADS = {"selected": rows([0, 6, 7, 8, 9], [6, 7, 8, 9]), "survivors": rows([0], [])}
 
@@ -106,17 +106,14 @@ def test_what_cannot_be_drawn_is_refused(tmp_path, capsys, content, arguments, m
         write_trace(tmp_path, [make_event()])
     if content == b"broken":
         (tmp_path / "000000.npz").write_bytes(content)
-    with pytest.raises(SystemExit) as stopped:
-        main(["plot", str(tmp_path), *arguments])
-    assert stopped.value.code == 2
+    assert main(["trace", "plot", str(tmp_path), *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "plots").exists()
 
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(SystemExit):
-        main(["plot", str(write_trace(tmp_path, [make_event()]))])
+    assert main(["trace", "plot", str(write_trace(tmp_path, [make_event()]))]) == 2
     message = "plots need matplotlib: pip install matplotlib\n"
     assert capsys.readouterr().err.endswith(f"error: {message}")
     assert not (tmp_path / "plots").exists()

@@ -68,7 +68,7 @@ def test_a_record_that_is_being_overwritten_is_no_record(pair):
     writer, reader = pair
     writer.append({"n": 0})
     writer.append({"n": 1})
-    writer.file.write(ring._DATA_AT + 3, b"?")
+    writer.write_bytes(ring._DATA_AT + 3, b"?")
     assert numbers(reader.read()[0]) == [1]
 
 
