@@ -6,10 +6,8 @@ number for number.
 
 import math
 import os
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,7 +20,7 @@ from vllm_kvpolicy.kernels.segment_quota import (
     to_fixed_point,
 )
 from vllm_kvpolicy.kernels.triton.ranking import GROUP_TILE, MAX_TILE
-from vllm_kvpolicy.policies.allocators.ams import PRESETS, AMSConfig, choose, select
+from vllm_kvpolicy.policies.allocators.ams import PRESETS, choose
 
 
 def rows_of_mass(tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -50,7 +48,6 @@ def rows_of_mass(tokens: int, generator: torch.Generator) -> dict[str, torch.Ten
     }
 
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "ams_parity.npz"
 SPECIAL = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -1.0])
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 MANY_TILES = 2 * MAX_TILE + 37
@@ -65,7 +62,6 @@ SHAPES = [
     (0.1, 1, 1, 1),
 ]
 NO_FLOOR = {"min_segment": 1, "max_segment": 999, "min_quota": 0}
-QUICK = (1, 31, 53)  # of the authors' selections
 Rows = dict[str, torch.Tensor]
 
 
@@ -386,58 +382,6 @@ def test_nothing_to_pick() -> None:
 
 
 # -- what they make together -----------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def golden() -> dict[str, np.ndarray]:
-    with np.load(GOLDEN, allow_pickle=False) as data:
-        return dict(data)
-
-
-def parameters(
-    golden: dict[str, np.ndarray], kind: str, case: int
-) -> tuple[int, AMSConfig]:
-    columns = map(str, golden[f"{kind}_cols"])
-    p = dict(zip(columns, map(float, golden[f"{kind}_params"][case]), strict=True))
-    return int(p["K"]), AMSConfig(
-        segment_mass=p["delta"],
-        min_segment=int(p["Lmin"]),
-        max_segment=int(p["Lmax"]),
-        min_quota=int(p["qmin"]),
-        sinks=int(p["n_sink"]),
-        recent=int(p["n_last"]),
-        ema_decay=p.get("lam", 0.9),
-        ema_mix=p.get("beta", 0.9),
-        parity=True,
-    )
-
-
-@pytest.mark.parametrize(
-    "case",
-    [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in range(60)],
-)
-def test_the_authors_selections(golden: dict[str, np.ndarray], case: int) -> None:
-    budget, config = parameters(golden, "single", case)
-    usage, score, keep = (
-        torch.from_numpy(golden[f"s{case:03d}_{name}"]) for name in ("u", "g", "keep")
-    )
-    before = pick_by_quota.calls.total(), pick_by_quota.calls["reference"]
-    assert torch.equal(select(usage, score, budget, config).keep, keep)
-    after = pick_by_quota.calls.total(), pick_by_quota.calls["reference"]
-    assert after == (before[0] + 1, before[1])
-
-
-def test_a_chain_of_the_authors_events(golden: dict[str, np.ndarray]) -> None:
-    budget, config = parameters(golden, "chain", 4)
-    credit = None
-    for event in range(3):
-        usage, score, keep = (
-            torch.from_numpy(golden[f"c004e{event}_{name}"])
-            for name in ("u", "g", "keep")
-        )
-        got = select(usage, score, budget, config, credit=credit)
-        assert torch.equal(got.keep, keep)
-        credit = got.credit
 
 
 @pytest.mark.parametrize("name", ["default", "code"])
