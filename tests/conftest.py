@@ -17,7 +17,8 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # They hold tests, which files of tests import.
-pytest.register_assert_rewrite("support.twins_of_selection", "support.twins_of_stages")
+TWINS = ("moves", "page_tables", "reductions", "selection", "stages", "window_usage")
+pytest.register_assert_rewrite(*(f"support.twins_of_{each}" for each in TWINS))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

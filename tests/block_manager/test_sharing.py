@@ -242,11 +242,19 @@ def test_a_booking_counts_a_prefix_no_longer_than_to_the_soonest_event(speed: in
 
 @pytest.mark.parametrize(
     ("window", "cached_tokens", "usable"),
-    [(32, 160, 64), (32, 48, 48), (0, 160, 96), (7, 160, 96), (8, 160, 80)],
+    [
+        (32, 160, 64),
+        (32, 48, 48),
+        (0, 160, 96),
+        (7, 160, 96),
+        (8, 160, 80),
+        (8, 96, 80),
+    ],
 )
 def test_a_hit_ends_before_the_queries_of_the_first_event(
     window, cached_tokens, usable
 ):
+    """And leaves a token to compute that needs no window of queries."""
     engine = Engine(1)
     plan = request_plan(engine.planner, PLAN, 4, 2, window=window)
     assert plan.first_event == FIRST
@@ -265,13 +273,6 @@ def test_a_request_that_measures_its_tokens_takes_nothing():
     plan = request_plan(engine.planner, PLAN, 4, 2)
     assert plan.usable_hit(160) == 96 and plan.usable_hit(0) == 0
     assert replace(plan, takes_hits=False).usable_hit(160) == 0
-
-
-def test_a_hit_leaves_a_token_to_compute_without_a_query_window():
-    engine = Engine(1)
-    plan = request_plan(engine.planner, PLAN, 4, 2, window=8)
-    # 104 - 8 = 96: after a hit of 96 the first token would need a window.
-    assert plan.usable_hit(96) == 80
 
 
 def test_turnover_by_example():

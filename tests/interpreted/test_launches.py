@@ -1,14 +1,21 @@
-"""Counts what the plugin adds to decode steps: launches per step, and per layer."""
+"""What events and decode steps may cost in launches; more than that is a step back."""
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import GridExecutor
 
-from support.worker.event_launches import Launches
+from support.sweeps import some
+from support.worker.event_world import World
 from vllm_kvpolicy.kernels.dispatch import forced
 from vllm_kvpolicy.policies.admissions.dms.policy import (
     DelayedEviction,
@@ -16,6 +23,7 @@ from vllm_kvpolicy.policies.admissions.dms.policy import (
 )
 from vllm_kvpolicy.policies.selections.quest import Quest
 from vllm_kvpolicy.protocol import StepCommands, WindowCapture
+from vllm_kvpolicy.worker import transfer
 from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
 from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
 from vllm_kvpolicy.worker.pages import PagePool
@@ -24,6 +32,19 @@ from vllm_kvpolicy.worker.step import Step
 from vllm_kvpolicy.worker.tiers.head_tables import FoldedBatch
 from vllm_kvpolicy.worker.tiers.page_selection import PageSelection, SelectedBatch
 
+# Operators, Triton kernels and copies to the device: of a batch of third events,
+EVENTS: dict[str, tuple[dict[str, Any], int]] = {
+    "ams-tova": ({}, 53),
+    "snapkv": ({}, 27),
+    "streaming": ({}, 23),
+    "adakv-snapkv": ({}, 41),
+    "hard-snapkv": ({"hard_mode": "dynamic"}, 79),
+}
+# and what the plugin adds to a decode step, and to each layer of it.
+STEPS = {"dms": (46, 5), "quest": (16, 2), "query windows": (6, 1)}
+EVENTS_BEFORE = 2  # of each request: the counted ones find survivors
+FREE = ("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty")
+COPY = "copy to the device"
 LAYERS, HEADS, GROUP, DIM, SIZE, BLOCKS = 2, 2, 2, 8, 4, 80
 REQUESTS, HELD, MOST, BUDGET = 3, 45, 14, 14
 NAMES = tuple("abc")
@@ -32,7 +53,101 @@ CPU = torch.device("cpu")
 Phases = tuple[Callable[[], Any], Callable[[int], Any]]
 
 
-def count_launches(name: str) -> tuple[Counter[str], Counter[str]]:
+class Launches(TorchDispatchMode):
+    """Counts by name what a GPU would be asked to do.
+
+    That is every PyTorch operator that computes, every Triton kernel and every copy of
+    host integers. A kernel under the interpreter counts once, whatever it calls.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self._in_kernel = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with self:
+            parts = func.decompose(*args, **kwargs)
+        if parts is not NotImplemented:
+            return parts
+        name = func.overloadpacket.__name__
+        if not (self._in_kernel or func.is_view or name in FREE):
+            self.counts[name] += 1
+        return func(*args, **kwargs)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Count until the end of the block."""
+        run, copy = GridExecutor.__call__, transfer.to_device
+
+        def launch(grid: Any, *args: Any, **kwargs: Any) -> Any:
+            self.counts[f"triton {grid.fn.__name__}"] += 1
+            self._in_kernel = True
+            try:
+                return run(grid, *args, **kwargs)
+            finally:
+                self._in_kernel = False
+
+        def send(*args: Any) -> torch.Tensor:
+            self.counts[COPY] += 1
+            return copy(*args)
+
+        with pytest.MonkeyPatch.context() as patch, self:
+            patch.setattr(GridExecutor, "__call__", launch)
+            for module in _modules_with(copy):
+                patch.setattr(module, "to_device", send)
+            yield
+
+
+def _modules_with(function: Callable[..., Any]) -> Iterator[Any]:
+    """Yield the package's modules that call a function of `transfer` by its name."""
+    for name, module in list(sys.modules.items()):
+        is_ours = name.startswith("vllm_kvpolicy.worker")
+        if is_ours and getattr(module, function.__name__, None) is function:
+            yield module
+
+
+def launches_of_events(name: str, **options: Any) -> Counter[str]:
+    """Return what the third events of two requests cost, in one batch.
+
+    Args:
+        name: the policy.
+        options: the policy's own, defaults apart.
+    """
+    generator = torch.Generator().manual_seed(5)
+    counter = Launches()
+    with forced("reference"):
+        world = World(name, "cpu", partial(torch.randn, generator=generator), **options)
+        for ordinal in range(EVENTS_BEFORE):
+            world.step(ordinal)
+    with forced("triton"):
+        events = world.events(EVENTS_BEFORE)
+        with counter.watching():
+            world.compactor.run(events)
+    return counter.counts
+
+
+def names(counts: Counter[str]) -> Iterator[str]:
+    """Yield a line for each kind of launch."""
+    for name, count in counts.most_common():
+        yield f"{count:5} {name}"
+
+
+@pytest.mark.parametrize("name", some([*EVENTS]))
+def test_a_batch_of_events_launches_no_more(name: str) -> None:
+    options, limit = EVENTS[name]
+    counts = launches_of_events(name, **options)
+    print(f"\n{name}: {counts.total()}", *names(counts), sep="\n")
+    assert counts.total() <= limit, counts
+
+
+# -- decode steps ----------------------------------------------------------------------
+
+
+def launches_of_decoding(name: str) -> tuple[Counter[str], Counter[str]]:
     """Return what one decode step of three requests costs, once and in each layer.
 
     Args:
@@ -162,7 +277,9 @@ PHASES: dict[str, Callable[[PagePool], Phases]] = {
 }
 
 
-def names(counts: Counter[str]) -> Iterator[str]:
-    """Yield a line for each kind of launch."""
-    for name, count in counts.most_common():
-        yield f"{count:5} {name}"
+@pytest.mark.parametrize("name", STEPS)
+def test_a_decode_step_launches_no_more(name: str) -> None:
+    step, layer = launches_of_decoding(name)
+    print(f"\n{name}, once in a step: {step.total()}", *names(step), sep="\n")
+    print(f"{name}, in each layer: {layer.total()}", *names(layer), sep="\n")
+    assert step.total() <= STEPS[name][0] and layer.total() <= STEPS[name][1]
