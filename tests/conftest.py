@@ -105,6 +105,16 @@ def policy_config(tiny_model: Path):
     return engine_args(tiny_model, additional_config=additional).create_engine_config()
 
 
+@pytest.fixture(scope="session")
+def model_config(tiny_model: Path):
+    """The tiny model's configuration for schedulers; no weight is loaded."""
+    from vllm.config import ModelConfig
+
+    return ModelConfig(
+        model=str(tiny_model), skip_tokenizer_init=True, dtype="float32", seed=0
+    )
+
+
 @pytest.fixture
 def policy_log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

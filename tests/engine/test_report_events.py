@@ -37,7 +37,7 @@ def said_by(session: Session) -> dict[str, list[list[float]]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["snapkv", "adakv-snapkv", "wgkv", "wgkv+snapkv"])
+@pytest.mark.parametrize("name", ["adakv-snapkv", "wgkv+snapkv"])
 def test_answers_say_what_traces_hold(name, tiny_model, tmp_path):
     """Preempted, with prompts in chunks, next to each other."""
     policy = policy_of(name, tmp_path)
@@ -61,7 +61,7 @@ def test_answers_say_what_traces_hold(name, tiny_model, tmp_path):
     assert any(slack) is ("wgkv" in name)
 
 
-@pytest.mark.parametrize("name", ["snapkv", "wgkv", "wgkv+snapkv"])
+@pytest.mark.parametrize("name", ["snapkv", "wgkv"])
 def test_costs_are_what_the_scheduler_counts(name, tiny_model, tmp_path):
     """But for one block of a request whose event has not been answered yet."""
     policy = policy_of(name, tmp_path)

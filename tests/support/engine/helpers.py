@@ -478,7 +478,8 @@ class Session:
     def __init__(self, engine: Engine, jobs: list[Job]) -> None:
         self.engine = engine
         self.waiting = sorted(jobs, key=lambda job: job.arrives)
-        self.jobs: dict[str, Job] = {}
+        self.jobs: dict[str, Job] = {}  # by the id that vLLM gives a request
+        self.named = {job.name: job for job in jobs}
         self.outputs: dict[str, Any] = {}
         self.steps = 0
         self._preemptions_before = engine._preemptions
@@ -496,16 +497,11 @@ class Session:
             raise RuntimeError(f"still running after {MAX_STEPS} steps")
         for output in llm_engine.step():
             self.outputs[output.request_id] = output
-            job = self.jobs_by_name[output.request_id]
+            job = self.named[output.request_id]
             num_tokens = len(output.outputs[0].token_ids)
             if job.aborted is not None and num_tokens >= job.aborted:
                 llm_engine.abort_request([job.name])
         return True
-
-    @property
-    def jobs_by_name(self) -> dict[str, Job]:
-        """Jobs that have been added."""
-        return {job.name: job for job in self.jobs.values()}
 
     def _add(self, job: Job) -> None:
         from vllm import SamplingParams, TokensPrompt
