@@ -16,7 +16,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from support.engine_configs import Overlay, engine_args
 from vllm_kvpolicy import compat, plugin
 from vllm_kvpolicy.api import engine_config, patch, patch_table, request_guards
-from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.config import ConfigValues, KVPolicyConfig
 from vllm_kvpolicy.kernels import preferences
 from vllm_kvpolicy.observe.metrics import CounterFile
 
@@ -359,8 +359,9 @@ def test_each_engine_parses_its_policy_once(policy_config, monkeypatch):
     check = patch._with_request_check(prepare)
     early = patch._with_early_check(lambda self, *args: args)
     for name in ("ams-tova", "tova"):
-        values = {"additional_config": {"kv_policy": {"policy": name}}}
-        owner = SimpleNamespace(vllm_config=Overlay(policy_config, values))
+        values = ConfigValues({"kv_policy": {"policy": name}})
+        overlay = Overlay(policy_config, {"additional_config": values})
+        owner = SimpleNamespace(vllm_config=overlay)
         for _ in range(3):
             check(owner, "id", (1,), params(kv_budget=96))
             early(owner, "hi", params(kv_budget=96))

@@ -35,7 +35,7 @@ def trace(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def drawn(trace: Path) -> Path:
     """The plots of the trace, drawn by the command."""
-    main(["plot", str(trace)])
+    main(["trace", "plot", str(trace)])
     return trace / "plots"
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -168,7 +169,7 @@ def test_a_pass_that_chooses_otherwise(
     score, seeds = RandomScorer.score, count()
 
     def drawn_anew(self: RandomScorer, inputs, usage):
-        self.seed = next(seeds)
+        self.options = SimpleNamespace(seed=next(seeds))
         return score(self, inputs, usage)
 
     monkeypatch.setattr(RandomScorer, "score", drawn_anew)

@@ -215,7 +215,7 @@ def test_a_selection_alone_keeps_everything() -> None:
     assert registry.resolve(info, {}).options == {"quest_budget": 1024}
     assert isinstance(factory.build("quest", {"quest_budget": 7}), KeepAll)
     behind = registry.parse("ams-tova+quest").selection.build({"quest_budget": 64})
-    assert isinstance(behind, Quest) and behind.budget == 64
+    assert isinstance(behind, Quest) and behind.options.quest_budget == 64
     with pytest.raises(ValueError, match="quest_budget: got 0, expected an integer"):
         factory.build("quest", {"quest_budget": 0})
 

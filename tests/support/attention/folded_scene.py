@@ -18,6 +18,7 @@ from support.attention.scene import POISON, Layers, Request, Shape
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.protocol import StepCommands
 from vllm_kvpolicy.worker.setup import prepare
+from vllm_kvpolicy.worker.transfer import to_device
 
 LAYERS = 2
 NAMES = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
@@ -148,7 +149,7 @@ class FoldedScene(Layers):
         counts = torch.tensor(drawn, device=self.device)
         first = torch.cat([counts.new_zeros(1), counts.cumsum(0)])[None]
         listed = torch.tensor([pages], device=self.device)
-        folder.lists.update([slot], slots.to_device([slot]), first, listed)
+        folder.lists.update([slot], to_device([slot], self.device), first, listed)
         folder.forget([self.names[number]])
         self.counts[number] = counts.view(LAYERS, -1)
 
