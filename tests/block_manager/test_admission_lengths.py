@@ -18,6 +18,7 @@ from vllm.v1.request import Request
 
 from support.engine.simulator_engine import Scenario, make_scheduler
 from vllm_kvpolicy.block_manager.entry import Claim
+from vllm_kvpolicy.block_manager.output_lengths import LOOKAHEAD
 
 TOKEN, STOP_TOKEN = 5, 7
 # A step costs about as much as ten tokens more in it, by which steps are weighed.
@@ -313,3 +314,18 @@ def test_nobody_makes_way_while_nobody_is_let_in(
     assert engine.num_preemptions == before and not urgent.num_computed_tokens
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
     engine.finish()
+
+
+def test_answers_that_outlive_what_was_expected_do_not_wait_for_each_other(
+    model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two take the whole pool at the length where both were expected to end."""
+    engine = traffic(model, monkeypatch, pool=2 * 19)
+    for _ in range(2):
+        engine.add(length=300, prompt_len=19 * 16 - LOOKAHEAD + 1)
+    while engine.scheduler.has_unfinished_requests():
+        before = engine.tokens
+        engine.step()
+        assert engine.tokens > before, engine.steps
+    assert engine.num_preemptions == 1
+    engine.scheduler.shutdown()
