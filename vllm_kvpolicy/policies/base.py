@@ -1,8 +1,8 @@
 """The contract between the worker and a policy: what an event sees and what it decides.
 
-Axes used everywhere: E events (one request each), L layers, H KV heads, G query heads
-per KV head (Hq = H * G), T tokens held (right-padded, per head), D head size, W window
-queries, K budget in tokens per KV head, C survivors to place, R = E * L * H rows.
+Axes of policies: E events (one request each), L layers, H KV heads, G query heads per
+KV head (Hq = H * G), T tokens held (right-padded, per head), D head size, W window
+queries, K budget in tokens per KV head, M places of survivors, R = E * L * H rows.
 Tokens are in time order, oldest first. Heads may hold different tokens, and under a
 ragged policy different numbers of them; the local tokens are the newest of every head.
 """
@@ -88,7 +88,8 @@ class EventInputs:
         sink_logits: [L, Hq] float32, of learned sinks, which take part in every
             softmax of the model; None where it has none.
         keys: [E, L, H, T, D] model dtype, cached post-RoPE keys, plain or on pages, or
-            None unless asked for, like all that follows. Values on padding are
+            None unless `Needs` asks for them, like all fields below whose type allows
+            None. Values on padding are
             unspecified. Of an FP8 cache they are what attention reads, rounded when
             they were stored, unlike `queries`. Read through `given` or `paged`.
         values: [E, L, H, T, D] model dtype, cached values; likewise.

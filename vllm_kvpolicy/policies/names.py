@@ -3,8 +3,8 @@
 A name is `[ADMISSION][+EVICTION][+SELECTION]`, at least one part; EVICTION is
 `[ALLOCATOR-]SCORER`. For example `wgkv+ams-snapkv+quest` has all four words.
 
-A word is a file of the folder of its kind. A user's own scorer or allocator is a word,
-too: the name of an entry point of the group `vllm_kvpolicy.policies`, or
+Each file in the folder of a kind defines one word. A user's own scorer or allocator is
+a word, too: the name of an entry point of the group `vllm_kvpolicy.policies`, or
 `package.module:Class` in its place, such as `ams-my.scorers:Novelty`. What a name does
 not have is not imported.
 """

@@ -1,4 +1,6 @@
-"""Options: the keys of `--kv-policy-config`, as one pydantic model per word.
+"""Options of words: keys of `--kv-policy-config`, one pydantic model per word.
+
+The keys of the server itself are `config_keys.SERVER_OPTIONS`.
 
 A field is one key and the only place that defines its type, range, default and
 description. Validation, error messages and docs/support.md come from it. A model holds

@@ -1,4 +1,4 @@
-"""What a rank of a tensor-parallel group serves, and what it has to hear of the others.
+"""What a rank of a tensor-parallel group serves, and what it needs from the others.
 
 Every rank has some of the heads of all layers, and decides for those alone. It hears of
 the others where a score is a mean over all heads of a layer, where several ranks have

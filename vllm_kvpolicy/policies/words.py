@@ -17,7 +17,9 @@ from vllm_kvpolicy.policies.options import BaseOptions
 
 
 class Word(OfModel):
-    """One word of the grammar; a class of a file here has a `summary`.
+    """One word of the grammar.
+
+    Each file in the folder of a kind defines one: its only class that sets `summary`.
 
     Attributes:
         Options: the keys of `--kv-policy-config` that it reads; it is built with their
@@ -26,11 +28,11 @@ class Word(OfModel):
         summary: half a line for help texts.
         source: where the method is published.
         query_window: queries that it reads: a number, or the option that holds it.
-        ragged: heads end up with different numbers of tokens; an admission must set it.
+        ragged: heads end up with different numbers of tokens, as after any admission.
         dynamic: it may keep less than the budget; an admission always may.
         protect_prompt: prompt tokens are kept unless the user says otherwise.
         decides: it always decides while tokens are computed, not at events.
-        decides_later: a token decides about the token before it.
+        decides_later: whether a token is kept is decided by the token after it.
         measures_tokens: its events read what was measured when each token was computed,
             so that a request takes nothing from the prefix cache.
         weighs_itself: it computes attention of its own from queries, which leaves out
@@ -179,7 +181,7 @@ class BaseAllocator(Word, ABC):
 
 
 class BaseAdmission(Word):
-    """Predicts how useful a token will be after it leaves the window.
+    """Predicts how useful a token will be when it is no longer among the newest.
 
     A subclass either defines `gates`, or sets `needs.until` and implements `Decider`;
     its decisions then act as gates of 0 or 1.
@@ -189,6 +191,7 @@ class BaseAdmission(Word):
         threshold: tokens with a gate above this are admitted.
     """
 
+    ragged = True
     needs = Needs()
     threshold: float = 0.5
 

@@ -55,7 +55,7 @@ LISTS = "page lists of heads"
 
 @dataclass(frozen=True)
 class SideTables:
-    """What a worker allocates once the number of superblocks of the pool is known.
+    """Sizes of what a worker allocates when it knows the superblocks of the pool.
 
     Args:
         num_heads: n = L * H on this rank.

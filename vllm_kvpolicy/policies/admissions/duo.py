@@ -113,7 +113,6 @@ class RetrievalHeads(BaseAdmission):
         "window; a baseline"
     )
     source = "DuoAttention, arXiv 2410.10819"
-    ragged = True
     fitted = True
     refuses = SIZED_BY_HELD
 

@@ -226,7 +226,6 @@ class SurrogateScores(BaseAdmission):
         "recent window"
     )
     source = "KVzap, arXiv 2601.07891"
-    ragged = True
     decides = True
     fitted = True
     refuses = SIZED_BY_HELD

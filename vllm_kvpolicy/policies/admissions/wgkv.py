@@ -286,7 +286,6 @@ class WriteGates(BaseAdmission):
 
     summary = "trained gates choose which tokens stay when they leave the recent window"
     source = "WG-KV, arXiv 2512.17452"
-    ragged = True
     rotates = True
     fitted = True
     refuses = SIZED_BY_HELD

@@ -55,7 +55,6 @@ class DelayedEviction(BaseAdmission):
         "the model is trained to mark which tokens are dropped after the recent window"
     )
     source = "DMS, arXiv 2506.05345"
-    ragged = True
     decides = True
     decides_later = True
     fitted = True
