@@ -85,6 +85,21 @@ def test_an_event_leaves_cached_superblocks_alone():
     assert cached(engine) == set(before[:6])
 
 
+def test_survivors_are_not_offered_where_offers_come_late():
+    """Where vLLM speculates it offers what is confirmed, maybe after the event."""
+    engine = Engine(20, caching=True)
+    request = make_request("a", list(range(FIRST)))
+    engine.add("a", PROMPT)
+    engine.compute("a", 0, FIRST)
+    offer(engine, request, 48)
+    before = cached(engine)
+    engine.planner.finish_step({"a": FIRST})
+    engine.compute("a", FIRST, 1)
+    assert len(engine.event("a", 1).dest_blocks) == 4
+    offer(engine, request, FIRST + 1)
+    assert cached(engine) == before and len(before) == 3
+
+
 def test_a_full_pool_hands_out_what_the_request_has_let_go():
     engine = Engine(7, caching=True)
     compute_prompt(engine, "a")
