@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from support.made_traces import make_event, rows, run_request, write_trace
-from vllm_kvpolicy.commands.trace import LABELS, summarise
+from vllm_kvpolicy.commands.trace import LABELS, main, summarise
 
 SINKS = 4
 
@@ -150,3 +150,9 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path):
     assert lines[LABELS["events"]] == ["4", "4"]
     assert lines[LABELS["survival"]] == ["0.062", "0.062"]
     assert json.loads(file.read_text()) == summarise(folder)
+
+
+def test_a_full_disk_is_told_with_option_and_path(tmp_path):
+    folder = write_trace(tmp_path / "trace", run_request(newest))
+    with pytest.raises(ValueError, match="^--json: cannot write '/dev/full': No space"):
+        main(["report", str(folder), "--json", "/dev/full"])

@@ -103,6 +103,14 @@ def test_files_of_killed_engines_are_removed_and_those_of_live_ones_stay(folder)
     assert sorted(folder.iterdir()) == sorted([other, own.path, third.path])
 
 
+def test_a_file_of_another_user_is_left_alone(folder, monkeypatch):
+    path = counter_path("theirs")
+    path.write_bytes(b"")
+    monkeypatch.setattr("os.getuid", lambda: path.stat().st_uid + 1)
+    CounterFile("own", create=True)
+    assert path.exists()
+
+
 def test_a_file_made_anew_under_a_removed_name_stays(folder, monkeypatch):
     """Who still holds the removed file must not remove the new engine's."""
     path = counter_path("own")

@@ -45,6 +45,27 @@ def test_a_line_of_jsonl_is_cut_to_one_row(tmp_path: Path, tokenizer) -> None:
     assert [tokenizer.decode(row.ids) for row in rows.validation] == [TEXT[50:60]]
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    [
+        ("text", b"\xff", "cannot read"),
+        (
+            "text.jsonl",
+            b'{"text": "a"}\nno',
+            "line 2: expected a JSON object with a 'text' string",
+        ),
+    ],
+    ids=["no UTF-8", "no JSON"],
+)
+def test_texts_that_are_refused(
+    tmp_path: Path, tokenizer, name: str, content: bytes, text: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"text: .*{text}"):
+        read_rows(path, Maker(tokenizer, 10, ""), 0)
+
+
 def test_rows_come_in_another_order_each_round(tmp_path: Path, tokenizer) -> None:
     path = tmp_path / "text"
     path.write_text(TEXT)

@@ -1,4 +1,4 @@
-"""Training of write gates on a tiny model: what it learns, and that it resumes."""
+"""Training of write gates on a tiny model: what it learns and refuses."""
 
 import json
 import math
@@ -184,6 +184,28 @@ def test_a_run_of_other_settings_is_refused(
         ValueError, match=f"{name}: got .* from an earlier run, expected"
     ):
         train(qwen3, iter(rows(1)), replace(QUICK, steps=1, **{name: value}), state)
+
+
+@pytest.mark.parametrize("content", [b"none", "cut", {"settings": {}}])
+def test_a_damaged_state_is_refused(
+    qwen3: Base, tmp_path: Path, content: object
+) -> None:
+    state = tmp_path / "state"
+    train(qwen3, iter(rows(1)), replace(QUICK, steps=1), state)
+    if isinstance(content, dict):
+        torch.save(content, state)
+    else:
+        whole = state.read_bytes()
+        state.write_bytes(content if isinstance(content, bytes) else whole[:-100])
+    with pytest.raises(ValueError, match=f"^{state}: got content that cannot be read"):
+        train(qwen3, iter(rows(1)), replace(QUICK, steps=1), state)
+
+
+def test_a_loss_that_is_no_number_is_not_saved(qwen3: Base, tmp_path: Path) -> None:
+    settings = replace(SHORT, sparsity_weight=math.inf)
+    with pytest.raises(ValueError, match="loss: got inf, expected a finite number"):
+        train(qwen3, iter(rows(12)), settings, tmp_path / "state")
+    assert not (tmp_path / "state").exists()
 
 
 def test_a_model_in_bfloat16(tiny_model: Path, tmp_path: Path) -> None:

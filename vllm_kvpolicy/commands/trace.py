@@ -6,6 +6,7 @@ import html
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import BytesIO
 from itertools import product
@@ -213,7 +214,19 @@ def _report(given: argparse.Namespace) -> None:
     summaries = summarise(given.trace)
     print(summary_table(summaries))
     if given.json is not None:
-        given.json.write_text(json.dumps(summaries, indent=2) + "\n")
+        with _errors_name("--json", given.json):
+            given.json.write_text(json.dumps(summaries, indent=2) + "\n")
+
+
+@contextmanager
+def _errors_name(option: str, path: Path) -> Iterator[None]:
+    """Turn an OSError into a ValueError that names the option and its path."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"{option}: cannot write {str(path)!r}: {error.strerror}"
+        ) from None
 
 
 # -- `trace plot`: figures and one page ----------------------------------------
@@ -389,7 +402,8 @@ def plot(
 def _plot(given: argparse.Namespace) -> None:
     """Write the figures and print where the page is."""
     output = given.output or given.trace / "plots"
-    names = plot(given.trace, output, given.request, given.layers)
+    with _errors_name("--output", output):
+        names = plot(given.trace, output, given.request, given.layers)
     print(f"wrote {output / 'index.html'} and {len(names)} figures next to it")
 
 
@@ -397,8 +411,7 @@ def main(arguments: Sequence[str]) -> None:
     """Run `trace report` or `trace plot`.
 
     Raises:
-        ValueError: see `summarise` and `plot`.
-        OSError: what was found cannot be written.
+        ValueError: see `summarise` and `plot`; or what was found cannot be written.
     """
     parser = argparse.ArgumentParser(
         prog="vllm-kvpolicy trace",

@@ -14,8 +14,8 @@ Deviations from the reference, all of them rounding: the order in which dot prod
 sums of weights are added up, and the GPU's exp. Sums of weights are float32 within a
 tile and float64 across tiles. Nuclei are exact for the weights that were computed: a
 count differs from the reference's only where the mass at the edge of its nucleus is
-that close to the mass asked for. Usage is pooled
-by a program per row, which walks it twice.
+that close to the mass asked for. Usage is pooled by a program per row, which walks it
+twice.
 """
 
 from functools import partial
