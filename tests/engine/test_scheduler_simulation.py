@@ -25,6 +25,7 @@ from support.engine.simulator_engine import (
     random_scenario,
 )
 from support.engine.simulator_pages import SimulationFailure
+from vllm_kvpolicy.block_manager.manager import KVPolicyManager
 from vllm_kvpolicy.block_manager.scheduler import KVPolicySchedulerMixin
 from vllm_kvpolicy.protocol import StepCommands
 
@@ -502,6 +503,15 @@ def test_the_engines_of_the_mutations_pass_without_one(scenario, model_config):
     totals = Simulation(scenario, model_config).run(500)
     assert totals["events"] > 40 and totals["preemptions"] > 5, totals
     assert totals["replayed events"] > 2 and totals["crowded steps"] > 2, totals
+
+
+def test_answers_that_never_come_do_no_harm(model_config, monkeypatch):
+    """What an event leaves over then stays with its request."""
+    monkeypatch.setattr(KVPolicyManager, "give_back_surplus", lambda self, used: None)
+    policy = {**TIGHT.policy, "policy": "hard-tova", **RAGGED["hard-tova"]}
+    scenario = replace(TIGHT, policy=policy, foresees=True)
+    totals = Simulation(scenario, model_config).run(400)
+    assert totals["superblocks trimmed"] == 0 and totals["events with surplus"] > 20
 
 
 def reverse_destinations(commands: StepCommands) -> StepCommands:

@@ -123,3 +123,12 @@ def test_ranks_that_part_are_refused(tmp_path):
         write_trace(folder, [make_event(position=100 + rank, held=held)])
     with pytest.raises(ValueError, match="different events under one number: r0 at"):
         list(read_trace(tmp_path))
+
+
+@pytest.mark.parametrize("of", [2, 10**15])
+def test_a_missing_rank_is_said(tmp_path, of):
+    write_trace(new_run(tmp_path, f"run/rank-1-of-{of}"), [make_event()])
+    with pytest.raises(
+        ValueError, match=rf"heads of ranks \[1\], expected all of {of}"
+    ):
+        list(read_trace(tmp_path / "run"))

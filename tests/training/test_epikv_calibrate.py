@@ -157,6 +157,21 @@ def test_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert label_all(traces, output, WINDOWS, pieces_of, second) == 0
 
 
+def test_what_was_labelled_survives_a_crash(tmp_path: Path) -> None:
+    output = tmp_path / "labels.jsonl"
+    append(output, [])
+
+    def fails_at_the_second(contexts: list[list[int]]) -> list[str]:
+        if read_lines(output):
+            raise RuntimeError("out of memory")
+        return Model()(contexts)
+
+    traces = [make_trace(3, seed=seed) for seed in range(3)]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        label_all(traces, output, WINDOWS, pieces_of, fails_at_the_second)
+    assert len(read_lines(output)) == 1
+
+
 # How far each of 12 layers goes with the labels.
 STRENGTHS = (0, 0.8, 1, 1, 0.8, 0, 0.7, 0, -0.8, -1, -0.8, 0)
 PROMPT, TOKENS = 20, 400
@@ -247,6 +262,15 @@ def test_a_band_ends_where_the_sign_does() -> None:
         ValueError, match="band b: no layer correlates with a stable sign"
     ):
         proposals({"hs_l2_diff_l0": flat(0.3), "other": flat(-0.3)})
+
+
+def test_signals_must_be_as_long_as_labels() -> None:
+    trace = make_traces(1)[0]
+    trace["signals"]["hs_l2_diff_l0"].pop()
+    with pytest.raises(ValueError, match="got 399 values for 400 labelled tokens"):
+        correlate([trace], 64, 1)
+    with pytest.raises(ValueError, match="no trace has both"):
+        correlate([], 64, 1)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
