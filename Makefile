@@ -79,6 +79,7 @@ test-all: setup
 	@.venv/bin/python -m pytest $(WORKERS) --every-name $(ARGS)
 	@ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 \
 		.venv/bin/python -m pytest $(WORKERS) $(OLDER_CPU) $(ARGS)
+	@.venv/bin/python -m tools.vllm_tests configurations
 
 # 8 policies, with and without async scheduling: 16 times 62,500 steps, and half as many
 # of some with a shared prefix cache; and of three kinds of policies 100,000 steps of one
