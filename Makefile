@@ -11,10 +11,10 @@
 # make test-all also runs slow tests, serves every policy of the package, one server
 # each, and repeats what a CPU may change as one without AVX-512.
 # On a machine with an NVIDIA GPU (docs/performance.md):
-#   make gpu-check               checks kernels and engines, in under 6 minutes
-#   make gpu-bench PART="c d"    runs parts of the benchmark, under 9 minutes each
+#   make gpu-check               checks kernels and engines, in under 8 minutes
+#   make gpu-bench PART="decode events"    measures, under 9 minutes each
 # and before, where there is none:
-#   make gpu-rehearsal           packs what travels there and starts every command
+#   make gpu-rehearsal           packs what travels there and runs every part small
 # GPU_PYTHON= is a Python that has vLLM and this package, in place of .venv.
 PYTHON ?= python3
 PORT ?= 8000
@@ -23,7 +23,7 @@ POLICY ?= ams-expected
 BUDGET ?= 384
 INTERVAL ?=
 MODEL ?= reasoner/checkpoint
-PART ?= min
+PART ?= serving
 GPU_PYTHON ?=
 MINUTES ?= 60
 SEED ?= 0
@@ -42,7 +42,7 @@ CHECKED_OF = not plugin_inert and not main_path and \
 # What a CPU without AVX-512 may change: kernels, numbers, and who computes them.
 OLDER_CPU = tests/kernels tests/policies tests/worker tests/api \
 	tests/engine/test_layout.py tests/engine/test_identity.py \
-	tests/engine/test_exact.py tests/engine/test_oracles.py \
+	tests/engine/test_admitted_tokens.py tests/engine/test_oracles.py \
 	tests/engine/test_features.py tests/engine/test_float8.py
 # More arguments for `vllm serve`, for pytest, and for the commands on a GPU.
 ARGS ?=
@@ -79,6 +79,7 @@ test-all: setup
 	@.venv/bin/python -m pytest $(WORKERS) --every-name $(ARGS)
 	@ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 \
 		.venv/bin/python -m pytest $(WORKERS) $(OLDER_CPU) $(ARGS)
+	@.venv/bin/python -m tools.vllm_tests configurations
 
 # 8 policies, with and without async scheduling: 16 times 62,500 steps, and half as many
 # of some with a shared prefix cache; and of three kinds of policies 100,000 steps of one
@@ -90,7 +91,7 @@ soak: setup
 		-k "random_engines or does_not_age" tests/engine/test_scheduler_simulation.py
 
 gpu-check: $(if $(GPU_PYTHON),,setup)
-	@$(or $(GPU_PYTHON),.venv/bin/python) -m benchmarks.gpu.check $(ARGS)
+	@$(or $(GPU_PYTHON),.venv/bin/python) -m benchmarks.gpu check $(ARGS)
 
 gpu-bench: $(if $(GPU_PYTHON),,setup)
 	@$(or $(GPU_PYTHON),.venv/bin/python) -m benchmarks.gpu $(PART) $(ARGS)

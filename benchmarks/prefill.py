@@ -106,7 +106,6 @@ def write_gates(model: Path, path: Path) -> None:
     """Write gates of random weights for a model."""
     import torch
 
-    from vllm_kvpolicy.policies.admissions import wgkv
     from vllm_kvpolicy.policies.admissions.wgkv import Gates, unstacked
 
     config = json.loads((model / "config.json").read_text())
@@ -140,7 +139,7 @@ def write_gates(model: Path, path: Path) -> None:
         kept_fraction=float("nan"),
         tensors=unstacked(weights),
     )
-    wgkv.save(path, gates)
+    gates.save(path)
 
 
 def search_threshold(engine: Any, tokens: int, kept: float) -> float:

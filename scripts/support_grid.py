@@ -70,7 +70,7 @@ FEATURES = (
             **dict.fromkeys(
                 (EQUAL, OWN, FITTED), "tests/engine/test_plumbing_oracle.py"
             ),
-            ADMISSION: "tests/engine/test_wgkv.py",
+            ADMISSION: "tests/engine/test_admitted_tokens.py",
             SELECTION: "tests/engine/test_quest.py",
         },
     ),

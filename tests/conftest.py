@@ -17,7 +17,8 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # They hold tests, which files of tests import.
-pytest.register_assert_rewrite("support.twins_of_selection", "support.twins_of_stages")
+TWINS = ("moves", "page_tables", "reductions", "selection", "stages", "window_usage")
+pytest.register_assert_rewrite(*(f"support.twins_of_{each}" for each in TWINS))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -102,6 +103,16 @@ def policy_config(tiny_model: Path):
     policy = {"policy": "ams-tova", "budget": 128, "interval": 64}
     additional = {"kv_policy": policy}
     return engine_args(tiny_model, additional_config=additional).create_engine_config()
+
+
+@pytest.fixture(scope="session")
+def model_config(tiny_model: Path):
+    """The tiny model's configuration for schedulers; no weight is loaded."""
+    from vllm.config import ModelConfig
+
+    return ModelConfig(
+        model=str(tiny_model), skip_tokenizer_init=True, dtype="float32", seed=0
+    )
 
 
 @pytest.fixture

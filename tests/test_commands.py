@@ -52,16 +52,6 @@ def test_each_command_has_a_help(name: str, capsys: pytest.CaptureFixture) -> No
     assert import_module(f"vllm_kvpolicy.{command.COMMANDS[name].module}").main
 
 
-@pytest.mark.parametrize("words", [[], ["reprot"], ["report", "now"]])
-def test_wrong_words_end_in_a_line(
-    words: list[str], capsys: pytest.CaptureFixture
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        command.main(words)
-    assert stopped.value.code == 2
-    assert ": error: " in last_line(capsys)
-
-
 @pytest.mark.parametrize("word", ["train", "calibrate"])
 def test_what_only_a_checkout_has_is_named(
     word: str, capsys: pytest.CaptureFixture
@@ -69,15 +59,6 @@ def test_what_only_a_checkout_has_is_named(
     assert command.main([word, "wgkv", "--help"]) == 2
     (told,) = capsys.readouterr().err.splitlines()
     assert told.startswith(f"vllm-kvpolicy {word}: error: run `python -m training` in")
-
-
-def test_files_that_are_missing_end_in_a_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    missing = str(tmp_path / "none")
-    with pytest.raises(SystemExit):
-        command.main(["trace", "report", missing])
-    assert f"no such folder {missing!r}" in last_line(capsys)
 
 
 def failing(tmp_path: Path, line: str) -> Callable[[str], SimpleNamespace]:

@@ -2,8 +2,6 @@
 
 import json
 import pickle
-import subprocess
-import sys
 
 import pytest
 
@@ -37,22 +35,6 @@ def test_plain_form_survives_json_and_pickle():
     assert KVPolicyConfig.from_dict(plain) == built
     assert pickle.loads(pickle.dumps(built)) == built
     assert hash(KVPolicyConfig.from_dict(plain)) == hash(built)
-
-
-def test_explicit_options_win_over_the_preset():
-    options = (
-        KVPolicyConfig.from_dict(
-            {
-                **AMS,
-                "interval": 128,
-                "policy_config": {"preset": "paper", "min_segment": 8},
-            }
-        )
-        .resolved()
-        .options
-    )
-    assert options["min_segment"] == 8
-    assert options["window"] == 128  # the preset's own
 
 
 def test_none_stands_for_the_default():
@@ -118,33 +100,18 @@ def test_events_inside_prompts_can_be_left_out():
     ("values", "words"),
     [
         ({"policy": "best"}, ["'best'", "ams", "streaming"]),
-        ({"policy": 3}, ["3", "ams"]),
         ({"policy": None}, ["policy: missing", "ams", "budget"]),
         ({"bugdet": 3}, ["'bugdet'", *VALID_KEYS]),
-        ({"budget_tokens": 64}, ["'budget_tokens'", "budget"]),
-        ({"interval": 0}, ["interval: got 0", ">= 1"]),
-        (
-            {"interval": 0, "policy_config": {"windwo": 3}},
-            ["got the unknown key 'windwo'", "'tova'"],
-        ),
         (
             {**AMS, "policy_config": {"min_segment": 0, "windwo": 3}},
             ["got the unknown key 'windwo'", "'ams-tova'"],
         ),
         ({"protect_prompt": 1}, ["protect_prompt: got 1", "true or false"]),
-        ({"trace_dir": 7}, ["trace_dir: got 7", "folder"]),
         ({"trace_dir": ""}, ["trace_dir: got ''", "folder"]),
         ({"policy_config": {"trace": ""}}, ["trace_dir: got ''", "folder"]),
         ({"policy_config": {"trace": "a\0b"}}, ["trace_dir: got 'a", "folder"]),
         ({"trace_dir": "~nobody-of-that-name/x"}, ["trace_dir: got '~nobody"]),
-        ({"spread_events": 1}, ["spread_events: got 1", "true or false"]),
-        ({"report_events": "x"}, ["report_events: got 'x'", "true or false"]),
-        ({"live": 1}, ["live: got 1", "true or false"]),
         ({"live_text": True}, ["live_text: got true", "live to be true as well"]),
-        (
-            {"policy_config": {"spread_events": "no"}},
-            ["spread_events: got 'no'", "true or false"],
-        ),
         (
             {"spread_events": True, "policy_config": {"spread_events": False}},
             ["spread_events: given twice"],
@@ -215,6 +182,7 @@ def test_a_default_is_cut_to_whole_superblocks(block_size: int, step: int):
         {"kv_policy": "tova"},
         {"top_x": 1},
         {"half \ud800": "\udfff"},
+        {"kv_transfer_params": {"a": 1}},
         {"kv_transfer_params": "no object"},
         {"kv_transfer_params": {"\ud800": 1}},
     ],
@@ -246,26 +214,16 @@ def test_requests_may_switch_the_policy_off():
     assert config().with_request({"kv_policy": "none"}, 32) is None
 
 
-def test_keys_of_vllm_are_left_alone():
-    server = config()
-    assert server.with_request({"kv_transfer_params": {"a": 1}}, 32) is server
-
-
 @pytest.mark.parametrize(
     ("extra_args", "words"),
     [
         ({"kv_budget": 129}, ["kv_budget: got 129", "at most the server's 128"]),
-        ({"kv_interval": 65}, ["kv_interval: got 65", "server's 64"]),
-        ({"kv_recent": 33}, ["kv_recent: got 33", "server's 32"]),
         ({"kv_sinks": 5}, ["kv_sinks: got 5", "server's 4"]),
         ({"kv_budget": 67}, ["kv_budget: got 67", "at least 68", "one page of 32"]),
-        ({"kv_budget": 20}, ["kv_budget: got 20", "at least"]),
         ({"kv_budget": "many"}, ["kv_budget: got 'many'", "integer"]),
-        ({"kv_budget": "96"}, ["kv_budget: got '96'", "integer"]),
         ({"kv_interval": 0}, ["kv_interval: got 0", ">= 1"]),
         ({"kv_sinks": 1.0}, ["kv_sinks: got 1.0", "integer"]),
         ({"kv_policy": "snapkv"}, ["kv_policy: got 'snapkv'", "'none'", "'tova'"]),
-        ({"kv_policy": 1}, ["kv_policy: got 1", "'tova'"]),
         ({"kv_policy": "none", "kv_budget": 96}, ["kv_budget", "no effect"]),
         ({"kv_bugdet": 96}, ["'kv_bugdet'", "kv_budget", "kv_policy"]),
     ],
@@ -321,47 +279,28 @@ def test_requests_keep_the_window_of_gates(policy, key, server):
     assert started.with_request({"kv_policy": "tova", key: 1}, 32) is not None
 
 
-def test_an_admission_alone_has_no_budget():
-    options = {"wgkv_gates": "file"}
-    values = {"recent": 256, "budget": 256, "policy_config": options}
-    config(policy="wgkv", **values).validate_block_size(32)
-    with pytest.raises(ValueError, match="^budget: got 256"):
-        config(policy="wgkv+tova", **values).validate_block_size(32)
-    why = "expected the server's 256: 'wgkv' evicts nothing"
-    with pytest.raises(ValueError, match=f"^kv_budget: got 96, {why}"):
-        config(policy="wgkv", **values).with_request({"kv_budget": 96}, 32)
-    footprint = config(policy="wgkv", **values).footprint(1, 32, 4)
-    assert footprint.events.next_event(0) == 4 + 256 + 32 + 64
-    assert footprint.peak_blocks(2048) == 64
-
-
-def test_a_selection_alone_has_no_budget():
-    server = config(policy="quest", recent=256, budget=256, policy_config={})
+@pytest.mark.parametrize(
+    ("policy", "options"), [("wgkv", {"wgkv_gates": "file"}), ("quest", {})]
+)
+def test_an_admission_or_a_selection_alone_has_no_budget(policy, options):
+    server = config(policy=policy, recent=256, budget=256, policy_config=options)
     server.validate_block_size(32)
-    why = "expected the server's 256: 'quest' evicts nothing"
+    why = f"expected the server's 256: '{policy}' evicts nothing"
     with pytest.raises(ValueError, match=f"^kv_budget: got 96, {why}"):
         server.with_request({"kv_budget": 96}, 32)
-    shorter = server.with_request({"kv_recent": 64}, 32)
-    footprint = shorter.footprint(1, 32, 4)
-    assert footprint.events.next_event(0) == 4 + 64 + 32 + 64
+    footprint = server.footprint(1, 32, 4)
+    assert footprint.events.next_event(0) == 4 + 256 + 32 + 64
     assert footprint.peak_blocks(2048) == 64
     assert server.is_ragged
+    before = "tova" if policy == "quest" else f"{policy}+tova"
+    evicting = config(policy=before, recent=256, budget=256, policy_config=options)
+    with pytest.raises(ValueError, match="^budget: got 256"):
+        evicting.validate_block_size(32)
 
 
 def test_a_request_cannot_undercut_the_query_window():
     with pytest.raises(ValueError, match=r"^kv_interval: got 16, expected at least"):
         KVPolicyConfig.from_dict(AMS).with_request({"kv_interval": 16}, 32)
-
-
-def test_the_leaf_loads_without_torch_and_vllm():
-    code = (
-        "import sys, vllm_kvpolicy.config; "
-        "print([m for m in ('torch', 'vllm', 'numpy') if m in sys.modules])"
-    )
-    answer = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True
-    )
-    assert answer.stdout.strip() == "[]", answer.stderr
 
 
 def test_a_request_for_an_allowed_policy_keeps_the_servers_options():
@@ -393,16 +332,6 @@ def test_a_window_is_as_many_superblocks_as_its_queries_fill(
     footprint = config(policy=policy).footprint(1, block_size, group_size)
     assert footprint.window_tokens == config(policy=policy).resolved().window_tokens
     assert footprint.window_blocks == blocks
-
-
-def test_windows_of_allowed_policies_are_checked_at_start():
-    server = config(policy_config={"allow": ["expected"]})
-    message = (
-        "^interval: got 64, expected at least 128 tokens, the query window of "
-        "'expected'$"
-    )
-    with pytest.raises(ValueError, match=message):
-        server.validate_block_size(32)
 
 
 @pytest.mark.parametrize(
@@ -437,3 +366,7 @@ def test_a_request_keeps_to_the_window_of_the_policy_that_it_names():
     said = "kv_interval: got 16, expected at least 32 tokens, the query window of 'snap"
     with pytest.raises(ValueError, match=said):
         server.with_request({"kv_policy": "snapkv", "kv_interval": 16}, 32)
+    server = config(policy_config={"allow": ["expected"]})
+    said = "^interval: got 64, expected at least 128 tokens, the query window of 'exp"
+    with pytest.raises(ValueError, match=said):
+        server.validate_block_size(32)

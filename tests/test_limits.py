@@ -87,7 +87,11 @@ def test_a_query_window_counts_as_superblocks_of_the_request() -> None:
     assert bounds[1] == bounds[0] + 2
 
 
-def test_the_line_of_a_selection_alone_speaks_of_no_budget() -> None:
+def test_the_line_of_a_selection_or_an_admission_alone_speaks_of_no_budget() -> None:
+    gates = KVPolicyConfig("wgkv", recent_tokens=64, options={"wgkv_gates": "file"})
+    line = capacity_line(ENGINE, gates, 9000)
+    assert "wgkv: no budget" in line and "newest 64 tokens" in line
+    assert line.endswith("at most 4096 of the pool's 8999 blocks")
     line = capacity_line(ENGINE, KVPolicyConfig("quest"), 9000)
     assert line.startswith("KV policy quest: no budget, event every 512 tokens; ")
     assert line.endswith("all its tokens, at most 4096 of the pool's 8999 blocks")

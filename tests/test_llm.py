@@ -38,15 +38,6 @@ def test_keywords_become_the_plain_form(made):
     assert config.resolved().options["preset"] == "code"
 
 
-def test_keywords_win_over_additional_config(made):
-    before = {"other": 1, "kv_policy": {"policy": "tova", "budget": 256}}
-    vllm_kvpolicy.LLM("model", kv_budget=128, additional_config=before)
-    assert made[0][1]["additional_config"] == {
-        "other": 1,
-        "kv_policy": {"policy": "tova", "budget": 128},
-    }
-
-
 def test_without_a_policy_it_is_vllms_class(made):
     vllm_kvpolicy.LLM("model")
     assert made == [("model", {"additional_config": {}})]

@@ -136,19 +136,3 @@ def test_a_file_that_is_left_out_is_found(walk: Walk) -> None:
             is_named_twice = any(is_in(name, other) for other in others)
             expected = [] if is_named_twice else [f"leaves out {s}" for s in steps]
             assert found == expected
-
-
-def test_a_file_that_is_not_passed_is_found(walk: Walk) -> None:
-    path = main_path()
-    path["event"] = [*path["event"], "worker.tiers.head_tables"]
-    assert problems(path, walk) == [
-        "event: the request does not pass worker.tiers.head_tables"
-    ]
-
-
-def test_another_order_is_found(walk: Walk) -> None:
-    path = main_path()
-    path["schedule"] = path["schedule"][::-1]
-    assert problems(path, walk) == [
-        "schedule: the request passes these files in another order"
-    ]

@@ -51,7 +51,7 @@ from training.options import (
 )
 from training.rows import ReasonerRows, Row, Rows
 from training.run import Run
-from vllm_kvpolicy.policies.admissions.dms.model import DmsAdapter, save, unstacked
+from vllm_kvpolicy.policies.admissions.dms.model import DmsAdapter, unstacked
 
 BLOCK = 512  # tokens whose logits are in memory at once
 BETAS = (0.9, 0.95)  # of Adam
@@ -380,7 +380,7 @@ def write(
         path = output / f"dms-{target:g}.safetensors"
         found = measure(retrofit, rows.validation)
         if state.is_main_process:
-            save(path, adapter_of(base, given.model, retrofit, target, found))
+            adapter_of(base, given.model, retrofit, target, found).save(path)
     else:
         path = output / f"dms-{target:g}"
         if state.is_main_process:

@@ -23,7 +23,7 @@ import torch
 
 from training.epikv_files import STEP_SIGNAL, Trace, read_lines
 from vllm_kvpolicy.commands.outputs import new_file
-from vllm_kvpolicy.kernels.token_signals import rolling_mean
+from vllm_kvpolicy.policies.scorers._signals import rolling_mean
 
 COLUMNS = ("signal", "spearman_rho", "stable", "n_pairs")
 

@@ -44,8 +44,8 @@ from training.epikv_files import (
 )
 from training.queries import start_engine
 from vllm_kvpolicy.commands.outputs import new_file
-from vllm_kvpolicy.kernels.token_signals import hidden_change
-from vllm_kvpolicy.policies.model_parts import decoder_layers
+from vllm_kvpolicy.policies.hooks import decoder_layers
+from vllm_kvpolicy.policies.scorers._signals import hidden_change
 
 INSTRUCTION = (
     "Reason step by step, and put your final answer within \\boxed{}."  # system prompt

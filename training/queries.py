@@ -30,7 +30,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from vllm_kvpolicy.commands.outputs import new_file
-from vllm_kvpolicy.policies.calibration import Calibration, save
+from vllm_kvpolicy.policies.calibration import Calibration
 
 PASSAGE_TOKENS = 4096  # the text is cut into passages of at most this many tokens
 NUM_BLOCKS = PASSAGE_TOKENS // 16 + 2  # enough for a passage at any block size
@@ -295,7 +295,7 @@ def main(kind: str, arguments: Sequence[str]) -> None:
         tokens = read_tokens(model, text, given.pop("tokens"))
     except ValueError as error:
         parser.error(str(error))
-    save(output, calibrate(kind, model, tokens, **given))
+    calibrate(kind, model, tokens, **given).save(output)
     key = json.dumps({f"{kind}_calibration": str(output)})
     print(f"wrote {output}; serve with --kv-policy-config '{key}'")
 

@@ -41,7 +41,7 @@ from training.rows import ReasonerRows, Row, Rows
 from training.run import Run
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights, gate
-from vllm_kvpolicy.policies.admissions.wgkv import Gates, save, unstacked
+from vllm_kvpolicy.policies.admissions.wgkv import Gates, unstacked
 
 LEAST = 1e-3  # smallest gate in a logarithm; there is no gradient below it
 EXPANSION = {"llama": 4.0, "qwen3": 1.5}  # hidden units per channel of a head
@@ -412,7 +412,7 @@ def write(
     file: Path, gates: Gates, found: Figures, results: list[dict[str, Any]]
 ) -> None:
     """Write gates and the figures of all runs so far."""
-    save(file, gates)
+    gates.save(file)
     content = {"model": gates.model, "threshold": gates.threshold, "runs": results}
     path = file.with_name("figures.json")
     path.write_text(json.dumps(content, indent=2) + "\n")

@@ -12,7 +12,7 @@ tokens per KV head.
 Main path of one request from the flag to the kernels, in the order of first calls:
 
   flag      plugin > api.patch > api.cli > api.engine_config > config
-  refuse    api.engine_config > api.guards > api.refusal > api.model_guards
+  refuse    api.engine_config > api.guards
   worker    api.engines > worker.worker > worker.setup > policies.compose
   request   api.patch > api.request_guards
   schedule  block_manager.scheduler > block_manager.planner > block_manager.manager

@@ -188,25 +188,19 @@ def with_server_options(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: a key is given in both places, or the trace has no folder.
     """
-    options = values.get("policy_config")
-    if not isinstance(options, Mapping):
-        return _with_trace_folder(values)
-    moved = dict(values)
-    for option, key in SERVER_OPTIONS.items():
-        if options.get(option) is None:
-            continue
-        if key in moved and moved[key] != []:
-            raise ValueError(
-                f"{key}: given twice, here and as {option} in policy_config"
-            )
-        moved[key] = options[option]
-    moved["policy_config"] = {
-        key: value for key, value in options.items() if key not in SERVER_OPTIONS
-    }
-    return _with_trace_folder(moved)
-
-
-def _with_trace_folder(values: Mapping[str, Any]) -> dict[str, Any]:
-    if "trace_dir" not in values:
-        return dict(values)
-    return {**values, "trace_dir": trace_folder(values["trace_dir"])}
+    moved, options = dict(values), values.get("policy_config")
+    if isinstance(options, Mapping):
+        for option, key in SERVER_OPTIONS.items():
+            if options.get(option) is None:
+                continue
+            if moved.get(key, []) != []:
+                raise ValueError(
+                    f"{key}: given twice, here and as {option} in policy_config"
+                )
+            moved[key] = options[option]
+        moved["policy_config"] = {
+            key: value for key, value in options.items() if key not in SERVER_OPTIONS
+        }
+    if "trace_dir" in moved:
+        moved["trace_dir"] = trace_folder(moved["trace_dir"])
+    return moved

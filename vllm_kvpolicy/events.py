@@ -1,6 +1,6 @@
 """When events happen and how much a request holds between them: pure integers.
 
-The one source for scheduler, window capture, admission, start-up line and oracles.
+The one source for scheduler, window capture, entry of requests, start-up line, oracles.
 
 Words: p position (tokens computed before the step), K budget, I interval, R recent,
 N tokens per superblock, F frontier. Lengths are in tokens unless a name says blocks.

@@ -1,7 +1,7 @@
-"""What the scheduler tells the workers each step: frozen, picklable, plain integers.
+"""What scheduler and workers tell each other each step: frozen, picklable, numbers.
 
-The scheduler attaches it to vLLM's own SchedulerOutput for the worker, so that an
-event runs before the forward pass whose `schedule()` freed its superblocks.
+The scheduler attaches `StepCommands` to vLLM's own SchedulerOutput for the worker, so
+that an event runs before the forward pass whose `schedule()` freed its superblocks.
 """
 
 from dataclasses import dataclass
@@ -28,8 +28,8 @@ class CompactEvent:
         dest_blocks: superblocks that hold the survivors afterwards, in time order;
             may share blocks with `source_blocks` or not.
         local_blocks: superblocks of the tokens at and above F.
-        window_blocks: superblocks with the newest queries, free after the event; none
-            where the policy reads no queries.
+        window_blocks: superblocks with the newest queries, which the event gives back,
+            so that they may be destinations, too; none where it reads no queries.
     """
 
     request_id: str

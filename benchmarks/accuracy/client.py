@@ -12,7 +12,6 @@ import aiohttp
 from benchmarks.accuracy.questions import Question
 from benchmarks.accuracy.scoring import Equal, judge
 from benchmarks.load import LoadError, open_session
-from vllm_kvpolicy.observe.measures import repetition
 
 TRANSIENT_STATUSES = {408, 425, 429, 500, 502, 503, 504}
 LONGEST_PAUSE = 60.0
@@ -20,6 +19,19 @@ NGRAMS = (4, 8, 20)
 """Sizes of the n-grams whose repetition is measured."""
 
 Line = dict[str, Any]
+
+
+def repeated(tokens: Sequence[int]) -> dict[str, float]:
+    """Return 1 - unique / all n-grams of an answer for each n, 0 of a shorter answer.
+
+    AMS (arXiv 2605.23200) reports repetition without defining it.
+    """
+    found = {}
+    for size in NGRAMS:
+        grams = list(zip(*(tokens[i:] for i in range(size)), strict=False))
+        rate = 1 - len(set(grams)) / len(grams) if grams else 0.0
+        found[str(size)] = round(rate, 4)
+    return found
 
 
 @dataclass(frozen=True)
@@ -143,11 +155,7 @@ class Client:
             "prompt_tokens": prompt,
             "output_tokens": output,
             "capped": reason == "length",
-            "repeated": {
-                str(size): round(repetition([tokens], size), 4) for size in NGRAMS
-            }
-            if tokens
-            else None,
+            "repeated": repeated(tokens) if tokens else None,
             "dropped": [[event, round(tokens, 3)] for event, tokens in said["dropped"]]
             if said
             else None,

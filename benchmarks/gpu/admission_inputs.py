@@ -37,21 +37,20 @@ def make_until_attention(size: Size, draw: Draw, queries: int = 1) -> Arguments:
     shifted = ends_of_rows.long() + (ends - lengths)[:, None]
     until[pages] = shifted.clamp_max(2**31 - 1).int().view(-1, size.page)
     query = draw.normal(int(counts.sum()), size.group, size.dim).to(size.dtype)
-    made = draw.here(
-        {
-            "query": query,
-            "keys": pool,
-            "tables": pages.view(rows, width).int(),
-            "lengths": lengths.int(),
-            "query_start": torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(),
-            "ends": ends.int(),
-            "until": until,
-            "output": torch.zeros_like(query),
-        }
-    )
-    keys, values = made["keys"].chunk(2, -1)
-    parts = {"keys": keys, "values": values, "scale": size.dim**-0.5}
-    return made | parts | {"max_queries": queries}
+    keys, values = pool.to(draw.device).chunk(2, -1)
+    return {
+        "query": query,
+        "keys": keys,
+        "values": values,
+        "tables": pages.view(rows, width).int(),
+        "lengths": lengths.int(),
+        "query_start": torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(),
+        "ends": ends.int(),
+        "until": until,
+        "output": torch.zeros_like(query),
+        "scale": size.dim**-0.5,
+        "max_queries": queries,
+    }
 
 
 def gates_of(size: Size, draw: Draw) -> GateWeights:

@@ -1,20 +1,19 @@
 """Owns one engine: starts it in this process, steps it, and times what it does.
 
-No HTTP and no text: prompts are token ids, weights are drawn. A pool smaller than the
-one that the engine was started with is made by keeping blocks back.
+No HTTP and no text: prompts are token ids, weights are drawn.
 """
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
-from benchmarks.gpu.live_requests import Requests
 from benchmarks.gpu.models import (
     drawn_weights,
     token_bytes,
@@ -22,6 +21,7 @@ from benchmarks.gpu.models import (
     write_model,
 )
 from benchmarks.gpu.timing import Spans, watched
+from benchmarks.load import Completion
 from benchmarks.stats import latencies
 from benchmarks.workload import Workload
 
@@ -31,6 +31,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
+ON_A_CPU = {"enforce_eager": True, "block_size": 32}
 SETTLE_STEPS = 8
 SETTLED_TOKENS = 4
 OVERHEAD_BYTES = 7 * 2**29
@@ -59,7 +60,6 @@ class EngineSpec:
         max_num_seqs: most requests in a step.
         policy: the plain form of the policy's configuration; None for stock vLLM.
         settings: further arguments of vLLM's LLM.
-        is_rehearsal: it only seems to run; see `rehearsal`.
     """
 
     name: str
@@ -70,12 +70,11 @@ class EngineSpec:
     max_num_seqs: int
     policy: Mapping[str, Any] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
-    is_rehearsal: bool = False
 
     @property
     def value_bytes(self) -> int:
         """Bytes of a number in an unquantised KV cache."""
-        return 2 if self.is_rehearsal or torch.cuda.is_available() else 4
+        return 2 if torch.cuda.is_available() else 4
 
     @property
     def pool_bytes(self) -> int:
@@ -103,6 +102,7 @@ class EngineSpec:
             "kv_cache_memory_bytes": self.pool_bytes,
             "additional_config": {} if policy is None else {"kv_policy": policy},
             "seed": 0,
+            **({} if on_gpu else ON_A_CPU),
             **self.settings,
         }
 
@@ -157,19 +157,6 @@ class BenchEngine:
         config = self.scheduler.kv_cache_config
         return sum(each.size for each in config.kv_cache_tensors) // config.num_blocks
 
-    def blocks_in(self, pool_bytes: int, has_more: bool = False) -> int:
-        """Return the usable blocks of a pool of so many bytes.
-
-        Args:
-            pool_bytes: a policy pays from it for what it holds beside the pool, as it
-                does at start-up.
-            has_more: it does not, so that its pool has as many blocks as stock's.
-        """
-        if self.setup is None or has_more:
-            return pool_bytes // self.block_bytes - 1
-        available = pool_bytes - self.setup.early_bytes
-        return self.setup.side_tables.pool_blocks(available, self.block_bytes) - 1
-
     def _count_preemptions(self) -> None:
         preempt = self.scheduler._preempt_request
 
@@ -191,8 +178,6 @@ class BenchEngine:
         self,
         workload: Workload,
         number: int,
-        pool_bytes: int | None = None,
-        has_more: bool = False,
         extra: dict[str, Any] | None = None,
         limit_s: float = 600.0,
         watch: bool = False,
@@ -202,24 +187,21 @@ class BenchEngine:
         Args:
             workload: the requests.
             number: chooses the contents of prompts.
-            pool_bytes: size of the pool, None for all of it.
-            has_more: see `blocks_in`.
             extra: the requests' own knobs.
             limit_s: seconds after which what is left is aborted; the result then says
                 `complete: False` and its figures are those of the time until then.
-            watch: time operations and events; returned as `phases_ms`.
+            watch: time operations and events; returned as `spans_ms`.
 
         Returns:
             The columns of stats.latencies; peak_running, mean_running (over time),
             preemptions, steps, COUNTERS; and as raw samples ttft_s per request, step_ms
             and running per step.
         """
-        blocks = pool_bytes and self.blocks_in(pool_bytes, has_more)
         spans = Spans(self.device)
         before, preempted = self.counters(), self._preemptions
-        with blocks_of(self.pool, blocks), watched(spans) if watch else nullcontext():
-            live = Requests(self, workload.prompts(number), extra)
-            live.add(workload.output_tokens)
+        with watched(spans) if watch else nullcontext():
+            prompts = workload.prompts(number)
+            live = Requests(self, prompts, workload.output_tokens, extra)
             is_complete = live.step_while(lambda: True, limit_s)
             live.abort()
         after = self.counters()
@@ -232,13 +214,12 @@ class BenchEngine:
             "preemptions": self._preemptions - preempted,
             "steps": len(live.step_ms),
             **{name: after[name] - before[name] for name in COUNTERS},
-            "blocks": self.pool.num_gpu_blocks - 1 if blocks is None else blocks,
             "ttft_s": [round(c.arrivals[0] - c.started, 4) for c in begun],
             "step_ms": [round(each, 3) for each in live.step_ms],
             "running": live.running,
         }
         if watch:
-            result["phases_ms"] = spans.milliseconds()
+            result["spans_ms"] = spans.milliseconds()
         return result
 
     def decode(
@@ -257,9 +238,8 @@ class BenchEngine:
             the middle of the timed steps; `prefill_s`; `kernels_ms`: per kernel, of a
             step, those that matter.
         """
-        live = Requests(self, workload.prompts(number))
         start = time.perf_counter()
-        live.add(workload.output_tokens)
+        live = Requests(self, workload.prompts(number), workload.output_tokens)
         live.step_while(lambda: live.fewest_tokens() < SETTLED_TOKENS)
         prefill = time.perf_counter() - start
         first = len(live.step_ms)
@@ -305,7 +285,7 @@ class BenchEngine:
 
     # -- inside ---------------------------------------------------------------------
 
-    def _profile(self, live: Requests, steps: int) -> dict[str, float]:
+    def _profile(self, live: "Requests", steps: int) -> dict[str, float]:
         from torch.profiler import ProfilerActivity, profile
 
         last = len(live.step_ms) + steps
@@ -329,33 +309,92 @@ class BenchEngine:
             for name, request in self.scheduler.requests.items()
         )
 
-    def settle(self) -> None:
-        """Run the empty steps in which the worker hears which requests finished."""
-        for _ in range(SETTLE_STEPS):
-            if self.scheduler.has_requests() or self.core.batch_queue:
-                self.core.step_fn()
-
     def close(self) -> None:
         """Shut the engine down."""
         self.engine.engine_core.shutdown()
 
 
-@contextmanager
-def blocks_of(pool: Any, blocks: int | None) -> Iterator[None]:
-    """Keep back all of a pool's free blocks but so many; None keeps back none.
+def settle(engine: Any) -> None:
+    """Run the empty steps in which the worker hears which requests finished.
 
     Args:
-        pool: vLLM's BlockPool, all of whose blocks are free.
-        blocks: for requests.
-
-    Raises:
-        ValueError: there are not so many.
+        engine: has `scheduler` and `core`, vLLM's.
     """
-    free = pool.get_num_free_blocks()
-    if blocks is not None and not 0 < blocks <= free:
-        raise ValueError(f"pool: expected 1 to {free} blocks, got {blocks}")
-    taken = pool.get_new_blocks(free - blocks if blocks is not None else 0)
-    try:
-        yield
-    finally:
-        pool.free_blocks(taken)
+    for _ in range(SETTLE_STEPS):
+        if engine.scheduler.has_requests() or engine.core.batch_queue:
+            engine.core.step_fn()
+
+
+class Requests:
+    """Requests that are sent at once, and when their tokens came.
+
+    Args:
+        bench: serves them.
+        prompts: token ids.
+        output_tokens: of each, forced.
+        extra: the requests' own knobs.
+
+    Attributes:
+        completions: one per request.
+        step_ms: how long each engine step took.
+        running: requests in the batch after each step.
+    """
+
+    def __init__(
+        self,
+        bench: BenchEngine,
+        prompts: Sequence[Sequence[int]],
+        output_tokens: int,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        self.bench = bench
+        self.step_ms: list[float] = []
+        self.running: list[int] = []
+        self._last = time.perf_counter()
+        self.completions = [Completion(started=self._last) for _ in prompts]
+        for number, prompt in enumerate(prompts):
+            bench.send(str(number), list(prompt), output_tokens, extra)
+
+    def fewest_tokens(self) -> int:
+        """Return how many tokens the slowest request has."""
+        return min(len(each.token_ids) for each in self.completions)
+
+    def mean_running(self) -> float:
+        """Return the requests in the batch, averaged over time."""
+        return float(np.average(self.running, weights=self.step_ms))
+
+    def step_while(self, goes_on: Callable[[], bool], limit_s: float = 600.0) -> bool:
+        """Step the engine; return whether the time was enough.
+
+        Args:
+            goes_on: asked before each step; steps end with the last request, too.
+            limit_s: seconds.
+        """
+        engine = self.bench.engine
+        end = time.perf_counter() + limit_s
+        while engine.has_unfinished_requests() and goes_on():
+            if time.perf_counter() > end:
+                return False
+            outputs = engine.step()
+            now = time.perf_counter()
+            for output in outputs:
+                completion = self.completions[int(output.request_id)]
+                tokens = output.outputs[0].token_ids
+                completion.token_ids += tokens
+                completion.arrivals += [now] * len(tokens)
+                completion.finish_reason = output.outputs[0].finish_reason
+            self.step_ms.append(1e3 * (now - self._last))
+            self.running.append(len(self.bench.scheduler.running))
+            self._last = now
+        return True
+
+    def abort(self) -> None:
+        """End what still runs, and wait until its blocks are back."""
+        left = [
+            str(number)
+            for number, each in enumerate(self.completions)
+            if each.finish_reason is None
+        ]
+        if left:
+            self.bench.engine.abort_request(left)
+        settle(self.bench)

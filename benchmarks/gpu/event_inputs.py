@@ -38,13 +38,13 @@ def starts(counts: torch.Tensor) -> torch.Tensor:
 
 def make_must_keep_tokens(size: Size, draw: Draw) -> Arguments:
     """Heads of their own lengths."""
-    arguments = {
+    return {
         "num_pages": page_counts(size, draw),
         "num_local": draw.integers(0, MOST_LOCAL, size.events),
         "sinks": draw.integers(0, 9, size.events),
+        "block_size": size.page,
+        "num_tokens": size.tokens,
     }
-    fixed = {"block_size": size.page, "num_tokens": size.tokens}
-    return draw.here(arguments) | fixed
 
 
 def make_limit_must_keep(size: Size, draw: Draw) -> Arguments:
@@ -53,29 +53,28 @@ def make_limit_must_keep(size: Size, draw: Draw) -> Arguments:
     edge = draw.integers(0, size.budget, size.events * heads_of(size), 2)
     must = (token < edge[:, :1]) | (token >= size.tokens - edge[:, 1:])
     must |= draw.uniform(*must.shape) < 0.01
-    return draw.here({"must_keep": must}) | {"budget": size.budget}
+    return {"must_keep": must, "budget": size.budget}
 
 
 def make_count_in_pages(size: Size, draw: Draw) -> Arguments:
     """A half of the tokens, of which some lie behind the pages."""
     pages = page_counts(size, draw)
     mask = draw.uniform(*pages.shape, size.tokens) < 0.5
-    made = draw.here({"mask": mask, "num_pages": pages})
-    return made | {"block_size": size.page}
+    return {"mask": mask, "num_pages": pages, "block_size": size.page}
 
 
 def make_page_quota(size: Size, draw: Draw) -> Arguments:
     """Wishes of which some exceed the bounds."""
     shape = size.events, heads_of(size)
     floors = draw.integers(0, 3, *shape)
-    arguments = {
+    return {
         "tokens": draw.integers(0, 2 * size.budget, *shape),
         "floors": floors,
         "caps": floors + draw.integers(0, 2 * blocks_of(size), *shape),
         "total": draw.integers(0, shape[1] * blocks_of(size), size.events),
+        "block_size": size.page,
+        "most": 2 * size.budget,
     }
-    fixed = {"block_size": size.page, "most": 2 * size.budget}
-    return draw.here(arguments) | fixed
 
 
 def make_assign_pages(size: Size, draw: Draw) -> Arguments:
@@ -84,14 +83,15 @@ def make_assign_pages(size: Size, draw: Draw) -> Arguments:
     num_heads, width = heads_of(size), blocks_of(size)
     held = draw.order(blocks * num_heads)[: size.events * num_heads * width]
     dest = draw.order(blocks)[: size.events * blocks_of(size)]
-    arguments = {
+    return {
         "held": held.view(size.events, num_heads, width),
         "num_held": draw.integers(0, width + 1, size.events, num_heads),
         "dest": dest.view(size.events, -1),
         "quota": quotas(size, draw),
+        "num_blocks": blocks,
+        "num_kv_heads": size.heads,
+        "groups": 1,
     }
-    fixed = {"num_blocks": blocks, "num_kv_heads": size.heads, "groups": 1}
-    return draw.here(arguments) | fixed
 
 
 def make_list_survivors(size: Size, draw: Draw) -> Arguments:
@@ -99,8 +99,8 @@ def make_list_survivors(size: Size, draw: Draw) -> Arguments:
     quota = quotas(size, draw)
     order = draw.uniform(*quota.shape, size.tokens).argsort(-1).argsort(-1)
     survives = order < (quota * size.page)[..., None]
-    made = draw.here({"survives": survives, "first": starts(quota)})
     places = heads_of(size) * blocks_of(size) * size.page
+    made = {"survives": survives, "first": starts(quota)}
     return made | {"num_places": places, "block_size": size.page}
 
 
@@ -111,21 +111,22 @@ def make_survivor_moves(size: Size, draw: Draw) -> Arguments:
     count = (quota.sum(-1) * size.page)[:, None]
     places = lists[1] * size.page
     entry = draw.integers(0, shape[1] * size.tokens, size.events, places)
-    arguments = {
+    return {
         "sources": entry.masked_fill(torch.arange(places) >= count, -1),
         "held": draw.integers(0, 2**20, *shape, size.row_pages),
         "first": starts(quota),
         "pages": draw.integers(0, 2**20, *lists),
         "unmoved": draw.uniform(*lists) < 0.7,
+        "num_tokens": size.tokens,
+        "block_size": size.page,
+        "groups": 1,
     }
-    fixed = {"num_tokens": size.tokens, "block_size": size.page, "groups": 1}
-    return draw.here(arguments) | fixed
 
 
 def make_enter_requests(size: Size, draw: Draw) -> Arguments:
     """Some rows of a table."""
     slots = 4 * size.events
-    arguments = {
+    return {
         "index": draw.order(slots)[: size.events],
         "dest": draw.integers(0, 2**20, size.events, blocks_of(size)),
         "frontier": draw.integers(0, 2**20, size.events),
@@ -133,20 +134,18 @@ def make_enter_requests(size: Size, draw: Draw) -> Arguments:
         "num_global": draw.integers(0, 9, slots).int(),
         "frontier_blocks": draw.integers(0, 9, slots).int(),
     }
-    return draw.here(arguments)
 
 
 def make_enter_page_lists(size: Size, draw: Draw) -> Arguments:
     """Some rows of tables that are wider than the lists."""
     slots, cells = 4 * size.events, heads_of(size) * blocks_of(size)
-    arguments = {
+    return {
         "table_pages": draw.integers(0, 9, slots, cells + 7).int(),
         "table_first": draw.integers(0, 9, slots, heads_of(size) + 1).int(),
         "index": draw.order(slots)[: size.events],
         "first": starts(quotas(size, draw)),
         "pages": draw.integers(0, 2**30, size.events, cells),
     }
-    return draw.here(arguments)
 
 
 def remembered(size: Size, draw: Draw) -> Arguments:
@@ -168,8 +167,8 @@ def remembered(size: Size, draw: Draw) -> Arguments:
 
 def make_read_survivors(size: Size, draw: Draw) -> Arguments:
     """Survivors of heads of their own lengths."""
-    arguments = remembered(size, draw) | {"first": starts(quotas(size, draw))}
-    return draw.here(arguments) | {"num_tokens": size.tokens}
+    made = remembered(size, draw) | {"first": starts(quotas(size, draw))}
+    return made | {"num_tokens": size.tokens}
 
 
 def make_write_survivors(size: Size, draw: Draw) -> Arguments:
@@ -178,10 +177,9 @@ def make_write_survivors(size: Size, draw: Draw) -> Arguments:
     entry = draw.integers(0, heads_of(size) * size.tokens, size.events, places)
     shape = 2, size.events, heads_of(size), size.tokens
     room = max(size.tokens - MOST_LOCAL, 0) // size.page
-    arguments = remembered(size, draw) | {
+    return remembered(size, draw) | {
         "values": draw.uniform(*shape),
         "sources": entry.masked_fill(torch.arange(places) > places // 2, -1),
         "num_pages": draw.integers(0, room + 1, *shape[1:3]),
         "num_local": draw.integers(0, MOST_LOCAL, size.events),
     }
-    return draw.here(arguments)

@@ -1,7 +1,7 @@
 """Owns the comparison of an operation's implementations with its reference."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -168,46 +168,29 @@ def check_operation(
     size: Size,
     seed: int,
     device: torch.device,
-    which: str,
+    twins: Sequence[str],
     beside: torch.device = CPU,
 ) -> list[str]:
-    """Compare an implementation with the reference, on the same numbers.
+    """Compare implementations with the reference, on the same numbers.
 
     Args:
         label: one of kernel_inputs.MAKERS.
         size: of the event.
         seed: of the numbers.
-        device: where the implementation runs.
-        which: one of dispatch.IMPLEMENTATIONS.
+        device: where the implementations run.
+        twins: some of dispatch.IMPLEMENTATIONS.
         beside: where numbers are drawn and the reference runs.
 
     Returns:
         What is wrong, one sentence each.
     """
-    expected = expected_outputs(label, size, seed, beside)
-    return check_against(expected, label, size, seed, device, which, beside)
-
-
-def expected_outputs(
-    label: str, size: Size, seed: int, beside: torch.device
-) -> Outputs:
-    """Return what the reference gives; see `check_operation`."""
     operation = operations()[label.partition(",")[0]]
     arguments = make(label, size, seed, beside, beside)
     with beside, forced("reference"):  # nothing that it calls is a twin
-        return outputs(operation, "reference", arguments, False)
-
-
-def check_against(
-    expected: Outputs,
-    label: str,
-    size: Size,
-    seed: int,
-    device: torch.device,
-    which: str,
-    beside: torch.device,
-) -> list[str]:
-    """Compare an implementation with `expected_outputs`; see `check_operation`."""
-    operation = operations()[label.partition(",")[0]]
-    arguments = make(label, size, seed, device, beside)
-    return differences(outputs(operation, which, arguments), expected)
+        expected = outputs(operation, "reference", arguments, False)
+    wrong = []
+    for which in twins:
+        arguments = make(label, size, seed, device, beside)
+        found = differences(outputs(operation, which, arguments), expected)
+        wrong += [f"{which}: {sentence}" for sentence in found]
+    return wrong

@@ -114,7 +114,7 @@ def paged_keys(size: Size, draw: Draw) -> Arguments:
         pages.view(*shape, -1).to(draw.device),
         size.tokens,
     )
-    return draw.here({"lengths": lengths.view(shape)}) | {"keys": keys}
+    return {"lengths": lengths.view(shape).to(draw.device), "keys": keys}
 
 
 def make_window_usage(
@@ -123,11 +123,11 @@ def make_window_usage(
     """Queries and paged keys, and learned sinks."""
     made = paged_keys(size, draw)
     shape = size.events, size.layers, size.heads * size.group, size.window, size.dim
-    queries = draw.here({"queries": draw.normal(*shape).to(size.dtype)})
-    found = queries | made | {"scale": size.dim**-0.5, "mass": mass}
+    made |= {"queries": draw.normal(*shape).to(size.dtype)}
+    made |= {"scale": size.dim**-0.5, "mass": mass}
     if has_sinks:
-        found |= draw.here({"sink_logits": draw.normal(*shape[1:3])})
-    return found
+        made |= {"sink_logits": draw.normal(*shape[1:3])}
+    return made
 
 
 def make_paged_norms(size: Size, draw: Draw) -> Arguments:
@@ -144,8 +144,7 @@ def directions(size: Size, draw: Draw, heads: int) -> torch.Tensor:
 def make_paged_projections(size: Size, draw: Draw) -> Arguments:
     """Paged keys and one direction per KV head."""
     made = paged_keys(size, draw)
-    along = {"directions": directions(size, draw, size.heads)}
-    return made | draw.here(along)
+    return made | {"directions": directions(size, draw, size.heads)}
 
 
 def make_paged_pair_projections(size: Size, draw: Draw) -> Arguments:
@@ -153,7 +152,7 @@ def make_paged_pair_projections(size: Size, draw: Draw) -> Arguments:
     made = paged_keys(size, draw)
     along = directions(size, draw, size.heads * size.group)
     by_length = directions(size, draw, size.heads * size.group)[..., ::2]
-    return made | draw.here({"directions": along, "by_length": by_length})
+    return made | {"directions": along, "by_length": by_length}
 
 
 def make_paged_quadratics(size: Size, draw: Draw) -> Arguments:
@@ -162,11 +161,11 @@ def make_paged_quadratics(size: Size, draw: Draw) -> Arguments:
     along = directions(size, draw, size.heads * size.group)
     queries = draw.normal(*along.shape, size.dim) / size.dim
     spread = queries @ queries.transpose(-1, -2) / size.dim
-    return made | draw.here({"directions": along, "matrices": spread})
+    return made | {"directions": along, "matrices": spread}
 
 
-def segment_arguments(size: Size, draw: Draw, preset: str) -> Arguments:
-    """Return what segment_quota takes, on the host; sinks hold much of the mass."""
+def make_segment_quota(size: Size, draw: Draw, preset: str = "default") -> Arguments:
+    """Mass in fixed point; sinks hold much of it."""
     lengths, valid, exempt = masks(size, draw)
     usage = draw.uniform(*valid.shape).double() ** 6
     usage[:, :2] += 0.1 * size.tokens / 7
@@ -183,17 +182,12 @@ def segment_arguments(size: Size, draw: Draw, preset: str) -> Arguments:
     }
 
 
-def make_segment_quota(size: Size, draw: Draw, preset: str = "default") -> Arguments:
-    """Mass in fixed point."""
-    return draw.here(segment_arguments(size, draw, preset))
-
-
 def make_credited_mass(size: Size, draw: Draw) -> Arguments:
     """Usage and credit, a few of them NaN."""
     lengths = draw.lengths(size, SINKS)
     usage, credit = draw.uniform(2, size.rows, size.tokens) ** 6
     usage[draw.uniform(*usage.shape) < 0.01] = torch.nan
-    made = draw.here({"usage": usage, "lengths": lengths, "credit": credit})
+    made = {"usage": usage, "lengths": lengths, "credit": credit}
     return made | {"decay": 0.8, "mix": 0.7}
 
 
@@ -202,22 +196,20 @@ def make_pooled_usage(size: Size, draw: Draw) -> Arguments:
     lengths = draw.lengths(size, 1)
     usage = draw.uniform(size.rows, size.tokens)
     shape = size.events, size.layers, size.heads
-    arguments = {
+    return {
         "usage": usage.view(*shape, -1),
         "lengths": lengths.view(shape),
         "window": lengths.clamp(max=size.window).view(shape),
     }
-    return draw.here(arguments)
 
 
 def make_pick_by_quota(size: Size, draw: Draw) -> Arguments:
     """Scores, and segments with their quotas; exempt tokens belong to none."""
-    arguments = segment_arguments(size, draw, "default")
+    arguments = make_segment_quota(size, draw)
     made = segment_quota_ref(**arguments)
     nobody = made.quotas.shape[-1]
     group = made.segment_of.masked_fill(arguments["exempt"], nobody)
-    chosen = {"score": score(size, draw), "group": group, "quotas": made.quotas}
-    return draw.here(chosen)
+    return {"score": score(size, draw), "group": group, "quotas": made.quotas}
 
 
 def make_fill_next_best(size: Size, draw: Draw) -> Arguments:
@@ -226,29 +218,28 @@ def make_fill_next_best(size: Size, draw: Draw) -> Arguments:
     keep = must | (valid & (draw.uniform(*valid.shape) < 0.1))
     target = draw.integers(0, size.tokens, size.rows)
     target[:2] = size.budget
-    rows = {"keep": keep, "score": score(size, draw), "valid": valid, "target": target}
-    return draw.here(rows)
+    return {"keep": keep, "score": score(size, draw), "valid": valid, "target": target}
 
 
 def make_top_k_mask(size: Size, draw: Draw) -> Arguments:
     """The budget of each row, or all that it holds."""
     lengths, valid, must = masks(size, draw)
     rows = {"score": score(size, draw), "must_keep": must, "valid": valid}
-    return draw.here(rows | {"budget": lengths.clamp(max=size.budget)})
+    return rows | {"budget": lengths.clamp(max=size.budget)}
 
 
 def make_resize(size: Size, draw: Draw) -> Arguments:
     """Choices to fill up and choices to trim."""
     lengths, valid, must = masks(size, draw)
     pages = lengths // size.page
-    arguments = {
+    return {
         "keep": must | (valid & (draw.uniform(*valid.shape) < 0.5)),
         "score": score(size, draw),
         "must_keep": must & (torch.arange(size.tokens) < SINKS),
         "num_pages": pages,
         "quota": pages.clamp(max=-(-size.budget // size.page)),
+        "block_size": size.page,
     }
-    return draw.here(arguments) | {"block_size": size.page}
 
 
 def make_compact_pages(size: Size, draw: Draw, loyalty: float = 1.0) -> Arguments:
@@ -281,7 +272,7 @@ def make_compact_pages(size: Size, draw: Draw, loyalty: float = 1.0) -> Argument
     }
     if loyalty < 1:
         moves["in_place"] = torch.cat((in_place.flatten(), nobody == 0))
-    return {"pages": numbers[..., : size.dim], **draw.here(moves)}
+    return {"pages": numbers[..., : size.dim], **moves}
 
 
 def page_bounds_of(size: Size, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
@@ -299,8 +290,7 @@ def make_page_bounds(size: Size, draw: Draw) -> Arguments:
     numbers, pages = pool(size, draw)
     listed = torch.cat((pages[1:].flatten(), pages[-1]))
     bounds = torch.zeros(2, len(numbers), size.dim, dtype=size.dtype)
-    made = draw.here({"bounds": bounds, "pages": listed})
-    return made | {"keys": numbers[..., : size.dim]}
+    return {"bounds": bounds, "pages": listed, "keys": numbers[..., : size.dim]}
 
 
 def make_page_scores(size: Size, draw: Draw) -> Arguments:
@@ -310,13 +300,12 @@ def make_page_scores(size: Size, draw: Draw) -> Arguments:
     counts = draw.integers(0, size.row_pages + 1, size.rows)
     counts[:2] = torch.tensor([size.row_pages, 0])
     behind = torch.arange(size.row_pages) >= counts[:, None]
-    arguments = {
+    return {
         "queries": queries.to(size.dtype),
         "pages": pages.masked_fill(behind, 0).int(),
         "counts": counts.int(),
         "bounds": bounds,
     }
-    return draw.here(arguments)
 
 
 MAKERS: dict[str, Callable[[Size, Draw], Arguments]] = {
@@ -384,4 +373,5 @@ def make(
         source: where they are drawn.
     """
     with source:
-        return MAKERS[label](size, Draw(seed, device, source))
+        draw = Draw(seed, device, source)
+        return draw.here(MAKERS[label](size, draw))

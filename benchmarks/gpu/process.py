@@ -1,4 +1,4 @@
-"""Owns engines in processes of their own, which the parts call in turn.
+"""Owns engines in processes of their own, which take turns.
 
 Each engine has its process, so that stock vLLM is as it is without this package, and an
 engine that fails takes nothing with it.
@@ -9,13 +9,16 @@ import os
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from benchmarks.gpu.engine import ENVIRONMENT, BenchEngine, EngineSpec
-from benchmarks.gpu.rehearsal import RehearsedProcess
+from benchmarks.gpu.parts import Options
+from benchmarks.gpu.record import Record
 
 START_SECONDS = 300.0
+FASTEST_START_SECONDS = 30.0
 CALL_SECONDS = 590.0
 STOP_SECONDS = 20.0
 RESERVED_BYTES = 2**30
@@ -82,7 +85,11 @@ def serve(spec: EngineSpec, pipe: Any) -> None:
     try:
         engine = BenchEngine(spec)
         pipe.send((True, engine.describe()))
-        for method, arguments in iter(partial(_next_call, pipe), None):
+        while True:
+            try:
+                method, arguments = pipe.recv()
+            except EOFError:
+                break
             pipe.send((True, getattr(engine, method)(**arguments)))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
@@ -90,22 +97,13 @@ def serve(spec: EngineSpec, pipe: Any) -> None:
     engine.close()
 
 
-def _next_call(pipe: Any) -> tuple[str, dict[str, Any]] | None:
-    """Return a method and its arguments, None once the other end is closed."""
-    try:
-        return pipe.recv()
-    except EOFError:
-        return None
-
-
 @contextmanager
 def running(specs: Sequence[EngineSpec]) -> Iterator[dict[str, EngineProcess]]:
-    """Start engines side by side; yield them by name, all ready."""
+    """Start engines side by side; yield them by name."""
     with ExitStack() as stack:
         engines: dict[str, EngineProcess] = {}
         for spec in specs:
-            kind: Any = RehearsedProcess if spec.is_rehearsal else EngineProcess
-            engines[spec.name] = kind(spec)
+            engines[spec.name] = EngineProcess(spec)
             stack.callback(engines[spec.name].close)
         yield engines
 
@@ -124,15 +122,68 @@ def groups_that_fit(
     room = card_bytes - RESERVED_BYTES
     found: list[list[EngineSpec]] = []
     for spec in specs:
-        group = found[-1] if found else []
-        taken = sum(each.needed_bytes for each in group)
-        if group and taken + spec.needed_bytes <= room:
-            group.append(spec)
+        taken = sum(each.needed_bytes for each in found[-1]) if found else room
+        if taken + spec.needed_bytes <= room:
+            found[-1].append(spec)
         else:
             found.append([spec])
     return found
 
 
-def describe(engines: Mapping[str, EngineProcess]) -> dict[str, dict[str, Any]]:
-    """Wait until engines have started; return what vLLM made of their arguments."""
-    return {name: engine.wait_ready() for name, engine in engines.items()}
+@dataclass(frozen=True)
+class Cell:
+    """One measurement of one engine.
+
+    Args:
+        engine: its name.
+        method: of BenchEngine.
+        arguments: of the method.
+        name: of the measurement; a warm-up has none.
+    """
+
+    engine: str
+    method: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
+
+
+def take_turns(
+    record: Record,
+    options: Options,
+    specs: Sequence[EngineSpec],
+    warm_ups: Sequence[Cell],
+    cells: Sequence[Cell],
+    limit_s: float,
+) -> None:
+    """Start engines, as many at once as fit, warm them up, and measure cell by cell.
+
+    Args:
+        record: gets each cell that it lacks, with what its engine is.
+        options: say how much time there is.
+        specs: of the engines.
+        warm_ups: asked of an engine before its first cell.
+        cells: measurements, in order.
+        limit_s: the most seconds of one.
+    """
+    for group in groups_that_fit(specs, options.card_bytes):
+        alive = {spec.name for spec in group}
+        mine = [cell for cell in cells if cell.engine in alive]
+        is_done = all(cell.name in record.cells for cell in mine)
+        if is_done or not options.has_time(FASTEST_START_SECONDS + limit_s):
+            continue
+        with running(group) as engines:
+            facts = {name: engine.wait_ready() for name, engine in engines.items()}
+            for cell in warm_ups:
+                if cell.engine in alive:
+                    ask(engines, facts, cell)
+            for cell in mine:
+                call = partial(ask, engines, facts, cell)
+                options.measure(record, cell.name, limit_s, call)
+
+
+def ask(
+    engines: Mapping[str, EngineProcess], facts: Mapping[str, Any], cell: Cell
+) -> dict[str, Any]:
+    """Return what an engine measured, and what the engine is."""
+    found = engines[cell.engine].call(cell.method, **cell.arguments)
+    return found | {"engine": facts[cell.engine]}

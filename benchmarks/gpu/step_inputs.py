@@ -16,7 +16,7 @@ def make_page_tables(size: Size, draw: Draw) -> Arguments:
     num_global[0] = frontier[0] = 0
     slot = draw.integers(0, slots, rows)
     local = draw.integers(1, 2 * size.page, rows)
-    arguments = {
+    return {
         "tables": draw.integers(0, 2**20, rows, columns).int(),
         "lengths": draw.integers(0, 2**20, rows).int(),
         "rows": slot,
@@ -25,8 +25,8 @@ def make_page_tables(size: Size, draw: Draw) -> Arguments:
         "global_blocks": draw.integers(0, 2**20, slots, most).int(),
         "num_global": num_global.int(),
         "frontier_blocks": frontier.int(),
+        "block_size": size.page,
     }
-    return draw.here(arguments) | {"block_size": size.page}
 
 
 def make_save_rows(size: Size, draw: Draw) -> Arguments:
@@ -40,8 +40,8 @@ def make_save_rows(size: Size, draw: Draw) -> Arguments:
     places = 1 + draw.order(rows)[: count * parts]
     targets[draw.order(tokens)[:count]] = places.view(count, parts)
     saved = draw.normal(rows + 1, part).to(size.dtype)
-    made = draw.here({"saved": saved, "targets": targets})
-    return made | {"values": wide[:, parts * part : 2 * parts * part]}
+    values = wide[:, parts * part : 2 * parts * part]
+    return {"saved": saved, "targets": targets, "values": values}
 
 
 def make_head_page_tables(size: Size, draw: Draw) -> Arguments:
@@ -53,7 +53,7 @@ def make_head_page_tables(size: Size, draw: Draw) -> Arguments:
     first = torch.nn.functional.pad(counts.cumsum(-1), (1, 0))
     changed = draw.order(batch)[: batch // 2]
     shape = size.layers, batch, size.heads
-    arguments = {
+    return {
         "tables": draw.integers(0, 2**20, *shape, columns).int(),
         "offsets": draw.integers(0, 2**20, *shape).int(),
         "which": changed,
@@ -63,8 +63,8 @@ def make_head_page_tables(size: Size, draw: Draw) -> Arguments:
         "pages": draw.integers(0, 2**30, slots, int(first.max()) + 1).int(),
         "first": first.int(),
         "own_page": draw.integers(0, 2**20, num_heads),
+        "stride": size.heads,
     }
-    return draw.here(arguments) | {"stride": size.heads}
 
 
 def make_best_pages(size: Size, draw: Draw) -> Arguments:
@@ -75,13 +75,12 @@ def make_best_pages(size: Size, draw: Draw) -> Arguments:
     num_read = num_global // draw.integers(1, 4, rows)
     scores = draw.normal(rows, columns).mul(8).round() / 8
     behind = torch.arange(columns) >= num_global[:, None]
-    arguments = {
+    return {
         "tables": draw.integers(0, 2**30, rows, columns).int(),
         "scores": scores.masked_fill(behind, LOWEST),
         "num_global": num_global,
         "num_read": num_read,
     }
-    return draw.here(arguments)
 
 
 def make_write_until(size: Size, draw: Draw) -> Arguments:
@@ -107,7 +106,7 @@ def make_write_until(size: Size, draw: Draw) -> Arguments:
         "position": position,
         "heads": torch.arange(size.heads) * size.page,
     }
-    logits = draw.here({"logits": draw.normal(len(position), size.heads)})["logits"]
-    decisions = {"decisions": Decisions(logits.float(), 10.0, 5.0)}
+    logits = draw.normal(len(position), size.heads).to(draw.device)
+    decisions = {"decisions": Decisions(logits, 10.0, 5.0)}
     numbers = {"base": per_layer, "window": 17, "shift": 1, "sinks": 4}
-    return draw.here(arguments) | decisions | numbers
+    return arguments | decisions | numbers

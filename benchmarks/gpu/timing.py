@@ -12,43 +12,29 @@ import torch
 from vllm_kvpolicy.kernels.dispatch import Operation
 from vllm_kvpolicy.worker.compaction import Compactor
 
-PHASES = {
-    "window_usage": "usage",
-    "paged_norms": "score",
-    "paged_cosines": "score",
-    "paged_projections": "score",
-    "paged_pair_projections": "score",
-    "paged_quadratics": "score",
-    "credited_mass": "select",
-    "pooled_usage": "usage",
-    "segment_quota": "select",
-    "pick_by_quota": "select",
-    "fill_next_best": "select",
-    "top_k_mask": "select",
-    "resize": "select",
-    "compact_pages": "compact",
-    "assign_pages": "assign",
-    "page_quota": "assign",
-    "count_in_pages": "assign",
-    "enter_page_lists": "enter",
-    "enter_requests": "enter",
-    "limit_must_keep": "select",
-    "list_survivors": "compact",
-    "survivor_moves": "compact",
-    "must_keep_tokens": "open",
-    "read_survivors": "remember",
-    "write_survivors": "remember",
-    "page_tables": "tables",
-    "head_page_tables": "tables",
-    "save_rows": "queries",
-    "until_attention": "attention",
-    "paged_gates": "score",
-    "page_bounds": "pages",
-    "page_scores": "pages",
-    "best_pages": "pages",
-    "write_until": "pages",
+PHASES: dict[str, tuple[str, ...]] = {
+    "usage": ("window_usage", "pooled_usage"),
+    "score": (
+        "paged_norms",
+        "paged_cosines",
+        "paged_projections",
+        "paged_pair_projections",
+        "paged_quadratics",
+        "paged_gates",
+    ),
+    "select": (
+        "credited_mass",
+        "segment_quota",
+        "pick_by_quota",
+        "fill_next_best",
+        "top_k_mask",
+        "resize",
+        "limit_must_keep",
+    ),
+    "compact": ("compact_pages", "list_survivors", "survivor_moves"),
+    "tables": ("page_tables", "head_page_tables"),
 }
-"""Operation -> what an event or a step spends its time on."""
+"""What the time of events and of page tables is for: the operations that it counts."""
 EVENT = "event"
 COPY_BYTES = {"cuda": 2**32, "cpu": 2**22}
 
@@ -95,12 +81,12 @@ def _between(start: Any, end: Any) -> float:
 
 @contextmanager
 def watched(spans: Spans) -> Iterator[None]:
-    """Time every operation by its phase, and every step's events, while inside.
+    """Time every operation, and every step's events, while inside.
 
     What a captured graph replays is not seen: no Python runs then.
 
     Args:
-        spans: gets spans named by `PHASES`, and `EVENT` around a step's events; an
+        spans: gets spans named by operations, and `EVENT` around a step's events; an
             operation inside another one belongs to that.
     """
     call, run = Operation.__call__, Compactor.run
@@ -111,7 +97,7 @@ def watched(spans: Spans) -> Iterator[None]:
             return call(self, *args, **kwargs)
         inside.append(self.name)
         try:
-            with spans.span(PHASES[self.name]):
+            with spans.span(self.name):
                 return call(self, *args, **kwargs)
         finally:
             inside.pop()

@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.accuracy import servers
-from benchmarks.accuracy.client import NGRAMS
+from benchmarks.accuracy.client import repeated
 from benchmarks.accuracy.questions import Question
 from benchmarks.accuracy.results import KEY_FIELDS, Line
 from benchmarks.accuracy.scoring import Equal, judge
@@ -20,7 +20,6 @@ from benchmarks.peer.catalogue import FULL, PRESSES
 from benchmarks.peer.facts import Place, place_of
 from benchmarks.peer.process import Worker
 from benchmarks.peer.prompts import Prompts
-from vllm_kvpolicy.observe.measures import repetition
 from vllm_kvpolicy.policies.names import parse, resolve
 
 SECONDS_PER_TOKEN = 0.003
@@ -149,7 +148,7 @@ def line_of(
         "prompt_tokens": len(prompts.ids(question.prompt)),
         "output_tokens": len(tokens),
         "capped": not reply["stopped"],
-        "repeated": {str(n): round(repetition([tokens], n), 4) for n in NGRAMS},
+        "repeated": repeated(tokens),
         "dropped": None,
         "expected": list(question.answers),
         "text": text,

@@ -1,18 +1,14 @@
 """Files and folders of a configuration are checked where it is made."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from support.calibration_files import make_calibration
 from support.engine_configs import engine_args
 from support.made_gates import make_gates
 from vllm_kvpolicy.api.engine_config import check_files, read_command_line
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.policies.admissions import wgkv
-from vllm_kvpolicy.policies.calibration import save
 
 BASE = {"policy": "tova", "budget": 128, "interval": 64}
 # Layers, KV heads, query heads per KV head and channels of the tiny model.
@@ -27,13 +23,13 @@ def config(**values):
 def filters(tmp_path):
     """A calibration file that fits the tiny model."""
     path = tmp_path / "filters.safetensors"
-    save(path, make_calibration("qfilter", *TINY))
+    make_calibration("qfilter", *TINY).save(path)
     return path
 
 
 def test_files_that_fit_pass(policy_config, filters, tmp_path):
     queries = tmp_path / "queries.safetensors"
-    save(queries, make_calibration("triattention", *TINY))
+    make_calibration("triattention", *TINY).save(queries)
     options = {
         "qfilter_calibration": str(filters),
         "triattention_calibration": str(queries),
@@ -50,44 +46,19 @@ def test_files_that_fit_pass(policy_config, filters, tmp_path):
 @pytest.mark.parametrize("policy", ["qfilter", "tova"])
 def test_a_missing_file_is_named_with_its_key(policy_config, tmp_path, policy):
     path = tmp_path / "none.safetensors"
-    asked = config(
-        policy=policy,
-        allow=["qfilter"],
-        policy_config={"qfilter_calibration": str(path)},
-    )
+    options = {"qfilter_calibration": str(path)}
+    asked = config(policy=policy, allow=["qfilter"], policy_config=options)
     with pytest.raises(ValueError) as error:
         check_files(asked, policy_config)
     message = str(error.value)
     assert message.startswith(f"qfilter_calibration: calibration {path}: got No such")
-    assert message.endswith("expected a safetensors file")
-    assert "\n" not in message
+    assert message.endswith("expected a safetensors file") and "\n" not in message
 
 
-def test_a_file_of_another_kind_is_refused(policy_config, filters):
-    options = {"triattention_calibration": str(filters)}
-    asked = config(policy="triattention", policy_config=options)
-    with pytest.raises(
-        ValueError, match="kind: got 'qfilter', expected 'triattention'"
-    ):
-        check_files(asked, policy_config)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("num_layers", 3), ("num_heads", 8), ("num_kv_heads", 4), ("head_dim", 64)],
-)
-def test_a_file_of_another_model_is_refused(policy_config, filters, field, value):
-    made = replace(make_calibration("qfilter", *TINY), **{field: value})
-    shape = made.shapes["filters"]
-    save(
-        filters,
-        replace(made, tensors={"filters": made.tensors["filters"].new_zeros(shape)}),
-    )
+def test_a_file_of_another_model_is_refused(policy_config, filters):
+    make_calibration("qfilter", 3, *TINY[1:]).save(filters)
     options = {"qfilter_calibration": str(filters)}
-    expected = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
-    message = (
-        f"^qfilter_calibration: .*{field}: got {value}, expected {expected[field]}$"
-    )
+    message = "^qfilter_calibration: .*num_layers: got 3, expected 2$"
     with pytest.raises(ValueError, match=message):
         check_files(config(policy="qfilter", policy_config=options), policy_config)
 
@@ -125,7 +96,7 @@ def gates(tmp_path):
         sizes |= {key: fields.pop(key) for key in sizes.keys() & fields.keys()}
         path = tmp_path / "gates.safetensors"
         made = make_gates(**sizes, **{"window": 40, "rope_theta": 1e4, **fields})
-        wgkv.save(path, made)
+        made.save(path)
         return path
 
     return write
@@ -163,20 +134,10 @@ def test_gates_of_another_model_are_refused(policy_config, gates, fields, messag
     assert message in text
 
 
-def test_broken_gates_are_refused(policy_config, gates, tmp_path):
-    path = gates()
-    path.write_bytes(path.read_bytes()[:-9])
-    for wrong in (path, tmp_path / "none.safetensors", tmp_path / "none.pt"):
+def test_gates_that_cannot_be_read_are_refused(policy_config, tmp_path):
+    for wrong in (tmp_path / "none.safetensors", tmp_path / "none.pt"):
         with pytest.raises(ValueError, match=f"^wgkv_gates: wgkv gates {wrong}: got "):
             check_files(with_gates(wrong), policy_config)
-    nan = gates(
-        tensors={
-            name: tensor * torch.nan if "conv1.bias" in name else tensor
-            for name, tensor in make_gates(2, 2, 32).tensors.items()
-        }
-    )
-    with pytest.raises(ValueError, match="conv1.bias"):
-        check_files(with_gates(nan), policy_config)
 
 
 def test_a_model_without_rope_parameters_is_another_model(policy_config, gates):

@@ -1,5 +1,6 @@
 """Every row of the table of refusals is triggered once, and nothing else with it."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -13,37 +14,41 @@ from vllm_kvpolicy.api.guards import REFUSALS, refusals
 from vllm_kvpolicy.api.request_guards import check_prepared
 from vllm_kvpolicy.config import KVPolicyConfig
 
-RAGGED_FLASHINFER = next(r.name for r in REFUSALS if r.name.startswith("FlashInfer"))
-LORA = next(r.name for r in REFUSALS if r.name.startswith("LoRA adapters with a p"))
-MULTIMODAL = next(r.name for r in REFUSALS if r.name.startswith("multimodal"))
-WEIGHT_TRANSFER = next(
-    r.name for r in REFUSALS if r.name.startswith("weight transfer with a p")
-)
-QFILTER = {"policy": "qfilter", "policy_config": {"qfilter_calibration": "a file"}}
-OTHER_DRAFTS = next(r.name for r in REFUSALS if "MTP" in r.name)
-MEASURED_DRAFTS = next(r.name for r in REFUSALS if "measures each token" in r.name)
+
+def named(start):
+    """Return the name of the one row that a pattern finds."""
+    (name,) = [row.name for row in REFUSALS if re.search(start, row.name)]
+    return name
+
+
+def policy(name, **values):
+    """What switches a policy on."""
+    return {"additional_config": {"kv_policy": {"policy": name, **values}}}
+
+
+RAGGED_FLASHINFER = named("FlashInfer")
+LORA = named("LoRA adapters with a p")
+MULTIMODAL = named("multimodal")
+WEIGHT_TRANSFER = named("weight transfer with a p")
+FITTED = {"policy_config": {"qfilter_calibration": "a file"}}
+OTHER_DRAFTS = named("MTP")
+MEASURED_DRAFTS = named("measures each token")
 NGRAM = SimpleNamespace(method="ngram")
-SLIDING_FITTED = next(
-    r.name
-    for r in REFUSALS
-    if r.name.startswith("sliding-window l") and "own weights" in r.name
-)
+SLIDING_FITTED = named("sliding-window l.*own weights")
 LAYER_TYPES = "model_config.hf_text_config.layer_types"
 WINDOW = {"model_config.hf_text_config.sliding_window": 48}
 MIXED = {**WINDOW, LAYER_TYPES: ["sliding_attention", "full_attention"]}
-FOPE, SPLIT, TRANSFORMERS = (
-    next(r.name for r in REFUSALS if r.name.startswith(start))
-    for start in ("Fourier", "heads with a rotated", "the Transformers backend")
-)
-EXPECTED = {"additional_config": {"kv_policy": {"policy": "ams-expected"}}}
+FOPE, SPLIT = named("Fourier"), named("heads with a rotated")
+TRANSFORMERS = named("the Transformers backend")
+EXPECTED = policy("ams-expected")
 ROPE_PARAMETERS = "model_config.hf_text_config.rope_parameters"
-SINK_WEIGHING = next(r.name for r in REFUSALS if r.name.startswith("learned sinks (g"))
+SINK_WEIGHING = named(r"learned sinks \(g")
 GPT_OSS = {"model_config.hf_text_config.model_type": "gpt_oss"}
 ARCHITECTURES = "model_config.architectures"
-ALIBI = next(r.name for r in REFUSALS if r.name.startswith("ALiBi"))
-SOFT_CAPS = next(r.name for r in REFUSALS if "soft caps" in r.name)
+ALIBI = named("ALiBi")
+SOFT_CAPS = named("soft caps")
 UNLIKE = "layers that differ in heads or head sizes"
-OTHER_WINDOWS = next(r.name for r in REFUSALS if "several sizes" in r.name)
+OTHER_WINDOWS = named("several sizes")
 OWN = "attention layers of a model's own"
 SET = object()  # some configuration object, whatever is in it
 
@@ -67,11 +72,11 @@ TRIGGERS = {
     },
     RAGGED_FLASHINFER: {
         "attention_config.backend": SimpleNamespace(name="FLASHINFER"),
-        "additional_config": {"kv_policy": {"policy": "adakv-snapkv"}},
+        **policy("adakv-snapkv"),
     },
     "`quest` on more ranks than KV heads": {
         "parallel_config.tensor_parallel_size": 4,  # the tiny model has two
-        "additional_config": {"kv_policy": {"policy": "snapkv+quest"}},
+        **policy("snapkv+quest"),
     },
     "pipeline parallelism": {"parallel_config.pipeline_parallel_size": 2},
     "data parallelism of mixture-of-experts models": {
@@ -91,9 +96,9 @@ TRIGGERS = {
     OTHER_DRAFTS: {"speculative_config": SimpleNamespace(method="mtp")},
     MEASURED_DRAFTS: {
         "speculative_config": NGRAM,
-        "additional_config": {"kv_policy": {"policy": "tova", "allow": ["ams-epikv"]}},
+        **policy("tova", allow=["ams-epikv"]),
     },
-    LORA: {"lora_config": SET, "additional_config": {"kv_policy": QFILTER}},
+    LORA: {"lora_config": SET, **policy("qfilter", **FITTED)},
     "sliding windows in every layer": {
         **WINDOW,
         "model_config.hf_text_config.layer_types": ["sliding_attention"],
@@ -108,9 +113,9 @@ TRIGGERS = {
     },
     "per-head lengths with sliding-window layers": {
         **MIXED,
-        "additional_config": {"kv_policy": {"policy": "adakv-snapkv"}},
+        **policy("adakv-snapkv"),
     },
-    SLIDING_FITTED: {**MIXED, "additional_config": {"kv_policy": QFILTER}},
+    SLIDING_FITTED: {**MIXED, **policy("qfilter", **FITTED)},
     "FP8 KV caches with sliding-window layers": {
         **MIXED,
         "cache_config.cache_dtype": "fp8",
@@ -129,11 +134,11 @@ TRIGGERS = {
     },
     SINK_WEIGHING: {
         **GPT_OSS,
-        "additional_config": {"kv_policy": {"policy": "tova", "allow": ["ams-rkv"]}},
+        **policy("tova", allow=["ams-rkv"]),
     },
     "per-head lengths with learned sinks": {
         **GPT_OSS,
-        "additional_config": {"kv_policy": {"policy": "adakv-snapkv"}},
+        **policy("adakv-snapkv"),
     },
     "tensor parallelism with learned sinks": {
         **GPT_OSS,
@@ -183,13 +188,13 @@ TRIGGERS = {
     "images, audio and video": {"model_config.supports_multimodal_inputs": True},
     MULTIMODAL: {
         "model_config.is_multimodal_model": True,
-        "additional_config": {"kv_policy": QFILTER},
+        **policy("qfilter", **FITTED),
     },
     "prompt embeddings": {"model_config.enable_prompt_embeds": True},
     "sleep mode": {"model_config.enable_sleep_mode": True},
     WEIGHT_TRANSFER: {
         "weight_transfer_config": SET,
-        "additional_config": {"kv_policy": QFILTER},
+        **policy("qfilter", **FITTED),
     },
 }
 # Rows that depend on the installation -> what switches them on there.
@@ -223,6 +228,14 @@ MORE_TRIGGERS = [
     ("sliding windows in every layer", {"cache_config.sliding_window": 512}),
     ("KV connectors and KV offloading", {"kv_transfer_config": SET}),
     ("diffusion models", {"diffusion_config": SET}),
+    *[
+        (
+            SINK_WEIGHING,
+            {**GPT_OSS, **policy(name)},
+        )
+        for name in ("expected", "ams-snapmax", "rpc")
+    ],
+    ("KV sharing between layers", text(num_kv_shared_layers=2)),
     (OWN, {ARCHITECTURES: ["MiniMaxM3SparseForCausalLM"]}),
     (OWN, text(model_type="mimo_v2_flash", v_head_dim=16)),
     (OWN, text(model_type="pangu_pro_moe_v2", param_sink_number=4)),
@@ -278,15 +291,6 @@ def test_each_feature_is_refused_by_its_own_row(policy_config, name, changes):
     assert refusals(Overlay(policy_config, changes)) == expected(name)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"parallel_config.data_parallel_size": 2}, {"model_config.is_moe": True}],
-    ids=["dense-dp", "moe-alone"],
-)
-def test_dense_data_parallelism_is_not_refused(policy_config, changes):
-    assert refusals(Overlay(policy_config, changes)) == []
-
-
 @pytest.mark.parametrize("name", MACHINE_TRIGGERS)
 def test_each_machine_is_refused_by_its_own_row(policy_config, monkeypatch, name):
     MACHINE_TRIGGERS[name](monkeypatch)
@@ -294,12 +298,34 @@ def test_each_machine_is_refused_by_its_own_row(policy_config, monkeypatch, name
 
 
 @pytest.mark.parametrize(
-    ("policy", "is_refused"),
+    ("name", "changes"),
+    [
+        *[
+            (FP8_ON_GPU, {"cache_config.cache_dtype": dtype})
+            for dtype in compat.FLOAT8_CACHES
+        ],
+        (DRAFTS_ON_GPU, {"speculative_config": NGRAM}),
+        (SLIDING_ON_GPU, MIXED),
+        (SINKS_ON_GPU, GPT_OSS),
+    ],
+)
+def test_what_only_a_cpu_serves_is_refused_on_gpus(
+    policy_config, monkeypatch, name, changes
+):
+    config = Overlay(policy_config, changes)
+    assert refusals(config) == []
+    monkeypatch.setattr(compat, "platform_name", lambda: "cuda")
+    assert refusals(config) == expected(name)
+    assert refusals(policy_config) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "is_refused"),
     [
         ({"policy": "ams-tova"}, False),
         ({"policy": "epikv", "allow": ["adakv-snapkv", "local"]}, False),
         ({"policy": "dms"}, True),
-        ({**QFILTER, "policy": "tova", "allow": ["ams-qfilter"]}, True),
+        ({"policy": "tova", **FITTED, "allow": ["ams-qfilter"]}, True),
         (
             {
                 "policy": "tova+quest",
@@ -311,20 +337,11 @@ def test_each_machine_is_refused_by_its_own_row(policy_config, monkeypatch, name
     ],
 )
 def test_other_weights_meet_no_policy_for_the_models_own(
-    policy_config, policy, is_refused
+    policy_config, values, is_refused
 ):
     for feature in ("lora_config", "weight_transfer_config"):
-        changes = {feature: SET, "additional_config": {"kv_policy": policy}}
+        changes = {feature: SET, "additional_config": {"kv_policy": values}}
         assert bool(refusals(Overlay(policy_config, changes))) == is_refused
-
-
-def test_kv_sharing_is_read_from_the_model_too(policy_config):
-    text_config = policy_config.model_config.hf_text_config
-    text_config.num_kv_shared_layers = 2
-    try:
-        assert refusals(policy_config) == expected("KV sharing between layers")
-    finally:
-        del text_config.num_kv_shared_layers
 
 
 @pytest.mark.parametrize(
@@ -341,15 +358,6 @@ def test_a_cache_dtype_may_be_the_models_own_or_fp8(policy_config, dtype, is_ref
         "cache_config.cache_dtype": dtype,
     }
     assert bool(refusals(Overlay(policy_config, changes))) == is_refused
-
-
-@pytest.mark.parametrize("dtype", compat.FLOAT8_CACHES)
-def test_an_fp8_cache_is_refused_on_gpus(policy_config, monkeypatch, dtype):
-    config = Overlay(policy_config, {"cache_config.cache_dtype": dtype})
-    assert refusals(config) == []
-    monkeypatch.setattr(compat, "platform_name", lambda: "cuda")
-    assert refusals(config) == expected(FP8_ON_GPU)
-    assert refusals(policy_config) == []
 
 
 @pytest.mark.parametrize("dtype", compat.FLOAT8_CACHES)
@@ -382,29 +390,6 @@ def test_drafts_come_from_n_grams_or_suffix_trees(policy_config, method, is_refu
     assert found == (expected(OTHER_DRAFTS) if is_refused else [])
 
 
-def test_drafts_are_refused_on_gpus(policy_config, monkeypatch):
-    config = Overlay(policy_config, {"speculative_config": NGRAM})
-    monkeypatch.setattr(compat, "platform_name", lambda: "cuda")
-    assert refusals(config) == expected(DRAFTS_ON_GPU)
-
-
-def test_sliding_windows_are_refused_on_gpus(policy_config, monkeypatch):
-    config = Overlay(policy_config, MIXED)
-    assert refusals(config) == []
-    monkeypatch.setattr(compat, "platform_name", lambda: "cuda")
-    assert refusals(config) == expected(SLIDING_ON_GPU)
-    assert refusals(policy_config) == []
-
-
-@pytest.mark.parametrize(
-    ("full", "sliding", "is_refused"), [(1, 5, False), (4, 3, False), (3, 2, True)]
-)
-def test_full_attention_is_one_group(policy_config, full, sliding, is_refused):
-    kinds = ["full_attention"] * full + ["sliding_attention"] * sliding
-    found = refusals(Overlay(policy_config, {**MIXED, LAYER_TYPES: kinds}))
-    assert bool(found) == is_refused
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -417,20 +402,20 @@ def test_full_attention_is_one_group(policy_config, full, sliding, is_refused):
         ),
         text(model_type="granite_swa", layer_types=[FULL], attention_sinks=False),
         text(model_type="cohere2", layer_types=[FULL] * 2),
+        *[
+            {**MIXED, LAYER_TYPES: [FULL] * full + [SLIDING] * sliding}
+            for full, sliding in ((1, 5), (4, 3))  # one group of full attention
+        ],
+        {"parallel_config.data_parallel_size": 2},  # of a dense model
+        {"model_config.is_moe": True},
+        {**GPT_OSS, **policy("h2o")},
         # `--disable-sliding-window`
         text(layer_types=[SLIDING, FULL]),
         text(layer_types=[SLIDING] * 2),
     ],
 )
-def test_layers_that_are_alike_are_not_refused(policy_config, changes):
+def test_what_is_like_a_refused_feature_is_served(policy_config, changes):
     assert refusals(Overlay(policy_config, changes)) == []
-
-
-def test_all_reasons_come_at_once(policy_config):
-    names = ("pipeline parallelism", OTHER_DRAFTS, LORA)
-    changes = {key: value for name in names for key, value in TRIGGERS[name].items()}
-    reasons = [reason for name in names for reason in expected(name)]
-    assert refusals(Overlay(policy_config, changes)) == reasons
 
 
 @pytest.mark.parametrize(
@@ -471,6 +456,11 @@ def request(prompt_tokens=10, max_tokens=20, resumable=False, **extra_args):
     )
 
 
+PROTECTING = KVPolicyConfig(
+    "tova", 128, 64, prefill_interval_tokens=64, protect_prompt=True
+)
+
+
 @pytest.fixture
 def server():
     return KVPolicyConfig.from_dict({"policy": "tova", "budget": 128, "interval": 64})
@@ -485,7 +475,8 @@ def small_pool(policy_config):
 
 def check(request, vllm_config, server):
     """Check a request as vLLM's InputProcessor does once it is prepared."""
-    processor = SimpleNamespace(vllm_config=vllm_config, kv_policy_server=server)
+    policy = {"additional_config": {"kv_policy": server.to_dict()}}
+    processor = SimpleNamespace(vllm_config=Overlay(vllm_config, policy))
     return check_prepared(processor, request, request.sampling_params)
 
 
@@ -494,40 +485,41 @@ def test_good_requests_pass(small_pool, server):
     assert check(request(kv_budget=96), small_pool, server) is None
     fits = request(prompt_tokens=56, max_tokens=200, kv_policy="none")
     assert check(fits, small_pool, server) is None
+    assert check(request(100), small_pool, PROTECTING) is None
 
 
-def test_a_full_cache_larger_than_the_pool_is_refused(small_pool, server):
-    too_long = request(prompt_tokens=57, max_tokens=200, kv_policy="none")
-    advice = "lower max_tokens or leave out kv_policy 'none'$"
-    message = rf"up to 9 superblocks .* at most 8, the size of the pool; {advice}"
+@pytest.mark.parametrize(
+    ("config", "asked", "message"),
+    [
+        (
+            KVPolicyConfig("tova", 128, 64),
+            request(57, 200, kv_policy="none"),
+            r"up to 9 superblocks .* at most 8, the size of the pool; lower max_tokens "
+            "or leave out kv_policy 'none'$",
+        ),
+        (
+            PROTECTING,
+            request(200, 120),
+            r"'tova' .* 10 superblocks .* at most 8, .* or shorten the prompt, ",
+        ),
+        (
+            KVPolicyConfig("tova", 128, 64),
+            request(300, 20),
+            "lower max_tokens or kv_budget, .* prefill_interval below 4096$",
+        ),
+        (
+            KVPolicyConfig("quest", interval_tokens=64),
+            request(200, 120),
+            "shorten the prompt: this policy keeps every token$",
+        ),
+    ],
+    ids=["full cache", "protected prompt", "prompt read whole", "selection"],
+)
+def test_what_is_larger_than_the_pool_is_refused_with_advice(
+    small_pool, config, asked, message
+):
     with pytest.raises(ValueError, match=message):
-        check(too_long, small_pool, server)
-
-
-def test_a_protected_prompt_larger_than_the_pool_is_refused(small_pool):
-    server = KVPolicyConfig(
-        "tova", 128, 64, prefill_interval_tokens=64, protect_prompt=True
-    )
-    assert check(request(100, max_tokens=20), small_pool, server) is None
-    message = (
-        r"'tova' .* 10 superblocks .* at most 8, .* or shorten the prompt, which is "
-    )
-    with pytest.raises(ValueError, match=message):
-        check(request(200, max_tokens=120), small_pool, server)
-
-
-def test_a_prompt_that_is_read_whole_names_the_prefill_interval(small_pool, server):
-    message = "lower max_tokens or kv_budget, .* prefill_interval below 4096$"
-    with pytest.raises(ValueError, match=message):
-        check(request(300, max_tokens=20), small_pool, server)
-
-
-def test_a_policy_that_keeps_everything_says_so(small_pool):
-    server = KVPolicyConfig("quest", interval_tokens=64)
-    with pytest.raises(
-        ValueError, match="shorten the prompt: this policy keeps every token$"
-    ):
-        check(request(200, max_tokens=120), small_pool, server)
+        check(asked, small_pool, config)
 
 
 def test_bad_knobs_and_resumable_sessions_are_refused(small_pool, server):
@@ -537,36 +529,12 @@ def test_bad_knobs_and_resumable_sessions_are_refused(small_pool, server):
         check(request(resumable=True), small_pool, server)
 
 
-def test_learned_sinks_are_refused_on_gpus(policy_config, monkeypatch):
-    config = Overlay(policy_config, GPT_OSS)
-    assert refusals(config) == []
-    monkeypatch.setattr(compat, "platform_name", lambda: "cuda")
-    assert refusals(config) == expected(SINKS_ON_GPU)
-
-
 def test_all_that_does_not_take_learned_sinks_is_told_at_once(policy_config):
     names = [SINK_WEIGHING, *(name for name in TRIGGERS if "with learned s" in name)]
     changes = {}
     for name in names:
         changes |= TRIGGERS[name]
-    policies = {"policy": "hard-snapkv"}  # weighs itself, with per-head lengths
-    found = refusals(
-        Overlay(
-            policy_config,
-            changes | {"additional_config": {"kv_policy": policies}},
-        )
-    )
+    changes |= policy("hard-snapkv")  # weighs itself, with per-head lengths
+    found = refusals(Overlay(policy_config, changes))
     assert found == [line for name in names for line in expected(name)]
     assert len(found) == 7
-
-
-@pytest.mark.parametrize(
-    ("policy", "is_refused"),
-    [("expected", True), ("ams-snapmax", True), ("rpc", True), ("h2o", False)],
-)
-def test_attention_of_its_own_leaves_learned_sinks_out(
-    policy_config, policy, is_refused
-):
-    changes = {**GPT_OSS, "additional_config": {"kv_policy": {"policy": policy}}}
-    found = refusals(Overlay(policy_config, changes))
-    assert found == (expected(SINK_WEIGHING) if is_refused else [])

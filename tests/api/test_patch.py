@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from support.engine_configs import Overlay, engine_args
 from vllm_kvpolicy import compat, plugin
 from vllm_kvpolicy.api import engine_config, patch, patch_table, request_guards
-from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.config import ConfigValues, KVPolicyConfig
 from vllm_kvpolicy.kernels import preferences
 from vllm_kvpolicy.observe.metrics import CounterFile
 
@@ -71,21 +72,15 @@ def test_installing_twice_wraps_once():
     assert not hasattr(EngineArgs.add_cli_args.__wrapped__, "__wrapped__")
 
 
-def test_flags_reach_additional_config(parse):
+def test_yaml_and_underscores_are_read_like_vllms_own(tmp_path, parse):
     assert policy_of(parse(*FLAGS)) == POLICY
-
-
-def test_underscores_and_json_options_are_read_like_vllms_own(parse):
-    found = policy_of(
-        parse("--kv_policy=ams-tova", "--kv-policy-config", '{"preset": "code"}')
-    )
-    assert found == {"policy": "ams-tova", "policy_config": {"preset": "code"}}
-
-
-def test_yaml_is_read(tmp_path, parse):
     path = tmp_path / "serve.yaml"
     path.write_text("kv-policy: ams-tova\nkv-budget: 128\nkv-interval: 64\n")
     assert policy_of(parse("--config", str(path))) == POLICY
+    words = ("--kv_policy=ams-tova", "--kv-policy-config", '{"preset": "code"}')
+    found = {"policy": "ams-tova", "policy_config": {"preset": "code"}}
+    assert policy_of(parse(*words)) == found
+    assert parse().additional_config == {}
 
 
 @pytest.mark.parametrize(
@@ -104,10 +99,6 @@ def test_additional_config_is_read_and_flags_win(parse, words):
     assert found == {"policy": "tova", "budget": 128}
 
 
-def test_without_flags_nothing_is_added(parse):
-    assert parse().additional_config == {}
-
-
 def test_processes_of_one_command_line_share_an_engine_name(tiny_model):
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     command = ["--model", str(tiny_model), "--kv-cache-memory-bytes", "8388608"]
@@ -117,14 +108,10 @@ def test_processes_of_one_command_line_share_an_engine_name(tiny_model):
         for _ in range(2)
     }
     other = EngineArgs.from_cli_args(parser.parse_args([*command, *FLAGS]))
-    assert len(names) == 1
+    in_code = engine_args(tiny_model, additional_config={"kv_policy": POLICY})
+    names |= {in_code.create_engine_config().instance_id for _ in range(2)}
+    assert len(names) == 1 + 2  # engines made in code have names of their own
     assert other.create_engine_config().instance_id not in names
-
-
-def test_engines_made_in_code_have_names_of_their_own(tiny_model):
-    args = engine_args(tiny_model, additional_config={"kv_policy": POLICY})
-    names = {args.create_engine_config().instance_id for _ in range(2)}
-    assert len(names) == 2
 
 
 def test_a_finished_config_names_our_classes(policy_config):
@@ -138,13 +125,6 @@ def test_a_finished_config_names_our_classes(policy_config):
     assert list(policy_config.additional_config) == ["kv_policy"]
     assert policy_config.cache_config.block_size == 32
     assert policy_config.cache_config.enable_prefix_caching is True
-
-
-@pytest.mark.parametrize("own", compat.WORKER_CLASSES.values())
-def test_a_worker_class_of_ours_may_be_named(tiny_model, own):
-    policy = {"kv_policy": POLICY}
-    args = engine_args(tiny_model, additional_config=policy, worker_cls=own)
-    assert args.create_engine_config().parallel_config.worker_cls == own
 
 
 @pytest.mark.parametrize(
@@ -167,16 +147,6 @@ def test_prompts_that_are_kept_whole_are_told(tiny_model, monkeypatch, values, b
     assert len(lines) == (blocks is not None)
     for line in lines:
         assert f"--max-model-len 4096 may need {blocks} superblocks" in line
-
-
-@pytest.mark.parametrize("wanted", [True, False])
-def test_prefix_caching_is_what_the_user_says(tiny_model, wanted):
-    policy = {"kv_policy": {"policy": "tova"}}
-    args = engine_args(
-        tiny_model, additional_config=policy, enable_prefix_caching=wanted
-    )
-    config = args.create_engine_config()
-    assert config.cache_config.enable_prefix_caching is wanted
 
 
 def finished(monkeypatch, count=1, rank=0):
@@ -255,22 +225,28 @@ def test_cuda_gets_a_known_backend_and_blocks_of_16(
     assert args.attention_backend.name == expected
 
 
-def test_what_the_user_chose_is_left_alone(tiny_model):
-    policy = {"kv_policy": POLICY}
-    args = engine_args(tiny_model, additional_config=policy, block_size=64)
-    assert args.create_engine_config().cache_config.block_size == 64
+@pytest.mark.parametrize(
+    ("section", "changes"),
+    [
+        ("cache_config", {"block_size": 64}),
+        ("cache_config", {"enable_prefix_caching": False}),
+        *[
+            ("parallel_config", {"worker_cls": own})
+            for own in compat.WORKER_CLASSES.values()
+        ],
+    ],
+)
+def test_what_the_user_chose_is_left_alone(tiny_model, section, changes):
+    args = engine_args(tiny_model, additional_config={"kv_policy": POLICY}, **changes)
+    found = getattr(args.create_engine_config(), section)
+    assert {name: getattr(found, name) for name in changes} == changes
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"scheduler_cls": "mine.Scheduler"}, ["scheduler class", "--scheduler-cls"]),
-        ({"worker_cls": "mine.Worker"}, ["worker class", "--worker-cls"]),
         ({"block_size": 16}, ["block sizes", "32 on CPU"]),
-        (
-            {"kv_cache_dtype": "int8_per_token_head"},
-            ["other dtypes than the model's", "--kv-cache-dtype"],
-        ),
         (
             {"pipeline_parallel_size": 2, "kv_cache_dtype": "int8_per_token_head"},
             ["pipeline parallelism", "other dtypes than the model's"],
@@ -336,12 +312,6 @@ def test_the_start_says_which_kernels_run(tiny_model, policy_log):
     assert f"KV policy kernels: {preferences.summary('cpu')}" in policy_log.messages
 
 
-def test_a_budget_above_the_context_is_valid(tiny_model):
-    policy = {**POLICY, "budget": 100_000}
-    args = engine_args(tiny_model, additional_config={"kv_policy": policy})
-    assert policy_of(args.create_engine_config())["budget"] == 100_000
-
-
 def request(**extra_args):
     params = SimpleNamespace(max_tokens=4, extra_args=extra_args)
     return SimpleNamespace(
@@ -370,9 +340,11 @@ def params(**extra_args):
 def test_bad_requests_are_client_errors_and_value_errors(policy_config):
     process = processor_of(policy_config)
     assert process(params(kv_budget=96)).sampling_params.max_tokens == 4
-    with pytest.raises(VLLMValidationError, match="kv_budget: got 'many'") as error:
-        process(params(kv_budget="many"))
-    assert isinstance(error.value, ValueError)
+    bad = params(kv_budget="many")
+    for _ in range(2):
+        with pytest.raises(VLLMValidationError, match="kv_budget: got 'many'") as error:
+            process(bad)
+        assert isinstance(error.value, ValueError)
 
 
 def test_each_engine_parses_its_policy_once(policy_config, monkeypatch):
@@ -387,8 +359,9 @@ def test_each_engine_parses_its_policy_once(policy_config, monkeypatch):
     check = patch._with_request_check(prepare)
     early = patch._with_early_check(lambda self, *args: args)
     for name in ("ams-tova", "tova"):
-        values = {"additional_config": {"kv_policy": {"policy": name}}}
-        owner = SimpleNamespace(vllm_config=Overlay(policy_config, values))
+        values = ConfigValues({"kv_policy": {"policy": name}})
+        overlay = Overlay(policy_config, {"additional_config": values})
+        owner = SimpleNamespace(vllm_config=overlay)
         for _ in range(3):
             check(owner, "id", (1,), params(kv_budget=96))
             early(owner, "hi", params(kv_budget=96))
@@ -419,13 +392,6 @@ def test_a_request_is_checked_once_and_again_when_it_has_changed(
     assert len(checked) == 5, "another engine"
 
 
-def test_what_was_refused_once_is_refused_again(policy_config):
-    process, bad = processor_of(policy_config), params(kv_budget="many")
-    for _ in range(2):
-        with pytest.raises(VLLMValidationError, match="kv_budget: got 'many'"):
-            process(bad)
-
-
 def test_vllms_parameters_take_the_note(policy_config):
     asked = SamplingParams(max_tokens=4, extra_args={"kv_budget": 96})
     processor_of(policy_config)(asked)
@@ -437,25 +403,25 @@ def test_engines_without_a_policy_check_nothing():
     assert process(params(kv_budget="many")).prompt_token_ids == (1,)
 
 
-def test_a_streamed_request_is_checked_before_it_streams(policy_config):
+def test_streams_are_checked_before_they_begin(policy_config):
+    """Requests, and responses of the API of that name."""
+    good, bad = params(kv_budget=96), params(kv_budget=2.5)
     wrapped = patch._with_early_check(lambda self, *args, **kwargs: (args, kwargs))
     engine = SimpleNamespace(vllm_config=policy_config)
-    good, bad = request(kv_budget=96), request(kv_budget=2.5)
-    answer = wrapped(engine, "hi", good.sampling_params, "id", priority=1)
-    assert answer == (("hi", good.sampling_params, "id"), {"priority": 1})
+    answer = wrapped(engine, "hi", good, "id", priority=1)
+    assert answer == (("hi", good, "id"), {"priority": 1})
     with pytest.raises(VLLMValidationError, match=r"kv_budget: got 2\.5"):
-        wrapped(engine, "hi", sampling_params=bad.sampling_params, request_id="id")
-
-
-def test_a_response_is_checked_before_it_streams(policy_config):
+        wrapped(engine, "hi", sampling_params=bad, request_id="id")
     wrapped = patch._with_early_response_check(lambda self, *args, **kwargs: kwargs)
-    serving = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=policy_config))
-    words = {"request_id": "id", "engine_input": {"prompt_token_ids": [1]}}
-    good, bad = request(kv_budget=96), request(kv_budget=2.5)
-    answer = wrapped(serving, sampling_params=good.sampling_params, **words, context=1)
-    assert answer == {"context": 1}
+    serving = SimpleNamespace(engine_client=engine)
+    words = {
+        "request_id": "id",
+        "engine_input": {"prompt_token_ids": [1]},
+        "context": 1,
+    }
+    assert wrapped(serving, sampling_params=good, **words) == {"context": 1}
     with pytest.raises(VLLMValidationError, match=r"kv_budget: got 2\.5"):
-        wrapped(serving, sampling_params=bad.sampling_params, **words, context=1)
+        wrapped(serving, sampling_params=bad, **words)
 
 
 def test_beam_search_refuses_keys_that_it_would_drop():
@@ -565,7 +531,7 @@ def test_a_batch_is_checked_and_counted_as_a_server_is(parse, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("more", "is_there"),
+    ("values", "is_live"),
     [
         ({"live": True}, True),
         ({"policy_config": {"live": True}}, True),
@@ -573,18 +539,34 @@ def test_a_batch_is_checked_and_counted_as_a_server_is(parse, monkeypatch):
         (None, False),
     ],
 )
-def test_the_live_routes_are_there_where_they_are_asked_for(more, is_there):
+def test_live_routes_are_there_where_asked_for_and_streams_are_no_long_requests(
+    values, is_live, tmp_path, monkeypatch
+):
+    """Data is answered by 401 here: what counts is which paths vLLM measures."""
     from fastapi import FastAPI
+    from prometheus_client import CollectorRegistry
+    from prometheus_fastapi_instrumentator import Instrumentator
     from starlette.testclient import TestClient
 
-    app = FastAPI()
-    additional = {} if more is None else {"kv_policy": {**POLICY, **more}}
-    app.state.args = SimpleNamespace(additional_config=additional, api_key=["x"])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    app, registry = FastAPI(), CollectorRegistry()
+    instrumentator = Instrumentator(excluded_handlers=["/health"], registry=registry)
+    instrumentator.add().instrument(app)
+    additional = {} if values is None else {"kv_policy": {**POLICY, **values}}
+    app.state.args = SimpleNamespace(additional_config=additional, api_key=["right"])
     patch._with_counters(lambda app: None)(app)
     client = TestClient(app)
-    expected = (200, 401) if is_there else (404, 404)
-    found = [client.get(f"/kv_policy{path}").status_code for path in ("/live", "")]
-    assert tuple(found) == expected
+    assert client.get("/kv_policy/live").status_code == (200 if is_live else 404)
+    routes = ["/kv_policy", "/kv_policy/requests"]
+    for path in (*routes, "/kv_policy/stream"):
+        assert client.get(path).status_code == (401 if is_live else 404)
+    measured = {
+        sample.labels["handler"]
+        for metric in registry.collect()
+        for sample in metric.samples
+        if "handler" in sample.labels
+    }
+    assert measured == ({*routes, "/kv_policy/live"} if is_live else {"none"})
 
 
 def test_stock_that_counts_keeps_its_way_of_scheduling(tiny_model, monkeypatch):

@@ -9,14 +9,10 @@ from benchmarks.accuracy.cost import (
     cost_of,
     full_cost,
 )
+from support.report_data import SETTINGS as MADE_SETTINGS
 from vllm_kvpolicy.config import KVPolicyConfig
 
-SETTINGS = {
-    "block_size": 32,
-    "own_server": True,
-    "group_size": 4,
-    "evict_prompts": True,
-    "keep_prompts": False,
+SETTINGS = MADE_SETTINGS | {
     "policy_config": {"wgkv_gates": "gates.safetensors", "quest_budget": 160},
     "variants": {"x": {"hard_mode": "dynamic"}},
 }

@@ -13,15 +13,10 @@ from benchmarks.accuracy.votes import (
     any_right,
     choices_of,
 )
+from support.report_data import SETTINGS as MADE_SETTINGS
 
-SETTINGS = {
-    "block_size": 32,
-    "own_server": True,
-    "group_size": 4,
-    "evict_prompts": True,
-    "keep_prompts": False,
+SETTINGS = MADE_SETTINGS | {
     "policy_config": {"wgkv_gates": "gates.safetensors"},
-    "variants": {"open": {}, "shut": {}},
 }
 
 

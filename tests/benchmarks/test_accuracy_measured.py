@@ -6,13 +6,9 @@ import lzma
 import pytest
 
 from benchmarks.accuracy import measured, results, summary
+from support.report_data import SETTINGS as MADE_SETTINGS
 
-SETTINGS = {
-    "block_size": 32,
-    "own_server": True,
-    "group_size": 4,
-    "evict_prompts": True,
-    "keep_prompts": False,
+SETTINGS = MADE_SETTINGS | {
     "policy_config": {"wgkv_gates": "gates.safetensors"},
     "variants": {"x": {"hard_mode": "dynamic"}},
 }

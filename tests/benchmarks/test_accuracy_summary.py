@@ -9,17 +9,8 @@ from benchmarks.accuracy.cost import bounded_cost, cost_of, full_cost
 from benchmarks.accuracy.groups import grouped
 from benchmarks.accuracy.questions import digest_of
 from reasoner.problems import generate
+from support.report_data import SETTINGS
 from vllm_kvpolicy.config import KVPolicyConfig
-
-SETTINGS = {
-    "block_size": 32,
-    "own_server": True,
-    "group_size": 4,
-    "evict_prompts": True,
-    "keep_prompts": False,
-    "policy_config": {},
-    "variants": {},
-}
 
 
 def line(correct: bool = True, number: int = 0, **changes) -> dict:

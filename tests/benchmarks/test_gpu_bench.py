@@ -1,7 +1,6 @@
 """The GPU benchmark's own logic, part by part, on a CPU with a model of two layers.
 
-Engines are in this process here; that each has a process of its own otherwise is tried
-with one that fails at once.
+Engines are in this process here; the rehearsal gives each a process of its own.
 """
 
 import json
@@ -14,18 +13,18 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import admission_part, event_part, process
+from benchmarks.gpu import events, process
 from benchmarks.gpu.engine import BenchEngine, EngineSpec
 from benchmarks.gpu.kernel_checks import check_operation
 from benchmarks.gpu.kernel_inputs import CPU, MAKERS, SMALL_SIZES, operations
 from benchmarks.gpu.models import token_bytes
-from benchmarks.gpu.plan import Options
+from benchmarks.gpu.parts import Options, Verdict
 from benchmarks.gpu.record import Record
-from benchmarks.gpu.serving_parts import CONTESTS
+from benchmarks.gpu.serving import PARTS as CONTESTS
+from benchmarks.gpu.serving import STOCK, ratio
 from benchmarks.gpu.timing import EVENT, PHASES
 from benchmarks.workload import Workload
 
-SETTINGS = {"enforce_eager": True, "block_size": 32}
 TOKENS = tuple(range(10, 90))
 
 
@@ -65,118 +64,92 @@ def here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def run(part: str, folder: Path) -> tuple[int, dict[str, Any]]:
     """Run a part; return its status and its record."""
     words = [part, "--model", "tiny", "--out", str(folder), "--seconds", "3000"]
-    status = command.main(words, SETTINGS)
+    status = command.main(words)
     return status, json.loads((folder / f"gpu-{part}-tiny.json").read_text())
 
 
-def test_the_minimum_set(
+def test_serving(
     tmp_path: Path, here: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, record = run("min", tmp_path)
-    assert (status, len(record["cells"])) == (0, 4)
-    printed = capsys.readouterr().out
+    status, record = run("serving", tmp_path)
     cells = record["cells"]
-    stock = cells["200 in, 4096 out, share 0.7, stock, round 0"]
-    ours = cells["200 in, 4096 out, share 0.7, budget 96, round 0"]
-    whole = cells["200 in, 4096 out, share 1, stock, round 0"]
+    assert (status, list(cells)) == (0, ["stock, round 0", "budget 96, round 0"])
+    printed = capsys.readouterr().out
+    stock, ours = cells.values()
     assert ours["events"] > 4 and ours["blocks_returned"] > 0
-    assert stock["events"] == whole["events"] == 0
-    assert stock["blocks"] < whole["blocks"] and stock["preemptions"] > 0
-    # What a policy holds beside the pool comes off its pool, but where all have room.
-    assert ours["blocks"] < stock["blocks"]
-    roomy = cells["200 in, 4096 out, share 1, budget 96, round 0"]
-    assert roomy["blocks"] == whole["blocks"]
-    assert roomy["preemptions"] == whole["preemptions"] == 0
-    for cell in (stock, ours, whole):
+    assert stock["events"] == 0 and stock["preemptions"] > 0
+    # Both have the same bytes: what a policy holds beside the pool comes off its pool.
+    assert stock["engine"]["pool_bytes"] == ours["engine"]["pool_bytes"]
+    assert ours["engine"]["blocks"] < stock["engine"]["blocks"]
+    for cell in (stock, ours):
         assert cell["complete"] and len(cell["ttft_s"]) == 4
         assert len(cell["step_ms"]) == len(cell["running"]) == cell["steps"] > 199
         assert cell["output_tok_s"] * cell["wall_s"] == pytest.approx(800)
-    assert whole["engine"]["policy"] is None and whole["engine"]["prefix_caching"]
+    assert stock["engine"]["policy"] is None and stock["engine"]["prefix_caching"]
     assert ours["engine"]["policy"]["budget"] == 96
-    assert record["runs"][0]["sources"] and "| share" in printed
-    assert "share 1, budget 96 (preempted 0 : 0): p99 ITL" in printed
+    assert record["runs"][0]["sources"] and "| engine " in printed
+    assert "preempted 0 : " in printed and "peak concurrency" in printed
     # Again: everything is there, and nothing is started.
     here.clear()
-    status, again = run("min", tmp_path)
+    status, again = run("serving", tmp_path)
     assert (status, here, again["cells"]) == (0, [], cells)
+
+
+def test_a_policy_that_never_binds_has_room_for_all(tmp_path: Path) -> None:
+    status, record = run("never", tmp_path)
+    assert status == 0 and len(record["cells"]) == 2
+    for cell in record["cells"].values():
+        assert (cell["events"], cell["preemptions"], cell["peak_running"]) == (0, 0, 4)
 
 
 def test_decode_steps_and_events(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, record = run("c", tmp_path)
+    status, record = run("decode", tmp_path)
     assert status == 0 and record["cells"]["copy"]["bytes_per_second"] > 1e7
     held = {name: cell.get("held_tokens") for name, cell in record["cells"].items()}
     # Two requests of 160 tokens and a few more; the policy has cut them down.
     assert 320 < held["160, stock"] < 350
     assert 160 <= held["160, ams-tova"] < 300
     assert len(record["cells"]["96, stock"]["step_ms"]) == 6
-    status, record = run("d", tmp_path)
+    status, record = run("events", tmp_path)
     assert status == 0
-    spent = event_part.phases(record["cells"]["ams-tova, interval 48, round 0, phases"])
+    spent = events.phases(record["cells"]["ams-tova, interval 48, round 0, phases"])
     assert all(spent[part] > 0 for part in (EVENT, "usage", "select", "compact"))
     assert spent["tables"] > 0 and 0 < spent["rest"] < spent[EVENT] < spent["decode"]
     streaming = record["cells"]["streaming, interval 64, round 0, phases"]
-    assert "usage" not in streaming["phases_ms"] and streaming["events"] > 3
+    assert "window_usage" not in streaming["spans_ms"] and streaming["events"] > 3
     assert "events / decode time" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("part", ["e", "f", "g"])
-def test_kernel_parts(part: str, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(command.kernel_part, "TINY_SCRIPTS", {})
-    status, record = run(part, tmp_path)
-    assert status == 0
+def test_attention_beside_the_time_to_read_what_is_kept(tmp_path: Path) -> None:
+    """Of kernels in a profile, which only a GPU has."""
+    part = command.Decode().tiny()
+    options = Options("tiny", tmp_path, 9.0)
+    record = Record(tmp_path / "x.json", "decode", {})
+    record.cells["copy"] = {"bytes_per_second": 1e9}
+    kernels = {"flash_fwd": 0.25, "reshape_and_cache_flash": 9.0, "gemm": 9.0}
+    engine = {"cache_dtype": "auto"}
+    cell = {"median_ms": 2.0, "held_tokens": 500, "kernels_ms": kernels}
+    record.cells["96, stock"] = cell | {"engine": engine, "median_ms": 3.0}
+    record.cells["96, ams-tova"] = cell | {"engine": engine}
+    # 500 tokens of 2 layers, 2 heads, keys and values of 32 numbers of 2 bytes.
+    found = {each.name: each.value for each in part.verdicts(record, options)}
+    floor = 500 * 2 * 2 * 2 * 32 * 2 / 1e9 / 0.25e-3
+    assert found["96: bandwidth floor / attention"] == pytest.approx(floor)
+    assert found["96: decode speed"] == 1.5
+    lines = part.table(record, options)[1]
+    assert lines[1][3] == "1.50 x" and lines[1][5:] == ["0.250", "0.256", "1.02", "1"]
+
+
+def test_kernels_are_timed(tmp_path: Path) -> None:
+    status, record = run("kernels", tmp_path)
     times = [cell["ms"] for cell in record["cells"].values() if "ms" in cell]
-    assert len(times) >= 5 and min(times) > 0
-    if part == "g":
-        assert record["cells"]["prepare"]["results"][0]["build_ms"]["ours"] > 0
-
-
-def test_attention_of_admitted_tokens(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A prompt of four chunks, of which the first, the third and the last are timed."""
-    status, record = run("h", tmp_path)
-    cells = record["cells"]
-    assert status == 0 and len(cells) == 7
-    for kind in admission_part.KINDS:
-        cell = cells[f"192 tokens; prefill; {kind}"]
-        assert list(cell["timed"]) == ["0", "96", "144"] and cell["chunks"] == 4
-        first, third, last = cell["timed"].values()
-        between = (first + third) / 2
-        assert cell["ms"] == pytest.approx(first + between + third + last)
-        assert cells[f"192 tokens; decode; {kind}"]["ms"] > 0
-    printed = capsys.readouterr().out
-    assert "192 tokens, prefill: dense / until" in printed and ">= 1.9" in printed
-
-
-@pytest.mark.parametrize("start", [0, 8, 48, 191])
-def test_layers_hold_and_see_what_admission_says(start: int) -> None:
-    """Rows are as long as what is kept, and masked as tokens say themselves."""
-    (scene,) = admission_part.TINY_SCENES
-    count = min(scene.chunk, scene.tokens - start)
-    made = {
-        kind: admission_part.Layer(scene, kind, CPU) for kind in admission_part.KINDS
-    }
-    steps = {kind: layer.step(start, count).args for kind, layer in made.items()}
-    assert (steps["dense"][4] == start + count).all()
-    settled = made["until"].settled(start)
-    local = min(start, scene.window)
-    assert torch.equal(steps["until"][4], settled + local + count)
-    assert torch.equal(steps["compacted"][4], steps["until"][4])
-    tables, until = steps["until"][3].long(), steps["until"][7]
-    for head, length in enumerate(steps["until"][4].tolist()):
-        found = until[tables[head]].flatten()[:length]
-        every = made["until"].until_of[head, : start + count]
-        is_settled = torch.arange(start + count) < start - local
-        held = every[~is_settled | (every == 2**31 - 1)]
-        assert torch.equal(found, held)
-    assert (until[tables] < 2**31 - 1).any()
-    assert (steps["compacted"][7][tables] == 2**31 - 1).all()
+    assert status == 0 and len(times) == len(MAKERS) and min(times) > 0
 
 
 def test_what_takes_too_long_is_cut_off(tmp_path: Path) -> None:
-    spec = EngineSpec("stock", "tiny", tmp_path, 4096, 512, 8, settings=SETTINGS)
+    spec = EngineSpec("stock", "tiny", tmp_path, 4096, 512, 8)
     engine = BenchEngine(spec)
     workload = Workload(TOKENS, (30,) * 3, 400, 0)
     engine.round(Workload(TOKENS, (30,), 3, 0), 0)
@@ -186,71 +159,93 @@ def test_what_takes_too_long_is_cut_off(tmp_path: Path) -> None:
     whole = engine.round(Workload(TOKENS, (30,) * 3, 20, 0), 0)
     assert whole["complete"] and whole["peak_running"] == 3
     assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
-    with pytest.raises(ValueError, match="pool: expected 1 to"):
-        engine.round(workload, 0, pool_bytes=10**9)
     engine.close()
 
 
+def test_what_was_cut_off_is_no_ratio() -> None:
+    """Stock's contexts are still short then."""
+    whole = {"complete": True, "output_tok_s": 3.0}
+    cut = {"complete": False, "output_tok_s": 9.0}
+    for ours, base, expected in ((whole, whole, 1.0), (cut, whole, None)):
+        for pair in ({"x": ours, STOCK: base}, {"x": base, STOCK: ours}):
+            assert ratio(pair, "x", "output_tok_s") == expected
+    assert ratio({"x": whole}, "x", "output_tok_s") is None
+
+
+def test_verdicts() -> None:
+    words = [
+        Verdict("x", value, 2.0, at_most)
+        for value in (1.9, 2.0, 2.1)
+        for at_most in (False, True)
+    ]
+    met = ["MISSED", "met", "met", "met", "met", "MISSED"]
+    assert [each.row()[3] for each in words] == met
+    assert words[0].row()[:3] == ["x", "1.900", ">= 2"]
+
+
 def test_time_ends_a_run_and_the_next_goes_on(tmp_path: Path) -> None:
-    record = Record(tmp_path / "x.json", "e", {"model": "tiny"})
+    record = Record(tmp_path / "x.json", "kernels", {"model": "tiny"})
     options = Options("tiny", tmp_path, seconds=50.0)
     options.measure(record, "long", 60.0, lambda: {"ms": 1.0})
     options.measure(record, "short", 10.0, lambda: {"ms": 2.0})
-    assert options.left == ["long"]
-    again = Record(tmp_path / "x.json", "e", {"model": "tiny"})
+    again = Record(tmp_path / "x.json", "kernels", {"model": "tiny"})
     assert again.cells == {"short": {"ms": 2.0, "run": 0}}
     Options("tiny", tmp_path, 99.0).measure(again, "long", 60.0, lambda: {"ms": 1.0})
     assert again.cells["long"] == {"ms": 1.0, "run": 1}
     with pytest.raises(ValueError, match="x.json: holds settings"):
-        Record(tmp_path / "x.json", "e", {"model": "other"})
+        Record(tmp_path / "x.json", "kernels", {"model": "other"})
 
 
-def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["serving", "check"])
+def test_without_a_gpu_nothing_is_measured(part: str, tmp_path: Path) -> None:
     assert not torch.cuda.is_available()
-    assert command.main(["min", "--out", str(tmp_path / "never")]) == 2
+    assert command.main([part, "--out", str(tmp_path / "never")]) == 2
     assert not (tmp_path / "never").exists()
 
 
-def test_real_pools_fit_on_the_gpu() -> None:
-    """Weights, pools, and 6 GiB for each engine beside these, on 139 GiB."""
-    gib = 2**30
-    assert token_bytes("llama-3.1-8b") == 131072
-    options = Options("llama-3.1-8b", Path(), 480.0)
-    for contests in CONTESTS.values():
-        for contest in contests.values():
-            pools = [
-                spec.pool_tokens * 131072 / gib for spec in contest.engines(options)
-            ]
-            assert sum(pools) + len(pools) * (15 + 6) < 139, contest
+GIB = 2**30
+SMALL_CARD, LARGE_CARD = 85_017_493_504, 150_000_000_000
 
 
-@pytest.mark.parametrize(
-    ("card", "part", "expected"),
-    [
-        (85_017_493_504, "a", [["stock", "ams-tova"], ["fp8"]]),
-        (85_017_493_504, "min-32", [["stock", "ams-tova"]]),
-        (85_017_493_504, "min", [["stock"], ["ams-tova"]]),
-        (150_000_000_000, "min", [["stock", "ams-tova"]]),
-    ],
-)
-def test_engines_are_together_as_far_as_they_fit(
-    card: int, part: str, expected: list[list[str]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("card", [SMALL_CARD, LARGE_CARD])
+def test_real_engines_fit_on_the_gpu(
+    card: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Together, or else in groups; a longest request fits into each."""
     about = SimpleNamespace(total_memory=card)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: about)
-    options = Options("llama-3.1-8b", Path(), 480.0)
-    contest = next(iter(CONTESTS[part].values()))
-    groups = process.groups_that_fit(contest.engines(options), options.card_bytes)
+    options = Options("llama-3.1-8b", tmp_path, 480.0)
+    assert token_bytes(options.model) == 131072
+    for name, contest in CONTESTS.items():
+        requests, specs = contest.chosen_engines(options)
+        assert [spec.name for spec in specs] == ["stock", "ams-tova", "fp8"]
+        assert requests == contest.requests[card == SMALL_CARD], name
+        pools = [spec.pool_bytes / GIB for spec in specs]
+        assert sum(pools) + len(pools) * (15 + 3.5) < card / GIB - 1
+        assert pools[0] == pools[2] == pools[1] - (contest.share == 1) * requests / 64
+        workload = contest.warm_up(contest.budgets[0])
+        for prompt in (*workload.prompt_tokens, contest.prompt_tokens):
+            longest = prompt + workload.output_tokens
+            assert longest < specs[0].max_model_len <= specs[0].pool_tokens
+    plan = command.Decode().fitting(options)
+    assert plan.contexts[-1] == (16384 if card == SMALL_CARD else 32768)
+    specs = [plan.engine(name, options) for name in plan.engines]
+    groups = process.groups_that_fit(specs, card)
+    small, large = [["stock"], ["ams-tova", "fp8"]], [["stock", "ams-tova"], ["fp8"]]
+    expected = small if card == SMALL_CARD else large
     assert [[spec.name for spec in group] for group in groups] == expected
+    specs = command.Events().engines(options)
+    assert len(process.groups_that_fit(specs, card)) == 1
 
 
 # -- operations ------------------------------------------------------------------------
 
 
-def test_every_operation_has_inputs_and_a_phase() -> None:
+def test_every_operation_has_inputs() -> None:
     assert {label.partition(",")[0] for label in MAKERS} == set(operations())
-    assert set(PHASES) == set(operations())
+    timed = [name for names in PHASES.values() for name in names]
+    assert set(timed) <= set(operations()) and len(timed) == len(set(timed))
 
 
 @pytest.mark.parametrize("label", MAKERS)
@@ -294,5 +289,5 @@ def test_a_wrong_result_is_found(label: str, monkeypatch) -> None:
         "implementation",
         lambda which: reference if which == "reference" else wrong,
     )
-    found = check_operation(label, SMALL_SIZES["small"], 11, CPU, "triton")
+    found = check_operation(label, SMALL_SIZES["small"], 11, CPU, ["triton"])
     assert len(found) == 1 and "differ, first at" in found[0]

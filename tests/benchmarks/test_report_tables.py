@@ -112,18 +112,27 @@ def test_a_table_is_written_and_stays(folder):
     assert "old" not in filled and tables.fill(filled, folder) == filled
 
 
-@pytest.mark.parametrize(
-    ("description", "message"),
-    [
-        ("rows: [tova]\n", r"table: expected \['files', 'rows'\] and any of"),
-        ("files: [one.json]\nrows: [tova]\n", "expected budget and interval beside"),
-        ("files: [one.json]\nrows: [keydiff]\n", r"expected \['a:1', .*of keydiff in"),
-        ("files: [none.json]\nrows: [tova]\n", "results: cannot read"),
-    ],
+ONE = "files: [one.json]\n"
+REFUSED = (
+    ("families", "rows: [tova]", r"table: expected \['files', 'rows'\] and any of"),
+    ("families", ONE + "rows: [tova]", "expected budget and interval beside"),
+    ("families", ONE + "rows: [keydiff]", r"expected \['a:1', .*of keydiff in"),
+    ("families", "files: [none.json]\nrows: [tova]", "results: cannot read"),
+    ("budgets", ONE + "rows: [full]\nbudget: [96, 100]", "expected budgets of"),
+    ("budgets", ONE + "rows: [full]\nbudget: []", "expected budgets of"),
+    ("budgets", ONE + "rows: [keydiff]", "expected keydiff in"),
+    (
+        "comparisons",
+        ONE + "rows: [ams-tova]\nscore: prefix\nbudget: 96\nagainst: base",
+        "a file with the score 'prefix' of ams-",
+    ),
 )
-def test_tables_that_cannot_be_made_are_refused(folder, description, message):
+
+
+@pytest.mark.parametrize(("kind", "description", "message"), REFUSED)
+def test_tables_that_cannot_be_made_are_refused(folder, kind, description, message):
     with pytest.raises(ValueError, match=message):
-        tables.fill(document(description), folder)
+        tables.render(kind, description, folder)
 
 
 PICKED = {
@@ -154,21 +163,6 @@ def test_values_are_picked_by_their_paths(tmp_path, path, cells):
     table = rendered("picked", description, tmp_path)
     assert table[0] == "|  | steps | value |"
     assert table[2:] == [f"| A | 1,201 | {cells[0]} |", f"| B | 12.5 | {cells[1]} |"]
-
-
-def test_budgets_are_columns_of_all_tasks_together(folder):
-    description = "files: [one.json]\nrows: [full, tova]\n"
-    head, _, full, tova = rendered("budgets", description, folder)
-    assert head == "| policy | answer at 96 | answer at 128 |"
-    assert full == "| `full` | 100 [68, 100] | 100 [68, 100] |"
-    assert tova == "| `tova` | 50 [22, 78] | 50 [22, 78] |"
-    head, *_ = rendered("budgets", f"{description}budget: 128\n", folder)
-    assert head == "| policy | answer at 128 |"
-    for budget in ("[96, 100]", "[]"):
-        with pytest.raises(ValueError, match="expected budgets of"):
-            rendered("budgets", f"{description}budget: {budget}\n", folder)
-    with pytest.raises(ValueError, match="expected keydiff in"):
-        rendered("budgets", "files: [one.json]\nrows: [keydiff]\n", folder)
 
 
 def test_check_writes_nothing(folder, capsys, monkeypatch):
@@ -245,20 +239,6 @@ def scored(tmp_path) -> Path:
     return tmp_path
 
 
-def test_a_table_shows_the_score_it_asks_for(scored):
-    head, _, tova, ams = rendered(
-        "families", f"{ROWS}score: lines\nbudget: 96\n", scored
-    )
-    assert head == "| policy: lines | copy:10 | answers cut off |"
-    assert tova == "| `tova` | 9 [9, 9] | 0 % |"
-    assert ams == "| `ams-tova` | 18 [18, 18] | 0 % |"
-    head, _, tova, ams = rendered("budgets", f"{ROWS}score: [lines, answer]\n", scored)
-    assert head == (
-        "| policy | lines at 96 | lines at 128 | answer at 96 | answer at 128 |"
-    )
-    assert tova == "| `tova` | 9 [9, 9] | 9 [9, 9] | 0 [0, 32] | 0 [0, 32] |"
-
-
 def test_p_values_are_corrected_for_all_tests_of_the_table(scored):
     """Two budgets and two scores are four tests."""
     description = "files: [parts.json]\nrows: [ams-tova]\nagainst: base\n"
@@ -308,14 +288,6 @@ def test_the_base_is_the_first_on_file_and_no_test_is_refused(tmp_path):
         assert compared(tmp_path, names, against) == ["`dms` | 96 | 2, 0, 0.5 |"]
     with pytest.raises(ValueError, match=r"expected tests of dms\+quest against quest"):
         compared(tmp_path, names, "quest")
-
-
-def test_a_file_without_the_score_is_refused(tmp_path):
-    (tmp_path / "one.json").write_text(json.dumps(record()))
-    description = "files: [one.json]\nrows: [ams-tova]\nscore: prefix\nbudget: 96\n"
-    for kind, more in (("families", ""), ("comparisons", "against: base\n")):
-        with pytest.raises(ValueError, match="a file with the score 'prefix' of ams-"):
-            tables.render(kind, description + more, tmp_path)
 
 
 def test_columns_are_scores_and_what_the_server_measured(scored):

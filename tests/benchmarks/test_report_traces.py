@@ -1,4 +1,4 @@
-"""What the report says of traces, and its figures of them."""
+"""What the report says of traces."""
 
 from pathlib import Path
 
@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.report import trace_figures, traces
-from support.figure_checks import check_readable
+from benchmarks.report import traces
 from support.report_data import event, write_run
 from vllm_kvpolicy.policies.allocators.ams import PRESETS, choose
 
@@ -109,34 +108,3 @@ def test_numbers_agree_with_what_ams_decides(tmp_path):
         assert sum(each["quota"]) == BUDGET - 20 and sum(each["chosen"]) == BUDGET
         free = np.array(each["chosen"]) - each["quota"]
         assert (free >= 0).all() and free[0] >= 4 and free.sum() == 20
-
-
-@pytest.fixture
-def many(tmp_path: Path) -> dict:
-    """What the report says of 8 policies, one of them AMS."""
-    rng, events = np.random.default_rng(0), []
-    for policy in [f"policy-{index}" for index in range(7)]:
-        for ordinal, position in enumerate((200, 300, 400)):
-            kept = rng.choice(position, (4, 2, 64))
-            fields = {"request_id": policy, "policy": policy}
-            events.append(event(position, ordinal, np.sort(kept), **fields))
-    events += [ams_event("a", ordinal, layers=4) for ordinal in range(2)]
-    write_run(tmp_path / "many", events)
-    return traces.read_policies(tmp_path / "many")
-
-
-def test_figures_can_be_read_without_the_text(many):
-    drawn = dict(trace_figures.draw_traces(many, "tiny model, two tasks"))
-    assert list(drawn) == [
-        "retention",
-        "wipe-outs",
-        "iou-by-layer",
-        "segments-ams-tova",
-    ]
-    for figure in drawn.values():
-        check_readable(figure)
-        assert "Setting: tiny model, two tasks, budget 5" in figure.texts[-1].get_text()
-    for name in ("retention", "wipe-outs", "iou-by-layer"):
-        text = drawn[name].texts[-1].get_text().replace("\n", " ")
-        assert "budget 5, 64 tokens per KV head" in text
-        assert "per policy 1 requests with 2 to 3 events" in text

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import columns, printing, rounds, serving
+from benchmarks import rounds, serving
 from benchmarks.caching_scenarios import CACHING_SCENARIOS
 from benchmarks.load import Completion
 from benchmarks.scarce_scenario import SCARCE_SCENARIOS
@@ -457,25 +457,6 @@ def test_the_share_of_right_drafts_is_a_figure():
     assert (row["drafted"], row["accepted_ratio"]) == (40.0, 0.25)
     assert rounds.figures(completions, [], {}, {})["accepted_ratio"] is None
     assert {*SPECULATION.columns, *SPECULATION.ratio_columns} <= {*row, "blocks"}
-
-
-def test_report_shows_every_column_and_both_baselines():
-    full = dict.fromkeys(columns.TABLE_COLUMNS, 2.0)
-    rows = {
-        "ams-tova": [full, full],
-        "stock": [dict.fromkeys(full, 1.0)] * 2,
-        "default": [full | {"events": None}, full | {"events": None}],
-    }
-    summaries = {name: rounds.summarise(of_server) for name, of_server in rows.items()}
-    ratios = rounds.ratios_to(rows, NEUTRAL.comparisons, columns.RATIO_COLUMNS, seed=0)
-    text = printing.report(summaries, ratios, columns.TABLE_COLUMNS)
-    for column in (*columns.TABLE_COLUMNS, *columns.RATIO_COLUMNS):
-        assert column in text
-    assert "| ams-tova / stock   | 2.000 [2.000, 2.000]" in text
-    assert "| ams-tova / default | 1.000 [1.000, 1.000]" in text
-    default = next(line for line in text.splitlines() if line.startswith("| default "))
-    events = list(columns.TABLE_COLUMNS).index("events")
-    assert default.split("|")[events + 2].strip() == "-"
 
 
 @contextmanager

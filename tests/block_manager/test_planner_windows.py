@@ -64,17 +64,6 @@ def test_a_window_is_taken_in_the_step_of_its_first_query_and_not_before():
     assert (capture.first_token, capture.first_row, capture.num_tokens) == (0, 0, 1)
 
 
-def test_a_window_stays_the_same_until_the_event():
-    engine = make_engine()
-    (first,) = step(engine, a=(40, OPEN + 3 - 40)).captures
-    assert (first.first_token, first.first_row, first.num_tokens) == (44, 0, 3)
-    free = engine.free
-    (second,) = step(engine, a=(OPEN + 3, 100)).captures
-    assert (second.first_token, second.first_row, second.num_tokens) == (0, 3, W - 3)
-    assert second.window_blocks == first.window_blocks
-    assert engine.free == free - 1, "88 to 103 begin one superblock and no window"
-
-
 def test_a_window_that_rejected_drafts_have_opened_waits_for_its_queries():
     engine = make_engine()
     step(engine, a=(0, OPEN - 3))
@@ -135,28 +124,6 @@ def test_the_next_window_may_begin_in_the_step_of_the_event():
     assert (capture.first_token, capture.first_row, capture.num_tokens) == (20, 0, 3)
 
 
-def test_a_window_as_long_as_the_interval_is_held_for_ever():
-    engine = make_engine(window=PLAN.interval)
-    taken = PLAN.interval * GROUP // (2 * N)
-    (capture,) = step(engine, a=(0, FIRST)).captures
-    assert (capture.first_row, capture.num_tokens) == (0, PLAN.interval)
-    last = capture.window_blocks
-    for position in range(FIRST, FIRST + 400, PLAN.interval):
-        commands = step(engine, a=(position, 100))
-        assert commands.events[0].window_blocks == last
-        assert commands.captures[0].num_tokens == PLAN.interval
-        last = window_of(engine)
-        assert len(last) == taken == 5
-        assert engine.free == BLOCKS - len(engine.held("a"))
-
-
-def test_a_policy_that_reads_no_queries_takes_nothing():
-    engine = make_engine(PROMPT_BLOCKS, window=0)
-    assert step(engine, a=(0, FIRST)).captures == ()
-    commands = step(engine, a=(FIRST, 40))
-    assert commands.events[0].window_blocks == () and commands.captures == ()
-
-
 @pytest.mark.parametrize("leave", ["preempt", "finish"])
 @pytest.mark.parametrize("has_had_an_event", [False, True])
 def test_preemption_and_end_return_the_window(leave: str, has_had_an_event: bool):
@@ -214,17 +181,6 @@ def test_a_request_whose_event_waits_keeps_its_window():
     assert commands.events[0].window_blocks == window
 
 
-def test_a_full_pool_has_room_for_what_an_event_returns():
-    """The peak is enough at every step, and one superblock less is not."""
-    engine = make_engine()
-    peak = engine.wanted("a", 0, 500, cap=True)
-    assert peak == PROMPT_BLOCKS + TAKEN
-    engine = make_engine(peak)
-    engine.advance("a", 500)
-    with pytest.raises(AssertionError, match="10 superblocks wanted, 9 free"):
-        make_engine(peak - 1).advance("a", 500)
-
-
 def test_admission_counts_the_window_of_a_request_that_drops_nothing_before_it():
     """A peak above the superblocks of all its tokens is asked for in full."""
     engine = make_engine()
@@ -233,23 +189,6 @@ def test_admission_counts_the_window_of_a_request_that_drops_nothing_before_it()
     assert engine.wanted("a", 0, FIRST, cap=True) == PROMPT_BLOCKS + TAKEN
     step(engine, a=(0, OPEN + 1))
     assert engine.wanted("a", OPEN + 1, FIRST, cap=True) == 1, "it holds its window"
-
-
-def test_requests_with_different_windows_share_a_pool():
-    """Three superblocks, one, and none; each event names its own."""
-    engine = make_engine()
-    engine.add("b", window=5, group_size=GROUP)
-    engine.add("c", window=0)
-    step(engine, a=(0, FIRST), b=(0, FIRST), c=(0, FIRST))
-    windows = [window_of(engine, name) for name in "abc"]
-    assert [len(window) for window in windows] == [TAKEN, 1, 0]
-    assert engine.free == BLOCKS - 3 * PROMPT_BLOCKS - TAKEN - 1
-    assert len({*engine.held("a"), *engine.held("b"), *engine.held("c")}) == 25
-    commands = step(engine, a=(FIRST, 21), b=(FIRST, 21), c=(FIRST, 21))
-    assert [event.window_blocks for event in commands.events] == windows
-    # b's next window begins 5 before 144; that of a has begun at 124.
-    (capture,) = commands.captures
-    assert (capture.request_id, capture.first_token) == ("a", 20)
 
 
 class Traffic:
@@ -381,9 +320,9 @@ class Traffic:
 
 def test_no_window_is_lost_shared_or_mixed_up_under_random_traffic():
     seen: Counter[str] = Counter()
-    for seed in range(40):
+    for seed in range(20):
         traffic = Traffic(seed)
-        for _ in range(300):
+        for _ in range(200):
             traffic.step()
         for name in list(traffic.computed):
             traffic.engine.finish(name)
@@ -391,10 +330,10 @@ def test_no_window_is_lost_shared_or_mixed_up_under_random_traffic():
         assert not traffic.engine.planner._windows | traffic.engine.manager._windows
         seen += traffic.seen
     least = {
-        "events": 9000,
-        "windows": 7000,
-        "sit-outs": 5000,
-        "preempted windows": 300,
-        "windows of the dead": 300,
+        "events": 3000,
+        "windows": 2300,
+        "sit-outs": 1600,
+        "preempted windows": 100,
+        "windows of the dead": 100,
     }
     assert not [key for key in least if seen[key] < least[key]], seen

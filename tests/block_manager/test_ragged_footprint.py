@@ -12,24 +12,19 @@ import pytest
 import torch
 
 from support.pool_engine import Engine
+from support.worker.tiers import make_tier
 from vllm_kvpolicy.events import EventPlan
 from vllm_kvpolicy.policies.allocators.hard import scale_to
 from vllm_kvpolicy.protocol import CompactEvent, UsedBlocks
 from vllm_kvpolicy.worker.batch import Batch, HeldPages
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
-from vllm_kvpolicy.worker.tiers.head_tables import FoldedTables, HeadTables
-from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
 from vllm_kvpolicy.worker.transfer import to_device_together
 
 LAYERS, HEADS = 36, 8
 NUM_HEADS = LAYERS * HEADS
 RECENT, PROMPT = 32, 32768
 CPU = torch.device("cpu")
-BUDGETS = (1024, 2048, 4096)
-BLOCK_SIZES = (16, 32)
-# Tokens beyond a whole superblock: those of the last one are local.
-OFFSETS = (0, 1, 7, 15, 16, 30, 31)
 MIN_UTILISATION = 0.95
 
 
@@ -69,11 +64,8 @@ def page_quota(
     event: CompactEvent, block_size: int, keep: torch.Tensor, dynamic: bool
 ) -> torch.Tensor:
     """Return [n] pages per head, by the worker's own tier."""
-    slots = RequestTable(1, 1, block_size, CPU)
     pool = PagePool(torch.zeros(LAYERS, 2, HEADS, block_size, 2).unbind(), False)
-    own = pool.own_pages(torch.zeros(1, 1, dtype=torch.int64)).flatten()
-    room = FoldedTables(LAYERS, HEADS, 0, 0, CPU)
-    tier = RaggedTier(slots, pool, HeadTables(1, 1, own, HEADS, CPU), room)
+    tier = make_tier(True, RequestTable(1, 1, block_size, CPU), pool, 1)
     held = HeldPages(
         pages=torch.zeros(1, NUM_HEADS, 1, dtype=torch.int64),
         num_pages=torch.full((1, NUM_HEADS), len(event.source_blocks)),
@@ -114,42 +106,22 @@ def serve(budget: int, block_size: int, offset: int = 0, share: float = 1.0) -> 
     )
 
 
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
-@pytest.mark.parametrize("budget", BUDGETS)
-def test_a_fixed_total_is_met_page_by_page(
-    budget: int, block_size: int, record_property
+@pytest.mark.parametrize("share", [1.0, 0.25, 0.8])
+@pytest.mark.parametrize(
+    ("budget", "block_size", "offset"),
+    [(1024, 16, 0), (1024, 32, 31), (2048, 16, 7), (4096, 32, 16)],
+)
+def test_a_request_holds_what_its_pages_fill(
+    budget: int, block_size: int, offset: int, share: float
 ) -> None:
-    outcomes = [serve(budget, block_size, offset) for offset in OFFSETS]
-    used = [outcome.utilisation(block_size) for outcome in outcomes]
-    record_property("superblocks", [outcome.held for outcome in outcomes])
-    record_property("utilisation", [round(share, 4) for share in used])
-    for outcome in outcomes:
-        assert abs(outcome.held - -(-outcome.pages // NUM_HEADS)) <= 1, outcome
-    assert min(used) >= MIN_UTILISATION, used
-
-
-@pytest.mark.parametrize("share", [0.25, 0.5, 0.8])
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
-@pytest.mark.parametrize("budget", BUDGETS)
-def test_a_smaller_choice_holds_what_its_pages_fill(
-    budget: int, block_size: int, share: float
-) -> None:
-    for offset in OFFSETS:
-        outcome = serve(budget, block_size, offset, share)
-        assert outcome.held == -(-outcome.pages // NUM_HEADS), outcome
+    """A fixed total is met page by page; a smaller choice gives the rest back."""
+    outcome = serve(budget, block_size, offset, share)
+    filled, used = -(-outcome.pages // NUM_HEADS), outcome.utilisation(block_size)
+    if share < 1:
+        assert outcome.held == filled, outcome
         # Half a page per head is lost on average, and part of one superblock.
-        lost = 1 - outcome.utilisation(block_size)
-        assert lost < 2 * block_size / (share * budget - RECENT), outcome
-
-
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
-@pytest.mark.parametrize("budget", BUDGETS)
-def test_equal_heads_would_need_the_longest_of_them(
-    budget: int, block_size: int, record_property
-) -> None:
-    """Where page tables are shared by all heads, everybody holds the maximum."""
-    outcome = serve(budget, block_size)
-    equal = -(-outcome.longest // block_size)
-    record_property("superblocks, equal", equal)
-    record_property("superblocks, ragged", outcome.held)
-    assert equal > 3 * outcome.held, (equal, outcome)
+        assert 1 - used < 2 * block_size / (share * budget - RECENT), outcome
+    else:
+        assert abs(outcome.held - filled) <= 1 and used >= MIN_UTILISATION, outcome
+        # Where page tables are shared by all heads, everybody holds the maximum.
+        assert -(-outcome.longest // block_size) > 3 * outcome.held, outcome

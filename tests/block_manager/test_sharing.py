@@ -85,6 +85,21 @@ def test_an_event_leaves_cached_superblocks_alone():
     assert cached(engine) == set(before[:6])
 
 
+def test_survivors_are_not_offered_where_offers_come_late():
+    """Where vLLM speculates it offers what is confirmed, maybe after the event."""
+    engine = Engine(20, caching=True)
+    request = make_request("a", list(range(FIRST)))
+    engine.add("a", PROMPT)
+    engine.compute("a", 0, FIRST)
+    offer(engine, request, 48)
+    before = cached(engine)
+    engine.planner.finish_step({"a": FIRST})
+    engine.compute("a", FIRST, 1)
+    assert len(engine.event("a", 1).dest_blocks) == 4
+    offer(engine, request, FIRST + 1)
+    assert cached(engine) == before and len(before) == 3
+
+
 def test_a_full_pool_hands_out_what_the_request_has_let_go():
     engine = Engine(7, caching=True)
     compute_prompt(engine, "a")
@@ -242,11 +257,19 @@ def test_a_booking_counts_a_prefix_no_longer_than_to_the_soonest_event(speed: in
 
 @pytest.mark.parametrize(
     ("window", "cached_tokens", "usable"),
-    [(32, 160, 64), (32, 48, 48), (0, 160, 96), (7, 160, 96), (8, 160, 80)],
+    [
+        (32, 160, 64),
+        (32, 48, 48),
+        (0, 160, 96),
+        (7, 160, 96),
+        (8, 160, 80),
+        (8, 96, 80),
+    ],
 )
 def test_a_hit_ends_before_the_queries_of_the_first_event(
     window, cached_tokens, usable
 ):
+    """And leaves a token to compute that needs no window of queries."""
     engine = Engine(1)
     plan = request_plan(engine.planner, PLAN, 4, 2, window=window)
     assert plan.first_event == FIRST
@@ -265,13 +288,6 @@ def test_a_request_that_measures_its_tokens_takes_nothing():
     plan = request_plan(engine.planner, PLAN, 4, 2)
     assert plan.usable_hit(160) == 96 and plan.usable_hit(0) == 0
     assert replace(plan, takes_hits=False).usable_hit(160) == 0
-
-
-def test_a_hit_leaves_a_token_to_compute_without_a_query_window():
-    engine = Engine(1)
-    plan = request_plan(engine.planner, PLAN, 4, 2, window=8)
-    # 104 - 8 = 96: after a hit of 96 the first token would need a window.
-    assert plan.usable_hit(96) == 80
 
 
 def test_turnover_by_example():

@@ -108,13 +108,6 @@ def test_what_is_dropped_is_known_with_an_answer_after_the_next_event():
     assert dropped(engine)[1] == (SECOND, (second.frontier_blocks - 0.5) * N)
 
 
-def test_survivors_may_need_nothing_at_all():
-    engine, event = after_first_event()
-    engine.manager.give_back_surplus(answer(event, 0))
-    assert engine.ids("a")[:6] == [0] * 6 and engine.free == BLOCKS - 1
-    assert engine.manager.pool_counts() == (1, 0)
-
-
 @pytest.mark.parametrize("num_blocks", [4, 5, 99])
 def test_there_may_be_nothing_to_give_back(num_blocks):
     engine, event = after_first_event()
@@ -132,19 +125,6 @@ def test_an_answer_counts_once():
     assert before == (engine.ids("a"), engine.free, engine.manager.blocks_returned)
 
 
-def test_a_later_event_makes_the_answer_stale():
-    engine, event = after_first_event()
-    end = engine.compute("a", FIRST + 1, 1000)
-    engine.planner.finish_step({"a": 1})
-    assert engine.compute("a", end, 1) == SECOND + 1
-    (second,) = engine.planner.finish_step({"a": 1}).events
-    before = engine.ids("a"), engine.free
-    engine.manager.give_back_surplus(answer(event, 1))
-    assert before == (engine.ids("a"), engine.free)
-    engine.manager.give_back_surplus(answer(second, 1))
-    assert len(held(engine)) == 1 + len(second.local_blocks) + 1
-
-
 def test_a_restart_makes_the_answer_stale():
     engine, event = after_first_event()
     engine.manager.free("a")
@@ -158,30 +138,6 @@ def test_a_restart_makes_the_answer_stale():
     assert engine.ids("a") == before, "the event of another life"
     engine.manager.give_back_surplus(answer(again, 1))
     assert len(held(engine)) == 2
-
-
-def test_the_end_makes_the_answer_stale_and_so_does_a_new_request_of_that_name():
-    engine, event = after_first_event()
-    engine.finish("a")
-    engine.manager.give_back_surplus(answer(event, 1))
-    assert engine.free == BLOCKS and "a" not in engine.manager.req_to_blocks
-    engine.add("a")
-    engine.advance("a", FIRST + 1)
-    before = engine.ids("a")
-    engine.manager.give_back_surplus(answer(event, 1))
-    assert engine.ids("a") == before
-
-
-def test_requests_without_events_have_nothing_to_give_back():
-    engine = Engine(BLOCKS)
-    engine.add("a")
-    engine.compute("a", 0, 50)
-    for name in ("a", "stranger"):
-        for serial in (-1, 0):
-            used = UsedBlocks(name, serial, 0)
-            assert engine.planner.surplus(used) is None
-            engine.manager.give_back_surplus(used)
-    assert engine.free == BLOCKS - 4
 
 
 def test_serials_number_the_events_of_the_engine():
@@ -241,7 +197,7 @@ def test_admission_and_bounds_count_what_is_really_held():
     assert engine.wanted("a", FIRST + 1, 600, cap=True) == peak - 2
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_ownership_under_answers_that_come_late_or_never(seed):
     rng = random.Random(seed)
     engine = Engine(120)

@@ -97,12 +97,7 @@ def test_the_real_scheduler_runs_as_many_at_once(
     prompt: int, extra: int, tiny_model: Path, monkeypatch
 ):
     """Prompts that end in an event enter one after the other, within a few steps."""
-    model = ModelConfig(str(tiny_model), skip_tokenizer_init=True, dtype="float32")
-    policy = {"policy": "tova", "budget": 128, "interval": 64, "events_per_step": 99}
-    limits = {"max_num_seqs": 99, "max_batched": 8192, "long_prefill": 0}
-    traffic = {"arrivals": 0.0, "aborts": 0.0, "stops": 0.0, "priorities": False}
-    scenario = Scenario(policy, 1, N, 7.0, longest=900, seed=0, **limits, **traffic)
-    scheduler = make_scheduler(scenario, model)
+    scheduler = scheduler_of(tiny_model, spare=7.0, max_num_seqs=99)
     usable = scheduler.kv_policy_manager.num_usable
     count = most_at_once([life(prompt, 500)], usable)
     turns = iter([*phases(count), 0])
@@ -116,21 +111,22 @@ def test_the_real_scheduler_runs_as_many_at_once(
     assert count > usable // 13
 
 
-def small_scheduler(tiny_model: Path, depth: int = 1) -> Any:
+def scheduler_of(tiny_model: Path, depth: int = 1, **changes: Any) -> Any:
     """Return a scheduler of one policy without random traffic."""
     model = ModelConfig(str(tiny_model), skip_tokenizer_init=True, dtype="float32")
-    policy = {"policy": "tova", "budget": 128, "interval": 64}
+    policy = {"policy": "tova", "budget": 128, "interval": 64, "events_per_step": 99}
     limits = {"max_num_seqs": 9, "max_batched": 8192, "long_prefill": 0}
     traffic = {"arrivals": 0.0, "aborts": 0.0, "stops": 0.0, "priorities": False}
     sizes = {"block_size": N, "spare": 0.0, "longest": 900, "seed": 0}
-    return make_scheduler(Scenario(policy, depth, **sizes, **limits, **traffic), model)
+    values = {**sizes, **limits, **traffic, **changes}
+    return make_scheduler(Scenario(policy, depth, **values), model)
 
 
 def test_with_steps_under_way_superblocks_come_back_a_step_later(tiny_model: Path):
     """The scheduler hears of an answer's end when it has scheduled the next step."""
     ends = []
     for depth in (1, 2):
-        scheduler = small_scheduler(tiny_model, depth)
+        scheduler = scheduler_of(tiny_model, depth)
         scheduler.add_request(request("0", 40, 100))
         scheduler.schedule()
         ends.append(scheduler.kv_policy_entry.forecast.bookings["0"].end)
@@ -143,7 +139,7 @@ def test_who_ends_before_others_grow_enters_a_full_pool(tiny_model: Path, monkey
     monkeypatch.setattr(
         "support.engine.simulator_engine.max_blocks_per_request", lambda *_: 4
     )
-    scheduler = small_scheduler(tiny_model)
+    scheduler = scheduler_of(tiny_model)
     scheduler.add_request(request("long", 2 * N + 2, 2 * N - 3))
     scheduler.schedule()
     scheduler.add_request(request("short", 3, 3))

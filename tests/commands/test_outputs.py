@@ -5,35 +5,35 @@ import errno
 import tempfile
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from vllm_kvpolicy.commands.outputs import new_file, new_folder
 
-FILES = {
-    "training qfilter": ("training.__main__", "--output"),
-    "training triattention": ("training.__main__", "--output"),
-    "training epikv-collect": ("training.__main__", "--output"),
-    "training epikv-labels": ("training.__main__", "--output"),
-    "training epikv-layers": ("training.__main__", "--output"),
+# What a command writes -> its module and option; an option ends in "/" for a folder.
+OUTPUTS = {
+    **{
+        f"training {word}": ("training.__main__", "--output")
+        for word in (
+            *("qfilter", "triattention"),
+            *("epikv-collect", "epikv-labels", "epikv-layers"),
+        )
+    },
+    **{
+        f"training {word}": ("training.__main__", "--output/")
+        for word in ("wgkv", "dms")
+    },
     "trace report": ("vllm_kvpolicy.commands.trace", "--json"),
+    "trace plot": ("vllm_kvpolicy.commands.trace", "--output/"),
     "accuracy": ("benchmarks.accuracy.__main__", "--out"),
     "language": ("benchmarks.language.__main__", "--out"),
     "merge": ("benchmarks.report.__main__", "--out"),
+    "draw": ("benchmarks.report.__main__", "--output/"),
     "serving": ("benchmarks.serving", "--out"),
     "admission": ("benchmarks.admission", "--out"),
-    "check": ("benchmarks.gpu.check.__main__", "--out"),
     "ask": ("benchmarks.peer.__main__", "--record"),
     "evaluate": ("reasoner.evaluate", "--json"),
-}
-FOLDERS = {
-    "training wgkv": ("training.__main__", "--output"),
-    "training dms": ("training.__main__", "--output"),
-    "trace plot": ("vllm_kvpolicy.commands.trace", "--output"),
-    "gpu": ("benchmarks.gpu.__main__", "--out"),
-    "draw": ("benchmarks.report.__main__", "--output"),
-    "train": ("reasoner.train", "--run"),
+    "train": ("reasoner.train", "--run/"),
 }
 HAVE_SUBCOMMANDS = ("merge", "draw", "ask")
 
@@ -45,34 +45,24 @@ def file(tmp_path: Path) -> Path:
     return file
 
 
-def refused(name: str, home: tuple[str, str], path: Path, capsys: Any) -> str:
-    """Return what a command says of a path, as the last line of its error."""
-    module, option = home
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_a_command_refuses_what_it_could_not_write(
+    name: str, tmp_path: Path, file: Path, capsys: pytest.CaptureFixture
+) -> None:
+    module, given = OUTPUTS[name]
+    option = given.rstrip("/")
     words = name.split()[1:] or [name] * (name in HAVE_SUBCOMMANDS)
-    with pytest.raises(SystemExit) as stopped:
-        import_module(module).main([*words, option, str(path)])
-    assert stopped.value.code == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert f": error: argument {option}: got {str(path)!r}" in line, line
-    return line
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_command_refuses_a_file_that_it_could_not_write(
-    name: str, tmp_path: Path, file: Path, capsys: pytest.CaptureFixture
-) -> None:
-    given = name, FILES[name]
-    assert "which is a folder" in refused(*given, tmp_path, capsys)
-    assert "is not a folder" in refused(*given, file / "f", capsys)
-    assert "is not a folder" in refused(*given, file / "no" / "f", capsys)
-
-
-@pytest.mark.parametrize("name", FOLDERS)
-def test_a_command_refuses_a_folder_that_it_could_not_write(
-    name: str, tmp_path: Path, file: Path, capsys: pytest.CaptureFixture
-) -> None:
-    for path in (file, file / "folder"):
-        assert "is not a folder" in refused(name, FOLDERS[name], path, capsys)
+    wrong = {file / "f": "is not a folder", file / "no" / "f": "is not a folder"}
+    if given == option:
+        wrong[tmp_path] = "which is a folder"
+    else:
+        wrong[file] = "is not a folder"
+    for path, told in wrong.items():
+        with pytest.raises(SystemExit) as stopped:
+            import_module(module).main([*words, option, str(path)])
+        assert stopped.value.code == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert f": error: argument {option}: got {str(path)!r}" in line and told in line
 
 
 def test_what_can_be_written_stays_as_it_is(tmp_path: Path, file: Path) -> None:

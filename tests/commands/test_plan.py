@@ -16,7 +16,14 @@ N, GROUP = 32, 2  # of the tiny model: 4 query heads, 2 KV heads
 # Keys and values of 2 layers, 2 heads and 32 numbers of 4 bytes, and 32 tokens.
 SUPERBLOCK = 2 * 2 * 2 * 32 * 4 * N
 LENGTHS = ("--prompt-tokens", "100", "--output-tokens", "900")
+NEIGHBOURS = plan.NEIGHBOURS
 POLICY = ("--kv-policy", "streaming", "--kv-budget", "256", "--kv-interval", "128")
+
+
+@pytest.fixture(autouse=True)
+def without_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but the given budget and interval is planned; others take as long."""
+    monkeypatch.setattr(plan, "NEIGHBOURS", ())
 
 
 def words(model: Path, *more: str, memory: int | str = 200 * SUPERBLOCK) -> list[str]:
@@ -38,7 +45,10 @@ def planned(capsys, model: Path, *more: str, **given: int | str) -> dict[tuple, 
     return {tuple(line[:3]): line[3:] for line in cells}
 
 
-def test_the_table_by_hand(tiny_model: Path, capsys):
+def test_the_table_by_hand_and_as_the_forecast_says(
+    tiny_model: Path, capsys, monkeypatch
+):
+    monkeypatch.setattr(plan, "NEIGHBOURS", NEIGHBOURS)
     lines = planned(capsys, tiny_model)
     # 999 tokens are computed, 32 blocks of 32; one of 200 is vLLM's null block.
     pool, peak, mean, *rest = lines["stock", "", ""]
@@ -50,6 +60,15 @@ def test_the_table_by_hand(tiny_model: Path, capsys):
     pool, peak, mean, *rest = lines["streaming", "256", "128"]
     assert (pool, peak, rest[:2]) == ("199", "13", ["9", "0"])
     assert 8 < float(mean) < 13 and 199 // 13 <= int(rest[2]) < 199 // 8
+    assert set(list(lines)[2:]) == {
+        ("streaming", str(64 * budget), str(32 * interval))
+        for budget, interval in ((4, 4), *NEIGHBOURS)
+    }
+    for (_, budget, interval), line in list(lines.items())[2:]:
+        config = KVPolicyConfig("streaming", int(budget), int(interval))
+        life = Life(config.footprint(100, N, GROUP), 999)
+        assert line[2] == f"{life.mean:.1f}"
+        assert int(line[5]) == most_at_once([life], int(line[0]))
 
 
 def test_a_policy_over_an_fp8_cache(tiny_model: Path, capsys):
@@ -75,19 +94,6 @@ def test_what_policies_keep_per_token_comes_off_the_pool(tiny_model: Path, capsy
     assert lines["h2o", "256", "128"][0] == str(expected)
 
 
-def test_the_table_is_what_the_forecast_says(tiny_model: Path, capsys):
-    lines = planned(capsys, tiny_model)
-    assert set(list(lines)[2:]) == {
-        ("streaming", str(64 * budget), str(32 * interval))
-        for budget, interval in ((4, 4), *plan.NEIGHBOURS)
-    }
-    for (_, budget, interval), line in list(lines.items())[2:]:
-        config = KVPolicyConfig("streaming", int(budget), int(interval))
-        life = Life(config.footprint(100, N, GROUP), 999)
-        assert line[2] == f"{life.mean:.1f}"
-        assert int(line[5]) == most_at_once([life], int(line[0]))
-
-
 def test_requests_of_several_lengths(tiny_model: Path, capsys):
     more = ("--prompt-tokens", "100", "1000", "--output-tokens", "100")
     lines = planned(capsys, tiny_model, *more)
@@ -106,25 +112,22 @@ def test_notes_say_what_a_server_wants_besides(tiny_model: Path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("more", "memory", "message"),
+    ("more", "message"),
     [
-        (("--kv-budget", "50"), "1G", "budget: got 50, expected at least 68 tokens"),
-        (("--kv-policy", "local"), "1G", "local has no budget"),
-        ((), "300KiB", "one request of these lengths holds up to 13 superblocks, and"),
-        (("--output-tokens", "4000"), "1G", "a request of 4100 tokens is longer than"),
+        (("--kv-budget", "50"), "budget: got 50, expected at least 68 tokens"),
+        (("--kv-policy", "local"), "local has no budget"),
         (
-            ("--output-tokens", "9", "8", "--prompt-tokens", "1", "2", "3"),
-            "1G",
-            "got 2",
+            ("--kv-cache-memory", "300KiB"),
+            "one request of these lengths holds up to 13 superblocks, and",
         ),
+        (("--output-tokens", "4000"), "a request of 4100 tokens is longer than"),
+        (("--output-tokens", "9", "8", "--prompt-tokens", "1", "2", "3"), "got 2"),
     ],
 )
-def test_what_cannot_be_planned(
-    more, memory, message, tiny_model: Path, capsys, monkeypatch
-):
+def test_what_cannot_be_planned(more, message, tiny_model: Path, capsys, monkeypatch):
     # vLLM's log may go to the captured output of an earlier test, which is closed.
     monkeypatch.setattr(logging, "raiseExceptions", False)
-    assert command.main(words(tiny_model, *more, memory=memory)) == 2
+    assert command.main(words(tiny_model, *more)) == 2
     printed = capsys.readouterr()
     assert f"error: {message}" in printed.err or message in printed.err
     assert not printed.out and "Traceback" not in printed.err
@@ -151,13 +154,10 @@ def test_a_cpu_that_emulates_bfloat16_is_planned_in_float32(
     assert ("In float32, because this CPU emulates" in text) == (dtype == "float32")
 
 
-def test_unknown_models(tmp_path: Path, capsys):
+def test_models_that_cannot_be_planned(tiny_model: Path, tmp_path: Path, capsys):
     for model in (tmp_path / "nowhere", tmp_path):
         assert command.main(words(model)) == 2
         assert "cannot read the configuration of '/" in capsys.readouterr().err
-
-
-def test_models_with_other_layers(tiny_model: Path, tmp_path: Path, capsys):
     values = json.loads((tiny_model / "config.json").read_text())
     values |= {"layer_types": ["sliding_attention", "full_attention"]}
     values |= {"use_sliding_window": True, "sliding_window": 64}

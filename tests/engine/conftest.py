@@ -6,7 +6,6 @@ slow it down. Set before torch starts its threads.
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -33,11 +32,3 @@ def ranks_from_a_fork_server() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiproc_executor, "get_mp_context", context)
         yield
-
-
-@pytest.fixture(scope="session")
-def oracle_runs(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory):
-    """Runs that the oracles judge, each made once."""
-    from support.engine.scenarios import OracleRuns
-
-    return OracleRuns(tiny_model, tmp_path_factory.mktemp("oracle"))

@@ -12,7 +12,6 @@ import pytest
 from support.engine.helpers import make_jobs
 from support.engine.run_compiled import run_elsewhere
 from support.made_adapters import make_adapter
-from vllm_kvpolicy.policies.admissions.dms.model import save
 
 VALUES = {"budget": 96, "interval": 40, "prefill_interval": 128}
 SERVE_MODE = 2  # DYNAMO_TRACE_ONCE, what vLLM takes on CPU
@@ -35,7 +34,7 @@ def save_adapter(path: Path, is_flipped: bool) -> str:
     if is_flipped:
         flipped = {name: t.flip(-1) for name, t in adapter.tensors.items()}
         adapter = replace(adapter, tensors=flipped)
-    save(path, adapter)
+    adapter.save(path)
     return str(path)
 
 

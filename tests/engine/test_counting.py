@@ -4,15 +4,14 @@ The walk looks at every block list after every allocation and every step.
 """
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.config import ModelConfig
 
 from support.engine.helpers import BLOCK, Engine, footprint_of, make_jobs
 from support.engine.simulator import Simulation
 from support.engine.simulator_engine import random_scenario
+from support.sweeps import trials
 from vllm_kvpolicy.compat import COUNTING_CLASSES
 
 FIELDS = ("steps", "request_steps", "block_steps", "requests", "peak_blocks")
@@ -71,28 +70,22 @@ class Walk:
             self.totals["block_steps"] += num_held
 
 
-@pytest.fixture(scope="module")
-def model(tiny_model: Path) -> ModelConfig:
-    return ModelConfig(
-        model=str(tiny_model), skip_tokenizer_init=True, dtype="float32", seed=0
-    )
-
-
 @pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
 @pytest.mark.parametrize("policy", ["tova", "holes", "hard-tova"])
-def test_counters_are_what_a_walk_over_all_blocks_finds(policy, depth, model):
+def test_counters_are_what_a_walk_over_all_blocks_finds(policy, depth, model_config):
     """Events, answers that give blocks back, preemptions, aborts, early ends."""
     seen: Counter[str] = Counter()
     for seed in range(5):
-        simulation = Simulation(random_scenario(policy, depth, seed), model)
+        scenario = random_scenario(policy, depth, seed)
+        simulation = Simulation(scenario, model_config)
         walk = Walk(simulation.scheduler)
         counters = simulation.scheduler.kv_policy_counters.file
-        seen += simulation.run(600)
+        seen += simulation.run(trials(600))
         found = counters.read()
         assert {name: found[name] for name in FIELDS} == walk.totals
         assert not simulation.scheduler._peaks_before_preemption
-    assert min(seen[key] for key in ("events", "preemptions", "aborts")) > 10, seen
-    assert policy != "hard-tova" or seen["superblocks trimmed"] > 50
+    assert min(seen[key] for key in ("events", "preemptions", "aborts")) > 3, seen
+    assert policy != "hard-tova" or seen["superblocks trimmed"] > 10
 
 
 def test_stock_counts_what_whole_requests_hold(tiny_model):
@@ -118,7 +111,7 @@ def test_stock_counts_what_whole_requests_hold(tiny_model):
 
 def test_requests_under_a_policy_hold_what_their_footprint_says(tiny_model):
     values = {"policy": "snapkv", "budget": 128, "interval": 64}
-    jobs = make_jobs((40, 100, 200), 400, seed=4)
+    jobs = make_jobs((40, 100, 200), 250, seed=4)
     with Engine(tiny_model, values) as engine:
         engine.run(jobs)
         found = engine.counters()

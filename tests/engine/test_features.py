@@ -1,21 +1,21 @@
 """vLLM's other features beside a policy: what the guards let through is run here.
 
-Parallel sampling, priorities, structured output, beam search, cache
-resets and pauses in the middle of a run, and vLLM's throughput benchmark.
+Parallel sampling, priorities, structured output, beam search, cache resets and pauses
+in the middle of a run, and vLLM's throughput benchmark. Most tests share engines.
 """
 
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.engine.helpers import (
-    MOVERS,
     Engine,
     Job,
     Run,
@@ -28,8 +28,8 @@ from support.engine.helpers import (
 TESTS = Path(__file__).parents[1]
 VALUES = {"budget": 96, "interval": 40, "prefill_interval": 128}
 LENGTHS = (40, 150, 300)
-PATTERN = "([a-m][n-z]){70}"
-RESET_STEPS = (60, 61, 110)
+PATTERN = "([a-m][n-z]){50}"
+RESET_STEPS = (50, 51, 90)
 LATE = 7
 
 
@@ -51,99 +51,102 @@ def assert_full(engine: Engine) -> None:
     assert engine.num_free == engine.num_usable
 
 
-# -- flags without effect --------------------------------------------------------------
+Engines = dict[str | None, Engine]
 
 
-def test_layers_of_one_kind_need_no_hybrid_cache_manager(tiny_model: Path) -> None:
-    """Whether it is on or off: models with layers of several kinds are refused."""
-    jobs, found = make_jobs(LENGTHS, 120, seed=59), []
-    for is_off in (False, True):
-        changes = {"disable_hybrid_kv_cache_manager": is_off}
-        with Engine(tiny_model, with_values("ams-tova"), **changes) as engine:
-            scheduler = engine.scheduler.scheduler_config
-            assert scheduler.disable_hybrid_kv_cache_manager is is_off
-            found.append(engine.run(jobs).tokens)
-            assert engine.counters()["events"] >= 10
-            assert_full(engine)
-    assert found[0] == found[1]
+@pytest.fixture(scope="module")
+def engines(tiny_model: Path) -> Iterator[Engines]:
+    """Stock vLLM, one that moves tokens and one that drops them.
+
+    Tests with engines of their own come last in this file: vLLM takes down with one
+    what all share.
+    """
+    changes = {
+        # vLLM's first choice: llguidance does not know the tiny tokenizer's decoder.
+        "structured_outputs_config": {"backend": "xgrammar"},
+        "disable_hybrid_kv_cache_manager": False,
+    }
+    with ExitStack() as stack:
+        yield {
+            policy: stack.enter_context(
+                Engine(tiny_model, with_values(policy), **changes)
+            )
+            for policy in (None, "identity", "ams-tova")
+        }
 
 
-def test_the_cache_may_name_the_models_own_dtype(tiny_model: Path) -> None:
-    jobs, found = make_jobs(LENGTHS, 120, seed=58), []
-    for name in ("auto", "bfloat16"):
-        changes = {"dtype": "bfloat16", "kv_cache_dtype": name}
-        with Engine(tiny_model, with_values("ams-tova"), **changes) as engine:
-            assert engine.worker.cache_config.cache_dtype == name
-            found.append(engine.run(jobs).tokens)
-            assert engine.counters()["events"] >= 10
-    assert found[0] == found[1]
+def events_of(engine: Engine) -> float:
+    """Return how many events an engine has had; 0 of stock vLLM."""
+    is_stock = not hasattr(engine.scheduler, "kv_policy_counters")
+    return 0 if is_stock else engine.counters()["events"]
 
 
 # -- several answers ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["identity", "ams-tova"])
-def test_answers_of_one_request(tiny_model: Path, policy: str) -> None:
+def test_answers_of_one_request(engines: Engines, policy: str) -> None:
     """n answers are n requests: each is what its own seed gives alone."""
     from vllm import SamplingParams
 
+    engine = engines[policy]
     (prompt,) = as_prompts(make_jobs((90,), 0, seed=61))
 
     def answers(**fields: Any) -> list[list[int]]:
-        params = SamplingParams(max_tokens=120, ignore_eos=True, **fields)
+        params = SamplingParams(max_tokens=90, ignore_eos=True, **fields)
         (output,) = engine.llm.generate([prompt], params, use_tqdm=False)
         return [list(answer.token_ids) for answer in output.outputs]
 
-    with Engine(tiny_model, with_values(policy)) as engine:
-        sampled = answers(n=3, seed=7, temperature=1.0)
-        assert_full(engine)
-        assert engine.counters()["events"] >= 6
-        # vLLM seeds the answers of one request one after another.
-        assert sampled == [
-            answers(seed=7 + index, temperature=1.0)[0] for index in range(3)
-        ]
-        assert len({tuple(tokens) for tokens in sampled}) == 3
-        assert not engine.scheduler.kv_policy_planner.states
+    before = events_of(engine)
+    sampled = answers(n=3, seed=7, temperature=1.0)
+    assert_full(engine)
+    assert events_of(engine) - before >= 6
+    # vLLM seeds the answers of one request one after another.
+    assert sampled == [
+        answers(seed=7 + index, temperature=1.0)[0] for index in range(3)
+    ]
+    assert len({tuple(tokens) for tokens in sampled}) == 3
+    assert not engine.scheduler.kv_policy_planner.states
 
 
-@pytest.mark.parametrize("length, reset_step", [(150, None), (60, 150)])
+@pytest.mark.parametrize("length, reset_step", [(150, None), (60, 110)])
 def test_a_seed_survives_cut_steps(
-    tiny_model: Path, length: int, reset_step: int | None
+    engines: Engines, length: int, reset_step: int | None
 ) -> None:
     """A seed gives stock's tokens though events cut a prompt, or a recomputation."""
     from vllm import SamplingParams
 
     (prompt,) = as_prompts(make_jobs((length,), 0, seed=67))
-    params = SamplingParams(seed=7, max_tokens=170, ignore_eos=True)
+    params = SamplingParams(seed=7, max_tokens=130, ignore_eos=True)
     tokens = {}
     for policy in (None, "identity"):
-        with Engine(tiny_model, with_values(policy)) as engine:
-            llm_engine, steps, outputs = engine.llm.llm_engine, 0, []
-            llm_engine.add_request("seeded", prompt, params)
-            while llm_engine.has_unfinished_requests():
-                outputs += llm_engine.step()
-                steps += 1
-                if steps == reset_step:
-                    reset_running(engine)
-            assert not policy or engine.counters()["events"] >= 3
+        engine = engines[policy]
+        before, steps, outputs = events_of(engine), 0, []
+        llm_engine = engine.llm.llm_engine
+        llm_engine.add_request("seeded", prompt, params)
+        while llm_engine.has_unfinished_requests():
+            outputs += llm_engine.step()
+            steps += 1
+            if steps == reset_step:
+                reset_running(engine)
+        assert not policy or events_of(engine) - before >= 3
         tokens[policy] = list(outputs[-1].outputs[0].token_ids)
     assert len(tokens[None]) == params.max_tokens
     assert tokens["identity"] == tokens[None]
 
 
-def test_beam_search(tiny_model: Path) -> None:
+def test_beam_search(engines: Engines) -> None:
     """Each step of a beam is a prompt of its own; its events are prompt events."""
     from vllm.sampling_params import BeamSearchParams
 
     params = BeamSearchParams(beam_width=2, max_tokens=12, ignore_eos=True)
     prompts = as_prompts(make_jobs((190, 310), 0, seed=62))
     found = {}
-    for policy in (None, "identity", "ams-tova"):
-        with Engine(tiny_model, with_values(policy)) as engine:
-            outputs = engine.llm.beam_search(prompts, params)
-            assert_full(engine)
-            if policy:
-                assert engine.counters()["events"] >= 40
+    for policy, engine in engines.items():
+        before = events_of(engine)
+        outputs = engine.llm.beam_search(prompts, params)
+        assert_full(engine)
+        assert not policy or events_of(engine) - before >= 40
         found[policy] = [
             [beam.tokens for beam in output.sequences] for output in outputs
         ]
@@ -154,33 +157,108 @@ def test_beam_search(tiny_model: Path) -> None:
 # -- structured output ----------------------------------------------------------------
 
 
-def test_structured_output(tiny_model: Path) -> None:
-    """Answers match the pattern while events happen; `identity` gives stock's.
-
-    With xgrammar, vLLM's first choice: llguidance does not know the tiny tokenizer's
-    decoder.
-    """
+def test_structured_output(engines: Engines) -> None:
+    """Answers match the pattern while events happen; `identity` gives stock's."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
     params = SamplingParams(
         temperature=0,
-        max_tokens=200,
+        max_tokens=120,
         structured_outputs=StructuredOutputsParams(regex=PATTERN),
     )
     prompts = as_prompts(make_jobs(LENGTHS, 0, seed=63))
-    changes = {"structured_outputs_config": {"backend": "xgrammar"}}
     texts = {}
-    for policy in (None, "identity", "ams-tova"):
-        with Engine(tiny_model, with_values(policy), **changes) as engine:
-            outputs = engine.llm.generate(prompts, params, use_tqdm=False)
-            assert_full(engine)
-            if policy:
-                assert engine.counters()["events"] >= 10
+    for policy, engine in engines.items():
+        before = events_of(engine)
+        outputs = engine.llm.generate(prompts, params, use_tqdm=False)
+        assert_full(engine)
+        assert not policy or events_of(engine) - before >= 10
         texts[policy] = [output.outputs[0].text for output in outputs]
         assert all(re.fullmatch(PATTERN, text) for text in texts[policy])
     assert texts["identity"] == texts[None]
     assert texts["ams-tova"] != texts[None]
+
+
+# -- resets and pauses ----------------------------------------------------------------
+
+
+def reset_running(engine: Engine) -> None:
+    """Take all blocks from all running requests."""
+    assert engine.llm.reset_prefix_cache(reset_running_requests=True)
+
+
+def pause_and_go_on(engine: Engine) -> None:
+    """Pause as a weight update does: the cache goes, requests stay."""
+    engine.core.pause_scheduler("keep")
+    assert engine.num_free == engine.num_usable
+    engine.llm.llm_engine.step()
+    engine.core.resume_scheduler()
+
+
+@pytest.mark.parametrize("interrupt", [reset_running, pause_and_go_on])
+def test_interrupted_runs(
+    engines: Engines, interrupt: Callable[[Engine], None]
+) -> None:
+    """Requests whose blocks all go are computed anew, events included."""
+    jobs = make_jobs(LENGTHS, 120, seed=65)
+
+    def run(policy: str) -> Run:
+        steps, engine = 0, engines[policy]
+        before = events_of(engine)
+
+        def on_step(engine: Engine) -> None:
+            nonlocal steps
+            steps += 1
+            if steps in RESET_STEPS:
+                interrupt(engine)
+
+        run = engine.run(jobs, on_step)
+        assert_full(engine)
+        assert events_of(engine) - before >= 15
+        assert run.preemptions == len(RESET_STEPS) * len(jobs)
+        return run
+
+    assert run("identity").tokens == engines[None].run(jobs).tokens
+    # One that drops tokens computes its answer anew with what it then keeps: it ends.
+    run("ams-tova")
+
+
+def test_a_reset_between_runs(engines: Engines) -> None:
+    jobs, engine = make_jobs(LENGTHS, 100, seed=66), engines["ams-tova"]
+    before, first = events_of(engine), engine.run(jobs)
+    assert engine.llm.reset_prefix_cache()
+    assert engine.run(jobs).tokens == first.tokens
+    assert events_of(engine) - before >= 20
+
+
+# -- flags without effect, in engines of their own ------------------------------------
+
+
+def test_layers_of_one_kind_need_no_hybrid_cache_manager(
+    engines: Engines, tiny_model: Path
+) -> None:
+    """Whether it is on or off: models with layers of several kinds are refused."""
+    jobs = make_jobs(LENGTHS, 80, seed=59)
+    expected = engines["ams-tova"].run(jobs).tokens
+    changes = {"disable_hybrid_kv_cache_manager": True}
+    with Engine(tiny_model, with_values("ams-tova"), **changes) as engine:
+        scheduler = engine.scheduler.scheduler_config
+        assert scheduler.disable_hybrid_kv_cache_manager is True
+        assert engine.run(jobs).tokens == expected
+        assert engine.counters()["events"] >= 5
+        assert_full(engine)
+
+
+def test_the_cache_may_name_the_models_own_dtype(tiny_model: Path) -> None:
+    jobs, found = make_jobs((150, 300), 50, seed=58), []
+    for name in ("auto", "bfloat16"):
+        changes = {"dtype": "bfloat16", "kv_cache_dtype": name}
+        with Engine(tiny_model, with_values("ams-tova"), **changes) as engine:
+            assert engine.worker.cache_config.cache_dtype == name
+            found.append(engine.run(jobs).tokens)
+            assert engine.counters()["events"] >= 3
+    assert found[0] == found[1]
 
 
 # -- priorities -----------------------------------------------------------------------
@@ -214,9 +292,9 @@ def run_with_priorities(engine: Engine) -> tuple[Run, int]:
     Returns:
         The run, and how often a request lost its blocks in the step of its event.
     """
-    jobs = make_jobs((90, 120, 150, 180, 210), 150, seed=64)
+    jobs = make_jobs((90, 120, 150, 180, 210), 60, seed=64)
     jobs += [
-        Job(f"late{index}", make_prompt(640 + index, 170), 120, arrives=LATE + index)
+        Job(f"late{index}", make_prompt(640 + index, 170), 40, arrives=LATE + index)
         for index in range(3)
     ]
     undone = 0
@@ -243,7 +321,7 @@ def test_urgent_requests_preempt(tiny_model: Path) -> None:
         "max_model_len": 896,
     }
     found = {}
-    for policy in (None, *MOVERS, "streaming"):
+    for policy in (None, "identity", "streaming"):
         values = with_values(policy, interval=2)
         with Engine(tiny_model, values, **changes) as engine:
             found[policy], undone = run_with_priorities(engine)
@@ -251,68 +329,10 @@ def test_urgent_requests_preempt(tiny_model: Path) -> None:
             if policy:
                 assert engine.counters()["events"] >= 40
                 assert not engine.scheduler.kv_policy_planner.states
-            if policy in MOVERS:
-                assert found[policy].preemptions > 0
+            if policy == "identity":
                 assert undone > 0
-    assert found[None].preemptions > 0
-    for policy in MOVERS:
-        assert found[policy].tokens == found[None].tokens
-
-
-# -- resets and pauses ----------------------------------------------------------------
-
-
-def reset_running(engine: Engine) -> None:
-    """Take all blocks from all running requests."""
-    assert engine.llm.reset_prefix_cache(reset_running_requests=True)
-
-
-def pause_and_go_on(engine: Engine) -> None:
-    """Pause as a weight update does: the cache goes, requests stay."""
-    engine.core.pause_scheduler("keep")
-    assert engine.num_free == engine.num_usable
-    engine.llm.llm_engine.step()
-    engine.core.resume_scheduler()
-
-
-@pytest.mark.parametrize("interrupt", [reset_running, pause_and_go_on])
-def test_interrupted_runs(
-    tiny_model: Path, interrupt: Callable[[Engine], None]
-) -> None:
-    """Requests whose blocks all go are computed anew, events included."""
-    jobs = make_jobs(LENGTHS, 150, seed=65)
-
-    def run(policy: str | None, interrupted: bool) -> Run:
-        steps = 0
-
-        def on_step(engine: Engine) -> None:
-            nonlocal steps
-            steps += 1
-            if interrupted and steps in RESET_STEPS:
-                interrupt(engine)
-
-        with Engine(tiny_model, with_values(policy)) as engine:
-            run = engine.run(jobs, on_step)
-            assert_full(engine)
-            if policy:
-                assert engine.counters()["events"] >= (15 if interrupted else 10)
-        return run
-
-    stock = run(None, False)
-    identity = run("identity", True)
-    assert identity.preemptions == len(RESET_STEPS) * len(jobs)
-    assert identity.tokens == stock.tokens
-    # One that drops tokens computes its answer anew with what it then keeps: it ends.
-    assert run("ams-tova", True).preemptions == len(RESET_STEPS) * len(jobs)
-
-
-def test_a_reset_between_runs(tiny_model: Path) -> None:
-    jobs = make_jobs(LENGTHS, 100, seed=66)
-    with Engine(tiny_model, with_values("ams-tova")) as engine:
-        first = engine.run(jobs)
-        assert engine.llm.reset_prefix_cache()
-        assert engine.run(jobs).tokens == first.tokens
-        assert engine.counters()["events"] >= 20
+    assert min(found[None].preemptions, found["identity"].preemptions) > 0
+    assert found["identity"].tokens == found[None].tokens
 
 
 # -- vLLM's benchmark -----------------------------------------------------------------

@@ -27,7 +27,6 @@ from support.engine.oracle_plumbing import check_plumbing
 from support.engine.oracle_replay import check_replay
 from support.engine.oracle_selection import Report, check_selection
 from support.engine.reference_decoder import ReferenceDecoder
-from support.engine.scenarios import SCENARIOS
 from support.sweeps import covering, evictions
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies.names import parse
@@ -134,9 +133,8 @@ def test_decisions_and_answers_are_those_of_the_references(
     tiny_model: Path, tmp_path: Path, policy: str, kind: str
 ) -> None:
     """The selection oracle shares no code with the policies but `ams.select`."""
-    case = SCENARIOS["aligned"]
-    values = {"policy": policy, **case.policy}
-    jobs = make_jobs((41, 300), case.max_tokens, prompt_logprobs=True)
+    values = {"policy": policy, **VALUES, "interval": 64, "spread_events": False}
+    jobs = make_jobs((41, 300), 153, prompt_logprobs=True)
     with Engine(tiny_model, values, tmp_path, kv_cache_dtype=kind) as engine:
         check_storage(engine, kind)
         run, seen = run_and_see(engine, jobs, ReferenceDecoder(tiny_model))

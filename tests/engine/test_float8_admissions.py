@@ -29,7 +29,6 @@ from support.tiny_model import make_tiny_model
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights, paged_gates_ref
-from vllm_kvpolicy.policies.admissions.wgkv import save
 
 pytestmark = needs_float8
 LAYERS, HEADS, DIM, WINDOW, SINKS = 2, 2, 32, 40, 7
@@ -64,7 +63,7 @@ class GatedPolicy:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "gates.safetensors"
         self.gates = make_gates(LAYERS, HEADS, DIM, 6, window=WINDOW, rope_theta=1e4)
-        save(self.path, self.gates)
+        self.gates.save(self.path)
 
     def named(self, name: str, **options: Any) -> dict[str, Any]:
         gates = {"wgkv_gates": str(self.path), "wgkv_threshold": 0.5}

@@ -26,25 +26,23 @@ def named(policy: str) -> dict[str, object]:
 
 
 def plain_jobs() -> list[Job]:
-    return make_jobs((40, 90, 150, 300, 600), 260, seed=5)
+    return make_jobs((40, 90, 150, 300, 410), 180, seed=5)
 
 
 def jobs_with_aborts() -> list[Job]:
     """Twelve requests that come one after another; every third is aborted."""
-    jobs = make_jobs([30 + 37 * i % 290 for i in range(12)], 220, seed=6)
+    jobs = make_jobs([30 + 37 * i % 290 for i in range(12)], 150, seed=6)
     return [
-        replace(
-            job, arrives=20 * i, aborted=(35 + 30 * i) % 200 if i % 3 == 1 else None
-        )
+        replace(job, arrives=8 * i, aborted=(35 + 30 * i) % 130 if i % 3 == 1 else None)
         for i, job in enumerate(jobs)
     ]
 
 
+SCARCE = {"num_blocks": 36, "max_model_len": 640}
 CASES = {
-    "plain": (plain_jobs, {}, 25),
-    "chunked prefill": (plain_jobs, {"max_num_batched_tokens": 96}, 25),
-    "preemption": (plain_jobs, {"num_blocks": 48, "max_model_len": 896}, 25),
-    "aborts": (jobs_with_aborts, {"num_blocks": 64, "max_model_len": 1024}, 25),
+    "plain": (plain_jobs, {}, 15),
+    "preemption": (plain_jobs, {**SCARCE, "max_num_batched_tokens": 96}, 15),
+    "aborts": (jobs_with_aborts, SCARCE, 15),
 }
 RUNS = sweeps.paired(MOVERS, CASES)
 

@@ -4,15 +4,16 @@ Requests choose their policies by name; chunked prompts, events inside prompts a
 preemptions included. See oracle_plumbing and oracle_replay.
 """
 
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from support.calibration_files import options_for
-from support.engine.helpers import Engine, Job, make_prompt
+from support.engine.helpers import Engine, Job, Result, make_prompt
 from support.engine.oracle_plumbing import check_plumbing
-from support.engine.oracle_replay import check_replay
+from support.engine.oracle_replay import Mismatch, check_replay
 from support.engine.oracle_selection import Report
 from support.engine.reference_decoder import ReferenceDecoder
 from support.sweeps import covering, evictions
@@ -74,12 +75,9 @@ def test_answers_follow_from_the_survivors(
     check_replay(decoder, run[0].results[name])
 
 
-# The model's keys all have one length: knorm sees ties only.
-@pytest.mark.parametrize("name", [name for name in ALL if "knorm" not in name])
-def test_selection_is_the_policys(run, decoder: ReferenceDecoder, name: str) -> None:
-    outcome, config = run
-    result = outcome.results[name]
-    config = config.with_request(result.job.extra_args, 32)
+def plumbing(decoder: ReferenceDecoder, run, result: Result) -> Report:
+    """Return what the oracle says about a request."""
+    config = run[1].with_request(result.job.extra_args, 32)
     assert config is not None
     if config.protects_prompt:
         prompt = len(result.job.prompt)
@@ -87,4 +85,25 @@ def test_selection_is_the_policys(run, decoder: ReferenceDecoder, name: str) -> 
     report = Report()
     check_plumbing(decoder, result, config, config.resolved().options, 32, report)
     report.check()
-    assert report.decisions > 0
+    return report
+
+
+# The model's keys all have one length: knorm sees ties only.
+@pytest.mark.parametrize("name", [name for name in ALL if "knorm" not in name])
+def test_selection_is_the_policys(run, decoder: ReferenceDecoder, name: str) -> None:
+    assert plumbing(decoder, run, run[0].results[name]).decisions > 0
+
+
+@pytest.mark.parametrize("mistake", ["heads swapped", "tokens of their neighbours"])
+def test_a_wrong_selection_is_noticed(
+    run, decoder: ReferenceDecoder, mistake: str
+) -> None:
+    """Seeded faults in pages, memory, positions and signals are left to others."""
+    name = next(name for name in ALL if name.endswith("snapkv"))
+    result = run[0].results[name]
+    passes = deepcopy(result.passes)
+    for event in passes[-1]:
+        swapped, shifted = event.selected[:, ::-1].copy(), event.selected - 1
+        event.selected[:] = swapped if mistake == "heads swapped" else shifted
+    with pytest.raises(Mismatch, match="selected differ"):
+        plumbing(decoder, run, replace(result, passes=passes))

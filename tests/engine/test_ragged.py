@@ -6,6 +6,7 @@ need engines of their own.
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ FIXED = {**DYNAMIC, "policy_config": {"hard_p": 0.5, "hard_lower": 0.1}}
 
 
 def jobs(seed: int = 9) -> list[Job]:
-    return make_jobs((40, 90, 300, 600, 150, 410), 240, seed=seed)
+    return make_jobs((40, 90, 300, 150, 410), 150, seed=seed)
 
 
 @pytest.fixture(scope="module")
@@ -34,17 +35,37 @@ def decoder(tiny_model: Path) -> ReferenceDecoder:
     return ReferenceDecoder(tiny_model)
 
 
+@pytest.fixture(scope="module")
+def stock(tiny_model: Path) -> Run:
+    with Engine(tiny_model) as engine:
+        return engine.run(jobs())
+
+
+@pytest.fixture(scope="module")
+def fixed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory):
+    """Return a run of `FIXED`, the mean of free blocks, and the counters."""
+    return serve(tiny_model, FIXED, tmp_path_factory.mktemp("fixed"))
+
+
+def serve(
+    model: Path, values: dict[str, Any], trace: Path
+) -> tuple[Run, float, dict[str, float]]:
+    with Engine(model, values, trace) as engine:
+        counts: list[int] = []
+        run = engine.run(jobs(), lambda engine: counts.append(engine.num_free))
+        assert engine.num_free == engine.num_usable > min(counts)
+        return run, sum(counts) / len(counts), engine.counters()
+
+
 @pytest.mark.parametrize("policy", some(["adakv-snapkv", "hard-tova", "snapkv"]))
 def test_a_full_cache_among_evicting_neighbours_is_stock(
-    tiny_model: Path, policy: str
+    tiny_model: Path, stock: Run, policy: str
 ) -> None:
     whole = {"kv_policy": "none"}
     mixed = [
         replace(job, extra_args=whole) if number % 2 else job
         for number, job in enumerate(jobs())
     ]
-    with Engine(tiny_model) as engine:
-        stock = engine.run(jobs())
     with Engine(tiny_model, {"policy": policy, **VALUES}) as engine:
         run = engine.run(mixed)
         assert engine.counters()["tokens_dropped"] > 0
@@ -62,34 +83,22 @@ def held_blocks(run: Run, heads: int = 4) -> int:
 
 
 def test_sizes_that_follow_the_text_give_more_back(
-    tiny_model: Path, tmp_path: Path, decoder: ReferenceDecoder
+    tiny_model: Path, tmp_path: Path, fixed, decoder: ReferenceDecoder
 ) -> None:
     """Workers answer how many superblocks survivors take; the surplus is trimmed."""
-    runs = {}
-    for name, values in {"fixed": FIXED, "dynamic": DYNAMIC}.items():
-        with Engine(tiny_model, values, tmp_path / name) as engine:
-            least_free = engine.num_usable
-            counts = []
-
-            def watch(engine: Engine, counts: list[int] = counts) -> None:
-                counts.append(engine.num_free)
-
-            runs[name] = engine.run(jobs(), watch)
-            assert engine.num_free == engine.num_usable
-            assert min(counts) < least_free
-            runs[name + " free"] = sum(counts) / len(counts)
-            counted = engine.counters()
+    dynamic = serve(tiny_model, DYNAMIC, tmp_path)
+    for _, _, counted in (fixed, dynamic):
         assert counted["tokens_dropped"] == 32 * counted["blocks_returned"] > 0
-    assert held_blocks(runs["dynamic"]) < 0.8 * held_blocks(runs["fixed"])
-    assert runs["dynamic free"] > runs["fixed free"]
-    for result in runs["dynamic"].results.values():
+    assert held_blocks(dynamic[0]) < 0.8 * held_blocks(fixed[0])
+    assert dynamic[1] > fixed[1]
+    for result in dynamic[0].results.values():
         check_replay(decoder, result)
 
 
 def test_answers_hold_under_preemption(
     tiny_model: Path, tmp_path: Path, decoder: ReferenceDecoder
 ) -> None:
-    pool = {"num_blocks": 29, "max_model_len": 896, "max_num_batched_tokens": 96}
+    pool = {"num_blocks": 19, "max_model_len": 576, "max_num_batched_tokens": 96}
     pool |= {"foresees": False}
     with Engine(tiny_model, DYNAMIC, tmp_path, **pool) as engine:
         run = engine.run(jobs())
@@ -103,6 +112,7 @@ def test_answers_hold_under_preemption(
 def test_layers_in_allocations_of_their_own(
     tiny_model: Path,
     tmp_path: Path,
+    stock: Run,
     decoder: ReferenceDecoder,
     policy: str,
     monkeypatch,
@@ -112,8 +122,6 @@ def test_layers_in_allocations_of_their_own(
     values = {"policy": policy, **VALUES}
     if policy == "identity":
         values["policy_config"] = {"ragged": True}
-    with Engine(tiny_model) as engine:
-        stock = engine.run(jobs())
     with Engine(tiny_model, values, tmp_path) as engine:
         assert not engine.runtime.compactor.pool.spans_layers
         run = engine.run(jobs())
@@ -127,20 +135,14 @@ def test_layers_in_allocations_of_their_own(
 
 
 def test_merging_dropped_tokens_changes_answers_and_nothing_else(
-    tiny_model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path, fixed
 ) -> None:
     """Merged survivors are no text any more: replay does not hold, memory does."""
-    runs = {}
-    for merge in (False, True):
-        options = {"hard_p": 0.5, "hard_merge": merge}
-        values = {**FIXED, "policy_config": options}
-        with Engine(tiny_model, values, tmp_path / str(merge)) as engine:
-            runs[merge] = engine.run(jobs())
-            assert engine.num_free == engine.num_usable
-    plain, merged = runs[False], runs[True]
+    values = {**FIXED, "policy_config": {**FIXED["policy_config"], "hard_merge": True}}
+    plain, (merged, *_) = fixed[0], serve(tiny_model, values, tmp_path)
     assert plain.tokens != merged.tokens
-    first = [(plain.results[name], merged.results[name]) for name in plain.results]
-    for without, with_merge in first:
+    for name, without in plain.results.items():
+        with_merge = merged.results[name]
         ours, theirs = with_merge.events[0], without.events[0]
         assert ours.survivors.tolist() == theirs.survivors.tolist()
         length = ours.position + 1 - len(without.job.prompt)
@@ -155,7 +157,7 @@ def test_an_event_that_wants_nothing_keeps_a_page(
     options = {"window": 8, "hard_p": 0.01, "hard_mode": "dynamic"}
     values = {**VALUES, "policy": "hard-snapkv", "policy_config": options}
     extra = {"kv_sinks": 0, "kv_interval": 8}
-    asked = [replace(job, extra_args=extra) for job in jobs()]
+    asked = make_jobs((40, 150, 300), 80, seed=9, extra_args=extra)
     with Engine(tiny_model, values, tmp_path) as engine:
         run = engine.run(asked)
         assert engine.num_free == engine.num_usable

@@ -11,6 +11,7 @@ from support.engine.helpers import BLOCK, Engine, Session, make_jobs
 from support.engine.oracle_replay import check_replay
 from support.engine.oracle_selection import Report, check_selection
 from support.engine.reference_decoder import ReferenceDecoder
+from support.sweeps import some
 from vllm_kvpolicy.config import KVPolicyConfig
 
 VALUES = {"policy": "snapkv", "budget": 128, "interval": 64, "prefill_interval": 256}
@@ -70,7 +71,7 @@ def test_a_smaller_budget_bounds_that_request(engine: Engine, decoder) -> None:
         check_replay(decoder, result)
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "ams-tova"])
+@pytest.mark.parametrize("policy", some(["snapkv", "ams-tova"]))
 def test_a_protected_prompt_stays(
     tiny_model: Path, tmp_path: Path, decoder, policy: str
 ) -> None:

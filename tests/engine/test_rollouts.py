@@ -20,6 +20,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from support.engine.helpers import Engine, Job, Run, make_prompt
+from support.sweeps import some
 from support.tiny_model import make_tiny_model
 
 LENGTHS = (40, 150, 300)
@@ -167,7 +168,7 @@ def awake(tiny_model: Path) -> Run:
         return engine.run(jobs_of(NAMES))
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", some([2, 1]))
 def test_an_engine_that_slept_answers_as_before(
     tiny_model: Path, awake: Run, level: int
 ) -> None:
@@ -182,7 +183,7 @@ def test_an_engine_that_slept_answers_as_before(
         check_idle(engine, 2 * num_events)
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", some([1, 2]))
 def test_requests_that_slept_go_on(tiny_model: Path, awake: Run, level: int) -> None:
     """They are computed anew, events included."""
     with Engine(tiny_model, IDENTITY, enable_prefix_caching=True) as engine:

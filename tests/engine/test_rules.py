@@ -14,7 +14,7 @@ from support.sweeps import some
 from vllm_kvpolicy.config import KVPolicyConfig
 
 VALUES = {"budget": 110, "interval": 56, "prefill_interval": 256}
-LENGTHS = (60, 130, 300, 420, 90, 210)
+LENGTHS = (60, 130, 300, 210)
 MAX_SHARE = 1e-3
 
 
@@ -37,7 +37,7 @@ class Comparison:
 
     def __init__(self, policy: str, model: Path, folder: Path) -> None:
         self.values = {"policy": policy, **VALUES}
-        self.jobs = make_jobs(LENGTHS, 130, seed=8)
+        self.jobs = make_jobs(LENGTHS, 120, seed=8)
         with Engine(model, self.values, folder / "whole") as engine:
             self.alone = Run({}, 0, 0)
             for job in self.jobs:
@@ -76,23 +76,21 @@ def test_survivors_depend_on_the_request_alone(comparison, way: str) -> None:
     for name, result in run.results.items():
         counts = rows_that_differ(comparison.alone.results[name], result)
         differ, total = differ + counts[0], total + counts[1]
-    comparison.check_near_ties(run)
-    assert total >= 60
+    if differ:
+        comparison.check_near_ties(run)
+    assert total >= 40
     assert differ <= MAX_SHARE * total
 
 
-@pytest.mark.parametrize("limits", [{"events_per_step": 2}, {"events_per_step": 5}])
-def test_crowded_events_wait_and_do_not_move(
-    tiny_model: Path, tmp_path: Path, limits: dict[str, int]
-) -> None:
-    """Twelve requests want an event in the same step: more than a step carries."""
+def test_crowded_events_wait_and_do_not_move(tiny_model: Path, tmp_path: Path) -> None:
+    """Eight requests want an event in the same step: more than a step carries."""
     # Spread events would not crowd.
-    values = {"policy": "snapkv", **VALUES, **limits, "spread_events": False}
-    jobs = make_jobs([100] * 12, 330, seed=15)
+    limits = {"events_per_step": 2, "spread_events": False}
+    values = {"policy": "snapkv", **VALUES, **limits}
+    jobs = make_jobs([100] * 8, 200, seed=15)
     with Engine(tiny_model, values, tmp_path) as engine:
-        most = engine.scheduler.kv_policy_limits.events_per_step
+        assert engine.scheduler.kv_policy_limits.events_per_step == 2
         run = engine.run(jobs)
-    assert most < len(jobs)
     assert run.steps > jobs[0].max_tokens
     decoder, report = ReferenceDecoder(tiny_model), Report()
     for result in run.results.values():
@@ -106,33 +104,24 @@ def test_crowded_events_wait_and_do_not_move(
 REUSE = {"policy": "ams-snapkv", **VALUES}
 
 
-@pytest.fixture(scope="module")
-def fresh(tiny_model: Path, tmp_path_factory) -> Run:
-    """What four requests give on an engine that has seen no other."""
-    folder = tmp_path_factory.mktemp("fresh")
-    with Engine(tiny_model, REUSE, folder, max_num_seqs=4) as engine:
-        return engine.run(make_jobs((180, 75, 330, 120), 160, seed=10))
-
-
-@pytest.mark.parametrize("poison", [False, True])
-def test_a_reused_slot_starts_clean(
-    fresh: Run, tiny_model: Path, tmp_path: Path, poison: bool
-) -> None:
+def test_a_reused_slot_starts_clean(tiny_model: Path, tmp_path: Path) -> None:
     """Credit, windows and tables of earlier requests leave no trace, even if absurd."""
-    old = make_jobs((70, 200, 310, 90, 160, 280), 190, seed=9)
-    old[1], old[4] = replace(old[1], aborted=80), replace(old[4], aborted=120)
-    with Engine(tiny_model, REUSE, tmp_path, max_num_seqs=4) as engine:
+    jobs = make_jobs((180, 75, 330, 120), 130, seed=10)
+    with Engine(tiny_model, REUSE, tmp_path / "fresh", max_num_seqs=4) as engine:
+        fresh = engine.run(jobs)
+    old = make_jobs((70, 200, 310, 90, 160, 280), 130, seed=9)
+    old[1], old[4] = replace(old[1], aborted=80), replace(old[4], aborted=100)
+    with Engine(tiny_model, REUSE, tmp_path / "used", max_num_seqs=4) as engine:
         engine.run(old)
         assert len(engine.runtime.requests) == 0
-        if poison:
-            memory = engine.runtime.compactor.memory
-            memory.survivors.fill_(1e30)
-            memory.local.fill_(1e30)
-            pool = engine.runtime.compactor.pool
-            for layer in range(pool.num_layers):
-                pool.vectors_of(layer).fill_(1e30)  # query windows and all others
-            engine.runtime.requests.global_blocks[:-1] = 1
-        after = engine.run(make_jobs((180, 75, 330, 120), 160, seed=10))
+        memory = engine.runtime.compactor.memory
+        memory.survivors.fill_(1e30)
+        memory.local.fill_(1e30)
+        pool = engine.runtime.compactor.pool
+        for layer in range(pool.num_layers):
+            pool.vectors_of(layer).fill_(1e30)  # query windows and all others
+        engine.runtime.requests.global_blocks[:-1] = 1
+        after = engine.run(jobs)
     assert after.tokens == fresh.tokens
     for name, result in after.results.items():
         expected = fresh.results[name]

@@ -4,7 +4,6 @@ Moving tokens gives stock vLLM's tokens, answers follow from the recorded surviv
 the model's sinks reach every measurement of attention.
 """
 
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from support.engine.helpers import BLOCK, Engine, Run, footprint_of, make_jobs
+from support.engine.helpers import BLOCK, Engine, Run, footprint_of, jobs_of, make_jobs
 from support.engine.oracle_replay import Mismatch, check_replay
 from support.made_sinks import NUM_FULL, PATTERN, make_gpt_oss
 from support.made_sliding import MixedDecoder
@@ -63,12 +62,7 @@ def test_a_budget_that_never_binds_is_stock(runs) -> None:
 def results(model: Path, tmp_path_factory: pytest.TempPathFactory):
     """One request of each policy, together."""
     values = {"policy": POLICIES[0], **VALUES, "policy_config": {"allow": POLICIES}}
-    jobs = [
-        replace(job, name=policy, extra_args={"kv_policy": policy})
-        for job, policy in zip(
-            make_jobs([180] * len(POLICIES), 120, seed=4), POLICIES, strict=True
-        )
-    ]
+    jobs = jobs_of(POLICIES, [180], 120)
     trace = tmp_path_factory.mktemp("trace")
     with Engine(model, values, trace, max_num_batched_tokens=96) as engine:
         return engine.run(jobs).results
@@ -82,7 +76,7 @@ def decoder(model: Path) -> MixedDecoder:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_answers_follow_from_the_survivors(results, decoder, policy: str) -> None:
-    result = results[policy]
+    result = results[f"{policy} 180"]
     assert len(result.events) >= 1
     print(policy, check_replay(decoder, result))
 
@@ -93,7 +87,7 @@ def test_answers_do_not_follow_without_sinks(results, model: Path) -> None:
     for layer in decoder.model.model.layers:
         layer.self_attn.sinks.data.fill_(-1e4)
     with pytest.raises(Mismatch):
-        check_replay(decoder, results["tova"])
+        check_replay(decoder, results["tova 180"])
 
 
 def test_what_is_held_is_bounded_and_sinks_are_read(
@@ -113,7 +107,7 @@ def test_what_is_held_is_bounded_and_sinks_are_read(
     monkeypatch.setattr(compose, "window_usage", noting)
     values = {"policy": "ams-tova", **VALUES}
     own, beside = [], []
-    (job,) = make_jobs((600,), 150, seed=12)
+    (job,) = make_jobs((400,), 80, seed=12)
     with Engine(model, values, max_num_batched_tokens=96) as engine:
         manager = engine.scheduler.kv_policy_manager
 
@@ -131,7 +125,7 @@ def test_what_is_held_is_bounded_and_sinks_are_read(
         with torch.no_grad():
             engine.llm.collective_rpc("reload_weights", kwargs=loaded)
         engine.run([job])
-    tokens = 600 + 150 - 1
+    tokens = 400 + 80 - 1
     assert max(own) == footprint_of(values, job).peak_blocks(tokens)
     assert max(own) < -(-tokens // BLOCK)
     assert 0 < max(beside) <= most(tokens)

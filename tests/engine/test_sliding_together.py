@@ -1,4 +1,4 @@
-"""Beside windows, features of vLLM leave tokens and survivors as they are without."""
+"""Beside windows, two ranks leave tokens and survivors as they are with one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,14 +20,10 @@ LENGTHS = (40, 300, 150, 220, 90)
 FEATURES: dict[str, dict[str, Any]] = {
     "nothing": {},
     "ranks": {"tensor_parallel_size": 2},
-    "prefix caching": {"enable_prefix_caching": True},
     "both": {"tensor_parallel_size": 2, "enable_prefix_caching": True},
 }
-SERVED = [
-    pytest.param("ranks", 1, marks=pytest.mark.slow),
-    ("prefix caching", 2),
-    pytest.param("both", 2, marks=pytest.mark.slow),
-]
+SERVED = [("ranks", 1), ("both", 2)]
+pytestmark = pytest.mark.slow
 
 
 def jobs_of(names: tuple[str, ...], is_stock: bool) -> list[Job]:
@@ -102,7 +98,6 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
     return served
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("feature", "heads"), SERVED)
 def test_moving_tokens_changes_nothing(serve, feature: str, heads: int) -> None:
     """Stock vLLM with the feature gives the same tokens in caches of the same kind.

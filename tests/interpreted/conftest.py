@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.gpu.kernel_checks import poisoned
 from support.scattered_pages import Make
 from vllm_kvpolicy.kernels.dispatch import forced
 
@@ -20,8 +21,11 @@ collect_ignore_glob = [] if INTERPRETS else ["test_*.py"]
 
 @pytest.fixture(autouse=True)
 def in_triton() -> Iterator[None]:
-    """Run operations in Triton, in all tests of this folder."""
-    with forced("triton"):
+    """Run operations in Triton, in all tests of this folder; fresh memory is poisoned.
+
+    Floats are NaN, masks True and integers the highest number.
+    """
+    with forced("triton"), poisoned():
         yield
 
 

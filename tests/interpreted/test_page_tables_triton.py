@@ -3,50 +3,13 @@
 import pytest
 import torch
 
+from support.twins_of_page_tables import *  # noqa: F403
+from support.twins_of_page_tables import POISON
 from vllm_kvpolicy.kernels.page_tables import (
     head_page_tables,
     head_page_tables_ref,
-    page_tables,
-    page_tables_ref,
 )
 from vllm_kvpolicy.kernels.save_rows import save_rows, save_rows_ref
-
-POISON = -77
-
-
-@pytest.mark.parametrize(
-    ("rows", "columns", "width", "most"),
-    [(1, 1, 1, 1), (3, 9, 5, 4), (5, 700, 600, 300), (4, 300, 257, 290)],
-)
-def test_tables_and_lengths(rows: int, columns: int, width: int, most: int) -> None:
-    generator = torch.Generator().manual_seed(rows)
-
-    def draw(high: int, *shape: int) -> torch.Tensor:
-        return torch.randint(high, shape, generator=generator, dtype=torch.int32)
-
-    slots = 7
-    num_global = draw(min(most, width) + 1, slots)
-    frontier = num_global + draw(max(columns - most, 1), slots)
-    num_global[0] = frontier[0] = 0  # nobody's slot
-    given = (
-        draw(slots, rows).long(),
-        draw(10_000, rows, columns),
-        draw(50_000, rows) + 16 * columns,
-        draw(10_000, slots, most),
-        num_global,
-        frontier,
-        16,
-    )
-    # Views of larger tensors, as the tables of a batch are.
-    storage = torch.full((2, rows + 2, columns), POISON, dtype=torch.int32)
-    lengths = torch.full((2, rows), POISON, dtype=torch.int32)
-    for which, run in enumerate((page_tables, page_tables_ref)):
-        run(storage[which, 1:-1, :width], lengths[which], *given)
-    assert torch.equal(storage[0], storage[1]) and torch.equal(*lengths)
-    assert (storage[0, 1:-1, :width] != POISON).all()
-    outside = storage[0].clone()
-    outside[1:-1, :width] = POISON
-    assert (outside == POISON).all()
 
 
 @pytest.mark.parametrize("parts", [1, 3, 4])

@@ -6,7 +6,6 @@ hidden units and logits, which the twin does not; it must then be as near to gat
 float32, of the same rounded keys and weights, as the reference is.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -24,14 +23,6 @@ LENGTHS = torch.tensor([[[150, 1], [64, 65]], [[128, 17], [63, 2]]])  # E, L, H 
 Case = tuple[PagedTokens, torch.Tensor, torch.Tensor, Rope, GateWeights]
 
 SLOWER = ((64, 256), (80, 120), (128, 192), (256, 40))  # sizes and units
-
-
-@pytest.fixture(autouse=True)
-def fresh_memory_is_nan() -> Iterator[None]:
-    """Fill new tensors, so that what nothing wrote shows."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def make_case(

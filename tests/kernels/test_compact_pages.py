@@ -1,77 +1,32 @@
-"""Moving tokens, against a dictionary of slots, in chunks of a few tokens."""
+"""Moving tokens by the reference and in C++; slices, refusals, and what moves where."""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
 
-from support.sweeps import trials
-from support.worker.page_moves import Head, check_moves, layouts, make_pages
-from vllm_kvpolicy.kernels import compact_pages
+from support.twins_of_moves import *  # noqa: F403
+from support.worker.page_moves import Head, move_arguments
+from vllm_kvpolicy.kernels import compact_pages as module
 from vllm_kvpolicy.kernels.compact_pages import (
     column_slices,
+    compact_pages,
     compact_pages_ref,
     list_survivors,
     survivor_moves,
 )
+from vllm_kvpolicy.kernels.dispatch import forced
 from vllm_kvpolicy.kernels.libraries import CUDA
 
-CASES = settings(max_examples=trials(150), deadline=None, derandomize=True)
-CHUNKS = (1, 2, 3, 7)
+in_cpp = compact_pages.implementation("cpu")
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
-@pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
-@given(case=layouts())
-@CASES
-def test_tokens_arrive_and_nothing_else_changes(
-    chunk: int, columns: bool, case: tuple[int, int, list[Head]]
-) -> None:
-    block_size, num_pages, heads = case
-    moves = [list(head.moves(block_size)) for head in heads]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compact_pages, "CHUNK_TOKENS", chunk)
-        pages = make_pages(num_pages, block_size, columns)
-        check_moves(compact_pages_ref, pages, moves)
-
-
-@pytest.mark.parametrize("chunk", CHUNKS)
-@given(case=layouts(), holes=st.integers(0, 5))
-@CASES
-def test_survivors_that_do_not_exist_change_nothing(
-    chunk: int, case: tuple[int, int, list[Head]], holes: int
-) -> None:
-    block_size, num_pages, heads = case
-    nobody = [(0, 0, bool(number % 2)) for number in range(holes)]
-    moves = []
-    for head in heads:
-        moves += [list(head.moves(block_size)), nobody]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compact_pages, "CHUNK_TOKENS", chunk)
-        pages = make_pages(num_pages, block_size, False)
-        check_moves(compact_pages_ref, pages, moves)
-
-
-@pytest.mark.parametrize("chunk", CHUNKS)
-@given(case=layouts())
-@CASES
-def test_without_a_mask_every_page_stays(
-    chunk: int, case: tuple[int, int, list[Head]]
-) -> None:
-    block_size, num_pages, heads = case
-    heads = [Head(head.before, head.before, head.kept) for head in heads]
-    moves = [list(head.moves(block_size)) for head in heads]
-    assert all(stays for row in moves for *_, stays in row)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compact_pages, "CHUNK_TOKENS", chunk)
-        pages = make_pages(num_pages, block_size, True)
-        check_moves(compact_pages_ref, pages, moves, give_in_place=False)
-
-
-def test_two_heads_swap_their_pages() -> None:
-    swap = [Head([1], [2], [0, 1]), Head([2], [1], [0, 1])]
-    moves = [list(head.moves(2)) for head in swap]
-    check_moves(compact_pages_ref, make_pages(3, 2, False), moves)
+@pytest.fixture(autouse=True, params=["reference", "cpu"])
+def where(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run operations by their references, and again in C++."""
+    with forced(request.param):
+        yield
 
 
 def test_pages_view_the_cache() -> None:
@@ -88,7 +43,7 @@ def test_pages_view_the_cache() -> None:
 def test_slices_of_columns_bound_the_scratch(
     monkeypatch: pytest.MonkeyPatch, limit: int, width: int
 ) -> None:
-    monkeypatch.setattr(compact_pages, "SCRATCH_BYTES", limit)
+    monkeypatch.setattr(module, "SCRATCH_BYTES", limit)
     keys = torch.zeros(5, 4, 256, dtype=torch.float16)[..., 128:]
     for number, (slots, scratch) in enumerate(column_slices(keys, 10, True)):
         assert scratch is not None and scratch.shape == (10, width)
@@ -102,7 +57,7 @@ def test_slices_of_columns_bound_the_scratch(
 def test_slices_are_not_cut_below_their_least_width(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(compact_pages, "SCRATCH_BYTES", 1)
+    monkeypatch.setattr(module, "SCRATCH_BYTES", 1)
     for size, width in ((128, 32), (96, 96), (192, 96), (33, 33)):
         _, scratch = next(column_slices(torch.zeros(2, 4, size), 7, True))
         assert scratch is not None and scratch.shape == (7, width)
@@ -122,7 +77,7 @@ def test_kernels_that_were_not_built_are_an_import_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path
 ) -> None:
     monkeypatch.setattr(CUDA, "path", tmp_path / "_C.abi3.so")
-    operation = compact_pages.compact_pages.implementation("cuda")
+    operation = compact_pages.implementation("cuda")
     slots = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ImportError, match="built without CUDA kernels"):
         operation(torch.zeros(1, 1, 1), slots, slots, torch.tensor([0, 1]))
@@ -154,3 +109,40 @@ def test_starts_number_the_survivors_of_all_events() -> None:
     assert starts_of(first, 1) == [[0, 2, 3, 5, 8, 8, 9, 10, 11, 12, 16]]
     first = torch.tensor([[0, 2, 4, 5, 8], [0, 1, 4, 6, 8]])
     assert starts_of(first, 2) == [[0, 2, 4, 4, 5, 8, 8], [0, 1, 4, 4, 6, 8, 8]]
+
+
+# -- in C++ ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize(("limit", "width"), [(2**28, 128), (9 * 128 * 2 - 1, 64)])
+def test_scratch_is_bounded(
+    monkeypatch: pytest.MonkeyPatch, limit: int, width: int, columns: bool
+) -> None:
+    """Two heads swap pages, and one stays on its own."""
+    monkeypatch.setattr(module, "SCRATCH_BYTES", limit)
+    heads = [Head([1, 2], [3], [1, 2, 5]), Head([3, 4], [1], [0, 7])]
+    heads.append(Head([5], [5], [0, 1, 2, 3]))
+    moves = move_arguments([list(each.moves(4)) for each in heads])
+    pages = torch.randn(6, 4, 128).half()
+    pages = pages.transpose(1, 2).contiguous().transpose(1, 2) if columns else pages
+    want = pages.clone()
+    compact_pages_ref(want, *moves)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        in_cpp(pages, *moves)
+    assert torch.equal(pages, want)
+    assert max(each.self_cpu_memory_usage for each in found.events()) == 9 * width * 2
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    slot, first = torch.zeros(1, dtype=torch.int64), torch.tensor([0, 1])
+    pages = torch.zeros(1, 1, 1)
+    with pytest.raises(RuntimeError, match="dest_slots: expected 1"):
+        in_cpp(pages, slot, slot.repeat(2), first)
+    with pytest.raises(RuntimeError, match="in_place: expected another dtype"):
+        in_cpp(pages, slot, slot, first, slot)
+    in_place = torch.ones(1, dtype=torch.bool)
+    with pytest.raises(RuntimeError, match="scratch: expected it where tokens may"):
+        torch.ops.vllm_kvpolicy_cpu.compact_pages(
+            pages, slot, slot, first, in_place, None
+        )

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from benchmarks.gpu.kernel_checks import poisoned
 from support.twins_of_stages import *  # noqa: F403
 from vllm_kvpolicy.kernels.compact_pages import (
     list_survivors,
@@ -18,7 +19,7 @@ from vllm_kvpolicy.kernels.window_usage import pooled_usage
 
 @pytest.fixture(autouse=True)
 def in_cpp() -> Iterator[None]:
-    with forced("cpu"):
+    with forced("cpu"), poisoned():
         yield
 
 

@@ -9,7 +9,6 @@ MODULES = [
     "events",
     "kernels.assign_pages",
     "kernels.compact_pages",
-    "kernels.assign_pages",
     "kernels.page_tables",
     "kernels.segment_quota",
 ]

@@ -9,8 +9,10 @@ from vllm_kvpolicy.kernels.ranking import (
     ascending_indices,
     fill_next_best,
     limit_must_keep,
+    rank_by,
     ranked_positions,
     ranks_within,
+    resize,
     top_k_mask,
 )
 
@@ -48,7 +50,7 @@ def test_ranks_within_groups() -> None:
             assert [int(got[r, i]) for i in order] == list(range(len(order)))
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(12))
 def test_top_k(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     score = awkward_scores(6, 40, seed)
@@ -120,3 +122,35 @@ def test_padding_changes_nothing(width: int) -> None:
         17,
     )
     assert torch.equal(got[:, :40], want) and not got[:, 40:].any()
+
+
+def graded(score: torch.Tensor, grade: torch.Tensor, among: range) -> list[int]:
+    """Return tokens best first: by grade, then by score, then the later one."""
+    order = order_of(score.tolist(), list(among))
+    return sorted(order, key=lambda token: int(grade[token]), reverse=True)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_resize(seed: int) -> None:
+    rows, tokens, page = 6, 40, 4
+    generator = torch.Generator().manual_seed(seed)
+    score = awkward_scores(rows, tokens, seed)
+    pages = torch.randint(1, tokens // page + 1, (rows,), generator=generator)
+    keep = torch.rand(rows, tokens, generator=generator) < 0.5
+    must = torch.rand(rows, tokens, generator=generator) < 0.2
+    quota = torch.randint(0, tokens // page + 1, (rows,), generator=generator)
+    got = resize(keep, score, must, pages, quota, page)
+    grade = torch.where(must, 2, keep.long())
+    for r in range(rows):
+        best = graded(score[r], grade[r], range(int(pages[r]) * page))
+        want = sorted(best[: int(quota[r]) * page])
+        assert got[r].nonzero().flatten().tolist() == want
+
+
+def test_rank_by() -> None:
+    score, generator = awkward_scores(6, 40, 1), torch.Generator().manual_seed(1)
+    first = torch.randint(-2, 3, (6, 40), generator=generator)
+    got = rank_by(first, score)
+    for r in range(6):
+        order = graded(score[r], first[r], range(40))
+        assert [int(got[r, i]) for i in order] == list(range(40))

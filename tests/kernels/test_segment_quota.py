@@ -64,14 +64,6 @@ def test_cut_at_the_first_token_moves_to_the_second() -> None:
     assert segments_of([0.9, 0.05, 0.05], 0.5, 1, 99) == [[0, 1], [1, 3]]
 
 
-def test_several_thresholds_on_one_token_make_one_cut() -> None:
-    assert segments_of([0.05, 0.05, 0.85, 0.05], 0.1, 1, 99) == [
-        [0, 1],
-        [1, 2],
-        [2, 4],
-    ]
-
-
 def test_unreached_threshold_cuts_off_the_last_token() -> None:
     row = torch.tensor([[MASS_UNIT // 4] * 3 + [0, 0]])  # rounding lost the rest
     got = segment_quota_ref(
@@ -101,10 +93,6 @@ def test_split_from_the_left_and_merge_forward() -> None:
     ]
 
 
-def test_one_token_row() -> None:
-    assert segments_of([1.0], 0.1, 16, 256) == [[0, 1]]
-
-
 @pytest.mark.parametrize("tokens", [1, 2, 15, 64, 200])
 @pytest.mark.parametrize("step", [0.02, 0.1, 0.6])
 @pytest.mark.parametrize(("low", "high"), [(1, 1), (1, 4), (3, 16), (16, 256)])
@@ -131,12 +119,6 @@ def test_bound_holds(tokens: int, step: float, low: int, high: int) -> None:
     position = torch.arange(tokens)
     inside = (position >= start[..., None]) & (position < end[..., None])
     assert torch.equal(inside.long().argmax(1), got.segment_of)
-
-
-def test_without_thresholds_segments_are_pieces_of_the_maximum() -> None:
-    flat = [0.1] * 10
-    assert segments_of(flat, 1.0, 1, 4) == [[0, 4], [4, 8], [8, 10]]
-    assert segments_of([0.9] + [0.1 / 9] * 9, 1.0, 1, 99) == [[0, 10]]
 
 
 def test_even_shares_are_blind_to_mass() -> None:
@@ -191,21 +173,6 @@ def test_shares_follow_mass_and_round_half_to_even() -> None:
     # 20 tokens: shares 2.5, 7.5, 2.5, 7.5 round to 2, 8, 2, 8.
     got = share_by_mass(capacity, mass, torch.tensor([20]), 0)
     assert got.tolist() == [[2, 8, 2, 8]]
-
-
-def test_saturated_segments_pass_on_evenly() -> None:
-    capacity = torch.tensor([[3, 40, 40]])
-    mass = torch.tensor([[MASS_UNIT, 0, 0]])
-    got = share_by_mass(capacity, mass, torch.tensor([20]), 1)
-    assert got.tolist() == [[3, 9, 8]]
-
-
-def test_rounding_excess_is_taken_above_the_floor() -> None:
-    capacity = torch.tensor([[50, 50, 50]])
-    mass = torch.tensor([[0, 1, 1]])
-    # 6 tokens: floors 1, 1, 1; shares 0, 1.5, 1.5 round to 0, 2, 2: one too many.
-    got = share_by_mass(capacity, mass, torch.tensor([6]), 1)
-    assert got.tolist() == [[1, 2, 3]]
 
 
 def test_floors_beyond_the_budget() -> None:

@@ -81,18 +81,8 @@ def test_superblocks_are_those_of_the_fullest_rank():
 
 
 def test_memory_time():
-    # Tokens 8 to 10 with 3, 3 and 3 blocks of 4, then an event at 11 that leaves two
-    # blocks and frontier 8: tokens 11 and 12 with 2 + 1 and 2 + 2.
-    assert measures.memory_time((), (), (), 8, 11, 4) == 9
-    assert measures.memory_time([11], [8], [2], 8, 13, 4) == 9 + 3 + 4
-    # Of two events the last one at or before a token counts.
-    assert measures.memory_time([3, 6], [2, 6], [1, 3], 5, 7, 2) == (1 + 2) + (3 + 1)
-    assert measures.memory_time([3], [2], [1], 9, 9, 2) == 0
-
-
-def test_repetition():
-    assert measures.repetition([[1, 2, 1, 2, 1]], 2) == 0.5
-    assert measures.repetition([[1, 2, 1, 2, 1]], 1) == 0.6
-    assert measures.repetition([[1, 2, 3], [7] * 5, [1]], 2) == pytest.approx(0.25)
-    with pytest.raises(ValueError, match="samples"):
-        measures.repetition([], 4)
+    # Tokens 8 to 10 with 3 blocks of 4 each; then two blocks of survivors and frontier
+    # 8: tokens 11 and 12 with 2 + 1 and 2 + 2.
+    assert measures.memory_time(0, 0, 8, 11, 4) == 9
+    assert measures.memory_time(8, 2, 11, 13, 4) == 3 + 4
+    assert measures.memory_time(2, 1, 9, 9, 2) == 0

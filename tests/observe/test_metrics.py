@@ -4,7 +4,6 @@ import fcntl
 import os
 import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -36,12 +35,6 @@ print("made", flush=True)
 sys.stdin.readline()
 os.kill(os.getpid(), signal.SIGKILL)
 """
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
 
 
 def test_a_file_cut_short_counts_on(folder):

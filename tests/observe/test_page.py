@@ -1,7 +1,5 @@
 """The page in a real browser, with an engine that a test plays."""
 
-import tempfile
-
 import pytest
 
 from support.browser import faint_texts, thread_seconds, wait_for
@@ -15,12 +13,8 @@ from support.live_page import (
     serving,
     unlock,
 )
+from support.sweeps import paired
 from support.waiting import wait_until
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 def rows(page):
@@ -42,8 +36,7 @@ def pixels(page):
     )
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "scheme"), paired(WIDTHS, ["light", "dark"]))
 def test_a_request_is_followed(browser, port, width, scheme):
     with PlayedEngine(3), serving(port) as url, page_of(browser, width, scheme) as page:
         unlock(page, url)
@@ -72,22 +65,9 @@ def test_a_request_is_followed(browser, port, width, scheme):
         assert table.evaluate("node => node.scrollWidth <= node.clientWidth")
 
 
-def test_a_locked_page_asks_for_the_key(browser, port):
-    with PlayedEngine(2), serving(port) as url, page_of(browser) as page:
-        page.goto(url)
-        page.wait_for_selector("#door:not([hidden])")
-        page.fill("#key", "wrong")
-        page.keyboard.press("Enter")
-        wait_for(page, "document.getElementById('refused').textContent !== ''")
-        assert rows(page) == 0
-        page.fill("#key", KEY)
-        page.keyboard.press("Enter")
-        wait_for(page, "document.querySelectorAll('#rows tr').length === 2")
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_all_text_has_the_contrast_of_wcag_aa(browser, port, scheme):
-    """With tokens of every share of heads, and the field for the key."""
+def test_a_key_opens_it_and_all_text_has_the_contrast_of_wcag_aa(browser, port, scheme):
+    """With tokens of every share of heads, and the field, which a wrong key leaves."""
     with (
         PlayedEngine(3),
         serving(port) as url,
@@ -96,6 +76,10 @@ def test_all_text_has_the_contrast_of_wcag_aa(browser, port, scheme):
         page.goto(url)
         page.wait_for_selector("#door:not([hidden])")
         assert faint_texts(page) == []
+        page.fill("#key", "wrong")
+        page.keyboard.press("Enter")
+        wait_for(page, "document.getElementById('refused').textContent !== ''")
+        assert rows(page) == 0
         page.fill("#key", KEY)
         page.keyboard.press("Enter")
         wait_for(page, "document.querySelectorAll('#text span').length === 100")
@@ -114,7 +98,8 @@ def test_without_requests_it_says_so(browser, port):
         assert page.inner_text("#rate") == "0 events"
 
 
-def test_the_tab_key_reaches_all_controls_and_shows_where_it_is(browser, port):
+def test_it_works_by_keyboard(browser, port):
+    """The tab key reaches all controls and shows where it is."""
     with PlayedEngine(3), serving(port) as url, page_of(browser) as page:
         unlock(page, url)
         wait_for(page, "document.querySelectorAll('#text span').length === 100")
@@ -133,14 +118,12 @@ def test_the_tab_key_reaches_all_controls_and_shows_where_it_is(browser, port):
         assert reached == ["pause", "TR", "by-kept", "by-age", "heat", "text"]
         page.keyboard.press("Shift+Tab")
         assert page.evaluate("document.activeElement.id") == "heat"
-
-
-def test_it_works_by_keyboard(browser, port):
-    with PlayedEngine(3), serving(port) as url, page_of(browser) as page:
-        unlock(page, url)
-        wait_for(page, IS_SHOWN)
-        page.keyboard.press("Tab")  # the button
-        page.keyboard.press("Tab")
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("ArrowRight")
+        wait_for(page, f"{CELL}.includes('Layer 1, head 0')")
+        page.keyboard.press("Escape")
+        wait_for(page, f"!{CELL}.includes('Layer')")
+        page.focus("[aria-selected=true]")
         first = page.evaluate(SELECTED)
         assert page.evaluate("document.activeElement.dataset.id") == first
         page.keyboard.press("ArrowDown")
@@ -148,12 +131,6 @@ def test_it_works_by_keyboard(browser, port):
         page.keyboard.press("Escape")  # back to the page's own choice
         wait_for(page, f"{SELECTED} === '{first}'")
         wait_for(page, "!document.getElementById('detail').hidden")
-        page.focus("#heat")
-        page.keyboard.press("ArrowRight")
-        page.keyboard.press("ArrowRight")
-        wait_for(page, f"{CELL}.includes('Layer 1, head 0')")
-        page.keyboard.press("Escape")
-        wait_for(page, f"!{CELL}.includes('Layer')")
 
 
 def test_it_survives_a_restart(browser, port):
@@ -183,17 +160,6 @@ CHOSEN_LAST = """() => {
     CanvasRenderingContext2D.prototype.fillRect = fill;
     return drawn;
 }"""
-
-
-def test_events_of_the_chosen_request_are_drawn_over_the_others(browser, port):
-    with PlayedEngine(2), serving(port) as url, page_of(browser) as page:
-        unlock(page, url)
-        wait_for(page, "document.querySelectorAll('#rows tr').length === 2")
-        drawn = page.evaluate(CHOSEN_LAST)
-        assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
-        assert drawn[3] == page.evaluate("ink('--s4')")
-
-
 DIAMOND = """() => {
     const pen = CanvasRenderingContext2D.prototype, own = {};
     for (const name of ["moveTo", "lineTo", "fill"]) own[name] = pen[name];
@@ -213,10 +179,14 @@ LEGEND = """() => {
 }"""
 
 
-def test_the_legends_mark_of_a_preemption_is_the_drawn_one(browser, port):
+def test_events_are_drawn_as_the_legend_says(browser, port):
+    """Those of the chosen request over the others; preemptions as diamonds."""
     with PlayedEngine(2), serving(port) as url, page_of(browser) as page:
         unlock(page, url)
         wait_for(page, "document.querySelectorAll('#rows tr').length === 2")
+        drawn = page.evaluate(CHOSEN_LAST)
+        assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
+        assert drawn[3] == page.evaluate("ink('--s4')")
         colour, *points = page.evaluate(DIAMOND)
         assert colour == page.evaluate("ink('--alert')")
         left, top = (min(point[axis] for point in points) for axis in (0, 1))

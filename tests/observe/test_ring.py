@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 
 import pytest
 
@@ -17,12 +16,6 @@ from vllm_kvpolicy.observe.shared_files import (
     Ring,
     remove_stale_files,
 )
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
 
 
 @pytest.fixture
@@ -75,7 +68,7 @@ def test_a_record_that_is_being_overwritten_is_no_record(pair):
     writer, reader = pair
     writer.append({"n": 0})
     writer.append({"n": 1})
-    writer.file.write(ring._DATA_AT + 3, b"?")
+    writer.write_bytes(ring._DATA_AT + 3, b"?")
     assert numbers(reader.read()[0]) == [1]
 
 

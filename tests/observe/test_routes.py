@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-import tempfile
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -32,8 +31,7 @@ class Engine:
 
 
 @pytest.fixture
-def engine(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def engine():
     return Engine()
 
 
@@ -66,12 +64,16 @@ def test_data_asks_for_a_key(engine, path, headers):
 
 def test_a_key_opens_and_without_keys_all_is_open(engine):
     engine.rank.append(event_record())
+    engine.counters.add("events", 4)
     for client, headers in [
         (client_of(keys=["other", "right"]), KEY),
         (client_of(), {}),
     ]:
         found = [client.get(path, headers=headers).status_code for path in PATHS]
         assert found == [200] * 3
+        overview = client.get("/kv_policy", headers=headers).json()
+        assert overview["policy"] == "ams-tova"
+        assert overview["counters"]["0"]["events"] == 4
 
 
 def test_the_page_needs_no_key_holds_no_data_and_loads_nothing(engine):
@@ -83,13 +85,6 @@ def test_the_page_needs_no_key_holds_no_data_and_loads_nothing(engine):
     assert answer.text == page
     assert not re.search(r"https?:|//\w+\.|@import|url\(|innerHTML = [^'`]", page)
     assert page.isascii() or set(re.findall(r"[^\x00-\x7f]", page)) <= set("–…·")
-
-
-def test_the_overview_has_facts_and_counters(engine):
-    engine.counters.add("events", 4)
-    found = client_of().get("/kv_policy").json()
-    assert found["policy"] == "ams-tova"
-    assert found["counters"]["0"]["events"] == 4
 
 
 def test_an_answer_waits_for_an_engine_that_nobody_listened_to(engine):
@@ -115,16 +110,16 @@ def test_a_request_has_its_last_event_and_an_unknown_one_is_an_error(engine):
     assert answer.status_code == 404 and "'x/y'" in answer.json()["error"]
 
 
-def test_text_is_answered_only_where_it_is_asked_for(engine):
+def test_text_is_answered_only_where_it_is_asked_for(engine, monkeypatch):
     tokens = {"kind": "tokens", "request": "r", "ids": "AQAAAAIAAAA="}
     engine.scheduler.append(tokens)
-    found = client_of(token_text=lambda token: f"<{token}>").get(
-        "/kv_policy/requests/r"
-    )
-    assert found.json()["tokens"] == ["<1>", "<2>"]
-    assert found.json()["first_token"] == 0
     plain = client_of().get("/kv_policy/requests/r").json()
     assert plain.keys() == {"id", "engine", "events", "now"}
+    client = client_of(token_text=lambda token: f"<{token}>")
+    for most, told in ((routes.MOST_TEXT, ["<1>", "<2>"]), (1, ["<2>"])):
+        monkeypatch.setattr(routes, "MOST_TEXT", most)  # of long texts the newest
+        found = client.get("/kv_policy/requests/r").json()
+        assert (found["tokens"], found["first_token"]) == (told, 2 - len(told))
 
 
 def read_stream(routes, until, during=()):
@@ -166,15 +161,6 @@ def test_a_stream_ends_with_its_server(engine):
     routes = routes_of(server=lambda: server)
     found = read_stream(routes, None, [lambda: None, end])
     assert [name for name, _ in found] == ["server", "state"]
-
-
-def test_of_a_long_text_the_newest_tokens_are_told(engine, monkeypatch):
-    monkeypatch.setattr(routes, "MOST_TEXT", 1)
-    tokens = {"kind": "tokens", "request": "r", "ids": "AQAAAAIAAAA="}
-    engine.scheduler.append(tokens)
-    client = client_of(token_text=lambda token: f"<{token}>")
-    found = client.get("/kv_policy/requests/r").json()
-    assert (found["tokens"], found["first_token"]) == (["<2>"], 1)
 
 
 def test_the_id_that_a_client_has_got_is_enough(engine):

@@ -1,6 +1,5 @@
 """What a scheduler tells of its requests, from one that a test plays."""
 
-import tempfile
 from base64 import b64decode
 from types import SimpleNamespace
 
@@ -55,9 +54,8 @@ def scheduler_of(computed, waiting=0):
 
 
 @pytest.fixture
-def told(tmp_path, monkeypatch):
+def told():
     """A scheduler's half, and its ring as a listener sees it."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     own = Snapshots("one", True, lambda: None)
     return own, Ring(SCHEDULER.format("one"), create=False)
 

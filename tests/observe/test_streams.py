@@ -1,6 +1,5 @@
 """Streams over real connections: their number, and clients that do not read."""
 
-import tempfile
 import time
 from contextlib import contextmanager, suppress
 
@@ -8,23 +7,12 @@ import httpx
 import pytest
 
 from support.live import KEY, PlayedEngine, serving_routes
-from support.servers.servers import free_port
 from support.stalled import open_stalled_stream
 from support.waiting import wait_until
 from vllm_kvpolicy.observe import routes
 
 pytestmark = pytest.mark.timeout(60)
 HEADERS = {"Authorization": f"Bearer {KEY}"}
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-
-@pytest.fixture
-def port():
-    return free_port()
 
 
 @pytest.fixture

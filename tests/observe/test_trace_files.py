@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 
 from support.made_traces import make_event, rows, write_trace
-from vllm_kvpolicy.observe import trace_files
 from vllm_kvpolicy.observe.trace_files import (
     EventRecord,
     new_run,
-    read_event,
     read_trace,
     run_in,
     run_name,
@@ -55,19 +53,6 @@ def test_the_only_run_with_events_is_read(tmp_path):
             run_in(folder)
 
 
-def test_servers_that_start_in_one_instant_do_not_mix(tmp_path, monkeypatch):
-    class Stopped(trace_files.datetime):
-        @classmethod
-        def now(cls, zone=None):
-            return cls(2026, 1, 2, 3, 4, 5, tzinfo=zone)
-
-    monkeypatch.setattr(trace_files, "datetime", Stopped)
-    runs = {new_run(tmp_path) for _ in range(3)}
-    assert len(runs) == 3
-    with pytest.raises(FileExistsError):
-        new_run(tmp_path, min(runs).name)
-
-
 def test_of_several_runs_one_is_to_be_named(tmp_path):
     first, second = (write_trace(new_run(tmp_path), [make_event()]) for _ in range(2))
     with pytest.raises(ValueError) as refused:
@@ -92,23 +77,6 @@ def test_an_absent_folder_is_not_called_empty(tmp_path):
     for path in (absent, file):
         with pytest.raises(ValueError, match=f"^trace: no such folder '{path}'$"):
             run_in(path)
-
-
-def test_broken_files_are_refused(tmp_path):
-    path = write_trace(tmp_path, [make_event()]) / "000000.npz"
-    whole = path.read_bytes()
-    for content in (b"", b"no archive", whole[: len(whole) // 2]):
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match=f"^trace: cannot read '{path}'"):
-            read_event(path)
-
-
-def test_files_of_other_releases_are_refused(tmp_path):
-    arrays = to_arrays(make_event())
-    del arrays["held"]
-    np.savez(tmp_path / "000000.npz", **arrays)
-    with pytest.raises(ValueError, match=r"fields differ: \['held'\]"):
-        list(read_trace(tmp_path))
 
 
 def of_rank(width: int, **changes) -> EventRecord:
@@ -157,7 +125,10 @@ def test_ranks_that_part_are_refused(tmp_path):
         list(read_trace(tmp_path))
 
 
-def test_a_missing_rank_is_said(tmp_path):
-    write_trace(new_run(tmp_path, "run/rank-1-of-2"), [make_event()])
-    with pytest.raises(ValueError, match=r"heads of ranks \[1\], expected all of 2"):
+@pytest.mark.parametrize("of", [2, 10**15])
+def test_a_missing_rank_is_said(tmp_path, of):
+    write_trace(new_run(tmp_path, f"run/rank-1-of-{of}"), [make_event()])
+    with pytest.raises(
+        ValueError, match=rf"heads of ranks \[1\], expected all of {of}"
+    ):
         list(read_trace(tmp_path / "run"))

@@ -1,4 +1,4 @@
-"""Builds any policy of the registry, with a random calibration file where it asks."""
+"""Builds any policy, with a random calibration file where it asks; golden data."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +7,7 @@ import pytest
 
 from support.calibration_files import options_for
 from support.event_inputs import GROUP, HEADS, LAYERS, SIZE
+from support.golden import Golden, read_golden
 from vllm_kvpolicy.policies import compose as factory
 from vllm_kvpolicy.policies.base import Policy
 
@@ -32,3 +33,9 @@ def build(scorer_options: Callable[..., dict[str, Any]]) -> Callable[..., Policy
         return factory.build(name, {**scorer_options(name), **(options or {})})
 
     return build_policy
+
+
+@pytest.fixture(scope="module")
+def golden(request: pytest.FixtureRequest) -> Golden:
+    """The arrays of the file that a test file names as `GOLDEN`."""
+    return read_golden(request.module.GOLDEN)

@@ -1,7 +1,6 @@
 """docs/add_a_policy.md: its examples run as they stand there, and its rules hold."""
 
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
@@ -175,14 +174,11 @@ def test_two_packages_cannot_share_a_name(
             "raises ModuleNotFoundError (\"No module named 'nowhere'\"), expected",
         ),
         ("mypolicies:Absent", "which its module does not have, expected a subclass of"),
-        ("mypolicies:", "expected [ADMISSION+][ALLOCATOR-]SCORER"),
         (":ValueNorm", "expected [ADMISSION+][ALLOCATOR-]SCORER"),
         ("more_policies:Neither", "3, expected a subclass of vllm_kvpolicy.policies."),
         ("more_policies:Uniform", "policies.words.BaseScorer"),
         (f"{OWN}-tova", "policies.words.BaseAllocator"),
         ("more_policies:Unfinished", "which does not define score, expected"),
-        (f"ams-{OWN}-tova", "expected [ADMISSION+][ALLOCATOR-]SCORER"),
-        (f"{OWN}+tova", "expected [ADMISSION+][ALLOCATOR-]SCORER"),
         (f"-{OWN}", "expected [ADMISSION+][ALLOCATOR-]SCORER"),
         (
             "broken_policies:A",
@@ -195,7 +191,6 @@ def test_two_packages_cannot_share_a_name(
         ("local+more_policies:Uniform-snapkv", "nothing is left to choose"),
         ("local+more_policies:Fresh-snapkv", "nothing is left to choose"),
         ("wgkv+more_policies:Shared-snapkv", "refused because the allocator sizes"),
-        ("more_policies:Shared-tova", "refused because"),
         ("adakv-more_policies:Newest", "refused because"),
     ],
 )
@@ -208,7 +203,8 @@ def test_what_cannot_be_a_word_is_said_in_one_line(
     assert said.startswith("kv_policy: got ") and text in said and "\n" not in said
 
 
-def test_what_a_scorer_reads_is_declared(example: Path) -> None:
+def test_what_a_scorer_reads_is_declared(example: Path, policy_config: Any) -> None:
+    """And checked before weights load."""
     for name, text in {
         "Silent": "no class of its words .* by query_window; ",
         "Gated": "remember admission, expected names of their own, not admission or",
@@ -216,11 +212,6 @@ def test_what_a_scorer_reads_is_declared(example: Path) -> None:
     }.items():
         with pytest.raises(ValueError, match=text):
             factory.build(f"more_policies:{name}")
-
-
-def test_what_a_scorer_reads_is_checked_before_weights_load(
-    example: Path, policy_config: Any
-) -> None:
     config = KVPolicyConfig("tova", 128, 64, allow=("more_policies:Silent",))
     with pytest.raises(ValueError, match="no class of its words .* by query_window; "):
         check_files(config, policy_config)
@@ -274,21 +265,6 @@ def test_the_test_of_the_page_passes_and_can_fail(example: Path) -> None:
     names["score"] = lambda *args, **options: torch.zeros(2, 50)
     with pytest.raises(AssertionError, match="not close"):
         names["test_scores_are_the_squared_lengths_of_values"]()
-
-
-def test_the_command_line_takes_it(example: Path) -> None:
-    code = (
-        "import argparse; from vllm_kvpolicy.api import cli;"
-        "parser = argparse.ArgumentParser(); cli.add_arguments(parser);"
-        f"print(parser.parse_args(['--kv-policy', 'ams-{OWN}']).kv_policy)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PYTHONPATH": ":".join([str(example), *sys.path])},
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.strip() == f"ams-{OWN}", done.stderr
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,14 +9,13 @@ import torch
 
 from support.event_inputs import EVENTS, HEADS, LAYERS, SHORTEST, SIZE, make_inputs
 from support.made_gates import make_gates
-from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.kernels import wgkv_gate
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.policies import names as registry
 from vllm_kvpolicy.policies.admissions.wgkv import WriteGates
 from vllm_kvpolicy.policies.base import EventInputs, Needs, Policy
 from vllm_kvpolicy.policies.compose import MEMORY, AdmittedPolicy
-from vllm_kvpolicy.sizes import capacity_line
+from vllm_kvpolicy.policies.model_files import ModelShape
 
 Build = Callable[..., Policy]
 EVICTIONS = [
@@ -37,8 +35,8 @@ class Fixed:
         self.threshold = threshold
         self.asked: list[torch.Tensor] = []
 
-    def check_model(self, *sizes: int) -> None:
-        if 7 in sizes:
+    def check_model(self, model: ModelShape) -> None:
+        if model.num_layers == 7:
             raise ValueError("seven")
 
     def gates(self, inputs: EventInputs, token: torch.Tensor) -> torch.Tensor:
@@ -147,13 +145,6 @@ def test_a_gate_of_zero_is_remembered_as_evaluated() -> None:
     assert (gates[..., :40] > 0).all() and gates[..., 0].max() < 1e-30
 
 
-def test_both_parts_check_the_model(build: Build) -> None:
-    policy = AdmittedPolicy(Fixed(0.5), build("snapkv"))
-    policy.check_model(2, 4, 2, 8)
-    with pytest.raises(ValueError, match="seven"):
-        policy.check_model(7, 4, 2, 8)
-
-
 def test_gates_do_not_depend_on_how_many_are_copied_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -175,23 +166,3 @@ def test_gates_do_not_depend_on_how_many_are_copied_at_a_time(
         WriteGates(gates, None, False).gates(inputs, token), whole, atol=1e-6
     )
     assert sizes == [7, 7, 7, 7, 2]
-
-
-def test_a_server_without_a_budget_says_so() -> None:
-    values = {"policy": "wgkv", "recent": 64, "policy_config": {"wgkv_gates": "file"}}
-    vllm_config = SimpleNamespace(
-        cache_config=SimpleNamespace(block_size=32, cache_dtype="auto"),
-        model_config=SimpleNamespace(
-            max_model_len=1024,
-            get_num_attention_heads=lambda parallel: 8,
-            get_num_kv_heads=lambda parallel: 2,
-            hf_text_config=SimpleNamespace(layer_types=None),
-        ),
-        scheduler_config=SimpleNamespace(
-            max_num_batched_tokens=64, async_scheduling=False
-        ),
-        parallel_config=None,
-    )
-    line = capacity_line(vllm_config, KVPolicyConfig.from_dict(values), 101)
-    assert "wgkv: no budget" in line and "newest 64 tokens" in line
-    assert line.endswith("at most 32 of the pool's 100 blocks")

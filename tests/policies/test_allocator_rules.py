@@ -1,13 +1,21 @@
 """Each allocator's own rule, against loops over tokens."""
 
 import math
-from itertools import product
 
 import pytest
 import torch
 
 from support.brute_ams import best, deal
-from support.event_inputs import EVENTS, HEADS, LAYERS, LENGTHS, make_inputs
+from support.event_inputs import (
+    EVENTS,
+    HEADS,
+    LAYERS,
+    LENGTHS,
+    ROWS,
+    make_inputs,
+    make_score,
+    marked,
+)
 from vllm_kvpolicy.policies.allocators.adakv import AdaKVAllocator
 from vllm_kvpolicy.policies.allocators.chunk import ChunkAllocator
 from vllm_kvpolicy.policies.allocators.pyramid import PyramidAllocator
@@ -16,38 +24,27 @@ from vllm_kvpolicy.policies.base import EventInputs, Needs
 
 BUDGET = 70
 KINDS = ("random", "ties", "special")
-SPECIAL = torch.tensor([math.nan, math.inf, -math.inf, 0.0, 1.0])
 
 
 def case(kind: str) -> tuple[torch.Tensor, EventInputs]:
     inputs = make_inputs(Needs())
-    generator = torch.Generator().manual_seed(0)
-    score = torch.rand(inputs.must_keep.shape, generator=generator)
-    if kind == "ties":
-        score = (score * 4).round()
-    if kind == "special":
-        score = SPECIAL[(score * len(SPECIAL)).long()]
-    return score, inputs
+    return make_score(kind, inputs.must_keep.shape), inputs
 
 
 def row(
     score: torch.Tensor, inputs: EventInputs, *at: int
 ) -> tuple[list[float], set[int], list[int]]:
     """Scores, must-keep tokens and other tokens of one (event, layer, head)."""
-    must = set(inputs.must_keep[at].nonzero().flatten().tolist())
+    must = marked(inputs.must_keep, at)
     others = [i for i in range(int(inputs.lengths[at])) if i not in must]
     return score[at].tolist(), must, others
-
-
-def kept(keep: torch.Tensor, *at: int) -> set[int]:
-    return set(keep[at].nonzero().flatten().tolist())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("floor", [0.0, 0.2, 0.7, 1.0])
 def test_adakv(kind: str, floor: float) -> None:
     score, inputs = case(kind)
-    got = AdaKVAllocator(floor).choose(score, inputs, None, BUDGET).keep
+    got = AdaKVAllocator(adakv_floor=floor).choose(score, inputs, None, BUDGET).keep
     for e in range(EVENTS):
         for layer in range(LAYERS):
             keep, open_tokens = [], []
@@ -64,14 +61,14 @@ def test_adakv(kind: str, floor: float) -> None:
             for _, i, head in sorted(open_tokens, reverse=True)[:left]:
                 keep[head].add(i)
             for head in range(HEADS):
-                assert kept(got, e, layer, head) == keep[head]
+                assert marked(got, (e, layer, head)) == keep[head]
 
 
 def test_adakv_with_the_whole_budget_protected_is_uniform() -> None:
     score, inputs = case("random")
-    got = AdaKVAllocator(1.0).choose(score, inputs, None, BUDGET).keep
+    got = AdaKVAllocator(adakv_floor=1.0).choose(score, inputs, None, BUDGET).keep
     assert (got.sum(-1) == BUDGET).all()
-    shared = AdaKVAllocator(0.2).choose(score, inputs, None, BUDGET).keep
+    shared = AdaKVAllocator(adakv_floor=0.2).choose(score, inputs, None, BUDGET).keep
     assert (shared.sum(-1) != BUDGET).any()
 
 
@@ -79,7 +76,7 @@ def test_adakv_with_the_whole_budget_protected_is_uniform() -> None:
 @pytest.mark.parametrize("length", [1, 7, 20, 500])
 def test_chunk(kind: str, length: int) -> None:
     score, inputs = case(kind)
-    got = ChunkAllocator(length).choose(score, inputs, None, BUDGET).keep
+    got = ChunkAllocator(chunk_length=length).choose(score, inputs, None, BUDGET).keep
     for e in range(EVENTS):
         for layer in range(LAYERS):
             chunks: dict[int, list[float]] = {}
@@ -96,15 +93,17 @@ def test_chunk(kind: str, length: int) -> None:
                 for chunk in order:
                     members = [i for i in others if i // length == chunk]
                     keep.update(best(members, values, BUDGET - len(keep)))
-                assert kept(got, e, layer, head) == keep
+                assert marked(got, (e, layer, head)) == keep
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("block", [1, 16, 50, 500])
 def test_strat(kind: str, block: int) -> None:
     score, inputs = case(kind)
-    got = StratifiedAllocator(block).choose(score, inputs, None, BUDGET).keep
-    for at in product(range(EVENTS), range(LAYERS), range(HEADS)):
+    got = (
+        StratifiedAllocator(strat_block=block).choose(score, inputs, None, BUDGET).keep
+    )
+    for at in ROWS:
         values, must, others = row(score, inputs, *at)
         blocks = [
             [i for i in others if i // block == b] for b in range(max(others) + 1)
@@ -113,7 +112,7 @@ def test_strat(kind: str, block: int) -> None:
         keep = set(must)
         for part, quota in zip(blocks, quotas, strict=True):
             keep.update(best(part, values, quota))
-        assert kept(got, *at) == keep
+        assert marked(got, at) == keep
 
 
 @pytest.mark.parametrize("layers", [1, 2, 5, 28, 36])
@@ -123,7 +122,8 @@ def test_strat(kind: str, block: int) -> None:
 def test_pyramid_plan(layers: int, budget: int, headroom: int, extra: int) -> None:
     """No layer is asked for more than is held, however short the interval."""
     held = torch.tensor([budget + 10**7, budget + extra])
-    plan = PyramidAllocator(20.0, headroom).plan(layers, budget, held)[1].tolist()
+    allocator = PyramidAllocator(pyramid_headroom=headroom)
+    plan = allocator.plan(layers, budget, held)[1].tolist()
     assert sum(plan) == layers * budget
     assert plan == sorted(plan, reverse=True)
     assert plan[0] <= budget + extra
@@ -149,7 +149,7 @@ def equal_heads(length: int, local: int) -> EventInputs:
     ],
 )
 def test_pyramid_asks_for_what_is_held(length: int, want: list[int]) -> None:
-    allocator = PyramidAllocator(20.0, 40)
+    allocator = PyramidAllocator(pyramid_headroom=40)
     inputs = equal_heads(length, 6)
     score = torch.rand(inputs.must_keep.shape)
     keep = allocator.choose(score, inputs, None, 80).keep
@@ -157,13 +157,14 @@ def test_pyramid_asks_for_what_is_held(length: int, want: list[int]) -> None:
     for layer, tokens in enumerate(want):
         values, must, others = row(score, inputs, 0, layer, 2)
         chosen = must | set(best(others, values, tokens - len(must)))
-        assert kept(keep, 0, layer, 2) == chosen
+        assert marked(keep, (0, layer, 2)) == chosen
 
 
 def test_pyramid_makes_room_for_must_keep_tokens() -> None:
     inputs = equal_heads(150, 42)
     score = torch.rand(inputs.must_keep.shape)
-    keep = PyramidAllocator(20.0, 40).choose(score, inputs, None, 80).keep
+    allocator = PyramidAllocator(pyramid_headroom=40)
+    keep = allocator.choose(score, inputs, None, 80).keep
     # 6 tokens more than planned for the last layer: 2 less for each of the others.
     assert (keep.sum(-1) == torch.tensor([118, 91, 65, 46])[:, None]).all()
 
@@ -172,6 +173,7 @@ def test_pyramid_spends_what_a_short_layer_cannot() -> None:
     lengths = [[[length] * 3 for length in (99, 140, 140, 140)]] * 2
     inputs = make_inputs(Needs(), lengths=lengths, local=[6, 6], width=140)
     score = torch.rand(inputs.must_keep.shape)
-    keep = PyramidAllocator(20.0, 40).choose(score, inputs, None, 80).keep
+    allocator = PyramidAllocator(pyramid_headroom=40)
+    keep = allocator.choose(score, inputs, None, 80).keep
     # 21 tokens less than planned for the first layer: 7 more for each of the others.
     assert (keep.sum(-1) == torch.tensor([99, 100, 74, 47])[:, None]).all()

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from support.event_inputs import (
     EVENTS,
@@ -15,43 +14,24 @@ from support.event_inputs import (
     LENGTHS,
     SHORTEST,
     TOKENS,
+    choose,
     make_inputs,
+    make_score,
     one_event,
 )
 from support.sweeps import trials
 from vllm_kvpolicy.kernels.ranking import limit_must_keep
-from vllm_kvpolicy.policies.base import Decision, EventInputs
-from vllm_kvpolicy.policies.compose import measure_usage
+from vllm_kvpolicy.policies.base import EventInputs
 from vllm_kvpolicy.policies.names import ALLOCATORS
 from vllm_kvpolicy.policies.words import BaseAllocator
 
 NAMES = list(ALLOCATORS)
 EQUAL = [name for name in NAMES if not ALLOCATORS[name].ragged]
 KINDS = ("random", "ties", "flat", "special")
-SPECIAL = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1.0])
 
 
 def build(name: str, **options: Any) -> BaseAllocator:
     return ALLOCATORS[name].build(options)
-
-
-def make_score(kind: str, shape: torch.Size, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.rand(shape, generator=generator)
-    if kind == "flat":
-        return torch.zeros(shape)
-    if kind == "ties":
-        return (drawn * 4).round()
-    if kind == "special":
-        return SPECIAL[(drawn * len(SPECIAL)).long()]
-    return drawn
-
-
-def choose(
-    allocator: BaseAllocator, score: torch.Tensor, inputs: EventInputs, budget: int
-) -> Decision:
-    usage = measure_usage(allocator.needs, inputs)
-    return allocator.choose(score, inputs, usage, budget)
 
 
 def event(allocator: BaseAllocator, **changes: Any) -> EventInputs:
@@ -160,21 +140,3 @@ def test_inputs_stay_as_they_are(name: str) -> None:
     choose(allocator, score, inputs, 70)
     after = (score, inputs.must_keep, inputs.lengths)
     assert all(map(torch.equal, before, after))
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("hard", {"hard_order": "attention", "hard_scope": "layer"}),
-        ("hard", {"hard_mode": "dynamic"}),
-        ("hard", {"hard_merge": True}),
-        ("ams", {"segments": "fixed"}),
-        ("ams", {"quotas": "uniform"}),
-    ],
-)
-def test_options_do_not_wait_for_the_device(name: str, options: dict[str, Any]) -> None:
-    with FakeTensorMode():
-        allocator = build(name, **options)
-        inputs = event(allocator)
-        got = choose(allocator, torch.zeros(inputs.must_keep.shape), inputs, 70)
-        assert got.keep.shape == got.score.shape == inputs.must_keep.shape

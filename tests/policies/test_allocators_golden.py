@@ -1,27 +1,21 @@
 """Allocators against kvpress's selections and budgets, index for index."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
+from support.golden import Golden
 from vllm_kvpolicy.policies.allocators.adakv import AdaKVAllocator
 from vllm_kvpolicy.policies.allocators.chunk import ChunkAllocator
 from vllm_kvpolicy.policies.allocators.pyramid import layer_budgets
 from vllm_kvpolicy.policies.base import EventInputs
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "scorers_kvpress.npz"
+GOLDEN = "scorers_kvpress"
+
 CHUNK_CASES, ADAKV_CASES, PYRAMID_CASES = 48, 33, 96
 
 
-@pytest.fixture(scope="module")
-def golden() -> dict[str, np.ndarray]:
-    with np.load(GOLDEN, allow_pickle=False) as data:
-        return dict(data)
-
-
-def cases(golden: dict[str, np.ndarray], kind: str) -> list[tuple[str, str, str]]:
+def cases(golden: Golden, kind: str) -> list[tuple[str, str, str]]:
     """Names of the selections, of the scores they came from, and their settings."""
     found = []
     for name in golden:
@@ -40,34 +34,33 @@ def layer_of(score: np.ndarray) -> tuple[torch.Tensor, EventInputs]:
     return rows, EventInputs(held, nothing, held[:, 0, 0], 1.0)
 
 
-def test_whole_chunks(golden: dict[str, np.ndarray]) -> None:
+def test_whole_chunks(golden: Golden) -> None:
     found = cases(golden, "chunkkv")
     assert len(found) == CHUNK_CASES
     for name, score, settings in found:
         rows, inputs = layer_of(golden[score])
         length = int(settings.partition("_")[0])
         want = golden[name].tolist()
-        got = ChunkAllocator(length).choose(rows, inputs, None, len(want)).keep
+        allocator = ChunkAllocator(chunk_length=length)
+        got = allocator.choose(rows, inputs, None, len(want)).keep
         for head in got[0, 0]:
             assert head.nonzero().flatten().tolist() == want, name
 
 
-def test_adakv(golden: dict[str, np.ndarray]) -> None:
+def test_adakv(golden: Golden) -> None:
     found = cases(golden, "adakv")
     assert len(found) == ADAKV_CASES
     for name, score, _ in found:
         rows, inputs = layer_of(golden[score])
         want = torch.from_numpy(golden[name])
         heads, budget = len(want), int(want.sum()) // len(want)
-        got = AdaKVAllocator(0.2).choose(rows, inputs, None, budget).keep[0, 0]
+        got = AdaKVAllocator().choose(rows, inputs, None, budget).keep[0, 0]
         assert torch.equal(got, want), name
         assert int(want.sum()) == heads * budget
 
 
 @pytest.mark.parametrize("case", range(PYRAMID_CASES))
-def test_pyramid_with_the_original_rounding(
-    golden: dict[str, np.ndarray], case: int
-) -> None:
+def test_pyramid_with_the_original_rounding(golden: Golden, case: int) -> None:
     row = dict(zip(golden["pyramid_cols"], golden["pyramid_params"][case], strict=True))
     num_layers, length = int(row["L"]), int(row["T"])
     budget = length * (1 - row["compression_ratio"])

@@ -1,27 +1,15 @@
 """AMS in parity mode against the authors' own results, index for index."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
+from support.golden import Golden, params
 from vllm_kvpolicy.policies.allocators.ams import AMSConfig, AMSSelection, select
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "ams_parity.npz"
+GOLDEN = "ams_parity"
+
 SINGLES, CHAINS = 80, 20
-
-
-@pytest.fixture(scope="module")
-def golden() -> dict[str, np.ndarray]:
-    with np.load(GOLDEN, allow_pickle=False) as data:
-        return dict(data)
-
-
-def params(golden: dict[str, np.ndarray], kind: str, case: int) -> dict[str, float]:
-    columns = golden[f"{kind}_cols"]
-    values = golden[f"{kind}_params"][case]
-    return dict(zip(map(str, columns), map(float, values), strict=True))
 
 
 def config(p: dict[str, float]) -> AMSConfig:
@@ -39,7 +27,7 @@ def config(p: dict[str, float]) -> AMSConfig:
 
 
 def assert_same(
-    got: AMSSelection, golden: dict[str, np.ndarray], prefix: str, num_tokens: int
+    got: AMSSelection, golden: Golden, prefix: str, num_tokens: int
 ) -> None:
     segments, quotas = golden[prefix + "seg"], golden[prefix + "quota"]
     bound = got.quotas.shape[-1]
@@ -56,16 +44,14 @@ def assert_same(
     np.testing.assert_array_equal(used.numpy(), golden[prefix + "nseg"])
 
 
-def test_golden_file_is_complete(golden: dict[str, np.ndarray]) -> None:
+def test_golden_file_is_complete(golden: Golden) -> None:
     assert len(golden["single_params"]) == SINGLES
     assert len(golden["chain_params"]) == CHAINS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("case", range(SINGLES))
-def test_single_event(
-    golden: dict[str, np.ndarray], case: int, dtype: torch.dtype
-) -> None:
+def test_single_event(golden: Golden, case: int, dtype: torch.dtype) -> None:
     p, prefix = params(golden, "single", case), f"s{case:03d}_"
     usage = torch.from_numpy(golden[prefix + "u"]).to(dtype)
     score = torch.from_numpy(golden[prefix + "g"]).to(dtype)
@@ -75,7 +61,7 @@ def test_single_event(
 
 
 @pytest.mark.parametrize("case", range(CHAINS))
-def test_chain_of_events_with_credit(golden: dict[str, np.ndarray], case: int) -> None:
+def test_chain_of_events_with_credit(golden: Golden, case: int) -> None:
     p = params(golden, "chain", case)
     credit = None
     for event in range(int(p["n_events"])):
@@ -95,7 +81,7 @@ def test_chain_of_events_with_credit(golden: dict[str, np.ndarray], case: int) -
 
 
 @pytest.mark.parametrize("case", range(CHAINS))
-def test_zero_credit_is_no_credit(golden: dict[str, np.ndarray], case: int) -> None:
+def test_zero_credit_is_no_credit(golden: Golden, case: int) -> None:
     p, prefix = params(golden, "chain", case), f"c{case:03d}e0_"
     usage = torch.from_numpy(golden[prefix + "u"])
     score = torch.from_numpy(golden[prefix + "g"])

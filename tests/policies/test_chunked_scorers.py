@@ -1,5 +1,6 @@
-"""Scorers that look at keys: a few layers at a time, with the same result."""
+"""Scorers and allocators in chunks: the same results, in no more memory."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,10 +10,31 @@ from torch.utils._pytree import tree_leaves
 
 from support.event_inputs import EVENTS, HEADS, LAYERS, TOKENS, make_inputs
 from vllm_kvpolicy.kernels import chunks
-from vllm_kvpolicy.policies.scorers.epikv import LagScorer
+from vllm_kvpolicy.policies.allocators.chunk import ChunkAllocator
+from vllm_kvpolicy.policies.options import MOST_TOKENS
+from vllm_kvpolicy.policies.ranks import ONE_RANK
+from vllm_kvpolicy.policies.scorers.epikv import (
+    LagScorer,
+    best_of_segments,
+    lag_spread,
+)
 from vllm_kvpolicy.policies.scorers.keydiff import KeyDiffScorer
 
 SCORERS = {"keydiff": KeyDiffScorer(), "lag-kv": LagScorer(16)}
+SCORE = torch.rand(2, 3, 50, generator=torch.Generator().manual_seed(0))
+VALID = torch.ones_like(SCORE, dtype=torch.bool)
+FLAT, HELD = SCORE.flatten(0, 1), VALID.flatten(0, 1)
+STATES = SCORE[None, ..., None] * torch.arange(1, 9)
+# What is computed of chunks that an option gives the length of.
+MEASURES: dict[str, Callable[[int], torch.Tensor]] = {
+    "chunk": lambda length: ChunkAllocator(chunk_length=length)._chunk_ranks(
+        SCORE[None], VALID[None], ONE_RANK
+    ),
+    "segment": lambda length: best_of_segments(
+        FLAT, FLAT**2, HELD, HELD, length, (3, 5, 7)
+    ),
+    "lag": lambda length: lag_spread(STATES, VALID[None], length),
+}
 
 
 class Largest(TorchDispatchMode):
@@ -37,29 +59,30 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", SCORERS)
-def test_the_result_does_not_depend_on_chunks(
+def test_keys_are_looked_at_a_few_layers_at_a_time(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Scratch does not grow with events and layers."""
     scorer = SCORERS[name]
     inputs = make_inputs(scorer.needs)
     whole = scorer.score(inputs, None)
-    for size in (1, 4 * inputs.given("keys")[0, 0].numel() * 4 * 2):
-        monkeypatch.setattr(chunks, "CPU_CHUNK_BYTES", size)
-        got = scorer.score(inputs, None)
-        assert torch.equal(got[inputs.valid], whole[inputs.valid])
-
-
-@pytest.mark.parametrize("name", SCORERS)
-def test_scratch_does_not_grow_with_events_and_layers(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chunks, "CPU_CHUNK_BYTES", 1)
-    scorer = SCORERS[name]
-    inputs = make_inputs(scorer.needs)
     keys = inputs.given("keys")
     assert keys.shape[:4] == (EVENTS, LAYERS, HEADS, TOKENS)
-    with Largest() as largest:
-        scorer.score(inputs, None)
+    for size in (4 * keys[0, 0].numel() * 4 * 2, 1):
+        monkeypatch.setattr(chunks, "CPU_CHUNK_BYTES", size)
+        with Largest() as largest:
+            got = scorer.score(inputs, None)
+        assert torch.equal(got[inputs.valid], whole[inputs.valid])
     # The last chunk of tokens is padded.
     most = keys[0, 0].numel() * (TOKENS + 16) // TOKENS
     assert 0 < largest.size <= most < EVENTS * LAYERS * keys[0, 0].numel() // 2
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_a_chunk_longer_than_the_cache_is_the_cache(name: str) -> None:
+    with Largest() as whole:
+        expected = MEASURES[name](SCORE.shape[-1])
+    with Largest() as largest:
+        got = MEASURES[name](MOST_TOKENS)
+    assert torch.equal(got, expected)
+    assert largest.size == whole.size

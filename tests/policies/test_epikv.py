@@ -8,15 +8,10 @@ import torch
 
 from support.epikv_trace import scores_from_hidden
 from support.event_inputs import LENGTHS, make_inputs, one_event
-from vllm_kvpolicy.policies import compose as factory
 from vllm_kvpolicy.policies.base import EventInputs
 from vllm_kvpolicy.policies.names import SCORERS
-from vllm_kvpolicy.policies.scorers.epikv import (
-    MIXES,
-    Mix,
-    best_of_segments,
-    signals_from_hidden,
-)
+from vllm_kvpolicy.policies.scorers._signals import signals_from_hidden
+from vllm_kvpolicy.policies.scorers.epikv import MIXES, Mix
 from vllm_kvpolicy.policies.words import BaseScorer
 
 VARIANTS = get_args(SCORERS["epikv"].Options.model_fields["variant"].annotation)
@@ -124,37 +119,6 @@ def test_hidden_states_of_a_whole_trace(variant: str) -> None:
     assert torch.equal(score(scorer, inputs)[0, 1, 1], want)
 
 
-def by_loop(
-    score: list[float], variance: list[float], older: int, free: list[bool], size: int
-) -> list[bool]:
-    """`best_of_segments` of one row, with shares of 1, 3 and 5."""
-    starts = range(0, older, size)
-    segments = [list(range(start, min(start + size, older))) for start in starts]
-    means = [sum(variance[i] for i in part) / len(part) for part in segments]
-    order = sorted(range(len(segments)), key=lambda index: means[index])
-    best = [False] * len(score)
-    for place, index in enumerate(order):
-        third = (place >= len(order) // 3) + (place >= 2 * len(order) // 3)
-        choosable = [i for i in segments[index] if free[i]]
-        choosable.sort(key=lambda i: (score[i], i), reverse=True)
-        for i in choosable[: (1, 3, 5)[third]]:
-            best[i] = True
-    return best
-
-
-@pytest.mark.parametrize("older", [0, 1, 7, 24, 61, 64])
-def test_best_of_segments_equals_loops(older: int) -> None:
-    generator = torch.Generator().manual_seed(older)
-    score = torch.randint(0, 9, (4, 64), generator=generator).float()  # with ties
-    variance = torch.rand(4, 64, generator=generator)
-    free = torch.rand(4, 64, generator=generator) < 0.8
-    is_older = (torch.arange(64) < older).expand(4, 64)
-    got = best_of_segments(score, variance, is_older, free, 8, (1, 3, 5))
-    for row in range(4):
-        rows = score[row].tolist(), variance[row].tolist(), older, free[row].tolist()
-        assert got[row].tolist() == by_loop(*rows, 8)
-
-
 def test_segments_put_their_best_first() -> None:
     plain, segments = build(), build(variant="segment", epikv_chunk=16)
     inputs = events(segments)
@@ -210,18 +174,3 @@ def test_options_choose_layers_weight_and_window() -> None:
     assert build(variant="band").mix == MIXES["band"]
     assert build(variant="kv-key", a_first=3).mix.signals == signals["kv-key"]
     assert isinstance(build(variant="segment", a_first=3).mix, Mix)
-
-
-def test_every_variant_is_a_policy() -> None:
-    for variant in VARIANTS:
-        policy = factory.build("epikv", {"variant": variant})
-        assert policy.needs.signals or (policy.needs.keys and policy.needs.values)
-    with pytest.raises(ValueError, match="variant: got 'hs', expected one of detrend"):
-        factory.build("epikv", {"variant": "hs"})
-
-
-def test_missing_signals_are_an_error() -> None:
-    scorer = build()
-    inputs = replace(events(scorer), signals=None)
-    with pytest.raises(ValueError, match="signals: got None, but this policy needs it"):
-        scorer.score(inputs, None)

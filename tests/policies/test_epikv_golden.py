@@ -4,26 +4,28 @@ Each later stage starts from the stored result of the one before, as float32 lea
 gaps between scores that are smaller than what a rounding upstream moves them by.
 """
 
-import heapq
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from support.epikv_trace import scores_from_hidden
+from support.golden import Golden
 from vllm_kvpolicy.kernels.ranking import top_k_mask
-from vllm_kvpolicy.kernels.token_signals import channel_variance, rolling_zscore
-from vllm_kvpolicy.policies.scorers.epikv import (
-    MIXES,
-    Mix,
-    best_of_segments,
-    lag_spread,
+from vllm_kvpolicy.policies.scorers._signals import (
+    channel_variance,
+    rolling_zscore,
     signals_from_hidden,
 )
+from vllm_kvpolicy.policies.scorers.epikv import (
+    MIXES,
+    best_of_segments,
+    lag_spread,
+)
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "epikv.npz"
+GOLDEN = "epikv"
+
 TRACES = (0, 1, 2)
 MODEL_LAYERS = 32
 ULP_BF16 = 2**-7
@@ -39,13 +41,6 @@ SCORES = {
     "kv-val": "kv_val",
 }
 CHUNK, SHARES = 16, (2, 5, 9)  # as the authors' classes were set up for this file
-Golden = dict[str, np.ndarray]
-
-
-@pytest.fixture(scope="module")
-def golden() -> Golden:
-    with np.load(GOLDEN, allow_pickle=False) as data:
-        return dict(data)
 
 
 class Trace:
@@ -249,50 +244,3 @@ def test_tokens_dropped_by_lag(golden: Golden, index: int, name: str) -> None:
 
     want = trace[f"fp32_{name}_evicted_at"]
     np.testing.assert_array_equal(trace.replay(keep_of), want)
-
-
-def heap_replay(trace: Trace, score: np.ndarray) -> tuple[np.ndarray, list[int]]:
-    """Replay with a heap, and as the authors' harness numbers positions.
-
-    Returns:
-        [P + S] steps at which positions were dropped, -1 for never, and the position
-        that RoPE gets for each generated token ("compact": the tokens held so far).
-    """
-    dropped_at = np.full(trace.prompt + trace.steps, -1)
-    heap: list[tuple[float, int]] = []
-    held, rope = trace.prompt, []
-    for step in range(trace.steps):
-        rope.append(held)
-        held += 1
-        settled = step - trace.recent  # the token that is no longer recent
-        if settled >= 0:
-            heapq.heappush(heap, (float(np.float32(score[settled])), settled))
-        if held > trace.budget:
-            _, victim = heapq.heappop(heap)
-            dropped_at[trace.prompt + victim] = step
-            held -= 1
-    return dropped_at, rope
-
-
-@pytest.mark.parametrize("index", TRACES)
-@pytest.mark.parametrize("variant", SCORES)
-def test_a_heap_drops_the_same_and_positions_freeze(
-    golden: Golden, index: int, variant: str
-) -> None:
-    """Why positions are logical here: the authors' stop at K once the cache is full."""
-    trace, prefix = Trace(golden, index), f"fp32_{SCORES[variant]}_"
-    dropped_at, rope = heap_replay(trace, trace[prefix + "score"])
-    np.testing.assert_array_equal(dropped_at, trace[prefix + "evicted_at"])
-    live_before = [trace.prompt, *trace[prefix + "n_live"][:-1]]
-    assert rope == live_before
-    assert rope[-1] == trace.budget < trace.prompt + trace.steps - 1
-
-
-def test_a_layer_too_many_is_refused(golden: Golden) -> None:
-    trace = Trace(golden, 0)
-    with pytest.raises(ValueError, match="got 'key', expected 'hidden'"):
-        scores_from_hidden(trace.hidden(torch.float32), MIXES["kv-key"])
-    signals = MIXES["detrend"].signals
-    mix = Mix((signals[0], signals[1].__class__("hidden", 32, 32)), (1, -1), None)
-    with pytest.raises(ValueError, match="last <= 31"):
-        scores_from_hidden(trace.hidden(torch.float32), mix)

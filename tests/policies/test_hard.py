@@ -1,21 +1,27 @@
 """Hard-KV's sizes and selections, against nuclei counted in loops over tokens."""
 
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
 from support.brute_ams import best
-from support.event_inputs import EVENTS, GROUP, HEADS, LAYERS, TOKENS, make_inputs
+from support.event_inputs import (
+    GROUP,
+    HEADS,
+    LAYERS,
+    ROWS,
+    TOKENS,
+    choose,
+    make_inputs,
+    marked,
+)
 from vllm_kvpolicy.policies.allocators.hard import HardAllocator, scale_to
-from vllm_kvpolicy.policies.base import Decision, EventInputs
-from vllm_kvpolicy.policies.compose import measure_usage
+from vllm_kvpolicy.policies.base import EventInputs
 from vllm_kvpolicy.policies.names import ALLOCATORS
 
 WINDOW, BUDGET, SHARP = 8, 70, 3.0
-ROWS = list(product(range(EVENTS), range(LAYERS), range(HEADS)))
 
 
 def hard(
@@ -36,13 +42,6 @@ def case(**changes: Any) -> tuple[torch.Tensor, EventInputs]:
     return score, replace(inputs, keys=inputs.keys * sharpness)
 
 
-def choose(
-    allocator: HardAllocator, score: torch.Tensor, inputs: EventInputs, budget: int
-) -> Decision:
-    usage = measure_usage(allocator.needs, inputs)
-    return allocator.choose(score, inputs, usage, budget)
-
-
 def nuclei(inputs: EventInputs, at: tuple[int, int, int], mass: float) -> list[list]:
     """Tokens of each row's nucleus by raw attention, best first."""
     e, layer, head = at
@@ -60,14 +59,6 @@ def nuclei(inputs: EventInputs, at: tuple[int, int, int], mass: float) -> list[l
     return found
 
 
-def must_of(inputs: EventInputs, at: tuple[int, int, int]) -> set[int]:
-    return set(inputs.must_keep[at].nonzero().flatten().tolist())
-
-
-def kept(keep: torch.Tensor, at: tuple[int, int, int]) -> set[int]:
-    return set(keep[at].nonzero().flatten().tolist())
-
-
 def test_unbounded_heads_keep_their_candidates() -> None:
     # A budget that sizes never reach, and no lower bound: sizes stay as counted.
     score, inputs = case()
@@ -78,8 +69,8 @@ def test_unbounded_heads_keep_their_candidates() -> None:
         longest = max(len(rows) for rows in nuclei(inputs, at, 0.6))
         values = score[at].tolist()
         first = best(list(range(int(inputs.lengths[at]))), values, longest)
-        assert kept(got, at) == set(first) | must_of(inputs, at)
-        sizes.add(len(kept(got, at)))
+        assert marked(got, at) == set(first) | marked(inputs.must_keep, at)
+        sizes.add(len(marked(got, at)))
     assert len(sizes) > 6
 
 
@@ -95,7 +86,7 @@ def test_by_their_own_attention_heads_keep_what_got_a_vote() -> None:
     got = choose(allocator, score, inputs, TOKENS)
     for at in ROWS:
         rows = nuclei(inputs, at, 0.6)
-        assert kept(got.keep, at) == set().union(*rows) | must_of(inputs, at)
+        assert marked(got.keep, at) == set().union(*rows) | marked(inputs.must_keep, at)
         votes = [sum(i in row for row in rows) for i in range(TOKENS)]
         both = list(zip(votes, score[at].tolist(), strict=True))
         held = range(int(inputs.lengths[at]))
@@ -109,10 +100,10 @@ def test_under_a_cap_votes_decide_before_scores() -> None:
     got = choose(allocator, score, inputs, 60)
     assert (got.keep.sum(-1) == 60).all()
     for at in ROWS:
-        must = must_of(inputs, at)
+        must = marked(inputs.must_keep, at)
         others = [i for i in range(int(inputs.lengths[at])) if i not in must]
         first = best(others, got.score[at].tolist(), 60 - len(must))
-        assert kept(got.keep, at) == must | set(first)
+        assert marked(got.keep, at) == must | set(first)
 
 
 @pytest.mark.parametrize("scope", ["model", "layer"])
@@ -127,20 +118,6 @@ def test_fixed_total_and_bounds(scope: str) -> None:
     assert (count > low).all() and (count <= 1.5 * BUDGET).all()
     # Sharper heads come later.
     assert (count[:, 0, 0] > count[:, 1, 1]).all()
-
-
-def test_mass_one_and_an_ample_budget_keep_all() -> None:
-    score, inputs = case()
-    for order in ("method", "attention"):
-        allocator = hard(
-            p=1.0,
-            lower=0.25,
-            upper=4.0,
-            order=order,
-            mode="dynamic",
-        )
-        got = choose(allocator, score, inputs, TOKENS).keep
-        assert torch.equal(got, inputs.valid)
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from support.event_inputs import (
     EVENTS,
     GROUP,
-    HEADS,
-    LAYERS,
+    ROWS,
     TOKENS,
     make_inputs,
-    on_device,
     one_event,
 )
 from vllm_kvpolicy.kernels.window_usage import window_usage_ref
@@ -24,7 +21,6 @@ from vllm_kvpolicy.policies.allocators.hard import choose_merge, pair_up
 from vllm_kvpolicy.policies.base import Decision, EventInputs
 
 WINDOW, BUDGET = 8, 70
-ROWS = list(product(range(EVENTS), range(LAYERS), range(HEADS)))
 OPTIONS = {"window": WINDOW, "hard_merge": True}
 NAMES = ("hard-snapkv", "hard-keydiff", "hard-tova")
 
@@ -146,11 +142,3 @@ def test_ties_and_unscored_tokens_by_hand() -> None:
     )
     # Of the equal ones the later is the stronger; the unscored token is the weaker.
     assert got.tolist() == [-1, 5, 4, -1, -1, -1, -1]
-
-
-def test_nothing_waits_for_the_device() -> None:
-    policy = factory.build("hard-snapkv", OPTIONS)
-    with FakeTensorMode():
-        inputs = on_device(make_inputs(policy.needs), "meta")
-        got = policy.decide(inputs, BUDGET).merge
-        assert got.partner.shape == got.weight.shape == (EVENTS, LAYERS, HEADS, TOKENS)

@@ -26,6 +26,7 @@ from support.event_inputs import (
     on_device,
 )
 from support.scorer_cases import VARIANTS, case_id
+from support.sweeps import covering
 from vllm_kvpolicy.kernels.ranking import fill_next_best
 from vllm_kvpolicy.policies import names as registry
 from vllm_kvpolicy.policies.allocators.ams import PRESETS, select
@@ -33,6 +34,14 @@ from vllm_kvpolicy.policies.base import Policy
 from vllm_kvpolicy.policies.testing import MovementPolicy
 
 BUDGET = SHORTEST
+# Options of allocators, with any scorer.
+OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("hard-tova", {"hard_order": "attention", "hard_scope": "layer"}),
+    ("hard-tova", {"hard_mode": "dynamic"}),
+    ("hard-tova", {"hard_merge": True}),
+    ("ams-tova", {"segments": "fixed"}),
+    ("ams-tova", {"quotas": "uniform"}),
+)
 DEVICE = "meta"  # no CPU: tensors that policies make must be on it, too
 
 
@@ -52,7 +61,7 @@ def test_fake_tensors_notice() -> None:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [*((name, {}) for name in registry.names()), *VARIANTS],
+    [*((name, {}) for name in covering(registry.names())), *VARIANTS, *OPTIONS],
     ids=case_id,
 )
 def test_decide_and_shuffle(

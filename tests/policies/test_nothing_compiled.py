@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from support.event_inputs import SHORTEST, make_inputs
 from support.scorer_cases import VARIANTS, case_id
+from support.sweeps import covering
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.policies import names as registry
 from vllm_kvpolicy.policies.base import Policy
@@ -49,7 +50,7 @@ def test_use_shows(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("name", "options"),
-    [*((name, {}) for name in registry.names()), *VARIANTS],
+    [*((name, {}) for name in covering(registry.names())), *VARIANTS],
     ids=case_id,
 )
 def test_decide(

@@ -11,11 +11,10 @@ from support.event_inputs import (
     EVENTS,
     HEADS,
     LAYERS,
+    ROWS,
     SHORTEST,
-    SINKS,
     TOKENS,
     make_inputs,
-    one_event,
 )
 from vllm_kvpolicy.kernels.window_usage import (
     mean_over_group,
@@ -26,14 +25,11 @@ from vllm_kvpolicy.policies import compose as factory
 from vllm_kvpolicy.policies import names as registry
 from vllm_kvpolicy.policies.allocators.ams import CREDIT, PRESETS
 from vllm_kvpolicy.policies.base import Needs, Policy
-from vllm_kvpolicy.policies.testing import MovementPolicy
 
 Build = Callable[..., Policy]
 EVICTIONS = [name for name in registry.names() if not registry.parse(name).is_test]
 TESTS = [name for name in registry.names() if registry.parse(name).is_test]
 BUDGET = SHORTEST
-ROWS = [(e, layer, h) for e in range(EVENTS) for layer in range(LAYERS)
-        for h in range(HEADS)]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EVICTIONS)
@@ -57,48 +53,6 @@ def test_keeps_the_budget_and_the_must_keep_set(
     assert set(got.memory) == set(policy.needs.memory)
     for value in got.memory.values():
         assert value.shape == shape and value.dtype == torch.float32
-
-
-@pytest.mark.parametrize("name", EVICTIONS)
-def test_declares_what_the_registry_says(name: str, build: Build) -> None:
-    needs, info = build(name).needs, registry.parse(name)
-    assert needs.window_tokens == info.window_tokens({})
-    assert not needs.usage or (needs.keys and needs.window_tokens)
-    assert info.summary
-
-
-@pytest.mark.parametrize("name", EVICTIONS)
-@pytest.mark.parametrize("event", range(EVENTS))
-def test_an_event_does_not_depend_on_its_batch(
-    name: str, event: int, build: Build
-) -> None:
-    policy = build(name)
-    inputs = make_inputs(policy.needs)
-    batch = policy.decide(inputs, BUDGET).keep[event]
-    longest = int(inputs.lengths[event].amax())
-    for width in {longest, min(longest + 5, TOKENS), TOKENS}:
-        alone = policy.decide(one_event(inputs, event, width), BUDGET).keep[0]
-        assert torch.equal(alone, batch[..., :width])
-
-
-@pytest.mark.parametrize("name", EVICTIONS)
-def test_must_keep_beyond_the_budget(name: str, build: Build) -> None:
-    policy = build(name)
-    inputs = make_inputs(policy.needs)
-    keep = policy.decide(inputs, 20).keep
-    for row in ROWS:
-        length = int(inputs.lengths[row])
-        assert keep[row].sum() == 20
-        assert keep[row][:SINKS].all() and keep[row][length - 16 : length].all()
-
-
-def test_streaming_keeps_sinks_and_newest() -> None:
-    inputs = make_inputs(Needs())
-    keep = factory.build("streaming").decide(inputs, BUDGET).keep
-    for row in ROWS:
-        length = int(inputs.lengths[row])
-        want = [*range(SINKS), *range(length - BUDGET + SINKS, length)]
-        assert keep[row].nonzero().flatten().tolist() == want
 
 
 @pytest.mark.parametrize("name", ["tova", "snapkv", "keydiff", "h2o"])
@@ -164,23 +118,6 @@ def test_a_scorer_does_not_change_what_the_mass_is_measured_with(name: str) -> N
     assert torch.equal(got, want)
 
 
-def test_ams_and_uniform_differ() -> None:
-    inputs = make_inputs(factory.build("ams-tova").needs)
-    plain = factory.build("tova").decide(inputs, BUDGET)
-    ams = factory.build("ams-tova").decide(inputs, BUDGET)
-    # A window of one and of 32 queries may sum their products in another order.
-    torch.testing.assert_close(plain.score, ams.score)
-    assert not torch.equal(plain.keep, ams.keep)
-
-
-@pytest.mark.parametrize("name", EVICTIONS)
-def test_normal_policies_keep_time_order(name: str, build: Build) -> None:
-    """Nothing but a `MovementPolicy` can shuffle survivors."""
-    policy = build(name)
-    assert not isinstance(policy, MovementPolicy)
-    assert not hasattr(policy, "shuffle") and not hasattr(policy, "shuffle_pages")
-
-
 @pytest.mark.parametrize("name", TESTS)
 def test_movement_keeps_everything(name: str) -> None:
     inputs = make_inputs(Needs())
@@ -208,18 +145,6 @@ def test_movement_shuffles_within_each_head_and_event(name: str) -> None:
     assert torch.equal(policy.shuffle(sources[1:], heads[1:], seeds[1:]), got[1:])
     other = policy.shuffle(sources, heads, seeds + 1)
     assert (other == got).float().mean() < 0.05
-
-
-@pytest.mark.parametrize("name", TESTS)
-def test_movement_leaves_padding_on_the_right(name: str) -> None:
-    policy, seeds = factory.build(name), torch.tensor([3])
-    sources, heads = survivors(1)
-    want = policy.shuffle(sources, heads, seeds)
-    padded = torch.nn.functional.pad(sources, (0, 14), value=-1)
-    got = policy.shuffle(
-        padded, torch.nn.functional.pad(heads, (0, 14), value=11), seeds
-    )
-    assert torch.equal(got[:, :1200], want) and (got[:, 1200:] == -1).all()
 
 
 @pytest.mark.parametrize("name", TESTS)

@@ -82,29 +82,6 @@ def test_an_option_says_whether_the_text_decides_how_much_is_kept(
     assert registry.parse("wgkv").is_dynamic({})
 
 
-WEIGHING = ("snapmax", "expected", "rpc", "rkv")  # scorers with attention of their own
-
-
-PAIRS = [
-    (allocator, scorer)
-    for allocator, row in ALLOCATORS.items()
-    for scorer in SCORERS
-    if scorer not in row.refuses
-]
-
-
-@pytest.mark.parametrize(("allocator", "scorer"), PAIRS)
-def test_who_computes_attention_of_its_own(allocator: str, scorer: str) -> None:
-    """It leaves learned sinks out, which the usage of the window counts."""
-    eviction = f"{allocator}-{scorer}".lstrip("-")
-    own = scorer in WEIGHING or allocator == "hard"
-    names = [eviction, f"{eviction}+quest"]
-    if not ADMISSIONS["wgkv"].refuses.keys() & {allocator, scorer}:
-        names.append(f"wgkv+{eviction}")
-    for name in names:
-        assert registry.parse(name).weighs_itself == own, name
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -121,7 +98,7 @@ def test_who_reads_queries_beside_the_usage_says_so(
     needs = policy.scorer.needs, policy.allocator.needs
     reads = any(part.mass or part.window_tokens and not part.usage for part in needs)
     words = registry.parse(name)
-    assert words.weighs_itself or not reads
+    assert any(word.weighs_itself for word in words.parts) or not reads
     assert any(row.rotates for row in words.parts) == policy.needs.rope
 
 
@@ -191,7 +168,7 @@ def test_options_are_plain_data_that_cannot_change() -> None:
         "quest+tova", "quest+quest", "wgkv+quest+quest", "tova+quest+quest", "+quest",
         "quest+", "tova-quest", "quest-tova", "ams+quest", "identity+quest",
         "wgkv-tova",
-        "ams-identity", "ams_tova", None, 3,
+        "ams-identity", "ams_tova", None, 3, "wgkv+", "wgkv+wgkv", "wgkv+identity",
     ],
 )  # fmt: skip
 def test_unknown_names(name: object) -> None:
@@ -199,19 +176,6 @@ def test_unknown_names(name: object) -> None:
         registry.parse(name)
     text = str(error.value)
     assert text == f"kv_policy: got {name!r}, expected {registry.grammar()}"
-
-
-@pytest.mark.parametrize("rest", ["", "wgkv", "identity", "ams-streaming"])
-def test_only_an_eviction_or_a_selection_follows_an_admission(rest: str) -> None:
-    with pytest.raises(ValueError, match=rf"^kv_policy: got 'wgkv\+{rest}', "):
-        registry.parse(f"wgkv+{rest}")
-
-
-@pytest.mark.parametrize("allocator", sorted({*ALLOCATORS} - {"", "ams", "trim"}))
-def test_allocators_that_count_what_is_held_are_refused(allocator: str) -> None:
-    name = f"wgkv+{allocator}-snapkv"
-    with pytest.raises(ValueError, match=re.escape(f"got {name!r}, refused because ")):
-        registry.parse(name)
 
 
 def test_an_admission_adds_its_options_and_drops_the_budget_alone() -> None:
@@ -250,15 +214,10 @@ def test_a_selection_alone_keeps_everything() -> None:
     assert tuple(info.fixed_keys) == ("budget",) and info.window_tokens({}) == 0
     assert registry.resolve(info, {}).options == {"quest_budget": 1024}
     assert isinstance(factory.build("quest", {"quest_budget": 7}), KeepAll)
+    behind = registry.parse("ams-tova+quest").selection.build({"quest_budget": 64})
+    assert isinstance(behind, Quest) and behind.options.quest_budget == 64
     with pytest.raises(ValueError, match="quest_budget: got 0, expected an integer"):
         factory.build("quest", {"quest_budget": 0})
-
-
-def test_selections_are_built_from_their_options() -> None:
-    options = {"quest_budget": 64, "window": 9}
-    quest = registry.parse("ams-tova+quest").selection.build(options)
-    assert isinstance(quest, Quest) and quest.budget == 64
-    assert registry.parse("ams-tova").selection is None
 
 
 def test_grammar_names_every_word_and_every_refusal() -> None:
@@ -271,13 +230,23 @@ def test_grammar_names_every_word_and_every_refusal() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        (f"{allocator}-{scorer}", reason)
-        for allocator, word in ALLOCATORS.items()
-        for scorer, reason in word.refuses.items()
+        *[
+            (f"{allocator}-{scorer}", reason)
+            for allocator, word in ALLOCATORS.items()
+            for scorer, reason in word.refuses.items()
+        ],
+        # They count what is held.
+        *[
+            (f"{admission}+{allocator}-snapkv", "")
+            for admission in ("wgkv", "kvzap")
+            for allocator in sorted({*ALLOCATORS} - {"", "ams", "trim"})
+        ],
     ],
 )
 def test_refused_combinations_give_their_reason(name: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=f"got '{name}', refused because {reason}"):
+    with pytest.raises(
+        ValueError, match=re.escape(f"got '{name}', refused because {reason}")
+    ):
         registry.parse(name)
 
 
@@ -289,7 +258,8 @@ def test_a_name_imports_its_own_words_alone() -> None:
         "registry.resolve(registry.parse('ams-tova'), {});"
         "rooms = ('scorers', 'allocators', 'admissions', 'selections');"
         "found = {name.partition('.policies.')[2] for name in sys.modules};"
-        "found = {name for name in found if '.' in name and name.startswith(rooms)};"
+        "found = {name for name in found if '.' in name and '._' not in name};"
+        "found = {name for name in found if name.startswith(rooms)};"
         "assert found == {'scorers.tova', 'allocators.ams'}, found"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -355,7 +325,7 @@ def test_options_reach_the_parts() -> None:
     config = policy.allocator.config
     assert config.parity and config.max_segment == 1024
     assert (config.pool_kernel, config.suffix_pad) == (7, "mean")
-    assert policy.scorer.pool_kernel == 7
+    assert policy.scorer.options.pool_kernel == 7
 
 
 @pytest.mark.parametrize(
@@ -368,26 +338,16 @@ def test_options_reach_the_parts() -> None:
         ),
         ("snapkv", {"preset": "code"}, "(window, pool_kernel)"),
         ("ams-tova", {"sinks": 4}, "got the unknown key 'sinks'"),
-        ("ams-tova", {"segmentmass": 0.1}, "segment_mass, min_segment"),
         ("ams-tova", {"preset": "best"}, "one of default, paper, code"),
         ("ams-tova", {"segment_mass": 1.0}, "a number in [0.001, 1)"),
-        ("ams-tova", {"segment_mass": "0.1"}, "segment_mass: got '0.1'"),
         ("ams-tova", {"min_segment": True}, "min_segment: got True"),
         ("ams-tova", {"min_segment": 300}, "at least min_segment"),
         ("ams-tova", {"max_segment": 20, "preset": "code"}, "max_segment: got 20"),
-        ("ams-tova", {"window": 0}, "an integer in [1, 1024]"),
         ("ams-tova", {"pool_kernel": 4}, "an odd integer in [1, 255]"),
         ("ams-tova", {"suffix_pad": "global"}, "one of max, mean, none"),
         ("ams-tova", {"parity": 1}, "true or false"),
         ("ams-tova", {"ema_mix": float("nan")}, "ema_mix: got nan"),
-        ("ams-tova", {"ema_decay": None}, "ema_decay: got None"),
         ("lagkv", {"lag": 1}, "lag: got 1, expected an integer in [2, 16777216]"),
-        ("rpc", {"window": 16}, "(rpc_window, rpc_kernel)"),
-        ("rpc", {"rpc_kernel": 6}, "an odd integer in [1, 255]"),
-        ("expected", {"n_future": 0}, "n_future: got 0"),
-        ("expected", {"epsilon": -1}, "a number in [0, 1000000]"),
-        ("ams-tova", {"fixed_segment": 10**20}, "an integer in [1, 16777216]"),
-        ("hard-snapkv", {"hard_upper": 1e308}, "a number in [1, 1000000]"),
         ("random", {"seed": 2**32}, "seed: got 4294967296"),
         ("triattention", {}, "calibration: got None"),
     ],

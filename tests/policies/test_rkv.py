@@ -32,11 +32,11 @@ def by_loops(
     cosine = torch.nn.functional.normalize(keys, dim=-1)
     cosine = (cosine @ cosine.T).fill_diagonal_(0).tolist()
     for line in cosine:
-        similar = [j for j, c in enumerate(line) if c > scorer.threshold]
+        similar = [j for j, c in enumerate(line) if c > scorer.options.rkv_threshold]
         line[max(similar, default=0)] = 0
     similar = torch.tensor(cosine).mean(0).softmax(0).tolist()
 
-    reach, weight = scorer.pool_kernel // 2, scorer.attention_weight
+    reach, weight = scorer.options.rkv_kernel // 2, scorer.options.rkv_lambda
     score = [
         weight * max(attention[max(0, i - reach) : i + reach + 1])
         - (1 - weight) * similar[i]
@@ -48,7 +48,11 @@ def by_loops(
 @pytest.mark.parametrize("lengths", [events.LENGTHS, SHORT])
 @pytest.mark.parametrize(
     "scorer",
-    [SCORERS["rkv"].build({}), RKVScorer(16, 3, 0.4, 0.1), RKVScorer(1, 1, 1.0, 0.9)],
+    [
+        SCORERS["rkv"].build({}),
+        RKVScorer(rkv_window=16, rkv_kernel=3, rkv_lambda=0.4, rkv_threshold=0.1),
+        RKVScorer(rkv_window=1, rkv_kernel=1, rkv_lambda=1.0, rkv_threshold=0.9),
+    ],
 )
 def test_equals_loops(scorer: RKVScorer, lengths: tuple) -> None:
     inputs = events.make_inputs(scorer.needs, lengths=lengths)
@@ -79,6 +83,7 @@ def test_a_request_of_one_token_has_a_score() -> None:
 
 def test_options_reach_the_scorer() -> None:
     options = {"rkv_window": 9, "rkv_kernel": 5, "rkv_lambda": 0.2}
-    scorer = factory.build("rkv", {**options, "rkv_threshold": 0.3}).scorer
-    assert vars(scorer) == vars(RKVScorer(9, 5, 0.2, 0.3))
+    options |= {"rkv_threshold": 0.3}
+    scorer = factory.build("rkv", options).scorer
+    assert dict(scorer.options) == options and scorer.needs.window_tokens == 9
     assert vars(factory.build("rkv").scorer) == vars(SCORERS["rkv"].build({}))

@@ -1,30 +1,18 @@
 """R-KV against the authors' own results: redundancy, scores, kept sets, chains."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
+from support.golden import Golden, params
 from vllm_kvpolicy.kernels.ranking import ascending_indices, top_k_mask
 from vllm_kvpolicy.policies.base import EventInputs
 from vllm_kvpolicy.policies.names import SCORERS
 from vllm_kvpolicy.policies.scorers.rkv import redundancy
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "rkv_original.npz"
+GOLDEN = "rkv_original"
+
 SINGLES, CHAINS = 28, 5
-
-
-@pytest.fixture(scope="module")
-def golden() -> dict[str, np.ndarray]:
-    with np.load(GOLDEN, allow_pickle=False) as data:
-        return dict(data)
-
-
-def params(golden: dict[str, np.ndarray], kind: str, case: int) -> dict[str, float]:
-    columns = golden[f"{kind}_cols"]
-    values = golden[f"{kind}_params"][case]
-    return dict(zip(map(str, columns), map(float, values), strict=True))
 
 
 def score(p: dict[str, float], keys: np.ndarray, queries: np.ndarray) -> torch.Tensor:
@@ -58,13 +46,13 @@ def kept(p: dict[str, float], scores: torch.Tensor) -> np.ndarray:
     return ascending_indices(keep, int(p["K"])).numpy()
 
 
-def test_golden_file_is_complete(golden: dict[str, np.ndarray]) -> None:
+def test_golden_file_is_complete(golden: Golden) -> None:
     assert len(golden["single_params"]) == SINGLES
     assert len(golden["chain_params"]) == CHAINS
 
 
 @pytest.mark.parametrize("case", range(SINGLES))
-def test_redundancy(golden: dict[str, np.ndarray], case: int) -> None:
+def test_redundancy(golden: Golden, case: int) -> None:
     p, keys = params(golden, "single", case), golden[f"s{case:02d}_k"]
     valid = torch.ones(1, *keys.shape[:2], dtype=torch.bool)
     got = redundancy(0.5, torch.from_numpy(keys)[None], valid)[0]
@@ -74,7 +62,7 @@ def test_redundancy(golden: dict[str, np.ndarray], case: int) -> None:
 
 
 @pytest.mark.parametrize("case", range(SINGLES))
-def test_single_event(golden: dict[str, np.ndarray], case: int) -> None:
+def test_single_event(golden: Golden, case: int) -> None:
     p, prefix = params(golden, "single", case), f"s{case:02d}_"
     got = score(p, golden[prefix + "k"], golden[prefix + "q"])
     older = got[:, : -int(p["W"])]
@@ -85,9 +73,7 @@ def test_single_event(golden: dict[str, np.ndarray], case: int) -> None:
 
 
 @pytest.mark.parametrize("case", range(CHAINS))
-def test_chain_of_events_in_time_order(
-    golden: dict[str, np.ndarray], case: int
-) -> None:
+def test_chain_of_events_in_time_order(golden: Golden, case: int) -> None:
     p, prefix = params(golden, "chain", case), f"c{case:02d}_"
     heads = np.arange(int(p["Hk"]))[:, None]
     end = int(p["T_first"])

@@ -1,11 +1,10 @@
 """Scorers against the scores that kvpress computed, see tests/golden/README.md."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
+from support.golden import Golden
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.base import EventInputs
 from vllm_kvpolicy.policies.compose import measure_usage
@@ -17,15 +16,16 @@ from vllm_kvpolicy.policies.scorers.streaming import StreamingScorer
 from vllm_kvpolicy.policies.scorers.tova import TovaScorer
 from vllm_kvpolicy.policies.words import BaseScorer
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "scorers_kvpress.npz"
+GOLDEN = "scorers_kvpress"
+
 SINKS = 4
 # What kvpress gives all tokens, where no position is protected or all are scored.
 WHOLE_ROW = {
     "keydiff": KeyDiffScorer(),
     "knorm": KnormScorer(),
     "lagkv_lag128": SCORERS["lagkv"].build({}),
-    "lagkv_lag32": LagKVScorer(32, False),
-    "lagkv_lag32_cross": LagKVScorer(32, True),
+    "lagkv_lag32": LagKVScorer(lag=32, cross=False),
+    "lagkv_lag32_cross": LagKVScorer(lag=32, cross=True),
 }
 # kvpress' variants of Expected Attention as options.
 EXPECTED = {
@@ -34,12 +34,6 @@ EXPECTED = {
     "expected_novnorm": {"value_norm": False},
     "expected_kvpress_default": {"epsilon": 0.0},
 }
-
-
-@pytest.fixture(scope="module")
-def golden() -> dict[str, np.ndarray]:
-    with np.load(GOLDEN, allow_pickle=False) as data:
-        return dict(data)
 
 
 @pytest.fixture(
@@ -54,7 +48,7 @@ def prefix(request: pytest.FixtureRequest) -> str:
 
 
 def event(
-    data: dict[str, np.ndarray],
+    data: Golden,
     prefix: str,
     queries: torch.Tensor | None = None,
     end: int | None = None,
@@ -87,25 +81,23 @@ def check_close(got: np.ndarray, want: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("name", WHOLE_ROW)
-def test_scores_without_queries(
-    golden: dict[str, np.ndarray], prefix: str, name: str
-) -> None:
+def test_scores_without_queries(golden: Golden, prefix: str, name: str) -> None:
     got = score(WHOLE_ROW[name], event(golden, prefix))
     check_close(got, golden[f"{prefix}score_{name}"])
 
 
 @pytest.mark.parametrize("case", [0, 1])
-def test_lagkv_over_several_blocks(golden: dict[str, np.ndarray], case: int) -> None:
+def test_lagkv_over_several_blocks(golden: Golden, case: int) -> None:
     inputs = event(golden, f"lagkvx{case}_")
     ranked = score(SCORERS["lagkv"].build({}), inputs)
     np.testing.assert_array_equal(ranked, golden[f"lagkvx{case}_score"])
-    check_close(score(LagKVScorer(128, True), inputs), golden[f"lagkvx{case}_cross"])
+    check_close(
+        score(LagKVScorer(lag=128, cross=True), inputs), golden[f"lagkvx{case}_cross"]
+    )
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_expected_attention(
-    golden: dict[str, np.ndarray], prefix: str, name: str
-) -> None:
+def test_expected_attention(golden: Golden, prefix: str, name: str) -> None:
     # kvpress takes all queries but the first four, and knows the position right.
     queries = torch.from_numpy(golden[prefix + "q"])
     scorer = SCORERS["expected"].build(
@@ -117,9 +109,7 @@ def test_expected_attention(
     assert (got[:, :SINKS] == highest).all()
 
 
-def test_expected_attention_from_a_buffer(
-    golden: dict[str, np.ndarray], prefix: str
-) -> None:
+def test_expected_attention_from_a_buffer(golden: Golden, prefix: str) -> None:
     # From 48 buffered queries kvpress takes the last 44, and believes the next position
     # to be 48. So they are given as they would stand before that position.
     before = torch.from_numpy(golden[prefix + "q_prerope"])[:, -44:]
@@ -132,9 +122,7 @@ def test_expected_attention_from_a_buffer(
 
 
 @pytest.mark.parametrize("window", [1, 32, 64])
-def test_window_attention(
-    golden: dict[str, np.ndarray], prefix: str, window: int
-) -> None:
+def test_window_attention(golden: Golden, prefix: str, window: int) -> None:
     name = "tova" if window == 1 else f"snapkv_w{window}"
     scorer = (
         TovaScorer() if window == 1 else SCORERS["snapkv"].build({"window": window})
@@ -150,7 +138,7 @@ def test_window_attention(
 
 @pytest.mark.parametrize("dropped", [50, 75])
 def test_streaming_keeps_the_same_tokens(
-    golden: dict[str, np.ndarray], prefix: str, dropped: int
+    golden: Golden, prefix: str, dropped: int
 ) -> None:
     inputs = event(golden, prefix)
     got = score(StreamingScorer(), inputs)

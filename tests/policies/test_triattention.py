@@ -1,15 +1,13 @@
 """TriAttention as its definition: keys turned back, scored at each distance."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from support import event_inputs as events
-from support.calibration_files import make_calibration, options_for
+from support.calibration_files import make_calibration
 from vllm_kvpolicy.kernels.rope import Rope
-from vllm_kvpolicy.policies import compose as factory
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.scorers.triattention import TriAttentionScorer, standardised
 
@@ -95,15 +93,3 @@ def test_equal_scores_and_rows_of_sinks_stay_finite() -> None:
     counted = torch.tensor([[True] * 6, [False] * 6])
     got = standardised(score, counted)
     assert (got[0] == 0).all() and got.isfinite().all()
-
-
-@pytest.mark.parametrize("aggregate", ["max", "mean"])
-def test_options_reach_the_scorer(tmp_path: Path, aggregate: str) -> None:
-    sizes = (events.LAYERS, events.HEADS, events.GROUP, events.SIZE)
-    options = options_for("triattention", tmp_path, *sizes)
-    built = factory.build("triattention", {**options, "tri_aggregate": aggregate})
-    inputs = make_inputs()
-    want = scorer(aggregate).score(inputs, None)
-    assert torch.equal(
-        *(s.nan_to_num() for s in (built.scorer.score(inputs, None), want))
-    )

@@ -1,18 +1,18 @@
 """TriAttention against the authors' own scores and kept tokens."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
+from support.golden import Golden, params
 from vllm_kvpolicy.kernels.ranking import ascending_indices, top_k_mask
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.base import EventInputs
 from vllm_kvpolicy.policies.calibration import Calibration
 from vllm_kvpolicy.policies.scorers.triattention import TriAttentionScorer
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "triattention.npz"
+GOLDEN = "triattention"
+
 ROUNDS = 9
 VARIANTS = {
     "score_mean": {},
@@ -21,20 +21,7 @@ VARIANTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def golden() -> dict[str, np.ndarray]:
-    with np.load(GOLDEN, allow_pickle=False) as data:
-        return dict(data)
-
-
-def params(golden: dict[str, np.ndarray], case: int) -> dict[str, float]:
-    columns, values = golden["cols"], golden["params"][case]
-    return dict(zip(map(str, columns), map(float, values), strict=True))
-
-
-def scorer(
-    golden: dict[str, np.ndarray], case: int, **variant: object
-) -> TriAttentionScorer:
+def scorer(golden: Golden, case: int, **variant: object) -> TriAttentionScorer:
     num_layers, num_heads, num_kv_heads, size = map(int, golden["shape"])
     stored = {
         "query_real": "q_mean_real",
@@ -51,8 +38,8 @@ def scorer(
     return TriAttentionScorer(calibration, **{"aggregate": "max", **variant})
 
 
-def event(golden: dict[str, np.ndarray], case: int) -> EventInputs:
-    p = params(golden, case)
+def event(golden: Golden, case: int) -> EventInputs:
+    p = params(golden, "", case)
     keys = torch.from_numpy(golden[f"r{case:02d}_k"])[None]
     rows = keys.shape[:4]
     is_prompt = torch.arange(rows[3]) < int(p["prefix"])
@@ -73,50 +60,44 @@ def kept(p: dict[str, float], inputs: EventInputs, score: torch.Tensor) -> np.nd
     return ascending_indices(keep.flatten(0, 1), budget).view(*score.shape[1:3], -1)
 
 
-def test_golden_file_is_complete(golden: dict[str, np.ndarray]) -> None:
+def test_golden_file_is_complete(golden: Golden) -> None:
     assert len(golden["params"]) == ROUNDS
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("case", range(ROUNDS))
-def test_scores_of_query_heads(
-    golden: dict[str, np.ndarray], case: int, variant: str
-) -> None:
+def test_scores_of_query_heads(golden: Golden, case: int, variant: str) -> None:
     got = scorer(golden, case, **VARIANTS[variant]).per_query_head(event(golden, case))
-    older = got[0, :, :, int(params(golden, case)["prefix"]) :]
+    older = got[0, :, :, int(params(golden, "", case)["prefix"]) :]
     want = golden[f"r{case:02d}_{variant}"]
     np.testing.assert_allclose(older, want, rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("case", range(ROUNDS))
-def test_scores_as_shipped(golden: dict[str, np.ndarray], case: int) -> None:
+def test_scores_as_shipped(golden: Golden, case: int) -> None:
     got = scorer(golden, case).per_query_head(event(golden, case))
-    older = got[0, :, :, int(params(golden, case)["prefix"]) :]
+    older = got[0, :, :, int(params(golden, "", case)["prefix"]) :]
     want = golden[f"r{case:02d}_score_mean_authors_fp32"]
     np.testing.assert_allclose(older, want, rtol=0, atol=5e-3)
 
 
 @pytest.mark.parametrize("aggregate", ["max", "mean"])
 @pytest.mark.parametrize("case", range(ROUNDS))
-def test_kept_by_z_scores(
-    golden: dict[str, np.ndarray], case: int, aggregate: str
-) -> None:
+def test_kept_by_z_scores(golden: Golden, case: int, aggregate: str) -> None:
     inputs = event(golden, case)
     score = scorer(golden, case, aggregate=aggregate).score(inputs, None)
-    got = kept(params(golden, case), inputs, score)
+    got = kept(params(golden, "", case), inputs, score)
     want = golden[f"r{case:02d}_keep_plph_{aggregate}_norm"]
     np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("aggregate", ["max", "mean"])
 @pytest.mark.parametrize("case", range(ROUNDS))
-def test_kept_by_plain_scores(
-    golden: dict[str, np.ndarray], case: int, aggregate: str
-) -> None:
+def test_kept_by_plain_scores(golden: Golden, case: int, aggregate: str) -> None:
     inputs = event(golden, case)
     heads = scorer(golden, case).per_query_head(inputs)
     grouped = heads.unflatten(2, (inputs.lengths.shape[2], -1))
     score = grouped.amax(3) if aggregate == "max" else grouped.mean(3)
-    got = kept(params(golden, case), inputs, score)
+    got = kept(params(golden, "", case), inputs, score)
     want = golden[f"r{case:02d}_keep_plph_{aggregate}_raw"]
     np.testing.assert_array_equal(got, want)

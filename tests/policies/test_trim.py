@@ -12,7 +12,6 @@ from vllm_kvpolicy.policies import compose as factory
 from vllm_kvpolicy.policies.allocators.trim import TrimAllocator
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.compose import MEMORY, AdmittedPolicy, BaseAdmission
-from vllm_kvpolicy.policies.names import ALLOCATORS, SCORERS, parse
 from vllm_kvpolicy.policies.scorers.snapmax import SnapMaxScorer
 
 WINDOW = 16
@@ -33,10 +32,6 @@ def held_by(inputs: EventInputs, row: Row) -> list[int]:
     return held[row].nonzero().flatten().tolist()
 
 
-def must_of(inputs: EventInputs, row: Row) -> set[int]:
-    return set(inputs.must_keep[row].nonzero().flatten().tolist())
-
-
 def scores_by_loops(
     inputs: EventInputs, row: Row, window: int, kernel: int
 ) -> dict[int, float]:
@@ -44,7 +39,7 @@ def scores_by_loops(
     event, layer, head = row
     length = int(inputs.lengths[row])
     window = min(window, max(length - 1, 1))
-    must = must_of(inputs, row)
+    must = events.marked(inputs.must_keep, row)
     old = [i for i in held_by(inputs, row) if i not in must and i < length - window]
     if not old:
         return {}
@@ -65,7 +60,7 @@ def scores_by_loops(
 def test_scores_equal_loops(
     lengths: tuple, has_admission: bool, window: int, kernel: int
 ) -> None:
-    scorer = SnapMaxScorer(window, kernel)
+    scorer = SnapMaxScorer(snapmax_window=window, snapmax_kernel=kernel)
     inputs = events.make_inputs(scorer.needs, lengths=lengths)
     inputs = admit(inputs) if has_admission else inputs
     got = scorer.score(inputs, None)
@@ -88,10 +83,10 @@ def trimmed_by_loops(
     kept = {row: set(held_by(inputs, row)) for row in rows}
     while sum(map(len, kept.values())) > budget * len(rows):
         for row, tokens in kept.items():
-            loose = sorted(tokens - must_of(inputs, row))
+            loose = sorted(tokens - events.marked(inputs.must_keep, row))
             left = len(loose) - max(1, int(share * len(loose)))
             stay = best(loose, score[row].tolist(), max(left, 0))
-            kept[row] = must_of(inputs, row) | set(stay)
+            kept[row] = events.marked(inputs.must_keep, row) | set(stay)
     return kept
 
 
@@ -104,17 +99,17 @@ def test_trimming_equals_loops(budget: int, has_admission: bool, share: float) -
     drawn = torch.rand(inputs.must_keep.shape, generator=torch.Generator())
     held = inputs.valid if inputs.candidates is None else inputs.candidates
     score = drawn.masked_fill(~held, -torch.inf)
-    got = TrimAllocator(share).choose(score, inputs, None, budget).keep
+    got = TrimAllocator(trim_share=share).choose(score, inputs, None, budget).keep
     for event in range(events.EVENTS):
         wanted = trimmed_by_loops(score, inputs, event, budget, share)
         for row, tokens in wanted.items():
-            assert set(got[row].nonzero().flatten().tolist()) == tokens
+            assert events.marked(got, row) == tokens
 
 
 def test_all_heads_lose_the_same_share_and_no_more_tenths_than_it_takes() -> None:
     inputs = events.make_inputs(Needs(), lengths=(((160, 60), (110, 160)),), local=(6,))
     score = torch.rand(inputs.must_keep.shape, generator=torch.Generator())
-    keep = TrimAllocator(0.1).choose(score, inputs, None, 115).keep
+    keep = TrimAllocator(trim_share=0.1).choose(score, inputs, None, 115).keep
     # 490 tokens are above 4 * 115. Less a tenth of 150, 50, 100 and 150 they are not.
     assert keep.sum(-1).tolist() == [[[145, 55], [100, 145]]]
 
@@ -142,12 +137,3 @@ def test_after_an_admission_it_chooses_among_admitted_tokens() -> None:
     held = candidates.sum((1, 2, 3))
     assert (total <= most).all() and (total < held).any()
     assert (total[held <= most] == held[held <= most]).all()
-
-
-def test_the_words_of_the_appendix() -> None:
-    info = parse("wgkv+trim-snapmax")
-    assert info.scorer is SCORERS["snapmax"] and info.allocator is ALLOCATORS["trim"]
-    assert info.window_tokens({}) == 256 and info.is_ragged({})
-    policy = factory.build("trim-snapmax")
-    assert policy.scorer.pool_kernel == 5 and policy.allocator.share == 0.1
-    assert policy.dynamic

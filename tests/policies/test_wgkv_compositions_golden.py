@@ -1,34 +1,22 @@
 """What the authors of WG-KV read behind their gates, and what they evict there."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
+from support.golden import Golden, params
 from vllm_kvpolicy.kernels.page_bounds import best_pages, page_bounds_ref
 from vllm_kvpolicy.policies.selections.quest import Quest
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "wgkv_gate.npz"
+GOLDEN = "wgkv_gate"
 
 
-@pytest.fixture(scope="module")
-def golden() -> dict[str, np.ndarray]:
-    with np.load(GOLDEN, allow_pickle=False) as data:
-        return dict(data)
-
-
-def params(golden: dict[str, np.ndarray], kind: str, case: int) -> dict[str, float]:
-    names, values = golden[f"{kind}_cols"], golden[f"{kind}_params"][case]
-    return dict(zip(map(str, names), values.tolist(), strict=True))
-
-
-def unpacked(golden: dict[str, np.ndarray], name: str, size: int) -> np.ndarray:
+def unpacked(golden: Golden, name: str, size: int) -> np.ndarray:
     return np.unpackbits(golden[name], axis=-1)[..., :size].astype(bool)
 
 
 @pytest.mark.parametrize("case", [0, 1])
-def test_pages_that_the_authors_read(golden: dict[str, np.ndarray], case: int) -> None:
+def test_pages_that_the_authors_read(golden: Golden, case: int) -> None:
     """Theirs, a page that is not full is always read and counts as one."""
     p = params(golden, "quest", case)
     num_heads, window, size = int(p["H"]), int(p["W"]), int(p["page"])
@@ -36,7 +24,7 @@ def test_pages_that_the_authors_read(golden: dict[str, np.ndarray], case: int) -
     want = unpacked(golden, f"quest{case}_read_packed", keep.shape[1])
     keys = torch.from_numpy(golden[f"quest{case}_k"])
     queries = torch.from_numpy(golden[f"quest{case}_q"]).unflatten(0, (num_heads, -1))
-    quest = Quest(int(p["token_budget"]))
+    quest = Quest(quest_budget=int(p["token_budget"]))
     chosen_of_several = 0
     for step in range(int(p["steps"])):
         position = int(p["prompt"]) + step

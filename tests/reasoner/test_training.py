@@ -1,7 +1,6 @@
 """Owns the tests of the training: curriculum, batches, masks, and that it learns."""
 
 import json
-import random
 
 import pytest
 import torch
@@ -11,19 +10,11 @@ from reasoner import train
 from reasoner.batches import make_batch, spread_positions
 from reasoner.curriculum import (
     FIRST_TRAINING_SEED,
-    Ladder,
-    Progress,
-    family_weights,
-    pick_size,
 )
-from reasoner.evaluate import CacheRule, Task, report_tasks, score
+from reasoner.evaluate import CacheRule, Task, score
 from reasoner.intervals import wilson
-from reasoner.model import new_model
-from reasoner.presets import PRESETS
-from reasoner.problems import FAMILIES, TRAINED_TEMPLATES, generate, held_out
+from reasoner.problems import TRAINED_TEMPLATES, generate, held_out
 from reasoner.tokenizer import EOS, chat_prompt, encode
-
-LARGEST = PRESETS["small"].largest
 
 
 def test_batches_use_training_seeds_and_skip_what_is_held_out():
@@ -40,43 +31,6 @@ def test_batches_use_training_seeds_and_skip_what_is_held_out():
     assert {len(encode(chat_prompt(p.prompt))) for p in drawn} == {prompt_tokens}
     first = sum(";" in problem.prompt and "?" in problem.prompt for problem in drawn)
     assert 0.3 < first / len(drawn) < 0.8
-
-
-def test_ladder_grows_only_when_the_present_size_is_solved():
-    ladder = Ladder(lines=10)
-    for _ in range(20):
-        ladder.record(10, 0.5, 100, 0.9)
-        ladder.record(3, 1.0, 100, 0.9)
-    assert ladder.lines == 10
-    for _ in range(100):
-        ladder.record(10, 1.0, 12, 0.9)
-    assert ladder.lines == 12
-
-
-def test_sizes_stay_within_the_curriculum():
-    progress, rng = Progress.start(LARGEST), random.Random(0)
-    progress.ladders["sub"].lines = 20
-    drawn = [pick_size(rng, progress, LARGEST) for _ in range(2000)]
-    assert {family for family, _ in drawn} == set(LARGEST)
-    assert max(lines for family, lines in drawn if family == "sub") == 20
-    assert max(lines for family, lines in drawn if family == "copy") == 4
-
-
-def test_look_ups_come_first_and_finished_families_get_less():
-    progress = Progress.start(LARGEST)
-    weights = family_weights(progress, LARGEST)
-    assert weights["copy"] + weights["recall"] > sum(weights.values()) / 2
-    for name, row in progress.ladders.items():
-        row.lines = LARGEST[name] if name == "add" else 16
-    weights = family_weights(progress, LARGEST)
-    assert weights["add"] < weights["mul"] == weights["copy"]
-
-
-def test_a_report_has_trained_and_held_out_rows_for_every_family():
-    tasks = report_tasks(LARGEST)
-    for family in FAMILIES:
-        kinds = [task.kind for task in tasks if task.family == family]
-        assert kinds == ["trained"] * 3 + ["longer", "template"]
 
 
 def test_spread_positions_ascend_and_leave_the_prompt_alone():
@@ -138,24 +92,6 @@ def test_the_tiny_preset_learns_a_toy_family_in_two_minutes(tmp_path):
     assert note["steps"] == 400
 
 
-def test_a_step_mixes_batches_of_several_families(tmp_path):
-    args = arguments(tmp_path, mix=12, first_tokens=1200, step_tokens=1200)
-    args.largest = dict(PRESETS["small"].largest)
-    model = new_model("tiny", 0)
-    progress = Progress.start(args.largest)
-    before = progress.next_seed
-    done = train.train_step(
-        model, train.make_optimizers(model, args), progress, args, 2
-    )
-    assert len(done) == 12
-    assert len({family for family, _ in done}) >= 4
-    assert all(4 < loss < 8 for _, loss in done)
-    assert 6 <= sum(row.tried for row in progress.ladders.values()) <= 12
-    assert (progress.step, progress.seconds) == (1, 2)
-    assert progress.next_seed - before == 1200
-    assert 600 < progress.tokens <= 1200
-
-
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path):
     options = {"first_tokens": 300, "step_tokens": 300, "report": 100}
     ends = []
@@ -171,31 +107,3 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path):
     assert first["next_seed"] == second["next_seed"]
     for name, weight in ends[0]["model"].items():
         torch.testing.assert_close(weight, ends[1]["model"][name])
-
-
-def test_a_run_of_another_preset_is_refused(tmp_path):
-    train.train(0, arguments(tmp_path, steps=1, first_tokens=60, step_tokens=60))
-    args = arguments(tmp_path, steps=2)
-    args.preset = "small"
-    with pytest.raises(ValueError, match="preset: expected 'tiny', got 'small'"):
-        train.train(0, args)
-
-
-def test_a_run_of_other_families_is_refused(tmp_path):
-    few = {"first_tokens": 60, "step_tokens": 60}
-    train.train(0, arguments(tmp_path, steps=1, families="copy", **few))
-    with pytest.raises(ValueError, match=r"families: expected \['copy'\]"):
-        train.train(0, arguments(tmp_path, steps=2, families="hot", **few))
-
-
-def test_a_time_limit_ends_a_run_with_its_state_saved(tmp_path):
-    few = {"first_tokens": 60, "step_tokens": 60}
-    train.train(0, arguments(tmp_path, minutes=1e-4, **few))
-    state = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert 1 <= state["progress"]["step"] < 50
-
-
-def test_an_unknown_family_is_refused(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        arguments(tmp_path, families="nope")
-    assert "--families: expected some of" in capsys.readouterr().err

@@ -3,12 +3,12 @@
 Nothing is started: there may be no daemon and no cluster.
 """
 
-import re
 from pathlib import Path
 from posixpath import dirname, join
-from urllib.parse import urlparse
 
 import yaml
+
+from support.vllm_flags import serve_flags
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
@@ -39,14 +39,6 @@ def read(path: str | Path) -> dict:
     return yaml.safe_load((DOCKER / path).read_text())
 
 
-def test_the_server_is_built_from_the_checkout() -> None:
-    build = SERVICES["vllm"]["build"]
-    assert (DOCKER / build["context"]).resolve() == ROOT
-    dockerfile = (ROOT / build["dockerfile"]).read_text()
-    assert f"EXPOSE {port('vllm')}\n" in dockerfile
-    assert f"-t {SERVICES['vllm']['image']} " in dockerfile
-
-
 def test_prometheus_scrapes_the_server_and_finds_its_rules() -> None:
     (config,) = [p for p in mounts("prometheus") if p.endswith("/prometheus.yml")]
     file = read(mounts("prometheus")[config])
@@ -69,45 +61,18 @@ def test_grafana_finds_prometheus_and_the_board() -> None:
     assert {Path(p).name for p in provisioned} == {"datasource.yml", "dashboards.yml"}
 
 
-def test_services_wait_for_services_that_tell_their_health() -> None:
-    for service in SERVICES.values():
-        for other, wanted in service.get("depends_on", {}).items():
-            assert wanted == {"condition": "service_healthy"}
-            build = SERVICES[other].get("build")
-            dockerfile = (ROOT / build["dockerfile"]).read_text() if build else ""
-            assert "healthcheck" in SERVICES[other] or "HEALTHCHECK" in dockerfile
-
-
-def test_health_is_asked_at_the_services_own_port() -> None:
-    for name, service in SERVICES.items():
-        if "healthcheck" in service:
-            *_, url = service["healthcheck"]["test"]
-            assert urlparse(url).netloc == f"127.0.0.1:{port(name)}"
-
-
-def test_images_of_others_are_pinned() -> None:
-    for name in ("prometheus", "grafana"):
-        assert re.search(r":v?\d+\.\d+\.\d+$", SERVICES[name]["image"])
-
-
 # -- docker/production-stack.yaml ------------------------------------------------------
 
 
 def test_vllm_takes_what_the_chart_passes() -> None:
     """The words that the chart's template of a deployment writes for these values."""
-    from vllm.entrypoints.cli.serve import make_arg_parser
-    from vllm.plugins import load_general_plugins
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    load_general_plugins()
     (model,) = CHART["servingEngineSpec"]["modelSpec"]
     config = model["vllmConfig"]
     words = [model["modelURL"], "--host", "0.0.0.0", "--port", "8000"]
     words += ["--enable-prefix-caching"] if config["enablePrefixCaching"] else []
     words += ["--max-model-len", str(config["maxModelLen"]), *config["extraArgs"]]
-    parser = make_arg_parser(FlexibleArgumentParser(exit_on_error=False))
-    args, unknown = parser.parse_known_args(words)
-    assert not unknown and args.enable_prefix_caching
+    args = serve_flags(words)
+    assert args.enable_prefix_caching
     assert (args.kv_policy, args.kv_budget) == ("ams-expected", 2048)
     assert "lmcacheConfig" not in model, "a policy refuses KV connectors"
 

@@ -9,18 +9,16 @@ import re
 import shlex
 import subprocess
 import sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from posixpath import normpath
-from threading import Thread
 
 import pytest
 
+from support.vllm_flags import serve_flags
 from vllm_kvpolicy import compat
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "docker")]
-import install_cpu  # noqa: E402
+sys.path.insert(0, str(ROOT / "scripts"))
 import setup_env  # noqa: E402
 
 import serve  # noqa: E402
@@ -121,19 +119,6 @@ def test_steps_name_files_that_were_copied_before(image: str) -> None:
     assert named
 
 
-@pytest.mark.parametrize("image", IMAGES)
-def test_the_package_is_built_from_all_that_its_build_reads(image: str) -> None:
-    """What setup.py, pyproject.toml and MANIFEST.in name, and the licence."""
-    sources = {source for source, _ in copied(image)}
-    assert {"setup.py", "pyproject.toml", "MANIFEST.in", "README.md"} <= sources
-    assert {"LICENSE", "NOTICE", "vllm_kvpolicy", "reasoner/checkpoint"} <= sources
-    assert "csrc" in sources
-    builds = [rest for rest in values(image, "RUN") if "KVPOLICY_CUDA=" in rest]
-    assert len(builds) == 1
-    assert f"KVPOLICY_CUDA={int(image == 'cuda')}" in builds[0]
-    assert f"KVPOLICY_CPU={int(image == 'cpu')}" in builds[0]
-
-
 def test_versions_are_the_projects() -> None:
     version = argument("cuda", "VLLM_VERSION")
     assert compat.supports(version) and version == setup_env.VLLM_VERSION
@@ -144,15 +129,6 @@ def test_versions_are_the_projects() -> None:
     page = (ROOT / "docker" / "README.md").read_text()
     assert f"`python:{argument('cpu', 'PYTHON_VERSION')}-slim`" in page
     assert f"`vllm/vllm-openai:v{version}`" in page
-
-
-def test_the_cuda_image_has_the_whole_pinned_compiler() -> None:
-    (step,) = [rest for rest in values("cuda", "RUN") if "grep" in rest]
-    (pattern,) = re.findall(r"grep '(\S+)' requirements/dev.txt", step)
-    lines = (ROOT / "requirements" / "dev.txt").read_text().splitlines()
-    found = {line.partition("==")[0] for line in lines if re.match(pattern, line)}
-    assert {"nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-cuda-cccl"} < found
-    assert {"nvidia-cuda-runtime", "nvidia-nvvm"} < found
 
 
 # -- what they serve -------------------------------------------------------------------
@@ -184,76 +160,7 @@ def documented() -> list[list[str]]:
 
 
 def test_vllm_takes_these_flags() -> None:
-    from vllm.entrypoints.cli.serve import make_arg_parser
-    from vllm.plugins import load_general_plugins
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    load_general_plugins()
     commands = [*map(served, IMAGES), *documented()]
     assert len(commands) == 3
     for words in commands:
-        parser = make_arg_parser(FlexibleArgumentParser(exit_on_error=False))
-        args, unknown = parser.parse_known_args(words)
-        assert not unknown
-        assert args.model_tag == words[0]
-        assert args.kv_policy in ("ams-expected", "snapkv")
-
-
-class Healthy(BaseHTTPRequestHandler):
-    """Answers /health as vLLM does."""
-
-    def do_GET(self) -> None:
-        self.send_response(200 if self.path == "/health" else 404)
-        self.end_headers()
-
-    def log_message(self, *args: object) -> None:
-        """Stay quiet."""
-
-
-@pytest.mark.parametrize("image", IMAGES)
-def test_the_health_check_sees_a_server_come_and_go(image: str) -> None:
-    (check,) = values(image, "HEALTHCHECK")
-    program, flag, code = json.loads(check.partition("CMD ")[2])
-    assert (program.rstrip("3"), flag) == ("python", "-c")
-    assert code.count(":8000/") == 1
-    with HTTPServer(("127.0.0.1", 0), Healthy) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        command = [sys.executable, "-c"]
-        command.append(code.replace(":8000/", f":{server.server_port}/"))
-        assert subprocess.run(command).returncode == 0
-        server.shutdown()
-    answer = subprocess.run(command, capture_output=True, text=True)
-    assert answer.returncode == 1 and "refused" in answer.stderr
-
-
-def test_the_cpu_image_is_not_run_by_root() -> None:
-    words = [word for word, _ in steps("cpu")]
-    (user,) = values("cpu", "USER")
-    assert user.isdigit() and int(user) > 0
-    assert any(f"useradd --create-home --uid {user}" in r for r in values("cpu", "RUN"))
-    assert "RUN" not in words[words.index("USER") :]
-
-
-# -- docker/install_cpu.py -------------------------------------------------------------
-
-
-@pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every step of the script recorded instead of done."""
-    done: list[str] = []
-    venv = tmp_path / ".venv"
-    (venv / "lib" / "python3.11" / "site-packages").mkdir(parents=True)
-    monkeypatch.setattr(setup_env, "VENV", venv)
-    monkeypatch.setattr(setup_env, "LOG", venv / "setup.log")
-    monkeypatch.setattr(setup_env, "make_venv", lambda python: done.append("venv"))
-    monkeypatch.setattr(setup_env, "name_vllm", lambda path: done.append(path.name))
-    monkeypatch.setattr(
-        setup_env, "pip_install", lambda *words, failure: done.append(words[-1])
-    )
-    return done
-
-
-def test_the_cpu_image_installs_what_set_up_does(installed: list[str]) -> None:
-    assert install_cpu.main() == 0
-    pin = "torch==2.13.0+cpu"
-    assert installed == ["venv", pin, "requirements/cpu.txt", "site-packages"]
+        assert serve_flags(words).kv_policy in ("ams-expected", "snapkv")

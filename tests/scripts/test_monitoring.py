@@ -45,13 +45,6 @@ def test_counters_are_read_over_time_and_gauges_as_they_are() -> None:
                 assert f"rate({name}" not in query, query
 
 
-def test_variables_of_queries_are_defined() -> None:
-    names = {variable["name"] for variable in monitoring.board()["templating"]["list"]}
-    used = set(re.findall(r"\$(\w+)", " ".join(monitoring.board_queries())))
-    assert used - {"__rate_interval"} == {"model_name", "engine"}
-    assert names == {"model_name", "engine", "datasource"}
-
-
 def test_the_scrape_file_loads_the_rules_and_reads_what_vllm_serves() -> None:
     file = yaml.safe_load((monitoring.FOLDER / "prometheus.yml").read_text())
     assert [(monitoring.FOLDER / name).is_file() for name in file["rule_files"]] == [

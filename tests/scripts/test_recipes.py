@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from support.vllm_flags import serve_flags
 from vllm_kvpolicy.config import KVPolicyConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,14 +25,8 @@ CLIENTS = [words[3:] for words in COMMANDS if words[1:3] == ["bench", "serve"]]
 
 @pytest.mark.parametrize("words", SERVERS, ids=range(len(SERVERS)))
 def test_servers_start_with_flags_that_vllm_takes(words: list[str]) -> None:
-    from vllm.entrypoints.cli.serve import make_arg_parser
-    from vllm.plugins import load_general_plugins
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    load_general_plugins()
-    parser = make_arg_parser(FlexibleArgumentParser(exit_on_error=False))
-    args, unknown = parser.parse_known_args(words)
-    assert not unknown and args.model_tag == "$MODEL"
+    args = serve_flags(words)
+    assert args.model_tag == "$MODEL"
     more = (args.additional_config or {}).get("kv_policy", {})
     values = {"budget": args.kv_budget, "interval": args.kv_interval, **more}
     config = KVPolicyConfig.from_dict({"policy": args.kv_policy, **values})

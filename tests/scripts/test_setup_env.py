@@ -64,11 +64,6 @@ def test_a_gpu_decides_the_lock(tmp_path, script, lock):
     assert printed_lock(tmp_path) == lock
 
 
-def test_without_nvidia_smi_the_lock_is_cpu(setup, monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert setup.choose_lock() == "cpu"
-
-
 @pytest.mark.parametrize(
     ("lock", "pins", "absent"),
     [
@@ -89,13 +84,6 @@ def test_locks_pin_everything(lock, pins, absent):
     names = {line.partition("==")[0] for line in lines}
     assert len(names) == len(lines)
     assert not absent & names
-
-
-def test_numpy_fits_tritons_interpreter():
-    for lock in ("cpu", "cuda"):
-        text = (ROOT / "requirements" / f"{lock}.txt").read_text()
-        (version,) = re.findall(r"^numpy==(\d+)\.(\d+)", text, re.MULTILINE)
-        assert tuple(map(int, version)) < (2, 5)
 
 
 def test_torch_is_looked_for_on_pytorchs_index_when_ours_has_none(setup, monkeypatch):
@@ -123,73 +111,20 @@ def test_the_cpu_wheel_gets_the_name_of_vllm(setup, tmp_path):
     assert all(path.locate().exists() for path in found.files)
 
 
-def test_an_old_python_is_passed_over(setup, monkeypatch, tmp_path):
-    write_program(tmp_path / "python3.11", "exit 1")
-    write_program(tmp_path / "python3", "echo /new/python3")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert setup.find_python() == "/new/python3"
-
-
-def test_no_ensurepip_is_one_sentence(setup, tmp_path):
-    write_program(tmp_path / "python", "echo ensurepip is not available; exit 1")
-    with pytest.raises(setup.SetupError, match=r"apt install python3-venv"):
-        setup.make_venv(str(tmp_path / "python"))
-
-
 @pytest.mark.parametrize(
-    ("output", "sentence"),
-    [
-        ("Temporary failure in name resolution", "cannot reach a package index"),
-        ("OSError: No space left on device", "No space left"),
-        ("something else", "pip could not install it"),
-    ],
+    "changed", [None, "requirements/cpu.txt", "setup.py", "pyproject.toml"]
 )
-def test_failures_of_pip_are_one_sentence(setup, output, sentence):
-    with pytest.raises(setup.SetupError) as error:
-        setup.run(["sh", "-c", f"echo '{output}'; exit 1"], "pip could not install it.")
-    assert sentence in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def run_main(setup, monkeypatch, *arguments):
-    """Run `main`; return its status and the locks that it installed."""
+def test_a_second_run_installs_what_has_changed(setup, monkeypatch, tmp_path, changed):
+    stamp = {"lock": "cpu", "root": "", "hash": setup.fingerprint("cpu")}
+    setup.STAMP.write_text(json.dumps(stamp))
+    if changed:
+        with (tmp_path / changed).open("a") as file:
+            file.write("# changed\n")
     installed = []
-    monkeypatch.setattr(setup.sys, "argv", ["setup_env.py", *arguments])
-    monkeypatch.setattr(setup, "set_up", installed.append)
-    return setup.main(), installed
-
-
-def test_a_second_run_does_nothing(setup, monkeypatch):
-    stamp = {"lock": "cpu", "root": "", "hash": setup.fingerprint("cpu")}
-    setup.STAMP.write_text(json.dumps(stamp))
-    assert run_main(setup, monkeypatch, "--device", "cpu") == (0, [])
-
-
-@pytest.mark.parametrize("name", ["requirements/cpu.txt", "setup.py", "pyproject.toml"])
-def test_a_changed_input_is_installed(setup, monkeypatch, tmp_path, name):
-    stamp = {"lock": "cpu", "root": "", "hash": setup.fingerprint("cpu")}
-    setup.STAMP.write_text(json.dumps(stamp))
-    with (tmp_path / name).open("a") as file:
-        file.write("# changed\n")
-    assert run_main(setup, monkeypatch, "--device", "cpu") == (0, ["cpu"])
-
-
-def test_another_device_is_installed(setup, monkeypatch):
-    stamp = {"lock": "cpu", "root": "", "hash": setup.fingerprint("cpu")}
-    setup.STAMP.write_text(json.dumps(stamp))
-    assert run_main(setup, monkeypatch, "--device", "cuda") == (0, ["cuda"])
-
-
-def test_a_failed_setup_says_why_and_leaves_no_stamp(setup, monkeypatch, capsys):
-    def fail():
-        raise setup.SetupError("No Python here.")
-
-    monkeypatch.setattr(setup, "find_python", fail)
     monkeypatch.setattr(setup.sys, "argv", ["setup_env.py", "--device", "cpu"])
-    setup.STAMP.write_text("{}")
-    assert setup.main() == 1
-    assert capsys.readouterr().err == "set-up failed: No Python here.\n"
-    assert not setup.STAMP.exists()
+    monkeypatch.setattr(setup, "set_up", installed.append)
+    assert setup.main() == 0
+    assert installed == (["cpu"] if changed else [])
 
 
 @pytest.fixture

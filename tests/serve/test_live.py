@@ -81,7 +81,7 @@ def server(tiny_model, tmp_path_factory):
         server.stop()
 
 
-def ask(server, policy, tokens=1900):
+def ask(server, policy, tokens=1200):
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": tokens}
     body |= {"ignore_eos": True, "vllm_xargs": {"kv_policy": policy}}
     answer = httpx.post(

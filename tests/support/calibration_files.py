@@ -7,8 +7,7 @@ import torch
 
 from support.made_gates import make_gates
 from vllm_kvpolicy.policies import names as registry
-from vllm_kvpolicy.policies.admissions import wgkv
-from vllm_kvpolicy.policies.calibration import Calibration, save
+from vllm_kvpolicy.policies.calibration import Calibration
 
 
 def make_calibration(
@@ -49,12 +48,12 @@ def options_for(
     if name.startswith("wgkv"):
         path = folder / "gates.safetensors"
         sizes = num_layers, num_kv_heads, size
-        wgkv.save(path, make_gates(*sizes, window=32, rope_theta=1e4))
+        make_gates(*sizes, window=32, rope_theta=1e4).save(path)
         return {"wgkv_gates": str(path)}
     kind = name.rpartition("-")[2]
     key = f"{kind}_calibration"
     if key not in registry.parse(name).options:
         return {}
     path = folder / f"{kind}.safetensors"
-    save(path, make_calibration(kind, num_layers, num_kv_heads, group, size))
+    make_calibration(kind, num_layers, num_kv_heads, group, size).save(path)
     return {key: str(path)}

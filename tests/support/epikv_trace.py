@@ -2,7 +2,8 @@
 
 import torch
 
-from vllm_kvpolicy.policies.scorers.epikv import MIXES, Mix, signals_from_hidden
+from vllm_kvpolicy.policies.scorers._signals import signals_from_hidden
+from vllm_kvpolicy.policies.scorers.epikv import MIXES, Mix
 
 
 def scores_from_hidden(

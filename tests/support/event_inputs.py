@@ -7,12 +7,15 @@ the builders also run on fake tensors.
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from itertools import product
 from typing import Any
 
 import torch
 
 from vllm_kvpolicy.kernels.rope import Rope
-from vllm_kvpolicy.policies.base import EventInputs, Needs
+from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
+from vllm_kvpolicy.policies.compose import measure_usage
+from vllm_kvpolicy.policies.words import BaseAllocator
 
 EVENTS, LAYERS, HEADS, GROUP, SIZE, TOKENS = 3, 2, 2, 2, 8, 160
 SINKS = 4
@@ -20,6 +23,9 @@ SINKS = 4
 LENGTHS = (((160, 121), (97, 160)), ((131, 131), (131, 131)), ((90, 112), (156, 99)))
 LOCAL = (32, 47, 39)
 SHORTEST = 90
+# Every (event, layer, head).
+ROWS = list(product(range(EVENTS), range(LAYERS), range(HEADS)))
+SPECIAL = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1.0])
 # Fields with a token axis behind event, layer and head.
 BY_TOKEN = ("must_keep", "keys", "values", "positions", "memory")
 
@@ -124,3 +130,29 @@ def on_device(inputs: EventInputs, device: str) -> EventInputs:
 
     moved = {item.name: move(getattr(inputs, item.name)) for item in fields(inputs)}
     return EventInputs(**moved)
+
+
+def make_score(kind: str, shape: torch.Size, seed: int = 0) -> torch.Tensor:
+    """Return scores of `shape`: "random", with "ties", "flat", or "special" numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.rand(shape, generator=generator)
+    if kind == "flat":
+        return torch.zeros(shape)
+    if kind == "ties":
+        return (drawn * 4).round()
+    if kind == "special":
+        return SPECIAL[(drawn * len(SPECIAL)).long()]
+    return drawn
+
+
+def choose(
+    allocator: BaseAllocator, score: torch.Tensor, inputs: EventInputs, budget: int
+) -> Decision:
+    """Return what an allocator chooses at events, as the worker asks it."""
+    usage = measure_usage(allocator.needs, inputs)
+    return allocator.choose(score, inputs, usage, budget)
+
+
+def marked(mask: torch.Tensor, at: tuple[int, ...]) -> set[int]:
+    """Return the tokens of a row that a mask [E, L, H, T] is true of."""
+    return set(mask[at].nonzero().flatten().tolist())

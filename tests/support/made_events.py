@@ -1,4 +1,6 @@
-"""An event that a test plays: the first of a request with two heads."""
+"""Events that a test plays: the first two of a request with two heads."""
+
+from dataclasses import replace
 
 from vllm_kvpolicy.protocol import CompactEvent
 
@@ -18,4 +20,14 @@ FIRST = CompactEvent(
     source_blocks=(1, 2, 3),
     dest_blocks=(1,),
     local_blocks=(4,),
+)
+SECOND = replace(
+    FIRST,
+    serial=1,
+    ordinal=1,
+    position=11,
+    frontier_blocks=5,
+    num_global=1,
+    source_blocks=(1, 4, 5),
+    local_blocks=(6,),
 )

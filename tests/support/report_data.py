@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.accuracy import groups, summary
-from reasoner.intervals import wilson
+from benchmarks.accuracy import summary
 from vllm_kvpolicy.observe.trace_files import EventRecord, new_run, to_arrays
 
 SETTINGS = {
@@ -26,7 +25,6 @@ PLACES = {
     "tova": [(96, 64), (128, 64)],
     "ams-tova": [(96, 64), (128, 64)],
 }
-FAMILIES = [f"{name}:48" for name in "abcdefghij"]
 
 
 def lines(samples: int = 1) -> list[dict]:
@@ -68,30 +66,6 @@ def record(samples: int = 1) -> dict:
 @cache
 def _record(samples: int) -> dict:
     return {"settings": SETTINGS, **summary.summarise(lines(samples), SETTINGS)}
-
-
-def large_record(policies: int = 16, questions: int = 10) -> dict[str, Any]:
-    """Return a summary of the size of the standard grid: `full` and p0, p1, ...
-
-    p0 is right most often, the last policy never; all are better at larger budgets.
-    """
-    rows = []
-    names: dict[str, list] = {f"p{index}": [128, 192, 256] for index in range(policies)}
-    for name, budgets in ({"full": [None]} | names).items():
-        for budget in budgets:
-            rank = 0 if budget is None else int(name[1:]) / (policies - 1)
-            share = (1 - rank) * (1 if budget is None else 0.3 + budget / 400)
-            for family in [*FAMILIES, groups.POOLED]:
-                problems = questions * (10 if family == groups.POOLED else 1)
-                correct = round(share * problems)
-                low, high = wilson(correct, problems)
-                row = {"policy": name, "budget": budget, "family": family}
-                row |= {"interval": budget and 64, "problems": problems}
-                row |= {"correct": correct, "accuracy": correct / problems}
-                row |= {"low": low, "high": high, "repeated": {"8": rank}}
-                row |= {"kv_read": 1e4 + rank, "kv_peak": float(budget or 500)}
-                rows.append(row)
-    return {"settings": {"model": "tiny", "temperature": 0.0}, "summary": rows}
 
 
 def event(position: int, ordinal: int, heads: list, **changes: Any) -> EventRecord:

@@ -1,12 +1,10 @@
 """Tests of the stages of an event, which twins in C++ and in Triton pass.
 
 Files of tests import all of them and say which twins run. These equal their references,
-number for number. Fresh memory is poisoned. Of the values of events nothing is real,
-only shapes.
+number for number. Of the values of events nothing is real, only shapes.
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -40,13 +38,6 @@ NUM_HEADS, SLOTS, DEST, HELD = LAYERS * HEADS, 5, 4, 7
 WIDTH = NUM_HEADS * PAGE
 Draw = torch.Generator
 COUNTS = (1, 40, 1100)  # of tokens
-
-
-@pytest.fixture(autouse=True)
-def poisoned() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def draw(seed: int) -> Draw:

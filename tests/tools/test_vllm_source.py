@@ -75,19 +75,6 @@ def test_how_a_function_is_declared(text, signature):
     assert source_of(text).signature("vllm.a:f") == signature
 
 
-def test_another_kind_of_parameter_or_binding_is_a_change():
-    """No two of the declarations are taken for the same."""
-    looks = [rows.look_into(source_of(text)) for text, _ in SIGNATURES]
-    every = [look(Row(rows.READ, "vllm.a:f")) for look in looks]
-    constant = rows.look_into(source_of("f = 1"))
-    every.append(constant(Row(rows.READ, "vllm.a:f")))
-    assert every[-1] == "" and len(set(every)) == len(every)
-    for wanted in every:
-        row = Row(rows.WRAPPED, "vllm.a:f", wanted)
-        states = [judge(row, found, "0.32.0").state for found in every]
-        assert states.count("same") == 1
-
-
 def source_of(text):
     """Return a vLLM of one module."""
     code = ast.parse(text)
@@ -124,13 +111,6 @@ def test_what_a_class_inherits_abstract_is_found():
     assert VllmSource(trees.get).abstract_methods("vllm.a:C") == ("second",)
 
 
-@pytest.mark.parametrize("later", ["f = None", "del f"])
-def test_what_is_bound_again_or_deleted_is_no_function(later):
-    source = source_of(f"class A:\n def f(self): ...\n {later}\n")
-    assert source.signature("vllm.a:A.f") is None
-    assert source.defines("vllm.a:A.f") is (later == "f = None")
-
-
 def test_what_only_others_are_given_is_not_defined():
     source = source_of(
         "class A:\n"
@@ -145,14 +125,6 @@ def test_what_only_others_are_given_is_not_defined():
         if source.defines(f"vllm.a:A.{name}")
     }
     assert found == {"a", "b", "c"}
-
-
-def test_modules_and_names_are_found():
-    source = source_of("from b import c\nclass D:\n    def e(self): self.f = 1\n")
-    assert all(map(source.defines, ("vllm.a:c", "vllm.a:D.e", "vllm.a:D.f", "vllm:a")))
-    assert not any(
-        map(source.defines, ("vllm.a:b", "vllm.a:D.g", "vllm:b", "vllm.b:c"))
-    )
 
 
 @pytest.mark.parametrize(
@@ -179,49 +151,3 @@ def test_every_import_of_the_package_is_checked():
     assert f"{SCHEDULER}" in targets and "vllm:EngineArgs" in targets
     look = rows.look_into(INSTALLED)
     assert [row for row in rows.imports() if look(row) is None] == []
-
-
-def owner_in(tree, path):
-    """Return a module or the class in it that defines the last name of a path."""
-    for name in path.split(".")[:-1]:
-        classes = (each for each in ast.walk(tree) if isinstance(each, ast.ClassDef))
-        tree = next(each for each in classes if each.name == name)
-    return tree
-
-
-def rename(owner, name):
-    """Rename what defines a name; return (node, field) of each."""
-    renamed = []
-    for node in ast.walk(owner):
-        is_self = isinstance(node, ast.Attribute) and (
-            isinstance(node.value, ast.Name) and node.value.id == "self"
-        )
-        field = {
-            ast.FunctionDef: "name",
-            ast.AsyncFunctionDef: "name",
-            ast.ClassDef: "name",
-            ast.Name: "id",
-            ast.alias: "asname" if getattr(node, "asname", None) else "name",
-            ast.Attribute: "attr" if is_self else None,
-        }.get(type(node))
-        if field and getattr(node, field) == name:
-            setattr(node, field, "renamed")
-            renamed.append((node, field))
-    return renamed
-
-
-def test_what_is_renamed_is_gone():
-    """Annotated parameters and attributes of others keep the name."""
-    every = sorted([*rows.rows(), *rows.imports()], key=str)
-    trees, still = {}, []
-    for row in every:
-        module, _, path = row.target.partition(":")
-        tree = trees.setdefault(module, read_module(module))
-        renamed = rename(owner_in(tree, path), path.split(".")[-1])
-        source = VllmSource({module: tree}.get)
-        if renamed and rows.look_into(source)(row) is not None:
-            still.append(row.target)
-        for node, field in renamed:
-            setattr(node, field, path.split(".")[-1])
-    assert len(every) > 200
-    assert still == []

@@ -4,9 +4,9 @@ import pytest
 from vllm.config import ModelConfig
 
 from support.engine.simulator_engine import make_scheduler, random_scenario
-from tools.vllm_tests import MODES, STOCK, compare, leaks
+from tools.vllm_tests import STOCK, compare, leaks
 from tools.vllm_tests.compare import Expected
-from tools.vllm_tests.record import FAILED, PASSED, Record, read
+from tools.vllm_tests.record import FAILED, PASSED, Record
 
 FILE = "tests/v1/core/test_scheduler.py"
 
@@ -65,17 +65,6 @@ def test_a_mode_that_tries_nothing_is_a_problem(mode, events):
     assert not compare.problems(records, ())
     records[mode]["a"].ours = 0
     assert len(compare.problems(records, ())) == 1
-
-
-def test_records_are_read_as_they_were_written(tmp_path):
-    log, written = tmp_path / "log", record("test_a", events=2)
-    written.write(log)
-    assert read(log) == {written.test: written}
-
-
-def test_every_mode_of_the_table_is_counted():
-    lines = compare.table({mode: {"x": record("test_a")} for mode in MODES})
-    assert [line.split()[1:] for line in lines[1:3]] == [["1", "0", "0"] * 4] * 2
 
 
 @pytest.mark.parametrize("what", ["", "state", "superblock", "booking", "count"])

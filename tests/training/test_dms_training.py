@@ -1,9 +1,10 @@
 """Training of DMS on a tiny model: what it learns, and that it resumes."""
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import cycle, islice
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,12 @@ import torch
 from transformers import AutoTokenizer
 
 from training import dms
-from training.dms import Figures, measure, train
+from training.dms import measure, train
 from training.dms_student import Retrofit, Settings, new_adapter, noise_of
 from training.model import Base, load_base
+from training.options import words_of
 from training.rows import Row, read_reasoner
+from vllm_kvpolicy.policies.admissions.dms.model import load
 
 ROOT = Path(__file__).parents[2]
 WINDOW, TOKENS = 8, 64
@@ -44,62 +47,12 @@ def nothing(target: float) -> None:
     return None
 
 
-@pytest.fixture(scope="module")
-def trained(
-    qwen3: Base, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[dict[float, Figures], list[tuple[float, float]]]:
-    """Figures by target, and in each step the mean decision and the wanted one."""
-    model, found, means = retrofit(qwen3, QUICK), {}, []
-
-    def reached(target: float) -> None:
-        found[target] = measure(model, rows(8, 1))
-
-    def spy(alphas: torch.Tensor, wanted: float) -> torch.Tensor:
-        means.append((alphas.mean().item(), wanted))
-        return compression(alphas, wanted)
-
-    compression = dms.compression
-    state = tmp_path_factory.mktemp("trained") / "state"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dms, "compression", spy)
-        train(model, cycle(rows(32)), state, reached)
-    return found, means
-
-
-def test_decisions_track_what_is_wanted(trained: tuple) -> None:
-    """From below: nothing pulls further than what is wanted."""
-    _, means = trained
-    assert len(means) == QUICK.rows_per_step * QUICK.steps
-    got, wanted = torch.tensor(means).unflatten(0, (-1, 40)).mean(1).unbind(1)
-    assert wanted[0] < 0.35 and wanted[-1] == pytest.approx(0.8, abs=1e-3)
-    assert ((got > 0.8 * wanted) & (got < 1.2 * wanted)).all()
-    assert (got[3:] < wanted[3:]).all()
-
-
-def test_less_is_kept_for_a_higher_ratio(trained: tuple) -> None:
-    found, _ = trained
-    figures = [found[target] for target in QUICK.targets]
-    for target, item in zip(QUICK.targets, figures, strict=True):
-        assert 0.85 / target < item.kept_fraction < 1.65 / target
-    ratios = [item.compression_ratio for item in figures]
-    assert ratios == sorted(ratios)
-    for name in ("soft_loss", "hard_loss"):
-        losses = [getattr(item, name) for item in figures]
-        assert losses == sorted(losses)
-
-
-def test_trained_and_served_losses_are_close(trained: tuple) -> None:
-    for figures in trained[0].values():
-        gap = abs(figures.hard_loss - figures.soft_loss)
-        assert gap < 0.15 * figures.window_loss
-
-
 def test_trained_adapters_choose_better_than_those_of_chance(tmp_path: Path) -> None:
     """On the packaged model, since a random one has hardly a use for some tokens."""
     folder = ROOT / "reasoner" / "checkpoint"
     base = load_base(str(folder), "cpu", torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    texts = read_reasoner(folder, tokenizer, 250, 4)
+    texts = read_reasoner(folder, tokenizer, 160, 3)
     settings = Settings(
         targets=(2.0,),
         steps_per_ratio=10,
@@ -111,6 +64,9 @@ def test_trained_adapters_choose_better_than_those_of_chance(tmp_path: Path) -> 
     model = retrofit(base, settings)
     train(model, texts.shuffled(0), tmp_path / "state", nothing)
     figures = measure(model, texts.validation)
+    assert 0.85 / 2 < figures.kept_fraction < 1.65 / 2
+    gap = abs(figures.hard_loss - figures.soft_loss)  # served as trained
+    assert gap < 0.15 * figures.window_loss
     chance = retrofit(base, settings)
     drawn = torch.randn(6, 2, 320, generator=torch.Generator().manual_seed(0))
     chance.weights.projection.data = drawn
@@ -158,38 +114,28 @@ def test_figures_by_hand(qwen3: Base) -> None:
     assert got.tokens == TOKENS
 
 
-def test_losses_are_weighed_by_what_counts(qwen3: Base) -> None:
+@pytest.mark.parametrize("of_answers", [True, False], ids=["answers", "ends"])
+def test_losses_are_weighed_by_what_counts(qwen3: Base, of_answers: bool) -> None:
+    """Answers, if only they count; never the ends of texts."""
     model = retrofit(qwen3, QUICK)
     first, second = rows(2)
-    counts = torch.zeros(TOKENS, dtype=torch.bool)
-    counts[-5:] = True
-    some = Row(second.ids, counts)
+    if of_answers:
+        counts = torch.zeros(TOKENS, dtype=torch.bool)
+        counts[-5:] = True
+        some, weight = Row(second.ids, counts), 5
+    else:
+        ids = second.ids[:20].clone()
+        ids[::2] = qwen3.ends[0]
+        some, weight = Row(ids), int((ids != qwen3.ends[0]).sum())
     parts = [measure(model, [row]).window_loss for row in (first, some)]
     both = measure(model, [first, some]).window_loss
-    want = (parts[0] * TOKENS + parts[1] * 5) / (TOKENS + 5)
+    whole = int((first.ids != qwen3.ends[0]).sum())
+    want = (parts[0] * whole + parts[1] * weight) / (whole + weight)
     assert math.isclose(both, want, rel_tol=1e-4)
     assert parts[0] != pytest.approx(parts[1], rel=1e-2)
 
 
-def test_ends_of_texts_weigh_nothing(qwen3: Base) -> None:
-    model = retrofit(qwen3, QUICK)
-    first, second = rows(2)
-    ids = first.ids[:20].clone()
-    ids[::2] = qwen3.ends[0]
-    ended = Row(ids)
-    parts = [measure(model, [row]).window_loss for row in (ended, second)]
-    both = measure(model, [ended, second]).window_loss
-    numbers = [int((row.ids != qwen3.ends[0]).sum()) for row in (ended, second)]
-    want = (parts[0] * numbers[0] + parts[1] * numbers[1]) / sum(numbers)
-    assert numbers[0] <= 10 and math.isclose(both, want, rel_tol=1e-4)
-    assert parts[0] != pytest.approx(parts[1], rel=1e-2)
-
-
-@pytest.mark.parametrize("flavour", ["qwen3", "llama"])
-def test_the_adapter_learns_and_the_model_does_not(
-    request: pytest.FixtureRequest, tmp_path: Path, flavour: str
-) -> None:
-    base = request.getfixturevalue(flavour)
+def test_the_adapter_learns_and_the_model_does_not(base: Base, tmp_path: Path) -> None:
     before = {name: t.clone() for name, t in base.model.state_dict().items()}
     model = retrofit(base)
     train(model, iter(rows(12)), tmp_path / "state", nothing)
@@ -218,22 +164,6 @@ def cut_off(after: int) -> Iterator[Row]:
     raise Stopped
 
 
-@pytest.mark.parametrize(("after", "done", "reached"), [(2, 1, 2), (5, 2, 1)])
-def test_a_run_that_was_cut_off_ends_as_if_it_had_not_been(
-    qwen3: Base, tmp_path: Path, after: int, done: int, reached: int
-) -> None:
-    whole, parts = retrofit(qwen3), retrofit(qwen3)
-    train(whole, iter(rows(12)), tmp_path / "whole", nothing)
-    state, found = tmp_path / "state", []
-    with pytest.raises(Stopped):
-        train(retrofit(qwen3), cut_off(after), state, nothing, save_steps=1)
-    assert torch.load(state, weights_only=True)["step"] == done
-    train(parts, iter(rows(12)), state, found.append, save_steps=1)
-    assert len(found) == reached
-    for name, tensor in whole.tensors().items():
-        assert torch.equal(tensor, parts.tensors()[name])
-
-
 def test_the_state_is_saved_at_targets(qwen3: Base, tmp_path: Path) -> None:
     state = tmp_path / "state"
     with pytest.raises(Stopped):
@@ -241,64 +171,31 @@ def test_the_state_is_saved_at_targets(qwen3: Base, tmp_path: Path) -> None:
     assert torch.load(state, weights_only=True)["step"] == 2
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("window", 9), ("targets", (2.0, 5.0)), ("data", "other"), ("seed", 1)],
-)
-def test_a_run_of_other_settings_is_refused(
-    qwen3: Base, tmp_path: Path, name: str, value: object
-) -> None:
-    state = tmp_path / "state"
-    train(retrofit(qwen3), iter(rows(12)), state, nothing)
-    other = retrofit(qwen3, replace(SHORT, **{name: value}))
-    with pytest.raises(
-        ValueError, match=f"{name}: got .* from an earlier run, expected"
-    ):
-        train(other, iter(rows(12)), state, nothing)
-
-
-def one_step(
-    base: Base, monkeypatch: pytest.MonkeyPatch, path: Path, texts: list, **change
-) -> dict[str, torch.Tensor]:
-    """Adam's means of the gradients of a first step, by tensor."""
-    settings = replace(SHORT, rows_per_step=len(texts), **change)
-    noise = noise_of(base, TOKENS, 1)
-    monkeypatch.setattr(dms, "noise_of", lambda *_: noise)
+def after_one_step(base: Base, state: Path) -> dict:
+    """The state of a run that was cut off after its first step."""
+    settings = replace(SHORT, rows_per_step=1)
     with pytest.raises(ValueError, match="rows: ran out at step 2 of 6"):
-        train(retrofit(base, settings), iter(texts), path, nothing, save_steps=1)
-    states = torch.load(path, weights_only=True)["optimizer"]["state"]
-    return {name: states[i]["exp_avg"] for i, name in enumerate(("norm", "projection"))}
+        train(retrofit(base, settings), iter(rows(1)), state, nothing, save_steps=1)
+    return torch.load(state, weights_only=True)
 
 
 def test_a_step_takes_the_learning_rate_of_its_time(
-    qwen3: Base, tmp_path: Path
+    qwen3: Base, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The first step of Adam is as long as its rate, here one at rest."""
-    settings = replace(SHORT, steps_per_ratio=0.1, hold_steps=2, hold_rate=0.5)
-    assert settings.rate(1) == 0.5e-3
-    model = retrofit(qwen3, settings)
-    found = []
-    plain = settings.__class__.rate
-
-    def spy(self: Settings, step: int) -> float:
-        found.append(step)
-        return plain(self, step + 1)  # from the first that rests on
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Settings, "rate", spy)
-        with pytest.raises(ValueError, match="rows: ran out at step 2"):
-            train(model, iter(rows(2)), tmp_path / "state", nothing)
-    assert found == [0]
-    assert model.weights.projection.abs().max().item() == pytest.approx(5e-4, rel=1e-2)
+    """The first step of Adam is as long as its rate."""
+    monkeypatch.setattr(Settings, "rate", lambda self, step: 5e-4)
+    projection = after_one_step(qwen3, tmp_path / "state")["weights"]["projection"]
+    assert projection.abs().max().item() == pytest.approx(5e-4, rel=1e-2)
 
 
 def test_gradients_are_cut(
     qwen3: Base, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(dms, "LARGEST_GRADIENT", 1e-3)
-    means = one_step(qwen3, monkeypatch, tmp_path / "state", rows(1))
-    norm = torch.cat([mean.flatten() for mean in means.values()]).norm()
-    assert norm.item() == pytest.approx(0.1 * 1e-3, rel=1e-3)  # the first of mean 0.9
+    optimizer = after_one_step(qwen3, tmp_path / "state")["optimizer"]
+    means = [each["exp_avg"].flatten() for each in optimizer["state"].values()]
+    norm = torch.cat(means).norm().item()
+    assert norm == pytest.approx(0.1 * 1e-3, rel=1e-3)  # the first of mean 0.9
 
 
 def test_noise_differs_by_step_and_row(
@@ -323,3 +220,45 @@ def test_a_model_in_bfloat16(tiny_model: Path, tmp_path: Path) -> None:
     assert {t.dtype for t in model.tensors().values()} == {torch.float32}
     assert half.hidden(rows(1)[0].ids, model.dropping()).dtype == torch.bfloat16
     assert measure(model, rows(2, 1)).hard_loss < 10
+
+
+OPTIONS = [
+    *("--window", "8", "--targets", "1.5", "2", "--rows-per-step", "2"),
+    *("--steps-per-ratio", "4", "--hold-steps", "1", "--validation-rows", "2"),
+    *("--learning-rate", "0.001", "--device", "cpu"),
+]
+
+
+def test_the_command_writes_adapters_and_their_figures(tmp_path: Path) -> None:
+    model = ROOT / "reasoner" / "checkpoint"
+    command = [str(model), "--reasoner", "--output", str(tmp_path), *OPTIONS]
+    dms.main([*command, "--length", "120"])
+    content = json.loads((tmp_path / "figures.json").read_text())
+    assert content["model"] == str(model)
+    assert [item["target"] for item in content["results"]] == [1.5, 2]
+    for item in content["results"]:
+        adapter = load(tmp_path / item["file"])
+        assert (adapter.window, adapter.shift, adapter.model) == (8, 1, str(model))
+        assert (adapter.alpha_scale, adapter.alpha_offset) == (100, 5)
+        assert adapter.target_cr == item["target"]
+        assert adapter.kept_fraction == item["kept_fraction"]
+        heads = torch.tensor(item["kept_by_head"])
+        assert heads.shape == (adapter.num_layers, adapter.num_kv_heads)
+        assert math.isclose(heads.mean(), item["kept_fraction"], rel_tol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("more", "options"),
+    [("", ["--validation-rows", "3"]), ("z", []), ("", ["--length", "41"])],
+    ids=["rows held out", "text", "length"],
+)
+def test_other_rows_are_another_run(
+    tmp_path: Path, more: str, options: list[str]
+) -> None:
+    """Rows that were held out would be trained on."""
+    text = tmp_path / "text.txt"
+    text.write_text("abc")
+    command = ["model", "--text", str(text), "--output", "out", "--length", "40"]
+    before, again = (words_of(dms.parse([*command])) for _ in range(2))
+    text.write_text(f"abc{more}")
+    assert before == again != words_of(dms.parse([*command, *options]))

@@ -12,7 +12,6 @@ from torch import nn
 
 from training.__main__ import main
 from training.epikv_files import (
-    PROBLEM_KEYS,
     answer_start,
     append,
     boxed_answer,
@@ -47,18 +46,6 @@ def test_a_line_that_was_cut_off_is_made_again(tmp_path: Path) -> None:
     append(path, [TRACE])
     assert read_lines(path)[1] == {**TRACE, "correct": True}
     assert len(read_lines(path)) == 3
-
-
-@pytest.mark.parametrize("line", ["{", "[1]", '{"token_ids": [1]}'])
-def test_other_lines_are_refused(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "traces.jsonl"
-    path.write_text(json.dumps(TRACE) + "\n" + line + "\n" + json.dumps(TRACE) + "\n")
-    with pytest.raises(ValueError, match="line 2: .* token_ids and prompt_len"):
-        resume(path)
-    with pytest.raises(ValueError, match="line 1: .* problem and ground_truth"):
-        read_lines(path, PROBLEM_KEYS)
-    with pytest.raises(ValueError, match="cannot read"):
-        read_lines(tmp_path / "missing.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -151,17 +138,6 @@ def test_tokens_of_windows_that_change_the_answer(key_at: int) -> None:
         "changed": changed,
     }
     assert trace.items() <= made.items()
-
-
-def test_random_fillers_are_the_same_in_each_run() -> None:
-    windows = Windows(filler="random", vocabulary=range(200, 300))
-    tokens, span = list(range(100)), range(16, 48)
-    filled = windows.without(tokens, span, 90)
-    assert filled == windows.without(tokens, span, 90)
-    assert filled[:16] + filled[48:] == tokens[:16] + tokens[48:90]
-    assert len(set(filled[16:48])) > 20
-    assert min(filled[16:48]) >= 200
-    assert filled[16:48] != windows.without(tokens, range(32, 64), 90)[32:64]
 
 
 def test_goes_on_where_it_stopped(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import torch
 from transformers import AutoTokenizer
 
 from reasoner.problems import held_out
-from reasoner.tokenizer import vocabulary
 from training.rows import Maker, Row, answers, read_reasoner, read_rows, render
 
 REASONER = Path(__file__).parents[2] / "reasoner" / "checkpoint"
@@ -46,6 +45,27 @@ def test_a_line_of_jsonl_is_cut_to_one_row(tmp_path: Path, tokenizer) -> None:
     assert [tokenizer.decode(row.ids) for row in rows.validation] == [TEXT[50:60]]
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    [
+        ("text", b"\xff", "cannot read"),
+        (
+            "text.jsonl",
+            b'{"text": "a"}\nno',
+            "line 2: expected a JSON object with a 'text' string",
+        ),
+    ],
+    ids=["no UTF-8", "no JSON"],
+)
+def test_texts_that_are_refused(
+    tmp_path: Path, tokenizer, name: str, content: bytes, text: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"text: .*{text}"):
+        read_rows(path, Maker(tokenizer, 10, ""), 0)
+
+
 def test_rows_come_in_another_order_each_round(tmp_path: Path, tokenizer) -> None:
     path = tmp_path / "text"
     path.write_text(TEXT)
@@ -58,33 +78,6 @@ def test_rows_come_in_another_order_each_round(tmp_path: Path, tokenizer) -> Non
     again = [tokenizer.decode(row.ids) for row in islice(rows.shuffled(3), 24)]
     other = [tokenizer.decode(row.ids) for row in islice(rows.shuffled(4), 24)]
     assert drawn == again != other
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "text"),
-    [
-        ("text", TEXT[:20], "gives 2 rows at --length 10, expected more than the 2"),
-        ("text", b"\xff", "cannot read"),
-        (
-            "text.jsonl",
-            '{"text": "a"}\nno',
-            "line 2: expected a JSON object with a 'text' string",
-        ),
-    ],
-    ids=["few rows", "no UTF-8", "no JSON"],
-)
-def test_texts_that_are_refused(
-    tmp_path: Path, tokenizer, name: str, content: str | bytes, text: str
-) -> None:
-    path = tmp_path / name
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(ValueError, match=f"text: .*{text}"):
-        read_rows(path, Maker(tokenizer, 10, ""), 2)
-
-
-def test_an_instruction_needs_a_chat_template() -> None:
-    with pytest.raises(ValueError, match="has no chat template; .* --instruction ''"):
-        Maker(SimpleNamespace(chat_template=None), 10, "Read:").of_text(TEXT)
 
 
 @pytest.fixture(scope="module")
@@ -111,19 +104,6 @@ def test_rows_of_the_reasoner(reasoner_tokenizer) -> None:
     assert not torch.equal(next(rows.shuffled(1)).ids, training[0].ids)
 
 
-def test_long_rows_of_the_reasoner_come_too(reasoner_tokenizer) -> None:
-    rows = read_reasoner(REASONER, reasoner_tokenizer, 4096, 1)
-    lengths = [len(row) for row in islice(rows.shuffled(0), 30)]
-    assert max(lengths) > 600
-
-
-def test_another_vocabulary(tmp_path: Path) -> None:
-    (tmp_path / "training.json").write_text('{"lines": {"copy": 5}}')
-    words = {**vocabulary(), "more": 1000}
-    with pytest.raises(ValueError, match="has a different vocabulary"):
-        read_reasoner(tmp_path, SimpleNamespace(get_vocab=lambda: words), 10, 1)
-
-
 TAGGED = (
     "{% for message in messages %}{{ message['role'] + ': ' }}"
     "{% if message['role'] == 'assistant' %}{% generation %}"
@@ -139,7 +119,6 @@ FORGETFUL = (
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
 THINKING = FORGETFUL.replace("{{ 'assistant: ' }}", "{{ 'assistant: {' }}")
-STRICT = "{{ raise_exception('roles must alternate') }}"
 TURNS = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "One?"},
@@ -217,12 +196,6 @@ def test_templates_whose_answers_cannot_be_told(
         answers(turns, tokenizer)
 
 
-def test_a_last_answer_can_be_told_with_them(tiny_model: Path) -> None:
-    tokenizer = tokenizer_of(tiny_model, FORGETFUL)
-    ids, mask = render(TURNS[:3], tokenizer, False), answers(TURNS[:3], tokenizer)
-    assert tokenizer.decode(ids[mask]) == "<>1\n"
-
-
 def written(folder: Path, *lines: Any) -> Path:
     path = folder / "rows.jsonl"
     path.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines))
@@ -270,24 +243,3 @@ def test_conversations_without_an_answer_are_skipped(
     assert told in caplog.text
     with pytest.raises(ValueError, match=f"{told} at --length 30, expected more than"):
         read_rows(path, maker, 2)
-
-
-@pytest.mark.parametrize(
-    ("line", "template", "text"),
-    [
-        ({"messages": []}, None, "expected a JSON object with a 'text' string, or"),
-        ({"messages": [{"role": "user"}]}, None, "the strings 'role' and 'content'"),
-        ({"messages": TURNS}, STRICT, "refuses the conversation: roles must"),
-        ({"messages": TURNS}, FORGETFUL, "message 3: .* is no beginning of"),
-        ({"messages": TURNS}, "", "messages: the tokenizer has no chat template"),
-        ({"text": CONVERSATION}, None, "loss_on: got 'answers' with a text"),
-    ],
-)
-def test_rows_that_are_refused_by_their_line(
-    tiny_model: Path, tmp_path: Path, line: dict, template: str | None, text: str
-) -> None:
-    good = [] if template is not None else [{"messages": TURNS[1:3]}]
-    path = written(tmp_path, *good, line)
-    maker = Maker(tokenizer_of(tiny_model, template), 30, "", answers_only=True)
-    with pytest.raises(ValueError, match=f"jsonl' line {len(good) + 1}: .*{text}"):
-        read_rows(path, maker, 0)

@@ -132,11 +132,7 @@ def test_two_processes_give_what_one_gives(
 
 @pytest.mark.parametrize(
     ("module", "options"),
-    [
-        (wgkv, WGKV),
-        pytest.param(dms, ADAPTER, marks=pytest.mark.slow),
-        pytest.param(dms, BORROWED, marks=pytest.mark.slow),
-    ],
+    [(wgkv, WGKV), (dms, ADAPTER), (dms, BORROWED)],
     ids=["wgkv", "adapter", "borrowed"],
 )
 def test_three_steps_and_three_are_six(
@@ -185,27 +181,3 @@ def test_what_processes_cannot_share(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, distributed_type=DistributedType.FSDP)
     with pytest.raises(ValueError, match="launcher: got .*FSDP.*, expected plain"):
         accelerator_for(4)
-
-
-def test_devices_and_dtypes_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = SimpleNamespace(device="cpu", dtype=None)
-    first, second = (SimpleNamespace(device=d, dtype=None) for d in ("cuda", "cuda:1"))
-    machine(monkeypatch)
-    assert options.dtype_of(cpu) == torch.float32
-    assert options.device_of(cpu) == torch.device("cpu")
-    with pytest.raises(ValueError, match="device: got 'cuda', expected 'cpu' as the"):
-        options.device_of(first)
-    machine(monkeypatch, device=torch.device("cuda"))
-    assert options.dtype_of(first) == torch.bfloat16
-    assert options.device_of(second) == torch.device("cuda:1")
-    machine(monkeypatch, num_processes=2, device=torch.device("cuda:1"))
-    assert options.device_of(first) == torch.device("cuda:1")
-    with pytest.raises(ValueError, match="device: got 'cuda:1' for 2 processes"):
-        options.device_of(second)
-    machine(monkeypatch, mixed_precision="bf16")
-    assert options.dtype_of(cpu) == torch.bfloat16
-    cpu.dtype = "float32"
-    assert options.dtype_of(cpu) == torch.float32
-    machine(monkeypatch, mixed_precision="fp16")
-    with pytest.raises(ValueError, match="mixed_precision: got 'fp16', expected one"):
-        options.dtype_of(cpu)

@@ -14,13 +14,10 @@ STEPS = 110
 APART = {"one_allocation": False}
 # Name: whether the policy is dynamic, and the setup.
 SETUPS: dict[str, tuple[bool, dict[str, Any]]] = {
-    "equal": (False, {"is_ragged": False}),
     "equal, layers apart": (False, {"is_ragged": False, **APART}),
     "equal, shuffled": (False, {"is_ragged": False, "place": shuffled}),
-    "ragged": (False, {"is_ragged": True}),
     "ragged, columns": (False, {"is_ragged": True, "columns": True}),
     "ragged, layers apart": (False, {"is_ragged": True, **APART}),
-    "dynamic": (True, {"is_ragged": True}),
     "dynamic, late": (True, {"is_ragged": True, "latest": 4}),
     "dynamic, layers apart": (True, {"is_ragged": True, **APART}),
 }
@@ -47,19 +44,18 @@ def test_every_head_holds_its_own_tokens(name: str) -> None:
     assert (totals["given back"] > 50) == (dynamic and crosses_layers)
 
 
-@pytest.mark.parametrize("is_ragged", [False, True], ids=["equal", "ragged"])
-def test_batches_fit_their_room(is_ragged: bool) -> None:
+def test_batches_fit_their_room() -> None:
     def padded(room: float) -> list[int]:
         """Return the tokens per head of each batch of several events."""
-        policy = ScriptedPolicy(is_ragged, False)
-        Chain(Setup(policy, is_ragged, room=room)).run(3 * STEPS)
+        policy = ScriptedPolicy(True, False)
+        Chain(Setup(policy, True, room=room)).run(STEPS)
         return [count * tokens for count, tokens in policy.batches if count > 1]
 
     free = padded(inf)
     room = sorted(free)[len(free) // 2]
     fitting = padded(room)
     assert max(free) > room >= max(fitting)
-    assert len(free) > len(fitting) > 5
+    assert len(free) > len(fitting) > 3
     assert padded(0) == []
 
 

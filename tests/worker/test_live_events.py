@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from support.made_events import BLOCK, FIRST
+from support.made_events import BLOCK, FIRST, SECOND
 from vllm_kvpolicy.kernels.assign_pages import PageLists
 from vllm_kvpolicy.observe import shared_files as ring
 from vllm_kvpolicy.observe.shared_files import RANK, Ring
@@ -16,17 +16,6 @@ from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.batch import Batch, Destinations, HeldPages
 from vllm_kvpolicy.worker.observers.live import MOST_SECONDS, SHARE, LiveEvents, in_bins
 from vllm_kvpolicy.worker.observers.positions import UNKNOWN, Followed, TruePositions
-
-SECOND = replace(
-    FIRST,
-    serial=1,
-    ordinal=1,
-    position=11,
-    frontier_blocks=5,
-    num_global=1,
-    source_blocks=(1, 4, 5),
-    local_blocks=(6,),
-)
 
 
 def batch_of(event: CompactEvent) -> Batch:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from support.worker.tiers import make_tier
 from vllm_kvpolicy.policies import compose as factory
 from vllm_kvpolicy.policies.base import Decision, EventInputs, Merge, Policy
 from vllm_kvpolicy.protocol import CompactEvent
@@ -21,9 +22,7 @@ from vllm_kvpolicy.worker.compaction import Compactor
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.survivors import SurvivorMemory
-from vllm_kvpolicy.worker.tiers.equal import EqualTier, PhysicalTables
-from vllm_kvpolicy.worker.tiers.head_tables import FoldedTables, HeadTables
-from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
+from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
 
 LAYERS, HEADS, BLOCK, SIZE, BLOCKS, SINKS = 2, 3, 4, 8, 40, 2
 NUM_HEADS = LAYERS * HEADS
@@ -89,7 +88,6 @@ class World:
         self.null = self.pool.own_pages(torch.zeros(1, 1, dtype=torch.int64)).flatten()
         self.is_ragged, self.is_dynamic = layout != "equal", layout == DYNAMIC
         self.requests = RequestTable(len(REQUESTS), BLOCKS, BLOCK, CPU)
-        self.tables = HeadTables(len(REQUESTS), BLOCKS, self.null, HEADS, CPU)
         self.windows = QueryWindows(1, 0, CPU)
         self.windows.bind(self.pool)
         options = {"window": 1, "hard_p": 0.6, "hard_lower": 0.1, "hard_merge": merge}
@@ -99,14 +97,8 @@ class World:
             self._event(row, blocks.tolist()) for row, blocks in enumerate(first_blocks)
         ]
         self.before = {at: self._held(*at) for at in self.heads()}
-        room = FoldedTables(LAYERS, HEADS, 0, 0, CPU)
-        tier = (
-            RaggedTier(self.requests, self.pool, self.tables, room)
-            if self.is_ragged
-            else EqualTier(
-                self.requests, self.pool, PhysicalTables(self.requests, 0, 0)
-            )
-        )
+        tier = make_tier(self.is_ragged, self.requests, self.pool, BLOCKS)
+        self.tables: HeadTables | None = getattr(tier, "lists", None)
         self.compactor = Compactor(
             policies={"hard": self.policy},
             pool=self.pool,
@@ -160,7 +152,7 @@ class World:
         event = self.events[row]
         local = torch.tensor([event.local_blocks])
         slot = torch.tensor([self.requests.row_of[event.request_id]])
-        if self.is_ragged:
+        if self.tables is not None:
             listed = self.tables.first[slot].diff()[0]
             count = int(listed[head])
             row = torch.empty(1, 1, NUM_HEADS, 40, dtype=torch.int32)
@@ -271,7 +263,7 @@ def test_only_pairs_change_and_no_sink_or_local_token(layout: str) -> None:
         assert min(touched) >= SINKS and max(touched) < frontier
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_empty_destinations_take_nothing_in(seed: int) -> None:
     plain, events = (World(DYNAMIC, pairs, seed=seed) for pairs in (False, True))
     for row, head in events.heads():
@@ -300,4 +292,5 @@ def test_without_the_option_the_cache_is_the_same(
     for part in ("keys", "values"):
         both = zip(getattr(off.pool, part), getattr(dropped.pool, part), strict=True)
         assert all(torch.equal(mine, other) for mine, other in both)
-    assert torch.equal(off.tables.pages, dropped.tables.pages)
+    if off.tables is not None:
+        assert torch.equal(off.tables.pages, dropped.tables.pages)

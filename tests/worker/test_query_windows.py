@@ -134,10 +134,7 @@ def test_policies_with_different_windows_share_a_pool(apart: bool) -> None:
     )
     assert torch.equal(world.read(LONG, a)[0], as_read(queries[:, :5]))
     assert torch.equal(world.read(SHORT, b)[0], as_read(queries[:, 6:8]))
-    reads_none: Any = SimpleNamespace(
-        policy=SimpleNamespace(needs=SimpleNamespace(window_tokens=0))
-    )
-    assert world.windows.read(reads_none) == {}
+    assert not world.windows.serves(Needs())
 
 
 @both_captures

@@ -8,6 +8,7 @@ import torch
 from support.calibration_files import options_for
 from vllm_kvpolicy.policies import compose as factory
 from vllm_kvpolicy.policies.base import Policy
+from vllm_kvpolicy.policies.model_files import ModelShape
 from vllm_kvpolicy.worker.setup import refused_for, rope_for
 
 NAMES = ("expected", "ams-tova", "rkv", "ams-expected", "epikv")
@@ -47,6 +48,6 @@ def test_other_policies_are_not_named() -> None:
 @pytest.mark.parametrize(("option", "key"), [("a_last", "a"), ("b_last", "b")])
 def test_layers_that_the_model_does_not_have(option: str, key: str) -> None:
     policy = build("epikv", **{option: 31})
-    policy.check_model(32, 8, 2, 64)
+    policy.check_model(ModelShape(32, 8, 2, 64))
     with pytest.raises(ValueError, match=f"^{key}_first, {key}_last: .* last <= 30$"):
-        policy.check_model(31, 8, 2, 64)
+        policy.check_model(ModelShape(31, 8, 2, 64))

@@ -3,8 +3,11 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
+from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.setup import SideTables
+from vllm_kvpolicy.worker.survivors import SurvivorMemory
 
 GIB = 2**30
 # 80 layers, 8 KV heads of 128 channels in bf16, 256 requests of up to 128k tokens.
@@ -71,3 +74,10 @@ def test_pool_and_tables_fill_what_there_is(name: str, available: int) -> None:
 
 def test_an_engine_out_of_memory_has_no_pool() -> None:
     assert LARGE.pool_blocks(-5, SUPERBLOCK) == 0
+
+
+def test_memory_of_survivors_takes_what_was_announced() -> None:
+    requests = RequestTable(3, 8, 4, torch.device("cpu"))
+    memory = SurvivorMemory(("a", "b"), requests, 25, 6, 7)
+    held = memory.survivors.nbytes + memory.local.nbytes
+    assert held == 2 * SurvivorMemory.nbytes_of(3, 25, 6, 4, 7)

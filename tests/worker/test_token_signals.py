@@ -8,12 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from vllm_kvpolicy.policies.base import TokenSignal
-from vllm_kvpolicy.policies.model_parts import decoder_layers
-from vllm_kvpolicy.policies.scorers.epikv import signals_from_hidden
+from vllm_kvpolicy.policies.hooks import decoder_layers
+from vllm_kvpolicy.policies.scorers._signals import TokenSignal, signals_from_hidden
 from vllm_kvpolicy.protocol import NO_COMMANDS
 from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
-from vllm_kvpolicy.worker.request_table import RequestRows
 from vllm_kvpolicy.worker.step import Step
 
 LAYERS, SIZE, SLOTS, STEP_TOKENS, MAX_LEN = 4, 8, 5, 128, 100
@@ -229,14 +227,3 @@ def test_layers_by_depth() -> None:
     for first, last in ((0, 4), (2, 1), (-1, 2)):
         with pytest.raises(ValueError, match="0 <= first <= last <= 3"):
             TokenSignal("hidden", first, last).layers(4)
-
-
-def test_rows_are_handed_out_once_and_come_back() -> None:
-    rows = RequestRows(2)
-    assert sorted(rows.take_all(["a", "b"], 3)) == [0, 1, rows.null_row]
-    first = rows.take_all(["a"], 1)
-    assert rows.take_all(["a"], 1) == first
-    with pytest.raises(IndexError):
-        rows.take_all(["c"], 1)
-    rows.drop(["a", "unknown"])
-    assert rows.take_all(["c"], 1) == first

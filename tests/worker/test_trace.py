@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from support.made_events import BLOCK, FIRST
+from support.made_events import BLOCK, FIRST, SECOND
 from support.made_traces import rows
 from vllm_kvpolicy.kernels.assign_pages import PageLists
 from vllm_kvpolicy.observe.trace_files import EventRecord, read_trace, run_in, to_arrays
@@ -59,16 +59,7 @@ def two_events(folder: Path, max_bytes: int = 2**30) -> list[EventRecord]:
     """Return the records of two events of two requests."""
     tracer = Tracer(str(folder), BLOCK, lambda: None, max_bytes)
     record(tracer, FIRST, [[0, 1], [2, 5]])
-    second = replace(
-        FIRST,
-        ordinal=1,
-        position=11,
-        frontier_blocks=5,
-        num_global=1,
-        source_blocks=(1, 4, 5),
-        local_blocks=(6,),
-    )
-    record(tracer, second, [[1, 4], [0, 5]])
+    record(tracer, SECOND, [[1, 4], [0, 5]])
     return list(read_trace(folder))
 
 

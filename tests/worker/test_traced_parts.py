@@ -13,8 +13,9 @@ from vllm_kvpolicy.kernels.dms_decision import DecisionWeights
 from vllm_kvpolicy.policies.admissions.dms.model import DmsRule
 from vllm_kvpolicy.policies.admissions.dms.policy import attach_adapter, attach_borrowed
 from vllm_kvpolicy.policies.admissions.kvzap import attach_surrogate
-from vllm_kvpolicy.policies.head_logits import HeadLogits
-from vllm_kvpolicy.worker.captures.token_signals import HiddenSteps, _note_output
+from vllm_kvpolicy.policies.hooks import HeadLogits
+from vllm_kvpolicy.policies.scorers._signals import TokenSignal
+from vllm_kvpolicy.worker.captures.token_signals import TokenSignals, _note_output
 from vllm_kvpolicy.worker.worker import traced_parts
 
 LAYERS, HEADS, SIZE, WIDTH = 3, 2, 8, 8
@@ -47,8 +48,9 @@ def logits(step_tokens: int = 16) -> torch.Tensor:
 
 
 def hidden(*layers: int, rows: int = 4) -> Any:
-    sizes = rows, 16, WIDTH, torch.float32, torch.device("cpu")
-    return lambda model: HiddenSteps(layers, *sizes).attach(model, LAYERS)
+    signals = [TokenSignal("hidden", layer, layer) for layer in layers]
+    sizes = LAYERS, rows, 8, 16, WIDTH, torch.float32, torch.device("cpu")
+    return lambda model: TokenSignals(signals, *sizes).attach(model)
 
 
 def adapter(epsilon: float = 1e-6, step_tokens: int = 16, sign: int = 1) -> Any:
@@ -119,7 +121,7 @@ def closure() -> Any:
 HELD = {
     "closure": closure(),
     "partial": partial(_note_output, 1),
-    "method": HiddenSteps.attach.__get__(object()),
+    "method": TokenSignals.attach.__get__(object()),
 }
 
 
@@ -133,7 +135,7 @@ def test_hooks_that_hold_something_are_refused(hook) -> None:
 
 def test_the_layout_of_tensors_and_the_order_of_backends_matter() -> None:
     def with_buffer(rows: torch.Tensor) -> list[str]:
-        model, taken = Model(), HeadLogits(logits())
+        model, taken = Model(), HeadLogits(logits=logits())
         taken.register_buffer("rows", rows)
         model.layers[0].add_module("kv_policy_logits", taken)
         return traced_parts(model, ATTENTION)
@@ -144,7 +146,7 @@ def test_the_layout_of_tensors_and_the_order_of_backends_matter() -> None:
 
 
 def test_tensors_outside_of_buffers_are_refused() -> None:
-    model, taken = Model(), HeadLogits(logits())
+    model, taken = Model(), HeadLogits(logits=logits())
     taken.scale = torch.ones(1)
     model.layers[0].add_module("kv_policy_logits", taken)
     with pytest.raises(TypeError, match="scale of .*HeadLogits: got Tensor"):

@@ -1,14 +1,11 @@
 #!/usr/bin/env bash
-# Packs vLLM for CUDA for a GPU machine without network into carry folders:
+# Packs vLLM for CUDA for a GPU machine without network:
 #   bash tools/gpu/build_carry.sh [FOLDER]     (runs/gpu/carry)
-# makes FOLDER/part1 (part2 ...), each under PART_MIB, and keeps git from seeing them.
-# Kernels of this package are compiled into FOLDER/kernels, where nvcc is found.
+# makes FOLDER/vllm, and keeps git from seeing it. Kernels of this package are compiled
+# into FOLDER/kernels, where nvcc is found.
 # About 350 MB come from the package index; 2-4 minutes on two cores, up to 2.5 GB of
 # memory in each of two workers.
 #   VLLM_VERSION=0.32.0  the release; its libraries are built for torch >= 2.11
-#   PART_MIB=35          the most one part may hold: with the checkout, and the kernels,
-#                        it stays within LIMIT_MIB=45 of pack_checkout.sh
-#   WITH_PTX=0           1: keep PTX for kernels without sm_90 code (Marlin), +15 MiB
 #   EXTRA="pkg==1 ..."   more wheels to carry, without their dependencies
 #   SERVER=0             1: carry what the OpenAI-compatible server needs, too, +4 MiB
 #   JOBS=2               workers that compress
@@ -41,11 +38,9 @@ needed=(-r "$here/carry_requirements.txt")
   --target "$work/deps" "${needed[@]}" ${EXTRA:-}
 rm -rf "$work/deps/bin"
 
-rm -rf "$out"/part[0-9]* "$out/kernels"
-options=(--jobs "${JOBS:-2}")
-[ "${WITH_PTX:-0}" = 1 ] || options+=(--no-ptx)
+rm -rf "$out/vllm" "$out/kernels"
 "$python" "$here/carry_pack.py" --wheel "$work"/wheel/vllm-*.whl --deps "$work/deps" \
-  --out "$out" --work "$work/pack" --part-mib "${PART_MIB:-35}" "${options[@]}"
+  --out "$out/vllm" --jobs "${JOBS:-2}"
 echo "== kernels"
 bash "$here/build_kernels.sh" "$(realpath "$out")" ||
   echo "no kernels of this package are carried: the GPU machine builds them"

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Turns a vLLM wheel for CUDA and a folder of dependencies into small carry parts.
+"""Packs a vLLM wheel for CUDA and a folder of dependencies into small archives.
 
 Only machine code for sm_90 (Hopper) is kept in the CUDA libraries: in every fat binary
 the entries for other chips are taken out and the room is zeroed, so that the file keeps
 its size and its addresses but packs to a fraction. A container that has nothing for
-sm_90 keeps its best PTX, or with --no-ptx one tiny entry of another chip, so that the
-driver still says "no kernel image".
+sm_90 keeps one tiny entry of another chip, so that the driver still says "no kernel
+image".
 """
 
 import argparse
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 FAT_BINARY = 0xBA55ED50
-PTX, MACHINE_CODE = 1, 2
+MACHINE_CODE = 2
 ARCHITECTURE = 90
 # Left out of the wheel, below vllm/: needs torch >= 2.13, another chip, a compiler
 # stack that is not there, or nothing that a dense model ever loads.
@@ -45,8 +45,6 @@ LIBRARIES = {  # CUDA libraries that travel, each in the archive of that name
     "vllm/_C_stable_libtorch.abi3.so": "c",
     "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so": "fa3",
 }
-ON_DEVICE = ("install_on_device.sh", "smoke.py", "device_check.py")
-ROOM_BYTES = 65536  # in a part, for scripts and manifest
 Content = bytes | Path
 
 
@@ -123,7 +121,7 @@ def containers(data: bytes, start: int, end: int) -> Iterator[Container]:
         place = at + (-at % 8)
 
 
-def prune(data: bytes, with_ptx: bool) -> tuple[bytes, dict[str, int]]:
+def prune(data: bytes) -> tuple[bytes, dict[str, int]]:
     """Keep only ARCHITECTURE in a library.
 
     Returns:
@@ -142,9 +140,9 @@ def prune(data: bytes, with_ptx: bool) -> tuple[bytes, dict[str, int]]:
     ]
     filler = min(foreign, key=lambda entry: entry.size, default=None)
     pruned = bytearray(data)
-    facts = {"containers": len(every), "sm": 0, "ptx": 0, "none": 0, "kept": 0}
+    facts = {"containers": len(every), "sm": 0, "none": 0, "kept": 0}
     for container in every:
-        kind, keep = chosen(container, filler, with_ptx)
+        kind, keep = chosen(container, filler)
         body = b"".join(data[e.offset : e.offset + e.size] for e in keep)
         first = container.offset + container.header
         pruned[first : first + container.body] = body.ljust(container.body, b"\0")
@@ -154,28 +152,22 @@ def prune(data: bytes, with_ptx: bool) -> tuple[bytes, dict[str, int]]:
     return bytes(pruned), facts | {"was": size}
 
 
-def chosen(
-    container: Container, filler: Entry | None, with_ptx: bool
-) -> tuple[str, list[Entry]]:
-    """Return what stays of a container, and its kind: sm, ptx or none."""
-    entries = container.entries
+def chosen(container: Container, filler: Entry | None) -> tuple[str, list[Entry]]:
+    """Return what stays of a container, and its kind: sm or none."""
     right = [
         each
-        for each in entries
+        for each in container.entries
         if each.kind == MACHINE_CODE and each.architecture == ARCHITECTURE
     ]
     if right:
         return "sm", right
-    ptx = [e for e in entries if e.kind == PTX and e.architecture <= ARCHITECTURE]
-    if with_ptx and ptx:
-        return "ptx", [max(ptx, key=lambda entry: entry.architecture)]
     if filler is not None and filler.size <= container.body:
         return "none", [filler]
-    return "none", [min(entries, key=lambda entry: entry.size)]
+    return "none", [min(container.entries, key=lambda entry: entry.size)]
 
 
-def squeeze(job: tuple[str, list[Member], Path]) -> tuple[str, Path, int, float]:
-    """Write one archive; return its name, path, bytes before and seconds."""
+def squeeze(job: tuple[str, list[Member], Path]) -> tuple[str, str]:
+    """Write one archive; return its name and its SHA-256."""
     name, members, folder = job
     started = time.time()
     buffer = io.BytesIO()
@@ -193,16 +185,17 @@ def squeeze(job: tuple[str, list[Member], Path]) -> tuple[str, Path, int, float]
     path = folder / f"{name}.tar.xz"
     with lzma.open(path, "wb", check=lzma.CHECK_CRC64, filters=filters) as file:
         file.write(raw)
-    return name, path, len(raw), time.time() - started
+    packed = path.read_bytes()
+    sizes = f"{len(raw) / 1e6:.1f} -> {len(packed) / 1e6:.1f} MB"
+    print(f"{name}: {sizes}, {time.time() - started:.0f} s", flush=True)
+    return name, hashlib.sha256(packed).hexdigest()
 
 
 def _by_kind(member: Member) -> tuple[str, str]:
     return os.path.splitext(member.name)[1], member.name
 
 
-def archives(
-    wheel: Path, deps: Path, with_ptx: bool
-) -> tuple[dict[str, list[Member]], dict[str, Any]]:
+def archives(wheel: Path, deps: Path) -> tuple[dict[str, list[Member]], dict[str, Any]]:
     """Return the archives' files by name, and what was kept of each library."""
     groups: dict[str, list[Member]] = {"vllm": [], "deps": []}
     facts: dict[str, Any] = {}
@@ -213,7 +206,7 @@ def archives(
                 continue
             data, group = file.read(name), LIBRARIES.get(name, "vllm")
             if name in LIBRARIES:
-                data, facts[name] = prune(data, with_ptx)
+                data, facts[name] = prune(data)
                 print("library", name, json.dumps(facts[name]), flush=True)
             mode = 0o755 if name.endswith(".so") else 0o644
             groups.setdefault(group, []).append(Member(name, data, mode))
@@ -225,94 +218,23 @@ def archives(
     return groups, facts
 
 
-class Chunk(NamedTuple):
-    """A piece of an archive that fits into a part."""
-
-    archive: str
-    index: int
-    count: int
-    data: bytes
-
-    @property
-    def file(self) -> str:
-        """Name of the piece's file."""
-        ending = f".{self.index:03d}" if self.count > 1 else ""
-        return f"{self.archive}.tar.xz{ending}"
-
-
-def shared_out(paths: dict[str, Path], limit: int) -> list[list[Chunk]]:
-    """Cut archives and put the pieces into parts of at most `limit` bytes."""
-    chunks = []
-    for name, path in paths.items():
-        data = path.read_bytes()
-        pieces = [data[at : at + limit] for at in range(0, len(data), limit)]
-        chunks += [Chunk(name, n, len(pieces), piece) for n, piece in enumerate(pieces)]
-    parts: list[list[Chunk]] = []
-    for chunk in sorted(chunks, key=lambda chunk: -len(chunk.data)):
-        for part in parts:
-            if sum(len(each.data) for each in part) + len(chunk.data) <= limit:
-                part.append(chunk)
-                break
-        else:
-            parts.append([chunk])
-    return parts
-
-
-def write_parts(
-    parts: list[list[Chunk]], out: Path, names: list[str], facts: dict[str, Any]
-) -> None:
-    """Write every part with its manifest and what runs on the GPU machine."""
-    sums = [hashlib.sha256(chunk.data).digest() for chunks in parts for chunk in chunks]
-    build = hashlib.sha256(b"".join(sums)).hexdigest()[:16]
-    for number, chunks in enumerate(parts, 1):
-        folder = out / f"part{number}"
-        folder.mkdir(parents=True, exist_ok=True)
-        files = []
-        for chunk in chunks:
-            (folder / chunk.file).write_bytes(chunk.data)
-            files.append(
-                {
-                    "file": chunk.file,
-                    "archive": chunk.archive,
-                    "chunk": chunk.index,
-                    "chunks": chunk.count,
-                    "size": len(chunk.data),
-                    "sha256": hashlib.sha256(chunk.data).hexdigest(),
-                }
-            )
-        manifest = {"build": build, "part": number, "parts": len(parts)}
-        manifest |= {"libraries": facts, "archives": names, "files": files}
-        (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
-        for script in ON_DEVICE:
-            (folder / script).write_bytes((Path(__file__).parent / script).read_bytes())
-        size = sum(len(chunk.data) for chunk in chunks) / 2**20
-        print(f"part{number}: {size:.1f} MiB", [chunk.file for chunk in chunks])
-
-
 def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--wheel", type=Path, required=True)
     parser.add_argument("--deps", type=Path, required=True, help="pip's --target")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--part-mib", type=float, default=35)
-    parser.add_argument("--no-ptx", action="store_true")
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
-    groups, facts = archives(args.wheel, args.deps, not args.no_ptx)
-    args.work.mkdir(parents=True, exist_ok=True)
-    jobs = [(name, members, args.work) for name, members in groups.items()]
+    groups, facts = archives(args.wheel, args.deps)
+    args.out.mkdir(parents=True, exist_ok=True)
+    jobs = [(name, members, args.out) for name, members in groups.items()]
     jobs.sort(key=lambda job: -sum(member.size for member in job[1]))
     with multiprocessing.get_context("fork").Pool(args.jobs) as pool:
-        done = pool.map(squeeze, jobs, chunksize=1)
-    paths = {}
-    for name, path, before, seconds in done:
-        after = path.stat().st_size
-        print(f"{name}: {before / 1e6:.1f} -> {after / 1e6:.1f} MB, {seconds:.0f} s")
-        paths[name] = path
-    limit = int(args.part_mib * 2**20) - ROOM_BYTES
-    write_parts(shared_out(paths, limit), args.out, sorted(groups), facts)
+        digests = dict(pool.map(squeeze, jobs, chunksize=1))
+    build = hashlib.sha256("".join(sorted(digests.values())).encode()).hexdigest()
+    manifest = {"build": build[:16], "libraries": facts, "archives": digests}
+    (args.out / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
     return 0
 
 

@@ -1,15 +1,14 @@
 #!/usr/bin/env bash
-# On the GPU machine, once per part:  bash runs/gpu/carry/part1/install_on_device.sh
-# Unpacks a part under SITE (runs/gpu/site); parts may come in any order and in several
-# commands. After the last one:  . runs/gpu/site/env.sh
+# On the GPU machine:  bash tools/gpu/install_on_device.sh [FOLDER]
+# Unpacks what build_carry.sh packed (FOLDER, runs/gpu/carry/vllm) under SITE
+# (runs/gpu/site). Afterwards:  . runs/gpu/site/env.sh
 set -euo pipefail
-part=${1:-$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)}
 mkdir -p "${SITE:-runs/gpu/site}"
-SITE=$(cd "${SITE:-runs/gpu/site}" && pwd) python3 - "$part" <<'PYTHON'
+SITE=$(cd "${SITE:-runs/gpu/site}" && pwd) \
+  python3 - "${1:-runs/gpu/carry/vllm}" <<'PYTHON'
 import concurrent.futures
 import ctypes
 import hashlib
-import io
 import json
 import lzma
 import os
@@ -18,17 +17,17 @@ import tarfile
 import time
 from pathlib import Path
 
-part, site = Path(sys.argv[1]), Path(os.environ["SITE"])
+folder, site = Path(sys.argv[1]), Path(os.environ["SITE"])
 started = time.time()
-manifest = json.loads((part / "manifest.json").read_text())
-state = site.with_name(site.name + ".state") / manifest["build"]
-state.mkdir(parents=True, exist_ok=True)
+manifest = json.loads((folder / "manifest.json").read_text())
 
 
-def unpack(paths):
-    """Unpack an archive from its pieces."""
-    packed = io.BytesIO(b"".join(path.read_bytes() for path in paths))
-    with lzma.open(packed) as file, tarfile.open(fileobj=file, mode="r|") as archive:
+def unpack(name):
+    """Unpack an archive, if it is what was packed."""
+    path = folder / f"{name}.tar.xz"
+    if hashlib.sha256(path.read_bytes()).hexdigest() != manifest["archives"][name]:
+        raise SystemExit(f"damaged: {path.name}")
+    with lzma.open(path) as file, tarfile.open(fileobj=file, mode="r|") as archive:
         for member in archive:
             name = os.path.normpath(member.name)
             if name.startswith(("/", "..")) or not (member.isfile() or member.isdir()):
@@ -43,19 +42,6 @@ def unpack(paths):
                 target.chmod(member.mode)
 
 
-def take(entry):
-    """Unpack a whole archive, or keep a piece of one; return what is done."""
-    path = part / entry["file"]
-    data = path.read_bytes()
-    if hashlib.sha256(data).hexdigest() != entry["sha256"]:
-        raise SystemExit(f"damaged: {path.name}")
-    if entry["chunks"] == 1:
-        unpack([path])
-        return entry["archive"]
-    (state / entry["file"]).write_bytes(data)
-    return None
-
-
 def driver_folder():
     """Return the folder of NVIDIA's driver libraries, where the loader finds them."""
     try:
@@ -67,23 +53,9 @@ def driver_folder():
     return paths[0].parent if paths else None
 
 
-workers = min(8, os.cpu_count() or 1)
-with concurrent.futures.ProcessPoolExecutor(workers) as pool:
-    done = [name for name in pool.map(take, manifest["files"]) if name]
-for name in {e["archive"] for e in manifest["files"] if e["chunks"] > 1}:
-    count = next(e["chunks"] for e in manifest["files"] if e["archive"] == name)
-    pieces = [state / f"{name}.tar.xz.{index:03d}" for index in range(count)]
-    if all(piece.exists() for piece in pieces):
-        unpack(pieces)
-        done.append(name)
-for name in done:
-    (state / f"{name}.done").touch()
-missing = [n for n in manifest["archives"] if not (state / f"{n}.done").exists()]
-print(
-    f"part {manifest['part']} of {manifest['parts']}: {sorted(done)} in "
-    f"{time.time() - started:.1f} s,",
-    f"still missing {missing}" if missing else "complete",
-)
+with concurrent.futures.ProcessPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    list(pool.map(unpack, manifest["archives"]))
+print(f"unpacked {sorted(manifest['archives'])} in {time.time() - started:.1f} s")
 cache = site.parent / "cache"
 lines = [f'export PYTHONPATH="{site}${{PYTHONPATH:+:$PYTHONPATH}}"']
 if folder := driver_folder():
@@ -101,6 +73,5 @@ export TORCHINDUCTOR_CACHE_DIR="{cache}/inductor"
 export VLLM_WORKER_MULTIPROC_METHOD=spawn PYTHONUNBUFFERED=1
 """.split("\n")[1:-1]
 (site / "env.sh").write_text("\n".join(lines) + "\n")
-if not missing:
-    (site / "build").write_text(manifest["build"] + "\n")
+(site / "build").write_text(manifest["build"] + "\n")
 PYTHON

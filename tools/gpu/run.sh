@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
 # One command for a GPU machine without network, which has Python with torch for CUDA:
 #   bash tools/gpu/run.sh PART...
-# A PART is `first` (libraries and kernels one by one), `check` (make gpu-check) or a
-# part of the benchmark (python -m benchmarks.gpu --help). Before the first one, vLLM is
-# unpacked from CARRY (runs/gpu/carry, see build_carry.sh) and this package is installed
+# A PART is one of `python -m benchmarks.gpu --help`, such as `check` (make gpu-check)
+# and `serving`. Before the first one, vLLM is unpacked from CARRY (runs/gpu/carry, see build_carry.sh) and this package is installed
 # beside it, with the CUDA kernels of CARRY if they are of its sources and the GPU is an
 # sm_90, or else with what nvcc makes. Both are kept, and done anew only where their
 # sources changed, and so is what vLLM and Triton compile.
@@ -12,17 +11,15 @@
 # or that CARRY has of other sources where there is no nvcc.
 #   OUT=runs/gpu/out    results and log
 #   SECONDS_EACH=500    limit of one part; the benchmark begins nothing 30 s before it
-#   CHECK=              further arguments of gpu-check, such as "--only syncs"
+#   CHECK=              groups of checks, such as "syncs attention" (all)
+#   MODEL=llama-3.1-8b  tiny: without a GPU, and figures mean nothing (rehearse.sh)
 #   CARRY=runs/gpu/carry
-#   REHEARSE=0          1: without a GPU, with engines that only seem to run; figures mean
-#                       nothing (rehearse.sh)
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 out=${OUT:-runs/gpu/out}
 carry=${CARRY:-runs/gpu/carry}
 limit=${SECONDS_EACH:-500}
-dry=()
-[ "${REHEARSE:-0}" = 0 ] || dry=(--rehearse)
+model=${MODEL:-llama-3.1-8b}
 site=$PWD/runs/gpu/site
 plugin=$PWD/runs/gpu/plugin
 cache=$PWD/runs/gpu/cache
@@ -30,22 +27,19 @@ export VLLM_CACHE_ROOT=$cache/vllm TRITON_CACHE_DIR=$cache/triton
 export TORCHINDUCTOR_CACHE_DIR=$cache/inductor
 mkdir -p "$out" "$cache"
 if [ $# = 0 ]; then
-  echo "usage: bash tools/gpu/run.sh first|check|PART[:SECONDS]..." >&2
+  echo "usage: bash tools/gpu/run.sh PART[:SECONDS]..." >&2
   exit 2
 fi
 
 install_vllm() {
-  local part
-  if ! ls "$carry"/part*/manifest.json >/dev/null 2>&1; then
+  local manifest=$carry/vllm/manifest.json
+  if [ ! -e "$manifest" ]; then
     python3 -c 'import vllm' && return # it is installed already
-    echo "no vLLM, and no carry folder at $carry: tools/gpu/build_carry.sh makes it"
+    echo "no vLLM, and none in $carry: tools/gpu/build_carry.sh makes it"
     return 1
   fi
-  if [ ! -e "$site/build" ] || ! grep -qF "$(cat "$site/build")" \
-    "$carry"/part1/manifest.json; then
-    for part in "$carry"/part*; do
-      SITE=$site bash "$part/install_on_device.sh" "$part" || return 1
-    done
+  if [ ! -e "$site/build" ] || ! grep -qF "$(cat "$site/build")" "$manifest"; then
+    SITE=$site bash tools/gpu/install_on_device.sh "$carry/vllm" || return 1
   fi
   # shellcheck disable=SC1091  # written by install_on_device.sh
   . "$site/env.sh"
@@ -81,7 +75,7 @@ choose_kernels() {
     why="no kernels in $carried"
   elif ! bash tools/gpu/digest.sh csrc setup.py | cmp -s - "$carried/sources"; then
     why="the kernels in $carried were built from other sources"
-  elif [ ${#dry[@]} = 0 ] && ! is_sm_90; then
+  elif [ "$model" != tiny ] && ! is_sm_90; then
     why="the kernels in $carried are for sm_90, which this GPU is not"
   else
     return
@@ -119,23 +113,11 @@ pip_install() {
 }
 
 run_part() {
-  local limit=$2
-  case $1 in
-  first)
-    timeout "$limit" bash -c 'python3 tools/gpu/device_check.py "$@" &&
-      python3 tools/gpu/smoke.py --eager --check "$@" &&
-      python3 tools/gpu/smoke.py --check "$@"' first "${dry[@]}"
-    ;;
-  check)
-    # shellcheck disable=SC2086  # several words
-    timeout "$limit" python3 -m benchmarks.gpu.check ${CHECK:-} "${dry[@]}" \
-      --seconds $((limit < 370 ? limit - 20 : 350)) --out "$out/gpu-check.json"
-    ;;
-  *)
-    timeout "$limit" python3 -m benchmarks.gpu "$1" --out "$out" "${dry[@]}" \
-      --seconds $((limit - 30))
-    ;;
-  esac
+  local part=$1 limit=$2 words=()
+  # shellcheck disable=SC2206  # several words
+  [ "$part" != check ] || [ -z "${CHECK:-}" ] || words=(--only $CHECK)
+  timeout "$limit" python3 -m benchmarks.gpu "$part" --model "$model" --out "$out" \
+    --seconds $((limit - 30)) "${words[@]}"
 }
 
 run_all() {
@@ -145,9 +127,8 @@ run_all() {
   for word in "$@"; do
     part=${word%%:*}
     [ "$part" = "$word" ] && word=$part:$limit
-    # Results of earlier calls go on where they stopped.
-    [ ${#dry[@]} != 0 ] ||
-      cp -n benchmarks/results/gpu/gpu-"$part".json "$out"/ 2>/dev/null
+    # What earlier calls measured is not measured again; checks begin anew.
+    [ "$part" = check ] || cp -n benchmarks/results/gpu/gpu-"$part"*.json "$out"/ 2>/dev/null
     echo "== $part"
     run_part "$part" "${word#*:}"
     status=$?

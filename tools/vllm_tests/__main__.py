@@ -1,6 +1,6 @@
 """Runs vLLM's own tests with our classes in the place of vLLM's, and compares.
 
-    python -m tools.vllm_tests
+    python -m tools.vllm_tests [GROUP ...]
 
 Fetches vLLM's tests once, runs the files of `chosen` in each of MODES, two processes at
 a time, prints counts by file, and then what differs from stock vLLM without being in
@@ -11,6 +11,7 @@ thing.
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from tools.vllm_tests import MODES, chosen, compare, hub, source
@@ -25,12 +26,12 @@ PYTEST += ["--quiet", "--show-capture=no", "--tb=short"]
 PYTEST += [f"--deselect={test}" for test in chosen.LEFT_OUT]
 
 
-def main() -> int:
-    """Fetch, run, compare; return the status."""
+def main(groups: Sequence[str]) -> int:
+    """Fetch, run the tests of some groups or of all, compare; return the status."""
     try:
         source.fetch()
         records: dict[str, dict[str, Record]] = {mode: {} for mode in MODES}
-        for group in chosen.GROUPS:
+        for group in groups or chosen.GROUPS:
             hub.make(FOLDER / group, group)
             with ThreadPoolExecutor(PROCESSES) as pool:
                 logs = pool.map(lambda mode, group=group: run(group, mode), MODES)
@@ -72,4 +73,4 @@ def run(group: str, mode: str) -> dict[str, Record]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,27 +1,117 @@
-"""Refuses what a policy is not tested with: one table of features."""
+"""Refuses what a policy is not tested with: one table of features.
 
+Rows about models are of their attention layers, of how they rotate queries and keys,
+and of learned sinks: logits that take part in every softmax, see `worker.layers`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 from vllm_kvpolicy import compat
-from vllm_kvpolicy.api.model_guards import MODEL_REFUSALS
 from vllm_kvpolicy.api.patch_table import problems
-from vllm_kvpolicy.api.refusal import (
-    FITTED,
-    Refusal,
-    both,
-    has_adapters,
-    has_word_with,
-    is_fitted,
-    is_float8,
-    is_on_gpu,
-    is_ragged,
-    listed,
-    speculates,
-    transfers_weights,
-)
-from vllm_kvpolicy.config import server_config
+from vllm_kvpolicy.config import KVPolicyConfig, server_config
 from vllm_kvpolicy.kernels import preferences
-from vllm_kvpolicy.policies.names import SELECTIONS
+from vllm_kvpolicy.policies.names import ADMISSIONS, ALLOCATORS, SCORERS, SELECTIONS
+from vllm_kvpolicy.sizes import layer_kinds, sliding_groups
+
+Question = Callable[[Any], object]  # about a finished VllmConfig
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One feature that does not go together with a policy yet.
+
+    Args:
+        feature: as a reader of vLLM's documentation knows it; an attribute in braces
+            stands for the words of policies that have it.
+        applies: tells from a finished VllmConfig whether the feature is on.
+        change: what to do about it, an imperative.
+        by_machine: depends on the installation alone; `applies` ignores its argument.
+    """
+
+    feature: str
+    applies: Question
+    change: str
+    by_machine: bool = False
+
+    @cached_property
+    def name(self) -> str:
+        """The feature, with the words that it is about; imports all of them.
+
+        A server imports no words but its own until it shows what it refuses.
+        """
+        return self.feature.format_map(_Lists())
+
+
+class _Lists(dict[str, str]):
+    """The words of this package that have an attribute, by its name."""
+
+    def __missing__(self, attribute: str) -> str:
+        """Return them as code, separated by commas."""
+        words = {**SCORERS, **ALLOCATORS, **ADMISSIONS, **SELECTIONS}
+        return ", ".join(
+            f"`{word}`" for word in words if getattr(words[word], attribute)
+        )
+
+
+def both(first: Question, second: Question) -> Question:
+    """Return the question whether both hold; the second is asked if the first does."""
+    return lambda config: bool(first(config) and second(config))
+
+
+def of_policies(question: Callable[[KVPolicyConfig], object]) -> Question:
+    """Return a question about the server's policies; no without any."""
+
+    def ask(config: Any) -> bool:
+        server = server_config(config)
+        return server is not None and bool(question(server))
+
+    return ask
+
+
+def has_word_with(attribute: str) -> Question:
+    """Return the question whether one of the server's policies has such a word."""
+    return of_policies(lambda server: any(map(attrgetter(attribute), server.words)))
+
+
+def on(field: str) -> Question:
+    """Return the question whether a field such as "model_config.use_mla" is set."""
+    return attrgetter(field)
+
+
+def off(field: str) -> Question:
+    """Return the question whether a field is not set."""
+    return lambda config: not attrgetter(field)(config)
+
+
+def several(field: str) -> Question:
+    """Return the question whether a field is a number above 1."""
+    return lambda config: attrgetter(field)(config) > 1
+
+
+def given(field: str) -> Question:
+    """Return the question whether a field is anything but None."""
+    return lambda config: attrgetter(field)(config) is not None
+
+
+def is_float8(config: Any) -> bool:
+    return config.cache_config.cache_dtype in compat.FLOAT8_CACHES
+
+
+def is_on_gpu(config: Any) -> bool:
+    """Return whether this machine's platform is not the CPU."""
+    return compat.platform_name() != "cpu"
+
+
+is_fitted, reads_rotations = has_word_with("fitted"), has_word_with("rotates")
+# Heads may keep different numbers of tokens.
+is_ragged = of_policies(attrgetter("is_ragged"))
+speculates = given("speculative_config")
+has_adapters = given("lora_config")
+transfers_weights = given("weight_transfer_config")
 
 # Methods of vLLM that draft from tokens alone, of the request and of earlier answers.
 # Tests run both; those of suffix trees are skipped where the package `arctic-inference`
@@ -42,13 +132,9 @@ def _backends(config: Any) -> set[str]:
     return {backend.name for backend in chosen if backend is not None}
 
 
-def _copies_select(config: Any) -> bool:
-    server, ranks = server_config(config), config.parallel_config.tensor_parallel_size
-    return (
-        server is not None
-        and any(each.info.selection is not None for each in server.all_resolved)
-        and ranks > config.model_config.get_total_num_kv_heads()
-    )
+def _splits_heads(config: Any) -> bool:
+    ranks = config.parallel_config.tensor_parallel_size
+    return ranks > config.model_config.get_total_num_kv_heads()
 
 
 def _own_worker(config: Any) -> bool:
@@ -73,6 +159,122 @@ def _offloads_cache(config: Any) -> bool:
     return bool(config.kv_transfer_config or config.cache_config.kv_offloading_size)
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+# Model types whose code in Transformers decides by itself which layers rotate; vLLM's
+# own code of these models says it in attributes, see worker.layers.
+DECIDING = {
+    "cohere2",
+    "cohere_compass",
+    "exaone4",
+    "exaone4_5",
+    "exaone_moe",
+    "granite_swa",
+    "granitemoe_swa",
+    "muse_glimmer",
+}
+
+
+def _mixes_windows(config: Any) -> bool:
+    """Return whether the model mixes full attention with sliding windows."""
+    return {FULL, SLIDING} <= set(layer_kinds(config))
+
+
+def _varying(config: Any) -> set[str]:
+    """Return the fields that differ from layer to layer (Transformers' own word)."""
+    text = config.model_config.hf_text_config
+    return set(getattr(text, "per_layer_attributes", None) or ())
+
+
+def _text(config: Any, name: str) -> Any:
+    """Return what the model's own configuration says for all layers, or None."""
+    if name in _varying(config):  # must not be read
+        return None
+    return getattr(config.model_config.hf_text_config, name, None)
+
+
+def _is_one_of(names: tuple[str, ...], config: Any) -> bool:
+    return not set(names).isdisjoint(config.model_config.architectures or ())
+
+
+def _attends_by_itself(config: Any) -> bool:
+    """Return whether layers are of classes, or have backends, of the model's own."""
+    if _is_one_of(compat.OWN_ATTENTION, config) or _text(config, "param_sink_number"):
+        return True
+    if not str(_text(config, "model_type")).startswith("mimo_v2"):
+        return False
+    values = _text(config, "v_head_dim"), _text(config, "swa_v_head_dim")
+    return any(value not in (None, _text(config, "head_dim")) for value in values)
+
+
+def _differs(config: Any) -> bool:
+    """Return whether layers differ in heads or head sizes, by fields of any kind."""
+    if {"head_dim", "num_key_value_heads", "num_attention_heads"} & _varying(config):
+        return True
+    other = _text(config, "attention_other_setting") or {}
+    found = (
+        (_text(config, "swa_head_dim"), "head_dim"),
+        (other.get("head_dim"), "head_dim"),
+        (_text(config, "swa_num_key_value_heads"), "num_key_value_heads"),
+        (other.get("num_attention_groups"), "num_attention_groups"),
+    )
+    if any(value not in (None, _text(config, name)) for value, name in found):
+        return True
+    per_layer = _text(config, "num_attention_heads_per_layer") or ()
+    blocks = _text(config, "block_configs") or ()
+    groups = {
+        _field(_field(block, "attention"), "n_heads_in_group") for block in blocks
+    }
+    heads = {
+        count
+        for count, kind in zip(per_layer, layer_kinds(config), strict=False)
+        if kind == FULL
+    }
+    own = _text(config, "num_attention_heads")
+    return not heads <= {own} or len(groups - {None}) > 1
+
+
+def _field(entry: Any, name: str) -> Any:
+    """Return a field of a nested configuration, which may be an object or a dict."""
+    return entry.get(name) if isinstance(entry, dict) else getattr(entry, name, None)
+
+
+def _has_other_windows(config: Any) -> bool:
+    """Return whether windows are not of the size that the configuration names."""
+    return (
+        _text(config, "interleaved_sliding_window") is not None
+        or _num_sizes(_text(config, "sliding_windows")) > 1
+        or (
+            SLIDING in layer_kinds(config)
+            and _text(config, "model_type") in compat.WIDER_WINDOWS
+        )
+    )
+
+
+def _num_sizes(windows: Any) -> int:
+    """Return how many sizes a list of windows has; one size may stand for it."""
+    return len(set(windows) - {None}) if isinstance(windows, list | tuple) else 1
+
+
+def _has_unknown_sinks(config: Any) -> bool:
+    """Return whether a Granite has learned sinks; see vLLM's granite.py."""
+    given = _text(config, "attention_sinks")
+    has_sinks = bool(layer_kinds(config)) if given is None else given
+    return has_sinks and _text(config, "model_type") in compat.UNTESTED_SINKS
+
+
+def _parameters(config: Any) -> list[dict[str, Any]]:
+    """Return the parameters of rotations, those of kinds of layers one by one."""
+    found = getattr(config.model_config.hf_text_config, "rope_parameters", None) or {}
+    return [found, *(each for each in found.values() if isinstance(each, dict))]
+
+
+def _code_decides(config: Any) -> bool:
+    """Return whether only a model's code in Transformers tells how it rotates."""
+    kinds = {each.get("rope_type") for each in _parameters(config)}
+    differs = kinds & {"dynamic", "longrope"} or _text(config, "model_type") in DECIDING
+    return bool(differs) and config.model_config.using_transformers_backend()
+
+
 REFUSALS = (
     Refusal(
         "other vLLM versions",
@@ -86,19 +288,11 @@ REFUSALS = (
         "run on an x86 CPU or an NVIDIA GPU",
         by_machine=True,
     ),
-    Refusal(
-        "custom worker classes",
-        _own_worker,
-        "leave out --worker-cls",
-    ),
-    Refusal(
-        "custom scheduler classes",
-        _own_scheduler,
-        "leave out --scheduler-cls",
-    ),
+    Refusal("custom worker classes", _own_worker, "leave out --worker-cls"),
+    Refusal("custom scheduler classes", _own_scheduler, "leave out --scheduler-cls"),
     Refusal(
         "unchunked prefill",
-        lambda config: not config.scheduler_config.enable_chunked_prefill,
+        off("scheduler_config.enable_chunked_prefill"),
         "leave out --no-enable-chunked-prefill",
     ),
     Refusal(
@@ -112,19 +306,24 @@ REFUSALS = (
         f"leave out --attention-backend ({', '.join(compat.ATTENTION_BACKENDS)} work)",
     ),
     Refusal(
-        f"FlashInfer with per-head lengths ({listed('ragged')})",
+        "FlashInfer with per-head lengths ({ragged})",
         both(lambda config: "FLASHINFER" in _backends(config), is_ragged),
         "leave out --attention-backend",
     ),
     Refusal(
         f"{_SELECTING} on more ranks than KV heads",
-        _copies_select,
+        both(
+            of_policies(
+                lambda server: any(each.info.selection for each in server.all_resolved)
+            ),
+            _splits_heads,
+        ),
         "set --tensor-parallel-size to the model's KV heads or less: a page's score is "
         "over all query heads of a KV head",
     ),
     Refusal(
         "pipeline parallelism",
-        lambda config: config.parallel_config.pipeline_parallel_size > 1,
+        several("parallel_config.pipeline_parallel_size"),
         "set --pipeline-parallel-size 1",
     ),
     Refusal(
@@ -141,12 +340,12 @@ REFUSALS = (
     ),
     Refusal(
         "decode context parallelism",
-        lambda config: config.parallel_config.decode_context_parallel_size > 1,
+        several("parallel_config.decode_context_parallel_size"),
         "set --decode-context-parallel-size 1",
     ),
     Refusal(
         "prefill context parallelism",
-        lambda config: config.parallel_config.prefill_context_parallel_size > 1,
+        several("parallel_config.prefill_context_parallel_size"),
         "set --prefill-context-parallel-size 1",
     ),
     Refusal(
@@ -158,23 +357,21 @@ REFUSALS = (
         "leave out --distributed-executor-backend",
     ),
     Refusal(
-        "dual batch overlap",
-        lambda config: config.parallel_config.enable_dbo,
-        "leave out --enable-dbo",
+        "dual batch overlap", on("parallel_config.enable_dbo"), "leave out --enable-dbo"
     ),
     Refusal(
         "microbatches",
-        lambda config: config.parallel_config.ubatch_size > 1,
+        several("parallel_config.ubatch_size"),
         "leave out --ubatch-size",
     ),
     Refusal(
         "elastic expert parallelism",
-        lambda config: config.parallel_config.enable_elastic_ep,
+        on("parallel_config.enable_elastic_ep"),
         "leave out --enable-elastic-ep",
     ),
     Refusal(
         "fault tolerance",
-        lambda config: config.parallel_config.enable_fault_tolerance,
+        on("parallel_config.enable_fault_tolerance"),
         "leave out --enable-fault-tolerance",
     ),
     Refusal(
@@ -191,19 +388,248 @@ REFUSALS = (
         "leave out --speculative-config: no GPU has run a policy with drafts",
     ),
     Refusal(
-        f"speculative decoding with what measures each token "
-        f"({listed('measures_tokens')})",
+        "speculative decoding with what measures each token ({measures_tokens})",
         both(speculates, has_word_with("measures_tokens")),
         "leave out --speculative-config: a token is compared with the one before it, "
         "which may be a draft that is rejected",
     ),
     Refusal(
-        f"LoRA adapters with a policy for the model's own weights ({FITTED})",
+        "LoRA adapters with a policy for the model's own weights ({fitted})",
         both(has_adapters, is_fitted),
         "leave out --enable-lora, or merge the adapter into the model and make the "
         "policy's file for that",
     ),
-    *MODEL_REFUSALS,
+    # Attention layers.
+    Refusal(
+        "sliding windows in every layer",
+        lambda config: (
+            config.cache_config.sliding_window is not None
+            or set(layer_kinds(config)) == {SLIDING}
+        ),
+        "serve a model of which some layers attend to the whole context",
+    ),
+    Refusal(
+        "sliding-window layers without the hybrid KV cache manager",
+        both(
+            _mixes_windows,
+            on("scheduler_config.disable_hybrid_kv_cache_manager"),
+        ),
+        "leave out --disable-hybrid-kv-cache-manager",
+    ),
+    Refusal(
+        "full attention in several KV cache groups",
+        both(_mixes_windows, lambda config: sliding_groups(config).num_full_groups > 1),
+        "serve a model with fewer layers of full attention than with sliding windows, "
+        "or with less than half as many more",
+    ),
+    Refusal(
+        "per-head lengths with sliding-window layers",
+        both(_mixes_windows, is_ragged),
+        "choose a policy whose heads keep equal numbers of tokens, without "
+        + _SELECTING,
+    ),
+    Refusal(
+        "sliding-window layers with a policy for the model's own weights ({fitted})",
+        both(_mixes_windows, is_fitted),
+        "choose another policy: no file was made or tested for such a model",
+    ),
+    Refusal(
+        "FP8 KV caches with sliding-window layers",
+        both(_mixes_windows, is_float8),
+        "leave out --kv-cache-dtype",
+    ),
+    Refusal(
+        "speculative decoding with sliding-window layers",
+        both(_mixes_windows, speculates),
+        "leave out --speculative-config",
+    ),
+    Refusal(
+        "sliding-window layers on GPUs",
+        both(_mixes_windows, is_on_gpu),
+        "serve a model whose layers all attend to the whole context: no GPU has run a "
+        "policy beside windows",
+    ),
+    Refusal(
+        "layers other than full attention and sliding windows",
+        lambda config: set(layer_kinds(config)) - {FULL, SLIDING},
+        "serve a model whose layers all attend to the whole context",
+    ),
+    Refusal(
+        "attention layers of a model's own",
+        _attends_by_itself,
+        "serve a model with vLLM's own layers of full attention or sliding windows",
+    ),
+    Refusal(
+        "layers that differ in heads or head sizes",
+        _differs,
+        "serve a model whose layers differ in their windows alone",
+    ),
+    Refusal(
+        "sliding windows of several sizes, or of others than `sliding_window`",
+        _has_other_windows,
+        "serve a model whose windows all have the size that it names",
+    ),
+    Refusal(
+        "ALiBi, whose biases depend on distances that events change",
+        lambda config: _is_one_of(compat.ALIBI, config) or _text(config, "alibi"),
+        "serve a model with rotary positions",
+    ),
+    Refusal(
+        "attention logit soft caps, which scorers do not model",
+        lambda config: _text(config, "attn_logit_softcapping"),
+        "serve a model without attn_logit_softcapping",
+    ),
+    Refusal(
+        "learned sinks of other models than gpt-oss",
+        _has_unknown_sinks,
+        "serve a model without learned sinks, or gpt-oss",
+    ),
+    Refusal(
+        "mamba and linear-attention hybrids",
+        on("model_config.is_hybrid"),
+        "serve a pure attention model",
+    ),
+    Refusal(
+        "attention-free models",
+        on("model_config.is_attention_free"),
+        "leave out --kv-policy: there is no KV cache",
+    ),
+    Refusal(
+        "multi-head latent attention (MLA)",
+        on("model_config.use_mla"),
+        "serve a model with grouped-query or multi-head attention",
+    ),
+    Refusal(
+        "hierarchical sparse attention (HiSparse)",
+        given("attention_config.hisparse_config"),
+        "remove its --attention-config entry",
+    ),
+    Refusal(
+        "non-causal attention",
+        on("attention_config.use_non_causal"),
+        "remove its --attention-config entry",
+    ),
+    Refusal(
+        "KV sharing between layers",
+        lambda config: (
+            _text(config, "num_kv_shared_layers")
+            or config.cache_config.kv_sharing_fast_prefill
+        ),
+        "serve a model in which every layer has its own keys and values, without "
+        "--kv-sharing-fast-prefill",
+    ),
+    # How it rotates.
+    Refusal(
+        "dual chunk attention",
+        lambda config: _text(config, "dual_chunk_attention_config"),
+        "serve a model without `dual_chunk_attention_config`",
+    ),
+    Refusal(
+        "Fourier position embeddings (FoPE) with {rotates}",
+        both(
+            reads_rotations,
+            lambda config: any(each.get("use_fope") for each in _parameters(config)),
+        ),
+        "choose another policy",
+    ),
+    Refusal(
+        "heads with a rotated part of their own (`qk_rope_head_dim`) with {rotates}",
+        both(
+            reads_rotations,
+            lambda config: (
+                _text(config, "qk_rope_head_dim") and not config.model_config.use_mla
+            ),
+        ),
+        "choose another policy",
+    ),
+    Refusal(
+        "the Transformers backend where rotations depend on the length of a text, or "
+        "its code leaves them out in some layers, with {rotates}",
+        both(reads_rotations, _code_decides),
+        "leave out --model-impl, or choose another policy",
+    ),
+    # Learned sinks.
+    Refusal(
+        "learned sinks (gpt-oss) with attention of a policy's own ({weighs_itself})",
+        both(compat.has_learned_sinks, has_word_with("weighs_itself")),
+        "choose other policies, also in `allow`: theirs leaves sinks out",
+    ),
+    Refusal(
+        "per-head lengths with learned sinks",
+        both(compat.has_learned_sinks, is_ragged),
+        "choose policies whose heads keep equal numbers of tokens, also in `allow`",
+    ),
+    Refusal(
+        "tensor parallelism with learned sinks",
+        both(
+            compat.has_learned_sinks,
+            several("parallel_config.tensor_parallel_size"),
+        ),
+        "set --tensor-parallel-size 1",
+    ),
+    Refusal(
+        "speculative decoding with learned sinks",
+        both(compat.has_learned_sinks, speculates),
+        "leave out --speculative-config",
+    ),
+    Refusal(
+        "LoRA adapters with learned sinks",
+        both(compat.has_learned_sinks, has_adapters),
+        "leave out --enable-lora, or merge the adapter into the model",
+    ),
+    Refusal(
+        "weight transfer with learned sinks",
+        both(compat.has_learned_sinks, transfers_weights),
+        "leave out --weight-transfer-config",
+    ),
+    Refusal(
+        "FP8 KV caches with learned sinks",
+        both(compat.has_learned_sinks, is_float8),
+        "leave out --kv-cache-dtype",
+    ),
+    Refusal(
+        "learned sinks on GPUs",
+        both(compat.has_learned_sinks, is_on_gpu),
+        "serve a model without learned sinks: no GPU has run a policy with them",
+    ),
+    # What it is.
+    Refusal(
+        "pooling models",
+        lambda config: config.model_config.runner_type != "generate",
+        "leave out --kv-policy: these models do not generate tokens",
+    ),
+    Refusal(
+        "encoder-decoder models",
+        on("model_config.is_encoder_decoder"),
+        "serve a decoder-only model",
+    ),
+    Refusal(
+        "prefix-LM attention",
+        on("model_config.is_mm_prefix_lm"),
+        "serve a model with causal attention",
+    ),
+    Refusal(
+        "residual sliding-window attention (R-SWA)",
+        given("model_config.rswa_window"),
+        "serve a model whose layers all attend to the whole context",
+    ),
+    Refusal(
+        "diffusion models",
+        lambda config: (
+            config.diffusion_config is not None or config.model_config.is_diffusion
+        ),
+        "serve an autoregressive model",
+    ),
+    Refusal(
+        "images, audio and video",
+        on("model_config.supports_multimodal_inputs"),
+        "add --language-model-only to serve a multimodal model for text",
+    ),
+    Refusal(
+        "multimodal models with a policy for the model's own weights ({fitted})",
+        both(is_fitted, on("model_config.is_multimodal_model")),
+        "serve a text model: no files were made or tested for text parts of others",
+    ),
     Refusal(
         "KV caches of other dtypes than the model's and FP8",
         _converts_cache,
@@ -232,7 +658,7 @@ REFUSALS = (
     ),
     Refusal(
         "encoder-cache connectors",
-        lambda config: config.ec_transfer_config is not None,
+        given("ec_transfer_config"),
         "leave out --ec-transfer-config",
     ),
     Refusal(
@@ -244,29 +670,29 @@ REFUSALS = (
     ),
     Refusal(
         "routed experts in answers",
-        lambda config: config.aux_output_config.enabled,
+        on("aux_output_config.enabled"),
         "leave out --enable-return-routed-experts: vLLM stores the experts of as many "
         "tokens as the pool has room for, by the tokens alone; with a policy requests "
         "have more of them, and their experts depend on what was dropped",
     ),
     Refusal(
         "cascade attention",
-        lambda config: not config.model_config.disable_cascade_attn,
+        off("model_config.disable_cascade_attn"),
         "leave out --no-disable-cascade-attn",
     ),
     Refusal(
         "prompt embeddings",
-        lambda config: config.model_config.enable_prompt_embeds,
+        on("model_config.enable_prompt_embeds"),
         "leave out --enable-prompt-embeds",
     ),
     Refusal(
         "sleep mode",
-        lambda config: config.model_config.enable_sleep_mode,
+        on("model_config.enable_sleep_mode"),
         "leave out --enable-sleep-mode: vLLM sleeps on GPUs only, and none has slept "
         "with a policy; pausing and resuming work",
     ),
     Refusal(
-        f"weight transfer with a policy for the model's own weights ({FITTED})",
+        "weight transfer with a policy for the model's own weights ({fitted})",
         both(transfers_weights, is_fitted),
         "leave out --weight-transfer-config: the policy's file belongs to the weights "
         "that are replaced",

@@ -1,9 +1,11 @@
-"""The only assignments onto vLLM's classes and modules, each a row of patch_table.
+"""The only changes to vLLM's classes and modules, each a row of patch_table.
 
 `install()` is called by plugin in every process and teaches vLLM's argument parser the
 flags. What a policy needs beyond that is put in place when an engine is configured
 with one. A wrapper here only calls: `engine_config` for engines, `request_guards` for
-requests. Everything else hooks into vLLM by names that vLLM itself resolves.
+requests. Everything else hooks into vLLM by names that vLLM itself resolves, and a few
+methods of single objects are replaced where they are used, in `block_manager` and
+`worker`.
 """
 
 import inspect

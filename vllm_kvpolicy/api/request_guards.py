@@ -44,7 +44,7 @@ def check_prepared(processor: Any, request: Any, params: Any) -> None:
     Raises:
         KVPolicyRequestError: a resumable session, or what `check_params` refuses.
     """
-    server = _server_of(processor)
+    server = server_config(processor.vllm_config)
     if server is None:
         return
     with _client_errors():
@@ -70,7 +70,7 @@ def check_early(engine: Any, prompt: Any, params: Any) -> None:
     Raises:
         KVPolicyRequestError: what `check_params` refuses.
     """
-    server = _server_of(engine)
+    server = server_config(engine.vllm_config)
     if server is not None:
         known = isinstance(prompt, dict) and prompt.get("prompt_token_ids")
         with _client_errors():
@@ -90,17 +90,6 @@ def _check_once(
     if getattr(params, "kv_policy_checked", None) != seen:
         check_params(params, prompt_tokens, vllm_config, server)
         params.kv_policy_checked = seen
-
-
-def _server_of(owner: Any) -> KVPolicyConfig | None:
-    """Return the policy of the engine that an object of vLLM belongs to, parsed once.
-
-    Args:
-        owner: has `vllm_config`; the answer is kept on it.
-    """
-    if not hasattr(owner, "kv_policy_server"):
-        owner.kv_policy_server = server_config(owner.vllm_config)
-    return owner.kv_policy_server
 
 
 @contextmanager

@@ -484,8 +484,10 @@ class Entry:
         Its first event takes superblocks in place of those that others hold, too.
         """
         state, manager = self.planner.states[request_id], self.manager
-        end = min(self.planner.coming_event(request_id), self._last[request_id])
         request = self._running[request_id]
+        # An answer may outlive what was expected.
+        last = max(self._last[request_id], request.num_computed_tokens + 1)
+        end = min(self.planner.coming_event(request_id), last)
         known = request.num_tokens + request.num_output_placeholders
         step = min(max(known - state.computed, 1), self.step_tokens)
         missing = manager.num_needed(request_id, end, step)

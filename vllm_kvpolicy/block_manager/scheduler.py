@@ -87,7 +87,7 @@ def lookahead_hasher(cache_config: Any) -> Callable[[Request], list[BlockHash]] 
 class HeldMetrics(ModelMetrics):
     """Estimates operations and bytes by what the requests of a step hold.
 
-    Of a sliding window that is longer than that, no more counts either.
+    A sliding window that is longer than that counts as so long, too.
     """
 
     def get_step_perf_stats_per_gpu(
@@ -106,7 +106,7 @@ class HeldMetrics(ModelMetrics):
 
 
 class KVPolicySchedulerMixin(CountingMixin):
-    """Adds events to a vLLM scheduler; every override calls the method it extends."""
+    """Adds events to a vLLM scheduler."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -326,13 +326,13 @@ class KVPolicySchedulerMixin(CountingMixin):
         return num_new_tokens
 
     def set_pause_state(self, pause_state: PauseState) -> None:
-        """Pause or go on; while nobody enters, nobody makes way for one that waits."""
+        """Pause or go on; while paused, nobody makes way for a request that waits."""
         super().set_pause_state(pause_state)
         if pause_state != PauseState.UNPAUSED:
             self.kv_policy_entry.pause()
 
     def _num_processed(self, request_id: str) -> int:
-        """Return how many tokens of a request steps have computed that have ended."""
+        """Return how many tokens of a request finished steps have computed."""
         request = self.requests[request_id]
         return request.num_computed_tokens - request.num_in_flight_tokens
 

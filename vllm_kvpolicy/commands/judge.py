@@ -6,21 +6,17 @@ process, `verify_server` asks a running one.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, zip_longest
+from itertools import zip_longest
+from random import Random
 
 Counters = Mapping[str, float]
 """Series of `observe.metrics`, by name without prefix and suffix."""
 
 PASSED, FAILED, OPEN = "ok", "FAILED", "open"
-
-
-# Texts of the requests are always the same, and each unlike the others: a linear
-# congruential generator chooses words.
 WORDS = (
     "river stone window paper garden silver market letter winter bridge candle forest "
     "hammer island jacket"
 )
-FACTOR, STEP, MODULUS = 1103515245, 12345, 2**31
 
 
 @dataclass(frozen=True)
@@ -46,18 +42,6 @@ class Check:
     name: str
     result: str
     figures: str
-
-
-@dataclass(frozen=True)
-class Pool:
-    """The superblocks that requests can have, after the last request.
-
-    Args:
-        usable: all of them; None where a server does not say.
-    """
-
-    held: int
-    usable: int | None = None
 
 
 def first_difference(
@@ -126,12 +110,14 @@ def memory_returns(grown: Counters) -> Check:
     return _check("a policy returns memory", holds, figures)
 
 
-def pool_is_free(where: str, pool: Pool) -> Check:
-    """Judge whether all superblocks are free after the last request."""
-    of = "" if pool.usable is None else f" of {pool.usable}"
-    figures = f"{pool.held}{of} superblocks still held"
+def pool_is_free(where: str, held: int) -> Check:
+    """Judge whether all superblocks are free after the last request.
+
+    Args:
+        held: superblocks that are not.
+    """
     name = f"{where}: all superblocks are free at the end"
-    return _check(name, pool.held == 0, figures)
+    return _check(name, held == 0, f"{held} superblocks still held")
 
 
 def counters_agree(where: str, answers: Sequence[Answer], grown: Counters) -> Check:
@@ -191,18 +177,12 @@ def summary(checks: Sequence[Check]) -> str:
 
 
 def text(seed: int, num_words: int) -> str:
-    """Return a text of words and numbers.
+    """Return a text of words and numbers, for a seed always the same.
 
     Args:
         seed: texts of different seeds are different.
         num_words: its words; a tokenizer makes at least as many tokens of them.
     """
-    return " ".join(islice(_words(seed), num_words))
-
-
-def _words(seed: int) -> Iterator[str]:
-    words, state = WORDS.split(), seed + 1
-    while True:
-        state = (state * FACTOR + STEP) % MODULUS
-        yield words[(state >> 8) % len(words)]
-        yield str((state >> 4) % 1000)
+    draw, words = Random(seed), WORDS.split()
+    pairs = ((draw.choice(words), str(draw.randrange(1000))) for _ in range(num_words))
+    return " ".join([word for pair in pairs for word in pair][:num_words])

@@ -1,13 +1,30 @@
-"""Paths that commands write to, checked while the command line is read.
+"""Tables that commands print, and paths that they write to.
 
 Measurements and trainings take minutes to days: one that cannot write what it finds
-must not begin. The functions are argparse's `type`, so that an error names the option.
+must not begin. `new_file` and `new_folder` check paths while the command line is read,
+as argparse's `type`, so that an error names the option.
 """
 
 import argparse
 import os
 import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+
+def table(lines: Iterable[Sequence[str]], are_numbers: bool = False) -> str:
+    """Return lines as columns.
+
+    Args:
+        are_numbers: align the columns behind the first one at the right.
+    """
+    rows = list(lines)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    align = str.rjust if are_numbers else str.ljust
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *map(align, row[1:], widths[1:])]).rstrip()
+        for row in rows
+    )
 
 
 def new_file(text: str) -> Path:

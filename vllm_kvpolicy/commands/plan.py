@@ -15,7 +15,7 @@ import numpy as np
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.api import cli
 from vllm_kvpolicy.block_manager.forecast import Forecast, held_levels
-from vllm_kvpolicy.commands.report import table
+from vllm_kvpolicy.commands.outputs import table
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.events import PHASE_BITS, EventPlan, Footprint, after_any_event
 from vllm_kvpolicy.policies.compose import assemble

@@ -2,10 +2,10 @@
 
 import argparse
 import platform
-from collections.abc import Iterable
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.api import guards
+from vllm_kvpolicy.commands.outputs import table
 from vllm_kvpolicy.kernels import preferences
 from vllm_kvpolicy.policies.names import parse, parts
 
@@ -73,15 +73,3 @@ def _policies() -> list[tuple[str, ...]]:
 
 def _heading(text: str) -> str:
     return f"\n{text}\n{'-' * len(text)}"
-
-
-def table(lines: Iterable[tuple[str, ...]]) -> str:
-    """Return lines as left-aligned columns."""
-    rows = list(lines)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) for cell, width in zip(row, widths, strict=True)
-        ).rstrip()
-        for row in rows
-    )

@@ -6,8 +6,8 @@ import html
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from io import BytesIO
 from itertools import product
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_kvpolicy.commands import figures
-from vllm_kvpolicy.commands.outputs import new_file, new_folder
+from vllm_kvpolicy.commands.outputs import new_file, new_folder, table
 from vllm_kvpolicy.observe.measures import (
     kept_by_bin,
     kept_mask,
@@ -28,6 +28,9 @@ from vllm_kvpolicy.observe.measures import (
     wiped_regions,
 )
 from vllm_kvpolicy.observe.trace_files import EventRecord, read_trace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # -- `trace report`: a table ---------------------------------------------------
 
@@ -144,8 +147,8 @@ def _memory_time(event: EventRecord, previous: EventRecord) -> dict[str, Sums]:
     before their first event is the same for all policies.
     """
     span = (max(previous.position, event.prompt), event.position, event.block_size)
-    state = ([previous.position], [previous.frontier], [superblocks(previous)])
-    total, dense = memory_time(*state, *span), memory_time((), (), (), *span)
+    total = memory_time(previous.frontier, superblocks(previous), *span)
+    dense = memory_time(0, 0, *span)
     return {
         "memory_time": (total, previous.ordinal == 0),
         "memory_time_share": (total, dense),
@@ -190,18 +193,14 @@ def summarise(trace: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
+def summary_table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
     """Return one line per figure and one column per policy."""
     lines = [["", *summaries]]
     for name, label in LABELS.items():
         values = [summary.get(name) for summary in summaries.values()]
         if any(value is not None for value in values):
             lines.append([label, *map(_cell, values)])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
-        for line in lines
-    )
+    return table(lines, are_numbers=True)
 
 
 def _cell(value: float | None) -> str:
@@ -210,34 +209,25 @@ def _cell(value: float | None) -> str:
     return f"{value}" if isinstance(value, int) else f"{value:.3f}"
 
 
-def _add_report(commands: Any) -> None:
-    parser = commands.add_parser(
-        "report",
-        help="print a table",
-        description="Print statistics of what the events of a trace kept, per policy.",
-    )
-    parser.add_argument("trace", type=Path, help="trace folder that a server wrote")
-    told = "also write the numbers to this file"
-    parser.add_argument("--json", type=new_file, help=told)
-    parser.set_defaults(run=partial(_report, parser))
-
-
-def _report(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+def _report(given: argparse.Namespace) -> None:
     """Print the table and write the JSON file if one is asked for."""
-    try:
-        summaries = summarise(given.trace)
-    except ValueError as error:
-        parser.error(str(error))
-    print(table(summaries))
+    summaries = summarise(given.trace)
+    print(summary_table(summaries))
     if given.json is not None:
-        try:
+        with _errors_name("--json", given.json):
             given.json.write_text(json.dumps(summaries, indent=2) + "\n")
-        except OSError as error:
-            parser.error(f"--json: cannot write {str(given.json)!r}: {error.strerror}")
 
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+@contextmanager
+def _errors_name(option: str, path: Path) -> Iterator[None]:
+    """Turn an OSError into a ValueError that names the option and its path."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"{option}: cannot write {str(path)!r}: {error.strerror}"
+        ) from None
+
 
 # -- `trace plot`: figures and one page ----------------------------------------
 
@@ -402,56 +392,58 @@ def plot(
         parts.append(FIGURE.format(name=html.escape(name), data=data))
     page = PAGE.format(
         title=html.escape(f"What events keep: {trace.resolve().name}"),
-        table=html.escape(table(summaries)),
+        table=html.escape(summary_table(summaries)),
         figures="".join(parts),
     )
     (output / "index.html").write_text(page, encoding="utf-8")
     return [name for name, _ in drawn]
 
 
-def _add_plot(commands: Any) -> None:
-    parser = commands.add_parser(
-        "plot",
-        help="draw figures",
-        description="Draw what the events of a trace kept, as PNG files and one "
-        "HTML page.",
-    )
-    add = parser.add_argument
-    add("trace", type=Path, help="trace folder that a server wrote")
-    add(
-        "--output",
-        type=new_folder,
-        help="folder for the figures (default: TRACE/plots)",
-    )
-    add("--request", help="request to draw (default: the longest of each policy)")
-    add(
-        "--layers",
-        type=int,
-        nargs="+",
-        help=f"layers to draw per head (default: up to {MAX_LAYERS}, evenly spaced)",
-    )
-    parser.set_defaults(run=partial(_plot, parser))
-
-
-def _plot(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+def _plot(given: argparse.Namespace) -> None:
     """Write the figures and print where the page is."""
     output = given.output or given.trace / "plots"
-    try:
+    with _errors_name("--output", output):
         names = plot(given.trace, output, given.request, given.layers)
-    except ValueError as error:
-        parser.error(str(error))
-    except OSError as error:
-        parser.error(f"--output: cannot write {str(output)!r}: {error.strerror}")
     print(f"wrote {output / 'index.html'} and {len(names)} figures next to it")
 
 
 def main(arguments: Sequence[str]) -> None:
+    """Run `trace report` or `trace plot`.
+
+    Raises:
+        ValueError: see `summarise` and `plot`; or what was found cannot be written.
+    """
     parser = argparse.ArgumentParser(
         prog="vllm-kvpolicy trace",
         description="Show what the events of a trace kept.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    _add_report(commands)
-    _add_plot(commands)
+    for name, run, summary, description in (
+        (
+            "report",
+            _report,
+            "print a table",
+            "Print statistics of what the events of a trace kept, per policy.",
+        ),
+        (
+            "plot",
+            _plot,
+            "draw figures",
+            "Draw what the events of a trace kept, as PNG files and one HTML page.",
+        ),
+    ):
+        command = commands.add_parser(name, help=summary, description=description)
+        command.add_argument(
+            "trace", type=Path, help="trace folder that a server wrote"
+        )
+        command.set_defaults(run=run)
+    told = "also write the numbers to this file"
+    commands.choices["report"].add_argument("--json", type=new_file, help=told)
+    add = commands.choices["plot"].add_argument
+    told = "folder for the figures (default: TRACE/plots)"
+    add("--output", type=new_folder, help=told)
+    add("--request", help="request to draw (default: the longest of each policy)")
+    told = f"layers to draw per head (default: up to {MAX_LAYERS}, evenly spaced)"
+    add("--layers", type=int, nargs="+", help=told)
     given = parser.parse_args(arguments)
     given.run(given)

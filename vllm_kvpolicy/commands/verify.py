@@ -15,7 +15,7 @@ from vllm_kvpolicy import compat
 from vllm_kvpolicy.api import cli
 from vllm_kvpolicy.commands import judge
 from vllm_kvpolicy.commands.judge import Check
-from vllm_kvpolicy.commands.report import table
+from vllm_kvpolicy.commands.outputs import table
 from vllm_kvpolicy.commands.verify_server import Server
 from vllm_kvpolicy.commands.verify_server import checks as checks_of_server
 from vllm_kvpolicy.config import KVPolicyConfig

@@ -11,12 +11,12 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from vllm_kvpolicy.commands import judge
-from vllm_kvpolicy.commands.judge import Answer, Check, Pool, text
+from vllm_kvpolicy.commands.judge import Answer, Check, text
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 
 MOVER = "identity"
 OUTPUT_TOKENS = 160
-CACHE_BYTES = 2**30, 2**19  # at least; for each token of the longest request
+LEAST_HELD = 192  # tokens before an event; lengths grow by what is held beyond
 Say = Callable[[str], None]
 
 
@@ -31,11 +31,10 @@ class Sizes:
     """
 
     held: int
-    LEAST = 192
 
     @property
     def _more(self) -> int:
-        return max(self.held - self.LEAST, 0)
+        return max(self.held - LEAST_HELD, 0)
 
     @property
     def prompts(self) -> tuple[int, ...]:
@@ -54,8 +53,7 @@ class Sizes:
     @property
     def cache_bytes(self) -> int:
         """Memory that vLLM looks for; then it takes `num_blocks`."""
-        least, per_token = CACHE_BYTES
-        return max(least, per_token * self.longest)
+        return max(2**30, 2**19 * self.longest)
 
     def check(self, config: KVPolicyConfig, most: int) -> None:
         """Raise ValueError where a model's requests cannot be long enough.
@@ -145,10 +143,10 @@ class Engine:
         """Return the engine's counters; it has a policy."""
         return self._scheduler.kv_policy_counters.file.read()
 
-    def pool(self) -> Pool:
+    def num_held(self) -> int:
+        """Return the superblocks that are not free, without vLLM's null block."""
         pool = self._scheduler.kv_cache_manager.block_pool
-        usable = pool.num_gpu_blocks - 1  # without vLLM's null block
-        return Pool(usable - pool.get_num_free_blocks(), usable)
+        return pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
 
     def close(self) -> None:
         """Shut the engine down and give back its memory."""
@@ -224,7 +222,7 @@ def _mover(
     name = f"{MOVER}: tokens that were moved give stock's answers"
     yield judge.same_tokens(name, stock, found, grown, has_events=True)
     yield judge.counters_agree(MOVER, found, grown)
-    yield judge.pool_is_free(MOVER, engine.pool())
+    yield judge.pool_is_free(MOVER, engine.num_held())
 
 
 def _policy(
@@ -251,7 +249,7 @@ def _policy(
     yield judge.left_open(check, why)
     grown = judge.growth(start, end)
     yield judge.counters_agree(config.policy, [*ample, *found], grown)
-    yield judge.pool_is_free(config.policy, engine.pool())
+    yield judge.pool_is_free(config.policy, engine.num_held())
 
 
 def _differs_from_stock(config: KVPolicyConfig) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_kvpolicy.commands import judge
-from vllm_kvpolicy.commands.judge import FAILED, Answer, Check, Pool, text
+from vllm_kvpolicy.commands.judge import FAILED, Answer, Check, text
 from vllm_kvpolicy.config import CONFIG_KEY, PER_REQUEST_OFF
 from vllm_kvpolicy.config_keys import shown
 from vllm_kvpolicy.observe.metrics import SERIES
@@ -206,15 +206,15 @@ class Server:
                 return round(ended + running)
             time.sleep(0.1)
 
-    def pool(self) -> Pool:
-        """Return what is held of the pool, once it does not get less any more."""
+    def num_held(self) -> int:
+        """Return the superblocks that are held, once they get no fewer any more."""
         deadline = time.monotonic() + SETTLE_SECONDS
         while True:
             found = self.counters()
             held = round(found["local_blocks"] + found["global_blocks"])
             used = found.get("vllm:kv_cache_usage_perc", 0.0)
             if not (held or used) or time.monotonic() > deadline:
-                return Pool(max(held, int(used > 0)))
+                return max(held, int(used > 0))
             time.sleep(0.2)
 
 
@@ -285,7 +285,7 @@ def _checks(server: Server) -> Iterator[Check]:
     alone = server.ask(lengths, keys, at_once=False)
     check = same("requests are answered alone as beside others", found, alone, True)
     yield judge.left_open(check, why)
-    yield judge.pool_is_free("server", server.pool())
+    yield judge.pool_is_free("server", server.num_held())
     grown = judge.growth(server.start, server.counters())
     yield judge.counters_agree("server", server.answers, grown)
 

@@ -52,7 +52,7 @@ def map_pairs_to_many(
 
 
 def few_sizes(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows with rows of zeros behind them, up to one of a few numbers.
+    """Append rows of zeros, so that there are one of a few numbers of rows.
 
     Args:
         rows: [..., T, d] floating point.

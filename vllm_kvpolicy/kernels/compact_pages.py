@@ -64,9 +64,9 @@ def compact_pages_ref(
     stays = in_place.nonzero().flatten()  # sync-ok: the reference of a CPU
     num_changed = len(in_place) - len(stays)
     changed = torch.nonzero_static(~in_place, size=num_changed).flatten()
-    scratch = _read(pages, source_slots[changed])
+    scratch = pages[_places(pages, source_slots[changed])]
     _copy_in_place(pages, source_slots[stays], dest_slots[stays])
-    _write(pages, dest_slots[changed], scratch)
+    pages[_places(pages, dest_slots[changed])] = scratch
 
 
 compact_pages = Operation(compact_pages_ref)
@@ -124,7 +124,7 @@ def survivor_moves_ref(
     block_size: int,
     groups: int,
 ) -> Moves:
-    """Say from which slot to which one each survivor goes.
+    """Find the slot that each survivor leaves, and the one that it goes to.
 
     Example: N = 4, T = 8, two heads. Head 0 holds pages 7 and 3, head 1 holds page 5.
     Head 0 keeps tokens 1, 4, 5 and 7 and gets page 3: its sources are 1, 4, 5, 7. Token
@@ -202,13 +202,13 @@ def merge_pages(
         scale: [M] float32 above 0, or one for all, that stored numbers are multiplied
             by.
     """
-    page, offset = slots // pages.shape[1], slots % pages.shape[1]
-    own, share = pages[page, offset], weight[:, None]
+    places = _places(pages, slots)
+    own, share = pages[places], weight[:, None]
     scale = scale[:, None] if isinstance(scale, torch.Tensor) else scale
     mixed = own.float() * scale * share + others.float() * (1 - share)
     most = torch.finfo(own.dtype).max
     stored = (mixed / scale).clamp(-most, most).to(own.dtype)
-    pages[page, offset] = torch.where(share < 1, stored, own)
+    pages[places] = torch.where(share < 1, stored, own)
 
 
 def slice_width(pages: torch.Tensor, num_moves: int) -> int:
@@ -266,17 +266,15 @@ def _copy_in_place(
 ) -> None:
     for start in range(0, len(source_slots), CHUNK_TOKENS):
         chunk = slice(start, start + CHUNK_TOKENS)
-        _write(pages, dest_slots[chunk], _read(pages, source_slots[chunk]))
+        tokens = pages[_places(pages, source_slots[chunk])]
+        pages[_places(pages, dest_slots[chunk])] = tokens
 
 
-def _read(pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    block_size = pages.shape[1]
-    return pages[slots // block_size, slots % block_size]
-
-
-def _write(pages: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-    block_size = pages.shape[1]
-    pages[slots // block_size, slots % block_size] = tokens
+def _places(
+    pages: torch.Tensor, slots: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the pages of slots, and the offsets on them."""
+    return slots // pages.shape[1], slots % pages.shape[1]
 
 
 def read_survivors_ref(

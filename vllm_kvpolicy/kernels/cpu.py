@@ -1,8 +1,9 @@
 """Twins in C++ for CPUs, of csrc/cpu: they take and return what their references do.
 
-Exact where nothing else is said; rows may have any leading axes. What the kernels do is
-compiled for several kinds of a CPU, and chosen when they run. An ImportError says that
-they were not built, a RuntimeError that a tensor has another dtype, size or device.
+Exact where nothing else is said; rows may have any leading axes. The kernels are
+compiled for several kinds of a CPU, of which one is chosen when they run. An
+ImportError says that they were not built, a RuntimeError that a tensor has another
+dtype, size or device.
 Source: this project. Deviations, all of them rounding, in `window_usage`, `paged_norms`
 and `paged_quadratics` alone: the order in which products are added up and, in the
 first, the exponential, and a product with one over the sum of weights in place of a
@@ -21,6 +22,7 @@ from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.paged_reductions import check_squares
 from vllm_kvpolicy.kernels.segment_quota import (
     SegmentQuotas,
+    check_exact,
     max_segments,
     num_thresholds,
 )
@@ -28,8 +30,7 @@ from vllm_kvpolicy.kernels.softmax import effective_window
 from vllm_kvpolicy.kernels.window_usage import (
     WindowUsage,
     check_pooling,
-    check_shapes,
-    check_sinks,
+    check_window,
     pooled_usage_ref,
 )
 
@@ -44,17 +45,12 @@ def window_usage(
     mass: float | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> WindowUsage:
-    """Causal softmax of the newest queries over the cached keys, in float32.
+    """Weights of all queries are never stored; nuclei are the reference's.
 
-    Weights of all queries are never stored; queries and pools may have any strides and
-    are not copied. Nuclei are the reference's.
-
-    Raises:
-        ValueError: shapes that do not fit together, or nuclei beside sinks.
+    Queries and pools may have any strides and are not copied.
     """
     measure = CPU.load().window_usage
-    check_shapes(queries, keys)
-    check_sinks(queries, sink_logits, mass)
+    check_window(queries, keys, mass, sink_logits)
     shape = (*queries.shape[:3], keys.num_tokens)
     mean, last = (queries.new_zeros(shape, dtype=torch.float32) for _ in range(2))
     for layers, pool in keys.by_pool():
@@ -80,11 +76,7 @@ def pooled_usage(
     pool_kernel: int = 5,
     suffix_pad: str = "max",
 ) -> torch.Tensor:
-    """Smooth the usage of the older keys and give the newest ones a value.
-
-    The reference computes a `suffix_pad` of "mean", whose sum has an order of its own,
-    and of "global", which couples rows and is for comparisons.
-    """
+    """Pad with "max" or nothing; the reference does "mean" and "global"."""
     check_pooling(pool_kernel, suffix_pad)
     if suffix_pad in ("mean", "global"):
         return pooled_usage_ref(usage, lengths, window, pool_kernel, suffix_pad)
@@ -106,13 +98,7 @@ def paged_quadratics(
     directions: torch.Tensor,
     matrices: torch.Tensor,
 ) -> torch.Tensor:
-    """Give each key k the value directions . k + k . matrices k of each query head.
-
-    Of the matrices only the half on and right of the diagonal is read.
-
-    Raises:
-        ValueError: shapes that do not fit together.
-    """
+    """Of the matrices only the half on and right of the diagonal is read."""
     check_squares(keys, directions, matrices)
     shape = (*directions.shape[:3], keys.num_tokens)
     values = lengths.new_zeros(shape, dtype=torch.float32)
@@ -226,13 +212,7 @@ def segment_quota(
     min_quota: int,
     by_mass: bool = True,
 ) -> SegmentQuotas:
-    """Segment every row and share `total` tokens among its segments.
-
-    Raises:
-        ValueError: `mass` is of floating point, which has no exact sums.
-    """
-    if mass.dtype != torch.int64:
-        raise ValueError(f"mass: expected int64 units, got {mass.dtype}")
+    check_exact(mass)
     num_rows, num_tokens = mass.shape
     bound = max_segments(num_tokens, segment_mass, min_segment, max_segment)
     segments = mass.new_empty((num_rows, bound, 2))
@@ -281,8 +261,7 @@ def survivor_moves(
     (num_events, num_places), num_heads = sources.shape, held.shape[1]
     source = sources.new_empty(groups, num_events, num_places // groups)
     dest = torch.empty_like(source)
-    num_rows = num_events * (num_heads // groups + 1)
-    starts = sources.new_empty(groups, num_rows + 1)
+    starts = sources.new_empty(groups, num_events * (num_heads // groups + 1) + 1)
     in_place = None
     if unmoved is not None:
         in_place = torch.empty_like(source, dtype=torch.bool)
@@ -301,10 +280,7 @@ def compact_pages(
     first: torch.Tensor,
     in_place: torch.Tensor | None = None,
 ) -> None:
-    """Copy tokens between pages of numbers of 1, 2, 4 or 8 bytes, of any strides.
-
-    The lists of moves are contiguous.
-    """
+    """Pages have numbers of 1, 2, 4 or 8 bytes; the lists of moves are contiguous."""
     move = CPU.load().compact_pages
     moves = source_slots, dest_slots, first, in_place
     scratch, width = None, pages.shape[-1]

@@ -19,11 +19,7 @@ def compact_pages(
     first: torch.Tensor,
     in_place: torch.Tensor | None = None,
 ) -> None:
-    """Copy tokens between pages, a thread block per head and slice of columns.
-
-    Raises:
-        ValueError: `pages` has other strides than `column_slices` takes.
-    """
+    """A thread block per head and slice of columns that `column_slices` cuts."""
     move = CUDA.load().compact_pages
     moves = source_slots, dest_slots, first, in_place
     with_scratch = in_place is not None
@@ -42,7 +38,7 @@ def page_tables(
     frontier_blocks: torch.Tensor,
     block_size: int,
 ) -> None:
-    """Put each row's global superblocks before its local ones, a thread per entry."""
+    """A thread per entry."""
     batch = tables, lengths, rows, block_table, seq_lens
     survivors = global_blocks, num_global, frontier_blocks
     CUDA.load().page_tables(*batch, *survivors, block_size)

@@ -1,8 +1,6 @@
 """Operations: a PyTorch reference and faster twins of one name, signature and result.
 
-`preferences` says which of them runs. Twins in Triton are in kernels.triton, in files
-of the same name as the reference's; those in CUDA C++ and in C++ for CPUs are called
-from kernels.cuda and kernels.cpu.
+`preferences` says which of them runs.
 """
 
 from collections import Counter
@@ -31,14 +29,12 @@ class Operation(Generic[P, R]):
 
     Args:
         reference: a function called NAME_ref, in module kernels.STEM. NAME has a row in
-            `preferences.TABLE`. Its twins are NAME in kernels.triton.STEM and, where
-            the row says so, in kernels.cuda and kernels.cpu.
+            `preferences.TABLE`, or a KeyError is raised. Its twins are NAME in
+            kernels.triton.STEM and, where the row says so, in kernels.cuda and
+            kernels.cpu.
 
     Attributes:
         calls: how often each implementation has run in this process.
-
-    Raises:
-        KeyError: NAME has no row.
     """
 
     def __init__(self, reference: Callable[P, R]) -> None:
@@ -58,14 +54,7 @@ class Operation(Generic[P, R]):
         return self.implementation(which)(*args, **kwargs)
 
     def implementation(self, which: str) -> Callable[P, R]:
-        """Return one implementation.
-
-        Args:
-            which: one of `IMPLEMENTATIONS`.
-
-        Raises:
-            ImportError: what it needs is not installed.
-        """
+        """Return one of `IMPLEMENTATIONS`; ImportError if what it needs is missing."""
         if which == "reference":
             return self.reference
         module = f"triton.{self.stem}" if which == "triton" else which

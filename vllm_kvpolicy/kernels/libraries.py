@@ -66,7 +66,7 @@ class Library:
 
 
 def digest_of(folder: Path) -> str:
-    """Return what tells the sources of a library from changed ones.
+    """Return a digest of a library's sources.
 
     Args:
         folder: of the sources; a folder `cpu` in it is that of another library.

@@ -82,7 +82,6 @@ def nucleus_counts(
     Returns:
         [E, L, H, W] int64 tokens; 0 for rows outside a short request's window.
     """
-
     function = partial(row_nucleus_counts, mass=mass)
     return _map_logits(function, scale, queries, keys, lengths)
 
@@ -189,7 +188,7 @@ def _map_logits(
     lengths: torch.Tensor,
     *others: torch.Tensor,
 ) -> torch.Tensor:
-    """Apply `function` to the logits [n, H, W, T] of some (event, layer) pairs a time.
+    """Apply `function` to the logits [n, H, W, T] of a few (event, layer) pairs.
 
     Args:
         function: also takes the pairs' `others`, [n, ...] each.
@@ -199,12 +198,8 @@ def _map_logits(
     num_heads, num_tokens = keys.shape[2:4]
     num_q_heads, window = queries.shape[2:4]
 
-    def of_chunk(
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        lengths: torch.Tensor,
-        *others: torch.Tensor,
-    ) -> torch.Tensor:
+    def of_chunk(*pairs: torch.Tensor) -> torch.Tensor:
+        queries, keys, lengths, *others = pairs
         logits = window_logits(queries, keys, lengths, scale)
         return function(logits.amax(2), *others)
 

@@ -30,9 +30,7 @@ def paged_cosines_ref(keys: PagedTokens, lengths: torch.Tensor) -> torch.Tensor:
     """Compare each key k_i with the mean direction of its row, sum_j k_j / |k_j|.
 
     Args:
-        keys: [E, L, H, T, D] on pages, model dtype, right-padded; padding is ignored
-            whatever it holds.
-        lengths: [E, L, H] int64, tokens held, 1..T.
+        keys, lengths: as for `paged_norms_ref`.
 
     Returns:
         [E, L, H, T] float32 in [-1, 1], zero on padding. The sum over tokens is carried
@@ -50,9 +48,7 @@ def paged_projections_ref(
     """Project the keys of each row on one direction.
 
     Args:
-        keys: [E, L, H, T, D] on pages, model dtype, right-padded; padding is ignored
-            whatever it holds.
-        lengths: [E, L, H] int64, tokens held, 1..T.
+        keys, lengths: as for `paged_norms_ref`.
         directions: [E, L, H, D] float32.
 
     Returns:
@@ -62,8 +58,12 @@ def paged_projections_ref(
         ValueError: shapes that do not fit together.
     """
     check_shape("directions", directions, (*keys.shape[:3], keys.shape[-1]))
+
+    def project(keys: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
+        return (keys.float() @ directions[..., None]).squeeze(-1)
+
     pair_bytes = 4 * keys.dense[0, 0].numel()  # a float32 copy
-    projections = map_pairs(_projections, pair_bytes, keys.dense, directions)
+    projections = map_pairs(project, pair_bytes, keys.dense, directions)
     return projections.masked_fill(~_is_held(keys, lengths), 0.0)
 
 
@@ -79,9 +79,7 @@ def paged_pair_projections_ref(
     scores the keys of KV head h // G: directions . k + sum_f by_length_f |pair f of k|.
 
     Args:
-        keys: [E, L, H, T, D] on pages, model dtype, right-padded, D even; padding is
-            ignored whatever it holds.
-        lengths: [E, L, H] int64, tokens held, 1..T.
+        keys, lengths: as for `paged_norms_ref`; D is even.
         directions: [E, L, Hq, D] float32.
         by_length: [E, L, Hq, D/2] float32.
 
@@ -109,9 +107,7 @@ def paged_quadratics_ref(
     Query head h of Hq = H * G has values of the keys of KV head h // G.
 
     Args:
-        keys: [E, L, H, T, D] on pages, model dtype, right-padded; padding is ignored
-            whatever it holds.
-        lengths: [E, L, H] int64, tokens held, 1..T.
+        keys, lengths: as for `paged_norms_ref`.
         directions: [E, L, Hq, D] float32.
         matrices: [E, L, Hq, D, D] float32, symmetric.
 
@@ -144,34 +140,34 @@ def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None
 def check_pairs(
     keys: PagedTokens, directions: torch.Tensor, by_length: torch.Tensor
 ) -> int:
-    """Return G of `paged_pair_projections`.
-
-    Raises:
-        ValueError: shapes that do not fit together.
-    """
-    num_events, num_layers, num_heads, _, size = keys.shape
+    """Return G of `paged_pair_projections`, or raise ValueError as it does."""
+    size = keys.shape[-1]
     if size % 2:
         raise ValueError(f"keys: expected an even head size, got {size}")
-    group = max(1, directions.shape[2] // num_heads)
-    rows = num_events, num_layers, num_heads * group
-    check_shape("directions", directions, (*rows, size))
-    check_shape("by_length", by_length, (*rows, size // 2))
-    return group
+    return _check_heads(keys, directions, "by_length", by_length, size // 2)
 
 
 def check_squares(
     keys: PagedTokens, directions: torch.Tensor, matrices: torch.Tensor
 ) -> int:
-    """Return G of `paged_quadratics`.
+    """Return G of `paged_quadratics`, or raise ValueError as it does."""
+    size = keys.shape[-1]
+    return _check_heads(keys, directions, "matrices", matrices, size, size)
 
-    Raises:
-        ValueError: shapes that do not fit together.
-    """
+
+def _check_heads(
+    keys: PagedTokens,
+    directions: torch.Tensor,
+    name: str,
+    others: torch.Tensor,
+    *sizes: int,
+) -> int:
+    """Return G where `others` are [E, L, H * G, *sizes]."""
     num_events, num_layers, num_heads, _, size = keys.shape
     group = max(1, directions.shape[2] // num_heads)
     rows = num_events, num_layers, num_heads * group
     check_shape("directions", directions, (*rows, size))
-    check_shape("matrices", matrices, (*rows, size, size))
+    check_shape(name, others, (*rows, *sizes))
     return group
 
 
@@ -186,11 +182,6 @@ def _cosines(keys: torch.Tensor, is_held: torch.Tensor) -> torch.Tensor:
     held = torch.where(is_held[..., None], unit, 0.0)
     mean = F.normalize(held.sum(2, keepdim=True, dtype=torch.float64), dim=-1)
     return (unit * mean.float()).sum(-1)
-
-
-def _projections(keys: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
-    """Project keys [n, H, T, D] on directions [n, H, D]: [n, H, T] float32."""
-    return (keys.float() @ directions[..., None]).squeeze(-1)
 
 
 def _pair_projections(

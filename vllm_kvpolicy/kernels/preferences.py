@@ -7,7 +7,7 @@ a CUDA twin runs Triton where CUDA C++ is demanded, and one without a twin for t
 its reference. A demand that this machine cannot meet is refused at start-up.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -85,9 +85,7 @@ TABLE: Mapping[str, Preference] = {
 
 @cache
 def demanded() -> str | None:
-    """Return what KVPOLICY_KERNELS demands, None where it is not set.
-
-    Read once per process.
+    """Return what KVPOLICY_KERNELS demands, None where it is not set; read once.
 
     Raises:
         ValueError: it is not one of `IMPLEMENTATIONS`.
@@ -103,10 +101,7 @@ def demanded() -> str | None:
 
 @cache
 def why_not_in_cpp() -> str | None:
-    """Return why no twin in C++ can run on this CPU, None where they can.
-
-    Found out once per process.
-    """
+    """Return why twins in C++ cannot run on this CPU, None where they can."""
     try:
         CPU.load()
     except ImportError as error:
@@ -150,22 +145,18 @@ def unmet_demands(platform: str) -> list[str]:
             f"it to reference"
         ]
     try:
-        _LOADERS[wanted or ""]()
+        _load(wanted)
     except ImportError as error:
         return [f"{label}: {error}"]
     return []
 
 
-def _load_triton() -> None:
-    if find_spec("triton") is None:
+def _load(which: str | None) -> None:
+    """Raise ImportError where an implementation for this device is not installed."""
+    if which != "triton":
+        (CUDA if which == "cuda" else CPU).load()
+    elif find_spec("triton") is None:
         raise ImportError("Triton is not installed; install it or unset the variable")
-
-
-_LOADERS: dict[str, Callable[[], None]] = {
-    "triton": _load_triton,
-    "cuda": CUDA.load,
-    "cpu": CPU.load,
-}
 
 
 def summary(device_type: str) -> str:

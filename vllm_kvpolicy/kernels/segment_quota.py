@@ -114,6 +114,12 @@ def segment_quota_ref(
     return SegmentQuotas(segments, quotas, _segment_of(starts, lengths, mass.shape[-1]))
 
 
+def check_exact(mass: torch.Tensor) -> None:
+    """Raise ValueError unless a mass is in int64 units, which twins sum exactly."""
+    if mass.dtype != torch.int64:
+        raise ValueError(f"mass: expected int64 units, got {mass.dtype}")
+
+
 def pick_by_quota_ref(
     score: torch.Tensor, group: torch.Tensor, quotas: torch.Tensor
 ) -> torch.Tensor:

@@ -8,10 +8,6 @@ https://github.com/EMCLab-Sinica/WG-KV/blob/a6943894/src/modeling_layers.py.
 DMS (arXiv 2506.05345) is the same with `window` one above its own and `settled` shifted
 by one. The softmax of attention is in base 2 as in FlashAttention-2 (arXiv 2307.08691).
 Deviations: none.
-
-Attention over pages: D may have any stride in keys and values, so that keys may be
-stored as columns (worker.pages); query and output are read and written by their
-strides. All else is read in place; nothing is copied.
 """
 
 from collections.abc import Sequence
@@ -189,9 +185,9 @@ def until_attention_ref(
     hold NaN.
 
     Args:
-        query: [Tq, G, D] floating point, row after row.
+        query: [Tq, G, D] floating point, any strides, row after row.
         keys, values: [P, N, D], dtype of the queries or 8-bit floating point, any
-            strides.
+            strides: keys may be stored as columns (worker.pages).
         tables: [R, C] int32, pages of each row, oldest token first; any valid id
             after the last page. Rows of C are contiguous.
         lengths: [R] int32, tokens held, those of the queries included; at most C * N.
@@ -200,8 +196,8 @@ def until_attention_ref(
         until: [P, N] int32, position of the first query that no longer sees the token
             in a slot; see `visibility.visible_until`.
         scale: factor on dot products.
-        output: [Tq, G, D], dtype of the queries, written. What lies after the last
-            row's queries is unspecified.
+        output: [Tq, G, D], dtype of the queries, any strides, written. What lies after
+            the last row's queries is unspecified.
         max_queries: no row has more; 1 where the batch decodes.
     """
     width = tables.shape[1] * keys.shape[1]
@@ -245,17 +241,10 @@ def _attend(
     sees: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Attend with a mask, in float32.
+    """Attend with a mask `sees` [R, Q, T], in float32.
 
-    Args:
-        query: [R, Q, G, D] floating point.
-        keys: [R, T, D] floating point.
-        values: [R, T, D] floating point.
-        sees: [R, Q, T] bool.
-        scale: factor on dot products.
-
-    Returns:
-        [R, Q, G, D] float32; NaN for queries that see nothing.
+    Queries are [R, Q, G, D], keys and values [R, T, D]. Returns [R, Q, G, D] float32;
+    NaN for queries that see nothing.
     """
     is_unseen = ~sees.any(1)[..., None]
     keys, values = (part.float().masked_fill(is_unseen, 0.0) for part in (keys, values))

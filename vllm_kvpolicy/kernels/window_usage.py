@@ -1,6 +1,4 @@
-"""Measures the attention that the newest W queries pay to each cached key.
-
-And smooths it over neighbours.
+"""Measures how much the newest W queries attend to each cached key, and smooths it.
 
 Source: AMS (arXiv 2605.23200) section 3.1 and its code
 https://github.com/EIT-NLP/AdaptiveMassSegment/blob/7eb32cd75600c55888f223dddd2827a81d4f6a80/kvpress/presses/adaptive_segment_head_press.py.
@@ -136,22 +134,15 @@ def window_usage_ref(
     Raises:
         ValueError: shapes that do not fit together, or nuclei beside sinks.
     """
-    check_shapes(queries, keys)
-    check_sinks(queries, sink_logits, mass)
+    check_window(queries, keys, mass, sink_logits)
     num_q_heads, window = queries.shape[2:4]
     num_heads, num_tokens = keys.shape[2:4]
 
-    def of_chunk(
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        lengths: torch.Tensor,
-        *sink_logits: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
+    def of_chunk(*pairs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        queries, keys, lengths, *sinks = pairs
         logits = window_logits(queries, keys, lengths, scale)
         counts = () if mass is None else (row_nucleus_counts(logits.amax(2), mass),)
-        probs = softmax(
-            logits, *(of_row.view(*logits.shape[:3], 1) for of_row in sink_logits)
-        )
+        probs = softmax(logits, *(each.view(*logits.shape[:3], 1) for each in sinks))
         count = effective_window(lengths, window)[..., None, None]
         mean = (probs.sum(3) / count).flatten(1, 2)
         return mean, probs[:, :, :, -1].flatten(1, 2), *counts
@@ -170,20 +161,19 @@ def window_usage_ref(
 window_usage = Operation(window_usage_ref)
 
 
-def check_shapes(queries: torch.Tensor, keys: PagedTokens) -> None:
-    """Raise ValueError if queries and keys of `window_usage` do not fit together."""
+def check_window(
+    queries: torch.Tensor,
+    keys: PagedTokens,
+    mass: float | None,
+    sink_logits: torch.Tensor | None,
+) -> None:
+    """Raise ValueError for what `window_usage` does not take."""
     num_q_heads, window = queries.shape[2:4]
     if keys.shape[:2] != queries.shape[:2] or num_q_heads % keys.shape[2] or not window:
         raise ValueError(
             "queries: expected [E, L, H * G, W >= 1, D] for keys [E, L, H, T, D] = "
             f"{list(keys.shape)}, got {list(queries.shape)}"
         )
-
-
-def check_sinks(
-    queries: torch.Tensor, sink_logits: torch.Tensor | None, mass: float | None
-) -> None:
-    """Raise ValueError if `window_usage` does not take these sinks."""
     if sink_logits is None:
         return
     if sink_logits.shape != queries.shape[1:3] or sink_logits.dtype != torch.float32:

@@ -4,11 +4,9 @@ Axes: L layers, H KV heads, P logical positions, n tokens of one row, N tokens p
 superblock. A head *keeps* what it holds after an event: survivors of its pool and local
 tokens.
 
-Source: AMS (arXiv 2605.23200) names IoU, wipe-outs, bursts, retention and repetition
+Source: AMS (arXiv 2605.23200) names IoU, wipe-outs, bursts and retention
 without defining them, so the definitions are ours; memory-time is Hard-KV's.
 """
-
-from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -116,48 +114,22 @@ def superblocks(event: EventRecord) -> int:
 
 
 def memory_time(
-    positions: Sequence[int],
-    frontiers: Sequence[int],
-    global_blocks: Sequence[int],
-    start: int,
-    end: int,
-    block_size: int,
+    frontier: int, global_blocks: int, start: int, end: int, block_size: int
 ) -> int:
-    """Return the memory-time integral of one request in superblock-steps.
+    """Return the memory-time integral of a request between two events.
 
     Steps compute one token each, as in decoding. The step that computes the token at
-    position t holds B + ceil((t + 1 - F) / N) superblocks, B and F being those of the
-    last event at or before t, 0 before the first: 3 superblocks for 10 steps are 30.
+    position t holds B + ceil((t + 1 - F) / N) superblocks: 3 for 10 steps are 30.
 
     Args:
-        positions: of the request's events, ascending, tokens.
-        frontiers: F of each event, tokens.
-        global_blocks: B of each event, superblocks that its survivors occupy.
-        start: position of the first token that counts; the prompt's length counts all
-            of decoding.
-        end: tokens computed when the request ends.
+        frontier: F of the event before, tokens; 0 before the first.
+        global_blocks: B, superblocks that the event's survivors occupy.
+        start: position of the first token that counts, F or later.
+        end: tokens computed at the next event.
+        block_size: N, tokens per superblock.
+
+    Returns:
+        Superblock-steps.
     """
-    token = np.arange(start, end)
-    latest = np.searchsorted(np.asarray(positions, int), token, side="right")
-    frontier = np.array([0, *frontiers])[latest]
-    survivors = np.array([0, *global_blocks])[latest]
-    return int((survivors - (frontier - token - 1) // block_size).sum())
-
-
-def repetition(samples: Iterable[Sequence[int]], size: int) -> float:
-    """Return the mean over samples of 1 - unique / all n-grams.
-
-    Args:
-        samples: output token ids; a sample shorter than n has no repetition.
-        size: n, commonly 4, 8 or 20.
-
-    Raises:
-        ValueError: no samples.
-    """
-    rates = []
-    for tokens in samples:
-        grams = list(zip(*(tokens[i:] for i in range(size)), strict=False))
-        rates.append(1 - len(set(grams)) / len(grams) if grams else 0.0)
-    if not rates:
-        raise ValueError("samples: expected at least one, got none")
-    return sum(rates) / len(rates)
+    local = np.arange(start, end) + 1 - frontier
+    return int((global_blocks - (-local // block_size)).sum())

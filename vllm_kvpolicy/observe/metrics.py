@@ -7,15 +7,14 @@ no lock.
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
 from struct import Struct
 from threading import Lock
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from vllm_kvpolicy.observe.observing import only_observes
 from vllm_kvpolicy.observe.shared_files import (
     COUNTERS,
     SharedFile,
@@ -25,6 +24,8 @@ from vllm_kvpolicy.observe.shared_files import (
 from vllm_kvpolicy.protocol import CompactEvent
 
 logger = logging.getLogger("vllm.kv_policy")  # without importing vLLM
+P = ParamSpec("P")
+Observer = TypeVar("Observer")
 
 # What only observes, as `kvpolicy_observers_off` calls it.
 TRACE, LIVE, COUNTER_FILE = "trace", "live", "counters"
@@ -128,7 +129,7 @@ def counter_path(engine: str) -> Path:
     return file_path(COUNTERS, engine)
 
 
-class CounterFile:
+class CounterFile(SharedFile):
     """A shared array of float64, one per field, each of which one object writes.
 
     What tells that an observer is off is written by whoever sees it: always a 1.
@@ -142,8 +143,7 @@ class CounterFile:
     """
 
     def __init__(self, engine: str, create: bool) -> None:
-        self._file = SharedFile(counter_path(engine), SIZE_BYTES, create)
-        self.path = self._file.path
+        super().__init__(counter_path(engine), SIZE_BYTES, create)
         self._values = list(self.read().values())
 
     def add(self, name: str, amount: float) -> None:
@@ -153,16 +153,12 @@ class CounterFile:
         place = INDEX[name]
         if value != self._values[place]:
             self._values[place] = value
-            self._file.write(place * _VALUE.size, _VALUE.pack(value))
+            self.write_bytes(place * _VALUE.size, _VALUE.pack(value))
 
     def read(self) -> dict[str, float]:
         """Return every field by name."""
-        values = _VALUE.iter_unpack(self._file.read(0, SIZE_BYTES))
+        values = _VALUE.iter_unpack(self.read_bytes(0, SIZE_BYTES))
         return {name: value for name, (value,) in zip(FIELDS, values, strict=True)}
-
-    def remove(self) -> None:
-        """Delete the file; who has it open keeps reading the old values."""
-        self._file.remove()
 
 
 class EngineCounters:
@@ -202,6 +198,31 @@ class EngineCounters:
             held += request_held
             computed += request_computed
         self.file.set("keep_ratio", held / computed if computed else 1.0)
+
+
+def only_observes(
+    method: Callable[Concatenate[Observer, P], None],
+) -> Callable[Concatenate[Observer, P], None]:
+    """Return a method whose errors do not reach its caller, so that serving goes on.
+
+    The first one is logged and told to the object's `on_off`, where it has one; from
+    then on the methods of that object that are wrapped like this do nothing.
+    """
+
+    @wraps(method)
+    def guarded(self: Any, *args: P.args, **kwargs: P.kwargs) -> None:
+        if getattr(self, "is_off", False):
+            return
+        try:
+            method(self, *args, **kwargs)
+        except Exception:
+            self.is_off = True
+            name = type(self).__name__
+            logger.exception("%s is off from here on; serving goes on", name)
+            if hasattr(self, "on_off"):
+                self.on_off()
+
+    return guarded
 
 
 class WorkerCounters:

@@ -148,14 +148,14 @@ class SharedFile:
             raise ValueError(f"{path}: got fewer than {size} bytes")
         self._has_failed = False
 
-    def read(self, start: int, size: int) -> bytes:
+    def read_bytes(self, start: int, size: int) -> bytes:
         """Return bytes of the file, zeros where they cannot be read."""
         found = b""
         with suppress(OSError):
             found = os.pread(self._descriptor, size, start)
         return found.ljust(size, b"\0")
 
-    def write(self, start: int, data: bytes) -> bool:
+    def write_bytes(self, start: int, data: bytes) -> bool:
         """Write bytes; return whether that succeeded, and warn once if it does not."""
         try:
             return os.pwrite(self._descriptor, data, start) == len(data)
@@ -170,7 +170,7 @@ class SharedFile:
             return False
 
     def remove(self) -> None:
-        """Delete the file; who has it open keeps reading the old bytes."""
+        """Delete the file; who has it open keeps reading what is in it."""
         self.path.unlink(missing_ok=True)
 
 
@@ -203,7 +203,7 @@ _DATA_AT = _TABLE_AT + NUM_ROWS * _ROW.size
 SIZE_BYTES = _DATA_AT + DATA_BYTES
 
 
-class Ring:
+class Ring(SharedFile):
     """The newest records of one writer.
 
     Args:
@@ -216,12 +216,11 @@ class Ring:
     """
 
     def __init__(self, name: str, create: bool) -> None:
-        self.file = SharedFile(file_path(RECORDS, name), SIZE_BYTES, create)
-        self.path = self.file.path
+        super().__init__(file_path(RECORDS, name), SIZE_BYTES, create)
 
     def listen(self) -> None:
         """Tell the writer that somebody listens, for `LISTEN_SECONDS` from now."""
-        self.file.write(0, _LEASE.pack(time.monotonic() + LISTEN_SECONDS))
+        self.write_bytes(0, _LEASE.pack(time.monotonic() + LISTEN_SECONDS))
 
     def is_heard(self) -> bool:
         """Return whether somebody listens; all that a step costs where nobody does."""
@@ -246,9 +245,9 @@ class Ring:
         row = _TABLE_AT + number % NUM_ROWS * _ROW.size
         told = _ROW.pack(number, start, len(data), crc32(data))
         return (
-            self.file.write(_DATA_AT + start % DATA_BYTES, data)
-            and self.file.write(row, told)
-            and self.file.write(_HEAD_AT, _HEAD.pack(number + 1, start + len(data)))
+            self.write_bytes(_DATA_AT + start % DATA_BYTES, data)
+            and self.write_bytes(row, told)
+            and self.write_bytes(_HEAD_AT, _HEAD.pack(number + 1, start + len(data)))
         )
 
     def read(self, first: int = 0) -> tuple[list[dict[str, Any]], int]:
@@ -268,14 +267,10 @@ class Ring:
         """Return a record, None where it has been overwritten."""
         row = _TABLE_AT + number % NUM_ROWS * _ROW.size
         found, start, length, check = self._unpack(_ROW, row)
-        data = self.file.read(_DATA_AT + start % DATA_BYTES, length)
+        data = self.read_bytes(_DATA_AT + start % DATA_BYTES, length)
         if not length or found != number or crc32(data) != check:
             return None
         return json.loads(data)
 
     def _unpack(self, form: struct.Struct, start: int) -> tuple[Any, ...]:
-        return form.unpack(self.file.read(start, form.size))
-
-    def remove(self) -> None:
-        """Delete the file; who has it open keeps reading the old records."""
-        self.file.remove()
+        return form.unpack(self.read_bytes(start, form.size))

@@ -7,7 +7,7 @@ from itertools import accumulate
 from struct import pack
 from typing import Any
 
-from vllm_kvpolicy.observe.observing import only_observes
+from vllm_kvpolicy.observe.metrics import only_observes
 from vllm_kvpolicy.observe.shared_files import SCHEDULER, Ring
 from vllm_kvpolicy.protocol import CompactEvent
 

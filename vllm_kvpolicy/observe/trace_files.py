@@ -183,8 +183,9 @@ def run_in(folder: Path) -> Path:
     """
     if not folder.is_dir():
         raise ValueError(f"trace: no such folder {str(folder)!r}")
-    holders = {path.parent for path in folder.rglob("*.npz")} - {folder}
-    runs = sorted({whole_run(each) for each in holders} | _itself(folder))
+    holders = {path.parent for path in folder.rglob("*.npz")}
+    # The folder itself may be that of one rank.
+    runs = sorted({each if each == folder else whole_run(each) for each in holders})
     if not runs:
         raise ValueError(
             f"trace: no events in {str(folder)!r}; a request has its first event "
@@ -196,11 +197,6 @@ def run_in(folder: Path) -> Path:
             f"{', '.join(map(str, runs))}"
         )
     return runs[0]
-
-
-def _itself(folder: Path) -> set[Path]:
-    """Return a folder in which events lie, so that one rank can be read as well."""
-    return {folder} if any(folder.glob("*.npz")) else set()
 
 
 def whole_run(folder: Path) -> Path:
@@ -283,13 +279,15 @@ def join_ranks(records: Sequence[EventRecord]) -> EventRecord:
             f"trace: ranks have recorded {first.request_id} at {first.position} with "
             "different numbers of layers or heads, or different notes"
         )
+    tokens: dict[str, Any] = {
+        name: _side_by_side([getattr(each, name) for each in records], -1)
+        for name in TOKENS
+    }
     notes = {name: [r.notes[name] for r in records] for name in first.notes}
     heads = [record.held.shape[1] for record in records]
     return replace(
         first,
-        held=_side_by_side([record.held for record in records], -1),
-        selected=_side_by_side([record.selected for record in records], -1),
-        survivors=_side_by_side([record.survivors for record in records], -1),
+        **tokens,
         moved=float(np.average([record.moved for record in records], weights=heads)),
         notes={name: _side_by_side(parts, 0) for name, parts in notes.items()},
         ranks=len(records),

@@ -1,8 +1,8 @@
 """The contract between the worker and a policy: what an event sees and what it decides.
 
-Axes used everywhere: E events (one request each), L layers, H KV heads, G query heads
-per KV head (Hq = H * G), T tokens held (right-padded, per head), D head size, W window
-queries, K budget in tokens per KV head, C survivors to place, R = E * L * H rows.
+Axes of policies: E events (one request each), L layers, H KV heads, G query heads per
+KV head (Hq = H * G), T tokens held (right-padded, per head), D head size, W window
+queries, K budget in tokens per KV head, M places of survivors, R = E * L * H rows.
 Tokens are in time order, oldest first. Heads may hold different tokens, and under a
 ragged policy different numbers of them; the local tokens are the newest of every head.
 """
@@ -10,9 +10,8 @@ ragged policy different numbers of them; the local tokens are the newest of ever
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -20,43 +19,9 @@ from torch import nn
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.visibility import Decisions
+from vllm_kvpolicy.policies.model_files import ModelShape
 from vllm_kvpolicy.policies.ranks import ONE_RANK, HeadShard, Ranks
-
-
-@dataclass(frozen=True)
-class TokenSignal:
-    """What the worker measures at every token while it is computed.
-
-    One number per token, averaged over some layers of what each of them shows.
-
-    Args:
-        kind: "hidden", how far the layer's output moved since the token before; "key"
-            or "value", variance over channels of the cached vector, mean over heads.
-        first: first layer, counted from 0, or as a fraction of the model's depth.
-        last: last layer, included, as `first`; None for the model's last.
-    """
-
-    kind: Literal["hidden", "key", "value"]
-    first: int | Fraction = 0
-    last: int | Fraction | None = None
-
-    def layers(self, num_layers: int) -> range:
-        """Return the layers to measure in a model of `num_layers`.
-
-        Raises:
-            ValueError: the model has no such layers.
-        """
-        last = num_layers - 1 if self.last is None else self.last
-        first, last = (
-            int(end * num_layers) if isinstance(end, Fraction) else end
-            for end in (self.first, last)
-        )
-        if not 0 <= first <= last < num_layers:
-            raise ValueError(
-                f"layers of a signal: got {first} to {last}, expected 0 <= first <= "
-                f"last <= {num_layers - 1}"
-            )
-        return range(first, last + 1)
+from vllm_kvpolicy.policies.scorers._signals import TokenSignal
 
 
 @dataclass(frozen=True)
@@ -98,21 +63,14 @@ class Needs:
 
     def __or__(self, other: "Needs") -> "Needs":
         """Return what is needed by either."""
-        return Needs(
-            window_tokens=max(self.window_tokens, other.window_tokens),
-            usage=self.usage or other.usage,
-            mass=max(self.mass, other.mass),
-            keys=self.keys or other.keys,
-            values=self.values or other.values,
-            positions=self.positions or other.positions,
-            rope=self.rope or other.rope,
-            halves=self.halves or other.halves,
-            alike=self.alike or other.alike,
-            signals=tuple(dict.fromkeys(self.signals + other.signals)),
-            memory=tuple(dict.fromkeys(self.memory + other.memory)),
-            until=self.until or other.until,
-            exact=self.exact or other.exact,
-        )
+        merged: dict[str, Any] = {}
+        for name, mine in vars(self).items():
+            theirs = getattr(other, name)
+            is_list = isinstance(mine, tuple)
+            merged[name] = (
+                tuple(dict.fromkeys(mine + theirs)) if is_list else max(mine, theirs)
+            )
+        return Needs(**merged)
 
 
 @dataclass(frozen=True)
@@ -130,7 +88,8 @@ class EventInputs:
         sink_logits: [L, Hq] float32, of learned sinks, which take part in every
             softmax of the model; None where it has none.
         keys: [E, L, H, T, D] model dtype, cached post-RoPE keys, plain or on pages, or
-            None unless asked for, like all that follows. Values on padding are
+            None unless `Needs` asks for them, like all fields below whose type allows
+            None. Values on padding are
             unspecified. Of an FP8 cache they are what attention reads, rounded when
             they were stored, unlike `queries`. Read through `given` or `paged`.
         values: [E, L, H, T, D] model dtype, cached values; likewise.
@@ -245,7 +204,31 @@ class Decision:
     merge: Merge | None = None
 
 
-class Policy(ABC):
+class OfModel:
+    """What serves one model: a policy, or a part of one.
+
+    Attributes:
+        consists_of: its own parts.
+    """
+
+    consists_of: tuple["OfModel", ...] = ()
+
+    def check_model(self, model: ModelShape) -> None:
+        """Check at start-up that it can serve the model, all ranks' heads of it.
+
+        Raises:
+            ValueError: it was made for a model of another shape.
+        """
+        for part in self.consists_of:
+            part.check_model(model)
+
+    def take_heads(self, shard: HeadShard) -> None:
+        """Serve some of the model's heads; once, after `check_model`."""
+        for part in self.consists_of:
+            part.take_heads(shard)
+
+
+class Policy(OfModel, ABC):
     """Scores, allocates and selects in one call; subclasses define `decide`.
 
     Attributes:
@@ -255,24 +238,6 @@ class Policy(ABC):
 
     needs = Needs()
     dynamic = False
-
-    def check_model(  # noqa: B027  most have nothing to check
-        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
-    ) -> None:
-        """Check at start-up that the policy can serve the model.
-
-        Args:
-            num_layers: L, attention layers.
-            num_heads: Hq, query heads per layer, of all ranks.
-            num_kv_heads: H, KV heads per layer, of all ranks.
-            head_dim: D, channels per head.
-
-        Raises:
-            ValueError: it was calibrated for a model of another shape.
-        """
-
-    def take_heads(self, shard: HeadShard) -> None:  # noqa: B027  likewise
-        """Serve some of the model's heads; once, after `check_model`."""
 
     def shuffled(
         self,
@@ -299,6 +264,35 @@ class Policy(ABC):
         """Choose `budget` tokens per row; pure, no host sync, no state."""
 
 
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model to hook: its weights are there, it is not yet compiled or captured.
+
+    Args:
+        module: vLLM's model.
+        layers: its attention layers in model order.
+        vllm_config: the engine's configuration.
+        device: where its weights are.
+        rope: the model's rotary embedding, None unless a policy asks for it.
+    """
+
+    module: nn.Module
+    layers: Sequence[Any]
+    vllm_config: Any
+    device: torch.device
+    rope: Rope | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that it computes in."""
+        return self.vllm_config.model_config.dtype
+
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens of a step, padding included."""
+        return self.vllm_config.scheduler_config.max_num_batched_tokens
+
+
 class Decider(Protocol):
     """Decides, while tokens are computed, which ones stay after the window.
 
@@ -312,20 +306,8 @@ class Decider(Protocol):
     shift: int
     nbytes: int
 
-    def attach(
-        self,
-        model: nn.Module,
-        layers: Sequence[nn.Module],
-        vllm_config: Any,
-        rope: Rope | None,
-    ) -> None:
-        """Hook the loaded model; before it is compiled or captured.
-
-        Args:
-            model: vLLM's model.
-            layers: its attention layers in model order.
-            vllm_config: the engine's configuration.
-            rope: the model's rotary embedding, None unless asked for.
+    def attach(self, model: LoadedModel) -> None:
+        """Hook the loaded model.
 
         Raises:
             ValueError: the model is not one that it can hook.

@@ -5,23 +5,22 @@ in the header; they cannot run code.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.policies import model_files
+from vllm_kvpolicy.policies.model_files import ModelFile, ModelShape
+from vllm_kvpolicy.policies.words import BaseScorer
 
-NAME = "calibration"
 DESCRIPTION = "the model's query statistics, from `python -m training {}` in a checkout"
-_expect = partial(model_files.expect, NAME)
-FORMAT = "vllm-kvpolicy calibration 1"
 
 
 @dataclass(frozen=True)
-class Calibration:
+class Calibration(ModelFile):
     """Statistics of a model's queries.
 
     Args:
@@ -36,6 +35,9 @@ class Calibration:
         tensors: float32 by name, see `shapes`.
         path: where it was read from, for errors.
     """
+
+    NAME = "calibration"
+    FORMAT = "vllm-kvpolicy calibration 1"
 
     kind: str
     model: str
@@ -61,33 +63,6 @@ class Calibration:
         pairs = (self.num_layers, self.num_heads, self.head_dim // 2)
         return dict.fromkeys(("query_real", "query_imag", "query_abs"), pairs)
 
-    def check_model(
-        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
-    ) -> None:
-        """Check that a model has the shape of the calibrated one.
-
-        Raises:
-            ValueError: naming the file, the field, and both values.
-        """
-        _expect(self.path, "num_layers", self.num_layers, num_layers)
-        _expect(self.path, "num_heads", self.num_heads, num_heads)
-        _expect(self.path, "num_kv_heads", self.num_kv_heads, num_kv_heads)
-        _expect(self.path, "head_dim", self.head_dim, head_dim)
-
-
-# Fields that the header holds, and what turns their text into a value.
-HEADER: dict[str, Any] = {
-    item.name: item.type
-    for item in fields(Calibration)
-    if item.type in (str, int, float)
-}
-
-
-def save(path: str | Path, calibration: Calibration) -> None:
-    """Write a calibration file; overwrites one that exists."""
-    header = {name: getattr(calibration, name) for name in HEADER}
-    model_files.save(path, FORMAT, header, calibration.tensors)
-
 
 def load(path: str | Path, kind: str) -> Calibration:
     """Read a calibration file.
@@ -99,29 +74,33 @@ def load(path: str | Path, kind: str) -> Calibration:
     Raises:
         ValueError: naming the file, the key, and what was found and expected there.
     """
-    values, tensors = model_files.load(NAME, path, FORMAT, HEADER, "a safetensors file")
-    _expect(path, "kind", values["kind"], kind)
-    calibration = Calibration(**values, tensors=tensors, path=path)
-    _expect(path, "tensors", sorted(tensors), sorted(calibration.shapes))
-    model_files.check_tensors(NAME, path, tensors, calibration.shapes)
-    return calibration
+    found = Calibration.from_file(path, "a safetensors file")
+    found.fits(kind=kind)
+    tensors, shapes = found.tensors, found.shapes
+    model_files.expect(found.NAME, path, "tensors", sorted(tensors), sorted(shapes))
+    model_files.check_tensors(found.NAME, path, tensors, shapes)
+    return found
 
 
-def check_file(kind: str, options: Any, vllm_config: Any) -> None:
-    """Check, before an engine starts, that a word's calibration fits the model.
+class CalibratedScorer(BaseScorer):
+    """A scorer that reads the file which an option names, KIND_calibration.
 
-    Args:
-        kind: what the file has to hold; its option is the kind plus "_calibration".
-        options: the word's.
-        vllm_config: the finished VllmConfig.
-
-    Raises:
-        ValueError: naming the option, the file, and what was found and expected.
+    Attributes:
+        kind: what the file has to hold.
     """
-    key = f"{kind}_calibration"
-    with model_files.errors_name(key):
-        found = load(getattr(options, key), kind)
-        shape = model_files.ModelShape.of(vllm_config)
-        found.check_model(
-            shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_dim
-        )
+
+    fitted = True
+    kind: ClassVar[str]
+    calibration: Calibration
+
+    @classmethod
+    def check_start(cls, options: Any, kept: AlwaysKept, vllm_config: Any) -> None:
+        """Check that the calibration fits the model; see `Word`."""
+        key = f"{cls.kind}_calibration"
+        with model_files.errors_name(key):
+            found = load(getattr(options, key), cls.kind)
+            found.fits(**vars(ModelShape.of(vllm_config)))
+
+    def check_model(self, model: ModelShape) -> None:
+        """Check that the calibration fits the model; see `OfModel`."""
+        self.calibration.fits(**vars(model))

@@ -11,7 +11,6 @@ from vllm_kvpolicy.kernels.visibility import NEVER
 from vllm_kvpolicy.kernels.window_usage import WindowUsage, window_usage
 from vllm_kvpolicy.policies.base import Decider, Decision, EventInputs, Needs, Policy
 from vllm_kvpolicy.policies.names import ResolvedPolicy, parse, resolve
-from vllm_kvpolicy.policies.ranks import HeadShard
 from vllm_kvpolicy.policies.words import BaseAdmission, BaseAllocator, BaseScorer, Word
 
 # Names under which the gates of an admission and true positions are remembered.
@@ -43,21 +42,12 @@ class ComposedPolicy(Policy):
     def __init__(self, scorer: BaseScorer, allocator: BaseAllocator) -> None:
         self.scorer = scorer
         self.allocator = allocator
+        self.consists_of = scorer, allocator
         self.needs = scorer.needs | allocator.needs
         # As many queries as those who read the usage ask for, however many others do.
         readers = [part.needs for part in (scorer, allocator) if part.needs.usage]
         self.usage_needs = reduce(Needs.__or__, readers, Needs())
         self.dynamic = allocator.dynamic
-
-    def check_model(
-        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
-    ) -> None:
-        """Check at start-up that the policy can serve the model; see `Policy`."""
-        self.scorer.check_model(num_layers, num_heads, num_kv_heads, head_dim)
-
-    def take_heads(self, shard: HeadShard) -> None:
-        """Serve some of the model's heads; see `Policy`."""
-        self.scorer.take_heads(shard)
 
     def decide(self, inputs: EventInputs, budget: int) -> Decision:
         """Choose `budget` tokens per row.
@@ -130,6 +120,7 @@ class AdmittedPolicy(Policy):
 
     def __init__(self, admission: BaseAdmission, eviction: Policy | None) -> None:
         self.admission, self.eviction = admission, eviction
+        self.consists_of = tuple(filter(None, (admission, eviction)))
         self.needs = admission.needs
         if not self.needs.until:
             self.needs |= Needs(memory=(MEMORY,))
@@ -140,20 +131,6 @@ class AdmittedPolicy(Policy):
     def decider(self) -> Decider | None:
         """What decides while tokens are computed; None where gates wait for events."""
         return cast(Decider, self.admission) if self.needs.until else None
-
-    def check_model(
-        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
-    ) -> None:
-        """Check both parts at start-up; see `Policy`."""
-        for part in (self.admission, self.eviction):
-            if part is not None:
-                part.check_model(num_layers, num_heads, num_kv_heads, head_dim)
-
-    def take_heads(self, shard: HeadShard) -> None:
-        """Serve some of the model's heads with both parts; see `Policy`."""
-        for part in (self.admission, self.eviction):
-            if part is not None:
-                part.take_heads(shard)
 
     def decide(self, inputs: EventInputs, budget: int) -> Decision:
         """Keep admitted and must-keep tokens; at most `budget` where there is one."""

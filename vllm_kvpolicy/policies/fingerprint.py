@@ -1,4 +1,4 @@
-"""What processes with command lines of their own compare before they serve together."""
+"""A digest of policies, which ranks on other hosts compare before they serve."""
 
 import hashlib
 import inspect

@@ -2,61 +2,87 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 
-Types = Mapping[str, type]
-"""Fields of the header, and what turns their text into a value."""
 
+class ModelFile:
+    """What a file of ours holds; a subclass is a frozen dataclass.
 
-def save(
-    path: str | Path, format_name: str, fields: Mapping[str, Any], tensors: Mapping
-) -> None:
-    """Write a file; overwrites one that exists.
+    Its fields of text and numbers are in the header of the file, as text.
 
-    Args:
-        path: of the file.
-        format_name: first field of the header.
-        fields: the others; written as text.
-        tensors: by name.
+    Attributes:
+        NAME: what errors call the file.
+        FORMAT: first field of the header.
+        tensors: float32 by name.
+        path: where it was read from, for errors.
     """
-    header = {name: str(value) for name, value in fields.items()}
-    content = to_bytes(dict(tensors), {"format": format_name, **header})
-    Path(path).write_bytes(content)  # not save_file: its files are for their owner only
 
+    NAME: ClassVar[str]
+    FORMAT: ClassVar[str]
+    tensors: Mapping[str, torch.Tensor]
+    path: str | Path
 
-def load(
-    kind: str, path: str | Path, format_name: str, types: Types, valid: str
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return the fields and the tensors of a file; it cannot run code.
+    @classmethod
+    def header(cls) -> dict[str, Any]:
+        """Return the fields of the header, and what turns their text into a value."""
+        kinds = {field.name: field.type for field in fields(cls)}  # type: ignore[arg-type]
+        return {name: kind for name, kind in kinds.items() if kind in (str, int, float)}
 
-    Args:
-        kind: what errors call the file.
-        path: the file.
-        format_name: what its header must begin with.
-        types: its fields.
-        valid: the kinds of files that are valid, for errors.
+    @classmethod
+    def from_file(cls, path: str | Path, valid: str) -> Self:
+        """Read a file that `save` wrote; does not check its tensors.
 
-    Raises:
-        ValueError: naming the file, the field, and what was found and expected there.
-    """
-    header, tensors = read(kind, path, valid)
-    expect(kind, path, "format", header.get("format"), format_name)
-    values = {}
-    for name, to_value in types.items():
-        text = header.get(name)
-        try:
-            values[name] = None if text is None else to_value(text)
-        except ValueError:
-            values[name] = None
-        if values[name] is None:
-            expect(kind, path, name, text, to_value.__name__)
-    return values, tensors
+        Args:
+            path: the file; nothing in it can run.
+            valid: the kinds of files that are valid, for errors.
+
+        Raises:
+            ValueError: naming the file, the field, and what was found and expected.
+        """
+        header, tensors = read(cls.NAME, path, valid)
+        expect(cls.NAME, path, "format", header.get("format"), cls.FORMAT)
+        values = {}
+        for name, to_value in cls.header().items():
+            text = header.get(name)
+            try:
+                values[name] = None if text is None else to_value(text)
+            except ValueError:
+                values[name] = None
+            if values[name] is None:
+                expect(cls.NAME, path, name, text, to_value.__name__)
+        return cls(**values, tensors=tensors, path=path)  # type: ignore[call-arg]
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file; overwrites one that exists."""
+        header = {name: str(getattr(self, name)) for name in self.header()}
+        content = to_bytes(dict(self.tensors), {"format": self.FORMAT, **header})
+        # Not save_file: its files are for their owner only.
+        Path(path).write_bytes(content)
+
+    def fits(self, **expected: Any) -> None:
+        """Check that fields have the values of a model.
+
+        Raises:
+            ValueError: naming the file, the field, and both values.
+        """
+        for name, value in expected.items():
+            expect(self.NAME, self.path, name, getattr(self, name), value)
+
+    def check_sizes(self, *names: str) -> None:
+        """Check that these fields are at least 1.
+
+        Raises:
+            ValueError: naming the file, the field, and what was found and expected.
+        """
+        for name in names:
+            if getattr(self, name) < 1:
+                self.fits(**{name: "at least 1"})
 
 
 def read(
@@ -86,11 +112,13 @@ def check_tensors(
     tensors: Mapping[str, torch.Tensor],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Check that tensors have their shapes, are float32, and finite.
+    """Check that all tensors are there, no others, of their shapes, float32, finite.
 
     Raises:
         ValueError: naming the file, the tensor, and what was found and expected.
     """
+    expect(kind, path, "missing tensors", sorted(shapes.keys() - tensors.keys()), [])
+    expect(kind, path, "unexpected tensors", sorted(tensors.keys() - shapes.keys()), [])
     for name, shape in shapes.items():
         found = tensors[name]
         expect(kind, path, f"shape of {name}", list(found.shape), list(shape))

@@ -3,8 +3,8 @@
 A name is `[ADMISSION][+EVICTION][+SELECTION]`, at least one part; EVICTION is
 `[ALLOCATOR-]SCORER`. For example `wgkv+ams-snapkv+quest` has all four words.
 
-A word is a file of the folder of its kind. A user's own scorer or allocator is a word,
-too: the name of an entry point of the group `vllm_kvpolicy.policies`, or
+Each file in the folder of a kind defines one word. A user's own scorer or allocator is
+a word, too: the name of an entry point of the group `vllm_kvpolicy.policies`, or
 `package.module:Class` in its place, such as `ams-my.scorers:Novelty`. What a name does
 not have is not imported.
 """
@@ -300,16 +300,6 @@ class PolicyInfo:
     def measures_tokens(self) -> bool:
         """Whether requests compute all their tokens, none from the prefix cache."""
         return any(word.measures_tokens for word in self.parts)
-
-    @property
-    def weighs_itself(self) -> bool:
-        """Whether attention of its own leaves out a model's learned sinks."""
-        return any(word.weighs_itself for word in self.parts)
-
-    @property
-    def decides_later(self) -> bool:
-        """Whether a token decides about the token before it."""
-        return any(word.decides_later for word in self.parts)
 
     @property
     def placement(self) -> Callable[..., list[Any]] | None:

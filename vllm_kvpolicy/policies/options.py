@@ -1,4 +1,6 @@
-"""Options: the keys of `--kv-policy-config`, as one pydantic model per word.
+"""Options of words: keys of `--kv-policy-config`, one pydantic model per word.
+
+The keys of the server itself are `config_keys.SERVER_OPTIONS`.
 
 A field is one key and the only place that defines its type, range, default and
 description. Validation, error messages and docs/support.md come from it. A model holds
@@ -87,7 +89,12 @@ def _odd(value: int) -> int:
     return value
 
 
-Odd = Annotated[int, AfterValidator(_odd)]
+# Kinds of options that several words have.
+Queries = Annotated[int, Field(ge=1, le=1024)]
+Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+Width = Annotated[int, Field(ge=1, le=255), AfterValidator(_odd)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Layer = Annotated[int, Field(ge=-1, le=MOST_LAYERS)]  # -1 leaves the choice open
 IS_PATH = "names a file or a folder"
 FilePath = Annotated[str, Field(min_length=1), IS_PATH]
 
@@ -95,10 +102,8 @@ FilePath = Annotated[str, Field(min_length=1), IS_PATH]
 class WindowOptions(BaseOptions):
     """The query window, shared by the words that measure attention over it."""
 
-    window: int = Field(
+    window: Queries = Field(
         32,
-        ge=1,
-        le=1024,
         description="number of newest queries whose attention is used",
     )
 
@@ -106,8 +111,8 @@ class WindowOptions(BaseOptions):
 class PoolOptions(WindowOptions):
     """The query window, with attention smoothed over neighbouring tokens."""
 
-    pool_kernel: Odd = Field(
-        5, ge=1, le=255, description="width of the average pooling over tokens"
+    pool_kernel: Width = Field(
+        5, description="width of the average pooling over tokens"
     )
 
 

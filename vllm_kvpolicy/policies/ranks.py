@@ -1,4 +1,4 @@
-"""What a rank of a tensor-parallel group serves, and what it has to hear of the others.
+"""What a rank of a tensor-parallel group serves, and what it needs from the others.
 
 Every rank has some of the heads of all layers, and decides for those alone. It hears of
 the others where a score is a mean over all heads of a layer, where several ranks have
@@ -71,7 +71,7 @@ ALL_HEADS = HeadShard(num_heads=1, num_kv_heads=1)
 
 
 class Ranks:
-    """A group of one rank, which has nobody to ask; the worker knows larger ones.
+    """What ranks hear of each other; here of one rank alone, which has nobody to ask.
 
     Every rank calls the same methods in the same order, with tensors of one shape.
     """

@@ -11,9 +11,10 @@ from vllm_kvpolicy.config_keys import DEFAULT_SINKS
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.compose import build
+from vllm_kvpolicy.policies.model_files import ModelShape
 from vllm_kvpolicy.policies.names import SCORERS
 from vllm_kvpolicy.policies.options import BaseOptions
-from vllm_kvpolicy.policies.scorers.epikv import signals_from_hidden
+from vllm_kvpolicy.policies.scorers._signals import signals_from_hidden
 from vllm_kvpolicy.policies.words import Word
 
 
@@ -72,7 +73,7 @@ def score(
     if "window" in keys and q.shape[1]:
         options.setdefault(keys["window"], q.shape[1])
     policy: Any = build(name, options)
-    policy.scorer.check_model(1, len(q), num_heads, size)
+    policy.scorer.check_model(ModelShape(1, len(q), num_heads, size))
     _check_params(
         name, params, (*keys, *ScoreOptions.model_fields), _tensors_of(policy.needs)
     )

@@ -12,25 +12,27 @@ import torch
 
 from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
-from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
+from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs, OfModel
 from vllm_kvpolicy.policies.options import BaseOptions
-from vllm_kvpolicy.policies.ranks import HeadShard
 
 
-class Word:
-    """One word of the grammar; a class of a file here has a `summary`.
+class Word(OfModel):
+    """One word of the grammar.
+
+    Each file in the folder of a kind defines one: its only class that sets `summary`.
 
     Attributes:
         Options: the keys of `--kv-policy-config` that it reads; it is built with their
             values as keyword arguments.
+        options: an instance of `Options` with these values.
         summary: half a line for help texts.
         source: where the method is published.
         query_window: queries that it reads: a number, or the option that holds it.
-        ragged: heads end up with different numbers of tokens; an admission must set it.
+        ragged: heads end up with different numbers of tokens, as after any admission.
         dynamic: it may keep less than the budget; an admission always may.
         protect_prompt: prompt tokens are kept unless the user says otherwise.
         decides: it always decides while tokens are computed, not at events.
-        decides_later: a token decides about the token before it.
+        decides_later: whether a token is kept is decided by the token after it.
         measures_tokens: its events read what was measured when each token was computed,
             so that a request takes nothing from the prefix cache.
         weighs_itself: it computes attention of its own from queries, which leaves out
@@ -59,6 +61,10 @@ class Word:
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     refuses: ClassVar[Mapping[str, str]] = {}
     placement: ClassVar[Callable[..., list[Any]] | None] = None
+    options: Any
+
+    def __init__(self, **options: Any) -> None:
+        self.options = self.Options(**options)
 
     @classmethod
     def from_options(cls, **options: Any) -> Any:
@@ -116,24 +122,6 @@ class Word:
             return cls.query_window
         default = cls.Options.model_fields[cls.query_window].default
         return values.get(cls.query_window, default)
-
-    def check_model(
-        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
-    ) -> None:
-        """Check, once it is built, that it can serve the model.
-
-        Args:
-            num_layers: L, attention layers.
-            num_heads: Hq, query heads per layer, of all ranks.
-            num_kv_heads: H, KV heads per layer, of all ranks.
-            head_dim: D, channels per head.
-
-        Raises:
-            ValueError: it was made for a model of another shape.
-        """
-
-    def take_heads(self, shard: HeadShard) -> None:
-        """Serve some of the model's heads; once, after `check_model`."""
 
 
 class BaseScorer(Word, ABC):
@@ -193,7 +181,7 @@ class BaseAllocator(Word, ABC):
 
 
 class BaseAdmission(Word):
-    """Predicts how useful a token will be after it leaves the window.
+    """Predicts how useful a token will be when it is no longer among the newest.
 
     A subclass either defines `gates`, or sets `needs.until` and implements `Decider`;
     its decisions then act as gates of 0 or 1.
@@ -203,6 +191,7 @@ class BaseAdmission(Word):
         threshold: tokens with a gate above this are admitted.
     """
 
+    ragged = True
     needs = Needs()
     threshold: float = 0.5
 

@@ -1,9 +1,9 @@
 """The worker process: runs events before each forward pass and sees what it computes.
 
-A step goes through `worker` (vLLM's worker calls it), `runtime` (begin, build, observe,
-end), `compaction` (the step's events) and a tier, which describes the step to the
-attention backends. `setup` builds all of them: sizes before the KV cache exists, the
-runtime after.
+A step goes through `worker` (a mixin of vLLM's worker, which the executor calls),
+`runtime` (begin, build, observe, end), `compaction` (the step's events) and a tier,
+which describes the step to the attention backends. `setup` builds policies, captures
+and tables before the KV cache exists, and the runtime over it afterwards.
 
 What the worker keeps of one request, and what becomes of it when the request goes:
 
@@ -20,9 +20,9 @@ where                               what                        when the request
                                     bounds of its pages
 `survivors.SurvivorMemory`          values that policies        overwritten
                                     remember of its survivors
-`captures.query_windows`            newest queries, in a        overwritten
-                                    window that the scheduler
-                                    chose
+`captures.query_windows`            newest queries, in          given back by the
+                                    superblocks on loan         scheduler; in FP8
+                                                                zeroed at once
 `captures.token_signals`            signals by position, and    row freed at once,
                                     its last hidden state       values overwritten
 `captures.visible_until`            until when its tokens are   overwritten

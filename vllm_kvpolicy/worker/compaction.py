@@ -201,7 +201,8 @@ class Compactor:
             "seeds": [event_seed(event.ordinal, event.position) for event in events],
         }
         for capture in self.captures:
-            numbers |= capture.numbers(events, needs)
+            if capture.serves(needs):
+                numbers |= capture.numbers(events, needs)
         return numbers
 
     # -- decide ------------------------------------------------------------------------
@@ -231,7 +232,8 @@ class Compactor:
             positions = self._positions(memory.pop(POSITIONS), lengths, end)
             optional["positions"] = positions.view(*shape, -1)
         for capture in self.captures:
-            optional |= capture.read(batch)
+            if capture.serves(needs):
+                optional |= capture.read(batch)
         if "queries" in optional:
             optional["queries"] = self.ranks.queries_of_copies(optional["queries"])
         for name in ("keys", "values"):

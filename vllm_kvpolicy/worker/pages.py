@@ -15,7 +15,7 @@ NUDGE = 1.01  # so that a number is stored as the same byte however it is rounde
 
 @dataclass(frozen=True)
 class Float8:
-    """The numbers of an FP8 cache.
+    """Knows which numbers the bytes of an FP8 cache stand for.
 
     Args:
         stored: torch.float8_e4m3fn or torch.float8_e5m2.

@@ -7,7 +7,7 @@ import torch
 
 from vllm_kvpolicy.kernels.page_tables import enter_requests
 from vllm_kvpolicy.protocol import CompactEvent
-from vllm_kvpolicy.worker.transfer import Integers, to_device
+from vllm_kvpolicy.worker.transfer import Integers
 
 
 class RequestRows:
@@ -139,9 +139,3 @@ class RequestTable(RequestRows):
             event.position - int(self.positions_cpu[row] if event.ordinal else 0)
             for row, event in zip(rows, events, strict=True)
         )
-
-    def to_device(
-        self, values: Sequence[int] | Sequence[Sequence[int]]
-    ) -> torch.Tensor:
-        """Copy host integers to the device of the table as int64, without waiting."""
-        return to_device(values, self.device)

@@ -4,7 +4,7 @@ vLLM measures free memory between the two.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -20,8 +20,9 @@ from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.observe.metrics import LIVE, TRACE, WorkerCounters
 from vllm_kvpolicy.observe.shared_files import own_engine
-from vllm_kvpolicy.policies.base import Needs, Policy
+from vllm_kvpolicy.policies.base import LoadedModel, Needs, Policy
 from vllm_kvpolicy.policies.compose import assemble
+from vllm_kvpolicy.policies.model_files import ModelShape
 from vllm_kvpolicy.policies.ranks import ALL_HEADS, ONE_RANK, HeadShard, Ranks
 from vllm_kvpolicy.sizes import max_global_blocks, query_rows
 from vllm_kvpolicy.worker.captures.capture import Capture
@@ -42,7 +43,7 @@ from vllm_kvpolicy.worker.tiers.head_tables import FoldedTables, HeadTables
 from vllm_kvpolicy.worker.tiers.page_selection import PageSelection
 from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
 from vllm_kvpolicy.worker.tiers.tier import Tier
-from vllm_kvpolicy.worker.warmup import most_tokens
+from vllm_kvpolicy.worker.warmup import DummyEvents
 
 logger = init_logger("vllm.kv_policy")
 
@@ -54,7 +55,7 @@ LISTS = "page lists of heads"
 
 @dataclass(frozen=True)
 class SideTables:
-    """What a worker allocates once the number of superblocks of the pool is known.
+    """Sizes of what a worker allocates when it knows the superblocks of the pool.
 
     Args:
         num_heads: n = L * H on this rank.
@@ -116,12 +117,6 @@ class SideTables:
 
 MIB = 2**20
 SMALL = 0.01  # of the whole: smaller parts are not named
-# What captures hold before the KV cache is made, and which policies read it.
-READ: Mapping[type[Capture], tuple[str, Callable[[Needs], object]]] = {
-    QueryWindows: ("places of queries", lambda needs: needs.window_tokens),
-    TokenSignals: ("signals of tokens", lambda needs: needs.signals),
-    VisibleUntil: ("decisions about tokens", lambda needs: needs.until),
-}
 
 
 @dataclass(frozen=True)
@@ -135,18 +130,6 @@ class Share:
     def __str__(self) -> str:
         """Return the share in words."""
         return f"{self.what} {mib(self.nbytes)} for {', '.join(self.policies)}"
-
-
-def of_captures(
-    captures: Iterable[Capture], policies: Mapping[str, Policy]
-) -> list[Share]:
-    """Return what captures hold before the KV cache is made."""
-    shares = []
-    for capture in captures:
-        what, reads = READ[type(capture)]
-        names = tuple(name for name, each in policies.items() if reads(each.needs))
-        shares.append(Share(what, capture.nbytes, names))
-    return shares
 
 
 def mib(nbytes: float) -> str:
@@ -224,7 +207,7 @@ class WorkerSetup:
             is_early_ours: `early_bytes` are taken from the same memory.
         """
         readers = {
-            VALUES: self._those(lambda name: remembered(self.policies[name].needs)),
+            VALUES: self._readers(remembered),
             PAGES: self._those(
                 lambda name: (
                     self.config.resolved(name).info.selection
@@ -242,13 +225,19 @@ class WorkerSetup:
         attending = self._ragged() if is_folded else tuple(self.policies)
         rows = self.requests.global_blocks.nbytes
         return [
-            *of_captures(self.captures, self.policies),
+            *(
+                Share(each.holds, each.nbytes, self._readers(each.serves))
+                for each in self.captures
+            ),
             Share("blocks of requests", rows, tuple(self.policies)),
             Share("page tables of a step", self.tables.nbytes, attending),
         ]
 
     def _ragged(self) -> tuple[str, ...]:
         return self._those(lambda name: self.config.resolved(name).is_ragged)
+
+    def _readers(self, reads: Callable[[Needs], object]) -> tuple[str, ...]:
+        return self._those(lambda name: reads(self.policies[name].needs))
 
     def _those(self, wants: Callable[[str], object]) -> tuple[str, ...]:
         return tuple(name for name in self.policies if wants(name))
@@ -299,7 +288,8 @@ class WorkerSetup:
             return {}
         most, sizes = self.requests.null_row, (pool.block_size, pool.num_blocks)
         longest = self.vllm_config.model_config.max_model_len  # vLLM may have cut it
-        return most_tokens(self.config, most, *sizes, longest, self.query_rows)
+        events = DummyEvents(self.config, most, *sizes, longest, self.query_rows)
+        return events.most_tokens()
 
     def _memory(self, pool: PagePool) -> SurvivorMemory:
         sizes = self.side_tables
@@ -391,8 +381,8 @@ def prepare(
     num_global = max_global_blocks(vllm_config, config)
     requests = RequestTable(num_requests, num_global, block_size, device)
     tables = _step_tables(vllm_config, config, layers, requests)
-    given = model, layers, rope, device
-    captures = _captures(vllm_config, config, policies, needs, *given)
+    loaded = LoadedModel(model, layers, vllm_config, device, rope)
+    captures = _captures(config, policies, needs, loaded)
     page_bytes = sum(capture.page_bytes for capture in captures)
     side_tables = SideTables(
         num_requests=num_requests,
@@ -430,7 +420,7 @@ def _policies(
         policy = assemble(config.resolved(name))
         with refused_for({name: policy}):
             heads = shard.num_heads, shard.num_kv_heads, layers[0].head_size
-            policy.check_model(len(layers), *heads)
+            policy.check_model(ModelShape(len(layers), *heads))
             policy.take_heads(shard)
         policies[name] = policy
     check_known(layers, vllm_config)
@@ -457,38 +447,31 @@ def _step_tables(
 
 
 def _captures(
-    vllm_config: Any,
     config: KVPolicyConfig,
     policies: Mapping[str, Policy],
     needs: Needs,
-    model: torch.nn.Module,
-    layers: Sequence[Any],
-    rope: Rope | None,
-    device: torch.device,
+    model: LoadedModel,
 ) -> list[Capture]:
     """Return the captures that the policies need, hooked to the model."""
-    first, captures = layers[0], list[Capture]()
+    vllm_config, captures = model.vllm_config, list[Capture]()
     if needs.window_tokens:
-        captures.append(QueryWindows.of_engine(vllm_config, device))
+        captures.append(QueryWindows.of_engine(vllm_config, model.device))
     if needs.signals:
-        with refused_for(policies, lambda needs: needs.signals):
-            signals = TokenSignals.of_engine(
-                needs.signals, model, len(layers), vllm_config, device
-            )
-        captures.append(signals)
+        with refused_for(policies, TokenSignals.serves):
+            captures.append(TokenSignals.of_engine(needs.signals, model))
     # Names that differ only after the admission share one decider.
     deciders = [getattr(policy, "decider", None) for policy in policies.values()]
     for decider in [each for each in deciders if each is not None][:1]:
-        with refused_for(policies, lambda needs: needs.until):
-            decider.attach(model, layers, vllm_config, rope)
+        with refused_for(policies, VisibleUntil.serves):
+            decider.attach(model)
         captures.append(
             VisibleUntil(
                 decider,
                 config.sink_tokens,
                 vllm_config.cache_config.block_size,
-                first.num_kv_heads,
-                vllm_config.scheduler_config.max_num_batched_tokens,
-                device,
+                model.layers[0].num_kv_heads,
+                model.step_tokens,
+                model.device,
             )
         )
     return captures

@@ -12,10 +12,11 @@ import torch
 from vllm_kvpolicy.kernels.compact_pages import read_survivors, write_survivors
 from vllm_kvpolicy.worker.batch import HeldPages
 from vllm_kvpolicy.worker.request_table import RequestTable
+from vllm_kvpolicy.worker.transfer import to_device
 
 
 class SurvivorMemory:
-    """Some float32 per (layer, KV head, token right after an event), by name.
+    """Keeps float32 values per (layer, KV head, token right after an event), by name.
 
     Values of global tokens follow the order of a request's page lists, laid end to end;
     each of its superblocks has a row that holds n * N of them. Values of local tokens
@@ -104,7 +105,7 @@ class SurvivorMemory:
         """Return [K] int64 rows of these values; sent to the device once."""
         if names not in self._which:
             rows = [self._place[name] for name in names]
-            self._which[names] = self.requests.to_device(rows)
+            self._which[names] = to_device(rows, self.requests.device)
         return self._which[names]
 
     def clear(self, index: torch.Tensor) -> None:

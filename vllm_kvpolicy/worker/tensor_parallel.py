@@ -23,7 +23,7 @@ MEETING_SECONDS = 60  # that a rank waits for those of other hosts at a start
 
 
 class TensorParallelRanks(Ranks):
-    """The ranks of a group of several.
+    """A tensor-parallel group of more than one rank.
 
     Args:
         group: of torch.distributed, on the device of the model.

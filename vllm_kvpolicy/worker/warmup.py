@@ -4,11 +4,12 @@ Triton compiles a kernel when it first meets sizes of a kind; these events have 
 every kind that real ones have. They run while the KV cache is still empty.
 
 They also show that the device has memory for the temporary tensors of events: service
-batches no more events than have as many tokens as a batch here; see `most_tokens`.
+batches no more events than have as many tokens as a batch here; see
+`DummyEvents.most_tokens`.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -39,7 +40,7 @@ def warm_up(
     requests, pool = runtime.requests, runtime.compactor.pool
     untraced = replace(runtime.compactor, trace=None, live=None)
     sizes = requests.block_size, pool.num_blocks, max_model_len, query_rows
-    for events in dummy_events(config, requests.null_row, *sizes):
+    for events in DummyEvents(config, requests.null_row, *sizes).steps():
         try:
             untraced.run(events)
         except torch.OutOfMemoryError as error:
@@ -55,126 +56,114 @@ def warm_up(
         capture.warm_up()
 
 
-def dummy_events(
-    config: KVPolicyConfig,
-    most: int,
-    block_size: int,
-    num_blocks: int,
-    max_model_len: int,
-    query_rows: int,
-) -> Iterator[list[CompactEvent]]:
-    """Yield the dummy events of each step, for every policy of a server.
-
-    Those of requests with a prompt of one token, in the first phase and in the last,
-    alone and two at once, and of single ones with prompts of `prompt_lengths`, as far
-    as they have events and the pool holds them.
+@dataclass(frozen=True)
+class DummyEvents:
+    """The dummy events of a server.
 
     Args:
         most: requests at once.
         num_blocks: superblocks of the pool, vLLM's null block included.
+        query_rows: rows of a superblock that a query takes.
     """
-    prompts = [(1, 0), (1, LAST_PHASE)]
-    lengths = prompt_lengths(config, block_size, max_model_len)
-    prompts += [(tokens, 0) for tokens in lengths]
-    for policy in config.policies:
-        for prompt_tokens, phase in prompts:
-            if phase and not config.spread_events:
-                continue
-            sizes = prompt_tokens, phase, block_size, max_model_len, query_rows
-            events = first_events(config, policy, *sizes)
-            # Every request has blocks of its own, and none has the null block.
-            held = -(-events[-1].position // block_size) if events else num_blocks
-            room = (num_blocks - 1) // held
-            # Two long prompts at once would take more memory than service ever does.
-            at_once = len(NAMES) if prompt_tokens == 1 else 1
-            for count in range(1, min(most, at_once, room) + 1):
-                for event in events:
-                    yield [_moved(event, n, n * held) for n in range(count)]
 
+    config: KVPolicyConfig
+    most: int
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    query_rows: int
 
-def most_tokens(
-    config: KVPolicyConfig,
-    most: int,
-    block_size: int,
-    num_blocks: int,
-    max_model_len: int,
-    query_rows: int,
-) -> dict[str, int]:
-    """Return the most tokens per KV head of a batch of dummy events, by policy.
+    def steps(self) -> Iterator[list[CompactEvent]]:
+        """Yield the events of each step, for every policy.
 
-    A batch is padded to its longest event. Of heads of different lengths, the tokens
-    are the mean.
-    """
-    found: dict[str, int] = {}
-    sizes = block_size, num_blocks, max_model_len, query_rows
-    for events in dummy_events(config, most, *sizes):
-        event = events[0]  # the others are alike
-        tokens = len(event.source_blocks) * block_size + event.local_tokens(block_size)
-        found[event.policy] = max(found.get(event.policy, 0), len(events) * tokens)
-    return found
+        Those of requests with a prompt of one token, in the first phase and in the
+        last, alone and two at once, and of single ones with prompts of
+        `prompt_lengths`, as far as they have events and the pool holds them.
+        """
+        prompts = [(1, 0), (1, LAST_PHASE)]
+        prompts += [(tokens, 0) for tokens in self.prompt_lengths()]
+        for policy in self.config.policies:
+            for prompt_tokens, phase in prompts:
+                if phase and not self.config.spread_events:
+                    continue
+                events = self.first(policy, prompt_tokens, phase)
+                # Every request has blocks of its own, and none has the null block.
+                size = self.block_size
+                held = -(-events[-1].position // size) if events else self.num_blocks
+                room = (self.num_blocks - 1) // held
+                # Two long prompts at once would take more memory than service does.
+                at_once = len(NAMES) if prompt_tokens == 1 else 1
+                for count in range(1, min(self.most, at_once, room) + 1):
+                    for event in events:
+                        yield [_moved(event, n, n * held) for n in range(count)]
 
+    def most_tokens(self) -> dict[str, int]:
+        """Return the most tokens per KV head of a batch of events, by policy.
 
-def prompt_lengths(
-    config: KVPolicyConfig, block_size: int, max_model_len: int
-) -> list[int]:
-    """Return prompts whose events hold all numbers of tokens that kernels tell apart.
+        A batch is padded to its longest event. Of heads of different lengths, the
+        tokens are the mean.
+        """
+        found: dict[str, int] = {}
+        for events in self.steps():
+            event = events[0]  # the others are alike
+            tokens = len(event.source_blocks) * self.block_size
+            tokens += event.local_tokens(self.block_size)
+            found[event.policy] = max(found.get(event.policy, 0), len(events) * tokens)
+        return found
 
-    Kernels are made for powers of two: of tokens, and of numbers that grow with them.
-    So lengths grow by half, up to the most that an event inside a prompt can hold, and
-    the longest prompt comes last.
-    """
-    most = config.budget_tokens + 2 * config.prefill_step(block_size)
-    if config.events == PRESSURE:
-        most = max_model_len
-    tokens, lengths = config.budget_tokens + config.interval_tokens, list[int]()
-    while tokens < min(most, max_model_len - 1):
-        lengths.append(tokens)
-        tokens += tokens // 2
-    return [*lengths, max_model_len - 1]
+    def prompt_lengths(self) -> list[int]:
+        """Return prompts whose events hold all numbers that kernels tell apart.
 
+        Kernels are made for powers of two: of tokens, and of numbers that grow with
+        them. So lengths grow by half, up to the most that an event inside a prompt can
+        hold, and the longest prompt comes last.
+        """
+        config, longest = self.config, self.max_model_len - 1
+        most = config.budget_tokens + 2 * config.prefill_step(self.block_size)
+        if config.events == PRESSURE:
+            most = longest
+        tokens, lengths = config.budget_tokens + config.interval_tokens, list[int]()
+        while tokens < min(most, longest):
+            lengths.append(tokens)
+            tokens += tokens // 2
+        return [*lengths, longest]
 
-def first_events(
-    config: KVPolicyConfig,
-    policy: str,
-    prompt_tokens: int,
-    phase: int,
-    block_size: int,
-    max_model_len: int,
-    query_rows: int,
-) -> list[CompactEvent]:
-    """Return the first events of a request whose superblocks are 1, 2, 3, ..."""
-    asked = config.with_request({"kv_policy": policy})
-    assert asked is not None  # the name is one of the server's
-    footprint = asked.footprint(prompt_tokens, block_size, query_rows, phase)
-    protected = prompt_tokens if asked.protects_prompt else 0
-    events: list[CompactEvent] = []
-    held: tuple[int, ...] = ()
-    position, frontier = footprint.events.next_event(0), 0
-    while position < max_model_len and len(events) < NUM_EVENTS:
-        row = range(1, 1 + -(-position // block_size))
-        leaving = tuple(row[frontier : footprint.frontier_blocks(position)])
-        frontier = footprint.frontier_blocks(position)
-        events.append(
-            CompactEvent(
-                request_id=NAMES[0],
-                serial=-1,
-                policy=policy,
-                ordinal=len(events),
-                position=position,
-                frontier_blocks=frontier,
-                budget=footprint.events.budget,
-                sinks=max(asked.sink_tokens, protected),
-                prompt_tokens=prompt_tokens,
-                num_global=len(held),
-                source_blocks=held + leaving,
-                dest_blocks=(held + leaving)[: footprint.global_blocks(position)],
-                local_blocks=tuple(row[frontier:]),
-                window_blocks=(0,) * footprint.window_blocks,
-            )
+    def first(self, policy: str, prompt_tokens: int, phase: int) -> list[CompactEvent]:
+        """Return the first events of a request whose superblocks are 1, 2, 3, ..."""
+        asked = self.config.with_request({"kv_policy": policy})
+        assert asked is not None  # the name is one of the server's
+        footprint = asked.footprint(
+            prompt_tokens, self.block_size, self.query_rows, phase
         )
-        held = events[-1].dest_blocks
-        position = footprint.events.next_event(position + 1)
-    return events
+        protected = prompt_tokens if asked.protects_prompt else 0
+        events: list[CompactEvent] = []
+        held: tuple[int, ...] = ()
+        position, frontier = footprint.events.next_event(0), 0
+        while position < self.max_model_len and len(events) < NUM_EVENTS:
+            row = range(1, 1 + -(-position // self.block_size))
+            leaving = tuple(row[frontier : footprint.frontier_blocks(position)])
+            frontier = footprint.frontier_blocks(position)
+            events.append(
+                CompactEvent(
+                    request_id=NAMES[0],
+                    serial=-1,
+                    policy=policy,
+                    ordinal=len(events),
+                    position=position,
+                    frontier_blocks=frontier,
+                    budget=footprint.events.budget,
+                    sinks=max(asked.sink_tokens, protected),
+                    prompt_tokens=prompt_tokens,
+                    num_global=len(held),
+                    source_blocks=held + leaving,
+                    dest_blocks=(held + leaving)[: footprint.global_blocks(position)],
+                    local_blocks=tuple(row[frontier:]),
+                    window_blocks=(0,) * footprint.window_blocks,
+                )
+            )
+            held = events[-1].dest_blocks
+            position = footprint.events.next_event(position + 1)
+        return events
 
 
 def _moved(event: CompactEvent, number: int, distance: int) -> CompactEvent:

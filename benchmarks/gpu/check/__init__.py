@@ -1,1 +1,1 @@
-"""Checks kernels and engines on an NVIDIA GPU: `python -m benchmarks.gpu.check`."""
+"""Checks kernels and engines on an NVIDIA GPU: `python -m benchmarks.gpu check`."""

@@ -22,9 +22,9 @@ from benchmarks.gpu.check.where import (
 from benchmarks.gpu.models import drawn_weights, write_model
 from reasoner.problems import FAMILIES, generate
 from reasoner.tokenizer import chat_prompt, encode
+from support.attention.oracles import missing
 from support.engine.helpers import Job, Run, make_jobs, make_prompt
 from support.made_gates import make_gates
-from vllm_kvpolicy.policies.admissions import wgkv
 from vllm_kvpolicy.policies.names import names, parse
 
 REASONER = Path(__file__).resolve().parents[3] / "reasoner" / "checkpoint"
@@ -43,6 +43,7 @@ BASE = {
     "sinks": 5,
 }
 OPTIONS = {"expected_window": 48, "snapmax_window": 48}
+RAGGED = "identity, ragged"
 ADMITTED = ("wgkv", "wgkv+snapkv", "wgkv+ams-tova")
 INFINITE_BUDGET = 2048
 
@@ -84,6 +85,22 @@ def problems(count: int) -> Jobs:
     return jobs
 
 
+def one_of_each(
+    policies: Sequence[str], tokens: int, prompt_logprobs: bool = False
+) -> Jobs:
+    """Return a request of each policy, with prompts of several lengths."""
+    return [
+        Job(
+            name,
+            make_prompt(7000 + number, (37, 180, 300, 430)[number % 4]),
+            tokens,
+            extra_args={"kv_policy": name},
+            prompt_logprobs=prompt_logprobs,
+        )
+        for number, name in enumerate(policies)
+    ]
+
+
 def on_gpu(backend: str) -> Where:
     """Return the packaged model on the GPU, with one attention backend."""
     # In float32, which FlashAttention lacks, there is hardly any rounding to allow for.
@@ -95,7 +112,6 @@ def on_gpu(backend: str) -> Where:
         num_blocks=4000,
         tight_blocks=110,
         jobs=problems(16),
-        has_graphs=True,
         backend=backend,
         policies=served_names(ragged=False),
         other_backend="" if is_exact else "TRITON_ATTN",
@@ -106,13 +122,25 @@ def check_backend(backend: str, checks: Any) -> None:
     """Run all checks of the packaged model on one attention backend."""
     where = on_gpu(backend)
     stock = check_stock(checks, where)
-    check_movers(checks, where, stock, ("identity", "holes"))
-    check_ragged(checks, where, stock)
+    check_movers(checks, where, stock, ("identity", "holes", RAGGED))
     check_infinite(checks, where, stock)
     for ragged in (False, True):
         check_policies(checks, replace(where, policies=served_names(ragged)))
     with tempfile.TemporaryDirectory() as folder:
         check_policies(checks, replace(where, policies=ADMITTED), Path(folder))
+
+
+def check_flashinfer(checks: Any) -> None:
+    """Run engines on an extra, under policies whose heads hold equally much."""
+    if reason := missing("flashinfer"):
+        with checks.case("engines") as notes:
+            notes.append(f"NOT RUN: {reason}")
+        return
+    where = on_gpu("FLASHINFER")
+    stock = check_stock(checks, where)
+    check_movers(checks, where, stock, ("identity", "holes"))
+    check_infinite(checks, where, stock)
+    check_policies(checks, where)
 
 
 def check_shape(shape: str, checks: Any) -> None:
@@ -136,14 +164,11 @@ def check_shape(shape: str, checks: Any) -> None:
             num_blocks=1600,
             tight_blocks=0,
             jobs=make_jobs([300 + 40 * n for n in range(16)], 96),
-            has_graphs=True,
             backend="FLASH_ATTN",
             policies=("ams-tova", "snapkv", "keydiff", "streaming"),
         )
         stock = check_stock(checks, where)
-        check_movers(checks, where, stock, ("identity",) if how else ("holes",))
-        if how:
-            check_ragged(checks, where, stock)
+        check_movers(checks, where, stock, ("identity", RAGGED) if how else ("holes",))
         check_policies(checks, where)
 
 
@@ -189,14 +214,16 @@ def check_movers(
     """Tokens change their places and nobody notices, under preemption too.
 
     Under `identity` a request keeps its blocks, so that vLLM's own tables would do.
-    Under `holes` it gives half of them back: only our tables name the right ones.
+    Under `holes` it gives half of them back: only our tables name the right ones. Where
+    it is RAGGED pages change heads and layers, too, and every head reads a table of its
+    own.
     """
     for name in movers:
-        with (
-            checks.case(name) as notes,
-            where.engine({"policy": name, **MOVER}) as engine,
-        ):
-            graphs = Graphs(engine, where)
+        policy = {"policy": name.partition(",")[0], **MOVER}
+        if name == RAGGED:
+            policy |= {"policy_config": {"ragged": True}}
+        with checks.case(name) as notes, where.engine(policy) as engine:
+            graphs = Graphs(engine, where.backend)
             run = engine.run(where.jobs)
             found = compare(run, stock.run)
             counters = engine.counters()
@@ -206,33 +233,14 @@ def check_movers(
             assert counters["tokens_dropped"] == 0
             assert run.steps == stock.run.steps, (run.steps, stock.run.steps)
             assert_given_back(engine)
-            if where.has_graphs:
-                notes.append(graphs.proof(run.steps))
-            if stock.tight is not None:
+            notes += graphs.proof(run.steps)
+            if stock.tight is not None and name != RAGGED:
                 tight = storm(engine, where.jobs, where.tight_blocks)
                 found = compare(tight, stock.run)
                 notes.append(f"storm of {tight.preemptions} preemptions: {found}")
                 noises = [*stock.noises, compare(stock.tight, stock.run)]
                 assert_alike(found, noises, where.dtype)
                 assert_given_back(engine)
-
-
-def check_ragged(checks: Any, where: Where, stock: Stock) -> None:
-    """Pages change heads and layers, too; every head reads a table of its own."""
-    options = {"policy_config": {"ragged": True}}
-    with (
-        checks.case("identity, ragged") as notes,
-        where.engine({"policy": "identity", **MOVER, **options}) as engine,
-    ):
-        graphs = Graphs(engine, where)
-        run = engine.run(where.jobs)
-        found = compare(run, stock.run)
-        notes.append(str(found))
-        assert_alike(found, stock.noises, where.dtype)
-        assert engine.counters()["events"] >= len(where.jobs)
-        assert_given_back(engine)
-        if where.has_graphs:
-            notes.append(graphs.proof(run.steps))
 
 
 def check_infinite(checks: Any, where: Where, stock: Stock) -> None:
@@ -242,15 +250,14 @@ def check_infinite(checks: Any, where: Where, stock: Stock) -> None:
         checks.case("infinite budget") as notes,
         where.engine({**policy, "prefill_interval": 1024}) as engine,
     ):
-        graphs = Graphs(engine, where)
+        graphs = Graphs(engine, where.backend)
         run = engine.run(where.jobs)
         found = compare(run, stock.run)
         notes.append(str(found))
         assert_same(found)
         assert engine.counters()["events"] == 0
         assert run.steps == stock.run.steps, (run.steps, stock.run.steps)
-        if where.has_graphs:
-            notes.append(graphs.proof(run.steps, with_events=False))
+        notes += graphs.proof(run.steps, with_events=False)
 
 
 def check_policies(checks: Any, where: Where, folder: Path | None = None) -> None:
@@ -261,15 +268,7 @@ def check_policies(checks: Any, where: Where, folder: Path | None = None) -> Non
         where: what engines run on.
         folder: for files that the policies read.
     """
-    jobs = [
-        Job(
-            name,
-            make_prompt(7000 + number, (37, 180, 300, 430)[number % 4]),
-            where.policy_tokens,
-            extra_args={"kv_policy": name},
-        )
-        for number, name in enumerate(where.policies)
-    ]
+    jobs = one_of_each(where.policies, where.policy_tokens)
     first, *others = where.policies
     options = options_of(where.policies)
     if folder is not None:
@@ -280,7 +279,7 @@ def check_policies(checks: Any, where: Where, folder: Path | None = None) -> Non
         kind = "own lengths" if is_ragged(first) else "equal lengths"
         label = f"{len(jobs)} policies, heads of {kind}"
     with checks.case(label) as notes, where.engine(policy) as engine:
-        graphs, held = Graphs(engine, where), Held()
+        graphs, held = Graphs(engine, where.backend), Held()
         run = engine.run(jobs, held)
         assert_whole(run, jobs)
         assert_given_back(engine)
@@ -291,8 +290,7 @@ def check_policies(checks: Any, where: Where, folder: Path | None = None) -> Non
         )
         assert counters["events"] >= len(jobs)
         assert min(counters["blocks_returned"], counters["tokens_dropped"]) > 0
-        if where.has_graphs:
-            notes.append(graphs.proof(run.steps))
+        notes += graphs.proof(run.steps)
         if where.tight_blocks:
             tight = storm(engine, jobs, held.tight())
             assert_whole(tight, jobs)
@@ -308,7 +306,7 @@ def gates_of(model: Path, folder: Path) -> dict[str, str]:
     theta = config["rope_parameters"]["rope_theta"]
     fields = {"window": BASE["recent"], "rope_theta": theta}
     fields["flavour"] = config["model_type"]
-    wgkv.save(path, make_gates(*shape, config["head_dim"], **fields))
+    make_gates(*shape, config["head_dim"], **fields).save(path)
     return {"wgkv_gates": str(path)}
 
 

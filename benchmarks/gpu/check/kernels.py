@@ -16,8 +16,7 @@ import torch
 from benchmarks.gpu.draw import CPU
 from benchmarks.gpu.kernel_checks import (
     WITH_POOL,
-    check_against,
-    expected_outputs,
+    check_operation,
     reference_device,
 )
 from benchmarks.gpu.kernel_inputs import (
@@ -72,26 +71,7 @@ def check_twins(
         with checks.case(f"{label}, {' and '.join(has)}") as notes:
             wrong = []
             for case, size, where in cases:
-                wrong += [
-                    f"{case}, {sentence}"
-                    for sentence in check_size(label, size, seed, device, has, where)
-                ]
+                found = check_operation(label, size, seed, device, has, where)
+                wrong += [f"{case}, {sentence}" for sentence in found]
             notes.append(f"seed {seed}")
             assert not wrong, "; ".join(wrong)
-
-
-def check_size(
-    label: str,
-    size: Size,
-    seed: int,
-    device: torch.device,
-    twins: Sequence[str],
-    beside: torch.device,
-) -> list[str]:
-    """Return what is wrong with an operation's twins, one sentence each."""
-    expected = expected_outputs(label, size, seed, beside)
-    wrong = []
-    for which in twins:
-        found = check_against(expected, label, size, seed, device, which, beside)
-        wrong += [f"{which}: {sentence}" for sentence in found]
-    return wrong

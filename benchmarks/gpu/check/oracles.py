@@ -13,10 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.check.engines import is_ragged, options_of, served_names
-from benchmarks.gpu.check.where import GPU, QUICK, Graphs, Where, assert_given_back
+from benchmarks.gpu.check.engines import (
+    BASE,
+    is_ragged,
+    one_of_each,
+    options_of,
+    served_names,
+)
+from benchmarks.gpu.check.where import GPU, QUICK, Graphs, assert_given_back
 from support.calibration_files import options_for
-from support.engine.helpers import Engine, Job, Result, make_prompt
+from support.engine.helpers import Engine, Job, Result
 from support.engine.oracle_plumbing import check_plumbing
 from support.engine.oracle_replay import Mismatch, check_replay
 from support.engine.oracle_selection import Report, check_selection
@@ -25,13 +31,6 @@ from support.tiny_model import make_tiny_model
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies.names import names, parse
 
-BASE = {
-    "budget": 150,
-    "interval": 130,
-    "prefill_interval": 256,
-    "recent": 40,
-    "sinks": 5,
-}
 TIGHT = {"max_num_batched_tokens": 128, "max_model_len": 832}
 BLOCK, NUM_BLOCKS = 32, 60
 SELECTED = ("streaming", "tova", "snapkv", "ams-tova", "ams-snapkv")
@@ -52,13 +51,11 @@ class Oracles:
     Args:
         policies: names, one request each.
         settings: further arguments of `helpers.Engine`.
-        has_graphs: see `where.Where`.
         num_blocks: of the pool; too few for all requests at once.
     """
 
     policies: Sequence[str]
     settings: dict[str, Any]
-    has_graphs: bool
     num_blocks: int = NUM_BLOCKS
 
 
@@ -68,7 +65,7 @@ def check_on_gpu(checks: Any) -> None:
     for ragged in (False, True):
         served = set(served_names(ragged)).union(() if ragged else calibrated)
         chosen = [name for name in names() if name in served]
-        check_oracles(checks, Oracles(chosen, ON_GPU, has_graphs=True))
+        check_oracles(checks, Oracles(chosen, ON_GPU))
 
 
 def check_oracles(checks: Any, what: Oracles) -> None:
@@ -78,20 +75,19 @@ def check_oracles(checks: Any, what: Oracles) -> None:
         model = make_tiny_model(Path(folder) / "model")
         trace = Path(folder) / "trace"
         values = policy_values(what, Path(folder))
-        jobs = jobs_for(what.policies)
+        jobs = one_of_each(what.policies, 290, prompt_logprobs=True)
         with (
             checks.case(f"a run that strains the engine{tier}") as notes,
             Engine(model, values, trace, what.num_blocks, **what.settings) as engine,
         ):
-            graphs = Graphs(engine, as_where(model, what, jobs))
+            graphs = Graphs(engine, what.settings.get("attention_backend", ""))
             engine.admit_as_vllm_does()
             run = engine.run(jobs)
             assert run.preemptions > 0
             assert all(result.events for result in run.results.values())
             assert_given_back(engine)
             notes.append(f"{len(jobs)} policies, {run.preemptions} preemptions")
-            if what.has_graphs:
-                notes.append(graphs.proof(run.steps))
+            notes += graphs.proof(run.steps)
         decoder = ReferenceDecoder(model)
         results = list(run.results.values())
         with checks.case(f"log-probabilities follow from survivors{tier}") as notes:
@@ -158,20 +154,6 @@ def policy_values(what: Oracles, folder: Path) -> dict[str, Any]:
     return {"policy": first, "allow": others, "policy_config": options, **BASE}
 
 
-def jobs_for(policies: Sequence[str]) -> list[Job]:
-    """Return a request of each policy, with prompts of several lengths."""
-    return [
-        Job(
-            name,
-            make_prompt(7000 + number, (37, 180, 300, 430)[number % 4]),
-            290,
-            extra_args={"kv_policy": name},
-            prompt_logprobs=True,
-        )
-        for number, name in enumerate(policies)
-    ]
-
-
 def request_config(values: dict[str, Any], job: Job) -> KVPolicyConfig:
     """Return a request's policy; its budget counts a protected prompt, too."""
     config = KVPolicyConfig.from_dict(values).with_request(job.extra_args, BLOCK)
@@ -180,12 +162,6 @@ def request_config(values: dict[str, Any], job: Job) -> KVPolicyConfig:
         budget = config.budget_tokens + len(job.prompt)
         config = replace(config, budget_tokens=budget)
     return config
-
-
-def as_where(model: Path, what: Oracles, jobs: list[Job]) -> Where:
-    """Return what `Graphs` has to know."""
-    backend = what.settings.get("attention_backend", "")
-    return Where(model, {}, 0, 0, jobs, what.has_graphs, backend)
 
 
 def judged(report: Report) -> str:

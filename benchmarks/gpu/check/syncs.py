@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.check.engines import on_gpu, options_of, served_names
-from benchmarks.gpu.check.where import Where, settle
+from benchmarks.gpu.check.where import Where
+from benchmarks.gpu.engine import settle
 from support.engine.helpers import Engine, make_prompt
 
 POLICY = {"budget": 128, "interval": 64, "events_per_step": 64}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.engine import blocks_of
+from benchmarks.gpu.engine import settle
 from support.engine.helpers import Engine, Job, Run
 
 # As fast a start as graphs allow: nothing compiled but vLLM's own kernels.
@@ -27,7 +27,6 @@ GPU = {
     "kv_cache_memory_bytes": 2**29,
 }
 LEAST_REPLAYED = 0.8
-SETTLE_STEPS = 8
 Jobs = list[Job]
 
 
@@ -41,9 +40,8 @@ class Where:
         num_blocks: of the pool.
         tight_blocks: of a pool that makes `jobs` preempt each other.
         jobs: requests whose tokens are compared.
-        has_graphs: decode steps are replays of graphs, on the V2 runner, with
-            asynchronous scheduling.
-        backend: name of the attention backend.
+        backend: name of the attention backend, of engines whose decode steps are
+            replays of graphs; empty where there are none.
         policies: names that are tried one beside another.
         policy_tokens: that each of them writes.
         other_backend: name of one that adds up in another order, for stock beside
@@ -55,7 +53,6 @@ class Where:
     num_blocks: int
     tight_blocks: int
     jobs: Jobs
-    has_graphs: bool
     backend: str
     policies: Sequence[str] = ()
     policy_tokens: int = 290
@@ -75,9 +72,11 @@ def storm(engine: Engine, jobs: Jobs, blocks: int) -> Run:
     """Run requests in a pool that is too small for them, until all have finished."""
     settle(engine)
     engine.admit_as_vllm_does()
-    with blocks_of(engine.scheduler.kv_cache_manager.block_pool, blocks):
-        run = engine.run(jobs)
-        settle(engine)
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    kept_back = pool.get_new_blocks(pool.get_num_free_blocks() - blocks)
+    run = engine.run(jobs)
+    settle(engine)
+    pool.free_blocks(kept_back)
     engine.admit_by_forecast()
     assert run.preemptions > 0, "the pool was not too small"
     return run
@@ -109,13 +108,6 @@ class Held:
         return max(self.most_of_one + 1, self.most // 2)
 
 
-def settle(engine: Engine) -> None:
-    """Run the empty steps in which the worker hears which requests finished."""
-    for _ in range(SETTLE_STEPS):
-        if engine.scheduler.has_requests() or engine.core.batch_queue:
-            engine.core.step_fn()
-
-
 def assert_given_back(engine: Engine) -> None:
     """Raise unless the pool is full again and the worker has forgotten all requests."""
     settle(engine)
@@ -128,13 +120,13 @@ class Graphs:
 
     Args:
         engine: with a policy; its runner is watched from now on.
-        where: what it runs on.
+        backend: name of the attention backend; empty where there are no graphs.
     """
 
-    def __init__(self, engine: Engine, where: Where) -> None:
-        self.engine, self.where = engine, where
+    def __init__(self, engine: Engine, backend: str) -> None:
+        self.engine, self.backend = engine, backend
         self.replays = self.after_events = 0
-        if where.has_graphs:
+        if backend:
             manager = engine.worker.model_runner.cudagraph_manager
             replay = manager.run_fullgraph
 
@@ -145,8 +137,8 @@ class Graphs:
 
             manager.run_fullgraph = counted
 
-    def proof(self, steps: int, with_events: bool = True) -> str:
-        """Return how many graphs were captured and replayed.
+    def proof(self, steps: int, with_events: bool = True) -> list[str]:
+        """Return a note of how many graphs were captured and replayed.
 
         Args:
             steps: of the engine since.
@@ -156,17 +148,19 @@ class Graphs:
             AssertionError: the V2 runner, asynchronous scheduling, the attention
                 backend or graphs are not what they should be.
         """
+        if not self.backend:
+            return []
         engine = self.engine
         config = engine.llm.llm_engine.vllm_config
         captured = len(engine.worker.model_runner.cudagraph_manager.graphs)
         backend = engine.worker.kv_policy_setup.layers[0].attn_backend.get_name()
         assert engine.worker.use_v2_model_runner, "not the V2 runner"
         assert config.scheduler_config.async_scheduling, "no asynchronous scheduling"
-        assert backend == self.where.backend, backend
+        assert backend == self.backend, backend
         assert captured > 0, "no graph of a whole step was captured"
         assert self.replays >= LEAST_REPLAYED * steps, (
             f"{self.replays} of {steps} steps"
         )
         if with_events:
             assert self.after_events >= steps // 4, f"{self.after_events} of {steps}"
-        return f"{captured} graphs, {self.replays} replays in {steps} steps"
+        return [f"{captured} graphs, {self.replays} replays in {steps} steps"]

@@ -2,25 +2,20 @@
 
 import json
 import math
-import pickle
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from support.made_adapters import make_adapter
 from vllm_kvpolicy.policies.admissions.dms.model import (
-    FORMAT,
-    NAMES,
     full_name,
     load,
-    save,
     unstacked,
 )
 
-MODEL = {"flavour": "qwen3", "num_layers": 3, "num_kv_heads": 2, "hidden_size": 8}
 NAN = float("nan")
 WEIGHT = full_name(1, "dms_proj_alpha.weight")
 CONFIG = {
@@ -65,16 +60,6 @@ def refused(path: Path) -> str:
     return text
 
 
-def test_a_file_comes_back_as_it_was(tmp_path: Path) -> None:
-    saved, path = make_adapter(shift=0), tmp_path / "file"
-    save(path, saved)
-    assert path.stat().st_mode & 0o444 == 0o444  # a server may run as somebody else
-    got = load(path)
-    assert replace(got, tensors={}, path="") == replace(saved, tensors={})
-    assert got.tensors.keys() == saved.tensors.keys()
-    assert all(torch.equal(got.tensors[k], t) for k, t in saved.tensors.items())
-
-
 def test_a_checkpoint_folder(tmp_path: Path) -> None:
     saved = make_adapter()
     got = load(write_folder(tmp_path))
@@ -102,84 +87,39 @@ def test_a_folder_whose_first_heads_decide(tmp_path: Path) -> None:
         assert torch.equal(found, weight[:1].bfloat16().float().expand(2, 8))
 
 
-def test_stacking_has_an_inverse() -> None:
+def test_names_are_those_of_checkpoints_and_stacking_has_an_inverse() -> None:
     adapter = make_adapter()
     stacked = adapter.stacked()
-    assert stacked["norm"].shape == (3, 8)
     assert torch.equal(stacked["projection"][1], adapter.tensors[WEIGHT])
     again = unstacked(stacked)
-    assert again.keys() == adapter.tensors.keys() == adapter.shapes.keys()
+    assert again.keys() == adapter.tensors.keys()
     assert all(torch.equal(again[name], t) for name, t in adapter.tensors.items())
-
-
-def test_names_are_those_of_checkpoints() -> None:
     assert sorted(make_adapter(layers=1).shapes) == [
         "model.layers.0.self_attn.dms_proj_alpha.weight",
         "model.layers.0.self_attn.dms_proj_alpha_norm.weight",
     ]
 
 
-@pytest.mark.parametrize("kept", [0, 4, 100, -1, -100])
-def test_a_truncated_file(tmp_path: Path, kept: int) -> None:
-    path = tmp_path / "file"
-    save(path, make_adapter())
-    path.write_bytes(path.read_bytes()[:kept])
-    assert "expected a file of `python -m training dms`" in refused(path)
-    shard = write_folder(tmp_path / "folder") / "model-00002-of-00002.safetensors"
-    shard.write_bytes(shard.read_bytes()[:kept])
-    assert "expected a file of `python -m training dms`" in refused(tmp_path / "folder")
+def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
+    """Nothing in them runs."""
 
-
-def test_no_file(tmp_path: Path) -> None:
-    refused(tmp_path / "file")
-    assert "config.json" in refused(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    assert "no such tensor" in refused(tmp_path)
-
-
-def test_nothing_in_a_file_runs(tmp_path: Path) -> None:
     class Trap:
         def __reduce__(self) -> tuple:
             return (Path.touch, (tmp_path / "sprung",))
 
-    torch.save({"a": Trap()}, tmp_path / "zipped")
-    (tmp_path / "plain").write_bytes(pickle.dumps(Trap()))
-    folder = write_folder(tmp_path / "folder")
-    (folder / "model-00001-of-00002.safetensors").unlink()
-    torch.save({"a": Trap()}, folder / "model-00001-of-00002.safetensors")
-    for name in ("zipped", "plain", "folder"):
-        assert "expected a file of `python -m training dms`" in refused(tmp_path / name)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    assert "config.json" in refused(folder)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    assert "no such tensor" in refused(folder)
+    shard = write_folder(folder) / "model-00002-of-00002.safetensors"
+    content = shard.read_bytes()
+    for kept in (0, 4, 100, -1, -100):
+        shard.write_bytes(content[:kept])
+        assert "expected a file of `python -m training dms`" in refused(folder)
+    torch.save({"a": Trap()}, shard)
+    assert "expected a file of `python -m training dms`" in refused(folder)
     assert not (tmp_path / "sprung").exists()
-
-
-@pytest.mark.parametrize("layer", [0, 1, 2])
-@pytest.mark.parametrize("name", NAMES)
-def test_every_tensor_has_to_be_there_and_fit(
-    tmp_path: Path, layer: int, name: str
-) -> None:
-    path, key = tmp_path / "file", full_name(layer, name)
-    tensors = dict(make_adapter().tensors)
-    whole = tensors.pop(key)
-    save(path, make_adapter(tensors=tensors))
-    assert f"missing tensors: got ['{key}']" in refused(path)
-    for wrong in (whole[:-1].clone(), whole[..., None].clone(), whole[:0].clone()):
-        save(path, make_adapter(tensors={**tensors, key: wrong}))
-        found, expected = list(wrong.shape), list(whole.shape)
-        assert f"shape of {key}: got {found}, expected {expected}" in refused(path)
-    save(path, make_adapter(tensors={**tensors, key: whole.half()}))
-    assert f"dtype of {key}: got torch.float16" in refused(path)
-    for value in (NAN, float("inf")):
-        bad = whole.clone()
-        bad.view(-1)[-1] = value
-        save(path, make_adapter(tensors={**tensors, key: bad}))
-        assert f"{key} is finite: got False, expected True" in refused(path)
-
-
-def test_tensors_that_do_not_belong_there(tmp_path: Path) -> None:
-    path, tensors = tmp_path / "file", {NORM: torch.ones(8)}
-    save(path, make_adapter(tensors={**make_adapter().tensors, **tensors}))
-    text = f"unexpected tensors: got ['{NORM}'], expected []"
-    assert text in refused(path)
 
 
 @pytest.mark.parametrize(
@@ -189,24 +129,17 @@ def test_tensors_that_do_not_belong_there(tmp_path: Path) -> None:
         ({"num_layers": 2}, "unexpected tensors: got ['model.layers.2."),
         ({"num_layers": 10**12}, "num_layers: got 1000000000000, expected 'at most 6"),
         ({"num_layers": 0}, "num_layers: got 0, expected 'at least 1'"),
-        ({"num_kv_heads": 4}, "got [2, 8], expected [4, 8]"),
-        ({"num_kv_heads": 0}, "num_kv_heads: got 0, expected 'at least 1'"),
-        ({"hidden_size": 16}, "got [8], expected [16]"),
-        ({"hidden_size": "eight"}, "hidden_size: got 'eight', expected 'int'"),
         ({"window": 0}, "window: got 0, expected 'at least 1'"),
-        ({"window": 2.5}, "window: got '2.5', expected 'int'"),
         ({"shift": 2}, "shift: got 2, expected '0 or 1'"),
         ({"target_cr": 0.5}, "target_cr: got 0.5, expected 'a number of at least 1'"),
-        ({"target_cr": NAN}, "target_cr: got nan"),
         ({"alpha_scale": 0.0}, "alpha_scale: got 0.0, expected 'a number above 0'"),
         ({"alpha_offset": NAN}, "alpha_offset: got nan, expected 'a number'"),
         ({"flavour": "gemma"}, "flavour: got 'gemma', expected 'llama or qwen3'"),
-        ({"kept_fraction": None}, "kept_fraction: got 'None', expected 'float'"),
     ],
 )
 def test_headers_that_do_not_fit(tmp_path: Path, change: dict, text: str) -> None:
     path = tmp_path / "file"
-    save(path, make_adapter(**change))
+    make_adapter(**change).save(path)
     assert text in refused(path)
 
 
@@ -221,15 +154,10 @@ def test_headers_that_do_not_fit(tmp_path: Path, change: dict, text: str) -> Non
         ({k: "left out" for k in CONFIG if "dms" in k}, "without dms_ keys"),
         ({"dms_disable_eviction": True}, "dms_disable_eviction: got True"),
         ({"dms_alpha_per": "token"}, "dms_alpha_per: got 'token', expected 'head or"),
-        ({"model_type": "gemma"}, "flavour: got 'gemma'"),
         ({"model_type": "left out"}, "type of model_type: got 'NoneType'"),
         ({"hidden_size": 8.0}, "type of hidden_size: got 'float', expected 'int'"),
         ({"num_hidden_layers": True}, "type of num_hidden_layers: got 'bool'"),
-        ({"dms_window_size": 0}, "window: got 0, expected 'at least 1'"),
         ({"dms_cr": "four"}, "type of dms_cr: got 'str', expected 'float'"),
-        ({"dms_alpha_scale": -1}, "alpha_scale: got -1.0, expected 'a number above"),
-        ({"num_key_value_heads": 4}, "got [2, 8], expected [4, 8]"),
-        ({"num_hidden_layers": 2}, "unexpected tensors: got ['model.layers.2."),
     ],
 )
 def test_folders_that_do_not_fit(tmp_path: Path, change: dict, text: str) -> None:
@@ -247,27 +175,3 @@ def test_folders_of_something_else(tmp_path: Path) -> None:
     for content in ("[1]", "{", ""):
         (tmp_path / "config.json").write_text(content)
         assert "config.json: got " in refused(tmp_path)
-
-
-def test_any_other_safetensors_file(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    save_file(dict(make_adapter().tensors), path)
-    assert f"format: got None, expected '{FORMAT}'" in refused(path)
-    save_file(load_file(path), path, {"format": FORMAT})
-    assert "model: got None, expected 'str'" in refused(path)
-
-
-@pytest.mark.parametrize(
-    ("name", "other"),
-    [("flavour", "llama"), ("num_layers", 4), ("num_kv_heads", 8), ("hidden_size", 16)],
-)
-def test_an_adapter_of_another_model(tmp_path: Path, name: str, other: object) -> None:
-    path = tmp_path / "file"
-    save(path, make_adapter())
-    adapter = load(path)
-    adapter.check_model(**MODEL)
-    with pytest.raises(ValueError) as error:
-        adapter.check_model(**{**MODEL, name: other})
-    assert str(error.value) == (
-        f"dms adapter {path}: {name}: got {MODEL[name]!r}, expected {other!r}"
-    )

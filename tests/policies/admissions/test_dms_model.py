@@ -19,7 +19,6 @@ from vllm_kvpolicy.api.engine_config import (
     refuse_plain,
 )
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.policies.admissions import wgkv
 from vllm_kvpolicy.policies.admissions.dms import model as dms_model
 from vllm_kvpolicy.policies.admissions.dms import policy as dms_policy
 from vllm_kvpolicy.policies.admissions.dms.model import (
@@ -29,7 +28,6 @@ from vllm_kvpolicy.policies.admissions.dms.model import (
     rule_for,
     rule_of_config,
     rule_of_metadata,
-    save,
 )
 from vllm_kvpolicy.policies.names import architectures
 
@@ -43,29 +41,38 @@ def model_of(folder="none", kind="qwen3", **keys):
     return SimpleNamespace(hf_text_config=text, model=str(folder), revision=None)
 
 
-def test_keys_of_the_released_model():
-    keys = {
-        "dms_window_size": 512,
-        "dms_cr": 8,
-        "dms_alpha_scale": 100.0,
-        "dms_initial_alpha_offset": 5.0,
-    }
-    assert rule_of_config(SimpleNamespace(**keys)) == DmsRule()
-    assert rule_of_config(SimpleNamespace(model_type="qwen3")) is None
-    # Any of the keys will do; what is left out or null is as in the released model.
-    some = {"dms_alpha_scale": 100.0, "dms_window_size": None}
-    assert rule_of_config(SimpleNamespace(**some)) == DmsRule()
-
-
-def test_keys_of_a_checkpoint_with_adapters():
-    keys = {"dms_window_size": 64, "dms_separate_alpha": True, "dms_alpha_per": "layer"}
-    rule = rule_of_config(SimpleNamespace(**keys))
-    assert rule == DmsRule(is_borrowed=False, window=64, per_layer=True)
-
-
-def test_disabled_eviction_drops_nothing():
-    keys = {"dms_window_size": 64, "dms_disable_eviction": True}
-    assert rule_of_config(SimpleNamespace(**keys)).offset == math.inf
+@pytest.mark.parametrize(
+    ("keys", "rule"),
+    [
+        (
+            {
+                "dms_window_size": 512,
+                "dms_cr": 8,
+                "dms_alpha_scale": 100.0,
+                "dms_initial_alpha_offset": 5.0,
+            },
+            DmsRule(),
+        ),
+        # Any of the keys will do; what is left out or null is as in the released model.
+        ({"dms_alpha_scale": 100.0, "dms_window_size": None}, DmsRule()),
+        ({"model_type": "qwen3"}, None),
+        (
+            {
+                "dms_window_size": 9,
+                "dms_separate_alpha": True,
+                "dms_alpha_per": "layer",
+            },
+            DmsRule(is_borrowed=False, window=9, per_layer=True),
+        ),
+        # Disabled eviction drops nothing.
+        (
+            {"dms_window_size": 9, "dms_disable_eviction": True},
+            DmsRule(window=9, offset=math.inf),
+        ),
+    ],
+)
+def test_keys_of_a_checkpoint(keys, rule):
+    assert rule_of_config(SimpleNamespace(**keys)) == rule
 
 
 def test_metadata_beside_a_plain_model(tmp_path):
@@ -80,13 +87,10 @@ def test_metadata_beside_a_plain_model(tmp_path):
             rule_of_metadata(str(tmp_path))
 
 
-def test_options_have_the_last_word():
+def test_an_adapter_goes_before_a_plain_model_and_options_before_all():
     options = {**NONE, "dms_window": 100, "dms_shift": 0, "dms_zero_after_rope": False}
     rule = rule_for(model_of(dms_window_size=512), None, options)
     assert rule == DmsRule(window=100, shift=0, zero_after_rope=False)
-
-
-def test_an_adapter_goes_before_a_plain_model():
     rule = rule_for(model_of(), make_adapter(window=33, shift=0), NONE)
     assert rule == DmsRule(False, 33, 50.0, 2.5, shift=0)
 
@@ -112,14 +116,10 @@ def deciding(policy_config, window):
     return Overlay(policy_config, {"model_config.hf_text_config": text})
 
 
-@pytest.mark.parametrize("name", ["some/model:Q4_K_M", "s3://some/model", "x" * 99])
-def test_names_that_the_hub_does_not_know_are_plain_models(name):
-    assert rule_of_metadata(name) is None
-    assert refuse_plain(model_of(name)) is None
-
-
 def test_metadata_of_a_model_that_was_downloaded(tmp_path, monkeypatch):
     """By its name on the hub; nobody is asked for what is not there."""
+    for name in ("some/model:Q4_K_M", "s3://some/model", "x" * 99):
+        assert rule_of_metadata(name) is None and refuse_plain(model_of(name)) is None
     path = tmp_path / "dms_metadata.json"
     path.write_text('{"window_size": 99}')
     asked = []
@@ -173,10 +173,18 @@ def test_an_architecture_that_a_checkpoint_leaves_out(tmp_path, config, wanted):
 
 
 def test_a_type_without_support_is_named(tmp_path):
-    config = {"model_type": "qwen2", "dms_window_size": 16}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    """What cannot be read, or is in one file, is for vLLM to refuse."""
+    path, args = tmp_path / "config.json", engine_args(tmp_path)
+    for text in (None, "{", "[1]"):
+        if text is not None:
+            path.write_text(text)
+        assert missing_architecture(args) is None
+    path.write_text(json.dumps({"model_type": "qwen2", "dms_window_size": 16}))
     with pytest.raises(ValueError, match="type qwen2, expected one of llama, qwen3"):
-        missing_architecture(engine_args(tmp_path))
+        missing_architecture(args)
+    args.model = str(tmp_path / "model.gguf")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert missing_architecture(args) is None
 
 
 def test_a_name_on_the_hub_is_read_as_vllm_reads_it(monkeypatch):
@@ -195,26 +203,6 @@ def test_a_name_on_the_hub_is_read_as_vllm_reads_it(monkeypatch):
     args.hf_config_path = "other/place"
     assert missing_architecture(args) == "Qwen3ForCausalLM"
     assert asked == [(name, values), ("other/place", values)]
-
-
-@pytest.mark.parametrize("text", [None, "{", "[1]"])
-def test_a_config_that_cannot_be_read_is_for_vllm_to_refuse(tmp_path, text):
-    if text is not None:
-        (tmp_path / "config.json").write_text(text)
-    assert missing_architecture(engine_args(tmp_path)) is None
-
-
-def test_a_model_in_one_file_is_not_read(monkeypatch, tmp_path):
-    def fails(*args, **values):
-        raise AssertionError("read")
-
-    monkeypatch.setattr(PreTrainedConfig, "get_config_dict", fails)
-    path = tmp_path / "model.gguf"
-    path.write_bytes(b"GGUF")
-    args = SimpleNamespace(
-        model=str(path), hf_config_path=None, revision=None, hf_token=None
-    )
-    assert missing_architecture(args) is None
 
 
 def test_every_class_of_checkpoints_with_adapters_is_registered():
@@ -270,7 +258,7 @@ def test_start_checks_of_a_model_that_decides(policy_config):
 
 def test_two_admissions_that_decide_are_refused(policy_config, tmp_path):
     path = tmp_path / "gates.safetensors"
-    wgkv.save(path, make_gates(2, 2, 32, window=32, rope_theta=1e4))
+    make_gates(2, 2, 32, window=32, rope_theta=1e4).save(path)
     options = {"wgkv_gates": str(path)}
     checked(policy_config, options=options, allow=["wgkv", "dms+snapkv"])
     options["exact"] = True
@@ -292,11 +280,11 @@ def test_disabled_eviction_is_refused_where_adapters_decide(policy_config):
 def test_start_checks_of_an_adapter(policy_config, tmp_path):
     path = tmp_path / "adapter.safetensors"
     options = {"options": {"dms_adapter": str(path)}, "window": None}
-    save(path, make_adapter(2, 2, 64, window=32))
+    make_adapter(2, 2, 64, window=32).save(path)
     checked(policy_config, **options)
     with pytest.raises(ValueError, match="set --kv-recent 32"):
         checked(policy_config, recent=40, **options)
-    save(path, make_adapter(3, 2, 64, window=32))
+    make_adapter(3, 2, 64, window=32).save(path)
     with pytest.raises(ValueError, match="num_layers: got 3, expected 2"):
         checked(policy_config, **options)
     path.write_text("{}")

@@ -8,12 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from support.engine.kvzap_decoder import KVzapDecoder
+from support.golden import Golden, read_golden
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.kernels.visibility import NEVER, visible_until
 from vllm_kvpolicy.policies.admissions.kvzap import (
@@ -22,15 +22,15 @@ from vllm_kvpolicy.policies.admissions.kvzap import (
     attach_surrogate,
     surrogate_scores,
 )
+from vllm_kvpolicy.policies.base import LoadedModel
+from vllm_kvpolicy.policies.model_files import ModelShape
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "kvzap.npz"
 LAYERS, HEADS, HIDDEN = 2, 2, 64
 
 
 @pytest.fixture(scope="module")
-def data() -> dict[str, np.ndarray]:
-    with np.load(GOLDEN, allow_pickle=False) as file:
-        return dict(file)
+def data() -> Golden:
+    return read_golden("kvzap")
 
 
 @pytest.fixture(params=["linear", "mlp"])
@@ -38,7 +38,7 @@ def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def surrogate_of(data: dict[str, np.ndarray], kind: str) -> Surrogate:
+def surrogate_of(data: Golden, kind: str) -> Surrogate:
     start = f"{kind}|layers."
     tensors = {
         name.removeprefix(f"{kind}|"): torch.from_numpy(value)
@@ -50,7 +50,7 @@ def surrogate_of(data: dict[str, np.ndarray], kind: str) -> Surrogate:
 
 
 @pytest.fixture
-def decoder(data: dict[str, np.ndarray], kind: str, tiny_model: Path) -> KVzapDecoder:
+def decoder(data: Golden, kind: str, tiny_model: Path) -> KVzapDecoder:
     """The plain decoder, after it has read the tokens."""
     made = KVzapDecoder(
         tiny_model,
@@ -65,7 +65,7 @@ def decoder(data: dict[str, np.ndarray], kind: str, tiny_model: Path) -> KVzapDe
 
 
 def test_the_plain_decoder_is_kvpress(
-    data: dict[str, np.ndarray], kind: str, decoder: KVzapDecoder
+    data: Golden, kind: str, decoder: KVzapDecoder
 ) -> None:
     """Scores of the prompt and of the decoded tokens, and the logits they lead to."""
     scores = torch.from_numpy(data[f"{kind}|scores"])
@@ -75,9 +75,7 @@ def test_the_plain_decoder_is_kvpress(
     torch.testing.assert_close(decoder.logits[last], logits, rtol=0, atol=1e-3)
 
 
-def test_a_query_sees_the_recent_tokens_and_itself(
-    data: dict[str, np.ndarray], kind: str
-) -> None:
+def test_a_query_sees_the_recent_tokens_and_itself(data: Golden, kind: str) -> None:
     """`masked_at` is the first query that does not see a token."""
     scores = torch.from_numpy(data[f"{kind}|scores"])
     kept = scores >= float(data["threshold"])
@@ -88,7 +86,7 @@ def test_a_query_sees_the_recent_tokens_and_itself(
 
 
 def test_what_the_hook_notes_decides_alike(
-    data: dict[str, np.ndarray], kind: str, decoder: KVzapDecoder
+    data: Golden, kind: str, decoder: KVzapDecoder
 ) -> None:
     surrogate, threshold = surrogate_of(data, kind), float(data["threshold"])
     golden = torch.from_numpy(data[f"{kind}|scores"])
@@ -125,9 +123,7 @@ class Attention(nn.Module):
         return hidden_states
 
 
-def test_layers_take_the_tensors_and_sizes_stay(
-    data: dict[str, np.ndarray], kind: str
-) -> None:
+def test_layers_take_the_tensors_and_sizes_stay(data: Golden, kind: str) -> None:
     policy = SurrogateScores(surrogate_of(data, kind), -4.0, exact=False)
     names = tuple(policy.surrogate.shapes)
     model = nn.ModuleList(Attention() for _ in range(LAYERS))
@@ -137,16 +133,17 @@ def test_layers_take_the_tensors_and_sizes_stay(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8),
         model_config=SimpleNamespace(dtype=torch.float32),
     )
-    policy.attach(model, [module.attn for module in model], config, None)
+    layers, cpu = [module.attn for module in model], torch.device("cpu")
+    policy.attach(LoadedModel(model, layers, config, cpu))
     held = sum(
         part.nbytes for each in model for part in each.kv_policy_logits.buffers()
     )
     assert policy.nbytes == held > 0
     assert not policy.surrogate.tensors
     assert tuple(policy.surrogate.shapes) == names
-    policy.check_model(LAYERS, 2 * HEADS, HEADS, 32)
+    policy.check_model(ModelShape(LAYERS, 2 * HEADS, HEADS, 32))
     with pytest.raises(ValueError, match="n_modules"):
-        policy.check_model(LAYERS + 1, 2 * HEADS, HEADS, 32)
+        policy.check_model(ModelShape(LAYERS + 1, 2 * HEADS, HEADS, 32))
 
 
 def test_scores_are_taken_in_the_dtype_of_the_model() -> None:

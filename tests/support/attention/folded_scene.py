@@ -8,37 +8,29 @@ is known beside all that, from plain lists.
 """
 
 from collections.abc import Sequence
-from random import Random
 from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from support.attention.scene import POISON, Request, Shape
+from support.attention.scene import POISON, Layers, Request, Shape
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.protocol import StepCommands
 from vllm_kvpolicy.worker.setup import prepare
+from vllm_kvpolicy.worker.transfer import to_device
 
-LAYERS, SPARE_BLOCKS = 2, 3
+LAYERS = 2
 NAMES = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
 POLICY = {"policy": "identity", "policy_config": {"ragged": True}}
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class FoldedScene:
+class FoldedScene(Layers):
     """Two layers, their cache and the runtime of a worker; see the module.
 
     Args:
-        backend: one of the package's attention backends.
-        vllm_config: of a model with this shape.
-        shape: of each layer.
-        batch: the requests; what an event kept of `frontier` superblocks is drawn.
-        padding: rows behind them that belong to nobody.
-        device: where all of it lies.
-        seed: of everything random.
+        padding: rows behind the requests that belong to nobody; the others as `Layers`.
 
     Attributes:
         qkv: [L, T + padding, (H * G + 2 * H) * D] of the step's tokens.
@@ -56,45 +48,25 @@ class FoldedScene:
         device: torch.device,
         seed: int,
     ) -> None:
-        self.backend, self.config, self.shape = backend, vllm_config, shape
-        self.batch, self.padding, self.device = list(batch), padding, device
-        self.rng, self.draws = Random(seed), torch.Generator().manual_seed(seed)
-        self.scale = shape.dim**-0.5
+        super().__init__(backend, vllm_config, shape, batch, device, seed)
+        self.padding = padding
         self.num_tokens = sum(request.queries for request in batch)
         self.names = [str(number) for number in range(len(batch))]
-        sizes = [-(-request.computed // shape.block) for request in batch]
-        self.num_blocks = 1 + sum(sizes) + SPARE_BLOCKS
-        free = self.rng.sample(range(1, self.num_blocks), self.num_blocks - 1)
-        self.rows = [[free.pop() for _ in range(size)] for size in sizes]
         self._start()
         width = (shape.heads * shape.group + 2 * shape.heads) * shape.dim
-        self.qkv = self._draw(LAYERS, self.num_tokens + padding, width)
+        self.qkv = self.draw(LAYERS, self.num_tokens + padding, width)
         self.counts: list[torch.Tensor | None] = []
         self.held = [self._fill(number) for number in range(len(batch))]
-
-    def _draw(self, *size: int) -> torch.Tensor:
-        drawn = torch.randn(size, generator=self.draws)
-        return drawn.to(self.device, self.shape.dtype)
 
     def _start(self) -> None:
         """Make layers, runtime, cache and builder, in the order of a worker."""
         shape, device = self.shape, self.device
-        layers = self.config.compilation_config.static_forward_context
-        for name in NAMES:
-            layers.pop(name, None)
         with set_current_vllm_config(self.config):
-            self.layers = [self._layer(name).to(device) for name in NAMES]
+            self.layers = [self.make_layer(name) for name in NAMES]
             policy = KVPolicyConfig.from_dict(POLICY)
             model = torch.nn.Module()
             setup = prepare(self.config, policy, model, self.layers, device)
-            spec = FullAttentionSpec(
-                block_size=shape.block,
-                num_kv_heads=shape.heads,
-                head_size=shape.dim,
-                dtype=shape.dtype,
-            )
-            make = self.backend.get_builder_cls()
-            self.builder = make(spec, NAMES, self.config, device)
+            self.builder = self.make_builder(NAMES)
         size = (LAYERS, self.num_blocks, shape.heads, shape.block, 2 * shape.dim)
         self.cache = torch.zeros(size, dtype=shape.dtype, device=device)
         for layer, cache in zip(self.layers, self.cache, strict=True):
@@ -102,18 +74,6 @@ class FoldedScene:
         self.runtime = setup.bind(self.backend.keys_are_columns)
         self.runtime.batch_request_ids = lambda: self.names
         self.cache.fill_(POISON)
-
-    def _layer(self, name: str) -> Any:
-        shape = self.shape
-        return Attention(
-            shape.heads * shape.group,
-            shape.dim,
-            self.scale,
-            shape.heads,
-            cache_config=self.config.cache_config,
-            prefix=name,
-            attn_backend=self.backend,
-        )
 
     # -- what the requests hold --------------------------------------------------------
 
@@ -128,37 +88,26 @@ class FoldedScene:
         )
         return query, key, value
 
-    def starts(self) -> list[int]:
-        """Return where each request's queries start, and where the last ones end."""
-        starts = [0]
-        for request in self.batch:
-            starts.append(starts[-1] + request.queries)
-        return starts
-
     def _fill(self, number: int) -> list[list[Pair]]:
         """Write a request's tokens, carry out its event; return what it holds."""
-        tokens = [self._write(number, layer) for layer in range(LAYERS)]
+        tokens = [self._tokens(number, layer) for layer in range(LAYERS)]
         self.counts.append(None)
         if self.batch[number].frontier:
             return self._cut(number, tokens)
         heads = range(self.shape.heads)
         return [[(keys[:, h], values[:, h]) for h in heads] for keys, values in tokens]
 
-    def _write(self, number: int, layer: int) -> Pair:
-        """Write all tokens of a request [t, H, D], by the backend's own kernel."""
-        request, row, shape = self.batch[number], self.rows[number], self.shape
+    def _tokens(self, number: int, layer: int) -> Pair:
+        """Write all tokens of a request; return keys and values [t, H, D]."""
+        request, shape = self.batch[number], self.shape
         start = self.starts()[number]
         past = request.computed - request.queries
         _, *now = (p[start : start + request.queries] for p in self.parts(layer))
         keys, values = (
-            torch.cat([self._draw(past, shape.heads, shape.dim), part]) for part in now
+            torch.cat([self.draw(past, shape.heads, shape.dim), part]) for part in now
         )
-        position = torch.arange(request.computed)
-        slots = torch.tensor(row)[position // shape.block] * shape.block
-        slots = (slots + position % shape.block).to(self.device)
         attention = self.layers[layer]
-        write = attention.impl.do_kv_cache_update
-        write(attention, keys, values, attention.kv_cache, slots)
+        self.write(number, attention, attention.kv_cache, keys, values)
         return keys, values
 
     def _cut(self, number: int, tokens: list[Pair]) -> list[list[Pair]]:
@@ -200,7 +149,7 @@ class FoldedScene:
         counts = torch.tensor(drawn, device=self.device)
         first = torch.cat([counts.new_zeros(1), counts.cumsum(0)])[None]
         listed = torch.tensor([pages], device=self.device)
-        folder.lists.update([slot], slots.to_device([slot]), first, listed)
+        folder.lists.update([slot], to_device([slot], self.device), first, listed)
         folder.forget([self.names[number]])
         self.counts[number] = counts.view(LAYERS, -1)
 

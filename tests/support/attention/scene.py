@@ -21,10 +21,11 @@ from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.tiers.equal import PhysicalTables
-from vllm_kvpolicy.worker.transfer import to_device_together
+from vllm_kvpolicy.worker.transfer import to_device, to_device_together
 
 POISON = 50.0  # in all places that nobody holds: it would win every softmax
 NAME = "model.layers.0.self_attn.attn"
+SPARE_BLOCKS = 3
 
 
 @dataclass(frozen=True)
@@ -76,21 +77,16 @@ def requests(rng: Random, block: int, most: int, queries: int) -> list[Request]:
     ]
 
 
-class Scene:
-    """A layer, its cache and the tables of a step; see the module.
+class Layers:
+    """Attention layers of one shape over the cache of some requests.
 
     Args:
         backend: one of the package's attention backends.
         vllm_config: of a model with this shape.
-        shape: of the layer.
+        shape: of each layer.
         batch: the requests.
         device: where all of it lies.
         seed: of everything random.
-
-    Attributes:
-        query: [T, H * G, D] of the step's tokens.
-        held: keys and values [t, H, D] of each request, as its heads should hold them.
-        tables: [R, P] int32 superblocks and `lengths` [R] int32, as kernels read them.
     """
 
     def __init__(
@@ -106,59 +102,97 @@ class Scene:
         self.batch, self.device = list(batch), device
         self.rng, self.draws = Random(seed), torch.Generator().manual_seed(seed)
         self.scale = shape.dim**-0.5
-        num_blocks = 1 + sum(-(-r.computed // shape.block) for r in batch) + 3
-        free = self.rng.sample(range(1, num_blocks), num_blocks - 1)
-        self.rows = [
-            [free.pop() for _ in range(-(-r.computed // shape.block))] for r in batch
-        ]
-        self.layer = self._layer()
-        size = (num_blocks, shape.heads, shape.block, 2 * shape.dim)
-        self.cache = torch.full(size, POISON, dtype=shape.dtype, device=device)
-        self.pool = PagePool([self.cache], backend.keys_are_columns)
-        count = sum(r.queries for r in batch)
-        self.query = self._draw(count, shape.heads * shape.group)
-        self.requests = RequestTable(len(batch), num_blocks, shape.block, device)
-        self.held = [self._fill(number) for number in range(len(batch))]
-        self.tables, self.lengths = self._tables()
+        sizes = [-(-request.computed // shape.block) for request in batch]
+        self.num_blocks = 1 + sum(sizes) + SPARE_BLOCKS
+        free = self.rng.sample(range(1, self.num_blocks), self.num_blocks - 1)
+        self.rows = [[free.pop() for _ in range(size)] for size in sizes]
 
-    def _draw(self, count: int, heads: int) -> torch.Tensor:
-        size = (count, heads, self.shape.dim)
+    def draw(self, *size: int) -> torch.Tensor:
+        """Return random numbers of the model's type."""
         drawn = torch.randn(size, generator=self.draws)
         return drawn.to(self.device, self.shape.dtype)
 
-    def _layer(self) -> Any:
-        layers = self.config.compilation_config.static_forward_context
-        layers.pop(NAME, None)
+    def starts(self) -> list[int]:
+        """Return where each request's queries start, and where the last ones end."""
+        starts = [0]
+        for request in self.batch:
+            starts.append(starts[-1] + request.queries)
+        return starts
+
+    def make_layer(self, name: str) -> Any:
+        """Return an attention layer of this name; vLLM's configuration is set."""
+        shape = self.shape
+        self.config.compilation_config.static_forward_context.pop(name, None)
+        layer = Attention(
+            shape.heads * shape.group,
+            shape.dim,
+            self.scale,
+            shape.heads,
+            cache_config=self.config.cache_config,
+            prefix=name,
+            attn_backend=self.backend,
+        )
+        return layer.to(self.device)
+
+    def make_builder(self, names: list[str]) -> Any:
+        """Return what builds the metadata of these layers."""
+        shape = self.shape
+        spec = FullAttentionSpec(
+            block_size=shape.block,
+            num_kv_heads=shape.heads,
+            head_size=shape.dim,
+            dtype=shape.dtype,
+        )
+        return self.backend.get_builder_cls()(spec, names, self.config, self.device)
+
+    def write(
+        self,
+        number: int,
+        layer: Any,
+        cache: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        """Write all tokens of a request [t, H, D], by the backend's own kernel."""
+        size, position = self.shape.block, torch.arange(len(keys))
+        slots = torch.tensor(self.rows[number])[position // size] * size
+        slots = (slots + position % size).to(self.device)
+        layer.impl.do_kv_cache_update(layer, keys, values, cache, slots)
+
+
+class Scene(Layers):
+    """A layer, its cache and the tables of a step; see the module.
+
+    Attributes:
+        query: [T, H * G, D] of the step's tokens.
+        held: keys and values [t, H, D] of each request, as its heads should hold them.
+        tables: [R, P] int32 superblocks and `lengths` [R] int32, as kernels read them.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         shape = self.shape
         with set_current_vllm_config(self.config):
-            layer = Attention(
-                shape.heads * shape.group,
-                shape.dim,
-                self.scale,
-                shape.heads,
-                cache_config=self.config.cache_config,
-                prefix=NAME,
-                attn_backend=self.backend,
-            )
-            spec = FullAttentionSpec(
-                block_size=shape.block,
-                num_kv_heads=shape.heads,
-                head_size=shape.dim,
-                dtype=shape.dtype,
-            )
-            make = self.backend.get_builder_cls()
-            self.builder = make(spec, [NAME], self.config, self.device)
-        return layer.to(self.device)
+            self.layer = self.make_layer(NAME)
+            self.builder = self.make_builder([NAME])
+        size = (self.num_blocks, shape.heads, shape.block, 2 * shape.dim)
+        self.cache = torch.full(size, POISON, dtype=shape.dtype, device=self.device)
+        self.pool = PagePool([self.cache], self.backend.keys_are_columns)
+        count = sum(r.queries for r in self.batch)
+        self.query = self.draw(count, shape.heads * shape.group, shape.dim)
+        self.requests = RequestTable(
+            len(self.batch), self.num_blocks, shape.block, self.device
+        )
+        self.held = [self._fill(number) for number in range(len(self.batch))]
+        self.tables, self.lengths = self._tables()
 
     def _fill(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a request's tokens, carry out its event; return what it holds."""
-        request, row, shape = self.batch[number], self.rows[number], self.shape
-        keys, values = (self._draw(request.computed, shape.heads) for _ in range(2))
-        position = torch.arange(request.computed)
-        slots = torch.tensor(row)[position // shape.block] * shape.block
-        slots = (slots + position % shape.block).to(self.device)
-        write = self.layer.impl.do_kv_cache_update
-        write(self.layer, keys, values, self.cache, slots)
+        request, shape = self.batch[number], self.shape
+        keys, values = (
+            self.draw(request.computed, shape.heads, shape.dim) for _ in range(2)
+        )
+        self.write(number, self.layer, self.cache, keys, values)
         if not request.frontier:
             return keys, values
         below = request.frontier * shape.block
@@ -215,18 +249,11 @@ class Scene:
         names = [str(number) for number in range(count)]
         physical = PhysicalTables(self.requests, count, columns + 2)
         return physical.fill(
-            self.requests.to_device(self.requests.rows(names, count)),
+            to_device(self.requests.rows(names, count), self.requests.device),
             torch.tensor(table, dtype=torch.int32, device=self.device),
             torch.tensor([r.computed for r in self.batch], device=self.device).int(),
             max(-(-len(keys) // self.shape.block) for keys, _ in self.held),
         )
-
-    def starts(self) -> list[int]:
-        """Return where each request's queries start, and where the last ones end."""
-        starts = [0]
-        for request in self.batch:
-            starts.append(starts[-1] + request.queries)
-        return starts
 
     def attend(self) -> torch.Tensor:
         """Return [T, H * G, D] of vLLM's kernels, called as in a step."""

@@ -7,6 +7,20 @@ import torch
 from support.engine.helpers import BLOCK
 
 
+def closed_form(kept: torch.Tensor, window: int, sinks: int) -> torch.Tensor:
+    """Return [H, T, T] bool: what queries see of keys with `exact` attention.
+
+    Args:
+        kept: [H, T] bool, tokens that are admitted.
+        window: newest tokens that every query sees, itself included.
+        sinks: first tokens that it sees.
+    """
+    place = torch.arange(kept.shape[-1])
+    age = place[:, None] - place
+    kept = kept | (place < sinks)
+    return (age >= 0) & ((age < window) | kept[:, None, :])
+
+
 def follow_decisions(
     result: Any,
     is_dropped: torch.Tensor,
@@ -30,6 +44,8 @@ def follow_decisions(
     layers, heads = is_dropped.shape[:2]
     for layer in range(layers):
         for head in range(heads):
+            drops = is_dropped[layer, head].tolist()
+            nears = is_near[layer, head].tolist()
             held: list[int] = []
             frontier = 0
             for event in result.events:
@@ -37,12 +53,8 @@ def follow_decisions(
                 row = event.survivors[layer][head]
                 left = {int(token) for token in row if token >= 0}
                 assert left <= set(candidates), "a token came back"
-                near = {t for t in candidates if is_near[layer, head, t]}
-                gone = {
-                    t
-                    for t in candidates
-                    if is_dropped[layer, head, t] and t >= sinks and t not in near
-                }
+                near = {t for t in candidates if nears[t]}
+                gone = {t for t in candidates if drops[t] and t >= sinks} - near
                 wanted = set(candidates) - gone - near
                 assert set(range(min(sinks, event.frontier))) <= left
                 fillers = gone & left

@@ -156,6 +156,27 @@ def make_jobs(
     ]
 
 
+def jobs_of(
+    names: Iterable[str], lengths: Iterable[int], max_tokens: int, **fields: Any
+) -> list[Job]:
+    """Return a job per policy and prompt length, named `POLICY LENGTH`.
+
+    All policies answer the same prompts; `fields` are further fields of Job.
+    """
+    names = list(names)
+    return [
+        Job(
+            f"{name} {length}",
+            make_prompt(length, length),
+            max_tokens,
+            extra_args={"kv_policy": name},
+            **fields,
+        )
+        for length in lengths
+        for name in names
+    ]
+
+
 GROUP_SIZE = 2  # of the tiny model
 
 
@@ -237,8 +258,7 @@ class Engine:
         from vllm import LLM
 
         self.llm = LLM(**engine_arguments(model, policy, trace, num_blocks, **changes))
-        if "speculative_config" in changes:
-            keep_kernels()
+        keep_kernels()
         self.trace = trace
         self._read: set[Path] = set()
         self._preemptions = 0
@@ -348,10 +368,11 @@ class Engine:
 
 
 def keep_kernels() -> None:
-    """Let this process start further engines after one that drafts n-grams.
+    """Let vLLM replace kernels for its first engine in this process alone.
 
-    That one imports llvmlite, in which vLLM 0.32 stumbles when it looks through all
-    modules for kernels to replace. It has replaced them for good by then.
+    It replaces them for good. For each further engine it would look through all modules
+    again, which takes most of a start and in which vLLM 0.32 stumbles over llvmlite,
+    imported by an engine that drafts n-grams.
     """
     from vllm.triton_utils import dispatcher
 
@@ -457,7 +478,8 @@ class Session:
     def __init__(self, engine: Engine, jobs: list[Job]) -> None:
         self.engine = engine
         self.waiting = sorted(jobs, key=lambda job: job.arrives)
-        self.jobs: dict[str, Job] = {}
+        self.jobs: dict[str, Job] = {}  # by the id that vLLM gives a request
+        self.named = {job.name: job for job in jobs}
         self.outputs: dict[str, Any] = {}
         self.steps = 0
         self._preemptions_before = engine._preemptions
@@ -475,16 +497,11 @@ class Session:
             raise RuntimeError(f"still running after {MAX_STEPS} steps")
         for output in llm_engine.step():
             self.outputs[output.request_id] = output
-            job = self.jobs_by_name[output.request_id]
+            job = self.named[output.request_id]
             num_tokens = len(output.outputs[0].token_ids)
             if job.aborted is not None and num_tokens >= job.aborted:
                 llm_engine.abort_request([job.name])
         return True
-
-    @property
-    def jobs_by_name(self) -> dict[str, Job]:
-        """Jobs that have been added."""
-        return {job.name: job for job in self.jobs.values()}
 
     def _add(self, job: Job) -> None:
         from vllm import SamplingParams, TokensPrompt

@@ -18,8 +18,9 @@ from support.engine.oracle_selection import Report, check_positions, cut_gap
 from support.engine.reference_decoder import Activations, ReferenceDecoder
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.kernels.rope import Rope
-from vllm_kvpolicy.policies.base import Decision, EventInputs, Policy, TokenSignal
+from vllm_kvpolicy.policies.base import Decision, EventInputs, Policy
 from vllm_kvpolicy.policies.compose import build
+from vllm_kvpolicy.policies.scorers._signals import TokenSignal
 
 GAP = 1e-5
 

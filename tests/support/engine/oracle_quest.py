@@ -72,7 +72,7 @@ class QuestDecoder(ReferenceDecoder):
         """
         events, size = self.result.events, len(keys)
         ends = [event.position for event in events[1:]] + [size]
-        for event, end in zip(events, ends, strict=True):
+        for event, end in zip(events, ends, strict=False):
             row = event.survivors[layer, head]
             pages = row[row >= 0].reshape(-1, self.block_size)
             low, high = keys[pages].min(1), keys[pages].max(1)

@@ -15,7 +15,6 @@ from support.made_adapters import make_adapter
 from support.made_patterns import write_pattern
 from support.made_surrogates import write_surrogate
 from support.tiny_model import make_tiny_model
-from vllm_kvpolicy.policies.admissions.dms import model as dms_model
 
 LAYERS, HIDDEN, SIZE, WINDOW, SINKS = 2, 64, 32, 32, 4
 POLICY = {"budget": 112, "interval": 64, "prefill_interval": 192}
@@ -49,7 +48,7 @@ def options_with_files(
         kind = name.partition("+")[0]
         if kind == "dms":
             adapter = make_adapter(LAYERS, heads.kv, HIDDEN, window=WINDOW)
-            dms_model.save(folder / "adapter.safetensors", adapter)
+            adapter.save(folder / "adapter.safetensors")
             found["dms_adapter"] = str(folder / "adapter.safetensors")
         elif kind == "kvzap":
             surrogate = folder / "surrogate"

@@ -5,8 +5,8 @@ whose they are; every token of every head is checked after every step.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import inf
 from random import Random
 from types import SimpleNamespace
@@ -16,17 +16,8 @@ import torch
 from vllm.v1.core.block_pool import BlockPool
 
 from support.worker.chain_oracle import Chosen, Rules, is_ascending, survivors
-from support.worker.chain_policy import MARK, Seen
-from support.worker.chain_requests import (
-    DIM,
-    HEADS,
-    LAYERS,
-    NUM_HEADS,
-    SIZE,
-    Live,
-    check_seen,
-    codes,
-)
+from support.worker.chain_policy import MARK, Seen, mark
+from support.worker.tiers import make_tier
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager, KVPolicySpec
 from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
 from vllm_kvpolicy.events import EventPlan, Footprint
@@ -37,15 +28,60 @@ from vllm_kvpolicy.worker.compaction import Compactor
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.survivors import SurvivorMemory
-from vllm_kvpolicy.worker.tiers.equal import EqualTier, PhysicalTables
-from vllm_kvpolicy.worker.tiers.head_tables import FoldedTables, Folder, HeadTables
-from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
-from vllm_kvpolicy.worker.tiers.tier import Tier
+from vllm_kvpolicy.worker.tiers.equal import PhysicalTables
+from vllm_kvpolicy.worker.tiers.head_tables import Folder
 
+LAYERS, HEADS, SIZE, DIM = 2, 3, 4, 4
+NUM_HEADS = LAYERS * HEADS
 RECENT, LONGEST, MOST_LIVE = 5, 130, 4
 BUDGET = 24
 POISON = -777.0
 CPU = torch.device("cpu")
+
+
+@dataclass
+class Live:
+    """A request and what each of its heads should hold below the frontier."""
+
+    number: int
+    last: int
+    plan: EventPlan | None
+    sinks: int
+    computed: int = 0
+    frontier: int = 0
+    last_event: int = 0
+    kept: list[list[int]] = field(
+        default_factory=lambda: [[] for _ in range(NUM_HEADS)]
+    )
+
+    def held(self, head: int) -> list[int]:
+        """Return the positions that a head holds, oldest first."""
+        return self.kept[head] + list(range(self.frontier, self.computed))
+
+
+def codes(number: int, head: int, positions: Sequence[int]) -> torch.Tensor:
+    """Return [T, D] keys of one head's tokens; values are their negative."""
+    return torch.tensor([[number, head, p, 1] for p in positions]).view(-1, DIM).float()
+
+
+def check_seen(state: Live, note: Seen, frontier: int) -> None:
+    """Compare what a policy saw with what the request held."""
+    assert state.plan is not None
+    assert (note.end, note.budget) == (state.computed, state.plan.budget)
+    for head, length in enumerate(note.lengths):
+        held = state.held(head)
+        assert length == len(held)
+        assert note.positions[head, :length].tolist() == held
+        want = codes(state.number, head, held)
+        assert torch.equal(note.keys[head, :length], want)
+        assert torch.equal(note.values[head, :length], -want)
+        must = [p < state.sinks or p >= frontier for p in held]
+        padding = note.must_keep.shape[-1] - length
+        assert note.must_keep[head].tolist() == must + [False] * padding
+        marks = [
+            mark(state.last_event, head, p) if p < state.last_event else 0 for p in held
+        ]
+        assert note.marks[head, :length].tolist() == marks
 
 
 @dataclass(frozen=True)
@@ -92,7 +128,6 @@ class Chain:
         self.pool = PagePool(self.caches, setup.columns)
         assert self.pool.spans_layers == setup.one_allocation
         self.requests = RequestTable(MOST_LIVE, LONGEST, SIZE, CPU)
-        self.folder: Folder | None = None
         self.compactor = self._compactor()
         self.live: dict[str, Live] = {}
         self.late: list[tuple[int, UsedBlocks]] = []
@@ -106,14 +141,16 @@ class Chain:
             yield layer if self.setup.one_allocation else layer.clone()
 
     def _compactor(self) -> Compactor:
+        tier = make_tier(self.setup.is_ragged, self.requests, self.pool, LONGEST)
+        self.folder: Folder | None = getattr(tier, "folder", None)
         return Compactor(
             policies={"scripted": self.setup.policy},
             pool=self.pool,
-            tier=self._tier(),
+            tier=tier,
             requests=self.requests,
             captures=[],
             memory=SurvivorMemory(
-                (MARK, POSITIONS),
+                (POSITIONS, "another policy's", MARK),
                 self.requests,
                 self.setup.num_blocks,
                 NUM_HEADS,
@@ -123,17 +160,6 @@ class Chain:
             scale=1.0,
             most_tokens={"scripted": self.setup.room},
         )
-
-    def _tier(self) -> Tier:
-        if not self.setup.is_ragged:
-            physical = PhysicalTables(self.requests, 0, 0)
-            return EqualTier(self.requests, self.pool, physical)
-        first = self.pool.own_pages(torch.zeros(1, 1, dtype=torch.int64)).flatten()
-        tables = HeadTables(MOST_LIVE, LONGEST, first, HEADS, CPU)
-        room = FoldedTables(LAYERS, HEADS, 0, 0, CPU)
-        tier = RaggedTier(self.requests, self.pool, tables, room)
-        self.folder = tier.folder
-        return tier
 
     # -- the scheduler's half ---------------------------------------------------
 

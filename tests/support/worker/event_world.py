@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from support.worker.tiers import make_tier
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies import compose as factory
 from vllm_kvpolicy.policies.compose import POSITIONS
@@ -18,10 +19,8 @@ from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.step import Step
 from vllm_kvpolicy.worker.survivors import SurvivorMemory
-from vllm_kvpolicy.worker.tiers.equal import EqualTier, PhysicalTables
-from vllm_kvpolicy.worker.tiers.head_tables import FoldedTables, HeadTables
-from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
-from vllm_kvpolicy.worker.tiers.tier import Tier
+from vllm_kvpolicy.worker.tiers.equal import PhysicalTables
+from vllm_kvpolicy.worker.transfer import to_device
 
 LAYERS, HEADS, GROUP, DIM, SIZE, BLOCKS = 2, 2, 2, 8, 4, 80
 NUM_HEADS, NUM_SLOTS = LAYERS * HEADS, 4
@@ -71,7 +70,7 @@ class World:
         self.compactor = Compactor(
             policies={name: self.policy},
             pool=self.pool,
-            tier=self._tier(found.is_ragged),
+            tier=make_tier(found.is_ragged, self.requests, self.pool, BLOCKS),
             requests=self.requests,
             captures=self.captures,
             memory=SurvivorMemory(
@@ -84,20 +83,10 @@ class World:
         self.held: dict[str, list[int]] = {request: [] for request in REQUESTS}
         self.free = list(range(1, LENT[0][0]))
 
-    def _tier(self, is_ragged: bool) -> Tier:
-        device = self.requests.device
-        if not is_ragged:
-            tables = PhysicalTables(self.requests, 3, BLOCKS)
-            return EqualTier(self.requests, self.pool, tables)
-        first = self.pool.own_pages(torch.zeros(1, 1, dtype=torch.int64)).flatten()
-        lists = HeadTables(NUM_SLOTS, BLOCKS, first, HEADS, device)
-        room = FoldedTables(LAYERS, HEADS, 0, 0, device)
-        return RaggedTier(self.requests, self.pool, lists, room)
-
     def step(self, ordinal: int) -> None:
         """Compute some tokens of both requests, then give both an event."""
         self.compactor.run(self.events(ordinal))
-        rows = self.requests.to_device(self.requests.rows(REQUESTS, 3))
+        rows = to_device(self.requests.rows(REQUESTS, 3), self.requests.device)
         table = torch.zeros(3, BLOCKS, dtype=torch.int32, device=self.requests.device)
         lengths = torch.zeros(3, dtype=torch.int32, device=self.requests.device)
         physical = PhysicalTables(self.requests, 3, BLOCKS)
@@ -115,9 +104,9 @@ class World:
         metadata = SimpleNamespace(
             num_reqs=2,
             num_actual_tokens=2 * STEP,
-            query_start_loc=self.requests.to_device(STARTS),
+            query_start_loc=to_device(STARTS, self.requests.device),
             query_start_loc_cpu=HostTensor(),
-            seq_lens=self.requests.to_device([position, position]),
+            seq_lens=to_device([position, position], self.requests.device),
         )
         window = self.policy.needs.window_tokens
         count = min(window, STEP)

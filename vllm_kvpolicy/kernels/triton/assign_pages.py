@@ -1,8 +1,7 @@
 """Twins of kernels.assign_pages: heads keep their pages, groups deal out the rest.
 
-Pages are shared out by a program per group, its heads in one tile.
-
-Source: kernels.assign_pages. Deviations: the shift is found bit by bit.
+Pages are shared out by a program per group, its heads in one tile; the shift is found
+bit by bit.
 """
 
 import torch
@@ -18,13 +17,9 @@ def count_in_pages(
     mask: torch.Tensor, num_pages: torch.Tensor, block_size: int
 ) -> torch.Tensor:
     counts = torch.empty_like(num_pages, memory_format=torch.contiguous_format)
+    rows = mask.contiguous(), num_pages.contiguous(), counts
     _count_in_pages[(counts.numel(),)](
-        mask.contiguous(),
-        num_pages.contiguous(),
-        counts,
-        block_size,
-        mask.shape[-1],
-        TILE=COUNT_TILE,
+        *rows, block_size, mask.shape[-1], TILE=COUNT_TILE
     )
     return counts
 
@@ -41,30 +36,16 @@ def page_quota(
     num_groups, num_heads = tokens.shape
     quota = torch.empty_like(tokens, memory_format=torch.contiguous_format)
     tile = triton.next_power_of_2(num_heads)
-    _page_quota[(num_groups,)](
-        tokens.contiguous(),
-        floors.contiguous(),
-        caps.contiguous(),
-        total.contiguous(),
-        quota,
-        num_heads,
-        block_size,
-        num_digits(most),
-        FILLS=fills,
-        TILE=tile,
-        num_warps=min(8, max(1, tile // 64)),
-    )
+    given = (each.contiguous() for each in (tokens, floors, caps, total))
+    numbers = num_heads, block_size, num_digits(most)
+    sizes = {"TILE": tile, "num_warps": min(8, max(1, tile // 64))}
+    _page_quota[(num_groups,)](*given, quota, *numbers, FILLS=fills, **sizes)
     return quota
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _count_in_pages(
-    mask,  # [R, T] bool
-    num_pages,  # [R] int64
-    counts,  # [R] int64, written
-    block_size,
-    num_tokens,
-    TILE: tl.constexpr,
+    mask, num_pages, counts, block_size, num_tokens, TILE: tl.constexpr
 ):
     """Count the True entries of one row's first pages."""
     row = tl.program_id(0).to(tl.int64)
@@ -79,18 +60,10 @@ def _count_in_pages(
 
 @triton.jit(do_not_specialize=["digits"])
 def _page_quota(
-    tokens,  # [G, n] int64
-    floors,  # [G, n] int64
-    caps,  # [G, n] int64
-    total,  # [G] int64
-    quota,  # [G, n] int64, written
-    num_heads,
-    block_size,
-    digits,  # of the shift, to base 16
-    FILLS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Share the pages of one group."""
+    tokens, floors, caps, total, quota, num_heads, block_size, digits,
+    FILLS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Share the pages of one group; the shift has `digits` digits to base 16."""
     group = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, TILE)
     is_head = head < num_heads
@@ -141,56 +114,31 @@ def assign_pages(
     unmoved = torch.empty_like(pages, dtype=torch.bool)
     taken = torch.zeros_like(unmoved)
     sizes = (num_dest, num_blocks, num_kv_heads, num_heads, groups)
-    per_group = num_heads // groups
-    dest, quota = dest.contiguous(), quota.contiguous()
+    heads = triton.next_power_of_2(num_heads // groups)
+    owned = held.contiguous(), num_held.contiguous()
+    wanted = dest.contiguous(), quota.contiguous()
+    made, width = (first, pages, unmoved, taken), held.shape[-1]
     _keep_own[(num_events, num_heads)](
-        held.contiguous(),
-        num_held.contiguous(),
-        dest,
-        quota,
-        first,
-        pages,
-        unmoved,
-        taken,
-        held.shape[-1],
-        *sizes,
-        HEADS=triton.next_power_of_2(per_group),
-        TILE=PAGES,
+        *owned, *wanted, *made, width, *sizes, HEADS=heads, TILE=PAGES
     )
+    free = torch.empty_like(pages)
     _deal_rest[(num_events, groups)](
-        dest,
-        quota,
-        taken,
-        torch.empty_like(pages),
-        pages,
-        unmoved,
-        *sizes,
-        HEADS=triton.next_power_of_2(per_group),
-        TILE=CELLS,
+        *wanted, taken, free, pages, unmoved, *sizes, HEADS=heads, TILE=CELLS
     )
     return PageLists(first, pages, unmoved)
 
 
 @triton.jit(do_not_specialize=["width", "num_dest"])
 def _keep_own(
-    held,  # [E, n, P] int64
-    num_held,  # [E, n] int64
-    dest,  # [E, D] int64
-    quota,  # [E, n] int64
-    first,  # [E, n + 1] int64, written
-    pages,  # [E, n * D] int64, written; -1 where a page is wanted
-    unmoved,  # [E, n * D] bool, written in lists
-    taken,  # [E, n * D] bool, cleared; cells of pages that stay
-    width,
-    num_dest,
-    num_blocks,
-    num_kv_heads,
-    num_heads,
-    groups,
-    HEADS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Let one head keep its first pages that are in the arena."""
+    held, num_held, dest, quota, first, pages, unmoved, taken,
+    width, num_dest, num_blocks, num_kv_heads, num_heads, groups,
+    HEADS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Let one head keep its first pages that are in the arena.
+
+    Writes `first` and, in the head's list, `pages`, -1 where a page is wanted, and
+    `unmoved`; sets `taken` [E, n * D] in the cells of pages that stay.
+    """
     event = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     per_group = num_heads // groups
@@ -242,21 +190,15 @@ def _keep_own(
 
 @triton.jit(do_not_specialize=["num_dest"])
 def _deal_rest(
-    dest,  # [E, D] int64
-    quota,  # [E, n] int64
-    taken,  # [E, n * D] bool
-    free,  # [E, n * D] int64, scratch
-    pages,  # [E, n * D] int64, -1 in lists where a page is wanted; written
-    unmoved,  # [E, n * D] bool, cleared behind the lists
-    num_dest,
-    num_blocks,
-    num_kv_heads,
-    num_heads,
-    groups,
-    HEADS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Fill the shortfalls of one group's heads with the pages that none keeps."""
+    dest, quota, taken, free, pages, unmoved,
+    num_dest, num_blocks, num_kv_heads, num_heads, groups,
+    HEADS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Fill the shortfalls of one group's heads with the pages that none keeps.
+
+    They are listed in `free` [E, n * D] int64 on the way. Behind the lists, `pages` and
+    `unmoved` are cleared.
+    """
     event = tl.program_id(0).to(tl.int64)
     per_group = num_heads // groups
     size = per_group * num_dest

@@ -23,13 +23,10 @@ def compact_pages(
     first: torch.Tensor,
     in_place: torch.Tensor | None = None,
 ) -> None:
-    """Copy tokens between pages.
+    """Copy tokens of pages that `column_slices` takes.
 
     Moves within a page list take one pass over the pages. Those between lists are read
     into scratch before it and written after it.
-
-    Raises:
-        ValueError: `pages` has other strides than `column_slices` takes.
     """
     num_rows, num_moves = len(first) - 1, len(source_slots)
     for slots, scratch in column_slices(pages, num_moves, in_place is not None):
@@ -58,17 +55,9 @@ def list_survivors(
 ) -> torch.Tensor:
     num_events, num_heads, num_tokens = survives.shape
     listed = first.new_empty(num_events, num_places)
-    _list_survivors[(num_events, num_heads)](
-        survives.contiguous(),
-        first,
-        *first.stride(),
-        listed,
-        num_heads,
-        num_tokens,
-        num_places,
-        block_size,
-        TILE=LIST_TILE,
-    )
+    given = survives.contiguous(), first, *first.stride()
+    sizes = num_heads, num_tokens, num_places, block_size
+    _list_survivors[(num_events, num_heads)](*given, listed, *sizes, TILE=LIST_TILE)
     return listed
 
 
@@ -83,32 +72,19 @@ def survivor_moves(
     groups: int,
 ) -> Moves:
     (num_events, num_places), num_heads = sources.shape, held.shape[1]
-    size = num_places // groups
-    source = sources.new_empty(groups, num_events, size)
+    source = sources.new_empty(groups, num_events, num_places // groups)
     dest = torch.empty_like(source)
     in_place = None
     if unmoved is not None:
+        unmoved = unmoved.contiguous()
         in_place = torch.empty_like(source, dtype=torch.bool)
     num_rows = num_events * (num_heads // groups + 1)
     starts = sources.new_empty(groups, num_rows + 1)
+    given = sources.contiguous(), held.contiguous(), first, *first.stride()
+    lists = pages.contiguous(), unmoved
+    sizes = num_events, num_heads, held.shape[-1], num_tokens, num_places, block_size
     _survivor_moves[(1 + triton.cdiv(num_places, LIST_TILE), num_events)](
-        sources.contiguous(),
-        held.contiguous(),
-        first,
-        *first.stride(),
-        pages.contiguous(),
-        None if unmoved is None else unmoved.contiguous(),
-        source,
-        dest,
-        starts,
-        in_place,
-        num_events,
-        num_heads,
-        held.shape[-1],
-        num_tokens,
-        num_places,
-        block_size,
-        groups,
+        *(*given, *lists, source, dest, starts, in_place, *sizes, groups),
         TILE=LIST_TILE,
     )
     return Moves(source, dest, starts, in_place)
@@ -117,18 +93,12 @@ def survivor_moves(
 # What differs between batches must not choose the compiled kernel.
 @triton.jit(do_not_specialize=["first_ptr"])
 def _move_in_place(
-    slots_ptr,  # integers, [slots, width], mutated
-    distance,  # between two slots
-    source_ptr,  # int64 [M]
-    dest_ptr,  # int64 [M]
-    in_place_ptr,  # bool [M], or None where it holds for all
-    first_ptr,  # int64 [rows + 1]
-    width,
-    TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    slots_ptr, distance, source_ptr, dest_ptr, in_place_ptr, first_ptr, width,
+    TILE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Walk the survivors of one row towards its end, a tile of them at a time.
 
+    `slots_ptr` has integers [slots, width], of which two rows are `distance` apart.
     A row's sources ascend in the order of its page list, and each destination is at or
     before its source. Whatever a tile overwrites is therefore a source of this tile or
     of an earlier one, never of a later one.
@@ -161,19 +131,11 @@ def _move_in_place(
 
 @triton.jit(do_not_specialize=["num_moves"])
 def _copy_changed(
-    slots_ptr,  # integers, [slots, width], mutated
-    distance,  # between two slots
-    source_ptr,  # int64 [M]
-    dest_ptr,  # int64 [M]
-    in_place_ptr,  # bool [M]
-    scratch_ptr,  # integers, [M, width], mutated
-    num_moves,
-    width,
-    TO_SCRATCH: tl.constexpr,
-    TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Read into scratch, or write from it, what changes pages."""
+    slots_ptr, distance, source_ptr, dest_ptr, in_place_ptr, scratch_ptr,
+    num_moves, width,
+    TO_SCRATCH: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Read into scratch [M, width], or write from it, what changes pages."""
     move = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     moves = move < num_moves
@@ -193,17 +155,10 @@ def _copy_changed(
 
 @triton.jit(do_not_specialize=["first_row", "num_tokens", "num_places"])
 def _list_survivors(
-    survives,  # [E, n, T] bool
-    first,  # [E, n + 1] int64
-    first_row,
-    first_head,
-    listed,  # [E, M] int64, written
-    num_heads,
-    num_tokens,
-    num_places,
-    block_size,
+    survives, first, first_row, first_head, listed,
+    num_heads, num_tokens, num_places, block_size,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """List one head's survivors; behind them nothing, up to the next head's."""
     event = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
@@ -231,27 +186,15 @@ def _list_survivors(
     do_not_specialize=["first_row", "num_events", "width", "num_tokens", "num_places"]
 )
 def _survivor_moves(
-    sources,  # [E, M] int64
-    held,  # [E, n, P] int64
-    first,  # [E, n + 1] int64
-    first_row,
-    first_head,
-    pages,  # [E, M / N] int64
-    unmoved,  # [E, M / N] bool, or None
-    source,  # [g, E, m] int64, written
-    dest,  # [g, E, m] int64, written
-    starts,  # [g, E * (n / g + 1) + 1] int64, written
-    in_place,  # [g, E, m] bool, written, or None
-    num_events,
-    num_heads,
-    width,
-    num_tokens,
-    num_places,
-    block_size,
-    groups,
+    sources, held, first, first_row, first_head, pages, unmoved,
+    source, dest, starts, in_place,
+    num_events, num_heads, width, num_tokens, num_places, block_size, groups,
     TILE: tl.constexpr,
-):
-    """Look one tile of survivors up; the first program of an event sees to starts."""
+):  # fmt: skip
+    """Look one tile of survivors up; the first program of an event sees to starts.
+
+    Writes `source`, `dest`, `starts` and `in_place`: the fields of `Moves`.
+    """
     tile = tl.program_id(0)  # the one axis of a grid with more than 65,535 programs
     event = tl.program_id(1).to(tl.int64)
     size, per_group = num_places // groups, num_heads // groups
@@ -301,26 +244,14 @@ def read_survivors(
     global_blocks: torch.Tensor,
     num_tokens: int,
 ) -> torch.Tensor:
-    num_heads, most_local = local.shape[2:]
-    shape = (len(which), len(index), num_heads, num_tokens)
-    values = survivors.new_empty(shape)
-    grid = (shape[1] * num_heads, triton.cdiv(num_tokens, TILE), shape[0])
+    num_events, (num_heads, most_local) = len(index), local.shape[2:]
+    values = survivors.new_empty(len(which), num_events, num_heads, num_tokens)
+    grid = (num_events * num_heads, triton.cdiv(num_tokens, TILE), len(which))
+    tables = survivors, local, which, index
+    strides = survivors.stride(0), local.stride(0), global_blocks.stride(0)
+    sizes = num_events, num_heads, survivors.shape[-1], most_local, num_tokens
     _read_survivors[grid](
-        survivors,
-        local,
-        which,
-        index,
-        first.contiguous(),
-        global_blocks,
-        values,
-        survivors.stride(0),
-        local.stride(0),
-        global_blocks.stride(0),
-        shape[1],
-        num_heads,
-        survivors.shape[-1],
-        most_local,
-        num_tokens,
+        *(*tables, first.contiguous(), global_blocks, values, *strides, *sizes),
         TILE=TILE,
     )
     return values
@@ -337,53 +268,28 @@ def write_survivors(
     num_local: torch.Tensor,
     global_blocks: torch.Tensor,
 ) -> None:
-    num_heads, most_local = local.shape[2:]
-    num_places = sources.shape[1]
+    num_events, (num_heads, most_local) = len(index), local.shape[2:]
+    num_places, num_tokens = sources.shape[1], values.shape[-1]
     list_tiles = triton.cdiv(num_places, TILE)
     local_tiles = triton.cdiv(num_heads * most_local, TILE)
-    _write_survivors[(list_tiles + local_tiles, len(index), len(which))](
-        survivors,
-        local,
-        which,
-        index,
-        values.contiguous(),
-        sources.contiguous(),
-        num_pages,
-        *num_pages.stride(),
-        num_local,
-        global_blocks,
-        survivors.stride(0),
-        local.stride(0),
-        global_blocks.stride(0),
-        len(index),
-        num_heads,
-        survivors.shape[-1],
-        most_local,
-        num_places,
-        values.shape[-1],
+    tables = survivors, local, which, index
+    given = values.contiguous(), sources.contiguous(), num_pages, *num_pages.stride()
+    strides = survivors.stride(0), local.stride(0), global_blocks.stride(0)
+    sizes = num_events, num_heads, survivors.shape[-1], most_local
+    _write_survivors[(list_tiles + local_tiles, num_events, len(which))](
+        *(*tables, *given, num_local, global_blocks, *strides),
+        *(*sizes, num_places, num_tokens),
         TILE=TILE,
     )
 
 
 @triton.jit(do_not_specialize=["num_events", "num_tokens"])
 def _read_survivors(
-    survivors,  # [A, B, W] float32
-    local,  # [A, S, n, R] float32
-    which,  # [K] int64
-    index,  # [E] int64
-    first,  # [E, n + 1] integers
-    global_blocks,  # [S + 1, G] int32
-    values,  # [K, E, n, T] float32, written
-    survivors_stride: tl.int64,
-    local_stride: tl.int64,
-    blocks_stride: tl.int64,
-    num_events,
-    num_heads,
-    width,
-    most_local,
-    num_tokens,
+    survivors, local, which, index, first, global_blocks, values,
+    survivors_stride: tl.int64, local_stride: tl.int64, blocks_stride: tl.int64,
+    num_events, num_heads, width, most_local, num_tokens,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """Read a tile of one head's tokens."""
     row = tl.program_id(0).to(tl.int64)
     event, head = row // num_heads, row % num_heads
@@ -409,38 +315,17 @@ def _read_survivors(
     tl.store(values + out * num_tokens + token, value, mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "event_stride",
-        "head_stride",
-        "num_events",
-        "num_places",
-        "num_tokens",
-    ]
-)
+VARYING = ["event_stride", "head_stride", "num_events", "num_places", "num_tokens"]
+
+
+@triton.jit(do_not_specialize=VARYING)
 def _write_survivors(
-    survivors,  # [A, B, W] float32, written
-    local,  # [A, S, n, R] float32, written
-    which,  # [K] int64
-    index,  # [E] int64
-    values,  # [K, E, n, T] float32
-    sources,  # [E, M] int64
-    num_pages,  # [E, n] int64
-    event_stride,
-    head_stride,
-    num_local,  # [E] int64
-    global_blocks,  # [S + 1, G] int32
-    survivors_stride: tl.int64,
-    local_stride: tl.int64,
-    blocks_stride: tl.int64,
-    num_events,
-    num_heads,
-    width,
-    most_local,
-    num_places,
-    num_tokens,
+    survivors, local, which, index, values, sources,
+    num_pages, event_stride, head_stride, num_local, global_blocks,
+    survivors_stride: tl.int64, local_stride: tl.int64, blocks_stride: tl.int64,
+    num_events, num_heads, width, most_local, num_places, num_tokens,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """Write a tile of one event's survivors, or of its local tokens."""
     tile = tl.program_id(0)  # the one axis of a grid with more than 65,535 programs
     event = tl.program_id(1).to(tl.int64)

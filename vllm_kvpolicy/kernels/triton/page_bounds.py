@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from vllm_kvpolicy.kernels.page_bounds import LOWEST
-from vllm_kvpolicy.kernels.triton.ranking import order_key
+from vllm_kvpolicy.kernels.triton.ranking import count_from, find_cut, load_tile
 
 SLOTS = 16  # tokens of a page at a time
 NUMBERS = 4096  # of a tile of pages, two of which are held at once
@@ -20,17 +20,11 @@ COLUMNS = 2048  # of a row at a time, where the best are chosen
 def page_bounds(bounds: torch.Tensor, keys: torch.Tensor, pages: torch.Tensor) -> None:
     if not len(pages):
         return
-    size = keys.shape[2]
+    _, page_size, size = keys.shape
+    sizes = {"SIZE": size, "WIDTH": triton.next_power_of_2(size), "SLOTS": SLOTS}
+    strides = bounds.stride(0), *keys.stride()
     _page_bounds[(len(pages),)](
-        bounds,
-        keys,
-        pages.contiguous(),
-        bounds.stride(0),
-        *keys.stride(),
-        keys.shape[1],
-        SIZE=size,
-        WIDTH=triton.next_power_of_2(size),
-        SLOTS=SLOTS,
+        bounds, keys, pages.contiguous(), *strides, page_size, **sizes
     )
 
 
@@ -40,30 +34,18 @@ def page_scores(
     counts: torch.Tensor,
     bounds: torch.Tensor,
 ) -> torch.Tensor:
-    """Bound the product of a row's queries with the keys of a page.
-
-    Rows of `pages` are contiguous.
-    """
+    """Rows of `pages` are contiguous."""
     (num_rows, group, size), num_columns = queries.shape, pages.shape[1]
-    shape = num_rows, num_columns
-    scores = torch.empty(shape, dtype=torch.float32, device=pages.device)
+    scores = queries.new_empty(num_rows, num_columns, dtype=torch.float32)
     width = triton.next_power_of_2(size)
     tile = max(1, min(64, NUMBERS // width))
     if not scores.numel():
         return scores
+    inputs = queries.contiguous(), pages, counts.contiguous(), bounds
+    strides = pages.stride(0), bounds.stride(0)
+    sizes = {"SIZE": size, "WIDTH": width, "TILE": tile, "GROUP": group}
     _page_scores[(num_rows, triton.cdiv(num_columns, tile))](
-        queries.contiguous(),
-        pages,
-        counts.contiguous(),
-        bounds,
-        scores,
-        pages.stride(0),
-        bounds.stride(0),
-        num_columns,
-        SIZE=size,
-        WIDTH=width,
-        TILE=tile,
-        GROUP=group,
+        *inputs, scores, *strides, num_columns, **sizes
     )
     return scores
 
@@ -77,34 +59,20 @@ def best_pages(
     num_rows, num_columns = tables.shape
     read = torch.empty_like(tables, memory_format=torch.contiguous_format)
     if read.numel():
+        rows = (each.contiguous() for each in (scores, num_global, num_read))
+        sizes = {"TILE": COLUMNS, "num_warps": COLUMNS // 256}
         _best_pages[(num_rows,)](
-            tables,
-            scores.contiguous(),
-            num_global.contiguous(),
-            num_read.contiguous(),
-            read,
-            tables.stride(0),
-            num_columns,
-            TILE=COLUMNS,
-            num_warps=COLUMNS // 256,
+            tables, *rows, read, tables.stride(0), num_columns, **sizes
         )
     return read
 
 
 @triton.jit(do_not_specialize=["page_size"])
 def _page_bounds(
-    bounds,  # [2, P, D]
-    keys,  # [P, N, D]
-    pages,  # [M] int64
-    side: tl.int64,
-    page_stride: tl.int64,
-    slot_stride: tl.int64,
-    number_stride: tl.int64,
-    page_size,
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
+    bounds, keys, pages, side: tl.int64,
+    page_stride: tl.int64, slot_stride: tl.int64, number_stride: tl.int64, page_size,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
     page = tl.load(pages + tl.program_id(0))
     number = tl.arange(0, WIDTH)
     is_number = number < SIZE
@@ -127,19 +95,10 @@ def _page_bounds(
 
 @triton.jit(do_not_specialize=["num_columns"])
 def _page_scores(
-    queries,  # [R, G, D]
-    pages,  # [R, C] int32
-    counts,  # [R] int32
-    bounds,  # [2, P, D]
-    scores,  # [R, C] float32
-    pages_row: tl.int64,
-    side: tl.int64,
-    num_columns,
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    queries, pages, counts, bounds, scores,
+    pages_row: tl.int64, side: tl.int64, num_columns,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_column = column < num_columns
@@ -162,15 +121,9 @@ def _page_scores(
 
 @triton.jit(do_not_specialize=["tables_row", "num_columns"])
 def _best_pages(
-    tables,  # [R, C] int32
-    scores,  # [R, C] float32
-    num_global,  # [R] int64
-    num_read,  # [R] int64
-    read,  # [R, C] int32, written
-    tables_row: tl.int64,
-    num_columns,
+    tables, scores, num_global, num_read, read, tables_row: tl.int64, num_columns,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """Choose pages of one row: find the lowest score that is read, then list pages."""
     row = tl.program_id(0).to(tl.int64)
     end, quota = tl.load(num_global + row).to(tl.int32), tl.load(num_read + row)
@@ -178,26 +131,19 @@ def _best_pages(
     tables += row * tables_row
     scores += row * num_columns
     read += row * num_columns
-    bit = tl.full((), 32, tl.int32)
-    cut = tl.full((), -(2**31), tl.int32)
-    reached = end
-    # Where exactly the quota is reached, lower bits change nothing.
-    while (bit > 0) & (reached > quota):
-        bit -= 1
-        trial = cut ^ (tl.full((), 1, tl.int32) << bit)
-        count = _count_pages(scores, trial, end, TILE)
-        cut = tl.where(count >= quota, trial, cut)
-        reached = tl.where(count >= quota, count, reached)
+    key, among = load_tile(scores, None, 0, tl.arange(0, TILE), end)
+    cut, _ = find_cut(key, among, quota, scores, None, 0, 0, end, TILE, True)
     # Pages on the cut are read from the first one on, until the quota is reached.
-    left = quota - _count_pages(scores, cut + 1, end, TILE)
+    rest = (scores, None, 0, 0, end)
+    left = quota - count_from(cut + 1, key, among, rest, TILE, True)
     last = quota + num_columns - end
     placed = tl.full((), 0, tl.int32)
     for first in range(0, num_columns, TILE):
         column = first + tl.arange(0, TILE)
-        key = order_key(tl.load(scores + column, column < end, other=0.0))
-        ties = (column < end) & (key == cut)
+        key, among = load_tile(scores, None, 0, column, end)
+        ties = among & (key == cut)
         number = tl.cumsum(ties.to(tl.int32))
-        is_best = ((column < end) & (key > cut)) | (ties & (number <= left))
+        is_best = (among & (key > cut)) | (ties & (number <= left))
         is_read = is_best | ((column >= end) & (column < num_columns))
         page = tl.load(tables + column, is_read, other=0)
         place = placed + tl.cumsum(is_read.to(tl.int32)) - 1
@@ -206,14 +152,3 @@ def _best_pages(
         tl.store(read + column, tl.zeros_like(page), nobody)
         left -= tl.sum(ties.to(tl.int32))
         placed += tl.sum(is_read.to(tl.int32))
-
-
-@triton.jit
-def _count_pages(scores, trial, end, TILE: tl.constexpr):
-    """Count the first `end` scores whose key is at least `trial`."""
-    count = tl.full((), 0, tl.int32)
-    for first in range(0, end, TILE):
-        column = first + tl.arange(0, TILE)
-        key = order_key(tl.load(scores + column, column < end, other=0.0))
-        count += tl.sum(((column < end) & (key >= trial)).to(tl.int32))
-    return count

@@ -24,27 +24,14 @@ def page_tables(
     frontier_blocks: torch.Tensor,
     block_size: int,
 ) -> None:
-    """Put each row's global superblocks in front of its local ones.
-
-    Rows of `tables`, `block_table` and `global_blocks` are contiguous.
-    """
+    """Rows of `tables`, `block_table` and `global_blocks` are contiguous."""
     num_rows, num_columns = tables.shape
+    batch = tables, lengths, rows, block_table, seq_lens
+    survivors = global_blocks, num_global, frontier_blocks
+    strides = tables.stride(0), block_table.stride(0), global_blocks.stride(0)
+    sizes = num_columns, block_table.shape[1], block_size
     _page_tables[(num_rows, triton.cdiv(num_columns, COLUMNS))](
-        tables,
-        lengths,
-        rows,
-        block_table,
-        seq_lens,
-        global_blocks,
-        num_global,
-        frontier_blocks,
-        tables.stride(0),
-        block_table.stride(0),
-        global_blocks.stride(0),
-        num_columns,
-        block_table.shape[1],
-        block_size,
-        COLUMNS=COLUMNS,
+        *batch, *survivors, *strides, *sizes, COLUMNS=COLUMNS
     )
 
 
@@ -56,37 +43,21 @@ def enter_requests(
     num_global: torch.Tensor,
     frontier_blocks: torch.Tensor,
 ) -> None:
+    entered = (each.contiguous() for each in (index, dest, frontier))
+    table = global_blocks, num_global, frontier_blocks
     _enter_requests[(len(index),)](
-        index.contiguous(),
-        dest.contiguous(),
-        frontier.contiguous(),
-        global_blocks,
-        num_global,
-        frontier_blocks,
-        global_blocks.stride(0),
-        dest.shape[1],
-        TILE=COLUMNS,
+        *entered, *table, global_blocks.stride(0), dest.shape[1], TILE=COLUMNS
     )
 
 
 @triton.jit(do_not_specialize=["num_columns", "table_columns"])
 def _page_tables(
-    tables,  # [R, C] int32
-    lengths,  # [R] int32
-    rows,  # [R] int64
-    block_table,  # [R, P] int32
-    seq_lens,  # [R] int32
-    global_blocks,  # [S, A] int32
-    num_global,  # [S] int32
-    frontier_blocks,  # [S] int32
-    tables_stride: tl.int64,
-    block_table_stride: tl.int64,
-    global_stride: tl.int64,
-    num_columns,
-    table_columns,
-    block_size,
+    tables, lengths, rows, block_table, seq_lens,
+    global_blocks, num_global, frontier_blocks,
+    tables_stride: tl.int64, block_table_stride: tl.int64, global_stride: tl.int64,
+    num_columns, table_columns, block_size,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(rows + row)
     held = tl.load(num_global + slot)
@@ -107,16 +78,10 @@ def _page_tables(
 
 @triton.jit(do_not_specialize=["num_dest"])
 def _enter_requests(
-    index,  # [E] int64
-    dest,  # [E, D] int64
-    frontier,  # [E] int64
-    global_blocks,  # [S, A] int32, written
-    num_global,  # [S] int32, written
-    frontier_blocks,  # [S] int32, written
-    global_stride: tl.int64,
-    num_dest,
+    index, dest, frontier, global_blocks, num_global, frontier_blocks,
+    global_stride: tl.int64, num_dest,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     event = tl.program_id(0).to(tl.int64)
     slot = tl.load(index + event)
     tl.store(num_global + slot, num_dest)
@@ -141,31 +106,15 @@ def head_page_tables(
     own_page: torch.Tensor,
     stride: int,
 ) -> None:
-    """Put global pages in front of a head's own local ones.
-
-    Rows of `blocks`, `pages` and `first` are contiguous.
-    """
+    """Rows of `blocks`, `pages` and `first` are contiguous."""
     num_layers, _, num_heads, num_columns = tables.shape
+    batch = tables, offsets, which, slots, blocks
+    lists = skip, pages, first, own_page
+    strides = *tables.stride()[:3], *offsets.stride()
+    rows = blocks.stride(0), pages.stride(0), first.stride(0)
+    sizes = num_heads, num_columns, blocks.shape[1]
     _head_page_tables[(num_layers * num_heads, len(which))](
-        tables,
-        offsets,
-        which,
-        slots,
-        blocks,
-        skip,
-        pages,
-        first,
-        own_page,
-        *tables.stride()[:3],
-        *offsets.stride(),
-        blocks.stride(0),
-        pages.stride(0),
-        first.stride(0),
-        stride,
-        num_heads,
-        num_columns,
-        blocks.shape[1],
-        COLUMNS=COLUMNS,
+        *batch, *lists, *strides, *rows, stride, *sizes, COLUMNS=COLUMNS
     )
 
 
@@ -178,49 +127,24 @@ def enter_page_lists(
 ) -> torch.Tensor:
     num_events, num_cells = pages.shape
     counts = first.new_empty(2, num_events)
+    lists = index, first.contiguous(), pages.contiguous()
+    strides = table_pages.stride(0), table_first.stride(0)
+    sizes = num_events, first.shape[1] - 1, num_cells
     _enter_page_lists[(1 + triton.cdiv(num_cells, ENTRIES), num_events)](
-        table_pages,
-        table_first,
-        index,
-        first.contiguous(),
-        pages.contiguous(),
-        counts,
-        table_pages.stride(0),
-        table_first.stride(0),
-        num_events,
-        first.shape[1] - 1,
-        num_cells,
-        TILE=ENTRIES,
+        table_pages, table_first, *lists, counts, *strides, *sizes, TILE=ENTRIES
     )
     return counts
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _head_page_tables(
-    tables,  # [L, B, H, C] int32 or int64
-    offsets,  # [L, B, H], the same
-    which,  # [R] int64
-    slots,  # [R] int64
-    blocks,  # [B, P] int32 or int64
-    skip,  # [S] int32
-    pages,  # [S, A] int32
-    first,  # [S, n + 1] int32
-    own_page,  # [n] int64
-    tables_layer: tl.int64,
-    tables_row: tl.int64,
-    tables_head: tl.int64,
-    offsets_layer: tl.int64,
-    offsets_row: tl.int64,
-    offsets_head: tl.int64,
-    blocks_row: tl.int64,
-    pages_row: tl.int64,
-    first_row: tl.int64,
-    stride,
-    num_heads,
-    num_columns,
-    num_blocks,
+    tables, offsets, which, slots, blocks, skip, pages, first, own_page,
+    tables_layer: tl.int64, tables_row: tl.int64, tables_head: tl.int64,
+    offsets_layer: tl.int64, offsets_row: tl.int64, offsets_head: tl.int64,
+    blocks_row: tl.int64, pages_row: tl.int64, first_row: tl.int64,
+    stride, num_heads, num_columns, num_blocks,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     number = tl.program_id(0)
     layer, head = (number // num_heads).to(tl.int64), number % num_heads
     row = tl.load(which + tl.program_id(1))
@@ -247,19 +171,10 @@ def _head_page_tables(
 
 @triton.jit(do_not_specialize=["num_events", "num_cells"])
 def _enter_page_lists(
-    table_pages,  # [S, A] int32, written
-    table_first,  # [S, n + 1] int32, written
-    index,  # [E] int64
-    first,  # [E, n + 1] int64
-    pages,  # [E, C] int64
-    counts,  # [2, E] int64, written
-    pages_row: tl.int64,
-    first_row: tl.int64,
-    num_events,
-    num_heads,
-    num_cells,
+    table_pages, table_first, index, first, pages, counts,
+    pages_row: tl.int64, first_row: tl.int64, num_events, num_heads, num_cells,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """Copy a tile of one request's pages; its first program sees to the starts."""
     tile = tl.program_id(0)  # the one axis of a grid with more than 65,535 programs
     event = tl.program_id(1).to(tl.int64)

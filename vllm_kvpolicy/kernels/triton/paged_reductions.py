@@ -2,10 +2,9 @@
 
 Keys and values are read where they lie and nothing of their size is stored: norms and
 projections read them once, cosines twice, squares once per 16 rows of the matrix. The
-tile's size follows from the head size
-alone, and the tiles of a row are combined in order, so a row's result depends on
-nothing but its own tokens. Layers that share one view of the pool also share one kernel
-launch.
+tile's size follows from the head size alone, and the tiles of a row are combined in
+order, so a row's result depends on nothing but its own tokens. Layers that share one
+view of the pool also share one kernel launch.
 Deviations from the reference, all of them rounding: the order in which products are
 added up; unit keys are summed up without having been rounded to float32, and cosines
 are divided by the key's length at the end; a pair's length is the root of a float32 sum
@@ -35,7 +34,7 @@ VARYING = [*ROWS, "num_tokens", "num_pages", "page_size", "pages", "lengths"]
 
 
 def paged_norms(tokens: PagedTokens, lengths: torch.Tensor) -> torch.Tensor:
-    norms = _empty(tokens, *tokens.shape[:4])
+    norms = lengths.new_empty(tokens.shape[:4], dtype=torch.float32)
     _over_tiles(_norms_of_tiles, tokens, lengths, norms)
     return norms
 
@@ -44,9 +43,9 @@ def paged_cosines(keys: PagedTokens, lengths: torch.Tensor) -> torch.Tensor:
     size, num_rows = keys.shape[-1], lengths.numel()
     tile = _tile(size)
     num_tiles = triton.cdiv(keys.num_tokens, tile)
-    sums = _empty(keys, num_rows, num_tiles, size, dtype=torch.float64)
-    means = _empty(keys, num_rows, size)
-    cosines = _empty(keys, *keys.shape[:4])
+    sums = lengths.new_empty(num_rows, num_tiles, size, dtype=torch.float64)
+    means = lengths.new_empty(num_rows, size, dtype=torch.float32)
+    cosines = lengths.new_empty(keys.shape[:4], dtype=torch.float32)
     _over_tiles(_sums_of_tiles, keys, lengths, sums)
     _means_of_rows[(num_rows,)](
         *(lengths.contiguous(), sums, means, num_tiles),
@@ -63,7 +62,7 @@ def paged_projections(
     keys: PagedTokens, lengths: torch.Tensor, directions: torch.Tensor
 ) -> torch.Tensor:
     check_shape("directions", directions, (*keys.shape[:3], keys.shape[-1]))
-    scores = _empty(keys, *keys.shape[:4])
+    scores = lengths.new_empty(keys.shape[:4], dtype=torch.float32)
     inputs = directions.contiguous(), scores
     _over_tiles(_projections_of_tiles, keys, lengths, *inputs, IS_COSINE=False)
     return scores
@@ -75,12 +74,9 @@ def paged_pair_projections(
     directions: torch.Tensor,
     by_length: torch.Tensor,
 ) -> torch.Tensor:
-    """Project keys for each query head, and weigh the lengths of their channel pairs.
-
-    See the reference.
-    """
     group = check_pairs(keys, directions, by_length)
-    scores = _empty(keys, *directions.shape[:3], keys.num_tokens)
+    shape = (*directions.shape[:3], keys.num_tokens)
+    scores = lengths.new_empty(shape, dtype=torch.float32)
     inputs = directions.contiguous(), by_length.contiguous(), scores
     _over_tiles(_pair_projections_of_tiles, keys, lengths, *inputs, GROUP=group)
     return scores
@@ -92,22 +88,13 @@ def paged_quadratics(
     directions: torch.Tensor,
     matrices: torch.Tensor,
 ) -> torch.Tensor:
-    """Give each key k the value directions . k + k . matrices k of each query head.
-
-    See the reference.
-    """
     group = check_squares(keys, directions, matrices)
-    values = _empty(keys, *directions.shape[:3], keys.num_tokens)
+    shape = (*directions.shape[:3], keys.num_tokens)
+    values = lengths.new_empty(shape, dtype=torch.float32)
     inputs = directions.contiguous(), matrices.contiguous(), values
     sizes = {"GROUP": group, "ROWS": MATRIX_ROWS}
     _over_tiles(_quadratics_of_tiles, keys, lengths, *inputs, **sizes)
     return values
-
-
-def _empty(
-    tokens: PagedTokens, *shape: int, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device=tokens.device)
 
 
 def _width(size: int) -> int:
@@ -136,15 +123,13 @@ def _over_tiles(
     """
     num_events, num_layers, num_heads, num_tokens, size = tokens.shape
     pages, lengths = tokens.pages.contiguous(), lengths.contiguous()
-    views = {(pool.data_ptr(), pool.stride()) for pool in tokens.pools}
-    step = num_layers if len(views) == 1 else 1
-    launch_rows, tile = step * num_heads, _tile(size)
-    grid = (num_events * launch_rows * triton.cdiv(num_tokens, tile),)
-    for first in range(0, num_layers, step):
-        pool = tokens.pools[first]
+    tile = _tile(size)
+    for layers, pool in tokens.by_pool():
+        launch_rows = (layers.stop - layers.start) * num_heads
+        grid = (num_events * launch_rows * triton.cdiv(num_tokens, tile),)
         kernel[grid](
             *(pool, *pool.stride(), pages, lengths),
-            *(launch_rows, num_layers * num_heads, first * num_heads),
+            *(launch_rows, num_layers * num_heads, layers.start * num_heads),
             *(num_tokens, pages.shape[-1], pool.shape[1]),
             *others,
             SIZE=size,

@@ -1,6 +1,4 @@
-"""Twins of kernels.ranking: selections of rows, and lists of what a mask holds.
-
-Marks the best tokens of each group of a row, without sorting the row.
+"""Twins of kernels.ranking: the best tokens of a row are found without sorting it.
 
 The quota-th best score is found bit by bit, from the highest one down: a bit is set if
 enough tokens are at least as good. Sums of flags are all that it takes, so the result
@@ -40,18 +38,9 @@ def mark_best(
     (num_rows, num_tokens), num_groups = score.shape, quotas.shape[-1]
     max_tile = MAX_TILE if ranges is None else GROUP_TILE
     sizes = launch_sizes(num_tokens, max_tile, per_thread=16)
-    _mark_best[(num_rows, num_groups)](
-        score,
-        group,
-        quotas,
-        None if ranges is None else ranges[0],
-        None if ranges is None else ranges[1],
-        marked,
-        num_tokens,
-        num_groups,
-        HAS_MORE=num_tokens > sizes["TILE"],
-        **sizes,
-    )
+    sizes["HAS_MORE"] = num_tokens > sizes["TILE"]
+    rows = score, group, quotas, *(ranges or (None, None)), marked
+    _mark_best[(num_rows, num_groups)](*rows, num_tokens, num_groups, **sizes)
 
 
 def launch_sizes(
@@ -73,18 +62,13 @@ def launch_sizes(
 
 @triton.jit(do_not_specialize=["ends", "num_tokens", "num_groups"])
 def _mark_best(
-    score,  # [R, T]
-    group,  # [R, T]
-    quotas,  # [R, S]
-    begins,  # [R, S] int32, T minus the first position of a group, or None
-    ends,  # [R, S] int32, one past its last position, or None
-    marked,  # [R, T] bool
-    num_tokens,
-    num_groups,
-    TILE: tl.constexpr,
-    HAS_MORE: tl.constexpr,
-):
-    """Search one group of one row; its first tile stays in registers."""
+    score, group, quotas, begins, ends, marked, num_tokens, num_groups,
+    TILE: tl.constexpr, HAS_MORE: tl.constexpr,
+):  # fmt: skip
+    """Search one group of one row; its first tile stays in registers.
+
+    See `mark_best`; `begins` and `ends` are its ranges.
+    """
     row = tl.program_id(0).to(tl.int64)
     wanted = tl.program_id(1)
     entry = row * num_groups + wanted
@@ -117,10 +101,12 @@ def _mark_best(
 
 @triton.jit
 def load_tile(score, group, wanted, position, end):
-    """Load keys, and whether tokens belong to the wanted group."""
-    inside = position < end
-    key = order_key(tl.load(score + position, mask=inside, other=0.0))
-    return key, inside & (tl.load(group + position, mask=inside, other=0) == wanted)
+    """Load keys, and whether tokens are in the wanted group; all are without groups."""
+    among = position < end
+    key = order_key(tl.load(score + position, mask=among, other=0.0))
+    if group is not None:
+        among &= tl.load(group + position, mask=among, other=0) == wanted
+    return key, among
 
 
 @triton.jit
@@ -146,17 +132,9 @@ def order_key(score):
 
 @triton.jit
 def find_cut(
-    key,
-    among,
-    quota,
-    score,
-    group,
-    wanted,
-    begin,
-    end,
-    TILE: tl.constexpr,
-    HAS_MORE: tl.constexpr,
-):
+    key, among, quota, score, group, wanted, begin, end,
+    TILE: tl.constexpr, HAS_MORE: tl.constexpr,
+):  # fmt: skip
     """Find the key of the last token that gets in.
 
     Args:
@@ -175,19 +153,19 @@ def find_cut(
     one = tl.full((), 1, key.dtype)
     bit = tl.full((), bits, tl.int32)
     cut = one << (bits - 1)  # the lowest number
-    reached = _count(cut, key, among, rest, TILE, HAS_MORE)
+    reached = count_from(cut, key, among, rest, TILE, HAS_MORE)
     # Where exactly the quota is reached, lower bits change nothing.
     while (bit > 0) & (reached > quota):
         bit -= 1
         trial = cut ^ (one << bit)
-        count = _count(trial, key, among, rest, TILE, HAS_MORE)
+        count = count_from(trial, key, among, rest, TILE, HAS_MORE)
         cut = tl.where(count >= quota, trial, cut)
         reached = tl.where(count >= quota, count, reached)
     return cut, reached - quota
 
 
 @triton.jit
-def _count(trial, key, among, rest, TILE: tl.constexpr, HAS_MORE: tl.constexpr):
+def count_from(trial, key, among, rest, TILE: tl.constexpr, HAS_MORE: tl.constexpr):
     """Count the tokens to choose from whose key is at least `trial`."""
     count = tl.sum((among & (key >= trial)).to(tl.int32))
     if HAS_MORE:
@@ -226,18 +204,9 @@ def must_keep_tokens(
     lengths = num_local.new_empty(num_events, num_heads)
     must_keep = lengths.new_empty((*lengths.shape, num_tokens), dtype=torch.bool)
     grid = (lengths.numel(), triton.cdiv(num_tokens, MASK_TILE))
-    _must_keep[grid](
-        num_pages,
-        *num_pages.stride(),
-        num_local,
-        sinks,
-        lengths,
-        must_keep,
-        num_heads,
-        block_size,
-        num_tokens,
-        TILE=MASK_TILE,
-    )
+    given = num_pages, *num_pages.stride(), num_local, sinks
+    sizes = num_heads, block_size, num_tokens
+    _must_keep[grid](*given, lengths, must_keep, *sizes, TILE=MASK_TILE)
     return lengths, must_keep
 
 
@@ -306,23 +275,16 @@ def _select(
     num_rows, num_tokens = math.prod(keep.shape[:-1]), keep.shape[-1]
     group = torch.empty_like(chosen, dtype=torch.uint8)
     quota = chosen.new_empty((num_rows, 1), dtype=torch.int32)
+    sizes = launch_sizes(num_tokens)
+    sizes |= {"HAS_TARGETS": isinstance(target, torch.Tensor), "KEEPS_ALL": keeps_all}
     if isinstance(target, torch.Tensor):
         target = target.expand(keep.shape[:-1]).contiguous()
-    has_mask = valid.dtype == torch.bool
+    keep, valid = keep.contiguous(), valid.contiguous()
+    must_keep = None if must_keep is None else must_keep.contiguous()
+    masks = (valid, None) if valid.dtype == torch.bool else (None, valid)
+    made = chosen, group, quota
     _grade[(num_rows,)](
-        keep.contiguous(),
-        None if must_keep is None else must_keep.contiguous(),
-        valid.contiguous() if has_mask else None,
-        None if has_mask else valid.contiguous(),
-        target,
-        unit,
-        chosen,
-        group,
-        quota,
-        num_tokens,
-        HAS_TARGETS=isinstance(target, torch.Tensor),
-        KEEPS_ALL=keeps_all,
-        **launch_sizes(num_tokens),
+        *(keep, must_keep, *masks, target, unit), *made, num_tokens, **sizes
     )
     rows = (num_rows, num_tokens)
     score = score.contiguous().view(rows)
@@ -332,21 +294,16 @@ def _select(
 
 @triton.jit(do_not_specialize=["target", "unit", "num_tokens"])
 def _grade(
-    keep,  # [R, T] bool
-    must_keep,  # [R, T] bool, or None: nothing that is kept is dropped
-    valid,  # [R, T] bool, or None
-    held,  # [R] int64, units of a row's first tokens that are valid, or None
-    target,  # [R] int64, or a number for all rows; units
-    unit,  # tokens
-    chosen,  # [R, T] bool: whether the token is in, whatever its score
-    group,  # [R, T] uint8: 0 where its score decides, else 1
-    quota,  # [R] int32: how many of group 0 get in
-    num_tokens,
-    HAS_TARGETS: tl.constexpr,
-    KEEPS_ALL: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Sort one row's tokens into those in, those out and those to choose from."""
+    keep, must_keep, valid, held, target, unit, chosen, group, quota, num_tokens,
+    HAS_TARGETS: tl.constexpr, KEEPS_ALL: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Sort one row's tokens into those in, those out and those to choose from.
+
+    Without `valid` the first `held` [R] units of a row are valid; `target` is [R] or a
+    number for all rows. Writes `chosen` [R, T] bool, the token is in whatever its
+    score, `group` [R, T] uint8, 0 where its score decides and else 1, and `quota` [R]
+    int32, how many of group 0 get in.
+    """
     row = tl.program_id(0).to(tl.int64)
     start = row * num_tokens
     if HAS_TARGETS:
@@ -411,18 +368,10 @@ def _grades(
 
 @triton.jit(do_not_specialize=["head_stride", "num_tokens"])
 def _must_keep(
-    num_pages,  # [E, n] int64
-    event_stride,
-    head_stride,
-    num_local,  # [E] int64
-    sinks,  # [E] int64
-    lengths,  # [E, n] int64, written
-    must_keep,  # [E, n, T] bool, written
-    num_heads,
-    block_size,
-    num_tokens,
+    num_pages, event_stride, head_stride, num_local, sinks,
+    lengths, must_keep, num_heads, block_size, num_tokens,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     event, head = row // num_heads, row % num_heads
     pages = tl.load(num_pages + event * event_stride + head * head_stride)
@@ -437,13 +386,7 @@ def _must_keep(
 
 
 @triton.jit(do_not_specialize=["budget", "num_tokens"])
-def _limit_must_keep(
-    must_keep,  # [R, T] bool
-    limited,  # [R, T] bool, written
-    budget,
-    num_tokens,
-    TILE: tl.constexpr,
-):
+def _limit_must_keep(must_keep, limited, budget, num_tokens, TILE: tl.constexpr):
     """Keep a row's first sinks, and of the others the newest."""
     row = tl.program_id(0).to(tl.int64)
     must_keep += row * num_tokens

@@ -8,10 +8,7 @@ NUMBERS = 1024  # of a program
 
 
 def save_rows(saved: torch.Tensor, values: torch.Tensor, targets: torch.Tensor) -> None:
-    """Copy parts of rows to their targets.
-
-    A program whose part is not wanted ends after one load.
-    """
+    """A program whose part is not wanted ends after one load."""
     num_parts, size = targets.shape[1], saved.shape[1]
     _save_rows[(len(values), num_parts, triton.cdiv(size, NUMBERS))](
         saved, values, targets, values.stride(0), num_parts, size, NUMBERS=NUMBERS
@@ -20,14 +17,9 @@ def save_rows(saved: torch.Tensor, values: torch.Tensor, targets: torch.Tensor) 
 
 @triton.jit(do_not_specialize=["num_parts", "size"])
 def _save_rows(
-    saved,  # [C, size]
-    values,  # [T, num_parts * size]
-    targets,  # [T, num_parts] int64
-    values_stride: tl.int64,
-    num_parts,
-    size,
+    saved, values, targets, values_stride: tl.int64, num_parts, size,
     NUMBERS: tl.constexpr,
-):
+):  # fmt: skip
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     target = tl.load(targets + row * num_parts + part)
     if target > 0:

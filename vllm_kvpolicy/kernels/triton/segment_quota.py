@@ -1,7 +1,4 @@
-"""Twins of kernels.segment_quota: segments, quotas, the tokens that they pay for.
-
-Axes: R rows, T tokens (right-padded), S segments.
-"""
+"""Twins of kernels.segment_quota: a program per row, or per group of tokens to pick."""
 
 import struct
 
@@ -13,6 +10,7 @@ from vllm_kvpolicy.kernels.segment_quota import (
     MASS_EPS,
     MASS_UNIT,
     SegmentQuotas,
+    check_exact,
     max_segments,
     num_thresholds,
 )
@@ -34,72 +32,25 @@ CUTS_VARYING = [
 ]
 
 
-def cut_rows(
-    mass: torch.Tensor,
-    lengths: torch.Tensor,
-    exempt: torch.Tensor,
-    num_segments: int,
-    *,
-    segment_mass: float,
-    min_segment: int,
-    max_segment: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Segment every row.
-
-    Args:
-        mass: [R, T] int64, contiguous.
-        lengths: [R] int64, contiguous.
-        exempt: [R, T] bool, contiguous.
-        num_segments: S, a bound.
-        segment_mass, min_segment, max_segment: see `segment_quota_ref`.
-
-    Returns:
-        [3, R, S + 1] int64: start of each segment, open tokens before it, open mass
-        before it; entries after the last segment are those of the row's end. And the
-        number of each token's segment, [R, T] int64, S on padding.
-    """
-    num_rows, num_tokens = mass.shape
-    edges = mass.new_empty((3, num_rows, num_segments + 1))
-    segment_of = torch.empty_like(mass)
-    # Only the bits of a float64 reach a kernel unharmed.
-    step = struct.unpack("<q", struct.pack("<d", segment_mass * MASS_UNIT))[0]
-    _cut_row[(num_rows,)](
-        mass,
-        lengths,
-        exempt,
-        *edges,
-        segment_of,
-        num_tokens,
-        num_segments,
-        step,
-        num_thresholds(segment_mass),
-        min(min_segment, num_tokens),
-        min(max_segment, num_tokens),
-        # A product is rounded by itself, as the reference's is.
-        enable_fp_fusion=False,
-        **launch_sizes(num_tokens),
-    )
-    return edges, segment_of
+def _bits_of(*numbers: float) -> tuple[int, ...]:
+    """Return the bits of float64 numbers, which alone reach a kernel unharmed."""
+    count = len(numbers)
+    return struct.unpack(f"<{count}q", struct.pack(f"<{count}d", *numbers))
 
 
 @triton.jit(do_not_specialize=CUTS_VARYING)
 def _cut_row(
-    mass,  # [R, T] int64
-    lengths,  # [R] int64
-    exempt,  # [R, T] bool
-    starts,  # [R, S + 1] int64, written
-    open_before,  # [R, S + 1] int64, written
-    mass_before,  # [R, S + 1] int64, written
-    segment_of,  # [R, T] int64, written
-    num_tokens,
-    num_segments,
-    step,  # bits of the float64 mass between thresholds, in units
-    count,  # thresholds
-    min_segment,
-    max_segment,
+    mass, lengths, exempt, starts, open_before, mass_before, segment_of,
+    num_tokens, num_segments, step, count, min_segment, max_segment,
     TILE: tl.constexpr,
-):
-    """Walk one row, a tile at a time; everything but a few sums stays in registers."""
+):  # fmt: skip
+    """Walk one row, a tile at a time; everything but a few sums stays in registers.
+
+    `step` has the bits of the float64 mass between thresholds, of which there are
+    `count`. Writes [R, S + 1] int64 each, the `starts` of segments and the open tokens
+    and their mass before them; entries after the last segment are those of the row's
+    end. And `segment_of`, as the operation returns it.
+    """
     row = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + row).to(tl.int32)
     step = step.to(tl.int64).to(tl.float64, bitcast=True)
@@ -165,13 +116,8 @@ def _cut_row(
 def _is_cut(position, before, reached, length, step, count):
     """Say which tokens open a segment, ahead of splitting and merging.
 
-    Args:
-        position: [TILE] int32.
-        before: [TILE] int64, the row's mass before the token.
-        reached: [TILE] int64, the row's mass with it.
-        length: tokens of the row.
-        step: float64, mass between thresholds.
-        count: thresholds.
+    The row's mass is `before` without and `reached` with each token; there are `count`
+    thresholds, a float64 mass `step` apart.
     """
     # The first threshold above `before` has this number or the next.
     number = (before.to(tl.float64) / step).to(tl.int64) + 1
@@ -189,9 +135,14 @@ def _is_cut(position, before, reached, length, step, count):
 @triton.jit
 def _threshold(number, step):
     """Return number * step, rounded to a float64, then half to even to an int64."""
-    product = number.to(tl.float64) * step
-    whole = product.to(tl.int64)
-    part = product - whole.to(tl.float64)
+    return _rounded(number.to(tl.float64) * step)
+
+
+@triton.jit
+def _rounded(value):
+    """Round a non-negative float64 half to even, to an int64."""
+    whole = value.to(tl.int64)
+    part = value - whole.to(tl.float64)
     rounds_up = (part > 0.5) | ((part == 0.5) & (whole % 2 == 1))
     return whole + rounds_up.to(tl.int64)
 
@@ -200,15 +151,9 @@ def _threshold(number, step):
 def _next_start(cut_at, last_cut, earliest, max_segment):
     """Find the first position from `earliest` on where a segment may start.
 
-    Segments start at cuts and every `max_segment` tokens after one.
-
-    Args:
-        cut_at: [TILE] int32, positions of this tile's cuts.
-        last_cut: the newest cut of the tiles before.
-        earliest: a position, in any tile.
-
-    Returns:
-        The position, or one after the tile if it is not in this tile.
+    Segments start at cuts and every `max_segment` tokens after one. `cut_at` [TILE] are
+    the cuts of this tile, `last_cut` is the newest of the tiles before. Returns a
+    position after the tile if it is not in this tile.
     """
     is_behind = cut_at > earliest
     from_cut = tl.maximum(last_cut, tl.max(tl.where(is_behind, 0, cut_at)))
@@ -227,21 +172,12 @@ def credited_mass(
     num_rows, num_tokens = usage.shape
     mass = usage.new_empty(usage.shape, dtype=torch.float64)
     updated = usage.new_empty(usage.shape, dtype=torch.float32)
-    # Only the bits of a float64 reach a kernel unharmed.
-    numbers = (decay, 1 - decay, mix, 1 - mix, MASS_EPS)
-    bits = struct.unpack("<5q", struct.pack("<5d", *numbers))
-    _credited_mass[(num_rows,)](
-        usage.contiguous(),
-        lengths.contiguous(),
-        None if credit is None else credit.contiguous(),
-        mass,
-        updated,
-        num_tokens,
-        *bits,
-        # A product is rounded by itself, as the reference's is.
-        enable_fp_fusion=False,
-        TILE=MASS_TILE,
-    )
+    credit = None if credit is None else credit.contiguous()
+    rows = usage.contiguous(), lengths.contiguous(), credit, mass, updated
+    numbers = _bits_of(decay, 1 - decay, mix, 1 - mix, MASS_EPS)
+    # A product is rounded by itself, as the reference's is.
+    options = {"enable_fp_fusion": False, "TILE": MASS_TILE}
+    _credited_mass[(num_rows,)](*rows, num_tokens, *numbers, **options)
     return mass, updated
 
 
@@ -257,35 +193,28 @@ def segment_quota(
     min_quota: int,
     by_mass: bool = True,
 ) -> SegmentQuotas:
-    """Segment every row and share `total` tokens among its segments.
-
-    Raises:
-        ValueError: `mass` is of floating point, which has no exact sums.
-    """
-    if mass.dtype != torch.int64:
-        raise ValueError(f"mass: expected int64 units, got {mass.dtype}")
+    check_exact(mass)
     num_rows, num_tokens = mass.shape
     bound = max_segments(num_tokens, segment_mass, min_segment, max_segment)
-    edges, segment_of = cut_rows(
-        mass.contiguous(),
-        lengths.contiguous(),
-        exempt.contiguous(),
-        bound,
-        segment_mass=segment_mass,
-        min_segment=min_segment,
-        max_segment=max_segment,
+    edges = mass.new_empty((3, num_rows, bound + 1))
+    segment_of = mass.new_empty(mass.shape)
+    rows = (each.contiguous() for each in (mass, lengths, exempt))
+    thresholds = *_bits_of(segment_mass * MASS_UNIT), num_thresholds(segment_mass)
+    bounds = min(min_segment, num_tokens), min(max_segment, num_tokens)
+    _cut_row[(num_rows,)](
+        *(*rows, *edges, segment_of, num_tokens, bound, *thresholds, *bounds),
+        # A product is rounded by itself, as the reference's is.
+        enable_fp_fusion=False,
+        **launch_sizes(num_tokens),
     )
     segments = mass.new_empty((num_rows, bound, 2))
     quotas = mass.new_empty((num_rows, bound))
+    inputs = *edges, total.contiguous()
+    sizes = launch_sizes(bound, triton.next_power_of_2(bound))
     _share_row[(num_rows,)](
-        *edges,
-        total.contiguous(),
-        segments,
-        quotas,
-        bound,
-        min(min_quota, num_tokens),
+        *(*inputs, segments, quotas, bound, min(min_quota, num_tokens)),
         BY_MASS=by_mass,
-        **launch_sizes(bound, triton.next_power_of_2(bound)),
+        **sizes,
     )
     return SegmentQuotas(segments, quotas, segment_of)
 
@@ -293,10 +222,9 @@ def segment_quota(
 def pick_by_quota(
     score: torch.Tensor, group: torch.Tensor, quotas: torch.Tensor
 ) -> torch.Tensor:
-    """Mark the best tokens of each group, as many as its quota.
+    """Each program looks at the tokens between the first and the last of one group.
 
-    Each program looks at the tokens between the first and the last of one group, so
-    that groups which are runs of neighbours cost one pass over the row, others more.
+    So groups which are runs of neighbours cost one pass over the row, others more.
     """
     picked = torch.empty_like(
         score, dtype=torch.bool, memory_format=torch.contiguous_format
@@ -311,22 +239,18 @@ def pick_by_quota(
     _find_groups[(num_rows, triton.cdiv(num_tokens, sizes["TILE"]))](
         group, *ranges, picked, num_tokens, num_groups, **sizes
     )
-    begins, ends = ranges
-    mark_best(score.contiguous(), group, quotas.contiguous(), (begins, ends), picked)
+    mark_best(score.contiguous(), group, quotas.contiguous(), tuple(ranges), picked)
     return picked
 
 
 @triton.jit(do_not_specialize=["ends", "num_tokens", "num_groups"])
 def _find_groups(
-    group,  # [R, T] int64
-    begins,  # [R, S] int32, T minus the first position of a group; zero before
-    ends,  # [R, S] int32, one past its last position; zero before
-    picked,  # [R, T] bool, cleared
-    num_tokens,
-    num_groups,
-    TILE: tl.constexpr,
+    group, begins, ends, picked, num_tokens, num_groups, TILE: tl.constexpr
 ):
-    """Note where the groups of a tile begin and end."""
+    """Note where the groups of a tile begin and end, and clear `picked`.
+
+    `begins` and `ends` are the ranges of `mark_best`, zero before.
+    """
     row = tl.program_id(0).to(tl.int64)
     position = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = position < num_tokens
@@ -345,19 +269,13 @@ def _find_groups(
 
 @triton.jit(do_not_specialize=VARYING)
 def _share_row(
-    starts,  # [R, S + 1] int64
-    open_before,  # [R, S + 1] int64
-    mass_before,  # [R, S + 1] int64
-    total,  # [R] int64
-    segments,  # [R, S, 2] int64, written
-    quotas,  # [R, S] int64, written
-    num_segments,
-    min_quota,
-    BY_MASS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    starts, open_before, mass_before, total, segments, quotas,
+    num_segments, min_quota,
+    BY_MASS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Share one row's tokens among its segments, which one tile holds.
 
+    The first three arguments are what `_cut_row` writes.
     At most one round robin is due: it lowers floors that exceed the budget, or takes
     back what rounding gave too much, or deals out what is left.
     """
@@ -420,12 +338,7 @@ def _divide(dividend, divisor):
 
 @triton.jit
 def _round_robin(capacity, total):
-    """Deal out tokens one at a time from the first segment on, skipping full ones.
-
-    Args:
-        capacity: [TILE] int64.
-        total: int64; what exceeds the capacity is not dealt.
-    """
+    """Deal out `total` tokens as the reference's `round_robin` does, [TILE] int64."""
     level = total * 0
     step = level + FIRST_STEP
     while step > 0:
@@ -442,20 +355,13 @@ def _round_robin(capacity, total):
 
 @triton.jit(do_not_specialize=["num_tokens", "decay", "gain", "mix", "rest", "eps"])
 def _credited_mass(
-    usage,  # [R, T] floating point
-    lengths,  # [R] int64
-    credit,  # [R, T] floating point, or None
-    mass,  # [R, T] float64, written
-    updated,  # [R, T] float32, written
-    num_tokens,
-    decay,  # bits of float64 numbers
-    gain,
-    mix,
-    rest,
-    eps,
+    usage, lengths, credit, mass, updated, num_tokens, decay, gain, mix, rest, eps,
     TILE: tl.constexpr,
-):
-    """Normalise one row's usage, average it, and normalise the average."""
+):  # fmt: skip
+    """Normalise one row's usage, average it, and normalise the average.
+
+    Numbers from `decay` on are the bits of a float64.
+    """
     row = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + row)
     start = row * num_tokens
@@ -476,22 +382,19 @@ def _credited_mass(
     if credit is not None:
         for first in range(0, num_tokens, TILE):
             token = first + tl.arange(0, TILE)
-            value = _positive(usage, start, token, length, eps)
-            new = _units(value, highest).to(tl.float64) / total.to(tl.float64)
+            new = _share(usage, start, token, length, eps, highest, total)
             average = _average(credit, start, token, length, decay, gain, new)
             shifted = tl.where(token < length, average + eps, 0.0)
             top = tl.maximum(top, tl.max(shifted))
         for first in range(0, num_tokens, TILE):
             token = first + tl.arange(0, TILE)
-            value = _positive(usage, start, token, length, eps)
-            new = _units(value, highest).to(tl.float64) / total.to(tl.float64)
+            new = _share(usage, start, token, length, eps, highest, total)
             average = _average(credit, start, token, length, decay, gain, new)
             shifted = tl.where(token < length, average + eps, 0.0)
             whole += tl.sum(_units(shifted, top))
     for first in range(0, num_tokens, TILE):
         token = first + tl.arange(0, TILE)
-        value = _positive(usage, start, token, length, eps)
-        new = _units(value, highest).to(tl.float64) / total.to(tl.float64)
+        new = _share(usage, start, token, length, eps, highest, total)
         mixed = new
         average = gain * new
         if credit is not None:
@@ -523,11 +426,14 @@ def _positive(values, start, token, length, eps):
 @triton.jit
 def _units(value, highest):
     """Round to 2^-32 of the highest value, half to even."""
-    scaled = value / highest * 4294967296.0
-    whole = scaled.to(tl.int64)
-    part = scaled - whole.to(tl.float64)
-    rounds_up = (part > 0.5) | ((part == 0.5) & (whole % 2 == 1))
-    return whole + rounds_up.to(tl.int64)
+    return _rounded(value / highest * 4294967296.0)
+
+
+@triton.jit
+def _share(values, start, token, length, eps, highest, total):
+    """Return the share of each value in the `total` of the row's units."""
+    value = _positive(values, start, token, length, eps)
+    return _units(value, highest).to(tl.float64) / total.to(tl.float64)
 
 
 @triton.jit

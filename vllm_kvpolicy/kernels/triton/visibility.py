@@ -10,11 +10,10 @@ together (flash decoding). How many shares there are follows from R, C and N alo
 never from lengths, so that graphs can capture it; hidden tokens are not fetched.
 No launch waits for a number on the device.
 
-Memory order: a block of keys is gathered token by token through the page list, N of
-any size; fastest where D is contiguous, as vLLM's GPU kernels keep it. Keys and values
-are [P, N, D] by their strides, with 64-bit offsets, and read where they lie. The
-device also holds R * C * N / block integers and as many per tile of queries, and for
-decoding shares [R, shares, G, D] in float32.
+Memory: a block of keys is gathered token by token through the page list, N of any size,
+and read where it lies, with 64-bit offsets; fastest where D is contiguous, as vLLM's
+GPU kernels keep it. The device also holds R * C * N / block integers and as many per
+tile of queries, and for decoding shares [R, shares, G, D] in float32.
 
 A query's block order is that of its tokens, whatever the tile. So results do not
 depend on other rows, nor on how prompts are cut into tiles; those of decoding depend on
@@ -53,62 +52,27 @@ def write_until(
 ) -> None:
     """Write until when queries see tokens; nothing for tokens that are nowhere."""
     values = decisions.values
-    num_tokens, num_heads = values.shape
     if not values.numel():
         return
+    given = until, values, *values.stride(), own, governed, position, heads
+    numbers = base, decisions.scale, decisions.most, window, shift, sinks
     _write_until[(triton.cdiv(values.numel(), TILE),)](
-        until,
-        values,
-        *values.stride(),
-        own,
-        governed,
-        position,
-        heads,
-        num_tokens,
-        num_heads,
-        base,
-        decisions.scale,
-        decisions.most,
-        window,
-        shift,
-        sinks,
+        *(*given, *values.shape, *numbers),
         IS_DECIDED=values.dtype == torch.bool,
         TILE=TILE,
     )
 
 
-@triton.jit(
-    do_not_specialize=[
-        "value_row",
-        "value_head",
-        "num_tokens",
-        "num_heads",
-        "base",
-        "window",
-        "shift",
-        "sinks",
-    ]
-)
+NUMBERS = ["value_row", "value_head", "num_tokens", "num_heads"]
+
+
+@triton.jit(do_not_specialize=[*NUMBERS, "base", "window", "shift", "sinks"])
 def _write_until(
-    until,  # [S] int32
-    values,  # [T, H] bool or float32
-    value_row: tl.int64,
-    value_head: tl.int64,
-    own,  # [T or more] int64
-    governed,  # likewise
-    position,  # likewise
-    heads,  # [H] int64
-    num_tokens,
-    num_heads,
-    base: tl.int64,
-    scale,
-    most,
-    window,
-    shift,
-    sinks,
-    IS_DECIDED: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    until, values, value_row: tl.int64, value_head: tl.int64,
+    own, governed, position, heads,
+    num_tokens, num_heads, base: tl.int64, scale, most, window, shift, sinks,
+    IS_DECIDED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     entry = tl.program_id(0) * TILE + tl.arange(0, TILE)
     token, head = entry // num_heads, entry % num_heads
     is_token = token < num_tokens
@@ -163,10 +127,7 @@ def until_attention(
     output: torch.Tensor,
     max_queries: int,
 ) -> None:
-    """Attend from each row's queries to the held tokens that they see.
-
-    See the reference; queries of no row are left as they were in `output`.
-    """
+    """Queries of no row are left as they were in `output`."""
     sizes = _sizes(query, max_queries)
     rows = tables, tables.stride(0), lengths, query_start, ends
     pools = (
@@ -444,7 +405,7 @@ def lists_of_tiles(
     Args:
         rows: tables, stride of their rows, lengths, query_start and ends of
             `until_attention`.
-        until: [P, N] int32, and its strides.
+        until: the tensor, and its strides.
         page_size: N.
         num_tiles: at least Tq // queries + R.
         queries: of a tile.

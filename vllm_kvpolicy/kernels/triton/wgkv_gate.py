@@ -26,15 +26,8 @@ HALF_TURN = tl.constexpr(math.pi)
 ROOT = tl.constexpr(math.sqrt(0.5))
 # What differs between batches, alignment too, must not choose the compiled kernel.
 ROWS = ["launch_rows", "event_rows", "first_row", "num_heads"]
-VARYING = [
-    *ROWS,
-    "num_tokens",
-    "num_pages",
-    "page_size",
-    "pages",
-    "tokens",
-    "positions",
-]
+SIZES = ["num_tokens", "num_pages", "page_size"]
+VARYING = [*ROWS, *SIZES, "pages", "tokens", "positions"]
 
 
 def paged_gates(
@@ -56,16 +49,13 @@ def paged_gates(
     half = max(16, triton.next_power_of_2(size // 2))
     number_bytes = weights.first.element_size()
     tile = max(16, min(64, TILE_BYTES // (half * number_bytes**2)))
-    views = {(pool.data_ptr(), pool.stride()) for pool in keys.pools}
-    step = num_layers if len(views) == 1 else 1
-    launch_rows = step * num_heads
-    grid = (num_events * launch_rows * triton.cdiv(num_tokens, tile),)
-    for first in range(0, num_layers if grid[0] else 0, step):
-        pool = keys.pools[first]
+    for layers, pool in keys.by_pool() if gates.numel() else ():
+        launch_rows = (layers.stop - layers.start) * num_heads
+        grid = (num_events * launch_rows * triton.cdiv(num_tokens, tile),)
         _gates_of_tiles[grid](
             *(pool, *pool.stride(), pages, token, positions, turns, rope.scaling),
             *(*tensors, gates),
-            *(launch_rows, num_layers * num_heads, first * num_heads, num_heads),
+            *(launch_rows, num_layers * num_heads, layers.start * num_heads, num_heads),
             *(num_tokens, pages.shape[-1], pool.shape[1]),
             SIZE=size,
             HALF=half,
@@ -156,9 +146,7 @@ def _gates_of_tiles(
     high_before = (high * cos - low * sin) / scaling
     head = row % event_rows
     norm = head // num_heads * SIZE
-    before_0, before_1 = _scaled(
-        low_before, high_before, pre_norm + norm, number, SIZE
-    )  # fmt: skip
+    before_0, before_1 = _scaled(low_before, high_before, pre_norm + norm, number, SIZE)
     after_0, after_1 = _scaled(low, high, post_norm + norm, number, SIZE)
     logit = tl.zeros((TILE,), tl.float32)
     for begin in range(0, UNITS, TILE):

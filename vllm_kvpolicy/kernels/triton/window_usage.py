@@ -14,9 +14,8 @@ Deviations from the reference, all of them rounding: the order in which dot prod
 sums of weights are added up, and the GPU's exp. Sums of weights are float32 within a
 tile and float64 across tiles. Nuclei are exact for the weights that were computed: a
 count differs from the reference's only where the mass at the edge of its nucleus is
-that close to the mass asked for.
-
-Usage is pooled by a program per row, which walks it twice.
+that close to the mass asked for. Usage is pooled by a program per row, which walks it
+twice.
 """
 
 from functools import partial
@@ -31,8 +30,7 @@ from vllm_kvpolicy.kernels.softmax import TINY, effective_window
 from vllm_kvpolicy.kernels.window_usage import (
     WindowUsage,
     check_pooling,
-    check_shapes,
-    check_sinks,
+    check_window,
     pooled_usage_ref,
 )
 
@@ -46,40 +44,22 @@ def pooled_usage(
     pool_kernel: int = 5,
     suffix_pad: str = "max",
 ) -> torch.Tensor:
-    """Smooth the usage of the older keys and give the newest ones a value.
-
-    Equal up to rounding. A `suffix_pad` of "global", which couples rows, is for
-    comparisons: the reference computes it.
-    """
+    """Equal the reference up to rounding, and leave "global" to it."""
     check_pooling(pool_kernel, suffix_pad)
     if suffix_pad == "global":
         return pooled_usage_ref(usage, lengths, window, pool_kernel, suffix_pad)
     pooled = torch.empty_like(usage, memory_format=torch.contiguous_format)
-    num_tokens = usage.shape[-1]
-    _pooled_usage[(lengths.numel(),)](
-        usage.contiguous(),
-        lengths.contiguous(),
-        window.contiguous(),
-        pooled,
-        num_tokens,
-        POOL=pool_kernel,
-        PAD=suffix_pad,
-        TILE=TILE,
-    )
+    rows = (each.contiguous() for each in (usage, lengths, window))
+    options = {"POOL": pool_kernel, "PAD": suffix_pad, "TILE": TILE}
+    _pooled_usage[(lengths.numel(),)](*rows, pooled, usage.shape[-1], **options)
     return pooled
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _pooled_usage(
-    usage,  # [R, T] floating point
-    lengths,  # [R] int64
-    window,  # [R] int64
-    pooled,  # [R, T], the same dtype, written
-    num_tokens,
-    POOL: tl.constexpr,
-    PAD: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    usage, lengths, window, pooled, num_tokens,
+    POOL: tl.constexpr, PAD: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Pool one row; what its newest keys get is known at the end of the first walk."""
     row = tl.program_id(0).to(tl.int64)
     start = row * num_tokens
@@ -138,13 +118,11 @@ def window_usage(
     mass: float | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> WindowUsage:
-    """Causal softmax of the newest queries over the cached keys, reduced over them.
+    """Queries and pools may have any strides and are not copied.
 
-    Queries and pools may have any strides and are not copied. Layers that share one
-    view of a pool share the launches.
+    Layers that share one view of a pool share the launches.
     """
-    check_shapes(queries, keys)
-    check_sinks(queries, sink_logits, mass)
+    check_window(queries, keys, mass, sink_logits)
     window = queries.shape[3]
     parts = []
     for layers, pool in keys.by_pool():

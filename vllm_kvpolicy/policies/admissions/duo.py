@@ -17,7 +17,8 @@ from pydantic import Field
 from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.policies import model_files
 from vllm_kvpolicy.policies.base import EventInputs
-from vllm_kvpolicy.policies.options import BaseOptions, FilePath
+from vllm_kvpolicy.policies.model_files import ModelShape
+from vllm_kvpolicy.policies.options import BaseOptions, FilePath, Share
 from vllm_kvpolicy.policies.ranks import HeadShard
 from vllm_kvpolicy.policies.words import SIZED_BY_HELD, BaseAdmission
 
@@ -112,7 +113,6 @@ class RetrievalHeads(BaseAdmission):
         "window; a baseline"
     )
     source = "DuoAttention, arXiv 2410.10819"
-    ragged = True
     fitted = True
     refuses = SIZED_BY_HELD
 
@@ -121,10 +121,8 @@ class RetrievalHeads(BaseAdmission):
             description="folder with full_attention_heads.tsv and config.json, which "
             "say how much each head needs the full KV cache"
         )
-        duo_sparsity: float = Field(
+        duo_sparsity: Share = Field(
             0.5,
-            ge=0,
-            le=1,
             description="fraction of heads that keep only sinks and the recent window, "
             "those that need the full KV cache least",
         )
@@ -139,7 +137,7 @@ class RetrievalHeads(BaseAdmission):
         """Check the folder of a pattern; see `Word`."""
         path = options.duo_pattern
         with model_files.errors_name("duo_pattern"):
-            pattern, shape = load(path), model_files.ModelShape.of(vllm_config)
+            pattern, shape = load(path), ModelShape.of(vllm_config)
             pattern.check_shape(shape.num_layers, shape.num_kv_heads)
             sinks, recent = pattern.sinks, pattern.recent
             if kept.sink_tokens < sinks or kept.recent_tokens != recent:
@@ -154,11 +152,9 @@ class RetrievalHeads(BaseAdmission):
         self.pattern = pattern
         self.keeps = pattern.retrieving(sparsity).float()
 
-    def check_model(
-        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
-    ) -> None:
+    def check_model(self, model: ModelShape) -> None:
         """Check that the pattern fits the model; see `Pattern.check_shape`."""
-        self.pattern.check_shape(num_layers, num_kv_heads)
+        self.pattern.check_shape(model.num_layers, model.num_kv_heads)
 
     def take_heads(self, shard: HeadShard) -> None:
         """Take the rank's heads; which ones retrieve, the whole model decides."""

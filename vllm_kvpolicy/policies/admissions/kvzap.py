@@ -26,12 +26,11 @@ from torch import nn
 from vllm_kvpolicy.config import own_config
 from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.kernels.chunks import few_sizes
-from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.visibility import Decisions
 from vllm_kvpolicy.policies import model_files
-from vllm_kvpolicy.policies.base import Needs
-from vllm_kvpolicy.policies.head_logits import HeadLogits
-from vllm_kvpolicy.policies.model_parts import attention_modules
+from vllm_kvpolicy.policies.base import LoadedModel, Needs
+from vllm_kvpolicy.policies.hooks import HeadLogits, attention_modules
+from vllm_kvpolicy.policies.model_files import ModelShape
 from vllm_kvpolicy.policies.options import ExactOptions, FilePath
 from vllm_kvpolicy.policies.ranks import HeadShard
 from vllm_kvpolicy.policies.words import SIZED_BY_HELD, BaseAdmission
@@ -110,23 +109,19 @@ class Surrogate:
         heads = len(tensors[f"layers.0{self._names[-1]}.bias"])
         return replace(self, num_kv_heads=heads, tensors=tensors)
 
-    def check_heads(self, num_layers: int, num_kv_heads: int) -> None:
-        """Check that the surrogate was trained for a model of so many heads.
-
-        Raises:
-            ValueError: naming the folder, the key of config.json, and both values.
-        """
-        expect(self.path, "n_modules", self.num_layers, num_layers)
-        expect(self.path, "output_dim", self.num_kv_heads, num_kv_heads)
-
-    def check_model(self, num_layers: int, num_kv_heads: int, hidden_size: int) -> None:
+    def check_model(self, model: ModelShape, hidden_size: int | None = None) -> None:
         """Check that the surrogate was trained for a model of this shape.
 
+        Args:
+            hidden_size: channels of its hidden states; None to leave them out.
+
         Raises:
             ValueError: naming the folder, the key of config.json, and both values.
         """
-        self.check_heads(num_layers, num_kv_heads)
-        expect(self.path, "input_dim", self.hidden_size, hidden_size)
+        expect(self.path, "n_modules", self.num_layers, model.num_layers)
+        expect(self.path, "output_dim", self.num_kv_heads, model.num_kv_heads)
+        if hidden_size is not None:
+            expect(self.path, "input_dim", self.hidden_size, hidden_size)
 
 
 def surrogate_scores(
@@ -189,10 +184,7 @@ def load(name: str | Path) -> Surrogate:
     )
     if surrogate.num_layers > len(found):
         expect(folder, "n_modules", surrogate.num_layers, f"at most {len(found)}")
-    shapes = surrogate.shapes
-    expect(folder, "missing tensors", sorted(shapes.keys() - found.keys()), [])
-    expect(folder, "unexpected tensors", sorted(found.keys() - shapes.keys()), [])
-    model_files.check_tensors(NAME, folder, surrogate.tensors, shapes)
+    model_files.check_tensors(NAME, folder, surrogate.tensors, surrogate.shapes)
     return surrogate
 
 
@@ -234,7 +226,6 @@ class SurrogateScores(BaseAdmission):
         "recent window"
     )
     source = "KVzap, arXiv 2601.07891"
-    ragged = True
     decides = True
     fitted = True
     refuses = SIZED_BY_HELD
@@ -265,14 +256,8 @@ class SurrogateScores(BaseAdmission):
     def check_start(cls, options: Any, kept: AlwaysKept, vllm_config: Any) -> None:
         """Check the folder of a surrogate; see `Word`."""
         with model_files.errors_name("kvzap_model"):
-            surrogate, shape = (
-                load(options.kvzap_model),
-                model_files.ModelShape.of(vllm_config),
-            )
-            surrogate.check_model(
-                shape.num_layers,
-                shape.num_kv_heads,
-                vllm_config.model_config.get_hidden_size(),
+            load(options.kvzap_model).check_model(
+                ModelShape.of(vllm_config), vllm_config.model_config.get_hidden_size()
             )
 
     def __init__(self, surrogate: Surrogate, lowest: float, exact: bool) -> None:
@@ -281,14 +266,12 @@ class SurrogateScores(BaseAdmission):
         self.window = 1
         self._scorers: list[HeadLogits] = []
 
-    def check_model(
-        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
-    ) -> None:
-        """Check that the surrogate fits the model; see `Surrogate.check_heads`."""
-        self.surrogate.check_heads(num_layers, num_kv_heads)
+    def check_model(self, model: ModelShape) -> None:
+        """Check that the surrogate fits the model; see `OfModel`."""
+        self.surrogate.check_model(model)
 
     def take_heads(self, shard: HeadShard) -> None:
-        """Score for the rank's KV heads; see `BaseAdmission`."""
+        """Score for the rank's KV heads; see `OfModel`."""
         self.surrogate = self.surrogate.of_heads(shard)
 
     @property
@@ -296,27 +279,19 @@ class SurrogateScores(BaseAdmission):
         """Bytes of scores and surrogates."""
         return sum(part.nbytes for each in self._scorers for part in each.buffers())
 
-    def attach(
-        self,
-        model: nn.Module,
-        layers: Sequence[nn.Module],
-        vllm_config: Any,
-        rope: Rope | None,
-    ) -> None:
+    def attach(self, model: LoadedModel) -> None:
         """Hook the attention module of each layer; see `Decider`."""
-        config = own_config(vllm_config)
         # Besides itself, a query sees as many tokens as are recent at an event.
-        self.window = config.recent_tokens + 1
-        step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-        shape = step_tokens, self.surrogate.num_kv_heads
-        device = next(model.parameters()).device
-        dtype = vllm_config.model_config.dtype
-        for index, attention in enumerate(attention_modules(model, layers)):
+        self.window = own_config(model.vllm_config).recent_tokens + 1
+        shape = model.step_tokens, self.surrogate.num_kv_heads
+        place = model.device, model.dtype
+        attentions = attention_modules(model.module, model.layers)
+        for index, attention in enumerate(attentions):
             linears = [
-                (weight.to(device, dtype), bias.to(device, dtype))
+                (weight.to(*place), bias.to(*place))
                 for weight, bias in self.surrogate.linears(index)
             ]
-            scores = torch.zeros(shape, device=device)
+            scores = torch.zeros(shape, device=model.device)
             self._scorers.append(attach_surrogate(attention, scores, linears))
         self.surrogate = replace(self.surrogate, tensors={})
 
@@ -356,7 +331,7 @@ def attach_surrogate(
     tensors: dict[str, torch.Tensor] = {}
     for number, (weight, bias) in enumerate(linears):
         tensors |= {f"weight_{number}": weight, f"bias_{number}": bias}
-    taken = HeadLogits(scores, **tensors)
+    taken = HeadLogits(logits=scores, **tensors)
     taken.depth, taken.place = len(linears), arguments.index(ARGUMENT)
     attention.add_module("kv_policy_logits", taken)
     attention.register_forward_pre_hook(_score, with_kwargs=True)

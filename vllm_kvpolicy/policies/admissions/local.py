@@ -18,7 +18,6 @@ class LocalAttention(BaseAdmission):
 
     summary = "only sinks and the recent window are kept; a baseline"
     source = "WG-KV, arXiv 2512.17452"
-    ragged = True
     refuses = dict.fromkeys(ALLOCATORS, _NO_CHOICE)
 
     def gates(self, inputs: EventInputs, token: torch.Tensor) -> torch.Tensor:

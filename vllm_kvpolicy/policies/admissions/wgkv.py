@@ -8,7 +8,7 @@ attention has to be exact, while tokens are computed.
 import math
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,22 +16,20 @@ from typing import Any, Self
 
 import torch
 from pydantic import Field
-from torch import nn
 
 from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.kernels.paged import PagedTokens
-from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.visibility import Decisions
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights, paged_gates
 from vllm_kvpolicy.policies import model_files
-from vllm_kvpolicy.policies.base import EventInputs, Needs
+from vllm_kvpolicy.policies.base import EventInputs, LoadedModel, Needs
+from vllm_kvpolicy.policies.model_files import ModelFile, ModelShape
 from vllm_kvpolicy.policies.options import ExactOptions, FilePath
 from vllm_kvpolicy.policies.ranks import HeadShard
 from vllm_kvpolicy.policies.words import SIZED_BY_HELD, BaseAdmission
 
-NAME = "wgkv gates"
-expect = partial(model_files.expect, NAME)
 FLAVOURS = ("llama", "qwen3")  # model types; the gate of qwen3 reads normalised keys
+WINDOW, THRESHOLD = 256, 0.1  # of all released gates
 # Hidden units of released gates, in head sizes.
 RELEASED_UNITS = {"llama": 4, "qwen3": 1.5}
 # Names in a file, and of the fields of `kernels.wgkv_gate.GateWeights`.
@@ -51,7 +49,7 @@ def full_name(layer: int, name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Gates:
+class Gates(ModelFile):
     """The gates of a model, and what they were trained for.
 
     A small network per layer and KV head, with names and shapes as the weights at
@@ -73,6 +71,9 @@ class Gates:
         tensors: float32 by name, see `shapes`.
         path: where it was read from, for errors.
     """
+
+    NAME = "wgkv gates"
+    FORMAT = "vllm-kvpolicy wgkv gates 1"
 
     model: str
     flavour: str
@@ -121,25 +122,15 @@ class Gates:
         Raises:
             ValueError: naming the file, the field, and both values.
         """
-        self.check_shape(num_layers, num_kv_heads, head_dim)
+        self.fits(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
         if self.flavour:
-            expect(self.path, "flavour", self.flavour, flavour)
+            self.fits(flavour=flavour)
         elif flavour in RELEASED_UNITS:
             units = self.shapes[full_name(0, "conv2.weight")][1]
             wanted = int(RELEASED_UNITS[flavour] * head_dim)
             expect(self.path, f"hidden units for {flavour}", units, wanted)
         if not math.isnan(self.rope_theta):
-            expect(self.path, "rope_theta", self.rope_theta, rope_theta)
-
-    def check_shape(self, num_layers: int, num_kv_heads: int, head_dim: int) -> None:
-        """Check the sizes, which every file holds.
-
-        Raises:
-            ValueError: naming the file, the field, and both values.
-        """
-        expect(self.path, "num_layers", self.num_layers, num_layers)
-        expect(self.path, "num_kv_heads", self.num_kv_heads, num_kv_heads)
-        expect(self.path, "head_dim", self.head_dim, head_dim)
+            self.fits(rope_theta=rope_theta)
 
     def stacked(self) -> dict[str, torch.Tensor]:
         """Return the fields of `kernels.wgkv_gate.GateWeights`, with a leading L."""
@@ -179,28 +170,8 @@ def unstacked(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-FORMAT = "vllm-kvpolicy wgkv gates 1"
-WINDOW, THRESHOLD = 256, 0.1  # of all released gates
 _NAME = re.compile(r"model\.layers\.(\d{1,6})\.self_attn\.g_predictors\..+")
-_HEADER: dict[str, Any] = {
-    "model": str,
-    "flavour": str,
-    "num_layers": int,
-    "num_kv_heads": int,
-    "head_dim": int,
-    "rope_theta": float,
-    "window": int,
-    "threshold": float,
-    "sinks": int,
-    "sparsity_weight": float,
-    "kept_fraction": float,
-}
-
-
-def save(path: str | Path, gates: Gates) -> None:
-    """Write a safetensors file; overwrites one that exists."""
-    header = {name: getattr(gates, name) for name in _HEADER}
-    model_files.save(path, FORMAT, header, gates.tensors)
+expect = partial(model_files.expect, Gates.NAME)
 
 
 def load(path: str | Path) -> Gates:
@@ -222,24 +193,17 @@ def load(path: str | Path) -> Gates:
     )
     if gates.num_layers > len(gates.tensors):
         expect(path, "num_layers", gates.num_layers, f"at most {len(gates.tensors)}")
-    missing = sorted(gates.shapes.keys() - gates.tensors.keys())
-    unknown = sorted(gates.tensors.keys() - gates.shapes.keys())
-    expect(path, "missing tensors", missing, [])
-    expect(path, "unexpected tensors", unknown, [])
-    model_files.check_tensors(NAME, path, gates.tensors, gates.shapes)
+    model_files.check_tensors(gates.NAME, path, gates.tensors, gates.shapes)
     return gates
 
 
 def _load_ours(path: str | Path) -> Gates:
     """Read a file that `save` wrote; does not check its tensors."""
     valid = "a safetensors file, or a .pt file released by the authors"
-    values, tensors = model_files.load(NAME, path, FORMAT, _HEADER, valid)
-    gates = Gates(**values, tensors=tensors, path=path)
+    gates = Gates.from_file(path, valid)
     if gates.flavour not in FLAVOURS:
         expect(path, "flavour", gates.flavour, " or ".join(FLAVOURS))
-    for name in ("num_layers", "num_kv_heads", "head_dim", "window"):
-        if values[name] < 1:
-            expect(path, name, values[name], "at least 1")
+    gates.check_sizes("num_layers", "num_kv_heads", "head_dim", "window")
     if gates.sinks < 0:
         expect(path, "sinks", gates.sinks, "at least 0")
     if not 0 <= gates.threshold < 1:
@@ -292,13 +256,13 @@ def _read_pickle(path: str | Path) -> dict[str, torch.Tensor]:
     expected = "a dict of tensors written by torch.save"
     if not Path(path).is_file() or not zipfile.is_zipfile(path):
         kind = "a different kind of file" if Path(path).is_file() else "no file"
-        raise ValueError(f"{NAME} {path}: got {kind}, expected {expected}")
+        raise ValueError(f"{Gates.NAME} {path}: got {kind}, expected {expected}")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception:  # torch has no one error for what a broken file causes
         # Its own words advise to load such a file in a way that runs what is in it.
         raise ValueError(
-            f"{NAME} {path}: got content that cannot be read safely, expected "
+            f"{Gates.NAME} {path}: got content that cannot be read safely, expected "
             f"{expected}"
         ) from None
     if not isinstance(content, dict) or not content:
@@ -322,7 +286,6 @@ class WriteGates(BaseAdmission):
 
     summary = "trained gates choose which tokens stay when they leave the recent window"
     source = "WG-KV, arXiv 2512.17452"
-    ragged = True
     rotates = True
     fitted = True
     refuses = SIZED_BY_HELD
@@ -354,7 +317,7 @@ class WriteGates(BaseAdmission):
         path = options.wgkv_gates
         with model_files.errors_name("wgkv_gates"):
             gates, text = load(path), vllm_config.model_config.hf_text_config
-            shape = model_files.ModelShape.of(vllm_config)
+            shape = ModelShape.of(vllm_config)
             rope = getattr(text, "rope_parameters", None) or {}
             gates.check_model(
                 text.model_type,
@@ -384,14 +347,16 @@ class WriteGates(BaseAdmission):
         self.threshold = gates.threshold if threshold is None else threshold
         self.weights = GateWeights(**gates.stacked())
 
-    def check_model(
-        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
-    ) -> None:
-        """Check that the gates fit the model; see `Gates.check_shape`."""
-        self.file.check_shape(num_layers, num_kv_heads, head_dim)
+    def check_model(self, model: ModelShape) -> None:
+        """Check that the gates fit the model; see `OfModel`."""
+        self.file.fits(
+            num_layers=model.num_layers,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+        )
 
     def take_heads(self, shard: HeadShard) -> None:
-        """Take the gates of the rank's KV heads; see `BaseAdmission`."""
+        """Take the gates of the rank's KV heads; see `OfModel`."""
         self.weights = self.weights.of_heads(shard.kv_heads)
 
     @property
@@ -399,20 +364,13 @@ class WriteGates(BaseAdmission):
         """Bytes of the gates."""
         return sum(tensor.nbytes for tensor in self.weights.tensors().values())
 
-    def attach(
-        self,
-        model: nn.Module,
-        layers: Sequence[nn.Module],
-        vllm_config: Any,
-        rope: Rope | None,
-    ) -> None:
+    def attach(self, model: LoadedModel) -> None:
         """Move the gates to the model's device and dtype; see `Decider`."""
-        self._rope = rope
-        first = next(model.parameters())
-        self.weights = self.weights.to(first.device, vllm_config.model_config.dtype)
+        self._rope = model.rope
+        self.weights = self.weights.to(model.device, model.dtype)
         self._of_layer = [
             GateWeights(**{k: t[i : i + 1] for k, t in self.weights.tensors().items()})
-            for i in range(len(layers))
+            for i in range(len(model.layers))
         ]
 
     def decisions(

@@ -16,7 +16,7 @@ from pydantic import Field
 from vllm_kvpolicy.kernels.ranking import fill_next_best, limit_must_keep, top_k_mask
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import Decision, EventInputs
-from vllm_kvpolicy.policies.options import BaseOptions
+from vllm_kvpolicy.policies.options import BaseOptions, Share
 from vllm_kvpolicy.policies.words import BaseAllocator
 
 _ALIKE = "all KV heads get the same scores, which cannot divide the budget among them"
@@ -28,11 +28,7 @@ _WITHIN = (
 
 
 class AdaKVAllocator(BaseAllocator):
-    """Shares a layer's budget among its heads by score.
-
-    Args:
-        adakv_floor: a, share of the budget that each head has to itself.
-    """
+    """Shares a layer's budget among its heads by score; a is `adakv_floor`."""
 
     summary = "the best tokens of each layer, over all its heads"
     source = "Ada-KV, arXiv 2407.11550"
@@ -44,12 +40,9 @@ class AdaKVAllocator(BaseAllocator):
     }
 
     class Options(BaseOptions):
-        adakv_floor: float = Field(
-            0.2, ge=0, le=1, description="fraction of the budget reserved for each head"
+        adakv_floor: Share = Field(
+            0.2, description="fraction of the budget reserved for each head"
         )
-
-    def __init__(self, adakv_floor: float) -> None:
-        self.floor = adakv_floor
 
     def choose(
         self,
@@ -60,7 +53,7 @@ class AdaKVAllocator(BaseAllocator):
     ) -> Decision:
         """Pick H * `budget` tokens per layer of `score` [E, L, H, T], all if fewer."""
         must_keep = limit_must_keep(inputs.must_keep, budget)
-        own = must_keep.sum(-1) + int(self.floor * budget)
+        own = must_keep.sum(-1) + int(self.options.adakv_floor * budget)
         protected = top_k_mask(score, must_keep, inputs.valid, own.clamp(max=budget))
         # By token first: ties go to the later position, then to the later head.
         best = fill_next_best(

@@ -40,7 +40,13 @@ from vllm_kvpolicy.kernels.window_usage import (
     pooled_usage,
 )
 from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
-from vllm_kvpolicy.policies.options import MOST_TOKENS, AtLeast, PoolOptions
+from vllm_kvpolicy.policies.options import (
+    MOST_TOKENS,
+    AtLeast,
+    PoolOptions,
+    Share,
+    Tokens,
+)
 from vllm_kvpolicy.policies.words import RECENCY, BaseAllocator
 
 CREDIT = "ams_credit"  # name of the moving average in a policy's memory
@@ -59,16 +65,12 @@ class AMSOptions(PoolOptions):
     segment_mass: float = Field(
         0.1, ge=0.001, lt=1, description="attention mass of a segment"
     )
-    min_segment: int = Field(
+    min_segment: Tokens = Field(
         16,
-        ge=1,
-        le=MOST_TOKENS,
         description="minimum segment length in tokens; shorter segments are merged",
     )
-    max_segment: Annotated[int, AfterValidator(AtLeast("min_segment"))] = Field(
+    max_segment: Annotated[Tokens, AfterValidator(AtLeast("min_segment"))] = Field(
         256,
-        ge=1,
-        le=MOST_TOKENS,
         description="maximum segment length in tokens; longer segments are split",
     )
     min_quota: int = Field(
@@ -80,10 +82,8 @@ class AMSOptions(PoolOptions):
         lt=1,
         description="weight of the credit from earlier events at each event",
     )
-    ema_mix: float = Field(
+    ema_mix: Share = Field(
         0.9,
-        ge=0,
-        le=1,
         description="weight of the current mass in the average; 1 uses no earlier "
         "events",
     )
@@ -94,10 +94,8 @@ class AMSOptions(PoolOptions):
         "mass",
         description="segment boundaries: by mass, or every `fixed_segment` tokens",
     )
-    fixed_segment: int = Field(
+    fixed_segment: Tokens = Field(
         128,
-        ge=1,
-        le=MOST_TOKENS,
         description="segment length in tokens if `segments` is fixed",
     )
     suffix_pad: Literal["max", "mean", "none"] = Field(

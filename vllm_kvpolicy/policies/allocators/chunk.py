@@ -17,29 +17,20 @@ from pydantic import Field
 from vllm_kvpolicy.kernels.ranking import limit_must_keep, rank_by, top_k_mask
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import Decision, EventInputs
-from vllm_kvpolicy.policies.options import MOST_TOKENS, BaseOptions
+from vllm_kvpolicy.policies.options import BaseOptions, Tokens
 from vllm_kvpolicy.policies.ranks import Ranks
 from vllm_kvpolicy.policies.words import RECENCY, BaseAllocator
 
 
 class ChunkAllocator(BaseAllocator):
-    """Keeps neighbours together.
-
-    Args:
-        chunk_length: tokens per chunk.
-    """
+    """Keeps whole chunks of adjacent tokens."""
 
     summary = "the best chunks of adjacent tokens, the same in all heads of a layer"
     source = "ChunkKV, arXiv 2502.00299"
     refuses = {"streaming": RECENCY}
 
     class Options(BaseOptions):
-        chunk_length: int = Field(
-            20, ge=1, le=MOST_TOKENS, description="tokens per chunk"
-        )
-
-    def __init__(self, chunk_length: int) -> None:
-        self.length = chunk_length
+        chunk_length: Tokens = Field(20, description="tokens per chunk")
 
     def choose(
         self,
@@ -54,7 +45,8 @@ class ChunkAllocator(BaseAllocator):
         more of the chunk that was cut.
         """
         chunk_rank = self._chunk_ranks(score, inputs.valid, inputs.ranks)
-        chunk = torch.arange(score.shape[-1], device=score.device) // self.length
+        token = torch.arange(score.shape[-1], device=score.device)
+        chunk = token // self.options.chunk_length
         of_token = chunk_rank[..., chunk].unsqueeze(2).expand(score.shape)
         last = chunk_rank.shape[-1]
         rank = rank_by(-of_token.masked_fill(~inputs.valid, last), score)
@@ -76,7 +68,7 @@ class ChunkAllocator(BaseAllocator):
 
     def _sum(self, values: torch.Tensor) -> torch.Tensor:
         """Add up [E, L, H, T] over heads and each chunk's tokens, to [E, L, C]."""
-        length = min(self.length, values.shape[-1])
+        length = min(self.options.chunk_length, values.shape[-1])
         missing = -values.shape[-1] % length
         chunks = F.pad(values, (0, missing)).unflatten(-1, (-1, length))
         return chunks.sum((2, 4))

@@ -35,7 +35,7 @@ from vllm_kvpolicy.kernels.ranking import (
 )
 from vllm_kvpolicy.kernels.window_usage import WindowUsage, mean_over_group, measured
 from vllm_kvpolicy.policies.base import Decision, EventInputs, Merge, Needs
-from vllm_kvpolicy.policies.options import WindowOptions
+from vllm_kvpolicy.policies.options import Share, WindowOptions
 from vllm_kvpolicy.policies.words import RECENCY, BaseAllocator
 
 SHARE_UNIT = 16  # shares of the total are exact to 1/16 token
@@ -45,15 +45,7 @@ class HardAllocator(BaseAllocator):
     """Sizes each head by how many keys hold most of its attention.
 
     Args:
-        window: W, newest queries that count.
-        hard_p: p, attention mass of a nucleus.
-        hard_lower: smallest size of a head, in budgets.
-        hard_upper: largest size of a head, in budgets.
-        hard_order: "method" or "attention".
-        hard_mode: "fixed", or "dynamic": sizes are only scaled down, so that the
-            budget is a bound and not a target.
-        hard_scope: "model" or "layer", the heads that share a budget.
-        hard_merge: merge dropped tokens into survivors.
+        **options: those of `Options`; `window` is W and `hard_p` is p.
     """
 
     summary = "each head's size follows how many keys hold most of its attention"
@@ -70,10 +62,8 @@ class HardAllocator(BaseAllocator):
             le=1,
             description="attention mass that a nucleus covers (top-p)",
         )
-        hard_lower: float = Field(
+        hard_lower: Share = Field(
             0.25,
-            ge=0,
-            le=1,
             description="minimum size of a head, as a multiple of the budget",
         )
         hard_upper: float = Field(
@@ -106,32 +96,18 @@ class HardAllocator(BaseAllocator):
         """Return whether sizes are only scaled down; see `Word`."""
         return values.get("hard_mode") == "dynamic"
 
-    def __init__(
-        self,
-        window: int,
-        hard_p: float,
-        hard_lower: float,
-        hard_upper: float,
-        hard_order: str,
-        hard_mode: str,
-        hard_scope: str,
-        hard_merge: bool,
-    ) -> None:
-        own_order = hard_order == "attention"  # each row's nucleus in its own order
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        own = self.options
+        by_attention = own.hard_order == "attention"  # each row in its own order
         self.needs = Needs(
-            window_tokens=window,
-            usage=hard_merge or not own_order,
-            mass=0.0 if own_order else hard_p,
+            window_tokens=own.window,
+            usage=own.hard_merge or not by_attention,
+            mass=0.0 if by_attention else own.hard_p,
             keys=True,
-            values=hard_merge,
+            values=own.hard_merge,
         )
-        self.mass = hard_p
-        self.lower = hard_lower
-        self.upper = hard_upper
-        self.order = hard_order
-        self.scope = hard_scope
-        self.dynamic = hard_mode == "dynamic"
-        self.merge = hard_merge
+        self.dynamic = own.hard_mode == "dynamic"
 
     def choose(
         self,
@@ -146,13 +122,13 @@ class HardAllocator(BaseAllocator):
         """
         must_keep = limit_must_keep(inputs.must_keep, budget)
         score, order, candidates = self._rank(score, inputs, usage)
-        floors = must_keep.sum(-1).clamp(min=int(self.lower * budget))
+        floors = must_keep.sum(-1).clamp(min=int(self.options.hard_lower * budget))
         floors = torch.minimum(floors, inputs.lengths)
-        caps = inputs.lengths.clamp(max=int(self.upper * budget))
+        caps = inputs.lengths.clamp(max=int(self.options.hard_upper * budget))
         sizes = (candidates | must_keep).sum(-1).clamp(floors, caps)
         quota = self._scale(sizes, floors, caps, budget, score.shape[-1])
         keep = fill_in_order(must_keep, order, inputs.valid, quota)
-        if not self.merge:
+        if not self.options.hard_merge:
             return Decision(keep, score)
         merge = choose_merge(keep, score, inputs, measured(usage).mean)
         return Decision(keep, score, merge=merge)
@@ -161,10 +137,10 @@ class HardAllocator(BaseAllocator):
         self, score: torch.Tensor, inputs: EventInputs, usage: WindowUsage | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return score, positions from best to worst and who has a vote."""
-        if self.order == "attention":
+        if self.options.hard_order == "attention":
             queries = inputs.given("queries")[..., -self.needs.window_tokens :, :]
             window = (queries, inputs.given("keys"), inputs.lengths, inputs.scale)
-            votes = nucleus_votes(*window, self.mass)
+            votes = nucleus_votes(*window, self.options.hard_p)
             score = -rank_by(votes, score).float()  # exact below 2^24
             return score, ranked_positions(score), votes > 0
         order, nobody = ranked_positions(score), torch.zeros_like(inputs.must_keep)
@@ -187,7 +163,7 @@ class HardAllocator(BaseAllocator):
         num_tokens: int,
     ) -> torch.Tensor:
         """Scale the heads' sizes to a mean of `budget`, all [E, L, H] int64 tokens."""
-        whole_model = self.scope == "model"
+        whole_model = self.options.hard_scope == "model"
         size, floor, cap = (
             part.flatten(1) if whole_model else part.flatten(0, 1)
             for part in (sizes, floors, caps)

@@ -27,12 +27,7 @@ from vllm_kvpolicy.policies.words import BaseAllocator
 
 
 class PyramidAllocator(BaseAllocator):
-    """Gives deeper layers smaller budgets; they depend only on the tokens held.
-
-    Args:
-        pyramid_beta: the budget divided by that of the last layer.
-        pyramid_headroom: tokens that a layer may hold beyond the budget.
-    """
+    """Gives deeper layers smaller budgets; they depend only on the tokens held."""
 
     summary = "smaller budgets for deeper layers"
     source = "PyramidKV, arXiv 2406.02069"
@@ -52,10 +47,6 @@ class PyramidAllocator(BaseAllocator):
             description="tokens above the budget that the first layer may hold, if it "
             "has that many",
         )
-
-    def __init__(self, pyramid_beta: float, pyramid_headroom: int) -> None:
-        self.beta = pyramid_beta
-        self.headroom = pyramid_headroom
 
     def choose(
         self,
@@ -90,8 +81,8 @@ class PyramidAllocator(BaseAllocator):
         """
         if num_layers == 1:
             return torch.full_like(held, budget)[:, None]
-        length = held.clamp(max=budget + self.headroom)
-        exact = layer_budgets(num_layers, budget, length, self.beta)
+        length = held.clamp(max=budget + self.options.pyramid_headroom)
+        exact = layer_budgets(num_layers, budget, length, self.options.pyramid_beta)
         whole = exact.floor()
         none = torch.zeros_like(exact, dtype=torch.bool)
         left = num_layers * budget - whole.long().sum(-1)

@@ -12,28 +12,19 @@ from vllm_kvpolicy.kernels.ranking import limit_must_keep
 from vllm_kvpolicy.kernels.segment_quota import pick_by_quota, round_robin
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import Decision, EventInputs
-from vllm_kvpolicy.policies.options import MOST_TOKENS, BaseOptions
+from vllm_kvpolicy.policies.options import BaseOptions, Tokens
 from vllm_kvpolicy.policies.words import RECENCY, BaseAllocator
 
 
 class StratifiedAllocator(BaseAllocator):
-    """Shares each head's budget evenly among blocks by index, oldest first.
-
-    Args:
-        strat_block: B, tokens; must-keep tokens take no quota of their block.
-    """
+    """Shares each head's budget evenly among blocks by index, oldest first."""
 
     summary = "blocks of equal length with equal quotas; a control"
     source = "control, this project"
     refuses = {"streaming": RECENCY}
 
     class Options(BaseOptions):
-        strat_block: int = Field(
-            256, ge=1, le=MOST_TOKENS, description="tokens per block"
-        )
-
-    def __init__(self, strat_block: int) -> None:
-        self.block = strat_block
+        strat_block: Tokens = Field(256, description="tokens per block")
 
     def choose(
         self,
@@ -45,8 +36,9 @@ class StratifiedAllocator(BaseAllocator):
         """Pick `budget` tokens per row of `score` [E, L, H, T], must-keep first."""
         must_keep = limit_must_keep(inputs.must_keep, budget).flatten(0, 2)
         is_open = inputs.valid.flatten(0, 2) & ~must_keep
-        num_blocks = -(-score.shape[-1] // self.block)
-        block = torch.arange(score.shape[-1], device=score.device) // self.block
+        num_tokens, size = score.shape[-1], self.options.strat_block
+        num_blocks = -(-num_tokens // size)
+        block = torch.arange(num_tokens, device=score.device) // size
         block = block.expand(is_open.shape)
         capacity = torch.zeros_like(block[:, :num_blocks])
         capacity = capacity.scatter_add(-1, block, is_open.long())

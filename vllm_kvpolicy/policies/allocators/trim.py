@@ -27,11 +27,7 @@ from vllm_kvpolicy.policies.words import RECENCY, BaseAllocator
 
 
 class TrimAllocator(BaseAllocator):
-    """Drops the same share of every head while their mean is above the budget.
-
-    Args:
-        trim_share: share of a head's tokens that one round drops.
-    """
+    """Drops the same share of every head while their mean is above the budget."""
 
     summary = (
         "while heads hold more than the budget on average, each drops its lowest tenth"
@@ -49,9 +45,6 @@ class TrimAllocator(BaseAllocator):
             description="share of each head's tokens that is dropped at a time",
         )
 
-    def __init__(self, trim_share: float) -> None:
-        self.share = trim_share
-
     def choose(
         self,
         score: torch.Tensor,
@@ -65,9 +58,9 @@ class TrimAllocator(BaseAllocator):
         pinned = must_keep.sum(-1)
         others = (held & ~inputs.must_keep).sum(-1)
         total = budget * pinned[0].numel()
-        for _ in range(rounds_to_nothing(score.shape[-1], self.share)):
+        for _ in range(rounds_to_nothing(score.shape[-1], self.options.trim_share)):
             is_over = (pinned + others).sum((1, 2), keepdim=True) > total
-            dropped = (others.double() * self.share).long().clamp(min=1)
+            dropped = (others.double() * self.options.trim_share).long().clamp(min=1)
             others = torch.where(is_over, (others - dropped).clamp(min=0), others)
         return Decision(top_k_mask(score, must_keep, held, pinned + others), score)
 

@@ -27,14 +27,15 @@ from pydantic import Field
 
 from vllm_kvpolicy.kernels.chunks import map_pairs
 from vllm_kvpolicy.kernels.ranking import leading_run, ranks_within
-from vllm_kvpolicy.kernels.token_signals import (
-    hidden_change,
+from vllm_kvpolicy.kernels.window_usage import WindowUsage
+from vllm_kvpolicy.policies.base import EventInputs, Needs
+from vllm_kvpolicy.policies.model_files import ModelShape
+from vllm_kvpolicy.policies.options import BaseOptions, Layer
+from vllm_kvpolicy.policies.scorers._signals import (
+    TokenSignal,
     rolling_mean,
     rolling_zscore,
 )
-from vllm_kvpolicy.kernels.window_usage import WindowUsage
-from vllm_kvpolicy.policies.base import EventInputs, Needs, TokenSignal
-from vllm_kvpolicy.policies.options import MOST_LAYERS, BaseOptions
 from vllm_kvpolicy.policies.words import BaseScorer
 
 # Tokens kept first of each `SHARE_OF` tokens of a segment, by third of the segments:
@@ -50,7 +51,7 @@ class Mix:
     Args:
         signals: what is measured at each token.
         weights: one per signal.
-        statistic: see `kernels.token_signals`.
+        statistic: `rolling_mean` or `rolling_zscore`.
     """
 
     signals: tuple[TokenSignal, ...]
@@ -95,35 +96,6 @@ MIXES = {
 }
 
 
-def signals_from_hidden(
-    signals: Sequence[TokenSignal], hidden: torch.Tensor
-) -> dict[TokenSignal, torch.Tensor]:
-    """Measure signals on the hidden states of one trace.
-
-    Args:
-        signals: signals of the kind "hidden".
-        hidden: [N, T, d] floating point, outputs of all N decoder layers.
-
-    Returns:
-        By signal, [1, T] float32; zero at the first token.
-
-    Raises:
-        ValueError: a signal of another kind, or of layers that are not there.
-    """
-    measured = {}
-    for signal in signals:
-        if signal.kind != "hidden":
-            raise ValueError(
-                f"signals: got {signal.kind!r}, expected 'hidden', the "
-                "only kind that hidden states contain"
-            )
-        layers = signal.layers(len(hidden))
-        chosen = hidden[layers.start : layers.stop]
-        step = hidden_change(chosen[:, 1:], chosen[:, :-1]).double().mean(0).float()
-        measured[signal] = torch.cat([step.new_zeros(1), step])[None]
-    return measured
-
-
 class MixScorer(BaseScorer):
     """Scores a token once, by signals measured while it was computed, for all heads.
 
@@ -146,30 +118,22 @@ class MixScorer(BaseScorer):
         variant: Literal[
             "detrend", "variance", "band", "kv-key", "kv-val", "lag-kv", "segment"
         ] = Field("detrend", description="statistic that scores a token")
-        a_first: int = Field(
+        a_first: Layer = Field(
             -1,
-            ge=-1,
-            le=MOST_LAYERS,
             description="first layer of band a, whose change raises a "
             "token's score; -1 picks it by depth",
         )
-        a_last: int = Field(
+        a_last: Layer = Field(
             -1,
-            ge=-1,
-            le=MOST_LAYERS,
             description="last layer of band a; -1 picks it by depth",
         )
-        b_first: int = Field(
+        b_first: Layer = Field(
             -1,
-            ge=-1,
-            le=MOST_LAYERS,
             description="first layer of band b, whose change lowers a "
             "token's score; -1 picks it by depth",
         )
-        b_last: int = Field(
+        b_last: Layer = Field(
             -1,
-            ge=-1,
-            le=MOST_LAYERS,
             description="last layer of band b; -1 picks it by depth",
         )
         a_weight: float = Field(
@@ -211,13 +175,11 @@ class MixScorer(BaseScorer):
         self.scores_prompt = scores_prompt
         self.needs = Needs(positions=True, signals=mix.signals)
 
-    def check_model(
-        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
-    ) -> None:
+    def check_model(self, model: ModelShape) -> None:
         """Check that the model has the layers; see `BaseScorer`."""
         for band, signal in zip("ab", self.mix.signals, strict=False):
             try:
-                signal.layers(num_layers)
+                signal.layers(model.num_layers)
             except ValueError as error:
                 raise ValueError(f"{band}_first, {band}_last: {error}") from None
 

@@ -15,6 +15,7 @@ gives them the highest score, here of their row (theirs of all heads and request
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -26,8 +27,8 @@ from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.softmax import masked_softmax
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
-from vllm_kvpolicy.policies.options import BaseOptions
-from vllm_kvpolicy.policies.scorers._unmeasured import fill_with_highest
+from vllm_kvpolicy.policies.options import BaseOptions, Queries
+from vllm_kvpolicy.policies.scorers._windows import fill_with_highest
 from vllm_kvpolicy.policies.words import BaseScorer
 
 
@@ -35,11 +36,8 @@ class ExpectedAttentionScorer(BaseScorer):
     """Scores a token by the attention that queries like the newest will pay to it.
 
     Args:
-        expected_window: W, queries that stand for future ones.
-        n_future: N, future positions.
-        covariance: add the half variance to z.
-        value_norm: multiply by the length of the value.
-        epsilon: eps, added to the attention before that.
+        **options: those of `Options`; `expected_window` is W, `n_future` N, `epsilon`
+            eps, and `covariance` adds the half variance to z.
     """
 
     summary = "attention expected from future queries, times the value's norm"
@@ -49,10 +47,8 @@ class ExpectedAttentionScorer(BaseScorer):
     rotates = True
 
     class Options(BaseOptions):
-        expected_window: int = Field(
+        expected_window: Queries = Field(
             128,
-            ge=1,
-            le=1024,
             description="number of newest queries from which future queries are "
             "estimated",
         )
@@ -75,21 +71,15 @@ class ExpectedAttentionScorer(BaseScorer):
             description="constant added to each token's expected attention",
         )
 
-    def __init__(
-        self,
-        expected_window: int,
-        n_future: int,
-        covariance: bool,
-        value_norm: bool,
-        epsilon: float,
-    ) -> None:
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        own = self.options
         self.needs = Needs(
-            window_tokens=expected_window, keys=True, values=value_norm, rope=True
+            window_tokens=own.expected_window,
+            keys=True,
+            values=own.value_norm,
+            rope=True,
         )
-        self.num_future = n_future
-        self.covariance = covariance
-        self.value_norm = value_norm
-        self.epsilon = epsilon
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score [E, L, H, T] float32."""
@@ -100,10 +90,10 @@ class ExpectedAttentionScorer(BaseScorer):
         kind = rope.of_layer
         if kind is None:
             kind = num_real.new_zeros(queries.shape[1])
-        cos, sin = turn_ahead(rope, size, self.num_future, queries.device)
+        cos, sin = turn_ahead(rope, size, self.options.n_future, queries.device)
         turn = cos * scale, sin * scale, rope.partners
         mean, spread = map_pairs_to_many(
-            partial(_moments, turn, self.covariance),
+            partial(_moments, turn, self.options.covariance),
             3 * 4 * queries[0, 0].numel(),
             queries,
             num_real,
@@ -114,9 +104,9 @@ class ExpectedAttentionScorer(BaseScorer):
         measured = inputs.valid & ~leading_run(inputs.must_keep)
         grouped = logits.unflatten(2, (measured.shape[2], -1))  # [E, L, H, G, T]
         score = masked_softmax(grouped, measured[:, :, :, None]).mean(3)
-        if self.value_norm:
+        if self.options.value_norm:
             norms = paged_norms(inputs.paged("values"), inputs.lengths)
-            score = (score + self.epsilon) * norms
+            score = (score + self.options.epsilon) * norms
         return fill_with_highest(score, measured)
 
 

@@ -10,6 +10,7 @@ must-keep set that all policies share.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -22,18 +23,16 @@ RECEIVED = "h2o"  # name of the running sum in a policy's memory
 
 
 class H2OScorer(BaseScorer):
-    """Scores a token by the attention it has received so far.
-
-    Args:
-        window: W, newest queries that count at each event.
-    """
+    """Scores a token by the attention it has received so far."""
 
     summary = "attention received so far, summed over the query windows"
     source = "H2O, arXiv 2306.14048"
     query_window = "window"
     Options = WindowOptions
 
-    def __init__(self, window: int) -> None:
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        window = self.options.window
         self.needs = Needs(
             window_tokens=window, usage=True, keys=True, memory=(RECEIVED,)
         )

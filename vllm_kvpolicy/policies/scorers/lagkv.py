@@ -26,10 +26,6 @@ class LagKVScorer(BaseScorer):
 
     Sinks, the last block and the tokens after it have no next block: they score 1.
     Where fewer than two blocks are held, later tokens score higher.
-
-    Args:
-        lag: tokens per block.
-        cross: compare a across blocks instead of ranking within each.
     """
 
     summary = "keys and values with the largest spread relative to the next block"
@@ -45,22 +41,18 @@ class LagKVScorer(BaseScorer):
 
     needs = Needs(keys=True, values=True)
 
-    def __init__(self, lag: int, cross: bool) -> None:
-        self.lag = lag
-        self.cross = cross
-
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score [E, L, H, T] float32 in [0, 1]."""
         sinks = leading_run(inputs.must_keep).sum(-1, keepdim=True)
         token = torch.arange(inputs.must_keep.shape[-1], device=sinks.device)
         age, held = token - sinks, inputs.lengths[..., None] - sinks
-        num_blocks = held // self.lag
+        num_blocks = held // self.options.lag
         keys, values = inputs.given("keys"), inputs.given("values")
         index = (token + sinks).clamp(max=len(token) - 1)
         pair_bytes = 4 * keys[0, 0].numel() * 4  # four float32 copies at a time
         score = map_pairs(self._score_blocks, pair_bytes, keys, values, index)
         score = score.gather(-1, age.clamp(min=0))
-        has_next = (age >= 0) & (age < (num_blocks - 1) * self.lag)
+        has_next = (age >= 0) & (age < (num_blocks - 1) * self.options.lag)
         ramp = torch.where(age >= 0, age / held, 1.0)
         return torch.where(num_blocks < 2, ramp, torch.where(has_next, score, 1.0))
 
@@ -74,22 +66,22 @@ class LagKVScorer(BaseScorer):
             values: [n, H, T, D].
             index: [n, H, T] int64, tokens from the first block on.
         """
-        num_tokens = index.shape[-1]
-        num_blocks = num_tokens // self.lag
+        num_tokens, lag = index.shape[-1], self.options.lag
+        num_blocks = num_tokens // lag
         if num_blocks < 2:
             return torch.zeros(index.shape, device=keys.device)
-        index = index[..., : num_blocks * self.lag, None]
+        index = index[..., : num_blocks * lag, None]
         score = (self._spread(keys, index) + self._spread(values, index)) / 2
-        if not self.cross:
+        if not self.options.cross:
             rows = score.flatten(0, 2)
             rank = ranks_within(rows, torch.zeros_like(rows, dtype=torch.int64))
-            score = (self.lag - 1 - rank).view_as(score) / self.lag
-        return F.pad(score.flatten(2), (0, num_tokens - (num_blocks - 1) * self.lag))
+            score = (lag - 1 - rank).view_as(score) / lag
+        return F.pad(score.flatten(2), (0, num_tokens - (num_blocks - 1) * lag))
 
     def _spread(self, states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """Compute a(x) [n, H, blocks - 1, lag] of states [n, H, T, D]."""
         blocks = torch.take_along_dim(states, index, 2).float()
-        blocks = blocks.unflatten(2, (-1, self.lag))
+        blocks = blocks.unflatten(2, (-1, self.options.lag))
         low = blocks[:, :, 1:].amin(3, keepdim=True)
         width = blocks[:, :, 1:].amax(3, keepdim=True) - low
         relative = torch.where(width > 0, (blocks[:, :, :-1] - low) / width, 0.0)

@@ -10,22 +10,20 @@ from typing import Any, Self
 import torch
 from pydantic import Field
 
-from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.kernels.paged_reductions import paged_projections
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.calibration import (
     DESCRIPTION,
+    CalibratedScorer,
     Calibration,
-    check_file,
     load,
 )
 from vllm_kvpolicy.policies.options import BaseOptions, FilePath
 from vllm_kvpolicy.policies.ranks import HeadShard
-from vllm_kvpolicy.policies.words import BaseScorer
 
 
-class QFilterScorer(BaseScorer):
+class QFilterScorer(CalibratedScorer):
     """Scores a token by how far its key reaches in the direction of typical queries.
 
     Args:
@@ -34,7 +32,7 @@ class QFilterScorer(BaseScorer):
 
     summary = "keys that point in the direction of typical queries"
     source = "Q-Filters, arXiv 2503.02812"
-    fitted = True
+    kind = "qfilter"
 
     class Options(BaseOptions):
         qfilter_calibration: FilePath = Field(description=DESCRIPTION.format("qfilter"))
@@ -46,23 +44,12 @@ class QFilterScorer(BaseScorer):
         """Build the scorer from its calibration file; see `Word`."""
         return cls(load(options["qfilter_calibration"], "qfilter"))
 
-    @classmethod
-    def check_start(cls, options: Any, kept: AlwaysKept, vllm_config: Any) -> None:
-        """Check the calibration file; see `Word`."""
-        check_file("qfilter", options, vllm_config)
-
     def __init__(self, calibration: Calibration) -> None:
         self.calibration = calibration
         self.filters = calibration.tensors["filters"]
 
-    def check_model(
-        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
-    ) -> None:
-        """Check that the calibration fits the model; see `BaseScorer`."""
-        self.calibration.check_model(num_layers, num_heads, num_kv_heads, head_dim)
-
     def take_heads(self, shard: HeadShard) -> None:
-        """Take the filters of the rank's KV heads; see `BaseScorer`."""
+        """Take the filters of the rank's KV heads; see `OfModel`."""
         self.filters = shard.kv_heads(self.filters, 1)
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:

@@ -16,8 +16,7 @@ from vllm_kvpolicy.policies.words import BaseScorer
 class RandomScorer(BaseScorer):
     """Draws a score for each token, anew at each event, the same in every run.
 
-    Args:
-        seed: a different one draws different scores.
+    Another seed draws other scores.
     """
 
     summary = "random scores; a control"
@@ -28,9 +27,7 @@ class RandomScorer(BaseScorer):
             0, ge=0, le=2**32 - 1, description="random seed of the scores"
         )
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self.first_head = 0
+    first_head = 0
 
     def take_heads(self, shard: HeadShard) -> None:
         """Draw what the heads would get on one rank; see `BaseScorer`."""
@@ -43,7 +40,7 @@ class RandomScorer(BaseScorer):
         layer = torch.arange(num_layers, device=device)[:, None, None]
         head = self.first_head + torch.arange(num_heads, device=device)[:, None]
         token = torch.arange(num_tokens, device=device)
-        event = mix(mix(inputs.end) ^ self.seed)[:, None, None, None]
+        event = mix(mix(inputs.end) ^ self.options.seed)[:, None, None, None]
         draw = mix(mix(mix(event ^ layer) ^ head) ^ token)
         # float32 holds 24 bits exactly.
         return (draw >> 8).float() / 2**24

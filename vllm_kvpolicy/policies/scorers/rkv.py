@@ -13,6 +13,7 @@ highest score (theirs keeps them whatever they score).
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,22 +24,19 @@ from vllm_kvpolicy.kernels.last_similar import last_similar
 from vllm_kvpolicy.kernels.softmax import effective_window, masked_softmax
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
-from vllm_kvpolicy.policies.options import BaseOptions, Odd
-from vllm_kvpolicy.policies.scorers._unmeasured import fill_with_highest
+from vllm_kvpolicy.policies.options import BaseOptions, Queries, Share, Width
+from vllm_kvpolicy.policies.scorers._windows import (
+    fill_with_highest,
+    map_windows,
+    older_tokens,
+)
 from vllm_kvpolicy.policies.words import BaseScorer
 
 NORM_EPS = 1e-8  # makes a key of zeros similar to none
 
 
 class RKVScorer(BaseScorer):
-    """Scores a token by the window's attention and by how few keys resemble its key.
-
-    Args:
-        rkv_window: W, queries that score, and newest tokens that they do not score.
-        rkv_kernel: neighbours whose maximum is taken, odd.
-        rkv_lambda: lambda, weight of the attention, 0 to 1.
-        rkv_threshold: cosine above which two keys are similar, at least 0.
-    """
+    """Scores a token by the window's attention and by how few keys resemble its key."""
 
     summary = "attention of the newest queries, minus similarity to other keys"
     source = "R-KV, arXiv 2505.24133"
@@ -46,90 +44,45 @@ class RKVScorer(BaseScorer):
     weighs_itself = True
 
     class Options(BaseOptions):
-        rkv_window: int = Field(
+        rkv_window: Queries = Field(
             8,
-            ge=1,
-            le=1024,
             description="number of newest queries that score the older tokens",
         )
-        rkv_kernel: Odd = Field(
-            7, ge=1, le=255, description="width of the max pooling over tokens"
-        )
-        rkv_lambda: float = Field(
+        rkv_kernel: Width = Field(7, description="width of the max pooling over tokens")
+        rkv_lambda: Share = Field(
             0.07,
-            ge=0,
-            le=1,
             description="weight of attention; redundancy gets the rest",
         )
-        rkv_threshold: float = Field(
+        rkv_threshold: Share = Field(
             0.5,
-            ge=0,
-            le=1,
             description="cosine similarity above which two keys are similar",
         )
 
-    def __init__(
-        self,
-        rkv_window: int,
-        rkv_kernel: int,
-        rkv_lambda: float,
-        rkv_threshold: float,
-    ) -> None:
-        self.needs = Needs(window_tokens=rkv_window, keys=True)
-        self.pool_kernel = rkv_kernel
-        self.attention_weight = rkv_lambda
-        self.threshold = rkv_threshold
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.needs = Needs(window_tokens=self.options.rkv_window, keys=True)
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score [E, L, H, T] float32; the newest tokens get the highest."""
         size, keys = self.needs.window_tokens, inputs.given("keys")
-        queries = inputs.given("queries")[..., -size:, :]
-        window = effective_window(inputs.lengths, size)[..., None]
-        token = torch.arange(keys.shape[3], device=keys.device)
-        is_older = token < inputs.lengths[..., None] - window
-        selects = torch.arange(size, device=keys.device) >= size - window
-        attention = map_pairs(
-            partial(_attention, inputs.scale),
-            2 * 4 * queries[0, 0, :, :, 0].numel() * len(token),
-            queries,
-            keys,
-            is_older,
-            selects,
-        )
+        is_older = older_tokens(inputs, size)
+        attention = map_windows(_attention, inputs, size, is_older)
+        attention = attention / effective_window(inputs.lengths, size)[..., None]
         similar = map_pairs(
-            partial(redundancy, self.threshold),
+            partial(redundancy, self.options.rkv_threshold),
             3 * 4 * keys[0, 0].numel(),
             keys,
             inputs.valid,
         )
-        kernel, weight = self.pool_kernel, self.attention_weight
+        kernel, weight = self.options.rkv_kernel, self.options.rkv_lambda
         pooled = F.max_pool1d(attention.flatten(0, 1), kernel, 1, kernel // 2)
         score = weight * pooled.view_as(similar) - (1 - weight) * similar
         return fill_with_highest(score, is_older)
 
 
-def _attention(
-    scale: float,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    is_older: torch.Tensor,
-    selects: torch.Tensor,
-) -> torch.Tensor:
-    """Return the attention of the window to the older keys, [n, H, T] float32.
-
-    Args:
-        scale: softmax scale.
-        queries: [n, Hq, W, D].
-        keys: [n, H, T, D].
-        is_older: [n, H, T] bool, tokens that share the attention.
-        selects: [n, H, W] bool, False before a short request's first query.
-    """
-    rows = queries.float().unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
-    logits = torch.matmul(rows, keys.float().transpose(-1, -2)) * scale
-    highest = logits.unflatten(2, (-1, queries.shape[2])).amax(2)  # [n, H, W, T]
-    probs = masked_softmax(highest, is_older[:, :, None])
-    total = probs.masked_fill(~selects[..., None], 0.0).sum(2)
-    return total / selects.sum(-1, keepdim=True)
+def _attention(logits: torch.Tensor, is_older: torch.Tensor) -> torch.Tensor:
+    """Sum the attention of the window to the older keys, [n, H, T] float32."""
+    return masked_softmax(logits.amax(2), is_older[:, :, None]).sum(2)
 
 
 def redundancy(

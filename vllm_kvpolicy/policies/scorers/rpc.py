@@ -9,30 +9,28 @@ always keeps, get the row's highest score. As in `tova`, the mean over all
 query heads of the layer goes by cache index.
 """
 
-from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 
-from vllm_kvpolicy.kernels.chunks import map_pairs
 from vllm_kvpolicy.kernels.ranking import leading_run
-from vllm_kvpolicy.kernels.softmax import effective_window, masked_softmax
+from vllm_kvpolicy.kernels.softmax import masked_softmax
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
-from vllm_kvpolicy.policies.options import BaseOptions, Odd
-from vllm_kvpolicy.policies.scorers._unmeasured import fill_with_highest
+from vllm_kvpolicy.policies.options import BaseOptions, Queries, Width
+from vllm_kvpolicy.policies.scorers._windows import (
+    fill_with_highest,
+    map_windows,
+    older_tokens,
+)
 from vllm_kvpolicy.policies.scorers.tova import cross_head_mean
 from vllm_kvpolicy.policies.words import BaseScorer
 
 
 class RPCScorer(BaseScorer):
-    """Scores a token by its share of the newest queries' attention to older tokens.
-
-    Args:
-        rpc_window: W, queries that score, and newest tokens that they do not score.
-        rpc_kernel: neighbours averaged over, odd.
-    """
+    """Scores a token by its share of the newest queries' attention to older tokens."""
 
     summary = (
         "pooled attention of the newest queries to older tokens, averaged over all "
@@ -44,64 +42,30 @@ class RPCScorer(BaseScorer):
     protect_prompt = True
 
     class Options(BaseOptions):
-        rpc_window: int = Field(
+        rpc_window: Queries = Field(
             32,
-            ge=1,
-            le=1024,
             description="number of newest queries that score the older tokens",
         )
-        rpc_kernel: Odd = Field(
-            7, ge=1, le=255, description="width of the average pooling over tokens"
+        rpc_kernel: Width = Field(
+            7, description="width of the average pooling over tokens"
         )
 
-    def __init__(self, rpc_window: int, rpc_kernel: int) -> None:
-        self.needs = Needs(window_tokens=rpc_window, keys=True)
-        self.pool_kernel = rpc_kernel
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.needs = Needs(window_tokens=self.options.rpc_window, keys=True)
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score [E, L, H, T] float32; prompt and newest tokens get the highest."""
-        size, keys = self.needs.window_tokens, inputs.given("keys")
-        queries = inputs.given("queries")[..., -size:, :]
-        window = effective_window(inputs.lengths, size)[..., None]
-        token = torch.arange(keys.shape[3], device=keys.device)
-        is_older = token < inputs.lengths[..., None] - window
-        measured = is_older & ~leading_run(inputs.must_keep)
-        selects = torch.arange(size, device=keys.device) >= size - window
-        received = map_pairs(
-            partial(_received, inputs.scale),
-            2 * 4 * queries[0, 0, :, :, 0].numel() * len(token),
-            queries,
-            keys,
-            measured,
-            selects,
-        )
+        size = self.needs.window_tokens
+        measured = older_tokens(inputs, size) & ~leading_run(inputs.must_keep)
+        received = map_windows(_received, inputs, size, measured)
         mean = cross_head_mean(received, inputs.ranks)
         mean = torch.where(measured, mean, 0.0).flatten(0, 1)
-        kernel = self.pool_kernel
+        kernel = self.options.rpc_kernel
         pooled = F.avg_pool1d(mean, kernel, stride=1, padding=kernel // 2)
         return fill_with_highest(pooled.view(measured.shape), measured)
 
 
-def _received(
-    scale: float,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    measured: torch.Tensor,
-    selects: torch.Tensor,
-) -> torch.Tensor:
-    """Sum each token's share of attention over the window, [n, Hq, T] float32.
-
-    Args:
-        scale: softmax scale.
-        queries: [n, Hq, W, D].
-        keys: [n, H, T, D].
-        measured: [n, H, T] bool, tokens that share the attention.
-        selects: [n, H, W] bool, False before a short request's first query.
-    """
-    num_heads = keys.shape[1]
-    rows = queries.float().unflatten(1, (num_heads, -1)).flatten(2, 3)  # [n, H, G*W, D]
-    logits = torch.matmul(rows, keys.float().transpose(-1, -2)) * scale
-    probs = masked_softmax(logits, measured[:, :, None])
-    probs = probs.unflatten(2, (-1, queries.shape[2]))  # [n, H, G, W, T]
-    probs = probs.masked_fill(~selects[:, :, None, :, None], 0.0)
-    return probs.sum(3).flatten(1, 2)
+def _received(logits: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
+    """Sum each token's share of attention over the window, [n, Hq, T] float32."""
+    return masked_softmax(logits, measured[:, :, None, None]).sum(3).flatten(1, 2)

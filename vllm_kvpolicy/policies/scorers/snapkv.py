@@ -7,6 +7,8 @@ as in kvpress (the original takes a maximum); the newest W tokens get the row's 
 score (kvpress takes the maximum over all heads and requests, in later versions plus 1).
 """
 
+from typing import Any
+
 import torch
 
 from vllm_kvpolicy.kernels.window_usage import (
@@ -21,24 +23,20 @@ from vllm_kvpolicy.policies.words import BaseScorer
 
 
 class SnapKVScorer(BaseScorer):
-    """Scores a token by the window's attention, smoothed over its neighbours.
-
-    Args:
-        window: W, newest queries that count.
-        pool_kernel: neighbours averaged over, odd.
-    """
+    """Scores a token by the window's attention, smoothed over its neighbours."""
 
     summary = "pooled attention of the newest queries"
     source = "SnapKV, arXiv 2404.14469"
     query_window = "window"
     Options = PoolOptions
 
-    def __init__(self, window: int, pool_kernel: int) -> None:
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        window = self.options.window
         self.needs = Needs(window_tokens=window, usage=True, keys=True)
-        self.pool_kernel = pool_kernel
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score [E, L, H, T] float32, zero on padding."""
         usage = measured(usage)
         mean = mean_over_group(usage.mean, inputs.lengths.shape[2])
-        return pooled_usage(mean, usage.lengths, usage.window, self.pool_kernel)
+        return pooled_usage(mean, usage.lengths, usage.window, self.options.pool_kernel)

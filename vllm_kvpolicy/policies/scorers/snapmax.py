@@ -11,32 +11,26 @@ Deviations: tokens that are not scored get the row's highest score (theirs are n
 dropped).
 """
 
-from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 
-from vllm_kvpolicy.kernels.chunks import map_pairs
-from vllm_kvpolicy.kernels.softmax import (
-    effective_window,
-    masked_softmax,
-    window_logits,
-)
+from vllm_kvpolicy.kernels.softmax import effective_window, masked_softmax
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
-from vllm_kvpolicy.policies.options import BaseOptions, Odd
-from vllm_kvpolicy.policies.scorers._unmeasured import fill_with_highest
+from vllm_kvpolicy.policies.options import BaseOptions, Queries, Width
+from vllm_kvpolicy.policies.scorers._windows import (
+    fill_with_highest,
+    map_windows,
+    older_tokens,
+)
 from vllm_kvpolicy.policies.words import BaseScorer
 
 
 class SnapMaxScorer(BaseScorer):
-    """Scores a token by its share of the window's attention to droppable tokens.
-
-    Args:
-        snapmax_window: W, queries that score, and newest tokens that they do not score.
-        snapmax_kernel: neighbours whose maximum is taken, odd.
-    """
+    """Scores a token by its share of the window's attention to droppable tokens."""
 
     summary = "largest attention of the newest queries to tokens that may be dropped"
     source = "WG-KV, arXiv 2512.17452, appendix K.1"
@@ -44,38 +38,25 @@ class SnapMaxScorer(BaseScorer):
     weighs_itself = True
 
     class Options(BaseOptions):
-        snapmax_window: int = Field(
+        snapmax_window: Queries = Field(
             256,
-            ge=1,
-            le=1024,
             description="number of newest queries that score the older tokens",
         )
-        snapmax_kernel: Odd = Field(
-            5, ge=1, le=255, description="width of the max pooling over tokens"
+        snapmax_kernel: Width = Field(
+            5, description="width of the max pooling over tokens"
         )
 
-    def __init__(self, snapmax_window: int, snapmax_kernel: int) -> None:
-        self.needs = Needs(window_tokens=snapmax_window, keys=True)
-        self.pool_kernel = snapmax_kernel
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.needs = Needs(window_tokens=self.options.snapmax_window, keys=True)
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
         """Score [E, L, H, T] float32; tokens that are not scored get the highest."""
-        size, keys = self.needs.window_tokens, inputs.given("keys")
-        queries = inputs.given("queries")[..., -size:, :]
+        size = self.needs.window_tokens
         held = inputs.valid if inputs.candidates is None else inputs.candidates
-        token = torch.arange(keys.shape[3], device=keys.device)
-        window = effective_window(inputs.lengths, size)[..., None]
-        measured = (
-            held & ~inputs.must_keep & (token < inputs.lengths[..., None] - window)
-        )
-        attention = map_pairs(
-            partial(_attention, inputs.scale),
-            3 * 4 * queries[0, 0, :, :, 0].numel() * len(token),
-            queries,
-            keys,
-            inputs.lengths,
-            measured,
-        )
+        measured = held & ~inputs.must_keep & older_tokens(inputs, size)
+        attention = map_windows(_attention, inputs, size, measured)
+        attention = attention / effective_window(inputs.lengths, size)[..., None]
         return fill_with_highest(self._pooled(attention, measured), measured)
 
     def _pooled(self, attention: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
@@ -85,26 +66,11 @@ class SnapMaxScorer(BaseScorer):
         last = packed.shape[-1] - 1  # takes what is not measured
         packed = packed.scatter(-1, torch.where(measured, place, last), attention)
         rows = packed[..., :last].flatten(0, 1)
-        pooled = F.max_pool1d(rows, self.pool_kernel, 1, self.pool_kernel // 2)
+        kernel = self.options.snapmax_kernel
+        pooled = F.max_pool1d(rows, kernel, 1, kernel // 2)
         return pooled.view_as(attention).gather(-1, place.clamp(min=0))
 
 
-def _attention(
-    scale: float,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    lengths: torch.Tensor,
-    measured: torch.Tensor,
-) -> torch.Tensor:
-    """Return the window's mean attention to the measured tokens, [n, H, T] float32.
-
-    Args:
-        scale: softmax scale.
-        queries: [n, Hq, W, D].
-        keys: [n, H, T, D].
-        lengths: [n, H], tokens held.
-        measured: [n, H, T] bool, tokens that share the attention.
-    """
-    logits = window_logits(queries, keys, lengths, scale)  # [n, H, G, W, T]
-    highest = masked_softmax(logits, measured[:, :, None, None]).amax(2)
-    return highest.sum(2) / effective_window(lengths, queries.shape[2])[..., None]
+def _attention(logits: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
+    """Sum the window's largest attention to measured tokens, [n, H, T] float32."""
+    return masked_softmax(logits, measured[:, :, None, None]).amax(2).sum(2)

@@ -19,7 +19,6 @@ from typing import Any, Literal, Self
 import torch
 from pydantic import Field
 
-from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.kernels.paged_reductions import paged_pair_projections
 from vllm_kvpolicy.kernels.ranking import leading_run
 from vllm_kvpolicy.kernels.rope import Rope
@@ -27,19 +26,18 @@ from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs, Needs
 from vllm_kvpolicy.policies.calibration import (
     DESCRIPTION,
+    CalibratedScorer,
     Calibration,
-    check_file,
     load,
 )
 from vllm_kvpolicy.policies.options import BaseOptions, FilePath
 from vllm_kvpolicy.policies.ranks import HeadShard
-from vllm_kvpolicy.policies.words import BaseScorer
 
 NUM_DISTANCES = 17  # d = 1, 2, 4 .. 65536
 MIN_DEVIATION = 1e-6
 
 
-class TriAttentionScorer(BaseScorer):
+class TriAttentionScorer(CalibratedScorer):
     """Scores a token by the attention expected from future queries.
 
     Args:
@@ -52,7 +50,7 @@ class TriAttentionScorer(BaseScorer):
     summary = "attention expected from the mean query at future positions"
     source = "TriAttention, arXiv 2604.04921"
     rotates = True
-    fitted = True
+    kind = "triattention"
 
     class Options(BaseOptions):
         triattention_calibration: FilePath = Field(
@@ -70,11 +68,6 @@ class TriAttentionScorer(BaseScorer):
         calibration = load(options["triattention_calibration"], "triattention")
         return cls(calibration, options["tri_aggregate"])
 
-    @classmethod
-    def check_start(cls, options: Any, kept: AlwaysKept, vllm_config: Any) -> None:
-        """Check the calibration file; see `Word`."""
-        check_file("triattention", options, vllm_config)
-
     def __init__(
         self,
         calibration: Calibration,
@@ -89,14 +82,8 @@ class TriAttentionScorer(BaseScorer):
         self.by_length = stored["query_abs"] - query.abs() * has_mean_length
         self.query = query * has_direction
 
-    def check_model(
-        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
-    ) -> None:
-        """Check that the calibration fits the model; see `BaseScorer`."""
-        self.calibration.check_model(num_layers, num_heads, num_kv_heads, head_dim)
-
     def take_heads(self, shard: HeadShard) -> None:
-        """Take the statistics of the query heads of the rank; see `BaseScorer`."""
+        """Take the statistics of the query heads of the rank; see `OfModel`."""
         self.query = shard.query_heads(self.query, 1)
         self.by_length = shard.query_heads(self.by_length, 1)
 

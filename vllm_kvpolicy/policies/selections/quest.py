@@ -20,16 +20,12 @@ import torch
 from pydantic import Field
 
 from vllm_kvpolicy.kernels.page_bounds import page_scores
-from vllm_kvpolicy.policies.options import MOST_TOKENS, BaseOptions
+from vllm_kvpolicy.policies.options import BaseOptions, Tokens
 from vllm_kvpolicy.policies.words import Word
 
 
 class Quest(Word):
-    """Chooses pages by bounds on the keys in them.
-
-    Args:
-        quest_budget: tokens per KV head that a query reads, local tokens included.
-    """
+    """Chooses pages by bounds on the keys in them."""
 
     summary = (
         "each generated token reads only the pages whose keys may match its query best"
@@ -38,16 +34,11 @@ class Quest(Word):
     ragged = True
 
     class Options(BaseOptions):
-        quest_budget: int = Field(
+        quest_budget: Tokens = Field(
             1024,
-            ge=1,
-            le=MOST_TOKENS,
             description="tokens per KV head that a decoding step reads, including "
             "local tokens",
         )
-
-    def __init__(self, quest_budget: int) -> None:
-        self.budget = quest_budget
 
     def most_pages(self, local: np.ndarray, block_size: int) -> np.ndarray:
         """Return [S] int64 global pages that queries read at most.
@@ -56,7 +47,7 @@ class Quest(Word):
             local: [S] int64, local tokens that each query reads.
             block_size: N, tokens per page.
         """
-        return -(-np.maximum(self.budget - local, 0) // block_size)
+        return -(-np.maximum(self.options.quest_budget - local, 0) // block_size)
 
     def scores(
         self,

@@ -1,7 +1,7 @@
 """The interface of a capture: it records in forward passes what events read."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,9 +19,20 @@ class Capture:
 
     A capture is made before the KV cache exists and bound to it once. In each step it
     learns which tokens are computed (`plan`), sees them in every layer (`observe`) and
-    closes the step (`end_step`). At an event it is read, and it moves values that it
-    keeps by slot along with the survivors. It drops requests that end.
+    closes the step (`end_step`). At an event of a policy that it serves it is read, and
+    it moves values that it keeps by slot along with the survivors. It drops requests
+    that end.
+
+    Attributes:
+        holds: what takes its memory, for errors.
     """
+
+    holds: ClassVar[str]
+
+    @staticmethod
+    def serves(needs: Needs) -> bool:
+        """Return whether events with these needs read it."""
+        raise NotImplementedError
 
     @property
     def nbytes(self) -> int:

@@ -30,7 +30,7 @@ UNWANTED = 0  # a row of vLLM's null block
 
 
 class QueryWindows(Capture):
-    """Query windows in superblocks.
+    """Keeps query windows in superblocks.
 
     A layer's part of a superblock is 2N rows of H * D numbers. A query of all heads is
     Hq * D numbers, so it takes G = Hq / H rows, and a window of W queries takes the
@@ -47,6 +47,12 @@ class QueryWindows(Capture):
         is_captured: the attention of a step may be the replay of a graph, which then
             has to contain the saving of queries, whether any are planned or not.
     """
+
+    holds = "places of queries"
+
+    @staticmethod
+    def serves(needs: Needs) -> bool:
+        return needs.window_tokens > 0
 
     pool: PagePool
 
@@ -127,8 +133,6 @@ class QueryWindows(Capture):
         self, events: Sequence[CompactEvent], needs: Needs
     ) -> dict[str, Integers]:
         """Return where the windows of events are; see `Capture.numbers`."""
-        if not needs.window_tokens:
-            return {}
         part = np.arange(needs.window_tokens * self.targets.shape[1])
         blocks = np.array([event.window_blocks for event in events])
         return {"window_rows": self._rows(blocks, part)}
@@ -136,8 +140,6 @@ class QueryWindows(Capture):
     def read(self, batch: Batch) -> Mapping[str, Any]:
         """Return the newest queries of the batch's requests."""
         window_tokens = batch.policy.needs.window_tokens
-        if not window_tokens:
-            return {}
         queries = self.queries(batch.sent["window_rows"], window_tokens)
         self.drop([event.request_id for event in batch.events])
         return {"queries": queries}

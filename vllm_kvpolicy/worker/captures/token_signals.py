@@ -14,11 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from vllm.utils.torch_utils import direct_register_custom_op
 
-from vllm_kvpolicy.kernels.token_signals import channel_variance, hidden_change
-from vllm_kvpolicy.policies.base import Needs, TokenSignal
-from vllm_kvpolicy.policies.model_parts import decoder_layers
+from vllm_kvpolicy.policies.base import LoadedModel, Needs
+from vllm_kvpolicy.policies.hooks import Buffers, custom_op, decoder_layers
+from vllm_kvpolicy.policies.scorers._signals import (
+    TokenSignal,
+    channel_variance,
+    hidden_change,
+)
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.batch import Batch
 from vllm_kvpolicy.worker.captures.capture import Capture
@@ -29,11 +32,8 @@ from vllm_kvpolicy.worker.transfer import Integers, to_device
 FROM_BATCH = -1  # the token before is just before it in the batch
 
 
-class HiddenStep(nn.Module):
+class HiddenStep(Buffers):
     """Measures ||h(t) - h(t - 1)|| of one decoder layer.
-
-    A submodule of that layer: compiled code that vLLM saves and loads again finds a
-    module's buffers by their names, but loses tensors that a hook closes over.
 
     Args:
         before: [step_tokens] int64, row of the token before, or FROM_BATCH.
@@ -42,99 +42,11 @@ class HiddenStep(nn.Module):
         change: [step_tokens] float32, what is measured.
     """
 
-    def __init__(
-        self,
-        before: torch.Tensor,
-        after: torch.Tensor,
-        left: torch.Tensor,
-        change: torch.Tensor,
-    ) -> None:
-        super().__init__()
-        self.register_buffer("before", before, persistent=False)
-        self.register_buffer("after", after, persistent=False)
-        self.register_buffer("left", left, persistent=False)
-        self.register_buffer("change", change, persistent=False)
-
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Measure one forward pass of the layer; see `_note_hidden_step`."""
         torch.ops.vllm_kvpolicy.note_hidden_step(
             hidden, residual, self.before, self.after, self.left, self.change
         )
-
-
-class HiddenSteps:
-    """Measures some layers for the tokens of each step.
-
-    The output at a request's last token is kept for its next step, so that chunks of a
-    prompt do not matter.
-
-    Args:
-        layers: decoder layers to measure, ascending.
-        num_requests: requests that may be live at once; one more row is for padding.
-        step_tokens: most tokens of a step.
-        hidden_size: d, width of the residual stream.
-
-    Attributes:
-        changes: one [step_tokens] float32 per layer, filled by the forward pass.
-    """
-
-    def __init__(
-        self,
-        layers: Sequence[int],
-        num_requests: int,
-        step_tokens: int,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.layers = tuple(layers)
-        self.null_row = num_requests
-        tokens = torch.zeros(step_tokens, dtype=torch.int64, device=device)
-        self._before = torch.full_like(tokens, FROM_BATCH)
-        self._after = torch.full_like(tokens, num_requests)
-        left = torch.zeros(num_requests + 1, hidden_size, dtype=dtype, device=device)
-        change = torch.zeros(step_tokens, device=device)
-        # Copies, not views: compiled graphs must not be given parts of one buffer.
-        self._steps = [
-            HiddenStep(self._before, self._after, left.clone(), change.clone())
-            for _ in layers
-        ]
-        self.changes = [step.change for step in self._steps]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of device memory."""
-        own = sum(step.left.nbytes + step.change.nbytes for step in self._steps)
-        return own + self._before.nbytes + self._after.nbytes
-
-    def attach(self, model: nn.Module, num_layers: int) -> None:
-        """Hook the layers; before the model is compiled or captured.
-
-        Raises:
-            ValueError: its decoder layers cannot be found.
-        """
-        found = decoder_layers(model, num_layers)
-        for index, step in zip(self.layers, self._steps, strict=True):
-            found[index].add_module("kv_policy_step", step)
-            found[index].register_forward_hook(_note_output)
-
-    def plan(
-        self, row: torch.Tensor, is_first: torch.Tensor, is_last: torch.Tensor
-    ) -> None:
-        """Note which tokens of the coming forward pass belong together.
-
-        Args:
-            row: [T] int64, row of each token's request.
-            is_first: [T] bool, first of its request in this step.
-            is_last: [T] bool, last of its request in this step.
-        """
-        num_tokens = len(row)
-        self._before[:num_tokens] = torch.where(is_first, row, FROM_BATCH)
-        self._after[:num_tokens] = torch.where(is_last, row, self.null_row)
-
-    def end_step(self) -> None:
-        """Leave the rows alone until the next `plan`."""
-        self._after.fill_(self.null_row)
 
 
 def _note_output(layer: nn.Module, _args: Any, output: Any) -> None:
@@ -143,6 +55,7 @@ def _note_output(layer: nn.Module, _args: Any, output: Any) -> None:
     layer.kv_policy_step(hidden, residual)
 
 
+@custom_op("note_hidden_step", ["left", "change"])
 def _note_hidden_step(
     hidden: torch.Tensor,
     residual: torch.Tensor | None,
@@ -167,36 +80,28 @@ def _note_hidden_step(
     left[after[:num_tokens]] = output
 
 
-def _note_hidden_step_fake(
-    hidden: torch.Tensor,
-    residual: torch.Tensor | None,
-    before: torch.Tensor,
-    after: torch.Tensor,
-    left: torch.Tensor,
-    change: torch.Tensor,
-) -> None:
-    """Return nothing: the op writes into its arguments."""
-
-
-_LIBRARY = torch.library.Library("vllm_kvpolicy", "FRAGMENT")
-direct_register_custom_op(
-    "note_hidden_step",
-    _note_hidden_step,
-    mutates_args=["left", "change"],
-    fake_impl=_note_hidden_step_fake,
-    target_lib=_LIBRARY,
-)
-
-
 class TokenSignals(Capture):
-    """One float32 per (request, signal, position).
+    """Measures signals of new tokens; keeps a float32 per (request, signal, position).
+
+    The output of a layer at a request's last token is kept for its next step, so that
+    chunks of a prompt do not matter.
 
     Args:
         num_layers: L, decoder layers of the model.
+        num_requests: requests that may be live at once; one more row is for padding.
+        step_tokens: most tokens of a step.
+        hidden_size: d, width of the residual stream.
+        dtype: of the model.
 
     Raises:
         ValueError: a signal of layers that the model does not have.
     """
+
+    holds = "signals of tokens"
+
+    @staticmethod
+    def serves(needs: Needs) -> bool:
+        return bool(needs.signals)
 
     def __init__(
         self,
@@ -215,15 +120,27 @@ class TokenSignals(Capture):
         self._rows = RequestRows(num_requests)
         shape = (num_requests + 1, len(signals), max_model_len)
         self._table = torch.zeros(shape, device=device)
-        hidden = [s.layers(num_layers) for s in signals if s.kind == "hidden"]
-        self._hidden = HiddenSteps(
-            sorted({layer for layers in hidden for layer in layers}),
-            num_requests,
-            step_tokens,
-            hidden_size,
-            dtype,
-            device,
-        )
+        tokens = torch.zeros(step_tokens, dtype=torch.int64, device=device)
+        self._before = torch.full_like(tokens, FROM_BATCH)
+        self._after = torch.full_like(tokens, num_requests)
+        left = torch.zeros(num_requests + 1, hidden_size, dtype=dtype, device=device)
+        change = torch.zeros(step_tokens, device=device)
+        layers = {
+            layer
+            for signal in signals
+            if signal.kind == "hidden"
+            for layer in signal.layers(num_layers)
+        }
+        # Copies, not views: compiled graphs must not be given parts of one buffer.
+        self._steps = {
+            layer: HiddenStep(
+                before=self._before,
+                after=self._after,
+                left=left.clone(),
+                change=change.clone(),
+            )
+            for layer in sorted(layers)
+        }
         kinds = {signal.kind for signal in signals} - {"hidden"}
         self._variances = {
             kind: torch.zeros(num_layers, step_tokens, device=device) for kind in kinds
@@ -233,36 +150,33 @@ class TokenSignals(Capture):
 
     @classmethod
     def of_engine(
-        cls,
-        signals: Sequence[TokenSignal],
-        model: nn.Module,
-        num_layers: int,
-        vllm_config: Any,
-        device: torch.device,
+        cls, signals: Sequence[TokenSignal], model: LoadedModel
     ) -> "TokenSignals":
         """Size the tables for an engine and attach to its model.
 
         Raises:
             ValueError: the layers cannot be found.
         """
-        scheduler, model_config = vllm_config.scheduler_config, vllm_config.model_config
+        vllm_config = model.vllm_config
         table = cls(
             signals,
-            num_layers=num_layers,
-            num_requests=scheduler.max_num_seqs,
-            max_model_len=model_config.max_model_len,
-            step_tokens=scheduler.max_num_batched_tokens,
-            hidden_size=model_config.get_hidden_size(),
-            dtype=model_config.dtype,
-            device=device,
+            num_layers=len(model.layers),
+            num_requests=vllm_config.scheduler_config.max_num_seqs,
+            max_model_len=vllm_config.model_config.max_model_len,
+            step_tokens=model.step_tokens,
+            hidden_size=vllm_config.model_config.get_hidden_size(),
+            dtype=model.dtype,
+            device=model.device,
         )
-        table.attach(model)
+        table.attach(model.module)
         return table
 
     @property
     def nbytes(self) -> int:
-        variances = sum(rows.nbytes for rows in self._variances.values())
-        return self._table.nbytes + self._hidden.nbytes + variances
+        tensors = [self._table, self._before, self._after, *self._variances.values()]
+        for step in self._steps.values():
+            tensors += [step.left, step.change]
+        return sum(tensor.nbytes for tensor in tensors)
 
     def attach(self, model: nn.Module) -> None:
         """Hook the model; before it is compiled or captured.
@@ -270,8 +184,10 @@ class TokenSignals(Capture):
         Raises:
             ValueError: its decoder layers cannot be found.
         """
-        if self._hidden.layers:
-            self._hidden.attach(model, self.num_layers)
+        found = decoder_layers(model, self.num_layers) if self._steps else ()
+        for layer, step in self._steps.items():
+            found[layer].add_module("kv_policy_step", step)
+            found[layer].register_forward_hook(_note_output)
 
     def drop(self, request_ids: Iterable[str]) -> None:
         self._rows.drop(request_ids)
@@ -281,7 +197,9 @@ class TokenSignals(Capture):
         tokens = StepTokens.of(step.metadata)
         of_batch = to_device(rows, self.device)
         row = torch.where(tokens.is_real, of_batch[tokens.row], self._rows.null_row)
-        self._hidden.plan(row, tokens.is_first, tokens.is_last)
+        null_row, num_tokens = self._rows.null_row, len(row)
+        self._before[:num_tokens] = torch.where(tokens.is_first, row, FROM_BATCH)
+        self._after[:num_tokens] = torch.where(tokens.is_last, row, null_row)
         self._plan = row, tokens.position
 
     def observe(
@@ -299,7 +217,7 @@ class TokenSignals(Capture):
         row, position = self._plan
         values = [self._measured(signal, position) for signal in self.signals]
         self._table[row, :, position] = torch.stack(values, -1)
-        self._hidden.end_step()
+        self._after.fill_(self._rows.null_row)
         self._plan = None
 
     def _measured(self, signal: TokenSignal, position: torch.Tensor) -> torch.Tensor:
@@ -308,9 +226,8 @@ class TokenSignals(Capture):
         if signal.kind != "hidden":
             rows = self._variances[signal.kind][layers.start : layers.stop, :num_tokens]
             return rows.double().mean(0).float()
-        first = self._hidden.layers.index(layers.start)
-        changes = self._hidden.changes[first : first + len(layers)]
-        mean = torch.stack([row[:num_tokens] for row in changes]).double().mean(0)
+        changes = [self._steps[layer].change[:num_tokens] for layer in layers]
+        mean = torch.stack(changes).double().mean(0)
         # The first token has no token before it.
         return torch.where(position > 0, mean, 0.0).float()
 
@@ -318,14 +235,10 @@ class TokenSignals(Capture):
         self, events: Sequence[CompactEvent], needs: Needs
     ) -> dict[str, Integers]:
         """Return the rows of the requests; see `Capture.numbers`."""
-        if not needs.signals:
-            return {}
         return {"signal_rows": self.rows_of([event.request_id for event in events])}
 
     def read(self, batch: Batch) -> Mapping[str, Any]:
         """Return the signals of the batch's requests up to their events."""
-        if not batch.policy.needs.signals:
-            return {}
         longest = max(event.position for event in batch.events)
         return {"signals": self.values(batch.sent["signal_rows"], longest)}
 

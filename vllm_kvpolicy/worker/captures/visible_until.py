@@ -12,7 +12,7 @@ import torch
 from vllm_kvpolicy.kernels.compact_pages import Moves
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.visibility import NEVER, until_attention, write_until
-from vllm_kvpolicy.policies.base import Decider
+from vllm_kvpolicy.policies.base import Decider, Needs
 from vllm_kvpolicy.worker.batch import Batch
 from vllm_kvpolicy.worker.captures.capture import Capture
 from vllm_kvpolicy.worker.pages import PagePool
@@ -22,7 +22,7 @@ from vllm_kvpolicy.worker.transfer import to_device
 
 
 class VisibleUntil(Capture):
-    """The first query position that no longer sees each cached token.
+    """Keeps the first query position that no longer sees each cached token.
 
     A token whose decision is not known yet counts as kept. Slots that hold no token of
     a live request or a cached superblock have unspecified values.
@@ -36,6 +36,12 @@ class VisibleUntil(Capture):
         until: one [P, N] int32 per layer, the same tensor where page ids name pages of
             any layer; made by `bind`.
     """
+
+    holds = "decisions about tokens"
+
+    @staticmethod
+    def serves(needs: Needs) -> bool:
+        return needs.until
 
     def __init__(
         self,
@@ -131,8 +137,6 @@ class VisibleUntil(Capture):
 
     def read(self, batch: Batch) -> Mapping[str, Any]:
         """Return until when the held tokens are visible; unspecified on padding."""
-        if not batch.policy.needs.until:
-            return {}
         heads = self.pool.num_layers, self.pool.num_heads
         pages = batch.held.pages.unflatten(1, heads)
         pools = [until[..., None] for until in self.until]

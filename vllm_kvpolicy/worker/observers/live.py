@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from vllm_kvpolicy.observe.measures import kept_by_bin
-from vllm_kvpolicy.observe.observing import only_observes
+from vllm_kvpolicy.observe.metrics import only_observes
 from vllm_kvpolicy.observe.shared_files import RANK, Ring
 from vllm_kvpolicy.observe.snapshots import MOST_TOKENS
 from vllm_kvpolicy.protocol import CompactEvent

@@ -27,9 +27,8 @@ from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 
 from vllm_kvpolicy.policies import model_files
+from vllm_kvpolicy.policies.model_files import ModelFile
 
-NAME = "dms adapter"
-expect = partial(model_files.expect, NAME)
 # Model types, and vLLM's classes of such models.
 FLAVOURS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # Names in a file, and of the fields of `kernels.dms_decision.DecisionWeights`.
@@ -45,7 +44,7 @@ def full_name(layer: int, name: str) -> str:
 
 
 @dataclass(frozen=True)
-class DmsAdapter:
+class DmsAdapter(ModelFile):
     """The adapter of a model, and what it was trained for.
 
     A small projection per layer, with names and shapes as the checkpoints of
@@ -72,6 +71,9 @@ class DmsAdapter:
         path: where it was read from, for errors.
     """
 
+    NAME = "dms adapter"
+    FORMAT = "vllm-kvpolicy dms adapter 1"
+
     model: str
     flavour: str
     num_layers: int
@@ -97,19 +99,6 @@ class DmsAdapter:
             for name, shape in zip(NAMES, shapes, strict=True)
         }
 
-    def check_model(
-        self, flavour: str, num_layers: int, num_kv_heads: int, hidden_size: int
-    ) -> None:
-        """Check that the adapter was trained for a model of this kind and shape.
-
-        Raises:
-            ValueError: naming the file, the field, and both values.
-        """
-        expect(self.path, "flavour", self.flavour, flavour)
-        expect(self.path, "num_layers", self.num_layers, num_layers)
-        expect(self.path, "num_kv_heads", self.num_kv_heads, num_kv_heads)
-        expect(self.path, "hidden_size", self.hidden_size, hidden_size)
-
     def stacked(self) -> dict[str, torch.Tensor]:
         """Return `norm` [L, d] and `projection` [L, H, d], float32."""
         layers = range(self.num_layers)
@@ -128,31 +117,12 @@ def unstacked(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-FORMAT = "vllm-kvpolicy dms adapter 1"
+expect = partial(model_files.expect, DmsAdapter.NAME)
 VALID = (
     "a file of `python -m training dms`, or a checkpoint folder with dms_proj_alpha "
     "tensors"
 )
 _TENSOR = re.compile(r"model\.layers\.\d{1,6}\.self_attn\.(dms_proj_alpha.*)")
-_HEADER: dict[str, Any] = {
-    "model": str,
-    "flavour": str,
-    "num_layers": int,
-    "num_kv_heads": int,
-    "hidden_size": int,
-    "window": int,
-    "target_cr": float,
-    "kept_fraction": float,
-    "alpha_scale": float,
-    "alpha_offset": float,
-    "shift": int,
-}
-
-
-def save(path: str | Path, adapter: DmsAdapter) -> None:
-    """Write a safetensors file; overwrites one that exists."""
-    header = {name: getattr(adapter, name) for name in _HEADER}
-    model_files.save(path, FORMAT, header, adapter.tensors)
 
 
 def load(path: str | Path) -> DmsAdapter:
@@ -168,14 +138,9 @@ def load(path: str | Path) -> DmsAdapter:
     if Path(path).is_dir():
         adapter, per_layer = _load_folder(Path(path))
     else:
-        values, tensors = model_files.load(NAME, path, FORMAT, _HEADER, VALID)
-        adapter, per_layer = DmsAdapter(**values, tensors=tensors, path=path), False
+        adapter, per_layer = DmsAdapter.from_file(path, VALID), False
     _check_fields(adapter)
-    missing = sorted(adapter.shapes.keys() - adapter.tensors.keys())
-    unknown = sorted(adapter.tensors.keys() - adapter.shapes.keys())
-    expect(path, "missing tensors", missing, [])
-    expect(path, "unexpected tensors", unknown, [])
-    model_files.check_tensors(NAME, path, adapter.tensors, adapter.shapes)
+    model_files.check_tensors(adapter.NAME, path, adapter.tensors, adapter.shapes)
     if per_layer:
         _follow_first_head(adapter)
     return adapter
@@ -186,9 +151,7 @@ def _check_fields(adapter: DmsAdapter) -> None:
     path = adapter.path
     if adapter.flavour not in FLAVOURS:
         expect(path, "flavour", adapter.flavour, " or ".join(FLAVOURS))
-    for name in ("num_layers", "num_kv_heads", "hidden_size", "window"):
-        if getattr(adapter, name) < 1:
-            expect(path, name, getattr(adapter, name), "at least 1")
+    adapter.check_sizes("num_layers", "num_kv_heads", "hidden_size", "window")
     if adapter.num_layers > len(adapter.tensors):
         expect(
             path, "num_layers", adapter.num_layers, f"at most {len(adapter.tensors)}"
@@ -245,7 +208,7 @@ def _load_folder(folder: Path) -> tuple[DmsAdapter, bool]:
 
 
 def _refuse(path: Path, found: str) -> NoReturn:
-    raise ValueError(f"{NAME} {path}: got {found}, expected {VALID}")
+    raise ValueError(f"{DmsAdapter.NAME} {path}: got {found}, expected {VALID}")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ pages with refused tokens; sinks are kept.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
@@ -21,7 +21,6 @@ from vllm.tokenizers import cached_tokenizer_from_config
 
 from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.kernels.dms_decision import DecisionWeights, decision_logits
-from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.visibility import Decisions
 from vllm_kvpolicy.policies import model_files
 from vllm_kvpolicy.policies.admissions.dms.model import (
@@ -32,9 +31,13 @@ from vllm_kvpolicy.policies.admissions.dms.model import (
     rule_for,
     supported,
 )
-from vllm_kvpolicy.policies.base import Needs
-from vllm_kvpolicy.policies.head_logits import HeadLogits
-from vllm_kvpolicy.policies.model_parts import attention_modules, decoder_layers
+from vllm_kvpolicy.policies.base import LoadedModel, Needs
+from vllm_kvpolicy.policies.hooks import (
+    Buffers,
+    HeadLogits,
+    attention_modules,
+    decoder_layers,
+)
 from vllm_kvpolicy.policies.options import MOST_TOKENS, ExactOptions, FilePath
 from vllm_kvpolicy.policies.ranks import HeadShard
 from vllm_kvpolicy.policies.words import SIZED_BY_HELD, BaseAdmission
@@ -52,7 +55,6 @@ class DelayedEviction(BaseAdmission):
         "the model is trained to mark which tokens are dropped after the recent window"
     )
     source = "DMS, arXiv 2506.05345"
-    ragged = True
     decides = True
     decides_later = True
     fitted = True
@@ -134,7 +136,7 @@ class DelayedEviction(BaseAdmission):
         self._shard: HeadShard | None = None
 
     def take_heads(self, shard: HeadShard) -> None:
-        """Decide for the rank's KV heads; see `BaseAdmission`."""
+        """Decide for the rank's KV heads; see `OfModel`."""
         self._shard = shard
 
     @property
@@ -154,37 +156,28 @@ class DelayedEviction(BaseAdmission):
         adapter = (weights.norm, weights.projection) if weights is not None else ()
         return sum(tensor.nbytes for tensor in (*self._logits, *adapter))
 
-    def attach(
-        self,
-        model: nn.Module,
-        layers: Sequence[nn.Module],
-        vllm_config: Any,
-        rope: Rope | None,
-    ) -> None:
+    def attach(self, model: LoadedModel) -> None:
         """Hook a model's layers; see `Decider`."""
-        config, first = vllm_config.model_config, layers[0]
+        config, first = model.vllm_config.model_config, model.layers[0]
         self.rule = rule_for(config, self.adapter, self.options)
-        step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-        shape = step_tokens, first.num_kv_heads
-        device = next(model.parameters()).device
+        shape, device = (model.step_tokens, first.num_kv_heads), model.device
         # Copies, not views: compiled graphs must not be given parts of one buffer.
-        self._logits = [torch.zeros(shape, device=device) for _ in layers]
+        self._logits = [torch.zeros(shape, device=device) for _ in model.layers]
         if self.rule.is_borrowed:
-            parents = attention_modules(model, layers)
+            parents = attention_modules(model.module, model.layers)
+            given = first.num_heads, model.dtype
             for parent, logits in zip(parents, self._logits, strict=True):
-                attach_borrowed(
-                    parent, self.rule, logits, first.num_heads, config.dtype
-                )
+                attach_borrowed(parent, self.rule, logits, *given)
             return
         adapter = load(model_folder(config)) if self.adapter is None else self.adapter
         weights = adapter.stacked()
         if self._shard is not None:
             weights["projection"] = self._shard.kv_heads(weights["projection"], 1)
         self.weights = DecisionWeights(
-            **{k: t.to(device, config.dtype) for k, t in weights.items()}
+            **{k: t.to(device, model.dtype) for k, t in weights.items()}
         )
         epsilon = config.hf_text_config.rms_norm_eps
-        found = decoder_layers(model, len(layers))
+        found = decoder_layers(model.module, len(model.layers))
         for index, layer in enumerate(found):
             own = self.weights.layer(index)
             attach_adapter(layer, self._logits[index], own, epsilon)
@@ -237,12 +230,11 @@ def attach_borrowed(
     rest = torch.ones(2 * logits.shape[1] * size, device=device, dtype=dtype)
     before = visible if is_normed else torch.cat([visible.flatten(), rest])
     first = torch.arange(0, num_heads, group, device=device)
-    taken = HeadLogits(logits, visible=before, channels=first * size + channel)
+    taken = HeadLogits(logits=logits, visible=before, channels=first * size + channel)
     source.add_module("kv_policy_logits", taken)
     source.register_forward_hook(_borrow)
     if rule.zero_after_rope:
-        hidden = nn.Module()
-        hidden.register_buffer("visible", visible.flatten().clone(), persistent=False)
+        hidden = Buffers(visible=visible.flatten().clone())
         attention.attn.add_module("kv_policy_hidden", hidden)
         attention.attn.register_forward_pre_hook(_hide)
 
@@ -274,8 +266,7 @@ def attach_adapter(
         weights: of this layer, in the model's dtype.
         epsilon: the model's `rms_norm_eps`.
     """
-    tensors = {"norm": weights.norm, "projection": weights.projection}
-    taken = HeadLogits(logits, **tensors)
+    taken = HeadLogits(logits=logits, norm=weights.norm, projection=weights.projection)
     taken.epsilon = epsilon
     layer.add_module("kv_policy_logits", taken)
     layer.register_forward_pre_hook(_adapt, with_kwargs=True)
@@ -336,10 +327,10 @@ def _adapter(path: str | None, vllm_config: Any) -> DmsAdapter | None:
         return None
     adapter, shape = load(path), model_files.ModelShape.of(vllm_config)
     model = vllm_config.model_config
-    adapter.check_model(
-        model.hf_text_config.model_type,
-        shape.num_layers,
-        shape.num_kv_heads,
-        model.get_hidden_size(),
+    adapter.fits(
+        flavour=model.hf_text_config.model_type,
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        hidden_size=model.get_hidden_size(),
     )
     return adapter

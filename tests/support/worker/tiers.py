@@ -1,0 +1,39 @@
+"""Tiers of either kind, with tables of their own."""
+
+import torch
+
+from vllm_kvpolicy.worker.pages import PagePool
+from vllm_kvpolicy.worker.request_table import RequestTable
+from vllm_kvpolicy.worker.tiers.equal import EqualTier, PhysicalTables
+from vllm_kvpolicy.worker.tiers.head_tables import FoldedTables, HeadTables
+from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
+from vllm_kvpolicy.worker.tiers.tier import Tier
+
+
+def make_tier(
+    is_ragged: bool,
+    requests: RequestTable,
+    pool: PagePool,
+    longest: int,
+    rows: int = 0,
+    columns: int = 0,
+) -> Tier:
+    """Return a tier of all rows of a request table.
+
+    Args:
+        is_ragged: heads have lengths of their own.
+        requests: whose.
+        pool: where their pages are.
+        longest: superblocks of a request's lists, at most.
+        rows: of a step's tables that are there from the start.
+        columns: of them.
+    """
+    if not is_ragged:
+        tables = PhysicalTables(requests, rows, columns)
+        return EqualTier(requests, pool, tables)
+    device = requests.device
+    null = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    own = pool.own_pages(null).flatten()
+    lists = HeadTables(requests.null_row, longest, own, pool.num_heads, device)
+    room = FoldedTables(pool.num_layers, pool.num_heads, rows, columns, device)
+    return RaggedTier(requests, pool, lists, room)

@@ -1,0 +1,163 @@
+"""Signals of tokens, and rolling statistics over them: what `epikv` reads.
+
+Every sum of a rolling statistic adds the same entries in the same order in float64,
+wherever the row starts and however long it is, so that a recomputed token gets the
+value that it had.
+
+Source: EpiKV's rolling mean and z-score; see `epikv`. Deviations: none.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True)
+class TokenSignal:
+    """What the worker measures at every token while it is computed.
+
+    One number per token, averaged over some layers of what each of them shows.
+
+    Args:
+        kind: "hidden", how far the layer's output moved since the token before; "key"
+            or "value", variance over channels of the cached vector, mean over heads.
+        first: first layer, counted from 0, or as a fraction of the model's depth.
+        last: last layer, included, as `first`; None for the model's last.
+    """
+
+    kind: Literal["hidden", "key", "value"]
+    first: int | Fraction = 0
+    last: int | Fraction | None = None
+
+    def layers(self, num_layers: int) -> range:
+        """Return the layers to measure in a model of `num_layers`.
+
+        Raises:
+            ValueError: the model has no such layers.
+        """
+        last = num_layers - 1 if self.last is None else self.last
+        first, last = (
+            int(end * num_layers) if isinstance(end, Fraction) else end
+            for end in (self.first, last)
+        )
+        if not 0 <= first <= last < num_layers:
+            raise ValueError(
+                f"layers of a signal: got {first} to {last}, expected 0 <= first <= "
+                f"last <= {num_layers - 1}"
+            )
+        return range(first, last + 1)
+
+
+def hidden_change(hidden: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """Measure the step between two hidden states, ||hidden - before||_2.
+
+    Args:
+        hidden: [..., d] model dtype, outputs of a decoder layer.
+        before: [..., d] model dtype, the same layer's outputs at the tokens before.
+
+    Returns:
+        [...] float32; the difference is rounded to the model dtype, the norm is not.
+    """
+    return torch.linalg.vector_norm(hidden - before, dim=-1, dtype=torch.float32)
+
+
+def signals_from_hidden(
+    signals: Sequence[TokenSignal], hidden: torch.Tensor
+) -> dict[TokenSignal, torch.Tensor]:
+    """Measure signals on the hidden states of one trace.
+
+    Args:
+        signals: signals of the kind "hidden".
+        hidden: [N, T, d] floating point, outputs of all N decoder layers.
+
+    Returns:
+        By signal, [1, T] float32; zero at the first token.
+
+    Raises:
+        ValueError: a signal of another kind, or of layers that are not there.
+    """
+    measured = {}
+    for signal in signals:
+        if signal.kind != "hidden":
+            raise ValueError(
+                f"signals: got {signal.kind!r}, expected 'hidden', the "
+                "only kind that hidden states contain"
+            )
+        layers = signal.layers(len(hidden))
+        chosen = hidden[layers.start : layers.stop]
+        step = hidden_change(chosen[:, 1:], chosen[:, :-1]).double().mean(0).float()
+        measured[signal] = torch.cat([step.new_zeros(1), step])[None]
+    return measured
+
+
+def channel_variance(vectors: torch.Tensor) -> torch.Tensor:
+    """Compute the unbiased variance over channels, averaged over KV heads.
+
+    Args:
+        vectors: [T, H, D] floating point, keys or values as they are cached.
+
+    Returns:
+        [T] float32.
+    """
+    return vectors.float().var(-1).mean(-1)
+
+
+Z_EPS = 1e-6  # added to the standard deviation
+
+
+def rolling_mean(
+    values: torch.Tensor, first: torch.Tensor, window: int
+) -> torch.Tensor:
+    """Average the newest entries up to each one.
+
+    Args:
+        values: [R, T] floating point.
+        first: [R] int64, entries before it are padding, whatever they hold.
+        window: entries that count, the last one included, at least 1.
+
+    Returns:
+        [R, T] float64; zero before `first`.
+    """
+    exists, count = _samples(values, first, window)
+    return _window_sum(torch.where(exists, values.double(), 0.0), window) / count
+
+
+def rolling_zscore(
+    values: torch.Tensor, first: torch.Tensor, window: int
+) -> torch.Tensor:
+    """Measure how far each entry lies from the rolling mean, in standard deviations.
+
+    Takes what `rolling_mean` takes.
+
+    Returns:
+        [R, T] float64, (value - mean) / (population standard deviation + 1e-6); zero
+        where fewer than two entries count.
+    """
+    exists, count = _samples(values, first, window)
+    known = torch.where(exists, values.double(), 0.0)
+    mean = _window_sum(known, window) / count
+    variance = _window_sum(known.square(), window) / count - mean.square()
+    score = (known - mean) / (variance.clamp_min(0).sqrt() + Z_EPS)
+    return torch.where(count > 1, score, 0.0)
+
+
+def _samples(
+    values: torch.Tensor, first: torch.Tensor, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which entries exist and how many count at each one, both [R, T]."""
+    age = torch.arange(values.shape[-1], device=values.device) - first[:, None]
+    return age >= 0, (age + 1).clamp(1, window)
+
+
+def _window_sum(values: torch.Tensor, window: int) -> torch.Tensor:
+    """Sum `window` entries up to each one, [R, T] float64; outside counts as zero.
+
+    Pooling adds them one by one: a difference of running sums would round differently
+    in rows that start elsewhere.
+    """
+    padded = F.pad(values[:, None], (window - 1, 0))
+    return F.avg_pool2d(padded, (1, window), stride=1, divisor_override=1)[:, 0]
