@@ -233,7 +233,7 @@ def ratio(
 # Of an 8-billion-parameter model in bfloat16 the smaller numbers of requests fit on a
 # card of 80 GB with all three engines alive, the larger ones on one of 140 GB.
 PARTS = {
-    "serving": Contest((64, 24), 200, 8192, 0.3, (1024,), limit_s=180),
+    "serving": Contest((64, 24), 200, 8192, 0.3, (1024,), limit_s=270),
     "never": Contest((64, 40), 700, 512, 1.0, (None,), rounds=5, limit_s=25),
     "short": Contest((192, 96), 700, 1024, 0.3, (256, 512, 1024), interval=128),
 }
