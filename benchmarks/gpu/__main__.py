@@ -19,21 +19,18 @@ import tempfile
 import traceback
 from pathlib import Path
 
+import torch
+
+from benchmarks.gpu import serving
+from benchmarks.gpu.check import runner
+from benchmarks.gpu.decode import Decode
 from benchmarks.gpu.engine import ENVIRONMENT
-
-os.environ.update(ENVIRONMENT)
-
-import torch  # noqa: E402
-
-from benchmarks.gpu import serving  # noqa: E402
-from benchmarks.gpu.check import runner  # noqa: E402
-from benchmarks.gpu.decode import Decode  # noqa: E402
-from benchmarks.gpu.events import Events  # noqa: E402
-from benchmarks.gpu.kernels import Kernels  # noqa: E402
-from benchmarks.gpu.models import SHAPES  # noqa: E402
-from benchmarks.gpu.parts import TINY, Options, Part  # noqa: E402
-from benchmarks.gpu.record import ROOT, Record  # noqa: E402
-from benchmarks.printing import table  # noqa: E402
+from benchmarks.gpu.events import Events
+from benchmarks.gpu.kernels import Kernels
+from benchmarks.gpu.models import SHAPES
+from benchmarks.gpu.parts import TINY, Options, Part
+from benchmarks.gpu.record import ROOT, Record
+from benchmarks.printing import table
 from vllm_kvpolicy.commands.outputs import new_folder
 
 CHECK = "check"
@@ -103,6 +100,7 @@ def run_part(name: str, options: Options, out: Path) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
+    os.environ.update(ENVIRONMENT)
     args = parse_args(arguments)
     if not (torch.cuda.is_available() or args.model == TINY):
         print("no NVIDIA GPU: nothing was measured", file=sys.stderr)

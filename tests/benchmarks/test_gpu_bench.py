@@ -88,7 +88,7 @@ def test_serving(
     assert stock["engine"]["policy"] is None and stock["engine"]["prefix_caching"]
     assert ours["engine"]["policy"]["budget"] == 96
     assert record["runs"][0]["sources"] and "| engine " in printed
-    assert "preempted 0 : " in printed and "peak concurrency" in printed
+    assert "preempted 0 : " in printed and "mean concurrency" in printed
     # Again: everything is there, and nothing is started.
     here.clear()
     status, again = run("serving", tmp_path)

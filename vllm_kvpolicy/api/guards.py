@@ -383,11 +383,6 @@ REFUSALS = (
         'set "method": "ngram" or "suffix" in --speculative-config, or leave it out',
     ),
     Refusal(
-        "speculative decoding on GPUs",
-        both(speculates, is_on_gpu),
-        "leave out --speculative-config: no GPU has run a policy with drafts",
-    ),
-    Refusal(
         "speculative decoding with what measures each token ({measures_tokens})",
         both(speculates, has_word_with("measures_tokens")),
         "leave out --speculative-config: a token is compared with the one before it, "
@@ -442,12 +437,6 @@ REFUSALS = (
         "speculative decoding with sliding-window layers",
         both(_mixes_windows, speculates),
         "leave out --speculative-config",
-    ),
-    Refusal(
-        "sliding-window layers on GPUs",
-        both(_mixes_windows, is_on_gpu),
-        "serve a model whose layers all attend to the whole context: no GPU has run a "
-        "policy beside windows",
     ),
     Refusal(
         "layers other than full attention and sliding windows",

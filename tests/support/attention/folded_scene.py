@@ -15,7 +15,7 @@ from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from support.attention.scene import POISON, Layers, Request, Shape
-from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.protocol import StepCommands
 from vllm_kvpolicy.worker.setup import prepare
 from vllm_kvpolicy.worker.transfer import to_device
@@ -61,6 +61,7 @@ class FoldedScene(Layers):
     def _start(self) -> None:
         """Make layers, runtime, cache and builder, in the order of a worker."""
         shape, device = self.shape, self.device
+        self.config.additional_config = {CONFIG_KEY: POLICY}  # which builders ask
         with set_current_vllm_config(self.config):
             self.layers = [self.make_layer(name) for name in NAMES]
             policy = KVPolicyConfig.from_dict(POLICY)
