@@ -19,28 +19,21 @@ import tempfile
 import traceback
 from pathlib import Path
 
-import torch
-
-from benchmarks.gpu import serving
-from benchmarks.gpu.check import runner
-from benchmarks.gpu.decode import Decode
 from benchmarks.gpu.engine import ENVIRONMENT
-from benchmarks.gpu.events import Events
-from benchmarks.gpu.kernels import Kernels
-from benchmarks.gpu.models import SHAPES
-from benchmarks.gpu.parts import TINY, Options, Part
-from benchmarks.gpu.record import ROOT, Record
-from benchmarks.printing import table
+
+os.environ.update(ENVIRONMENT)
+
+import torch  # noqa: E402
+
+from benchmarks.gpu.check import runner  # noqa: E402
+from benchmarks.gpu.contents import DEFAULT_MODEL, PARTS  # noqa: E402
+from benchmarks.gpu.models import SHAPES  # noqa: E402
+from benchmarks.gpu.parts import TINY, Options  # noqa: E402
+from benchmarks.gpu.record import ROOT, Record  # noqa: E402
+from benchmarks.printing import table  # noqa: E402
 from vllm_kvpolicy.commands.outputs import new_folder
 
 CHECK = "check"
-PARTS: dict[str, Part] = {
-    **serving.PARTS,
-    "decode": Decode(),
-    "events": Events(),
-    "kernels": Kernels(),
-}
-DEFAULT_MODEL = "llama-3.1-8b"
 SECONDS = 480.0
 OUT = ROOT / "benchmarks" / "results" / "gpu"
 
@@ -100,7 +93,6 @@ def run_part(name: str, options: Options, out: Path) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    os.environ.update(ENVIRONMENT)
     args = parse_args(arguments)
     if not (torch.cuda.is_available() or args.model == TINY):
         print("no NVIDIA GPU: nothing was measured", file=sys.stderr)

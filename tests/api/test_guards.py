@@ -214,8 +214,10 @@ MACHINE_TRIGGERS = {
 # Take a machine and a flag, and some a model.
 FP8_ON_GPU = "FP8 KV caches on GPUs"
 FP8_ON_CPU = "FP8 KV caches on CPUs without AVX-512"
+DRAFTS_ON_GPU = "speculative decoding on GPUs"
+SLIDING_ON_GPU = "sliding-window layers on GPUs"
 SINKS_ON_GPU = "learned sinks on GPUs"
-BY_DEVICE = (FP8_ON_GPU, FP8_ON_CPU, SINKS_ON_GPU)
+BY_DEVICE = (FP8_ON_GPU, FP8_ON_CPU, DRAFTS_ON_GPU, SLIDING_ON_GPU, SINKS_ON_GPU)
 FULL, SLIDING = "full_attention", "sliding_attention"
 OTHER_SETTING = {"attention_type": SLIDING, "num_attention_groups": 8}
 BLOCKS = [
@@ -302,6 +304,8 @@ def test_each_machine_is_refused_by_its_own_row(policy_config, monkeypatch, name
             (FP8_ON_GPU, {"cache_config.cache_dtype": dtype})
             for dtype in compat.FLOAT8_CACHES
         ],
+        (DRAFTS_ON_GPU, {"speculative_config": NGRAM}),
+        (SLIDING_ON_GPU, MIXED),
         (SINKS_ON_GPU, GPT_OSS),
     ],
 )

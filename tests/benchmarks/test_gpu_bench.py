@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as command
+from benchmarks.gpu.decode import Decode
 from benchmarks.gpu import events, process
 from benchmarks.gpu.engine import BenchEngine, EngineSpec
 from benchmarks.gpu.kernel_checks import check_operation
@@ -124,7 +125,7 @@ def test_decode_steps_and_events(
 
 def test_attention_beside_the_time_to_read_what_is_kept(tmp_path: Path) -> None:
     """Of kernels in a profile, which only a GPU has."""
-    part = command.Decode().tiny()
+    part = Decode().tiny()
     options = Options("tiny", tmp_path, 9.0)
     record = Record(tmp_path / "x.json", "decode", {})
     record.cells["copy"] = {"bytes_per_second": 1e9}
@@ -228,7 +229,7 @@ def test_real_engines_fit_on_the_gpu(
         for prompt in (*workload.prompt_tokens, contest.prompt_tokens):
             longest = prompt + workload.output_tokens
             assert longest < specs[0].max_model_len <= specs[0].pool_tokens
-    plan = command.Decode().fitting(options)
+    plan = Decode().fitting(options)
     assert plan.contexts[-1] == (16384 if card == SMALL_CARD else 32768)
     specs = [plan.engine(name, options) for name in plan.engines]
     groups = process.groups_that_fit(specs, card)

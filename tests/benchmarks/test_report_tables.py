@@ -180,9 +180,10 @@ def test_checks_on_a_gpu_are_those_of_the_last_run(tmp_path):
     ]
     (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert rendered("gpu-checks", "file: some.jsonl", tmp_path)[2:] == [
-        "| `flashinfer` | 0 of 0 | - |",
-        "| `syncs` | 1 of 2 | events |",
-        "| `triton` | 1 of 1 | - |",
+        "| `flashinfer` | 0 | 0 | 1 | - |",
+        "| `syncs` | 1 | 1 | 0 | events |",
+        "| `triton` | 1 | 0 | 0 | - |",
+        "| all | 2 | 1 | 1 |  |",
     ]
 
 

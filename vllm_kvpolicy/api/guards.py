@@ -383,6 +383,12 @@ REFUSALS = (
         'set "method": "ngram" or "suffix" in --speculative-config, or leave it out',
     ),
     Refusal(
+        "speculative decoding on GPUs",
+        both(speculates, is_on_gpu),
+        "leave out --speculative-config: on GPUs policies with drafts have passed one "
+        "check only, in float32",
+    ),
+    Refusal(
         "speculative decoding with what measures each token ({measures_tokens})",
         both(speculates, has_word_with("measures_tokens")),
         "leave out --speculative-config: a token is compared with the one before it, "
@@ -437,6 +443,12 @@ REFUSALS = (
         "speculative decoding with sliding-window layers",
         both(_mixes_windows, speculates),
         "leave out --speculative-config",
+    ),
+    Refusal(
+        "sliding-window layers on GPUs",
+        both(_mixes_windows, is_on_gpu),
+        "serve a model whose layers all attend to the whole context: on GPUs policies "
+        "beside windows have passed one check only, in float32",
     ),
     Refusal(
         "layers other than full attention and sliding windows",

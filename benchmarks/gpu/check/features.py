@@ -1,7 +1,7 @@
-"""Features that are served on GPUs, or refused there, because nobody has run them.
+"""Features that were never tried on a GPU, or not enough.
 
-What is refused only because no GPU has run it is let through here: a check that passes
-is the evidence for serving it.
+What is refused for that reason alone is let through here: checks that pass are the
+evidence for serving it.
 """
 
 import os
@@ -23,19 +23,25 @@ from benchmarks.gpu.check.engines import (
     on_gpu,
     one_of_each,
 )
-from benchmarks.gpu.check.where import Where, assert_given_back
-from support.engine.helpers import Run, make_jobs
+from benchmarks.gpu.check.where import Jobs, Where, assert_given_back
+from support.engine.helpers import Engine, Run, make_jobs
 from support.made_adapters import make_adapter
 from support.made_gates import make_gates
 from support.made_patterns import write_pattern
 from support.made_sinks import make_gpt_oss
 from support.made_sliding import make_gemma3
 from support.made_surrogates import write_surrogate
+from support.repetition import watch_drafts
 from vllm_kvpolicy.api import guards
 
 LAYERS, HEADS, HEAD_DIM, HIDDEN = 6, 2, 32, 320
 """Of the packaged model."""
-NEVER_RUN = "no GPU has run"
+LET_THROUGH = (
+    "speculative decoding on GPUs",
+    "sliding-window layers on GPUs",
+    "learned sinks on GPUs",
+)
+"""Refused only because too little of it has run on a GPU."""
 NGRAM = {
     "method": "ngram",
     "num_speculative_tokens": 3,
@@ -99,23 +105,22 @@ def serve_words(checks: Any, where: Where) -> None:
             notes.append(f"{run.steps} steps")
 
 
-def let_through() -> list[str]:
-    """Refuse no longer what no GPU has run; return what that was."""
-    rows = [row for row in guards.REFUSALS if NEVER_RUN in row.change]
-    guards.REFUSALS = tuple(row for row in guards.REFUSALS if row not in rows)
-    return [row.feature for row in rows]
+def let_through() -> None:
+    """Refuse LET_THROUGH no longer."""
+    rows = [row for row in guards.REFUSALS if row.feature not in LET_THROUGH]
+    assert len(rows) == len(guards.REFUSALS) - len(LET_THROUGH)
+    guards.REFUSALS = tuple(rows)
 
 
-def check_identity(checks: Any, where: Where, **settings: Any) -> None:
+def check_identity(checks: Any, where: Where) -> None:
     """Answers are stock's where tokens move, and where a budget is never reached.
 
-    Then a policy drops tokens, and blocks come back.
+    Then policies drop tokens, and blocks come back.
     """
-    where = replace(where, settings={**where.settings, **settings})
-    jobs, some = where.jobs, None
-    with checks.case("stock") as notes:
+    jobs, backend, some = where.jobs, where.settings["attention_backend"], None
+    with checks.case(f"{backend}, stock") as notes:
         with where.engine() as engine:
-            run = engine.run(jobs)
+            run = watched(engine, jobs, notes)
             alone = Run({}, 0, 0)
             for job in jobs[::4]:
                 alone.results.update(engine.run([job]).results)
@@ -128,6 +133,7 @@ def check_identity(checks: Any, where: Where, **settings: Any) -> None:
     cases = {
         "infinite budget": {"policy": "ams-tova", "budget": INFINITE_BUDGET},
         "identity": {"policy": "identity", **mover},
+        "holes": {"policy": "holes", **mover},
         "ams-tova": {"policy": "ams-tova", **mover},
     }
     if where.model == REASONER:
@@ -135,15 +141,15 @@ def check_identity(checks: Any, where: Where, **settings: Any) -> None:
         cases["identity, ragged"] = cases["identity"] | own_lengths
         cases["adakv-snapkv"] = {"policy": "adakv-snapkv", **mover}
     for name, policy in cases.items():
-        with checks.case(name) as notes:
+        with checks.case(f"{backend}, {name}") as notes:
             with where.engine(policy) as engine:
-                run = engine.run(jobs)
+                run = watched(engine, jobs, notes)
                 counters = engine.counters()
                 assert_given_back(engine)
             notes.append(f"{counters['events']:.0f} events")
             if name == "infinite budget":
                 assert_same(compare(run, stock.run))
-            elif name.startswith("identity"):
+            elif policy["policy"] in ("identity", "holes"):
                 found = compare(run, stock.run)
                 notes.append(str(found))
                 assert_alike(found, stock.noises, where.dtype)
@@ -152,22 +158,36 @@ def check_identity(checks: Any, where: Where, **settings: Any) -> None:
                 assert counters["tokens_dropped"] > 0
 
 
+def watched(engine: Engine, jobs: Jobs, notes: list[str]) -> Run:
+    """Run requests; note the model runner, and what became of drafts."""
+    drafts = watch_drafts(engine)
+    run = engine.run(jobs)
+    notes.append(f"runner {2 if engine.worker.use_v2_model_runner else 1}")
+    if engine.llm.llm_engine.vllm_config.speculative_config is not None:
+        assert drafts.share > 0, "no draft was accepted"
+        notes.append(f"{drafts.share:.0%} of {drafts.count} drafts accepted")
+    return run
+
+
 def check_feature(name: str, checks: Any) -> None:
     """Try `ngram` drafts, sliding `windows`, learned `sinks` or the first `runner`."""
-    with checks.case("let through") as notes:
-        notes.append(", ".join(let_through()))
-    where, sizes = on_gpu("TRITON_ATTN"), {"max_num_seqs": 16, "max_model_len": 2048}
+    let_through()
+    changes: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 2048}
     if name == "ngram":
-        check_identity(checks, where, speculative_config=NGRAM, **sizes)
+        changes["speculative_config"] = NGRAM
     elif name == "runner":
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-        check_identity(checks, where, **sizes)
-    else:
-        jobs = make_jobs([40, 90, 150, 300, 333, 60], 120)
-        make = make_gemma3 if name == "windows" else make_gpt_oss
-        with tempfile.TemporaryDirectory() as folder:
-            where = replace(where, model=make(Path(folder)), jobs=jobs)
-            check_identity(checks, where, skip_tokenizer_init=True, **sizes)
+    with tempfile.TemporaryDirectory() as folder:
+        fields = {}
+        if name in ("windows", "sinks"):
+            make = make_gemma3 if name == "windows" else make_gpt_oss
+            changes["skip_tokenizer_init"] = True
+            fields["model"] = make(Path(folder))
+            fields["jobs"] = make_jobs([40, 90, 150, 300, 333, 60], 120)
+        for backend in ("TRITON_ATTN", "FLASH_ATTN"):
+            where = on_gpu(backend)
+            settings = {**where.settings, **changes}
+            check_identity(checks, replace(where, settings=settings, **fields))
 
 
 def check_words(checks: Any) -> None:

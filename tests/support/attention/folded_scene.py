@@ -8,6 +8,7 @@ is known beside all that, from plain lists.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -61,7 +62,9 @@ class FoldedScene(Layers):
     def _start(self) -> None:
         """Make layers, runtime, cache and builder, in the order of a worker."""
         shape, device = self.shape, self.device
-        self.config.additional_config = {CONFIG_KEY: POLICY}  # which builders ask
+        # Of this scene alone: builders ask it for the policy.
+        self.config = copy(self.config)
+        self.config.additional_config = {CONFIG_KEY: POLICY}
         with set_current_vllm_config(self.config):
             self.layers = [self.make_layer(name) for name in NAMES]
             policy = KVPolicyConfig.from_dict(POLICY)
