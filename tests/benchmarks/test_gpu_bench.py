@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu.decode import Decode
 from benchmarks.gpu import events, process
+from benchmarks.gpu.decode import Decode
+from benchmarks.gpu.events import Events
 from benchmarks.gpu.engine import BenchEngine, EngineSpec
 from benchmarks.gpu.kernel_checks import check_operation
 from benchmarks.gpu.kernel_inputs import CPU, MAKERS, SMALL_SIZES, operations
@@ -236,7 +237,7 @@ def test_real_engines_fit_on_the_gpu(
     small, large = [["stock"], ["ams-tova", "fp8"]], [["stock", "ams-tova"], ["fp8"]]
     expected = small if card == SMALL_CARD else large
     assert [[spec.name for spec in group] for group in groups] == expected
-    specs = command.Events().engines(options)
+    specs = Events().engines(options)
     assert len(process.groups_that_fit(specs, card)) == 1
 
 
