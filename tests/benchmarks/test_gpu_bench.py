@@ -15,8 +15,8 @@ import torch
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import events, process
 from benchmarks.gpu.decode import Decode
-from benchmarks.gpu.events import Events
 from benchmarks.gpu.engine import BenchEngine, EngineSpec
+from benchmarks.gpu.events import Events
 from benchmarks.gpu.kernel_checks import check_operation
 from benchmarks.gpu.kernel_inputs import CPU, MAKERS, SMALL_SIZES, operations
 from benchmarks.gpu.models import token_bytes
