@@ -34,7 +34,10 @@ def by_part(wanted: Row, folder: Path) -> list[list[str]]:
     for name in wanted.get("targets", [wanted.get("part")]):
         if name not in PARTS:
             raise ValueError(f"table: expected a part of {sorted(PARTS)}, got {name!r}")
-        record = read(folder / "gpu" / f"gpu-{name}.json", "cells")
+        paths = sorted((folder / "gpu").glob(f"gpu-{name}.json*"))  # packed or not
+        if len(paths) != 1:
+            raise ValueError(f"table: expected a file of {name!r}, got {paths}")
+        record = read(paths[0], "cells")
         cells: Any = SimpleNamespace(**record)
         if "part" in wanted:
             header, rows = PARTS[name].table(cells, options)
