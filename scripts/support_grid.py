@@ -90,7 +90,7 @@ FEATURES = (
         "CUDA graphs",
         {"model_config.enforce_eager": False},
         "graphs",
-        {EQUAL: GPU, OWN: GPU, ADMISSION: GPU},
+        {EQUAL: GPU, OWN: GPU},
     ),
     Feature(
         "tensor parallel",

@@ -18,7 +18,6 @@ EXPECTED = (
         "when its prompt fits, and preempts later",
         ("never", "small"),
         (
-            "core/test_async_scheduler.py::test_kv_pressure_preempt_mid_handoff",
             "core/test_async_scheduler.py"
             "::test_kv_pressure_preemption_with_inflight_output",
             "core/test_deferred_block_free.py"
