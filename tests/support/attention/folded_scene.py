@@ -16,7 +16,7 @@ from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from support.attention.scene import POISON, Layers, Request, Shape
-from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
+from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig, own_config
 from vllm_kvpolicy.protocol import StepCommands
 from vllm_kvpolicy.worker.setup import prepare
 from vllm_kvpolicy.worker.transfer import to_device
@@ -71,6 +71,7 @@ class FoldedScene(Layers):
             model = torch.nn.Module()
             setup = prepare(self.config, policy, model, self.layers, device)
             self.builder = self.make_builder(NAMES)
+        assert own_config(self.config).is_ragged  # FlashAttention's builder asks it
         size = (LAYERS, self.num_blocks, shape.heads, shape.block, 2 * shape.dim)
         self.cache = torch.zeros(size, dtype=shape.dtype, device=device)
         for layer, cache in zip(self.layers, self.cache, strict=True):
